@@ -1,0 +1,193 @@
+"""What a task is: examples made of one context and several turns, and how they become token ids."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Mode(StrEnum):
+    """How the questions of one context are asked (docs/protocol.md)."""
+
+    SINGLE = "single"
+    MULTI_TURN = "multi-turn"
+    MULTI_REQUEST = "multi-request"
+
+
+class Split(StrEnum):
+    """Settings are chosen on `dev`, rows are reported on `test`: their seeds never meet."""
+
+    DEV = "dev"
+    TEST = "test"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One question about the context.
+
+    question: text after the context, without its leading separator.
+    prefix: start of the answer, put after the assistant header of a chat template.
+    answer: golden continuation of the prefix, as history for the next turn (leading space included).
+    references: what the scorer compares with.
+    limit: most new tokens.
+    """
+
+    question: str
+    prefix: str
+    answer: str
+    references: tuple[str, ...]
+    limit: int
+
+
+@dataclass(frozen=True)
+class Example:
+    """One shared context and its turns; `facts` are free (depths, keys) and end in the journal."""
+
+    id: str
+    context: str
+    turns: tuple[Turn, ...]
+    facts: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A versioned rule that maps (prediction, references) to a number in [0, 1]."""
+
+    id: str
+    metric: str
+    score: Callable[[str, Sequence[str]], float]
+    higher_is_better: bool = True
+
+
+@dataclass(frozen=True)
+class Task(ABC):
+    """A family of examples under one name; a fix is a new version.
+
+    Subclasses are frozen dataclasses: their fields are the task's settings (`--task-set key=value`).
+    """
+
+    name: ClassVar[str]
+    version: ClassVar[str]
+    suite: ClassVar[str]
+    summary: ClassVar[str]
+    modes: ClassVar[tuple[Mode, ...]] = tuple(Mode)
+    scorers: ClassVar[tuple[Scorer, ...]]
+    default_length: ClassVar[int] = 1024
+    default_turns: ClassVar[int] = 5
+    dataset_revision: ClassVar[str | None] = None
+    joint: ClassVar[str] = "\n"
+    """Text between the context and the first question."""
+    separator: ClassVar[str] = "\n"
+    """Text between an answer and the next question, where there is no chat template."""
+
+    @property
+    @abstractmethod
+    def prompt_id(self) -> str:
+        """Names the exact wording and haystack of the prompts, e.g. `ruler-niah/noise@1`."""
+
+    @abstractmethod
+    def minimum_length(self, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:
+        """The fewest tokens (prompt and generation) at which an example fits."""
+
+    @abstractmethod
+    def example(self, rng: random.Random, *, id: str, length: int, turns: int, tokenizer: PreTrainedTokenizerBase) -> Example:
+        """One example whose first prompt and generation fill `length` tokens and never exceed it."""
+
+    def examples(
+        self, *, seed: int, split: Split, n: int, length: int, turns: int, tokenizer: PreTrainedTokenizerBase
+    ) -> Iterator[Example]:
+        """The first `n` examples of a split: a function of the arguments and nothing else, each reseeded on its own."""
+        for index in range(n):
+            name = f"{self.name}@{self.version}/{split}/{seed}/{length}/{turns}/{index}"
+            yield self.example(
+                random.Random(name), id=f"{split}-{seed}-{index}", length=length, turns=turns, tokenizer=tokenizer
+            )
+
+
+@dataclass(frozen=True)
+class EncodedTurn:
+    """Token ids of one turn: `first` where it follows the context, `later` where it follows an answer."""
+
+    first: tuple[int, ...]
+    later: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids of an example; a conversation is their concatenation and is never re-tokenised."""
+
+    context: tuple[int, ...]
+    turns: tuple[EncodedTurn, ...]
+
+    @property
+    def prompt_hash(self) -> str:
+        """Hash of every id the model can be shown, golden answers included."""
+        parts = [self.context, *(ids for turn in self.turns for ids in (turn.first, turn.later, turn.answer))]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The chat template of a tokenizer, cut where the context, the question and the answer go."""
+
+    head: str
+    """Before the context."""
+    tail: str
+    """Between the question and the answer's prefix (the assistant header)."""
+    middle: str | None
+    """Between an answer and the next question; None: the task's separator."""
+    sha: str | None
+    """Hash of the chat template, None without one."""
+    special: bool
+    """Whether the tokenizer adds its own special tokens to the context (only without a template)."""
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Frame:
+        """Cut the tokenizer's template with markers; without a template the text stands alone."""
+        template = tokenizer.chat_template
+        if template is None:
+            return cls("", "", None, None, special=True)
+        user, assistant, again = "<kvbench-1>", "<kvbench-2>", "<kvbench-3>"
+        talk = [{"role": "user", "content": user}]
+        first = str(tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True))
+        talk += [{"role": "assistant", "content": assistant}, {"role": "user", "content": again}]
+        later = str(tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True))
+        head, _, tail = first.partition(user)
+        middle = later.partition(assistant)[2].partition(again)[0]
+        sha = hashlib.sha256(str(template).encode()).hexdigest()[:16]
+        return cls(head, tail, middle, sha, special=False)
+
+
+def encode(task: Task, example: Example, tokenizer: PreTrainedTokenizerBase, frame: Frame | None = None) -> Encoded:
+    """Token ids of an example; context and turns are tokenised apart, so that they are equal in every mode."""
+    frame = frame or Frame.of(tokenizer)
+
+    def ids(text: str, *, special: bool = False) -> tuple[int, ...]:
+        return tuple(tokenizer(text, add_special_tokens=special).input_ids) if text else ()
+
+    middle = task.separator if frame.middle is None else frame.middle
+    return Encoded(
+        context=ids(frame.head + example.context, special=frame.special),
+        turns=tuple(
+            EncodedTurn(
+                first=ids(task.joint + turn.question + frame.tail + turn.prefix),
+                later=ids(middle + turn.question + frame.tail + turn.prefix),
+                answer=ids(turn.answer),
+            )
+            for turn in example.turns
+        ),
+    )
+
+
+def prompt_tokens(encoded: Encoded) -> int:
+    """Tokens of the first prompt: what a length in tokens speaks of, generation apart."""
+    return len(encoded.context) + len(encoded.turns[0].first)
