@@ -1,0 +1,56 @@
+"""The oracle: every logit written out in float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def visible(
+    n_query: int, n_key: int, window: int | None, positions: Tensor | None, seen: int, device: torch.device
+) -> Tensor:
+    """Which rows each of the last `n_query` rows sees. [T, N] or, with positions, [B, H_kv, T, N]
+
+    Rows stand in the order of arrival, so a row sees every row before it; a window counts logical distance,
+    which is the distance in rows unless `positions` [B, H_kv, N] says otherwise. `seen` counts tokens so far.
+    """
+    index = torch.arange(n_key, device=device)
+    query = torch.arange(n_query, device=device)
+    mask = index[None, :] <= query[:, None] + (n_key - n_query)  # [T, N]
+    if window is None:
+        return mask
+    if positions is None:
+        return mask & (query[:, None] + (n_key - n_query) - index[None, :] < window)
+    logical = query + (seen - n_query)
+    return mask & (logical[:, None] - positions[:, :, None, :] < window)
+
+
+def dense_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    seen: int,
+    window: int | None = None,
+    positions: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    causal: bool = True,
+) -> Tensor:
+    """Attention output of the last T rows, see `torch.dense_attention`. [B, H_q, T, D_v]"""
+    batch, heads, n_query, _ = query.shape
+    kv_heads, n_key = keys.shape[1:3]
+    grouped = query.double().unflatten(1, (kv_heads, heads // kv_heads))  # [B, H_kv, G, T, D]
+    logits = torch.einsum("bhgtd,bhnd->bhgtn", grouped, keys.double()) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if causal:
+        mask = visible(n_query, n_key, window, positions, seen, keys.device)
+        mask = mask if mask.dim() == 2 else mask[:, :, None]  # noqa: PLR2004  # [T, N] or [B, H_kv, 1, T, N]
+        logits = logits.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        column = sinks.double().view(1, kv_heads, -1, 1, 1).expand(batch, -1, -1, n_query, 1)
+        logits = torch.cat([logits, column], dim=-1)
+    weights = logits.softmax(-1)[..., :n_key]
+    return torch.einsum("bhgtn,bhnd->bhgtd", weights, values.double()).flatten(1, 2).to(query.dtype)

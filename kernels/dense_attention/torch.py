@@ -1,0 +1,105 @@
+"""SDPA where it can express the mask, explicit blocks of queries where it cannot (soft caps, sinks)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+QUERY_BLOCK = 256
+"""Queries that share one mask: masks stay [256, N], never [T, N]."""
+
+
+def dense_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    seen: int,
+    window: int | None = None,
+    positions: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    causal: bool = True,
+    length: Tensor | None = None,
+) -> Tensor:
+    """Attention output of the last T rows over all N rows. [B, H_q, T, D_v]
+
+    query: [B, H_q, T, D]. keys: [B, H_kv, N, D]. values: [B, H_kv, N, D_v]; the last T rows are the queries' own.
+    seen: tokens so far. positions: [B, H_kv, N] where rows have gone missing, so that a window counts tokens.
+    length: rows written so far, on the device, where the block is read whole so that shapes never change.
+    """
+    n_query, n_key = query.shape[2], keys.shape[2]
+    before = n_key - n_query
+    narrow = window is not None and (positions is not None or n_key > window or length is not None)
+    special = softcap is not None or sinks is not None
+    if not causal and narrow:
+        raise NotImplementedError("bidirectional attention with a window")
+    if length is None and not narrow and not special:
+        if n_query == 1 or not causal:
+            return F.scaled_dot_product_attention(query, keys, values, scale=scale, enable_gqa=True)
+        if before == 0:
+            return F.scaled_dot_product_attention(query, keys, values, scale=scale, is_causal=True, enable_gqa=True)
+    blocks = []
+    for start in range(0, n_query, QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, n_query)
+        low, high = 0, n_key
+        if causal and length is None:
+            high = before + stop
+            if narrow and positions is None:
+                assert window is not None
+                low = max(0, before + start - window + 1)
+        mask = None
+        if causal:
+            mask = visible_rows(
+                (before - low if length is None else length - n_query) + start, stop - start, high - low,
+                window if narrow else None, None if positions is None else positions[:, :, low:high],
+                seen - n_query + start, query.device,
+            )
+        block, k, v = query[:, :, start:stop], keys[:, :, low:high], values[:, :, low:high]
+        if special:
+            blocks.append(_explicit(block, k, v, mask, scale, softcap, sinks))
+        else:
+            if mask is not None and mask.dim() == 4:  # noqa: PLR2004  # one mask per KV head: one per query head
+                mask = mask.repeat_interleave(query.shape[1] // keys.shape[1], dim=1)
+            blocks.append(F.scaled_dot_product_attention(block, k, v, attn_mask=mask, scale=scale, enable_gqa=True))
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
+
+
+def visible_rows(
+    before: int | Tensor, n_query: int, n_key: int, window: int | None, positions: Tensor | None, first: int,
+    device: torch.device,
+) -> Tensor:
+    """Which rows queries see that have `before` rows before them. [T, N] or, by position, [B, H_kv, T, N]
+
+    Rows stand in the order of arrival, so a query sees the rows before it. A window counts rows, or, where rows have
+    gone missing, the distance from the first query's logical position `first` to `positions` [B, H_kv, N].
+    """
+    row = torch.arange(n_key, device=device)
+    query = torch.arange(n_query, device=device)[:, None]
+    mask = row <= query + before
+    if window is None:
+        return mask
+    if positions is None:
+        return mask & (query + before - row < window)
+    return mask & (query + first - positions[:, :, None, :] < window)
+
+
+def _explicit(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """One block with its logits written out in float32. [B, H_q, t, D_v]"""
+    kv_heads, n_key = keys.shape[1:3]
+    grouped = query.unflatten(1, (kv_heads, -1))  # [B, H_kv, G, t, D]
+    logits = (grouped @ keys[:, :, None].transpose(-1, -2)).float() * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if mask is not None:
+        logits = logits.masked_fill(~(mask if mask.dim() == 2 else mask[:, :, None]), -torch.inf)  # noqa: PLR2004
+    if sinks is not None:
+        column = sinks.float().view(1, kv_heads, -1, 1, 1).expand(*logits.shape[:-1], 1)
+        logits = torch.cat([logits, column], dim=-1)
+    weights = logits.softmax(-1)[..., :n_key].to(values.dtype)
+    return (weights @ values[:, :, None]).flatten(1, 2)

@@ -1,0 +1,99 @@
+"""Partial attentions with their log-sum-exp, in float32, one KV head at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.dense_attention.torch import QUERY_BLOCK, visible_rows
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Attention over some of the rows: normalised output and the log of its normaliser."""
+
+    output: Tensor  # [B, H_q, T, D_v] float32
+    lse: Tensor  # [B, H_q, T] float32; -inf where no row is visible
+
+
+def ragged_partial(
+    query: Tensor, keys: Tensor, values: Tensor, offsets: Tensor, counts: list[int], *,
+    scale: float, seen: int, window: int | None = None, positions: Tensor | None = None, softcap: float | None = None,
+) -> Partial:
+    """Attention over flat rows that all came before the queries.
+
+    query: [B, H_q, T, D]. keys: [R, D], values: [R, D_v], heads one after the other, counts[b * H_kv + h] rows each.
+    positions: [R], needed where a window may end among the rows. offsets: [B * H_kv + 1], for kernels.
+    """
+    del offsets  # the host's counts say the same
+    batch, heads, n_query, _ = query.shape
+    kv_heads = len(counts) // batch
+    grouped = query.unflatten(1, (kv_heads, -1)).flatten(0, 1)  # [B * H_kv, G, T, D]
+    output = query.new_zeros((*grouped.shape[:3], values.shape[1]), dtype=torch.float32)
+    lse = query.new_full(grouped.shape[:3], -torch.inf, dtype=torch.float32)
+    start = 0
+    for head, count in enumerate(counts):
+        rows = slice(start, start + count)
+        start += count
+        if count == 0:
+            continue
+        for low in range(0, n_query, QUERY_BLOCK):
+            block = slice(low, min(low + QUERY_BLOCK, n_query))
+            mask = None
+            if window is not None:
+                assert positions is not None, "a window over ragged rows needs their positions"
+                logical = torch.arange(seen - n_query, seen, device=query.device)[block]
+                mask = logical[:, None] - positions[rows] < window  # [t, n]
+            output[head, :, block], lse[head, :, block] = _attend(
+                grouped[head, :, block], keys[rows], values[rows], mask, scale, softcap
+            )
+    return Partial(output.unflatten(0, (batch, kv_heads)).flatten(1, 2), lse.unflatten(0, (batch, kv_heads)).flatten(1, 2))
+
+
+def dense_partial(
+    query: Tensor, keys: Tensor, values: Tensor, *,
+    scale: float, seen: int, window: int | None = None, positions: Tensor | None = None, softcap: float | None = None,
+    length: Tensor | None = None,
+) -> Partial:
+    """Attention over a dense tail whose last T rows are the queries' own; see `dense_attention`."""
+    n_query, n_key = query.shape[2], keys.shape[2]
+    kv_heads = keys.shape[1]
+    outputs, sums = [], []
+    for low in range(0, n_query, QUERY_BLOCK):
+        block = slice(low, min(low + QUERY_BLOCK, n_query))
+        before = n_key - n_query + low if length is None else length - n_query + low
+        mask = visible_rows(before, block.stop - low, n_key, window, positions, seen - n_query + low, query.device)
+        mask = mask if mask.dim() == 2 else mask[:, :, None]  # noqa: PLR2004  # [B, H_kv, 1, t, n]
+        output, lse = _attend(
+            query[:, :, block].unflatten(1, (kv_heads, -1)), keys[:, :, None], values[:, :, None], mask, scale, softcap
+        )
+        outputs.append(output.flatten(1, 2))
+        sums.append(lse.flatten(1, 2))
+    return Partial(torch.cat(outputs, dim=2), torch.cat(sums, dim=2))
+
+
+def merge_partials(parts: list[Partial], sinks: Tensor | None = None) -> Tensor:
+    """One attention over all the parts' rows, and over a learned sink logit per head. [B, H_q, T, D_v] float32"""
+    lse = torch.stack([part.lse for part in parts])  # [P, B, H_q, T]
+    if sinks is not None:
+        lse = torch.cat([lse, sinks.float().view(1, 1, -1, 1).expand_as(lse[:1])])
+    weights = lse.softmax(0)
+    return sum((weights[i, ..., None] * part.output for i, part in enumerate(parts)), start=torch.zeros(()))
+
+
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention and its log-sum-exp in float32; rows without a visible key give zero and -inf."""
+    logits = (query @ keys.transpose(-1, -2)).float() * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -torch.inf)
+    lse = logits.logsumexp(-1)
+    weights = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    return weights.to(values.dtype).float() @ values.float() if values.dtype == torch.float32 else (
+        weights.to(values.dtype) @ values
+    ).float(), lse

@@ -1,0 +1,106 @@
+"""One attention function, registered once: the whole of what kvbench puts into transformers.
+
+The model is called with explicit positions and without a cache. What a forward pass is for travels in a context
+variable, because an extra keyword is swallowed by some architectures; the function finds its layer by `layer_idx`.
+A registered name without a mask function gets no mask, so causality is ours.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from kvbench.hf.rope import NO_ROPE, Rope
+from kvbench.method import Phase, Step
+
+NAME = "kvbench"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forward:
+    """One forward pass: what it is for, and who answers for each layer's attention."""
+
+    phase: Phase
+    positions: Tensor  # [B, T]
+    seen: int
+    attend: Callable[[Step], Tensor]
+    """Attention output of the step's new rows. [B, H_q, T, D_v]"""
+    compress: bool = False
+    observe: bool = False
+    causal: bool = True
+    ropes: Sequence[Rope] = ()
+
+
+_FORWARD: ContextVar[Forward | None] = ContextVar("kvbench_forward", default=None)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature: rotated query and new rows in, output out. [B, T, H_q, D_v]"""
+    forward = _FORWARD.get()
+    if forward is None:
+        raise RuntimeError("the model was called outside a kvbench session while kvbench's attention is switched on")
+    if attention_mask is not None:
+        raise RuntimeError("kvbench was handed an attention mask: padded batches are not served")
+    layer = int(module.layer_idx)  # type: ignore[arg-type]  # nn.Module types every attribute as Tensor | Module
+    step = Step(
+        layer=layer, phase=forward.phase, compress=forward.compress, observe=forward.observe,
+        positions=forward.positions, seen=forward.seen, query=query, key=key, value=value,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap,
+        sinks=s_aux, causal=forward.causal, hidden=None,
+        rope=forward.ropes[layer] if forward.ropes else NO_ROPE,
+    )
+    return forward.attend(step).transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, _attention)
+
+
+@contextmanager
+def attached(module: PreTrainedModel) -> Iterator[None]:
+    """Switch the model to kvbench's attention, and back to what it had."""
+    before = module.config._attn_implementation  # noqa: SLF001  # transformers' own name for the setting
+    if before == NAME:
+        yield
+        return
+    module.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        module.set_attn_implementation(before or "eager")
+
+
+def run_model(module: PreTrainedModel, ids: Tensor, forward: Forward, keep: int = 1) -> Tensor:
+    """Logits of the last `keep` positions. ids: [B, T]. Returns [B, keep, V]"""
+    token = _FORWARD.set(forward)
+    try:
+        with torch.no_grad():
+            options = {"logits_to_keep": keep} if keeps_logits(module) else {}
+            logits: Tensor = module(
+                input_ids=ids, position_ids=forward.positions, use_cache=False, **options
+            ).logits
+    finally:
+        _FORWARD.reset(token)
+    return logits[:, -keep:]
+
+
+def keeps_logits(module: nn.Module) -> bool:
+    """Whether the model can apply its head to the last positions only."""
+    kind = type(module)
+    if kind not in _KEEPS_LOGITS:
+        _KEEPS_LOGITS[kind] = "logits_to_keep" in inspect.signature(kind.forward).parameters
+    return _KEEPS_LOGITS[kind]
+
+
+_KEEPS_LOGITS: dict[type, bool] = {}

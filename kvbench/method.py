@@ -1,0 +1,302 @@
+"""What the author of a method reads: Method, Step, Phase, Card, Budget, Shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict
+
+from kvbench.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvbench.hf import Model, Rope
+    from kvbench.session import Session, Tokens
+    from kvbench.store import LayerKV
+
+
+class Phase(StrEnum):
+    """What a forward pass is for. The harness says; nobody guesses from shapes."""
+
+    CONTEXT = "context"
+    QUERY = "query"
+    DECODE = "decode"
+    DENOISE = "denoise"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One layer in one forward pass; read-only."""
+
+    layer: int
+    phase: Phase
+    compress: bool
+    """This is the moment to decide what stays."""
+    observe: bool
+    """A moment to compress is still to come (or is now): keep what scoring will need."""
+    positions: Tensor
+    """Logical positions of the new rows. [B, T]"""
+    seen: int
+    """Tokens so far, this forward included; never the rows held."""
+    query: Tensor
+    """Rotated. [B, H_q, T, D]"""
+    key: Tensor
+    """Rotated, new rows only. [B, H_kv, T, D]"""
+    value: Tensor
+    """New rows only. [B, H_kv, T, D_v]"""
+    scale: float
+    window: int | None
+    """A query sees keys at distances below this; None: all."""
+    softcap: float | None
+    sinks: Tensor | None
+    """Learned attention-sink logits. [H_q]"""
+    causal: bool
+    hidden: Tensor | None
+    """The layer's input, only for methods that ask. [B, T, hidden]"""
+    rope: Rope
+    """Rotary embedding of this layer."""
+
+
+class BudgetKind(StrEnum):
+    """What a method's budget counts. Held and read bytes never share an axis."""
+
+    HELD = "held"
+    READ = "read"
+    BITS = "bits"
+    NONE = "none"
+
+
+class Upstream(BaseModel):
+    """The reference code of a method."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    repo: str
+    commit: str | None
+    licence: str | None
+
+
+class Card(BaseModel):
+    """Facts about a method. Fields without a default must be written, `None` meaning unknown."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    version: str = "1"
+    title: str
+    idea: str
+    """Two sentences."""
+    arxiv: str | None
+    year: int | None
+    family: str
+    stages: tuple[str, ...]
+    """SCBench's stages of the cache that it changes: generation, compression, retrieval, loading."""
+    budget: BudgetKind
+    paper_budget: str | None = None
+    """What `--budget paper` stands for."""
+    heads: Literal["independent", "pooled", "indexed"]
+    """Whether a head's kept rows depend on that head alone, on all heads, or on the head's number."""
+    upstream: Upstream | None
+    deviations: tuple[str, ...] = ()
+    """Where this differs from the paper or its code."""
+    unverified: tuple[str, ...] = ()
+    """Guesses that are settings."""
+    limits: tuple[str, ...] = ()
+    """Where it does not apply."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A budget as asked for: a share of the dense bytes, rows per KV head, or the paper's."""
+
+    kind: Literal["fraction", "rows", "paper"]
+    value: float
+
+    @classmethod
+    def parse(cls, text: str) -> Budget:
+        """Read `25%`, `1024` or `paper`.
+
+        Raises:
+            UserError: anything else, zero, negative, or above 100 %.
+        """
+        asked = text.strip()
+        allowed = "Allowed: a share such as 25%, rows per KV head such as 1024, or paper."
+        if asked == "paper":
+            return cls("paper", 0.0)
+        try:
+            value = float(asked.removesuffix("%"))
+        except ValueError:
+            raise UserError(f"budget '{text}' is not a number. {allowed}") from None
+        if not math.isfinite(value) or value <= 0:
+            raise UserError(f"budget '{text}' must be above 0. {allowed}")
+        if asked.endswith("%"):
+            if value > 100:
+                raise UserError(f"budget '{text}' is above 100%. {allowed}")
+            return cls("fraction", value / 100)
+        if value != int(value):
+            raise UserError(f"budget '{text}' is not a whole number of rows; a share needs a % sign. {allowed}")
+        return cls("rows", value)
+
+    def __str__(self) -> str:
+        """As the user would type it."""
+        if self.kind == "paper":
+            return "paper"
+        return f"{self.value * 100:g}%" if self.kind == "fraction" else f"{self.value:g}"
+
+
+DEFAULT_BUDGET = Budget("fraction", 0.25)
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer caches per token."""
+
+    kv_heads: int
+    query_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The dense cache that a budget is a share of: a model's layers at one context length."""
+
+    length: int
+    layers: tuple[LayerShape, ...]
+    itemsize: int
+    """Bytes per element of the model's cache."""
+
+    def rows(self, layer: LayerShape) -> int:
+        """Rows per KV head that a dense cache of this layer holds."""
+        return self.length if layer.window is None else min(self.length, layer.window)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of a native GQA cache of the same tokens, sliding layers at most their window."""
+        return sum(self.rows(x) * x.kv_heads * (x.key_dim + x.value_dim) * self.itemsize for x in self.layers)
+
+
+def resolved(default: object = None) -> object:
+    """A field that `fit` or `bind` fills in; not a setting."""
+    return field(default=default, kw_only=True, metadata={"resolved": True})
+
+
+@dataclass(frozen=True)
+class Method:
+    """A technique. Fields are its settings; everything that changes during a run lives on the per-layer store.
+
+    An author overrides only what the paper changes.
+    """
+
+    card: ClassVar[Card]
+    graphable: ClassVar[str | None] = None
+    """None: one decode step has static shapes. Otherwise the reason why not."""
+
+    rows: int | None = resolved()  # type: ignore[assignment]  # dataclass field helper
+    """Rows per KV head of a full-attention layer that the budget comes to."""
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """The settings by name, as `--set` takes them."""
+        return {x.name: getattr(self, x.name) for x in fields(self) if not x.metadata.get("resolved")}
+
+    @property
+    def resolution(self) -> dict[str, object]:
+        """What `fit` and `bind` found, by name."""
+        found = {x.name: getattr(self, x.name) for x in fields(self) if x.metadata.get("resolved")}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def fit(self, budget: Budget | None, shape: Shape) -> Self:
+        """Resolve a budget for this model and length; None stands for the default.
+
+        Raises:
+            UserError: what was asked cannot be reached; the message names what can.
+        """
+        card = self.card
+        if card.budget is BudgetKind.NONE:
+            if budget is not None and budget != Budget("fraction", 1.0):
+                raise UserError(f"{card.name} takes no budget, got '{budget}': it holds every row. Leave --budget out.")
+            return self
+        if card.budget is BudgetKind.BITS:
+            reached = self.declared_bytes(shape) / shape.dense_bytes
+            if budget is not None and abs(budget.value - reached) > 0.005:
+                raise UserError(
+                    f"{card.name} cannot reach a budget of {budget}: its settings come to {reached:.1%} of the dense "
+                    "bytes. Leave --budget out, or change its settings with --set."
+                )
+            return self
+        budget = budget or DEFAULT_BUDGET
+        if budget.kind == "paper":
+            if card.paper_budget is None:
+                raise UserError(f"{card.name} has no paper budget on its card. Use a share such as 25% or rows such as 1024.")
+            budget = Budget.parse(card.paper_budget)
+        rows = round(budget.value * shape.length) if budget.kind == "fraction" else int(budget.value)
+        least = self.minimum_rows()
+        if rows < min(least, shape.length):
+            raise UserError(
+                f"budget {budget} is {rows} rows per KV head of {shape.length}, and {card.name} needs at least {least} "
+                f"with its settings. Use --budget {least} or more, or smaller settings."
+            )
+        return replace(self, rows=min(rows, shape.length))
+
+    def minimum_rows(self) -> int:
+        """The fewest rows per KV head that the settings allow."""
+        return 1
+
+    def rows_of(self, held: int, length: int) -> int:
+        """The budget in rows for a layer that holds `held` of `length` tokens (fewer on sliding layers)."""
+        rows = length if self.rows is None else self.rows
+        return min(held, rows if held >= length else max(1, math.ceil(rows * held / length)))
+
+    def identity(self, shape: Shape) -> bool:
+        """Whether these settings are declared to lose nothing at this length."""
+        return self.card.budget is BudgetKind.NONE or (self.rows is not None and self.rows >= shape.length)
+
+    def declared_bytes(self, shape: Shape) -> int:
+        """Bytes that the layers hold right after compression, by the method's own account (the ledger measures)."""
+        return sum(
+            self.rows_of(shape.rows(x), shape.length) * x.kv_heads * self.row_bytes(x, shape) for x in shape.layers
+        )
+
+    def row_bytes(self, layer: LayerShape, shape: Shape) -> int:
+        """Declared bytes of one row of one KV head: keys, values, and what is kept beside them."""
+        explicit = layer.window is not None and self.rows is not None and self.rows < shape.length
+        return (layer.key_dim + layer.value_dim) * shape.itemsize + (4 if explicit else 0)
+
+    def bind(self, model: Model) -> Self:
+        """Calibration, gates, head profiles; cached on disk by the model's hash."""
+        del model
+        return self
+
+    def layer(self, index: int) -> LayerKV:
+        """WHAT IS STORED: an empty store for one layer."""
+        from kvbench.store import LayerKV  # the store imports this module
+
+        del index
+        return LayerKV()
+
+    def attend(self, kv: LayerKV, step: Step) -> Tensor:
+        """WHAT IS READ: the attention output of the new rows, already in the store. [B, H_q, T, D_v]"""
+        return kv.attend(step)
+
+    def evict(self, kv: LayerKV, step: Step) -> None:
+        """WHAT IS KEPT: called after every attention; `step.compress` marks the end of the context."""
+
+    def end_of_context(self, session: Session) -> None:
+        """Decisions across layers, after the last layer of the context's last chunk."""
+
+    def prefill(self, session: Session, chunks: Iterable[Tensor]) -> Tensor:
+        """HOW A PROMPT IS RUN: the last position's logits. [B, V]"""
+        return session.run_chunks(chunks, Phase.CONTEXT, compress=True)
+
+    def generate(self, session: Session, limit: int, stop: frozenset[int]) -> Tokens:
+        """HOW TOKENS ARE MADE, from the session's last logits; greedy."""
+        from kvbench.autoregressive import greedy
+
+        return greedy(session, limit, stop)

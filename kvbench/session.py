@@ -1,0 +1,310 @@
+"""One conversation, or a batch of equal length, on one model under one method."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kvbench.errors import UserError
+from kvbench.hf import Forward, Model, attached
+from kvbench.method import Method, Phase, Shape, Step
+from kvbench.store import LayerKV, storage_bytes
+
+SCORE_CHUNK = 512
+"""Positions whose full-vocabulary logits exist at a time."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A generated answer: ids per sequence, and why each ended (`stop` or `length`)."""
+
+    ids: list[list[int]]
+    stop_reasons: list[str]
+    steps: int
+    """Forward passes made."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the cache, counted from storages."""
+
+    dense_bytes: int
+    """A native GQA cache of the same context."""
+    cache_bytes: int
+    """What held the context right after compression, room for later tokens excluded."""
+    tail_bytes: int
+    """Room for later tokens at that moment."""
+    end_bytes: int
+    """All of it now."""
+    peak_bytes: int
+    """The most held at once, between operations."""
+    host_bytes: int = 0
+    read_bytes_per_step: int = 0
+    """Bytes of rows that one decode step reads."""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Proof, written by the stores, of what happened to the rows of one conversation."""
+
+    kind: str
+    acted: bool
+    identity: bool
+    """The settings are the method's declared identity: nothing needs to happen."""
+    rows_seen: int
+    """Rows per KV head that a dense cache of the context holds, on the layer with the most."""
+    rows_kept: tuple[float, ...]
+    """Mean rows per KV head after compression, by layer."""
+    facts: dict[str, int] = field(default_factory=dict)
+
+
+class Session:
+    """`prefill` a context once, then `ask`; use it in a `with` statement.
+
+    Args:
+        model: a loaded model; its attention is switched while the session is open, and switched back.
+        method: settings with the budget fitted (`Method.fit`).
+        capacity: tokens that the conversation may come to, so that decoding never reallocates.
+        chunk: most prompt tokens per forward pass; None: the whole prompt at once.
+        recompress: compress again at the end of every question.
+        track: have the stores keep logical positions, for checks; costs bytes.
+    """
+
+    def __init__(
+        self, model: Model, method: Method, *, capacity: int = 0, chunk: int | None = None, recompress: bool = False,
+        track: bool = False,
+    ) -> None:
+        self.model, self.method = model, method
+        self.capacity, self.chunk, self.recompress = capacity, chunk, recompress
+        self.layers: list[LayerKV] = []
+        for index in range(len(model.layers)):
+            store = method.layer(index)
+            store.capacity, store.track = capacity, store.track or track
+            self.layers.append(store)
+        self.seen = 0
+        self.batch = 1
+        self.logits: Tensor | None = None  # [B, V], of the last position
+        self.compress_seconds = 0.0
+        self.shape: Shape | None = None
+        self._pending: list[list[int]] = []
+        self._after_context: tuple[int, int] | None = None  # cache_bytes, tail_bytes
+        self._certificate: Certificate | None = None
+        self._layer_bytes: dict[int, int] = {}
+        self._peak = 0
+        self._static: Tensor | None = None
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._open.enter_context(attached(self.model.module))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the rows and give the model its attention back."""
+        for store in self.layers:
+            store.close()
+        self.logits = None
+        self._open.close()
+
+    # Running
+
+    def prefill(self, context: Sequence[int] | Tensor, visible: Sequence[int] | Tensor | None = None) -> Tensor:
+        """Run a context, and a question that the method may see, and compress at the end. Logits [B, V]."""
+        if self.seen:
+            raise RuntimeError("this session already holds a context: open another one or fork")
+        ids = self._ids(context)
+        if visible is not None and len(visible):
+            ids = torch.cat([ids, self._ids(visible)], dim=1)
+        if ids.shape[1] == 0:
+            raise UserError("the context is empty: there is nothing to prefill.")
+        self.batch = ids.shape[0]
+        self.shape = self.model.shape(ids.shape[1])
+        chunks = ids.split(self.chunk or ids.shape[1], dim=1)
+        self.logits = self.method.prefill(self, chunks)
+        self.method.end_of_context(self)
+        self._note_context()
+        return self.logits
+
+    def ask(
+        self, query: Sequence[int] | Tensor, limit: int, *, history: Sequence[int] | None = None,
+        stop: frozenset[int] | None = None,
+    ) -> Tokens:
+        """Run a question (none, if the context held it) and generate at most `limit` tokens.
+
+        With a golden `history` the answer is generated on a fork, and the history stands in its place from the next
+        question on. Without it the generated rows stay; the last token, which no forward has seen, goes before the
+        next question unless it is a stop token.
+        """
+        stop = self.model.stop_ids if stop is None else stop
+        ids = self._ids(query) if len(query) else None
+        if self._pending and ids is not None:
+            ids = torch.cat([self._ids(self._pending), ids], dim=1)
+        if ids is not None:
+            self.reserve(ids.shape[1] + limit)
+            chunks = ids.split(self.chunk or ids.shape[1], dim=1)
+            self.logits = self.run_chunks(chunks, Phase.QUERY, compress=self.recompress)
+            self._pending = []
+        if history is not None:
+            with self.fork() as branch:
+                tokens = self.method.generate(branch, limit, stop)
+                self._peak = max(self._peak, branch._peak)  # noqa: SLF001  # the same class
+            self._pending = [list(history)] * self.batch
+            return tokens
+        tokens = self.method.generate(self, limit, stop)
+        last = [[x for x in ids[-1:] if x not in stop] for ids in tokens.ids]
+        if len({len(x) for x in last}) > 1:
+            raise UserError("sequences of one batch ended differently: own history needs batch 1.")
+        self._pending = last if last[0] else []
+        self._note_bytes()
+        return tokens
+
+    def score(self, ids: Sequence[int] | Tensor) -> Tensor:
+        """Log-probabilities of these tokens after what the session holds; they are appended. [B, T]"""
+        tokens = self._ids(ids)
+        assert self.logits is not None, "prefill first"
+        self.reserve(tokens.shape[1])
+        scores = []
+        for chunk in tokens.split(min(self.chunk or SCORE_CHUNK, SCORE_CHUNK), dim=1):
+            logits = self.forward(chunk, Phase.QUERY, keep=chunk.shape[1])
+            shifted = torch.cat([self.logits[:, None], logits[:, :-1]], dim=1)
+            scores.append(shifted.float().log_softmax(-1).gather(-1, chunk[..., None])[..., 0])
+            self.logits = logits[:, -1]
+        return torch.cat(scores, dim=1)
+
+    def run_chunks(self, chunks: Iterable[Tensor], phase: Phase, *, compress: bool) -> Tensor:
+        """Run chunks of ids, the last one compressing. Logits of the last position [B, V]."""
+        parts = list(chunks)
+        logits = [
+            self.forward(ids, phase, compress=compress and i == len(parts) - 1)[:, -1] for i, ids in enumerate(parts)
+        ]
+        return logits[-1]
+
+    def forward(self, ids: Tensor, phase: Phase, *, compress: bool = False, keep: int = 1) -> Tensor:
+        """One forward pass over new tokens. ids: [B, T]. Logits of the last `keep` positions [B, keep, V]."""
+        count = ids.shape[1]
+        if self._static is None:
+            positions = torch.arange(self.seen, self.seen + count, device=ids.device).expand(ids.shape[0], -1)
+        else:
+            positions = (self._static + torch.arange(count, device=ids.device)).expand(ids.shape[0], -1)
+            self._static.add_(count)
+        self.seen += count
+        observe = phase is Phase.CONTEXT or self.recompress
+        return self.model.run(
+            ids,
+            Forward(phase=phase, positions=positions, seen=self.seen, attend=self._attend, compress=compress,
+                    observe=observe, ropes=self.model.ropes),
+            keep,
+        )
+
+    def _attend(self, step: Step) -> Tensor:
+        kv = self.layers[step.layer]
+        kv.append(step)
+        output = self.method.attend(kv, step)
+        if step.phase is Phase.DECODE:
+            self.method.evict(kv, step)
+            return output
+        self._note_layer(step.layer)
+        if step.window is not None and step.phase is Phase.CONTEXT:
+            kv.keep_last(step.window)
+        started = time.perf_counter()
+        self.method.evict(kv, step)
+        if step.compress:
+            if step.key.is_cuda:
+                torch.cuda.synchronize(step.key.device)
+            self.compress_seconds += time.perf_counter() - started
+            if not self.recompress:
+                kv.settle()
+        self._note_layer(step.layer)
+        return output
+
+    def reserve(self, extra: int) -> None:
+        """Make room for `extra` tokens, so that decoding them reallocates nothing."""
+        for store in self.layers:
+            store.reserve(extra)
+
+    def fork(self) -> Session:
+        """A session that goes on from here by itself; rows are shared until one of the two writes."""
+        other = object.__new__(Session)
+        other.__dict__.update(self.__dict__)
+        other.layers = [store.fork() for store in self.layers]
+        other._pending = [list(x) for x in self._pending]  # noqa: SLF001  # the same class
+        other._layer_bytes = dict(self._layer_bytes)  # noqa: SLF001
+        other._static = None if self._static is None else self._static.clone()  # noqa: SLF001
+        other._open = ExitStack()  # noqa: SLF001
+        return other
+
+    def make_static(self) -> None:
+        """Give every later step the same shapes: positions and lengths live on the device (CUDA graphs).
+
+        Raises:
+            UserError: the method cannot, with its reason.
+        """
+        if self.method.graphable is not None:
+            raise UserError(f"{self.method.card.name} has no static decode step: {self.method.graphable}")
+        self._static = torch.tensor(self.seen, device=self.model.device)
+        for store in self.layers:
+            store.make_static()
+
+    def _ids(self, ids: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
+        x = torch.as_tensor(ids, dtype=torch.long, device=self.model.device)
+        return x.expand(self.batch, -1) if x.dim() == 1 else x
+
+    # Counting
+
+    def memory(self) -> Memory:
+        """Bytes after the context and now."""
+        assert self.shape is not None and self._after_context is not None, "prefill first"
+        self._note_bytes()
+        cache, tail = self._after_context
+        return Memory(
+            dense_bytes=self.shape.dense_bytes * self.batch, cache_bytes=cache, tail_bytes=tail,
+            end_bytes=sum(self._layer_bytes.values()), peak_bytes=self._peak,
+            read_bytes_per_step=sum(store.nbytes() - store.spare_bytes() for store in self.layers),
+        )
+
+    def certificate(self) -> Certificate:
+        """What the stores say happened."""
+        assert self._certificate is not None, "prefill first"
+        facts: dict[str, int] = {}
+        for store in self.layers:
+            for name, value in store.facts().items():
+                facts[name] = facts.get(name, 0) + value
+        first = self._certificate
+        acted = first.acted or bool(facts.get("rows_dropped") or facts.get("rows_quantised"))
+        return Certificate(first.kind, acted, first.identity, first.rows_seen, first.rows_kept, facts)
+
+    def _note_context(self) -> None:
+        assert self.shape is not None
+        self._note_bytes()
+        total = sum(store.nbytes() for store in self.layers)
+        spare = sum(store.spare_bytes() for store in self.layers)
+        self._after_context = (total - spare, spare)
+        kept = tuple(sum(rows) / len(rows) for rows in (store.rows_kept() for store in self.layers))
+        self._certificate = Certificate(
+            kind=self.method.card.budget.value, acted=False, identity=self.method.identity(self.shape),
+            rows_seen=max(self.shape.rows(x) for x in self.shape.layers), rows_kept=kept,
+        )
+
+    def _note_layer(self, layer: int) -> None:
+        self._layer_bytes[layer] = self.layers[layer].nbytes()
+        self._peak = max(self._peak, sum(self._layer_bytes.values()))
+
+    def _note_bytes(self) -> None:
+        for layer in range(len(self.layers)):
+            self._note_layer(layer)
+
+
+def model_bytes(model: Model) -> int:
+    """Bytes of the weights."""
+    return storage_bytes(model.module.parameters())

@@ -1,0 +1,396 @@
+"""What holds rows: preallocated, append-only, shared by forks, and counting its own bytes.
+
+A layer's rows stand in the order of arrival, so causality is the order of rows, whatever was evicted between them.
+Logical positions are stored only where something needs them: a window that must count tokens across holes, a method
+that re-rotates, a test that looks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvbench.errors import UserError
+from kvbench.kernels.column_sums import column_sums
+from kvbench.kernels.dense_attention import dense_attention
+from kvbench.kernels.int8_attention import int8_attention, quantise_rows
+from kvbench.kernels.ragged_attention import dense_partial, merge_partials, ragged_partial
+from kvbench.method import Phase, Step
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind the tensors, each storage once; a view counts as what it keeps alive."""
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    return sum(storages.values())
+
+
+class Buffer:
+    """Preallocated tensors with a common row axis (2), shared by forks that append one after the other."""
+
+    def __init__(self, like: dict[str, Tensor], capacity: int) -> None:
+        self.capacity = capacity
+        self.tensors = {
+            name: x.new_empty((*x.shape[:2], capacity, *x.shape[3:])) for name, x in like.items()
+        }
+        self.top = 0
+        """Rows written by whoever wrote last: who stands below it may not append in place."""
+
+    def write(self, start: int, rows: dict[str, Tensor]) -> None:
+        """Copy rows in, from row `start`."""
+        for name, x in rows.items():
+            self.tensors[name][:, :, start : start + x.shape[2]].copy_(x)
+        self.top = start + next(iter(rows.values())).shape[2]
+
+
+@dataclass
+class FlatRows:
+    """Rows of unequal number per (batch, KV head), flat: what per-head eviction left of a context."""
+
+    key: Tensor  # [R, D]
+    value: Tensor  # [R, D_v]
+    offsets: Tensor  # [B * H_kv + 1] int32
+    counts: list[int]
+    position: Tensor | None  # [R] int32
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that it keeps alive."""
+        return [x for x in (self.key, self.value, self.offsets, self.position) if x is not None]
+
+
+@dataclass
+class LayerKV:
+    """Rows of one layer: one dense block, and a ragged one before it where heads kept unequal numbers.
+
+    Options, set by `Method.layer`:
+        queries: how many of the last queries to keep while a compression is to come (observation window).
+        column_sums: accumulate the attention mass that each row received, over all queries.
+        track: store each row's logical position.
+        bounded: rows are dropped in place while decoding, so the block does not grow.
+    """
+
+    queries: int = 0
+    column_sums: bool = False
+    track: bool = False
+    bounded: bool = False
+
+    n: int = field(default=0, init=False)
+    """Rows per KV head in the dense block."""
+    seen: int = field(default=0, init=False)
+    """Tokens so far."""
+    dropped: int = field(default=0, init=False)
+    """Rows evicted so far, over all heads: evidence for the certificate."""
+    capacity: int = field(default=0, init=False)
+    """Tokens the conversation may come to, so that decode never reallocates."""
+    recent_queries: Tensor | None = field(default=None, init=False)
+    """The last `queries` queries of the context. [B, H_q, w, D]"""
+    frozen: FlatRows | None = field(default=None, init=False)
+    state: dict[str, Tensor] = field(default_factory=dict, init=False)
+    """What a method keeps per layer; counted and forked with the rows."""
+    length: Tensor | None = field(default=None, init=False)
+    """Rows held, on the device, where steps have static shapes; `n` is then the capacity."""
+    _buffer: Buffer | None = field(default=None, init=False)
+    _base: int = field(default=0, init=False)
+    """Rows shared with the session that this was forked from."""
+    _window: int | None = field(default=None, init=False)
+
+    # What the rows are
+
+    def _rows(self, step: Step) -> dict[str, Tensor]:
+        """New rows as they are stored, by name."""
+        rows = {"key": step.key, "value": step.value}
+        if self.track:
+            rows["position"] = step.positions[:, None].expand(-1, step.key.shape[1], -1).to(torch.int32)
+        if self.column_sums:
+            rows["score"] = torch.zeros(step.key.shape[:3], dtype=torch.float32, device=step.key.device)
+        return rows
+
+    def _view(self, name: str) -> Tensor:
+        assert self._buffer is not None, "the layer holds no rows yet"
+        return self._buffer.tensors[name][:, :, : self.n]
+
+    @property
+    def keys(self) -> Tensor:
+        """Rotated keys of the dense block. [B, H_kv, n, D]"""
+        return self._view("key")
+
+    @property
+    def values(self) -> Tensor:
+        """Values of the dense block. [B, H_kv, n, D_v]"""
+        return self._view("value")
+
+    @property
+    def positions(self) -> Tensor | None:
+        """Logical positions of the dense block, where they are stored. [B, H_kv, n] int32"""
+        held = self._buffer is not None and "position" in self._buffer.tensors
+        return self._view("position") if held else None
+
+    @property
+    def scores(self) -> Tensor:
+        """Attention mass that each row received so far, summed over its group's heads. [B, H_kv, n] float32"""
+        return self._view("score")
+
+    # Adding
+
+    def append(self, step: Step) -> None:
+        """Add a forward's rows, and what later scoring needs of its queries."""
+        self.seen, self._window = step.seen, step.window
+        rows = self._rows(step)
+        count = step.key.shape[2]
+        if self.length is not None:
+            assert self._buffer is not None
+            index = self.length + torch.arange(count, device=self.length.device)
+            for name, x in rows.items():
+                self._buffer.tensors[name].index_copy_(2, index, x)
+            self.length.add_(count)
+            return
+        if self._buffer is None:
+            self._buffer = Buffer(rows, max(count, self.capacity if step.phase is Phase.CONTEXT else 0))
+        elif self._buffer.top != self.n or self.n + count > self._buffer.capacity:
+            self._reallocate(self.n + count)
+        self._buffer.write(self.n, rows)
+        self.n += count
+        if self.queries and step.observe:
+            self.recent_queries = _last(self.recent_queries, step.query, self.queries)
+        if self.column_sums:
+            self.scores.add_(
+                column_sums(step.query, self.keys, scale=step.scale, seen=step.seen, window=step.window,
+                            positions=self._where(), softcap=step.softcap, sinks=step.sinks)
+            )
+
+    def reserve(self, extra: int) -> None:
+        """Make room for `extra` more rows now, so that decode does not have to."""
+        if self._buffer is not None and self.n + extra > self._buffer.capacity:
+            self._reallocate(self.n + extra)
+
+    def _reallocate(self, capacity: int) -> None:
+        assert self._buffer is not None
+        held = {name: x[:, :, : self.n] for name, x in self._buffer.tensors.items()}
+        self._leave()
+        self._replace(held, capacity)
+
+    def _replace(self, rows: dict[str, Tensor], capacity: int) -> None:
+        count = next(iter(rows.values())).shape[2]
+        self._buffer = Buffer(rows, max(count, capacity))
+        self._buffer.write(0, rows)
+        self.n, self._base = count, 0
+
+    # Reading
+
+    def _where(self) -> Tensor | None:
+        """Positions, if the window has to be counted by them."""
+        return self.positions if self._window is not None else None
+
+    def attend(self, step: Step) -> Tensor:
+        """Attention output of the last T rows over every row held. [B, H_q, T, D_v]"""
+        options = {"scale": step.scale, "seen": step.seen, "window": step.window, "softcap": step.softcap}
+        if self.frozen is None:
+            return dense_attention(
+                step.query, self.keys, self.values, **options, positions=self._where(), sinks=step.sinks,
+                causal=step.causal, length=self.length,
+            )
+        parts = [
+            ragged_partial(step.query, self.frozen.key, self.frozen.value, self.frozen.offsets, self.frozen.counts,
+                           positions=self.frozen.position, **options),
+            dense_partial(step.query, self.keys, self.values, positions=self._where(), length=self.length, **options),
+        ]
+        return merge_partials(parts, step.sinks).to(step.query.dtype)
+
+    # Evicting
+
+    def keep(self, indices: Tensor) -> None:
+        """Keep these rows of every head and free the rest. indices: [B, H_kv, C], ascending."""
+        self._refuse_ragged()
+        assert self._buffer is not None
+        self._track_holes()
+        kept = {name: _gather(x[:, :, : self.n], indices) for name, x in self._buffer.tensors.items()}
+        self._count_dropped(self.n - indices.shape[2], indices)
+        self._leave()
+        self._replace(kept, indices.shape[2] + (0 if self.bounded else max(0, self.capacity - self.seen)))
+
+    def keep_where(self, mask: Tensor) -> None:
+        """Keep rows by head, unequal numbers allowed, flat and never written again. mask: [B, H_kv, n] bool"""
+        self._refuse_ragged()
+        self._track_holes()
+        counts = mask.sum(-1).flatten()
+        offsets = torch.zeros(counts.numel() + 1, dtype=torch.int32, device=mask.device)
+        offsets[1:] = counts.cumsum(0)
+        positions = self.positions
+        self.frozen = FlatRows(
+            self.keys[mask], self.values[mask], offsets, counts.tolist(), None if positions is None else positions[mask]
+        )
+        self.dropped += mask.numel() - int(offsets[-1])
+        empty = {name: x[:, :, :0] for name, x in self._held().items()}
+        self._leave()
+        self._replace(empty, max(0, self.capacity - self.seen))
+
+    def keep_last(self, rows: int) -> None:
+        """Keep the last rows of every head: what a sliding window leaves of any cache, so no eviction."""
+        if self.frozen is None and self._buffer is not None and self.n > rows:
+            held = {name: x[:, :, self.n - rows : self.n] for name, x in self._buffer.tensors.items()}
+            self._leave()
+            self._replace(held, rows + max(0, self.capacity - self.seen))
+
+    def drop(self, indices: Tensor) -> None:
+        """Evict rows in place, filling their slots with the last rows: no copy of the rest.
+
+        The order of rows is lost, so a store that drops keeps positions where order matters to its method.
+        indices: [B, H_kv, m], distinct.
+        """
+        self._refuse_ragged()
+        assert self._buffer is not None
+        count = indices.shape[2]
+        kept = self.n - count
+        holes = indices.sort(-1).values  # those below `kept` come first
+        back = torch.ones((*indices.shape[:2], count), dtype=torch.bool, device=indices.device)
+        # A victim among the last rows is no source. Victims below `kept` mark an extra column that is cut off.
+        marks = torch.cat([back, back[..., :1]], dim=-1).scatter(-1, (holes - kept).where(holes >= kept, count), False)
+        source = marks[..., :count].int().argsort(dim=-1, descending=True, stable=True) + kept
+        target = holes.where(holes < kept, source)  # as many sources as holes; the others copy onto themselves
+        for x in self._buffer.tensors.values():
+            _scatter(x, target, _gather(x, source))
+        self._count_dropped(count, indices)
+        self.n = self._buffer.top = kept
+
+    def settle(self) -> None:
+        """No compression is to come: free what was kept for scoring."""
+        self.recent_queries = None
+
+    def _held(self) -> dict[str, Tensor]:
+        assert self._buffer is not None
+        return {name: x[:, :, : self.n] for name, x in self._buffer.tensors.items()}
+
+    def _count_dropped(self, rows: int, indices: Tensor) -> None:
+        self.dropped += rows * indices.shape[0] * indices.shape[1]
+
+    def _track_holes(self) -> None:
+        """Once rows go missing, a window must count tokens: write positions down, until now implied by the order."""
+        if self._window is None or self.track:
+            return
+        assert self._buffer is not None
+        key = self._buffer.tensors["key"]
+        first = self.seen - self.n
+        positions = torch.arange(first, first + self._buffer.capacity, dtype=torch.int32, device=key.device)
+        self._buffer.tensors["position"] = positions.expand(*key.shape[:2], -1).contiguous()
+        self.track = True
+
+    def _refuse_ragged(self) -> None:
+        if self.frozen is not None:
+            raise UserError(
+                "rows that heads keep in unequal numbers are frozen: they cannot be compressed a second time. "
+                "Leave --recompress out."
+            )
+
+    # Forking
+
+    def fork(self) -> LayerKV:
+        """A copy that may go on by itself: shares rows that are only ever appended to, copies rows written in place."""
+        other = copy.copy(self)
+        other.state = {name: x.clone() for name, x in self.state.items()}
+        if self._buffer is not None and (self.bounded or self.column_sums or self.length is not None):
+            other._replace(self._held(), self._buffer.capacity)  # noqa: SLF001  # the same class
+        else:
+            other._base = self.n  # noqa: SLF001
+        other.length = None if self.length is None else self.length.clone()
+        return other
+
+    def close(self) -> None:
+        """Give the rows back: what a fork appended to shared rows may be overwritten."""
+        self._leave()
+        self._buffer = self.frozen = self.recent_queries = None
+        self.state = {}
+
+    def _leave(self) -> None:
+        if self._buffer is not None and self._base and self._buffer.top == self.n:
+            self._buffer.top = self._base
+
+    def make_static(self) -> None:
+        """From now on every step has the same shapes: the length lives on the device, masks do the rest."""
+        assert self._buffer is not None
+        self.length = torch.tensor(self.n, device=self.keys.device)
+        self.n = self._buffer.capacity
+
+    # Counting
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that the layer keeps alive."""
+        held = list(self._buffer.tensors.values()) if self._buffer is not None else []
+        held += self.frozen.tensors() if self.frozen is not None else []
+        held += [self.recent_queries] if self.recent_queries is not None else []
+        return held + list(self.state.values())
+
+    def nbytes(self) -> int:
+        """Bytes of all storages."""
+        return storage_bytes(self.tensors())
+
+    def spare_bytes(self) -> int:
+        """Bytes of the dense block that hold no row yet."""
+        if self._buffer is None:
+            return 0
+        held = storage_bytes(self._buffer.tensors.values())
+        return held - held * self.n // self._buffer.capacity if self._buffer.capacity else 0
+
+    def rows_kept(self) -> list[int]:
+        """Rows held by each (batch, KV head)."""
+        if self._buffer is None:
+            return []
+        batch, heads = next(iter(self._buffer.tensors.values())).shape[:2]
+        ragged = self.frozen.counts if self.frozen is not None else [0] * (batch * heads)
+        return [count + self.n for count in ragged]
+
+    def facts(self) -> dict[str, int]:
+        """Evidence of what happened to the rows, for the certificate."""
+        return {"rows_dropped": self.dropped}
+
+
+@dataclass
+class Int8KV(LayerKV):
+    """Dense rows in 8 bits, one fp16 scale per token and head; exact until `quantise` ends the context."""
+
+    quantised: bool = field(default=False, init=False)
+
+    def quantise(self) -> None:
+        """Replace the exact rows by their codes and free them."""
+        exact = self._held()
+        self._leave()
+        self._replace(quantise_rows(exact["key"], exact["value"]), self.n + max(0, self.capacity - self.seen))
+        self.quantised = True
+
+    def _rows(self, step: Step) -> dict[str, Tensor]:
+        return quantise_rows(step.key, step.value) if self.quantised else super()._rows(step)
+
+    def attend(self, step: Step) -> Tensor:
+        """Attention over codes, scales folded into queries and weights; exact before `quantise`."""
+        if not self.quantised:
+            return super().attend(step)
+        return int8_attention(
+            step.query, **self._held(), scale=step.scale, window=step.window, softcap=step.softcap, sinks=step.sinks
+        )
+
+    def facts(self) -> dict[str, int]:
+        """Rows in 8 bits and the distinct key codes among them."""
+        rows = self.n * len(self.rows_kept()) if self.quantised else 0
+        codes = int(torch.bincount(self.keys.flatten().to(torch.int64) + 128).count_nonzero()) if rows else 0
+        return {**super().facts(), "rows_quantised": rows, "distinct_codes": codes}
+
+
+def _last(old: Tensor | None, new: Tensor, count: int) -> Tensor:
+    """The last rows of two blocks, in their own storage."""
+    if old is None or new.shape[2] >= count:
+        return new[:, :, -count:].clone()
+    return torch.cat([old, new], dim=2)[:, :, -count:].clone()
+
+
+def _expand(indices: Tensor, x: Tensor) -> Tensor:
+    return indices if x.dim() == 3 else indices[..., None].expand(-1, -1, -1, x.shape[3])  # noqa: PLR2004  # no D axis
+
+
+def _gather(x: Tensor, indices: Tensor) -> Tensor:
+    return x.gather(2, _expand(indices, x))
+
+
+def _scatter(x: Tensor, indices: Tensor, rows: Tensor) -> None:
+    x.scatter_(2, _expand(indices, x), rows)
