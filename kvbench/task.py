@@ -78,6 +78,8 @@ class Task(ABC):
     version: ClassVar[str]
     suite: ClassVar[str]
     summary: ClassVar[str]
+    aliases: ClassVar[tuple[str, ...]] = ()
+    """Other names a request may use; rows always carry `name`."""
     modes: ClassVar[tuple[Mode, ...]] = tuple(Mode)
     scorers: ClassVar[tuple[Scorer, ...]]
     default_length: ClassVar[int] = 1024
@@ -98,7 +100,9 @@ class Task(ABC):
         """The fewest tokens (prompt and generation) at which an example fits."""
 
     @abstractmethod
-    def example(self, rng: random.Random, *, id: str, length: int, turns: int, tokenizer: PreTrainedTokenizerBase) -> Example:
+    def example(
+        self, rng: random.Random, *, id: str, length: int, turns: int, tokenizer: PreTrainedTokenizerBase
+    ) -> Example:
         """One example whose first prompt and generation fill `length` tokens and never exceed it."""
 
     def examples(

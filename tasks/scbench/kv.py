@@ -1,0 +1,131 @@
+"""Key-value retrieval in the format of SCBench's Retr.KV, with pairs generated here.
+
+`kv` has SCBench's keys and values (36-character UUIDs). `kv-short` has the same text around adjective-noun keys and
+numbers of seven digits, which models of a few million parameters can copy. SCBench fixes 2,500 pairs; here the number of
+pairs follows from the length: as many as fit, so that tokens of the first prompt plus the generation limit (150) come
+within one pair of it and never exceed it.
+
+The whole question is the user's, as in SCBench: nothing is put after an assistant header.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import uuid
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from kvbench.task import Example, Frame, Scorer, Task, Turn, encode, prompt_tokens
+from kvbench.tasks.length import largest_fit
+from kvbench.tasks.words import draw_keys, draw_numbers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+INTRO = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
+QUESTION = '\nKey: "{key}"\nThe value associated with the specified key is: '
+LIMIT = 150
+SHORT = 6
+"""Most letters of either word of a short key."""
+
+
+def contains(prediction: str, references: Sequence[str]) -> float:
+    """SCBench: 1.0 where the label is inside the raw prediction."""
+    return float(references[0] in prediction)
+
+
+@dataclass(frozen=True)
+class KeyValue(Task):
+    """What the variants share; a variant says what keys and values look like."""
+
+    version: ClassVar[str] = "1"
+    suite: ClassVar[str] = "scbench"
+    scorers: ClassVar[tuple[Scorer, ...]] = (Scorer("scbench-kv@1", "contains", contains),)
+    joint: ClassVar[str] = "\n\n"
+    separator: ClassVar[str] = "\n\n"
+    pair_tokens: ClassVar[float]
+
+    @abstractmethod
+    def pairs(self, rng: random.Random, n: int) -> list[tuple[str, str]]:
+        """`n` pairs of distinct keys and distinct values."""
+
+    def compose(self, pairs: Sequence[tuple[str, str]], asked: Sequence[int], *, id: str) -> Example:
+        """The example that holds all pairs in this order and asks for some of them in turn."""
+        text = json.dumps(dict(pairs))
+        turns = tuple(
+            Turn(QUESTION.format(key=key), "", value, (value,), LIMIT) for key, value in (pairs[i] for i in asked)
+        )
+        facts = {
+            "keys": [pairs[i][0] for i in asked],
+            "depths": [round(text.index(f'"{pairs[i][0]}"') / len(text), 4) for i in asked],
+            "pairs": len(pairs),
+        }
+        return Example(id, INTRO + text, turns, facts)
+
+    def example(
+        self, rng: random.Random, *, id: str, length: int, turns: int, tokenizer: PreTrainedTokenizerBase
+    ) -> Example:
+        """One example whose first prompt and 150 generated tokens fill `length`; UserError where it is too short."""
+        # The asked pairs come first, so that the first prompt's length depends on how many others follow and on nothing
+        # else; then all are shuffled for the final number.
+        frame = Frame.of(tokenizer)
+        most = max(turns, int(length / self.pair_tokens * 2)) + 1
+        drawn = self.pairs(rng, most)
+
+        def count(n: int) -> int:
+            example = self.compose(drawn[:n], range(turns), id=id)
+            return prompt_tokens(encode(self, example, tokenizer, frame))
+
+        what = f"{self.name} with {turns} turn{'s' if turns > 1 else ''}"
+        n = largest_fit(count, length - LIMIT, least=turns, guess=self.pair_tokens, what=what)
+        order = rng.sample(range(n), n)
+        return self.compose([drawn[i] for i in order], [order.index(turn) for turn in range(turns)], id=id)
+
+    def minimum_length(self, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:
+        """Tokens of an example that holds the asked pairs only, generation included; the longest of 16 draws."""
+        lengths = []
+        for seed in range(16):
+            example = self.compose(self.pairs(random.Random(seed), turns), range(turns), id="minimum")
+            lengths.append(prompt_tokens(encode(self, example, tokenizer)))
+        # Keys differ in tokens: one more pair than needed covers those longer than any of the draws.
+        return max(lengths) + LIMIT + int(self.pair_tokens) + 1
+
+
+@dataclass(frozen=True)
+class KeyValueUuid(KeyValue):
+    """UUIDs, as in SCBench."""
+
+    name: ClassVar[str] = "kv"
+    summary: ClassVar[str] = "SCBench Retr.KV format: the value of a key in a JSON object of UUIDs"
+    pair_tokens: ClassVar[float] = 50.0
+
+    @property
+    def prompt_id(self) -> str:
+        """Wording and kind of pairs."""
+        return "scbench-kv/uuid@1"
+
+    def pairs(self, rng: random.Random, n: int) -> list[tuple[str, str]]:
+        """UUIDs of version 4 from the sample's own generator."""
+        ids = [str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(2 * n)]
+        return list(zip(ids[:n], ids[n:], strict=True))
+
+
+@dataclass(frozen=True)
+class KeyValueShort(KeyValue):
+    """Short words and numbers."""
+
+    name: ClassVar[str] = "kv-short"
+    summary: ClassVar[str] = "SCBench Retr.KV format with adjective-noun keys and numbers of seven digits"
+    pair_tokens: ClassVar[float] = 12.0
+
+    @property
+    def prompt_id(self) -> str:
+        """Wording and kind of pairs."""
+        return "scbench-kv/short@1"
+
+    def pairs(self, rng: random.Random, n: int) -> list[tuple[str, str]]:
+        """Adjective-noun keys of at most six letters each, and numbers."""
+        return list(zip(draw_keys(rng, n, SHORT), draw_numbers(rng, n), strict=True))

@@ -1,0 +1,36 @@
+"""English words for keys: the lists of wonderwords, which RULER draws its keys from.
+
+A key is `adjective-noun`. RULER picks one uniformly from the sorted set of all pairs; drawing both parts is the same
+distribution without six million strings.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from importlib import resources
+
+
+@cache
+def words(kind: str, longest: int = 0) -> tuple[str, ...]:
+    """The sorted words of a kind (`noun`, `adjective`), at most `longest` letters where that is not 0."""
+    text = resources.files("wonderwords").joinpath(f"assets/{kind}list.txt").read_text(encoding="utf-8")
+    found = {line.strip() for line in text.splitlines() if line.strip()}
+    if longest:
+        found = {
+            word for word in found if 3 <= len(word) <= longest and word.isascii() and word.isalpha() and word.islower()
+        }
+    return tuple(sorted(found))
+
+
+def draw_keys(rng: random.Random, n: int, longest: int = 0) -> list[str]:
+    """`n` distinct adjective-noun keys."""
+    keys: dict[str, None] = {}
+    while len(keys) < n:
+        keys[f"{rng.choice(words('adjective', longest))}-{rng.choice(words('noun', longest))}"] = None
+    return list(keys)
+
+
+def draw_numbers(rng: random.Random, n: int) -> list[str]:
+    """`n` distinct uniform numbers of seven digits, as text."""
+    return [str(number) for number in rng.sample(range(1_000_000, 10_000_000), n)]
