@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -149,6 +149,7 @@ class Budget:
         return f"{self.value * 100:g}%" if self.kind == "fraction" else f"{self.value:g}"
 
 
+POSITION_BYTES = 4
 DEFAULT_BUDGET = Budget("fraction", 0.25)
 
 
@@ -182,9 +183,9 @@ class Shape:
         return sum(self.rows(x) * x.kv_heads * (x.key_dim + x.value_dim) * self.itemsize for x in self.layers)
 
 
-def resolved(default: object = None) -> object:
-    """A field that `fit` or `bind` fills in; not a setting."""
-    return field(default=default, kw_only=True, metadata={"resolved": True})
+def resolved() -> Any:
+    """A dataclass field that `fit` or `bind` fills in; not a setting."""
+    return field(default=None, kw_only=True, metadata={"resolved": True})
 
 
 @dataclass(frozen=True)
@@ -198,8 +199,10 @@ class Method:
     graphable: ClassVar[str | None] = None
     """None: one decode step has static shapes. Otherwise the reason why not."""
 
-    rows: int | None = resolved()  # type: ignore[assignment]  # dataclass field helper
-    """Rows per KV head of a full-attention layer that the budget comes to."""
+    rows: int | None = resolved()
+    """Rows per KV head of a full-attention layer that the budget comes to; None: all."""
+    length: int | None = resolved()
+    """Tokens of the context that the budget was fitted to."""
 
     @property
     def settings(self) -> dict[str, object]:
@@ -236,38 +239,47 @@ class Method:
             if card.paper_budget is None:
                 raise UserError(f"{card.name} has no paper budget on its card. Use a share such as 25% or rows such as 1024.")
             budget = Budget.parse(card.paper_budget)
+        if budget == Budget("fraction", 1.0):
+            return replace(self, rows=None, length=shape.length)
         rows = round(budget.value * shape.length) if budget.kind == "fraction" else int(budget.value)
-        least = self.minimum_rows()
-        if rows < min(least, shape.length):
+        least = min(self.minimum_rows(), shape.length)
+        if rows < least:
             raise UserError(
                 f"budget {budget} is {rows} rows per KV head of {shape.length}, and {card.name} needs at least {least} "
                 f"with its settings. Use --budget {least} or more, or smaller settings."
             )
-        return replace(self, rows=min(rows, shape.length))
+        return replace(self, rows=rows, length=shape.length)
 
     def minimum_rows(self) -> int:
         """The fewest rows per KV head that the settings allow."""
         return 1
 
-    def rows_of(self, held: int, length: int) -> int:
-        """The budget in rows for a layer that holds `held` of `length` tokens (fewer on sliding layers)."""
-        rows = length if self.rows is None else self.rows
-        return min(held, rows if held >= length else max(1, math.ceil(rows * held / length)))
+    def rows_in(self, window: int | None) -> int | None:
+        """The budget in rows per KV head of a layer; sliding layers keep the same share of what they hold."""
+        if self.rows is None or self.length is None or window is None or window >= self.length:
+            return self.rows
+        return min(window, math.ceil(self.rows * window / self.length))
 
     def identity(self, shape: Shape) -> bool:
-        """Whether these settings are declared to lose nothing at this length."""
-        return self.card.budget is BudgetKind.NONE or (self.rows is not None and self.rows >= shape.length)
+        """Whether these settings are declared to lose nothing of a context of this length."""
+        if self.card.budget is BudgetKind.NONE:
+            return True
+        return self.card.budget is not BudgetKind.BITS and (self.rows is None or self.rows >= shape.length)
 
     def declared_bytes(self, shape: Shape) -> int:
-        """Bytes that the layers hold right after compression, by the method's own account (the ledger measures)."""
-        return sum(
-            self.rows_of(shape.rows(x), shape.length) * x.kv_heads * self.row_bytes(x, shape) for x in shape.layers
-        )
+        """Bytes that hold the context right after compression, by the method's own account (the ledger measures)."""
+        total = 0
+        for layer in shape.layers:
+            held = shape.rows(layer)
+            budget = self.rows_in(layer.window)
+            rows = held if budget is None else min(held, budget)
+            total += rows * layer.kv_heads * self.row_bytes(layer, shape, holes=rows < held)
+        return total
 
-    def row_bytes(self, layer: LayerShape, shape: Shape) -> int:
-        """Declared bytes of one row of one KV head: keys, values, and what is kept beside them."""
-        explicit = layer.window is not None and self.rows is not None and self.rows < shape.length
-        return (layer.key_dim + layer.value_dim) * shape.itemsize + (4 if explicit else 0)
+    def row_bytes(self, layer: LayerShape, shape: Shape, *, holes: bool) -> int:
+        """Declared bytes of one row of one KV head: keys, values, and a position where a window must count holes."""
+        position = POSITION_BYTES if holes and layer.window is not None else 0
+        return (layer.key_dim + layer.value_dim) * shape.itemsize + position
 
     def bind(self, model: Model) -> Self:
         """Calibration, gates, head profiles; cached on disk by the model's hash."""

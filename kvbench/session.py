@@ -151,7 +151,7 @@ class Session:
         if self._pending and ids is not None:
             ids = torch.cat([self._ids(self._pending), ids], dim=1)
         if ids is not None:
-            self.reserve(ids.shape[1] + limit)
+            self.reserve(ids.shape[1] + limit, ids.shape[1])
             chunks = ids.split(self.chunk or ids.shape[1], dim=1)
             self.logits = self.run_chunks(chunks, Phase.QUERY, compress=self.recompress)
             self._pending = []
@@ -173,7 +173,7 @@ class Session:
         """Log-probabilities of these tokens after what the session holds; they are appended. [B, T]"""
         tokens = self._ids(ids)
         assert self.logits is not None, "prefill first"
-        self.reserve(tokens.shape[1])
+        self.reserve(tokens.shape[1], SCORE_CHUNK)
         scores = []
         for chunk in tokens.split(min(self.chunk or SCORE_CHUNK, SCORE_CHUNK), dim=1):
             logits = self.forward(chunk, Phase.QUERY, keep=chunk.shape[1])
@@ -228,10 +228,10 @@ class Session:
         self._note_layer(step.layer)
         return output
 
-    def reserve(self, extra: int) -> None:
-        """Make room for `extra` tokens, so that decoding them reallocates nothing."""
+    def reserve(self, tokens: int, forward: int) -> None:
+        """Make room for `tokens` more tokens, at most `forward` at a time, so that decoding reallocates nothing."""
         for store in self.layers:
-            store.reserve(extra)
+            store.reserve(tokens, min(tokens, forward))
 
     def fork(self) -> Session:
         """A session that goes on from here by itself; rows are shared until one of the two writes."""
@@ -279,7 +279,8 @@ class Session:
         facts: dict[str, int] = {}
         for store in self.layers:
             for name, value in store.facts().items():
-                facts[name] = facts.get(name, 0) + value
+                together = max if name.startswith("distinct") else sum
+                facts[name] = together((facts.get(name, 0), value))
         first = self._certificate
         acted = first.acted or bool(facts.get("rows_dropped") or facts.get("rows_quantised"))
         return Certificate(first.kind, acted, first.identity, first.rows_seen, first.rows_kept, facts)

@@ -161,8 +161,9 @@ class LayerKV:
                             positions=self._where(), softcap=step.softcap, sinks=step.sinks)
             )
 
-    def reserve(self, extra: int) -> None:
-        """Make room for `extra` more rows now, so that decode does not have to."""
+    def reserve(self, tokens: int, forward: int) -> None:
+        """Make room now for `tokens` more tokens, at most `forward` at a time, so that decode does not have to."""
+        extra = forward if self.bounded else tokens
         if self._buffer is not None and self.n + extra > self._buffer.capacity:
             self._reallocate(self.n + extra)
 
@@ -209,7 +210,7 @@ class LayerKV:
         kept = {name: _gather(x[:, :, : self.n], indices) for name, x in self._buffer.tensors.items()}
         self._count_dropped(self.n - indices.shape[2], indices)
         self._leave()
-        self._replace(kept, indices.shape[2] + (0 if self.bounded else max(0, self.capacity - self.seen)))
+        self._replace(kept, indices.shape[2] + (1 if self.bounded else max(0, self.capacity - self.seen)))
 
     def keep_where(self, mask: Tensor) -> None:
         """Keep rows by head, unequal numbers allowed, flat and never written again. mask: [B, H_kv, n] bool"""

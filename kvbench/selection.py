@@ -1,0 +1,61 @@
+"""What methods that score rows share: pooling, GQA reduction, protected rows, top-k, and the moment to evict."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.nn.functional as F
+
+from kvbench.method import Method
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvbench.method import Step
+    from kvbench.store import LayerKV
+
+Pool = Literal["avg", "max"]
+
+
+@dataclass(frozen=True)
+class ScoredMethod(Method):
+    """Scores the rows of every KV head at the end of the context and keeps the best."""
+
+    @abstractmethod
+    def score(self, kv: LayerKV, step: Step) -> Tensor:
+        """How much each row is worth; infinite where it must stay. [B, H_kv, n] float32"""
+
+    def evict(self, kv: LayerKV, step: Step) -> None:
+        """Once, after the attention of the context's last chunk, so that the prefill itself is exact."""
+        rows = self.rows_in(step.window)
+        if step.compress and rows is not None and rows < kv.n:
+            kv.keep(top_rows(self.score(kv, step), rows))
+
+
+def top_rows(scores: Tensor, rows: int) -> Tensor:
+    """Indices of the best rows of every head, in the order of rows. [B, H_kv, rows]"""
+    return scores.topk(rows, dim=-1).indices.sort(dim=-1).values
+
+
+def protect_last(scores: Tensor, rows: int) -> Tensor:
+    """Scores with the last rows infinite. [B, H_kv, n]"""
+    scores = scores.clone()
+    scores[..., max(0, scores.shape[-1] - rows) :] = torch.inf
+    return scores
+
+
+def pool_scores(scores: Tensor, kernel: int, kind: Pool) -> Tensor:
+    """Smooth scores along the rows, so that neighbours of a peak survive with it. [B, H, n]
+
+    `avg` counts the zero padding at both ends, as PyTorch does and as SnapKV's code does by using it.
+    """
+    pool = F.avg_pool1d if kind == "avg" else F.max_pool1d
+    return pool(scores, kernel, stride=1, padding=kernel // 2)
+
+
+def group_mean(scores: Tensor, kv_heads: int) -> Tensor:
+    """Mean over the query heads that share a KV head. [B, H_q, n] -> [B, H_kv, n]"""
+    return scores.unflatten(1, (kv_heads, -1)).mean(2)

@@ -1,0 +1,1 @@
+"""Methods that keep some rows of the cache and free the others."""

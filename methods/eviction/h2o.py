@@ -1,0 +1,76 @@
+"""H2O: rows that have received most attention so far, and the most recent ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvbench.errors import UserError
+from kvbench.method import POSITION_BYTES, BudgetKind, Card, LayerShape, Method, Phase, Shape, Step, Upstream
+from kvbench.selection import top_rows
+from kvbench.store import LayerKV
+
+SCORE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class H2O(Method):
+    """Keeps, per KV head, the heavy hitters by accumulated attention and a recent window, at every step."""
+
+    recent: float = 0.5
+    """Share of the budget for the most recent rows."""
+
+    card: ClassVar[Card] = Card(
+        name="h2o",
+        title="H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
+        idea="Accumulated attention follows a power law, so few rows receive most of it. "
+        "Those heavy hitters stay beside a recent window, and the rest is evicted at every step.",
+        arxiv="2306.14048",
+        year=2023,
+        family="eviction",
+        stages=("generation", "compression"),
+        budget=BudgetKind.HELD,
+        paper_budget="20%",
+        heads="independent",
+        upstream=Upstream(repo="FMInference/H2O", commit=None, licence=None),
+        deviations=(
+            "Scores are summed over the query heads of a KV head; the paper has no grouped queries.",
+            "Scores are float32 and per sequence; the authors' code sums over the batch in the model's type.",
+            "The prompt is scored over all its chunks and evicted once, at its end.",
+        ),
+        limits=("Sums favour early tokens, which more queries can see. This is the paper's score; others divide it.",),
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse settings without a meaning."""
+        if not 0 <= self.recent <= 1:
+            raise UserError(f"h2o: recent must be between 0 and 1, got {self.recent}.")
+
+    def minimum_rows(self) -> int:
+        """A heavy hitter and a recent row."""
+        return 2
+
+    def layer(self, index: int) -> LayerKV:
+        """Rows with their accumulated attention, dropped in place; positions tell which are recent."""
+        del index
+        return LayerKV(column_sums=True, track=True, bounded=True)
+
+    def row_bytes(self, layer: LayerShape, shape: Shape, *, holes: bool) -> int:
+        """Keys, values, a score and a position."""
+        del holes
+        return (layer.key_dim + layer.value_dim) * shape.itemsize + SCORE_BYTES + POSITION_BYTES
+
+    def evict(self, kv: LayerKV, step: Step) -> None:
+        """The rows with the least attention before the recent ones: at the end of the context and ever after."""
+        rows = self.rows_in(step.window)
+        if rows is None or rows >= kv.n or (step.phase is Phase.CONTEXT and not step.compress):
+            return
+        assert kv.positions is not None
+        recent = kv.positions >= step.seen - round(rows * self.recent)
+        scores = kv.scores.masked_fill(recent, torch.inf)
+        if step.phase is Phase.CONTEXT:
+            kv.keep(top_rows(scores, rows))
+        else:
+            kv.drop(scores.topk(kv.n - rows, dim=-1, largest=False).indices)

@@ -1,0 +1,51 @@
+"""Random rows: what a method must beat to have chosen at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.errors import UserError
+from kvbench.method import BudgetKind, Card, Step
+from kvbench.selection import ScoredMethod, protect_last
+from kvbench.store import LayerKV
+
+
+@dataclass(frozen=True)
+class Random(ScoredMethod):
+    """Keeps the last `window` rows of every head, as SnapKV does, and random ones before them."""
+
+    window: int = 32
+    seed: int = 0
+
+    card: ClassVar[Card] = Card(
+        name="random",
+        title="Random rows",
+        idea="Every head keeps its last rows and a random choice of the others. It is the control for every score.",
+        arxiv=None,
+        year=None,
+        family="eviction",
+        stages=("compression",),
+        budget=BudgetKind.HELD,
+        heads="indexed",
+        upstream=None,
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse settings without a meaning."""
+        if self.window < 0:
+            raise UserError(f"random: window must be 0 or more, got {self.window}.")
+
+    def minimum_rows(self) -> int:
+        """The window and a row to choose."""
+        return self.window + 1
+
+    def score(self, kv: LayerKV, step: Step) -> Tensor:
+        """Uniform numbers: the same for every sequence of a batch, others for every head and layer. [B, H_kv, n]"""
+        batch, heads = kv.keys.shape[:2]
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step.layer)
+        numbers = torch.rand(1, heads, kv.n, generator=generator).to(kv.keys.device)
+        return protect_last(numbers.expand(batch, -1, -1), self.window)

@@ -1,0 +1,72 @@
+"""SnapKV: what the last prompt tokens attend to is what generation will read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvbench.errors import UserError
+from kvbench.kernels.window_scores import window_scores
+from kvbench.method import BudgetKind, Card, Step, Upstream
+from kvbench.selection import Pool, ScoredMethod, group_mean, pool_scores, protect_last
+from kvbench.store import LayerKV
+
+
+@dataclass(frozen=True)
+class SnapKV(ScoredMethod):
+    """Keeps, per KV head, the observation window and the rows that its queries put most attention on."""
+
+    window: int = 32
+    kernel: int = 7
+    pool: Pool = "max"
+
+    card: ClassVar[Card] = Card(
+        name="snapkv",
+        title="SnapKV: LLM Knows What You are Looking for Before Generation",
+        idea="The attention of the last few prompt tokens predicts which rows generation will read. "
+        "Their scores are pooled so that neighbours of a peak survive too, and each head keeps its best rows.",
+        arxiv="2404.14469",
+        year=2024,
+        family="eviction",
+        stages=("compression",),
+        budget=BudgetKind.HELD,
+        paper_budget="1024",
+        heads="independent",
+        upstream=Upstream(repo="FasterDecoding/SnapKV", commit="e216ddc8", licence="MIT"),
+        deviations=(
+            "Scores are averaged over the query heads of a KV head after pooling, and rows are kept per KV head; "
+            "the authors' code repeats keys and keeps rows per query head.",
+            "Scores stay in float32 through top-k; the authors' code casts to the model's type, which makes ties.",
+            "Defaults are those of the paper's LongBench tables (window 32, kernel 7, max).",
+        ),
+        limits=("Chosen by the last tokens: a question that is asked later had no say.",),
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse settings without a meaning."""
+        if self.window < 1:
+            raise UserError(f"snapkv: window must be 1 or more, got {self.window}.")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise UserError(f"snapkv: kernel must be odd and 1 or more, got {self.kernel}; the default is 7.")
+
+    def minimum_rows(self) -> int:
+        """The window and a row to choose."""
+        return self.window + 1
+
+    def layer(self, index: int) -> LayerKV:
+        """Rows, and the last queries until they have scored them."""
+        del index
+        return LayerKV(queries=self.window)
+
+    def score(self, kv: LayerKV, step: Step) -> Tensor:
+        """Pooled attention mass of the window's queries on the rows before it. [B, H_kv, n]"""
+        assert kv.recent_queries is not None
+        mass = window_scores(
+            kv.recent_queries, kv.keys, scale=step.scale, seen=step.seen, window=step.window, positions=kv.positions,
+            softcap=step.softcap, sinks=step.sinks,
+        )
+        before = kv.n - kv.recent_queries.shape[2]
+        mass[..., :before] = pool_scores(mass[..., :before], self.kernel, self.pool)
+        return protect_last(group_mean(mass, kv.keys.shape[1]), self.window)

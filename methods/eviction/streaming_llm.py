@@ -1,0 +1,96 @@
+"""StreamingLLM: the first tokens, which collect attention, and a rolling window of the last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvbench.errors import UserError
+from kvbench.method import POSITION_BYTES, BudgetKind, Card, LayerShape, Method, Phase, Shape, Step, Upstream
+from kvbench.store import LayerKV
+
+
+@dataclass(frozen=True)
+class StreamingLLM(Method):
+    """Keeps `sinks` first rows and the last rows up to the budget, while decoding too."""
+
+    sinks: int = 4
+    positions: Literal["cache", "original"] = "cache"
+    """Distances as in the cache (the paper), or as in the text."""
+
+    card: ClassVar[Card] = Card(
+        name="streaming-llm",
+        title="Efficient Streaming Language Models with Attention Sinks",
+        idea="The first few tokens collect attention whatever they say, and dropping them breaks the model. "
+        "Keeping them beside a sliding window of recent tokens streams for ever in constant memory.",
+        arxiv="2309.17453",
+        year=2023,
+        family="eviction",
+        stages=("compression",),
+        budget=BudgetKind.HELD,
+        paper_budget="2004",
+        heads="pooled",
+        upstream=Upstream(repo="mit-han-lab/streaming-llm", commit=None, licence="MIT"),
+        deviations=(
+            "The prompt is run with full attention and pruned at its end, as SCBench and kvpress do; "
+            "the authors' chat driver evicts before a turn.",
+            "Keys are cached with their rotation. Only relative distance matters, so the sinks are turned towards the "
+            "window, from their original keys, instead of every key towards zero.",
+        ),
+        limits=("The middle of the text is gone for ever.",),
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse settings without a meaning."""
+        if self.sinks < 0:
+            raise UserError(f"streaming-llm: sinks must be 0 or more, got {self.sinks}.")
+
+    def minimum_rows(self) -> int:
+        """The sinks and a recent row."""
+        return self.sinks + 1
+
+    def layer(self, index: int) -> LayerKV:
+        """Rows whose slots are reused while decoding; positions tell which is oldest."""
+        del index
+        return LayerKV(track=True, bounded=True)
+
+    def row_bytes(self, layer: LayerShape, shape: Shape, *, holes: bool) -> int:
+        """Keys, values and a position."""
+        del holes
+        return (layer.key_dim + layer.value_dim) * shape.itemsize + POSITION_BYTES
+
+    def declared_bytes(self, shape: Shape) -> int:
+        """The rows, and the sinks' original keys on layers that dropped something."""
+        total = super().declared_bytes(shape)
+        for layer in shape.layers:
+            rows = self.rows_in(layer.window)
+            if self.positions == "cache" and rows is not None and rows < shape.rows(layer):
+                total += self.sinks * layer.kv_heads * layer.key_dim * shape.itemsize
+        return total
+
+    def attend(self, kv: LayerKV, step: Step) -> Tensor:
+        """Attention with the sinks as near as the cache has them. [B, H_q, T, D_v]"""
+        if "sinks" in kv.state:
+            gone = torch.full_like(step.positions[:, :1], step.seen - kv.n).expand(-1, self.sinks)
+            kv.keys[:, :, : self.sinks] = step.rope.shift(kv.state["sinks"], gone)
+        return kv.attend(step)
+
+    def evict(self, kv: LayerKV, step: Step) -> None:
+        """The oldest rows after the sinks, at the end of the context and after every later forward."""
+        rows = self.rows_in(step.window)
+        if rows is None or rows >= kv.n or (step.phase is Phase.CONTEXT and not step.compress):
+            return
+        batch, heads = kv.keys.shape[:2]
+        if step.phase is Phase.CONTEXT:
+            if self.positions == "cache" and self.sinks:
+                kv.state["sinks"] = kv.keys[:, :, : self.sinks].clone()
+            index = torch.arange(kv.n, device=kv.keys.device)
+            kept = torch.cat([index[: self.sinks], index[kv.n - (rows - self.sinks) :]])
+            kv.keep(kept.expand(batch, heads, -1))
+            return
+        assert kv.positions is not None
+        recent = kv.positions[..., self.sinks :].topk(kv.n - rows, dim=-1, largest=False).indices
+        kv.drop(recent + self.sinks)

@@ -1,0 +1,1 @@
+"""Methods that keep every row in fewer bits."""

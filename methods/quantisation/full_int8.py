@@ -1,0 +1,46 @@
+"""The dense cache in 8 bits: the baseline to beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvbench.method import BudgetKind, Card, LayerShape, Method, Shape, Step
+from kvbench.store import Int8KV, LayerKV
+
+SCALE_BYTES = 2
+
+
+@dataclass(frozen=True)
+class FullInt8(Method):
+    """Keeps every row as 8-bit codes with one fp16 scale per token and KV head, for keys and values alike."""
+
+    card: ClassVar[Card] = Card(
+        name="full-int8",
+        title="Full KV cache in 8 bits",
+        idea="Every row stays, as symmetric 8-bit codes with one scale per token and head. "
+        "Scales fold into logits and weights, so no exact copy of the cache exists after the context.",
+        arxiv=None,
+        year=None,
+        family="quantisation",
+        stages=("compression",),
+        budget=BudgetKind.BITS,
+        heads="independent",
+        upstream=None,
+        deviations=("The context is held exactly until its last chunk, so that results do not depend on the chunk size.",),
+    )
+
+    def layer(self, index: int) -> LayerKV:
+        """Rows that turn into codes at the end of the context; later rows are coded as they come."""
+        del index
+        return Int8KV()
+
+    def evict(self, kv: LayerKV, step: Step) -> None:
+        """The end of the context: exact rows become codes."""
+        if isinstance(kv, Int8KV) and step.compress and not kv.quantised:
+            kv.quantise()
+
+    def row_bytes(self, layer: LayerShape, shape: Shape, *, holes: bool) -> int:
+        """One byte per element and two scales."""
+        del shape, holes
+        return layer.key_dim + layer.value_dim + 2 * SCALE_BYTES
