@@ -1,0 +1,57 @@
+# A fresh machine needs Debian's python3, python3-venv and make; everything else goes into .venv.
+PYTHON ?= python3
+JOBS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.made
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+# torch starts a thread per core in every test worker otherwise
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+export HF_HUB_DISABLE_TELEMETRY := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all lint bench constraints
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+setup: $(STAMP) ## Make .venv with the pinned packages; again when pyproject.toml or constraints.txt changed
+
+# torch goes first and by its exact version, so that nothing else picks a build of it.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else \
+		f"kvbench needs Python 3.11 to 3.13, {sys.executable} is {sys.version.split()[0]}. Say: make PYTHON=python3.11")'
+	@$(PYTHON) -c 'import ensurepip, venv' || { echo "no venv: apt-get install python3-venv"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c constraints.txt pip setuptools
+	$(PIP) install -q -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e . --group dev
+	@touch $@
+
+demo: $(STAMP) ## Run SnapKV on the needle task with the bundled model, under 90 s
+	$(BIN)/kvbench run --method snapkv --task niah
+
+test: $(STAMP) ## Run the tests except the slow ones, under 8 minutes
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) -m "not slow"
+
+test-all: $(STAMP) ## Run every test
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS)
+
+lint: $(STAMP) ## ruff, and mypy strict over kvbench with its methods, tasks and kernels
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+bench: $(STAMP) ## Measure the harness's own cost
+	$(BIN)/python scripts/bench.py
+
+# What it holds is what a new environment gets today, torch and transformers apart, which are chosen here.
+constraints: ## Write constraints.txt anew
+	rm -rf $(VENV)-new
+	$(PYTHON) -m venv $(VENV)-new
+	$(VENV)-new/bin/python -m pip install -q -U pip "setuptools<82"
+	$(VENV)-new/bin/python -m pip install -q torch==2.13.0
+	$(VENV)-new/bin/python -m pip install -q torch==2.13.0 transformers==5.23.0 --no-build-isolation -e . --group dev
+	{ sed '/^[^#]/d' constraints.txt; $(VENV)-new/bin/python -m pip freeze --all --exclude-editable | sed 's/+cpu$$//'; } > constraints.new
+	mv constraints.new constraints.txt
+	rm -rf $(VENV)-new
