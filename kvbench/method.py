@@ -37,6 +37,8 @@ class Step:
     phase: Phase
     compress: bool
     """This is the moment to decide what stays."""
+    last: bool
+    """The last chunk of its phase: who evicts all the time does so now, so that chunks do not matter."""
     observe: bool
     """A moment to compress is still to come (or is now): keep what scoring will need."""
     positions: Tensor

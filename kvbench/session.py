@@ -173,10 +173,11 @@ class Session:
         """Log-probabilities of these tokens after what the session holds; they are appended. [B, T]"""
         tokens = self._ids(ids)
         assert self.logits is not None, "prefill first"
-        self.reserve(tokens.shape[1], SCORE_CHUNK)
+        self.reserve(tokens.shape[1], tokens.shape[1])
         scores = []
-        for chunk in tokens.split(min(self.chunk or SCORE_CHUNK, SCORE_CHUNK), dim=1):
-            logits = self.forward(chunk, Phase.QUERY, keep=chunk.shape[1])
+        chunks = tokens.split(min(self.chunk or SCORE_CHUNK, SCORE_CHUNK), dim=1)
+        for i, chunk in enumerate(chunks):
+            logits = self.forward(chunk, Phase.QUERY, last=i == len(chunks) - 1, keep=chunk.shape[1])
             shifted = torch.cat([self.logits[:, None], logits[:, :-1]], dim=1)
             scores.append(shifted.float().log_softmax(-1).gather(-1, chunk[..., None])[..., 0])
             self.logits = logits[:, -1]
@@ -185,12 +186,15 @@ class Session:
     def run_chunks(self, chunks: Iterable[Tensor], phase: Phase, *, compress: bool) -> Tensor:
         """Run chunks of ids, the last one compressing. Logits of the last position [B, V]."""
         parts = list(chunks)
-        logits = [
-            self.forward(ids, phase, compress=compress and i == len(parts) - 1)[:, -1] for i, ids in enumerate(parts)
-        ]
-        return logits[-1]
+        logits = torch.empty(0)
+        for i, ids in enumerate(parts):
+            last = i == len(parts) - 1
+            logits = self.forward(ids, phase, compress=compress and last, last=last)[:, -1]
+        return logits
 
-    def forward(self, ids: Tensor, phase: Phase, *, compress: bool = False, keep: int = 1) -> Tensor:
+    def forward(
+        self, ids: Tensor, phase: Phase, *, compress: bool = False, last: bool = True, keep: int = 1
+    ) -> Tensor:
         """One forward pass over new tokens. ids: [B, T]. Logits of the last `keep` positions [B, keep, V]."""
         count = ids.shape[1]
         if self._static is None:
@@ -203,7 +207,7 @@ class Session:
         return self.model.run(
             ids,
             Forward(phase=phase, positions=positions, seen=self.seen, attend=self._attend, compress=compress,
-                    observe=observe, ropes=self.model.ropes),
+                    last=last, observe=observe, ropes=self.model.ropes),
             keep,
         )
 

@@ -34,6 +34,7 @@ class Forward:
     attend: Callable[[Step], Tensor]
     """Attention output of the step's new rows. [B, H_q, T, D_v]"""
     compress: bool = False
+    last: bool = True
     observe: bool = False
     causal: bool = True
     ropes: Sequence[Rope] = ()
@@ -55,7 +56,7 @@ def _attention(
         raise RuntimeError("kvbench was handed an attention mask: padded batches are not served")
     layer = int(module.layer_idx)  # type: ignore[arg-type]  # nn.Module types every attribute as Tensor | Module
     step = Step(
-        layer=layer, phase=forward.phase, compress=forward.compress, observe=forward.observe,
+        layer=layer, phase=forward.phase, compress=forward.compress, last=forward.last, observe=forward.observe,
         positions=forward.positions, seen=forward.seen, query=query, key=key, value=value,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap,
         sinks=s_aux, causal=forward.causal, hidden=None,

@@ -65,7 +65,7 @@ class H2O(Method):
     def evict(self, kv: LayerKV, step: Step) -> None:
         """The rows with the least attention before the recent ones: at the end of the context and ever after."""
         rows = self.rows_in(step.window)
-        if rows is None or rows >= kv.n or (step.phase is Phase.CONTEXT and not step.compress):
+        if rows is None or rows >= kv.n or not step.last:
             return
         assert kv.positions is not None
         recent = kv.positions >= step.seen - round(rows * self.recent)

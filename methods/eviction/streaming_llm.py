@@ -81,7 +81,7 @@ class StreamingLLM(Method):
     def evict(self, kv: LayerKV, step: Step) -> None:
         """The oldest rows after the sinks, at the end of the context and after every later forward."""
         rows = self.rows_in(step.window)
-        if rows is None or rows >= kv.n or (step.phase is Phase.CONTEXT and not step.compress):
+        if rows is None or rows >= kv.n or not step.last:
             return
         batch, heads = kv.keys.shape[:2]
         if step.phase is Phase.CONTEXT:

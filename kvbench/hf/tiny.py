@@ -1,0 +1,54 @@
+"""Tiny models with random weights, on which methods are checked: a second on a CPU, no files, no network."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel
+
+from kvbench.hf.load import Model
+
+VOCABULARY = 64
+HEAD_DIM = 16
+
+
+@functools.cache
+def tiny_model(query_heads: int = 4, kv_heads: int = 2, window: int | None = None, seed: int = 0) -> Model:
+    """Two layers in float32; weights are large enough for attention to choose, which small ones do not make it do."""
+    sizes = {
+        "vocab_size": VOCABULARY, "hidden_size": query_heads * HEAD_DIM, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": query_heads, "num_key_value_heads": kv_heads, "head_dim": HEAD_DIM,
+        "initializer_range": 0.2, "max_position_embeddings": 4096,
+    }
+    config = LlamaConfig(**sizes) if window is None else MistralConfig(**sizes, sliding_window=window)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return Model.from_module(module, id=f"tiny-{query_heads}q{kv_heads}kv" + (f"-window{window}" if window else ""))
+
+
+def permute_heads(model: Model, order: list[int]) -> Model:
+    """The same function with its KV heads (and the query heads of each) in another order."""
+    shape = model.layers[0]
+    group = shape.query_heads // shape.kv_heads
+    kv_rows = _rows(order, shape.key_dim)
+    query_rows = _rows([head * group + i for head in order for i in range(group)], shape.key_dim)
+    module: PreTrainedModel = AutoModelForCausalLM.from_config(model.module.config, dtype=torch.float32)
+    module.load_state_dict(model.module.state_dict())
+    for layer in module.model.layers:
+        attention = layer.self_attn
+        with torch.no_grad():
+            for linear, rows in ((attention.q_proj, query_rows), (attention.k_proj, kv_rows), (attention.v_proj, kv_rows)):
+                _set(linear, linear.weight[rows])
+            _set(attention.o_proj, attention.o_proj.weight[:, query_rows])
+    return Model.from_module(module, id=f"{model.id}-permuted")
+
+
+def _rows(heads: list[int], width: int) -> list[int]:
+    return [head * width + i for head in heads for i in range(width)]
+
+
+def _set(linear: nn.Linear, weight: Tensor) -> None:
+    linear.weight.copy_(weight.clone())
