@@ -1,0 +1,198 @@
+"""The house stands as docs/design.md says: who may import whom, and that the links hold."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LINKS = ("kernels", "methods", "tasks")
+MODULES = {
+    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+    for folder in ("kvbench", *LINKS)
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if not any(path.is_relative_to(ROOT / "kvbench" / link) for link in LINKS)
+}
+"""Every module once, by its path in the repository."""
+
+
+def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node that runs: nothing under `if TYPE_CHECKING`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            yield from (x for part in node.orelse for x in (part, *runtime_nodes(part)))
+        else:
+            yield node
+            yield from runtime_nodes(node)
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """Full names that a module imports when it runs, also inside functions."""
+    names: set[str] = set()
+    for node in runtime_nodes(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            names |= {f"{module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def within(name: str, *packages: str) -> bool:
+    """Whether a dotted name lies in one of the packages."""
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def offenders(folder: str, *packages: str, allow: tuple[str, ...] = ()) -> list[str]:
+    """Imports of the packages in a folder, but for what is allowed."""
+    return [
+        f"{path} imports {name}"
+        for path, tree in MODULES.items()
+        if path.startswith(f"{folder}/")
+        for name in sorted(imports(tree))
+        if within(name, *packages) and not within(name, *allow)
+    ]
+
+
+def test_modules_are_found():
+    """The other tests look at something: every folder holds modules, and no module is read twice through a link."""
+    for folder in ("kvbench", *LINKS):
+        assert any(path.startswith(f"{folder}/") for path in MODULES), folder
+    assert not any(path.startswith("kvbench/methods/") for path in MODULES)
+
+
+def test_planted_imports_are_seen():
+    """An import inside a function counts, one for types only does not."""
+    types = "if TYPE_CHECKING:\n    import a\nelse:\n    import b\n"
+    inside = "def f():\n    from c import d\n"
+    assert imports(ast.parse(types + inside + types.replace("b", "e"))) == {"b", "c.d", "e"}
+
+
+def test_kernels_import_nothing_of_ours():
+    """A kernel knows tensors and other kernels."""
+    assert offenders("kernels", "kvbench", allow=("kvbench.kernels",)) == []
+
+
+@pytest.mark.parametrize("folder", ["methods", "tasks"])
+def test_methods_and_tasks_do_not_import_each_other(folder):
+    """A method knows the harness and kernels, never a task; a task never a method."""
+    other = {"methods": "kvbench.tasks", "tasks": "kvbench.methods"}[folder]
+    assert offenders(folder, other) == []
+
+
+def test_the_harness_knows_no_method_or_task():
+    """kvbench/ finds methods and tasks by name and imports none."""
+    assert offenders("kvbench", "kvbench.methods", "kvbench.tasks") == []
+
+
+def test_only_the_store_calls_kernels():
+    """kvbench/ reaches kernels through store.py alone."""
+    found = offenders("kvbench", "kvbench.kernels")
+    assert [x for x in found if not x.startswith("kvbench/store.py ")] == []
+
+
+def test_no_bare_imports_of_the_folders():
+    """Hugging Face has a package called kernels: ours are kvbench.kernels, kvbench.methods, kvbench.tasks."""
+    assert [x for folder in ("kvbench", *LINKS) for x in offenders(folder, *LINKS)] == []
+
+
+def test_imports_are_absolute():
+    """Relative imports would hide from the tests above."""
+    assert [x for x, tree in MODULES.items() if any(name.startswith(".") for name in imports(tree))] == []
+
+
+def test_transformers_stays_in_its_seam():
+    """Only kvbench/hf imports transformers; others may name its types."""
+    found = [x for folder in ("kvbench", *LINKS) for x in offenders(folder, "transformers")]
+    assert [x for x in found if not x.startswith("kvbench/hf/")] == []
+
+
+def method_classes() -> set[str]:
+    """Names of Method and of every class that derives from it, wherever it stands."""
+    bases = {
+        node.name: {ast.unparse(base).split(".")[-1].split("[")[0] for base in node.bases}
+        for tree in MODULES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    found = {"Method"}
+    while more := {name for name, parents in bases.items() if parents & found} - found:
+        found |= more
+    return found
+
+
+def test_nobody_asks_which_method_it_is():
+    """An isinstance(x, SnapKV) outside methods/ would make the harness know a method by name."""
+    classes = method_classes()
+    assert {"Method", "ScoredMethod", "SnapKV"} <= classes
+    found = [
+        f"{path}:{node.lineno}"
+        for path, tree in MODULES.items()
+        if not path.startswith("methods/")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance"
+        and {x.id for x in ast.walk(node.args[1]) if isinstance(x, ast.Name)} & classes
+    ]
+    assert found == []
+
+
+def test_no_drawer_for_odds_and_ends():
+    """A module is named after what it holds."""
+    assert [path for path in MODULES if Path(path).stem in {"utils", "util", "helpers", "misc", "common"}] == []
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_folders_are_linked_into_the_package(name):
+    """The folders in the root are parts of one import package."""
+    link = ROOT / "kvbench" / name
+    assert link.is_symlink() and link.readlink() == Path("..") / name
+
+
+def test_kernels_folder_does_not_harm_transformers():
+    """Started in the root, Python finds our folder by the name of another package, which must count as absent."""
+    code = "from transformers.utils import is_kernels_available as f; import kernels; print(f(), kernels.__version__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "0.0.0"]
+
+
+def test_wheel_through_an_sdist_holds_everything(tmp_path):
+    """A wheel built from the sdist has every module, as files and not as links, and the bundled models."""
+    build = "import sys; from setuptools import build_meta as b; print(b.build_sdist(sys.argv[1]))"
+    clone = tmp_path / "clone"
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True,
+        check=True,
+    ).stdout.splitlines()
+    for name in listed:  # a copy: a build writes beside the sources
+        source, target = ROOT / name, clone / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_symlink():
+            target.symlink_to(source.readlink())
+        elif source.is_file():
+            target.write_bytes(source.read_bytes())
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", build, str(tmp_path)], cwd=clone, capture_output=True, check=True
+    )
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (source,) = (tmp_path / "unpacked").iterdir()
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w",
+         str(tmp_path), str(source)],
+        capture_output=True, check=True,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    expected = {path if path.startswith("kvbench/") else f"kvbench/{path}" for path in MODULES} | {"kvbench/py.typed"}
+    kinds = {".json", ".safetensors", ".md"}
+    models = {x for x in listed if x.startswith("kvbench/models/") and Path(x).suffix in kinds}
+    assert expected | models <= names
+    assert not {x for x in names if x.split("/")[0] in {*LINKS, "tests"}}
