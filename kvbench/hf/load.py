@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast,
+)
+from transformers import logging as transformers_logging
 
 from kvbench.errors import UserError, unknown
-from kvbench.hf.proof import prove, rope_types
-from kvbench.hf.rope import Rope
+from kvbench.hf.find import RANDOM, check_device, check_files, find_folder, hash_model, hash_text, hash_tokenizer
+from kvbench.hf.proof import layer_shapes, prove, refuse_config
+from kvbench.hf.rope import Rope, max_length
 from kvbench.hf.seam import Forward, run_model
 from kvbench.method import LayerShape, Shape
 
-BUNDLED = Path(__file__).parent.parent / "models"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-RANDOM = "random:"
+HUB_SNAPSHOTS = "snapshots"
+"""Folder of the hub's cache whose folders are named after revisions."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +41,38 @@ class Model:
     ropes: tuple[Rope, ...]
     revision: str | None
     sha256: str
+    """Of configuration and weights."""
     tokenizer_sha256: str
     max_length: int
+    """Positions that the model was made for."""
+
+    @classmethod
+    def from_module(
+        cls, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, id: str = "module", *,
+        sha256: str | None = None, revision: str | None = None,
+    ) -> Model:
+        """A model from a loaded module, after the proof.
+
+        Args:
+            module: any causal model of transformers; its parameters stop asking for gradients.
+            tokenizer: None: a token is its id in angle brackets, for models that nobody talks to.
+            id: its name in results.
+            sha256: hash of its files; None: of its parameters in memory.
+            revision: of the hub repository that it is from.
+
+        Raises:
+            UserError: an architecture that is not served.
+        """
+        module = module.eval().requires_grad_(False)
+        config = module.config.get_text_config()
+        tokenizer = tokenizer or _plain_tokenizer(config.vocab_size)
+        with _quiet():
+            layers, ropes = prove(module)
+        return cls(
+            id=id, module=module, tokenizer=tokenizer, layers=layers, ropes=ropes, revision=revision,
+            sha256=sha256 or _hash_module(module), tokenizer_sha256=hash_tokenizer(tokenizer),
+            max_length=max_length(config),
+        )
 
     @property
     def device(self) -> torch.device:
@@ -85,41 +121,21 @@ class Prediction:
     """Dense cache of one sequence."""
 
 
-def list_bundled() -> list[str]:
-    """Names of the models that come with kvbench."""
-    return sorted(x.parent.name for x in BUNDLED.glob("*/config.json"))
-
-
-def find_folder(name: str) -> Path | None:
-    """The folder of a bundled or local model, None for a hub id.
+def predict_memory(name: str, dtype: str | None = None, length: int = 1024) -> Prediction:
+    """Bytes of weights and of a dense cache, from the configuration alone.
 
     Raises:
-        UserError: the name is none of them.
+        UserError: nothing there, or an architecture that is not served.
     """
-    if (BUNDLED / name / "config.json").is_file():
-        return BUNDLED / name
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UserError(f"model folder '{name}' has no config.json: it is not a Hugging Face model folder.")
-        return path
-    hub_parts = 2
-    if name.startswith(("/", ".", "~")) or len(name.split("/")) != hub_parts:
-        raise unknown("model", name, list_bundled(), "Or give a local folder or a hub id such as org/name.")
-    return None
-
-
-def predict_memory(name: str, dtype: str | None, length: int) -> Prediction:
-    """Bytes of weights and of a dense cache, from the configuration alone."""
-    config = _read_config(name)
-    with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    size = (DTYPES[dtype] if dtype else config.dtype or torch.float32).itemsize
+    folder = find_folder(name, weights=False)
+    config = _read_config(name, folder)
+    refuse_config(config.get_text_config())
+    kind = _dtype(dtype, config, folder)
+    with torch.device("meta"), _quiet():
+        module = AutoModelForCausalLM.from_config(config, dtype=kind, trust_remote_code=False).eval()
+        shape = Shape(length=length, layers=layer_shapes(module), itemsize=kind.itemsize)
     params = sum(x.numel() for x in module.parameters())
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return Prediction(params, params * size, 2 * text.num_hidden_layers * heads * width * size * length)
+    return Prediction(params, sum(x.nbytes for x in module.parameters()), shape.dense_bytes)
 
 
 def load_model(name: str, device: str = "cpu", dtype: str | None = None) -> Model:
@@ -136,94 +152,101 @@ def load_model(name: str, device: str = "cpu", dtype: str | None = None) -> Mode
     if dtype is not None and dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
     check_device(device)
-    config = _read_config(name)
-    kind = DTYPES[dtype] if dtype else config.dtype or torch.float32
-    source = name.removeprefix(RANDOM)
-    folder = find_folder(source)
+    folder = find_folder(name)
+    config = _read_config(name, folder)
+    check_files(name, folder)
+    refuse_config(config.get_text_config())
+    kind = _dtype(dtype, config, folder)
     try:
-        if name.startswith(RANDOM):
-            torch.manual_seed(0)
-            module = AutoModelForCausalLM.from_config(config, dtype=kind, trust_remote_code=False)
-        else:
-            module = AutoModelForCausalLM.from_pretrained(
-                folder or source, dtype=kind, trust_remote_code=False, use_safetensors=True
-            )
-        tokenizer = AutoTokenizer.from_pretrained(folder or source, trust_remote_code=False)
+        with _quiet():
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            module = _random(config, kind) if name.startswith(RANDOM) else _trained(name, folder, kind)
     except UserError:
         raise
-    except Exception as error:  # transformers, safetensors and the hub raise many kinds; all mean the same here
-        raise UserError(f"model '{name}' cannot be loaded: {_first_line(error)}") from error
-    module = module.to(device).eval().requires_grad_(False)  # noqa: FBT003  # torch's signature
-    layers, ropes = prove(module)
-    text = config.get_text_config()
-    original = getattr(text, "original_max_position_embeddings", None) if "longrope" in rope_types(text) else None
-    return Model(
-        id=name, module=module, tokenizer=tokenizer, layers=layers, ropes=ropes,
-        revision=getattr(config, "_commit_hash", None),
-        sha256=_hash_weights(module) if folder is None else hash_files(folder, ("config.json", "*.safetensors")),
-        tokenizer_sha256=hash_text(tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(tokenizer)),
-        max_length=int(original or getattr(text, "max_position_embeddings", 1 << 30)),
+    except Exception as error:  # transformers and safetensors raise many kinds; all mean the same here
+        raise UserError(f"model '{name}' cannot be loaded from {folder}: {_first_line(error)}") from error
+    return Model.from_module(
+        module.to(device), tokenizer, name, sha256=hash_model(name, folder),
+        revision=folder.name if folder.parent.name == HUB_SNAPSHOTS else None,
     )
 
 
-def check_device(device: str) -> None:
-    """Refuse a device that this machine does not have.
-
-    Raises:
-        UserError: unknown or absent device.
-    """
-    kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
-        raise unknown("device", device, ["cpu", "cuda"])
-    if kind == "cuda" and (not torch.cuda.is_available() or int(index or 0) >= torch.cuda.device_count()):
-        raise UserError(f"device '{device}' is not on this machine ({torch.cuda.device_count()} GPUs seen). Use --device cpu.")
+def _random(config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    return module
 
 
-def hash_text(text: str) -> str:
-    """sha256 of a text."""
-    return hashlib.sha256(text.encode()).hexdigest()
+def _trained(name: str, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    module: PreTrainedModel
+    module, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, trust_remote_code=False, use_safetensors=True, output_loading_info=True
+    )
+    absent = sorted({*info["missing_keys"], *(str(x) for x in info["mismatched_keys"])})
+    if absent:
+        raise UserError(
+            f"model '{name}' lacks {len(absent)} of its weights, for example {absent[0]}; transformers would make them up "
+            f"at random. Its files in {folder} do not fit its config.json: fetch them again."
+        )
+    return module
 
 
-def hash_files(folder: Path, patterns: tuple[str, ...]) -> str:
-    """sha256 over the files' own hashes, in the order of their names; each file's is remembered by size and time."""
-    known_path = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvbench" / "hashes.json"
-    known: dict[str, str] = {}
+def _dtype(asked: str | None, config: Any, folder: Path) -> torch.dtype:
+    """What was asked for, what the configuration says, or what the weights are."""
+    if asked:
+        return DTYPES[asked]
+    own = config.dtype or config.get_text_config().dtype
+    if own is None:
+        for path in sorted(folder.glob("*.safetensors"))[:1]:
+            with _broken(path), safe_open(path, "pt") as file:
+                own = file.get_tensor(next(iter(file.keys()))).dtype  # noqa: SIM118  # no mapping
+    own = own or torch.float32
+    if own not in DTYPES.values():
+        raise UserError(f"weights in {folder} are of type {own}: choose one with --dtype: {', '.join(DTYPES)}.")
+    return own
+
+
+@contextmanager
+def _broken(path: Path) -> Iterator[None]:
     try:
-        known = json.loads(known_path.read_text())
-    except (OSError, ValueError):
-        known = {}
-    total = hashlib.sha256()
-    for path in sorted(x for pattern in patterns for x in folder.glob(pattern)):
-        stat = path.stat()
-        key = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
-        if key not in known:
-            with path.open("rb") as file:
-                known[key] = hashlib.file_digest(file, "sha256").hexdigest()
-        total.update(f"{path.name} {known[key]}\n".encode())
-    try:
-        known_path.parent.mkdir(parents=True, exist_ok=True)
-        known_path.write_text(json.dumps(known))
-    except OSError:
-        pass  # only a memory of work done
-    return total.hexdigest()
+        yield
+    except Exception as error:  # safetensors has its own kind
+        raise UserError(f"{path} is broken: {_first_line(error)}. Fetch it again.") from error
 
 
-def _read_config(name: str) -> Any:
-    source = name.removeprefix(RANDOM)
-    folder = find_folder(source)
+def _read_config(name: str, folder: Path) -> Any:
     try:
-        return AutoConfig.from_pretrained(folder or source, trust_remote_code=False)
+        with _quiet():
+            return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # as in load_model
-        raise UserError(f"model '{name}' has no readable configuration: {_first_line(error)}") from error
+        raise UserError(f"model '{name}' has no readable config.json in {folder}: {_first_line(error)}") from error
 
 
-def _hash_weights(module: PreTrainedModel) -> str:
-    total = hashlib.sha256()
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' progress bars and reports off the screen; what matters in them is checked here."""
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _plain_tokenizer(vocabulary: int) -> PreTrainedTokenizerBase:
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({f"<{i}>": i for i in range(vocabulary)})))
+
+
+def _hash_module(module: PreTrainedModel) -> str:
+    parts = [module.config.to_json_string(use_diff=False)]
     for name, x in sorted(module.state_dict().items()):
-        total.update(name.encode())
-        total.update(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()
+        parts += [name, hash_text(str(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()))]
+    return hash_text("\n".join(parts))
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvbench.errors import UserError
+
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
+"""Mean relative difference of moved keys that rounding can make."""
 
 
 @dataclass(frozen=True)
@@ -19,18 +23,21 @@ class Rope:
     """Rotates keys and queries of one layer; knows partial, interleaved and per-layer-type variants, and none.
 
     The model's own rotary module makes the angles and the model's own function applies them, so their conventions
-    need no copy here. `kvbench.hf.proof` checks on the loaded model that a shift moves keys as the model would.
+    need no copy here. `prove_ropes` checks on the loaded model that a shift moves keys as the model would.
     """
 
     angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None
     """(x, positions [B, T]) -> cos, sin [B, T, D_rot], attention scaling included."""
-    apply: Callable[..., tuple[Tensor, Tensor]] | None
+    apply: Callable[[Tensor, Tensor, Tensor], Tensor] | None
+    """(x [B, H, T, width], cos, sin) -> the same, rotated."""
     scaling: float
     """YaRN's factor on rotated queries and keys; 1 elsewhere."""
     width: int
     """Leading dimensions of a head that are rotated."""
     trusted: bool
-    """Whether the proof at load found that a shift of positions is this rotation."""
+    """Whether the proof at load found that this rotation, or none, is all that the layer does to its keys."""
+    movable: bool = True
+    """Whether positions enter nowhere else, so that a rotated row can be moved; learned positions cannot."""
 
     def rotate(self, x: Tensor, positions: Tensor, *, inverse: bool = False) -> Tensor:
         """Rotate rows to their positions as the model does, or take the rotation (and its scaling) off again.
@@ -44,7 +51,16 @@ class Rope:
         return self._turn(x, positions, -1.0 if inverse else 1.0, factor)
 
     def shift(self, x: Tensor, distance: Tensor) -> Tensor:
-        """Move rotated rows by a number of positions. x: [B, H, T, D]. distance: [B, T], may be negative."""
+        """Move rotated rows by a number of positions. x: [B, H, T, D]. distance: [B, T], may be negative.
+
+        Raises:
+            UserError: the layer's rotary embedding is not understood, or the model learned its positions.
+        """
+        if not self.movable:
+            raise UserError(
+                "this model adds learned positions to its input, so its keys cannot be moved to other positions. "
+                "Use a method that leaves keys where they are."
+            )
         return self._turn(x, distance, 1.0, 1.0)
 
     def _turn(self, x: Tensor, positions: Tensor, sign: float, factor: float) -> Tensor:
@@ -57,36 +73,92 @@ class Rope:
             return x
         cos, sin = self.angles(x.float(), positions)
         cos, sin = cos.float() / self.scaling * factor, sin.float() / self.scaling * factor * sign
-        part = x[..., : self.width].float()
-        turned, _ = self.apply(part, part, cos, sin)
+        turned = self.apply(x[..., : self.width].float(), cos, sin)
         return torch.cat([turned.to(x.dtype), x[..., self.width :]], dim=-1)
 
 
 NO_ROPE = Rope(angles=None, apply=None, scaling=1.0, width=0, trusted=True)
 
 
-def find_rope(decoder: nn.Module, attention: nn.Module, layer_type: str | None, key: Tensor) -> Rope | None:
-    """The candidate for one attention module, to be trusted after the proof. key: one of its keys. [B, H, T, D]"""
-    rotary: Any = getattr(decoder, "rotary_emb", None)
-    apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
-    if rotary is None or apply is None:
-        return None
+def prove_ropes(
+    module: PreTrainedModel, near: Sequence[Tensor], far: Sequence[Tensor], distance: int
+) -> tuple[Rope, ...]:
+    """Each layer's rotary embedding: trusted if it moves a lone token's keys as the model did over a distance.
+
+    near, far: every layer's keys of the same token, alone at two positions. [1, H, 1, D]
+    """
+    types = getattr(module.config.get_text_config(), "layer_types", None) or [None] * len(near)
+    learned = not _rotates(module)
+    moves = torch.tensor([[distance]], device=near[0].device)
+    ropes = []
+    for before, after, kind in zip(near, far, types, strict=True):
+        if learned:
+            ropes.append(replace(NO_ROPE, movable=_difference(before, after) <= TOLERANCE[before.dtype]))
+            continue
+        # Both are judged, because a small error can be large dimensions that hardly turn.
+        judged = [(_difference(x.shift(before, moves), after), x) for x in (NO_ROPE, *_find(module, kind, before))]
+        error, best = min(judged, key=lambda pair: pair[0])
+        ropes.append(best if error <= TOLERANCE[before.dtype] else replace(NO_ROPE, trusted=False, movable=False))
+    return tuple(ropes)
+
+
+def rope_types(config: object) -> set[str]:
+    """The kinds of rotary scaling that a config names, over its layer types."""
+    return {str(x["rope_type"]) for x in _parameters(config) if "rope_type" in x}
+
+
+def max_length(config: object) -> int:
+    """Positions for which one set of frequencies holds: the model's length, or LongRoPE's original length."""
+    longest = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
+    key = "original_max_position_embeddings"
+    originals = [x.get(key) or getattr(config, key, None) for x in _parameters(config) if x.get("rope_type") == "longrope"]
+    return min([longest, *(int(x) for x in originals if x)])
+
+
+def _parameters(config: object) -> list[dict[str, Any]]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return [parameters, *(x for x in parameters.values() if isinstance(x, dict))]
+
+
+def _rotates(module: PreTrainedModel) -> bool:
+    """Whether the model's own file has anything rotary in it."""
+    names = [*vars(sys.modules[type(module).__module__]), *(name for name, _ in module.named_modules())]
+    return any("rotary" in x.lower() or "rope" in x.lower().split("_") for x in names)
+
+
+def _difference(x: Tensor, y: Tensor) -> float:
+    """Mean relative difference; elements near zero count against the typical size."""
+    x, y = x.float(), y.float()
+    floor = 0.01 * y.square().mean().sqrt() + 1e-12
+    return ((x - y).abs() / (x.abs() + y.abs() + floor)).mean().item()
+
+
+def _find(module: PreTrainedModel, layer_type: str | None, key: Tensor) -> Iterator[Rope]:
+    """What the layer's rotation may be, to be judged by its effect. key: one of the layer's. [B, H, T, D]"""
+    rotary: Any = next((x.rotary_emb for x in module.modules() if hasattr(x, "rotary_emb")), None)
+    function = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+    if rotary is None or function is None:
+        return
     typed = "layer_type" in inspect.signature(rotary.forward).parameters
-    scaling = getattr(rotary, f"{layer_type}_attention_scaling" if typed else "attention_scaling", 1.0)
+    scaling = float(getattr(rotary, f"{layer_type}_attention_scaling" if typed else "attention_scaling", 1.0))
+    alone = list(inspect.signature(function).parameters)[1] == "cos"  # some rotate queries and keys one by one
 
     def angles(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = rotary(x, positions, layer_type) if typed else rotary(x, positions)
         return cos, sin
 
+    def apply(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        turned: Tensor = function(x, cos, sin) if alone else function(x, x, cos, sin)[0]
+        return turned
+
     # Some models hand the whole head to their function and some only the part that is rotated; some give angles for
-    # half of it. The width that fits is found by trying.
+    # half of it.
     cos, sin = angles(key.float(), torch.zeros(key.shape[0], key.shape[2], dtype=torch.long, device=key.device))
-    for width in (cos.shape[-1], 2 * cos.shape[-1], key.shape[-1]):
+    for width in dict.fromkeys((cos.shape[-1], 2 * cos.shape[-1], key.shape[-1])):
         part = key[..., :width].float()
         try:
-            turned, _ = apply(part, part, cos, sin)
-        except RuntimeError:
+            turned = apply(part, cos, sin)
+        except (RuntimeError, TypeError):
             continue
         if turned.shape == part.shape:
-            return Rope(angles=angles, apply=apply, scaling=float(scaling), width=width, trusted=True)
-    return None
+            yield Rope(angles=angles, apply=apply, scaling=scaling, width=width, trusted=True)

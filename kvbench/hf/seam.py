@@ -62,7 +62,7 @@ def _attention(
         sinks=s_aux, causal=forward.causal, hidden=None,
         rope=forward.ropes[layer] if forward.ropes else NO_ROPE,
     )
-    return forward.attend(step).transpose(1, 2), None
+    return forward.attend(step).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, _attention)

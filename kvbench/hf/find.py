@@ -1,0 +1,167 @@
+"""Where a model's files are: bundled, a local folder, or a snapshot of a hub repository; and what they hash to."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+
+import torch
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from transformers import PreTrainedTokenizerBase
+
+from kvbench.errors import UserError, unknown
+
+BUNDLED = Path(__file__).parent.parent / "models"
+RANDOM = "random:"
+SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json", "spiece.model")
+"""A folder with none of these has no tokenizer; transformers would make an empty one for some models."""
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+
+
+def list_bundled() -> list[str]:
+    """Names of the models that come with kvbench."""
+    return sorted(x.parent.name for x in BUNDLED.glob("*/config.json"))
+
+
+def find_folder(name: str, *, weights: bool = True) -> Path:
+    """The folder of a model's files, fetched from the hub if the name is a hub id.
+
+    Args:
+        name: a bundled model, a local folder or a hub id; `random:` before it changes nothing here.
+        weights: whether to fetch the weights too.
+
+    Raises:
+        UserError: the name is none of them, or the hub does not give it.
+    """
+    source = name.removeprefix(RANDOM)
+    if source and (BUNDLED / source / "config.json").is_file():
+        return BUNDLED / source
+    path = Path(source).expanduser()
+    if source and path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"model folder '{source}' has no config.json: give a folder in Hugging Face format.")
+        return path
+    if not HUB_ID.fullmatch(source):
+        raise unknown("model", source, list_bundled(), "Or give a local folder, or a hub id such as org/name.")
+    return _fetch(source, weights=weights and not name.startswith(RANDOM))
+
+
+def _fetch(source: str, *, weights: bool) -> Path:
+    """A local snapshot of the hub's newest revision or, without the hub, of the one fetched last."""
+    patterns = SMALL_FILES + (["*.safetensors"] if weights else [])
+    try:
+        # Asked first and once: transformers' own requests try for 20 seconds before they say that there is no network.
+        revision = HfApi().model_info(source, timeout=10).sha
+        return Path(snapshot_download(source, revision=revision, allow_patterns=patterns, ignore_patterns="*/*"))
+    except GatedRepoError as error:  # a kind of the next one
+        raise UserError(f"model '{source}' is gated: accept its terms on the hub, then run 'hf auth login'.") from error
+    except RepositoryNotFoundError as error:
+        raise UserError(
+            f"unknown model '{source}': the hub has no such repository, or it is private. Check the name, or log in "
+            "with 'hf auth login'."
+        ) from error
+    except Exception as error:  # noqa: BLE001  # offline: the hub's clients raise many kinds
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    try:
+        return Path(snapshot_download(source, local_files_only=True))
+    except Exception as error:  # as above
+        raise UserError(
+            f"model '{source}' is no bundled model and no local folder, no copy of it is in the hub's cache, and the hub "
+            f"cannot be reached ({reason}). Give a local folder, or one of: {', '.join(list_bundled())}."
+        ) from error
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that this machine does not have.
+
+    Raises:
+        UserError: unknown or absent device.
+    """
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise unknown("device", device, ["cpu", "cuda"], "One GPU of several: cuda:1.")
+    if device != "cpu":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if int(device.partition(":")[2] or 0) >= count:
+            raise UserError(f"device '{device}' is not on this machine ({count} GPUs seen). Use --device cpu.")
+
+
+def check_files(name: str, folder: Path) -> None:
+    """Refuse a folder without a tokenizer or without safe weights.
+
+    Raises:
+        UserError: with what is missing.
+    """
+    if not any(any(folder.glob(x)) for x in TOKENIZERS):
+        raise UserError(
+            f"model '{name}' has no tokenizer: none of {', '.join(TOKENIZERS)} is in {folder}. "
+            "Save it there with tokenizer.save_pretrained."
+        )
+    if name.startswith(RANDOM) or any(folder.glob("*.safetensors")):
+        return
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        raise UserError(
+            f"model '{name}' has pickled weights only, and loading a pickle runs whatever code is in it: not loaded. "
+            "Convert it to safetensors, with model.save_pretrained where you trust it."
+        )
+    raise UserError(f"model '{name}' has no weights: no *.safetensors file is in {folder}.")
+
+
+def hash_text(text: str) -> str:
+    """sha256 of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """sha256 of what decides how text becomes ids; the chat template is not in it."""
+    inner = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return hash_text(f"{inner}\n{json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)}")
+
+
+def hash_model(name: str, folder: Path) -> str:
+    """sha256 of configuration and weights; random weights are a function of the configuration."""
+    if name.startswith(RANDOM):
+        return hash_text(RANDOM + hash_files([folder / "config.json"]))
+    return hash_files([folder / "config.json", *folder.glob("generation_config.json"), *folder.glob("*.safetensors")])
+
+
+def hash_files(paths: list[Path]) -> str:
+    """sha256 over the files' names and own hashes; each file's is remembered by place, size and time."""
+    memory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbench" / "hashes.json"
+    known = _read_memory(memory)
+    before = len(known)
+    total = hashlib.sha256()
+    for path in sorted(paths, key=lambda x: x.name):
+        stat = path.stat()
+        key = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
+        if key not in known:
+            with path.open("rb") as file:
+                known[key] = hashlib.file_digest(file, "sha256").hexdigest()
+        total.update(f"{path.name} {known[key]}\n".encode())
+    if len(known) > before:
+        _write_memory(memory, known)
+    return total.hexdigest()
+
+
+def _read_memory(path: Path) -> dict[str, str]:
+    try:
+        known = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _write_memory(path: Path, known: dict[str, str]) -> None:
+    part = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(known))
+        part.replace(path)
+    except OSError:  # only a memory of work done
+        with contextlib.suppress(OSError):
+            part.unlink()
