@@ -1,0 +1,94 @@
+"""What the documents show is what there is: code blocks, paths, and every field of a result."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+from transformers import AutoTokenizer
+
+from kvbench.conformance import check
+from kvbench.registry import find_method, find_task
+from kvbench.results import Line, Result
+from kvbench.task import encode, prompt_tokens
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "my_method.py"
+FOLDERS = ("docs", "examples", "kernels", "kvbench", "methods", "results", "scripts", "tasks", "tests")
+
+
+def code_blocks(name: str) -> list[str]:
+    """The Python blocks of a document."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(encoding="utf-8"), re.DOTALL)
+
+
+def kvbench(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run the command as a user does."""
+    command = [str(Path(sys.executable).with_name("kvbench")), *args]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def field_names(kind: type[BaseModel]) -> set[str]:
+    """Names of a record's fields and of the records in it."""
+    names = set(kind.model_fields)
+    for field in kind.model_fields.values():
+        for part in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                names |= field_names(part)
+    return names
+
+
+def test_the_method_shown_is_the_file():
+    """docs/adding_a_method.md shows examples/my_method.py, whole."""
+    assert code_blocks("adding_a_method.md") == [EXAMPLE.read_text(encoding="utf-8")]
+
+
+def test_the_example_method_keeps_every_claim():
+    """What a newcomer copies passes `kvbench check`."""
+    assert [x for x in check(find_method(str(EXAMPLE))) if not x.passed] == []
+
+
+def test_the_task_shown_is_a_task(tmp_path):
+    """The file in docs/adding_a_task.md makes examples of exact length with a turn for every question."""
+    (code,) = code_blocks("adding_a_task.md")
+    path = tmp_path / "first_word.py"
+    path.write_text(code, encoding="utf-8")
+    task = find_task(str(path))()
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "kvbench" / "models" / "mini")
+    for length in (task.minimum_length(3, tokenizer), 256):
+        example = task.example(random.Random(0), id="x", length=length, turns=3, tokenizer=tokenizer)
+        assert len(example.turns) == 3
+        assert length - 4 < prompt_tokens(encode(task, example, tokenizer)) + example.turns[0].limit <= length
+
+
+@pytest.mark.parametrize("document", sorted(x.name for x in (ROOT / "docs").glob("*.md")))
+def test_paths_in_the_documents_exist(document):
+    """A path in backticks that begins with one of our folders is there, unless it has a <blank> in it."""
+    text = (ROOT / "docs" / document).read_text(encoding="utf-8")
+    named = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+)`", text)
+    assert [x for x in named if not (ROOT / x).exists()] == []
+
+
+@pytest.mark.parametrize("record", [Result, Line])
+def test_the_protocol_explains_every_field(record):
+    """docs/protocol.md names every field of result.json and of samples.jsonl, and of the records in them."""
+    text = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+    explained = set(re.findall(r"`(\w+)`", text))
+    assert field_names(record) - explained == set()
+
+
+@pytest.mark.slow
+def test_the_example_method_runs_from_the_command_line(tmp_path):
+    """The commands of docs/adding_a_method.md: check, then run."""
+    checked = kvbench("check", str(EXAMPLE), cwd=tmp_path)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    ran = kvbench("run", "--method", str(EXAMPLE), "--task", "niah", "--samples", "2", "--json", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    result = json.loads(ran.stdout.splitlines()[-1])
+    assert (result["status"], result["method"]["name"], result["n_scored"]) == ("ok", "my-method", 2)
