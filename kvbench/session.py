@@ -92,6 +92,7 @@ class Session:
         self.batch = 1
         self.logits: Tensor | None = None  # [B, V], of the last position
         self.compress_seconds = 0.0
+        self.answer_started = 0.0  # perf_counter when the last question had been run and its answer began
         self.shape: Shape | None = None
         self._pending: list[list[int]] = []
         self._after_context: tuple[int, int] | None = None  # cache_bytes, tail_bytes
@@ -157,10 +158,12 @@ class Session:
             self._pending = []
         if history is not None:
             with self.fork() as branch:
+                self._note_answer()
                 tokens = self.method.generate(branch, limit, stop)
                 self._peak = max(self._peak, branch._peak)  # noqa: SLF001  # the same class
             self._pending = [list(history)] * self.batch
             return tokens
+        self._note_answer()
         tokens = self.method.generate(self, limit, stop)
         last = [[x for x in ids[-1:] if x not in stop] for ids in tokens.ids]
         if len({len(x) for x in last}) > 1:
@@ -304,6 +307,11 @@ class Session:
     def _note_layer(self, layer: int) -> None:
         self._layer_bytes[layer] = self.layers[layer].nbytes()
         self._peak = max(self._peak, sum(self._layer_bytes.values()))
+
+    def _note_answer(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        self.answer_started = time.perf_counter()
 
     def _note_bytes(self) -> None:
         for layer in range(len(self.layers)):

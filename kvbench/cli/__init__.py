@@ -1,0 +1,69 @@
+"""The command line: it parses, calls and prints. Results go to standard output, everything else to standard error."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+from kvbench.cli import inspect, judge, run
+from kvbench.errors import UserError, unknown
+
+# Newer typers carry a click of their own: its base exception is found through the one class that typer exports.
+CLICK_ERROR: type[Exception] = next(x for x in typer.BadParameter.__mro__ if x.__name__ == "ClickException")
+
+app = typer.Typer(
+    name="kvbench", help="A benchmark harness for KV-cache techniques of language models.",
+    add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+)
+app.command("run")(run.run_command)
+app.command("list")(inspect.list_command)
+app.command("show")(inspect.show_command)
+app.command("doctor")(inspect.doctor_command)
+app.command("check")(judge.check_command)
+app.command("score")(judge.score_command)
+app.command("compare")(judge.compare_command)
+
+
+def main() -> None:
+    """Entry point of the `kvbench` command."""
+    sys.exit(call(sys.argv[1:]))
+
+
+def call(arguments: Sequence[str]) -> int:
+    """Run a command line. Exit code 0 done, 1 failed with a reason, 2 a wrong request, 130 interrupted."""
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(list(arguments), prog_name="kvbench", standalone_mode=False)
+    except UserError as error:
+        return _stop(str(error), getattr(error, "exit_code", 2))
+    except CLICK_ERROR as error:
+        return _stop(_explain(error), 2)
+    except (typer.Abort, KeyboardInterrupt) as error:
+        return _stop(str(error) or "interrupted.", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more can be printed, at exit neither
+        return 1
+    return code if isinstance(code, int) else 0
+
+
+def _stop(message: str, code: int) -> int:
+    typer.echo(f"kvbench: {message}", err=True)
+    return code
+
+
+def _explain(error: Exception) -> str:
+    """One line, with the nearest name and where to look."""
+    context: Any = getattr(error, "ctx", None)
+    if context is None:
+        return str(error)
+    message = " ".join(error.format_message().split())  # type: ignore[attr-defined]  # every click error has it
+    if message.startswith("No such command"):
+        return str(unknown("command", message.split("'")[1], context.command.list_commands(context)))
+    if message.startswith("No such option"):
+        options = [name for x in context.command.params for name in x.opts if name.startswith("--")]
+        return str(unknown("option", message.split()[3].rstrip("."), options, f"See `{context.command_path} --help`."))
+    return f"{message.rstrip('.')}. See `{context.command_path} --help`."

@@ -1,0 +1,149 @@
+"""`kvbench list`, `show` and `doctor`: what there is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import MISSING
+from typing import Annotated, Any
+
+import typer
+
+from kvbench.cli.output import print_json
+from kvbench.errors import UserError, unknown
+
+WHAT = ("methods", "tasks", "models", "suites")
+Json = Annotated[bool, typer.Option("--json", help="End standard output with one JSON line.")]
+
+
+def list_command(
+    what: Annotated[str, typer.Argument(help="methods, tasks, models or suites.")], *, as_json: Json = False
+) -> None:
+    """List what can be named."""
+    from kvbench.table import print_rows
+
+    if what not in WHAT:
+        raise unknown("thing to list", what, WHAT)
+    found = _find(what)
+    columns = list(dict.fromkeys(key for x in found for key in x))
+    print_rows("", columns or ["name"], [[_text(x.get(key)) for key in columns] for x in found])
+    if as_json:
+        print_json(found)
+
+
+def show_command(
+    name: Annotated[str, typer.Argument(help="A method, task or model, or path/to/file.py:Class of a method.")],
+    *,
+    as_json: Json = False,
+) -> None:
+    """Show the card of a method, a task or a model."""
+    from kvbench.table import print_rows
+
+    document = _describe(name)
+    rows = [(key, _text(value)) for key, value in document.items() if key != "settings"]
+    print_rows("", (str(document["kind"]), name), rows)
+    settings = document.get("settings", [])
+    if settings:
+        option = "--set" if document["kind"] == "method" else "--task-set"
+        print_rows(f"settings ({option} key=value)", ("key", "type", "default"), [
+            (x["name"], x["type"], _text(x["default"])) for x in settings
+        ])
+    if as_json:
+        print_json(document)
+
+
+def doctor_command(*, as_json: Json = False) -> int:
+    """Say what this machine can do, and what is wrong with it."""
+    from kvbench.doctor import examine
+    from kvbench.table import print_rows
+
+    findings = examine()
+    print_rows("", ("", "", "found"), [(x.name, "ok" if x.ok else "WRONG", x.found) for x in findings])
+    if as_json:
+        print_json([{"name": x.name, "ok": x.ok, "found": x.found} for x in findings])
+    return 0 if all(x.ok for x in findings) else 1
+
+
+def _find(what: str) -> list[dict[str, Any]]:
+    from kvbench.registry import list_entries, list_models
+
+    if what == "methods":
+        return [
+            {"name": x.name, "family": x.facts.get("family"), "budget": x.facts.get("budget"),
+             "year": x.facts.get("year"), "arxiv": x.facts.get("arxiv"), "title": x.facts.get("title")}
+            for x in list_entries("method")
+        ]
+    if what == "tasks":
+        return [
+            {"name": x.name, "suite": x.facts.get("family"), "aliases": list(x.aliases),
+             "summary": x.facts.get("summary")}
+            for x in list_entries("task")
+        ]
+    if what == "models":
+        return [{"name": x} for x in list_models()]
+    suites: dict[str, list[str]] = {}
+    for entry in list_entries("task"):
+        suites.setdefault(entry.facts.get("family", ""), []).append(entry.name)
+    return [{"name": suite, "tasks": tasks} for suite, tasks in suites.items()]
+
+
+def _describe(name: str) -> dict[str, Any]:
+    from kvbench.registry import find_method, find_task, list_entries, list_models
+
+    methods = {x.name for x in list_entries("method")}
+    tasks = {alias for x in list_entries("task") for alias in (x.name, *x.aliases)}
+    if name in methods or ".py" in name:
+        method = find_method(name)
+        return {"kind": "method", **method.card.model_dump(mode="json"), "settings": _settings(method)}
+    if name in tasks:
+        task = find_task(name)
+        return {
+            "kind": "task", "name": task.name, "version": task.version, "suite": task.suite, "summary": task.summary,
+            "aliases": list(task.aliases), "modes": [str(x) for x in task.modes],
+            "scorers": [x.id for x in task.scorers], "default_length": task.default_length,
+            "default_turns": task.default_turns, "dataset_revision": task.dataset_revision, "settings": _settings(task),
+        }
+    models = list_models()
+    if name in models or "/" in name:
+        return {"kind": "model", "name": name, **_describe_model(name)}
+    raise unknown("name", name, methods | tasks | set(models), "See `kvbench list methods`, `tasks` or `models`.")
+
+
+def _describe_model(name: str) -> dict[str, Any]:
+    from kvbench.hf import find_folder, predict_memory
+
+    folder = find_folder(name)
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"model '{name}' has no readable config.json: {error}.") from error
+    need = predict_memory(name)
+    keys = (
+        "architectures", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "max_position_embeddings", "vocab_size", "dtype",
+    )
+    facts = {key: config[key] for key in keys if key in config}
+    return {**facts, "params": need.params, "weight_bytes": need.weight_bytes, "cache_bytes_at_1024": need.cache_bytes}
+
+
+def _settings(kind: Any) -> list[dict[str, Any]]:
+    from pydantic_core import to_jsonable_python
+
+    from kvbench.settings import setting_fields, setting_types, type_name
+
+    types = setting_types(kind)
+    return [
+        {"name": name, "type": type_name(types[name]),
+         "default": "required" if field.default is MISSING else to_jsonable_python(field.default)}
+        for name, field in setting_fields(kind).items()
+    ]
+
+
+def _text(value: Any) -> str:
+    """A JSON value for a table."""
+    if value is None:
+        return "-"
+    if isinstance(value, list | tuple):
+        return "\n".join(map(str, value)) if any(len(str(x)) > 40 for x in value) else ", ".join(map(str, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_text(x)}" for key, x in value.items())
+    return str(value)

@@ -1,0 +1,105 @@
+"""Runs side by side, and whether a difference is more than noise: paired on the questions that both answered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from kvbench.errors import UserError, unknown
+from kvbench.files import read_file, read_lines
+from kvbench.results import Line, Result
+from kvbench.stats import bootstrap_interval
+
+PROTOCOL = (
+    "model.sha256", "model.dtype", "task.version", "task.settings", "task.length", "task.prompt_id", "task.scorer",
+    "task.chat_template_sha", "task.bos", "mode", "visibility", "history", "spec.recompress", "spec.split", "spec.seed",
+    "spec.samples", "spec.turns", "spec.generation", "spec.device", "environment.threads",
+)
+"""What must be equal before a difference speaks of the methods."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run as its files say."""
+
+    folder: Path
+    result: Result
+    lines: dict[tuple[str, int], Line]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A run minus the first, on their common questions."""
+
+    run_id: str
+    n: int
+    mean: float | None
+    ci95: tuple[float, float] | None
+    within_noise: bool | None
+    """Whether the interval contains 0; None: nothing to compare."""
+
+
+def find_run(text: str, out: Path = Path("runs")) -> Path:
+    """The folder of a run, by its path or by its id below `out`.
+
+    Raises:
+        UserError: there is none.
+    """
+    for folder in (Path(text), out / text):
+        if (folder / "spec.json").is_file():
+            return folder
+    known = [x.parent.name for x in out.glob("*/spec.json")] if out.is_dir() else []
+    raise unknown("run", text, known[-20:], f"Give the folder of a run, or its id below {out}/.")
+
+
+def load_run(text: str, out: Path = Path("runs")) -> Run:
+    """Read a finished run.
+
+    Raises:
+        UserError: it is not there, not finished, or damaged.
+    """
+    folder = find_run(text, out)
+    if not (folder / "result.json").is_file():
+        raise UserError(f"run '{text}' is not finished: it has no result.json. Run its command again to finish it.")
+    lines = read_lines(folder / "samples.jsonl")
+    return Run(folder, read_file(folder / "result.json", Result), {(x.sample, x.turn): x for x in lines})
+
+
+def find_conflicts(runs: Sequence[Run]) -> list[str]:
+    """Differences of protocol, one line each.
+
+    Raises:
+        UserError: the runs are of different tasks.
+    """
+    tasks = sorted({x.result.task.name for x in runs})
+    if len(tasks) > 1:
+        raise UserError(f"these runs are of different tasks ({', '.join(tasks)}): their scores cannot be compared.")
+    found = []
+    for name in PROTOCOL:
+        values = [_look(x.result.model_dump(mode="json"), name) for x in runs]
+        if any(x != values[0] for x in values):
+            found.append(f"{name} differs: {', '.join(map(str, values))}")
+    return found
+
+
+def compare_pair(first: Run, other: Run) -> Difference:
+    """The paired difference of scores, whole contexts resampled."""
+    clusters: dict[str, list[float]] = {}
+    for key in first.lines.keys() & other.lines.keys():
+        a, b = first.lines[key], other.lines[key]
+        if a.score is not None and b.score is not None and a.prompt_hash == b.prompt_hash:
+            clusters.setdefault(key[0], []).append(b.score - a.score)
+    values = [x for cluster in clusters.values() for x in cluster]
+    if not values:
+        return Difference(other.result.run_id, 0, None, None, None)
+    # A fixed order, because sets have none and the interval must be the same each time.
+    low, high = bootstrap_interval([sorted(clusters[name]) for name in sorted(clusters)])
+    return Difference(other.result.run_id, len(values), fmean(values), (low, high), low <= 0 <= high)
+
+
+def _look(document: object, name: str) -> object:
+    for part in name.split("."):
+        document = document[part] if isinstance(document, dict) else None
+    return document

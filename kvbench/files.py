@@ -1,0 +1,199 @@
+"""The files of a run, read as hostile data and written so that nothing is lost.
+
+runs/<run_id>/spec.json, samples.jsonl, result.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from kvbench.errors import UserError
+from kvbench.log import say
+from kvbench.results import Line
+from kvbench.spec import SCHEMA_VERSION
+
+T = TypeVar("T", bound=BaseModel)
+HINT = "Give the folder of a run, as `kvbench run` prints it."
+
+
+class SaveError(UserError):
+    """A file could not be written. The program stops; what was saved before stays."""
+
+    exit_code = 1
+
+
+class Journal:
+    """samples.jsonl, open for appending whole samples.
+
+    Opening recovers what an interrupted run left: lines up to the last whole one, samples up to the last whole one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines = [] if not path.exists() else read_lines(path)
+        self.finished = finished_samples(self.lines)
+        self.lines = [x for x in self.lines if x.index in self.finished]
+        text = "".join(f"{x.model_dump_json()}\n" for x in self.lines)
+        if path.exists() and path.read_bytes() != text.encode():
+            write_atomic(path, text)
+        with saving(path):
+            self._file = path.open("ab", buffering=0)
+
+    def append(self, lines: Sequence[Line]) -> None:
+        """Save all lines of one sample, on the disk when this returns.
+
+        Raises:
+            SaveError: the disk is full or read-only; nothing of the sample is left behind.
+        """
+        data = "".join(f"{x.model_dump_json()}\n" for x in lines).encode()
+        before = os.fstat(self._file.fileno()).st_size
+        with saving(self.path):
+            try:
+                view = memoryview(data)
+                while view:
+                    view = view[self._file.write(view) :]
+                os.fsync(self._file.fileno())
+            except OSError:
+                with contextlib.suppress(OSError):
+                    self._file.truncate(before)
+                raise
+        self.lines += lines
+        self.finished.add(lines[0].index)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_lines(path: Path) -> list[Line]:
+    """The whole lines of a journal, one per (sample, turn); what is broken or cut off is left out, and said.
+
+    Raises:
+        UserError: the file cannot be read, or a line is of an unknown schema version.
+    """
+    try:
+        *parts, tail = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {_reason(error)}. {HINT}") from error
+    lines: dict[tuple[int, int], Line] = {}
+    for number, part in enumerate(parts, 1):
+        try:
+            line = Line.model_validate(_migrate(json.loads(part), path))
+        except (ValueError, RecursionError) as error:
+            say(f"{path}: line {number} is broken and not used: {_reason(error)}.")
+        else:
+            lines.setdefault((line.index, line.turn), line)
+    if tail:
+        say(f"{path}: the last line is cut off; the {len(parts)} whole lines before it are used.")
+    return list(lines.values())
+
+
+def finished_samples(lines: Sequence[Line]) -> set[int]:
+    """Indices of samples with all their turns, or with the error that ended them."""
+    turns: dict[int, set[int]] = {}
+    wanted: dict[int, int] = {}
+    for x in lines:
+        turns.setdefault(x.index, set()).add(x.turn)
+        wanted[x.index] = x.turn + 1 if x.error is not None else x.turns
+    return {index for index, n in wanted.items() if turns[index] >= set(range(n))}
+
+
+def read_file(path: Path, kind: type[T]) -> T:
+    """A JSON file of a run.
+
+    Raises:
+        UserError: missing, not JSON, of an unknown version, or not what it should be.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {_reason(error)}. {HINT}") from error
+    try:
+        return kind.model_validate(_migrate(json.loads(text), path))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not a valid {kind.__name__.lower()} file: {_reason(error)}.") from error
+
+
+def _migrate(data: Any, path: Path) -> Any:
+    """Bring older schema versions up to this one. There is none yet."""
+    if not isinstance(data, dict) or "schema_version" not in data:
+        raise ValueError("no schema_version")
+    version = data["schema_version"]
+    if version != SCHEMA_VERSION:
+        raise UserError(
+            f"{path} has schema version {version!r}; this kvbench reads {SCHEMA_VERSION}. "
+            "Use the kvbench that wrote it."
+        )
+    return data
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all.
+
+    Raises:
+        SaveError: the disk is full or read-only.
+    """
+    part = path.with_name(f".{path.name}.part")
+    with saving(path):
+        try:
+            with part.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            raise
+
+
+def write_record(path: Path, record: BaseModel) -> None:
+    """Write a model as indented JSON, atomically."""
+    write_atomic(path, json.dumps(record.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n")
+
+
+@contextlib.contextmanager
+def saving(path: Path) -> Iterator[None]:
+    """Turn an OSError into the one line that a user needs."""
+    try:
+        yield
+    except OSError as error:
+        raise SaveError(
+            f"cannot save {path}: {_reason(error)}. Everything saved before is kept: make room, then run the same "
+            "command."
+        ) from error
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a run's folder.
+
+    Raises:
+        UserError: one is in it.
+    """
+    with saving(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("a")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process is working on {folder}. Wait for it, or give another --out.") from None
+        yield

@@ -1,0 +1,254 @@
+"""Finds methods and tasks by name: our folders, other people's packages, a file given by its path.
+
+Our folders are read, not imported: a class is listed when its body says what it is called. So a list is instant, a run
+imports the one method it needs, and a file that is broken harms nobody else.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Literal, cast
+
+from kvbench.errors import UserError, unknown
+from kvbench.method import Method
+from kvbench.task import Task
+
+HERE = Path(__file__).parent
+Kind = Literal["method", "task"]
+BASES: dict[Kind, type] = {"method": Method, "task": Task}
+MARKS: dict[Kind, str] = {"method": "card", "task": "name"}
+"""The class variable that makes a class one of the things listed; abstract bases have none."""
+FACTS = ("title", "arxiv", "year", "budget", "summary")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a method or task is, and what its source says about it."""
+
+    kind: Kind
+    name: str
+    module: str
+    class_name: str
+    path: Path | None = None
+    """None: it comes from an entry point."""
+    aliases: tuple[str, ...] = ()
+    facts: dict[str, str] = field(default_factory=dict)
+    """Literals of the card or class: family (the folder), and FACTS."""
+
+    def load(self) -> type:
+        """Import the class.
+
+        Raises:
+            UserError: its module cannot be imported, or holds something else.
+        """
+        try:
+            found = getattr(importlib.import_module(self.module), self.class_name)
+        except Exception as error:
+            raise _broken(f"{self.kind} '{self.name}'", self.path, error) from error
+        if not _defines(found, self.kind):
+            raise UserError(f"{self.kind} '{self.name}' ({self.module}:{self.class_name}) is not a {self.kind} class.")
+        return cast("type", found)
+
+
+def list_entries(kind: Kind) -> list[Entry]:
+    """All methods or tasks, by name.
+
+    Raises:
+        UserError: two of them share a name.
+    """
+    folder = HERE / f"{kind}s"
+    entries = [x for path in sorted(folder.rglob("*.py")) for x in _read(path, kind, folder)]
+    for point in importlib.metadata.entry_points(group=f"kvbench.{kind}s"):
+        package = point.dist.name if point.dist is not None else point.module
+        entries.append(Entry(kind, point.name, point.module, point.attr, facts={"family": package}))
+    owners: dict[str, Entry] = {}
+    for entry in entries:
+        for name in (entry.name, *entry.aliases):
+            if name in owners:
+                raise UserError(
+                    f"two {kind}s are called '{name}': {owners[name].module} and {entry.module}. Rename or remove one."
+                )
+            owners[name] = entry
+    return sorted(entries, key=lambda x: x.name)
+
+
+def find_method(name: str) -> type[Method]:
+    """The class of a method by its name or by `path/to/file.py:Class`.
+
+    Raises:
+        UserError: there is none, or its file cannot be used.
+    """
+    return cast("type[Method]", _find("method", name))
+
+
+def find_task(name: str) -> type[Task]:
+    """The class of a task by its name or by `path/to/file.py:Class`.
+
+    Raises:
+        UserError: there is none, or its file cannot be used.
+    """
+    return cast("type[Task]", _find("task", name))
+
+
+def list_models() -> list[str]:
+    """Names of the bundled models, without importing what loads them."""
+    return sorted(x.parent.name for x in (HERE / "models").glob("*/config.json"))
+
+
+def list_ops() -> dict[str, list[str]]:
+    """Kernel operations by name, with the implementations that their folders hold (`naive` is the oracle of each)."""
+    return {
+        folder.name: sorted({x.stem for x in folder.glob("*.py")} - {"__init__", "naive"})
+        for folder in sorted((HERE / "kernels").iterdir()) if (folder / "__init__.py").is_file()
+    }
+
+
+def hash_sources(cls: type) -> str:
+    """sha256 over the file that defines a class and the files of its bases and helpers; the harness apart."""
+    files: dict[str, Path] = {}
+    roots = {_root(cls.__module__), "kvbench.methods", "kvbench.tasks"}
+    queue = [cls.__module__]
+    while queue:
+        name = queue.pop()
+        module = sys.modules.get(name)
+        path = getattr(module, "__file__", None)
+        if module is None or path is None or name in files:
+            continue
+        files[name] = Path(path)
+        queue += [x for x in _mentions(module) if _root(x) in roots]
+    return hash_paths([files[name] for name in sorted(files)])
+
+
+def hash_folder(*folders: Path) -> str:
+    """sha256 over every Python file below the folders (or over the files themselves)."""
+    return hash_paths([x for top in folders for x in ([top] if top.is_file() else sorted(top.rglob("*.py")))])
+
+
+def hash_paths(paths: list[Path]) -> str:
+    """sha256 over names and contents, in the order given."""
+    total = hashlib.sha256()
+    for path in paths:
+        total.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return total.hexdigest()
+
+
+def _root(module: str) -> str:
+    return ".".join(module.split(".")[: 2 if module.startswith("kvbench.") else 1])
+
+
+def _mentions(module: ModuleType) -> Iterator[str]:
+    for value in vars(module).values():
+        name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        if isinstance(name, str):
+            yield name
+
+
+def _find(kind: Kind, name: str) -> type:
+    if ".py" in name or "/" in name:
+        return _load_file(kind, name)
+    entries = list_entries(kind)
+    for entry in entries:
+        if name in (entry.name, *entry.aliases):
+            return entry.load()
+    names = [x for entry in entries for x in (entry.name, *entry.aliases)]
+    raise unknown(kind, name, names, f"See `kvbench list {kind}s`, or give path/to/file.py:Class.")
+
+
+def _load_file(kind: Kind, text: str) -> type:
+    location, _, class_name = text.partition(".py:")
+    path = Path(location if location.endswith(".py") else f"{location}.py").expanduser()
+    if not path.is_file():
+        raise UserError(
+            f"{kind} file '{path}' does not exist. Give path/to/file.py:Class, or a name of `kvbench list {kind}s`."
+        )
+    # Named after the path, so that two files of one name are two modules; registered, because dataclasses look there.
+    name = f"kvbench_file_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise _broken(f"{kind} file '{path}'", path, error) from error
+    found = {x.__name__: x for x in vars(module).values() if _defines(x, kind) and x.__module__ == name}
+    if not found:
+        needs = "a subclass of kvbench.method.Method with a `card`" if kind == "method" else (
+            "a subclass of kvbench.task.Task with a `name`"
+        )
+        raise UserError(f"{kind} file '{path}' defines no {kind}: it needs {needs}. See `kvbench show full`.")
+    if class_name and class_name not in found:
+        raise unknown(f"{kind} class", class_name, found, f"In {path}.")
+    if not class_name and len(found) > 1:
+        names = ", ".join(sorted(found))
+        raise UserError(f"{kind} file '{path}' defines several {kind}s: {names}. Say which: {path}:Class.")
+    return cast("type", found[class_name] if class_name else next(iter(found.values())))
+
+
+def _broken(what: str, path: Path | None, error: Exception) -> UserError:
+    """What an import raised, with the line of the author's own file where it happened."""
+    if isinstance(error, SyntaxError):
+        line = error.lineno
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        line = next((x.lineno for x in reversed(frames) if path is not None and Path(x.filename) == path), None)
+    where = f" (line {line})" if line is not None else ""
+    detail = (str(error).strip() or "no message").splitlines()[0]
+    return UserError(f"{what} cannot be imported{where}: {type(error).__name__}: {detail}. Correct the file.")
+
+
+def _defines(found: object, kind: Kind) -> bool:
+    return (
+        isinstance(found, type) and issubclass(found, BASES[kind]) and not inspect.isabstract(found)
+        and hasattr(found, MARKS[kind])
+    )
+
+
+def _read(path: Path, kind: Kind, folder: Path) -> Iterator[Entry]:
+    """Entries of one file of ours, from its syntax tree; a file that does not parse lists nothing."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError):
+        return
+    inner = path.relative_to(folder).with_suffix("")
+    module = ".".join(("kvbench", f"{kind}s", *inner.parts))
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        values = {name: value for x in node.body for name, value in _assigned(x)}
+        mark = values.get(MARKS[kind])
+        if kind == "method":
+            values = {x.arg: x.value for x in mark.keywords if x.arg} if isinstance(mark, ast.Call) else {}
+        name = _literal(values.get("name"))
+        if isinstance(name, str):
+            aliases = cast("tuple[str, ...]", _literal(values.get("aliases")) or ())
+            facts = {key: str(_literal(values[key])) for key in FACTS if _literal(values.get(key)) is not None}
+            yield Entry(kind, name, module, node.name, path, tuple(aliases), {"family": inner.parts[0], **facts})
+
+
+def _assigned(node: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+        yield node.target.id, node.value
+    elif isinstance(node, ast.Assign):
+        yield from ((x.id, node.value) for x in node.targets if isinstance(x, ast.Name))
+
+
+def _literal(node: ast.expr | None) -> object:
+    if isinstance(node, ast.Attribute):
+        return node.attr.lower()  # BudgetKind.HELD
+    try:
+        return None if node is None else ast.literal_eval(node)
+    except ValueError:
+        return None

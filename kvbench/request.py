@@ -1,0 +1,309 @@
+"""From what a user typed to a Job: names found, settings read, the model loaded, everything checked before any work."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+
+from kvbench import __version__
+from kvbench.errors import UserError, unknown
+from kvbench.log import say
+from kvbench.machine import find_version, free_bytes, ram_bytes
+from kvbench.method import DEFAULT_BUDGET, Budget, BudgetKind, Method
+from kvbench.registry import HERE, find_method, find_task, hash_folder, hash_sources, list_models, list_ops
+from kvbench.settings import configure, jsonable_settings, parse_pairs
+from kvbench.spec import (
+    GenerationSpec,
+    MethodSpec,
+    ModelSpec,
+    Protocol,
+    RunSpec,
+    Sources,
+    TaskSpec,
+    Versions,
+    read_generation,
+    resolve_protocol,
+)
+from kvbench.task import Encoded, Example, Frame, Mode, Scorer, Split, Task, encode, prompt_tokens
+
+if TYPE_CHECKING:
+    from kvbench.hf import Model
+
+SHOWS_ONLY = {"cli", "machine.py", "table.py", "stats.py", "registry.py", "settings.py", "errors.py", "conformance.py"}
+"""Rooms of the harness that cannot change what a sample comes to; every other one is part of a run's identity."""
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options of `kvbench run`, as typed; None: the default."""
+
+    method: str
+    task: str
+    model: str = "mini"
+    budget: str | None = None
+    mode: str = "single"
+    visibility: str | None = None
+    history: str | None = None
+    recompress: bool = False
+    scorer: str | None = None
+    split: str = "test"
+    length: int | None = None
+    samples: int = 20
+    turns: int | None = None
+    seed: int = 0
+    method_settings: tuple[str, ...] = ()
+    task_settings: tuple[str, ...] = ()
+    generation: tuple[str, ...] = ()
+    chunk: int | None = None
+    kernels: str = "torch"
+    device: str | None = None
+    dtype: str | None = None
+    suite: str | None = None
+    trackers: tuple[str, ...] = ()
+    out: Path = Path("runs")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that can start: the spec, and the objects it names."""
+
+    spec: RunSpec
+    method: Method
+    task: Task
+    scorer: Scorer
+    model: Model
+    budget: Budget | None
+    frame: Frame
+    folder: Path
+    resolution: dict[str, object] = field(default_factory=dict)
+    """What the budget comes to on the first sample."""
+
+
+def prepare(request: Request) -> Job:
+    """Check everything and load the model; nothing is written.
+
+    Raises:
+        UserError: whatever is wrong with the request.
+    """
+    task_class = find_task(request.task)
+    task = configure(task_class, parse_pairs(request.task_settings, "--task-set"), "--task-set", request.task)
+    protocol = resolve_protocol(
+        request.mode, request.visibility, request.history, request.turns, recompress=request.recompress,
+        default_turns=task.default_turns,
+    )
+    if protocol.mode not in task.modes:
+        raise unknown(f"mode for task {task.name}", request.mode, [str(x) for x in task.modes])
+    scorer = find_scorer(task, request.scorer)
+    budget = None if request.budget is None else Budget.parse(request.budget)
+    generation = read_generation(parse_pairs(request.generation, "--gen"))
+    length = task.default_length if request.length is None else request.length
+    _check_numbers(request, length)
+    _check_kernels(request.kernels)
+    _check_output(request)
+    method_class = find_method(request.method)
+    method_options = parse_pairs(request.method_settings, "--set")
+    method = configure(method_class, method_options, "--set", request.method)
+    if budget is None and method.card.budget in (BudgetKind.HELD, BudgetKind.READ):
+        budget = DEFAULT_BUDGET
+
+    _check_model(request.model)
+    device = _find_device(request.device)
+    model = _load(request, device, length)
+    frame = Frame.of(model.tokenizer)
+    _check_length(task, length, protocol.turns, model)
+    spec = _resolve_spec(request, task, scorer, method, model, frame, protocol, budget, generation, length, device)
+    job = Job(spec, method, task, scorer, model, budget, frame, request.out / spec.run_id)
+    return _try_first(job)
+
+
+def find_scorer(task: Task | type[Task], name: str | None) -> Scorer:
+    """A task's scorer by id; None: its first.
+
+    Raises:
+        UserError: the task has no such scorer.
+    """
+    known = {x.id: x for x in task.scorers}
+    if name is not None and name not in known:
+        raise unknown(f"scorer of {task.name}", name, known)
+    return known[name] if name is not None else task.scorers[0]
+
+
+def reach(encoded: Encoded, spec: RunSpec, limits: list[int]) -> int:
+    """The most tokens that a conversation can come to, generation included."""
+    turns = list(zip(encoded.turns, limits, strict=True))
+    if spec.mode is Mode.MULTI_REQUEST:
+        return len(encoded.context) + max(len(turn.first) + limit for turn, limit in turns)
+    position, most = len(encoded.context), 0
+    for index, (turn, limit) in enumerate(turns):
+        position += len(turn.later if index else turn.first)
+        most = max(most, position + limit)
+        position += limit if spec.history == "own" else len(turn.answer)
+    return most
+
+
+def limit_of(asked: int, generation: GenerationSpec) -> int:
+    """New tokens allowed in a turn: the task's limit, or the cap where that is less."""
+    return asked if generation.limit is None else min(asked, generation.limit)
+
+
+def _check_numbers(request: Request, length: int) -> None:
+    for name, value in (("samples", request.samples), ("length", length), ("chunk", request.chunk)):
+        if value is not None and value < 1:
+            raise UserError(f"{name} {value} must be 1 or more.")
+    if request.split not in tuple(Split):
+        raise unknown("split", request.split, [str(x) for x in Split])
+
+
+def _check_kernels(name: str) -> None:
+    ops = list_ops()
+    if name not in ("torch", "triton"):
+        raise unknown("kernels", name, ["torch", "triton"])
+    if missing := [op for op, found in ops.items() if name not in found]:
+        raise UserError(f"kernels '{name}' are missing for: {', '.join(missing)}. Use --kernels torch.")
+
+
+def _check_output(request: Request) -> None:
+    for package in request.trackers:
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f"--{package} needs the package {package}. Install it: pip install {package}")
+    folder = request.out.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise UserError(f"output folder '{request.out}' cannot be made: {folder} is a file. Give another --out.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"output folder '{request.out}' is not writable. Give another --out.")
+
+
+def _check_model(name: str) -> None:
+    """Refuse the name of nothing before the slow imports; what looks like a path or a hub id is the loader's."""
+    source = name.removeprefix("random:")
+    if "/" not in source and source not in list_models() and not Path(source).expanduser().is_dir():
+        raise unknown("model", name, list_models(), "Or give a local folder or a hub id such as org/name.")
+
+
+def _find_device(name: str | None) -> Literal["cpu", "cuda"]:
+    import torch
+
+    from kvbench.hf import check_device
+
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    check_device(name)
+    if ":" in name:
+        raise UserError(f"device '{name}' names one GPU. Use --device cuda, and choose with CUDA_VISIBLE_DEVICES.")
+    return cast("Literal['cpu', 'cuda']", name)
+
+
+def _load(request: Request, device: str, length: int) -> Model:
+    from kvbench.hf import DTYPES, load_model, predict_memory
+
+    if request.dtype is not None and request.dtype not in DTYPES:
+        raise unknown("dtype", request.dtype, DTYPES)
+    need = predict_memory(request.model, request.dtype, length)
+    free = free_bytes(device)
+    say(
+        f"{request.model}: {need.params / 1e6:,.1f} M parameters; predicted {need.weight_bytes / GB:.2f} GB of weights "
+        f"and {need.cache_bytes / GB:.3f} GB of dense cache at {length} tokens; {free / GB:.1f} GB free on {device}."
+    )
+    total = free if device == "cuda" else ram_bytes()
+    if need.weight_bytes > total:
+        raise UserError(
+            f"model '{request.model}' needs {need.weight_bytes / GB:.1f} GB for its weights alone, and {device} has "
+            f"{total / GB:.1f} GB. Use a smaller --dtype, a smaller model or a larger machine."
+        )
+    return load_model(request.model, device, request.dtype)
+
+
+def _check_length(task: Task, length: int, turns: int, model: Model) -> None:
+    least = task.minimum_length(turns, model.tokenizer)
+    if length < least:
+        raise UserError(
+            f"length {length} is too short for {task.name} with {turns} turn{'s' if turns > 1 else ''}: it needs "
+            f"{least} tokens. Use --length {least} or more."
+        )
+    if length > model.max_length:
+        raise UserError(
+            f"length {length} is beyond what model {model.id} was made for, {model.max_length} tokens. "
+            f"Use --length {model.max_length} or less."
+        )
+
+
+def _resolve_spec(
+    request: Request, task: Task, scorer: Scorer, method: Method, model: Model, frame: Frame, protocol: Protocol,
+    budget: Budget | None, generation: GenerationSpec, length: int, device: Literal["cpu", "cuda"],
+) -> RunSpec:
+    import torch
+
+    card = method.card
+    return RunSpec(
+        suite=request.suite,
+        method=MethodSpec(
+            name=card.name, version=card.version, family=card.family, settings=jsonable_settings(method)
+        ),
+        task=TaskSpec(
+            name=task.name, version=task.version, suite=task.suite, settings=jsonable_settings(task), length=length,
+            scorer=scorer.id, dataset_revision=task.dataset_revision, prompt_id=task.prompt_id,
+            chat_template_sha=frame.sha, bos=_bos(model, frame), stop=tuple(sorted(model.stop_ids)),
+        ),
+        model=ModelSpec(
+            id=model.id, revision=model.revision, kind="autoregressive", dtype=model.dtype, params=model.params,
+            sha256=model.sha256, tokenizer_sha256=model.tokenizer_sha256,
+        ),
+        mode=protocol.mode, visibility=protocol.visibility, history=protocol.history, recompress=protocol.recompress,
+        budget=None if budget is None else str(budget), split=cast("Literal['dev', 'test']", request.split),
+        seed=request.seed, samples=request.samples, turns=protocol.turns, chunk=request.chunk,
+        kernels=cast("Literal['torch', 'triton']", request.kernels), device=device, generation=generation,
+        versions=Versions(
+            kvbench=__version__, torch=torch.__version__, transformers=find_version("transformers") or "unknown"
+        ),
+        sources=Sources(
+            method=hash_sources(type(method)), task=hash_sources(type(task)), kernels=hash_folder(HERE / "kernels"),
+            harness=hash_folder(*sorted(
+                [x for x in HERE.glob("*.py") if x.name not in SHOWS_ONLY] + [HERE / "hf"], key=lambda x: x.name
+            )),
+        ),
+    )
+
+
+def _bos(model: Model, frame: Frame) -> Literal["tokenizer", "template", "none"]:
+    token = model.tokenizer.bos_token_id
+    if token is None:
+        return "none"
+    ids = model.tokenizer(f"{frame.head}x", add_special_tokens=frame.special).input_ids
+    return "none" if ids[:1] != [token] else "tokenizer" if frame.special else "template"
+
+
+def _try_first(job: Job) -> Job:
+    """Make the first sample, fit the budget to it, and see that the model can hold it.
+
+    Raises:
+        UserError: one of the three cannot be.
+    """
+    spec = job.spec
+    example = next(iter(make_examples(job, 1)))
+    encoded = encode(job.task, example, job.model.tokenizer, job.frame)
+    context = len(encoded.context) if spec.visibility == "hidden" else prompt_tokens(encoded)
+    fitted = job.method.fit(job.budget, job.model.shape(context))
+    limits = [limit_of(x.limit, spec.generation) for x in example.turns]
+    most = reach(encoded, spec, limits)
+    if most > job.model.max_length:
+        raise UserError(
+            f"length {spec.task.length} with {spec.turns} turns comes to {most} tokens, beyond what model "
+            f"{job.model.id} was made for, {job.model.max_length}. Use a smaller --length or fewer --turns."
+        )
+    return replace(job, resolution=dict(fitted.resolution))
+
+
+def make_examples(job: Job, n: int) -> Iterator[Example]:
+    """The first examples of the run's split."""
+    spec = job.spec
+    return job.task.examples(
+        seed=spec.seed, split=Split(spec.split), n=n, length=spec.task.length, turns=spec.turns,
+        tokenizer=job.model.tokenizer,
+    )

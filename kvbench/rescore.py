@@ -1,0 +1,59 @@
+"""Scores a finished or unfinished run again from its journal: no model, and nothing of the run is changed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from kvbench.errors import UserError
+from kvbench.files import read_file, read_lines, saving, write_record
+from kvbench.log import say
+from kvbench.registry import find_task
+from kvbench.request import find_scorer
+from kvbench.results import Score
+from kvbench.spec import SCHEMA_VERSION, Record, RunSpec
+from kvbench.summary import score_lines
+
+
+class Rescored(Record):
+    """scores/<scorer>.json"""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    run_id: str
+    task: str
+    task_version: str
+    """Of the installed task: its scorer did the work."""
+    scorer: str
+    n_samples: int
+    n_scored: int
+    score: Score
+
+
+def rescore(folder: Path, scorer_id: str | None) -> tuple[Rescored, Path]:
+    """Score every prediction of the journal again; None: with the run's own scorer.
+
+    Raises:
+        UserError: no such run, task or scorer, or no predictions.
+    """
+    spec = read_file(folder / "spec.json", RunSpec)
+    task = find_task(spec.task.name)
+    if task.version != spec.task.version:
+        say(f"the run is of {task.name} version {spec.task.version}, scored with that of version {task.version}.")
+    scorer = find_scorer(task, scorer_id or spec.task.scorer)
+    lines = read_lines(folder / "samples.jsonl")
+    if not lines:
+        raise UserError(f"run {folder} has no samples yet. Run its command again to go on.")
+    score = score_lines(
+        scorer, lines, lambda x: None if x.prediction is None else float(scorer.score(x.prediction, x.references))
+    )
+    failed = {x.index for x in lines if x.error is not None}
+    path = folder / "scores" / f"{re.sub(r'[^A-Za-z0-9_.@+-]+', '-', scorer.id)}.json"
+    record = Rescored(
+        run_id=spec.run_id, task=task.name, task_version=task.version, scorer=scorer.id, n_samples=spec.samples,
+        n_scored=len({x.index for x in lines} - failed), score=score,
+    )
+    with saving(path):
+        path.parent.mkdir(exist_ok=True)
+    write_record(path, record)
+    return record, path

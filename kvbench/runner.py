@@ -1,0 +1,93 @@
+"""One job -> samples -> journal -> result. Interrupted anywhere, the same call goes on where it stopped."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from kvbench.files import Journal, locked, read_file, saving, write_record
+from kvbench.log import say
+from kvbench.request import Job, make_examples
+from kvbench.results import Result
+from kvbench.sample import SampleFailedError, run_sample
+from kvbench.summary import summarise
+
+
+class Progress(Protocol):
+    """Whoever wants to know how far a run is."""
+
+    def advance(self, done: int) -> None:
+        """So many samples are done."""
+
+class InterruptedRunError(KeyboardInterrupt):
+    """Ctrl-C: what was finished is saved, the same command goes on."""
+
+@dataclass(frozen=True)
+class Outcome:
+    """A result, and whether it was there before."""
+
+    result: Result
+    folder: Path
+    existing: bool
+
+def find_existing(job: Job) -> Outcome | None:
+    """The finished run of this spec, if there is one."""
+    path = job.folder / "result.json"
+    return Outcome(read_file(path, Result), job.folder, existing=True) if path.exists() else None
+
+def run(job: Job, progress: Progress | None = None) -> Outcome:
+    """Run what is missing, and write the result.
+
+    Raises:
+        SaveError: a file could not be written.
+        InterruptedRunError: Ctrl-C.
+    """
+    existing = find_existing(job)
+    if existing is not None:
+        return existing
+    with locked(job.folder):
+        spec_path = job.folder / "spec.json"
+        if not spec_path.exists():
+            write_record(spec_path, job.spec)
+        journal = Journal(job.folder / "samples.jsonl")
+        try:
+            if journal.finished:
+                say(f"resuming: {len(journal.finished)} of {job.spec.samples} samples are already done.")
+            _run_missing(job, journal, progress)
+        except KeyboardInterrupt:
+            raise InterruptedRunError(
+                f"interrupted: {len(journal.finished)} of {job.spec.samples} samples are saved in {job.folder}. "
+                "Run the same command to go on."
+            ) from None
+        finally:
+            journal.close()
+        # From the file, as a resumed run would: what is reported is what was saved.
+        lines = [x for x in journal.lines if x.index < job.spec.samples]
+        result = summarise(job, lines)
+        write_record(job.folder / "result.json", result)
+    return Outcome(result, job.folder, existing=False)
+
+def _run_missing(job: Job, journal: Journal, progress: Progress | None) -> None:
+    missing = set(range(job.spec.samples)) - journal.finished
+    if not missing:
+        return
+    bound = replace(job, method=job.method.bind(job.model))
+    for index, example in enumerate(make_examples(job, max(missing) + 1)):
+        if index not in missing:
+            continue
+        try:
+            lines = run_sample(bound, index, example)
+        except SampleFailedError as failure:
+            lines = failure.lines
+            _log_failure(job.folder, index, failure)
+        journal.append(lines)
+        if progress is not None:
+            progress.advance(len(journal.finished))
+
+def _log_failure(folder: Path, index: int, failure: SampleFailedError) -> None:
+    path = folder / "errors.log"
+    say(f"sample {index} failed: {failure} (traceback in {path})")
+    with saving(path), path.open("a", encoding="utf-8") as file:
+        file.write(f"sample {index}\n{''.join(traceback.format_exception(failure.__cause__))}\n")

@@ -1,0 +1,137 @@
+"""One sample: its conversation under a method, its turns timed, scored and written down."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+
+from kvbench.clocks import now
+from kvbench.errors import UserError
+from kvbench.request import Job, limit_of, reach
+from kvbench.results import Bytes, Evidence, Line, Times, TokenCounts
+from kvbench.session import Session, Tokens
+from kvbench.spec import RunSpec
+from kvbench.task import EncodedTurn, Example, Mode, encode
+
+
+@dataclass
+class Clock:
+    """When the current turn began, and what came before its first token."""
+
+    wall: float
+    asked: float = 0.0
+    prefill_s: float | None = None
+    compress_s: float | None = None
+
+
+class SampleFailedError(Exception):
+    """A sample raised in one of its turns; `lines` end with the one that says so."""
+
+    def __init__(self, lines: list[Line]) -> None:
+        super().__init__(lines[-1].error)
+        self.lines = lines
+
+
+def run_sample(job: Job, index: int, example: Example) -> list[Line]:
+    """The journal lines of one sample.
+
+    Raises:
+        SampleFailedError: from what a turn raised.
+    """
+    spec, model, device = job.spec, job.model, job.model.device
+    lines: list[Line] = []
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    clock = Clock(time.perf_counter())
+    encoded = None
+    try:
+        encoded = encode(job.task, example, model.tokenizer, job.frame)
+        limits = [limit_of(x.limit, spec.generation) for x in example.turns]
+        visible = () if spec.visibility == "hidden" else encoded.turns[0].first
+        method = job.method.fit(job.budget, model.shape(len(encoded.context) + len(visible)))
+        with Session(
+            model, method, capacity=reach(encoded, spec, limits), chunk=spec.chunk, recompress=spec.recompress
+        ) as session:
+            before = now(device)
+            session.prefill(encoded.context, visible=visible)
+            clock.prefill_s, clock.compress_s = now(device) - before, session.compress_seconds
+            for turn, (ids, limit) in enumerate(zip(encoded.turns, limits, strict=True)):
+                with _conversation(session, spec) as talk:
+                    query = _query(ids, turn, spec)
+                    clock.asked = now(device)
+                    tokens = talk.ask(query, limit, history=_history(spec, ids, turn))
+                    done = now(device)
+                    lines.append(_line(job, index, example, turn, talk, tokens, clock, done,
+                                       prompt_hash=encoded.prompt_hash, started=started, query=query))
+                clock = Clock(time.perf_counter())
+    except UserError:
+        raise
+    except Exception as error:
+        del lines[spec.turns - 1 :]  # where closing failed, the last turn counts as the one that did
+        first = (str(error).strip() or "no message").splitlines()[0]
+        lines.append(Line(
+            sample=example.id, index=index, turn=len(lines), turns=spec.turns,
+            prompt_hash="" if encoded is None else encoded.prompt_hash, prediction=None, ids=(),
+            references=example.turns[len(lines)].references, score=None, scores={}, tokens=None, stop_reason=None,
+            times=None, bytes=None, evidence=None, facts=dict(example.facts), started=started,
+            seconds=time.perf_counter() - clock.wall, error=f"{type(error).__name__}: {first}",
+        ))
+        raise SampleFailedError(lines) from error
+    return lines
+
+
+@contextmanager
+def _conversation(session: Session, spec: RunSpec) -> Iterator[Session]:
+    """The session itself, or a fork of it where every question is a request of its own."""
+    if spec.mode is Mode.MULTI_REQUEST:
+        with session.fork() as branch:
+            yield branch
+    else:
+        yield session
+
+
+def _query(ids: EncodedTurn, turn: int, spec: RunSpec) -> tuple[int, ...]:
+    """What is still to be run of a question: nothing, where the context held it."""
+    if turn == 0 or spec.mode is Mode.MULTI_REQUEST:
+        return ids.first if spec.visibility == "hidden" else ()
+    return ids.later
+
+
+def _history(spec: RunSpec, ids: EncodedTurn, turn: int) -> tuple[int, ...] | None:
+    """The golden answer, where a turn follows that would see it."""
+    follows = spec.mode is Mode.MULTI_TURN and turn + 1 < spec.turns
+    return ids.answer if follows and spec.history == "golden" else None
+
+
+def _line(
+    job: Job, index: int, example: Example, turn: int, talk: Session, tokens: Tokens, clock: Clock, done: float, *,
+    prompt_hash: str, started: str, query: tuple[int, ...],
+) -> Line:
+    ids = tokens.ids[0]
+    answer = ids[:-1] if ids and ids[-1] in job.model.stop_ids else ids
+    prediction = str(job.model.tokenizer.decode(answer, skip_special_tokens=True))
+    references = example.turns[turn].references
+    scores = {} if job.model.random else {x.id: float(x.score(prediction, references)) for x in job.task.scorers}
+    certificate = talk.certificate()
+    shape = talk.shape
+    assert shape is not None
+    return Line(
+        sample=example.id, index=index, turn=turn, turns=job.spec.turns, prompt_hash=prompt_hash, prediction=prediction,
+        ids=tuple(ids), references=tuple(references), score=scores.get(job.scorer.id), scores=scores,
+        tokens=TokenCounts(context=shape.length, query=len(query), generated=len(ids)),
+        stop_reason=tokens.stop_reasons[0],
+        times=Times(
+            prefill_s=clock.prefill_s, compress_s=clock.compress_s,
+            ttft_s=(clock.prefill_s or 0.0) + talk.answer_started - clock.asked,
+            decode_s=done - talk.answer_started, steps=tokens.steps,
+        ),
+        bytes=Bytes(**asdict(talk.memory())),
+        evidence=Evidence(
+            acted=certificate.acted, identity=certificate.identity, rows_seen=certificate.rows_seen,
+            rows_kept=certificate.rows_kept, facts=certificate.facts,
+        ),
+        facts=dict(example.facts) if turn == 0 else {}, started=started, seconds=time.perf_counter() - clock.wall,
+        error=None,
+    )

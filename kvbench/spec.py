@@ -1,0 +1,204 @@
+"""RunSpec: everything that can change the outcome of a run, resolved. Its hash names the run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from kvbench.errors import UserError, unknown
+from kvbench.task import Mode
+
+SCHEMA_VERSION: Literal[1] = 1
+Visibility = Literal["visible", "hidden", "first-turn"]
+History = Literal["golden", "own"]
+VISIBILITIES: dict[Mode, tuple[Visibility, ...]] = {
+    Mode.SINGLE: ("visible", "hidden"),
+    Mode.MULTI_TURN: ("first-turn", "hidden"),
+    Mode.MULTI_REQUEST: ("hidden",),
+}
+"""What a method may see of the questions when it compresses, by mode; the first is the default."""
+
+
+class Record(BaseModel):
+    """A part of a file: known fields only, never changed after it is made."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class MethodSpec(Record):
+    """The method and its settings."""
+
+    name: str
+    version: str
+    family: str
+    settings: dict[str, Any]
+
+
+class TaskSpec(Record):
+    """The task, and each fact about its prompts that is known to change scores."""
+
+    name: str
+    version: str
+    suite: str
+    settings: dict[str, Any]
+    length: int
+    scorer: str
+    dataset_revision: str | None
+    prompt_id: str
+    chat_template_sha: str | None
+    bos: Literal["tokenizer", "template", "none"]
+    """Who puts the beginning-of-sequence token there."""
+    truncation: Literal["none"] = "none"
+    """Prompts are made to length, never cut."""
+    stop: tuple[int, ...]
+    """Token ids that end an answer."""
+
+
+class ModelSpec(Record):
+    """The model by the content of its files."""
+
+    id: str
+    revision: str | None
+    kind: Literal["autoregressive", "diffusion"]
+    dtype: str
+    params: int
+    sha256: str
+    tokenizer_sha256: str
+
+
+class GenerationSpec(Record):
+    """How answers are made."""
+
+    decoding: Literal["greedy"] = "greedy"
+    limit: int | None = None
+    """A cap on the task's own limits of new tokens per turn."""
+
+
+class Versions(Record):
+    """Packages that compute."""
+
+    kvbench: str
+    torch: str
+    transformers: str
+
+
+class Sources(Record):
+    """sha256 of the code that computes."""
+
+    method: str
+    task: str
+    kernels: str
+    harness: str
+
+
+class RunSpec(Record):
+    """A run. Two runs of one spec have the same scores."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    suite: str | None
+    method: MethodSpec
+    task: TaskSpec
+    model: ModelSpec
+    mode: Mode
+    visibility: Visibility
+    history: History
+    recompress: bool
+    budget: str | None
+    """As asked; None: the method takes none."""
+    split: Literal["dev", "test"]
+    seed: int
+    samples: int
+    turns: int
+    batch: Literal[1] = 1
+    chunk: int | None
+    """Most prompt tokens per forward pass; None: the whole prompt at once."""
+    kernels: Literal["torch", "triton"]
+    device: Literal["cpu", "cuda"]
+    generation: GenerationSpec
+    versions: Versions
+    sources: Sources
+
+    @property
+    def run_id(self) -> str:
+        """A name one can read, and the hash of all the rest."""
+        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        digest = hashlib.sha256(canonical.encode()).hexdigest()[:12]
+        prefix = re.sub(r"[^a-z0-9_.+-]+", "-", f"{self.method.name}-{self.task.name}".lower()).strip("-.")
+        return f"{prefix[:80]}-{digest}"
+
+
+class Protocol(Record):
+    """How questions are asked of one context."""
+
+    mode: Mode
+    visibility: Visibility
+    history: History
+    recompress: bool
+    turns: int
+
+
+def resolve_protocol(
+    mode: str, visibility: str | None, history: str | None, turns: int | None, *, recompress: bool, default_turns: int
+) -> Protocol:
+    """Fill in defaults and refuse what has no meaning.
+
+    Raises:
+        UserError: an unknown name, or names that do not go together.
+    """
+    if mode not in tuple(Mode):
+        raise unknown("mode", mode, [str(x) for x in Mode])
+    kind = Mode(mode)
+    allowed = VISIBILITIES[kind]
+    every = {x for xs in VISIBILITIES.values() for x in xs}
+    if visibility is not None and visibility not in every:
+        raise unknown("visibility", visibility, every)
+    if visibility is not None and visibility not in allowed:
+        reason = {
+            Mode.SINGLE: "one question is visible or hidden",
+            Mode.MULTI_TURN: "only the first question can be there when the context is compressed",
+            Mode.MULTI_REQUEST: "every question comes after the shared context is compressed",
+        }[kind]
+        raise UserError(
+            f"visibility '{visibility}' has no meaning in mode {mode}: {reason}. Allowed: {', '.join(allowed)}."
+        )
+    if history is not None and history not in ("golden", "own"):
+        raise unknown("history", history, ["golden", "own"])
+    if kind is not Mode.MULTI_TURN and history == "own":
+        raise UserError(f"history 'own' has no meaning in mode {mode}: no turn follows another. Use --mode multi-turn.")
+    if kind is not Mode.MULTI_TURN and recompress:
+        raise UserError(f"--recompress has no meaning in mode {mode}: no turn follows another. Use --mode multi-turn.")
+    if turns is not None and turns < 1:
+        raise UserError(f"turns {turns} must be 1 or more.")
+    if kind is Mode.SINGLE and turns not in (None, 1):
+        raise UserError(
+            f"turns {turns} has no meaning in mode single: it asks one question per context. "
+            "Leave --turns out, or use --mode multi-turn or multi-request."
+        )
+    return Protocol(
+        mode=kind,
+        visibility=next(x for x in allowed if visibility in (None, x)),
+        history="own" if history == "own" else "golden",
+        recompress=recompress,
+        turns=1 if kind is Mode.SINGLE else turns or default_turns,
+    )
+
+
+def read_generation(given: dict[str, str]) -> GenerationSpec:
+    """`--gen key=value` options.
+
+    Raises:
+        UserError: an unknown key, or a limit that is not a positive whole number.
+    """
+    for key in given:
+        if key != "limit":
+            raise unknown("generation setting", key, ["limit"], "Decoding is greedy.")
+    text = given.get("limit")
+    if text is None:
+        return GenerationSpec()
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"--gen limit={text} must be a whole number of new tokens per turn, 1 or more.")
+    return GenerationSpec(limit=int(text))

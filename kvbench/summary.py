@@ -1,0 +1,169 @@
+"""From the lines of a journal to a result: nothing here has seen the run itself."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from statistics import fmean, median
+
+from kvbench.machine import cpu_name, find_git, find_version
+from kvbench.request import Job
+from kvbench.results import (
+    BudgetResult,
+    CertificateResult,
+    Environment,
+    Evidence,
+    Kernels,
+    Latency,
+    Line,
+    MemoryResult,
+    MethodResult,
+    Output,
+    Result,
+    Score,
+    TurnScore,
+)
+from kvbench.stats import bootstrap_interval, quantile
+from kvbench.task import Scorer
+
+
+def summarise(job: Job, lines: Sequence[Line]) -> Result:
+    """The result of a run whose samples are all in the journal."""
+    spec = job.spec
+    lines = sorted(lines, key=lambda x: (x.index, x.turn))
+    failed = {x.index: x.error for x in lines if x.error is not None}
+    good = [x for x in lines if x.index not in failed]
+    certificate = certify(job.method.card.budget.value, good)
+    error = None
+    if failed:
+        error = f"{len(failed)} of {spec.samples} samples failed; the first: {failed[min(failed)]}"
+    elif certificate is not None and certificate.n_acted < certificate.n:
+        error = (
+            f"{spec.method.name} acted in {certificate.n_acted} of {certificate.n} samples, and its settings are not "
+            "the ones at which it is declared to lose nothing: this is not a measurement of it."
+        )
+    others = {} if failed or job.model.random else {
+        x.id: fmean(line.scores[x.id] for line in good) for x in job.task.scorers
+    }
+    return Result(
+        run_id=spec.run_id, status="failed" if error else "ok", error=error, suite=spec.suite, spec=spec,
+        model=spec.model,
+        method=MethodResult(**spec.method.model_dump(), card=job.method.card.model_dump(mode="json")), task=spec.task,
+        mode=spec.mode, visibility=spec.visibility, history=spec.history,
+        budget=BudgetResult(asked=spec.budget, kind=job.method.card.budget.value, resolved=job.resolution),
+        n_samples=spec.samples, n_scored=len({x.index for x in good if x.score is not None}), n_failed=len(failed),
+        score=score_lines(job.scorer, lines, lambda x: x.score), scores=others,
+        output=Output(
+            tokens=sum(len(x.ids) for x in good),
+            stop_reasons=dict(Counter(x.stop_reason for x in good if x.stop_reason)),
+        ),
+        memory=_memory(good), latency=_latency(good), certificate=certificate,
+        kernels=Kernels(implementation=spec.kernels, ops=_ops()), environment=_environment(job, lines),
+    )
+
+
+def score_lines(scorer: Scorer, lines: Sequence[Line], value: Callable[[Line], float | None]) -> Score:
+    """Mean and interval of a metric; null where a sample failed, never a zero."""
+    failed = {x.index for x in lines if x.error is not None}
+    values: dict[int, dict[int, float]] = {}
+    for x in lines:
+        got = None if x.index in failed else value(x)
+        if got is not None:
+            values.setdefault(x.index, {})[x.turn] = got
+    clusters = [list(x.values()) for x in values.values()]
+    partial = fmean(x for cluster in clusters for x in cluster) if clusters else None
+    whole = partial if not failed else None
+    turns = sorted({turn for x in values.values() for turn in x})
+    return Score(
+        metric=scorer.metric, higher_is_better=scorer.higher_is_better, mean=whole, partial_mean=partial,
+        ci95=bootstrap_interval(clusters) if whole is not None else None,
+        by_turn=tuple(
+            TurnScore(mean=fmean(got), n=len(got))
+            for got in ([x[turn] for x in values.values() if turn in x] for turn in turns)
+        ),
+    )
+
+
+def certify(kind: str, lines: Sequence[Line]) -> CertificateResult | None:
+    """In how many samples the method had something to do, and did it. A sample acted if any of its turns did."""
+    samples: dict[int, list[Evidence]] = {}
+    for x in lines:
+        if x.evidence is not None:
+            samples.setdefault(x.index, []).append(x.evidence)
+    if not samples:
+        return None
+    bound = [x for x in samples.values() if not all(turn.identity for turn in x)]
+    kept = [x[0].rows_kept for x in samples.values()]
+    layers = tuple(fmean(layer) for layer in zip(*kept, strict=True))
+    facts: Counter[str] = Counter()
+    for evidence in samples.values():
+        facts.update(evidence[-1].facts)
+    return CertificateResult(
+        kind=kind, n_acted=sum(any(turn.acted for turn in x) for x in bound), n=len(bound),
+        n_identity=len(samples) - len(bound), rows_seen=round(fmean(x[0].rows_seen for x in samples.values())),
+        rows_kept=fmean(layers), rows_kept_by_layer=layers, facts=dict(facts),
+    )
+
+
+def _memory(lines: Sequence[Line]) -> MemoryResult | None:
+    """Means over samples; within a sample, the turn with the most."""
+    names = (
+        "dense_bytes", "cache_bytes", "tail_bytes", "host_bytes", "end_bytes", "peak_bytes", "read_bytes_per_step"
+    )
+    samples: dict[int, dict[str, int]] = {}
+    tokens: dict[int, int] = {}
+    for x in lines:
+        if x.bytes is None or x.tokens is None:
+            continue
+        most = samples.setdefault(x.index, dict.fromkeys(names, 0))
+        most.update({name: max(most[name], getattr(x.bytes, name)) for name in names})
+        tokens[x.index] = x.tokens.context
+    if not samples:
+        return None
+    total = {name: sum(x[name] for x in samples.values()) for name in names}
+    means = {name: round(value / len(samples)) for name, value in total.items()}
+    return MemoryResult(
+        **means,
+        ratio=total["cache_bytes"] / total["dense_bytes"],
+        ratio_total=(total["cache_bytes"] + total["host_bytes"]) / total["dense_bytes"],
+        bytes_per_token=total["cache_bytes"] / sum(tokens.values()),
+    )
+
+
+def _latency(lines: Sequence[Line]) -> Latency:
+    times = [x.times for x in lines if x.times is not None]
+    first = [x for x in times if x.prefill_s is not None]
+    per_token = [x.decode_s / x.steps for x in times if x.steps]
+    seconds, steps = sum(x.decode_s for x in times), sum(x.steps for x in times)
+    return Latency(
+        clock="user",
+        prefill_s=_middle([x.prefill_s for x in first if x.prefill_s is not None]),
+        compress_s=_middle([x.compress_s for x in first if x.compress_s is not None]),
+        ttft_s=_middle([x.ttft_s for x in first]), tpot_s=_middle(per_token),
+        tokens_per_s=steps / seconds if steps else None,
+        p50=quantile(per_token, 0.5), p95=quantile(per_token, 0.95), n=len(per_token),
+    )
+
+
+def _middle(values: Sequence[float]) -> float | None:
+    return median(values) if values else None
+
+
+def _ops() -> tuple[str, ...]:
+    """The kernel operations that this process has loaded."""
+    prefix = "kvbench.kernels."
+    return tuple(sorted({x.removeprefix(prefix).split(".")[0] for x in sys.modules if x.startswith(prefix)}))
+
+
+def _environment(job: Job, lines: Sequence[Line]) -> Environment:
+    import torch
+
+    versions = job.spec.versions
+    return Environment(
+        python=platform.python_version(), torch=versions.torch, transformers=versions.transformers,
+        triton=find_version("triton"), kvbench=versions.kvbench, git=find_git(), cpu=cpu_name(),
+        gpu=torch.cuda.get_device_name() if job.spec.device == "cuda" else None, threads=torch.get_num_threads(),
+        started=min((x.started for x in lines), default=""), seconds=sum(x.seconds for x in lines),
+    )

@@ -1,0 +1,125 @@
+"""Tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from kvbench.compare import Difference
+from kvbench.results import Result, Score
+
+WIDEST = 140
+"""Columns of a table that goes to a file or a pipe."""
+
+
+def print_rows(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table on standard output, never cut: without a terminal it takes the width it needs."""
+    table = Table(title=title or None, title_justify="left", header_style="bold")
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console = Console(markup=False, highlight=False)
+    if not console.is_terminal:
+        widest = Console(width=WIDEST).measure(table).maximum
+        console = Console(markup=False, highlight=False, width=widest)
+    console.print(table)
+
+
+def print_result(result: Result, folder: Path) -> None:
+    """The summary of one run."""
+    spec, memory, latency, certificate = result.spec, result.memory, result.latency, result.certificate
+    settings = " ".join(f"{key}={value}" for key, value in spec.method.settings.items())
+    rows = [
+        ("method", f"{spec.method.name} {settings}".strip()),
+        ("task", f"{spec.task.name}, {spec.task.length} tokens, {spec.split} split"),
+        ("samples", f"{spec.samples} contexts x {spec.turns} question{'s' if spec.turns > 1 else ''}"),
+        ("model", f"{spec.model.id} ({spec.model.dtype}, {spec.device})"),
+        ("mode", _mode(result)),
+        ("score", format_score(result)),
+    ]
+    if len(result.score.by_turn) > 1:
+        rows.append(("by turn", "  ".join(f"{x.mean:.3f}" for x in result.score.by_turn)))
+    asked = "none" if spec.budget is None else spec.budget
+    if memory is not None:
+        rows += [
+            ("budget", f"asked {asked}, measured {memory.ratio:.1%} of the dense cache"),
+            ("cache", (
+                f"{format_bytes(memory.cache_bytes)} of {format_bytes(memory.dense_bytes)} dense, "
+                f"peak {format_bytes(memory.peak_bytes)}, {memory.bytes_per_token:,.0f} bytes per token"
+            )),
+        ]
+    compression = f"prefill {_seconds(latency.prefill_s)} (compression {_seconds(latency.compress_s)})"
+    rows.append(("time", f"{compression}, {_seconds(latency.tpot_s)} per token"))
+    if certificate is not None:
+        acted = "nothing to do, by declaration"
+        if certificate.n:
+            acted = f"acted in {certificate.n_acted} of {certificate.n} samples"
+        rows.append(("certificate", f"{acted}, {certificate.rows_kept:,.0f} of {certificate.rows_seen:,} rows kept"))
+    rows.append(("run", str(folder)))
+    if result.error:
+        rows.append(("FAILED", result.error))
+    print_rows("", ("", result.status), rows)
+
+
+def score_cells(
+    results: Sequence[Result], differences: Sequence[Difference | None]
+) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of runs side by side; a difference is to the first."""
+    columns = ["run", "method", "ratio", "score", "95%", "difference", "95%", "", "prefill", "per token"]
+    rows = []
+    for result, difference in zip(results, differences, strict=True):
+        score, memory, latency = result.score, result.memory, result.latency
+        cells = ["-", "-", ""]
+        if difference is not None and difference.mean is not None and difference.ci95 is not None:
+            better = (difference.mean > 0) == score.higher_is_better
+            verdict = "within noise" if difference.within_noise else "better" if better else "worse"
+            cells = [f"{difference.mean:+.3f}", _interval(difference.ci95), verdict]
+        rows.append([
+            result.run_id, result.method.name, "-" if memory is None else f"{memory.ratio:.1%}",
+            "failed" if result.status == "failed" else "-" if score.mean is None else f"{score.mean:.3f}",
+            "-" if score.ci95 is None else _interval(score.ci95), *cells, _seconds(latency.prefill_s),
+            _seconds(latency.tpot_s),
+        ])
+    return columns, rows
+
+
+def _interval(ends: tuple[float, float]) -> str:
+    return f"[{ends[0]:.3f}, {ends[1]:.3f}]"
+
+
+def format_score(result: Result) -> str:
+    """The mean and its interval, or why there is none."""
+    score: Score = result.score
+    if score.mean is not None and score.ci95 is not None:
+        return f"{score.mean:.3f}  [{score.ci95[0]:.3f}, {score.ci95[1]:.3f}] {score.metric}"
+    if score.partial_mean is not None:
+        return f"none: {result.n_failed} samples failed (partial mean {score.partial_mean:.3f})"
+    return "none: random weights" if result.n_failed == 0 else "none: every sample failed"
+
+
+def format_bytes(count: float) -> str:
+    """Bytes with a decimal unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def _mode(result: Result) -> str:
+    parts = [str(result.mode), f"question {result.visibility}"]
+    if result.mode == "multi-turn":
+        parts.append(f"{result.history} history")
+    if result.spec.recompress:
+        parts.append("recompressed each turn")
+    return ", ".join(parts)
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
