@@ -33,7 +33,7 @@ def column_sums(
             logits = softcap * torch.tanh(logits / softcap)
         where = None if positions is None else positions[:, :, :high]
         mask = visible_rows(before + start, stop - start, high, window, where, seen - n_query + start, keys.device)
-        logits = logits.masked_fill(~(mask if mask.dim() == 2 else mask[:, :, None]), -torch.inf)  # noqa: PLR2004
+        logits = logits.masked_fill(~(mask if mask.dim() == 2 else mask[:, :, None]), -torch.inf)
         if sinks is not None:
             column = sinks.float().view(1, kv_heads, -1, 1, 1).expand(*logits.shape[:-1], 1)
             logits = torch.cat([logits, column], dim=-1)

@@ -1,4 +1,4 @@
-"""The oracle: every logit written out in float64."""
+"""The oracle: every logit written out in float64. The other operations' oracles are sums over the same matrix."""
 
 from __future__ import annotations
 
@@ -25,6 +25,35 @@ def visible(
     return mask & (logical[:, None] - positions[:, :, None, :] < window)
 
 
+def attention_weights(
+    query: Tensor,
+    keys: Tensor,
+    *,
+    scale: float,
+    seen: int,
+    window: int | None = None,
+    positions: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    causal: bool = True,
+) -> Tensor:
+    """The whole attention matrix of the last T rows, in float64. [B, H_kv, G, T, N]"""
+    batch, heads, n_query, _ = query.shape
+    kv_heads, n_key = keys.shape[1:3]
+    grouped = query.double().unflatten(1, (kv_heads, heads // kv_heads))  # [B, H_kv, G, T, D]
+    logits = torch.einsum("bhgtd,bhnd->bhgtn", grouped, keys.double()) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if causal:
+        mask = visible(n_query, n_key, window, positions, seen, keys.device)
+        mask = mask if mask.dim() == 2 else mask[:, :, None]  # [T, N] or [B, H_kv, 1, T, N]
+        logits = logits.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        column = sinks.double().view(1, kv_heads, -1, 1, 1).expand(batch, -1, -1, n_query, 1)
+        logits = torch.cat([logits, column], dim=-1)
+    return logits.softmax(-1)[..., :n_key]
+
+
 def dense_attention(
     query: Tensor,
     keys: Tensor,
@@ -39,18 +68,8 @@ def dense_attention(
     causal: bool = True,
 ) -> Tensor:
     """Attention output of the last T rows, see `torch.dense_attention`. [B, H_q, T, D_v]"""
-    batch, heads, n_query, _ = query.shape
-    kv_heads, n_key = keys.shape[1:3]
-    grouped = query.double().unflatten(1, (kv_heads, heads // kv_heads))  # [B, H_kv, G, T, D]
-    logits = torch.einsum("bhgtd,bhnd->bhgtn", grouped, keys.double()) * scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    if causal:
-        mask = visible(n_query, n_key, window, positions, seen, keys.device)
-        mask = mask if mask.dim() == 2 else mask[:, :, None]  # noqa: PLR2004  # [T, N] or [B, H_kv, 1, T, N]
-        logits = logits.masked_fill(~mask, -torch.inf)
-    if sinks is not None:
-        column = sinks.double().view(1, kv_heads, -1, 1, 1).expand(batch, -1, -1, n_query, 1)
-        logits = torch.cat([logits, column], dim=-1)
-    weights = logits.softmax(-1)[..., :n_key]
+    weights = attention_weights(
+        query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks,
+        causal=causal,
+    )
     return torch.einsum("bhgtn,bhnd->bhgtd", weights, values.double()).flatten(1, 2).to(query.dtype)

@@ -16,7 +16,7 @@ def dense_attention(
     values: Tensor,
     *,
     scale: float,
-    seen: int,
+    seen: int | Tensor,
     window: int | None = None,
     positions: Tensor | None = None,
     softcap: float | None = None,
@@ -28,7 +28,7 @@ def dense_attention(
 
     query: [B, H_q, T, D]. keys: [B, H_kv, N, D]. values: [B, H_kv, N, D_v]; the last T rows are the queries' own.
     seen: tokens so far. positions: [B, H_kv, N] where rows have gone missing, so that a window counts tokens.
-    length: rows written so far, on the device, where the block is read whole so that shapes never change.
+    length: rows written so far, on the device, where the block is read whole so that shapes never change; so is `seen`.
     """
     n_query, n_key = query.shape[2], keys.shape[2]
     before = n_key - n_query
@@ -75,14 +75,14 @@ def _sdpa(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scal
         packed = query.reshape(batch, kv_heads, heads // kv_heads, width)
         output = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
         return output.reshape(batch, heads, 1, values.shape[3])
-    if mask is not None and mask.dim() == 4:  # noqa: PLR2004  # one mask per KV head: one per query head
+    if mask is not None and mask.dim() == 4:  # one mask per KV head: one per query head
         mask = mask.repeat_interleave(heads // kv_heads, dim=1)
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
 
 
 def visible_rows(
-    before: int | Tensor, n_query: int, n_key: int, window: int | None, positions: Tensor | None, first: int,
-    device: torch.device,
+    before: int | Tensor, n_query: int, n_key: int, window: int | None, positions: Tensor | None,
+    first: int | Tensor, device: torch.device,
 ) -> Tensor:
     """Which rows queries see that have `before` rows before them. [T, N] or, by position, [B, H_kv, T, N]
 
@@ -110,7 +110,7 @@ def _explicit(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     if mask is not None:
-        logits = logits.masked_fill(~(mask if mask.dim() == 2 else mask[:, :, None]), -torch.inf)  # noqa: PLR2004
+        logits = logits.masked_fill(~(mask if mask.dim() == 2 else mask[:, :, None]), -torch.inf)
     if sinks is not None:
         column = sinks.float().view(1, kv_heads, -1, 1, 1).expand(*logits.shape[:-1], 1)
         logits = torch.cat([logits, column], dim=-1)

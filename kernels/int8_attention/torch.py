@@ -9,6 +9,9 @@ from kvbench.kernels.dense_attention.torch import QUERY_BLOCK, visible_rows
 
 ROW_BLOCK = 2048
 LEVELS = 127
+SHIFT = 128
+"""Queries are divided by it and scales multiplied: a power of two, so nothing is rounded, and codes of up to 127 do not
+take float16's logits out of range."""
 
 
 def quantise_rows(key: Tensor, value: Tensor) -> dict[str, Tensor]:
@@ -24,18 +27,19 @@ def quantise_rows(key: Tensor, value: Tensor) -> dict[str, Tensor]:
 
 def int8_attention(
     query: Tensor, key: Tensor, value: Tensor, key_scale: Tensor, value_scale: Tensor, *, scale: float,
-    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, length: Tensor | None = None,
 ) -> Tensor:
     """Attention of the last T rows over all N rows of codes. [B, H_q, T, D_v]
 
     query: [B, H_q, T, D]. key, value: [B, H_kv, N, D] int8. scales: [B, H_kv, N].
+    length: rows written so far, on the device, where the block is read whole so that shapes never change.
     """
     kv_heads = key.shape[1]
     blocks = []
     for start in range(0, query.shape[2], QUERY_BLOCK):
         block = query[:, :, start : start + QUERY_BLOCK]
-        before = key.shape[2] - query.shape[2] + start
-        grouped = block.unflatten(1, (kv_heads, -1))  # [B, H_kv, G, t, D]
+        before = (key.shape[2] if length is None else length) - query.shape[2] + start
+        grouped = block.unflatten(1, (kv_heads, -1)) / SHIFT  # [B, H_kv, G, t, D]
         blocks.append(
             _attend(grouped, before, key, value, key_scale, value_scale, scale, window, softcap, sinks)
         )
@@ -43,8 +47,8 @@ def int8_attention(
 
 
 def _attend(
-    query: Tensor, before: int, key: Tensor, value: Tensor, key_scale: Tensor, value_scale: Tensor, scale: float,
-    window: int | None, softcap: float | None, sinks: Tensor | None,
+    query: Tensor, before: int | Tensor, key: Tensor, value: Tensor, key_scale: Tensor, value_scale: Tensor,
+    scale: float, window: int | None, softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:
     """Attention of queries with `before` rows before them. [B, H_q, t, D_v]"""
     n_query = query.shape[3]
@@ -53,11 +57,13 @@ def _attend(
         top = sinks.float().view(1, key.shape[1], -1, 1).expand_as(top).clone()
     total = torch.zeros_like(top) if sinks is None else torch.ones_like(top)
     output = query.new_zeros((*query.shape[:4], value.shape[3]), dtype=torch.float32)
-    first = 0 if window is None else max(0, before - window + 1)
-    for low in range(first, before + n_query, ROW_BLOCK):
-        rows = slice(low, min(low + ROW_BLOCK, before + n_query))
+    first, stop = 0, key.shape[2]
+    if not isinstance(before, Tensor):
+        first, stop = 0 if window is None else max(0, before - window + 1), before + n_query
+    for low in range(first, stop, ROW_BLOCK):
+        rows = slice(low, min(low + ROW_BLOCK, stop))
         logits = (query @ key[:, :, None, rows].to(query.dtype).transpose(-1, -2)).float()
-        logits = logits * (key_scale[:, :, None, None, rows].float() * scale)
+        logits = logits * (key_scale[:, :, None, None, rows].float() * (scale * SHIFT))
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         mask = visible_rows(before - low, n_query, rows.stop - low, window, None, 0, query.device)

@@ -1,4 +1,4 @@
-"""The oracle: each head by itself, one softmax over its flat rows and its tail, in float64."""
+"""The oracle: each query by itself, one softmax over its head's flat rows and its tail, in float64."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from torch import Tensor
 
 def ragged_attention(
     query: Tensor, flat_keys: Tensor, flat_values: Tensor, counts: list[int], tail_keys: Tensor, tail_values: Tensor, *,
-    scale: float,
+    scale: float, seen: int, window: int | None = None, flat_positions: Tensor | None = None,
+    tail_positions: Tensor | None = None, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the last T rows over flat rows and a causal dense tail. [B, H_q, T, D_v]"""
+    """Attention of the last T rows over flat rows and a causal dense tail. [B, H_q, T, D_v]
+
+    Positions, of the flat rows [R] and of the tail [B, H_kv, N], are needed where there is a window.
+    """
     batch, heads, n_query, _ = query.shape
     kv_heads, tail = tail_keys.shape[1:3]
+    group = heads // kv_heads
     output = query.new_zeros((batch, heads, n_query, tail_values.shape[3]), dtype=torch.float64)
     start = 0
     for b in range(batch):
@@ -20,11 +25,19 @@ def ragged_attention(
             count = counts[b * kv_heads + h]
             keys = torch.cat([flat_keys[start : start + count], tail_keys[b, h]]).double()
             values = torch.cat([flat_values[start : start + count], tail_values[b, h]]).double()
-            start += count
-            for g in range(heads // kv_heads):
-                q = h * (heads // kv_heads) + g
+            for head in range(h * group, (h + 1) * group):
                 for t in range(n_query):
-                    last = count + tail - n_query + t + 1
-                    weights = (query[b, q, t].double() @ keys[:last].T * scale).softmax(-1)
-                    output[b, q, t] = weights @ values[:last]
+                    sees = torch.arange(count + tail) <= count + tail - n_query + t
+                    if window is not None:
+                        assert flat_positions is not None and tail_positions is not None
+                        at = torch.cat([flat_positions[start : start + count], tail_positions[b, h]])
+                        sees &= seen - n_query + t - at < window
+                    logits = keys[sees] @ query[b, head, t].double() * scale
+                    if softcap is not None:
+                        logits = softcap * torch.tanh(logits / softcap)
+                    if sinks is not None:
+                        logits = torch.cat([logits, sinks[head : head + 1].double()])
+                    weights = logits.softmax(-1)[: int(sees.sum())]
+                    output[b, head, t] = weights @ values[sees]
+            start += count
     return output.to(query.dtype)

@@ -20,7 +20,8 @@ class Partial:
 
 def ragged_partial(
     query: Tensor, keys: Tensor, values: Tensor, offsets: Tensor, counts: list[int], *,
-    scale: float, seen: int, window: int | None = None, positions: Tensor | None = None, softcap: float | None = None,
+    scale: float, seen: int | Tensor, window: int | None = None, positions: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Partial:
     """Attention over flat rows that all came before the queries.
 
@@ -28,7 +29,7 @@ def ragged_partial(
     positions: [R], needed where a window may end among the rows. offsets: [B * H_kv + 1], for kernels.
     """
     del offsets  # the host's counts say the same
-    batch, heads, n_query, _ = query.shape
+    batch, _, n_query, _ = query.shape
     kv_heads = len(counts) // batch
     grouped = query.unflatten(1, (kv_heads, -1)).flatten(0, 1)  # [B * H_kv, G, T, D]
     output = query.new_zeros((*grouped.shape[:3], values.shape[1]), dtype=torch.float32)
@@ -44,18 +45,19 @@ def ragged_partial(
             mask = None
             if window is not None:
                 assert positions is not None, "a window over ragged rows needs their positions"
-                logical = torch.arange(seen - n_query, seen, device=query.device)[block]
+                logical = (torch.arange(n_query, device=query.device) + (seen - n_query))[block]
                 mask = logical[:, None] - positions[rows] < window  # [t, n]
             output[head, :, block], lse[head, :, block] = _attend(
                 grouped[head, :, block], keys[rows], values[rows], mask, scale, softcap
             )
-    return Partial(output.unflatten(0, (batch, kv_heads)).flatten(1, 2), lse.unflatten(0, (batch, kv_heads)).flatten(1, 2))
+    output, lse = (x.unflatten(0, (batch, kv_heads)).flatten(1, 2) for x in (output, lse))
+    return Partial(output, lse)
 
 
 def dense_partial(
     query: Tensor, keys: Tensor, values: Tensor, *,
-    scale: float, seen: int, window: int | None = None, positions: Tensor | None = None, softcap: float | None = None,
-    length: Tensor | None = None,
+    scale: float, seen: int | Tensor, window: int | None = None, positions: Tensor | None = None,
+    softcap: float | None = None, length: Tensor | None = None,
 ) -> Partial:
     """Attention over a dense tail whose last T rows are the queries' own; see `dense_attention`."""
     n_query, n_key = query.shape[2], keys.shape[2]
@@ -65,7 +67,7 @@ def dense_partial(
         block = slice(low, min(low + QUERY_BLOCK, n_query))
         before = n_key - n_query + low if length is None else length - n_query + low
         mask = visible_rows(before, block.stop - low, n_key, window, positions, seen - n_query + low, query.device)
-        mask = mask if mask.dim() == 2 else mask[:, :, None]  # noqa: PLR2004  # [B, H_kv, 1, t, n]
+        mask = mask if mask.dim() == 2 else mask[:, :, None]  # [B, H_kv, 1, t, n]
         output, lse = _attend(
             query[:, :, block].unflatten(1, (kv_heads, -1)), keys[:, :, None], values[:, :, None], mask, scale, softcap
         )

@@ -18,7 +18,7 @@ def window_scores(
 
     query: [B, H_q, w, D], the queries of the last w rows. keys: [B, H_kv, N, D].
     """
-    batch, heads, n_query, _ = query.shape
+    batch, _, n_query, _ = query.shape
     kv_heads, n_key = keys.shape[1:3]
     grouped = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # [B, H_kv, G * w, D]
 
@@ -28,7 +28,7 @@ def window_scores(
             block = softcap * torch.tanh(block / softcap)
         where = None if positions is None else positions[:, :, low:high]
         mask = visible_rows(n_key - n_query - low, n_query, high - low, window, where, seen - n_query, keys.device)
-        mask = mask if mask.dim() == 2 else mask[:, :, None]  # noqa: PLR2004  # [B, H_kv, 1, w, n]
+        mask = mask if mask.dim() == 2 else mask[:, :, None]  # [B, H_kv, 1, w, n]
         return block.unflatten(2, (-1, n_query)).masked_fill(~mask, -torch.inf)  # [B, H_kv, G, w, n]
 
     blocks = [(low, min(low + ROW_BLOCK, n_key)) for low in range(0, n_key, ROW_BLOCK)]

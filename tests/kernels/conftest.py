@@ -1,0 +1,99 @@
+"""What the kernels' tests share: random rows, an error measure, and a scale for temporary memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+HEADS = {"MHA": (3, 3), "GQA": (6, 2), "MQA": (4, 1)}
+WIDTHS = (24, 20)
+"""Of keys and of values; not powers of two, and not equal."""
+ALLOWED = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+"""Relative RMS error, by element type: float32 as the issue says, the others about two of their roundings."""
+
+
+def pytest_generate_tests(metafunc):
+    """The names of HEADS go in for every test that asks for `heads`."""
+    if "heads" in metafunc.fixturenames:
+        metafunc.parametrize("heads", HEADS.values(), ids=HEADS)
+
+
+@pytest.fixture
+def allowed():
+    """Allowed relative RMS error by element type."""
+    return ALLOWED
+
+
+@pytest.fixture
+def attention():
+    """Query, keys and values of an attention by shape: (heads, queries, rows, batch) -> three tensors."""
+
+    def make(heads, n_query, n_key, batch=2, dtype=torch.float32, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        query_heads, kv_heads = heads
+        return tuple(
+            torch.randn(batch, h, n, d, generator=generator).to(dtype)
+            for h, n, d in (
+                (query_heads, n_query, WIDTHS[0]), (kv_heads, n_key, WIDTHS[0]), (kv_heads, n_key, WIDTHS[1])
+            )
+        )
+
+    return make
+
+
+@pytest.fixture
+def holes():
+    """Ascending positions, another choice for every head, with the queries' own at the end. [B, H_kv, N] int32"""
+
+    def make(batch, kv_heads, n_key, seen, n_query, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        kept = n_key - n_query
+        old = torch.stack([
+            torch.randperm(seen - n_query, generator=generator)[:kept].sort().values for _ in range(batch * kv_heads)
+        ])
+        new = torch.arange(seen - n_query, seen).expand(batch * kv_heads, -1)
+        return torch.cat([old, new], dim=1).unflatten(0, (batch, kv_heads)).to(torch.int32)
+
+    return make
+
+
+@pytest.fixture
+def error():
+    """Relative RMS error of a result against its oracle; shapes must agree and no element may be NaN."""
+
+    def measure(found, wanted):
+        assert found.shape == wanted.shape
+        assert found.isfinite().all()
+        difference = found.double() - wanted.double()
+        return (difference.square().mean().sqrt() / wanted.double().square().mean().sqrt()).item()
+
+    return measure
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest tensor that any operation makes, views of others included."""
+
+    elements = 0
+    shape = ()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run the operation and look at what it returns."""
+        out = func(*args, **(kwargs or {}))
+        for x in tree_flatten(out)[0]:
+            if isinstance(x, torch.Tensor) and x.numel() > self.elements:
+                self.elements, self.shape = x.numel(), tuple(x.shape)
+        return out
+
+
+@pytest.fixture
+def largest():
+    """The largest tensor made by a call, in elements."""
+
+    def measure(call):
+        with Largest() as watch:
+            call()
+        return watch.elements
+
+    return measure

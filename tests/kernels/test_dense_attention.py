@@ -1,0 +1,121 @@
+"""Dense attention against every logit written out in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvbench.kernels.dense_attention import dense_attention, naive
+from kvbench.kernels.dense_attention import torch as plain
+
+SIZES = [(1, 1), (1, 17), (5, 5), (5, 17), (4, 8), (8, 8), (9, 9), (9, 30), (17, 17)]
+"""(queries, rows) about a block of 4: one query, a block, one more, several and a rest."""
+OPTIONS = {
+    "plain": {},
+    "window": {"window": 6},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": True},
+    "everything": {"window": 6, "softcap": 1.5, "sinks": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Blocks of 4 queries, so that small sizes cross their edges."""
+    monkeypatch.setattr(plain, "QUERY_BLOCK", 4)
+
+
+def with_sinks(options, heads):
+    """`sinks: True` stands for one logit per query head."""
+    return {**options, "sinks": torch.linspace(-2, 3, heads[0])} if options.get("sinks") else options
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_equals_the_oracle(heads, size, options, attention, error):
+    """Every head layout, size and option gives the oracle's output within 1e-5."""
+    query, keys, values = attention(heads, *size)
+    options = {"scale": 0.3, "seen": size[1], **with_sinks(options, heads)}
+    assert error(
+        dense_attention(query, keys, values, **options), naive.dense_attention(query, keys, values, **options)
+    ) < 1e-5
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 1.5, "sinks": True}], ids=["plain", "everything"])
+@pytest.mark.parametrize("size", [(1, 12), (3, 12), (6, 12), (6, 6)], ids=str)
+def test_a_window_counts_tokens_across_holes(heads, size, options, attention, holes, error):
+    """With positions, rows are seen by their distance in the text and not by their distance in the block."""
+    query, keys, values = attention(heads, *size)
+    options = {"scale": 0.3, "seen": 40, "window": 9, **with_sinks(options, heads)}
+    positions = holes(2, heads[1], size[1], 40, size[0])
+    found = dense_attention(query, keys, values, positions=positions, **options)
+    assert error(found, naive.dense_attention(query, keys, values, positions=positions, **options)) < 1e-5
+    if size[0] < size[1]:
+        assert not torch.allclose(found, naive.dense_attention(query, keys, values, **options), atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_half_precision(dtype, options, attention, error, allowed):
+    """In 16 bits the output is off by no more than a few roundings."""
+    query, keys, values = attention((6, 2), 9, 30, dtype=dtype)
+    options = {"scale": 0.3, "seen": 30, **with_sinks(options, (6, 2))}
+    found = dense_attention(query, keys, values, **options)
+    assert found.dtype == dtype
+    assert error(found, naive.dense_attention(query.double(), keys, values, **options)) < allowed[dtype]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("n_query", [1, 3, 6])
+def test_a_length_on_the_device_cuts_the_block(heads, n_query, options, attention, error):
+    """Reading a whole preallocated block up to `length` equals reading its slice."""
+    query, keys, values = attention(heads, n_query, 20)
+    options = {"scale": 0.3, "seen": 12, **with_sinks(options, heads)}
+    found = dense_attention(query, keys, values, length=torch.tensor(12), **options)
+    assert error(found, naive.dense_attention(query, keys[:, :, :12], values[:, :, :12], **options)) < 1e-5
+
+
+@pytest.mark.parametrize("n_query", [1, 3])
+def test_a_length_and_positions_together(heads, n_query, attention, holes, error):
+    """A static block with holes counts its window in tokens, `seen` being a number on the device as well."""
+    query, keys, values = attention(heads, n_query, 20)
+    positions = torch.zeros(2, heads[1], 20, dtype=torch.int32)
+    positions[..., :12] = holes(2, heads[1], 12, 40, n_query)
+    options = {"scale": 0.3, "window": 9}
+    wanted = naive.dense_attention(
+        query, keys[:, :, :12], values[:, :, :12], seen=40, positions=positions[..., :12], **options
+    )
+    for seen in (40, torch.tensor(40)):
+        found = dense_attention(
+            query, keys, values, seen=seen, positions=positions, length=torch.tensor(12), **options
+        )
+        assert error(found, wanted) < 1e-5
+
+
+def test_queries_may_see_each_other_both_ways(heads, attention, error):
+    """Without causality every query sees every row."""
+    query, keys, values = attention(heads, 5, 11)
+    options = {"scale": 0.3, "seen": 11, "causal": False}
+    assert error(
+        dense_attention(query, keys, values, **options), naive.dense_attention(query, keys, values, **options)
+    ) < 1e-5
+
+
+def test_a_window_both_ways_is_refused(attention):
+    """A bidirectional window is not served, and says so."""
+    query, keys, values = attention((3, 3), 5, 11)
+    with pytest.raises(NotImplementedError, match="window"):
+        dense_attention(query, keys, values, scale=0.3, seen=11, causal=False, window=4)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 2.0}], ids=["plain", "window", "softcap"])
+def test_memory_is_linear(options, attention, largest, monkeypatch):
+    """No tensor of T x N elements: twice the rows make the largest temporary at most about twice as large."""
+    monkeypatch.setattr(plain, "QUERY_BLOCK", 256)
+    peaks = {}
+    for n in (2048, 4096):
+        query, keys, values = attention((2, 1), n - 7, n, batch=1)
+        shape = {"scale": 0.3, "seen": n, **options}
+        peaks[n] = largest(lambda q=query, k=keys, v=values, s=shape: dense_attention(q, k, v, **s))
+    assert peaks[4096] <= 2.1 * peaks[2048]
+    assert peaks[4096] < 4096 * 4089

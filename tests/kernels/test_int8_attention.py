@@ -1,0 +1,120 @@
+"""8-bit attention against rows brought back to float64, and the codes against what they stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvbench.kernels.dense_attention import naive as dense_naive
+from kvbench.kernels.int8_attention import int8_attention, naive, quantise_rows
+from kvbench.kernels.int8_attention import torch as plain
+
+SIZES = [(1, 1), (1, 7), (1, 8), (1, 9), (5, 5), (4, 16), (9, 9), (9, 30)]
+OPTIONS = {
+    "plain": {},
+    "window": {"window": 6},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": True},
+    "everything": {"window": 6, "softcap": 1.5, "sinks": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Blocks of 4 queries and 8 rows, so that small sizes cross their edges."""
+    monkeypatch.setattr(plain, "QUERY_BLOCK", 4)
+    monkeypatch.setattr(plain, "ROW_BLOCK", 8)
+
+
+def with_sinks(options, heads):
+    """`sinks: True` stands for one logit per query head."""
+    return {**options, "sinks": torch.linspace(-2, 3, heads[0])} if options.get("sinks") else options
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_equals_the_oracle(heads, size, options, attention, error):
+    """Every head layout, size and option gives attention over the dequantised rows within 1e-5."""
+    query, keys, values = attention(heads, *size)
+    codes = quantise_rows(keys, values)
+    options = {"scale": 0.3, **with_sinks(options, heads)}
+    assert error(int8_attention(query, **codes, **options), naive.int8_attention(query, **codes, **options)) < 1e-5
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("n_query", [1, 5])
+def test_a_length_on_the_device_cuts_the_block(heads, n_query, options, attention, error):
+    """Reading a whole preallocated block up to `length` equals reading its slice."""
+    query, keys, values = attention(heads, n_query, 20)
+    codes = quantise_rows(keys, values)
+    options = {"scale": 0.3, **with_sinks(options, heads)}
+    found = int8_attention(query, **codes, length=torch.tensor(13), **options)
+    cut = {name: x[:, :, :13] for name, x in codes.items()}
+    assert error(found, naive.int8_attention(query, **cut, **options)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision(dtype, attention, error, allowed):
+    """In 16 bits the output is off by no more than a few roundings."""
+    query, keys, values = attention((6, 2), 9, 30, dtype=dtype)
+    codes = quantise_rows(keys, values)
+    found = int8_attention(query, **codes, scale=0.3)
+    assert found.dtype == dtype
+    assert error(found, naive.int8_attention(query.double(), **codes, scale=0.3)) < allowed[dtype]
+
+
+def test_large_queries_do_not_overflow_in_float16(attention, error):
+    """A logit within float16's range stays so although its codes are 127 times larger."""
+    query, keys, values = attention((6, 2), 3, 30, dtype=torch.float16)
+    query, keys = query.abs() * 120, keys.abs() * 4
+    codes = quantise_rows(keys, values)
+    found = int8_attention(query, **codes, scale=0.001)
+    assert error(found, naive.int8_attention(query.double(), **codes, scale=0.001)) < 1e-2
+
+
+def test_is_near_attention_over_exact_rows(heads, attention, error):
+    """Eight bits cost less than one part in a hundred of the output, and something."""
+    query, keys, values = attention(heads, 5, 40)
+    found = int8_attention(query, **quantise_rows(keys, values), scale=0.2)
+    cost = error(found, dense_naive.dense_attention(query, keys, values, scale=0.2, seen=40))
+    assert 1e-5 < cost < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1e-2, 1.0, 300.0])
+def test_codes_are_within_half_a_step_of_their_rows(dtype, size, attention):
+    """Each element is within half a scale of its row's, codes are int8 within +-127, and the largest uses the range."""
+    _, keys, values = attention((6, 2), 1, 50, dtype=dtype)
+    keys, values = keys * size, values * size
+    codes = quantise_rows(keys, values)
+    for name, x in (("key", keys), ("value", values)):
+        code, scale = codes[name], codes[f"{name}_scale"]
+        assert code.dtype == torch.int8
+        assert scale.dtype == torch.float16
+        assert code.abs().amax() <= 127
+        assert (code.abs().amax(-1) >= 126).all()
+        step = scale.double()[..., None]
+        assert ((code.double() * step - x.double()).abs() <= 0.57 * step).all()  # the scale itself is rounded
+
+
+def test_rows_of_zeros_stay_zeros(attention):
+    """A row of zeros has scale 0 and codes 0, and attention over it is finite."""
+    query, keys, values = attention((6, 2), 3, 10)
+    keys[:, :, 4], values[:, :, 4] = 0, 0
+    codes = quantise_rows(keys, values)
+    assert (codes["key"][:, :, 4] == 0).all()
+    assert (codes["value_scale"][:, :, 4] == 0).all()
+    assert int8_attention(query, **codes, scale=0.3).isfinite().all()
+
+
+def test_memory_is_linear(attention, largest, monkeypatch):
+    """Twice the rows make no larger temporary than one block: no exact copy of the codes exists."""
+    monkeypatch.setattr(plain, "QUERY_BLOCK", 256)
+    monkeypatch.setattr(plain, "ROW_BLOCK", 512)
+    peaks = {}
+    for n in (2048, 4096):
+        query, keys, values = attention((2, 1), n // 2, n, batch=1)
+        codes = quantise_rows(keys, values)
+        peaks[n] = largest(lambda q=query, c=codes: int8_attention(q, **c, scale=0.3))
+    assert peaks[4096] <= 2.1 * peaks[2048]
+    assert peaks[4096] <= 2 * 256 * 512

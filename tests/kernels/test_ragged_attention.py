@@ -1,0 +1,138 @@
+"""Ragged attention, merged with a dense tail, against one softmax per query in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvbench.kernels.ragged_attention import dense_partial, merge_partials, naive, ragged_partial
+from kvbench.kernels.ragged_attention import torch as plain
+
+COUNTS = {"uneven": [3, 11, 0, 7], "one head keeps all": [20, 0, 0, 0], "none": [0, 0, 0, 0], "even": [5, 5, 5, 5]}
+GQA = (6, 2)
+OPTIONS = {
+    "plain": {},
+    "window": {"window": 9},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": torch.linspace(-2, 3, GQA[0])},
+    "everything": {"window": 9, "softcap": 1.5, "sinks": torch.linspace(-2, 3, GQA[0])},
+}
+SEEN = 40
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Blocks of 4 queries, so that small sizes cross their edges."""
+    monkeypatch.setattr(plain, "QUERY_BLOCK", 4)
+
+
+def flat_rows(keys, values, counts, before):
+    """The first rows of every head's keys and values, flat, with ascending positions below `before`."""
+    heads = list(zip(keys.flatten(0, 1), values.flatten(0, 1), counts, strict=True))
+    offsets = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "keys": torch.cat([k[:n] for k, _, n in heads]),
+        "values": torch.cat([v[:n] for _, v, n in heads]),
+        "offsets": offsets,
+        "counts": counts,
+        "positions": torch.cat([torch.randperm(before, generator=generator)[:n].sort().values for n in counts]).int(),
+    }
+
+
+def both(query, flat, tail_keys, tail_values, *, tail_positions, length=None, sinks=None, **options):
+    """Our output: partial attentions over the flat rows and the tail, merged."""
+    parts = [
+        ragged_partial(query, **flat, **options),
+        dense_partial(query, tail_keys, tail_values, positions=tail_positions, length=length, **options),
+    ]
+    return merge_partials(parts, sinks)
+
+
+def oracle(query, flat, tail_keys, tail_values, *, tail_positions, **options):
+    """The naive twin of `both`."""
+    return naive.ragged_attention(
+        query.double(), flat["keys"], flat["values"], flat["counts"], tail_keys, tail_values,
+        flat_positions=flat["positions"], tail_positions=tail_positions, **options,
+    )
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("size", [(1, 1), (1, 6), (4, 4), (5, 5), (5, 9)], ids=str)
+def test_equals_the_oracle(size, counts, options, attention, error):
+    """Heads that kept everything and heads that kept nothing, under every option, give the oracle's output."""
+    _, keys, values = attention(GQA, 1, 20, seed=1)
+    query, tail_keys, tail_values = attention(GQA, *size)
+    flat = flat_rows(keys, values, counts, SEEN - size[1])
+    positions = torch.arange(SEEN - size[1], SEEN).expand(2, 2, -1).int()
+    options = {"scale": 0.3, "seen": SEEN, "tail_positions": positions, **options}
+    assert error(
+        both(query, flat, tail_keys, tail_values, **options), oracle(query, flat, tail_keys, tail_values, **options)
+    ) < 1e-5
+
+
+@pytest.mark.parametrize("heads_", [(3, 3), (4, 1)], ids=["MHA", "MQA"])
+def test_other_head_layouts(heads_, attention, error):
+    """One query head per KV head, and all query heads on one."""
+    _, keys, values = attention(heads_, 1, 20, seed=1)
+    query, tail_keys, tail_values = attention(heads_, 3, 7)
+    flat = flat_rows(keys, values, list(range(0, 4 * heads_[1], 2)), 30)
+    options = {"scale": 0.3, "seen": SEEN, "tail_positions": None}
+    assert error(
+        both(query, flat, tail_keys, tail_values, **options), oracle(query, flat, tail_keys, tail_values, **options)
+    ) < 1e-5
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 9}], ids=["plain", "window"])
+@pytest.mark.parametrize("n_query", [1, 5])
+def test_a_length_on_the_device_cuts_the_tail(n_query, options, attention, error):
+    """Reading a whole preallocated tail up to `length` equals reading its slice, `seen` on the device or not."""
+    _, keys, values = attention(GQA, 1, 20, seed=1)
+    query, tail_keys, tail_values = attention(GQA, n_query, 16)
+    flat = flat_rows(keys, values, COUNTS["uneven"], SEEN - 9)
+    positions = torch.zeros(2, 2, 16, dtype=torch.int32)
+    positions[..., :9] = torch.arange(SEEN - 9, SEEN)
+    options = {"scale": 0.3, **options}
+    wanted = oracle(
+        query, flat, tail_keys[:, :, :9], tail_values[:, :, :9], seen=SEEN, tail_positions=positions[..., :9], **options
+    )
+    for seen in (SEEN, torch.tensor(SEEN)):
+        found = both(
+            query, flat, tail_keys, tail_values, seen=seen, tail_positions=positions, length=torch.tensor(9), **options
+        )
+        assert error(found, wanted) < 1e-5
+
+
+def test_queries_without_a_visible_row_add_nothing(attention):
+    """Where the window has left all flat rows behind, the partial is zero with weight zero, never NaN."""
+    query, keys, values = attention(GQA, 3, 20)
+    flat = flat_rows(keys, values, COUNTS["uneven"], 12)
+    part = ragged_partial(query, **flat, scale=0.3, seen=SEEN, window=4)
+    assert (part.output == 0).all()
+    assert (part.lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision(dtype, attention, error, allowed):
+    """In 16 bits the output is off by no more than a few roundings."""
+    _, keys, values = attention(GQA, 1, 20, seed=1, dtype=dtype)
+    query, tail_keys, tail_values = attention(GQA, 5, 9, dtype=dtype)
+    flat = flat_rows(keys, values, COUNTS["uneven"], 30)
+    options = {"scale": 0.3, "seen": SEEN, "tail_positions": None}
+    found = both(query, flat, tail_keys, tail_values, **options)
+    assert error(found, oracle(query, flat, tail_keys, tail_values, **options)) < allowed[dtype]
+
+
+def test_memory_is_linear(attention, largest, monkeypatch):
+    """No tensor of T x N elements, over flat rows or over the tail."""
+    monkeypatch.setattr(plain, "QUERY_BLOCK", 128)
+    peaks = {}
+    for n in (1024, 2048):
+        query, keys, values = attention((2, 1), n, n, batch=1)
+        flat = flat_rows(keys, values, [n], 2 * n)
+        peaks[n] = largest(
+            lambda q=query, k=keys, v=values, f=flat, n=n: both(q, f, k, v, scale=0.3, seen=3 * n, tail_positions=None)
+        )
+    assert peaks[2048] <= 2.1 * peaks[1024]
+    assert peaks[2048] < 2048 * 2048

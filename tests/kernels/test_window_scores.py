@@ -1,0 +1,80 @@
+"""Window scores against the whole attention matrix of the window in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvbench.kernels.window_scores import naive, window_scores
+from kvbench.kernels.window_scores import torch as plain
+
+OPTIONS = {
+    "plain": {},
+    "window": {"window": 9},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": True},
+    "everything": {"window": 9, "softcap": 1.5, "sinks": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Blocks of 8 rows, so that small sizes cross their edges."""
+    monkeypatch.setattr(plain, "ROW_BLOCK", 8)
+
+
+def with_sinks(options, heads):
+    """`sinks: True` stands for one logit per query head."""
+    return {**options, "sinks": torch.linspace(-2, 3, heads[0])} if options.get("sinks") else options
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("size", [(1, 1), (1, 7), (1, 8), (1, 9), (4, 4), (4, 16), (4, 25), (8, 8), (11, 30)], ids=str)
+def test_equals_the_oracle(heads, size, options, attention, error):
+    """Every head layout, size and option gives the oracle's scores within 1e-5."""
+    query, keys, _ = attention(heads, *size)
+    options = {"scale": 0.3, "seen": size[1], **with_sinks(options, heads)}
+    assert error(window_scores(query, keys, **options), naive.window_scores(query, keys, **options)) < 1e-5
+
+
+@pytest.mark.parametrize("size", [(1, 12), (5, 20)], ids=str)
+def test_a_window_counts_tokens_across_holes(heads, size, attention, holes, error):
+    """With positions, rows are seen by their distance in the text."""
+    query, keys, _ = attention(heads, *size)
+    options = {"scale": 0.3, "seen": 60, "window": 11, "positions": holes(2, heads[1], size[1], 60, size[0])}
+    assert error(window_scores(query, keys, **options), naive.window_scores(query, keys, **options)) < 1e-5
+
+
+def test_rows_that_no_query_sees_have_no_mass(heads, attention):
+    """Rows outside every query's window score exactly zero, and the others share the whole mass."""
+    query, keys, _ = attention(heads, 3, 30)
+    scores = window_scores(query, keys, scale=0.3, seen=30, window=5)
+    assert (scores[..., : 30 - 3 - 5 + 1] == 0).all()
+    assert torch.allclose(scores.sum(-1), torch.tensor(3.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision(dtype, attention, error, allowed):
+    """In 16 bits the scores are float32 and off by no more than a few roundings of a logit."""
+    query, keys, _ = attention((6, 2), 8, 50, dtype=dtype)
+    found = window_scores(query, keys, scale=0.3, seen=50)
+    assert found.dtype == torch.float32
+    assert error(found, naive.window_scores(query, keys, scale=0.3, seen=50)) < allowed[dtype]
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 100, "softcap": 2.0}], ids=["plain", "everything"])
+def test_memory_is_linear(options, attention, largest, monkeypatch):
+    """The largest temporary is a block of logits, not a logit for every row: it does not grow past a block."""
+    monkeypatch.setattr(plain, "ROW_BLOCK", 512)
+    peaks = {}
+    for n in (2048, 4096):
+        query, keys, _ = attention((4, 2), 32, n, batch=1)
+        peaks[n] = largest(lambda q=query, k=keys, n=n: window_scores(q, k, scale=0.3, seen=n, **options))
+    assert peaks[4096] <= 2.1 * peaks[2048]
+    assert peaks[4096] <= max(4 * 32 * 512, 4 * 4096 * 24)  # a block of logits, or the keys themselves
+
+
+def test_windows_that_are_a_prompt_long_stay_linear(attention, largest):
+    """As many queries as rows still hold no T x N tensor."""
+    query, keys, _ = attention((2, 1), 1024, 1024, batch=1)
+    assert largest(lambda: window_scores(query, keys, scale=0.3, seen=1024)) < 1024 * 1024
