@@ -47,7 +47,7 @@ class NotApplicableError(Exception):
 
 def check(kind: type[Method], settings: dict[str, object] | None = None) -> list[Claim]:
     """Try every claim on a method. Failures and exceptions end in the claim, never in a traceback."""
-    method = kind(**(settings or {}))
+    method = kind(**(settings or {}))  # type: ignore[arg-type]  # the subclass's own fields
     claims = []
     for name, trial in CLAIMS.items():
         started = time.perf_counter()
@@ -158,8 +158,8 @@ def identity_at_full_budget(method: Method) -> str:
             worst = max(worst, _close(ours.prefill(_ids(LENGTH)), dense.prefill(_ids(LENGTH)), f"prefill, {name}"))
             for turn, (a, b) in enumerate(zip(_talk(ours), _talk(dense), strict=True)):
                 assert a.ids == b.ids, f"{name}, turn {turn + 1}: tokens {a.ids} are not the dense cache's {b.ids}"
-            a, b = ours.score(_ids(9, seed=3)), dense.score(_ids(9, seed=3))
-            worst = max(worst, _close(a, b, f"after three turns, {name}"))
+            scores = ours.score(_ids(9, seed=3)), dense.score(_ids(9, seed=3))
+            worst = max(worst, _close(*scores, f"after three turns, {name}"))
     return f"worst logit difference {worst:.1e} over {', '.join(SHAPES)}"
 
 
@@ -181,7 +181,8 @@ def acts_at_its_budget(method: Method) -> str:
 
 def _inert(method: Method, model: Model) -> Certificate:
     """The certificate of the same settings when nothing is stored, read or kept differently."""
-    plain = {name: getattr(Method, name) for name in ("layer", "attend", "evict", "end_of_context", "prefill", "generate")}
+    hooks = ("layer", "attend", "evict", "end_of_context", "prefill", "generate")
+    plain = {name: getattr(Method, name) for name in hooks}
     twin = type("Inert", (type(method),), plain)(**method.settings)
     with _session(twin, model, _budget(method)) as session:
         session.prefill(_ids(LENGTH))
@@ -353,7 +354,8 @@ def fork_is_a_fresh_run(method: Method) -> str:
             fresh.prefill(_ids(LENGTH))
             fresh.ask(question, LIMIT, stop=NEVER_STOP)
             wanted = fresh.score(_ids(4, seed=9))
-        assert forked[i].equal(wanted), f"question {i + 1}: a fork differs from a fresh run by {_worst(forked[i], wanted):.2g}"
+        worst = _worst(forked[i], wanted)
+        assert forked[i].equal(wanted), f"question {i + 1}: a fork differs from a fresh run by {worst:.2g}"
         assert both[i].equal(wanted), f"question {i + 1}: of two forks at a time, one differs from a fresh run"
         assert i or itself.equal(wanted), "the parent was changed by its forks"
     return "two questions, one after the other and side by side, equal bit for bit"

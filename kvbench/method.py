@@ -206,6 +206,19 @@ class Method:
     length: int | None = resolved()
     """Tokens of the context that the budget was fitted to."""
 
+    def __post_init__(self) -> None:
+        """Refuse settings without a meaning (`UserError`); a subclass that does calls its parent's."""
+
+    @classmethod
+    def over(cls, inner: type[Method]) -> type[Method]:
+        """The method `inner+this`: this one around another.
+
+        Raises:
+            UserError: the two make no sense together.
+        """
+        name = cls.card.name
+        raise UserError(f"{inner.card.name}+{name} makes no sense: {name} goes around no other method.")
+
     @property
     def settings(self) -> dict[str, object]:
         """The settings by name, as `--set` takes them."""
@@ -226,7 +239,7 @@ class Method:
         card = self.card
         if card.budget is BudgetKind.NONE:
             if budget is not None and budget != Budget("fraction", 1.0):
-                raise UserError(f"{card.name} takes no budget, got '{budget}': it holds every row. Leave --budget out.")
+                raise UserError(f"{card.name} takes no budget, got {budget}: it holds every row. Leave --budget out.")
             return self
         if card.budget is BudgetKind.BITS:
             reached = self.declared_bytes(shape) / shape.dense_bytes
@@ -239,7 +252,7 @@ class Method:
         budget = budget or DEFAULT_BUDGET
         if budget.kind == "paper":
             if card.paper_budget is None:
-                raise UserError(f"{card.name} has no paper budget on its card. Use a share such as 25% or rows such as 1024.")
+                raise UserError(f"{card.name} has no paper budget on its card. Use a share (25%) or rows (1024).")
             budget = Budget.parse(card.paper_budget)
         if budget == Budget("fraction", 1.0):
             return replace(self, rows=None, length=shape.length)
@@ -256,11 +269,12 @@ class Method:
         """The fewest rows per KV head that the settings allow."""
         return 1
 
-    def rows_in(self, window: int | None) -> int | None:
+    def rows_in(self, layer: int, window: int | None) -> int | None:
         """The budget in rows per KV head of a layer; sliding layers keep the same share of what they hold."""
+        del layer  # equal for all, unless a method allocates
         if self.rows is None or self.length is None or window is None or window >= self.length:
             return self.rows
-        return min(window, math.ceil(self.rows * window / self.length))
+        return min(window, max(self.minimum_rows(), math.ceil(self.rows * window / self.length)))
 
     def identity(self, shape: Shape) -> bool:
         """Whether these settings are declared to lose nothing of a context of this length."""
@@ -271,9 +285,9 @@ class Method:
     def declared_bytes(self, shape: Shape) -> int:
         """Bytes that hold the context right after compression, by the method's own account (the ledger measures)."""
         total = 0
-        for layer in shape.layers:
+        for index, layer in enumerate(shape.layers):
             held = shape.rows(layer)
-            budget = self.rows_in(layer.window)
+            budget = self.rows_in(index, layer.window)
             rows = held if budget is None else min(held, budget)
             total += rows * layer.kv_heads * self.row_bytes(layer, shape, holes=rows < held)
         return total

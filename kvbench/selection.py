@@ -30,14 +30,18 @@ class ScoredMethod(Method):
 
     def evict(self, kv: LayerKV, step: Step) -> None:
         """Once, after the attention of the context's last chunk, so that the prefill itself is exact."""
-        rows = self.rows_in(step.window)
+        rows = self.rows_in(step.layer, step.window)
         if step.compress and rows is not None and rows < kv.n:
-            kv.keep(top_rows(self.score(kv, step), rows))
+            self.select(kv, self.score(kv, step), rows)
+
+    def select(self, kv: LayerKV, scores: Tensor, rows: int) -> None:
+        """Keep the best rows of every head, equally many; allocations over heads do otherwise."""
+        kv.keep(top_rows(scores, rows))
 
 
 def top_rows(scores: Tensor, rows: int) -> Tensor:
-    """Indices of the best rows of every head, in the order of rows. [B, H_kv, rows]"""
-    return scores.topk(rows, dim=-1).indices.sort(dim=-1).values
+    """Indices of the best rows of every head, in the order of rows; of equal ones the first. [B, H_kv, rows]"""
+    return scores.argsort(dim=-1, descending=True, stable=True)[..., :rows].sort(dim=-1).values
 
 
 def protect_last(scores: Tensor, rows: int) -> Tensor:

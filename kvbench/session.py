@@ -160,7 +160,7 @@ class Session:
             with self.fork() as branch:
                 self._note_answer()
                 tokens = self.method.generate(branch, limit, stop)
-                self._peak = max(self._peak, branch._peak)  # noqa: SLF001  # the same class
+                self._peak = max(self._peak, branch._peak)
             self._pending = [list(history)] * self.batch
             return tokens
         self._note_answer()
@@ -245,10 +245,10 @@ class Session:
         other = object.__new__(Session)
         other.__dict__.update(self.__dict__)
         other.layers = [store.fork() for store in self.layers]
-        other._pending = [list(x) for x in self._pending]  # noqa: SLF001  # the same class
-        other._layer_bytes = dict(self._layer_bytes)  # noqa: SLF001
-        other._static = None if self._static is None else self._static.clone()  # noqa: SLF001
-        other._open = ExitStack()  # noqa: SLF001
+        other._pending = [list(x) for x in self._pending]
+        other._layer_bytes = dict(self._layer_bytes)
+        other._static = None if self._static is None else self._static.clone()
+        other._open = ExitStack()
         return other
 
     def make_static(self) -> None:

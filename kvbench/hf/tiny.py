@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,10 @@ HEAD_DIM = 16
 @functools.cache
 def tiny_model(query_heads: int = 4, kv_heads: int = 2, window: int | None = None, seed: int = 0) -> Model:
     """Two layers in float32; weights are large enough for attention to choose, which small ones do not make it do."""
-    sizes = {
-        "vocab_size": VOCABULARY, "hidden_size": query_heads * HEAD_DIM, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": query_heads, "num_key_value_heads": kv_heads, "head_dim": HEAD_DIM,
-        "initializer_range": 0.2, "max_position_embeddings": 4096,
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY, "hidden_size": query_heads * HEAD_DIM, "intermediate_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": query_heads, "num_key_value_heads": kv_heads,
+        "head_dim": HEAD_DIM, "initializer_range": 0.2, "max_position_embeddings": 4096,
     }
     config = LlamaConfig(**sizes) if window is None else MistralConfig(**sizes, sliding_window=window)
     with torch.random.fork_rng():
@@ -40,8 +41,9 @@ def permute_heads(model: Model, order: list[int]) -> Model:
     for layer in module.model.layers:
         attention = layer.self_attn
         with torch.no_grad():
-            for linear, rows in ((attention.q_proj, query_rows), (attention.k_proj, kv_rows), (attention.v_proj, kv_rows)):
-                _set(linear, linear.weight[rows])
+            _set(attention.q_proj, attention.q_proj.weight[query_rows])
+            _set(attention.k_proj, attention.k_proj.weight[kv_rows])
+            _set(attention.v_proj, attention.v_proj.weight[kv_rows])
             _set(attention.o_proj, attention.o_proj.weight[:, query_rows])
     return Model.from_module(module, id=f"{model.id}-permuted")
 

@@ -45,6 +45,7 @@ class H2O(Method):
 
     def __post_init__(self) -> None:
         """Refuse settings without a meaning."""
+        super().__post_init__()
         if not 0 <= self.recent <= 1:
             raise UserError(f"h2o: recent must be between 0 and 1, got {self.recent}.")
 
@@ -64,7 +65,7 @@ class H2O(Method):
 
     def evict(self, kv: LayerKV, step: Step) -> None:
         """The rows with the least attention before the recent ones: at the end of the context and ever after."""
-        rows = self.rows_in(step.window)
+        rows = self.rows_in(step.layer, step.window)
         if rows is None or rows >= kv.n or not step.last:
             return
         assert kv.positions is not None

@@ -36,6 +36,7 @@ class Random(ScoredMethod):
 
     def __post_init__(self) -> None:
         """Refuse settings without a meaning."""
+        super().__post_init__()
         if self.window < 0:
             raise UserError(f"random: window must be 0 or more, got {self.window}.")
 

@@ -36,8 +36,8 @@ class SnapKV(ScoredMethod):
         heads="independent",
         upstream=Upstream(repo="FasterDecoding/SnapKV", commit="e216ddc8", licence="MIT"),
         deviations=(
-            "Scores are averaged over the query heads of a KV head after pooling, and rows are kept per KV head; "
-            "the authors' code repeats keys and keeps rows per query head.",
+            ("Scores are averaged over the query heads of a KV head after pooling, and rows are kept per KV head; "
+            "the authors' code repeats keys and keeps rows per query head."),
             "Scores stay in float32 through top-k; the authors' code casts to the model's type, which makes ties.",
             "Defaults are those of the paper's LongBench tables (window 32, kernel 7, max).",
         ),
@@ -46,6 +46,7 @@ class SnapKV(ScoredMethod):
 
     def __post_init__(self) -> None:
         """Refuse settings without a meaning."""
+        super().__post_init__()
         if self.window < 1:
             raise UserError(f"snapkv: window must be 1 or more, got {self.window}.")
         if self.kernel < 1 or self.kernel % 2 == 0:

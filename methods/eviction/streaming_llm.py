@@ -35,16 +35,17 @@ class StreamingLLM(Method):
         heads="pooled",
         upstream=Upstream(repo="mit-han-lab/streaming-llm", commit=None, licence="MIT"),
         deviations=(
-            "The prompt is run with full attention and pruned at its end, as SCBench and kvpress do; "
-            "the authors' chat driver evicts before a turn.",
-            "Keys are cached with their rotation. Only relative distance matters, so the sinks are turned towards the "
-            "window, from their original keys, instead of every key towards zero.",
+            ("The prompt is run with full attention and pruned at its end, as SCBench and kvpress do; "
+            "the authors' chat driver evicts before a turn."),
+            ("Keys are cached with their rotation. Only relative distance matters, so the sinks are turned towards the "
+            "window, from their original keys, instead of every key towards zero."),
         ),
         limits=("The middle of the text is gone for ever.",),
     )
 
     def __post_init__(self) -> None:
         """Refuse settings without a meaning."""
+        super().__post_init__()
         if self.sinks < 0:
             raise UserError(f"streaming-llm: sinks must be 0 or more, got {self.sinks}.")
 
@@ -65,8 +66,8 @@ class StreamingLLM(Method):
     def declared_bytes(self, shape: Shape) -> int:
         """The rows, and the sinks' original keys on layers that dropped something."""
         total = super().declared_bytes(shape)
-        for layer in shape.layers:
-            rows = self.rows_in(layer.window)
+        for index, layer in enumerate(shape.layers):
+            rows = self.rows_in(index, layer.window)
             if self.positions == "cache" and rows is not None and rows < shape.rows(layer):
                 total += self.sinks * layer.kv_heads * layer.key_dim * shape.itemsize
         return total
@@ -80,7 +81,7 @@ class StreamingLLM(Method):
 
     def evict(self, kv: LayerKV, step: Step) -> None:
         """The oldest rows after the sinks, at the end of the context and after every later forward."""
-        rows = self.rows_in(step.window)
+        rows = self.rows_in(step.layer, step.window)
         if rows is None or rows >= kv.n or not step.last:
             return
         batch, heads = kv.keys.shape[:2]

@@ -27,7 +27,7 @@ class FullInt8(Method):
         budget=BudgetKind.BITS,
         heads="independent",
         upstream=None,
-        deviations=("The context is held exactly until its last chunk, so that results do not depend on the chunk size.",),
+        deviations=("The context is held exactly until its last chunk: results do not depend on the chunk size.",),
     )
 
     def layer(self, index: int) -> LayerKV:

@@ -1,0 +1,1 @@
+"""Methods that divide a budget over heads, around any method that scores rows."""

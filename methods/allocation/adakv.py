@@ -1,0 +1,109 @@
+"""AdaKV: heads share a layer's budget in proportion to how many of its top scores each owns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.errors import UserError
+from kvbench.method import BudgetKind, Card, Method, Shape, Upstream
+from kvbench.methods.eviction.snapkv import SnapKV
+from kvbench.selection import ScoredMethod
+from kvbench.store import LayerKV
+
+OFFSET_BYTES = 4
+
+
+@dataclass(frozen=True)
+class HeadAllocation(ScoredMethod):
+    """A scorer's rows, in unequal numbers per KV head: the layer's total is the budget's."""
+
+    floor: float = 0.2
+    """Share of the budget that every head gets before the rest is divided."""
+
+    def __post_init__(self) -> None:
+        """Refuse settings without a meaning."""
+        super().__post_init__()
+        if not 0 <= self.floor <= 1:
+            raise UserError(f"{self.card.name}: floor must be from 0 to 1, got {self.floor}; the default is 0.2.")
+
+    def select(self, kv: LayerKV, scores: Tensor, rows: int) -> None:
+        """Keep each head's best rows, as many as the layer's top scores give it."""
+        kv.keep_where(best_by_head(scores, allocate(scores, rows, self.floor)))
+
+    def declared_bytes(self, shape: Shape) -> int:
+        """The scorer's rows, and where each head's begin on layers that dropped something."""
+        total = super().declared_bytes(shape)
+        for index, layer in enumerate(shape.layers):
+            rows = self.rows_in(index, layer.window)
+            if rows is not None and rows < shape.rows(layer):
+                total += (layer.kv_heads + 1) * OFFSET_BYTES
+        return total
+
+
+@dataclass(frozen=True)
+class AdaKV(HeadAllocation, SnapKV):
+    """SnapKV's scores under AdaKV's allocation; `x+adakv` puts any other scorer's in their place."""
+
+    card: ClassVar[Card] = Card(
+        name="adakv",
+        title="Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference",
+        idea="Some heads spread their attention wide and some concentrate it. "
+        "A layer's budget goes to its top scores, whichever heads they are in, above a floor for each.",
+        arxiv="2407.11550",
+        year=2024,
+        family="allocation",
+        stages=("compression",),
+        budget=BudgetKind.HELD,
+        paper_budget="1024",
+        heads="pooled",
+        upstream=Upstream(repo="FFY0/AdaKV", commit=None, licence="MIT"),
+        deviations=(
+            ("The layer's total is exactly the budget's, fractions settled by largest remainder, where the authors' "
+            "rounding may miss it by a row per head."),
+            "Scores are pooled before they are averaged over the query heads of a KV head, as SnapKV's are here.",
+        ),
+    )
+
+    @classmethod
+    def over(cls, inner: type[Method]) -> type[Method]:
+        """This allocation around another scorer."""
+        if not issubclass(inner, ScoredMethod) or issubclass(inner, HeadAllocation):
+            raise UserError(
+                f"{inner.card.name}+adakv makes no sense: adakv divides the rows of a method that scores every row "
+                f"once per head, and {inner.card.name} does not."
+            )
+        name = f"{inner.card.name}+adakv"
+        card = inner.card.model_copy(update={"name": name, "heads": "pooled", "family": "allocation"})
+        body = {"card": card, "__doc__": inner.__doc__, "__module__": inner.__module__}
+        return dataclass(frozen=True)(type(name, (HeadAllocation, inner), body))
+
+
+def allocate(scores: Tensor, rows: int, floor: float) -> Tensor:
+    """Rows of each head, `rows` on average, infinite scores first. scores: [B, H_kv, n]. Returns [B, H_kv]"""
+    heads, held = scores.shape[1:]
+    certain = (scores == torch.inf).sum(-1)  # [B, H_kv], protected by the scorer
+    free = (rows - certain).clamp_min(0)
+    open_scores = scores.masked_fill(scores == torch.inf, -torch.inf)
+    total = free.sum(-1, keepdim=True)  # [B, 1]
+    order = open_scores.flatten(1).argsort(dim=-1, descending=True, stable=True)
+    owner = order // held
+    ranked = torch.arange(order.shape[1], device=scores.device) < total  # the layer's top scores
+    won = torch.zeros_like(certain).scatter_add_(1, owner, ranked.to(certain.dtype))
+    share = won * (1 - floor) + free * floor
+    whole = share.floor().long()
+    left = total - whole.sum(-1, keepdim=True)
+    first = (share - whole).argsort(dim=-1, descending=True, stable=True)
+    extra = torch.zeros_like(whole).scatter_(1, first, (torch.arange(heads, device=scores.device) < left).long())
+    return certain + whole + extra
+
+
+def best_by_head(scores: Tensor, counts: Tensor) -> Tensor:
+    """Marks each head's best rows. scores: [B, H_kv, n]. counts: [B, H_kv]. Returns [B, H_kv, n] bool"""
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    ranks = torch.empty_like(order).scatter_(-1, order, places)
+    return ranks < counts[..., None]

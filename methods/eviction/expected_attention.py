@@ -1,0 +1,107 @@
+"""Expected attention: what queries like those so far would attend to from the positions to come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.errors import UserError
+from kvbench.method import BudgetKind, Card, Step, Upstream
+from kvbench.selection import ScoredMethod, group_mean
+from kvbench.store import LayerKV
+
+
+@dataclass(frozen=True)
+class ExpectedAttention(ScoredMethod):
+    """Keeps, per KV head, the sinks and the rows with the greatest expected attention times value norm."""
+
+    future: int = 512
+    """Positions after the context over which the rotation is averaged."""
+    sinks: int = 4
+    covariance: bool = True
+    value_norm: bool = True
+    epsilon: float = 0.0
+
+    card: ClassVar[Card] = Card(
+        name="expected-attention",
+        title="Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution",
+        idea="Future queries are taken to be Gaussian, with the moments of the prompt's. "
+        "The expected attention of each row then has a closed form, and no question needs to be known.",
+        arxiv="2510.00636",
+        year=2025,
+        family="eviction",
+        stages=("compression",),
+        budget=BudgetKind.HELD,
+        heads="independent",
+        upstream=Upstream(repo="NVIDIA/kvpress", commit="8bb29b9", licence="Apache-2.0"),
+        deviations=(
+            ("Queries before rotation come from inverse rotation of the rotated ones, as running moments over chunks; "
+            "kvpress projects the hidden states again."),
+        ),
+        limits=("Needs rotary embeddings that kvbench understands.",),
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse settings without a meaning."""
+        super().__post_init__()
+        if self.future < 1 or self.sinks < 0:
+            raise UserError(
+                f"expected-attention: future must be 1 or more and sinks 0 or more, got {self.future} and {self.sinks}."
+            )
+
+    def minimum_rows(self) -> int:
+        """The sinks and a row to choose."""
+        return self.sinks + 1
+
+    def attend(self, kv: LayerKV, step: Step) -> Tensor:
+        """Attention over every row; the context's queries leave their moments behind. [B, H_q, T, D_v]"""
+        if step.observe:
+            self._observe(kv, step)
+        return kv.attend(step)
+
+    def _observe(self, kv: LayerKV, step: Step) -> None:
+        plain = step.rope.rotate(step.query, step.positions, inverse=True).double()
+        plain = plain[:, :, (step.positions[0] >= self.sinks).nonzero()[:, 0]]
+        for name, moment in (
+            ("count", torch.tensor(float(plain.shape[2]), dtype=torch.float64, device=plain.device)),
+            ("sum", plain.sum(2)),  # [B, H_q, D]
+            ("outer", plain.transpose(-1, -2) @ plain),  # [B, H_q, D, D]
+        ):
+            kv.state[name] = kv.state[name] + moment if name in kv.state else moment
+
+    def evict(self, kv: LayerKV, step: Step) -> None:
+        """Once, at the end of the context; the moments are not needed after it."""
+        super().evict(kv, step)
+        if step.compress:
+            kv.state.clear()
+
+    def score(self, kv: LayerKV, step: Step) -> Tensor:
+        """Expected attention times value norm; infinite for the sinks. [B, H_kv, n]"""
+        count = kv.state["count"].clamp_min(1)
+        mean = kv.state["sum"] / count  # [B, H_q, D]
+        spread = kv.state["outer"] / count - mean[..., None] * mean[..., None, :]
+        turn = self._mean_rotation(step)
+        mean = (turn @ mean[..., None])[..., 0]
+        logits = self._logits(kv, mean, turn @ spread @ turn.transpose(-1, -2), step.scale)
+        weights = group_mean(logits.softmax(-1), kv.keys.shape[1]).float()  # [B, H_kv, n - sinks]
+        if self.value_norm:
+            weights = (weights + self.epsilon) * kv.values[:, :, self.sinks :].float().norm(dim=-1)
+        return torch.cat([torch.full_like(weights[..., :1], torch.inf).expand(-1, -1, self.sinks), weights], dim=-1)
+
+    def _mean_rotation(self, step: Step) -> Tensor:
+        """The average of the rotations of the positions to come, as a matrix on the head dimension. [D, D]"""
+        width = step.query.shape[-1]
+        positions = torch.arange(step.seen, step.seen + self.future, device=step.query.device)
+        units = torch.eye(width, device=step.query.device)[None, :, None].expand(1, -1, self.future, -1)  # [1, D, F, D]
+        return step.rope.rotate(units, positions[None]).double().mean(2)[0].T
+
+    def _logits(self, kv: LayerKV, mean: Tensor, spread: Tensor, scale: float) -> Tensor:
+        """The log of the expected exponential of each row's logit. [B, H_q, n - sinks]"""
+        keys = kv.keys[:, :, self.sinks :].double().repeat_interleave(mean.shape[1] // kv.keys.shape[1], dim=1)
+        logits = (keys @ mean[..., None])[..., 0] * scale
+        if self.covariance:
+            logits = logits + ((keys @ spread) * keys).sum(-1) * scale**2 / 2
+        return logits

@@ -1,0 +1,49 @@
+"""Observed attention: the mean attention that each row received from the queries that could see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvbench.method import BudgetKind, Card, LayerShape, Shape, Step, Upstream
+from kvbench.selection import ScoredMethod
+from kvbench.store import LayerKV
+
+SCORE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class ObservedAttention(ScoredMethod):
+    """Keeps, per KV head, the rows with the most attention per query that could see them, once."""
+
+    card: ClassVar[Card] = Card(
+        name="observed-attention",
+        title="Observed attention (kvpress's relative of H2O)",
+        idea="H2O's sums favour early rows, which more queries can see. "
+        "Dividing by the number of those queries removes the bias, and the cache is compressed once.",
+        arxiv="2306.14048",
+        year=2024,
+        family="eviction",
+        stages=("compression",),
+        budget=BudgetKind.HELD,
+        heads="independent",
+        upstream=Upstream(repo="NVIDIA/kvpress", commit="8bb29b9", licence="Apache-2.0"),
+        deviations=("Sums are taken block by block; kvpress materialises the attention matrix.",),
+    )
+
+    def layer(self, index: int) -> LayerKV:
+        """Rows with their accumulated attention."""
+        del index
+        return LayerKV(column_sums=True)
+
+    def row_bytes(self, layer: LayerShape, shape: Shape, *, holes: bool) -> int:
+        """Keys, values and the score."""
+        return super().row_bytes(layer, shape, holes=holes) + SCORE_BYTES
+
+    def score(self, kv: LayerKV, step: Step) -> Tensor:
+        """Accumulated attention over the queries from each row's own on. [B, H_kv, n]"""
+        del step
+        seers = kv.seen - kv.logical_positions()
+        return kv.scores / seers

@@ -1,0 +1,59 @@
+"""TOVA: at every step, drop what the latest query attends to least."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvbench.kernels.window_scores import window_scores
+from kvbench.method import BudgetKind, Card, Method, Phase, Step, Upstream
+from kvbench.selection import top_rows
+from kvbench.store import LayerKV
+
+
+@dataclass(frozen=True)
+class TOVA(Method):
+    """Keeps the rows that the last query attends to most, the same for all heads of a layer, at every step."""
+
+    card: ClassVar[Card] = Card(
+        name="tova",
+        title="Transformers are Multi-State RNNs",
+        idea="A decoder with a bounded cache is an RNN of several states. "
+        "At every step the state that the latest query, averaged over heads, attends to least is dropped.",
+        arxiv="2401.06104",
+        year=2024,
+        family="eviction",
+        stages=("generation", "compression"),
+        budget=BudgetKind.HELD,
+        paper_budget="512",
+        heads="pooled",
+        upstream=Upstream(repo="schwartz-lab-NLP/TOVA", commit=None, licence=None),
+        deviations=("The prompt is evicted once, by its last query, as the authors' code does.",),
+        limits=("Nothing is protected, not even the newest row.",),
+    )
+
+    def layer(self, index: int) -> LayerKV:
+        """Rows dropped in place."""
+        del index
+        return LayerKV(bounded=True)
+
+    def evict(self, kv: LayerKV, step: Step) -> None:
+        """The rows with the least attention from the last query, in every head alike."""
+        rows = self.rows_in(step.layer, step.window)
+        if rows is None or rows >= kv.n or not step.last:
+            return
+        scores = self._score(kv, step)
+        if step.phase is Phase.CONTEXT:
+            kv.keep(top_rows(scores, rows))
+        else:
+            kv.drop(scores.topk(kv.n - rows, dim=-1, largest=False).indices)
+
+    def _score(self, kv: LayerKV, step: Step) -> Tensor:
+        """Attention of the last query, mean over heads. [B, H_kv, n]"""
+        mass = window_scores(
+            step.query[:, :, -1:], kv.keys, scale=step.scale, seen=step.seen, window=step.window,
+            positions=kv.positions, softcap=step.softcap, sinks=step.sinks,
+        )
+        return mass.mean(1, keepdim=True).expand(-1, kv.keys.shape[1], -1)
