@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# PyPI's torch comes with gigabytes of CUDA: where there is no GPU, PyTorch's own index has a build without. `make setup
+# TORCH_INDEX=` takes PyPI's.
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 
 # torch starts a thread per core in every test worker otherwise
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
@@ -25,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo "no venv: apt-get install python3-venv"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q -c constraints.txt pip setuptools
-	$(PIP) install -q -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(PIP) install -q -c constraints.txt --retries 2 $(TORCH_INDEX:%=--extra-index-url %) "$$(grep '^torch==' constraints.txt)"
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e . --group dev
 	@touch $@
 
