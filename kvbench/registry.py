@@ -84,11 +84,14 @@ def list_entries(kind: Kind) -> list[Entry]:
 
 
 def find_method(name: str) -> type[Method]:
-    """The class of a method by its name or by `path/to/file.py:Class`.
+    """The class of a method by its name, by `path/to/file.py:Class`, or by `inner+outer` for one around another.
 
     Raises:
-        UserError: there is none, or its file cannot be used.
+        UserError: there is none, its file cannot be used, or the two make no sense together.
     """
+    inner, plus, outer = name.rpartition("+")
+    if plus and "/" not in outer and ".py" not in outer:
+        return find_method(outer).over(find_method(inner))
     return cast("type[Method]", _find("method", name))
 
 
@@ -118,7 +121,7 @@ def hash_sources(cls: type) -> str:
     """sha256 over the file that defines a class and the files of its bases and helpers; the harness apart."""
     files: dict[str, Path] = {}
     roots = {_root(cls.__module__), "kvbench.methods", "kvbench.tasks"}
-    queue = [cls.__module__]
+    queue = [x.__module__ for x in cls.__mro__ if _root(x.__module__) in roots]  # `inner+outer` has several
     while queue:
         name = queue.pop()
         module = sys.modules.get(name)
