@@ -1,0 +1,147 @@
+"""Budgets over heads (AdaKV) and over layers (PyramidKV)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbench.errors import UserError
+from kvbench.hf.tiny import tiny_model
+from kvbench.method import Budget
+from kvbench.methods.allocation.adakv import AdaKV, allocate, best_by_head
+from kvbench.methods.eviction.h2o import H2O
+from kvbench.methods.eviction.pyramidkv import PyramidKV, schedule
+from kvbench.methods.eviction.snapkv import SnapKV
+from kvbench.registry import find_method
+from kvbench.session import Session
+
+
+def scores_owned(counts: list[int], held: int) -> torch.Tensor:
+    """Scores of which each head owns so many of the top ones. [1, H, held]"""
+    scores = torch.rand(1, len(counts), held) * 0.1
+    for head, count in enumerate(counts):
+        scores[0, head, :count] += 1.0
+    return scores
+
+
+def test_equal_heads_get_equal_rows() -> None:
+    """Where every head owns as many top scores, the allocation is uniform."""
+    counts = allocate(scores_owned([10, 10, 10, 10], 50), rows=10, floor=0.2)
+
+    assert [[10, 10, 10, 10]] == counts.tolist()
+
+
+def test_rows_follow_top_scores_above_the_floor() -> None:
+    """AdaKV's rounding oracle: 15 and 5 of 20 top scores, floor 0.2, give 14 and 6 rows."""
+    counts = allocate(scores_owned([15, 5], 50), rows=10, floor=0.2)
+
+    assert [[14, 6]] == counts.tolist()
+
+
+def test_the_total_is_the_budget_where_rounding_would_miss_it() -> None:
+    """3 and 1 of 4 top scores round to 2 and 1 rows in the authors' code; here the total of 4 is kept."""
+    counts = allocate(scores_owned([3, 1], 20), rows=2, floor=0.2)
+
+    assert 4 == counts.sum().item()
+    assert counts[0, 0] > counts[0, 1]
+
+
+def test_one_head_with_all_top_scores_leaves_the_others_their_floor() -> None:
+    """A head with every top score gets base * (H * (1 - floor) + floor) rows and the others base * floor."""
+    counts = allocate(scores_owned([40, 0, 0, 0], 60), rows=10, floor=0.2)
+
+    assert [[34, 2, 2, 2]] == counts.tolist()
+
+
+@given(heads=st.integers(1, 6), held=st.integers(2, 40), share=st.floats(0, 1), floor=st.floats(0, 1), seed=st.integers(0, 9))
+def test_allocations_spend_the_budget_and_keep_what_is_protected(
+    heads: int, held: int, share: float, floor: float, seed: int
+) -> None:
+    """Whatever the scores, the layer keeps exactly its rows, no head more than it has, and every protected row."""
+    rows = max(1, round(share * held))
+    protected = min(rows, 2)
+    scores = torch.rand(2, heads, held, generator=torch.Generator().manual_seed(seed))
+    scores[..., held - protected :] = torch.inf
+
+    mask = best_by_head(scores, allocate(scores, rows, floor))
+
+    assert [rows * heads] * 2 == mask.sum((1, 2)).tolist()
+    assert mask[..., held - protected :].all()
+
+
+def test_ragged_rows_are_held_and_nothing_else() -> None:
+    """AdaKV's heads hold unequal numbers of rows whose sum is the budget, and the bytes say so."""
+    model = tiny_model()
+    fitted = AdaKV().fit(Budget("rows", 50), model.shape(200))
+    ids = torch.randint(64, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    with Session(model, fitted, capacity=300) as session:
+        session.prefill(ids)
+        counts = [store.rows_kept() for store in session.layers]
+        measured = session.memory().cache_bytes
+
+    assert [100, 100] == [sum(rows) for rows in counts]
+    assert any(len(set(rows)) > 1 for rows in counts)
+    assert fitted.declared_bytes(model.shape(200)) == measured
+
+
+def test_any_scorer_can_be_allocated_by_name() -> None:
+    """`knorm+adakv` is knorm's score under AdaKV's allocation, with the settings of both."""
+    method = find_method("knorm+adakv")()
+
+    assert "knorm+adakv" == method.card.name
+    assert {"floor": 0.2} == method.settings
+
+
+@pytest.mark.parametrize("name", ["h2o+adakv", "adakv+adakv", "full+adakv", "snapkv+knorm"])
+def test_nonsense_is_refused_by_name(name: str) -> None:
+    """Combinations that make no sense are refused with both names."""
+    inner, outer = name.split("+")
+
+    with pytest.raises(UserError, match=rf"{inner}\+{outer} makes no sense"):
+        find_method(name)
+
+
+def test_h2o_is_no_scorer() -> None:
+    """H2O evicts at every step, so it can't be allocated once."""
+    with pytest.raises(UserError, match="does not"):
+        AdaKV.over(H2O)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "window", "first", "second", "last", "total"),
+    [(64, 8, 110, 107, 17, 2032), (128, 8, 234, None, 17, 4016), (2048, 8, 3978, None, 103, 65296)],
+)
+def test_the_schedule_is_the_authors_with_its_overshoot(
+    capacity: int, window: int, first: int, second: int | None, last: int, total: int
+) -> None:
+    """PyramidKV's card: budgets of 32 layers without the window, whose sum exceeds the mean's."""
+    rows = [x - window for x in schedule(capacity, window, beta=20, layers=32, length=100_000)]
+
+    assert (first, last, total) == (rows[0], rows[-1], sum(rows))
+    assert second in (None, rows[1])
+    assert sum(rows) > (capacity - window) * 32
+    assert rows == sorted(rows, reverse=True)
+
+
+def test_short_contexts_are_uniform() -> None:
+    """Below twice the mean budget every layer gets the same, as SnapKV would."""
+    assert (100, 100, 100) == schedule(100, 32, beta=20, layers=3, length=130)
+
+
+def test_the_ledger_shows_the_overshoot() -> None:
+    """PyramidKV holds more bytes than SnapKV at the same nominal budget, and both are as declared."""
+    model = tiny_model()
+    ids = torch.randint(64, (400,), generator=torch.Generator().manual_seed(0)).tolist()
+    held = {}
+    for method in (SnapKV(window=8), PyramidKV(window=8)):
+        fitted = method.fit(Budget("rows", 32), model.shape(400))
+        with Session(model, fitted) as session:
+            session.prefill(ids)
+            held[method.card.name] = session.memory().cache_bytes
+            assert fitted.declared_bytes(model.shape(400)) == session.memory().cache_bytes
+
+    layers = schedule(32, 8, beta=20, layers=2, length=400)
+    assert sum(layers) / 64 == held["pyramidkv"] / held["snapkv"]
