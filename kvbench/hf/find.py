@@ -19,7 +19,9 @@ from kvbench.errors import UserError, unknown
 BUNDLED = Path(__file__).parent.parent / "models"
 RANDOM = "random:"
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json", "spiece.model")
+TOKENIZERS = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json", "spiece.model",
+)
 """A folder with none of these has no tokenizer; transformers would make an empty one for some models."""
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
@@ -72,8 +74,8 @@ def _fetch(source: str, *, weights: bool) -> Path:
         return Path(snapshot_download(source, local_files_only=True))
     except Exception as error:  # as above
         raise UserError(
-            f"model '{source}' is no bundled model and no local folder, no copy of it is in the hub's cache, and the hub "
-            f"cannot be reached ({reason}). Give a local folder, or one of: {', '.join(list_bundled())}."
+            f"model '{source}' is no bundled model and no local folder, no copy of it is in the hub's cache, and the "
+            f"hub cannot be reached ({reason}). Give a local folder, or one of: {', '.join(list_bundled())}."
         ) from error
 
 
@@ -119,7 +121,8 @@ def hash_text(text: str) -> str:
 
 def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """sha256 of what decides how text becomes ids; the chat template is not in it."""
-    inner = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    inner = json.dumps(tokenizer.get_vocab(), sort_keys=True) if fast is None else fast.to_str()
     return hash_text(f"{inner}\n{json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)}")
 
 

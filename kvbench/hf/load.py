@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,9 +13,14 @@ import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
-    AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers import logging as transformers_logging
 
@@ -22,7 +28,7 @@ from kvbench.errors import UserError, unknown
 from kvbench.hf.find import RANDOM, check_device, check_files, find_folder, hash_model, hash_text, hash_tokenizer
 from kvbench.hf.proof import layer_shapes, prove, refuse_config
 from kvbench.hf.rope import Rope, max_length
-from kvbench.hf.seam import Forward, run_model
+from kvbench.hf.seam import Forward, embedding_device, run_model
 from kvbench.method import LayerShape, Shape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -77,8 +83,7 @@ class Model:
     @property
     def device(self) -> torch.device:
         """Where inputs go."""
-        device: torch.device = self.module.get_input_embeddings().weight.device
-        return device
+        return embedding_device(self.module)
 
     @property
     def dtype(self) -> str:
@@ -129,13 +134,20 @@ def predict_memory(name: str, dtype: str | None = None, length: int = 1024) -> P
     """
     folder = find_folder(name, weights=False)
     config = _read_config(name, folder)
-    refuse_config(config.get_text_config())
-    kind = _dtype(dtype, config, folder)
-    with torch.device("meta"), _quiet():
-        module = AutoModelForCausalLM.from_config(config, dtype=kind, trust_remote_code=False).eval()
-        shape = Shape(length=length, layers=layer_shapes(module), itemsize=kind.itemsize)
+    text = config.get_text_config()
+    refuse_config(text)
+    size = _dtype(dtype, config, folder).itemsize
+    text.pad_token_id = None  # else some models look for it in the ids, and there are none on the meta device
+    try:
+        with torch.device("meta"), _quiet():  # in bfloat16, the only type that grouped products take there
+            module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False).eval()
+            layers = layer_shapes(module)
+    except UserError:
+        raise
+    except Exception as error:  # as in load_model
+        raise UserError(f"model '{name}' cannot be built from {folder}: {_first_line(error)}") from error
     params = sum(x.numel() for x in module.parameters())
-    return Prediction(params, sum(x.nbytes for x in module.parameters()), shape.dense_bytes)
+    return Prediction(params, params * size, Shape(length=length, layers=layers, itemsize=size).dense_bytes)
 
 
 def load_model(name: str, device: str = "cpu", dtype: str | None = None) -> Model:
@@ -159,14 +171,15 @@ def load_model(name: str, device: str = "cpu", dtype: str | None = None) -> Mode
     kind = _dtype(dtype, config, folder)
     try:
         with _quiet():
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            tokenizer = _tokenizer(folder)
             module = _random(config, kind) if name.startswith(RANDOM) else _trained(name, folder, kind)
     except UserError:
         raise
     except Exception as error:  # transformers and safetensors raise many kinds; all mean the same here
         raise UserError(f"model '{name}' cannot be loaded from {folder}: {_first_line(error)}") from error
+    nn.Module.to(module, torch.device(device))  # transformers hides the types of its own
     return Model.from_module(
-        module.to(device), tokenizer, name, sha256=hash_model(name, folder),
+        module, tokenizer, name, sha256=hash_model(name, folder),
         revision=folder.name if folder.parent.name == HUB_SNAPSHOTS else None,
     )
 
@@ -179,15 +192,16 @@ def _random(config: Any, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _trained(name: str, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    module: PreTrainedModel
-    module, info = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, trust_remote_code=False, use_safetensors=True, output_loading_info=True
     )
+    module: PreTrainedModel
+    module, info = loaded
     absent = sorted({*info["missing_keys"], *(str(x) for x in info["mismatched_keys"])})
     if absent:
         raise UserError(
-            f"model '{name}' lacks {len(absent)} of its weights, for example {absent[0]}; transformers would make them up "
-            f"at random. Its files in {folder} do not fit its config.json: fetch them again."
+            f"model '{name}' lacks {len(absent)} of its weights, for example {absent[0]}; transformers would make them "
+            f"up at random. Its files in {folder} do not fit its config.json: fetch them again."
         )
     return module
 
@@ -200,7 +214,7 @@ def _dtype(asked: str | None, config: Any, folder: Path) -> torch.dtype:
     if own is None:
         for path in sorted(folder.glob("*.safetensors"))[:1]:
             with _broken(path), safe_open(path, "pt") as file:
-                own = file.get_tensor(next(iter(file.keys()))).dtype  # noqa: SIM118  # no mapping
+                own = file.get_tensor(next(iter(file.keys()))).dtype
     own = own or torch.float32
     if own not in DTYPES.values():
         raise UserError(f"weights in {folder} are of type {own}: choose one with --dtype: {', '.join(DTYPES)}.")
@@ -227,7 +241,7 @@ def _read_config(name: str, folder: Path) -> Any:
 def _quiet() -> Iterator[None]:
     """Keep transformers' progress bars and reports off the screen; what matters in them is checked here."""
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
+    transformers_logging.set_verbosity(logging.CRITICAL)
     transformers_logging.disable_progress_bar()
     try:
         yield
@@ -235,6 +249,13 @@ def _quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(level)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """What tokenizer.json says; AutoTokenizer puts its own in the place of, for example, any Qwen2's."""
+    kind: Any = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
+    tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(folder, trust_remote_code=False)
+    return tokenizer
 
 
 def _plain_tokenizer(vocabulary: int) -> PreTrainedTokenizerBase:

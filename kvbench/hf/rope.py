@@ -111,7 +111,8 @@ def max_length(config: object) -> int:
     """Positions for which one set of frequencies holds: the model's length, or LongRoPE's original length."""
     longest = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
     key = "original_max_position_embeddings"
-    originals = [x.get(key) or getattr(config, key, None) for x in _parameters(config) if x.get("rope_type") == "longrope"]
+    longropes = [x for x in _parameters(config) if x.get("rope_type") == "longrope"]
+    originals = [x.get(key) or getattr(config, key, None) for x in longropes]
     return min([longest, *(int(x) for x in originals if x)])
 
 

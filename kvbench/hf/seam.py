@@ -96,6 +96,12 @@ def run_model(module: PreTrainedModel, ids: Tensor, forward: Forward, keep: int 
     return logits[:, -keep:]
 
 
+def embedding_device(module: PreTrainedModel) -> torch.device:
+    """Where inputs go."""
+    weight: Tensor = module.get_input_embeddings().weight  # type: ignore[assignment]
+    return weight.device
+
+
 def keeps_logits(module: nn.Module) -> bool:
     """Whether the model can apply its head to the last positions only."""
     kind = type(module)

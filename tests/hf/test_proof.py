@@ -1,0 +1,151 @@
+"""The proof at load catches faults in what kvbench computes, and refuses what it cannot serve with the reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import kvbench.hf.proof as proof
+import kvbench.kernels.dense_attention.torch as dense
+import kvbench.store as store
+from kvbench.errors import UserError
+from kvbench.hf.proof import TOLERANCE, compare, prove
+from kvbench.hf.seam import Forward
+
+from .models import REFUSED, SERVED, WINDOW, build, model
+
+MARGIN = 20
+"""Faults stand this far above what is tolerated, and honest differences this far below it."""
+
+
+def position_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    honest = proof.run_model
+
+    def run(module: Any, ids: Any, forward: Forward, keep: int = 1) -> Any:
+        later = int(forward.positions.min()) > 0 and forward.seen > 1
+        return honest(module, ids, replace(forward, positions=forward.positions + 1) if later else forward, keep)
+
+    patch.setattr(proof, "run_model", run)
+
+
+def mask_one_ahead(patch: pytest.MonkeyPatch) -> None:
+    honest = dense.visible_rows
+    patch.setattr(dense, "visible_rows", lambda before, *others: honest(before + 1, *others))
+
+
+def without(option: str) -> Callable[[pytest.MonkeyPatch], None]:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        honest = store.dense_attention
+        patch.setattr(store, "dense_attention", lambda *x, **options: honest(*x, **{**options, option: None}))
+
+    plant.__name__ = f"{option}_ignored"
+    return plant
+
+
+def window_one_too_wide(patch: pytest.MonkeyPatch) -> None:
+    honest = store.dense_attention
+
+    def attend(*x: Any, **options: Any) -> Any:
+        return honest(*x, **{**options, "window": options["window"] and options["window"] + 1})
+
+    patch.setattr(store, "dense_attention", attend)
+
+
+def faults() -> list[Any]:
+    planted = [(name, fault) for name in SERVED for fault in (position_off_by_one, mask_one_ahead)]
+    windowed = [name for name, (_, options) in SERVED.items() if options.get("sliding_window") == WINDOW]
+    planted += [(name, fault) for name in windowed for fault in (without("window"), window_one_too_wide)]
+    planted += [("gpt_oss", without("sinks")), ("gemma2", without("softcap"))]
+    return [pytest.param(name, fault, id=f"{name}-{fault.__name__}") for name, fault in planted]
+
+
+@pytest.mark.parametrize(("name", "plant"), faults())
+def test_planted_fault_is_refused(name: str, plant: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault in positions, masks, windows, sinks or caps makes the proof refuse the model and name the difference."""
+    module = model(name).module
+    plant(monkeypatch)
+    with pytest.raises(UserError, match=r"does not compute the same .* logits differ by \d.* probe of \d+ tokens"):
+        prove(module)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_tolerance_has_margins(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Honest differences stay a factor of 20 below the bound; a wrong mask goes as far above it."""
+    module = model(name).module
+    ids = proof._probe_ids(module, WINDOW + proof.PROBE)
+    worst, bound = compare(module, ids)
+    assert worst * MARGIN <= bound, f"{worst:.1e} of {bound:.1e}"
+    mask_one_ahead(monkeypatch)
+    worst, bound = compare(module, ids)
+    assert worst >= bound * MARGIN, f"{worst:.1e} of {bound:.1e}"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_reason(name: str) -> None:
+    """An architecture that is not served is refused with one line that names it and says why."""
+    kind, options, reason = REFUSED[name]
+    with pytest.raises(UserError, match=reason) as caught:
+        prove(build(kind, options))
+    assert str(caught.value).startswith(kind)
+    assert "\n" not in str(caught.value)
+
+
+def test_window_that_never_reaches_attention_is_found() -> None:
+    """A window that only the configuration knows makes the probe long enough to see that it is not applied."""
+    kind, options = SERVED["gemma2"]
+    module = build(kind, {**options, "sliding_window": 2 * proof.PROBE})
+    prove(module)
+    for layer in module.model.layers:
+        layer.self_attn.sliding_window = None  # stock attention goes by the mask
+    with pytest.raises(UserError, match="does not compute the same"):
+        prove(module)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "gpt_oss"])
+def test_half_precision_is_proven_as_strictly(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small model in half precision passes, is left as it was, and a position off by one is still found in it."""
+    module = build(*SERVED[name]).to(dtype)
+    prove(module)
+    assert {x.dtype for x in module.parameters()} == {dtype}
+    position_off_by_one(monkeypatch)
+    with pytest.raises(UserError, match="does not compute the same"):
+        prove(module)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "mixtral", "gpt_oss"])
+def test_half_precision_without_a_copy(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model too large to be copied passes in its own precision, and a window ignored is still found in it."""
+    monkeypatch.setattr(proof, "COPIED", 0)
+    module = build(*SERVED[name]).to(dtype)
+    prove(module)
+    if "sliding_window" in SERVED[name][1]:
+        without("window")(monkeypatch)
+        with pytest.raises(UserError, match="does not compute the same"):
+            prove(module)
+
+
+def test_other_precisions_are_refused() -> None:
+    """Weights in float64 are refused with what is served."""
+    with pytest.raises(UserError, match=re.escape("torch.float64: kvbench serves float32, bfloat16 and float16")):
+        prove(build("llama", {}).double())
+
+
+def test_probe_holds_no_logits_of_the_whole_prompt() -> None:
+    """A long window costs logits of a few positions only: they would not fit where the vocabulary is large."""
+    module = build("mistral", {"sliding_window": 300, "max_position_embeddings": 1024})
+    kept: list[int] = []
+    module.lm_head.register_forward_hook(lambda _module, _args, output: kept.append(output.shape[1]))
+    prove(module)
+    assert max(kept) <= 2 * proof.PROBE
+
+
+def test_tolerance_is_known_for_every_precision_served() -> None:
+    """Float32 is judged at least a hundred times more strictly than half precision."""
+    assert TOLERANCE[torch.float32] * 100 <= min(TOLERANCE[torch.float16], TOLERANCE[torch.bfloat16])

@@ -1,0 +1,123 @@
+"""kvbench's attention function computes what transformers' own does, on every architecture that is served."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvbench.hf import Model, attached
+from kvbench.method import BudgetKind, Card, Method, Phase
+from kvbench.session import Session
+
+from .models import SERVED, VOCABULARY, build, model
+
+LENGTH, PROMPT, LIMIT = 26, 23, 6
+FORMS = {"whole prompt": [0, PROMPT], "chunks": [*range(0, PROMPT, 5), PROMPT], "step by step": list(range(PROMPT + 1))}
+EXACT = 1e-5
+
+
+@dataclass(frozen=True)
+class Dense(Method):
+    """Every row held, every row read."""
+
+    card: ClassVar[Card] = Card(
+        name="dense", title="Dense", idea="Keep all. Read all.", arxiv=None, year=None, family="test", stages=(),
+        budget=BudgetKind.NONE, heads="independent", upstream=None,
+    )
+
+
+def token_ids(batch: int) -> Tensor:
+    return torch.randint(3, VOCABULARY, (batch, LENGTH), generator=torch.Generator().manual_seed(5))
+
+
+def served_logits(model: Model, ids: Tensor, bounds: list[int]) -> Tensor:
+    """Logits of every position through a session: the prompt in chunks, then decode steps. [B, T, V]"""
+    with Session(model, Dense(), capacity=LENGTH) as session:
+        parts = [
+            session.forward(ids[:, low:high], Phase.CONTEXT, keep=high - low) for low, high in itertools.pairwise(bounds)
+        ]
+        parts += [session.forward(ids[:, i : i + 1], Phase.DECODE) for i in range(bounds[-1], ids.shape[1])]
+    return torch.cat(parts, dim=1)
+
+
+def stock_logits(model: Model, ids: Tensor) -> Tensor:
+    """The same by transformers' attention and cache: the prompt at once, then steps. [B, T, V]"""
+    with torch.no_grad():
+        answer = model.module(input_ids=ids[:, :PROMPT], use_cache=True)
+        parts = [answer.logits]
+        for i in range(PROMPT, ids.shape[1]):
+            cache = answer.past_key_values
+            answer = model.module(input_ids=ids[:, i : i + 1], past_key_values=cache, use_cache=True)
+            parts.append(answer.logits)
+    return torch.cat(parts, dim=1)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", SERVED)
+def test_logits_equal_stock_attention(name: str, batch: int) -> None:
+    """Every position's logits are within 1e-5 of stock cached decoding, however the prompt is cut."""
+    tiny, ids = model(name), token_ids(batch)
+    stock = stock_logits(tiny, ids)
+    assert stock.std() > 0.01, "logits so alike that no difference could show"
+    for form, bounds in FORMS.items():
+        worst = (served_logits(tiny, ids, bounds) - stock).abs().max().item()
+        assert worst <= EXACT, f"{form}: {worst:.1e}"
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+@pytest.mark.parametrize("name", SERVED)
+def test_greedy_tokens_equal_generate(name: str, chunk: int | None) -> None:
+    """A session's greedy answers of a batch of two are those of transformers' `generate`."""
+    tiny, prompts = model(name), token_ids(2)[:, :PROMPT]
+    stock = tiny.module.generate(
+        prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=LIMIT, min_new_tokens=LIMIT,
+        suppress_tokens=None, pad_token_id=0, eos_token_id=VOCABULARY + 1,
+    )[:, PROMPT:]
+    with Session(tiny, Dense(), chunk=chunk) as session:
+        session.prefill(prompts)
+        tokens = session.ask([], LIMIT, stop=frozenset())
+    assert tokens.ids == stock.tolist()
+
+
+@pytest.mark.parametrize("before", ["eager", "sdpa"])
+def test_attention_is_given_back(before: str) -> None:
+    """A session switches the model to kvbench's attention, and back to what it had, whether or not it failed."""
+    module = build("llama", {})
+    module.set_attn_implementation(before)
+    tiny = Model.from_module(module)
+    with pytest.raises(ZeroDivisionError), Session(tiny, Dense()):
+        assert module.config._attn_implementation == "kvbench"
+        raise ZeroDivisionError
+    assert module.config._attn_implementation == before
+
+
+def test_call_outside_a_session_is_refused() -> None:
+    """While kvbench's attention is attached, a plain call, padded or not, raises: nothing is dropped silently."""
+    tiny, ids = model("llama"), token_ids(2)
+    padding = torch.ones_like(ids)
+    padding[0, :3] = 0
+    with attached(tiny.module):
+        with pytest.raises(RuntimeError, match="outside a kvbench session"):
+            tiny.module(input_ids=ids)
+        with pytest.raises(RuntimeError, match="outside a kvbench session"):
+            tiny.module(input_ids=ids, attention_mask=padding)
+
+
+def test_mask_is_refused() -> None:
+    """A mask that reaches the attention function within a forward pass raises, with the reason."""
+    tiny, ids = model("llama"), token_ids(1)
+    layer = tiny.module.model.layers[0].self_attn
+    hook = layer.register_forward_pre_hook(
+        lambda _module, args, named: (args, {**named, "attention_mask": torch.ones(1, 1, LENGTH, LENGTH)}),
+        with_kwargs=True,
+    )
+    try:
+        with pytest.raises(RuntimeError, match="padded batches are not served"):
+            served_logits(tiny, ids, [0, PROMPT])
+    finally:
+        hook.remove()
