@@ -30,21 +30,21 @@ def test_equal_heads_get_equal_rows() -> None:
     """Where every head owns as many top scores, the allocation is uniform."""
     counts = allocate(scores_owned([10, 10, 10, 10], 50), rows=10, floor=0.2)
 
-    assert [[10, 10, 10, 10]] == counts.tolist()
+    assert counts.tolist() == [[10, 10, 10, 10]]
 
 
 def test_rows_follow_top_scores_above_the_floor() -> None:
     """AdaKV's rounding oracle: 15 and 5 of 20 top scores, floor 0.2, give 14 and 6 rows."""
     counts = allocate(scores_owned([15, 5], 50), rows=10, floor=0.2)
 
-    assert [[14, 6]] == counts.tolist()
+    assert counts.tolist() == [[14, 6]]
 
 
 def test_the_total_is_the_budget_where_rounding_would_miss_it() -> None:
     """3 and 1 of 4 top scores round to 2 and 1 rows in the authors' code; here the total of 4 is kept."""
     counts = allocate(scores_owned([3, 1], 20), rows=2, floor=0.2)
 
-    assert 4 == counts.sum().item()
+    assert counts.sum().item() == 4
     assert counts[0, 0] > counts[0, 1]
 
 
@@ -52,10 +52,13 @@ def test_one_head_with_all_top_scores_leaves_the_others_their_floor() -> None:
     """A head with every top score gets base * (H * (1 - floor) + floor) rows and the others base * floor."""
     counts = allocate(scores_owned([40, 0, 0, 0], 60), rows=10, floor=0.2)
 
-    assert [[34, 2, 2, 2]] == counts.tolist()
+    assert counts.tolist() == [[34, 2, 2, 2]]
 
 
-@given(heads=st.integers(1, 6), held=st.integers(2, 40), share=st.floats(0, 1), floor=st.floats(0, 1), seed=st.integers(0, 9))
+@given(
+    heads=st.integers(1, 6), held=st.integers(2, 40), share=st.floats(0, 1), floor=st.floats(0, 1),
+    seed=st.integers(0, 9),
+)
 def test_allocations_spend_the_budget_and_keep_what_is_protected(
     heads: int, held: int, share: float, floor: float, seed: int
 ) -> None:
@@ -82,7 +85,7 @@ def test_ragged_rows_are_held_and_nothing_else() -> None:
         counts = [store.rows_kept() for store in session.layers]
         measured = session.memory().cache_bytes
 
-    assert [100, 100] == [sum(rows) for rows in counts]
+    assert [sum(rows) for rows in counts] == [100, 100]
     assert any(len(set(rows)) > 1 for rows in counts)
     assert fitted.declared_bytes(model.shape(200)) == measured
 
@@ -91,8 +94,8 @@ def test_any_scorer_can_be_allocated_by_name() -> None:
     """`knorm+adakv` is knorm's score under AdaKV's allocation, with the settings of both."""
     method = find_method("knorm+adakv")()
 
-    assert "knorm+adakv" == method.card.name
-    assert {"floor": 0.2} == method.settings
+    assert method.card.name == "knorm+adakv"
+    assert method.settings == {"floor": 0.2}
 
 
 @pytest.mark.parametrize("name", ["h2o+adakv", "adakv+adakv", "full+adakv", "snapkv+knorm"])
@@ -128,7 +131,7 @@ def test_the_schedule_is_the_authors_with_its_overshoot(
 
 def test_short_contexts_are_uniform() -> None:
     """Below twice the mean budget every layer gets the same, as SnapKV would."""
-    assert (100, 100, 100) == schedule(100, 32, beta=20, layers=3, length=130)
+    assert schedule(100, 32, beta=20, layers=3, length=130) == (100, 100, 100)
 
 
 def test_the_ledger_shows_the_overshoot() -> None:

@@ -51,7 +51,7 @@ def test_knorm_ranks_small_keys_first() -> None:
     key = torch.tensor([[3.0, 4.0], [0.0, 1.0], [0.0, 2.0]])[None, None]
     step = make_step(key, key, key)
 
-    assert [[[-5.0, -1.0, -2.0]]] == Knorm().score(stored(Knorm(), step), step).tolist()
+    assert Knorm().score(stored(Knorm(), step), step).tolist() == [[[-5.0, -1.0, -2.0]]]
 
 
 def test_keydiff_ranks_the_odd_direction_first() -> None:
@@ -59,7 +59,7 @@ def test_keydiff_ranks_the_odd_direction_first() -> None:
     key = torch.tensor([[1.0, 0.0], [9.0, 0.0], [2.0, 0.1], [0.0, 5.0]])[None, None]
     step = make_step(key, key, key)
 
-    assert 3 == KeyDiff().score(stored(KeyDiff(), step), step).argmax().item()
+    assert KeyDiff().score(stored(KeyDiff(), step), step).argmax().item() == 3
 
 
 def test_observed_attention_is_the_mean_over_queries_that_see_a_row() -> None:
@@ -126,11 +126,12 @@ def test_expected_attention_matches_many_gaussian_queries() -> None:
     """The closed form is the mean of the exponential over queries drawn from the same Gaussian, within 2 %."""
     method = ExpectedAttention(future=1, sinks=0)
     draw = torch.Generator().manual_seed(1)
-    mean, root = torch.randn(4, generator=draw, dtype=torch.float64) * 0.3, torch.randn(4, 4, generator=draw).double() * 0.3
+    mean = torch.randn(4, generator=draw, dtype=torch.float64) * 0.3
+    root = torch.randn(4, 4, generator=draw, dtype=torch.float64) * 0.3
     keys = torch.randn(1, 1, 5, 4, generator=draw)
     step = make_step(torch.zeros(1, 1, 5, 4), keys, keys)
     kv = stored(method, step)
-    logits = method._logits(kv, mean[None, None], (root @ root.T)[None, None], 1.0)  # noqa: SLF001  # the closed form
+    logits = method._logits(kv, mean[None, None], (root @ root.T)[None, None], 1.0)  # the closed form
     queries = mean + torch.randn(400_000, 4, generator=draw, dtype=torch.float64) @ root.T
     drawn = torch.exp(queries @ keys[0, 0].double().T).mean(0)
 
@@ -142,8 +143,8 @@ def test_the_mean_rotation_shrinks() -> None:
     model = tiny_model()
     step = random_step(width=16, rope=model.ropes[0])
 
-    many = ExpectedAttention(future=512)._mean_rotation(step)  # noqa: SLF001  # the step under test
-    one = ExpectedAttention(future=1)._mean_rotation(step)  # noqa: SLF001
+    many = ExpectedAttention(future=512)._mean_rotation(step)  # the step under test
+    one = ExpectedAttention(future=1)._mean_rotation(step)
 
     assert torch.linalg.svdvals(many).max() <= 1 + 1e-6
     torch.testing.assert_close(one @ one.T, torch.eye(16, dtype=torch.float64), atol=1e-6, rtol=0)

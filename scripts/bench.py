@@ -1,0 +1,203 @@
+"""What the harness costs: `make bench`, or `python scripts/bench.py [harness|generate|memory]...`.
+
+Every figure is a ratio of two things timed in turn in one process, or bytes; absolute seconds of a shared CPU mean
+nothing. Writes results/bench/cpu-2-cores.json.
+
+harness: a run through the runner against the same forward passes called bare on the model with transformers' cache.
+generate: answers against Hugging Face `generate`, on the same model and prompts, with the full cache.
+memory: the most that a prefill holds beyond the full cache's, by length.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvbench.hf import Model, load, load_model
+from kvbench.hf.tiny import tiny_model
+from kvbench.machine import cpu_name, find_git, find_version
+from kvbench.methods.baseline.full import Full
+from kvbench.methods.eviction.h2o import H2O
+from kvbench.methods.eviction.snapkv import SnapKV
+from kvbench.registry import find_task
+from kvbench.request import Request, prepare
+from kvbench.runner import run
+from kvbench.session import Session
+from kvbench.task import Split, encode
+
+ROUNDS = 5
+CONTEXTS = 20
+NEW_TOKENS = 32
+OUT = Path(__file__).parent.parent / "results" / "bench" / "cpu-2-cores.json"
+LENGTHS = (8192, 16384, 32768)
+
+
+def paired(ours: Callable[[], object], theirs: Callable[[], object]) -> dict[str, float]:
+    """The ratio of times of two things, timed in turn after one warm-up."""
+    ours(), theirs()
+    ratios = []
+    for _ in range(ROUNDS):
+        times = []
+        for call in (ours, theirs):
+            started = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - started)
+        ratios.append(times[0] / times[1])
+    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios), "rounds": ROUNDS}
+
+
+def bench_harness() -> dict[str, Any]:
+    """Wall time of a multi-turn run over its own forward passes, bare."""
+    model = load_model("mini")
+    request = Request(method="full", task="niah", mode="multi-turn", turns=3, samples=5, split="dev")
+    calls: list[tuple[Tensor, int]] = []
+    original = load.run_model
+
+    def spy(module: Any, ids: Tensor, forward: Any, keep: int = 1) -> Tensor:
+        calls.append((ids, forward.seen - ids.shape[1]))
+        return original(module, ids, forward, keep)
+
+    def ours() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            run(prepare(replace(request, out=Path(folder)), model))
+
+    load.run_model = spy
+    ours()
+    load.run_model = original
+
+    @torch.no_grad()
+    def bare() -> None:
+        cache = DynamicCache()
+        for ids, start in calls:
+            if start == 0:
+                cache = DynamicCache()
+            elif start < cache.get_seq_length():
+                cache.crop(start)
+            model.module(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    return {"forward_passes": len(calls), "run_over_bare": paired(ours, bare)}
+
+
+def bench_generate() -> dict[str, Any]:
+    """Answers of 20 contexts, against `generate` that is given each whole prompt."""
+    model = load_model("mini")
+    return {"single": answers(model, 1), "multi-request": answers(model, 5)}
+
+
+def answers(model: Model, turns: int) -> dict[str, Any]:
+    """So many questions of each context, every context prefilled once by us and once per question by `generate`."""
+    task = find_task("niah")()
+    examples = task.examples(
+        seed=9, split=Split.DEV, n=CONTEXTS, length=1024, turns=turns, tokenizer=model.tokenizer
+    )
+    encoded = [encode(task, x, model.tokenizer) for x in examples]
+    prefilled: list[int] = []
+
+    def ours() -> list[list[int]]:
+        prefilled.clear()
+        made = []
+        for x in encoded:
+            with Session(model, Full(), capacity=len(x.context) + 200) as talk:
+                talk.prefill(x.context)
+                prefilled.append(talk.seen)
+                for turn in x.turns:
+                    with talk.fork() as branch:
+                        made += branch.ask(turn.first, NEW_TOKENS).ids
+        return made
+
+    @torch.no_grad()
+    def theirs() -> list[list[int]]:
+        made = []
+        for ids in (torch.tensor([x.context + turn.first]) for x in encoded for turn in x.turns):
+            out = model.module.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False,
+                eos_token_id=sorted(model.stop_ids), pad_token_id=0,
+            )
+            made.append(out[0, ids.shape[1] :].tolist())
+        return made
+
+    same = sum(a == b for a, b in zip(ours(), theirs(), strict=True))
+    return {
+        "answers": CONTEXTS * turns, "equal_answers": same, "ours_over_generate": paired(ours, theirs),
+        "tokens_prefilled_over_context_tokens": sum(prefilled) / sum(len(x.context) for x in encoded),
+    }
+
+
+def peak_of_prefill(method: str, length: int) -> int:
+    """The most resident bytes that a prefill adds in this process."""
+    model = tiny_model(query_heads=4, kv_heads=2)
+    kind = {"full": Full, "snapkv": SnapKV, "h2o": H2O}[method]
+    fitted = kind().fit(None, model.shape(length))
+    ids = torch.randint(64, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+    with Session(model, fitted, capacity=length, chunk=1024) as warm:
+        warm.prefill(ids[:2048])
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak that the kernel keeps
+    before = _status("VmHWM")
+    with Session(model, fitted, capacity=length, chunk=1024) as talk:
+        talk.prefill(ids)
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def bench_memory() -> dict[str, Any]:
+    """Peak bytes beyond the full cache's by length, each prefill in a process of its own."""
+    peaks = {
+        method: [int(subprocess.check_output([sys.executable, __file__, "peak", method, str(n)])) for n in LENGTHS]  # noqa: S603
+        for method in ("full", "snapkv", "h2o")
+    }
+    dense = [tiny_model().shape(n).dense_bytes for n in LENGTHS]
+    extra = {
+        method: [a - b for a, b in zip(peaks[method], peaks["full"], strict=True)] for method in ("snapkv", "h2o")
+    }
+    return {
+        "lengths": LENGTHS, "dense_cache_bytes": dense, "peak_bytes": peaks, "extra_over_full_bytes": extra,
+        "extra_over_dense_cache": {k: [x / d for x, d in zip(v, dense, strict=True)] for k, v in extra.items()},
+    }
+
+
+BENCHES = {"harness": bench_harness, "generate": bench_generate, "memory": bench_memory}
+
+
+def main() -> None:
+    """Run what is asked for and write it down."""
+    if sys.argv[1:2] == ["peak"]:
+        print(peak_of_prefill(sys.argv[2], int(sys.argv[3])))
+        return
+    unknown = set(sys.argv[1:]) - set(BENCHES)
+    if unknown:
+        raise SystemExit(f"unknown bench {', '.join(sorted(unknown))}. Allowed: {', '.join(BENCHES)}.")
+    git = find_git()
+    found: dict[str, Any] = {
+        "machine": {"cpu": cpu_name(), "threads": torch.get_num_threads(), "platform": platform.platform()},
+        "torch": find_version("torch"), "transformers": find_version("transformers"),
+        "git": None if git is None else git.model_dump(),
+    }
+    for name in sys.argv[1:] or BENCHES:
+        found[name] = BENCHES[name]()
+        print(name, json.dumps(found[name], indent=2), flush=True)
+    OUT.parent.mkdir(parents=True, exist_ok=True)
+    OUT.write_text(json.dumps(found, indent=2) + "\n")
+    print(f"written to {OUT}")
+
+
+if __name__ == "__main__":
+    main()
