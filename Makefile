@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo "no venv: apt-get install python3-venv"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q -c constraints.txt pip setuptools
-	$(PIP) install -q -c constraints.txt --retries 2 $(TORCH_INDEX:%=--extra-index-url %) "$$(grep '^torch==' constraints.txt)"
+	$(PIP) install -q -c constraints.txt --no-deps --retries 2 $(TORCH_INDEX:%=--extra-index-url %) "$$(grep '^torch==' constraints.txt)"
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e . --group dev
 	@touch $@
 
