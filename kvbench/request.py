@@ -84,8 +84,12 @@ class Job:
     """What the budget comes to on the first sample."""
 
 
-def prepare(request: Request) -> Job:
+def prepare(request: Request, model: Model | None = None) -> Job:
     """Check everything and load the model; nothing is written.
+
+    Args:
+        request: what was asked for.
+        model: one that is loaded already, in place of the one the request names.
 
     Raises:
         UserError: whatever is wrong with the request.
@@ -105,15 +109,16 @@ def prepare(request: Request) -> Job:
     _check_numbers(request, length)
     _check_kernels(request.kernels)
     _check_output(request)
+    if model is None:
+        _check_model(request.model)
     method_class = find_method(request.method)
     method_options = parse_pairs(request.method_settings, "--set")
     method = configure(method_class, method_options, "--set", request.method)
     if budget is None and method.card.budget in (BudgetKind.HELD, BudgetKind.READ):
         budget = DEFAULT_BUDGET
 
-    _check_model(request.model)
-    device = _find_device(request.device)
-    model = _load(request, device, length)
+    device = _find_device(request.device if model is None else model.device.type)
+    model = model or _load(request, device, length)
     frame = Frame.of(model.tokenizer)
     _check_length(task, length, protocol.turns, model)
     spec = _resolve_spec(request, task, scorer, method, model, frame, protocol, budget, generation, length, device)

@@ -30,14 +30,16 @@ class Rescored(Record):
     score: Score
 
 
-def rescore(folder: Path, scorer_id: str | None) -> tuple[Rescored, Path]:
-    """Score every prediction of the journal again; None: with the run's own scorer.
+def rescore(folder: Path, scorer_id: str | None = None, task_name: str | None = None) -> tuple[Rescored, Path]:
+    """Score every prediction of the journal again; None: with the run's own scorer, from its own task.
 
     Raises:
         UserError: no such run, task or scorer, or no predictions.
     """
     spec = read_file(folder / "spec.json", RunSpec)
-    task = find_task(spec.task.name)
+    task = find_task(task_name or spec.task.name)
+    if task.name != spec.task.name:
+        raise UserError(f"run {folder} is of task {spec.task.name}, not of {task.name}. Give the file of its own task.")
     if task.version != spec.task.version:
         say(f"the run is of {task.name} version {spec.task.version}, scored with that of version {task.version}.")
     scorer = find_scorer(task, scorer_id or spec.task.scorer)

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from kvbench.errors import UserError
 from kvbench.files import Journal, locked, read_file, saving, write_record
 from kvbench.log import say
 from kvbench.request import Job, make_examples
 from kvbench.results import Result
 from kvbench.sample import SampleFailedError, run_sample
+from kvbench.spec import RunSpec
 from kvbench.summary import summarise
 
 
@@ -21,8 +23,10 @@ class Progress(Protocol):
     def advance(self, done: int) -> None:
         """So many samples are done."""
 
-class InterruptedRunError(KeyboardInterrupt):
+class InterruptedRunError(UserError):
     """Ctrl-C: what was finished is saved, the same command goes on."""
+
+    exit_code = 130
 
 @dataclass(frozen=True)
 class Outcome:
@@ -48,9 +52,10 @@ def run(job: Job, progress: Progress | None = None) -> Outcome:
     if existing is not None:
         return existing
     with locked(job.folder):
-        spec_path = job.folder / "spec.json"
-        if not spec_path.exists():
-            write_record(spec_path, job.spec)
+        existing = find_existing(job)  # another process may have finished it before this one had the lock
+        if existing is not None:
+            return existing
+        _claim_folder(job)
         journal = Journal(job.folder / "samples.jsonl")
         try:
             if journal.finished:
@@ -68,6 +73,14 @@ def run(job: Job, progress: Progress | None = None) -> Outcome:
         result = summarise(job, lines)
         write_record(job.folder / "result.json", result)
     return Outcome(result, job.folder, existing=False)
+
+def _claim_folder(job: Job) -> None:
+    path = job.folder / "spec.json"
+    if not path.exists():
+        write_record(path, job.spec)
+    elif read_file(path, RunSpec) != job.spec:
+        raise UserError(f"{path} is of another run. Move the folder away, or give another --out.")
+
 
 def _run_missing(job: Job, journal: Journal, progress: Progress | None) -> None:
     missing = set(range(job.spec.samples)) - journal.finished

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import importlib
 
+from kvbench.log import say
 from kvbench.results import Result
 
 
-def log_result(package: str, result: Result) -> None:
-    """Log a result as one run of project `kvbench`."""
-    tracker = importlib.import_module(package)
-    tracker.init(project="kvbench", name=result.run_id, config=result.spec.model_dump(mode="json"))
-    tracker.log(result.model_dump(mode="json", exclude={"spec"}))
-    tracker.finish()
+def log_result(package: str, result: Result) -> bool:
+    """Log a result as one run of project `kvbench`; where the tracker fails, say so: the result is on the disk."""
+    try:
+        tracker = importlib.import_module(package)
+        tracker.init(project="kvbench", name=result.run_id, config=result.spec.model_dump(mode="json"))
+        tracker.log(result.model_dump(mode="json", exclude={"spec"}))
+        tracker.finish()
+    except Exception as error:  # noqa: BLE001  # a network, an account, a version
+        say(f"the result is saved, but {package} did not take it: {type(error).__name__}: {error}")
+        return False
+    return True

@@ -45,6 +45,9 @@ def score_command(
     run: Annotated[str, typer.Argument(help="The folder or id of a run.")],
     *,
     scorer: Annotated[str | None, typer.Option(help="A scorer of the task; default: the run's.")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="path/to/file.py:Class, where the run's task came from a file.")
+    ] = None,
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
@@ -53,7 +56,7 @@ def score_command(
     from kvbench.rescore import rescore
     from kvbench.table import print_rows
 
-    record, path = rescore(find_run(run, out), scorer)
+    record, path = rescore(find_run(run, out), scorer, task)
     mean, interval = record.score.mean, record.score.ci95
     print_rows("", (record.scorer, record.run_id), [
         (record.score.metric, "none: samples failed" if mean is None else f"{mean:.3f}"),

@@ -54,9 +54,7 @@ def run_command(
 ) -> int:
     """Run a task under a method; again, it goes on where it stopped."""
     from kvbench.log import say
-    from kvbench.progress import show_progress
     from kvbench.request import Request, prepare
-    from kvbench.runner import run
     from kvbench.table import print_result
     from kvbench.trackers import log_result
 
@@ -67,13 +65,15 @@ def run_command(
         method_settings=tuple(settings or ()), task_settings=tuple(task_settings or ()), generation=tuple(gen or ()),
         chunk=chunk, kernels=kernels, device=device, dtype=dtype, trackers=trackers, out=out,
     ))
+    from kvbench.progress import show_progress  # these import torch, which a wrong request need not wait for
+    from kvbench.runner import run
+
     with show_progress(job.spec.samples) as progress:
         outcome = run(job, progress)
     if outcome.existing:
         say(f"this run was already finished: reporting {outcome.folder}. Delete the folder to run it again.")
     print_result(outcome.result, outcome.folder)
+    refused = [x for x in trackers if not log_result(x, outcome.result)]
     if as_json:
         print_json(outcome.result.model_dump(mode="json"))
-    for tracker in trackers:
-        log_result(tracker, outcome.result)
-    return 0 if outcome.result.status == "ok" else 1
+    return 0 if outcome.result.status == "ok" and not refused else 1

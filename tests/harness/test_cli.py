@@ -1,0 +1,261 @@
+"""The command line: a wrong request is one line and exit code 2, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from kvbench.conformance import Claim
+from kvbench.files import read_lines
+from kvbench.spec import Mode, RunSpec
+
+TOYS = Path(__file__).parent / "toy.py"
+INERT, LAST, TOY = f"{TOYS}:Inert", f"{TOYS}:Last", f"{TOYS}:Toy"
+
+BAD_REQUESTS = [
+    ("--method=snapkw", "unknown method 'snapkw'. Did you mean 'snapkv'?"),
+    ("--method=missing.py:X", "method file 'missing.py' does not exist"),
+    (f"--method={Path(__file__).parent / 'conftest.py'}", "defines no method"),
+    ("--task=niahh", "unknown task 'niahh'. Did you mean 'niah'?"),
+    ("--model=minni", "unknown model 'minni'."),
+    ("--model=./nothing", "model"),
+    ("--mode=multi", "unknown mode 'multi'. Did you mean 'multi-turn'?"),
+    ("--set=windw=3", "unknown setting of"),
+    ("--set=fails_at=x", "--set fails_at=x"),
+    ("--set=kind=x", "kind must be memory or bug"),
+    ("--task-set=word=a,b=c --task-set=x=1", "unknown setting of"),
+    ("--budget=0", "budget '0' must be above 0"),
+    ("--budget=-5%", "budget '-5%' must be above 0"),
+    ("--budget=101%", "budget '101%' is above 100%"),
+    ("--budget=lots", "budget 'lots' is not a number"),
+    ("--budget=0.5", "budget '0.5' is not a whole number of rows"),
+    ("--budget=paper", "has no paper budget"),
+    ("--length=39", "length 39 is too short for toy with 1 turn: it needs 40 tokens"),
+    ("--length=0", "length 0 must be 1 or more"),
+    ("--length=513", "length 513 is beyond what model"),
+    ("--length=512 --mode=multi-turn", "beyond what model"),
+    ("--samples=0", "samples 0 must be 1 or more"),
+    ("--samples=-3", "samples -3 must be 1 or more"),
+    ("--samples=many", "--samples"),
+    ("--turns=0", "turns 0 must be 1 or more"),
+    ("--turns=2", "turns 2 has no meaning in mode single"),
+    ("--chunk=0", "chunk 0 must be 1 or more"),
+    ("--device=tpu", "unknown device 'tpu'"),
+    ("--device=cuda:99", "device 'cuda:99'"),
+    ("--dtype=int3", "unknown dtype 'int3'"),
+    ("--kernels=triton", "kernels 'triton' are missing for: "),
+    ("--kernels=cuda", "unknown kernels 'cuda'"),
+    ("--scorer=toy", "unknown scorer of toy 'toy'. Did you mean 'toy-odd@1'?"),
+    ("--split=train", "unknown split 'train'"),
+    ("--visibility=partly", "unknown visibility 'partly'"),
+    ("--visibility=first-turn", "visibility 'first-turn' has no meaning in mode single"),
+    ("--mode=multi-turn --visibility=visible", "visibility 'visible' has no meaning in mode multi-turn"),
+    ("--mode=multi-request --visibility=visible", "visibility 'visible' has no meaning in mode multi-request"),
+    ("--history=own", "history 'own' has no meaning in mode single"),
+    ("--history=mine", "unknown history 'mine'"),
+    ("--recompress", "--recompress has no meaning in mode single"),
+    ("--gen=temperature=1", "unknown generation setting 'temperature'"),
+    ("--gen=limit=0", "--gen limit=0 must be a whole number"),
+    ("--bugdet=5%", "unknown option '--bugdet'. Did you mean '--budget'?"),
+    ("--wandb", "--wandb needs the package wandb. Install it: pip install wandb"),
+    ("extra", "unexpected extra argument"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_REQUESTS, ids=[x for x, _ in BAD_REQUESTS])
+def test_a_bad_request_is_refused(kvbench, arguments, tmp_path, options, message):
+    """Exit code 2, one message with the value and the next step, nothing on standard output or the disk."""
+    answer = kvbench(*arguments, "--method", LAST, *options.split())
+    assert answer.code == 2
+    *log, last = answer.err.splitlines()
+    assert last.startswith("kvbench: ")
+    assert message in last
+    assert all("predicted" in x for x in log), log
+    assert answer.out == ""
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_output_folder_that_cannot_be_is_refused(kvbench, arguments, tmp_path):
+    """Before anything is loaded."""
+    (tmp_path / "file").write_text("")
+    arguments[arguments.index("--out") + 1] = str(tmp_path / "file" / "runs")
+    answer = kvbench(*arguments, "--method", LAST)
+    assert answer.code == 2
+    assert "is a file. Give another --out." in answer.err
+
+
+def test_a_model_that_does_not_fit_is_refused(kvbench, arguments, monkeypatch):
+    """By its weights alone, before they are read."""
+    monkeypatch.setattr("kvbench.request.ram_bytes", lambda: 1000)
+    answer = kvbench(*arguments, "--method", LAST)
+    assert answer.code == 2
+    assert "for its weights alone" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "Missing command"),
+        ("rum", "unknown command 'rum'. Did you mean 'run'?"),
+        ("run --task niah", "Missing option '--method'"),
+        ("list method", "unknown thing to list 'method'. Did you mean 'methods'?"),
+        ("show snapkw", "unknown name 'snapkw'. Did you mean 'snapkv'?"),
+        ("check snapkw", "unknown method 'snapkw'"),
+        ("score nothing", "unknown run 'nothing'"),
+        ("compare nothing else", "unknown run 'nothing'"),
+        ("compare one", "compare needs two runs or more"),
+    ],
+)
+def test_wrong_commands_are_refused(kvbench, tmp_path, monkeypatch, line, message):
+    """In one line, by every command."""
+    monkeypatch.chdir(tmp_path)
+    answer = kvbench(*line.split())
+    assert answer.code == 2
+    assert message in answer.err
+    assert len(answer.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("what", ["methods", "tasks", "models", "suites"])
+def test_lists_end_in_json(kvbench, what):
+    """A list of objects with names."""
+    answer = kvbench("list", what, "--json")
+    assert answer.code == 0
+    assert all(x["name"] for x in answer.json)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"), [("snapkv", "arxiv", "2404.14469"), ("niah", "name", "niah_multikey_1")]
+)
+def test_show_tells_the_card_and_the_settings(kvbench, name, key, value):
+    """By any name."""
+    answer = kvbench("show", name, "--json")
+    assert answer.json[key] == value
+    assert all({"name", "type", "default"} == set(x) for x in answer.json["settings"])
+    assert value in answer.out
+
+
+def test_show_tells_a_model(kvbench, model_folder):
+    """From its configuration."""
+    assert kvbench("show", model_folder, "--json").json["num_hidden_layers"] == 2
+
+
+def test_check_fails_with_a_failed_claim(kvbench, monkeypatch):
+    """Exit code 1 and the claim by name."""
+    claims = [Claim("a claim", True, "fine", 0.1), Claim("another", False, "not so", 0.2)]
+    monkeypatch.setattr("kvbench.conformance.check", lambda method, settings: claims)
+    answer = kvbench("check", LAST, "--json")
+    assert answer.code == 1
+    assert [x["passed"] for x in answer.json] == [True, False]
+    assert "FAILED" in answer.out
+    claims.pop()
+    assert kvbench("check", LAST).code == 0
+
+
+def test_score_writes_beside_the_run(kvbench, arguments, tmp_path):
+    """The run's own scorer gives the run's own score; another one gives another; the result stays."""
+    run = kvbench(*arguments, "--method", LAST).json
+    folder = tmp_path / "runs" / run["run_id"]
+    before = (folder / "result.json").read_bytes()
+    answer = kvbench("score", folder, "--json")
+    assert answer.code == 2  # the task came from a file that nobody named
+    assert "unknown task 'toy'" in answer.err
+    answer = kvbench("score", folder, "--task", TOY, "--json")
+    assert answer.code == 0, answer.err
+    assert answer.json["score"] == run["score"]
+    options = ("--out", tmp_path / "runs", "--task", TOY, "--scorer", "toy-length@1", "--json")
+    other = kvbench("score", run["run_id"], *options)
+    assert other.json["score"]["metric"] == "length"
+    assert sorted(x.name for x in (folder / "scores").iterdir()) == ["toy-length@1.json", "toy-odd@1.json"]
+    assert (folder / "result.json").read_bytes() == before
+    assert kvbench("score", folder, "--task", TOY, "--scorer", "x").code == 2
+    assert "is of task toy, not of kv" in kvbench("score", folder, "--task", "kv").err
+
+
+def test_compare_pairs_what_was_asked_alike(kvbench, arguments, tmp_path):
+    """A run against itself is noise; other prompts are warned of; other tasks are refused."""
+    runs = [
+        kvbench(*arguments, "--method", *options.split()).json["run_id"]
+        for options in (f"{LAST} --budget 10%", "full", "full --seed 1", "full --visibility hidden")
+    ]
+    folders = [tmp_path / "runs" / x for x in runs]
+    answer = kvbench("compare", folders[1], folders[1], folders[0], "--json")
+    assert answer.code == 0
+    assert answer.json["warnings"] == []
+    same, other = answer.json["differences"]
+    assert (same["mean"], same["ci95"], same["within_noise"], same["n"]) == (0.0, [0.0, 0.0], True, 4)
+    assert other["n"] == 4
+    assert other["within_noise"] == (other["ci95"][0] <= 0 <= other["ci95"][1])
+    lines = [read_lines(x / "samples.jsonl") for x in folders]
+    means = [sum(x.score for x in y) / 4 for y in lines[:2]]
+    assert other["mean"] == pytest.approx(means[0] - means[1])
+
+    answer = kvbench("compare", runs[1], runs[2], "--out", tmp_path / "runs", "--json")
+    assert answer.json["warnings"] == ["spec.seed differs: 0, 1"]
+    assert answer.json["differences"][0]["n"] == 0
+    assert "visibility differs" in kvbench("compare", folders[1], folders[3]).err
+
+    result = json.loads((folders[2] / "result.json").read_text())
+    result["task"]["name"] = "other"
+    (folders[2] / "result.json").write_text(json.dumps(result))
+    answer = kvbench("compare", folders[1], folders[2])
+    assert answer.code == 2
+    assert "different tasks" in answer.err
+    (folders[0] / "result.json").unlink()
+    assert "is not finished" in kvbench("compare", folders[0], folders[1]).err
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_tracker_gets_the_result(kvbench, arguments, monkeypatch, works):
+    """Whatever it does, the result is saved and printed."""
+    logged = {}
+    tracker = types.ModuleType("trackio")
+    tracker.__spec__ = types.SimpleNamespace()  # what find_spec looks at
+    tracker.init = lambda **options: logged.update(options)
+    tracker.log = logged.update if works else None
+    tracker.finish = lambda: None
+    monkeypatch.setitem(sys.modules, "trackio", tracker)
+    answer = kvbench(*arguments, "--method", LAST, "--trackio")
+    assert answer.code == (0 if works else 1)
+    assert answer.json["status"] == "ok"
+    assert logged["name"] == answer.json["run_id"]
+    assert ("trackio did not take it" in answer.err) is not works
+
+
+def test_doctor_names_what_is_wrong(kvbench, monkeypatch):
+    """Every finding has a name, and one that is wrong ends in exit code 1."""
+    answer = kvbench("doctor", "--json")
+    found = {x["name"]: x for x in answer.json}
+    assert {"python", "torch", "transformers", "triton", "gpu", "threads", "disk", "cache", "kernels"} <= found.keys()
+    assert answer.code == (0 if all(x["ok"] for x in answer.json) else 1)
+    monkeypatch.setattr("kvbench.doctor.find_version", lambda package: "4.50.0" if package == "transformers" else "9.9")
+    answer = kvbench("doctor")
+    assert answer.code == 1
+    assert "4.50.0: kvbench needs 5.17 or newer" in answer.out
+
+
+def test_the_name_of_a_run_is_its_content(kvbench, arguments, tmp_path):
+    """Equal specs have equal names; every field is part of the hash; a hostile name stays one folder."""
+    run = kvbench(*arguments, "--method", LAST).json
+    spec = RunSpec.model_validate_json((tmp_path / "runs" / run["run_id"] / "spec.json").read_text())
+    assert spec.run_id == run["run_id"]
+    assert run["run_id"].startswith("last-toy-")
+    for change in ({"seed": 1}, {"mode": Mode.MULTI_TURN}, {"device": "cuda"}, {"chunk": 4}):
+        assert spec.model_copy(update=change).run_id != spec.run_id
+    hostile = spec.model_copy(update={"method": spec.method.model_copy(update={"name": "../../x y"})})
+    assert "/" not in hostile.run_id
+    assert not hostile.run_id.startswith(".")
+
+
+def test_the_method_of_a_real_task_runs_by_name(kvbench, arguments):
+    """The registry's own method and task, end to end."""
+    arguments[arguments.index("--task") + 1] = "kv-short"
+    answer = kvbench(*arguments, "--method", "snapkv", "--set", "window=4", "--gen", "limit=2", "--length", "500",
+                     "--samples", "1")
+    assert answer.code == 0, answer.err
+    assert answer.json["spec"]["method"]["settings"]["window"] == 4
+    assert answer.json["output"]["tokens"] <= 2
+    assert answer.json["budget"] == {**answer.json["budget"], "asked": "25%", "kind": "held"}

@@ -1,0 +1,197 @@
+"""Methods and tasks are found by folder, package and file; what is wrong is said in one line."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import pkgutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+import pytest
+from pydantic import Field
+
+import kvbench.methods
+import kvbench.tasks
+from kvbench.errors import UserError
+from kvbench.method import Method, resolved
+from kvbench.registry import find_method, find_task, hash_sources, list_entries, list_ops
+from kvbench.settings import configure, jsonable_settings, parse_pairs
+from kvbench.task import Task
+
+TOYS = Path(__file__).parent / "toy.py"
+METHOD = TOYS.read_text().replace("class Toy(Task)", "class Unused")
+
+
+def defined(package, base, mark):
+    """The classes that importing everything finds."""
+    found = set()
+    for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        module = importlib.import_module(info.name)
+        found |= {
+            x for x in vars(module).values()
+            if isinstance(x, type) and issubclass(x, base) and x.__module__ == info.name and not inspect.isabstract(x)
+            and mark in vars(x)
+        }
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "package", "base", "mark"),
+    [("method", kvbench.methods, Method, "card"), ("task", kvbench.tasks, Task, "name")],
+)
+def test_reading_the_folders_finds_what_importing_them_would(kind, package, base, mark):
+    """The list made without imports is the truth, name by name."""
+    entries = [x for x in list_entries(kind) if x.path is not None]
+    assert {x.load() for x in entries} == defined(package, base, mark)
+    for entry in entries:
+        found = entry.load()
+        assert entry.name == (found.card.name if kind == "method" else found.name)
+        if kind == "method":
+            assert entry.facts["budget"] == found.card.budget.value
+            assert entry.facts["title"] == found.card.title
+
+
+def test_listing_imports_no_torch():
+    """A list of names is there at once."""
+    code = (
+        "import sys; from kvbench.cli import call; call(['list', 'methods']); call(['list', 'tasks']); "
+        "call(['run', '--method', 'snapkw', '--task', 'niah', '--model', '.']); "
+        "call(['run', '--method', 'snapkv', '--task', 'niah', '--mode', 'x']); "
+        "assert not {'torch', 'transformers'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("snapkw", r"unknown method 'snapkw'\. Did you mean 'snapkv'\? Allowed: "),
+        ("missing.py", "method file 'missing.py' does not exist"),
+        ("no/such/name", "method file 'no/such/name.py' does not exist"),
+        (f"{TOYS}:Lats", r"unknown method class 'Lats'\. Did you mean 'Last'\? Allowed: Inert, Last"),
+        (str(TOYS), "defines several methods: Inert, Last. Say which"),
+    ],
+)
+def test_a_name_of_nothing_is_refused(name, message):
+    """With the nearest name and what there is."""
+    with pytest.raises(UserError, match=message):
+        find_method(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\n", "defines no method: it needs a subclass of kvbench.method.Method with a `card`"),
+        ("x = 1\n\nx = 1 / 0\n", r"cannot be imported \(line 3\): ZeroDivisionError: division by zero"),
+        ("x = 1\nx = = 2\n", r"cannot be imported \(line 2\): SyntaxError"),
+        ("import nothing_of_this_name\n", r"cannot be imported \(line 1\): ModuleNotFoundError"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused(tmp_path, text, message):
+    """With the line where it went wrong."""
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        find_method(str(path))
+
+
+def test_the_class_may_be_left_out_where_there_is_one():
+    """`path/to/file.py` is enough."""
+    assert find_task(str(TOYS)).name == "toy"
+
+
+def test_a_changed_file_is_another_source(tmp_path):
+    """The hash that names runs follows the file, and helpers beside it are read again."""
+    path = tmp_path / "mine.py"
+    path.write_text(METHOD)
+    first = hash_sources(find_method(f"{path}:Last"))
+    assert hash_sources(find_method(f"{path}:Last")) == first
+    path.write_text(METHOD + "\n# changed\n")
+    assert hash_sources(find_method(f"{path}:Last")) != first
+
+
+def test_other_packages_are_found_by_their_entry_points(monkeypatch):
+    """And are refused where they take a name that is there."""
+    points = [importlib.metadata.EntryPoint("theirs", "kvbench.methods.baseline.full:Full", "kvbench.methods")]
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda group: [x for x in points if x.group == group]
+    )
+    assert find_method("theirs").card.name == "full"
+    points.append(importlib.metadata.EntryPoint("snapkv", "elsewhere:SnapKV", "kvbench.methods"))
+    with pytest.raises(UserError, match="two methods are called 'snapkv'"):
+        find_method("snapkv")
+    points[1] = importlib.metadata.EntryPoint("broken", "nothing_of_this_name:X", "kvbench.methods")
+    with pytest.raises(UserError, match="method 'broken' cannot be imported: ModuleNotFoundError"):
+        find_method("broken")
+
+
+def test_every_operation_has_an_implementation():
+    """What `--kernels` is checked against."""
+    assert list_ops()
+    assert all("torch" in found for found in list_ops().values())
+
+
+@dataclass(frozen=True)
+class Settings(Method):
+    """A method with a setting of every kind."""
+
+    window: Annotated[int, Field(ge=1)] = 32
+    share: float | None = None
+    pool: Literal["max", "avg"] = "max"
+    flag: bool = False
+    layers: tuple[int, ...] = ()
+    table: str | None = resolved()
+    count: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        if self.share is not None and self.share > 1:
+            raise UserError(f"share {self.share} is above 1.")
+        if self.window == 13:
+            raise ValueError("13 is unlucky")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], {}),
+        (["window=7"], {"window": 7}),
+        (["share=0.5", "flag=true"], {"share": 0.5, "flag": True}),
+        (["share=none", "pool=avg"], {"share": None, "pool": "avg"}),
+        (["layers=[1, 2]"], {"layers": (1, 2)}),
+        (["layers=1,2"], {"layers": (1, 2)}),
+    ],
+)
+def test_settings_are_read_by_their_types(given, expected):
+    """Text becomes what the dataclass says."""
+    made = configure(Settings, parse_pairs(given, "--set"), "--set", "x")
+    assert {key: getattr(made, key) for key in expected} == expected
+    assert set(jsonable_settings(made)) == {"window", "share", "pool", "flag", "layers"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["windw=7"], r"setting of x 'windw'\. Did you mean 'window'\? Allowed: flag, layers, pool, share, window"),
+        (["rows=7"], "unknown setting of x 'rows'"),
+        (["table=7"], "unknown setting of x 'table'"),
+        (["count=7"], "unknown setting of x 'count'"),
+        (["window=seven"], "--set window=seven: .*integer.* Allowed: .*int"),
+        (["window=0"], "--set window=0: .*greater than or equal to 1"),
+        (["window=1.5"], "--set window=1.5"),
+        (["pool=min"], "--set pool=min: .*'max' or 'avg'"),
+        (["share=2"], "share 2.0 is above 1"),
+        (["window=13"], "13 is unlucky"),
+        (["window"], "--set 'window' is not key=value"),
+        (["=1"], "is not key=value"),
+        (["window=1", "window=2"], "--set window is given twice"),
+    ],
+)
+def test_a_wrong_setting_is_refused(given, message):
+    """Unknown, of the wrong type, out of range, or twice."""
+    with pytest.raises(UserError, match=message):
+        configure(Settings, parse_pairs(given, "--set"), "--set", "x")

@@ -1,0 +1,158 @@
+"""Files of a run are hostile data: cut anywhere or damaged, what is whole is used and what is broken is said."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from kvbench.errors import UserError
+from kvbench.files import Journal, finished_samples, read_file, read_lines, write_atomic
+from kvbench.results import Line, Result
+from kvbench.stats import bootstrap_interval
+
+SAMPLES, TURNS = 3, 2
+
+
+def line(index: int, turn: int, **changes: object) -> Line:
+    """A line without measurements."""
+    values: dict[str, object] = {
+        "sample": f"s{index}", "index": index, "turn": turn, "turns": TURNS, "prompt_hash": "h", "prediction": "p é\n",
+        "ids": (1, 2), "references": ("r",), "score": 0.1, "scores": {"x": 0.1}, "tokens": None, "stop_reason": "stop",
+        "times": None, "bytes": None, "evidence": None, "facts": {"depths": [0.5]}, "started": "now", "seconds": 0.25,
+        "error": None,
+    }
+    return Line.model_validate({**values, **changes})
+
+
+LINES = [line(index, turn) for index in range(SAMPLES) for turn in range(TURNS)]
+WHOLE = "".join(f"{x.model_dump_json()}\n" for x in LINES).encode()
+ENDS = [i + 1 for i, byte in enumerate(WHOLE) if byte == ord("\n")]
+
+
+@pytest.fixture(autouse=True)
+def no_fsync(monkeypatch):
+    """The disk's own time is not tested."""
+    monkeypatch.setattr("kvbench.files.os.fsync", lambda _: None)
+
+
+def resume(path: Path) -> list[Line]:
+    """Open a journal, run what is missing, and read what is there then."""
+    journal = Journal(path)
+    for index in sorted(set(range(SAMPLES)) - journal.finished):
+        journal.append([line(index, turn) for turn in range(TURNS)])
+    journal.close()
+    return read_lines(path)
+
+
+@given(cut=st.integers(0, len(WHOLE)))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(cut=ENDS[0])
+@example(cut=ENDS[0] - 1)
+@example(cut=ENDS[1])
+@example(cut=ENDS[1] + 1)
+def test_a_journal_cut_at_any_byte_is_completed(tmp_path, cut):
+    """No finished sample is lost, none is there twice."""
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes(WHOLE[:cut])
+    whole_samples = sum(end <= cut for end in ENDS) // TURNS
+    journal = Journal(path)
+    assert journal.finished == set(range(whole_samples))
+    assert path.read_bytes() == WHOLE[: ENDS[whole_samples * TURNS - 1] if whole_samples else 0]
+    journal.close()
+    assert resume(path) == LINES
+    assert path.read_bytes() == WHOLE
+
+
+@given(at=st.integers(0, len(WHOLE) - 1), byte=st.integers(0, 255))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_damaged_journal_is_used_or_refused_but_never_crashes(tmp_path, at, byte):
+    """One byte is another: the samples that it does not touch stay."""
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes(WHOLE[:at] + bytes([byte]) + WHOLE[at + 1 :])
+    try:
+        lines = resume(path)
+    except UserError as refused:
+        if "schema version" not in str(refused):
+            raise
+    else:
+        assert {x.index for x in lines} >= set(range(SAMPLES))
+
+
+def test_a_cut_line_is_said(tmp_path, capsys):
+    """On standard error, with the number of lines that count."""
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes(WHOLE[: ENDS[2] + 9])
+    assert len(read_lines(path)) == 3
+    assert "the last line is cut off; the 3 whole lines before it are used" in capsys.readouterr().err
+    path.write_bytes(b"not json\n" + WHOLE)
+    assert len(read_lines(path)) == len(LINES)
+    assert "line 1 is broken" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "bad", ["[" * 100_000, "{}", "null", '{"schema_version": true}', '{"schema_version": 1, "x": 1}']
+)
+def test_hostile_lines_are_not_used(tmp_path, bad):
+    """Deep nesting, nothing, nonsense."""
+    path = tmp_path / "samples.jsonl"
+    path.write_text(f"{bad}\n")
+    assert read_lines(path) == []
+
+
+def test_a_sample_is_finished_with_all_its_turns_or_its_error():
+    """Half a conversation is not a sample."""
+    assert finished_samples([line(0, 0)]) == set()
+    assert finished_samples([line(0, 1)]) == set()
+    assert finished_samples([line(0, 1), line(0, 0)]) == {0}
+    assert finished_samples([line(0, 0, error="MemoryError: out")]) == {0}
+    assert finished_samples([line(0, 1, error="MemoryError: out")]) == set()
+
+
+def test_an_unknown_schema_version_is_refused(tmp_path):
+    """A file of a later kvbench is not guessed at."""
+    path = tmp_path / "samples.jsonl"
+    path.write_text(json.dumps({"schema_version": 2}) + "\n")
+    with pytest.raises(UserError, match="schema version 2; this kvbench reads 1"):
+        read_lines(path)
+    with pytest.raises(UserError, match="schema version 2"):
+        read_file(path, Result)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema_version": 1}', "\x00"])
+def test_a_broken_result_is_refused_in_one_line(tmp_path, text):
+    """Missing, cut, empty or of another shape."""
+    path = tmp_path / "result.json"
+    with pytest.raises(UserError, match="cannot be read"):
+        read_file(path, Result)
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"is not a valid result file: [^\n]+\Z"):
+        read_file(path, Result)
+
+
+def test_writing_is_all_or_nothing(tmp_path, monkeypatch):
+    """A file is replaced by the whole new one, or stays."""
+    path = tmp_path / "result.json"
+    write_atomic(path, "old")
+
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("kvbench.files.os.fsync", fail)
+    with pytest.raises(UserError, match="No space left on device"):
+        write_atomic(path, "new")
+    assert [x.name for x in tmp_path.iterdir()] == ["result.json"]
+    assert path.read_text() == "old"
+
+
+def test_the_interval_respects_clusters():
+    """Turns of one context that answer alike are one observation, not many."""
+    apart = bootstrap_interval([[x] for x in [0.0, 1.0] * 20])
+    together = bootstrap_interval([[x] * 10 for x in [0.0, 1.0] * 2])
+    assert apart[1] - apart[0] < together[1] - together[0]
+    assert bootstrap_interval([[0.5], [0.5]]) == (0.5, 0.5)
+    assert bootstrap_interval([[x] for x in [0.0, 1.0] * 20]) == apart

@@ -1,0 +1,229 @@
+"""A run is true, survives being killed, and never turns a failure into a number."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvbench.files import read_file, read_lines
+from kvbench.results import Result
+
+TOYS = Path(__file__).parent / "toy.py"
+INERT, LAST = f"{TOYS}:Inert", f"{TOYS}:Last"
+MODES = {
+    "visible": ("--mode", "single"),
+    "hidden": ("--mode", "single", "--visibility", "hidden", "--chunk", "7"),
+    "golden": ("--mode", "multi-turn"),
+    "own": ("--mode", "multi-turn", "--history", "own"),
+    "hidden turns": ("--mode", "multi-turn", "--visibility", "hidden", "--turns", "2"),
+    "recompress": ("--mode", "multi-turn", "--recompress"),
+    "requests": ("--mode", "multi-request"),
+}
+NAMES = {
+    "": "schema_version run_id status error suite spec model method task mode visibility history budget n_samples "
+    "n_scored n_failed score scores agreement output memory latency diffusion certificate kernels environment",
+    "budget": "asked kind resolved",
+    "score": "metric higher_is_better mean ci95 by_turn partial_mean",
+    "output": "tokens stop_reasons",
+    "memory": "dense_bytes cache_bytes ratio ratio_total read_bytes_per_step tail_bytes host_bytes end_bytes "
+    "peak_bytes bytes_per_token",
+    "latency": "clock prefill_s compress_s ttft_s tpot_s tokens_per_s p50 p95 n",
+    "environment": "python torch transformers triton kvbench git cpu gpu threads started seconds",
+}
+"""The names of docs/design.md that outside tools read."""
+
+
+def only_run(tmp_path: Path, out: str = "runs") -> Path:
+    """The folder of the one run."""
+    (folder,) = (tmp_path / out).iterdir()
+    return folder
+
+
+def scores(folder: Path) -> list[tuple[object, ...]]:
+    """What must not depend on how often a run was interrupted."""
+    lines = read_lines(folder / "samples.jsonl")
+    return [(x.index, x.turn, x.prompt_hash, x.ids, x.prediction, x.score, x.error) for x in lines]
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_every_mode_runs_to_a_result(kvbench, arguments, tmp_path, name):
+    """Turns, bytes and evidence are there in every mode, and the file is what was printed."""
+    answer = kvbench(*arguments, "--method", LAST, *MODES[name])
+    assert answer.code == 0, answer.err
+    folder = only_run(tmp_path)
+    assert json.loads((folder / "result.json").read_text()) == answer.json
+    result = read_file(folder / "result.json", Result)
+    turns = {"visible": 1, "hidden": 1, "hidden turns": 2}.get(name, 3)
+    assert (result.status, result.n_scored, len(result.score.by_turn)) == ("ok", 4, turns)
+    assert result.certificate is not None
+    assert (result.certificate.n_acted, result.certificate.n) == (4, 4)
+    assert result.memory is not None
+    assert 0.2 < result.memory.ratio < 0.3
+    assert result.output.tokens <= 4 * turns * 3
+    context = {x.tokens.context for x in read_lines(folder / "samples.jsonl") if x.tokens}
+    assert context == ({45} if result.visibility != "hidden" else {40})
+
+
+def test_a_result_has_the_documented_names(kvbench, arguments):
+    """The leaderboard and outside tools read these."""
+    result = kvbench(*arguments, "--method", LAST).json
+    for part, names in NAMES.items():
+        assert set((result[part] if part else result).keys()) == set(names.split()), part
+    assert {"seed", "split", "batch", "chunk", "generation"} <= result["spec"].keys()
+    assert {"id", "revision", "kind", "dtype", "params", "sha256"} <= result["model"].keys()
+    assert {"name", "version", "family", "settings", "card"} <= result["method"].keys()
+    task = "name version suite length scorer dataset_revision prompt_id chat_template_sha bos truncation stop"
+    assert set(task.split()) <= result["task"].keys()
+    assert {"kind", "n_acted", "n"} <= result["certificate"].keys()
+
+
+def test_visibility_changes_what_is_run_and_not_what_is_asked(kvbench, arguments, tmp_path):
+    """Prompts are equal in every mode; with a full cache so are the answers."""
+    for mode in ("--visibility=visible", "--visibility=hidden"):
+        assert kvbench(*arguments, "--method", "full", mode).code == 0
+    first, second = (read_lines(x / "samples.jsonl") for x in (tmp_path / "runs").iterdir())
+    assert [(x.prompt_hash, x.ids) for x in first] == [(x.prompt_hash, x.ids) for x in second]
+
+
+def test_the_same_command_reports_the_finished_run(kvbench, arguments, tmp_path):
+    """Nothing is run twice, and it says so."""
+    first = kvbench(*arguments, "--method", LAST)
+    written = (only_run(tmp_path) / "result.json").read_bytes()
+    again = kvbench(*arguments, "--method", LAST)
+    assert again.code == 0
+    assert again.json == first.json
+    assert "already finished" in again.err
+    assert (only_run(tmp_path) / "result.json").read_bytes() == written
+    other = kvbench(*arguments, "--method", LAST, "--seed", "1")
+    assert other.json["run_id"] != first.json["run_id"]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_run_goes_on_to_the_same_scores(kvbench, arguments, tmp_path, how):
+    """A signal to the real process after its first samples; the same command ends as if nothing had happened."""
+    command = [*arguments, "--method", LAST, "--mode", "multi-turn"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from kvbench.cli import main; main()", *command], stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env={**os.environ, "TOY_SLEEP": "0.3", "OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + 60
+    while not any(x.stat().st_size for x in tmp_path.glob("runs/*/samples.jsonl")):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(how)
+    err = process.communicate()[1]
+    folder = only_run(tmp_path)
+    assert not (folder / "result.json").exists()
+    if how is signal.SIGINT:
+        assert process.returncode == 130
+        assert err.splitlines()[-1].startswith("kvbench: interrupted: ")
+        assert "Run the same command to go on." in err
+    done = len({x.index for x in read_lines(folder / "samples.jsonl")})
+    assert 0 < done < 4
+
+    resumed = kvbench(*command)
+    assert resumed.code == 0
+    assert f"resuming: {done} of 4" in resumed.err
+    command[command.index("--out") + 1] = str(tmp_path / "whole")
+    whole = kvbench(*command)
+    assert scores(folder) == scores(only_run(tmp_path, "whole"))
+    for part in ("run_id", "score", "scores", "output", "memory", "certificate", "n_scored"):
+        assert resumed.json[part] == whole.json[part], part
+
+
+def test_a_method_that_does_nothing_fails_its_run(kvbench, arguments):
+    """Declared as eviction and inert: exit code 1, with the reason in the result."""
+    answer = kvbench(*arguments, "--method", INERT)
+    assert answer.code == 1
+    assert answer.json["status"] == "failed"
+    assert "acted in 0 of 4 samples" in answer.json["error"]
+    assert kvbench(*arguments, "--method", INERT, "--budget", "100%").code == 0  # there it is no lie
+
+
+@pytest.mark.parametrize(("kind", "error"), [("memory", "MemoryError: out of memory"), ("bug", "ValueError: a bug")])
+def test_a_failed_sample_is_no_zero(kvbench, arguments, tmp_path, kind, error):
+    """The run goes on, its mean is null, and the traceback is kept."""
+    answer = kvbench(*arguments, "--method", LAST, "--set", "fails_at=1", "--set", f"kind={kind}")
+    assert answer.code == 1
+    result = answer.json
+    assert (result["status"], result["n_scored"], result["n_failed"]) == ("failed", 3, 1)
+    assert result["score"]["mean"] is None
+    assert result["score"]["ci95"] is None
+    assert 0 < result["score"]["partial_mean"] < 1
+    assert result["scores"] == {}
+    assert error in result["error"]
+    lines = read_lines(only_run(tmp_path) / "samples.jsonl")
+    assert [x.error for x in lines] == [None, error, None, None]
+    assert "Traceback" in (only_run(tmp_path) / "errors.log").read_text()
+    assert kvbench(*arguments, "--method", LAST, "--set", "fails_at=1", "--set", f"kind={kind}").code == 1
+
+
+def test_every_sample_failing_is_a_result_too(kvbench, arguments, monkeypatch):
+    """No bytes, no times, no division by zero."""
+    monkeypatch.setattr("kvbench.sample.Session", None)
+    answer = kvbench(*arguments, "--method", LAST)
+    assert answer.code == 1
+    assert answer.json["n_failed"] == 4
+    assert answer.json["memory"] is None
+    assert "none: every sample failed" in answer.out
+
+
+def test_random_weights_have_no_score(kvbench, arguments, model_folder):
+    """Memory and speed only."""
+    arguments[arguments.index("--model") + 1] = f"random:{model_folder}"
+    answer = kvbench(*arguments, "--method", LAST)
+    assert answer.code == 0, answer.err
+    assert answer.json["score"]["mean"] is None
+    assert answer.json["scores"] == {}
+    assert answer.json["memory"]["cache_bytes"] > 0
+    assert "none: random weights" in answer.out
+
+
+@pytest.mark.parametrize("full_after", [0, 2])
+def test_a_full_disk_ends_the_run_and_loses_nothing(kvbench, arguments, tmp_path, monkeypatch, full_after):
+    """One clear line and exit code 1; with room again the run goes on and its scores are whole."""
+    synced = 0
+
+    def fsync(descriptor: int) -> None:
+        nonlocal synced
+        del descriptor
+        synced += 1
+        if synced > full_after:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("kvbench.files.os.fsync", fsync)
+    answer = kvbench(*arguments, "--method", LAST)
+    assert answer.code == 1
+    assert "No space left on device" in answer.err.splitlines()[-1]
+    assert "Traceback" not in answer.err
+    monkeypatch.undo()
+    assert len(list((only_run(tmp_path)).glob(".*.part"))) == 0
+    again = kvbench(*arguments, "--method", LAST)
+    assert again.code == 0
+    assert again.json["n_scored"] == 4
+    assert len(scores(only_run(tmp_path))) == 4
+
+
+def test_two_processes_do_not_share_a_run(kvbench, arguments, tmp_path, monkeypatch):
+    """The second is told, and leaves the first alone."""
+    from kvbench.files import locked
+    from kvbench.runner import run
+
+    def run_locked(job, progress):
+        with locked(job.folder):
+            return run(job, progress)
+
+    monkeypatch.setattr("kvbench.runner.run", run_locked)
+    answer = kvbench(*arguments, "--method", LAST)
+    assert answer.code == 2
+    assert "another process is working on" in answer.err
+    assert not (only_run(tmp_path) / "samples.jsonl").exists()
