@@ -8,6 +8,7 @@ that re-rotates, a test that looks.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -36,14 +37,25 @@ class Buffer:
         self.tensors = {
             name: x.new_empty((*x.shape[:2], capacity, *x.shape[3:])) for name, x in like.items()
         }
-        self.top = 0
-        """Rows written by whoever wrote last: who stands below it may not append in place."""
+        self._readers: dict[int, weakref.ref[LayerKV]] = {}
 
     def write(self, start: int, rows: dict[str, Tensor]) -> None:
         """Copy rows in, from row `start`."""
         for name, x in rows.items():
             self.tensors[name][:, :, start : start + x.shape[2]].copy_(x)
-        self.top = start + next(iter(rows.values())).shape[2]
+
+    def join(self, store: LayerKV) -> None:
+        """From now on this store reads rows here."""
+        self._readers[id(store)] = weakref.ref(store)
+
+    def leave(self, store: LayerKV) -> None:
+        """This store reads no row here any more."""
+        self._readers.pop(id(store), None)
+
+    def top(self, but: LayerKV | None = None) -> int:
+        """Rows that somebody reads: who holds fewer may not append in place."""
+        stores = [x for x in (ref() for ref in self._readers.values()) if x is not None and x is not but]
+        return max((x.n if x.length is None else self.capacity for x in stores), default=0)
 
 
 @dataclass
@@ -78,7 +90,7 @@ class LayerKV:
     bounded: bool = False
 
     n: int = field(default=0, init=False)
-    """Rows per KV head in the dense block."""
+    """Rows per KV head in the dense block. Where steps have static shapes, as the host counts them."""
     seen: int = field(default=0, init=False)
     """Tokens so far."""
     dropped: int = field(default=0, init=False)
@@ -91,10 +103,8 @@ class LayerKV:
     state: dict[str, Tensor] = field(default_factory=dict, init=False)
     """What a method keeps per layer; counted and forked with the rows."""
     length: Tensor | None = field(default=None, init=False)
-    """Rows held, on the device, where steps have static shapes; `n` is then the capacity."""
+    """Rows held, on the device, where steps have static shapes; `keys` and the like are then the whole block."""
     _buffer: Buffer | None = field(default=None, init=False)
-    _base: int = field(default=0, init=False)
-    """Rows shared with the session that this was forked from."""
     _window: int | None = field(default=None, init=False)
 
     # What the rows are
@@ -110,7 +120,8 @@ class LayerKV:
 
     def _view(self, name: str) -> Tensor:
         assert self._buffer is not None, "the layer holds no rows yet"
-        return self._buffer.tensors[name][:, :, : self.n]
+        rows = self._buffer.tensors[name]
+        return rows if self.length is not None else rows[:, :, : self.n]
 
     @property
     def keys(self) -> Tensor:
@@ -128,6 +139,11 @@ class LayerKV:
         held = self._buffer is not None and "position" in self._buffer.tensors
         return self._view("position") if held else None
 
+    def logical_positions(self) -> Tensor:
+        """Positions of the dense block, stored or implied by the order of rows. [B, H_kv, n] or [n]"""
+        held = self.positions
+        return torch.arange(self.seen - self.n, self.seen, device=self.keys.device) if held is None else held
+
     @property
     def scores(self) -> Tensor:
         """Attention mass that each row received so far, summed over its group's heads. [B, H_kv, n] float32"""
@@ -142,14 +158,17 @@ class LayerKV:
         count = step.key.shape[2]
         if self.length is not None:
             assert self._buffer is not None
+            self._refuse_overflow(count)
             index = self.length + torch.arange(count, device=self.length.device)
             for name, x in rows.items():
                 self._buffer.tensors[name].index_copy_(2, index, x)
             self.length.add_(count)
+            self.n += count
             return
         if self._buffer is None:
             self._buffer = Buffer(rows, max(count, self.capacity if step.phase is Phase.CONTEXT else 0))
-        elif self._buffer.top != self.n or self.n + count > self._buffer.capacity:
+            self._buffer.join(self)
+        elif self._buffer.top(but=self) > self.n or self.n + count > self._buffer.capacity:
             self._reallocate(self.n + count)
         self._buffer.write(self.n, rows)
         self.n += count
@@ -164,20 +183,32 @@ class LayerKV:
     def reserve(self, tokens: int, forward: int) -> None:
         """Make room now for `tokens` more tokens, at most `forward` at a time, so that decode does not have to."""
         extra = forward if self.bounded else tokens
-        if self._buffer is not None and self.n + extra > self._buffer.capacity:
+        if self.length is not None:
+            self._refuse_overflow(extra)
+        elif self._buffer is not None and self.n + extra > self._buffer.capacity:
             self._reallocate(self.n + extra)
 
     def _reallocate(self, capacity: int) -> None:
         assert self._buffer is not None
-        held = {name: x[:, :, : self.n] for name, x in self._buffer.tensors.items()}
-        self._leave()
-        self._replace(held, capacity)
+        self._replace(self._held(), capacity)
 
     def _replace(self, rows: dict[str, Tensor], capacity: int) -> None:
+        """Hold these rows and no others, in a block of their own."""
+        if self._buffer is not None:
+            self._buffer.leave(self)
         count = next(iter(rows.values())).shape[2]
         self._buffer = Buffer(rows, max(count, capacity))
         self._buffer.write(0, rows)
-        self.n, self._base = count, 0
+        self._buffer.join(self)
+        self.n = count
+
+    def _refuse_overflow(self, count: int) -> None:
+        assert self._buffer is not None
+        if self.n + count > self._buffer.capacity:
+            raise UserError(
+                f"{count} more rows do not fit the fixed capacity of {self._buffer.capacity} with {self.n} held: open "
+                "the session with a larger capacity before its steps are made static."
+            )
 
     # Reading
 
@@ -187,7 +218,8 @@ class LayerKV:
 
     def attend(self, step: Step) -> Tensor:
         """Attention output of the last T rows over every row held. [B, H_q, T, D_v]"""
-        options = {"scale": step.scale, "seen": step.seen, "window": step.window, "softcap": step.softcap}
+        seen = step.seen if self.length is None else step.positions[0, -1] + 1  # a captured step has no host numbers
+        options = {"scale": step.scale, "seen": seen, "window": step.window, "softcap": step.softcap}
         if self.frozen is None:
             return dense_attention(
                 step.query, self.keys, self.values, **options, positions=self._where(), sinks=step.sinks,
@@ -205,34 +237,30 @@ class LayerKV:
     def keep(self, indices: Tensor) -> None:
         """Keep these rows of every head and free the rest. indices: [B, H_kv, C], ascending."""
         self._refuse_ragged()
-        assert self._buffer is not None
-        self._track_holes()
-        kept = {name: _gather(x[:, :, : self.n], indices) for name, x in self._buffer.tensors.items()}
+        kept = {name: _gather(x, indices) for name, x in self._held_with_holes().items()}
         self._count_dropped(self.n - indices.shape[2], indices)
-        self._leave()
         self._replace(kept, indices.shape[2] + (1 if self.bounded else max(0, self.capacity - self.seen)))
 
     def keep_where(self, mask: Tensor) -> None:
         """Keep rows by head, unequal numbers allowed, flat and never written again. mask: [B, H_kv, n] bool"""
         self._refuse_ragged()
-        self._track_holes()
+        held = self._held_with_holes()
         counts = mask.sum(-1).flatten()
         offsets = torch.zeros(counts.numel() + 1, dtype=torch.int32, device=mask.device)
         offsets[1:] = counts.cumsum(0)
-        positions = self.positions
+        positions = held.get("position")
         self.frozen = FlatRows(
-            self.keys[mask], self.values[mask], offsets, counts.tolist(), None if positions is None else positions[mask]
+            held["key"][mask], held["value"][mask], offsets, counts.tolist(),
+            None if positions is None else positions[mask],
         )
         self.dropped += mask.numel() - int(offsets[-1])
-        empty = {name: x[:, :, :0] for name, x in self._held().items()}
-        self._leave()
+        empty = {name: x[:, :, :0] for name, x in held.items()}
         self._replace(empty, max(0, self.capacity - self.seen))
 
     def keep_last(self, rows: int) -> None:
         """Keep the last rows of every head: what a sliding window leaves of any cache, so no eviction."""
         if self.frozen is None and self._buffer is not None and self.n > rows:
-            held = {name: x[:, :, self.n - rows : self.n] for name, x in self._buffer.tensors.items()}
-            self._leave()
+            held = {name: x[:, :, self.n - rows :] for name, x in self._held().items()}
             self._replace(held, rows + max(0, self.capacity - self.seen))
 
     def drop(self, indices: Tensor) -> None:
@@ -242,6 +270,9 @@ class LayerKV:
         indices: [B, H_kv, m], distinct.
         """
         self._refuse_ragged()
+        assert self.bounded, "rows may be overwritten only in a store that is `bounded`: its forks copy their rows"
+        if self._window is not None and not self.track:
+            self._replace(self._held_with_holes(), self.n)
         assert self._buffer is not None
         count = indices.shape[2]
         kept = self.n - count
@@ -254,7 +285,7 @@ class LayerKV:
         for x in self._buffer.tensors.values():
             _scatter(x, target, _gather(x, source))
         self._count_dropped(count, indices)
-        self.n = self._buffer.top = kept
+        self.n = kept
 
     def settle(self) -> None:
         """No compression is to come: free what was kept for scoring."""
@@ -267,16 +298,15 @@ class LayerKV:
     def _count_dropped(self, rows: int, indices: Tensor) -> None:
         self.dropped += rows * indices.shape[0] * indices.shape[1]
 
-    def _track_holes(self) -> None:
-        """Once rows go missing, a window must count tokens: write positions down, until now implied by the order."""
-        if self._window is None or self.track:
-            return
-        assert self._buffer is not None
-        key = self._buffer.tensors["key"]
-        first = self.seen - self.n
-        positions = torch.arange(first, first + self._buffer.capacity, dtype=torch.int32, device=key.device)
-        self._buffer.tensors["position"] = positions.expand(*key.shape[:2], -1).contiguous()
-        self.track = True
+    def _held_with_holes(self) -> dict[str, Tensor]:
+        """Rows held, some about to go missing: a window must count tokens then, so what the order implied goes in."""
+        held = self._held()
+        if self._window is not None and not self.track:
+            key = held["key"]
+            positions = torch.arange(self.seen - self.n, self.seen, dtype=torch.int32, device=key.device)
+            held["position"] = positions.expand(*key.shape[:2], -1)
+            self.track = True
+        return held
 
     def _refuse_ragged(self) -> None:
         if self.frozen is not None:
@@ -291,28 +321,32 @@ class LayerKV:
         """A copy that may go on by itself: shares rows that are only ever appended to, copies rows written in place."""
         other = copy.copy(self)
         other.state = {name: x.clone() for name, x in self.state.items()}
-        if self._buffer is not None and (self.bounded or self.column_sums or self.length is not None):
-            other._replace(self._held(), self._buffer.capacity)  # noqa: SLF001  # the same class
+        if self._buffer is None:
+            return other
+        if self.bounded or self.column_sums or self.length is not None:
+            other.length = None
+            other._replace(self._held(), self._buffer.capacity)  # the same class
+            if self.length is not None:
+                other.make_static()
         else:
-            other._base = self.n  # noqa: SLF001
-        other.length = None if self.length is None else self.length.clone()
+            self._buffer.join(other)
         return other
 
     def close(self) -> None:
         """Give the rows back: what a fork appended to shared rows may be overwritten."""
-        self._leave()
+        if self._buffer is not None:
+            self._buffer.leave(self)
         self._buffer = self.frozen = self.recent_queries = None
         self.state = {}
-
-    def _leave(self) -> None:
-        if self._buffer is not None and self._base and self._buffer.top == self.n:
-            self._buffer.top = self._base
 
     def make_static(self) -> None:
         """From now on every step has the same shapes: the length lives on the device, masks do the rest."""
         assert self._buffer is not None
+        if self._buffer.top(but=self) > self.n:
+            self._reallocate(self._buffer.capacity)
+        for x in self._buffer.tensors.values():
+            x[:, :, self.n :].zero_()  # read from now on, with weight zero: NaN there would be NaN in the output
         self.length = torch.tensor(self.n, device=self.keys.device)
-        self.n = self._buffer.capacity
 
     # Counting
 
@@ -356,7 +390,6 @@ class Int8KV(LayerKV):
     def quantise(self) -> None:
         """Replace the exact rows by their codes and free them."""
         exact = self._held()
-        self._leave()
         self._replace(quantise_rows(exact["key"], exact["value"]), self.n + max(0, self.capacity - self.seen))
         self.quantised = True
 
@@ -367,8 +400,10 @@ class Int8KV(LayerKV):
         """Attention over codes, scales folded into queries and weights; exact before `quantise`."""
         if not self.quantised:
             return super().attend(step)
+        assert self._buffer is not None
         return int8_attention(
-            step.query, **self._held(), scale=step.scale, window=step.window, softcap=step.softcap, sinks=step.sinks
+            step.query, **{name: self._view(name) for name in self._buffer.tensors}, scale=step.scale,
+            window=step.window, softcap=step.softcap, sinks=step.sinks, length=self.length,
         )
 
     def facts(self) -> dict[str, int]:
@@ -386,7 +421,7 @@ def _last(old: Tensor | None, new: Tensor, count: int) -> Tensor:
 
 
 def _expand(indices: Tensor, x: Tensor) -> Tensor:
-    return indices if x.dim() == 3 else indices[..., None].expand(-1, -1, -1, x.shape[3])  # noqa: PLR2004  # no D axis
+    return indices if x.dim() == 3 else indices[..., None].expand(-1, -1, -1, x.shape[3])  # no D axis
 
 
 def _gather(x: Tensor, indices: Tensor) -> Tensor:
