@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -239,12 +240,13 @@ def _read_config(name: str, folder: Path) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers' progress bars and reports off the screen; what matters in them is checked here."""
+    """Keep transformers' progress bars, reports and warnings off the screen; what matters in them is checked here."""
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(logging.CRITICAL)
     transformers_logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings(action="ignore"):
+            yield
     finally:
         transformers_logging.set_verbosity(level)
         if bars:

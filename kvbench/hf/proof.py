@@ -184,9 +184,12 @@ def _served(module: PreTrainedModel, ids: Tensor, chunks: list[tuple[int, int]])
 
 
 def _stock(module: PreTrainedModel, ids: Tensor, chunks: list[tuple[int, int]], rows: list[int]) -> Tensor:
-    """Logits of these rows by transformers' own attention and cache. [1, rows, V]"""
+    """Logits of these rows by the model's own attention and transformers' cache. [1, rows, V]
+
+    Not by SDPA: up to transformers 5.17 it left Gemma's soft caps out and said nothing.
+    """
     logits, cache = [], None
-    with torch.no_grad():
+    with torch.no_grad(), attached(module, "eager"):
         for low, high in chunks:
             kept = torch.tensor([i - low for i in rows if low <= i < high], device=ids.device)
             options = {"logits_to_keep": kept} if keeps_logits(module) else {}

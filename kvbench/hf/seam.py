@@ -69,13 +69,13 @@ AttentionInterface.register(NAME, _attention)
 
 
 @contextmanager
-def attached(module: PreTrainedModel) -> Iterator[None]:
-    """Switch the model to kvbench's attention, and back to what it had."""
+def attached(module: PreTrainedModel, attention: str = NAME) -> Iterator[None]:
+    """Switch the model to kvbench's attention (or another by name), and back to what it had."""
     before = module.config._attn_implementation  # noqa: SLF001  # transformers' own name for the setting
-    if before == NAME:
+    if before == attention:
         yield
         return
-    module.set_attn_implementation(NAME)
+    module.set_attn_implementation(attention)
     try:
         yield
     finally:

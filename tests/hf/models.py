@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
 from kvbench.hf import Model
 
 VOCABULARY = 64
@@ -31,6 +33,7 @@ LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3],
     "long_factor": [2.0, 3.0, 4.0, 5.0], "factor": 8.0, "original_max_position_embeddings": 64,
 }
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
 
 SERVED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -97,7 +100,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "diffllama": ("diffllama", {}, "calls the attention function 4 times for 2 layers"),
     "doge": ("doge", {}, "handed an attention mask"),
     "deepseek_v3": ("deepseek_v3", {**MLA, **MOE, "n_routed_experts": 4, "first_k_dense_replace": 2}, "caches latents"),
-    "llama-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic'"),
+    "llama-dynamic": ("llama", {"rope_parameters": DYNAMIC}, "'dynamic' rotary embeddings"),
 }
 """By name: model type, options, and what the refusal says."""
 
@@ -113,9 +116,10 @@ def build(kind: str, options: dict[str, Any], seed: int = 0) -> PreTrainedModel:
     """A model of this type, with sizes of SIZES where options do not say otherwise, every parameter random."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(kind, **copy.deepcopy({**SIZES, **options}))  # it writes into rope_parameters
-    module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
-    for key, x in module.named_parameters():
-        if x.dim() < 2:  # biases, norms, sinks: at their start they are zeros and ones, which hide mistakes
+    with warnings.catch_warnings(action="ignore"):  # some files are older than what they import
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    for x in module.parameters():
+        if x.dim() == 1:  # biases, norms, sinks: at their start they are zeros and ones, which hide mistakes
             x.add_(torch.randn_like(x) * 0.1)
     return module
 

@@ -14,9 +14,8 @@ import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 
-import kvbench.hf.find as find
 from kvbench.errors import UserError
-from kvbench.hf import DTYPES, Model, list_bundled, load_model, predict_memory
+from kvbench.hf import DTYPES, Model, find, list_bundled, load_model, predict_memory
 from kvbench.session import Session, model_bytes
 
 from .models import SERVED, build, save
@@ -64,7 +63,8 @@ def test_local_folder(name: str, saved: dict[str, Path]) -> None:
         assert torch.equal(loaded.module.state_dict()[key], weight), key
     assert loaded.id == str(saved[name])
     assert loaded.tokenizer.encode("w7 w9", add_special_tokens=False) == [7, 9]
-    assert (loaded.dtype, loaded.device, loaded.random, loaded.revision) == ("float32", torch.device("cpu"), False, None)
+    assert (loaded.dtype, loaded.device) == ("float32", torch.device("cpu"))
+    assert (loaded.random, loaded.revision) == (False, None)
     assert loaded.params == sum(x.numel() for x in original.parameters())
     assert loaded.max_length == 512
     assert loaded.stop_ids == {2}
@@ -126,9 +126,8 @@ def test_unknown_name(saved: dict[str, Path], tmp_path: Path, monkeypatch: pytes
     shutil.copytree(saved["llama"], tmp_path / "bundled" / "mini")
     monkeypatch.setattr(find, "BUNDLED", tmp_path / "bundled")
     text = refusal("minni")
-    assert text == (
-        "unknown model 'minni'. Did you mean 'mini'? Allowed: mini. Or give a local folder, or a hub id such as org/name."
-    )
+    assert text.startswith("unknown model 'minni'. Did you mean 'mini'? Allowed: mini.")
+    assert text.endswith("Or give a local folder, or a hub id such as org/name.")
     for name in ("", "random:", "./nowhere", "/no/where", "~/nowhere", "a/b/c"):
         assert refusal(name).startswith("unknown model")
 
@@ -160,6 +159,10 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def shrink_weight(folder: Path) -> None:
+    rewrite(folder, lambda weights: weights.update({QUERY: torch.zeros(3, 3)}))
+
+
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda x: (x / "config.json").unlink(), "has no config.json"),
@@ -169,8 +172,8 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "weights cut off": (truncate_weights, "cannot be loaded .*not fully covered"),
     "weights empty": (empty_weights, "cannot be loaded"),
     "no weights": (lambda x: (x / "model.safetensors").unlink(), "has no weights"),
-    "one weight missing": (lambda x: rewrite(x, lambda w: w.pop(QUERY)), f"lacks 1 of its weights, for example {QUERY}"),
-    "one weight too small": (lambda x: rewrite(x, lambda w: w.update({QUERY: torch.zeros(3, 3)})), "cannot be loaded|lacks"),
+    "one weight missing": (lambda x: rewrite(x, lambda w: w.pop(QUERY)), f"lacks 1 of its weights, .* {QUERY}"),
+    "one weight too small": (shrink_weight, "cannot be loaded .*mismatched_sizes"),
     "no tokenizer": (lambda x: (x / "tokenizer.json").unlink(), "has no tokenizer"),
     "tokenizer cut off": (lambda x: (x / "tokenizer.json").write_text('{"version"'), "cannot be loaded"),
 }
@@ -256,7 +259,9 @@ def test_hub_id_in_the_cache(saved: dict[str, Path], tmp_path: Path, monkeypatch
     assert loaded.sha256 == load_model(str(saved["llama"])).sha256
 
 
-@pytest.mark.parametrize(("kind", "says"), [(RepositoryNotFoundError, "no such repository"), (GatedRepoError, "is gated")])
+@pytest.mark.parametrize(
+    ("kind", "says"), [(RepositoryNotFoundError, "no such repository"), (GatedRepoError, "is gated")]
+)
 def test_hub_says_no(kind: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A repository that is not there, or not for everyone, is refused with what to do."""
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-import kvbench.hf.proof as proof
 import kvbench.kernels.dense_attention.torch as dense
-import kvbench.store as store
+from kvbench import store
 from kvbench.errors import UserError
+from kvbench.hf import proof
 from kvbench.hf.proof import TOLERANCE, compare, prove
 from kvbench.hf.seam import Forward
 

@@ -140,7 +140,7 @@ def test_a_rotation_that_is_not_the_models_is_not_trusted(monkeypatch: pytest.Mo
     """A model whose file rotates in another way than its layers do is found out."""
     module = build("llama", {})
     assert all(rope.trusted for rope in Model.from_module(module).ropes)
-    import transformers.models.llama.modeling_llama as source  # noqa: PLC0415
+    import transformers.models.llama.modeling_llama as source
 
     honest = source.apply_rotary_pos_emb
     for layer in module.model.layers:
