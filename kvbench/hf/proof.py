@@ -35,6 +35,8 @@ SERVED_LAYERS = {"full_attention", "sliding_attention"}
 PROBE = 33
 """Tokens beyond the window, and positions compared in each chunk."""
 STEPS = 2
+STOCK_CHUNK = 1024
+"""Most tokens at once where every attention weight is written out."""
 NEAR, FAR = 3, 1003
 """Positions at which a lone token shows its rotation."""
 
@@ -117,7 +119,7 @@ def compare(module: PreTrainedModel, ids: Tensor) -> tuple[float, float]:
     length = ids.shape[1]
     steps = range(length - STEPS, length + 1)
     halves = list(itertools.pairwise([0, length // 2, *steps]))
-    whole = list(itertools.pairwise([0, *steps]))
+    whole = list(itertools.pairwise([*range(0, length - STEPS, STOCK_CHUNK), *steps]))
     rows = [i for low, high in halves for i in range(max(low, high - PROBE), high)]
     stock = _stock(module, ids, whole, rows)
     bound = TOLERANCE[module.dtype] * stock.abs().max().item()
@@ -191,7 +193,7 @@ def _stock(module: PreTrainedModel, ids: Tensor, chunks: list[tuple[int, int]], 
     logits, cache = [], None
     with torch.no_grad(), attached(module, "eager"):
         for low, high in chunks:
-            kept = torch.tensor([i - low for i in rows if low <= i < high], device=ids.device)
+            kept = torch.tensor([i - low for i in rows if low <= i < high], dtype=torch.long, device=ids.device)
             options = {"logits_to_keep": kept} if keeps_logits(module) else {}
             answer = module(input_ids=ids[:, low:high], past_key_values=cache, use_cache=True, **options)
             cache = answer.past_key_values

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from kvbench.hf import Model
+from kvbench.errors import UserError
+from kvbench.hf import Model, load_model
 
 VOCABULARY = 64
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+"""One of a Llama's weights."""
+SAVED_SEED = 1
+"""Of the saved weights: not the one that `random:` uses."""
 WINDOW = 9
 """Shorter than every probe, so that it bites."""
 SIZES: dict[str, Any] = {
@@ -100,6 +109,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "diffllama": ("diffllama", {}, "calls the attention function 4 times for 2 layers"),
     "doge": ("doge", {}, "handed an attention mask"),
     "deepseek_v3": ("deepseek_v3", {**MLA, **MOE, "n_routed_experts": 4, "first_k_dense_replace": 2}, "caches latents"),
+    "gemma4_text": (
+        "gemma4_text", {"head_dim": 8, "num_kv_shared_layers": 1, "num_hidden_layers": 3, "sliding_window": WINDOW,
+        "layer_types": ["full_attention"] * 3, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64},
+        "1 layers that read other layers' rows",
+    ),
     "llama-dynamic": ("llama", {"rope_parameters": DYNAMIC}, "'dynamic' rotary embeddings"),
 }
 """By name: model type, options, and what the refusal says."""
@@ -139,3 +153,19 @@ def save(module: PreTrainedModel, folder: Path) -> Path:
     module.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
+
+
+def refusal(name: str | Path, **options: str) -> str:
+    """The one line that loading ends with."""
+    with pytest.raises(UserError) as caught:
+        load_model(str(name), **options)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Change the saved weights."""
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

@@ -3,61 +3,24 @@
 from __future__ import annotations
 
 import json
-import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import torch
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-from safetensors.torch import load_file, save_file
 
 from kvbench.errors import UserError
-from kvbench.hf import DTYPES, Model, find, list_bundled, load_model, predict_memory
+from kvbench.hf import DTYPES, Model, load_model, predict_memory
 from kvbench.session import Session, model_bytes
 
-from .models import SERVED, build, save
+from .models import QUERY, SAVED_SEED, SERVED, build, refusal, rewrite, save
 from .test_seam import Dense, token_ids
-
-FEW_SECONDS = 5.0
-SEED = 1
-"""Of the saved weights: not the one that `random:` uses."""
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hashes are remembered elsewhere than the user's."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of a tiny random Llama and Qwen with their tokenizer."""
-    folder = tmp_path_factory.mktemp("models")
-    return {name: save(build(*SERVED[name], SEED), folder / name) for name in ("llama", "qwen2", "mistral")}
-
-
-@pytest.fixture
-def llama(saved: dict[str, Path], tmp_path: Path) -> Path:
-    """A copy of the Llama's folder that a test may break."""
-    return Path(shutil.copytree(saved["llama"], tmp_path / "copy"))
-
-
-def refusal(name: str | Path, **options: str) -> str:
-    """The one line that loading ends with."""
-    with pytest.raises(UserError) as caught:
-        load_model(str(name), **options)
-    text = str(caught.value)
-    assert "\n" not in text
-    return text
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_local_folder(name: str, saved: dict[str, Path]) -> None:
     """A saved model loads with its weights, its tokenizer and its facts, and answers as it did in memory."""
-    original = build(*SERVED[name], SEED)
+    original = build(*SERVED[name], SAVED_SEED)
     loaded = load_model(str(saved[name]))
     for key, weight in original.state_dict().items():
         assert torch.equal(loaded.module.state_dict()[key], weight), key
@@ -112,26 +75,6 @@ def test_random_weights_leave_the_generator_alone(saved: dict[str, Path]) -> Non
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_bundled_name(saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bundled model loads by its bare name, from any working directory."""
-    shutil.copytree(saved["llama"], tmp_path / "bundled" / "mini")
-    monkeypatch.setattr(find, "BUNDLED", tmp_path / "bundled")
-    monkeypatch.chdir("/")
-    assert list_bundled() == ["mini"]
-    assert load_model("mini").id == "mini"
-
-
-def test_unknown_name(saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A misspelt name is answered with the nearest one, the list, and what else may stand there."""
-    shutil.copytree(saved["llama"], tmp_path / "bundled" / "mini")
-    monkeypatch.setattr(find, "BUNDLED", tmp_path / "bundled")
-    text = refusal("minni")
-    assert text.startswith("unknown model 'minni'. Did you mean 'mini'? Allowed: mini.")
-    assert text.endswith("Or give a local folder, or a hub id such as org/name.")
-    for name in ("", "random:", "./nowhere", "/no/where", "~/nowhere", "a/b/c"):
-        assert refusal(name).startswith("unknown model")
-
-
 def break_config(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": ')
 
@@ -153,17 +96,10 @@ def empty_weights(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"")
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 def shrink_weight(folder: Path) -> None:
     rewrite(folder, lambda weights: weights.update({QUERY: torch.zeros(3, 3)}))
 
 
-QUERY = "model.layers.0.self_attn.q_proj.weight"
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda x: (x / "config.json").unlink(), "has no config.json"),
     "config cut off": (break_config, "no readable config.json"),
@@ -206,71 +142,10 @@ def test_unserved_architecture(tmp_path: Path) -> None:
         predict_memory(str(folder))
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cpu:1", "mps", ""])
-def test_unknown_device(device: str, saved: dict[str, Path]) -> None:
-    """A device that does not exist anywhere is answered with those that do."""
-    assert refusal(saved["llama"], device=device).startswith(f"unknown device '{device}'.")
-
-
-@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
-def test_absent_device(device: str, saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that this machine lacks is refused with what was seen and what works."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    text = refusal(saved["llama"], device=device)
-    assert text == f"device '{device}' is not on this machine (0 GPUs seen). Use --device cpu."
-
-
 def test_unknown_precision(saved: dict[str, Path]) -> None:
     """A misspelt precision is answered with the nearest and all."""
     text = refusal(saved["llama"], dtype="bfloat61")
     assert text == "unknown dtype 'bfloat61'. Did you mean 'bfloat16'? Allowed: bfloat16, float16, float32."
-
-
-def test_hub_id_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hub id that cannot be fetched ends within seconds, saying where it was looked for."""
-
-    def offline(*_: object, **__: object) -> object:
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr(find.HfApi, "model_info", offline)
-    started = time.perf_counter()
-    text = refusal("nobody-here/no-such-model")
-    assert time.perf_counter() - started < FEW_SECONDS
-    assert "the hub cannot be reached (no route)" in text and "local folder" in text
-
-
-def test_hub_id_in_the_cache(saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a network, a model that was fetched before loads with its revision."""
-    cached = tmp_path / "hub" / "models--org--name"
-    shutil.copytree(saved["llama"], cached / "snapshots" / "0123abcd")
-    (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text("0123abcd")
-
-    def offline(*_: object, **__: object) -> object:
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr(find.HfApi, "model_info", offline)
-    monkeypatch.setattr(
-        find, "snapshot_download",
-        lambda *x, **options: huggingface_hub.snapshot_download(*x, cache_dir=tmp_path / "hub", **options),
-    )
-    loaded = load_model("org/name")
-    assert (loaded.id, loaded.revision) == ("org/name", "0123abcd")
-    assert loaded.sha256 == load_model(str(saved["llama"])).sha256
-
-
-@pytest.mark.parametrize(
-    ("kind", "says"), [(RepositoryNotFoundError, "no such repository"), (GatedRepoError, "is gated")]
-)
-def test_hub_says_no(kind: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A repository that is not there, or not for everyone, is refused with what to do."""
-
-    def refuse(*_: object, **__: object) -> object:
-        raise kind.__new__(kind)
-
-    monkeypatch.setattr(find.HfApi, "model_info", refuse)
-    text = refusal("org/name")
-    assert says in text and "hf auth login" in text
 
 
 def test_nothing_is_printed(saved: dict[str, Path], llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -305,71 +180,3 @@ def test_every_served_architecture_is_predicted(name: str, tmp_path: Path) -> No
     prediction = predict_memory(str(tmp_path), "float32", 100)
     assert prediction.params == sum(x.numel() for x in module.parameters())
     assert prediction.cache_bytes == Model.from_module(module).shape(100).dense_bytes
-
-
-def test_hashes_stay_with_a_copy(saved: dict[str, Path], llama: Path) -> None:
-    """The same files elsewhere, under other times, are the same model and tokenizer."""
-    (llama / "config.json").touch()
-    (llama / "README.md").write_text("a copy")
-    one, other = load_model(str(saved["llama"])), load_model(str(llama))
-    assert one.sha256 == other.sha256
-    assert one.tokenizer_sha256 == other.tokenizer_sha256
-
-
-def change_weights(folder: Path) -> None:
-    rewrite(folder, lambda weights: weights[QUERY].add_(1e-3))
-
-
-def change_config(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
-
-
-def change_stop_token(folder: Path) -> None:
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
-
-
-@pytest.mark.parametrize("change", [change_weights, change_config, change_stop_token])
-def test_model_hash_follows_the_files(change: Callable[[Path], None], llama: Path) -> None:
-    """Other weights, another configuration or another stop token are another model, with the same tokenizer."""
-    before = load_model(str(llama))
-    change(llama)
-    after = load_model(str(llama))
-    assert after.sha256 != before.sha256
-    assert after.tokenizer_sha256 == before.tokenizer_sha256
-
-
-def test_tokenizer_hash_follows_the_tokenizer(llama: Path) -> None:
-    """Another vocabulary or another special token is another tokenizer, with the same model."""
-    before = load_model(str(llama))
-    text = (llama / "tokenizer.json").read_text()
-    (llama / "tokenizer.json").write_text(text.replace('"w9"', '"nine"'))
-    words = load_model(str(llama))
-    (llama / "tokenizer.json").write_text(text)
-    settings = json.loads((llama / "tokenizer_config.json").read_text())
-    (llama / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "w7"}))
-    special = load_model(str(llama))
-    assert len({x.tokenizer_sha256 for x in (before, words, special)}) == 3
-    assert len({x.sha256 for x in (before, words, special)}) == 1
-    assert special.stop_ids == {2, 7}
-
-
-@pytest.mark.parametrize("memory", ['{"half', "[]", None])
-def test_hash_memory_may_be_broken(memory: str | None, saved: dict[str, Path], tmp_path: Path) -> None:
-    """What remembers hashes between runs may be cut off, nonsense or unwritable, and is never needed."""
-    expected = load_model(str(saved["llama"])).sha256
-    shutil.rmtree(tmp_path / "cache")
-    if memory is None:
-        (tmp_path / "cache").write_text("no folder")
-    else:
-        (tmp_path / "cache" / "kvbench").mkdir(parents=True)
-        (tmp_path / "cache" / "kvbench" / "hashes.json").write_text(memory)
-    assert load_model(str(saved["llama"])).sha256 == expected
-
-
-def test_module_in_memory() -> None:
-    """A module without files is a model too; its hash is that of its parameters and configuration."""
-    one, same, other = (Model.from_module(build("llama", {}, seed), id="mine") for seed in (0, 0, 1))
-    assert one.sha256 == same.sha256 != other.sha256
-    assert one.tokenizer.decode([7]) == "<7>"
-    assert one.id == "mine"
