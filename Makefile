@@ -36,10 +36,10 @@ demo: $(STAMP) ## Run SnapKV on the needle task with the bundled model, under 90
 	$(BIN)/kvbench run --method snapkv --task niah
 
 test: $(STAMP) ## Run the tests except the slow ones, under 8 minutes
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) -m "not slow"
+	$(TEST_ENV) $(BIN)/pytest -n $(JOBS) -m "not slow"
 
 test-all: $(STAMP) ## Run every test
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS)
+	$(TEST_ENV) $(BIN)/pytest -n $(JOBS)
 
 lint: $(STAMP) ## ruff, and mypy strict over kvbench with its methods, tasks and kernels
 	$(BIN)/ruff check
