@@ -148,10 +148,8 @@ class Session:
         next question unless it is a stop token.
         """
         stop = self.model.stop_ids if stop is None else stop
-        ids = self._ids(query) if len(query) else None
-        if self._pending and ids is not None:
-            ids = torch.cat([self._ids(self._pending), ids], dim=1)
-        if ids is not None:
+        ids = torch.cat([self._ids(self._pending), self._ids(query)], dim=1)
+        if ids.shape[1]:
             self.reserve(ids.shape[1] + limit, ids.shape[1])
             chunks = ids.split(self.chunk or ids.shape[1], dim=1)
             self.logits = self.run_chunks(chunks, Phase.QUERY, compress=self.recompress)
@@ -176,7 +174,11 @@ class Session:
         """Log-probabilities of these tokens after what the session holds; they are appended. [B, T]"""
         tokens = self._ids(ids)
         assert self.logits is not None, "prefill first"
-        self.reserve(tokens.shape[1], tokens.shape[1])
+        pending = self._ids(self._pending)
+        self.reserve(pending.shape[1] + tokens.shape[1], pending.shape[1] + tokens.shape[1])
+        if pending.shape[1]:
+            self.logits = self.run_chunks(pending.split(self.chunk or SCORE_CHUNK, dim=1), Phase.QUERY, compress=False)
+            self._pending = []
         scores = []
         chunks = tokens.split(min(self.chunk or SCORE_CHUNK, SCORE_CHUNK), dim=1)
         for i, chunk in enumerate(chunks):

@@ -341,6 +341,8 @@ class LayerKV:
 
     def make_static(self) -> None:
         """From now on every step has the same shapes: the length lives on the device, masks do the rest."""
+        if self.bounded:
+            raise UserError("rows dropped while decoding have no static steps: the method must say so (`graphable`).")
         assert self._buffer is not None
         if self._buffer.top(but=self) > self.n:
             self._reallocate(self._buffer.capacity)

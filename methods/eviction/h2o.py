@@ -43,6 +43,8 @@ class H2O(Method):
         limits=("Sums favour early tokens, which more queries can see. This is the paper's score; others divide it.",),
     )
 
+    graphable: ClassVar[str | None] = "a row is dropped in every step, and the store counts its rows on the host."
+
     def __post_init__(self) -> None:
         """Refuse settings without a meaning."""
         super().__post_init__()

@@ -43,6 +43,8 @@ class StreamingLLM(Method):
         limits=("The middle of the text is gone for ever.",),
     )
 
+    graphable: ClassVar[str | None] = "a row is dropped in every step, and the store counts its rows on the host."
+
     def __post_init__(self) -> None:
         """Refuse settings without a meaning."""
         super().__post_init__()

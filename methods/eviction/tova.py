@@ -34,6 +34,8 @@ class TOVA(Method):
         limits=("Nothing is protected, not even the newest row.",),
     )
 
+    graphable: ClassVar[str | None] = "a row is dropped in every step, and the store counts its rows on the host."
+
     def layer(self, index: int) -> LayerKV:
         """Rows dropped in place."""
         del index

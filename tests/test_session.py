@@ -1,0 +1,504 @@
+"""Conversations against plain forward passes of the same model, and steps whose shapes never change."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from kvbench.autoregressive import step_logits
+from kvbench.errors import UserError
+from kvbench.hf import attached
+from kvbench.hf.tiny import VOCABULARY, tiny_model
+from kvbench.method import Budget, Phase
+from kvbench.methods.baseline.full import Full
+from kvbench.methods.eviction.h2o import H2O
+from kvbench.methods.eviction.snapkv import SnapKV
+from kvbench.methods.eviction.streaming_llm import StreamingLLM
+from kvbench.methods.quantisation.full_int8 import FullInt8
+from kvbench.session import Session
+
+NO_STOP: frozenset[int] = frozenset()
+SNAPKV = SnapKV(window=4, kernel=3)
+METHODS = {"full": Full(), "full-int8": FullInt8(), "snapkv": SNAPKV, "h2o": H2O(), "streaming-llm": StreamingLLM()}
+every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+
+
+def ids(count, seed=1):
+    """Random tokens."""
+    return torch.randint(VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def fitted(method, model, length, rows=16):
+    """The method at a budget in rows, where it takes one."""
+    return method.fit(Budget("rows", rows) if method.card.budget == "held" else None, model.shape(length))
+
+
+def plain_logits(model, tokens):
+    """Logits of transformers' own eager attention over the whole conversation. [T, V]"""
+    with torch.no_grad(), attached(model.module, "eager"):
+        return model.module(torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+def plain_answer(model, tokens, limit):
+    """Greedy tokens after a conversation, every one by a forward pass over all of it."""
+    tokens = list(tokens)
+    for _ in range(limit):
+        tokens.append(int(plain_logits(model, tokens)[-1].argmax()))
+    return tokens[-limit:]
+
+
+CONTEXT, FIRST, SECOND = ids(40), ids(7, 2), ids(5, 3)
+
+
+# What a conversation consists of
+
+
+def test_golden_history_stands_in_the_answer_s_place():
+    """With golden history every question is answered after the context, the questions and the true answers."""
+    model, golden = tiny_model(), ids(3, 4)
+    first = plain_answer(model, CONTEXT + FIRST, 4)
+    second = plain_answer(model, CONTEXT + FIRST + golden + SECOND, 4)
+    with Session(model, Full(), capacity=90) as session:
+        session.prefill(CONTEXT)
+        assert session.ask(FIRST, 4, history=golden, stop=NO_STOP).ids == [first]
+        assert session.ask(SECOND, 4, history=golden, stop=NO_STOP).ids == [second]
+        assert session.seen == len(CONTEXT + FIRST + golden + SECOND)
+
+
+def test_own_history_has_every_token_once():
+    """With its own history a question follows the whole answer before it, the token that was never run included."""
+    model = tiny_model()
+    first = plain_answer(model, CONTEXT + FIRST, 4)
+    second = plain_answer(model, CONTEXT + FIRST + first + SECOND, 4)
+    with Session(model, Full(), capacity=90) as session:
+        session.prefill(CONTEXT)
+        assert session.ask(FIRST, 4, stop=NO_STOP).ids == [first]
+        assert session.seen == len(CONTEXT + FIRST) + 3
+        assert session.ask(SECOND, 4, stop=NO_STOP).ids == [second]
+
+
+def test_a_stop_token_ends_the_answer_and_is_no_history():
+    """The answer ends with the stop token; the next question does not follow it."""
+    model = tiny_model()
+    answer = plain_answer(model, CONTEXT + FIRST, 6)
+    stop = next(i for i, x in enumerate(answer) if i and x not in answer[:i])
+    second = plain_answer(model, CONTEXT + FIRST + answer[:stop] + SECOND, 4)
+    with Session(model, Full(), capacity=90) as session:
+        session.prefill(CONTEXT)
+        tokens = session.ask(FIRST, 6, stop=frozenset({answer[stop]}))
+        assert tokens.ids == [answer[: stop + 1]]
+        assert tokens.stop_reasons == ["stop"]
+        assert tokens.steps == stop
+        assert session.ask(SECOND, 4, stop=NO_STOP).ids == [second]
+
+
+def test_a_visible_question_is_part_of_the_context():
+    """A question prefilled with the context is answered without being asked again."""
+    model = tiny_model()
+    with Session(model, Full(), capacity=90) as session:
+        logits = session.prefill(CONTEXT, FIRST)
+        assert torch.allclose(logits[0], plain_logits(model, CONTEXT + FIRST)[-1], atol=1e-5)
+        assert session.ask([], 5, stop=NO_STOP).ids == [plain_answer(model, CONTEXT + FIRST, 5)]
+
+
+def test_history_counts_although_no_question_follows():
+    """Asking for more without a question goes on after the golden history, not before it."""
+    model, golden = tiny_model(), ids(3, 4)
+    with Session(model, Full(), capacity=90) as session:
+        session.prefill(CONTEXT)
+        session.ask(FIRST, 4, history=golden, stop=NO_STOP)
+        assert session.ask([], 4, stop=NO_STOP).ids == [plain_answer(model, CONTEXT + FIRST + golden, 4)]
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_scores_are_log_probabilities(chunk):
+    """`score` gives the log-softmax of a plain forward over the conversation, in two calls as in one."""
+    model, answer = tiny_model(), ids(9, 5)
+    tokens = CONTEXT + FIRST + answer
+    wanted = plain_logits(model, tokens).log_softmax(-1)[len(CONTEXT) - 1 : -1].gather(
+        -1, torch.tensor(tokens[len(CONTEXT) :])[:, None]
+    )[:, 0]
+    with Session(model, Full(), chunk=chunk) as session:
+        session.prefill(CONTEXT)
+        found = torch.cat([session.score(FIRST), session.score(answer)], dim=1)[0]
+    assert torch.allclose(found, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("history", [None, ids(3, 4)], ids=["own", "golden"])
+def test_scores_come_after_the_whole_history(history):
+    """`score` after an answer counts that answer, the token that was never run included."""
+    model, answer = tiny_model(), ids(4, 5)
+    with Session(model, Full(), capacity=90) as session:
+        session.prefill(CONTEXT)
+        made = session.ask(FIRST, 4, history=history, stop=NO_STOP).ids[0]
+        found = session.score(answer)[0]
+    before = CONTEXT + FIRST + (history or made)
+    wanted = plain_logits(model, before + answer).log_softmax(-1)[len(before) - 1 : -1]
+    assert torch.allclose(found, wanted.gather(-1, torch.tensor(answer)[:, None])[:, 0], atol=1e-5)
+
+
+def test_a_batch_is_two_conversations():
+    """Two contexts of equal length in one session are answered as each is alone."""
+    model = tiny_model()
+    contexts = [CONTEXT, ids(40, 9)]
+    with Session(model, Full(), capacity=90) as session:
+        session.prefill(torch.tensor(contexts))
+        first = session.ask(FIRST, 4, stop=NO_STOP).ids
+        second = session.ask(SECOND, 4, stop=NO_STOP).ids
+    for context, a, b in zip(contexts, first, second, strict=True):
+        assert a == plain_answer(model, context + FIRST, 4)
+        assert b == plain_answer(model, context + FIRST + a + SECOND, 4)
+
+
+@dataclass(frozen=True)
+class Watched(Full):
+    """Writes down every step of the first layer."""
+
+    steps: tuple = ()
+
+    def evict(self, kv, step):
+        """Evict nothing."""
+        if step.layer == 0:
+            self.log.append((step.phase, step.compress, step.last, step.observe, step.positions[0].tolist()))
+
+
+@pytest.mark.parametrize("recompress", [False, True])
+def test_steps_say_what_they_are(recompress):
+    """Phases, the moments to compress, last chunks, and positions that count tokens, for chunks, turns and decoding."""
+    log = []
+    Watched.log = log
+    with Session(tiny_model(), Watched(), chunk=4, recompress=recompress) as session:
+        session.prefill(ids(6))
+        session.ask(ids(5), 2, history=ids(2), stop=NO_STOP)
+        session.ask(ids(1), 1, stop=NO_STOP)
+    assert log == [
+        (Phase.CONTEXT, False, False, True, [0, 1, 2, 3]),
+        (Phase.CONTEXT, True, True, True, [4, 5]),
+        (Phase.QUERY, False, False, recompress, [6, 7, 8, 9]),
+        (Phase.QUERY, recompress, True, recompress, [10]),
+        (Phase.DECODE, False, True, recompress, [11]),
+        (Phase.QUERY, recompress, True, recompress, [11, 12, 13]),
+    ]
+
+
+@every_method
+def test_positions_count_tokens_after_eviction(method):
+    """After a compression and an answer the next token's position is the number of tokens, not of rows."""
+    model, seen = tiny_model(), []
+    with Session(model, fitted(method, model, 40), capacity=90) as session:
+        original = session._attend
+        session._attend = lambda step: (seen.append(step.positions), original(step))[1]
+        session.prefill(CONTEXT)
+        session.ask(FIRST, 4, stop=NO_STOP)
+    assert seen[-1].tolist() == [[len(CONTEXT + FIRST) + 2]]
+
+
+def test_recompression_chooses_with_the_question():
+    """With `recompress`, SnapKV's rows after a question are within budget again; without, the question's rows stay."""
+    model = tiny_model()
+    rows = {}
+    for recompress in (False, True):
+        with Session(model, fitted(SNAPKV, model, 40), capacity=90, recompress=recompress, track=True) as session:
+            session.prefill(CONTEXT)
+            session.ask(FIRST, 1, stop=NO_STOP)
+            rows[recompress] = session.layers[1].rows_kept()
+            assert session.layers[1].positions[0, 0, -4:].tolist() == [43, 44, 45, 46]
+    assert rows == {False: [16 + len(FIRST)] * 2, True: [16] * 2}
+
+
+@every_method
+def test_a_capacity_that_is_too_small_changes_nothing(method):
+    """Sessions that have to reallocate all the time give the same tokens and likelihoods."""
+    model = tiny_model()
+    results = []
+    for capacity in (0, 41, 200):
+        with Session(model, fitted(method, model, 40), capacity=capacity) as session:
+            session.prefill(CONTEXT)
+            answers = [session.ask(FIRST, 6, stop=NO_STOP).ids, session.ask(SECOND, 6, stop=NO_STOP).ids]
+            for token in ids(5, 8):
+                session.forward(torch.tensor([[token]]), Phase.DECODE)
+            results.append((answers, session.score(ids(4, 9))))
+    assert all(answers == results[0][0] for answers, _ in results)
+    assert all(torch.allclose(scores, results[0][1], atol=1e-5) for _, scores in results)
+
+
+# What it refuses, and what it leaves behind
+
+
+def test_a_second_context_is_refused():
+    """One session holds one context."""
+    with Session(tiny_model(), Full()) as session:
+        session.prefill(CONTEXT)
+        with pytest.raises(RuntimeError, match="already holds a context"):
+            session.prefill(CONTEXT)
+
+
+def test_an_empty_context_is_refused():
+    """There is nothing to prefill, and the message says so."""
+    with Session(tiny_model(), Full()) as session, pytest.raises(UserError, match="empty"):
+        session.prefill([])
+
+
+def test_a_batch_that_ends_differently_has_no_history_of_its_own():
+    """Where one sequence stopped and the other did not, the next question cannot follow both answers."""
+    model = tiny_model()
+    contexts = [CONTEXT, ids(40, 9)]
+    answers = [plain_answer(model, context + FIRST, 3) for context in contexts]
+    stop = next(x for x in answers[0] if x not in answers[1])
+    with Session(model, Full(), capacity=90) as session:
+        session.prefill(torch.tensor(contexts))
+        with pytest.raises(UserError, match="batch 1"):
+            session.ask(FIRST, 3, stop=frozenset({stop}))
+
+
+def test_the_model_is_given_back():
+    """After a session, after one that failed, and after two at a time the model is what it was before."""
+    model = tiny_model()
+    before = model.module.config._attn_implementation
+    wanted = model.module(torch.tensor([CONTEXT])).logits
+    with Session(model, Full()) as one, Session(model, Full()) as two:
+        one.prefill(CONTEXT)
+        two.prefill(FIRST)
+    with pytest.raises(UserError, match="empty"), Session(model, Full()) as session:
+        session.prefill([])
+    assert model.module.config._attn_implementation == before
+    assert model.module(torch.tensor([CONTEXT])).logits.equal(wanted)
+
+
+@every_method
+def test_a_session_leaves_nothing_behind(method):
+    """With the garbage collector off, neither the rows nor the session outlive their use."""
+    model = tiny_model()
+    gc.collect()
+    gc.disable()
+    try:
+        with Session(model, fitted(method, model, 40), capacity=90) as session:
+            session.prefill(CONTEXT)
+            with session.fork() as branch:
+                branch.ask(FIRST, 4, stop=NO_STOP)
+                stores = [*session.layers, *branch.layers]
+                storages = [StorageWeakRef(x.untyped_storage()) for store in stores for x in store.tensors()]
+        assert len(storages) > 4
+        assert all(x.expired() for x in storages)
+        gone = weakref.ref(session)
+        del session, branch, stores
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_closed_session_does_not_answer():
+    """Running a session after its end is an error, never an answer without a cache."""
+    with Session(tiny_model(), Full()) as session:
+        session.prefill(CONTEXT)
+    with pytest.raises(RuntimeError, match="closed"):
+        session.ask(FIRST, 2)
+
+
+def test_forks_go_on_by_themselves():
+    """Two forks and their parent, used in turns, answer as three sessions of their own."""
+    model = tiny_model()
+    with Session(model, Full(), capacity=90) as parent:
+        parent.prefill(CONTEXT)
+        one, two = parent.fork(), parent.fork()
+        found = [[x.ask(q, 3, stop=NO_STOP).ids[0]] for x, q in ((one, FIRST), (two, SECOND), (parent, FIRST))]
+        for i, x in enumerate((one, two, parent)):
+            found[i] += [x.ask(SECOND, 3, stop=NO_STOP).ids[0]]
+    for question, answers in zip((FIRST, SECOND, FIRST), found, strict=True):
+        first = plain_answer(model, CONTEXT + question, 3)
+        assert answers == [first, plain_answer(model, CONTEXT + question + first + SECOND, 3)]
+
+
+# Steps of static shape
+
+
+@dataclass(frozen=True)
+class Ragged(Full):
+    """Heads keep unequal numbers of rows."""
+
+    def evict(self, kv, step):
+        """The first head keeps a third, the second five in six."""
+        if step.compress:
+            index = torch.arange(kv.n).expand(*kv.keys.shape[:2], -1)
+            kv.keep_where(torch.stack([index[:, 0] % 3 == 0, index[:, 1] % 6 > 0], dim=1))
+
+
+STATIC = {"full": Full(), "full-int8": FullInt8(), "snapkv": SNAPKV, "ragged": Ragged()}
+SHAPES = {"plain": (4, 2, None), "sliding window": (4, 2, 12)}
+every_static_method = pytest.mark.parametrize("method", STATIC.values(), ids=STATIC)
+every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+
+
+@pytest.fixture
+def _poison():
+    """Fill new memory with NaN, so that a read of a row that nobody wrote shows."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def open_static(model, method, *, static=True):
+    """A session with a context and a question, ready to decode."""
+    session = Session(model, fitted(method, model, 40), capacity=70)
+    session.__enter__()
+    session.prefill(CONTEXT)
+    session.forward(torch.tensor([FIRST]), Phase.QUERY)
+    if static:
+        session.make_static()
+    return session
+
+
+@every_shape
+@every_static_method
+@pytest.mark.usefixtures("_poison")
+def test_static_steps_equal_eager_ones(method, shape):
+    """Eight steps over the whole block behind a mask give the logits of eight over the rows alone."""
+    model = tiny_model(*shape)
+    static, eager = open_static(model, method), open_static(model, method, static=False)
+    with static, eager:
+        for x in ids(8, 6):
+            token = torch.tensor([[x]])
+            assert torch.allclose(step_logits(static, token), step_logits(eager, token), atol=1e-5)
+        assert static.seen == eager.seen
+        assert static.certificate() == eager.certificate()
+
+
+class Tape(TorchDispatchMode):
+    """A CUDA graph on a CPU: writes operations down with the memory they worked on, and does them again there."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run an operation and write it down."""
+        out = func(*args, **(kwargs or {}))
+        self.operations.append((func, args, kwargs or {}, out))
+        return out
+
+    @property
+    def shapes(self):
+        """Every operation with the shapes of what it was given and what it made."""
+        return [
+            (str(func), [tuple(x.shape) for x in tree_flatten((args, kwargs, out))[0] if isinstance(x, torch.Tensor)])
+            for func, args, kwargs, out in self.operations
+        ]
+
+    def replay(self):
+        """The same operations on the same memory; what the host computed meanwhile counts for nothing."""
+        for func, args, kwargs, out in self.operations:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_flatten(out)[0], tree_flatten(again)[0], strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+@every_shape
+@every_static_method
+def test_a_recorded_step_replays(method, shape):
+    """A step recorded once, as a CUDA graph is, gives the logits of every later step: no host number went into it."""
+    model = tiny_model(*shape)
+    static, eager = open_static(model, method), open_static(model, method, static=False)
+    tokens = [torch.tensor([[x]]) for x in ids(8, 6)]
+    with static, eager:
+        token, tape = tokens[0].clone(), Tape()
+        with tape:
+            logits = step_logits(static, token)
+        assert torch.allclose(logits, step_logits(eager, tokens[0]), atol=1e-5)
+        for x in tokens[1:]:
+            token.copy_(x)
+            tape.replay()
+            assert torch.allclose(logits, step_logits(eager, x), atol=1e-5)
+
+
+@every_shape
+@every_static_method
+def test_static_steps_have_the_same_shapes(method, shape):
+    """Two steps in a row consist of the same operations on tensors of the same shapes; eager ones do not."""
+    found = {}
+    for static in (True, False):
+        with open_static(tiny_model(*shape), method, static=static) as session:
+            tapes = []
+            for _ in range(2):
+                with Tape() as tape:
+                    step_logits(session, torch.tensor([[5]]))
+                tapes.append(tape.shapes)
+        found[static] = tapes[0] == tapes[1]
+    assert found == {True: True, False: False}
+
+
+@every_static_method
+def test_a_static_step_needs_no_values(method):
+    """A decode step runs under FakeTensorMode: nothing in it waits for a number from the device."""
+    with open_static(tiny_model(), method) as session, FakeTensorMode(allow_non_fake_inputs=True):
+        assert step_logits(session, torch.zeros(1, 1, dtype=torch.long)).shape == (1, VOCABULARY)
+
+
+@dataclass(frozen=True)
+class Peeking(Full):
+    """Asks the device for a number in every step."""
+
+    def attend(self, kv, step):
+        """Attend, after a look."""
+        assert kv.length is None or kv.length.item() > 0
+        return super().attend(kv, step)
+
+
+def test_a_peek_at_a_value_is_caught():
+    """A planted `.item()` fails under FakeTensorMode."""
+    with open_static(tiny_model(), Peeking()) as session, FakeTensorMode(allow_non_fake_inputs=True):  # noqa: SIM117
+        with pytest.raises(DataDependentOutputException):
+            step_logits(session, torch.zeros(1, 1, dtype=torch.long))
+
+
+@pytest.mark.parametrize("method", [H2O(), StreamingLLM()], ids=["h2o", "streaming-llm"])
+def test_methods_that_cannot_be_static_say_why(method):
+    """Where rows are dropped while decoding, `make_static` refuses with the method's name and reason."""
+    with open_static(tiny_model(), method, static=False) as session, pytest.raises(UserError, match=method.card.name):
+        session.make_static()
+    assert method.graphable
+
+
+def test_forgetting_to_say_so_is_refused_too():
+    """A store whose rows are dropped or scored while decoding refuses to be static whatever its method says."""
+
+    class Forgetful(H2O):
+        graphable = None
+
+    with open_static(tiny_model(), Forgetful(), static=False) as session, pytest.raises(UserError, match="static"):
+        session.make_static()
+
+
+def test_a_static_session_that_is_full_says_so():
+    """Steps beyond the capacity are refused; no row is written elsewhere."""
+    with Session(tiny_model(), Full(), capacity=42) as session:
+        session.prefill(CONTEXT)
+        session.make_static()
+        for _ in range(2):
+            step_logits(session, torch.tensor([[5]]))
+        with pytest.raises(UserError, match="capacity"):
+            step_logits(session, torch.tensor([[5]]))
+        with pytest.raises(UserError, match="capacity"):
+            session.ask(FIRST, 2)
+
+
+def test_a_static_session_answers_and_forks():
+    """`ask` works on a static session with room, and forks of it go on by themselves."""
+    model = tiny_model()
+    with Session(model, Full(), capacity=70) as session:
+        session.prefill(CONTEXT)
+        session.make_static()
+        with session.fork() as branch:
+            assert branch.ask(SECOND, 4, stop=NO_STOP).ids == [plain_answer(model, CONTEXT + SECOND, 4)]
+        assert session.ask(FIRST, 4, stop=NO_STOP).ids == [plain_answer(model, CONTEXT + FIRST, 4)]
+
+
