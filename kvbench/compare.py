@@ -68,7 +68,7 @@ def load_run(text: str, out: Path = Path("runs")) -> Run:
 
 
 def find_conflicts(runs: Sequence[Run]) -> list[str]:
-    """Differences of protocol, one line each.
+    """Failures and differences of protocol, one line each.
 
     Raises:
         UserError: the runs are of different tasks.
@@ -76,7 +76,7 @@ def find_conflicts(runs: Sequence[Run]) -> list[str]:
     tasks = sorted({x.result.task.name for x in runs})
     if len(tasks) > 1:
         raise UserError(f"these runs are of different tasks ({', '.join(tasks)}): their scores cannot be compared.")
-    found = []
+    found = [f"{x.result.run_id} failed: {x.result.error}" for x in runs if x.result.status == "failed"]
     for name in PROTOCOL:
         values = [_look(x.result.model_dump(mode="json"), name) for x in runs]
         if any(x != values[0] for x in values):
@@ -85,8 +85,10 @@ def find_conflicts(runs: Sequence[Run]) -> list[str]:
 
 
 def compare_pair(first: Run, other: Run) -> Difference:
-    """The paired difference of scores, whole contexts resampled."""
+    """The paired difference of scores, whole contexts resampled; a failed run has none."""
     clusters: dict[str, list[float]] = {}
+    if "failed" in (first.result.status, other.result.status):
+        return Difference(other.result.run_id, 0, None, None, None)
     for key in first.lines.keys() & other.lines.keys():
         a, b = first.lines[key], other.lines[key]
         if a.score is not None and b.score is not None and a.prompt_hash == b.prompt_hash:

@@ -33,7 +33,10 @@ from kvbench.task import Encoded, Example, Frame, Mode, Scorer, Split, Task, enc
 if TYPE_CHECKING:
     from kvbench.hf import Model
 
-SHOWS_ONLY = {"cli", "machine.py", "table.py", "stats.py", "registry.py", "settings.py", "errors.py", "conformance.py"}
+SHOWS_ONLY = {
+    "compare.py", "conformance.py", "doctor.py", "errors.py", "log.py", "machine.py", "progress.py", "registry.py",
+    "rescore.py", "settings.py", "table.py", "trackers.py",
+}
 """Rooms of the harness that cannot change what a sample comes to; every other one is part of a run's identity."""
 GB = 1e9
 
@@ -63,7 +66,6 @@ class Request:
     kernels: str = "torch"
     device: str | None = None
     dtype: str | None = None
-    suite: str | None = None
     trackers: tuple[str, ...] = ()
     out: Path = Path("runs")
 
@@ -247,7 +249,7 @@ def _resolve_spec(
 
     card = method.card
     return RunSpec(
-        suite=request.suite,
+        suite=None,
         method=MethodSpec(
             name=card.name, version=card.version, family=card.family, settings=jsonable_settings(method)
         ),

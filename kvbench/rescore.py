@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvbench.errors import UserError
-from kvbench.files import read_file, read_lines, saving, write_record
+from kvbench.files import finished_samples, read_file, read_lines, saving, write_record
 from kvbench.log import say
 from kvbench.registry import find_task
 from kvbench.request import find_scorer
@@ -44,6 +44,8 @@ def rescore(folder: Path, scorer_id: str | None = None, task_name: str | None = 
         say(f"the run is of {task.name} version {spec.task.version}, scored with that of version {task.version}.")
     scorer = find_scorer(task, scorer_id or spec.task.scorer)
     lines = read_lines(folder / "samples.jsonl")
+    finished = finished_samples(lines)
+    lines = [x for x in lines if x.index in finished]
     if not lines:
         raise UserError(f"run {folder} has no samples yet. Run its command again to go on.")
     score = score_lines(

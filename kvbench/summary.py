@@ -45,7 +45,7 @@ def summarise(job: Job, lines: Sequence[Line]) -> Result:
             "the ones at which it is declared to lose nothing: this is not a measurement of it."
         )
     others = {} if failed or job.model.random else {
-        x.id: fmean(line.scores[x.id] for line in good) for x in job.task.scorers
+        x.id: fmean(line.scores[x.id] for line in good) for x in job.task.scorers if all(x.id in y.scores for y in good)
     }
     return Result(
         run_id=spec.run_id, status="failed" if error else "ok", error=error, suite=spec.suite, spec=spec,

@@ -91,7 +91,7 @@ def _describe(name: str) -> dict[str, Any]:
 
     methods = {x.name for x in list_entries("method")}
     tasks = {alias for x in list_entries("task") for alias in (x.name, *x.aliases)}
-    if name in methods or ".py" in name:
+    if name in methods or ".py" in name or "+" in name:
         method = find_method(name)
         return {"kind": "method", **method.card.model_dump(mode="json"), "settings": _settings(method)}
     if name in tasks:

@@ -84,7 +84,9 @@ def compare_command(
     loaded = [load_run(x, out) for x in runs]
     conflicts = find_conflicts(loaded)
     for conflict in conflicts:
-        say(f"warning: {conflict}. A difference of scores may come from this and not from the method.")
+        say(f"warning: {conflict}")
+    if conflicts:
+        say("warning: a difference of scores may come from these and not from the methods.")
     differences = [compare_pair(loaded[0], x) for x in loaded[1:]]
     columns, rows = score_cells([x.result for x in loaded], [None, *differences])
     print_rows("", columns, rows)

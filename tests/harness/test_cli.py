@@ -259,3 +259,11 @@ def test_the_method_of_a_real_task_runs_by_name(kvbench, arguments):
     assert answer.json["spec"]["method"]["settings"]["window"] == 4
     assert answer.json["output"]["tokens"] <= 2
     assert answer.json["budget"] == {**answer.json["budget"], "asked": "25%", "kind": "held"}
+
+
+def test_a_failed_run_is_compared_with_nothing(kvbench, arguments, tmp_path):
+    """Its row is there, with the reason and without a difference."""
+    runs = [kvbench(*arguments, "--method", x).json["run_id"] for x in ("full", INERT)]
+    answer = kvbench("compare", *runs, "--out", tmp_path / "runs", "--json")
+    assert answer.json["differences"][0]["mean"] is None
+    assert "acted in 0 of 4 samples" in answer.err

@@ -106,38 +106,55 @@ def test_the_same_command_reports_the_finished_run(kvbench, arguments, tmp_path)
     assert other.json["run_id"] != first.json["run_id"]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_run_goes_on_to_the_same_scores(kvbench, arguments, tmp_path, how):
-    """A signal to the real process after its first samples; the same command ends as if nothing had happened."""
-    command = [*arguments, "--method", LAST, "--mode", "multi-turn"]
-    process = subprocess.Popen(
+def start(command: list[str]) -> subprocess.Popen[str]:
+    """The real command, slow enough to be hit between two samples."""
+    return subprocess.Popen(
         [sys.executable, "-c", "from kvbench.cli import main; main()", *command], stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, env={**os.environ, "TOY_SLEEP": "0.3", "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE, text=True, env={**os.environ, "TOY_SLEEP": "0.5", "OMP_NUM_THREADS": "1"},
     )
-    deadline = time.monotonic() + 60
-    while not any(x.stat().st_size for x in tmp_path.glob("runs/*/samples.jsonl")):
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(how)
-    err = process.communicate()[1]
-    folder = only_run(tmp_path)
-    assert not (folder / "result.json").exists()
-    if how is signal.SIGINT:
-        assert process.returncode == 130
-        assert err.splitlines()[-1].startswith("kvbench: interrupted: ")
-        assert "Run the same command to go on." in err
-    done = len({x.index for x in read_lines(folder / "samples.jsonl")})
-    assert 0 < done < 4
 
-    resumed = kvbench(*command)
-    assert resumed.code == 0
-    assert f"resuming: {done} of 4" in resumed.err
-    command[command.index("--out") + 1] = str(tmp_path / "whole")
+
+def strike(processes: dict[signal.Signals, subprocess.Popen[str]], tmp_path: Path) -> dict[signal.Signals, str]:
+    """Send each its signal once its first sample is saved. Their standard errors."""
+    waiting = dict(processes)
+    deadline = time.monotonic() + 120
+    while waiting:
+        assert time.monotonic() < deadline
+        for how, process in list(waiting.items()):
+            assert process.poll() is None, process.communicate()[1]
+            if any(x.stat().st_size for x in tmp_path.glob(f"{how.name}/*/samples.jsonl")):
+                waiting.pop(how).send_signal(how)
+        time.sleep(0.02)
+    return {how: process.communicate()[1] for how, process in processes.items()}
+
+
+def test_a_killed_run_goes_on_to_the_same_scores(kvbench, arguments, tmp_path):
+    """Signals to real processes after their first samples; the same command ends as if nothing had happened."""
+    command = [*arguments, "--method", LAST, "--mode", "multi-turn"]
+    where = command.index("--out") + 1
+    commands = {
+        how: [*command[:where], str(tmp_path / how.name), *command[where + 1 :]]
+        for how in (signal.SIGKILL, signal.SIGINT)
+    }
+    processes = {how: start(x) for how, x in commands.items()}
+    errors = strike(processes, tmp_path)
+    assert processes[signal.SIGKILL].returncode == -signal.SIGKILL
+    assert processes[signal.SIGINT].returncode == 130
+    assert errors[signal.SIGINT].splitlines()[-1].startswith("kvbench: interrupted: ")
+    assert "Run the same command to go on." in errors[signal.SIGINT]
+
     whole = kvbench(*command)
-    assert scores(folder) == scores(only_run(tmp_path, "whole"))
-    for part in ("run_id", "score", "scores", "output", "memory", "certificate", "n_scored"):
-        assert resumed.json[part] == whole.json[part], part
+    for how in processes:
+        folder = only_run(tmp_path, how.name)
+        assert not (folder / "result.json").exists()
+        done = len({x.index for x in read_lines(folder / "samples.jsonl")})
+        assert 0 < done < 4
+        resumed = kvbench(*commands[how])
+        assert resumed.code == 0
+        assert f"resuming: {done} of 4" in resumed.err
+        assert scores(folder) == scores(only_run(tmp_path))
+        for part in ("run_id", "score", "scores", "output", "memory", "certificate", "n_scored"):
+            assert resumed.json[part] == whole.json[part], part
 
 
 def test_a_method_that_does_nothing_fails_its_run(kvbench, arguments):
