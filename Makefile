@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q -c constraints.txt pip setuptools
 	$(PIP) install -q -c constraints.txt --no-deps --retries 2 $(TORCH_INDEX:%=--extra-index-url %) "$$(grep '^torch==' constraints.txt)"
-	$(PIP) install -q -c constraints.txt --no-build-isolation -e . --group dev
+	PYTHONWARNINGS=ignore $(PIP) install -q -c constraints.txt --no-build-isolation -e . --group dev
 	@touch $@
 
 demo: $(STAMP) ## Run SnapKV on the needle task with the bundled model, under 90 s
