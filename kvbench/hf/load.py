@@ -29,7 +29,7 @@ from kvbench.errors import UserError, unknown
 from kvbench.hf.find import RANDOM, check_device, check_files, find_folder, hash_model, hash_text, hash_tokenizer
 from kvbench.hf.proof import layer_shapes, prove, refuse_config
 from kvbench.hf.rope import Rope, max_length
-from kvbench.hf.seam import Forward, embedding_device, run_model
+from kvbench.hf.seam import Forward, embedding_device, is_attached, run_model
 from kvbench.method import LayerShape, Shape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -114,6 +114,8 @@ class Model:
 
     def run(self, ids: Tensor, forward: Forward, keep: int = 1) -> Tensor:
         """Logits of the last `keep` positions; kvbench's attention must be attached. [B, keep, V]"""
+        if not is_attached(self.module):
+            raise RuntimeError("kvbench's attention is not switched on: the session is closed, or was never opened")
         return run_model(self.module, ids, forward, keep)
 
 

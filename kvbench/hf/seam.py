@@ -82,10 +82,13 @@ def attached(module: PreTrainedModel, attention: str = NAME) -> Iterator[None]:
         module.set_attn_implementation(before or "eager")
 
 
+def is_attached(module: PreTrainedModel) -> bool:
+    """Whether kvbench's attention is switched on."""
+    return bool(module.config._attn_implementation == NAME)  # noqa: SLF001  # as in `attached`
+
+
 def run_model(module: PreTrainedModel, ids: Tensor, forward: Forward, keep: int = 1) -> Tensor:
     """Logits of the last `keep` positions. ids: [B, T]. Returns [B, keep, V]"""
-    if module.config._attn_implementation != NAME:  # noqa: SLF001  # as in `attached`
-        raise RuntimeError("kvbench's attention is not switched on: the session is closed, or was never opened")
     token = _FORWARD.set(forward)
     try:
         with torch.no_grad():
