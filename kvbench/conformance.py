@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import gc
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from kvbench.errors import UserError
 from kvbench.hf import Model
@@ -170,8 +170,9 @@ def acts_at_its_budget(method: Method) -> str:
         session.prefill(_ids(LENGTH))
         _talk(session)
         proof = session.certificate()
-    if proof.identity:
+    if method.card.budget is BudgetKind.NONE:
         raise NotApplicableError("its card declares that it loses nothing")
+    assert not proof.identity, "a quarter of the context counts as its declared identity"
     assert proof.acted, f"rows kept {proof.rows_kept} of {proof.rows_seen}, facts {proof.facts}: it never acted"
     inert = _inert(method, model)
     assert not inert.acted, f"a twin that does nothing is certified as well: {inert.facts}"
@@ -215,12 +216,13 @@ def measured_bytes_are_declared(method: Method) -> str:
 
 def old_rows_are_freed(method: Method) -> str:
     """After compression no storage of a whole context is alive, with the garbage collector off."""
-    refs: list[tuple[int, weakref.ref[Tensor]]] = []
+    refs: list[tuple[int, StorageWeakRef]] = []
     original = LayerKV.append
 
     def append(self: LayerKV, step: object) -> None:
         original(self, step)  # type: ignore[arg-type]  # a Step, passed on
-        refs.extend((x.untyped_storage().data_ptr(), weakref.ref(x)) for x in self.tensors())
+        storages = [x.untyped_storage() for x in self.tensors()]
+        refs.extend((x.data_ptr(), StorageWeakRef(x)) for x in storages)
 
     gc.disable()
     LayerKV.append = append  # type: ignore[method-assign]  # a spy, for this claim only
@@ -228,14 +230,14 @@ def old_rows_are_freed(method: Method) -> str:
         with _session(method, tiny_model(), _budget(method)) as session:
             session.prefill(_ids(LENGTH))
             held = {x.untyped_storage().data_ptr() for store in session.layers for x in store.tensors()}
-            alive = [ref for pointer, ref in refs if ref() is not None and pointer not in held]
+            alive = [pointer for pointer, ref in refs if not ref.expired() and pointer not in held]
             watched = len(refs)
     finally:
         LayerKV.append = original  # type: ignore[method-assign]
         gc.enable()
     assert watched, "its stores do not go through LayerKV.append: nothing could be watched"
-    assert not alive, f"{len(alive)} tensors that the ledger does not count are still alive"
-    return f"{watched} tensors watched, none outlives the ledger's"
+    assert not alive, f"{len(set(alive))} storages that the ledger does not count are still alive"
+    return f"{watched} storages watched, none outlives the ledger's"
 
 
 def decode_copies_nothing(method: Method) -> str:
@@ -286,7 +288,7 @@ def _kept_or_none(session: Session) -> list[list[Tensor]] | None:
 
 
 def heads_may_be_permuted(method: Method) -> str:
-    """With its heads in another order the model keeps the same rows in that order."""
+    """With its heads in another order the model keeps the same rows in that order, and no head looks at the others."""
     if method.card.heads != "independent":
         raise NotApplicableError(f"its heads are {method.card.heads}")
     model, order = tiny_model(), [1, 0]
@@ -299,6 +301,10 @@ def heads_may_be_permuted(method: Method) -> str:
         worst = _close(session.score(_ids(9, seed=3)), scores, "permuted heads")
     if kept is not None and found is not None:
         assert _same(found, [[heads[i] for i in order] for heads in kept]), "other rows were kept"
+        with _session(method, permute_heads(model, [0, 0]), _budget(method), track=True) as session:
+            session.prefill(_ids(LENGTH))
+            twins = _kept(session)[0]  # later layers have other inputs
+        assert all(x.equal(kept[0][0]) for x in twins), "the first head keeps other rows beside other heads"
     return f"worst logit difference {worst:.1e}"
 
 

@@ -1,0 +1,494 @@
+"""Every claim of the conformance suite on every method, and a planted fault for every claim."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+from kvbench.autoregressive import step_logits
+from kvbench.conformance import CLAIMS, NotApplicableError, check
+from kvbench.errors import UserError
+from kvbench.hf.tiny import tiny_model
+from kvbench.method import Budget, BudgetKind, Card, Method, Phase
+from kvbench.registry import find_method, list_entries
+from kvbench.selection import ScoredMethod, protect_last
+from kvbench.session import Session
+from kvbench.store import LayerKV
+
+NAMES = [*(x.name for x in list_entries("method")), "snapkv+adakv"]
+
+
+@pytest.mark.parametrize(
+    ("name", "claim"), [(n, c) for n in NAMES for c in CLAIMS], ids=[f"{n}-{c}" for n in NAMES for c in CLAIMS]
+)
+def test_claim(name, claim):
+    """The claim holds for the method, or does not apply and says why."""
+    try:
+        assert CLAIMS[claim](find_method(name)())
+    except NotApplicableError as reason:
+        assert str(reason)  # noqa: PT017  # a reason is what is asked for
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_static_steps(name):
+    """A method's decode steps of static shape give the eager logits, or it says why it has none."""
+    model, context = tiny_model(), torch.arange(60)[None] % 37
+    method = find_method(name)()
+    budget = None if method.card.budget in (BudgetKind.NONE, BudgetKind.BITS) else Budget("rows", method.minimum_rows())
+    method = method.fit(budget, model.shape(60))
+    with Session(model, method, capacity=80) as session:
+        session.prefill(context)
+        if method.graphable is not None:
+            with pytest.raises(UserError, match=name.split("+")[0]):
+                session.make_static()
+            return
+        with session.fork() as eager:
+            wanted = [step_logits(eager, torch.tensor([[x]])) for x in (3, 1, 4)]
+        session.make_static()
+        for x, logits in zip((3, 1, 4), wanted, strict=True):
+            assert torch.allclose(step_logits(session, torch.tensor([[x]])), logits, atol=1e-5)
+
+
+# Planted faults
+
+
+def card(name="faulty", heads="independent", budget=BudgetKind.HELD):
+    """A card for a method that no one published."""
+    return Card(
+        name=name, title=name, idea="Has one fault.", arxiv=None, year=None, family="test", stages=(), budget=budget,
+        heads=heads, upstream=None,
+    )
+
+
+@dataclass(frozen=True)
+class Honest(ScoredMethod):
+    """Keeps the rows with the largest keys and the last four; without fault."""
+
+    card: ClassVar[Card] = card("honest")
+
+    def minimum_rows(self):
+        """The last four and one to choose."""
+        return 5
+
+    def score(self, kv, step):
+        """The norm of the key. [B, H_kv, n]"""
+        return protect_last(kv.keys.norm(dim=-1), 4)
+
+
+class Fault:
+    """Faulty methods by the claim that must catch them."""
+
+    def __init__(self):
+        self.planted = []
+
+    def __call__(self, claim, message):
+        """Register a class under a claim, and what the claim's failure must say."""
+
+        def plant(cls):
+            self.planted.append((claim, cls, message))
+            return cls
+
+        return plant
+
+
+fault = Fault()
+LEFT_BEHIND = []
+
+
+@dataclass(frozen=True)
+class Sized(Honest):
+    """Has a setting."""
+
+    size: int = 1
+
+
+@fault("settings are frozen", "setting size can be changed")
+class Thawed(Sized):
+    """Its settings can be assigned."""
+
+    def __setattr__(self, name, value):
+        """Change it."""
+        object.__setattr__(self, name, value)
+
+
+@fault("settings are frozen", "`fit` changed the method")
+@dataclass(frozen=True)
+class FitsItself(Honest):
+    """Resolves the budget into itself."""
+
+    def fit(self, budget, shape):
+        """Change what is there."""
+        object.__setattr__(self, "rows", 30)
+        return super().fit(budget, shape)
+
+
+@fault("identity at full budget", "logits differ")
+@dataclass(frozen=True)
+class Louder(Honest):
+    """Its attention is a ten-thousandth too large."""
+
+    def attend(self, kv, step):
+        """Attend, almost."""
+        return super().attend(kv, step) * 1.0001
+
+
+@fault("identity at full budget", "tokens|logits differ")
+@dataclass(frozen=True)
+class OffByOne(Honest):
+    """Loses a row at its full budget too."""
+
+    def evict(self, kv, step):
+        """Keep all but the first."""
+        if step.compress and self.rows is None:
+            kv.keep(torch.arange(1, kv.n).expand(*kv.keys.shape[:2], -1))
+        super().evict(kv, step)
+
+
+@fault("first token is exact", "logits differ")
+@dataclass(frozen=True)
+class Early(Honest):
+    """Compresses before the attention of the context's last chunk."""
+
+    def attend(self, kv, step):
+        """Evict, then attend one query at a time to what is left."""
+        super().evict(kv, step)
+        return kv.attend(step)
+
+    def evict(self, kv, step):
+        """Done already."""
+
+
+@fault("acts at its budget", "never acted")
+@dataclass(frozen=True)
+class Idle(Honest):
+    """Does nothing and says it keeps to a budget."""
+
+    def evict(self, kv, step):
+        """Keep everything."""
+
+
+@fault("acts at its budget", "counts as its declared identity")
+@dataclass(frozen=True)
+class SaysActed(Honest):
+    """Does nothing, and its settings claim to be those that need not."""
+
+    def evict(self, kv, step):
+        """Keep everything."""
+
+    def identity(self, shape):
+        """Always."""
+        return True
+
+
+@fault("measured bytes are declared", "measured .* bytes, declared")
+@dataclass(frozen=True)
+class Modest(Honest):
+    """Declares a byte less per row than it holds."""
+
+    def row_bytes(self, layer, shape, *, holes):
+        """Too few."""
+        return super().row_bytes(layer, shape, holes=holes) - 1
+
+
+@fault("measured bytes are declared", "measured .* bytes, declared")
+@dataclass(frozen=True)
+class Hoarder(Honest):
+    """Keeps a copy of its keys that it does not declare."""
+
+    def evict(self, kv, step):
+        """Copy first."""
+        kv.state["copy"] = kv.keys.clone()
+        super().evict(kv, step)
+
+
+@fault("measured bytes are declared", "measured .* bytes, declared")
+@dataclass(frozen=True)
+class ViewKeeper(Honest):
+    """Keeps a view of the whole block, which keeps all of it alive."""
+
+    def evict(self, kv, step):
+        """One row, and with it every other."""
+        if step.compress:
+            kv.state["first"] = kv.keys[:, :, :1]
+        super().evict(kv, step)
+
+
+@fault("old rows are freed", "alive")
+@dataclass(frozen=True)
+class Secretive(Honest):
+    """Keeps a view of the old rows where no ledger looks."""
+
+    def evict(self, kv, step):
+        """Stash a row, and with it every other."""
+        if step.compress:
+            LEFT_BEHIND.append(kv.keys[:, :, :1])
+        super().evict(kv, step)
+
+
+@fault("old rows are freed", "alive")
+@dataclass(frozen=True)
+class Detached(Honest):
+    """Keeps a tensor that shares the old rows' memory and nothing else with them."""
+
+    def evict(self, kv, step):
+        """Stash a row without its history, and with it every other."""
+        if step.compress:
+            LEFT_BEHIND.append(kv.keys.data[:, :, :1].data)
+        super().evict(kv, step)
+
+
+@fault("decode copies nothing", "storages were replaced")
+@dataclass(frozen=True)
+class Copier(Honest):
+    """Copies the cache in every step, as `torch.cat` would."""
+
+    def evict(self, kv, step):
+        """Keep everything, elsewhere."""
+        super().evict(kv, step)
+        if step.phase is Phase.DECODE:
+            kv.keep(torch.arange(kv.n).expand(*kv.keys.shape[:2], -1))
+
+
+@fault("chunks do not matter", "other rows were kept|logits differ")
+@dataclass(frozen=True)
+class EveryChunk(Honest):
+    """Compresses after every chunk."""
+
+    def evict(self, kv, step):
+        """Whenever there is too much."""
+        if step.phase is Phase.CONTEXT and self.rows is not None and self.rows < kv.n:
+            self.select(kv, self.score(kv, step), self.rows)
+
+
+@fault("chunks do not matter", "other rows were kept|logits differ")
+@dataclass(frozen=True)
+class LastChunk(Honest):
+    """Scores with the queries of the last chunk, however many those are."""
+
+    def score(self, kv, step):
+        """Attention of the mean query."""
+        mean = step.query.mean(2, keepdim=True).unflatten(1, (kv.keys.shape[1], -1)).mean(2)
+        return protect_last((mean @ kv.keys.mT)[:, :, 0], 4)
+
+
+@fault("heads may be permuted", "other rows were kept|logits differ")
+@dataclass(frozen=True)
+class Numbered(Honest):
+    """Says its heads are independent, and treats the first one differently."""
+
+    def score(self, kv, step):
+        """The first head likes small keys."""
+        scores = kv.keys.norm(dim=-1)
+        scores[:, 0] *= -1
+        return protect_last(scores, 4)
+
+
+@fault("heads may be permuted", "other heads|other rows")
+@dataclass(frozen=True)
+class Pooled(Honest):
+    """Says its heads are independent, and scores rows by all of them."""
+
+    def score(self, kv, step):
+        """The mean over heads."""
+        return protect_last(kv.keys.norm(dim=-1).mean(1, keepdim=True).expand(-1, kv.keys.shape[1], -1), 4)
+
+
+@fault("batch does not matter", "logits differ")
+@dataclass(frozen=True)
+class Together(Honest):
+    """Scores rows by the whole batch."""
+
+    def score(self, kv, step):
+        """The sum over sequences, as H2O's first code has it."""
+        return protect_last(kv.keys.norm(dim=-1).sum(0, keepdim=True).expand(kv.keys.shape[0], -1, -1), 4)
+
+
+@fault("three turns go on", "lost count")
+@dataclass(frozen=True)
+class CountsRows(Honest):
+    """Takes the rows it holds for the tokens it has seen."""
+
+    def evict(self, kv, step):
+        """Evict, and forget."""
+        super().evict(kv, step)
+        kv.seen = kv.n
+
+
+@fault("three turns go on", "tokens seen")
+@dataclass(frozen=True)
+class RunsLastToken(Honest):
+    """Runs the token that ends an answer as well, so the next question finds it twice."""
+
+    def generate(self, session, limit, stop):
+        """One forward too many."""
+        tokens = super().generate(session, limit, stop)
+        session.forward(torch.tensor([[x[-1]] for x in tokens.ids]), Phase.DECODE)
+        return tokens
+
+
+class SharedCounter(LayerKV):
+    """Counts its steps in a tensor that forks share."""
+
+    def append(self, step):
+        """Count in place."""
+        if self.n == 0:
+            self.count = torch.zeros(())
+        super().append(step)
+        self.count += 1
+
+
+@fault("fork is a fresh run", "a fork differs|one differs|parent was changed")
+@dataclass(frozen=True)
+class SharesState(Honest):
+    """Reads state that its forks wrote."""
+
+    def layer(self, index):
+        """A store that counts."""
+        return SharedCounter()
+
+    def attend(self, kv, step):
+        """A little louder with every step."""
+        return kv.attend(step) * (1 + kv.count / 1000)
+
+
+class SharedRows(LayerKV):
+    """Forks overwrite each other's rows."""
+
+    def fork(self):
+        """Share the block without saying so."""
+        other = super().fork()
+        self._buffer.leave(other)
+        return other
+
+
+@fault("fork is a fresh run", "a fork differs|one differs|parent was changed")
+@dataclass(frozen=True)
+class SharesRows(Honest):
+    """Two forks at a time write to the same rows."""
+
+    def layer(self, index):
+        """A store that shares too much."""
+        return SharedRows()
+
+
+@fault("short prompts run", "rows|finite|did not act")
+@dataclass(frozen=True)
+class DividesByLittle(Honest):
+    """Its attention is not finite where the context is shorter than its window."""
+
+    def attend(self, kv, step):
+        """Divide by the rows before the last four."""
+        return kv.attend(step) / max(0, kv.n - 4) * (kv.n - 4)
+
+
+@fault("short prompts run", "did not act")
+@dataclass(frozen=True)
+class LongOnly(Honest):
+    """Acts on long contexts only, and does not say so."""
+
+    def evict(self, kv, step):
+        """From 100 tokens on."""
+        if kv.n > 100:
+            super().evict(kv, step)
+
+
+@fault("runs are equal and apart", "differs")
+@dataclass(frozen=True)
+class Leaks(Honest):
+    """Remembers earlier samples."""
+
+    def attend(self, kv, step):
+        """A little louder with every sample."""
+        if step.compress:
+            LEFT_BEHIND.append(None)
+        return kv.attend(step) * (1 + len(LEFT_BEHIND) / 1000)
+
+
+@fault("runs are equal and apart", "differs")
+@dataclass(frozen=True)
+class Unseeded(Honest):
+    """Chooses by chance, and another way each time."""
+
+    def score(self, kv, step):
+        """Random numbers without a seed."""
+        return protect_last(torch.rand(kv.keys.shape[:3]), 4)
+
+
+@fault("model is restored", "left changed")
+@dataclass(frozen=True)
+class Hooks(Honest):
+    """Leaves a hook in the model."""
+
+    def prefill(self, session, chunks):
+        """Hook, then run."""
+        LEFT_BEHIND.append(session.model.module.register_forward_hook(lambda *_: None))
+        return super().prefill(session, chunks)
+
+
+@fault("model is restored", "left changed")
+@dataclass(frozen=True)
+class Trains(Honest):
+    """Changes a weight."""
+
+    def prefill(self, session, chunks):
+        """Nudge the head, then run."""
+        weight = session.model.module.lm_head.weight
+        with torch.no_grad():
+            weight[0, 0] += 0.5
+        LEFT_BEHIND.append(weight)
+        return super().prefill(session, chunks)
+
+
+@pytest.fixture
+def clean():
+    """Undo what faulty methods leave behind; the tiny models are shared by all tests."""
+    tiny_model.cache_clear()
+    yield
+    LEFT_BEHIND.clear()
+    tiny_model.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("claim", "kind", "message"), fault.planted, ids=[f"{claim}-{kind.__name__}" for claim, kind, _ in fault.planted]
+)
+@pytest.mark.usefixtures("clean")
+def test_planted_faults_are_caught(claim, kind, message):
+    """The claim fails on a method with the fault that it is there for, and says what it saw."""
+    with pytest.raises(AssertionError, match=message):
+        CLAIMS[claim](kind())
+
+
+def test_every_claim_has_a_planted_fault():
+    """No claim is without a method that it catches."""
+    assert {claim for claim, _, _ in fault.planted} == set(CLAIMS)
+
+
+def test_an_honest_method_passes():
+    """The method that all the faults were planted in has none itself."""
+    assert [x.name for x in check(Honest) if not x.passed] == []
+
+
+def test_exceptions_are_failed_claims():
+    """A method that raises fails with the exception's first line, and the other claims are tried."""
+
+    @dataclass(frozen=True)
+    class Raises(Honest):
+        def score(self, kv, step):
+            raise ValueError("first line\nsecond line")
+
+    claims = {x.name: x for x in check(Raises)}
+    assert list(claims) == list(CLAIMS)
+    assert not claims["acts at its budget"].passed
+    assert claims["acts at its budget"].detail == "ValueError: first line"
+    assert claims["first token is exact"].passed is False
+    assert claims["settings are frozen"].passed
+
+
+def test_methods_are_methods():
+    """What is found by name is a Method with a card of that name."""
+    for name in NAMES:
+        assert issubclass(find_method(name), Method)
+        assert find_method(name).card.name == name
