@@ -45,9 +45,10 @@ def run_sample(job: Job, index: int, example: Example) -> list[Line]:
     lines: list[Line] = []
     started = datetime.now(UTC).isoformat(timespec="seconds")
     clock = Clock(time.perf_counter())
-    encoded = None
+    prompt_hash = ""
     try:
         encoded = encode(job.task, example, model.tokenizer, job.frame)
+        prompt_hash = encoded.prompt_hash
         limits = [limit_of(x.limit, spec.generation) for x in example.turns]
         visible = () if spec.visibility == "hidden" else encoded.turns[0].first
         method = job.method.fit(job.budget, model.shape(len(encoded.context) + len(visible)))
@@ -61,22 +62,21 @@ def run_sample(job: Job, index: int, example: Example) -> list[Line]:
                 with _conversation(session, spec) as talk:
                     query = _query(ids, turn, spec)
                     clock.asked = now(device)
-                    tokens = talk.ask(query, limit, history=_history(spec, ids, turn))
+                    tokens = talk.ask(query, limit, history=_history(spec, example, turn, ids))
                     done = now(device)
                     lines.append(_line(job, index, example, turn, talk, tokens, clock, done,
-                                       prompt_hash=encoded.prompt_hash, started=started, query=query))
+                                       prompt_hash=prompt_hash, started=started, query=query))
                 clock = Clock(time.perf_counter())
     except UserError:
         raise
     except Exception as error:
-        del lines[spec.turns - 1 :]  # where closing failed, the last turn counts as the one that did
+        del lines[len(example.turns) - 1 :]  # where closing failed, the last turn counts as the one that did
         first = (str(error).strip() or "no message").splitlines()[0]
         lines.append(Line(
-            sample=example.id, index=index, turn=len(lines), turns=spec.turns,
-            prompt_hash="" if encoded is None else encoded.prompt_hash, prediction=None, ids=(),
-            references=example.turns[len(lines)].references, score=None, scores={}, tokens=None, stop_reason=None,
-            times=None, bytes=None, evidence=None, facts=dict(example.facts), started=started,
-            seconds=time.perf_counter() - clock.wall, error=f"{type(error).__name__}: {first}",
+            sample=example.id, index=index, turn=len(lines), turns=len(example.turns), prompt_hash=prompt_hash,
+            prediction=None, ids=(), references=example.turns[len(lines)].references, score=None, scores={},
+            tokens=None, stop_reason=None, times=None, bytes=None, evidence=None, facts=dict(example.facts),
+            started=started, seconds=time.perf_counter() - clock.wall, error=f"{type(error).__name__}: {first}",
         ))
         raise SampleFailedError(lines) from error
     return lines
@@ -99,9 +99,9 @@ def _query(ids: EncodedTurn, turn: int, spec: RunSpec) -> tuple[int, ...]:
     return ids.later
 
 
-def _history(spec: RunSpec, ids: EncodedTurn, turn: int) -> tuple[int, ...] | None:
+def _history(spec: RunSpec, example: Example, turn: int, ids: EncodedTurn) -> tuple[int, ...] | None:
     """The golden answer, where a turn follows that would see it."""
-    follows = spec.mode is Mode.MULTI_TURN and turn + 1 < spec.turns
+    follows = spec.mode is Mode.MULTI_TURN and turn + 1 < len(example.turns)
     return ids.answer if follows and spec.history == "golden" else None
 
 
@@ -118,8 +118,9 @@ def _line(
     shape = talk.shape
     assert shape is not None
     return Line(
-        sample=example.id, index=index, turn=turn, turns=job.spec.turns, prompt_hash=prompt_hash, prediction=prediction,
-        ids=tuple(ids), references=tuple(references), score=scores.get(job.scorer.id), scores=scores,
+        sample=example.id, index=index, turn=turn, turns=len(example.turns), prompt_hash=prompt_hash,
+        prediction=prediction, ids=tuple(ids), references=tuple(references), score=scores.get(job.scorer.id),
+        scores=scores,
         tokens=TokenCounts(context=shape.length, query=len(query), generated=len(ids)),
         stop_reason=tokens.stop_reasons[0],
         times=Times(

@@ -61,7 +61,6 @@ BAD_REQUESTS = [
     ("--gen=temperature=1", "unknown generation setting 'temperature'"),
     ("--gen=limit=0", "--gen limit=0 must be a whole number"),
     ("--bugdet=5%", "unknown option '--bugdet'. Did you mean '--budget'?"),
-    ("--wandb", "--wandb needs the package wandb. Install it: pip install wandb"),
     ("extra", "unexpected extra argument"),
 ]
 
@@ -86,6 +85,14 @@ def test_an_output_folder_that_cannot_be_is_refused(kvbench, arguments, tmp_path
     answer = kvbench(*arguments, "--method", LAST)
     assert answer.code == 2
     assert "is a file. Give another --out." in answer.err
+
+
+def test_a_tracker_that_is_not_installed_is_refused(kvbench, arguments, monkeypatch):
+    """Before the run, not after it."""
+    monkeypatch.setattr("kvbench.request.importlib.util.find_spec", lambda _: None)
+    answer = kvbench(*arguments, "--method", LAST, "--wandb")
+    assert answer.code == 2
+    assert "--wandb needs the package wandb. Install it: pip install wandb" in answer.err
 
 
 def test_a_model_that_does_not_fit_is_refused(kvbench, arguments, monkeypatch):
