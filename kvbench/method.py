@@ -148,7 +148,7 @@ class Budget:
         """As the user would type it."""
         if self.kind == "paper":
             return "paper"
-        return f"{self.value * 100:g}%" if self.kind == "fraction" else f"{self.value:g}"
+        return f"{self.value * 100:.12g}%" if self.kind == "fraction" else f"{self.value:.0f}"
 
 
 POSITION_BYTES = 4

@@ -87,9 +87,9 @@ class StreamingLLM(Method):
         if rows is None or rows >= kv.n or not step.last:
             return
         batch, heads = kv.keys.shape[:2]
+        if self.positions == "cache" and self.sinks and "sinks" not in kv.state:
+            kv.state["sinks"] = kv.keys[:, :, : self.sinks].clone()
         if step.phase is Phase.CONTEXT:
-            if self.positions == "cache" and self.sinks:
-                kv.state["sinks"] = kv.keys[:, :, : self.sinks].clone()
             index = torch.arange(kv.n, device=kv.keys.device)
             kept = torch.cat([index[: self.sinks], index[kv.n - (rows - self.sinks) :]])
             kv.keep(kept.expand(batch, heads, -1))

@@ -1,0 +1,25 @@
+"""What the methods' tests share: steps made by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvbench.hf.rope import NO_ROPE
+from kvbench.method import Phase, Step
+
+
+@pytest.fixture
+def make_step():
+    """One layer's forward pass from its tensors; `before` tokens came earlier."""
+
+    def make(query, key, value=None, *, before=0, phase=Phase.CONTEXT, scale=1.0, last=True, **options):
+        count = key.shape[2]
+        return Step(
+            layer=0, phase=phase, compress=phase is Phase.CONTEXT and last, last=last, observe=True,
+            positions=torch.arange(before, before + count).expand(key.shape[0], -1), seen=before + count, query=query,
+            key=key, value=key if value is None else value, scale=scale, causal=True, hidden=None, rope=NO_ROPE,
+            **{"window": None, "softcap": None, "sinks": None, **options},
+        )
+
+    return make

@@ -1,0 +1,67 @@
+"""The dense cache in 8 bits: what is stored, how near it is, and what it takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvbench.errors import UserError
+from kvbench.hf.tiny import VOCABULARY, tiny_model
+from kvbench.method import Budget, Phase
+from kvbench.methods.baseline.full import Full
+from kvbench.methods.quantisation.full_int8 import FullInt8
+from kvbench.session import Session
+
+
+def ids(count, seed=1):
+    """Random tokens. [1, T]"""
+    return torch.randint(VOCABULARY, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+def test_codes_are_all_that_is_stored():
+    """After the context, rows old and new are int8 codes and float16 scales within half a step of the exact rows."""
+    model = tiny_model()
+    with Session(model, FullInt8(), capacity=80) as ours, Session(model, Full(), capacity=80) as full:
+        for session in (ours, full):
+            session.prefill(ids(40))
+        for store, exact in zip(ours.layers, full.layers, strict=True):
+            held = store._held()
+            assert {name: x.dtype for name, x in held.items()} == {
+                "key": torch.int8, "value": torch.int8, "key_scale": torch.float16, "value_scale": torch.float16
+            }
+            for name, rows in (("key", exact.keys), ("value", exact.values)):
+                scale = held[f"{name}_scale"].float()[..., None]
+                assert ((held[name] * scale - rows).abs() <= 0.57 * scale).all()
+        ours.forward(ids(1, 5), Phase.DECODE)
+        assert all(store.keys.dtype == torch.int8 and store.n == 41 for store in ours.layers)
+
+
+def test_answers_are_near_the_dense_cache_s():
+    """The first token is exact, and later logits are off by less than 2 %, and by something."""
+    model = tiny_model()
+    with Session(model, FullInt8()) as ours, Session(model, Full()) as full:
+        assert ours.prefill(ids(40)).equal(full.prefill(ids(40)))
+        found, wanted = (x.forward(ids(20, 2), Phase.QUERY, keep=20) for x in (ours, full))
+    error = ((found - wanted).square().mean() / wanted.square().mean()).sqrt()
+    assert 1e-5 < error < 0.02
+
+
+def test_bytes_and_evidence():
+    """Two bytes of scale per row beside a byte per element, and the certificate counts rows and codes."""
+    with Session(tiny_model(), FullInt8(), capacity=80) as session:
+        session.prefill(ids(40))
+        memory, proof = session.memory(), session.certificate()
+    assert memory.cache_bytes == 2 * 2 * 40 * (16 + 16 + 4)
+    assert memory.cache_bytes / memory.dense_bytes == (16 + 16 + 4) / (4 * 32)
+    assert proof.acted
+    assert proof.facts["rows_quantised"] == 2 * 2 * 40
+    assert 100 < proof.facts["distinct_codes"] <= 255
+
+
+def test_only_its_own_budget_can_be_asked_for():
+    """What it reaches may be asked for; anything else is refused with what it reaches."""
+    shape = tiny_model().shape(100)
+    assert FullInt8().fit(None, shape) == FullInt8().fit(Budget.parse("28.1%"), shape)
+    for text in ("50%", "1024", "paper"):
+        with pytest.raises(UserError, match=f"{text}.*28.1%"):
+            FullInt8().fit(Budget.parse(text), shape)

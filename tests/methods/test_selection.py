@@ -1,0 +1,46 @@
+"""What scoring methods share, by hand and against plain Python."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbench.selection import group_mean, pool_scores, protect_last, top_rows
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"), [("avg", [1 / 3, 1 / 3, 0, 4 / 3, 4 / 3]), ("max", [1.0, 1, 0, 4, 4])]
+)
+def test_pooling_by_hand(kind, wanted):
+    """The card's case: kernel 3 over 1, 0, 0, 0, 4; the mean counts the padding, the maximum does not."""
+    assert torch.allclose(pool_scores(torch.tensor([[[1.0, 0, 0, 0, 4]]]), 3, kind), torch.tensor([[wanted]]))
+
+
+def test_a_maximum_does_not_see_the_padding():
+    """Negative scores stay negative at the ends."""
+    assert pool_scores(torch.full((1, 1, 4), -2.0), 5, "max").equal(torch.full((1, 1, 4), -2.0))
+
+
+@given(scores=st.lists(st.integers(0, 3), min_size=1, max_size=12), data=st.data())
+def test_top_rows_are_the_best_and_of_equal_ones_the_first(scores, data):
+    """The rows chosen are those of a stable sort by score, in the order of rows."""
+    count = data.draw(st.integers(0, len(scores)))
+    wanted = sorted(sorted(range(len(scores)), key=lambda i: -scores[i])[:count])
+    assert top_rows(torch.tensor(scores, dtype=torch.float32)[None, None], count)[0, 0].tolist() == wanted
+
+
+@given(rows=st.integers(0, 9), length=st.integers(1, 6))
+def test_protection_covers_the_last_rows(rows, length):
+    """The last rows become infinite, the others and the scores given stay as they were."""
+    scores = torch.arange(length, dtype=torch.float32)[None, None]
+    found = protect_last(scores, rows)[0, 0].tolist()
+    assert found == [i if i < length - rows else torch.inf for i in range(length)]
+    assert scores.isfinite().all()
+
+
+def test_groups_are_neighbours():
+    """Query heads 0 and 1 share KV head 0, as in `repeat_kv`."""
+    scores = torch.tensor([1.0, 3, 10, 20]).view(1, 4, 1)
+    assert group_mean(scores, 2)[0, :, 0].tolist() == [2, 15]
