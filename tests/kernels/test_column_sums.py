@@ -46,7 +46,7 @@ def test_a_window_counts_tokens_across_holes(heads, size, attention, holes, erro
 
 
 def test_the_card_s_case(attention, error):
-    """257 queries, four heads on one: within 1e-5 of the matrix, and 1,028 in all, as every query spreads a mass of 1."""
+    """257 queries, four heads on one: within 1e-5 of the matrix, and 1,028 in all: every query spreads a mass of 1."""
     query, keys, _ = attention((4, 1), 257, 257, batch=1)
     sums = column_sums(query, keys, scale=0.3, seen=257)
     assert error(sums, naive.column_sums(query, keys, scale=0.3, seen=257)) < 1e-5
