@@ -30,8 +30,11 @@ class ScoredMethod(Method):
 
     def evict(self, kv: LayerKV, step: Step) -> None:
         """Once, after the attention of the context's last chunk, so that the prefill itself is exact."""
+        if not step.compress:
+            return
+        kv.refuse_frozen()
         rows = self.rows_in(step.layer, step.window)
-        if step.compress and rows is not None and rows < kv.n:
+        if rows is not None and rows < kv.n:
             self.select(kv, self.score(kv, step), rows)
 
     def select(self, kv: LayerKV, scores: Tensor, rows: int) -> None:
@@ -57,9 +60,11 @@ def pool_scores(scores: Tensor, kernel: int, kind: Pool) -> Tensor:
     `avg` counts the zero padding at both ends, as PyTorch does and as SnapKV's code does by using it.
     """
     pool = F.avg_pool1d if kind == "avg" else F.max_pool1d
-    return pool(scores, kernel, stride=1, padding=kernel // 2)
+    pooled: Tensor = pool(scores, kernel, stride=1, padding=kernel // 2)
+    return pooled
 
 
 def group_mean(scores: Tensor, kv_heads: int) -> Tensor:
     """Mean over the query heads that share a KV head. [B, H_q, n] -> [B, H_kv, n]"""
-    return scores.unflatten(1, (kv_heads, -1)).mean(2)
+    mean: Tensor = scores.unflatten(1, (kv_heads, -1)).mean(2)
+    return mean

@@ -158,7 +158,7 @@ class Session:
             with self.fork() as branch:
                 self._note_answer()
                 tokens = self.method.generate(branch, limit, stop)
-                self._peak = max(self._peak, branch._peak)
+                self._peak = max(self._peak, branch._peak)  # noqa: SLF001  # the same class
             self._pending = [list(history)] * self.batch
             return tokens
         self._note_answer()

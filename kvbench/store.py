@@ -11,6 +11,7 @@ import copy
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -219,7 +220,7 @@ class LayerKV:
     def attend(self, step: Step) -> Tensor:
         """Attention output of the last T rows over every row held. [B, H_q, T, D_v]"""
         seen = step.seen if self.length is None else step.positions[0, -1] + 1  # a captured step has no host numbers
-        options = {"scale": step.scale, "seen": seen, "window": step.window, "softcap": step.softcap}
+        options: dict[str, Any] = {"scale": step.scale, "seen": seen, "window": step.window, "softcap": step.softcap}
         if self.frozen is None:
             return dense_attention(
                 step.query, self.keys, self.values, **options, positions=self._where(), sinks=step.sinks,
@@ -236,14 +237,14 @@ class LayerKV:
 
     def keep(self, indices: Tensor) -> None:
         """Keep these rows of every head and free the rest. indices: [B, H_kv, C], ascending."""
-        self._refuse_ragged()
+        self.refuse_frozen()
         kept = {name: _gather(x, indices) for name, x in self._held_with_holes().items()}
         self._count_dropped(self.n - indices.shape[2], indices)
         self._replace(kept, indices.shape[2] + (1 if self.bounded else max(0, self.capacity - self.seen)))
 
     def keep_where(self, mask: Tensor) -> None:
         """Keep rows by head, unequal numbers allowed, flat and never written again. mask: [B, H_kv, n] bool"""
-        self._refuse_ragged()
+        self.refuse_frozen()
         held = self._held_with_holes()
         counts = mask.sum(-1).flatten()
         offsets = torch.zeros(counts.numel() + 1, dtype=torch.int32, device=mask.device)
@@ -269,7 +270,7 @@ class LayerKV:
         The order of rows is lost, so a store that drops keeps positions where order matters to its method.
         indices: [B, H_kv, m], distinct.
         """
-        self._refuse_ragged()
+        self.refuse_frozen()
         assert self.bounded, "rows may be overwritten only in a store that is `bounded`: its forks copy their rows"
         if self._window is not None and not self.track:
             self._replace(self._held_with_holes(), self.n)
@@ -308,7 +309,8 @@ class LayerKV:
             self.track = True
         return held
 
-    def _refuse_ragged(self) -> None:
+    def refuse_frozen(self) -> None:
+        """Refuse to compress what was frozen in unequal numbers (`UserError`), or only the tail would be."""
         if self.frozen is not None:
             raise UserError(
                 "rows that heads keep in unequal numbers are frozen: they cannot be compressed a second time. "

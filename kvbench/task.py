@@ -192,6 +192,11 @@ def encode(task: Task, example: Example, tokenizer: PreTrainedTokenizerBase, fra
     )
 
 
+def count_prompt(task: Task, example: Example, tokenizer: PreTrainedTokenizerBase, frame: Frame) -> int:
+    """Tokens of the first prompt, as `prompt_tokens` of the encoded example; the later turns are not looked at."""
+    return prompt_tokens(encode(task, Example(example.id, example.context, example.turns[:1]), tokenizer, frame))
+
+
 def prompt_tokens(encoded: Encoded) -> int:
     """Tokens of the first prompt: what a length in tokens speaks of, generation apart."""
     return len(encoded.context) + len(encoded.turns[0].first)

@@ -114,5 +114,6 @@ def _explicit(
     if sinks is not None:
         column = sinks.float().view(1, kv_heads, -1, 1, 1).expand(*logits.shape[:-1], 1)
         logits = torch.cat([logits, column], dim=-1)
-    weights = logits.softmax(-1)[..., :n_key].to(values.dtype)
-    return (weights @ values[:, :, None]).flatten(1, 2)
+    weights: Tensor = logits.softmax(-1)[..., :n_key].to(values.dtype)
+    output: Tensor = weights @ values[:, :, None]
+    return output.flatten(1, 2)

@@ -29,7 +29,8 @@ def window_scores(
         where = None if positions is None else positions[:, :, low:high]
         mask = visible_rows(n_key - n_query - low, n_query, high - low, window, where, seen - n_query, keys.device)
         mask = mask if mask.dim() == 2 else mask[:, :, None]  # [B, H_kv, 1, w, n]
-        return block.unflatten(2, (-1, n_query)).masked_fill(~mask, -torch.inf)  # [B, H_kv, G, w, n]
+        seen_by: Tensor = block.unflatten(2, (-1, n_query)).masked_fill(~mask, -torch.inf)  # [B, H_kv, G, w, n]
+        return seen_by
 
     blocks = [(low, min(low + ROW_BLOCK, n_key)) for low in range(0, n_key, ROW_BLOCK)]
     parts = [logits(*block).logsumexp(-1) for block in blocks]

@@ -36,4 +36,5 @@ class Knorm(ScoredMethod):
     def score(self, kv: LayerKV, step: Step) -> Tensor:
         """The negative norm of each key; rounded, so that equal tokens of the first layer tie. [B, H_kv, n]"""
         del step
-        return -torch.linalg.vector_norm(kv.keys.float(), dim=-1).round(decimals=4)
+        norm: Tensor = torch.linalg.vector_norm(kv.keys.float(), dim=-1)
+        return -norm.round(decimals=4)

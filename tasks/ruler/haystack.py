@@ -78,6 +78,7 @@ class ProseHaystack:
 
     def least(self, needles: int) -> int:
         """Fewest words."""
+        del needles  # they stand between sentences, however few there are
         return 1
 
     def text(self, words: int, needles: Sequence[str]) -> str:

@@ -1,9 +1,9 @@
 """RULER's needle-in-a-haystack tasks with one queried key and value: single_1, single_2 and multikey_1.
 
 With one turn the prompt is RULER's, byte for byte: template, answer prefix, and the singular rewriting that RULER
-applies when one value of one key is asked for. Two things differ on purpose. Shuffles and places are reseeded for every
+applies when one value of one key is asked for. Two things differ on purpose. Shuffles and places are reseeded for each
 sample, where RULER's fresh `Random(42)` puts the answer at the same rank in all of them. And the essays are not
-shipped: the haystack is generated prose, or a local text file (`--task-set haystack=PATH`), and the prompt_id says which.
+shipped: the haystack is generated prose, or a local text file (`--task-set haystack=PATH`), as the prompt_id says.
 
 RULER asks one question per context. In the shared-context modes (more turns than one) the context holds a queried
 needle for each turn (so at least as many keys as turns), its introduction has RULER's plural form, and each turn asks
@@ -20,10 +20,11 @@ import random
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
-from kvbench.task import Example, Frame, Scorer, Task, Turn, encode, prompt_tokens
-from kvbench.tasks.length import largest_fit
+from kvbench.task import Example, Frame, Scorer, Task, Turn, count_prompt, encode, prompt_tokens
+from kvbench.tasks.length import Line, largest_fit
 from kvbench.tasks.ruler.haystack import NoiseHaystack, ProseHaystack, read_sentences
 from kvbench.tasks.ruler.scoring import STRING_MATCH_ALL
 from kvbench.tasks.words import draw_keys, draw_numbers, words
@@ -91,11 +92,11 @@ class Niah(Task):
         frame = Frame.of(tokenizer)
 
         def count(n: int) -> int:
-            example = self.compose(haystack, pairs, asked, n, id=id)
-            return prompt_tokens(encode(self, example, tokenizer, frame))
+            return count_prompt(self, self.compose(haystack, pairs, asked, n, id=id), tokenizer, frame)
 
         what = f"{self.name} with {turns} turn{'s' if turns > 1 else ''}"
-        n = largest_fit(count, length - LIMIT, least=haystack.least(n_keys), guess=1.3, what=what)
+        line = measure(self, n_keys, tokenizer)
+        n = largest_fit(count, length - LIMIT, least=haystack.least(n_keys), line=line, what=what)
         return self.compose(haystack, pairs, asked, n, id=id)
 
     def minimum_length(self, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -112,6 +113,20 @@ class Niah(Task):
         n = max(20, haystack.least(n_keys))
         example = self.compose(haystack, [(key, "7777777")] * n_keys, range(turns), n, id="minimum")
         return prompt_tokens(encode(self, example, tokenizer)) + LIMIT
+
+
+@cache
+def measure(task: Niah, n_keys: int, tokenizer: PreTrainedTokenizerBase) -> Line:
+    """Tokens of the task's prompts by words of haystack."""
+    rng = random.Random(0)
+    pairs = list(zip(draw_keys(rng, n_keys), draw_numbers(rng, n_keys), strict=True))
+    haystack, frame = task.haystack_for(rng), Frame.of(tokenizer)
+    least = haystack.least(n_keys)
+
+    def count(n: int) -> int:
+        return count_prompt(task, task.compose(haystack, pairs, [0], n, id=""), tokenizer, frame)
+
+    return Line.through(count, least, least + 1000)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Key-value retrieval in the format of SCBench's Retr.KV, with pairs generated here.
 
 `kv` has SCBench's keys and values (36-character UUIDs). `kv-short` has the same text around adjective-noun keys and
-numbers of seven digits, which models of a few million parameters can copy. SCBench fixes 2,500 pairs; here the number of
-pairs follows from the length: as many as fit, so that tokens of the first prompt plus the generation limit (150) come
+numbers of seven digits, which models of a few million parameters can copy. SCBench fixes 2,500 pairs; here their number
+follows from the length: as many as fit, so that tokens of the first prompt plus the generation limit (150) come
 within one pair of it and never exceed it.
 
 The whole question is the user's, as in SCBench: nothing is put after an assistant header.
@@ -16,10 +16,11 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
-from kvbench.task import Example, Frame, Scorer, Task, Turn, encode, prompt_tokens
-from kvbench.tasks.length import largest_fit
+from kvbench.task import Example, Frame, Scorer, Task, Turn, count_prompt, encode, prompt_tokens
+from kvbench.tasks.length import Line, largest_fit
 from kvbench.tasks.words import draw_keys, draw_numbers
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 INTRO = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
 QUESTION = '\nKey: "{key}"\nThe value associated with the specified key is: '
 LIMIT = 150
+MIN_PAIR_TOKENS = 5
+"""No tokenizer needs fewer for two quoted strings and their punctuation."""
 SHORT = 6
 """Most letters of either word of a short key."""
 
@@ -46,8 +49,6 @@ class KeyValue(Task):
     scorers: ClassVar[tuple[Scorer, ...]] = (Scorer("scbench-kv@1", "contains", contains),)
     joint: ClassVar[str] = "\n\n"
     separator: ClassVar[str] = "\n\n"
-    pair_tokens: ClassVar[float]
-
     @abstractmethod
     def pairs(self, rng: random.Random, n: int) -> list[tuple[str, str]]:
         """`n` pairs of distinct keys and distinct values."""
@@ -72,15 +73,14 @@ class KeyValue(Task):
         # The asked pairs come first, so that the first prompt's length depends on how many others follow and on nothing
         # else; then all are shuffled for the final number.
         frame = Frame.of(tokenizer)
-        most = max(turns, int(length / self.pair_tokens * 2)) + 1
+        most = max(turns, length // MIN_PAIR_TOKENS) + 1
         drawn = self.pairs(rng, most)
 
         def count(n: int) -> int:
-            example = self.compose(drawn[:n], range(turns), id=id)
-            return prompt_tokens(encode(self, example, tokenizer, frame))
+            return count_prompt(self, self.compose(drawn[:n], range(turns), id=id), tokenizer, frame)
 
         what = f"{self.name} with {turns} turn{'s' if turns > 1 else ''}"
-        n = largest_fit(count, length - LIMIT, least=turns, guess=self.pair_tokens, what=what)
+        n = largest_fit(count, length - LIMIT, least=turns, line=measure(self, tokenizer), what=what)
         order = rng.sample(range(n), n)
         return self.compose([drawn[i] for i in order], [order.index(turn) for turn in range(turns)], id=id)
 
@@ -90,8 +90,17 @@ class KeyValue(Task):
         for seed in range(16):
             example = self.compose(self.pairs(random.Random(seed), turns), range(turns), id="minimum")
             lengths.append(prompt_tokens(encode(self, example, tokenizer)))
-        # Keys differ in tokens: one more pair than needed covers those longer than any of the draws.
-        return max(lengths) + LIMIT + int(self.pair_tokens) + 1
+        # Keys differ in tokens: room for one more pair covers those longer than any of the draws.
+        return max(lengths) + LIMIT + int(measure(self, tokenizer).slope) + 1
+
+
+@cache
+def measure(task: KeyValue, tokenizer: PreTrainedTokenizerBase) -> Line:
+    """Tokens of the task's prompts by pairs."""
+    drawn, frame = task.pairs(random.Random(0), 40), Frame.of(tokenizer)
+    return Line.through(
+        lambda n: count_prompt(task, task.compose(drawn[:n], [0], id=""), tokenizer, frame), 1, len(drawn)
+    )
 
 
 @dataclass(frozen=True)
@@ -100,8 +109,6 @@ class KeyValueUuid(KeyValue):
 
     name: ClassVar[str] = "kv"
     summary: ClassVar[str] = "SCBench Retr.KV format: the value of a key in a JSON object of UUIDs"
-    pair_tokens: ClassVar[float] = 50.0
-
     @property
     def prompt_id(self) -> str:
         """Wording and kind of pairs."""
@@ -119,8 +126,6 @@ class KeyValueShort(KeyValue):
 
     name: ClassVar[str] = "kv-short"
     summary: ClassVar[str] = "SCBench Retr.KV format with adjective-noun keys and numbers of seven digits"
-    pair_tokens: ClassVar[float] = 12.0
-
     @property
     def prompt_id(self) -> str:
         """Wording and kind of pairs."""

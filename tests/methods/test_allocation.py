@@ -148,3 +148,15 @@ def test_the_ledger_shows_the_overshoot() -> None:
 
     layers = schedule(32, 8, beta=20, layers=2, length=400)
     assert sum(layers) / 64 == held["pyramidkv"] / held["snapkv"]
+
+
+def test_frozen_rows_are_not_compressed_again_in_silence() -> None:
+    """Ragged rows cannot be recompressed at a later turn, and the session says so instead of doing nothing."""
+    model = tiny_model()
+    fitted = AdaKV().fit(Budget("rows", 50), model.shape(100))
+
+    with Session(model, fitted, recompress=True) as session:
+        session.prefill(list(range(60)) + list(range(40)))
+
+        with pytest.raises(UserError, match="Leave --recompress out"):
+            session.ask([1, 2, 3], 2, history=[4])

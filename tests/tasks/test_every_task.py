@@ -1,0 +1,76 @@
+"""What holds for every task: determinism, splits, modes, and how text becomes ids."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+import sys
+
+import pytest
+
+from kvbench.task import Frame, Split, encode
+from kvbench.tasks.prose import sentences
+from kvbench.tasks.ruler.niah import NiahMultikey1, NiahSingle1, NiahSingle2
+from kvbench.tasks.scbench.kv import KeyValueShort, KeyValueUuid
+
+TASKS = (NiahSingle1(), NiahSingle2(), NiahMultikey1(), KeyValueUuid(), KeyValueShort())
+each_task = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+
+
+def some(task, tokenizer, *, seed=0, split=Split.TEST, n=3, length=800, turns=2):
+    return list(task.examples(seed=seed, split=split, n=n, length=length, turns=turns, tokenizer=tokenizer))
+
+
+@each_task
+def test_examples_are_a_function_of_their_arguments(task, mini_tokenizer):
+    """The same request gives the same examples, and a longer request begins with a shorter one."""
+    assert some(task, mini_tokenizer, n=4)[:3] == some(task, mini_tokenizer, n=3)
+
+
+@each_task
+def test_every_argument_changes_the_text(task, mini_tokenizer):
+    """Another seed, split, length or number of turns is another text: dev and test share no value and no key."""
+    base = some(task, mini_tokenizer)
+    for change in ({"seed": 1}, {"split": Split.DEV}, {"length": 801}, {"turns": 1}):
+        other = some(task, mini_tokenizer, **change)
+        for one, two in itertools.product(base, other):
+            assert not {turn.references for turn in one.turns} & {turn.references for turn in two.turns}
+            assert not set(one.facts["keys"]) & set(two.facts["keys"])
+
+
+@each_task
+def test_samples_differ(task, mini_tokenizer):
+    """No two samples of a request are alike, in id, context or question."""
+    examples = some(task, mini_tokenizer, n=8)
+    assert len({e.id for e in examples}) == len({e.context for e in examples}) == len({e.turns for e in examples}) == 8
+
+
+@each_task
+def test_context_and_questions_are_encoded_apart(task, mini_tokenizer):
+    """Ids decode to the text of every piece, and a turn is the same ids in multi-turn and multi-request order."""
+    (example,) = some(task, mini_tokenizer, n=1)
+    encoded = encode(task, example, mini_tokenizer, Frame.of(mini_tokenizer))
+    assert mini_tokenizer.decode(encoded.context) == example.context
+    for turn, ids in zip(example.turns, encoded.turns, strict=True):
+        assert mini_tokenizer.decode(ids.first) == task.joint + turn.question + turn.prefix
+        assert mini_tokenizer.decode(ids.later) == task.separator + turn.question + turn.prefix
+        assert mini_tokenizer.decode(ids.answer) == turn.answer
+
+
+def test_prose_keeps_out_of_the_needles_way():
+    """Generated prose has no digit and none of the needle's wording, and rarely repeats a sentence."""
+    text = list(itertools.islice(sentences(random.Random(0)), 3000))
+    assert not any(char.isdigit() for sentence in text for char in sentence)
+    assert not any("magic" in sentence or "number" in sentence for sentence in text)
+    assert all(sentence.endswith(".") and sentence[0].isupper() and sentence.count(".") == 1 for sentence in text)
+    assert len(set(text)) > 2800
+
+
+def test_tasks_do_not_load_torch():
+    """Listing tasks stays quick: their modules import neither torch nor transformers."""
+    code = (
+        "import sys, kvbench.tasks.ruler.niah, kvbench.tasks.scbench.kv\n"
+        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
