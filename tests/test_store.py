@@ -268,6 +268,16 @@ def test_rows_are_dropped_in_place_only_where_forks_copy():
         context().drop(torch.tensor([0]).expand(2, HEADS, -1))
 
 
+def test_dropping_in_a_sliding_layer_writes_positions_down():
+    """Where a window counts tokens, a store that loses its order knows every row's position from then on."""
+    kv = LayerKV(bounded=True)
+    add(kv, list(range(6)), window=5)
+    kv.drop(torch.tensor([1]).expand(2, HEADS, -1))
+    add(kv, [6], window=5)
+    assert kv.positions.sort(-1).values.tolist() == [[[0, 2, 3, 4, 5, 6]] * HEADS] * 2
+    assert kv.keys[0, 0, :, 0].tolist() == kv.positions[0, 0].tolist()
+
+
 # Room
 
 
