@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from kvbench.agreement import Dense
 from kvbench.errors import UserError
 from kvbench.hf import Model
 from kvbench.hf.tiny import VOCABULARY, permute_heads, tiny_model
@@ -94,15 +95,6 @@ def _session(
         yield session
 
 
-class _Dense(Method):
-    """The dense cache, to compare with; not a method of anyone's."""
-
-
-def _dense(method: Method) -> Method:
-    _Dense.card = method.card.model_copy(update={"budget": BudgetKind.NONE})
-    return _Dense()
-
-
 def _kept(session: Session) -> list[list[Tensor]]:
     """Logical positions of the rows held, sorted, by layer and (batch, KV head)."""
     layers = []
@@ -154,7 +146,7 @@ def identity_at_full_budget(method: Method) -> str:
     budget, worst = _full(method), 0.0
     for name, shape in SHAPES.items():
         model = tiny_model(*shape)
-        with _session(method, model, budget) as ours, _session(_dense(method), model, None) as dense:
+        with _session(method, model, budget) as ours, _session(Dense(), model, None) as dense:
             worst = max(worst, _close(ours.prefill(_ids(LENGTH)), dense.prefill(_ids(LENGTH)), f"prefill, {name}"))
             for turn, (a, b) in enumerate(zip(_talk(ours), _talk(dense), strict=True)):
                 assert a.ids == b.ids, f"{name}, turn {turn + 1}: tokens {a.ids} are not the dense cache's {b.ids}"
@@ -196,7 +188,7 @@ def first_token_is_exact(method: Method) -> str:
     worst = 0.0
     for name, shape in SHAPES.items():
         model = tiny_model(*shape)
-        with _session(method, model, _budget(method)) as ours, _session(_dense(method), model, None) as dense:
+        with _session(method, model, _budget(method)) as ours, _session(Dense(), model, None) as dense:
             worst = max(worst, _close(ours.prefill(_ids(LENGTH)), dense.prefill(_ids(LENGTH)), name))
     return f"worst logit difference {worst:.1e}"
 
@@ -275,7 +267,7 @@ def _rounding(method: Method, model: Model, scores: Tensor) -> float:
     """The difference allowed after compression: where rows are rounded to codes, one on an edge may fall either way."""
     if method.card.budget is not BudgetKind.BITS:
         return TOLERANCE
-    with _session(_dense(method), model, None) as dense:
+    with _session(Dense(), model, None) as dense:
         dense.prefill(_ids(LENGTH))
         return max(TOLERANCE, 0.05 * _worst(dense.score(_ids(9, seed=3)), scores))
 

@@ -54,6 +54,17 @@ class Evidence(Record):
     facts: dict[str, int]
 
 
+class Agreement(Record):
+    """Next-token distributions against the dense cache's, on the golden answers as forced tokens."""
+
+    top1: float
+    """Share of positions with the same most likely token."""
+    kl: float
+    """Mean divergence from the dense cache, in nats."""
+    n: int
+    """Positions."""
+
+
 class Line(Record):
     """One (sample, turn) of samples.jsonl. A failed sample ends with a line that has an error."""
 
@@ -74,6 +85,8 @@ class Line(Record):
     times: Times | None
     bytes: Bytes | None
     evidence: Evidence | None
+    agreement: Agreement | None
+    """None: the dense cache itself, random weights, or no memory for a dense cache."""
     facts: dict[str, Any]
     """From the task."""
     started: str
@@ -223,7 +236,8 @@ class Result(Record):
     n_failed: int
     score: Score
     scores: dict[str, float]
-    agreement: None = None
+    agreement: Agreement | None
+    """Mean over the samples' turns; n counts positions."""
     output: Output
     memory: MemoryResult | None
     latency: Latency

@@ -8,13 +8,18 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
+import torch
+from torch import Tensor
+
+from kvbench.agreement import compare_logits, force_answer, run_dense
 from kvbench.clocks import now
 from kvbench.errors import UserError
+from kvbench.method import BudgetKind
 from kvbench.request import Job, limit_of, reach
-from kvbench.results import Bytes, Evidence, Line, Times, TokenCounts
+from kvbench.results import Agreement, Bytes, Evidence, Line, Times, TokenCounts
 from kvbench.session import Session, Tokens
 from kvbench.spec import RunSpec
-from kvbench.task import EncodedTurn, Example, Mode, encode
+from kvbench.task import Encoded, EncodedTurn, Example, Mode, encode
 
 
 @dataclass
@@ -52,9 +57,10 @@ def run_sample(job: Job, index: int, example: Example) -> list[Line]:
         limits = [limit_of(x.limit, spec.generation) for x in example.turns]
         visible = () if spec.visibility == "hidden" else encoded.turns[0].first
         method = job.method.fit(job.budget, model.shape(len(encoded.context) + len(visible)))
-        with Session(
-            model, method, capacity=reach(encoded, spec, limits), chunk=spec.chunk, recompress=spec.recompress
-        ) as session:
+        capacity = reach(encoded, spec, limits)
+        compares = not (model.random or method.card.budget is BudgetKind.NONE)
+        forced: list[Tensor] = []
+        with Session(model, method, capacity=capacity, chunk=spec.chunk, recompress=spec.recompress) as session:
             before = now(device)
             session.prefill(encoded.context, visible=visible)
             clock.prefill_s, clock.compress_s = now(device) - before, session.compress_seconds
@@ -62,11 +68,18 @@ def run_sample(job: Job, index: int, example: Example) -> list[Line]:
                 with _conversation(session, spec) as talk:
                     query = _query(ids, turn, spec)
                     clock.asked = now(device)
-                    tokens = talk.ask(query, limit, history=_history(spec, example, turn, ids))
+                    talk.question(query, limit)
+                    if compares:
+                        paused = now(device)
+                        forced.append(force_answer(talk, ids.answer))
+                        clock.asked += now(device) - paused
+                    tokens = talk.answer(limit, history=_history(spec, example, turn, ids))
                     done = now(device)
                     lines.append(_line(job, index, example, turn, talk, tokens, clock, done,
                                        prompt_hash=prompt_hash, started=started, query=query))
                 clock = Clock(time.perf_counter())
+        if compares:
+            lines = _with_agreement(job, encoded, lines, forced, capacity)
     except UserError:
         raise
     except Exception as error:
@@ -75,11 +88,29 @@ def run_sample(job: Job, index: int, example: Example) -> list[Line]:
         lines.append(Line(
             sample=example.id, index=index, turn=len(lines), turns=len(example.turns), prompt_hash=prompt_hash,
             prediction=None, ids=(), references=example.turns[len(lines)].references, score=None, scores={},
-            tokens=None, stop_reason=None, times=None, bytes=None, evidence=None, facts=dict(example.facts),
-            started=started, seconds=time.perf_counter() - clock.wall, error=f"{type(error).__name__}: {first}",
+            tokens=None, stop_reason=None, times=None, bytes=None, evidence=None, agreement=None,
+            facts=dict(example.facts), started=started, seconds=time.perf_counter() - clock.wall,
+            error=f"{type(error).__name__}: {first}",
         ))
         raise SampleFailedError(lines) from error
     return lines
+
+
+def _with_agreement(
+    job: Job, encoded: Encoded, lines: list[Line], forced: list[Tensor], capacity: int
+) -> list[Line]:
+    """The lines with each turn's agreement; without it where a dense cache does not fit this machine."""
+    stop = job.model.stop_ids
+    own = [[x for i, x in enumerate(line.ids) if i < len(line.ids) - 1 or x not in stop] for line in lines]
+    try:
+        dense = run_dense(job.model, encoded, job.spec, own, capacity)
+    except torch.OutOfMemoryError:
+        return lines
+    found = []
+    for line, ours, theirs in zip(lines, forced, dense, strict=True):
+        top1, kl = compare_logits(ours, theirs)
+        found.append(line.model_copy(update={"agreement": Agreement(top1=top1, kl=kl, n=len(ours))}))
+    return found
 
 
 @contextmanager
@@ -133,6 +164,7 @@ def _line(
             acted=certificate.acted, identity=certificate.identity, rows_seen=certificate.rows_seen,
             rows_kept=certificate.rows_kept, facts=certificate.facts,
         ),
-        facts=dict(example.facts) if turn == 0 else {}, started=started, seconds=time.perf_counter() - clock.wall,
+        agreement=None, facts=dict(example.facts) if turn == 0 else {}, started=started,
+        seconds=time.perf_counter() - clock.wall,
         error=None,
     )

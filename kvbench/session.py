@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -147,19 +147,29 @@ class Session:
         question on. Without it the generated rows stay; the last token, which no forward has seen, goes before the
         next question unless it is a stop token.
         """
-        stop = self.model.stop_ids if stop is None else stop
+        self.question(query, limit)
+        return self.answer(limit, history=history, stop=stop)
+
+    def question(self, query: Sequence[int] | Tensor, limit: int) -> None:
+        """Run what stands before a question and the question, and make room for `limit` tokens of its answer."""
         ids = torch.cat([self._ids(self._pending), self._ids(query)], dim=1)
         if ids.shape[1]:
             self.reserve(ids.shape[1] + limit, ids.shape[1])
             chunks = ids.split(self.chunk or ids.shape[1], dim=1)
             self.logits = self.run_chunks(chunks, Phase.QUERY, compress=self.recompress)
             self._pending = []
+
+    def answer(
+        self, limit: int, *, history: Sequence[int] | None = None, stop: frozenset[int] | None = None
+    ) -> Tokens:
+        """Generate at most `limit` tokens after the last question; see `ask`."""
+        stop = self.model.stop_ids if stop is None else stop
         if history is not None:
             with self.fork() as branch:
                 self._note_answer()
                 tokens = self.method.generate(branch, limit, stop)
                 self._peak = max(self._peak, branch._peak)  # noqa: SLF001  # the same class
-            self._pending = [list(history)] * self.batch
+            self.remember(history)
             return tokens
         self._note_answer()
         tokens = self.method.generate(self, limit, stop)
@@ -170,23 +180,36 @@ class Session:
         self._note_bytes()
         return tokens
 
+    def remember(self, ids: Sequence[int]) -> None:
+        """From the next question on, these ids stand as the last answer."""
+        self._pending = [list(ids)] * self.batch
+
     def score(self, ids: Sequence[int] | Tensor) -> Tensor:
         """Log-probabilities of these tokens after what the session holds; they are appended. [B, T]"""
         tokens = self._ids(ids)
+        scores = [
+            logits.float().log_softmax(-1).gather(-1, chunk[..., None])[..., 0]
+            for chunk, logits in self._forced(tokens)
+        ]
+        return torch.cat(scores, dim=1)
+
+    def force(self, ids: Sequence[int] | Tensor) -> Tensor:
+        """Logits that predict each of these tokens after what the session holds; they are appended. [B, T, V]"""
+        return torch.cat([logits for _, logits in self._forced(self._ids(ids))], dim=1)
+
+    def _forced(self, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Chunks of tokens with the logits that predict them, so that few positions' logits exist at a time."""
         assert self.logits is not None, "prefill first"
         pending = self._ids(self._pending)
         self.reserve(pending.shape[1] + tokens.shape[1], pending.shape[1] + tokens.shape[1])
         if pending.shape[1]:
             self.logits = self.run_chunks(pending.split(self.chunk or SCORE_CHUNK, dim=1), Phase.QUERY, compress=False)
             self._pending = []
-        scores = []
         chunks = tokens.split(min(self.chunk or SCORE_CHUNK, SCORE_CHUNK), dim=1)
         for i, chunk in enumerate(chunks):
             logits = self.forward(chunk, Phase.QUERY, last=i == len(chunks) - 1, keep=chunk.shape[1])
-            shifted = torch.cat([self.logits[:, None], logits[:, :-1]], dim=1)
-            scores.append(shifted.float().log_softmax(-1).gather(-1, chunk[..., None])[..., 0])
+            yield chunk, torch.cat([self.logits[:, None], logits[:, :-1]], dim=1)
             self.logits = logits[:, -1]
-        return torch.cat(scores, dim=1)
 
     def run_chunks(self, chunks: Iterable[Tensor], phase: Phase, *, compress: bool) -> Tensor:
         """Run chunks of ids, the last one compressing. Logits of the last position [B, V]."""

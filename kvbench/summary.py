@@ -11,6 +11,7 @@ from statistics import fmean, median
 from kvbench.machine import cpu_name, find_git, find_version
 from kvbench.request import Job
 from kvbench.results import (
+    Agreement,
     BudgetResult,
     CertificateResult,
     Environment,
@@ -54,7 +55,7 @@ def summarise(job: Job, lines: Sequence[Line]) -> Result:
         mode=spec.mode, visibility=spec.visibility, history=spec.history,
         budget=BudgetResult(asked=spec.budget, kind=job.method.card.budget.value, resolved=job.resolution),
         n_samples=spec.samples, n_scored=len({x.index for x in good if x.score is not None}), n_failed=len(failed),
-        score=score_lines(job.scorer, lines, lambda x: x.score), scores=others,
+        score=score_lines(job.scorer, lines, lambda x: x.score), scores=others, agreement=_agreement(good),
         output=Output(
             tokens=sum(len(x.ids) for x in good),
             stop_reasons=dict(Counter(x.stop_reason for x in good if x.stop_reason)),
@@ -62,6 +63,14 @@ def summarise(job: Job, lines: Sequence[Line]) -> Result:
         memory=_memory(good), latency=_latency(good), certificate=certificate,
         kernels=Kernels(implementation=spec.kernels, ops=_ops()), environment=_environment(job, lines),
     )
+
+
+def _agreement(lines: Sequence[Line]) -> Agreement | None:
+    """Mean over turns; null where one of them could not be compared."""
+    found = [x.agreement for x in lines if x.agreement is not None]
+    if not found or len(found) < len(lines):
+        return None
+    return Agreement(top1=fmean(x.top1 for x in found), kl=fmean(x.kl for x in found), n=sum(x.n for x in found))
 
 
 def score_lines(scorer: Scorer, lines: Sequence[Line], value: Callable[[Line], float | None]) -> Score:

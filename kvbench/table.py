@@ -43,6 +43,9 @@ def print_result(result: Result, folder: Path) -> None:
     ]
     if len(result.score.by_turn) > 1:
         rows.append(("by turn", "  ".join(f"{x.mean:.3f}" for x in result.score.by_turn)))
+    if result.agreement is not None:
+        near = f"top-1 {result.agreement.top1:.3f}, KL {result.agreement.kl:.3g} nats"
+        rows.append(("agreement", f"{near} to the dense cache on {result.agreement.n} golden tokens"))
     asked = "none" if spec.budget is None else spec.budget
     if memory is not None:
         rows += [
