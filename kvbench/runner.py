@@ -51,6 +51,7 @@ def run(job: Job, progress: Progress | None = None) -> Outcome:
     existing = find_existing(job)
     if existing is not None:
         return existing
+    bound = replace(job, method=job.method.bind(job.model))  # refuses a model it cannot serve before anything is written
     with locked(job.folder):
         existing = find_existing(job)  # another process may have finished it before this one had the lock
         if existing is not None:
@@ -60,7 +61,7 @@ def run(job: Job, progress: Progress | None = None) -> Outcome:
         try:
             if journal.finished:
                 say(f"resuming: {len(journal.finished)} of {job.spec.samples} samples are already done.")
-            _run_missing(job, journal, progress)
+            _run_missing(bound, journal, progress)
         except KeyboardInterrupt:
             raise InterruptedRunError(
                 f"interrupted: {len(journal.finished)} of {job.spec.samples} samples are saved in {job.folder}. "
@@ -74,6 +75,7 @@ def run(job: Job, progress: Progress | None = None) -> Outcome:
         write_record(job.folder / "result.json", result)
     return Outcome(result, job.folder, existing=False)
 
+
 def _claim_folder(job: Job) -> None:
     path = job.folder / "spec.json"
     if not path.exists():
@@ -86,12 +88,11 @@ def _run_missing(job: Job, journal: Journal, progress: Progress | None) -> None:
     missing = set(range(job.spec.samples)) - journal.finished
     if not missing:
         return
-    bound = replace(job, method=job.method.bind(job.model))
     for index, example in enumerate(make_examples(job, max(missing) + 1)):
         if index not in missing:
             continue
         try:
-            lines = run_sample(bound, index, example)
+            lines = run_sample(job, index, example)
         except SampleFailedError as failure:
             lines = failure.lines
             _log_failure(job.folder, index, failure)

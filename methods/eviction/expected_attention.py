@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Step, Upstream
 from kvbench.selection import ScoredMethod, group_mean
 from kvbench.store import LayerKV
+
+if TYPE_CHECKING:
+    from kvbench.hf import Model
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,15 @@ class ExpectedAttention(ScoredMethod):
     def minimum_rows(self) -> int:
         """The sinks and a row to choose."""
         return self.sinks + 1
+
+    def bind(self, model: Model) -> Self:
+        """Refuse a model whose rotation cannot be taken off its queries."""
+        if not all(rope.trusted for rope in model.ropes):
+            raise UserError(
+                f"expected-attention takes the rotation off queries, and that of {model.id} is not understood on every "
+                "layer. Use a method that leaves it on, such as knorm."
+            )
+        return self
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:
         """Attention over every row; the context's queries leave their moments behind. [B, H_q, T, D_v]"""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch import Tensor
 from kvbench.errors import UserError
 from kvbench.method import POSITION_BYTES, BudgetKind, Card, LayerShape, Method, Phase, Shape, Step, Upstream
 from kvbench.store import LayerKV
+
+if TYPE_CHECKING:
+    from kvbench.hf import Model
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,15 @@ class StreamingLLM(Method):
     def minimum_rows(self) -> int:
         """The sinks and a recent row."""
         return self.sinks + 1
+
+    def bind(self, model: Model) -> Self:
+        """Refuse distances as in the cache where a model's keys cannot be moved."""
+        if self.positions == "cache" and not all(rope.trusted and rope.movable for rope in model.ropes):
+            raise UserError(
+                f"streaming-llm with positions=cache moves keys, and those of {model.id} cannot be moved: its positions "
+                "are learned, or its rotation is not understood. Use --set positions=original."
+            )
+        return self
 
     def layer(self, index: int) -> LayerKV:
         """Rows whose slots are reused while decoding; positions tell which is oldest."""
