@@ -51,7 +51,7 @@ def run(job: Job, progress: Progress | None = None) -> Outcome:
     existing = find_existing(job)
     if existing is not None:
         return existing
-    bound = replace(job, method=job.method.bind(job.model))  # refuses a model it cannot serve before anything is written
+    bound = replace(job, method=job.method.bind(job.model))  # refuses a model before anything is written
     with locked(job.folder):
         existing = find_existing(job)  # another process may have finished it before this one had the lock
         if existing is not None:

@@ -62,8 +62,8 @@ class StreamingLLM(Method):
         """Refuse distances as in the cache where a model's keys cannot be moved."""
         if self.positions == "cache" and not all(rope.trusted and rope.movable for rope in model.ropes):
             raise UserError(
-                f"streaming-llm with positions=cache moves keys, and those of {model.id} cannot be moved: its positions "
-                "are learned, or its rotation is not understood. Use --set positions=original."
+                f"streaming-llm with positions=cache moves keys, and those of {model.id} cannot be moved: its "
+                "positions are learned, or its rotation is not understood. Use --set positions=original."
             )
         return self
 
