@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kvbench.errors import UserError
 from kvbench.method import Phase
 from kvbench.session import Session, Tokens
 
@@ -11,24 +12,26 @@ from kvbench.session import Session, Tokens
 def greedy(session: Session, limit: int, stop: frozenset[int]) -> Tokens:
     """The most likely token, again and again, until every sequence stopped or `limit` tokens are made.
 
-    The token that ends an answer is part of it and is never run.
+    The token that ends an answer is part of it, and the last token is never run.
+
+    Raises:
+        UserError: a limit below 1.
     """
+    if limit < 1:
+        raise UserError(f"limit {limit} must be 1 or more new tokens.")
     assert session.logits is not None, "prefill first"
     ids: list[list[int]] = [[] for _ in range(session.batch)]
     done = [False] * session.batch
-    steps = 0
-    while True:
+    for made in range(1, limit + 1):
         token = session.logits.argmax(-1)  # [B]
         for i, x in enumerate(token.tolist()):
             if not done[i]:
                 ids[i].append(x)
                 done[i] = x in stop
-        if all(done) or len(ids[0]) >= limit or max(map(len, ids)) >= limit:
+        if all(done) or made == limit:
             break
         session.logits = session.forward(token[:, None], Phase.DECODE)[:, -1]
-        steps += 1
-    reasons = ["stop" if x else "length" for x in done]
-    return Tokens(ids, reasons, steps)
+    return Tokens(ids, ["stop" if x else "length" for x in done], steps=made - 1)
 
 
 def step_logits(session: Session, token: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from kvbench.agreement import Dense
+from kvbench.autoregressive import step_logits
 from kvbench.errors import UserError
 from kvbench.hf import Model
 from kvbench.hf.tiny import VOCABULARY, permute_heads, tiny_model
@@ -390,6 +391,23 @@ def runs_are_equal_and_apart(method: Method) -> str:
     return "logits, tokens and likelihoods equal"
 
 
+def static_steps_are_eager_ones(method: Method) -> str:
+    """Decode steps of fixed shapes, as a CUDA graph needs them, give the eager logits, or the method says why not."""
+    if method.graphable is not None:
+        raise NotApplicableError(method.graphable)
+    worst = 0.0
+    with _session(method, tiny_model(), _budget(method)) as session:
+        session.prefill(_ids(LENGTH))
+        session.question(_ids(5), LIMIT)
+        tokens = [torch.tensor([[x]]) for x in _ids(LIMIT, seed=6)]
+        with session.fork() as eager:
+            wanted = [step_logits(eager, x) for x in tokens]
+        session.make_static()
+        for i, token in enumerate(tokens):
+            worst = max(worst, _close(step_logits(session, token), wanted[i], f"step {i + 1}"))
+    return f"{LIMIT} steps, worst logit difference {worst:.1e}"
+
+
 def model_is_restored(method: Method) -> str:
     """The model has its attention, its weights and no hook of ours after a session, and after one that failed."""
     model = tiny_model()
@@ -446,6 +464,7 @@ CLAIMS: dict[str, Callable[[Method], str]] = {
         fork_is_a_fresh_run,
         short_prompts_run,
         runs_are_equal_and_apart,
+        static_steps_are_eager_ones,
         model_is_restored,
     )
 }

@@ -289,8 +289,12 @@ class LayerKV:
         self.n = kept
 
     def settle(self) -> None:
-        """No compression is to come: free what was kept for scoring."""
+        """No compression is to come: free what was kept for scoring, unless rows are still dropped by it."""
         self.recent_queries = None
+        if self.column_sums and not self.bounded:
+            self.column_sums = False
+            if self._buffer is not None:
+                del self._buffer.tensors["score"]
 
     def _held(self) -> dict[str, Tensor]:
         assert self._buffer is not None

@@ -7,11 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvbench.method import BudgetKind, Card, LayerShape, Shape, Step, Upstream
+from kvbench.method import BudgetKind, Card, Step, Upstream
 from kvbench.selection import ScoredMethod
 from kvbench.store import LayerKV
-
-SCORE_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -34,13 +32,9 @@ class ObservedAttention(ScoredMethod):
     )
 
     def layer(self, index: int) -> LayerKV:
-        """Rows with their accumulated attention."""
+        """Rows with their accumulated attention, which goes once it has ranked them."""
         del index
         return LayerKV(column_sums=True)
-
-    def row_bytes(self, layer: LayerShape, shape: Shape, *, holes: bool) -> int:
-        """Keys, values and the score."""
-        return super().row_bytes(layer, shape, holes=holes) + SCORE_BYTES
 
     def score(self, kv: LayerKV, step: Step) -> Tensor:
         """Accumulated attention over the queries from each row's own on. [B, H_kv, n]"""

@@ -43,7 +43,10 @@ class StreamingLLM(Method):
             ("Keys are cached with their rotation. Only relative distance matters, so the sinks are turned towards the "
             "window, from their original keys, instead of every key towards zero."),
         ),
-        limits=("The middle of the text is gone for ever.",),
+        limits=(
+            "The middle of the text is gone for ever.",
+            "Sliding layers keep recent rows only: the first tokens are outside their window.",
+        ),
     )
 
     graphable: ClassVar[str | None] = "a row is dropped in every step, and the store counts its rows on the host."
@@ -83,14 +86,19 @@ class StreamingLLM(Method):
         for index, layer in enumerate(shape.layers):
             rows = self.rows_in(index, layer.window)
             if self.positions == "cache" and rows is not None and rows < shape.rows(layer):
-                total += self.sinks * layer.kv_heads * layer.key_dim * shape.itemsize
+                total += self._sinks(rows, layer.window) * layer.kv_heads * layer.key_dim * shape.itemsize
         return total
+
+    def _sinks(self, rows: int, window: int | None) -> int:
+        """First rows kept of a budget: a sliding layer does not see them, and one row is always a recent one."""
+        return 0 if window is not None else min(self.sinks, rows - 1)
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:
         """Attention with the sinks as near as the cache has them. [B, H_q, T, D_v]"""
         if "sinks" in kv.state:
-            gone = torch.full_like(step.positions[:, :1], step.seen - kv.n).expand(-1, self.sinks)
-            kv.keys[:, :, : self.sinks] = step.rope.shift(kv.state["sinks"], gone)
+            original = kv.state["sinks"]
+            gone = torch.full_like(step.positions[:, :1], step.seen - kv.n).expand(-1, original.shape[2])
+            kv.keys[:, :, : original.shape[2]] = step.rope.shift(original, gone)
         return kv.attend(step)
 
     def evict(self, kv: LayerKV, step: Step) -> None:
@@ -99,13 +107,14 @@ class StreamingLLM(Method):
         if rows is None or rows >= kv.n or not step.last:
             return
         batch, heads = kv.keys.shape[:2]
-        if self.positions == "cache" and self.sinks and "sinks" not in kv.state:
-            kv.state["sinks"] = kv.keys[:, :, : self.sinks].clone()
+        sinks = self._sinks(rows, step.window)
+        if self.positions == "cache" and sinks and "sinks" not in kv.state:
+            kv.state["sinks"] = kv.keys[:, :, :sinks].clone()
         if step.phase is Phase.CONTEXT:
             index = torch.arange(kv.n, device=kv.keys.device)
-            kept = torch.cat([index[: self.sinks], index[kv.n - (rows - self.sinks) :]])
+            kept = torch.cat([index[:sinks], index[kv.n - (rows - sinks) :]])
             kv.keep(kept.expand(batch, heads, -1))
             return
         assert kv.positions is not None
-        recent = kv.positions[..., self.sinks :].topk(kv.n - rows, dim=-1, largest=False).indices
-        kv.drop(recent + self.sinks)
+        recent = kv.positions[..., sinks:].topk(kv.n - rows, dim=-1, largest=False).indices
+        kv.drop(recent + sinks)
