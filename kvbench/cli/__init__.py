@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from kvbench.cli import inspect, judge, run
+from kvbench.cli import inspect, judge, run, sweep
 from kvbench.errors import UserError, unknown
 
 # Newer typers carry a click of their own: its base exception is found through the one class that typer exports.
@@ -20,6 +20,7 @@ app = typer.Typer(
     add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
 )
 app.command("run")(run.run_command)
+app.command("sweep")(sweep.sweep_command)
 app.command("list")(inspect.list_command)
 app.command("show")(inspect.show_command)
 app.command("doctor")(inspect.doctor_command)

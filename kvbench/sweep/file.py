@@ -1,0 +1,190 @@
+"""A sweep file: options common to all cells, and grids in which a list means one cell per value."""
+
+from __future__ import annotations
+
+import itertools
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvbench.errors import UserError, unknown
+from kvbench.request import Request
+from kvbench.sweep.cell import Cell
+
+Setting = str | int | float | bool
+STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class File(BaseModel):
+    """The tables of a sweep file."""
+
+    model_config = STRICT
+
+    out: str = "runs"
+    run: dict[str, Any] = {}
+    grid: list[dict[str, Any]]
+
+
+class Options(BaseModel):
+    """The options of one cell, called as `kvbench run` calls them; what is left out has its default there."""
+
+    model_config = STRICT
+
+    method: str
+    task: str
+    model: str | None = None
+    budget: str | int | float | None = None
+    mode: str | None = None
+    visibility: str | None = None
+    history: str | None = None
+    recompress: bool | None = None
+    scorer: str | None = None
+    split: str | None = None
+    length: int | None = None
+    samples: int | None = None
+    turns: int | None = None
+    seed: int | None = None
+    chunk: int | None = None
+    kernels: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+    method_settings: dict[str, Setting] = Field({}, alias="set")
+    task_settings: dict[str, Setting] = Field({}, alias="task-set")
+    generation: dict[str, Setting] = Field({}, alias="gen")
+
+    def request(self, out: Path) -> Request:
+        """What `kvbench run` would make of them."""
+        given: dict[str, Any] = {}
+        for name in self.model_fields_set:
+            value = getattr(self, name)
+            given[name] = tuple(f"{k}={_text(x)}" for k, x in value.items()) if isinstance(value, dict) else value
+        if self.budget is not None:
+            given["budget"] = str(self.budget)
+        return Request(**given, out=out)
+
+
+NAMES = [x.alias or name for name, x in Options.model_fields.items()]
+TABLES = [x.alias for x in Options.model_fields.values() if x.alias]
+"""Options whose values are tables of their own."""
+
+
+def read_sweep(path: Path) -> list[Cell]:
+    """The cells of a sweep file, in its order; their names are not looked up yet.
+
+    Raises:
+        UserError: it cannot be read, or says something that no sweep can mean.
+    """
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"sweep file '{path}' cannot be read: {error.strerror}. See docs/sweeps.md.") from error
+    except ValueError as error:  # not TOML, or not UTF-8
+        raise UserError(f"sweep file '{path}' is not TOML: {error}. See docs/sweeps.md.") from error
+    for name in document:
+        if name not in File.model_fields:
+            raise unknown("key", name, File.model_fields, f"In {path}; options of runs stand in [run] or [[grid]].")
+    try:
+        file = File(**document)
+    except ValidationError as error:
+        raise UserError(f"{path}: {_reason(error)}. See docs/sweeps.md.") from error
+    return expand(file)
+
+
+def expand(file: File) -> list[Cell]:
+    """One cell per combination of values.
+
+    Raises:
+        UserError: an unknown option, a value of the wrong type, or an empty list or grid.
+    """
+    _check_names(file.run, "[run]")
+    for key, value in _flat(file.run):
+        if isinstance(value, list):
+            raise UserError(f"[run]: {key} is a list. One value per cell: put the list into a [[grid]].")
+    if not file.grid:
+        raise UserError("the sweep has no [[grid]]: add one, with at least a method in it.")
+    found: list[tuple[int, dict[str, Any], Request]] = []
+    for number, table in enumerate(file.grid, 1):
+        where = f"[[grid]] {number}"
+        _check_names(table, where)
+        if not table:
+            raise UserError(f'{where} is empty: give at least one option, such as method = ["snapkv", "h2o"].')
+        for given in _combine(table, where):
+            options = {**file.run, **given}
+            for name in TABLES:
+                common, own = file.run.get(name), given.get(name)
+                if isinstance(common, dict) and isinstance(own, dict):
+                    options[name] = {**common, **own}
+            try:
+                request = Options(**options).request(Path(file.out))
+            except ValidationError as error:
+                raise UserError(f"{where}: {_reason(error)}. See `kvbench run --help`.") from error
+            found.append((number, options, request))
+    return _name(found)
+
+
+def _combine(table: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
+    """The cross product of the lists in a grid; the last one written changes first."""
+    axes: list[tuple[str, list[Any]]] = []
+    for key, value in _flat(table):
+        if value == []:
+            raise UserError(f"{where}: {key} is an empty list, which makes no cell. Give values, or leave it out.")
+        values = value if isinstance(value, list) else [value]
+        if twice := [x for i, x in enumerate(values) if x in values[:i]]:
+            raise UserError(f"{where}: {key} has {twice[0]!r} twice, which are the same run. Leave one out.")
+        axes.append((key, values))
+    for combination in itertools.product(*(x for _, x in axes)):
+        cell: dict[str, Any] = {}
+        for (key, _), value in zip(axes, combination, strict=True):
+            option, _, setting = key.partition(".")
+            if setting:
+                cell.setdefault(option, {})[setting] = value
+            else:
+                cell[option] = value
+        yield cell
+
+
+def _flat(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Options as they are, settings of a table in a table as `set.window`."""
+    for key, value in table.items():
+        if key in TABLES and isinstance(value, dict):
+            yield from ((f"{key}.{setting}", x) for setting, x in value.items())
+        else:
+            yield key, value
+
+
+def _name(found: list[tuple[int, dict[str, Any], Request]]) -> list[Cell]:
+    """Cells, each called after its method and whatever else is not equal in all of them."""
+    flat = [dict(_flat(options)) for _, options, _ in found]
+    keys = list(dict.fromkeys(key for x in flat for key in x))
+    varying = [x for x in keys if x != "method" and any(y.get(x) != flat[0].get(x) for y in flat)]
+    return [
+        Cell(
+            index=index, grid=number, request=request,
+            name=" ".join([request.method, *(f"{x}={_text(flat[index][x])}" for x in varying if x in flat[index])]),
+        )
+        for index, (number, _, request) in enumerate(found)
+    ]
+
+
+def _check_names(table: Mapping[str, Any], where: str) -> None:
+    for name in table:
+        if name not in NAMES:
+            raise unknown("option", name, NAMES, f"In {where}.")
+
+
+def _text(value: object) -> str:
+    """A value as `--set` would take it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _reason(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = str(first["loc"][0]) if first["loc"] else ""
+    if first["type"] == "missing":
+        return "the sweep has no [[grid]]" if key == "grid" else f"{key} is missing: give it there or in [run]"
+    given = first["input"]
+    message = first["msg"].removeprefix("Input ")
+    return f"{'.'.join(str(x) for x in first['loc'][:2])} = {given!r} {message}"

@@ -1,0 +1,220 @@
+"""Cells on this machine: in this process, or by workers that each keep a model.
+
+A worker's imports wait until it runs, so that it can be told first what it may use and what it must ignore.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvbench.sweep.cell import Cell
+    from kvbench.sweep.progress import Board
+
+TRIES = 2
+"""How often a cell may lose its worker before it is given up."""
+GRACE = 10.0
+"""Seconds that a worker without a cell has to leave."""
+
+
+def run_local(cells: Sequence[Cell], workers: int, board: Board) -> None:
+    """Run every cell; what each came to stands on the board.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C, after the workers are gone.
+        InterruptedRunError: the same, where a cell ran in this process.
+    """
+    from kvbench.sweep.cell import Shelf, run_cell
+
+    models = list(dict.fromkeys(x.model_key for x in cells))
+    ordered = sorted(cells, key=lambda x: models.index(x.model_key))
+    if workers == 1:
+        shelf = Shelf()
+        for cell in ordered:
+            board.finish(run_cell(cell, shelf, lambda done, cell=cell: board.advance(cell, done)))  # type: ignore[misc]
+        return
+    crew = Crew(ordered, min(workers, len(ordered)), board)
+    try:
+        crew.run()
+    finally:
+        crew.close()
+
+
+@dataclass
+class Worker:
+    """A process, what it is at, and the model that it holds."""
+
+    number: int
+    process: SpawnProcess
+    connection: Connection
+    cell: Cell | None = None
+    model_key: object = None
+
+
+class Crew:
+    """Workers and the cells that wait for them. A worker that dies costs its cell one of its tries."""
+
+    def __init__(self, cells: Sequence[Cell], size: int, board: Board) -> None:
+        self.waiting, self.size, self.board = list(cells), size, board
+        self.workers: list[Worker] = []
+        self.losses: Counter[int] = Counter()
+        self.gpus = _find_gpus() if any(x.request.device == "cuda" for x in cells) else []
+
+    def run(self) -> None:
+        """Until no cell is waiting and no worker is busy."""
+        while True:
+            self._assign()
+            busy = {x.connection: x for x in self.workers if x.cell is not None}
+            if not busy:
+                return
+            for connection in wait(list(busy)):
+                assert isinstance(connection, Connection)
+                self._hear(busy[connection])
+
+    def close(self) -> None:
+        """End every worker; one without a cell goes by itself when nobody speaks to it any more."""
+        for worker in self.workers:
+            worker.connection.close()
+            if worker.cell is not None:
+                worker.process.terminate()  # what it has saved is whole
+        for worker in self.workers:
+            worker.process.join(GRACE)
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+
+    def _assign(self) -> None:
+        """A cell for whoever has none, of the model that the worker holds if there is one."""
+        while self.waiting:
+            worker = next((x for x in self.workers if x.cell is None), None)
+            if worker is None:
+                if len(self.workers) == self.size:
+                    return
+                worker = self._hire()
+            cell = next((x for x in self.waiting if x.model_key == worker.model_key), self.waiting[0])
+            self.waiting.remove(cell)
+            worker.cell, worker.model_key = cell, cell.model_key
+            try:
+                worker.connection.send(cell)
+            except OSError:
+                self._bury(worker)
+
+    def _hear(self, worker: Worker) -> None:
+        """One message: a line of its log, how many samples are done, or the report."""
+        assert worker.cell is not None
+        try:
+            message = worker.connection.recv()
+        except (EOFError, OSError):
+            self._bury(worker)
+            return
+        if isinstance(message, int):
+            self.board.advance(worker.cell, message)
+        elif isinstance(message, str):
+            self.board.say(worker.cell, message)
+        else:
+            worker.cell = None
+            self.board.finish(message)
+
+    def _bury(self, worker: Worker) -> None:
+        from kvbench.sweep.cell import Report
+
+        cell = worker.cell
+        assert cell is not None
+        worker.process.join()
+        worker.connection.close()
+        self.workers.remove(worker)
+        self.losses[cell.index] += 1
+        reason = f"its worker died ({_cause(worker.process.exitcode)})"
+        if self.losses[cell.index] < TRIES:
+            self.board.say(cell, f"{reason}: trying once more.")
+            self.waiting.insert(0, cell)
+        else:
+            self.board.finish(Report(cell, "failed", f"{reason}, {TRIES} times. Finished samples are kept."))
+
+    def _hire(self) -> Worker:
+        number = next(x for x in range(self.size) if x not in {y.number for y in self.workers})
+        here, there = multiprocessing.get_context("spawn").Pipe()
+        with _environment(self._settings(number)):
+            process = multiprocessing.get_context("spawn").Process(target=_work, args=(there,), daemon=True)
+            process.start()
+        there.close()  # so that the worker's death closes the last other end
+        worker = Worker(number, process, here)
+        self.workers.append(worker)
+        return worker
+
+    def _settings(self, number: int) -> dict[str, str]:
+        """What a worker must know before it imports torch."""
+        found = {}
+        if "OMP_NUM_THREADS" not in os.environ:
+            found["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // self.size))
+        if self.gpus:
+            found["CUDA_VISIBLE_DEVICES"] = self.gpus[number % len(self.gpus)]
+        return found
+
+
+def _find_gpus() -> list[str]:
+    """Names of the GPUs that may be used, as CUDA_VISIBLE_DEVICES takes them."""
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(x) for x in range(torch.cuda.device_count())]
+
+
+def _cause(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    name = signal.Signals(-code).name
+    return f"{name}, often a lack of memory" if name == "SIGKILL" else name
+
+
+@contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    """Variables for the processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+class _Wire(io.TextIOBase):
+    """Standard error of a worker, line by line to whoever shows the progress."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._rest = connection, ""
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            self._connection.send(line)
+        return len(text)
+
+
+def _work(connection: Connection) -> None:
+    """A worker: cells come, lines and counts and reports go, until nobody is there any more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first process says what happens
+    from kvbench.sweep.cell import Shelf, run_cell
+
+    shelf = Shelf()
+    with redirect_stderr(_Wire(connection)):
+        while True:
+            try:
+                cell = connection.recv()
+                connection.send(run_cell(cell, shelf, connection.send))
+            except (EOFError, OSError):
+                return

@@ -1,0 +1,89 @@
+"""How long a grid will take: one sample of each kind, timed with the dense cache, times what is missing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+from kvbench.errors import UserError
+from kvbench.files import finished_samples, read_lines
+from kvbench.method import BudgetKind, Card, Method
+from kvbench.request import Job, make_examples, prepare
+from kvbench.sample import run_sample
+from kvbench.sweep.cell import Cell, Shelf
+
+
+@dataclass(frozen=True)
+class Dense(Method):
+    """Keeps every row; what a time is measured with."""
+
+    card: ClassVar[Card] = Card(
+        name="dense", title="Dense cache", idea="Every row stays. For predictions.", arxiv=None, year=None,
+        family="baseline", stages=(), budget=BudgetKind.NONE, heads="independent", upstream=None,
+    )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a cell still has to do."""
+
+    cell: Cell
+    folder: Path | None
+    missing: int
+    """Samples."""
+    seconds: float | None
+    """Of all of them, predicted; None: it cannot run."""
+    error: str | None = None
+
+
+def predict(cells: Sequence[Cell]) -> Iterator[Prediction]:
+    """Prepare every cell, which says whether it can run, and time a sample of each kind; nothing is written."""
+    shelf = Shelf()
+    timed: dict[str, float] = {}
+    for cell in cells:
+        try:
+            job = prepare(cell.request, shelf.take(cell))
+        except UserError as error:
+            yield Prediction(cell, None, cell.request.samples, None, str(error))
+            continue
+        shelf.put(cell, job.model)
+        missing = _missing(job)
+        seconds = 0.0
+        if missing:
+            kind = _kind(job)
+            if kind not in timed:
+                timed[kind] = _time(job, warm=bool(timed))
+            seconds = timed[kind] * missing
+        yield Prediction(cell, job.folder, missing, seconds)
+
+
+def _missing(job: Job) -> int:
+    if (job.folder / "result.json").exists():
+        return 0
+    path = job.folder / "samples.jsonl"
+    done = finished_samples(read_lines(path)) if path.exists() else set()
+    return len(set(range(job.spec.samples)) - done)
+
+
+def _kind(job: Job) -> str:
+    """Cells that agree in this take the same time, as far as it is predicted."""
+    spec = job.spec
+    return spec.model_copy(update={
+        "method": spec.method.model_copy(update={"settings": {}, "name": "", "version": "", "family": ""}),
+        "sources": spec.sources.model_copy(update={"method": ""}), "budget": None, "seed": 0, "samples": 1,
+        "recompress": False,
+    }).model_dump_json()
+
+
+def _time(job: Job, *, warm: bool) -> float:
+    """Seconds of one sample; the first of all is run once before, because it pays for what is set up once."""
+    dense = replace(job, method=Dense(), budget=None)
+    example = next(iter(make_examples(job, 1)))
+    if not warm:
+        run_sample(dense, 0, example)
+    before = time.perf_counter()
+    run_sample(dense, 0, example)
+    return time.perf_counter() - before

@@ -1,0 +1,87 @@
+"""How far a whole grid is, on standard error: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from kvbench.log import say
+from kvbench.progress import EVERY
+from kvbench.sweep.cell import Cell, Report
+
+
+class Board:
+    """What is known of the cells while they run; executors write on it."""
+
+    def __init__(self, cells: Sequence[Cell], show: Callable[[Board], None]) -> None:
+        self.reports: dict[int, Report] = {}
+        self.total = sum(x.request.samples for x in cells)
+        self.cells = len(cells)
+        self.done = dict.fromkeys((x.index for x in cells), 0)
+        """Samples by cell."""
+        self.started = time.monotonic()
+        self._new = 0
+        self._show = show
+
+    def advance(self, cell: Cell, done: int) -> None:
+        """One more sample of a cell was run, which makes so many."""
+        self._new += 1
+        self.done[cell.index] = done
+        self._show(self)
+
+    def finish(self, report: Report) -> None:
+        """A cell is over."""
+        cell = report.cell
+        self.reports[cell.index] = report
+        self.done[cell.index] = cell.request.samples
+        what = "was finished before" if report.existing else "done"
+        self.say(cell, what if report.status == "ok" else f"FAILED: {report.error}")
+        self._show(self)
+
+    def say(self, cell: Cell, message: str) -> None:
+        """A line about a cell for the log."""
+        say(f"{cell.name}: {message}")
+
+    @property
+    def counts(self) -> str:
+        """What is over."""
+        return f"{len(self.reports)}/{self.cells} cells, {sum(self.done.values())}/{self.total} samples"
+
+    @property
+    def left(self) -> str:
+        """How long the rest will take at the pace so far; nothing where there is none."""
+        missing = self.total - sum(self.done.values())
+        if not self._new or not missing:
+            return ""
+        return f", about {(time.monotonic() - self.started) / self._new * missing:.0f} s left"
+
+
+@contextmanager
+def show_board(cells: Sequence[Cell]) -> Iterator[Board]:
+    """A board that is seen for as long as the sweep goes on."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield Board(cells, _Lines(console))
+        return
+    bar = Progress(TextColumn("{task.description}"), BarColumn(), console=console, transient=True)
+    with bar:
+        task = bar.add_task("", total=None)
+        yield Board(cells, lambda x: bar.update(
+            task, description=x.counts + x.left, completed=sum(x.done.values()), total=x.total
+        ))
+
+
+class _Lines:
+    """The board as lines of a log."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._said = console, time.monotonic()
+
+    def __call__(self, board: Board) -> None:
+        if time.monotonic() - self._said >= EVERY or len(board.reports) == board.cells:
+            self._said = time.monotonic()
+            self._console.print(board.counts + board.left, highlight=False)

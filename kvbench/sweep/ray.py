@@ -1,0 +1,170 @@
+"""Cells on a Ray cluster: one task each, started again elsewhere when its node is lost; the journal keeps samples."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvbench.errors import UserError, unknown
+from kvbench.log import say
+from kvbench.sweep.cell import Cell, Report, Shelf, describe, run_cell
+
+if TYPE_CHECKING:
+    from kvbench.sweep.progress import Board
+
+RETRIES = 3
+"""How often Ray starts a cell again whose node or process was lost."""
+REACH = 5.0
+"""Seconds that a cluster has to take a connection."""
+LISTEN = 0.5
+"""Seconds between looks at how far the cells are."""
+SHELF = Shelf()
+"""Of this process, where it is a worker of Ray's: it lasts from one task to the next."""
+
+
+def load_ray() -> Any:
+    """The package, which is an extra.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("--executor ray needs the package ray. Install it: pip install 'kvbench[ray]'")
+    return importlib.import_module("ray")
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[None]:
+    """A connection to a cluster, or to one made on this machine for as long as the sweep goes on.
+
+    Raises:
+        UserError: Ray is not installed, or nothing answers there.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere unasked
+    ray = load_ray()
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    if address not in ("local", "auto"):
+        _knock(address)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=_dashboard(address))
+    except Exception as error:
+        raise UserError(f"Ray at '{address}' cannot be used: {describe(error)}. See `ray status`.") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def find_device(asked: str | None) -> str:
+    """The device of a cell on the cluster: cuda where it has GPUs.
+
+    Raises:
+        UserError: an unknown one, or GPUs that the cluster does not have.
+    """
+    gpus = load_ray().cluster_resources().get("GPU", 0)
+    if asked not in (None, "cpu", "cuda"):
+        raise unknown("device", asked, ["cpu", "cuda"])
+    if asked == "cuda" and not gpus:
+        raise UserError("device 'cuda' is not on this Ray cluster: it has no GPU. Use cpu, or add nodes with GPUs.")
+    return asked or ("cuda" if gpus else "cpu")
+
+
+def run_ray(cells: Sequence[Cell], workers: int | None, board: Board) -> None:
+    """Run every cell as a task; what each came to stands on the board.
+
+    Args:
+        cells: of the whole grid.
+        workers: most cells at a time; None: as many as the cluster has room for.
+        board: of the whole grid.
+    """
+    ray = load_ray()
+    cells = [replace(x, request=replace(x.request, out=x.request.out.absolute())) for x in cells]
+    mail = _mailbox()
+    models = list(dict.fromkeys(x.model_key for x in cells))
+    waiting = sorted(cells, key=lambda x: models.index(x.model_key))
+    running: dict[Any, Cell] = {}
+    while waiting or running:
+        while waiting and (workers is None or len(running) < workers):
+            cell = waiting.pop(0)
+            running[_task(cell).remote(cell, Path.cwd(), mail)] = cell
+        ended, _ = ray.wait(list(running), timeout=LISTEN)
+        for index, done in ray.get(mail.take.remote()):
+            board.advance(cells[index], done)
+        for reference in ended:
+            board.finish(_collect(reference, running.pop(reference)))
+    unseen = [x for x in board.reports.values() if x.folder is not None and not x.folder.exists()]
+    if unseen:
+        say(
+            f"warning: {len(unseen)} run folders were written by nodes that do not share a disk with this one; `out` "
+            f"must be a folder that every node sees under the same path: {cells[0].request.out}"
+        )
+
+
+def work(cell: Cell, folder: Path, mail: Any) -> Report:
+    """A cell on a node, started where the sweep was started, so that paths mean the same."""
+    if folder.is_dir():
+        os.chdir(folder)
+    return run_cell(cell, SHELF, lambda done: mail.put.remote(cell.index, done))
+
+
+def _task(cell: Cell) -> Any:
+    """What a cell takes. For tasks with a GPU, Ray starts a process each, so that its memory is free again after it."""
+    return load_ray().remote(num_cpus=1, num_gpus=int(cell.request.device == "cuda"), max_retries=RETRIES)(work)
+
+
+def _collect(reference: Any, cell: Cell) -> Report:
+    ray = load_ray()
+    try:
+        report: Report = ray.get(reference)
+    except ray.exceptions.RayError as error:
+        return Report(cell, "failed", f"lost {RETRIES + 1} times: {describe(error)}. Finished samples are kept.")
+    return report
+
+
+class Mailbox:
+    """Counts of samples on their way from the nodes to the board."""
+
+    def __init__(self) -> None:
+        self._counts: list[tuple[int, int]] = []
+
+    def put(self, index: int, done: int) -> None:
+        """A cell has so many samples."""
+        self._counts.append((index, done))
+
+    def take(self) -> list[tuple[int, int]]:
+        """What came since the last time."""
+        counts, self._counts = self._counts, []
+        return counts
+
+
+def _mailbox() -> Any:
+    """A mailbox on the node of the sweep itself: any other can be lost."""
+    ray = load_ray()
+    strategies = importlib.import_module("ray.util.scheduling_strategies")
+    here = strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return ray.remote(num_cpus=0, scheduling_strategy=here)(Mailbox).remote()
+
+
+def _dashboard(address: str) -> bool | None:
+    return False if address == "local" else None
+
+
+def _knock(address: str) -> None:
+    """Refuse an address where nobody is, which Ray itself would try for a minute."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        raise UserError(f"Ray address '{address}' is not HOST:PORT. Write for example --address 10.0.0.1:6379.")
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH).close()
+    except OSError as error:
+        raise UserError(
+            f"Ray at '{address}' cannot be reached: {error.strerror or error}. Start it with `ray start --head`, or "
+            "leave --address out for a cluster on this machine alone."
+        ) from error

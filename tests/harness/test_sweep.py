@@ -1,0 +1,419 @@
+"""A sweep is its runs: the same ids, scores and files, whoever runs them and whatever dies meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbench import request, sample
+from kvbench.files import read_lines
+from kvbench.sweep.check import check_cells
+from kvbench.sweep.file import NAMES, File, expand, read_sweep
+
+ROOT = Path(__file__).parent.parent.parent
+TOYS = Path(__file__).parent / "toy.py"
+INERT, LAST, TOY = f"{TOYS}:Inert", f"{TOYS}:Last", f"{TOYS}:Toy"
+LAST_GRID = f'[[grid]]\nmethod = "{LAST}"\n'
+
+KILLER = """
+import os, signal
+from dataclasses import dataclass
+from typing import ClassVar
+from kvbench.method import BudgetKind, Card, Method
+import torch
+
+@dataclass(frozen=True)
+class Killer(Method):
+    calls: ClassVar[list[int]] = []
+    card: ClassVar[Card] = Card(name="killer", title="t", idea="i. i.", arxiv=None, year=None, family="test",
+                                stages=(), budget=BudgetKind.HELD, heads="independent", upstream=None)
+
+    def evict(self, kv, step):
+        if step.compress:
+            self.calls.append(step.layer)
+            if len(self.calls) == 5 and os.path.exists(os.environ["TOY_KILL"]):  # two layers: in the third sample
+                os.unlink(os.environ["TOY_KILL"])
+                os.kill(os.getpid(), signal.SIGKILL)
+            index = torch.arange(kv.n - self.rows, kv.n)
+            kv.keep(index.expand(*kv.keys.shape[:2], -1))
+"""
+BORN_DEAD = """
+import multiprocessing, os
+if multiprocessing.parent_process() is not None:
+    os._exit(3)
+""" + KILLER
+
+
+@pytest.fixture
+def sweep(model_folder, tmp_path):
+    """Writes a sweep file whose runs work, but for the grids that are given."""
+
+    def write(grids: str, run: str = "", out: str = "runs") -> Path:
+        path = tmp_path / f"{out}.toml"
+        path.write_text(
+            f'out = "{tmp_path / out}"\n[run]\ntask = "{TOY}"\nmodel = "{model_folder}"\nsamples = 4\n'
+            f'device = "cpu"\n{run}\n{grids}'
+        )
+        return path
+
+    return write
+
+
+def outcome(folder: str | Path) -> list[tuple[object, ...]]:
+    """What must not depend on who ran it."""
+    lines = read_lines(Path(folder) / "samples.jsonl")
+    return sorted((x.index, x.turn, x.prompt_hash, x.ids, x.prediction, x.score, x.error) for x in lines)
+
+
+def assert_same(left: list[dict], right: list[dict]) -> None:
+    """Equal runs in equal order."""
+    assert [x["run_id"] for x in left] == [x["run_id"] for x in right]
+    for a, b in zip(left, right, strict=True):
+        assert (a["status"], a["score"], a["ratio"]) == (b["status"], b["score"], b["ratio"])
+        assert outcome(a["folder"]) == outcome(b["folder"])
+
+
+VALUES = {
+    "method": st.sampled_from(["snapkv", "h2o", "tova", "knorm"]), "budget": st.sampled_from(["10%", "25%", 64, 128]),
+    "seed": st.integers(0, 9), "samples": st.integers(1, 9), "mode": st.sampled_from(["single", "multi-turn"]),
+    "recompress": st.booleans(), "length": st.integers(1, 4096), "split": st.sampled_from(["dev", "test"]),
+}
+GRIDS = st.fixed_dictionaries({"method": st.lists(VALUES["method"], min_size=1, unique=True)}, optional={
+    key: x | st.lists(x, min_size=1, max_size=3, unique=True) for key, x in VALUES.items() if key != "method"
+} | {"set": st.dictionaries(st.sampled_from(["window", "kernel"]), st.integers(1, 9) | st.lists(
+    st.integers(1, 9), min_size=1, max_size=3, unique=True
+), min_size=1)})
+
+
+@given(st.lists(GRIDS, min_size=1, max_size=3), st.fixed_dictionaries({"task": st.just("niah")}, optional={
+    "seed": VALUES["seed"], "set": st.fixed_dictionaries({"window": st.integers(1, 9)}),
+}))
+@settings(max_examples=60, deadline=None)
+def test_a_grid_is_the_cross_product_of_its_lists(grids, run):
+    """As many cells as combinations, each once, in the order of the file; [run] holds where a grid says nothing."""
+    grids = [{"method": x["method"], **x} for x in grids]  # the first key changes last
+    cells = expand(File(run=run, grid=grids))
+    flat = [{**x, **{f"set.{k}": v for k, v in x.get("set", {}).items()}} for x in grids]
+    sizes = [math.prod(len(v) if isinstance(v, list) else 1 for k, v in x.items() if k != "set") for x in flat]
+    assert [sum(x.grid == i + 1 for x in cells) for i in range(len(grids))] == sizes
+    assert [x.index for x in cells] == list(range(len(cells)))
+    for number in range(len(grids)):
+        mine = [x for x in cells if x.grid == number + 1]
+        assert len({(x.name, x.request) for x in mine}) == len(mine)
+        assert [x.request.method for x in mine] == sorted(
+            (x.request.method for x in mine), key=grids[number]["method"].index
+        )
+        for cell in mine:
+            assert cell.request.seed in {*_listed(grids[number].get("seed", run.get("seed", 0)))}
+            window = _listed(flat[number].get("set.window", run.get("set", {}).get("window", [])))
+            assert not window or any(f"window={x}" in cell.request.method_settings for x in window)
+
+
+def _listed(value: object) -> list:
+    return value if isinstance(value, list) else [value]
+
+
+def test_every_option_of_run_can_be_in_a_sweep():
+    """But for what is said elsewhere: out, and what is printed or logged of one run."""
+    import typer
+
+    from kvbench.cli import app
+
+    command = typer.main.get_command(app).commands["run"]
+    options = {x.opts[0].removeprefix("--") for x in command.params} - {"help"}
+    assert options - set(NAMES) == {"out", "json", "wandb", "trackio"}
+    assert set(NAMES) <= options
+
+
+BAD = [
+    ("", "", "has no [[grid]]"),
+    ("[[grid]]\n", "", "[[grid]] 1 is empty"),
+    ("[[grid]]\nmethod = []\n", "", "[[grid]] 1: method is an empty list"),
+    (f"{LAST_GRID}[grid.set]\nkind = []\n", "", "[[grid]] 1: set.kind is an empty list"),
+    (f'{LAST_GRID}bugdet = "10%"\n', "", "unknown option 'bugdet'. Did you mean 'budget'?"),
+    (LAST_GRID, "sed = 1\n", "unknown option 'sed'. Did you mean 'seed'?"),
+    (LAST_GRID, "seed = [1, 2]\n", "[run]: seed is a list"),
+    (LAST_GRID, "[rum]\n", "unknown key 'rum'. Did you mean 'run'?"),
+    ("[[grid]]\nseed = 1\n", "", "method is missing"),
+    (f'{LAST_GRID}samples = "4"\n', "", "samples = '4' should be a valid integer"),
+    (f"{LAST_GRID}seed = [[1]]\n", "", "seed = [1] should be a valid integer"),
+    (f"{LAST_GRID}set = 3\n", "", "set = 3 should be a valid dictionary"),
+    (f"{LAST_GRID}set = 3\n", "[run.set]\nkind = 'bug'\n", "set = 3 should be a valid dictionary"),
+    (f"{LAST_GRID}recompress = 1\n", "", "recompress = 1 should be a valid boolean"),
+    ("[[grid]\n", "", "is not TOML"),
+    ("[grid]\nmethod = 1\n", "", "grid = {'method': 1} should be a valid list"),
+    ('[[grid]]\nmethod = ["snapkv", "h2p"]\n', "", "cell 'h2p' ([[grid]] 1): unknown method 'h2p'. Did you mean 'h2o'"),
+    (f'{LAST_GRID}task = "niahh"\n', "", "unknown task 'niahh'. Did you mean"),
+    (f'{LAST_GRID}model = "minni"\n', "", "unknown model 'minni'"),
+    (f"{LAST_GRID}set.fails_it = 1\n", "", "unknown setting of"),
+    (f'{LAST_GRID}set.kind = ["bug", "x"]\n', "", "cell '{LAST} set.kind=x' ([[grid]] 1): "),
+    (f'{LAST_GRID}mode = "multi"\n', "", "unknown mode 'multi'"),
+    (f'{LAST_GRID}budget = ["10%", "0%"]\n', "", "budget '0%' must be above 0"),
+    (f"{LAST_GRID}budget = 0.5\n", "", "budget '0.5' is not a whole number of rows"),
+    ('[[grid]]\nmethod = ["snapkv", "full"]\nbudget = "10%"\n', "", "cell 'full' ([[grid]] 1): full takes no budget"),
+    (f'{LAST_GRID}budget = "paper"\n', "", "has no paper budget"),
+    (f"{LAST_GRID}turns = 2\n", "", "turns 2 has no meaning in mode single"),
+    (f"{LAST_GRID}samples = 0\n", "", "samples 0 must be 1 or more"),
+    (f"{LAST_GRID}gen.limit = 0\n", "", "--gen limit=0 must be"),
+    (f'{LAST_GRID}kernels = "triton"\n', "", "kernels 'triton' are missing"),
+    (f'{LAST_GRID}device = "tpu"\n', "", "unknown device 'tpu'"),
+    (f'{LAST_GRID}device = "cuda:99"\n', "", "device 'cuda:99'"),
+    (f'{LAST_GRID}dtype = "int3"\n', "", "unknown dtype 'int3'"),
+    (f"{LAST_GRID}seed = [1, 1]\n", "", "[[grid]] 1: seed has 1 twice"),
+    (f'{LAST_GRID}{LAST_GRID}budget = "25%"\n', "", "budget=25%' ([[grid]] 2) are the same run"),
+]
+
+
+@pytest.mark.parametrize(("grids", "run", "message"), BAD, ids=[x[2] for x in BAD])
+def test_a_bad_file_is_refused(kvbench, sweep, tmp_path, grids, run, message):
+    """Exit code 2, one message, and nothing is written."""
+    answer = kvbench("sweep", sweep(grids, run), "--json")
+    assert answer.code == 2, answer.out
+    (line,) = answer.err.splitlines()
+    assert message.replace("{LAST}", LAST) in line
+    assert answer.out == ""
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["runs.toml"]
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ("--executor dask", "unknown executor 'dask'"),
+    ("--workers 0", "workers 0 must be 1 or more"),
+    ("--address 10.0.0.1:6379", "Use --executor ray"),
+])
+def test_bad_options_are_refused(kvbench, sweep, tmp_path, options, message):
+    """As bad files are."""
+    answer = kvbench("sweep", sweep(LAST_GRID), *options.split())
+    assert answer.code == 2
+    assert message in answer.err
+    assert not (tmp_path / "runs").exists()
+    assert "cannot be read" in kvbench("sweep", tmp_path / "none.toml").err
+
+
+def test_the_sweep_of_the_first_results_can_run(monkeypatch):
+    """Every name and setting in it is known, whether or not the bundled model is there yet."""
+    monkeypatch.setattr("kvbench.sweep.check._check_model", lambda name: None)
+    cells = read_sweep(ROOT / "scripts" / "sweeps" / "first.toml")
+    check_cells(cells)
+    assert len(cells) == 2 * (2 + 11 * 3)
+
+
+def test_a_cell_is_a_run(kvbench, sweep, arguments, tmp_path):
+    """Same id, same folder: `kvbench run` reports what the sweep did and the sweep what `run` did; failures stay."""
+    path = sweep(
+        f'[[grid]]\nmethod = ["{LAST}", "{INERT}"]\nbudget = ["10%", "25%"]\n[[grid]]\nmethod = "full"\n'
+        f"length = [60, 513]\nmode = 'multi-turn'\n"
+    )
+    run = kvbench(*arguments, "--method", LAST, "--budget", "25%").json
+    answer = kvbench("sweep", path, "--json")
+    assert answer.code == 1
+    cells = {x["cell"].replace(str(TOYS), ""): x for x in answer.json}
+    assert [x["status"] for x in answer.json] == ["ok", "ok", "failed", "failed", "ok", "failed"]
+    second = answer.json[1]
+    assert (second["run_id"], second["existing"]) == (run["run_id"], True)
+    assert second["score"] == run["score"]
+    assert "acted in 0 of 4 samples" in answer.json[2]["error"]
+    assert "length 513 is beyond" in answer.json[5]["error"]
+    assert answer.json[5]["run_id"] is None
+    assert "6/6 cells, 24/24 samples" in answer.err
+    assert len(list((tmp_path / "runs").iterdir())) == 5, cells
+    other = kvbench(*arguments, "--method", "full", "--mode", "multi-turn")
+    assert "already finished" in other.err
+    assert other.json["run_id"] == answer.json[4]["run_id"]
+
+    before = {x: x.read_bytes() for x in (tmp_path / "runs").rglob("*.json*")}
+    again = kvbench("sweep", path, "--json")
+    assert again.code == 1
+    assert [x["existing"] for x in again.json] == [True] * 5 + [False]
+    assert_same(again.json[:5], answer.json[:5])
+    assert {x: x.read_bytes() for x in (tmp_path / "runs").rglob("*.json*")} == before
+
+
+def test_one_model_serves_the_cells_that_follow_each_other(kvbench, sweep, model_folder, monkeypatch):
+    """Loaded twice for six cells of two models, whatever their order in the file."""
+    loaded, load = [], request._load
+    monkeypatch.setattr(request, "_load", lambda asked, *args: loaded.append(asked.model) or load(asked, *args))
+    grid = f'{LAST_GRID}seed = [0, 1, 2]\nmodel = ["{model_folder}", "random:{model_folder}"]\n'
+    answer = kvbench("sweep", sweep(grid), "--json")
+    assert answer.code == 0, answer.err
+    assert loaded == [str(model_folder), f"random:{model_folder}"]
+    assert [x["model"] for x in answer.json] == loaded * 3
+
+
+def test_a_bug_costs_its_own_cell(kvbench, sweep, monkeypatch):
+    """What is raised outside of a sample is a report as well."""
+    prepare = request.prepare
+
+    def broken(asked, model):
+        if asked.seed == 1:
+            raise ZeroDivisionError("division\nby zero")
+        return prepare(asked, model)
+
+    monkeypatch.setattr("kvbench.sweep.cell.prepare", broken)
+    answer = kvbench("sweep", sweep(f"{LAST_GRID}seed = [1, 2]\n"), "--json")
+    assert answer.code == 1
+    assert [x["error"] for x in answer.json] == ["ZeroDivisionError: division", None]
+    assert "Traceback" in answer.err
+
+
+def test_an_interrupted_sweep_goes_on(kvbench, sweep, monkeypatch):
+    """Ctrl-C in the second cell: what is saved stays, and the same command ends as if nothing had happened."""
+    path, run_sample = sweep(f"{LAST_GRID}seed = [1, 2]\n"), sample.run_sample
+    calls = itertools.count()
+
+    def interrupted(*args):
+        if next(calls) == 6:
+            raise KeyboardInterrupt
+        return run_sample(*args)
+
+    monkeypatch.setattr("kvbench.runner.run_sample", interrupted)
+    answer = kvbench("sweep", path, "--json")
+    assert (answer.code, answer.out) == (130, "")
+    assert "interrupted: 1/2 cells, 6/8 samples are saved in" in answer.err.splitlines()[-1]
+    assert "Run the same command to go on." in answer.err
+    again = kvbench("sweep", path, "--json")
+    assert again.code == 0
+    assert [x["existing"] for x in again.json] == [True, False]
+    assert "resuming: 2 of 4" in again.err
+    assert next(calls) == 9
+    assert_same(kvbench("sweep", sweep(f"{LAST_GRID}seed = [1, 2]\n", out="whole"), "--json").json, again.json)
+
+
+def test_a_dry_run_predicts_and_writes_nothing(kvbench, sweep, tmp_path):
+    """By kind of cell, for what is missing; a cell that cannot run says why."""
+    path = sweep(f'{LAST_GRID}budget = ["10%", "25%"]\nlength = [60, 513]\n')
+    answer = kvbench("sweep", path, "--dry-run", "--json")
+    assert answer.code == 1
+    assert "4 cells, 16 samples to run; predicted" in answer.out
+    assert not (tmp_path / "runs").exists()
+    assert [x["error"] is None for x in answer.json] == [True, False, True, False]
+    assert answer.json[0]["predicted_s"] == answer.json[2]["predicted_s"] > 0
+    done = kvbench("sweep", sweep(f'{LAST_GRID}budget = "10%"\n'), "--json").json
+    sample_lines = Path(done[0]["folder"]) / "samples.jsonl"
+    again = kvbench("sweep", sweep(f'{LAST_GRID}budget = ["10%", "25%"]\n'), "--dry-run", "--workers", "2", "--json")
+    assert again.json[0]["run_id"] == done[0]["run_id"]
+    assert [x["missing"] for x in again.json] == [0, 4]
+    assert "with 2 workers" in again.out
+    (sample_lines.parent / "result.json").unlink()
+    sample_lines.write_text("".join(sample_lines.read_text().splitlines(keepends=True)[:1]))
+    assert kvbench("sweep", sweep(f'{LAST_GRID}budget = "10%"\n'), "--dry-run", "--json").json[0]["missing"] == 3
+
+
+def write_killers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A method that kills its process once, in the third sample, and one whose import ends every worker."""
+    (tmp_path / "kill").touch()
+    monkeypatch.setenv("TOY_KILL", str(tmp_path / "kill"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    killer, dead = tmp_path / "killer.py", tmp_path / "dead.py"
+    killer.write_text(KILLER)
+    dead.write_text(BORN_DEAD)
+    return killer, dead
+
+
+def test_workers_that_die_cost_their_own_cells(kvbench, sweep, tmp_path, monkeypatch):
+    """One killed in the middle of a cell and one dying at its start; the rest is what one process comes to."""
+    killer, dead = write_killers(tmp_path, monkeypatch)
+    grids = f'[[grid]]\nmethod = ["{dead}", "{killer}", "{LAST}", "{INERT}"]\n[[grid]]\nmethod = "full"\nseed = 5\n'
+    answer = kvbench("sweep", sweep(grids), "--workers", "2", "--json")
+    assert answer.code == 1, answer.err
+    assert [x["status"] for x in answer.json] == ["failed", "ok", "ok", "failed", "ok"]
+    assert "its worker died (exit code 3), 2 times" in answer.json[0]["error"]
+    assert "its worker died (SIGKILL, often a lack of memory): trying once more." in answer.err
+    assert "resuming: 2 of 4 samples" in answer.err
+    assert not (tmp_path / "kill").exists()
+    whole = kvbench("sweep", sweep(grids, out="whole"), "--json")
+    assert_same(answer.json[1:], whole.json[1:])
+
+
+def start(path: Path, *options: str) -> subprocess.Popen[str]:
+    """The real command, slow enough to be hit between two samples."""
+    return subprocess.Popen(
+        [sys.executable, "-c", "from kvbench.cli import main; main()", "sweep", str(path), "--json", *options],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "TOY_SLEEP": "0.5", "OMP_NUM_THREADS": "1"},
+    )
+
+
+def wait_for_samples(process: subprocess.Popen[str], folder: Path, cells: int) -> None:
+    """Until so many cells have a saved sample."""
+    deadline = time.monotonic() + 300
+    while sum(x.stat().st_size > 0 for x in folder.glob("*/samples.jsonl")) < cells:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1]
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_interrupted_workers_leave_whole_samples(kvbench, sweep, tmp_path):
+    """Ctrl-C to all of them, as a terminal sends it: one message, nobody stays, and the sweep goes on."""
+    path = sweep(f"{LAST_GRID}seed = [1, 2, 3]\n")
+    process = start(path, "--workers", "2")
+    wait_for_samples(process, tmp_path / "runs", 2)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert out == ""
+    assert "interrupted: " in err.splitlines()[-1]
+    assert "Traceback" not in err
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+    again = kvbench("sweep", path, "--json")
+    assert again.code == 0
+    assert_same(again.json, kvbench("sweep", sweep(f"{LAST_GRID}seed = [1, 2, 3]\n", out="whole"), "--json").json)
+
+
+def test_ray_that_is_not_there_is_refused(kvbench, sweep, tmp_path, monkeypatch):
+    """Not installed, not an address, nobody there: one line within seconds, and nothing is written."""
+    path = sweep(LAST_GRID)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvbench.sweep.ray.importlib.util.find_spec", lambda _: None)
+        answer = kvbench("sweep", path, "--executor", "ray")
+    assert (answer.code, answer.out) == (2, "")
+    assert "Install it: pip install 'kvbench[ray]'" in answer.err
+    monkeypatch.setattr("kvbench.sweep.ray.load_ray", lambda: None)
+    assert "is not HOST:PORT" in kvbench("sweep", path, "--executor", "ray", "--address", "head").err
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # taken and not listened on: nobody else is there either
+        answer = kvbench("sweep", path, "--executor", "ray", "--address", f"127.0.0.1:{free.getsockname()[1]}")
+    assert answer.code == 2
+    assert "cannot be reached: Connection refused" in answer.err
+    assert len(answer.err.splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_lost_ray_node_costs_only_unfinished_samples(kvbench, sweep, tmp_path, monkeypatch):
+    """Two nodes, one killed in the middle of a cell: the results are those of the local executor."""
+    pytest.importorskip("ray", reason="ray is not installed: pip install 'kvbench[ray]'")
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("TOY_SLEEP", "0.5")  # nodes inherit it
+    grids = f'{LAST_GRID}seed = [1, 2, 3, 4]\n[[grid]]\nmethod = "{INERT}"\n'
+    path = sweep(grids)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        second = cluster.add_node(num_cpus=1)
+        process = start(path, "--executor", "ray", "--address", cluster.address)
+        wait_for_samples(process, tmp_path / "runs", 2)
+        threading.Thread(target=cluster.remove_node, args=(second,), kwargs={"allow_graceful": False}).start()
+        out, err = process.communicate(timeout=400)
+    finally:
+        cluster.shutdown()
+    assert process.returncode == 1, err
+    found = json.loads(out.splitlines()[-1])
+    monkeypatch.delenv("TOY_SLEEP")
+    local = kvbench("sweep", sweep(grids, out="whole"), "--json")
+    assert_same(found, local.json)
+    assert [x["status"] for x in found] == ["ok"] * 4 + ["failed"]
