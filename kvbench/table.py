@@ -72,7 +72,10 @@ def score_cells(
     results: Sequence[Result], differences: Sequence[Difference | None]
 ) -> tuple[list[str], list[list[str]]]:
     """Columns and rows of runs side by side; a difference is to the first."""
-    columns = ["run", "method", "ratio", "score", "95%", "difference", "95%", "", "prefill", "per token"]
+    columns = [
+        "run", "method", "questions", "budget", "bytes", "score", "95%", "difference", "95%", "", "top-1", "prefill",
+        "per token",
+    ]
     rows = []
     for result, difference in zip(results, differences, strict=True):
         score, memory, latency = result.score, result.memory, result.latency
@@ -82,16 +85,18 @@ def score_cells(
             verdict = "within noise" if difference.within_noise else "better" if better else "worse"
             cells = [f"{difference.mean:+.3f}", _interval(difference.ci95), verdict]
         rows.append([
-            result.run_id, result.method.name, "-" if memory is None else f"{memory.ratio:.1%}",
+            result.run_id.rpartition("-")[2], result.method.name, f"{result.mode} {result.visibility}", result.budget.asked or "-",
+            "-" if memory is None else f"{memory.ratio:.1%}",
             "failed" if result.status == "failed" else "-" if score.mean is None else f"{score.mean:.3f}",
-            "-" if score.ci95 is None else _interval(score.ci95), *cells, _seconds(latency.prefill_s),
+            "-" if score.ci95 is None else _interval(score.ci95), *cells,
+            "-" if result.agreement is None else f"{result.agreement.top1:.3f}", _seconds(latency.prefill_s),
             _seconds(latency.tpot_s),
         ])
     return columns, rows
 
 
 def _interval(ends: tuple[float, float]) -> str:
-    return f"[{ends[0]:.3f}, {ends[1]:.3f}]"
+    return f"[{ends[0]:.2f}, {ends[1]:.2f}]"
 
 
 def format_score(result: Result) -> str:
