@@ -11,7 +11,7 @@ from rich.table import Table
 from kvbench.compare import Difference
 from kvbench.results import Result, Score
 
-WIDEST = 140
+WIDEST = 200
 """Columns of a table that goes to a file or a pipe."""
 
 
