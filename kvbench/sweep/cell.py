@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import time
 import traceback
 from collections.abc import Callable
@@ -97,6 +98,20 @@ class Listener:
     def advance(self, done: int) -> None:
         """So many samples are done."""
         self._hear(done)
+
+
+class Wire(io.TextIOBase):
+    """Standard error of a worker, line by line to whoever shows the progress."""
+
+    def __init__(self, send: Callable[[str], object]) -> None:
+        self._send, self._rest = send, ""
+
+    def write(self, text: str) -> int:
+        """Send the lines that are whole."""
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            self._send(line)
+        return len(text)
 
 
 def run_cell(cell: Cell, shelf: Shelf, advance: Callable[[int], None]) -> Report:

@@ -5,7 +5,6 @@ A worker's imports wait until it runs, so that it can be told first what it may 
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 import os
 import signal
@@ -13,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING
@@ -41,7 +41,7 @@ def run_local(cells: Sequence[Cell], workers: int, board: Board) -> None:
     if workers == 1:
         shelf = Shelf()
         for cell in ordered:
-            board.finish(run_cell(cell, shelf, lambda done, cell=cell: board.advance(cell, done)))  # type: ignore[misc]
+            board.finish(run_cell(cell, shelf, partial(board.hear, cell)))
         return
     crew = Crew(ordered, min(workers, len(ordered)), board)
     try:
@@ -111,16 +111,15 @@ class Crew:
 
     def _hear(self, worker: Worker) -> None:
         """One message: a line of its log, how many samples are done, or the report."""
-        assert worker.cell is not None
+        cell = worker.cell
+        assert cell is not None
         try:
             message = worker.connection.recv()
         except (EOFError, OSError):
             self._bury(worker)
             return
-        if isinstance(message, int):
-            self.board.advance(worker.cell, message)
-        elif isinstance(message, str):
-            self.board.say(worker.cell, message)
+        if isinstance(message, int | str):
+            self.board.hear(cell, message)
         else:
             worker.cell = None
             self.board.finish(message)
@@ -136,7 +135,7 @@ class Crew:
         self.losses[cell.index] += 1
         reason = f"its worker died ({_cause(worker.process.exitcode)})"
         if self.losses[cell.index] < TRIES:
-            self.board.say(cell, f"{reason}: trying once more.")
+            self.board.hear(cell, f"{reason}: trying once more.")
             self.waiting.insert(0, cell)
         else:
             self.board.finish(Report(cell, "failed", f"{reason}, {TRIES} times. Finished samples are kept."))
@@ -192,26 +191,13 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-class _Wire(io.TextIOBase):
-    """Standard error of a worker, line by line to whoever shows the progress."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection, self._rest = connection, ""
-
-    def write(self, text: str) -> int:
-        *lines, self._rest = (self._rest + text).split("\n")
-        for line in lines:
-            self._connection.send(line)
-        return len(text)
-
-
 def _work(connection: Connection) -> None:
     """A worker: cells come, lines and counts and reports go, until nobody is there any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first process says what happens
-    from kvbench.sweep.cell import Shelf, run_cell
+    from kvbench.sweep.cell import Shelf, Wire, run_cell
 
     shelf = Shelf()
-    with redirect_stderr(_Wire(connection)):
+    with redirect_stderr(Wire(connection.send)):
         while True:
             try:
                 cell = connection.recv()

@@ -27,10 +27,13 @@ class Board:
         self._new = 0
         self._show = show
 
-    def advance(self, cell: Cell, done: int) -> None:
-        """One more sample of a cell was run, which makes so many."""
+    def hear(self, cell: Cell, message: int | str) -> None:
+        """One more sample of a cell was run, which makes so many; or a line of its log."""
+        if isinstance(message, str):
+            say(f"{cell.name}: {message}")
+            return
         self._new += 1
-        self.done[cell.index] = done
+        self.done[cell.index] = message
         self._show(self)
 
     def finish(self, report: Report) -> None:
@@ -39,12 +42,8 @@ class Board:
         self.reports[cell.index] = report
         self.done[cell.index] = cell.request.samples
         what = "was finished before" if report.existing else "done"
-        self.say(cell, what if report.status == "ok" else f"FAILED: {report.error}")
+        self.hear(cell, what if report.status == "ok" else f"FAILED: {report.error}")
         self._show(self)
-
-    def say(self, cell: Cell, message: str) -> None:
-        """A line about a cell for the log."""
-        say(f"{cell.name}: {message}")
 
     @property
     def counts(self) -> str:

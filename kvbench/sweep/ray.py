@@ -7,14 +7,15 @@ import importlib.util
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import UserError, unknown
 from kvbench.log import say
-from kvbench.sweep.cell import Cell, Report, Shelf, describe, run_cell
+from kvbench.sweep.cell import Cell, Report, Shelf, Wire, describe, run_cell
 
 if TYPE_CHECKING:
     from kvbench.sweep.progress import Board
@@ -23,6 +24,9 @@ RETRIES = 3
 """How often Ray starts a cell again whose node or process was lost."""
 REACH = 5.0
 """Seconds that a cluster has to take a connection."""
+SETTINGS = b"\0\0\0\4\0\0\0\0\0"
+"""A frame of HTTP/2 with the settings of one side: Ray answers with one, Redis, which has the same port, does not."""
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SETTINGS
 LISTEN = 0.5
 """Seconds between looks at how far the cells are."""
 SHELF = Shelf()
@@ -95,8 +99,8 @@ def run_ray(cells: Sequence[Cell], workers: int | None, board: Board) -> None:
             cell = waiting.pop(0)
             running[_task(cell).remote(cell, Path.cwd(), mail)] = cell
         ended, _ = ray.wait(list(running), timeout=LISTEN)
-        for index, done in ray.get(mail.take.remote()):
-            board.advance(cells[index], done)
+        for index, message in ray.get(mail.take.remote()):
+            board.hear(cells[index], message)
         for reference in ended:
             board.finish(_collect(reference, running.pop(reference)))
     unseen = [x for x in board.reports.values() if x.folder is not None and not x.folder.exists()]
@@ -111,7 +115,9 @@ def work(cell: Cell, folder: Path, mail: Any) -> Report:
     """A cell on a node, started where the sweep was started, so that paths mean the same."""
     if folder.is_dir():
         os.chdir(folder)
-    return run_cell(cell, SHELF, lambda done: mail.put.remote(cell.index, done))
+    tell = partial(mail.put.remote, cell.index)
+    with redirect_stderr(Wire(tell)):
+        return run_cell(cell, SHELF, tell)
 
 
 def _task(cell: Cell) -> Any:
@@ -129,19 +135,19 @@ def _collect(reference: Any, cell: Cell) -> Report:
 
 
 class Mailbox:
-    """Counts of samples on their way from the nodes to the board."""
+    """Counts of samples and lines of the log, on their way from the nodes to the board."""
 
     def __init__(self) -> None:
-        self._counts: list[tuple[int, int]] = []
+        self._messages: list[tuple[int, int | str]] = []
 
-    def put(self, index: int, done: int) -> None:
-        """A cell has so many samples."""
-        self._counts.append((index, done))
+    def put(self, index: int, message: int | str) -> None:
+        """What the board is to hear of a cell."""
+        self._messages.append((index, message))
 
-    def take(self) -> list[tuple[int, int]]:
+    def take(self) -> list[tuple[int, int | str]]:
         """What came since the last time."""
-        counts, self._counts = self._counts, []
-        return counts
+        messages, self._messages = self._messages, []
+        return messages
 
 
 def _mailbox() -> Any:
@@ -157,14 +163,16 @@ def _dashboard(address: str) -> bool | None:
 
 
 def _knock(address: str) -> None:
-    """Refuse an address where nobody is, which Ray itself would try for a minute."""
+    """Refuse an address where no cluster is, which Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         raise UserError(f"Ray address '{address}' is not HOST:PORT. Write for example --address 10.0.0.1:6379.")
+    hint = "Start one with `ray start --head`, or leave --address out for a cluster on this machine alone."
     try:
-        socket.create_connection((host, int(port)), timeout=REACH).close()
-    except OSError as error:
-        raise UserError(
-            f"Ray at '{address}' cannot be reached: {error.strerror or error}. Start it with `ray start --head`, or "
-            "leave --address out for a cluster on this machine alone."
-        ) from error
+        with socket.create_connection((host, int(port)), timeout=REACH) as line:
+            line.sendall(HELLO)
+            answer = line.recv(len(SETTINGS))
+    except (OSError, OverflowError) as error:
+        raise UserError(f"Ray at '{address}' cannot be reached: {error}. {hint}") from error
+    if answer[3:4] != SETTINGS[3:4]:
+        raise UserError(f"what answers at '{address}' is not Ray. {hint}")
