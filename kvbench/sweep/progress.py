@@ -23,8 +23,8 @@ class Board:
         self.cells = len(cells)
         self.done = dict.fromkeys((x.index for x in cells), 0)
         """Samples by cell."""
-        self.started = time.monotonic()
         self._new = 0
+        self._first = 0.0
         self._show = show
 
     def hear(self, cell: Cell, message: int | str) -> None:
@@ -33,6 +33,8 @@ class Board:
             say(f"{cell.name}: {message}")
             return
         self._new += 1
+        if self._new == 1:
+            self._first = time.monotonic()  # the time before it went into loading
         self.done[cell.index] = message
         self._show(self)
 
@@ -54,9 +56,9 @@ class Board:
     def left(self) -> str:
         """How long the rest will take at the pace so far; nothing where there is none."""
         missing = self.total - sum(self.done.values())
-        if not self._new or not missing:
+        if self._new < 2 or not missing:
             return ""
-        return f", about {(time.monotonic() - self.started) / self._new * missing:.0f} s left"
+        return f", about {(time.monotonic() - self._first) / (self._new - 1) * missing:.0f} s left"
 
 
 @contextmanager
