@@ -158,7 +158,7 @@ def _flat(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _name(found: list[tuple[int, dict[str, Any], Request]]) -> list[Cell]:
     """Cells, each called after its method and whatever else is not equal in all of them."""
     flat = [dict(_flat(options)) for _, options, _ in found]
-    keys = list(dict.fromkeys(key for x in flat for key in x))
+    keys = sorted(dict.fromkeys(key for x in flat for key in x), key=lambda x: NAMES.index(x.partition(".")[0]))
     varying = [x for x in keys if x != "method" and any(y.get(x) != flat[0].get(x) for y in flat)]
     return [
         Cell(

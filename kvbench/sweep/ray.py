@@ -59,7 +59,10 @@ def connected(address: str | None) -> Iterator[None]:
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=_dashboard(address))
     except Exception as error:
-        raise UserError(f"Ray at '{address}' cannot be used: {describe(error)}. See `ray status`.") from error
+        raise UserError(
+            f"Ray at '{address}' cannot be used: {describe(error).rstrip('.')}. Look with `ray status`; a cluster that "
+            "asks for a token wants RAY_AUTH_MODE=token and RAY_AUTH_TOKEN here as on its nodes."
+        ) from error
     try:
         yield
     finally:
@@ -164,8 +167,8 @@ def _dashboard(address: str) -> bool | None:
 
 def _knock(address: str) -> None:
     """Refuse an address where no cluster is, which Ray itself would try for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdecimal():
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
         raise UserError(f"Ray address '{address}' is not HOST:PORT. Write for example --address 10.0.0.1:6379.")
     hint = "Start one with `ray start --head`, or leave --address out for a cluster on this machine alone."
     try:
