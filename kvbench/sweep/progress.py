@@ -35,7 +35,7 @@ class Board:
         self._new += 1
         if self._new == 1:
             self._first = time.monotonic()  # the time before it went into loading
-        self.done[cell.index] = message
+        self.done[cell.index] = max(self.done[cell.index], message)  # Ray's counts may come after the report
         self._show(self)
 
     def finish(self, report: Report) -> None:

@@ -102,10 +102,10 @@ def run_ray(cells: Sequence[Cell], workers: int | None, board: Board) -> None:
             cell = waiting.pop(0)
             running[_task(cell).remote(cell, Path.cwd(), mail)] = cell
         ended, _ = ray.wait(list(running), timeout=LISTEN)
-        for index, message in ray.get(mail.take.remote()):
-            board.hear(cells[index], message)
+        _deliver(mail, cells, board)
         for reference in ended:
             board.finish(_collect(reference, running.pop(reference)))
+    _deliver(mail, cells, board)
     unseen = [x for x in board.reports.values() if x.folder is not None and not x.folder.exists()]
     if unseen:
         say(
@@ -135,6 +135,11 @@ def _collect(reference: Any, cell: Cell) -> Report:
     except ray.exceptions.RayError as error:
         return Report(cell, "failed", f"lost {RETRIES + 1} times: {describe(error)}. Finished samples are kept.")
     return report
+
+
+def _deliver(mail: Any, cells: Sequence[Cell], board: Board) -> None:
+    for index, message in load_ray().get(mail.take.remote()):
+        board.hear(cells[index], message)
 
 
 class Mailbox:

@@ -19,9 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench import request, sample
-from kvbench.files import read_lines
+from kvbench.files import locked, read_lines
 from kvbench.sweep.check import check_cells
 from kvbench.sweep.file import NAMES, File, expand, read_sweep
+from kvbench.sweep.local import Crew
+from kvbench.sweep.progress import Board
 
 ROOT = Path(__file__).parent.parent.parent
 TOYS = Path(__file__).parent / "toy.py"
@@ -309,6 +311,36 @@ def test_a_dry_run_predicts_and_writes_nothing(kvbench, sweep, tmp_path):
     (sample_lines.parent / "result.json").unlink()
     sample_lines.write_text("".join(sample_lines.read_text().splitlines(keepends=True)[:1]))
     assert kvbench("sweep", sweep(f'{LAST_GRID}budget = "10%"\n'), "--dry-run", "--json").json[0]["missing"] == 3
+
+
+def test_a_locked_cell_is_waited_for(kvbench, sweep, monkeypatch):
+    """A worker that was given up may still be in it; if it never leaves, that is the cell's report."""
+    path = sweep(LAST_GRID)
+    folder = Path(kvbench("sweep", path, "--json").json[0]["folder"])
+    (folder / "result.json").unlink()
+    lock = locked(folder)
+    lock.__enter__()
+    monkeypatch.setattr("kvbench.sweep.cell.PATIENCE", 0.3)
+    (report,) = kvbench("sweep", path, "--json").json
+    assert (report["status"], report["folder"]) == ("failed", str(folder))
+    assert "another process is working on" in report["error"]
+    monkeypatch.setattr("kvbench.sweep.cell.PATIENCE", 20)
+    threading.Timer(0.5, lock.__exit__, (None, None, None)).start()
+    assert kvbench("sweep", path, "--json").json[0]["status"] == "ok"
+
+
+def test_workers_share_cores_and_gpus(monkeypatch):
+    """Each its part of the cores, unless the user said how many threads; GPUs in turn."""
+    monkeypatch.setattr("kvbench.sweep.local.os.sched_getaffinity", lambda _: range(8))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cells = expand(File(run={"task": "niah"}, grid=[{"method": "full", "device": "cuda", "seed": [1, 2, 3]}]))
+    crew = Crew(cells, 3, Board(cells, lambda _: None))
+    assert [crew._settings(i) for i in range(3)] == [
+        {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": x} for x in ("4", "6", "4")
+    ]
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert "OMP_NUM_THREADS" not in crew._settings(0)
 
 
 def write_killers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
