@@ -85,7 +85,8 @@ def score_cells(
             verdict = "within noise" if difference.within_noise else "better" if better else "worse"
             cells = [f"{difference.mean:+.3f}", _interval(difference.ci95), verdict]
         rows.append([
-            result.run_id.rpartition("-")[2], result.method.name, f"{result.mode} {result.visibility}", result.budget.asked or "-",
+            result.run_id.rpartition("-")[2], result.method.name, f"{result.mode} {result.visibility}",
+            result.budget.asked or "-",
             "-" if memory is None else f"{memory.ratio:.1%}",
             "failed" if result.status == "failed" else "-" if score.mean is None else f"{score.mean:.3f}",
             "-" if score.ci95 is None else _interval(score.ci95), *cells,
