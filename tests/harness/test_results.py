@@ -23,8 +23,8 @@ def line(index: int, turn: int, **changes: object) -> Line:
     values: dict[str, object] = {
         "sample": f"s{index}", "index": index, "turn": turn, "turns": TURNS, "prompt_hash": "h", "prediction": "p é\n",
         "ids": (1, 2), "references": ("r",), "score": 0.1, "scores": {"x": 0.1}, "tokens": None, "stop_reason": "stop",
-        "times": None, "bytes": None, "evidence": None, "agreement": None, "facts": {"depths": [0.5]}, "started": "now", "seconds": 0.25,
-        "error": None,
+        "times": None, "bytes": None, "evidence": None, "agreement": None, "facts": {"depths": [0.5]}, "started": "now",
+        "seconds": 0.25, "error": None,
     }
     return Line.model_validate({**values, **changes})
 
