@@ -210,6 +210,7 @@ def main() -> None:
         "seed": 0,
         "dtype": "bfloat16",
         "script": "scripts/train_mini.py",
+        "gate": "scripts/mini_gate.py",
         "train_seed": "mini/train/<stage>/<step>",
         "tokens": trainer.state["tokens"],
         "minutes": round(trainer.state["seconds"] / 60, 1),
