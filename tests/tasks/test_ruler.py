@@ -155,9 +155,7 @@ def test_an_unusable_file_is_the_users_mistake(tmp_path: Path, mini_tokenizer, t
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UserError, match=r"essay\.txt'.*generated prose"):
-        NiahSingle2(haystack=str(path)).example(
-            random.Random(0), id="x", length=600, turns=1, tokenizer=mini_tokenizer
-        )
+        NiahSingle2(haystack=str(path)).example(random.Random(0), id="x", length=600, turns=1, tokenizer=mini_tokenizer)
 
 
 @pytest.mark.parametrize(

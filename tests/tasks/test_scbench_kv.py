@@ -71,9 +71,9 @@ def test_asked_pairs_are_anywhere(mini_tokenizer):
     depths = [
         depth
         for seed in range(20)
-        for depth in task.example(
-            random.Random(seed), id="x", length=600, turns=3, tokenizer=mini_tokenizer
-        ).facts["depths"]
+        for depth in task.example(random.Random(seed), id="x", length=600, turns=3, tokenizer=mini_tokenizer).facts[
+            "depths"
+        ]
     ]
     assert min(depths) < 0.2 and max(depths) > 0.8
 
