@@ -107,9 +107,13 @@ def test_the_same_command_reports_the_finished_run(kvbench, arguments, tmp_path)
 
 
 def start(command: list[str]) -> subprocess.Popen[str]:
-    """The real command, slow enough to be hit between two samples."""
+    """The real command, slow enough to be hit between two samples.
+
+    Tests that a shell started in the background ignore Ctrl-C, and so would their children.
+    """
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     return subprocess.Popen(
-        [sys.executable, "-c", "from kvbench.cli import main; main()", *command], stdout=subprocess.PIPE,
+        [sys.executable, "-c", f"{heard}; from kvbench.cli import main; main()", *command], stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, env={**os.environ, "TOY_SLEEP": "0.5", "OMP_NUM_THREADS": "1"},
     )
 
