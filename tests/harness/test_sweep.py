@@ -370,7 +370,7 @@ def test_workers_that_die_cost_their_own_cells(kvbench, sweep, tmp_path, monkeyp
 
 
 def start(path: Path, *options: str) -> subprocess.Popen[str]:
-    """The real command, slow enough to be hit between two samples; it hears Ctrl-C even where the tests do not."""
+    """The real command, slow enough to be hit between two samples; it hears Ctrl-C where tests do not."""
     heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     return subprocess.Popen(
         [sys.executable, "-c", f"{heard}; from kvbench.cli import main; main()", "sweep", str(path), "--json", *options],
