@@ -373,7 +373,8 @@ def start(path: Path, *options: str) -> subprocess.Popen[str]:
     """The real command, slow enough to be hit between two samples; it hears Ctrl-C where tests do not."""
     heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     return subprocess.Popen(
-        [sys.executable, "-c", f"{heard}; from kvbench.cli import main; main()", "sweep", str(path), "--json", *options],
+        [sys.executable, "-c", f"{heard}; from kvbench.cli import main; main()", "sweep", str(path), "--json",
+         *options],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         env={**os.environ, "TOY_SLEEP": "0.5", "OMP_NUM_THREADS": "1"},
     )
