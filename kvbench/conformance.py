@@ -238,9 +238,10 @@ def decode_copies_nothing(method: Method) -> str:
     with _session(method, tiny_model(), _budget(method)) as session:
         session.prefill(_ids(LENGTH))
         session.ask(_ids(5), 2, stop=NEVER_STOP)
-        before = [[x.untyped_storage().data_ptr() for x in store.tensors()] for store in session.layers]
+        held = [store.tensors() for store in session.layers]  # alive, so that no new storage gets an old one's address
         session.method.generate(session, 20, NEVER_STOP)
         after = [[x.untyped_storage().data_ptr() for x in store.tensors()] for store in session.layers]
+        before = [[x.untyped_storage().data_ptr() for x in tensors] for tensors in held]
     assert before == after, "storages were replaced while decoding"
     return "20 steps, every storage where it was"
 
