@@ -17,7 +17,8 @@ from kvbench.hf.rope import NO_ROPE
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import BudgetKind, Card, Method, Phase, Step
 from kvbench.session import Session
-from kvbench.store import Int8KV, LayerKV
+from kvbench.store import LayerKV
+from kvbench.store.int8 import Int8KV
 
 HEADS, WIDTH = 2, 3
 CARD = Card(

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvbench.method import BudgetKind, Card, LayerShape, Method, Shape, Step
-from kvbench.store import Int8KV, LayerKV
+from kvbench.store import LayerKV
+from kvbench.store.int8 import Int8KV
 
 SCALE_BYTES = 2
 

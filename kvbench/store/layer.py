@@ -1,15 +1,13 @@
-"""What holds rows: preallocated, append-only, shared by forks, and counting its own bytes.
+"""One layer's rows.
 
-A layer's rows stand in the order of arrival, so causality is the order of rows, whatever was evicted between them.
-Logical positions are stored only where something needs them: a window that must count tokens across holes, a method
-that re-rotates, a test that looks.
+They stand in the order of arrival, so causality is the order of rows, whatever was evicted between them. Logical
+positions are stored only where something needs them: a window that must count tokens across holes, a method that
+re-rotates, a test that looks.
 """
 
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,59 +17,9 @@ from torch import Tensor
 from kvbench.errors import UserError
 from kvbench.kernels.column_sums import column_sums
 from kvbench.kernels.dense_attention import dense_attention
-from kvbench.kernels.int8_attention import int8_attention, quantise_rows
 from kvbench.kernels.ragged_attention import dense_partial, merge_partials, ragged_partial
 from kvbench.method import Phase, Step
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind the tensors, each storage once; a view counts as what it keeps alive."""
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
-    return sum(storages.values())
-
-
-class Buffer:
-    """Preallocated tensors with a common row axis (2), shared by forks that append one after the other."""
-
-    def __init__(self, like: dict[str, Tensor], capacity: int) -> None:
-        self.capacity = capacity
-        self.tensors = {
-            name: x.new_empty((*x.shape[:2], capacity, *x.shape[3:])) for name, x in like.items()
-        }
-        self._readers: dict[int, weakref.ref[LayerKV]] = {}
-
-    def write(self, start: int, rows: dict[str, Tensor]) -> None:
-        """Copy rows in, from row `start`."""
-        for name, x in rows.items():
-            self.tensors[name][:, :, start : start + x.shape[2]].copy_(x)
-
-    def join(self, store: LayerKV) -> None:
-        """From now on this store reads rows here."""
-        self._readers[id(store)] = weakref.ref(store)
-
-    def leave(self, store: LayerKV) -> None:
-        """This store reads no row here any more."""
-        self._readers.pop(id(store), None)
-
-    def top(self, but: LayerKV | None = None) -> int:
-        """Rows that somebody reads: who holds fewer may not append in place."""
-        stores = [x for x in (ref() for ref in self._readers.values()) if x is not None and x is not but]
-        return max((x.n if x.length is None else self.capacity for x in stores), default=0)
-
-
-@dataclass
-class FlatRows:
-    """Rows of unequal number per (batch, KV head), flat: what per-head eviction left of a context."""
-
-    key: Tensor  # [R, D]
-    value: Tensor  # [R, D_v]
-    offsets: Tensor  # [B * H_kv + 1] int32
-    counts: list[int]
-    position: Tensor | None  # [R] int32
-
-    def tensors(self) -> list[Tensor]:
-        """Every tensor that it keeps alive."""
-        return [x for x in (self.key, self.value, self.offsets, self.position) if x is not None]
+from kvbench.store.rows import Buffer, FlatRows, gather, last_rows, scatter, storage_bytes
 
 
 @dataclass
@@ -174,7 +122,7 @@ class LayerKV:
         self._buffer.write(self.n, rows)
         self.n += count
         if self.queries and step.observe:
-            self.recent_queries = _last(self.recent_queries, step.query, self.queries)
+            self.recent_queries = last_rows(self.recent_queries, step.query, self.queries)
         if self.column_sums:
             self.scores.add_(
                 column_sums(step.query, self.keys, scale=step.scale, seen=step.seen, window=step.window,
@@ -238,7 +186,7 @@ class LayerKV:
     def keep(self, indices: Tensor) -> None:
         """Keep these rows of every head and free the rest. indices: [B, H_kv, C], ascending."""
         self.refuse_frozen()
-        kept = {name: _gather(x, indices) for name, x in self._held_with_holes().items()}
+        kept = {name: gather(x, indices) for name, x in self._held_with_holes().items()}
         self._count_dropped(self.n - indices.shape[2], indices)
         self._replace(kept, indices.shape[2] + (1 if self.bounded else max(0, self.capacity - self.seen)))
 
@@ -284,7 +232,7 @@ class LayerKV:
         source = marks[..., :count].int().argsort(dim=-1, descending=True, stable=True) + kept
         target = holes.where(holes < kept, source)  # as many sources as holes; the others copy onto themselves
         for x in self._buffer.tensors.values():
-            _scatter(x, target, _gather(x, source))
+            scatter(x, target, gather(x, source))
         self._count_dropped(count, indices)
         self.n = kept
 
@@ -387,54 +335,3 @@ class LayerKV:
     def facts(self) -> dict[str, int]:
         """Evidence of what happened to the rows, for the certificate."""
         return {"rows_dropped": self.dropped}
-
-
-@dataclass
-class Int8KV(LayerKV):
-    """Dense rows in 8 bits, one fp16 scale per token and head; exact until `quantise` ends the context."""
-
-    quantised: bool = field(default=False, init=False)
-
-    def quantise(self) -> None:
-        """Replace the exact rows by their codes and free them."""
-        exact = self._held()
-        self._replace(quantise_rows(exact["key"], exact["value"]), self.n + max(0, self.capacity - self.seen))
-        self.quantised = True
-
-    def _rows(self, step: Step) -> dict[str, Tensor]:
-        return quantise_rows(step.key, step.value) if self.quantised else super()._rows(step)
-
-    def attend(self, step: Step) -> Tensor:
-        """Attention over codes, scales folded into queries and weights; exact before `quantise`."""
-        if not self.quantised:
-            return super().attend(step)
-        assert self._buffer is not None
-        return int8_attention(
-            step.query, **{name: self._view(name) for name in self._buffer.tensors}, scale=step.scale,
-            window=step.window, softcap=step.softcap, sinks=step.sinks, length=self.length,
-        )
-
-    def facts(self) -> dict[str, int]:
-        """Rows in 8 bits and the distinct key codes among them."""
-        rows = self.n * len(self.rows_kept()) if self.quantised else 0
-        codes = int(torch.bincount(self.keys.flatten().to(torch.int64) + 128).count_nonzero()) if rows else 0
-        return {**super().facts(), "rows_quantised": rows, "distinct_codes": codes}
-
-
-def _last(old: Tensor | None, new: Tensor, count: int) -> Tensor:
-    """The last rows of two blocks, in their own storage."""
-    if old is None or new.shape[2] >= count:
-        return new[:, :, -count:].clone()
-    return torch.cat([old, new], dim=2)[:, :, -count:].clone()
-
-
-def _expand(indices: Tensor, x: Tensor) -> Tensor:
-    return indices if x.dim() == 3 else indices[..., None].expand(-1, -1, -1, x.shape[3])  # no D axis
-
-
-def _gather(x: Tensor, indices: Tensor) -> Tensor:
-    return x.gather(2, _expand(indices, x))
-
-
-def _scatter(x: Tensor, indices: Tensor, rows: Tensor) -> None:
-    x.scatter_(2, _expand(indices, x), rows)

@@ -1,0 +1,89 @@
+"""Blocks of rows, dense and ragged, and the bytes they keep alive."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind the tensors, each storage once; a view counts as what it keeps alive."""
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    return sum(storages.values())
+
+
+class Reader(Protocol):
+    """A store that reads rows of a buffer."""
+
+    n: int
+    length: Tensor | None
+
+
+class Buffer:
+    """Preallocated tensors with a common row axis (2), shared by forks that append one after the other."""
+
+    def __init__(self, like: dict[str, Tensor], capacity: int) -> None:
+        self.capacity = capacity
+        self.tensors = {
+            name: x.new_empty((*x.shape[:2], capacity, *x.shape[3:])) for name, x in like.items()
+        }
+        self._readers: dict[int, weakref.ref[Reader]] = {}
+
+    def write(self, start: int, rows: dict[str, Tensor]) -> None:
+        """Copy rows in, from row `start`."""
+        for name, x in rows.items():
+            self.tensors[name][:, :, start : start + x.shape[2]].copy_(x)
+
+    def join(self, store: Reader) -> None:
+        """From now on this store reads rows here."""
+        self._readers[id(store)] = weakref.ref(store)
+
+    def leave(self, store: Reader) -> None:
+        """This store reads no row here any more."""
+        self._readers.pop(id(store), None)
+
+    def top(self, but: Reader | None = None) -> int:
+        """Rows that somebody reads: who holds fewer may not append in place."""
+        stores = [x for x in (ref() for ref in self._readers.values()) if x is not None and x is not but]
+        return max((x.n if x.length is None else self.capacity for x in stores), default=0)
+
+
+@dataclass
+class FlatRows:
+    """Rows of unequal number per (batch, KV head), flat: what per-head eviction left of a context."""
+
+    key: Tensor  # [R, D]
+    value: Tensor  # [R, D_v]
+    offsets: Tensor  # [B * H_kv + 1] int32
+    counts: list[int]
+    position: Tensor | None  # [R] int32
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that it keeps alive."""
+        return [x for x in (self.key, self.value, self.offsets, self.position) if x is not None]
+
+
+def last_rows(old: Tensor | None, new: Tensor, count: int) -> Tensor:
+    """The last rows of two blocks, in their own storage."""
+    if old is None or new.shape[2] >= count:
+        return new[:, :, -count:].clone()
+    return torch.cat([old, new], dim=2)[:, :, -count:].clone()
+
+
+def _expand(indices: Tensor, x: Tensor) -> Tensor:
+    return indices if x.dim() == 3 else indices[..., None].expand(-1, -1, -1, x.shape[3])  # no D axis
+
+
+def gather(x: Tensor, indices: Tensor) -> Tensor:
+    """Rows of each head. x: [B, H_kv, n, ...]; indices: [B, H_kv, C]"""
+    return x.gather(2, _expand(indices, x))
+
+
+def scatter(x: Tensor, indices: Tensor, rows: Tensor) -> None:
+    """Write rows of each head, in place. indices: [B, H_kv, C]; rows as `x`, C of them."""
+    x.scatter_(2, _expand(indices, x), rows)
