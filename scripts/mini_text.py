@@ -123,14 +123,15 @@ def tail(text: str, words: int) -> str:
     return " ".join(text.split()[-words:])
 
 
+NEEDLE, PREFIX = MULTIKEY_1.needle("{key}", "{value}"), MULTIKEY_1.word(niah.PREFIX, "{key}", singular=True)
 FILLERS = ("", "", ":", "=", " ", ": ", " is ", " is: ")
 BARE = (
     *(
         (f"{{key}}{filler}{{value}},", f"{{key}}{filler}", "", "", 8 + len(filler), 7 + len(filler))
         for filler in FILLERS
     ),
-    *((niah.NEEDLE, " {key} " + tail(niah.PREFIX, n), " ", ".", 19, 11 + n) for n in range(1, 7)),
-    (niah.NEEDLE, niah.PREFIX, " ", ".", 19, 21),
+    *((NEEDLE, " {key} " + tail(PREFIX, n), " ", ".", 19, 11 + n) for n in range(1, 7)),
+    (NEEDLE, PREFIX, " ", ".", 19, 21),
     *(('"{key}": "{value}",', '"{key}"\n' + tail(kv.QUESTION, n) + " ", "", "", 12, 11 + n) for n in range(1, 9)),
 )
 """The beginners' forms, from easy to hard: a line of the context, a question, what stands around the answer's value,

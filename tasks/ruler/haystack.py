@@ -1,4 +1,4 @@
-"""What needles are hidden in: RULER's noise lines, or prose that is generated or read from a file."""
+"""What needles are hidden in: RULER's noise lines, other needles, or prose that is generated or read from a file."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import hashlib
 import itertools
 import random
 import re
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 from kvbench.errors import UserError
 from kvbench.tasks.prose import sentences
@@ -32,9 +34,37 @@ def cut(units: Iterator[str], words: int) -> list[str]:
     return taken
 
 
+def hide(lines: list[str], needles: Sequence[str], seed: int) -> str:
+    """The lines with each needle on one of its own, before distinct random ones of them."""
+    # Reseeded, so that a search over the number of lines places the needles of one sample in one way.
+    places = random.Random(seed).sample(range(len(lines)), len(needles))
+    for place, needle in sorted(zip(places, needles, strict=True), reverse=True):
+        lines.insert(place, needle)
+    return "\n".join(lines)
+
+
+class Haystack(ABC):
+    """The text of one sample that needles are hidden in, measured in units (words or lines)."""
+
+    stretch: ClassVar[int] = 1000
+    """Units over which its tokens are measured, where a search for a length starts."""
+
+    @abstractmethod
+    def least(self, needles: int) -> int:
+        """Fewest units."""
+
+    def short(self, needles: int) -> int:
+        """Units of a short haystack that is no shorter than `least` units of any other sample."""
+        return max(20, self.least(needles))
+
+    @abstractmethod
+    def text(self, n: int, needles: Sequence[str]) -> str:
+        """The haystack of so many units with its needles."""
+
+
 @dataclass
-class NoiseHaystack:
-    """Copies of RULER's noise line, needles on lines of their own at distinct random places."""
+class NoiseHaystack(Haystack):
+    """Copies of RULER's noise line, needles on lines of their own at distinct random places. Units are words."""
 
     rng: random.Random
     seed: int = field(init=False)
@@ -43,22 +73,59 @@ class NoiseHaystack:
         self.seed = self.rng.getrandbits(64)
 
     def least(self, needles: int) -> int:
-        """Fewest words: a line for each needle to stand before."""
+        """A line for each needle to stand before."""
         return needles * len(NOISE.split(" "))
 
-    def text(self, words: int, needles: Sequence[str]) -> str:
-        """The haystack of so many words with its needles."""
-        lines = cut(itertools.repeat(NOISE), words)
-        # Reseeded, so that a search over the number of words places the needles of one sample in one way.
-        places = random.Random(self.seed).sample(range(len(lines)), len(needles))
-        for place, needle in sorted(zip(places, needles, strict=True), reverse=True):
-            lines.insert(place, needle)
-        return "\n".join(lines)
+    def text(self, n: int, needles: Sequence[str]) -> str:
+        """The noise of so many words with its needles."""
+        return hide(cut(itertools.repeat(NOISE), n), needles, self.seed)
 
 
 @dataclass
-class ProseHaystack:
-    """Sentences, needles between them at depths drawn without replacement."""
+class NeedleHaystack(Haystack):
+    """Lines that are needles themselves, the hidden ones at distinct random places between them. Units are lines.
+
+    RULER draws each line anew; here no key and no value comes twice, so that every question has one answer.
+    """
+
+    rng: random.Random
+    pairs: Iterator[tuple[str, str]]
+    """Keys and values of the lines, without end."""
+    needle: Callable[[str, str], str]
+    """The line of a key and a value."""
+    stretch: ClassVar[int] = 40
+
+    def __post_init__(self) -> None:
+        self.seed = self.rng.getrandbits(64)
+        self.seen: dict[str, str] = {}
+        self.values: set[str] = set()
+
+    def units(self) -> Iterator[tuple[str, str]]:
+        """The pairs from the start, drawing where they were not yet seen and leaving out what would come twice."""
+        yield from list(self.seen.items())
+        for key, value in self.pairs:
+            if key not in self.seen and value not in self.values:
+                self.seen[key] = value
+                self.values.add(value)
+                yield key, value
+
+    def least(self, needles: int) -> int:
+        """A line for each needle to stand before."""
+        return needles
+
+    def short(self, needles: int) -> int:
+        """A second line for each needle, because lines differ in tokens."""
+        return 2 * needles
+
+    def text(self, n: int, needles: Sequence[str]) -> str:
+        """So many lines, none of them with a key or a value of the needles, and the needles."""
+        own = (pair for pair in self.units() if not any(part in needle for part in pair for needle in needles))
+        return hide([self.needle(*pair) for pair in itertools.islice(own, n)], needles, self.seed)
+
+
+@dataclass
+class ProseHaystack(Haystack):
+    """Sentences, needles between them at depths drawn without replacement. Units are words."""
 
     rng: random.Random
     source: Iterator[str] | None = None
@@ -77,13 +144,13 @@ class ProseHaystack:
             yield self.seen[index]
 
     def least(self, needles: int) -> int:
-        """Fewest words."""
-        del needles  # they stand between sentences, however few there are
+        """One: needles stand between sentences, however few there are."""
+        del needles
         return 1
 
-    def text(self, words: int, needles: Sequence[str]) -> str:
-        """The haystack of so many words with its needles."""
-        parts = cut(self.units(), words)
+    def text(self, n: int, needles: Sequence[str]) -> str:
+        """The prose of so many words with its needles."""
+        parts = cut(self.units(), n)
         points = max(DEPTHS, len(needles))
         chosen = random.Random(self.depth_seed).sample(range(points), len(needles))
         places = sorted(int(len(parts) * round(100 * point / (points - 1)) / 100) for point in chosen)

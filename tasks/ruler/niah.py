@@ -1,93 +1,172 @@
-"""RULER's needle-in-a-haystack tasks with one queried key and value: single_1, single_2 and multikey_1.
+"""RULER's eight needle-in-a-haystack tasks.
 
 With one turn the prompt is RULER's, byte for byte: template, answer prefix, and the singular rewriting that RULER
-applies when one value of one key is asked for. Two things differ on purpose. Shuffles and places are reseeded for each
-sample, where RULER's fresh `Random(42)` puts the answer at the same rank in all of them. And the essays are not
-shipped: the haystack is generated prose, or a local text file (`--task-set haystack=PATH`), as the prompt_id says.
+applies when one value of one key is asked for. What differs on purpose: shuffles and places are reseeded for each
+sample, where RULER's fresh `Random(42)` puts the answer at the same rank in all of them; no key and no value comes
+twice; and the essays are not shipped: the haystack is generated prose, or a local text file (`--task-set
+haystack=PATH`), as the prompt_id says.
 
-RULER asks one question per context. In the shared-context modes (more turns than one) the context holds a queried
-needle for each turn (so at least as many keys as turns), its introduction has RULER's plural form, and each turn asks
-for another key in the singular form.
+RULER asks one question per context. In the shared-context modes (more turns than one) each turn asks for keys of its
+own, in RULER's wording for one question: the context holds at least as many keys as are asked for in all turns, each
+with as many values as the variant says, and its introduction has RULER's plural form.
 
 The length is RULER's: tokens of the first prompt plus the generation limit (128) never exceed it. The haystack is cut
-to whole words, so that they come within a word of it.
+to whole words (whole lines, where these are needles themselves), so that they come within one of it.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
+import uuid
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvbench.task import Example, Frame, Scorer, Task, Turn, count_prompt, encode, prompt_tokens
 from kvbench.tasks.length import Line, largest_fit
-from kvbench.tasks.ruler.haystack import NoiseHaystack, ProseHaystack, read_sentences
+from kvbench.tasks.ruler.haystack import Haystack, NeedleHaystack, NoiseHaystack, ProseHaystack, read_sentences
 from kvbench.tasks.ruler.scoring import STRING_MATCH_ALL
 from kvbench.tasks.words import draw_keys, draw_numbers, words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-INTRO_ONE = (
-    "A special magic number is hidden within the following text. Make sure to memorize it. "
-    "I will quiz you about the number afterwards.\n"
+INTRO = (
+    "Some special magic {type} are hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {type} afterwards.\n"
 )
-INTRO_MANY = (
-    "Some special magic numbers are hidden within the following text. Make sure to memorize it. "
-    "I will quiz you about the numbers afterwards.\n"
-)
-NEEDLE = "One of the special magic numbers for {key} is: {value}."
-QUESTION = "What is the special magic number for {key} mentioned in the provided text?"
-PREFIX = " The special magic number for {key} mentioned in the provided text is"
+NEEDLE = "One of the special magic {type} for {key} is: {value}."
+QUESTION = "What are all the special magic {type} for {query} mentioned in the provided text?"
+PREFIX = " The special magic {type} for {query} mentioned in the provided text are"
+SINGULAR = (("Some", "A"), ("are all", "is"), ("are", "is"))
+"""RULER's replacements, in its order, where one value is asked for; the type loses its last letter."""
 LIMIT = 128
+Kind = Literal["words", "numbers", "uuids"]
+LONGEST_UUID = "8e8e8e8e-8e8e-4e8e-8e8e-8e8e8e8e8e8e"
+"""Letters and digits by turns: a token for each character, where tokenizers tell the two apart."""
+
+
+def draw(rng: random.Random, kind: Kind, n: int) -> list[str]:
+    """`n` distinct keys or values of a kind, as RULER makes them: adjective-noun, seven digits, UUID of version 4."""
+    if kind == "words":
+        return draw_keys(rng, n)
+    if kind == "numbers":
+        return draw_numbers(rng, n)
+    return [str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(n)]
+
+
+@cache
+def longest(kind: Kind, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A key or value of a kind that takes the most tokens."""
+    if kind != "words":
+        return "7777777" if kind == "numbers" else LONGEST_UUID
+
+    def most(part: str) -> str:
+        choices = list(words(part))
+        sizes = [len(ids) for ids in tokenizer(choices, add_special_tokens=False).input_ids]
+        return choices[sizes.index(max(sizes))]
+
+    return f"{most('adjective')}-{most('noun')}"
+
+
+def enumerate_words(parts: Sequence[str]) -> str:
+    """RULER's list of several keys, `a, b, c, and d`."""
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])}, and {parts[-1]}"
 
 
 @dataclass(frozen=True)
 class Niah(Task):
-    """What the variants share; a variant says how many keys and which haystack."""
+    """What the variants share; a variant's class variables and its haystack say all that differs."""
 
     version: ClassVar[str] = "1"
     suite: ClassVar[str] = "ruler"
     scorers: ClassVar[tuple[Scorer, ...]] = (STRING_MATCH_ALL,)
-    keys: ClassVar[int]
+    keys: ClassVar[int] = 1
+    """Fewest hidden keys; the lines of a haystack of needles are not counted."""
+    values: ClassVar[int] = 1
+    """Values of a key, each in a needle of its own."""
+    queries: ClassVar[int] = 1
+    """Keys of a question."""
+    key_kind: ClassVar[Kind] = "words"
+    value_kind: ClassVar[Kind] = "numbers"
+
+    @property
+    @abstractmethod
+    def haystack_id(self) -> str:
+        """What needles are hidden in, by name."""
+
+    @property
+    def prompt_id(self) -> str:
+        """Wording, haystack, and the kind of values where they are no numbers."""
+        kind = "" if self.value_kind == "numbers" else f"-{self.value_kind}"
+        return f"ruler-niah/{self.haystack_id}{kind}@1"
 
     @abstractmethod
-    def haystack_for(self, rng: random.Random) -> NoiseHaystack | ProseHaystack:
+    def haystack_for(self, rng: random.Random) -> Haystack:
         """A fresh haystack of one sample."""
 
+    def word(self, template: str, query: str = "", *, singular: bool) -> str:
+        """A template with its type and query, in RULER's plural or singular form."""
+        kind: str = self.value_kind
+        if singular:
+            kind = kind[:-1]
+            for old, new in SINGULAR:
+                template = template.replace(old, new)
+        return template.format(type=kind, query=query)
+
+    def needle(self, key: str, value: str) -> str:
+        """The sentence that is hidden."""
+        return NEEDLE.format(type=self.value_kind, key=key, value=value)
+
+    def draw_pairs(self, rng: random.Random, keys: int) -> list[tuple[str, str]]:
+        """So many keys with all their values, in the order in which they are hidden."""
+        names, found = draw(rng, self.key_kind, keys), draw(rng, self.value_kind, keys * self.values)
+        pairs = [(names[i // self.values], value) for i, value in enumerate(found)]
+        if self.values > 1:
+            rng.shuffle(pairs)
+        return pairs
+
     def compose(
-        self,
-        haystack: NoiseHaystack | ProseHaystack,
-        pairs: Sequence[tuple[str, str]],
-        asked: Sequence[int],
-        n: int,
-        *,
-        id: str,
+        self, haystack: Haystack, pairs: Sequence[tuple[str, str]], asked: Sequence[int], n: int, *, id: str
     ) -> Example:
-        """The example with `n` words of haystack, all pairs hidden in this order, and the pairs `asked` for in turn."""
-        needles = [NEEDLE.format(key=key, value=value) for key, value in pairs]
+        """The example with `n` units of haystack, all pairs hidden in this order, and some of them asked for.
+
+        asked: indices of pairs; each asks for all values of its key, and every `queries` of them make one question.
+        """
+        needles = [self.needle(key, value) for key, value in pairs]
         text = haystack.text(n, needles)
-        turns = tuple(
-            Turn(QUESTION.format(key=key), PREFIX.format(key=key), f" {value}.", (value,), LIMIT)
-            for key, value in (pairs[i] for i in asked)
-        )
+        places = [text.index(needle) for needle in needles]
+        of: dict[str, list[int]] = {}
+        for i in sorted(range(len(pairs)), key=places.__getitem__):
+            of.setdefault(pairs[i][0], []).append(i)
+        asked_keys = [pairs[i][0] for i in asked]
+        groups = [asked_keys[i : i + self.queries] for i in range(0, len(asked), self.queries)]
+        one = self.queries * self.values == 1
+        turns = []
+        for keys in groups:
+            values = tuple(pairs[i][1] for key in keys for i in of[key])
+            question, prefix = (
+                self.word(template, enumerate_words(keys), singular=one) for template in (QUESTION, PREFIX)
+            )
+            turns.append(Turn(question, prefix, f" {enumerate_words(values)}.", values, LIMIT))
         facts = {
-            "keys": [pairs[i][0] for i in asked],
-            "depths": [round(text.index(needles[i]) / len(text), 4) for i in asked],
+            "keys": asked_keys,
+            "depths": [round(places[i] / len(text), 4) for key in asked_keys for i in of[key]],
         }
-        return Example(id, (INTRO_ONE if len(asked) == 1 else INTRO_MANY) + text, turns, facts)
+        return Example(id, self.word(INTRO, singular=one and len(turns) == 1) + text, tuple(turns), facts)
 
     def example(
         self, rng: random.Random, *, id: str, length: int, turns: int, tokenizer: PreTrainedTokenizerBase
     ) -> Example:
         """One example whose first prompt and 128 generated tokens fill `length`; UserError where it is too short."""
-        n_keys = max(self.keys, turns)
-        pairs = list(zip(draw_keys(rng, n_keys), draw_numbers(rng, n_keys), strict=True))
-        asked = rng.sample(range(n_keys), turns)
+        n_asked = turns * self.queries
+        n_keys = max(self.keys, n_asked)
+        pairs = self.draw_pairs(rng, n_keys)
+        first = [i for i, (key, _) in enumerate(pairs) if key not in {pair[0] for pair in pairs[:i]}]
+        asked = [first[i] for i in rng.sample(range(n_keys), n_asked)]
         haystack = self.haystack_for(rng)
         frame = Frame.of(tokenizer)
 
@@ -96,55 +175,65 @@ class Niah(Task):
 
         what = f"{self.name} with {turns} turn{'s' if turns > 1 else ''}"
         line = measure(self, n_keys, tokenizer)
-        n = largest_fit(count, length - LIMIT, least=haystack.least(n_keys), line=line, what=what)
+        n = largest_fit(count, length - LIMIT, least=haystack.least(len(pairs)), line=line, what=what)
         return self.compose(haystack, pairs, asked, n, id=id)
 
     def minimum_length(self, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:
-        """Tokens of an example with the longest keys and hardly any haystack, generation included."""
-
-        def longest(kind: str) -> str:
-            choices = list(words(kind))
-            sizes = [len(ids) for ids in tokenizer(choices, add_special_tokens=False).input_ids]
-            return choices[sizes.index(max(sizes))]
-
-        key = f"{longest('adjective')}-{longest('noun')}"
-        n_keys = max(self.keys, turns)
+        """Tokens of an example with the longest keys and values and hardly any haystack, generation included."""
+        n_asked = turns * self.queries
+        needles = max(self.keys, n_asked) * self.values
+        pair = longest(self.key_kind, tokenizer), longest(self.value_kind, tokenizer)
         haystack = self.haystack_for(random.Random(0))
-        n = max(20, haystack.least(n_keys))
-        example = self.compose(haystack, [(key, "7777777")] * n_keys, range(turns), n, id="minimum")
+        example = self.compose(haystack, [pair] * needles, range(n_asked), haystack.short(needles), id="minimum")
         return prompt_tokens(encode(self, example, tokenizer)) + LIMIT
 
 
 @cache
 def measure(task: Niah, n_keys: int, tokenizer: PreTrainedTokenizerBase) -> Line:
-    """Tokens of the task's prompts by words of haystack."""
+    """Tokens of the task's prompts by units of haystack."""
     rng = random.Random(0)
-    pairs = list(zip(draw_keys(rng, n_keys), draw_numbers(rng, n_keys), strict=True))
+    pairs = task.draw_pairs(rng, n_keys)
     haystack, frame = task.haystack_for(rng), Frame.of(tokenizer)
-    least = haystack.least(n_keys)
+    least = haystack.least(len(pairs))
 
     def count(n: int) -> int:
-        return count_prompt(task, task.compose(haystack, pairs, [0], n, id=""), tokenizer, frame)
+        return count_prompt(task, task.compose(haystack, pairs, range(task.queries), n, id=""), tokenizer, frame)
 
-    return Line.through(count, least, least + 1000)
+    return Line.through(count, least, least + haystack.stretch)
 
 
 @dataclass(frozen=True)
-class NiahSingle1(Niah):
-    """One needle among noise lines."""
-
-    name: ClassVar[str] = "niah_single_1"
-    summary: ClassVar[str] = "RULER: the number of one key hidden among lines of noise"
-    keys: ClassVar[int] = 1
+class NoiseNiah(Niah):
+    """Needles on lines of their own among noise lines."""
 
     @property
-    def prompt_id(self) -> str:
-        """Wording and haystack."""
-        return "ruler-niah/noise@1"
+    def haystack_id(self) -> str:
+        """RULER's noise."""
+        return "noise"
 
     def haystack_for(self, rng: random.Random) -> NoiseHaystack:
         """Noise lines."""
         return NoiseHaystack(rng)
+
+
+@dataclass(frozen=True)
+class NeedleNiah(Niah):
+    """Needles among needles: every line is one, with a key and a value of its own."""
+
+    @property
+    def haystack_id(self) -> str:
+        """RULER's needle lines."""
+        return "needle"
+
+    def haystack_for(self, rng: random.Random) -> NeedleHaystack:
+        """Needle lines."""
+        drawn = random.Random(rng.getrandbits(64))
+        return NeedleHaystack(rng, self.endless(drawn), self.needle)
+
+    def endless(self, rng: random.Random) -> Iterator[tuple[str, str]]:
+        """Pairs without end."""
+        while True:
+            yield from self.draw_pairs(rng, 1)
 
 
 @dataclass(frozen=True)
@@ -154,11 +243,9 @@ class EssayNiah(Niah):
     haystack: str = "prose"
 
     @property
-    def prompt_id(self) -> str:
-        """Wording and haystack; a file is named by its hash."""
-        if self.haystack == "prose":
-            return "ruler-niah/prose@1"
-        return f"ruler-niah/file:{read_sentences(self.haystack)[1][:12]}@1"
+    def haystack_id(self) -> str:
+        """Generated prose; a file is named by its hash."""
+        return "prose" if self.haystack == "prose" else f"file:{read_sentences(self.haystack)[1][:12]}"
 
     def haystack_for(self, rng: random.Random) -> ProseHaystack:
         """Generated sentences, or those of the file from its start, repeated where it ends (as RULER does)."""
@@ -168,12 +255,28 @@ class EssayNiah(Niah):
 
 
 @dataclass(frozen=True)
+class NiahSingle1(NoiseNiah):
+    """One needle among noise lines."""
+
+    name: ClassVar[str] = "niah_single_1"
+    summary: ClassVar[str] = "RULER: the number of one key hidden among lines of noise"
+
+
+@dataclass(frozen=True)
 class NiahSingle2(EssayNiah):
     """One needle in prose."""
 
     name: ClassVar[str] = "niah_single_2"
     summary: ClassVar[str] = "RULER: the number of one key hidden in prose"
-    keys: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
+class NiahSingle3(EssayNiah):
+    """One needle in prose, its value a UUID."""
+
+    name: ClassVar[str] = "niah_single_3"
+    summary: ClassVar[str] = "RULER: the UUID of one key hidden in prose"
+    value_kind: ClassVar[Kind] = "uuids"
 
 
 @dataclass(frozen=True)
@@ -184,3 +287,40 @@ class NiahMultikey1(EssayNiah):
     aliases: ClassVar[tuple[str, ...]] = ("niah",)
     summary: ClassVar[str] = "RULER: the number of one key among four keys hidden in prose"
     keys: ClassVar[int] = 4
+
+
+@dataclass(frozen=True)
+class NiahMultikey2(NeedleNiah):
+    """One needle among lines that are needles."""
+
+    name: ClassVar[str] = "niah_multikey_2"
+    summary: ClassVar[str] = "RULER: the number of one key among lines that each hold one"
+
+
+@dataclass(frozen=True)
+class NiahMultikey3(NeedleNiah):
+    """One needle among lines that are needles, all of UUIDs."""
+
+    name: ClassVar[str] = "niah_multikey_3"
+    summary: ClassVar[str] = "RULER: the UUID of one UUID among lines that each hold a pair"
+    key_kind: ClassVar[Kind] = "uuids"
+    value_kind: ClassVar[Kind] = "uuids"
+
+
+@dataclass(frozen=True)
+class NiahMultivalue(EssayNiah):
+    """Four values of one key in prose."""
+
+    name: ClassVar[str] = "niah_multivalue"
+    summary: ClassVar[str] = "RULER: the four numbers of one key hidden in prose"
+    values: ClassVar[int] = 4
+
+
+@dataclass(frozen=True)
+class NiahMultiquery(EssayNiah):
+    """Four keys of one question in prose."""
+
+    name: ClassVar[str] = "niah_multiquery"
+    summary: ClassVar[str] = "RULER: the numbers of four keys hidden in prose, asked for at once"
+    keys: ClassVar[int] = 4
+    queries: ClassVar[int] = 4

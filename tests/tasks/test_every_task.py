@@ -11,10 +11,30 @@ import pytest
 
 from kvbench.task import Frame, Split, encode
 from kvbench.tasks.prose import sentences
-from kvbench.tasks.ruler.niah import NiahMultikey1, NiahSingle1, NiahSingle2
+from kvbench.tasks.ruler.niah import (
+    NiahMultikey1,
+    NiahMultikey2,
+    NiahMultikey3,
+    NiahMultiquery,
+    NiahMultivalue,
+    NiahSingle1,
+    NiahSingle2,
+    NiahSingle3,
+)
 from kvbench.tasks.scbench.kv import KeyValueShort, KeyValueUuid
 
-TASKS = (NiahSingle1(), NiahSingle2(), NiahMultikey1(), KeyValueUuid(), KeyValueShort())
+TASKS = (
+    NiahSingle1(),
+    NiahSingle2(),
+    NiahSingle3(),
+    NiahMultikey1(),
+    NiahMultikey2(),
+    NiahMultikey3(),
+    NiahMultivalue(),
+    NiahMultiquery(),
+    KeyValueUuid(),
+    KeyValueShort(),
+)
 each_task = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 
 
