@@ -1,0 +1,64 @@
+"""Attention mass of chosen queries against each query by itself, and against column sums over all of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvbench.kernels.attention_mass import attention_mass, naive
+from kvbench.kernels.attention_mass import torch as plain
+from kvbench.kernels.column_sums import column_sums
+
+OPTIONS = {
+    "plain": {},
+    "window": {"window": 6},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": True},
+    "everything": {"window": 6, "softcap": 1.5, "sinks": True},
+}
+AT = torch.tensor([3, 7, 7, 11, 19])
+"""Rows of five queries, one of them twice."""
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Blocks of one or two queries, so that small sizes cross their edges."""
+    monkeypatch.setattr(plain, "BLOCK_ELEMENTS", 500)
+
+
+def with_sinks(options, heads):
+    """`sinks: True` stands for one logit per query head."""
+    return {**options, "sinks": torch.linspace(-2, 3, heads[0])} if options.get("sinks") else options
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_equals_the_oracle(heads, options, attention, error):
+    """Every head layout and option gives the sums of single queries within 1e-5."""
+    query, keys, _ = attention(heads, len(AT), 20)
+    options = {"scale": 0.3, **with_sinks(options, heads)}
+    assert error(attention_mass(query, keys, AT, **options), naive.attention_mass(query, keys, AT, **options)) < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_given_normaliser_counts_rows_that_are_elsewhere(heads, window, attention, holes, error):
+    """With the log-sum-exp of a larger softmax, and positions with holes, rows get their share of that softmax."""
+    query, keys, _ = attention(heads, len(AT), 20)
+    lse = torch.randn(query.shape[:3], generator=torch.Generator().manual_seed(2)) + 4
+    where = {"logical": AT + 7, "positions": holes(2, heads[1], 20, 27, 1), "window": window}
+    options = {"scale": 0.3, "lse": lse, "softcap": 2.0, **where}
+    assert error(attention_mass(query, keys, AT, **options), naive.attention_mass(query, keys, AT, **options)) < 1e-5
+
+
+def test_all_queries_are_column_sums(heads, attention, error):
+    """Where every row's query is chosen, the mass is the column sum, whatever the order of the queries."""
+    query, keys, _ = attention(heads, 20, 20)
+    wanted = column_sums(query, keys, scale=0.3, seen=20)
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(1))
+    assert error(attention_mass(query[:, :, order], keys, order, scale=0.3), wanted) < 1e-5
+
+
+def test_memory_is_linear(attention, largest, monkeypatch):
+    """Logits of few queries exist at a time."""
+    monkeypatch.setattr(plain, "BLOCK_ELEMENTS", 1 << 14)
+    query, keys, _ = attention((2, 1), 2000, 4000, batch=1)
+    assert largest(lambda: attention_mass(query, keys, torch.arange(2000, 4000), scale=0.3)) <= query.numel() * 3
