@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Literal, cast
 
 from kvbench.errors import UserError, unknown
@@ -115,46 +114,6 @@ def list_ops() -> dict[str, list[str]]:
         folder.name: sorted({x.stem for x in folder.glob("*.py")} - {"__init__", "naive"})
         for folder in sorted((HERE / "kernels").iterdir()) if (folder / "__init__.py").is_file()
     }
-
-
-def hash_sources(cls: type) -> str:
-    """sha256 over the file that defines a class and the files of its bases and helpers; the harness apart."""
-    files: dict[str, Path] = {}
-    roots = {_root(cls.__module__), "kvbench.methods", "kvbench.tasks"}
-    queue = [x.__module__ for x in cls.__mro__ if _root(x.__module__) in roots]  # `inner+outer` has several
-    while queue:
-        name = queue.pop()
-        module = sys.modules.get(name)
-        path = getattr(module, "__file__", None)
-        if module is None or path is None or name in files:
-            continue
-        files[name] = Path(path)
-        queue += [x for x in _mentions(module) if _root(x) in roots]
-    return hash_paths([files[name] for name in sorted(files)])
-
-
-def hash_folder(*folders: Path) -> str:
-    """sha256 over every Python file below the folders (or over the files themselves)."""
-    return hash_paths([x for top in folders for x in ([top] if top.is_file() else sorted(top.rglob("*.py")))])
-
-
-def hash_paths(paths: list[Path]) -> str:
-    """sha256 over names and contents, in the order given."""
-    total = hashlib.sha256()
-    for path in paths:
-        total.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return total.hexdigest()
-
-
-def _root(module: str) -> str:
-    return ".".join(module.split(".")[: 2 if module.startswith("kvbench.") else 1])
-
-
-def _mentions(module: ModuleType) -> Iterator[str]:
-    for value in vars(module).values():
-        name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-        if isinstance(name, str):
-            yield name
 
 
 def _find(kind: Kind, name: str) -> type:

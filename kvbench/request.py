@@ -14,15 +14,15 @@ from kvbench.errors import UserError, unknown
 from kvbench.log import say
 from kvbench.machine import find_version, free_bytes, ram_bytes
 from kvbench.method import DEFAULT_BUDGET, Budget, BudgetKind, Method
-from kvbench.registry import HERE, find_method, find_task, hash_folder, hash_sources, list_models, list_ops
+from kvbench.registry import find_method, find_task, list_models, list_ops
 from kvbench.settings import configure, jsonable_settings, parse_pairs
+from kvbench.sources import find_sources
 from kvbench.spec import (
     GenerationSpec,
     MethodSpec,
     ModelSpec,
     Protocol,
     RunSpec,
-    Sources,
     TaskSpec,
     Versions,
     read_generation,
@@ -33,11 +33,6 @@ from kvbench.task import Encoded, Example, Frame, Mode, Scorer, Split, Task, enc
 if TYPE_CHECKING:
     from kvbench.hf import Model
 
-SHOWS_ONLY = {
-    "compare.py", "conformance.py", "doctor.py", "errors.py", "log.py", "machine.py", "progress.py", "registry.py",
-    "rescore.py", "settings.py", "table.py", "trackers.py",
-}
-"""Rooms of the harness that cannot change what a sample comes to; every other one is part of a run's identity."""
 GB = 1e9
 
 
@@ -269,12 +264,7 @@ def _resolve_spec(
         versions=Versions(
             kvbench=__version__, torch=torch.__version__, transformers=find_version("transformers") or "unknown"
         ),
-        sources=Sources(
-            method=hash_sources(type(method)), task=hash_sources(type(task)), kernels=hash_folder(HERE / "kernels"),
-            harness=hash_folder(*sorted(
-                [x for x in HERE.glob("*.py") if x.name not in SHOWS_ONLY] + [HERE / "hf"], key=lambda x: x.name
-            )),
-        ),
+        sources=find_sources(type(method), type(task)),
     )
 
 

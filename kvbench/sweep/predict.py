@@ -70,12 +70,10 @@ def _missing(job: Job) -> int:
 
 def _kind(job: Job) -> str:
     """Cells that agree in this take the same time, as far as it is predicted."""
-    spec = job.spec
-    return spec.model_copy(update={
-        "method": spec.method.model_copy(update={"settings": {}, "name": "", "version": "", "family": ""}),
-        "sources": spec.sources.model_copy(update={"method": ""}), "budget": None, "seed": 0, "samples": 1,
-        "recompress": False,
-    }).model_dump_json()
+    return job.spec.model_dump_json(exclude={
+        "method": True, "sources": {"method", "kernels"}, "budget": True, "seed": True, "samples": True,
+        "recompress": True,
+    })
 
 
 def _time(job: Job, *, warm: bool) -> float:

@@ -19,12 +19,11 @@ import kvbench.methods
 import kvbench.tasks
 from kvbench.errors import UserError
 from kvbench.method import Method, resolved
-from kvbench.registry import find_method, find_task, hash_sources, list_entries, list_ops
+from kvbench.registry import find_method, find_task, list_entries, list_ops
 from kvbench.settings import configure, jsonable_settings, parse_pairs
 from kvbench.task import Task
 
 TOYS = Path(__file__).parent / "toy.py"
-METHOD = TOYS.read_text().replace("class Toy(Task)", "class Unused")
 
 
 def defined(package, base, mark):
@@ -103,16 +102,6 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path, text, message):
 def test_the_class_may_be_left_out_where_there_is_one():
     """`path/to/file.py` is enough."""
     assert find_task(str(TOYS)).name == "toy"
-
-
-def test_a_changed_file_is_another_source(tmp_path):
-    """The hash that names runs follows the file, and helpers beside it are read again."""
-    path = tmp_path / "mine.py"
-    path.write_text(METHOD)
-    first = hash_sources(find_method(f"{path}:Last"))
-    assert hash_sources(find_method(f"{path}:Last")) == first
-    path.write_text(METHOD + "\n# changed\n")
-    assert hash_sources(find_method(f"{path}:Last")) != first
 
 
 def test_other_packages_are_found_by_their_entry_points(monkeypatch):

@@ -1,0 +1,122 @@
+"""The code that a run depends on: what its harness, method and task import, followed from file to file unrun.
+
+A file that none of them imports is no part of a run, whatever folder it stands in; one that any of them imports is,
+also where the import stands inside a function. What is imported for types only is not, and other people's packages
+are not: the spec has the versions of torch and transformers.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from kvbench.method import Method
+from kvbench.spec import Sources
+from kvbench.task import Task
+
+RUN = "kvbench.runner"
+"""Makes a result of a job: with what it imports, the harness of a run. The command line, tables and sweeps call it."""
+NOTED = {"kvbench.errors", "kvbench.log", "kvbench.machine", "kvbench.registry", "kvbench.settings"}
+"""Rooms that a run imports and that cannot change its outcome: what they say is no outcome, and what they find (a class
+by its name, a setting by its text) stands in the spec itself."""
+KERNELS = "kvbench.kernels"
+HOLDERS = (ast.stmt, ast.excepthandler, ast.match_case)
+"""Parts of a module that an import can stand in."""
+
+
+def find_sources(method: type[Method], task: type[Task]) -> Sources:
+    """sha256 of the four parts: of two that import a file it is the harness's, and a kernel's file is the kernels'."""
+    harness = _follow([RUN])
+    of_method, of_task = (_follow(_modules(x)) for x in (method, task))
+    kernels = {name: path for name, path in (harness | of_method | of_task).items() if _within(name, KERNELS)}
+    return Sources(
+        method=_hash(of_method, but=harness | kernels), task=_hash(of_task, but=harness | kernels),
+        kernels=_hash(kernels), harness=_hash(harness, but=kernels),
+    )
+
+
+def _modules(cls: type) -> Iterator[str]:
+    """Modules of a method or task, of its bases and of the classes that it was made around."""
+    for base in cls.__mro__:
+        if issubclass(base, Method | Task):
+            yield base.__module__
+            inner = (x for x in vars(base).values() if isinstance(x, type) and issubclass(x, Method | Task))
+            yield from (name for x in inner if x is not base for name in _modules(x))
+
+
+def _follow(modules: Iterable[str]) -> dict[str, Path]:
+    """Files of these modules and of what they import, within kvbench and the modules' own packages."""
+    queue = list(modules)
+    roots = {"kvbench", *(_root(x) for x in queue)}
+    files: dict[str, Path] = {}
+    while queue:
+        name = queue.pop()
+        path = None if name in files or name in NOTED or _root(name) not in roots else _locate(name)
+        if path is None:
+            continue
+        files[name] = path
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        queue += [package, name.rpartition(".")[0], *_imports(path.read_bytes(), package)]
+        if package.startswith(f"{KERNELS}."):  # which implementation computes is chosen when it runs
+            queue += [f"{package}.{x.stem}" for x in path.parent.glob("*.py") if x.stem != "__init__"]
+    return files
+
+
+def _locate(name: str) -> Path | None:
+    """The file of a module whose package is imported; None: what is named is no module, or is not Python's."""
+    root, *inner = name.split(".")
+    module = sys.modules.get(root)
+    places = [Path(x, *inner) for x in getattr(module, "__path__", ())]
+    if not places:
+        own = getattr(module, "__file__", None)
+        return Path(own) if own and not inner else None
+    found = [y for x in places for y in (x / "__init__.py", x.with_name(f"{x.name}.py")) if y.is_file()]
+    return found[0] if found else None
+
+
+@functools.cache
+def _imports(source: bytes, package: str) -> frozenset[str]:
+    """Names that a module of this package imports when it runs; some are of modules, some of what is in them."""
+    names: set[str] = set()
+    queue: list[ast.AST] = [ast.parse(source)]
+    while queue:
+        node = queue.pop()
+        if isinstance(node, ast.Import):
+            names.update(x.name for x in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = node.module or ""
+            if node.level:
+                start = importlib.util.resolve_name("." * node.level + start, package)
+            names.update((start, *(f"{start}.{x.name}" for x in node.names)))
+        elif isinstance(node, ast.If) and _is_for_types(node.test):
+            queue += node.orelse
+        else:  # no expression holds an import
+            queue += (x for x in ast.iter_child_nodes(node) if isinstance(x, HOLDERS))
+    return frozenset(names)
+
+
+def _is_for_types(test: ast.expr) -> bool:
+    name = test.attr if isinstance(test, ast.Attribute) else getattr(test, "id", None)
+    return name == "TYPE_CHECKING"
+
+
+def _hash(files: dict[str, Path], but: Iterable[str] = ()) -> str:
+    """sha256 over names and contents; a file that was given by its path goes by its own name, wherever it lies."""
+    left = {name: files[name] for name in files.keys() - set(but)}
+    total = hashlib.sha256()
+    for label, content in sorted((name if "." in name else x.name, x.read_bytes()) for name, x in left.items()):
+        total.update(label.encode() + b"\0" + content + b"\0")
+    return total.hexdigest()
+
+
+def _root(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _within(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")

@@ -1,0 +1,169 @@
+"""A run's identity follows the code that it runs: all of that, wherever it stands, and nothing else."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import kvbench
+from kvbench import sources
+from kvbench.registry import find_method, find_task
+from kvbench.sources import NOTED, RUN, find_sources
+
+ROOT = Path(__file__).parent.parent.parent
+TOYS = Path(__file__).parent / "toy.py"
+PARTS = ("method", "task", "kernels", "harness")
+NEW = ("new.py", "methods/eviction/new.py", "kernels/new/__init__.py", "kernels/window_scores/fast.py")
+SHOWN = ("kvbench.cli", "kvbench.progress", "kvbench.compare", "kvbench.table", "kvbench.trackers")
+"""What `kvbench run` loads beside the run, to print."""
+
+
+@pytest.fixture
+def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of kvbench's code that a test may change, in the place where sources are looked for."""
+    copy = tmp_path / "kvbench"
+    shutil.copytree(ROOT / "kvbench", copy, ignore=shutil.ignore_patterns("models", "__pycache__"))
+    for name in ("snapkv", "h2o", "full-int8", "knorm+adakv"):
+        find_method(name)  # loaded from the real place
+    find_task("niah")
+    monkeypatch.setattr(kvbench, "__path__", [str(copy)])
+    return copy
+
+
+def changed(method: str, task: str, change: Callable[[], object]) -> set[str]:
+    """The parts whose hash is another after a change."""
+    before = find_sources(find_method(method), find_task(task))
+    change()
+    after = find_sources(find_method(method), find_task(task))
+    return {x for x in PARTS if getattr(before, x) != getattr(after, x)}
+
+
+def extend(path: Path) -> Callable[[], object]:
+    """A change of a file that is there, or a new one."""
+    return lambda: path.write_text((path.read_text() if path.exists() else "") + "\n# changed\n")
+
+
+@pytest.mark.parametrize(("method", "path", "expected"), [
+    ("snapkv", "methods/eviction/snapkv.py", {"method"}),
+    ("snapkv", "selection.py", {"method"}),
+    ("snapkv", "kernels/window_scores/torch.py", {"kernels"}),
+    ("snapkv", "kernels/dense_attention/torch.py", {"kernels"}),
+    ("snapkv", "store/layer.py", {"harness"}),
+    ("snapkv", "hf/seam.py", {"harness"}),
+    ("snapkv", "autoregressive.py", {"harness"}),
+    ("snapkv", "__init__.py", {"harness"}),
+    ("snapkv", "tasks/ruler/niah.py", {"task"}),
+    ("snapkv", "tasks/words.py", {"task"}),
+    ("snapkv", "kernels/int8_attention/torch.py", set()),
+    ("snapkv", "store/int8.py", set()),
+    ("snapkv", "methods/eviction/h2o.py", set()),
+    ("snapkv", "tasks/scbench/kv.py", set()),
+    ("full-int8", "kernels/int8_attention/torch.py", {"kernels"}),
+    ("full-int8", "store/int8.py", {"method"}),
+    ("full-int8", "selection.py", set()),
+    ("knorm+adakv", "methods/eviction/knorm.py", {"method"}),
+    ("knorm+adakv", "methods/allocation/adakv.py", {"method"}),
+    ("snapkv", "compare.py", set()),
+    ("snapkv", "cli/run.py", set()),
+    ("snapkv", "sweep/local.py", set()),
+    ("snapkv", "errors.py", set()),
+    ("snapkv", "new.py", set()),
+    ("snapkv", "methods/eviction/new.py", set()),
+    ("snapkv", "kernels/new/__init__.py", set()),
+    ("snapkv", "kernels/window_scores/fast.py", {"kernels"}),
+])
+def test_what_is_imported_is_part_of_a_run(house: Path, method: str, path: str, expected: set[str]) -> None:
+    """A change shows in the one part that it belongs to; what nothing imports, new or old, shows nowhere."""
+    assert (house / path).exists() or path in NEW
+    (house / path).parent.mkdir(exist_ok=True)
+    assert changed(method, "niah", extend(house / path)) == expected
+
+
+def test_an_import_brings_a_file_in(house: Path) -> None:
+    """Also inside a function, and through another file; not for types only."""
+    snapkv, between, new = house / "methods" / "eviction" / "snapkv.py", house / "between.py", house / "new.py"
+    for path in (between, new):
+        path.write_text("")
+    text = snapkv.read_text()
+    snapkv.write_text(text + "\nif TYPE_CHECKING:\n    from kvbench.between import x\n")
+    assert changed("snapkv", "niah", extend(between)) == set()
+    snapkv.write_text(text + "\ndef f():\n    try:\n        from kvbench import between\n    finally:\n        pass\n")
+    assert changed("snapkv", "niah", extend(between)) == {"method"}
+    between.write_text("import kvbench.new\n")
+    assert changed("snapkv", "niah", extend(new)) == {"method"}
+    between.write_text("class Layer:\n    import kvbench.kernels.int8_attention.torch\n")
+    assert changed("snapkv", "niah", extend(house / "kernels" / "int8_attention" / "naive.py")) == {"kernels"}
+
+
+def test_a_file_counts_wherever_it_lies(house: Path, tmp_path: Path) -> None:
+    """By its content and its own name, with what it imports from kvbench."""
+    here, there = tmp_path / "mine.py", tmp_path / "elsewhere" / "mine.py"
+    here.write_text(TOYS.read_text())
+    there.parent.mkdir()
+    shutil.copy(here, there)
+    one, other = (find_sources(find_method(f"{x}:Last"), find_task(f"{x}:Toy")) for x in (here, there))
+    assert one == other
+    assert changed(f"{here}:Last", f"{here}:Toy", extend(here)) == {"method", "task"}
+    assert changed(f"{here}:Last", f"{here}:Toy", extend(house / "selection.py")) == set()
+    here.write_text(here.read_text() + "\nimport kvbench.selection\n")
+    assert changed(f"{here}:Last", f"{there}:Toy", extend(house / "selection.py")) == {"method"}
+
+
+def test_a_package_counts_with_its_own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an entry point's method imports from its own package, relatively too; other packages by their versions."""
+    package = tmp_path / "their_methods"
+    (package / "inner").mkdir(parents=True)
+    for name in ("__init__.py", "inner/__init__.py", "inner/helper.py", "unused.py"):
+        (package / name).write_text("x = 1\n")
+    (package / "last.py").write_text(TOYS.read_text() + "\nimport json\nfrom .inner.helper import x\n")
+    (package / "inner" / "helper.py").write_text("from ..inner import x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    method = importlib.import_module("their_methods.last").Last
+
+    def hashed() -> str:
+        return find_sources(method, find_task("niah")).method
+
+    seen = [hashed()]
+    for name in ("last.py", "inner/helper.py", "inner/__init__.py", "__init__.py"):
+        extend(package / name)()
+        seen.append(hashed())
+    assert len(set(seen)) == 5
+    extend(package / "unused.py")()
+    assert hashed() == seen[-1]
+
+
+def test_a_class_around_another_counts_with_it(house: Path) -> None:
+    """Where an outer method holds the inner one as an attribute of its class."""
+    inner = find_method("h2o")
+    outer = type("Outer", (find_method("snapkv"),), {"inner": inner})
+    before = find_sources(outer, find_task("niah")).method
+    extend(house / "methods" / "eviction" / "h2o.py")()
+    assert find_sources(outer, find_task("niah")).method != before
+
+
+@pytest.mark.slow
+def test_a_real_run_loads_nothing_that_was_not_followed(arguments: list[str]) -> None:
+    """Read off Python's own list of modules, in a process that does nothing but this run."""
+    code = textwrap.dedent("""
+        import sys
+        from kvbench.cli import call
+        assert call(sys.argv[1:]) == 0
+        print(*(x for x in sys.modules if x.split(".")[0] == "kvbench"))
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments, "--method", "snapkv", "--set", "window=4"], check=True, text=True,
+        capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert RUN in loaded
+    followed = sources._follow([RUN, *sources._modules(find_method("snapkv"))])
+    unseen = loaded - followed.keys() - NOTED
+    assert {x for x in unseen if not x.startswith(SHOWN)} == set()
