@@ -1,0 +1,139 @@
+"""Asymmetric rounding to nearest, and packing along the last axis.
+
+A row of n codes of b bits takes w = ceil(n * b / 8) bytes. Byte j holds the codes j, j + w, j + 2w, ... of the row, the
+first in the lowest bits: shifting all its bytes gives w neighbouring codes at once, a plane. Codes of 3 bits are a row
+of their two low bits and then a row of their high bits, so 8 codes take 3 bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BITS = (2, 3, 4, 8)
+PARTS = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
+"""Bits of the rows that hold a code's bits, lowest first."""
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Rows of which x is stored as code * scale + minimum, one scale and minimum per group of tokens or channels."""
+
+    packed: Tensor  # [..., n, packed_width(width, bits)] uint8
+    scale: Tensor  # [..., n / tokens, width / channels] float16
+    minimum: Tensor  # as scale
+    bits: int
+    width: int
+    """Elements of a row."""
+
+    @property
+    def tokens(self) -> int:
+        """Rows of a group."""
+        return self.packed.shape[-2] // self.scale.shape[-2] if self.scale.shape[-2] else 1
+
+    @property
+    def channels(self) -> int:
+        """Elements of a row that are in one group."""
+        return self.width // self.scale.shape[-1]
+
+    def rows(self, start: int, stop: int) -> Codes:
+        """Some of the rows, as views: whole groups, or a part of one."""
+        assert start // self.tokens == (stop - 1) // self.tokens or not (start % self.tokens or stop % self.tokens)
+        groups = slice(start // self.tokens, -(-stop // self.tokens))
+        return replace(
+            self, packed=self.packed[..., start:stop, :], scale=self.scale[..., groups, :],
+            minimum=self.minimum[..., groups, :],
+        )
+
+
+def packed_width(count: int, bits: int) -> int:
+    """Bytes of a row of so many codes."""
+    return sum(_row_width(count, part) for part in PARTS[bits])
+
+
+def _row_width(count: int, part: int) -> int:
+    return -(-count * part // 8)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes along the last axis. [..., n] uint8, each below 2 ** bits -> [..., packed_width(n, bits)] uint8"""
+    rows, below = [], 0
+    for part in PARTS[bits]:
+        shifts = _shifts(part, codes.device)
+        width = _row_width(codes.shape[-1], part)
+        here = (codes >> below) & (2**part - 1)
+        here = F.pad(here, (0, width * len(shifts) - codes.shape[-1])).unflatten(-1, (len(shifts), width))
+        rows.append((here << shifts[:, None]).sum(-2, dtype=torch.uint8))
+        below += part
+    return torch.cat(rows, dim=-1)
+
+
+def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
+    """The first `count` codes of every row. [..., packed_width(count, bits)] -> [..., count] uint8"""
+    parts = [
+        planes.movedim(0, -2).flatten(-2)[..., :count] << below for below, planes in code_planes(packed, bits, count)
+    ]
+    return sum(parts[1:], start=parts[0])
+
+
+def code_planes(packed: Tensor, bits: int, count: int) -> list[tuple[int, Tensor]]:
+    """Codes without their order changed in memory: a code is the sum over parts of its element in `planes << below`.
+
+    Element i of a row is in plane i // w at i % w of [planes, ..., w]; the last planes may go beyond `count`.
+    """
+    parts, start, below = [], 0, 0
+    for part in PARTS[bits]:
+        width = _row_width(count, part)
+        row = packed[..., start : start + width].contiguous()
+        shifts = _shifts(part, packed.device).view(-1, *[1] * packed.dim())
+        parts.append((below, (row >> shifts).bitwise_and_(2**part - 1) if part < 8 else row[None]))
+        start, below = start + width, below + part
+    return parts
+
+
+def _shifts(bits: int, device: torch.device) -> Tensor:
+    return torch.arange(0, 8, bits, dtype=torch.uint8, device=device)
+
+
+def quantise(x: Tensor, bits: int, *, tokens: int = 1, channels: int = 1) -> Codes:
+    """Round to the nearest code of each group of `tokens` rows x `channels` elements. x: [..., n, D]
+
+    The minimum is rounded down and the scale up to float16 before codes are computed with them, so a group's range is
+    covered and every element comes back within scale / 2 (but for float32's own rounding). A group of one value that
+    float16 has comes back exactly, with scale 0.
+
+    Raises:
+        ValueError: a minimum or a scale is beyond float16's 65504, or not a number.
+    """
+    levels = 2**bits - 1
+    grouped = x.float().unflatten(-1, (-1, channels)).unflatten(-3, (-1, tokens))  # [..., n/t, t, D/c, c]
+    minimum = _round_down(grouped.amin((-3, -1), keepdim=True))
+    scale = -_round_down((minimum.float() - grouped.amax((-3, -1), keepdim=True)) / levels)
+    if not (minimum.isfinite().all() and scale.isfinite().all()):
+        raise ValueError(
+            f"rows with values from {x.amin().item():.4g} to {x.amax().item():.4g} have no float16 scale and minimum, "
+            f"which hold up to {torch.finfo(torch.float16).max:.0f}: they cannot be stored in {bits} bits."
+        )
+    codes = (grouped - minimum.float()) / scale.float().masked_fill(scale == 0, 1.0)
+    codes = codes.round_().clamp_(0, levels).to(torch.uint8).flatten(-2).flatten(-3, -2)
+    return Codes(
+        pack(codes, bits), scale.squeeze(-1).squeeze(-2), minimum.squeeze(-1).squeeze(-2), bits, x.shape[-1]
+    )
+
+
+def _round_down(x: Tensor) -> Tensor:
+    """The next float16 that is not above x."""
+    near = x.to(torch.float16)
+    return torch.where(near.float() > x, torch.nextafter(near, near.new_tensor(-torch.inf)), near)
+
+
+def dequantise(codes: Codes) -> Tensor:
+    """What the codes stand for. [..., n, D] float32"""
+    shape = codes.packed.shape[:-1]
+    grouped = unpack(codes.packed, codes.bits, codes.width).float()
+    grouped = grouped.unflatten(-1, (-1, codes.channels)).unflatten(-3, (-1, codes.tokens))  # [..., n/t, t, D/c, c]
+    exact: Tensor = grouped * codes.scale.float()[..., None, :, None] + codes.minimum.float()[..., None, :, None]
+    return exact.reshape(*shape, codes.width)
