@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from kvbench.task import Frame, Split, encode
+from kvbench.tasks.growth.lists import ListCopy, ListReverse
 from kvbench.tasks.prose import sentences
 from kvbench.tasks.ruler.niah import (
     NiahMultikey1,
@@ -34,6 +35,8 @@ TASKS = (
     NiahMultiquery(),
     KeyValueUuid(),
     KeyValueShort(),
+    ListCopy(),
+    ListReverse(),
 )
 each_task = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 
@@ -56,7 +59,7 @@ def test_every_argument_changes_the_text(task, mini_tokenizer):
         other = some(task, mini_tokenizer, **change)
         for one, two in itertools.product(base, other):
             assert not {turn.references for turn in one.turns} & {turn.references for turn in two.turns}
-            assert not set(one.facts["keys"]) & set(two.facts["keys"])
+            assert not set(one.facts.get("keys", ())) & set(two.facts.get("keys", ()))
 
 
 @each_task
@@ -90,7 +93,7 @@ def test_prose_keeps_out_of_the_needles_way():
 def test_tasks_do_not_load_torch():
     """Listing tasks stays quick: their modules import neither torch nor transformers."""
     code = (
-        "import sys, kvbench.tasks.ruler.niah, kvbench.tasks.scbench.kv\n"
+        "import sys, kvbench.tasks.growth.lists, kvbench.tasks.ruler.niah, kvbench.tasks.scbench.kv\n"
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

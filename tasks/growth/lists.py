@@ -1,0 +1,210 @@
+"""Writing a list down again: long answers, so that budgets bite at every step of decoding.
+
+The context is a numbered list, `17. brave-otter 482`. `list-copy` asks for its lines as they are, `list-reverse` for
+the same lines from the last to the first. With one turn the answer is the whole list, so it is nearly half of all
+tokens. With several turns each asks for half of the list, half of the lines rounded up; the halves begin at evenly
+spaced lines from the first to the last possible, so that all lines are asked for, and come in random order.
+
+The length counts the first prompt and its limit of new tokens, which are those of the golden answer and SLACK more. As
+many lines are shown as fit.
+
+A predicted line belongs to the golden line whose number it begins with; the first with that number counts. It is right
+if it is that line, white space apart, and stands after the line before it in the golden order too: a list copied
+forwards is not reversed. `lines` is the share of golden lines that are right, `lines_q1` to `lines_q4` are the same
+over the quarters of the golden answer, which is the error as a function of output position.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import TYPE_CHECKING, ClassVar
+
+from kvbench.errors import UserError
+from kvbench.task import Example, Frame, Scorer, Task, Turn, count_prompt
+from kvbench.tasks.length import Line, largest_fit
+from kvbench.tasks.words import draw_keys, words
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+INTRO = "Below is a numbered list. You will be asked to write it down again.\n\n"
+SLACK = 8
+"""New tokens beyond the golden answer's: the end of text, and room to show that a model goes on."""
+SHORT = 6
+"""Most letters of either word of an item."""
+MIN_LINE_TOKENS = 5
+"""No tokenizer needs fewer for a number, two words, another number and a line break."""
+QUARTERS = 4
+
+
+def right_lines(prediction: str, references: Sequence[str]) -> list[bool]:
+    """Of each golden line, whether the prediction holds it."""
+    golden = [" ".join(line.split()) for line in references]
+    places = {line.partition(".")[0]: i for i, line in enumerate(golden)}
+    right = [False] * len(golden)
+    seen: set[int] = set()
+    before = -1
+    for line in prediction.split("\n"):
+        text = " ".join(line.split())
+        number = re.match(r"[0-9]+", text)
+        place = places.get(number[0]) if number else None
+        if place is None or place in seen:
+            continue
+        right[place] = text == golden[place] and place > before
+        seen.add(place)
+        before = place
+    return right
+
+
+def share(prediction: str, references: Sequence[str], quarters: tuple[int, int] = (0, QUARTERS)) -> float:
+    """The share of right lines among the golden ones from one quarter of them up to another."""
+    first, last = (len(references) * quarter // QUARTERS for quarter in quarters)
+    right = right_lines(prediction, references)[first:last]
+    return sum(right) / len(right)
+
+
+def halves(n: int, order: Sequence[int]) -> list[tuple[int, int]]:
+    """First and last line that each turn asks for: all of the list in one turn, else halves in this order."""
+    if len(order) == 1:
+        return [(1, n)]
+    size = (n + 1) // 2
+    starts = [(n - size) * i // (len(order) - 1) for i in order]
+    return [(start + 1, start + size) for start in starts]
+
+
+@dataclass(frozen=True)
+class NumberedList(Task):
+    """What the variants share; a variant says in which direction the lines are written."""
+
+    version: ClassVar[str] = "1"
+    suite: ClassVar[str] = "growth"
+    scorers: ClassVar[tuple[Scorer, ...]] = (
+        Scorer("growth-lines@1", "lines", share),
+        *(
+            Scorer(f"growth-lines-q{i + 1}@1", f"lines_q{i + 1}", partial(share, quarters=(i, i + 1)))
+            for i in range(QUARTERS)
+        ),
+    )
+    joint: ClassVar[str] = "\n\n"
+    separator: ClassVar[str] = "\n\n"
+    whole: ClassVar[str]
+    """The question for the whole list; it ends where the answer begins."""
+    part: ClassVar[str]
+    """The question for the lines from {first} to {last}."""
+    step: ClassVar[int]
+    """1: forwards, -1: backwards."""
+
+    def draw_items(self, rng: random.Random, n: int) -> list[str]:
+        """`n` items with distinct words, numbers from 100 to 999."""
+        return [f"{key} {rng.randrange(100, 1000)}" for key in draw_keys(rng, n, SHORT)]
+
+    def compose(
+        self,
+        items: Sequence[str],
+        ranges: Sequence[tuple[int, int]],
+        *,
+        id: str,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> Example:
+        """The example that lists all items and asks for these lines (first and last, from 1) in turn."""
+        lines = [f"{i}. {item}" for i, item in enumerate(items, 1)]
+        turns = []
+        for first, last in ranges:
+            wording = self.whole if (first, last) == (1, len(lines)) else self.part
+            golden = tuple(lines[first - 1 : last][:: self.step])
+            answer = "\n".join(golden)
+            limit = len(tokenizer(answer, add_special_tokens=False).input_ids) + SLACK
+            turns.append(Turn(wording.format(first=first, last=last), "", answer, golden, limit))
+        facts = {"lines": len(lines), "ranges": [list(pair) for pair in ranges]}
+        return Example(id, INTRO + "\n".join(lines), tuple(turns), facts)
+
+    def count(self, items: Sequence[str], order: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> int:
+        """Tokens of the first prompt and its limit, where all items are listed and the halves come in this order."""
+        example = self.compose(items, halves(len(items), order)[:1], id="", tokenizer=tokenizer)
+        return count_prompt(self, example, tokenizer, Frame.of(tokenizer)) + example.turns[0].limit
+
+    def example(
+        self, rng: random.Random, *, id: str, length: int, turns: int, tokenizer: PreTrainedTokenizerBase
+    ) -> Example:
+        """One example whose first prompt and limit fill `length`; UserError where it is too short."""
+        order = rng.sample(range(turns), turns)
+        least = fewest(turns)
+        items = self.draw_items(rng, max(least, length // MIN_LINE_TOKENS))
+        needed = self.count(items[:least], order, tokenizer)
+        if needed > length:
+            raise UserError(
+                f"{self.name} with {turns} turn{'s' if turns > 1 else ''} needs {needed} tokens at least, answer "
+                f"included, but --length is {length}. Ask for a greater --length or fewer --turns."
+            )
+        n = largest_fit(
+            lambda n: self.count(items[:n], order, tokenizer),
+            length,
+            least=least,
+            line=measure(self, turns, tokenizer),
+            what=self.name,
+        )
+        return self.compose(items[:n], halves(n, order), id=id, tokenizer=tokenizer)
+
+    def minimum_length(self, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:
+        """Tokens of an example with the fewest lines, all of the longest words, generation included."""
+        item = f"{longest('adjective', ' ', tokenizer)}-{longest('noun', '-', tokenizer)} 777"
+        return self.count([item] * fewest(turns), range(turns)[::-1], tokenizer)
+
+
+def fewest(turns: int) -> int:
+    """Fewest lines: a line in every quarter of an answer, and halves that differ."""
+    return QUARTERS if turns == 1 else 2 * max(QUARTERS, turns - 1)
+
+
+@cache
+def longest(kind: str, before: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The word of a kind that takes the most tokens after this character."""
+    choices = words(kind, SHORT)
+    sizes = [len(ids) for ids in tokenizer([before + word for word in choices], add_special_tokens=False).input_ids]
+    return choices[sizes.index(max(sizes))]
+
+
+@cache
+def measure(task: NumberedList, turns: int, tokenizer: PreTrainedTokenizerBase) -> Line:
+    """Tokens of the task's first prompts and answers by lines."""
+    least = fewest(turns)
+    items = task.draw_items(random.Random(0), least + 40)
+    return Line.through(lambda n: task.count(items[:n], range(turns), tokenizer), least, len(items))
+
+
+@dataclass(frozen=True)
+class ListCopy(NumberedList):
+    """The lines as they are."""
+
+    name: ClassVar[str] = "list-copy"
+    summary: ClassVar[str] = "a numbered list, to be copied"
+    whole: ClassVar[str] = "Copy the list as it is, each line with its number:\n"
+    part: ClassVar[str] = "Copy lines {first} to {last} of the list as they are, each line with its number:\n"
+    step: ClassVar[int] = 1
+
+    @property
+    def prompt_id(self) -> str:
+        """The wording."""
+        return "growth-list/copy@1"
+
+
+@dataclass(frozen=True)
+class ListReverse(NumberedList):
+    """The lines from the last to the first."""
+
+    name: ClassVar[str] = "list-reverse"
+    summary: ClassVar[str] = "a numbered list, to be written from its last line to its first"
+    whole: ClassVar[str] = "Write the list from its last line to its first, each line with its number:\n"
+    part: ClassVar[str] = (
+        "Write lines {first} to {last} of the list from the last of them to the first, each line with its number:\n"
+    )
+    step: ClassVar[int] = -1
+
+    @property
+    def prompt_id(self) -> str:
+        """The wording."""
+        return "growth-list/reverse@1"
