@@ -203,6 +203,8 @@ def measured_bytes_are_declared(method: Method) -> str:
             session.prefill(_ids(LENGTH))
             measured, declared = session.memory().cache_bytes, session.method.declared_bytes(model.shape(LENGTH))
             assert measured == declared, f"{name}: measured {measured} bytes, declared {declared}"
+            host, told = session.memory().host_bytes, session.method.declared_host_bytes(model.shape(LENGTH))
+            assert host == told, f"{name}: measured {host} bytes on the host, declared {told}"
             found.append(f"{measured / session.memory().dense_bytes:.1%}")
     return f"{', '.join(found)} of the dense bytes for {', '.join(SHAPES)}"
 
@@ -222,7 +224,8 @@ def old_rows_are_freed(method: Method) -> str:
     try:
         with _session(method, tiny_model(), _budget(method)) as session:
             session.prefill(_ids(LENGTH))
-            held = {x.untyped_storage().data_ptr() for store in session.layers for x in store.tensors()}
+            counted = [x for store in session.layers for x in (*store.tensors(), *store.host_tensors())]
+            held = {x.untyped_storage().data_ptr() for x in counted}
             alive = [pointer for pointer, ref in refs if not ref.expired() and pointer not in held]
             watched = len(refs)
     finally:
@@ -238,10 +241,12 @@ def decode_copies_nothing(method: Method) -> str:
     with _session(method, tiny_model(), _budget(method)) as session:
         session.prefill(_ids(LENGTH))
         session.ask(_ids(5), 2, stop=NEVER_STOP)
-        held = [store.tensors() for store in session.layers]  # alive, so that no new storage gets an old one's address
+        # Alive, so that no new storage gets an old one's address.
+        held = [[*store.tensors(), *store.host_tensors()] for store in session.layers]
         session.method.generate(session, 20, NEVER_STOP)
-        after = [[x.untyped_storage().data_ptr() for x in store.tensors()] for store in session.layers]
-        before = [[x.untyped_storage().data_ptr() for x in tensors] for tensors in held]
+        tensors = [[*store.tensors(), *store.host_tensors()] for store in session.layers]
+        after = [[x.untyped_storage().data_ptr() for x in layer] for layer in tensors]
+        before = [[x.untyped_storage().data_ptr() for x in layer] for layer in held]
     assert before == after, "storages were replaced while decoding"
     return "20 steps, every storage where it was"
 

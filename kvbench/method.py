@@ -292,6 +292,11 @@ class Method:
             total += rows * layer.kv_heads * self.row_bytes(layer, shape, holes=rows < held)
         return total
 
+    def declared_host_bytes(self, shape: Shape) -> int:
+        """Bytes of the context in host memory, beside `declared_bytes`."""
+        del shape
+        return 0
+
     def row_bytes(self, layer: LayerShape, shape: Shape, *, holes: bool) -> int:
         """Declared bytes of one row of one KV head: keys, values, and a position where a window must count holes."""
         position = POSITION_BYTES if holes and layer.window is not None else 0

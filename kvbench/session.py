@@ -20,6 +20,9 @@ from kvbench.store import LayerKV, storage_bytes
 SCORE_CHUNK = 512
 """Positions whose full-vocabulary logits exist at a time."""
 
+CHANGED = ("rows_dropped", "rows_quantised", "rows_skipped", "rows_factored")
+"""Facts that prove that a method acted: rows evicted, rows stored otherwise, rows that attention did not read."""
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -42,12 +45,13 @@ class Memory:
     tail_bytes: int
     """Room for later tokens at that moment."""
     end_bytes: int
-    """All of it now."""
+    """All of it now, the host's apart."""
     peak_bytes: int
-    """The most held at once, between operations."""
+    """The most held at once, between operations, the host's apart."""
     host_bytes: int = 0
+    """Bytes in host memory now; on a CPU a tier that the store declares."""
     read_bytes_per_step: int = 0
-    """Bytes of rows that one decode step reads."""
+    """Bytes of rows that one decode step reads; 0 where a method that reads a part has made none."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +173,8 @@ class Session:
                 self._note_answer()
                 tokens = self.method.generate(branch, limit, stop)
                 self._peak = max(self._peak, branch._peak)  # noqa: SLF001  # the same class
+                for store, twin in zip(self.layers, branch.layers, strict=True):
+                    store.credit(twin)
             self.remember(history)
             return tokens
         self._note_answer()
@@ -302,7 +308,8 @@ class Session:
         return Memory(
             dense_bytes=self.shape.dense_bytes * self.batch, cache_bytes=cache, tail_bytes=tail,
             end_bytes=sum(self._layer_bytes.values()), peak_bytes=self._peak,
-            read_bytes_per_step=sum(store.nbytes() - store.spare_bytes() for store in self.layers),
+            host_bytes=sum(storage_bytes(store.host_tensors()) for store in self.layers),
+            read_bytes_per_step=sum(store.read_bytes() for store in self.layers),
         )
 
     def certificate(self) -> Certificate:
@@ -314,7 +321,7 @@ class Session:
                 together = max if name.startswith("distinct") else sum
                 facts[name] = together((facts.get(name, 0), value))
         first = self._certificate
-        acted = first.acted or bool(facts.get("rows_dropped") or facts.get("rows_quantised"))
+        acted = first.acted or any(facts.get(name) for name in CHANGED)
         return Certificate(first.kind, acted, first.identity, first.rows_seen, first.rows_kept, facts)
 
     def _note_context(self) -> None:

@@ -317,6 +317,17 @@ class LayerKV:
         """Bytes of all storages."""
         return storage_bytes(self.tensors())
 
+    def host_tensors(self) -> list[Tensor]:
+        """Every tensor that the layer keeps alive in host memory, a tier of its own beside `tensors`."""
+        return []
+
+    def read_bytes(self) -> int:
+        """Bytes that one decode step reads: all that is held, unless a store reads a part."""
+        return self.nbytes() - self.spare_bytes()
+
+    def credit(self, branch: LayerKV) -> None:
+        """Count as its own what a fork read to answer for it; who reads everything counts nothing."""
+
     def spare_bytes(self) -> int:
         """Bytes of the dense block that hold no row yet."""
         if self._buffer is None:

@@ -193,6 +193,24 @@ class ViewKeeper(Honest):
         super().evict(kv, step)
 
 
+class HostedRows(LayerKV):
+    """Has rows in host memory."""
+
+    def host_tensors(self):
+        """A copy of what there is."""
+        return [self.keys.clone()]
+
+
+@fault("measured bytes are declared", "measured .* bytes on the host, declared 0")
+@dataclass(frozen=True)
+class Hosted(Honest):
+    """Says nothing of what it keeps on the host."""
+
+    def layer(self, index):
+        """A store of two tiers."""
+        return HostedRows()
+
+
 @fault("old rows are freed", "alive")
 @dataclass(frozen=True)
 class Secretive(Honest):
