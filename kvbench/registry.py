@@ -7,6 +7,7 @@ imports the one method it needs, and a file that is broken harms nobody else.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib
 import importlib.metadata
@@ -24,6 +25,7 @@ from kvbench.method import Method
 from kvbench.task import Task
 
 HERE = Path(__file__).parent
+MODELS = HERE / "models"
 Kind = Literal["method", "task"]
 BASES: dict[Kind, type] = {"method": Method, "task": Task}
 MARKS: dict[Kind, str] = {"method": "card", "task": "name"}
@@ -104,8 +106,8 @@ def find_task(name: str) -> type[Task]:
 
 
 def list_models() -> list[str]:
-    """Names of the bundled models, without importing what loads them."""
-    return sorted(x.parent.name for x in (HERE / "models").glob("*/config.json"))
+    """Names of the models that come with kvbench."""
+    return sorted(x.parent.name for x in MODELS.glob("*/config.json"))
 
 
 def list_ops() -> dict[str, list[str]]:
@@ -178,15 +180,20 @@ def _defines(found: object, kind: Kind) -> bool:
     )
 
 
-def _read(path: Path, kind: Kind, folder: Path) -> Iterator[Entry]:
+def _read(path: Path, kind: Kind, folder: Path) -> tuple[Entry, ...]:
     """Entries of one file of ours, from its syntax tree; a file that does not parse lists nothing."""
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        return _entries(path.read_text(encoding="utf-8"), path, kind, folder)
     except (SyntaxError, UnicodeDecodeError):
-        return
+        return ()
+
+
+@functools.cache  # a sweep looks every cell's names up
+def _entries(text: str, path: Path, kind: Kind, folder: Path) -> tuple[Entry, ...]:
     inner = path.relative_to(folder).with_suffix("")
     module = ".".join(("kvbench", f"{kind}s", *inner.parts))
-    for node in tree.body:
+    found = []
+    for node in ast.parse(text).body:
         if not isinstance(node, ast.ClassDef):
             continue
         values = {name: value for x in node.body for name, value in _assigned(x)}
@@ -197,7 +204,9 @@ def _read(path: Path, kind: Kind, folder: Path) -> Iterator[Entry]:
         if isinstance(name, str):
             aliases = cast("tuple[str, ...]", _literal(values.get("aliases")) or ())
             facts = {key: str(_literal(values[key])) for key in FACTS if _literal(values.get(key)) is not None}
-            yield Entry(kind, name, module, node.name, path, tuple(aliases), {"family": inner.parts[0], **facts})
+            facts = {"family": inner.parts[0], **facts}
+            found.append(Entry(kind, name, module, node.name, path, tuple(aliases), facts))
+    return tuple(found)
 
 
 def _assigned(node: ast.stmt) -> Iterator[tuple[str, ast.expr]]:

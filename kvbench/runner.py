@@ -9,8 +9,8 @@ from typing import Protocol
 
 from kvbench.errors import UserError
 from kvbench.files import Journal, locked, read_file, saving, write_record
+from kvbench.job import Job, make_examples
 from kvbench.log import say
-from kvbench.request import Job, make_examples
 from kvbench.results import Result
 from kvbench.sample import SampleFailedError, run_sample
 from kvbench.spec import RunSpec

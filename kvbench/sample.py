@@ -14,8 +14,8 @@ from torch import Tensor
 from kvbench.agreement import compare_logits, force_answer, run_dense
 from kvbench.clocks import now
 from kvbench.errors import UserError
+from kvbench.job import Job, limit_of, reach
 from kvbench.method import BudgetKind
-from kvbench.request import Job, limit_of, reach
 from kvbench.results import Agreement, Bytes, Evidence, Line, Times, TokenCounts
 from kvbench.session import Session, Tokens
 from kvbench.spec import RunSpec

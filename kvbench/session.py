@@ -348,8 +348,3 @@ class Session:
     def _note_bytes(self) -> None:
         for layer in range(len(self.layers)):
             self._note_layer(layer)
-
-
-def model_bytes(model: Model) -> int:
-    """Bytes of the weights."""
-    return storage_bytes(model.module.parameters())

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import fmean, median
 
+from kvbench.job import Job
 from kvbench.machine import cpu_name, find_git, find_version
-from kvbench.request import Job
 from kvbench.results import (
     Agreement,
     BudgetResult,

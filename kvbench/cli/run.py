@@ -53,8 +53,9 @@ def run_command(
     ] = False,
 ) -> int:
     """Run a task under a method; again, it goes on where it stopped."""
+    from kvbench.job import prepare
     from kvbench.log import say
-    from kvbench.request import Request, prepare
+    from kvbench.request import Request
     from kvbench.table import print_result
     from kvbench.trackers import log_result
 

@@ -14,9 +14,10 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from transformers import PreTrainedTokenizerBase
 
+from kvbench import registry
 from kvbench.errors import UserError, unknown
+from kvbench.registry import list_models
 
-BUNDLED = Path(__file__).parent.parent / "models"
 RANDOM = "random:"
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 TOKENIZERS = (
@@ -24,11 +25,6 @@ TOKENIZERS = (
 )
 """A folder with none of these has no tokenizer; transformers would make an empty one for some models."""
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-
-
-def list_bundled() -> list[str]:
-    """Names of the models that come with kvbench."""
-    return sorted(x.parent.name for x in BUNDLED.glob("*/config.json"))
 
 
 def find_folder(name: str, *, weights: bool = True) -> Path:
@@ -42,15 +38,15 @@ def find_folder(name: str, *, weights: bool = True) -> Path:
         UserError: the name is none of them, or the hub does not give it.
     """
     source = name.removeprefix(RANDOM)
-    if source and (BUNDLED / source / "config.json").is_file():
-        return BUNDLED / source
+    if source in list_models():
+        return registry.MODELS / source
     path = Path(source).expanduser()
     if source and path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(f"model folder '{source}' has no config.json: give a folder in Hugging Face format.")
         return path
     if not HUB_ID.fullmatch(source):
-        raise unknown("model", source, list_bundled(), "Or give a local folder, or a hub id such as org/name.")
+        raise unknown("model", source, list_models(), "Or give a local folder, or a hub id such as org/name.")
     return _fetch(source, weights=weights and not name.startswith(RANDOM))
 
 
@@ -75,7 +71,7 @@ def _fetch(source: str, *, weights: bool) -> Path:
     except Exception as error:  # as above
         raise UserError(
             f"model '{source}' is no bundled model and no local folder, no copy of it is in the hub's cache, and the "
-            f"hub cannot be reached ({reason}). Give a local folder, or one of: {', '.join(list_bundled())}."
+            f"hub cannot be reached ({reason}). Give a local folder, or one of: {', '.join(list_models())}."
         ) from error
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvbench.errors import UserError
+from kvbench.job import Job, prepare
 from kvbench.log import say
-from kvbench.request import Job, Request, prepare
+from kvbench.request import Request
 
 if TYPE_CHECKING:
     from kvbench.hf import Model

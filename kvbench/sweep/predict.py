@@ -10,8 +10,8 @@ from typing import ClassVar
 
 from kvbench.errors import UserError
 from kvbench.files import finished_samples, read_lines
+from kvbench.job import Job, make_examples, prepare
 from kvbench.method import BudgetKind, Card, Method
-from kvbench.request import Job, make_examples, prepare
 from kvbench.sample import run_sample
 from kvbench.sweep.cell import Cell, Shelf
 

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench import request, sample
+from kvbench import job, sample
 from kvbench.files import locked, read_lines
 from kvbench.sweep.check import check_cells
 from kvbench.sweep.file import NAMES, File, expand, read_sweep
@@ -176,6 +176,7 @@ BAD = [
     (f'{LAST_GRID}dtype = "int3"\n', "", "unknown dtype 'int3'"),
     (f"{LAST_GRID}seed = [1, 1]\n", "", "[[grid]] 1: seed has 1 twice"),
     (f'{LAST_GRID}{LAST_GRID}budget = "25%"\n', "", "budget=25%' ([[grid]] 2) are the same run"),
+
 ]
 
 
@@ -188,6 +189,18 @@ def test_a_bad_file_is_refused(kvbench, sweep, tmp_path, grids, run, message):
     assert message.replace("{LAST}", LAST) in line
     assert answer.out == ""
     assert sorted(x.name for x in tmp_path.iterdir()) == ["runs.toml"]
+
+
+def test_a_device_that_is_the_default_makes_no_other_cell(kvbench, sweep, tmp_path, monkeypatch):
+    """Without CUDA, cpu is what a cell runs on that names no device: refused once torch has said so."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    path = sweep(f'{LAST_GRID}{LAST_GRID}device = "cpu"\n')
+    path.write_text(path.read_text().replace('device = "cpu"\n', "", 1))
+    for options in ((), ("--dry-run",)):
+        answer = kvbench("sweep", path, *options)
+        assert answer.code == 2
+        assert "device=cpu' ([[grid]] 2) are the same run" in answer.err
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -206,7 +219,7 @@ def test_bad_options_are_refused(kvbench, sweep, tmp_path, options, message):
 
 def test_the_sweep_of_the_first_results_can_run(monkeypatch):
     """Every name and setting in it is known, whether or not the bundled model is there yet."""
-    monkeypatch.setattr("kvbench.sweep.check._check_model", lambda name: None)
+    monkeypatch.setattr("kvbench.sweep.check.check_model", lambda name: None)
     cells = read_sweep(ROOT / "scripts" / "sweeps" / "first.toml")
     check_cells(cells)
     assert len(cells) == 2 * (2 + 11 * 2)
@@ -245,8 +258,8 @@ def test_a_cell_is_a_run(kvbench, sweep, arguments, tmp_path):
 
 def test_one_model_serves_the_cells_that_follow_each_other(kvbench, sweep, model_folder, monkeypatch):
     """Loaded twice for six cells of two models, whatever their order in the file."""
-    loaded, load = [], request._load
-    monkeypatch.setattr(request, "_load", lambda asked, *args: loaded.append(asked.model) or load(asked, *args))
+    loaded, load = [], job._load
+    monkeypatch.setattr(job, "_load", lambda asked, *args: loaded.append(asked.model) or load(asked, *args))
     grid = f'{LAST_GRID}seed = [0, 1, 2]\nmodel = ["{model_folder}", "random:{model_folder}"]\n'
     answer = kvbench("sweep", sweep(grid), "--json")
     assert answer.code == 0, answer.err
@@ -256,7 +269,7 @@ def test_one_model_serves_the_cells_that_follow_each_other(kvbench, sweep, model
 
 def test_a_bug_costs_its_own_cell(kvbench, sweep, monkeypatch):
     """What is raised outside of a sample is a report as well."""
-    prepare = request.prepare
+    prepare = job.prepare
 
     def broken(asked, model):
         if asked.seed == 1:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-from kvbench.hf import find, list_bundled, load_model
+from kvbench import registry
+from kvbench.hf import find, load_model
 
 from .models import refusal
 
@@ -19,16 +20,16 @@ from .models import refusal
 def test_bundled_name(saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bundled model loads by its bare name, from any working directory."""
     shutil.copytree(saved["llama"], tmp_path / "bundled" / "mini")
-    monkeypatch.setattr(find, "BUNDLED", tmp_path / "bundled")
+    monkeypatch.setattr(registry, "MODELS", tmp_path / "bundled")
     monkeypatch.chdir("/")
-    assert list_bundled() == ["mini"]
+    assert registry.list_models() == ["mini"]
     assert load_model("mini").id == "mini"
 
 
 def test_unknown_name(saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A misspelt name is answered with the nearest one, the list, and what else may stand there."""
     shutil.copytree(saved["llama"], tmp_path / "bundled" / "mini")
-    monkeypatch.setattr(find, "BUNDLED", tmp_path / "bundled")
+    monkeypatch.setattr(registry, "MODELS", tmp_path / "bundled")
     text = refusal("minni")
     assert text.startswith("unknown model 'minni'. Did you mean 'mini'? Allowed: mini.")
     assert text.endswith("Or give a local folder, or a hub id such as org/name.")

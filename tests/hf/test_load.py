@@ -11,7 +11,8 @@ import torch
 
 from kvbench.errors import UserError
 from kvbench.hf import DTYPES, Model, load_model, predict_memory
-from kvbench.session import Session, model_bytes
+from kvbench.session import Session
+from kvbench.store import storage_bytes
 
 from .models import QUERY, SAVED_SEED, SERVED, build, refusal, rewrite, save
 from .test_seam import Dense, token_ids
@@ -53,7 +54,7 @@ def test_own_precision(declared: bool, tmp_path: Path) -> None:  # noqa: FBT001
         del config["dtype"]
         (folder / "config.json").write_text(json.dumps(config))
     assert load_model(str(folder)).dtype == "bfloat16"
-    assert predict_memory(str(folder)).weight_bytes == model_bytes(load_model(str(folder)))
+    assert predict_memory(str(folder)).weight_bytes == storage_bytes(load_model(str(folder)).module.parameters())
 
 
 def test_random_weights(saved: dict[str, Path]) -> None:
@@ -165,7 +166,7 @@ def test_predicted_memory_is_what_is_taken(name: str, dtype: str, saved: dict[st
     prediction = predict_memory(str(saved[name]), dtype, ids.shape[1])
     loaded = load_model(str(saved[name]), dtype=dtype)
     assert prediction.params == loaded.params
-    assert prediction.weight_bytes == model_bytes(loaded)
+    assert prediction.weight_bytes == storage_bytes(loaded.module.parameters())
     with Session(loaded, Dense()) as session:
         session.prefill(ids)
         memory = session.memory()

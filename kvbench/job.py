@@ -1,0 +1,202 @@
+"""From a request to a Job: the model loaded, the spec resolved, and the first sample tried, before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+
+from kvbench import __version__
+from kvbench.errors import UserError, unknown
+from kvbench.log import say
+from kvbench.machine import find_version, free_bytes, ram_bytes
+from kvbench.method import Budget, Method
+from kvbench.request import Plan, Request, check, check_model
+from kvbench.settings import jsonable_settings
+from kvbench.sources import find_sources
+from kvbench.spec import GenerationSpec, MethodSpec, ModelSpec, RunSpec, TaskSpec, Versions
+from kvbench.task import Encoded, Example, Frame, Mode, Scorer, Split, Task, encode, prompt_tokens
+
+if TYPE_CHECKING:
+    from kvbench.hf import Model
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that can start: the spec, and the objects it names."""
+
+    spec: RunSpec
+    method: Method
+    task: Task
+    scorer: Scorer
+    model: Model
+    budget: Budget | None
+    frame: Frame
+    folder: Path
+    resolution: dict[str, object] = field(default_factory=dict)
+    """What the budget comes to on the first sample."""
+
+
+def prepare(request: Request, model: Model | None = None) -> Job:
+    """Check everything and load the model; nothing is written.
+
+    Args:
+        request: what was asked for.
+        model: one that is loaded already, in place of the one the request names.
+
+    Raises:
+        UserError: whatever is wrong with the request.
+    """
+    if model is None:
+        check_model(request.model)
+    plan = check(request)
+    device = find_device(request.device if model is None else model.device.type)
+    model = model or _load(request, device, plan.length)
+    frame = Frame.of(model.tokenizer)
+    _check_length(plan, model)
+    spec = _resolve_spec(plan, model, frame, device)
+    folder = request.out / spec.run_id
+    return _try_first(Job(spec, plan.method, plan.task, plan.scorer, model, plan.budget, frame, folder))
+
+
+def find_device(name: str | None) -> Literal["cpu", "cuda"]:
+    """The device of this machine that was asked for; None: cuda where there is one. This waits for torch.
+
+    Raises:
+        UserError: unknown or absent, or one GPU of several.
+    """
+    import torch
+
+    from kvbench.hf import check_device
+
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    check_device(name)
+    if ":" in name:
+        raise UserError(f"device '{name}' names one GPU. Use --device cuda, and choose with CUDA_VISIBLE_DEVICES.")
+    return cast("Literal['cpu', 'cuda']", name)
+
+
+def reach(encoded: Encoded, spec: RunSpec, limits: list[int]) -> int:
+    """The most tokens that a conversation can come to, generation included."""
+    turns = list(zip(encoded.turns, limits, strict=True))
+    if spec.mode is Mode.MULTI_REQUEST:
+        return len(encoded.context) + max(len(turn.first) + limit for turn, limit in turns)
+    position, most = len(encoded.context), 0
+    for index, (turn, limit) in enumerate(turns):
+        position += len(turn.later if index else turn.first)
+        most = max(most, position + limit)
+        position += limit if spec.history == "own" else len(turn.answer)
+    return most
+
+
+def limit_of(asked: int, generation: GenerationSpec) -> int:
+    """New tokens allowed in a turn: the task's limit, or the cap where that is less."""
+    return asked if generation.limit is None else min(asked, generation.limit)
+
+
+def _load(request: Request, device: str, length: int) -> Model:
+    from kvbench.hf import DTYPES, load_model, predict_memory
+
+    if request.dtype is not None and request.dtype not in DTYPES:
+        raise unknown("dtype", request.dtype, DTYPES)
+    need = predict_memory(request.model, request.dtype, length)
+    free = free_bytes(device)
+    say(
+        f"{request.model}: {need.params / 1e6:,.1f} M parameters; predicted {need.weight_bytes / GB:.2f} GB of weights "
+        f"and {need.cache_bytes / GB:.3f} GB of dense cache at {length} tokens; {free / GB:.1f} GB free on {device}."
+    )
+    total = free if device == "cuda" else ram_bytes()
+    if need.weight_bytes > total:
+        raise UserError(
+            f"model '{request.model}' needs {need.weight_bytes / GB:.1f} GB for its weights alone, and {device} has "
+            f"{total / GB:.1f} GB. Use a smaller --dtype, a smaller model or a larger machine."
+        )
+    return load_model(request.model, device, request.dtype)
+
+
+def _check_length(plan: Plan, model: Model) -> None:
+    task, length, turns = plan.task, plan.length, plan.protocol.turns
+    least = task.minimum_length(turns, model.tokenizer)
+    if length < least:
+        raise UserError(
+            f"length {length} is too short for {task.name} with {turns} turn{'s' if turns > 1 else ''}: it needs "
+            f"{least} tokens. Use --length {least} or more."
+        )
+    if length > model.max_length:
+        raise UserError(
+            f"length {length} is beyond what model {model.id} was made for, {model.max_length} tokens. "
+            f"Use --length {model.max_length} or less."
+        )
+
+
+def _resolve_spec(plan: Plan, model: Model, frame: Frame, device: Literal["cpu", "cuda"]) -> RunSpec:
+    import torch
+
+    request, task, method, protocol, budget = plan.request, plan.task, plan.method, plan.protocol, plan.budget
+    card = method.card
+    return RunSpec(
+        suite=None,
+        method=MethodSpec(
+            name=card.name, version=card.version, family=card.family, settings=jsonable_settings(method)
+        ),
+        task=TaskSpec(
+            name=task.name, version=task.version, suite=task.suite, settings=jsonable_settings(task),
+            length=plan.length, scorer=plan.scorer.id, dataset_revision=task.dataset_revision, prompt_id=task.prompt_id,
+            chat_template_sha=frame.sha, bos=_bos(model, frame), stop=tuple(sorted(model.stop_ids)),
+        ),
+        model=ModelSpec(
+            id=model.id, revision=model.revision, kind="autoregressive", dtype=model.dtype, params=model.params,
+            sha256=model.sha256, tokenizer_sha256=model.tokenizer_sha256,
+        ),
+        mode=protocol.mode, visibility=protocol.visibility, history=protocol.history, recompress=protocol.recompress,
+        budget=None if budget is None else str(budget), split=cast("Literal['dev', 'test']", request.split),
+        seed=request.seed, samples=request.samples, turns=protocol.turns, chunk=request.chunk,
+        kernels=cast("Literal['torch', 'triton']", request.kernels), device=device,
+        generation=plan.generation,
+        versions=Versions(
+            kvbench=__version__, torch=torch.__version__, transformers=find_version("transformers") or "unknown"
+        ),
+        sources=find_sources(type(method), type(task)),
+    )
+
+
+def _bos(model: Model, frame: Frame) -> Literal["tokenizer", "template", "none"]:
+    token = model.tokenizer.bos_token_id
+    if token is None:
+        return "none"
+    ids = model.tokenizer(f"{frame.head}x", add_special_tokens=frame.special).input_ids
+    return "none" if ids[:1] != [token] else "tokenizer" if frame.special else "template"
+
+
+def _try_first(job: Job) -> Job:
+    """Make the first sample, fit the budget to it, and see that the model can hold it.
+
+    Raises:
+        UserError: one of the three cannot be.
+    """
+    spec = job.spec
+    example = next(iter(make_examples(job, 1)))
+    encoded = encode(job.task, example, job.model.tokenizer, job.frame)
+    context = len(encoded.context) if spec.visibility == "hidden" else prompt_tokens(encoded)
+    fitted = job.method.fit(job.budget, job.model.shape(context))
+    limits = [limit_of(x.limit, spec.generation) for x in example.turns]
+    most = reach(encoded, spec, limits)
+    if most > job.model.max_length:
+        raise UserError(
+            f"length {spec.task.length} with {spec.turns} turns comes to {most} tokens, beyond what model "
+            f"{job.model.id} was made for, {job.model.max_length}. Use a smaller --length or fewer --turns."
+        )
+    return replace(job, resolution=dict(fitted.resolution))
+
+
+def make_examples(job: Job, n: int) -> Iterator[Example]:
+    """The first examples of the run's split."""
+    spec = job.spec
+    return job.task.examples(
+        seed=spec.seed, split=Split(spec.split), n=n, length=spec.task.length, turns=spec.turns,
+        tokenizer=job.model.tokenizer,
+    )
