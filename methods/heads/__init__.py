@@ -1,0 +1,1 @@
+"""Methods that give some heads every row and the others a few."""

@@ -1,0 +1,170 @@
+"""What methods share that let some KV heads keep every row and trim the others to the first and the last rows."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from kvbench.errors import UserError
+from kvbench.method import Budget, LayerShape, Method, Phase, Shape, Step, resolved
+from kvbench.methods.heads.store import HeadGroupsKV
+from kvbench.store import LayerKV
+
+if TYPE_CHECKING:
+    from kvbench.hf import Model
+
+Head = tuple[int, int]
+"""Layer, and KV head in it."""
+
+
+@dataclass(frozen=True)
+class HeadMethod(Method):
+    """Retrieval heads keep every row; streaming heads the first and the last, while decoding too.
+
+    A budget is spent on as many retrieval heads as leave each streaming head its `least_window`; what is left over
+    widens the windows. Sliding layers stream the same share of their window, without first rows, which it hides.
+    """
+
+    sinks: int = 4
+    """First rows that a streaming head keeps."""
+    probe: int | None = None
+    """Random tokens of one of the head profile's copies; None: 2,500, or as many as the model takes."""
+
+    order: tuple[Head, ...] | None = resolved()
+    """Every head, the one that most needs all its rows first."""
+    retrieval: int | None = resolved()
+    """Heads that keep every row; None: all."""
+    streaming: int | None = resolved()
+    """Rows that every other head of a full-attention layer holds."""
+
+    graphable: ClassVar[str | None] = "streaming heads overwrite a row in every step, at places that the host counts."
+
+    def __post_init__(self) -> None:
+        """Refuse settings without a meaning."""
+        super().__post_init__()
+        if self.sinks < 0:
+            raise UserError(f"{self.card.name}: sinks must be 0 or more, got {self.sinks}.")
+        if self.probe is not None and self.probe < 2:
+            raise UserError(f"{self.card.name}: probe must be 2 or more random tokens, got {self.probe}.")
+
+    @abstractmethod
+    def rank(self, model: Model) -> tuple[Head, ...]:
+        """Every head of the model, the one that most needs all its rows first."""
+
+    @abstractmethod
+    def most_retrieval(self, heads: int) -> int:
+        """Most of so many heads that a budget is spent on."""
+
+    @abstractmethod
+    def least_window(self, rows: int) -> int:
+        """Fewest rows of a streaming head where the budget comes to so many rows per head."""
+
+    @abstractmethod
+    def paper(self, heads: int, length: int) -> tuple[int, int]:
+        """The paper's own number of retrieval heads, and its rows of a streaming head."""
+
+    def sinks_in(self, rows: int) -> int:
+        """First rows among so many of a streaming head: one row is always a recent one."""
+        return min(self.sinks, rows - 1)
+
+    def extra_bytes(self, layer: LayerShape, shape: Shape) -> int:
+        """What a streaming head that dropped rows holds beside its rows."""
+        del layer, shape
+        return 0
+
+    compensate: ClassVar[bool] = False
+    """Whether the mean of the dropped rows stays."""
+
+    def bind(self, model: Model) -> Self:
+        """Rank the model's heads."""
+        return replace(self, order=self.rank(model))
+
+    def fit(self, budget: Budget | None, shape: Shape) -> Self:
+        """Divide a budget between retrieval heads and windows."""
+        heads = sum(x.kv_heads for x in shape.layers)
+        if budget is not None and budget.kind == "paper":
+            retrieval, streaming = self.paper(heads, shape.length)
+            return replace(self, rows=None, length=shape.length, retrieval=retrieval, streaming=streaming)
+        fitted = super().fit(budget, shape)
+        if fitted.rows is None or fitted.rows >= shape.length:
+            return replace(fitted, retrieval=None, streaming=None)
+        target = shape.dense_bytes * fitted.rows / shape.length
+        least = self.least_window(fitted.rows)
+
+        def needs(retrieval: int, streaming: int) -> int:
+            return replace(fitted, retrieval=retrieval, streaming=streaming).declared_bytes(shape)
+
+        most = range(self.most_retrieval(heads) + 1)
+        retrieval = bisect.bisect_right(most, target, key=lambda x: needs(x, least)) - 1
+        if retrieval < 0:
+            reachable = math.ceil(needs(0, least) / shape.dense_bytes * shape.length)
+            raise UserError(
+                f"budget {budget} is {fitted.rows} rows per KV head of {shape.length}, and {self.card.name} needs at "
+                f"least {reachable} with its settings. Use --budget {reachable} or more, or smaller settings."
+            )
+        windows = range(least, shape.length)
+        wider = bisect.bisect_right(windows, target, key=lambda x: needs(retrieval, x)) - 1
+        return replace(fitted, retrieval=retrieval, streaming=windows[wider])
+
+    def identity(self, shape: Shape) -> bool:
+        """Whether no head drops a row of a context of this length."""
+        return self.streaming is None or self.streaming >= shape.length
+
+    def declared_bytes(self, shape: Shape) -> int:
+        """Rows of both kinds of heads, and what streaming heads hold beside theirs."""
+        if self.streaming is None:
+            return shape.dense_bytes
+        whole = Counter(layer for layer, _ in (self.order or _costliest(shape))[: self.retrieval])
+        total = 0
+        for index, layer in enumerate(shape.layers):
+            held = shape.rows(layer)
+            rows = min(held, self._trimmed(layer.window) or held)
+            head = rows * self.row_bytes(layer, shape, holes=rows < held)
+            head += self.extra_bytes(layer, shape) if rows < held and layer.window is None else 0
+            total += (layer.kv_heads - whole[index]) * head
+            total += whole[index] * held * self.row_bytes(layer, shape, holes=False)
+        return total
+
+    def _trimmed(self, window: int | None) -> int | None:
+        """Rows of a streaming head of a layer; None: all that its window shows."""
+        if window is None or self.streaming is None or self.length is None:
+            return self.streaming
+        rows = math.ceil(self.streaming * min(1.0, window / self.length))
+        return rows if rows < window else None
+
+    def layer(self, index: int) -> LayerKV:
+        """Two stores, unless every head keeps every row."""
+        if self.streaming is None:
+            return LayerKV()
+        assert self.order is not None, "bind the method to a model first"
+        kept = tuple(sorted(head for layer, head in self.order[: self.retrieval] if layer == index))
+        return HeadGroupsKV(retrieval=kept)
+
+    def evict(self, kv: LayerKV, step: Step) -> None:
+        """The middle of streaming heads: at the end of the context, and after every later forward."""
+        rows = self._trimmed(step.window)
+        if rows is None or not step.last or (step.phase is Phase.CONTEXT and not step.compress):
+            return
+        assert isinstance(kv, HeadGroupsKV)
+        full = step.window is None
+        kv.trim(self.sinks_in(rows) if full else 0, rows, compensate=self.compensate and full)
+
+
+def by_score(scores: Sequence[Sequence[float]]) -> tuple[Head, ...]:
+    """Every head by its score, the greatest first, of equal ones the first. scores: by layer and KV head."""
+    heads = [(layer, head) for layer, row in enumerate(scores) for head in range(len(row))]
+    return tuple(sorted(heads, key=lambda x: -scores[x[0]][x[1]]))
+
+
+def _costliest(shape: Shape) -> tuple[Head, ...]:
+    """Heads in the order of what their rows take: before the model is known, a budget is divided on the safe side."""
+    return by_score([
+        [float(shape.rows(x) * (x.key_dim + x.value_dim))] * x.kv_heads for x in shape.layers
+    ])
+
+

@@ -1,0 +1,124 @@
+"""RazorAttention: heads that look back keep every row, the others the first, the last, and the mean of the rest."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from kvbench.errors import UserError
+from kvbench.method import BudgetKind, Card, LayerShape, Shape
+from kvbench.methods.heads.groups import Head, HeadMethod, by_score
+from kvbench.methods.heads.profile import HeadProfile, find_profile
+
+if TYPE_CHECKING:
+    from kvbench.hf import Model
+
+MEAN_BYTES = 4
+"""Per element of the mean, in float32."""
+
+
+@dataclass(frozen=True)
+class RazorAttention(HeadMethod):
+    """Echo and induction heads keep every row; the others sinks, recent rows and one compensation token."""
+
+    sinks: int = 4
+    induction: float = 0.14
+    """Share of all KV heads that keep every row for their induction score."""
+    echo: float = 0.01
+    """Share of all KV heads that keep every row for their echo score."""
+    buffer: int = 4000
+    """Fewest recent rows under `--budget paper`."""
+    compression: float = 5.0
+    """Under `--budget paper` recent rows are the context's length divided by this, where that is more than `buffer`."""
+
+    card: ClassVar[Card] = Card(
+        name="razor-attention",
+        title="RazorAttention: Efficient KV Cache Compression Through Retrieval Heads",
+        idea="Only a few heads look through the whole context: those that return to earlier copies of what they read. "
+        "They keep every row; the others keep sinks, recent rows and one token that stands for all they dropped.",
+        arxiv="2407.15891",
+        year=2024,
+        family="heads",
+        stages=("compression",),
+        budget=BudgetKind.HELD,
+        paper_budget="15 % of the heads keep every row, the others sinks and max(buffer, length / compression) rows",
+        heads="indexed",
+        upstream=None,
+        deviations=(
+            ("The heads' shares come to at least one head each, and echo heads are chosen among those that induction "
+            "did not choose, so that bytes do not depend on how far the two agree."),
+            ("A budget is the paper's only as --budget paper. Another is spent on as many retrieval heads, up to the "
+            "paper's shares, as leave the others half of the mean rows per head; the rest of it widens their windows."),
+            ("The window has the width that the context's length gives it and slides with every token: what leaves it "
+            "goes into the mean. The paper's formula would let it grow with the answer."),
+            ("Scores are attention mass summed over earlier copies, of all queries that have one; tokens of a copy are "
+            "all different."),
+        ),
+        unverified=(
+            "buffer=4000 and compression=5 are quoted from memory of the paper.",
+            ("A probe shorter than the paper's 2,500 tokens, on models with fewer positions or a smaller vocabulary, "
+            "has not been compared with it."),
+        ),
+        limits=(
+            "The middle of the text is gone for all heads but the retrieval heads.",
+            "The mean of rotated keys loses what turns fast: it stands for content, hardly for places.",
+            ("Sliding layers have no compensation token and no sinks: what leaves their window is out of sight."),
+            ("Models without rotary embeddings are profiled in the same way; the paper reads ALiBi's slopes "
+            "instead."),
+        ),
+    )
+
+    compensate: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Refuse settings without a meaning."""
+        super().__post_init__()
+        for name, share in (("induction", self.induction), ("echo", self.echo)):
+            if not 0 <= share <= 1:
+                raise UserError(f"razor-attention: {name} is a share of heads, from 0 to 1, got {share}.")
+        if self.buffer < 1 or not self.compression >= 1:
+            raise UserError(
+                "razor-attention: buffer must be 1 row or more and compression 1 or more, got "
+                f"{self.buffer} and {self.compression}. The paper's are 4000 and 5."
+            )
+
+    def minimum_rows(self) -> int:
+        """The sinks, a recent row, and the mean, which takes two rows in 16 bits."""
+        return self.sinks + 3
+
+    def rank(self, model: Model) -> tuple[Head, ...]:
+        """The heads with the highest induction scores, then those with the highest echo scores, then the others."""
+        return choose(find_profile(model, self.probe), self.induction, self.echo)
+
+    def most_retrieval(self, heads: int) -> int:
+        """Both shares of all heads."""
+        return sum(_shares(heads, self.induction, self.echo))
+
+    def least_window(self, rows: int) -> int:
+        """Half of the mean rows per head."""
+        return max(self.sinks + 1, rows // 2)
+
+    def paper(self, heads: int, length: int) -> tuple[int, int]:
+        """Both shares, and a window of max(S0, N / C) rows after the sinks."""
+        return self.most_retrieval(heads), self.sinks + max(self.buffer, math.ceil(length / self.compression))
+
+    def extra_bytes(self, layer: LayerShape, shape: Shape) -> int:
+        """The sums of the dropped keys and values."""
+        del shape
+        return (layer.key_dim + layer.value_dim) * MEAN_BYTES
+
+
+def choose(profile: HeadProfile, induction: float, echo: float) -> tuple[Head, ...]:
+    """Every head, in the order in which they are given all rows."""
+    ranked = by_score(profile.induction)
+    first, second = _shares(len(ranked), induction, echo)
+    top = ranked[:first]
+    echoing = [x for x in by_score(profile.echo) if x not in top][:second]
+    return (*top, *echoing, *(x for x in ranked[first:] if x not in echoing))
+
+
+def _shares(heads: int, induction: float, echo: float) -> tuple[int, int]:
+    """How many heads two shares come to, at least one each, together no more than there are."""
+    first, second = (max(1, round(share * heads)) if share else 0 for share in (induction, echo))
+    return first, min(second, heads - first)
