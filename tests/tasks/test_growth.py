@@ -141,6 +141,10 @@ EIGHT = tuple(f"{i}. red-fox {100 + i}" for i in range(1, 9))
         ("1. red-fox 102\n2. red-fox 102", [1 / 8, 0.5, 0, 0, 0]),
         # Out of order: 5 comes after 6, and 8, whose line before is 5, is in order again.
         ("6. red-fox 106\n5. red-fox 105\n8. red-fox 108", [2 / 8, 0, 0, 0.5, 0.5]),
+        # One jump ahead costs the line where the list goes on, and no more.
+        ("8. red-fox 108\n1. red-fox 101\n2. red-fox 102\n3. red-fox 103", [3 / 8, 0.5, 0.5, 0, 0.5]),
+        # A line that came wrong is not made good later.
+        ("2. red-fox 999\n1. red-fox 101\n2. red-fox 102", [0, 0, 0, 0, 0]),
         # Backwards: only the first has no line before it that belongs after it.
         ("\n".join(reversed(EIGHT)), [1 / 8, 0, 0, 0, 0.5]),
         # Glued to something else, or without its full stop.

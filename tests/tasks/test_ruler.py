@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from pathlib import Path
@@ -294,6 +295,25 @@ def test_a_needle_haystack_leaves_out_what_is_asked_for():
     haystack = NeedleHaystack(random.Random(0), iter(drawn), NUMBER_LINE)
     text = haystack.text(2, [NUMBER_LINE("red-fox", "1234567")])
     assert sorted(text.split("\n")) == sorted(NUMBER_LINE(*pair) for pair in WORDS[:3])
+
+
+@each_needle_task
+def test_the_minimum_length_covers_the_longest_needles_among_any_lines(task: Niah, mini_tokenizer):
+    """The longest key and value fit at the minimum length, whatever lines the haystack has."""
+    pair = longest(task.key_kind, mini_tokenizer), longest(task.value_kind, mini_tokenizer)
+    for seed in range(100):
+        haystack = task.haystack_for(random.Random(seed))
+        example = task.compose(haystack, [pair], [0], haystack.least(1), id="x")
+        assert prompt_tokens(encode(task, example, mini_tokenizer)) + 128 <= task.minimum_length(1, mini_tokenizer)
+
+
+def test_values_of_several_keys_are_mixed():
+    """With several turns, the needles of one key do not stand together."""
+    runs = [
+        sum(one != two for one, two in itertools.pairwise(key for key, _ in pairs))
+        for pairs in (NiahMultivalue().draw_pairs(random.Random(seed), 3) for seed in range(20))
+    ]
+    assert sum(runs) / len(runs) > 6  # grouped: 2; 12 needles in random order: 8 on average
 
 
 def test_prompt_ids_tell_wordings_and_haystacks_apart():
