@@ -87,7 +87,7 @@ def code_planes(packed: Tensor, bits: int, count: int) -> list[tuple[int, Tensor
     parts, start, below = [], 0, 0
     for part in PARTS[bits]:
         width = _row_width(count, part)
-        row = packed[..., start : start + width].contiguous()
+        row = packed if len(PARTS[bits]) == 1 else packed[..., start : start + width].contiguous()
         shifts = _shifts(part, packed.device).view(-1, *[1] * packed.dim())
         parts.append((below, (row >> shifts).bitwise_and_(2**part - 1) if part < 8 else row[None]))
         start, below = start + width, below + part

@@ -1,0 +1,162 @@
+"""Attention over packed rows, merged with an exact tail, against rows brought back to float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvbench.kernels.dense_attention import naive as dense_naive
+from kvbench.kernels.pack import BITS, dequantise, quantise
+from kvbench.kernels.packed_attention import naive, packed_partial
+from kvbench.kernels.packed_attention import torch as plain
+from kvbench.kernels.ragged_attention import dense_partial, merge_partials
+
+GQA = (6, 2)
+GROUPS = {  # of keys (tokens, channels), of values
+    "KIVI": ((6, 1), 4), "by token": ((1, 12), 10), "whole rows": ((1, 24), 20), "all tokens": ((30, 1), 20),
+    "each by itself": ((1, 1), 1),
+}
+OPTIONS = {
+    "plain": {},
+    "window": {"window": 17},
+    "narrow window": {"window": 3},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": torch.linspace(-2, 3, GQA[0])},
+    "everything": {"window": 17, "softcap": 1.5, "sinks": torch.linspace(-2, 3, GQA[0])},
+}
+PACKED, VALUES = 30, 27
+"""Rows whose keys are packed, and whose values are: a block of keys is packed before the last of its values."""
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Blocks of 4 queries and 8 rows of 2 x 2 heads, so that small sizes cross their edges."""
+    monkeypatch.setattr(plain, "QUERY_BLOCK", 4)
+    monkeypatch.setattr(plain, "BLOCK", 8 * 2 * 2 * 24)
+
+
+@pytest.fixture
+def packed(attention):
+    """A query, packed keys and values, and the exact tail of both: 27 packed rows, then `tail` exact ones."""
+
+    def make(heads, n_query, tail, bits, group, dtype=torch.float32):
+        query, keys, values = attention(heads, n_query, PACKED + tail, dtype=dtype)
+        (tokens, channels), value_channels = group
+        key_codes = quantise(keys[:, :, :PACKED], bits, tokens=tokens, channels=channels)
+        value_codes = quantise(values[:, :, :VALUES], bits, channels=value_channels)
+        between = dequantise(key_codes)[:, :, VALUES:].to(dtype)  # keys packed, values not yet
+        tail_keys = torch.cat([between, keys[:, :, PACKED:]], dim=2)
+        return query, key_codes, value_codes, tail_keys, values[:, :, VALUES:]
+
+    return make
+
+
+def both(query, keys, values, tail_keys, tail_values, *, positions=None, sinks=None, **options):
+    """Our output: partial attentions over packed rows and over the tail, merged."""
+    rows = values.packed.shape[2]
+    packed_positions, tail_positions = (None, None) if positions is None else positions.split(
+        [rows, tail_keys.shape[2]], dim=2
+    )
+    parts = [
+        packed_partial(query, keys, values, positions=packed_positions, **options),
+        dense_partial(query, tail_keys, tail_values, positions=tail_positions, **options),
+    ]
+    return merge_partials(parts, sinks)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("bits", BITS)
+def test_equals_the_oracle(bits, group, options, packed, error):
+    """Every width, grouping and option gives attention over what the codes stand for, for one query and several."""
+    for size in ((1, 1), (5, 9)):
+        rows = packed(GQA, *size, bits, group)
+        given = {"scale": 0.3, "seen": VALUES + rows[3].shape[2], **options}
+        assert error(both(*rows, **given), naive.packed_attention(*rows, **given)) < 1e-5
+
+
+def test_other_head_layouts(heads, packed, error):
+    """Grouped queries, one query head per KV head, and all query heads on one."""
+    for group in GROUPS.values():
+        rows = packed(heads, 3, 7, 2, group)
+        options = {"scale": 0.3, "seen": VALUES + rows[3].shape[2]}
+        assert error(both(*rows, **options), naive.packed_attention(*rows, **options)) < 1e-5
+
+
+@pytest.mark.parametrize("n_query", [1, 5])
+def test_a_window_counts_tokens_across_holes(n_query, packed, holes, error):
+    """Where rows have gone missing the window goes by positions, head by head."""
+    rows = packed(GQA, n_query, 9, 3, GROUPS["KIVI"])
+    positions = holes(2, 2, VALUES + rows[3].shape[2], 60, n_query)
+    options = {"scale": 0.3, "seen": 60, "window": 25, "positions": positions}
+    assert error(both(*rows, **options), naive.packed_attention(*rows, **options)) < 1e-5
+
+
+def test_rows_may_begin_later(packed, error):
+    """With `start`, the first packed row is that token, and a window counts from there."""
+    rows = packed(GQA, 2, 5, 2, GROUPS["KIVI"])
+    tail = rows[3].shape[2]
+    options = {"scale": 0.3, "window": 14}
+    parts = [
+        packed_partial(*rows[:3], seen=100 + VALUES + tail, start=100, **options),
+        dense_partial(rows[0], *rows[3:], seen=100 + VALUES + tail, **options),
+    ]
+    assert error(merge_partials(parts), naive.packed_attention(*rows, seen=VALUES + tail, **options)) < 1e-5
+
+
+def test_queries_without_a_visible_row_add_nothing(packed):
+    """Where the window has left all packed rows behind, or there are none, the partial is zero with weight zero."""
+    query, keys, values, *_ = packed(GQA, 3, 7, 2, GROUPS["KIVI"])
+    positions = torch.arange(VALUES).expand(2, 2, -1)
+    for part in (
+        packed_partial(query, keys, values, scale=0.3, seen=90, window=4),
+        packed_partial(query, keys, values, scale=0.3, seen=90, window=4, positions=positions),
+        packed_partial(query, keys.rows(0, 0), values.rows(0, 0), scale=0.3, seen=90),
+    ):
+        assert (part.output == 0).all()
+        assert (part.lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision(dtype, packed, error, allowed):
+    """Queries of 16 bits are computed with in float32: what is left is the tail's rounding."""
+    rows = packed(GQA, 5, 9, 4, GROUPS["KIVI"], dtype)
+    options = {"scale": 0.3, "seen": VALUES + rows[3].shape[2]}
+    found = both(*rows, **options)
+    assert error(found, naive.packed_attention(rows[0].double(), *rows[1:], **options)) < allowed[dtype]
+
+
+def test_large_values_cost_no_more(packed, error):
+    """Keys and values far from zero, where codes are small beside their minimum, lose nothing but float32's digits."""
+    query, keys, values, tail_keys, tail_values = packed(GQA, 2, 4, 2, GROUPS["KIVI"])
+    far = quantise(dequantise(keys) + 100, 2, tokens=6), quantise(dequantise(values) + 100, 2, channels=4)
+    rows = (query, *far, tail_keys + 100, tail_values + 100)
+    options = {"scale": 0.3, "seen": VALUES + tail_keys.shape[2]}
+    assert error(both(*rows, **options), naive.packed_attention(*rows, **options)) < 1e-5
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_is_near_attention_over_exact_rows(bits, attention, error):
+    """More bits cost less, and all cost something: the error halves about b times."""
+    query, keys, values = attention(GQA, 5, 60)
+    codes = quantise(keys, bits, tokens=6), quantise(values, bits, channels=4)
+    found = packed_partial(query, *codes, scale=0.2, seen=65).output
+    exact = dense_naive.dense_attention(query, keys, values, scale=0.2, seen=60, causal=False)
+    cost = error(found, exact) * (2**bits - 1)
+    assert 0.1 < cost < 1.5
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("group", [GROUPS["KIVI"], GROUPS["by token"]], ids=["KIVI", "by token"])
+def test_memory_does_not_grow_with_rows(bits, group, attention, largest, monkeypatch):
+    """Eight times the rows make no larger temporary, for one query and for many: no exact copy of the rows exists."""
+    monkeypatch.setattr(plain, "BLOCK", 96 * 24)
+    for n_query in (1, 9):
+        peaks = []
+        for n in (192, 1536):
+            query, keys, values = attention((2, 1), n_query, n, batch=1)
+            (tokens, channels), value_channels = group
+            codes = (quantise(keys, bits, tokens=tokens, channels=channels),
+                     quantise(values, bits, channels=value_channels))
+            peaks.append(largest(lambda q=query, c=codes, n=n: packed_partial(q, *c, scale=0.3, seen=n + q.shape[2])))
+        assert peaks[0] == peaks[1]
