@@ -28,7 +28,8 @@ def attention_mass(
     size = max(1, BLOCK_ELEMENTS // max(1, batch * heads * n_key))
     for start in range(0, n_query, size):
         block = slice(start, start + size)
-        logits = (grouped[:, :, :, block] @ keys[:, :, None].transpose(-1, -2)).float() * scale
+        some = grouped[:, :, :, block]  # one product per KV head: rows are not copied for the heads of their group
+        logits = (some.flatten(2, 3) @ keys.transpose(-1, -2)).float().unflatten(2, some.shape[2:4]) * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         mask = row <= at[block, None]  # [p, N]

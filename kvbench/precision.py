@@ -1,0 +1,70 @@
+"""What methods with two precisions share: which share of the rows gets the higher one, solved from a budget."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import Self
+
+from kvbench.errors import UserError
+from kvbench.method import Budget, Method, Shape, resolved
+
+TOLERANCE = 0.005
+"""A budget this near to what can be reached is taken for it: people write rounded percentages."""
+
+
+@dataclass(frozen=True)
+class TwoPrecisions(Method):
+    """Holds every row, important ones in more bits; a budget of bytes is met by the number of important rows."""
+
+    share: float | None = resolved()
+    """Share of rows in the higher precision that a budget comes to; None: the setting's."""
+
+    @property
+    @abstractmethod
+    def paper_share(self) -> float:
+        """The setting: the share of important rows where no budget is asked for."""
+
+    @abstractmethod
+    def high_rows(self, rows: int) -> int:
+        """How many of the rows of a KV head are in the higher precision."""
+
+    @property
+    def high_share(self) -> float:
+        """Share of rows in the higher precision."""
+        return self.paper_share if self.share is None else self.share
+
+    def fit(self, budget: Budget | None, shape: Shape) -> Self:
+        """The setting's share without a budget, else the largest share that the bytes allow."""
+        own = replace(self, length=shape.length)
+        name = self.card.name
+        if budget is None:
+            return own
+        if budget.kind == "paper":
+            raise UserError(f"{name} has no paper budget: its default settings are the paper's. Leave --budget out.")
+        asked = budget.value if budget.kind == "fraction" else budget.value / shape.length
+        full, none = replace(own, share=1.0), replace(own, share=0.0)
+        if asked >= 1 and full.identity(shape):
+            return full
+        least, reached, most = (x.declared_bytes(shape) / shape.dense_bytes for x in (none, own, full))
+        if abs(reached - asked) <= TOLERANCE:
+            return own
+        if self.paper_share != type(self)().paper_share:
+            raise UserError(
+                f"{name}: the share of important rows is set to {self.paper_share}, which comes to {reached:.1%} of "
+                f"the dense bytes, and a budget of {budget} asks for another. Leave one of the two out."
+            )
+        if not least - TOLERANCE <= asked <= most + TOLERANCE:
+            raise UserError(
+                f"{name} cannot reach a budget of {budget}: with its settings it holds from {least:.1%} (no important "
+                f"row) to {most:.1%} (only important rows) of the dense bytes. Ask for a budget in between, or change "
+                "the bits with --set."
+            )
+        low, high = 0, shape.length  # important rows: so many fit, or none is the least
+        while low < high:
+            middle = (low + high + 1) // 2
+            if replace(own, share=middle / shape.length).declared_bytes(shape) <= asked * shape.dense_bytes:
+                low = middle
+            else:
+                high = middle - 1
+        return replace(own, share=low / shape.length)

@@ -1,0 +1,284 @@
+"""Rows in two precisions: important ones in slots that are overwritten, the others as codes that are only added to."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.attention_mass import attention_mass
+from kvbench.kernels.pack import Codes, dequantise, quantise
+from kvbench.kernels.packed_attention import packed_partial
+from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials
+from kvbench.method import Step
+from kvbench.store.layer import LayerKV
+from kvbench.store.rows import Buffer, gather, storage_bytes
+
+EXACT = 16
+"""Bits that stand for the model's own type."""
+MASS_BLOCK = 1024
+"""Rows of codes that are brought back at a time to score them."""
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How rows become codes: bits, and channels of a row that share a scale and a minimum."""
+
+    bits: int
+    channels: int | None
+    """None: half of the row."""
+
+    def group(self, width: int) -> int:
+        """Channels of a group in rows of `width`."""
+        return max(1, width // 2) if self.channels is None else self.channels
+
+    def encode(self, key: Tensor, value: Tensor) -> dict[str, Tensor]:
+        """Codes, scales and minima of rows, by name. key: [B, H_kv, n, D]; value: [B, H_kv, n, D_v]"""
+        rows: dict[str, Tensor] = {}
+        for name, x in (("key", key), ("value", value)):
+            codes = quantise(x, self.bits, channels=self.group(x.shape[-1]))
+            rows |= {f"{name}_packed": codes.packed, f"{name}_scale": codes.scale, f"{name}_minimum": codes.minimum}
+        return rows
+
+    def view(self, rows: dict[str, Tensor], widths: tuple[int, int]) -> tuple[Codes, Codes]:
+        """Keys and values of these widths, as they were encoded."""
+        key, value = (
+            Codes(rows[f"{name}_packed"], rows[f"{name}_scale"], rows[f"{name}_minimum"], self.bits, width)
+            for name, width in zip(("key", "value"), widths, strict=True)
+        )
+        return key, value
+
+
+class AppendedRows:
+    """Rows that are only ever added to, in place; forks share them."""
+
+    def __init__(self, rows: dict[str, Tensor], capacity: int) -> None:
+        self.n = 0
+        self.length: Tensor | None = None
+        self._buffer = Buffer(rows, capacity)
+        self._buffer.join(self)
+        self.append(rows)
+
+    def append(self, rows: dict[str, Tensor]) -> None:
+        """Write rows behind those held, into a block of their own where a fork has written or where room ends."""
+        count = next(iter(rows.values())).shape[2]
+        if count and (self._buffer.top(but=self) > self.n or self.n + count > self._buffer.capacity):
+            self._reallocate(max(self._buffer.capacity, self.n + count))
+        self._buffer.write(self.n, rows)
+        self.n += count
+
+    def reserve(self, rows: int) -> None:
+        """Make room for more rows now, so that decoding does not have to."""
+        if self.n + rows > self._buffer.capacity:
+            self._reallocate(self.n + rows)
+
+    def _reallocate(self, capacity: int) -> None:
+        held = self.held()
+        self._buffer.leave(self)
+        self._buffer = Buffer(held, capacity)
+        self._buffer.write(0, held)
+        self._buffer.join(self)
+
+    def held(self) -> dict[str, Tensor]:
+        """The rows, by name."""
+        return {name: x[:, :, : self.n] for name, x in self._buffer.tensors.items()}
+
+    def fork(self) -> AppendedRows:
+        """The same rows, for one who goes on by itself."""
+        other = copy.copy(self)
+        self._buffer.join(other)
+        return other
+
+    def close(self) -> None:
+        """Give the rows back."""
+        self._buffer.leave(self)
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that it keeps alive."""
+        return list(self._buffer.tensors.values())
+
+    def spare_bytes(self) -> int:
+        """Bytes that hold no row yet."""
+        size = storage_bytes(self.tensors())
+        return size - size * self.n // self._buffer.capacity if self._buffer.capacity else 0
+
+
+@dataclass
+class TieredKV(LayerKV):
+    """One softmax over two tiers: the dense block, in the high precision, and codes of what was demoted from it.
+
+    The context is held exactly, with the attention that each row received, until `split`. From then on rows of codes
+    hold keys times a balancer, per KV head and channel, which queries are divided by.
+    """
+
+    column_sums: bool = True
+    track: bool = True
+    bounded: bool = True
+    high: Coding | None = None
+    """None: the high tier is exact."""
+    low: Coding | None = None
+    share: float = 1.0
+    """Of the rows to come, how many the high tier grows by."""
+
+    demoted: AppendedRows | None = field(default=None, init=False)
+    _widths: tuple[int, int] = field(default=(0, 0), init=False)
+
+    def split(self, indices: Tensor, balancer: Tensor, rows: int) -> None:
+        """End the context: these rows of every head are the high tier, all others become codes.
+
+        indices: [B, H_kv, C]. balancer: [B, H_kv, 1, D]. rows: what the high tier may come to in this conversation.
+        """
+        held = self._held()
+        rest = torch.ones(held["score"].shape, dtype=torch.bool, device=indices.device).scatter(2, indices, False)
+        count = self.n - indices.shape[2]
+        others = rest.int().argsort(dim=-1, descending=True, stable=True)[..., :count]
+        self.state["balancer"] = balancer
+        self._widths = held["key"].shape[3], held["value"].shape[3]
+        later = max(0, self.capacity - self.seen) - max(0, rows - indices.shape[2])
+        self.demoted = AppendedRows(self._coded({name: gather(x, others) for name, x in held.items()}), count + later)
+        kept = {name: gather(x, indices) for name, x in held.items()}
+        if self.high is not None:
+            kept = {**self._encode(self.high, kept), "score": kept["score"], "position": kept["position"]}
+        self.column_sums = False  # from now on both tiers share a softmax: `attend` scores
+        self._replace(kept, rows + 1)
+
+    def demote(self, indices: Tensor) -> None:
+        """Move rows from the high tier to the low one, for good. indices: [B, H_kv, m], distinct."""
+        assert self.demoted is not None
+        rows = {name: gather(x, indices) for name, x in self._held().items()}
+        if self.high is not None:
+            key, value = (dequantise(x) for x in self.high.view(rows, self._widths))
+            rows = {"key": key / self.state["balancer"], "value": value, "position": rows["position"]}
+        self.demoted.append(self._coded(rows))
+        self.drop(indices)
+
+    def _coded(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Rows as the low tier holds them; positions only where a window has to count tokens."""
+        position = {"position": rows["position"]} if self._window is not None else {}
+        assert self.low is not None
+        return {**self._encode(self.low, rows), **position}
+
+    def _encode(self, coding: Coding, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        return coding.encode(rows["key"] * self.state["balancer"], rows["value"])
+
+    def _rows(self, step: Step) -> dict[str, Tensor]:
+        rows = super()._rows(step)
+        if self.demoted is None:
+            return rows
+        rows["score"] = torch.zeros(step.key.shape[:3], dtype=torch.float32, device=step.key.device)
+        if self.high is not None:
+            rows = {**self._encode(self.high, rows), "score": rows["score"], "position": rows["position"]}
+        return rows
+
+    def _count_dropped(self, rows: int, indices: Tensor) -> None:
+        """Nothing is evicted: what leaves the dense block is demoted."""
+
+    # Reading
+
+    def attend(self, step: Step) -> Tensor:
+        """Attention over both tiers; rows of the high one take down what they received of it. [B, H_q, T, D_v]"""
+        if self.demoted is None:
+            return super().attend(step)
+        options: dict[str, Any] = {
+            "scale": step.scale, "seen": step.seen, "window": step.window, "softcap": step.softcap
+        }
+        group = step.query.shape[1] // step.key.shape[1]
+        balanced = step.query.float() / self.state["balancer"].repeat_interleave(group, dim=1)
+        parts = []
+        if self.demoted.n:
+            assert self.low is not None
+            rows = self.demoted.held()
+            codes = self.low.view(rows, self._widths)
+            parts.append(packed_partial(balanced, *codes, positions=rows.get("position"), **options))
+        parts += self._high_parts(step, balanced, options)
+        lse = torch.stack([x.lse for x in parts])
+        if step.sinks is not None:
+            lse = torch.cat([lse, step.sinks.float().view(1, 1, -1, 1).expand_as(lse[:1])])
+        self._score(step, balanced, lse.logsumexp(0))
+        return merge_partials(parts, step.sinks).to(step.query.dtype)
+
+    def _high_parts(self, step: Step, balanced: Tensor, options: dict[str, Any]) -> list[Partial]:
+        """Attention over the high tier, whose last T rows are the queries' own."""
+        positions = self._where()
+        if self.high is None:
+            return [dense_partial(step.query, self.keys, self.values, positions=positions, **options)]
+        key, value = self.high.view(self._held(), self._widths)
+        before = self.n - step.query.shape[2]
+        new = slice(before, None)
+        parts = [dense_partial(
+            balanced, dequantise(key.rows(before, self.n)), dequantise(value.rows(before, self.n)),
+            positions=None if positions is None else positions[:, :, new], **options,
+        )]
+        if before:
+            old = None if positions is None else positions[:, :, :before]
+            parts.append(packed_partial(balanced, key.rows(0, before), value.rows(0, before), positions=old, **options))
+        return parts
+
+    def _score(self, step: Step, balanced: Tensor, lse: Tensor) -> None:
+        """Add what each row of the high tier received in the joint softmax."""
+        count = step.query.shape[2]
+        at = torch.arange(self.n - count, self.n, device=step.query.device)
+        options: dict[str, Any] = {
+            "scale": step.scale, "lse": lse, "window": step.window, "softcap": step.softcap,
+            "logical": torch.arange(step.seen - count, step.seen, device=step.query.device),
+        }
+        if self.high is None:
+            self.scores.add_(attention_mass(step.query, self.keys, at, positions=self._where(), **options))
+            return
+        key, positions = self.high.view(self._held(), self._widths)[0], self._where()
+        for low in range(0, self.n, MASS_BLOCK):
+            rows = slice(low, min(low + MASS_BLOCK, self.n))
+            self.scores[:, :, rows].add_(attention_mass(
+                balanced, dequantise(key.rows(rows.start, rows.stop)), at - low,
+                positions=None if positions is None else positions[:, :, rows], **options,
+            ))
+
+    # Room, forks and bytes
+
+    def reserve(self, tokens: int, forward: int) -> None:
+        """The high tier grows by its share of the tokens and holds a forward's beside; the others go to the low one."""
+        super().reserve(tokens, forward + math.ceil(self.share * tokens))
+        if self.demoted is not None:
+            self.demoted.reserve(tokens)
+
+    def fork(self) -> LayerKV:
+        """A copy that may go on by itself: slots are copied, codes shared."""
+        other = super().fork()
+        assert isinstance(other, TieredKV)
+        if self.demoted is not None:
+            other.demoted = self.demoted.fork()
+        return other
+
+    def close(self) -> None:
+        """Give the rows of both tiers back."""
+        super().close()
+        if self.demoted is not None:
+            self.demoted.close()
+            self.demoted = None
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of both tiers."""
+        return super().tensors() + (self.demoted.tensors() if self.demoted is not None else [])
+
+    def spare_bytes(self) -> int:
+        """Bytes of both tiers that hold no row yet."""
+        return super().spare_bytes() + (self.demoted.spare_bytes() if self.demoted is not None else 0)
+
+    def rows_kept(self) -> list[int]:
+        """Rows of both tiers."""
+        low = self.demoted.n if self.demoted is not None else 0
+        return [x + low for x in super().rows_kept()]
+
+    def facts(self) -> dict[str, int]:
+        """Rows that are codes, and the distinct bytes among those of the low tier's keys."""
+        rows = distinct = 0
+        if self.demoted is not None:
+            packed = self.demoted.held()["key_packed"]
+            heads = packed.shape[0] * packed.shape[1]
+            rows = (self.demoted.n + (0 if self.high is None else self.n)) * heads
+            distinct = int(torch.bincount(packed.flatten(), minlength=1).count_nonzero())
+        return {**super().facts(), "rows_quantised": rows, "distinct_codes": distinct}

@@ -1,0 +1,178 @@
+"""MiKV: what an eviction policy would drop is kept at two to four bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from kvbench.errors import UserError
+from kvbench.kernels.pack import packed_width
+from kvbench.method import POSITION_BYTES, Budget, BudgetKind, Card, LayerShape, Phase, Shape, Step
+from kvbench.precision import TwoPrecisions
+from kvbench.selection import top_rows
+from kvbench.store import LayerKV
+from kvbench.store.tiers import EXACT, Coding, TieredKV
+
+SCORE_BYTES = 4
+BALANCER_BYTES = 4
+GROUP_BYTES = 4
+"""A scale and a minimum in float16."""
+HIGH_BITS = (16, 8, 4)
+LOW_BITS = (2, 3, 4)
+BALANCER_RANGE = (1e-5, 1e5)
+
+
+@dataclass(frozen=True)
+class MiKV(TwoPrecisions):
+    """Keeps, per KV head, H2O's rows in a high tier and all others in a low one, under one softmax."""
+
+    important: float = 0.2
+    """Share of rows in the high tier, where no budget is asked for."""
+    high_bits: int = 16
+    """16: as the model has them; 8 or 4: codes."""
+    low_bits: int = 2
+    group: int | None = None
+    """Channels that share a scale and a minimum; None: half of the head."""
+    recent: float = 0.5
+    """Share of the high tier for the most recent rows; the others received most attention."""
+    balance: bool = True
+    """Move outliers of key channels into the queries before keys become codes."""
+
+    card: ClassVar[Card] = Card(
+        name="mikv",
+        title="No Token Left Behind: Reliable KV Cache Compression via Importance-Aware Mixed Precision Quantization",
+        idea="Rows that an eviction policy would drop hold what later turns need, and a few bits are enough for it. "
+        "Important rows stay exact, the others become codes, whose key outliers a channel balancer moves into queries.",
+        arxiv="2402.18096",
+        year=2024,
+        family="quantisation",
+        stages=("generation", "compression"),
+        budget=BudgetKind.BITS,
+        heads="independent",
+        upstream=None,
+        deviations=(
+            ("Attention is summed over the query heads of a KV head, and the balancer takes the largest of them; the "
+            "paper has no grouped queries."),
+            "A later turn attends to its own rows in the high tier and demotes in bulk at its end.",
+            "In a sliding layer, rows that have left the window are demoted first.",
+            "Scales are rounded up and minima down to float16, so that codes cover their range.",
+            "Importance counts attention before the low tier's rounding error, in the prompt, and after it, later.",
+        ),
+        unverified=(
+            ("The authors published no code; group follows their tables, the clamp of the balancer to 1e-5 .. 1e5 is "
+            "ours."),
+            "A high tier of 8 or 4 bits holds balanced keys too, and new rows enter it as codes.",
+        ),
+        limits=(
+            "The low tier and its parameters are a floor: at 2 bits and groups of 64, 15.6 % of 16-bit rows.",
+            "Scores favour early tokens, as H2O's do, and say little in small models.",
+        ),
+    )
+
+    graphable: ClassVar[str | None] = "a row is demoted in every step, and the store counts its rows on the host."
+
+    def __post_init__(self) -> None:
+        """Refuse settings without a meaning."""
+        super().__post_init__()
+        for name in ("important", "recent"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"mikv: {name} must be between 0 and 1, got {getattr(self, name)}.")
+        for name, allowed in (("high_bits", HIGH_BITS), ("low_bits", LOW_BITS)):
+            if getattr(self, name) not in allowed:
+                raise UserError(
+                    f"mikv: {name} must be one of {', '.join(map(str, allowed))}, got {getattr(self, name)}."
+                )
+        if self.group is not None and self.group < 1:
+            raise UserError(f"mikv: group must be 1 channel or more, got {self.group}; the default is half a head.")
+
+    # What it comes to
+
+    @property
+    def paper_share(self) -> float:
+        """The setting `important`."""
+        return self.important
+
+    def high_rows(self, rows: int) -> int:
+        """The nearest whole number."""
+        return round(self.high_share * rows)
+
+    def identity(self, shape: Shape) -> bool:
+        """Every row exact."""
+        del shape
+        return self.high_share == 1 and self.high_bits == EXACT
+
+    def fit(self, budget: Budget | None, shape: Shape) -> Self:
+        """Groups must divide every layer's heads."""
+        for layer in shape.layers:
+            for width in (layer.key_dim, layer.value_dim):
+                size = Coding(self.low_bits, self.group).group(width)
+                if width % size:
+                    raise UserError(
+                        f"mikv: groups of {size} channels do not divide heads of {width} channels. Set group to a "
+                        f"divisor of {width}."
+                    )
+        return super().fit(budget, shape)
+
+    def declared_bytes(self, shape: Shape) -> int:
+        """Both tiers; scores and positions of the high one, balancers, and positions where there is a window."""
+        total = 0
+        for layer in shape.layers:
+            rows = shape.rows(layer)
+            high = self.high_rows(rows)
+            exact = (layer.key_dim + layer.value_dim) * shape.itemsize
+            high_bytes = exact if self.high_bits == EXACT else self._code_bytes(layer, self.high_bits)
+            high_bytes += SCORE_BYTES + POSITION_BYTES
+            low_bytes = self._code_bytes(layer, self.low_bits) + (0 if layer.window is None else POSITION_BYTES)
+            head = high * high_bytes + (rows - high) * low_bytes + layer.key_dim * BALANCER_BYTES
+            total += layer.kv_heads * head
+        return total
+
+    def _code_bytes(self, layer: LayerShape, bits: int) -> int:
+        return sum(
+            packed_width(width, bits) + width // Coding(bits, self.group).group(width) * GROUP_BYTES
+            for width in (layer.key_dim, layer.value_dim)
+        )
+
+    # What it does
+
+    def layer(self, index: int) -> LayerKV:
+        """Exact rows with their attention; two tiers after the context."""
+        del index
+        high = None if self.high_bits == EXACT else Coding(self.high_bits, self.group)
+        return TieredKV(high=high, low=Coding(self.low_bits, self.group), share=self.high_share)
+
+    def attend(self, kv: LayerKV, step: Step) -> Tensor:
+        """One softmax over both tiers; the context also says how large its channels get."""
+        if step.phase is Phase.CONTEXT:
+            kv_heads = step.key.shape[1]
+            queries = step.query.unflatten(1, (kv_heads, -1)).float().abs().amax((2, 3))  # [B, H_kv, D]
+            for name, largest in (("query_max", queries), ("key_max", step.key.float().abs().amax(2))):
+                kv.state[name] = torch.maximum(kv.state[name], largest) if name in kv.state else largest
+        return kv.attend(step)
+
+    def evict(self, kv: LayerKV, step: Step) -> None:
+        """The end of the context fills the low tier; ever after, what is too much for the high one is demoted."""
+        if not (isinstance(kv, TieredKV) and step.last):
+            return
+        assert kv.positions is not None
+        rows = step.seen if step.window is None else min(step.seen, step.window)
+        high = self.high_rows(rows)
+        recent = kv.positions >= step.seen - round(high * self.recent)
+        scores = kv.scores.masked_fill(recent, torch.inf)
+        if step.window is not None:
+            scores = scores.masked_fill(kv.positions <= step.seen - step.window, -torch.inf)
+        if step.phase is Phase.CONTEXT:
+            most = kv.capacity if step.window is None else min(kv.capacity, step.window)
+            kv.split(top_rows(scores, high), self._balancer(kv), self.high_rows(most))
+        elif kv.n > high:
+            kv.demote(scores.topk(kv.n - high, dim=-1, largest=False).indices)
+
+    def _balancer(self, kv: LayerKV) -> Tensor:
+        """What keys are multiplied by and queries divided by: their ranges meet in the middle. [B, H_kv, 1, D]"""
+        largest_query, largest_key = kv.state.pop("query_max"), kv.state.pop("key_max")
+        if not self.balance:
+            return torch.ones_like(largest_key)[:, :, None]
+        return (largest_query / largest_key).sqrt().nan_to_num(nan=1.0).clamp(*BALANCER_RANGE)[:, :, None]

@@ -1,0 +1,295 @@
+"""MiKV against a naive model of its store, plain rounding, the dense cache, H2O, and the card's numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvbench.errors import UserError
+from kvbench.hf.tiny import VOCABULARY, tiny_model
+from kvbench.kernels.pack import dequantise, quantise
+from kvbench.method import Budget, LayerShape, Phase, Shape
+from kvbench.methods.baseline.full import Full
+from kvbench.methods.eviction.h2o import H2O
+from kvbench.methods.quantisation.mikv import MiKV
+from kvbench.session import Session
+
+DIM, GROUP, HEADS, LONGEST = 8, 2, 2, 100
+SHAPE = Shape(1000, (LayerShape(8, 32, 128, 128, None),) * 2, 2)
+"""A model as large as the card's, in 16 bits."""
+
+
+def ids(count, seed=1):
+    """Random tokens. [1, T]"""
+    return torch.randint(VOCABULARY, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+def rounded(x, bits):
+    """Rows as plain rounding to nearest brings them back: groups of half a row."""
+    return dequantise(quantise(x, bits, channels=x.shape[-1] // 2)).double()
+
+
+class Twin:
+    """MiKV's cache of one KV head, a row at a time: dictionaries from position to row, score and precision."""
+
+    def __init__(self, method, balancer, window):
+        self.method, self.balancer, self.window = method, balancer, window
+        self.rows, self.scores, self.low, self.seen = {}, {}, set(), 0
+
+    def held(self, key, value, bits):
+        """A row as a tier holds it."""
+        if bits == 16:
+            return key.double(), value.double()
+        return rounded((key * self.balancer)[None], bits)[0] / self.balancer.double(), rounded(value[None], bits)[0]
+
+    def run(self, queries, keys, values):
+        """Attention of new rows one after the other, then demotion. queries: [G, T, D]. Returns [G, T, D]"""
+        first, output = self.seen, []
+        for t in range(keys.shape[0]):
+            self.rows[first + t] = self.held(keys[t], values[t], self.method.high_bits)
+            self.scores[first + t] = 0.0
+            self.seen += 1
+            sees = [p for p in self.rows if self.window is None or first + t - p < self.window]
+            here = torch.stack([self.rows[p][0] for p in sees]), torch.stack([self.rows[p][1] for p in sees])
+            weights = (queries[:, t].double() @ here[0].T).softmax(-1)  # [G, n]
+            output.append(weights @ here[1])
+            for p, mass in zip(sees, weights.sum(0).tolist(), strict=True):
+                self.scores[p] += mass
+        self.demote()
+        return torch.stack(output, dim=1)
+
+    def demote(self):
+        """The least attended rows, unless they are recent; rows out of the window before all."""
+        high = self.method.high_rows(self.seen if self.window is None else min(self.seen, self.window))
+        recent = self.seen - round(high * self.method.recent)
+
+        def worth(p):
+            stale = self.window is not None and p <= self.seen - self.window
+            return (0, 0) if stale else (2, 0) if p >= recent else (1, self.scores[p])
+
+        exact = sorted((p for p in self.rows if p not in self.low), key=worth)
+        for p in exact[: max(0, len(exact) - high)]:
+            key, value = self.rows[p]
+            self.rows[p] = self.held(key.float(), value.float(), self.method.low_bits)
+            self.low.add(p)
+
+
+def conversation(make_step, method, window, turns, context=30):
+    """Our outputs and the twins' over a context, decode steps and turns of many tokens, and our store."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = [context, *turns]
+    total = sum(lengths)
+    query = torch.randn(1, HEADS * GROUP, LONGEST, DIM, generator=generator)
+    key, value = (torch.randn(1, HEADS, LONGEST, DIM, generator=generator) for _ in range(2))
+    key[..., 3] *= 10  # an outlier channel, as keys have
+    kv = method.layer(0)
+    kv.capacity = total
+    largest = query[0, :, :context].abs().unflatten(0, (HEADS, GROUP)).amax((1, 2)), key[0, :, :context].abs().amax(1)
+    balancers = (largest[0] / largest[1]).sqrt() if method.balance else torch.ones(HEADS, DIM)
+    twins = [Twin(method, balancers[h], window) for h in range(HEADS)]
+    start, pairs = 0, []
+    for i, count in enumerate(lengths):
+        now = slice(start, start + count)
+        phase = Phase.CONTEXT if i == 0 else Phase.DECODE if count == 1 else Phase.QUERY
+        step = make_step(query[:, :, now], key[:, :, now], value[:, :, now], before=start, phase=phase, window=window)
+        kv.append(step)
+        ours = method.attend(kv, step)[0].unflatten(0, (HEADS, GROUP)).double()
+        if phase is Phase.CONTEXT and window is not None:
+            kv.keep_last(window)
+        method.evict(kv, step)
+        for h, twin in enumerate(twins):
+            if i == 0:  # the context is exact: the twin holds it so, then demotes
+                exact = replace(method, high_bits=16)
+                twin.method = exact
+                theirs = twin.run(query[0, h * GROUP : (h + 1) * GROUP, now], key[0, h, now], value[0, h, now])
+                twin.method = method
+                for p in set(twin.rows) - twin.low:
+                    twin.rows[p] = twin.held(key[0, h, p], value[0, h, p], method.high_bits)
+            else:
+                theirs = twin.run(query[0, h * GROUP : (h + 1) * GROUP, now], key[0, h, now], value[0, h, now])
+            pairs.append((ours[h], theirs))
+        high = [set(x.tolist()) for x in kv.positions[0]]
+        assert high == [set(t.rows) - t.low for t in twins], f"pass {i}"
+        start += count
+    return pairs, kv
+
+
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"low_bits": 4, "important": 0.5, "recent": 0.2}, {"low_bits": 3, "balance": False}, {"high_bits": 8},
+     {"high_bits": 4, "important": 0.4}, {"important": 0.0}],
+    ids=str,
+)
+def test_equals_a_naive_model_of_the_store(make_step, settings, window):
+    """Outputs and the tier of every row over a context, 25 decode steps and two turns of many tokens."""
+    method = replace(MiKV(**settings), length=30)
+    pairs, _ = conversation(make_step, method, window, [*[1] * 20, 9, *[1] * 5, 14])
+    for i, (ours, theirs) in enumerate(pairs):
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4), f"pass {i // HEADS}: {(ours - theirs).abs().max()}"
+
+
+def test_rows_are_never_promoted(make_step):
+    """The low tier only grows, and its rows and the high tier's are all rows, equally many for every head."""
+    method = replace(MiKV(), length=30)
+    before = set()
+    for count in range(1, 12):
+        _, kv = conversation(make_step, method, None, [1] * count)
+        high = {(h, p) for h in range(HEADS) for p in kv.positions[0, h].tolist()}
+        low = {(h, p) for h in range(HEADS) for p in range(30 + count)} - high
+        assert before <= low
+        assert kv.n + kv.demoted.n == 30 + count
+        assert kv.n == round(0.2 * (30 + count))
+        before = low
+
+
+def test_everything_important_is_the_dense_cache():
+    """At 100 % every row is exact for good: tokens and logits are the dense cache's, with a window too."""
+    for shape in ((4, 2, None), (4, 2, 48)):
+        model = tiny_model(*shape)
+        method = MiKV().fit(Budget.parse("100%"), model.shape(60))
+        assert method.identity(model.shape(60))
+        with Session(model, method, capacity=120) as ours, Session(model, Full(), capacity=120) as full:
+            assert torch.allclose(ours.prefill(ids(60)), full.prefill(ids(60)), atol=1e-5)
+            for turn in range(3):
+                question = ids(4 + 3 * turn, turn)[0].tolist()
+                a, b = (x.ask(question, 5, stop=frozenset()) for x in (ours, full))
+                assert a.ids == b.ids
+            assert torch.allclose(ours.score(ids(9, 7)), full.score(ids(9, 7)), atol=1e-5)
+            assert ours.certificate().identity
+
+
+def test_nothing_important_is_plain_rounding(make_step):
+    """With no row in the high tier a question reads the context rounded to nearest, and its own rows exactly."""
+    method = replace(MiKV(important=0.0, balance=False), length=30)
+    pairs, kv = conversation(make_step, method, None, [5])
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn(1, HEADS * GROUP, LONGEST, DIM, generator=generator)[0, :GROUP, 30:35].double()
+    key, value = (torch.randn(1, HEADS, LONGEST, DIM, generator=generator)[0, 0, :35] for _ in range(2))
+    key[:, 3] *= 10
+    keys, values = (torch.cat([rounded(x[:30], 2), x[30:].double()]) for x in (key, value))
+    later = torch.arange(35) > torch.arange(30, 35)[:, None]
+    wanted = (query @ keys.T).masked_fill(later, -torch.inf).softmax(-1) @ values
+    assert torch.allclose(pairs[HEADS][0], wanted, rtol=1e-4, atol=1e-4)
+    assert kv.n == 0
+    assert kv.demoted.n == 35
+
+
+def test_the_balancer_is_an_identity_without_rounding(make_step):
+    """Queries divided by it meet keys multiplied by it as if nothing had happened; both ranges are equal then."""
+    query, key = torch.randn(1, 4, 20, DIM), torch.randn(1, 2, 20, DIM)
+    key[..., 2] *= 30
+    key[:, 1, :, 5] = 0  # a channel that keys do not use
+    method = replace(MiKV(), length=20)
+    kv = method.layer(0)
+    for low in (0, 8):  # in two chunks
+        step = make_step(query[:, :, low : low + 12], key[:, :, low : low + 12], before=low, last=low == 8)
+        kv.append(step)
+        method.attend(kv, step)
+        kv.n -= 4 * (low == 0)
+    method.evict(kv, step)
+    balancer = kv.state["balancer"]
+    assert set(kv.state) == {"balancer"}
+    assert balancer.isfinite().all()
+    assert balancer[0, 1, 0, 5] == 1e5
+    grouped = query.unflatten(1, (2, 2)).flatten(2, 3)
+    exact, balanced = grouped @ key.mT, (grouped / balancer) @ (key * balancer).mT
+    assert torch.allclose(exact, balanced, rtol=1e-4, atol=1e-4)
+    ranges = (grouped / balancer).abs().amax(2), (key * balancer).abs().amax(2)
+    used = torch.ones(1, 2, DIM, dtype=torch.bool)
+    used[0, 1, 5] = False
+    assert torch.allclose(ranges[0][used], ranges[1][used], rtol=1e-5)
+
+
+def test_the_balancer_helps_two_bits(make_step):
+    """Where keys have an outlier channel, balanced 2-bit keys give outputs nearer to the exact ones."""
+    errors = {}
+    for balance in (True, False):
+        method = replace(MiKV(important=0.0, balance=balance), length=30)
+        exact = replace(MiKV(important=1.0), length=30)
+        ours, dense = (conversation(make_step, x, None, [20])[0][HEADS][0] for x in (method, exact))
+        errors[balance] = (ours - dense).square().mean()
+    assert errors[True] < 0.8 * errors[False]
+
+
+def test_the_high_tier_is_what_h2o_keeps():
+    """After the context the exact rows are H2O's rows at the same share."""
+    model = tiny_model()
+    with Session(model, MiKV().fit(None, model.shape(50))) as ours, Session(
+        model, H2O().fit(Budget("rows", 10), model.shape(50))
+    ) as h2o:
+        for session in (ours, h2o):
+            session.prefill(ids(50))
+        for a, b in zip(ours.layers, h2o.layers, strict=True):
+            assert a.positions.sort(-1).values.equal(b.positions.sort(-1).values)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("group", [None, 4, 16])
+def test_the_low_tier_is_packed(bits, group):
+    """A row of the low tier takes N + 32 / g bits per element, and no exact row of it is left."""
+    model = tiny_model()
+    with Session(model, MiKV(low_bits=bits, group=group, important=0.1).fit(None, model.shape(50))) as session:
+        session.prefill(ids(50))
+        for store in session.layers:
+            held = store.demoted.held()
+            assert store.demoted.n == 45
+            assert sum(x.nbytes for x in held.values()) == 2 * 45 * 32 * (bits + 32 / (group or 8)) / 8
+            assert store.keys.shape[2] == 5
+        proof = session.certificate()
+        assert proof.acted
+        assert proof.facts["rows_quantised"] == 2 * 2 * 45
+        assert proof.facts["rows_dropped"] == 0
+
+
+def test_the_card_s_sizes():
+    """At r = 0.2 and 2 bits in groups of 64: 32.5, 23.1 and 18.1 % for 16, 8 and 4 bits, and what scores take."""
+    for bits, share in ((16, 0.325), (8, 0.23125), (4, 0.18125)):
+        method = MiKV(high_bits=bits).fit(None, SHAPE)
+        extra = 2 * 8 * (200 * (4 + 4) + 128 * 4)  # scores and positions of the high tier, balancers
+        assert method.declared_bytes(SHAPE) == round(share * SHAPE.dense_bytes) + extra
+
+
+@pytest.mark.parametrize("text", ["20%", "25%", "50%", "400"])
+def test_a_budget_is_met_by_important_rows(text):
+    """As many important rows as the bytes allow: one more would be too much."""
+    method = MiKV().fit(Budget.parse(text), SHAPE)
+    asked = Budget.parse(text).value * (1 if text.endswith("%") else 1 / 1000) * SHAPE.dense_bytes
+    assert method.declared_bytes(SHAPE) <= asked
+    assert replace(method, share=method.share + 0.001).declared_bytes(SHAPE) > asked
+    assert method.settings["important"] == 0.2
+
+
+def test_budgets_out_of_reach_are_refused():
+    """The message says what can be reached; a share that is set and a budget that is asked for must agree."""
+    with pytest.raises(UserError, match=r"budget of 10%: .* from 15.7% \(no important row\) to 101.7%"):
+        MiKV().fit(Budget.parse("10%"), SHAPE)
+    with pytest.raises(UserError, match=r"important rows is set to 0.5, which comes to 58.7%"):
+        MiKV(important=0.5).fit(Budget.parse("25%"), SHAPE)
+    assert MiKV(important=0.5).fit(Budget.parse("58.7%"), SHAPE).share is None
+    with pytest.raises(UserError, match="no paper budget"):
+        MiKV().fit(Budget.parse("paper"), SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"low_bits": 5}, "low_bits must be one of 2, 3, 4, got 5"),
+        ({"high_bits": 3}, "high_bits must be one of 16, 8, 4, got 3"),
+        ({"important": 1.5}, "important must be between 0 and 1, got 1.5"),
+        ({"recent": -1}, "recent must be between 0 and 1, got -1"),
+        ({"group": 0}, "group must be 1 channel or more, got 0"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(settings, message):
+    """The message names the method, the setting, the value and what is allowed."""
+    with pytest.raises(UserError, match=f"mikv: {message}"):
+        MiKV(**settings)
+
+
+def test_groups_must_divide_the_head():
+    """A group size is checked against the model before it runs."""
+    with pytest.raises(UserError, match="groups of 48 channels do not divide heads of 128 channels"):
+        MiKV(group=48).fit(None, SHAPE)
