@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 import torch
 from torch import Tensor
 
-from kvbench.agreement import compare_logits, force_answer, run_dense
+from kvbench.agreement import compare_logits, find_dense, force_answer
 from kvbench.clocks import now
 from kvbench.errors import UserError
 from kvbench.job import Job, limit_of, reach
@@ -103,7 +103,7 @@ def _with_agreement(
     stop = job.model.stop_ids
     own = [[x for i, x in enumerate(line.ids) if i < len(line.ids) - 1 or x not in stop] for line in lines]
     try:
-        dense = run_dense(job.model, encoded, job.spec, own, capacity)
+        dense = find_dense(job.model, encoded, job.spec, own, capacity)
     except torch.OutOfMemoryError:
         return lines
     found = []

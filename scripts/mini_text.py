@@ -9,16 +9,18 @@ replacement and there are more keys than questions: otherwise the model answers 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from kvbench.task import Encoded, Example, Frame, Turn, encode
+from kvbench.task import Encoded, Example, Frame, Task, Turn, encode
+from kvbench.tasks.growth import lists
 from kvbench.tasks.ruler import niah
 from kvbench.tasks.scbench import kv
 from kvbench.tasks.words import draw_keys, draw_numbers, words
@@ -30,10 +32,20 @@ SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-LONGEST = 6144
+LONGEST = 4608
 """Positions the model is shown, skipped or real."""
 FRAME = Frame("", "", None, None, special=False)
-SINGLE_1, SINGLE_2, MULTIKEY_1, SHORT = niah.NiahSingle1(), niah.NiahSingle2(), niah.NiahMultikey1(), kv.KeyValueShort()
+SINGLE_1, MULTIKEY_1, SHORT = niah.NiahSingle1(), niah.NiahMultikey1(), kv.KeyValueShort()
+Mix = tuple[tuple[Task, float], ...]
+"""Tasks and their shares."""
+FIRST: Mix = ((SINGLE_1, 1), (MULTIKEY_1, 2), (SHORT, 3))
+"""The three tasks that it learns first."""
+EVERY: Mix = (
+    *((SHORT, 8.0), (kv.KeyValueUuid(), 2.0), (SINGLE_1, 2.0), (MULTIKEY_1, 3.0)),
+    *((niah.NiahSingle3(), 1.5), (niah.NiahMultikey2(), 2.0), (niah.NiahMultikey3(), 1.5)),
+    *((niah.NiahMultivalue(), 1.5), (niah.NiahMultiquery(), 1.5), (lists.ListCopy(), 1.0), (lists.ListReverse(), 1.0)),
+)
+"""All of them; niah_single_2 is what niah_multikey_1 is with one key."""
 
 
 def corpus() -> Iterator[str]:
@@ -168,24 +180,83 @@ def near_misses(rng: random.Random, n: int) -> list[tuple[str, str]]:
     return list(zip(keys, values, strict=True))
 
 
-def real(rng: random.Random, length: int, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Item]:
-    """A tasks' example of about `length` tokens with its questions, more keys hidden than asked for."""
-    task = rng.choice((SINGLE_1, MULTIKEY_1, MULTIKEY_1, SHORT, SHORT, SHORT))
-    if task is SHORT:
-        questions = rng.randint(1, max(1, min(20, length // 45)))
-        left = length - 30 - questions * 30
-        n = max(2, int(left / 11))
-        pairs = near_misses(rng, n) if rng.random() < 0.5 else SHORT.pairs(rng, n)
-        return task.name, item(encode(task, SHORT.compose(pairs, pick(rng, n, questions), id=""), tokenizer, FRAME))
-    questions = rng.randint(1, max(1, min(8, length // 75)))
-    left = length - 36 - questions * 52
-    keys = rng.randint(1, max(1, min(10, left // 24)))
-    pairs = list(zip(draw_keys(rng, keys), draw_numbers(rng, keys), strict=True))
-    haystack = task.haystack_for(rng)
-    n = max(haystack.least(keys), int((left - keys * 20) / (1.27 if task is SINGLE_1 else 1.06)))
-    return task.name, item(
-        encode(task, task.compose(haystack, pairs, pick(rng, keys, questions), n, id=""), tokenizer, FRAME)
+Make = Callable[[int], Example]
+"""An example of so many units of context."""
+
+
+def fit(make: Make, n: int, least: int, length: int, task: Task, tokenizer: PreTrainedTokenizerBase) -> Item | None:
+    """The example as an item of at most `length` tokens, from `n` units of context downwards; None: not even `least`.
+
+    What is longer would lose the end of its last answers.
+    """
+    while True:
+        one = item(encode(task, make(n), tokenizer, FRAME))
+        if len(one[0]) <= length:
+            return one
+        if n == least:
+            return None
+        n = max(least, min(n - 1, int(n * length / len(one[0]))))
+
+
+def pairs_item(rng: random.Random, length: int, task: kv.KeyValue, tokenizer: PreTrainedTokenizerBase) -> Item | None:
+    """A JSON object and questions; half of the short ones hold near misses."""
+    short = task is SHORT
+    per_pair, per_question = (11, 30) if short else (60, 85)
+    questions = max(rng.randint(1, max(1, min(20, length // (2 * per_question)))) for _ in range(2))
+    n = max(2, (length - 30 - questions * per_question) // per_pair)
+    pairs = near_misses(rng, n) if short and rng.random() < 0.5 else task.pairs(rng, n)
+    picked = [rng.random() for _ in range(questions)]
+    return fit(
+        lambda n: task.compose(pairs[:n], [int(x * n) for x in picked], id=""), n, 2, length, task, tokenizer
     )
+
+
+def needles_item(rng: random.Random, length: int, task: niah.Niah, tokenizer: PreTrainedTokenizerBase) -> Item | None:
+    """Needles and questions, more keys hidden than asked for."""
+    uuids = (task.key_kind == "uuids") + (task.value_kind == "uuids")
+    per_needle = 24 + 20 * uuids
+    per_question = 30 + 22 * task.queries * task.values + 30 * uuids
+    questions = max(rng.randint(1, max(1, min(8, length // (2 * per_question)))) for _ in range(2))
+    left = length - 36 - questions * per_question
+    keys = rng.randint(1, max(1, min(12, left // (per_needle * task.values))))
+    pairs = task.draw_pairs(rng, max(task.queries, keys))
+    asked = [i for _ in range(questions) for i in rng.sample(range(len(pairs)), task.queries)]
+    haystack = task.haystack_for(rng)
+    least = haystack.least(len(pairs))
+    per_unit = {"noise": 1.27, "needle": per_needle}.get(task.haystack_id, 1.06)
+    n = max(least, int((left - len(pairs) * per_needle) / per_unit))
+    return fit(lambda n: task.compose(haystack, pairs, asked, n, id=""), n, least, length, task, tokenizer)
+
+
+def list_item(
+    rng: random.Random, length: int, task: lists.NumberedList, tokenizer: PreTrainedTokenizerBase
+) -> Item | None:
+    """A list, asked for as a whole or by halves."""
+    order = [rng.random() for _ in range(rng.choice((1, 1, 2, 4)))]
+    n = max(8, int((length - 40) / (9 + 9 * max(1.0, len(order) / 2))))
+    items = task.draw_items(rng, n)
+
+    def make(n: int) -> Example:
+        size = (n + 1) // 2
+        starts = [1 + int(x * (n - size + 1)) for x in order]
+        ranges = [(1, n)] if len(order) == 1 else [(start, start + size - 1) for start in starts]
+        return task.compose(items[:n], ranges, id="", tokenizer=tokenizer)
+
+    return fit(make, n, 8, length, task, tokenizer)
+
+
+def real(rng: random.Random, length: int, tokenizer: PreTrainedTokenizerBase, mix: Mix) -> tuple[str, Item]:
+    """A task's example of at most `length` tokens with its questions; tasks are drawn by their shares."""
+    while True:
+        task = rng.choices([task for task, _ in mix], [share for _, share in mix])[0]
+        if isinstance(task, kv.KeyValue):
+            one = pairs_item(rng, length, task, tokenizer)
+        elif isinstance(task, lists.NumberedList):
+            one = list_item(rng, length, task, tokenizer)
+        else:
+            one = needles_item(rng, length, cast("niah.Niah", task), tokenizer)
+        if one is not None:
+            return task.name, one
 
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[str]]
@@ -198,8 +269,8 @@ class Stage:
 
     shapes: (length, rows) of a batch, one of them per step. rate: from, to. layers: of the model; one more than
     before is a local layer in front. pool: ids of the copying stages, 0: text.
-    bare, spread: shares of sequences in the beginners' form and with skipped positions. enough: stops early once the
-    share of whole answers (copying: of tokens) over the last 50 steps reaches it.
+    bare, spread: shares of sequences in the beginners' form and with skipped positions. mix: of the others.
+    enough: stops early once the share of whole answers (copying: of tokens) over the last 50 steps reaches it.
     """
 
     name: str
@@ -210,6 +281,7 @@ class Stage:
     pool: int = 0
     bare: float = 0.0
     spread: float = 0.0
+    mix: Mix = FIRST
     enough: float = 0.995
 
 
@@ -246,8 +318,10 @@ class Batches:
             if stage.pool:
                 kind, one = "copy", segments(rng, length, stage.pool)
             else:
-                make = bare if rng.random() < stage.bare else real
-                kind, one = make(rng, length, self.tokenizer)
+                easy = rng.random() < stage.bare
+                kind, one = (
+                    bare(rng, length, self.tokenizer) if easy else real(rng, length, self.tokenizer, stage.mix)
+                )
             kinds.append(kind)
             n = min(length, len(one[0]))
             ids[row, :n], labels[row, :n] = one[0][:n], one[1][:n]

@@ -22,11 +22,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from mini_attention import attend
 from mini_gate import gate
 from mini_local import with_local_layer
-from mini_text import EOS, VOCABULARY, Batch, Batches, Stage, train_tokenizer
+from mini_text import EOS, EVERY, VOCABULARY, Batch, Batches, Stage, train_tokenizer
 from torch.nn.functional import cross_entropy
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AttentionInterface,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 STAGES = (
     Stage("copy", 3000, ((64, 32),), layers=4, pool=512),
@@ -37,7 +45,12 @@ STAGES = (
     Stage("1024", 500, ((512, 8), (1152, 4)), rate=(1.2e-3, 8e-4), bare=0.1, spread=0.2, enough=0.975),
     Stage("2048", 800, ((512, 8), (1152, 4), (2304, 2)), rate=(8e-4, 5e-5), spread=0.1, enough=2.0),
     Stage("near", 500, ((512, 8), (512, 8), (1152, 4), (2304, 2)), rate=(6e-4, 2e-5), enough=2.0),
+    Stage("every", 1600, ((1152, 4), (2304, 2)), rate=(2e-3, 1e-3), spread=0.2, mix=EVERY, enough=2.0),
+    Stage("last", 1200, ((1152, 4), (2304, 2), (2304, 2)), rate=(1e-3, 2e-5), mix=EVERY, enough=2.0),
 )
+
+
+AttentionInterface.register("training", attend)
 
 
 def new_model(layers: int) -> Qwen3ForCausalLM:
@@ -67,6 +80,14 @@ def whole(right: torch.Tensor, labels: torch.Tensor) -> list[bool]:
     return [bool(right[start : end + 1].all()) for start, end in zip(starts, ends, strict=False)]
 
 
+def shares(labels: torch.Tensor) -> torch.Tensor:
+    """How much each token counts: a long answer more than a short one, but only by the root of its length."""
+    ends = (labels == EOS).int()
+    answers = ends.cumsum(0) - ends
+    weights = answers.bincount()[answers].float().rsqrt()
+    return weights / weights.sum()
+
+
 class Trainer:
     """A model on its way through the stages, with everything needed to go on after a stop."""
 
@@ -80,20 +101,26 @@ class Trainer:
         self.take(new_model(int(self.state["layers"])))
         if saved:
             self.model.load_state_dict(saved["model"])
-            self.optimizer.load_state_dict(saved["optimizer"])
+            for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
 
     def take(self, model: Qwen3ForCausalLM) -> None:
-        """Train this model from now on, with a new optimizer."""
+        """Train this model from now on, with new optimizers: Muon for the layers' matrices, AdamW for the rest."""
         self.model = model
+        model.set_attn_implementation("training")
         self.body = torch.compile(model.model, dynamic=False)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), fused=True)
+        matrices = [x for x in model.model.layers.parameters() if x.ndim == 2]
+        rest = [x for x in model.parameters() if not any(x is matrix for matrix in matrices)]
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = (
+            torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        )
 
     def save(self) -> None:
         """Write the checkpoint, whole or not at all."""
         part = self.file.with_suffix(".part")
-        torch.save(
-            {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "state": self.state}, part
-        )
+        optimizers = [x.state_dict() for x in self.optimizers]
+        torch.save({"model": self.model.state_dict(), "optimizers": optimizers, "state": self.state}, part)
         part.replace(self.file)
 
     def step(self, stage: Stage, batch: Batch) -> tuple[float, list[tuple[str, bool]]]:
@@ -102,18 +129,20 @@ class Trainer:
         done = self.state["step"]
         warm = min(1.0, (done + 1) / 50)
         rate = warm * (stage.rate[0] + (stage.rate[1] - stage.rate[0]) * done / stage.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+            for group in optimizer.param_groups:
+                group["lr"] = rate
         keep = labels.flatten() >= 0
         target = labels.flatten()[keep]
         with torch.autocast("cpu", torch.bfloat16):
             hidden = self.body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
             logits = self.model.lm_head(hidden.flatten(0, 1)[keep])
-        loss = cross_entropy(logits.float(), target)
-        self.optimizer.zero_grad()
+        loss = cross_entropy(logits.float(), target, reduction="none") @ shares(target)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         right = torch.zeros(labels.numel(), dtype=torch.bool)
         right[keep] = logits.argmax(-1) == target
         answers = []

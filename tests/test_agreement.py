@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
 
+import pytest
 import torch
 
-from kvbench.agreement import Dense, compare_logits, force_answer
+from kvbench import agreement
+from kvbench.agreement import Dense, compare_logits, find_dense, force_answer
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Budget
 from kvbench.methods.eviction.random import Random
 from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.session import Session
+from kvbench.task import Encoded, EncodedTurn, Mode
 
 CONTEXT = torch.randint(64, (120,), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -75,3 +81,59 @@ def test_forced_logits_are_those_that_predict_each_token() -> None:
     assert logits[0, 0].equal(last[0])
     picked = logits.log_softmax(-1)[0, range(3), [3, 1, 2]]
     torch.testing.assert_close(picked, scores[0])
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """The parts of a spec that the dense cache's conversation depends on."""
+
+    mode: Mode = Mode.MULTI_TURN
+    visibility: str = "hidden"
+    history: str = "golden"
+    chunk: int | None = None
+
+
+def conversation(first: int) -> Encoded:
+    """A context and two turns."""
+    return Encoded((first, *CONTEXT), tuple(EncodedTurn((i, 6), (i, 7), (1, 2, 3)) for i in (4, 5)))
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every call of the dense cache, as it comes."""
+    found: list[Any] = []
+    really = agreement.run_dense
+
+    def run(*arguments: Any) -> list[torch.Tensor]:
+        found.append(arguments)
+        return really(*arguments)
+
+    monkeypatch.setattr(agreement, "run_dense", run)
+    monkeypatch.setattr(agreement, "_kept", WeakKeyDictionary())
+    return found
+
+
+def test_the_dense_cache_runs_a_conversation_once_per_model(runs: list[Any]) -> None:
+    """Asked again it is known; another context, protocol, history or model is another conversation."""
+    model, golden, own = tiny_model(), Protocol(), Protocol(history="own")
+    first = find_dense(model, conversation(1), golden, [[9], [9]], 200)
+    again = find_dense(model, conversation(1), golden, [[8], [8]], 300)
+    assert len(runs) == 1
+    assert all(x.equal(y) for x, y in zip(first, again, strict=True))
+
+    find_dense(model, conversation(2), golden, [[9], [9]], 200)
+    find_dense(model, conversation(1), Protocol(visibility="first-turn"), [[9], [9]], 200)
+    find_dense(model, conversation(1), own, [[9], [9]], 200)
+    find_dense(model, conversation(1), own, [[8], [8]], 200)
+    find_dense(tiny_model(seed=1), conversation(1), golden, [[9], [9]], 200)
+    assert len(runs) == 6
+
+
+def test_no_more_is_kept_than_fits(runs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the limit the conversation asked for longest ago is forgotten."""
+    model, protocol = tiny_model(), Protocol()
+    size = sum(x.nbytes for x in find_dense(model, conversation(1), protocol, [], 200))
+    monkeypatch.setattr(agreement, "KEPT_BYTES", 2 * size)
+    for first in (2, 1, 3, 1, 2):
+        find_dense(model, conversation(first), protocol, [], 200)
+    assert [arguments[1].context[0] for arguments in runs] == [1, 2, 3, 2]

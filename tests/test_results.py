@@ -1,0 +1,64 @@
+"""The curated results under results/ are whole: read, never made again here."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvbench.files import finished_samples, read_file, read_lines
+from kvbench.rescore import rescore
+from kvbench.results import Result
+from kvbench.spec import RunSpec
+
+ROOT = Path(__file__).parent.parent / "results"
+RUNS = sorted(x.parent for x in ROOT.glob("*/*/result.json"))
+"""`results/<hardware>/<run>`"""
+
+
+def test_there_are_runs_and_nothing_else():
+    """Every folder of results/<hardware> is a finished run; the next tests look at something."""
+    folders = [x for hardware in ROOT.iterdir() if hardware.name != "bench" for x in hardware.iterdir() if x.is_dir()]
+    assert len(RUNS) > 0
+    assert sorted(folders) == RUNS
+
+
+@pytest.mark.parametrize("folder", RUNS, ids=lambda x: x.name)
+def test_a_run_is_whole(folder, tmp_path):
+    """Schema; the name is the hash of the spec; every sample is there and scores the same again; nothing was dirty."""
+    spec = read_file(folder / "spec.json", RunSpec)
+    result = read_file(folder / "result.json", Result)
+    assert (result.status, result.error) == ("ok", None)
+    assert spec.run_id == folder.name == result.run_id
+    assert result.spec == spec
+    assert result.environment.git is not None
+    assert not result.environment.git.dirty
+
+    lines = read_lines(folder / "samples.jsonl")
+    assert finished_samples(lines) == set(range(spec.samples))
+    assert len(lines) == spec.samples * spec.turns
+
+    copy = shutil.copytree(folder, tmp_path / folder.name)
+    record, _ = rescore(copy)
+    assert record.score == result.score
+
+
+def test_weights_are_those_of_one_bundled_model():
+    """Results that stand side by side were made with the same weights."""
+    models = {read_file(x / "spec.json", RunSpec).model for x in RUNS}
+    assert len(models) == 1, models
+
+
+def test_a_changed_prediction_is_found(tmp_path):
+    """The check can fail: a score that does not follow from the predictions does not come out again."""
+    folder = next(x for x in RUNS if read_file(x / "result.json", Result).score.mean)
+    copy = shutil.copytree(folder, tmp_path / folder.name)
+    journal = copy / "samples.jsonl"
+    text = re.sub(r'"prediction":"[^"]*"', '"prediction":"?"', journal.read_text(), count=10)
+    assert hashlib.sha256(text.encode()).digest() != hashlib.sha256(journal.read_bytes()).digest()
+    journal.write_text(text)
+    record, _ = rescore(copy)
+    assert record.score != read_file(folder / "result.json", Result).score
