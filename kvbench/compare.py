@@ -41,6 +41,29 @@ class Difference:
     """Whether the interval contains 0; None: nothing to compare."""
 
 
+@dataclass(frozen=True)
+class Regression:
+    """A question that the full cache answered better."""
+
+    sample: str
+    turn: int
+    full: float
+    score: float
+
+
+@dataclass(frozen=True)
+class Regressions:
+    """What became worse in a run than with the full cache, on their common questions."""
+
+    run_id: str
+    full: str
+    """The run of the full cache."""
+    n: int
+    count: int
+    samples: tuple[Regression, ...]
+    """Worst first."""
+
+
 def find_run(text: str, out: Path = Path("runs")) -> Path:
     """The folder of a run, by its path or by its id below `out`.
 
@@ -86,19 +109,46 @@ def find_conflicts(runs: Sequence[Run]) -> list[str]:
 
 def compare_pair(first: Run, other: Run) -> Difference:
     """The paired difference of scores, whole contexts resampled; a failed run has none."""
-    clusters: dict[str, list[float]] = {}
     if "failed" in (first.result.status, other.result.status):
         return Difference(other.result.run_id, 0, None, None, None)
-    for key in first.lines.keys() & other.lines.keys():
-        a, b = first.lines[key], other.lines[key]
-        if a.score is not None and b.score is not None and a.prompt_hash == b.prompt_hash:
-            clusters.setdefault(key[0], []).append(b.score - a.score)
+    clusters: dict[str, list[float]] = {}
+    for (sample, _), (a, b) in _pair(first, other).items():
+        clusters.setdefault(sample, []).append(b - a)
     values = [x for cluster in clusters.values() for x in cluster]
     if not values:
         return Difference(other.result.run_id, 0, None, None, None)
-    # A fixed order, because sets have none and the interval must be the same each time.
-    low, high = bootstrap_interval([sorted(clusters[name]) for name in sorted(clusters)])
+    low, high = bootstrap_interval(list(clusters.values()))
     return Difference(other.result.run_id, len(values), fmean(values), (low, high), low <= 0 <= high)
+
+
+def find_regressions(runs: Sequence[Run]) -> list[Regressions]:
+    """For each whole run, against the first of the full cache that was asked the same; nothing where there is none."""
+    whole = [x for x in runs if x.result.status == "ok"]
+    full = [x for x in whole if _is_full(x.result)]
+    pairs = ([(x, other, _pair(x, other)) for x in full] for other in whole if other not in full)
+    return [_regress(*next(x for x in several if x[2])) for several in pairs if any(x[2] for x in several)]
+
+
+def _regress(full: Run, other: Run, common: dict[tuple[str, int], tuple[float, float]]) -> Regressions:
+    sign = 1 if full.result.score.higher_is_better else -1
+    worse = [Regression(*key, a, b) for key, (a, b) in common.items() if sign * (b - a) < 0]
+    worse.sort(key=lambda x: (sign * (x.score - x.full), other.lines[x.sample, x.turn].index, x.turn))
+    return Regressions(other.result.run_id, full.result.run_id, len(common), len(worse), tuple(worse))
+
+
+def _is_full(result: Result) -> bool:
+    """Of a method that takes no budget and is declared to lose nothing."""
+    return result.budget.kind == "none" and result.certificate is not None and result.certificate.n == 0
+
+
+def _pair(first: Run, other: Run) -> dict[tuple[str, int], tuple[float, float]]:
+    """Scores of the questions that both were asked alike, by sample and turn; in a fixed order, as sets have none."""
+    pairs = {}
+    for key in sorted(first.lines.keys() & other.lines.keys()):
+        a, b = first.lines[key], other.lines[key]
+        if a.score is not None and b.score is not None and a.prompt_hash == b.prompt_hash:
+            pairs[key] = a.score, b.score
+    return pairs
 
 
 def _look(document: object, name: str) -> object:

@@ -8,11 +8,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.compare import Difference
-from kvbench.results import Result, Score
+from kvbench.compare import Difference, Regressions
+from kvbench.results import Output, Result, Score
 
 WIDEST = 200
 """Columns of a table that goes to a file or a pipe."""
+LISTED = 10
+"""Regressions of a run that are shown; --json has all."""
 
 
 def print_rows(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -73,8 +75,8 @@ def score_cells(
 ) -> tuple[list[str], list[list[str]]]:
     """Columns and rows of runs side by side; a difference is to the first."""
     columns = [
-        "run", "method", "questions", "budget", "bytes", "score", "95%", "difference", "95%", "", "top-1", "prefill",
-        "per token",
+        "run", "method", "questions", "budget", "bytes", "score", "95%", "difference", "95%", "", "top-1", "tokens",
+        "ended by", "prefill", "per token",
     ]
     rows = []
     for result, difference in zip(results, differences, strict=True):
@@ -85,15 +87,37 @@ def score_cells(
             verdict = "within noise" if difference.within_noise else "better" if better else "worse"
             cells = [f"{difference.mean:+.3f}", _interval(difference.ci95), verdict]
         rows.append([
-            result.run_id.rpartition("-")[2], result.method.name, f"{result.mode} {result.visibility}",
+            _short(result.run_id), result.method.name, f"{result.mode} {result.visibility}",
             result.budget.asked or "-",
             "-" if memory is None else f"{memory.ratio:.1%}",
             "failed" if result.status == "failed" else "-" if score.mean is None else f"{score.mean:.3f}",
             "-" if score.ci95 is None else _interval(score.ci95), *cells,
-            "-" if result.agreement is None else f"{result.agreement.top1:.3f}", _seconds(latency.prefill_s),
-            _seconds(latency.tpot_s),
+            "-" if result.agreement is None else f"{result.agreement.top1:.3f}", *_output(result.output),
+            _seconds(latency.prefill_s), _seconds(latency.tpot_s),
         ])
     return columns, rows
+
+
+def print_regressions(found: Sequence[Regressions]) -> None:
+    """How many answers of each run are worse than the full cache's, and the worst of them by name."""
+    rows = []
+    for run in found:
+        worst = [f"{x.sample} turn {x.turn}: {x.full:.3f} -> {x.score:.3f}" for x in run.samples[:LISTED]]
+        if run.count > LISTED:
+            worst.append(f"{run.count - LISTED} more: see --json")
+        rows.append([run.run_id, _short(run.full), f"{run.count} of {run.n}", "\n".join(worst)])
+    print_rows("", ("run", "full cache", "worse answers", "the worst"), rows)
+
+
+def _short(run_id: str) -> str:
+    return run_id.rpartition("-")[2]
+
+
+def _output(output: Output) -> tuple[str, str]:
+    """Mean tokens of an answer, and how often each reason ended one."""
+    answers = sum(output.stop_reasons.values())
+    ended = ", ".join(f"{reason} {count}" for reason, count in sorted(output.stop_reasons.items()))
+    return (f"{output.tokens / answers:.1f}", ended) if answers else ("-", "-")
 
 
 def _interval(ends: tuple[float, float]) -> str:

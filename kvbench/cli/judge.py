@@ -74,10 +74,10 @@ def compare_command(
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """Put runs side by side, with paired differences and which of them are noise."""
-    from kvbench.compare import compare_pair, find_conflicts, load_run
+    """Put runs side by side: paired differences, which of them are noise, and what became worse than the full cache."""
+    from kvbench.compare import compare_pair, find_conflicts, find_regressions, load_run
     from kvbench.log import say
-    from kvbench.table import print_rows, score_cells
+    from kvbench.table import print_regressions, print_rows, score_cells
 
     if len(runs) < 2:
         raise UserError("compare needs two runs or more. Give their folders or ids, the baseline first.")
@@ -90,9 +90,13 @@ def compare_command(
     differences = [compare_pair(loaded[0], x) for x in loaded[1:]]
     columns, rows = score_cells([x.result for x in loaded], [None, *differences])
     print_rows("", columns, rows)
+    regressions = find_regressions(loaded)
+    if regressions:
+        print_regressions(regressions)
     if as_json:
-        shown = {"run_id", "status", "method", "score", "memory", "latency"}
+        shown = {"run_id", "status", "method", "score", "output", "memory", "latency"}
         print_json({
             "runs": [x.result.model_dump(mode="json", include=shown) for x in loaded],
-            "differences": [asdict(x) for x in differences], "warnings": conflicts,
+            "differences": [asdict(x) for x in differences], "regressions": [asdict(x) for x in regressions],
+            "warnings": conflicts,
         })

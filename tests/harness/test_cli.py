@@ -192,11 +192,19 @@ def test_compare_pairs_what_was_asked_alike(kvbench, arguments, tmp_path):
     answer = kvbench("compare", folders[1], folders[1], folders[0], "--json")
     assert answer.code == 0
     assert answer.json["warnings"] == []
+    assert all(x["output"]["tokens"] > 0 for x in answer.json["runs"])
+    assert "ended by" in answer.out
     same, other = answer.json["differences"]
     assert (same["mean"], same["ci95"], same["within_noise"], same["n"]) == (0.0, [0.0, 0.0], True, 4)
     assert other["n"] == 4
     assert other["within_noise"] == (other["ci95"][0] <= 0 <= other["ci95"][1])
     lines = [read_lines(x / "samples.jsonl") for x in folders]
+    (regressed,) = answer.json["regressions"]
+    assert (regressed["run_id"], regressed["full"], regressed["n"]) == (runs[0], runs[1], 4)
+    assert {(x["sample"], x["turn"], x["full"], x["score"]) for x in regressed["samples"]} == {
+        (a.sample, a.turn, b.score, a.score) for a, b in zip(*lines[:2], strict=True) if a.score < b.score
+    }
+    assert f"{regressed['count']} of 4" in answer.out
     means = [sum(x.score for x in y) / 4 for y in lines[:2]]
     assert other["mean"] == pytest.approx(means[0] - means[1])
 
