@@ -328,6 +328,62 @@ def test_eviction_frees_the_old_rows(kind):
     assert kv.nbytes() - kv.spare_bytes() < before / 2
 
 
+# Rows that stand for several
+
+
+def outputs_of(stores, tokens, window=None):
+    """What the stores answer to the same new tokens."""
+    step = step_of(tokens, stores[0].seen + len(tokens), window=window)
+    outputs = []
+    for store in stores:
+        store.append(step)
+        outputs.append(store.attend(step))
+    return outputs
+
+
+def test_equal_rows_as_one_with_a_count_are_dense():
+    """Frozen rows that stand for n equal ones, with a bias of log n, give the dense rows' output in later turns."""
+    dense, merged = LayerKV(), LayerKV()
+    for store in (dense, merged):
+        store.append(step_of([0, 0, 0, 1, 2, 2, 3, 3, 3, 3], 10))
+    rows = [x[:, :, [0, 3, 4, 6]].flatten(0, 2) for x in (merged.keys, merged.values)]
+    counts = torch.tensor([3, 1, 2, 4]).repeat(2 * HEADS)
+    merged.freeze(*rows, torch.full((2, HEADS), 4), bias=counts.log())
+    for new in ([4, 1, 5], [2]):
+        wanted, found, forked = outputs_of([dense, merged, merged.fork()], new)
+        assert torch.allclose(found, wanted, atol=1e-5)
+        assert forked.equal(found)
+
+
+def test_given_rows_leave_a_window_by_their_positions():
+    """A frozen row is seen from as far as its given position says, and the later rows from where they are."""
+    dense, given = LayerKV(), LayerKV()
+    for store in (dense, given):
+        add(store, list(range(10)), window=7)
+    rows = [x[:, :, 3:].flatten(0, 2) for x in (given.keys, given.values)]
+    with pytest.raises(AssertionError, match="positions"):
+        given.freeze(*rows, torch.full((2, HEADS), 7))
+    given.freeze(*rows, torch.full((2, HEADS), 7), position=torch.arange(3, 10, dtype=torch.int32).repeat(2 * HEADS))
+    for new in ([10, 11, 12], [13], list(range(14, 22))):
+        wanted, found = outputs_of([dense, given], new, window=7)
+        assert torch.allclose(found, wanted, atol=1e-5)
+
+
+def test_a_bias_is_counted_and_shared():
+    """A bias takes four bytes a row, counted once for a store and its fork, and the rows it replaced count as gone."""
+    kv = context(tokens=6, capacity=6)
+    before = kv.nbytes()
+    rows = 2 * HEADS * 2
+    kv.freeze(*(x[:, :, :2].flatten(0, 2) for x in (kv.keys, kv.values)), torch.full((2, HEADS), 2),
+              bias=torch.zeros(rows))
+    assert kv.nbytes() == before // 3 + 4 * rows + 4 * (2 * HEADS + 1)
+    assert kv.dropped == 2 * HEADS * 4
+    branch = kv.fork()
+    assert storage_sum([*kv.tensors(), *branch.tensors()]) == kv.nbytes()
+    with pytest.raises(UserError, match="second time"):
+        kv.freeze(kv.frozen.key, kv.frozen.value, torch.full((2, HEADS), 2))
+
+
 # Static steps
 
 

@@ -9,11 +9,13 @@ from torch import Tensor
 def ragged_attention(
     query: Tensor, flat_keys: Tensor, flat_values: Tensor, counts: list[int], tail_keys: Tensor, tail_values: Tensor, *,
     scale: float, seen: int, window: int | None = None, flat_positions: Tensor | None = None,
-    tail_positions: Tensor | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    flat_bias: Tensor | None = None, tail_positions: Tensor | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of the last T rows over flat rows and a causal dense tail. [B, H_q, T, D_v]
 
-    Positions, of the flat rows [R] and of the tail [B, H_kv, N], are needed where there is a window.
+    Positions, of the flat rows [R] and of the tail [B, H_kv, N], are needed where there is a window. A bias [R] is
+    added to the logits of the flat rows, after scale and soft cap.
     """
     batch, heads, n_query, _ = query.shape
     kv_heads, tail = tail_keys.shape[1:3]
@@ -35,6 +37,10 @@ def ragged_attention(
                     logits = keys[sees] @ query[b, head, t].double() * scale
                     if softcap is not None:
                         logits = softcap * torch.tanh(logits / softcap)
+                    if flat_bias is not None:
+                        bias = torch.zeros(count + tail, dtype=torch.float64)
+                        bias[:count] = flat_bias[start : start + count]
+                        logits = logits + bias[sees]
                     if sinks is not None:
                         logits = torch.cat([logits, sinks[head : head + 1].double()])
                     weights = logits.softmax(-1)[: int(sees.sum())]

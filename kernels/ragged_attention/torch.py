@@ -21,12 +21,13 @@ class Partial:
 def ragged_partial(
     query: Tensor, keys: Tensor, values: Tensor, offsets: Tensor, counts: list[int], *,
     scale: float, seen: int | Tensor, window: int | None = None, positions: Tensor | None = None,
-    softcap: float | None = None,
+    softcap: float | None = None, bias: Tensor | None = None,
 ) -> Partial:
     """Attention over flat rows that all came before the queries.
 
     query: [B, H_q, T, D]. keys: [R, D], values: [R, D_v], heads one after the other, counts[b * H_kv + h] rows each.
-    positions: [R], needed where a window may end among the rows. offsets: [B * H_kv + 1], for kernels.
+    positions: [R], needed where a window may end among the rows. bias: [R] float32, added to the logits after scale and
+    soft cap. offsets: [B * H_kv + 1], for kernels.
     """
     del offsets  # the host's counts say the same
     batch, _, n_query, _ = query.shape
@@ -48,7 +49,8 @@ def ragged_partial(
                 logical = (torch.arange(n_query, device=query.device) + (seen - n_query))[block]
                 mask = logical[:, None] - positions[rows] < window  # [t, n]
             output[head, :, block], lse[head, :, block] = _attend(
-                grouped[head, :, block], keys[rows], values[rows], mask, scale, softcap
+                grouped[head, :, block], keys[rows], values[rows], mask, scale, softcap,
+                None if bias is None else bias[rows],
             )
     output, lse = (x.unflatten(0, (batch, kv_heads)).flatten(1, 2) for x in (output, lse))
     return Partial(output, lse)
@@ -86,12 +88,15 @@ def merge_partials(parts: list[Partial], sinks: Tensor | None = None) -> Tensor:
 
 
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention and its log-sum-exp in float32; rows without a visible key give zero and -inf."""
     logits = (query @ keys.transpose(-1, -2)).float() * scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
+    if bias is not None:
+        logits = logits + bias
     if mask is not None:
         logits = logits.masked_fill(~mask, -torch.inf)
     lse = logits.logsumexp(-1)

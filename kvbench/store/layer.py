@@ -176,7 +176,7 @@ class LayerKV:
             )
         parts = [
             ragged_partial(step.query, self.frozen.key, self.frozen.value, self.frozen.offsets, self.frozen.counts,
-                           positions=self.frozen.position, **options),
+                           positions=self.frozen.position, bias=self.frozen.bias, **options),
             dense_partial(step.query, self.keys, self.values, positions=self._where(), length=self.length, **options),
         ]
         return merge_partials(parts, step.sinks).to(step.query.dtype)
@@ -194,16 +194,30 @@ class LayerKV:
         """Keep rows by head, unequal numbers allowed, flat and never written again. mask: [B, H_kv, n] bool"""
         self.refuse_frozen()
         held = self._held_with_holes()
-        counts = mask.sum(-1).flatten()
-        offsets = torch.zeros(counts.numel() + 1, dtype=torch.int32, device=mask.device)
-        offsets[1:] = counts.cumsum(0)
-        positions = held.get("position")
-        self.frozen = FlatRows(
-            held["key"][mask], held["value"][mask], offsets, counts.tolist(),
-            None if positions is None else positions[mask],
+        position = held.get("position")
+        self.freeze(
+            held["key"][mask], held["value"][mask], mask.sum(-1), position=None if position is None else position[mask]
         )
-        self.dropped += mask.numel() - int(offsets[-1])
-        empty = {name: x[:, :, :0] for name, x in held.items()}
+
+    def freeze(
+        self, key: Tensor, value: Tensor, counts: Tensor, *, position: Tensor | None = None, bias: Tensor | None = None
+    ) -> None:
+        """Hold these rows, flat and never written again, in place of all rows held.
+
+        key: [R, D]; value: [R, D_v]; counts: [B, H_kv], how many of the R each head holds, heads one after the other.
+        position: [R] int32, needed where there is a window. bias: [R] float32, added to the rows' logits: a row that
+        stands for n equal ones has log n.
+        """
+        self.refuse_frozen()
+        assert self._window is None or position is not None, "a window over frozen rows needs their positions"
+        offsets = torch.zeros(counts.numel() + 1, dtype=torch.int32, device=counts.device)
+        offsets[1:] = counts.flatten().cumsum(0)
+        self.frozen = FlatRows(key, value, offsets, counts.flatten().tolist(), position, bias)
+        self.dropped += counts.numel() * self.n - key.shape[0]
+        empty = {name: x[:, :, :0] for name, x in self._held().items()}
+        if position is not None:
+            self.track = True
+            empty["position"] = position.new_empty((*counts.shape, 0))
         self._replace(empty, max(0, self.capacity - self.seen))
 
     def keep_last(self, rows: int) -> None:
@@ -265,8 +279,8 @@ class LayerKV:
         """Refuse to compress what was frozen in unequal numbers (`UserError`), or only the tail would be."""
         if self.frozen is not None:
             raise UserError(
-                "rows that heads keep in unequal numbers are frozen: they cannot be compressed a second time. "
-                "Leave --recompress out."
+                "rows that heads keep in unequal numbers, or that stand for several, are frozen: they cannot be "
+                "compressed a second time. Leave --recompress out."
             )
 
     # Forking

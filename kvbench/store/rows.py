@@ -55,17 +55,18 @@ class Buffer:
 
 @dataclass
 class FlatRows:
-    """Rows of unequal number per (batch, KV head), flat: what per-head eviction left of a context."""
+    """Rows of unequal number per (batch, KV head), flat: what eviction per head, or merging, left of a context."""
 
     key: Tensor  # [R, D]
     value: Tensor  # [R, D_v]
     offsets: Tensor  # [B * H_kv + 1] int32
     counts: list[int]
     position: Tensor | None  # [R] int32
+    bias: Tensor | None  # [R] float32, added to the logits
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that it keeps alive."""
-        return [x for x in (self.key, self.value, self.offsets, self.position) if x is not None]
+        return [x for x in (self.key, self.value, self.offsets, self.position, self.bias) if x is not None]
 
 
 def last_rows(old: Tensor | None, new: Tensor, count: int) -> Tensor:

@@ -53,7 +53,7 @@ def oracle(query, flat, tail_keys, tail_values, *, tail_positions, **options):
     """The naive twin of `both`."""
     return naive.ragged_attention(
         query.double(), flat["keys"], flat["values"], flat["counts"], tail_keys, tail_values,
-        flat_positions=flat["positions"], tail_positions=tail_positions, **options,
+        flat_positions=flat["positions"], flat_bias=flat.get("bias"), tail_positions=tail_positions, **options,
     )
 
 
@@ -69,6 +69,36 @@ def test_equals_the_oracle(size, counts, options, attention, error):
     options = {"scale": 0.3, "seen": SEEN, "tail_positions": positions, **options}
     assert error(
         both(query, flat, tail_keys, tail_values, **options), oracle(query, flat, tail_keys, tail_values, **options)
+    ) < 1e-5
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_bias_is_added_after_the_soft_cap(options, attention, error):
+    """A bias on the logits of flat rows goes with every option, and the tail has none."""
+    _, keys, values = attention(GQA, 1, 20, seed=1)
+    query, tail_keys, tail_values = attention(GQA, 5, 9)
+    flat = flat_rows(keys, values, COUNTS["uneven"], SEEN - 9)
+    flat["bias"] = torch.linspace(-3, 4, 21)
+    positions = torch.arange(SEEN - 9, SEEN).expand(2, 2, -1).int()
+    options = {"scale": 0.3, "seen": SEEN, "tail_positions": positions, **options}
+    assert error(
+        both(query, flat, tail_keys, tail_values, **options), oracle(query, flat, tail_keys, tail_values, **options)
+    ) < 1e-5
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_one_row_with_the_log_of_a_count_is_so_many_rows(softcap, attention, error):
+    """Rows repeated n times, and each once with a bias of log n, give the same output."""
+    _, keys, values = attention(GQA, 1, 20, seed=1)
+    query, tail_keys, tail_values = attention(GQA, 5, 9)
+    options = {"scale": 0.3, "seen": 100, "tail_positions": None, "softcap": softcap}
+    once = flat_rows(keys, values, COUNTS["uneven"], 50)
+    repeats = torch.arange(21) % 4 + 1
+    often = {**once, **{name: once[name].repeat_interleave(repeats, 0) for name in ("keys", "values", "positions")}}
+    often["counts"] = [int(x.sum()) for x in repeats.split(COUNTS["uneven"])]
+    once["bias"] = repeats.float().log()
+    assert error(
+        both(query, once, tail_keys, tail_values, **options), oracle(query, often, tail_keys, tail_values, **options)
     ) < 1e-5
 
 
