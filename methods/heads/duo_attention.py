@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Upstream
-from kvbench.methods.heads.groups import Head, HeadMethod, by_score
+from kvbench.methods.heads.groups import LEAST_SHARE, Head, HeadMethod, by_score
 from kvbench.methods.heads.profile import Scores, find_profile
 
 if TYPE_CHECKING:
@@ -47,11 +47,11 @@ class DuoAttention(HeadMethod):
         upstream=Upstream(repo="mit-han-lab/duo-attention", commit="03dca842639c64ed0d0daf9042da845cdea44637",
                           licence="MIT"),
         deviations=(
-            ("Without a file of gates, heads are ranked by induction plus echo score of a head profile: a stand-in "
-            "that is measured in seconds, no gate trained on passkeys."),
+            ("Without a file of gates, heads are ranked by the induction score of a head profile: a stand-in that is "
+            "measured in seconds, no gate trained on passkeys."),
             ("A budget is the paper's only as --budget paper. Another is spent on as many retrieval heads as leave the "
-            "others `sinks` and `recent` rows, or half of the mean rows per head where that is less; the rest of it "
-            "widens their windows. Narrower windows have fewer sinks in proportion."),
+            "others `sinks` and `recent` rows, or a fifth of the mean rows per head where that is less; the rest of "
+            "it widens their windows. Narrower windows have fewer sinks in proportion."),
             "The prompt is run with full attention for all heads; the authors stream it in chunks.",
             ("A window slides after every forward of a question as a whole, so that chunks do not matter."),
             "Heads are not permuted in the weights: their rows lie in two stores, and outputs are put in order.",
@@ -91,11 +91,7 @@ class DuoAttention(HeadMethod):
     def rank(self, model: Model) -> tuple[Head, ...]:
         """Heads by their gates."""
         if self.gates is None:
-            profile = find_profile(model, self.probe)
-            return by_score([
-                [a + b for a, b in zip(*row, strict=True)]
-                for row in zip(profile.echo, profile.induction, strict=True)
-            ])
+            return by_score(find_profile(model, self.probe).induction)
         gates, _ = read_gates(self.gates)
         wanted = [x.kv_heads for x in model.layers]
         if [len(x) for x in gates] != wanted:
@@ -111,8 +107,8 @@ class DuoAttention(HeadMethod):
         return heads
 
     def least_window(self, rows: int) -> int:
-        """Sinks and recent rows, or half of the mean rows per head where that is less."""
-        return max(1, min(self.sinks + self.recent, rows // 2))
+        """Sinks and recent rows, or a share of the mean rows per head where that is less."""
+        return max(1, min(self.sinks + self.recent, rows // LEAST_SHARE))
 
     def paper(self, heads: int, length: int) -> tuple[int, int]:
         """The gates at or above the quantile `sparsity`, and the settings' window."""

@@ -18,6 +18,9 @@ from kvbench.store import LayerKV
 if TYPE_CHECKING:
     from kvbench.hf import Model
 
+LEAST_SHARE = 5
+"""Of a budget, a streaming head has at least the mean rows per head divided by this: heads do not take all the window of
+a short context, and RazorAttention's 15 % of the heads still fit a quarter of the dense bytes."""
 Head = tuple[int, int]
 """Layer, and KV head in it."""
 
@@ -33,7 +36,7 @@ class HeadMethod(Method):
     sinks: int = 4
     """First rows that a streaming head keeps."""
     probe: int | None = None
-    """Random tokens of one of the head profile's copies; None: 2,500, or as many as the model takes."""
+    """Random tokens of one of the head profile's copies; None: 2,500, or 64 on models that do not take so many."""
 
     order: tuple[Head, ...] | None = resolved()
     """Every head, the one that most needs all its rows first."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -27,8 +28,11 @@ if TYPE_CHECKING:
 
 COPIES = 4
 TOKENS = 2500
-"""Random tokens of one copy, as RazorAttention's paper has it, where the model takes so many."""
+"""Random tokens of one copy in RazorAttention's paper. Shorter copies come in more probes, until they are as many."""
+SHORT_TOKENS = 64
+"""Of one copy, on models that do not take the paper's; the literature on induction heads takes 25 to 50."""
 CHUNK = 1024
+"""Tokens per forward pass, over all probes."""
 BLOCK_ELEMENTS = 1 << 22
 """Logits held at a time."""
 Scores = tuple[tuple[float, ...], ...]
@@ -49,7 +53,7 @@ class HeadProfile(BaseModel):
     model_sha256: str
     dtype: str
     tokens: int
-    """Random tokens of one copy, all different."""
+    """Random tokens of one copy, no two of them equal."""
     code_sha256: str
     """Of this module: a profile that other code has made is not used."""
     echo: Scores
@@ -75,19 +79,19 @@ class Recorder(Method):
 def look_back(kv: LayerKV, step: Step, period: int, first: int) -> tuple[Tensor, Tensor]:
     """Attention of the step's queries to the same token in earlier copies, and to the token after it.
 
-    Sums over queries. [H_q] float64 each. Blocks of queries against all keys, so that no T x T matrix is ever held.
+    Sums over queries and batch. [H_q] float64 each. Blocks of queries, so that no T x T matrix is ever held.
     """
-    heads, count = step.query.shape[1:3]
+    batch, heads, count, _ = step.query.shape
     keys = kv.keys
     kv_heads, n_key = keys.shape[1:3]
     before = step.seen - count
     gone = step.seen - n_key  # rows that a sliding window has left behind
     sums = torch.zeros(2, heads, dtype=torch.float64, device=keys.device)
     distances = period * torch.arange(1, COPIES, device=keys.device)
-    size = max(1, BLOCK_ELEMENTS // (heads * n_key))
+    size = max(1, BLOCK_ELEMENTS // (batch * heads * n_key))
     for start in range(max(0, first + period - before), count, size):
         stop = min(start + size, count)
-        query = step.query[:, :, start:stop].unflatten(1, (kv_heads, -1))  # [1, H_kv, G, t, D]
+        query = step.query[:, :, start:stop].unflatten(1, (kv_heads, -1))  # [B, H_kv, G, t, D]
         logits = (query @ keys[:, :, None].transpose(-1, -2)).float() * step.scale
         if step.softcap is not None:
             logits = step.softcap * torch.tanh(logits / step.softcap)
@@ -96,19 +100,20 @@ def look_back(kv: LayerKV, step: Step, period: int, first: int) -> tuple[Tensor,
         total = logits.logsumexp(-1)
         if step.sinks is not None:
             total = torch.logaddexp(total, step.sinks.float().view(1, kv_heads, -1, 1))
-        weights = torch.exp(logits - total[..., None]).flatten(1, 2)[0]  # [H_q, t, n]
+        weights = torch.exp(logits - total[..., None]).flatten(1, 2)  # [B, H_q, t, n]
         places = torch.arange(before + start, before + stop, device=keys.device)[:, None] - distances  # [t, copies - 1]
         for offset in (0, 1):
             there = (places >= first) & (places + offset >= gone)
             rows = (places + offset - gone).where(there, 0)
-            sums[offset] += (weights.gather(-1, rows.expand(heads, -1, -1)).double() * there).sum((1, 2))
+            found = weights.gather(-1, rows.expand(batch, heads, -1, -1)).double() * there
+            sums[offset] += found.sum((0, 2, 3))
     return sums[0], sums[1]
 
 
 def find_profile(model: Model, tokens: int | None = None) -> HeadProfile:
     """The model's profile: from the disk, or measured and kept there.
 
-    tokens: of one copy; None: the paper's number, or as many as the model's positions and vocabulary allow.
+    tokens: of one copy; None: the paper's number, or SHORT_TOKENS where the model has not so many positions or tokens.
 
     Raises:
         UserError: more tokens than the model takes, or a file that was made for another model.
@@ -121,22 +126,23 @@ def find_profile(model: Model, tokens: int | None = None) -> HeadProfile:
         found = measure(model, tokens)
         kept = _write(path, found)
         say(
-            f"head profile of {model.id} on {COPIES} copies of {tokens} random tokens: "
+            f"head profile of {model.id} on {COPIES} copies of {tokens} random tokens, {_probes(tokens)} times: "
             f"{time.perf_counter() - started:.1f} s; {kept}."
         )
     return found
 
 
 def measure(model: Model, tokens: int) -> HeadProfile:
-    """Run the probe and take the scores."""
-    ids = torch.tensor([probe_ids(model, tokens)], device=model.device)
+    """Run the probes, as one batch, and take the scores."""
+    ids = probe_ids(model, tokens).to(model.device)
     first = ids.shape[1] - COPIES * tokens
     with Session(model, Recorder(period=tokens, first=first), capacity=ids.shape[1]) as session:
-        for chunk in ids.split(CHUNK, dim=1):
+        for chunk in ids.split(max(1, CHUNK // len(ids)), dim=1):
             session.forward(chunk, Phase.CONTEXT)
+        queries = len(ids) * (COPIES - 1) * tokens
         found = {
             name: tuple(
-                tuple((store.state[name].view(layer.kv_heads, -1).amax(1) / ((COPIES - 1) * tokens)).tolist())
+                tuple((store.state[name].view(layer.kv_heads, -1).amax(1) / queries).tolist())
                 for store, layer in zip(session.layers, model.layers, strict=True)
             )
             for name in ("echo", "induction")
@@ -147,12 +153,17 @@ def measure(model: Model, tokens: int) -> HeadProfile:
     )
 
 
-def probe_ids(model: Model, tokens: int) -> list[int]:
-    """The beginning-of-sequence token, where there is one, and copies of random tokens of which no two are equal."""
-    plain = _plain_ids(model)
-    chosen = torch.randperm(len(plain), generator=torch.Generator().manual_seed(0))[:tokens].tolist()
+def probe_ids(model: Model, tokens: int) -> Tensor:
+    """Probes: the beginning-of-sequence token, where there is one, and copies of unlike random tokens. [probes, T]"""
+    plain, generator = torch.tensor(_plain_ids(model)), torch.Generator().manual_seed(0)
+    chosen = [plain[torch.randperm(len(plain), generator=generator)[:tokens]] for _ in range(_probes(tokens))]
+    copies = torch.stack(chosen).repeat(1, COPIES)
     start = model.tokenizer.bos_token_id
-    return [*([] if start is None else [int(start)]), *([plain[i] for i in chosen] * COPIES)]
+    return copies if start is None else torch.cat([torch.full_like(copies[:, :1], int(start)), copies], dim=1)
+
+
+def _probes(tokens: int) -> int:
+    return math.ceil(TOKENS / tokens)
 
 
 def _plain_ids(model: Model) -> list[int]:
@@ -163,7 +174,7 @@ def _plain_ids(model: Model) -> list[int]:
 
 
 def _probe_length(model: Model, tokens: int | None) -> int:
-    """Tokens of a copy as asked for, or the most that do up to the paper's."""
+    """Tokens of a copy as asked for, or the paper's, or SHORT_TOKENS."""
     most = min((model.max_length - 1) // COPIES, len(_plain_ids(model)))
     if most < 2:
         raise UserError(
@@ -175,7 +186,9 @@ def _probe_length(model: Model, tokens: int | None) -> int:
             f"probe={tokens} is too long for {model.id}: {COPIES} copies of unlike tokens fit its {model.max_length} "
             f"positions and its vocabulary with {most} tokens at most. Use --set probe={most} or leave it out."
         )
-    return min(TOKENS, most) if tokens is None else tokens
+    if tokens is None:
+        return TOKENS if most >= TOKENS else min(SHORT_TOKENS, most)
+    return tokens
 
 
 # On the disk
