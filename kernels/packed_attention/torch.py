@@ -43,7 +43,8 @@ def packed_partial(
     first = 0 if window is None or positions is not None else max(0, seen - n_query - start - window + 1)
     size = max(1, BLOCK // (batch * kv_heads * max(keys.width, values.width)))
     for low, stop in _blocks(first, rows, keys.tokens, size):
-        held = keys.rows(low, min(-(-stop // keys.tokens) * keys.tokens, keys.packed.shape[2]))
+        whole = stop if keys.tokens > size else -(-stop // keys.tokens) * keys.tokens  # or a part of one long group
+        held = keys.rows(low, min(whole, keys.packed.shape[2]))
         key_planes, value_block = _planes(held), values.rows(low, stop)
         value_planes = _planes(value_block)
         for begin in range(0, n_query, QUERY_BLOCK):

@@ -160,3 +160,15 @@ def test_memory_does_not_grow_with_rows(bits, group, attention, largest, monkeyp
                      quantise(values, bits, channels=value_channels))
             peaks.append(largest(lambda q=query, c=codes, n=n: packed_partial(q, *c, scale=0.3, seen=n + q.shape[2])))
         assert peaks[0] == peaks[1]
+
+
+def test_a_long_group_is_read_in_parts(attention, largest, monkeypatch):
+    """Where all tokens share a channel's scale, blocks are no larger than where few do."""
+    monkeypatch.setattr(plain, "BLOCK", 96 * 24)
+    query, keys, values = attention((2, 1), 1, 1536, batch=1)
+    value_codes = quantise(values, 2, channels=20)
+    peaks = []
+    for tokens in (96, 1536):
+        codes = quantise(keys, 2, tokens=tokens)
+        peaks.append(largest(lambda k=codes: packed_partial(query, k, value_codes, scale=0.3, seen=1537)))
+    assert peaks[0] == peaks[1]
