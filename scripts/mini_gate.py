@@ -1,6 +1,6 @@
 """The gate of `mini`: greedy answers of the model as shipped, full cache, on the tasks' test split.
 
-    python scripts/mini_gate.py MODEL_FOLDER      # prints the accuracies
+    python scripts/mini_gate.py MODEL_FOLDER      # writes its gate.json and prints the table of its card
 
 An answer counts when every token of it is the argmax, the end of text after it aside. That is what greedy decoding
 says, at the price of one forward pass for question and answer; the tasks' own scorers can only be kinder.
@@ -8,21 +8,33 @@ says, at the price of one forward pass for question and answer; the tasks' own s
 
 from __future__ import annotations
 
-import itertools
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, DynamicCache, PreTrainedTokenizerBase, Qwen3ForCausalLM
 
 from kvbench.task import Mode, Split, Task, encode
-from kvbench.tasks.ruler.niah import NiahMultikey1, NiahSingle1, NiahSingle2
-from kvbench.tasks.scbench.kv import KeyValueShort
+from kvbench.tasks.ruler import niah
+from kvbench.tasks.scbench.kv import KeyValueShort, KeyValueUuid
 
-TASKS: tuple[Task, ...] = (NiahSingle1(), NiahSingle2(), NiahMultikey1(), KeyValueShort())
-LENGTHS = (1024, 2048)
+GATED: tuple[Task, ...] = (niah.NiahSingle1(), niah.NiahSingle2(), niah.NiahMultikey1(), KeyValueShort())
+"""What the default runs ask: 100 samples at 1,024 and 2,048 tokens."""
+OTHERS: tuple[Task, ...] = (
+    *(niah.NiahSingle3(), niah.NiahMultikey2(), niah.NiahMultikey3(), niah.NiahMultivalue(), niah.NiahMultiquery()),
+    KeyValueUuid(),
+)
+TURNS = 5
+GOAL = 0.97
+MODES = (Mode.SINGLE, Mode.MULTI_TURN, Mode.MULTI_REQUEST)
+Row = dict[str, Any]
+"""task, mode, length, samples, answers, accuracy"""
 
 
 @torch.inference_mode()
@@ -36,7 +48,7 @@ def answered(model: Qwen3ForCausalLM, asked: Sequence[int], answer: Sequence[int
 @torch.inference_mode()
 def measure(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, task: Task, length: int, turns: int, n: int
-) -> dict[Mode, float]:
+) -> list[Row]:
     """Share of whole answers over n test samples by mode, each context prefilled once; one turn: `single`."""
     hits: dict[Mode, list[bool]] = {}
     for example in task.examples(seed=0, split=Split.TEST, n=n, length=length, turns=turns, tokenizer=tokenizer):
@@ -50,20 +62,61 @@ def measure(
         for i, turn in enumerate(encoded.turns if turns > 1 else ()):
             asked = turn.later if i else turn.first
             hits.setdefault(Mode.MULTI_TURN, []).append(answered(model, asked, turn.answer, cache))
-    return {mode: sum(found) / len(found) for mode, found in hits.items()}
+    return [
+        {"task": task.name, "mode": str(mode), "length": length, "samples": n, "answers": len(found),
+         "accuracy": round(sum(found) / len(found), 4)}
+        for mode, found in hits.items()
+    ]
 
 
-def gate(folder: Path, n: int, turns: int = 5) -> dict[str, dict[str, float]]:
-    """Accuracies of the model in a folder by task and `mode length`, printed as they come."""
+def measure_in_process(job: tuple[Path, Task, int, int, int]) -> list[Row]:
+    """`measure` with a model of its own, on one thread; nothing where the task does not fit the length."""
+    folder, task, length, turns, n = job
+    torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    if task.minimum_length(turns, tokenizer) > length:
+        return []
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    found: dict[str, dict[str, float]] = {}
-    for task, length, asked in itertools.product(TASKS, LENGTHS, (1, turns)):
-        for mode, share in measure(model, tokenizer, task, length, asked, n).items():
-            found.setdefault(task.name, {})[f"{mode} {length}"] = round(share, 4)
-            print(f"gate {task.name} {mode} {length}: {share:.3f}", file=sys.stderr, flush=True)
-    return found
+    return measure(model, tokenizer, task, length, turns, n)
+
+
+def jobs(folder: Path, samples: int) -> Iterator[tuple[Path, Task, int, int, int]]:
+    """Every measurement: fewer samples for what is not in the default runs, and for 4,096 tokens."""
+    for length in (1024, 2048, 4096):
+        for task in (*GATED, *OTHERS):
+            n = samples if task in GATED else samples * 2 // 5
+            for turns in (1, TURNS):
+                yield folder, task, length, turns, max(1, n if length < 4096 else samples // 5)
+
+
+def gate(folder: Path, samples: int = 100) -> list[Row]:
+    """The accuracies of the model in a folder, on every core, told as they come."""
+    rows: list[Row] = []
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        for found in pool.map(measure_in_process, jobs(folder, samples)):
+            for row in found:
+                print(f"gate {row['task']} {row['mode']} {row['length']}: {row['accuracy']:.3f}", file=sys.stderr)
+            rows += found
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as Markdown, a line per task; what misses the goal in italics."""
+    lengths = sorted({row["length"] for row in rows})
+    cells = {(row["task"], row["mode"], row["length"]): row["accuracy"] for row in rows}
+    columns = [(mode, length) for length in lengths for mode in MODES]
+    lines = [f"| task | {' | '.join(f'{mode} {length:,}' for mode, length in columns)} |"]
+    lines.append("| --- |" + " ---: |" * len(columns))
+    for name in dict.fromkeys(row["task"] for row in rows):
+        found = [cells.get((name, mode, length)) for mode, length in columns]
+        shown = ["-" if x is None else f"{x:.3f}" if x >= GOAL else f"*{x:.3f}*" for x in found]
+        lines.append(f"| `{name}` | {' | '.join(shown)} |")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    print(json.dumps(gate(Path(sys.argv[1]), 100), indent=2))
+    where = Path(sys.argv[1])
+    report = json.loads((where / "gate.json").read_text()) if (where / "gate.json").exists() else {}
+    report["rows"] = gate(where)
+    (where / "gate.json").write_text(json.dumps(report, indent=2) + "\n")
+    print(table(report["rows"]), end="")

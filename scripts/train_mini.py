@@ -45,8 +45,8 @@ STAGES = (
     Stage("1024", 500, ((512, 8), (1152, 4)), rate=(1.2e-3, 8e-4), bare=0.1, spread=0.2, enough=0.975),
     Stage("2048", 800, ((512, 8), (1152, 4), (2304, 2)), rate=(8e-4, 5e-5), spread=0.1, enough=2.0),
     Stage("near", 500, ((512, 8), (512, 8), (1152, 4), (2304, 2)), rate=(6e-4, 2e-5), enough=2.0),
-    Stage("every", 1600, ((1152, 4), (2304, 2)), rate=(2e-3, 1e-3), spread=0.2, mix=EVERY, enough=2.0),
-    Stage("last", 1200, ((1152, 4), (2304, 2), (2304, 2)), rate=(1e-3, 2e-5), mix=EVERY, enough=2.0),
+    Stage("every", 1100, ((1152, 4), (2304, 2)), rate=(2e-3, 1e-3), spread=0.2, mix=EVERY, enough=2.0),
+    Stage("last", 1600, ((1152, 4), (2304, 2), (2304, 2)), rate=(1e-3, 2e-5), mix=EVERY, enough=2.0),
 )
 
 
@@ -232,9 +232,7 @@ def main() -> None:
         trainer.run(STAGES[int(trainer.state["stage"])])
     export(trainer, tokenizer, options.out)
     report = {
-        "accuracy": gate(options.out, options.samples),
-        "samples": options.samples,
-        "turns": {"single": 1, "multi-turn": 5, "multi-request": 5},
+        "rows": gate(options.out, options.samples),
         "split": "test",
         "seed": 0,
         "dtype": "bfloat16",

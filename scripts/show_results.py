@@ -1,0 +1,155 @@
+"""The tables and the plot of the curated results: docs/results.md, docs/results.png, and the README's table.
+
+The results are made by the command line, so that anybody can make them again; finished runs are not repeated:
+
+    kvbench sweep scripts/sweeps/curated.toml --workers 2
+    python scripts/show_results.py        # the README's table on standard output
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+from kvbench.files import read_file
+from kvbench.results import Result
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "results" / "cpu-2-cores"
+PAGE, PLOT = ROOT / "docs" / "results.md", ROOT / "docs" / "results.png"
+ANCHORS = ("full", "full-int8")
+SEEN = {"hidden": "no question seen", "first-turn": "first of five questions seen"}
+IN_README = "25%"
+
+
+def read_results() -> list[Result]:
+    """Every result of the folder: anchors first, then by method, length, visibility and bytes."""
+    results = [read_file(x, Result) for x in RESULTS.glob("*/result.json")]
+    names = {x.method.name for x in results}
+    order = [*ANCHORS, *sorted(names - set(ANCHORS))]
+    return sorted(results, key=lambda x: (order.index(x.method.name), x.task.length, x.visibility, ratio(x)))
+
+
+def ratio(result: Result) -> float:
+    """Bytes that hold the context, by the dense cache's; host memory included."""
+    assert result.memory is not None, result.run_id
+    return result.memory.ratio_total
+
+
+def score(result: Result) -> str:
+    """Mean and interval."""
+    assert result.score.mean is not None, result.run_id
+    assert result.score.ci95 is not None, result.run_id
+    low, high = result.score.ci95
+    return f"{result.score.mean:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def by_turn(result: Result) -> str:
+    """The first turn, and the mean of those after it."""
+    first, *later = (x.mean for x in result.score.by_turn)
+    return f"{first:.2f}, then {fmean(later):.2f}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, names to the left and numbers to the right."""
+    rule = ["---", *("---:" for _ in header[1:])]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *rows)) + "\n"
+
+
+def page_table(results: Sequence[Result]) -> str:
+    """All runs of one length and visibility."""
+    rows = [
+        (
+            x.method.name, x.budget.asked or "-", f"{ratio(x):.1%}", score(x), by_turn(x),
+            "-" if x.agreement is None else f"{x.agreement.top1:.3f}",
+            "-" if x.agreement is None else f"{x.agreement.kl:.3f}",
+        )
+        for x in results
+    ]
+    return table(("method", "budget", "bytes", "score", "first turn, then others", "top-1", "KL, nats"), rows)
+
+
+def readme_table(results: Sequence[Result]) -> str:
+    """One row per method: at 25 %, or at the bytes it always has."""
+    rows: dict[str, dict[tuple[str, int], Result]] = {}
+    for x in results:
+        if x.budget.asked in (None, IN_README):
+            rows.setdefault(x.method.name, {})[x.visibility, x.task.length] = x
+    shown = []
+    for method, cells in rows.items():
+        seen = cells["first-turn", 2048]
+        hidden = [cells["hidden", length] for length in (1024, 2048)]
+        shown.append((method, f"{ratio(hidden[1]):.1%}", *(score(x) for x in hidden), by_turn(seen)))
+    header = ("method", "bytes", "hidden, 1,024", "hidden, 2,048", "first question seen, 2,048: it, then others")
+    return table(header, shown)
+
+
+def draw_plot(results: Sequence[Result]) -> None:
+    """Accuracy against measured bytes: a row of panels per length, a column per visibility."""
+    methods = list(dict.fromkeys(x.method.name for x in results))
+    lengths = sorted({x.task.length for x in results})
+    wheel = [*plt.get_cmap("tab20").colors, *plt.get_cmap("Set2").colors]
+    colours = dict(zip(methods, ["black", "dimgray", *wheel], strict=False))
+    marks = dict(zip(methods, ["s", "s", *"oooooooooovvvvvvvvvv^^^^^^^^^^"], strict=False))
+    figure, panels = plt.subplots(len(lengths), len(SEEN), figsize=(12, 4.2 * len(lengths)), sharey=True, squeeze=False)
+    for row, length in zip(panels, lengths, strict=True):
+        for panel, (visibility, title) in zip(row, SEEN.items(), strict=True):
+            for method in methods:
+                cell = (method, length, visibility)
+                points = [x for x in results if (x.method.name, x.task.length, x.visibility) == cell]
+                means = [x.score.mean or 0.0 for x in points]
+                bounds = [x.score.ci95 or (0.0, 0.0) for x in points]
+                errors = [
+                    [max(0.0, mean - low) for mean, (low, _) in zip(means, bounds, strict=True)],
+                    [max(0.0, high - mean) for mean, (_, high) in zip(means, bounds, strict=True)],
+                ]
+                panel.errorbar(
+                    [ratio(x) * 100 for x in points], means, yerr=errors, marker=marks[method], markersize=4, capsize=2,
+                    label=method, color=colours[method], linewidth=1.1, elinewidth=0.7,
+                    linestyle="none" if method in ANCHORS else "-",
+                )
+            panel.set(title=f"{title}, {length:,} tokens", ylim=(-0.03, 1.05), xlim=(0, 105))
+            panel.set_xlabel("bytes held, % of the dense cache")
+            panel.grid(alpha=0.3)
+        row[0].set_ylabel("niah accuracy, 95 % intervals")
+    named = panels[0][0].get_legend_handles_labels()
+    figure.legend(*named, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    first = results[0]
+    machine = f"{first.environment.cpu}, 2 cores"
+    figure.suptitle(f"mini, {first.n_samples} contexts x {first.spec.turns} questions, {machine}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(PLOT, dpi=110, bbox_inches="tight")
+
+
+def write_page(results: Sequence[Result]) -> None:
+    """docs/results.md: a table for each length and visibility."""
+    first = results[0]
+    assert first.environment.git is not None
+    made = (
+        "Written by `python scripts/show_results.py` from the runs under `results/cpu-2-cores`, which "
+        "`kvbench sweep scripts/sweeps/curated.toml` makes.\n"
+        f"Model `mini`, task `{first.task.name}`, {first.n_samples} contexts x {first.spec.turns} questions, golden "
+        f"history, seed {first.spec.seed}, on {first.environment.cpu} (2 cores), commit "
+        f"`{first.environment.git.commit[:12]}`.\n"
+        "Bytes are measured, host memory included. Intervals are 95 %, by context. Agreement (top-1, KL) is with the "
+        "dense cache on the golden answers.\n"
+    )
+    parts = ["# Curated results\n", made, "![Accuracy against measured bytes](results.png)\n"]
+    for length in sorted({x.task.length for x in results}):
+        for visibility, title in SEEN.items():
+            chosen = [x for x in results if (x.task.length, x.visibility) == (length, visibility)]
+            parts.append(f"## {length:,} tokens, {title}\n\n{page_table(chosen)}")
+    PAGE.write_text("\n".join(parts))
+
+
+if __name__ == "__main__":
+    found = read_results()
+    draw_plot(found)
+    write_page(found)
+    print(readme_table(found), end="")
