@@ -1,0 +1,248 @@
+"""KVMerger: runs of neighbouring rows with nearly parallel keys become one row around the most attended of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvbench.errors import UserError
+from kvbench.kernels.merge_sets import merge_sets
+from kvbench.method import Budget, BudgetKind, Card, LayerShape, Method, Shape, Step, resolved
+from kvbench.selection import top_rows
+from kvbench.store import LayerKV
+
+PAPER_SKIP = (0, 1, -1)
+DEEP = 16
+"""Layers from which on a model skips the paper's three: of fewer layers they would be too many."""
+FIRST_SIGMA, REFINEMENTS = 5.0, 2
+"""Of the fixed point."""
+OFFSET_BYTES = BIAS_BYTES = 4
+
+
+@dataclass
+class MergingKV(LayerKV):
+    """Rows of which some stand for several; `dropped` counts those that live on in another."""
+
+    def facts(self) -> dict[str, int]:
+        """Rows that are held no more, all of them merged."""
+        return {**super().facts(), "rows_merged": self.dropped}
+
+
+@dataclass(frozen=True)
+class KVMerger(Method):
+    """Merges neighbours by the cosine of their keys, weighted by a Gaussian around each set's pivot."""
+
+    mode: Literal["exact", "eps"] = "exact"
+    """`exact`: as many joins as the budget asks for, the most similar first. `eps`: all above the threshold."""
+    eps: float = 0.75
+    """Under `eps`: neighbours whose keys have this cosine or more are joined."""
+    recent: float = 0.17
+    """Share of the rows, the last ones, that are never merged."""
+    heavy: float = 0.12
+    """Share of the rows, those with the most attention among the others, that are never merged."""
+    sigma: float | Literal["fixed_point"] = 5.0
+    """Width of the Gaussian; `fixed_point`: each set's own, the mean of its weights over the square root of two."""
+    value_mode: Literal["mean", "sum", "bias"] = "mean"
+    """A set's value: the weighted mean; the mean times the rows; the mean, and the log of the rows on the logit."""
+    max_run: int | None = None
+    """No set crosses a multiple of so many rows; None: sets of any length."""
+    skip: tuple[int, ...] | None = None
+    """Layers that are not merged; None: 0, 1 and the last on models of 16 layers or more, none on others."""
+
+    skipped: tuple[int, ...] | None = resolved()
+    """Layers that are not merged."""
+    merged_rows: int | None = resolved()
+    """Rows per KV head of a full-attention layer that is merged: what the skipped layers leave of the budget."""
+
+    card: ClassVar[Card] = Card(
+        name="kvmerger",
+        title="Model Tells You Where to Merge: Adaptive KV Cache Merging for LLMs on Long-Context Tasks",
+        idea="Keys of neighbouring tokens are often nearly parallel. "
+        "Runs of them become one row, a Gaussian-weighted mean around the row with the most attention.",
+        arxiv="2407.08454",
+        year=2024,
+        family="merging",
+        stages=("compression",),
+        budget=BudgetKind.HELD,
+        paper_budget="50%",
+        heads="independent",
+        upstream=None,
+        deviations=(
+            ("The budget is met exactly: the most similar neighbours are joined until so many rows are left. The paper "
+            "does not say how its budgets are met; mode=eps is its threshold, which takes no budget."),
+            ("Values are weighted means. The paper's equation 7 multiplies them by the number of rows under one "
+            "softmax weight: value_mode=sum. value_mode=bias gives the row the weight of so many, and is exact for "
+            "equal rows."),
+            ("Where the protected shares leave too few neighbours to join for the budget, both are lowered in "
+            "proportion. At the defaults that is below 41 %."),
+            "A merged row stands at its pivot's position where a window counts.",
+        ),
+        unverified=(
+            "recent and heavy: the paper prints 0.17 % and 0.12 % for a budget of 50 %, read here as 17 % and 12 %.",
+            ("sigma: the paper's definition is circular; 5 is where its ablation is best. fixed_point takes two rounds "
+            "from there."),
+            ("skip: reported for models of 32 layers, whose first two and last have diffuse attention and merge little; "
+            "on models below 16 layers nothing is skipped unless it is set."),
+        ),
+        limits=(
+            "Rows that were merged are never merged again, and what comes after the context stays as it is.",
+            ("Keys are merged with their rotation inside: over long runs what turns fast averages out. max_run bounds "
+            "them."),
+            "mode=eps takes no budget: the text decides what is left, and only the measured bytes say how much.",
+            "The column sums need a second pass over queries and keys, which counts as prefill.",
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse settings without a meaning; under a threshold the settings decide what is held, not a budget."""
+        super().__post_init__()
+        for name, share in (("recent", self.recent), ("heavy", self.heavy)):
+            if not 0 <= share <= 1:
+                raise UserError(f"kvmerger: {name} is a share of the rows, from 0 to 1, got {share}.")
+        if self.sigma != "fixed_point" and not self.sigma > 0:
+            raise UserError(f"kvmerger: sigma must be above 0, or fixed_point, got {self.sigma}; the default is 5.")
+        if not self.eps > 0:
+            raise UserError(f"kvmerger: eps is the least cosine of neighbours to join, above 0, got {self.eps}.")
+        if self.max_run is not None and self.max_run < 2:
+            raise UserError(
+                f"kvmerger: max_run must be 2 rows or more, got {self.max_run}: runs of one merge nothing. Leave it "
+                "out for runs of any length."
+            )
+        if self.mode == "eps":
+            card = type(self).card.model_copy(update={"budget": BudgetKind.BITS, "paper_budget": None})
+            object.__setattr__(self, "card", card)
+
+    def fit(self, budget: Budget | None, shape: Shape) -> Self:
+        """Which layers are merged, and to how many rows, so that the mean over all layers is the budget."""
+        skipped = self._skipped(len(shape.layers))
+        if self.mode == "eps":
+            if budget is not None:
+                raise UserError(
+                    f"kvmerger takes no budget with mode=eps, got {budget}: the threshold and the text decide what is "
+                    "left. Leave --budget out, or use --set mode=exact."
+                )
+            return replace(self, length=shape.length, skipped=skipped)
+        fitted = replace(super().fit(budget, shape), skipped=skipped)
+        if fitted.rows is None or fitted.rows >= shape.length:
+            return fitted
+        dense, whole = shape.dense_bytes, sum(_dense_bytes(shape, x) for x in skipped)
+        least = 1 + self._borders(shape.length)
+        # What the skipped layers hold comes off the total, and the others divide the rest.
+        rows = 0 if whole == dense else (fitted.rows * dense - whole * shape.length) // (dense - whole)
+        if rows < least:
+            reachable = math.ceil((least * (dense - whole) + whole * shape.length) / dense)
+            raise UserError(
+                f"kvmerger: a budget of {fitted.rows} rows per KV head of {shape.length} cannot be reached: of "
+                f"{len(shape.layers)} layers {len(skipped)} are not merged (skip={list(skipped)}), and the others need "
+                f"{least} rows each (max_run={self.max_run}). Use --budget {reachable} or more, or other settings."
+            )
+        return replace(fitted, merged_rows=rows)
+
+    def rows_in(self, layer: int, window: int | None) -> int | None:
+        """What the skipped layers leave of the budget; sliding layers keep the same share of what they hold."""
+        if self.merged_rows is None:
+            return super().rows_in(layer, window)
+        return None if self._skips(layer) else replace(self, rows=self.merged_rows, merged_rows=None).rows_in(
+            layer, window
+        )
+
+    def identity(self, shape: Shape) -> bool:
+        """The whole budget, or a threshold that no cosine reaches."""
+        return self.eps > 1 if self.mode == "eps" else super().identity(shape)
+
+    def declared_bytes(self, shape: Shape) -> int:
+        """The rows, and where each head's begin on layers that are merged."""
+        if self.mode == "eps":
+            raise UserError("kvmerger cannot say with mode=eps how many bytes it will hold: the text decides.")
+        total = super().declared_bytes(shape)
+        for index, layer in enumerate(shape.layers):
+            rows = self.rows_in(index, layer.window)
+            if rows is not None and rows < shape.rows(layer):
+                total += (layer.kv_heads + 1) * OFFSET_BYTES
+        return total
+
+    def row_bytes(self, layer: LayerShape, shape: Shape, *, holes: bool) -> int:
+        """Keys and values, and on merged layers the log of the rows that a row stands for, if that is stored."""
+        bias = BIAS_BYTES if holes and self.value_mode == "bias" else 0
+        return super().row_bytes(layer, shape, holes=holes) + bias
+
+    def layer(self, index: int) -> LayerKV:
+        """Rows with the attention that they received, which chooses the pivots."""
+        return MergingKV(column_sums=not self._skips(index))
+
+    def evict(self, kv: LayerKV, step: Step) -> None:
+        """Once, after the attention of the context's last chunk, so that the prefill itself is exact."""
+        if not step.compress:
+            return
+        kv.refuse_frozen()
+        rows = self.rows_in(step.layer, step.window)
+        if self._skips(step.layer) or (self.mode == "exact" and (rows is None or rows >= kv.n)):
+            return
+        joins = self.join(kv, rows)
+        if joins.any():
+            self._merge(kv, step, joins)
+
+    def join(self, kv: LayerKV, rows: int | None) -> Tensor:
+        """Which rows are merged with the next; `rows` is how many to leave, None: `eps` decides. [B, H_kv, n - 1]"""
+        count = kv.n
+        keys = kv.keys.float()
+        similarity = F.cosine_similarity(keys[:, :, :-1], keys[:, :, 1:], dim=-1)
+        protected = self._protected(kv, rows)
+        allowed = ~(protected[..., :-1] | protected[..., 1:])
+        if self.max_run is not None:
+            allowed &= torch.arange(1, count, device=keys.device) % self.max_run != 0
+        if rows is None:
+            return allowed & (similarity >= self.eps)
+        best = top_rows(similarity.masked_fill(~allowed, -torch.inf), count - rows)
+        return torch.zeros_like(allowed).scatter_(-1, best, True)
+
+    def _protected(self, kv: LayerKV, rows: int | None) -> Tensor:
+        """Which rows stay as they are: the last, and of the others those with the most attention. [B, H_kv, n]"""
+        recent, heavy = int(self.recent * kv.n), int(self.heavy * kv.n)
+        if rows is not None:  # the last take one neighbour each out of reach, the others at most two
+            room, needed = rows - 1 - self._borders(kv.n), recent + 2 * heavy
+            if needed > room:
+                recent, heavy = recent * room // needed, heavy * room // needed
+        mass = kv.scores.clone()
+        mass[..., kv.n - recent :] = -torch.inf
+        protected = mass == -torch.inf
+        return protected.scatter_(-1, top_rows(mass, heavy), True)
+
+    def _merge(self, kv: LayerKV, step: Step, joins: Tensor) -> None:
+        refine = REFINEMENTS if self.sigma == "fixed_point" else 0
+        sigma = FIRST_SIGMA if self.sigma == "fixed_point" else self.sigma
+        merged = merge_sets(kv.keys, kv.values, kv.scores, joins, sigma=sigma, refine=refine)
+        value, position, bias = merged.value, None, None
+        if self.value_mode == "sum":
+            value = (value.float() * merged.size[:, None]).to(value.dtype)
+        elif self.value_mode == "bias":
+            bias = merged.size.float().log()
+        if step.window is not None or kv.track:
+            places = kv.logical_positions().expand(*joins.shape[:2], -1).flatten(0, 1)
+            heads = torch.arange(places.shape[0], device=places.device).repeat_interleave(merged.counts.flatten())
+            position = places[heads, merged.pivot].to(torch.int32)
+        kv.freeze(merged.key, value, merged.counts, position=position, bias=bias)
+
+    def _skips(self, layer: int) -> bool:
+        return self.skipped is not None and layer in self.skipped
+
+    def _skipped(self, layers: int) -> tuple[int, ...]:
+        asked = (PAPER_SKIP if layers >= DEEP else ()) if self.skip is None else self.skip
+        if wrong := [x for x in asked if not -layers <= x < layers]:
+            raise UserError(
+                f"kvmerger: skip names layer {wrong[0]} of a model of {layers}. Allowed: {-layers} to {layers - 1}."
+            )
+        return tuple(sorted({x % layers for x in asked}))
+
+    def _borders(self, rows: int) -> int:
+        """Neighbours of so many rows that `max_run` keeps apart."""
+        return 0 if self.max_run is None else (rows - 1) // self.max_run
+
+
+def _dense_bytes(shape: Shape, layer: int) -> int:
+    return replace(shape, layers=(shape.layers[layer],)).dense_bytes

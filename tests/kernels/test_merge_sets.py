@@ -1,0 +1,92 @@
+"""Merging of runs of rows against one set at a time in float64, and against sets made by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvbench.kernels.merge_sets import merge_sets, naive
+
+GQA = (6, 2)
+
+
+def some(attention, n=23, dtype=torch.float32, share=0.6):
+    """Keys that are neighbours' relatives, values, masses with ties, and joins."""
+    _, keys, values = attention(GQA, 1, n, dtype=dtype)
+    generator = torch.Generator().manual_seed(3)
+    mass = torch.randint(4, (2, 2, n), generator=generator).float()
+    joins = torch.rand(2, 2, n - 1, generator=generator) < share
+    return keys, values, mass, joins
+
+
+@pytest.mark.parametrize("refine", [0, 2])
+@pytest.mark.parametrize("sigma", [0.5, 5.0])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 1.0], ids="{:.0%} joined".format)
+def test_equals_the_oracle(share, sigma, refine, attention, error):
+    """Keys, values, pivots, sizes and counts are those of a loop over sets."""
+    inputs = some(attention, share=share)
+    found = merge_sets(*inputs, sigma=sigma, refine=refine)
+    key, value, pivot, size, counts = naive.merge_sets(*inputs, sigma=sigma, refine=refine)
+    assert error(found.key, key) < 1e-5
+    assert error(found.value, value) < 1e-5
+    assert found.pivot.tolist() == pivot.tolist()
+    assert found.size.tolist() == size.tolist()
+    assert found.counts.tolist() == counts.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision(dtype, attention, error, allowed):
+    """In 16 bits the rows are rounded once, at the end."""
+    inputs = some(attention, dtype=dtype)
+    found = merge_sets(*inputs)
+    assert found.key.dtype == dtype
+    assert error(found.key, naive.merge_sets(*inputs)[0]) < allowed[dtype]
+
+
+def test_a_set_by_hand():
+    """Keys (1, 0) and (0.9, 0.1) under sigma 1: the pivot weighs 1 / (1 + exp(-0.01)) = 0.50250."""
+    keys, values = torch.tensor([[[[1.0, 0.0], [0.9, 0.1]]]]), torch.eye(2)[None, None]
+    merged = merge_sets(keys, values, torch.tensor([[[2.0, 1.0]]]), torch.tensor([[[True]]]), sigma=1.0)
+    assert merged.value[0].tolist() == pytest.approx([0.50250, 0.49750], abs=5e-6)
+    assert merged.key[0].tolist() == pytest.approx([0.950250, 0.049750], abs=5e-7)
+    other = merge_sets(keys, values, torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[True]]]), sigma=1.0)
+    assert other.value[0].tolist() == pytest.approx([0.49750, 0.50250], abs=5e-6)
+
+
+def test_the_weights_of_a_set_sum_to_one(attention):
+    """Values of one are still one, whatever the keys."""
+    keys, values, mass, joins = some(attention)
+    assert torch.allclose(merge_sets(keys, torch.ones_like(values), mass, joins, sigma=0.7).value, torch.ones(1))
+
+
+def test_sets_are_rows_without_joins(attention):
+    """A head has as many sets as rows that are not joined to the row before, and their sizes come to all rows."""
+    keys, values, mass, joins = some(attention)
+    merged = merge_sets(keys, values, mass, joins)
+    assert merged.counts.equal(23 - joins.sum(-1))
+    assert [int(x.sum()) for x in merged.size.split(merged.counts.flatten().tolist())] == [23] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_without_a_neighbour_keep_every_bit(dtype, attention):
+    """Without joins nothing changes, and a single row is what it was."""
+    keys, values, mass, joins = some(attention, dtype=dtype)
+    merged = merge_sets(keys, values, mass, torch.zeros_like(joins))
+    assert merged.key.equal(keys.flatten(0, 2))
+    assert merged.value.equal(values.flatten(0, 2))
+    assert merged.pivot.equal(torch.arange(23).repeat(4))
+
+
+def test_heads_do_not_touch(attention):
+    """The last row of a head is in no set with the first row of the next, though all rows are joined."""
+    keys, values, mass, joins = some(attention, share=1.0)
+    merged = merge_sets(keys, values, mass, joins)
+    assert merged.counts.tolist() == [[1, 1], [1, 1]]
+    one = merge_sets(keys[:1, 1:], values[:1, 1:], mass[:1, 1:], joins[:1, 1:])
+    assert one.key.equal(merged.key[1:2])
+
+
+def test_one_row(attention):
+    """A context of one token is one set."""
+    keys, values, mass, joins = some(attention, n=1)
+    assert merge_sets(keys, values, mass, joins).counts.tolist() == [[1, 1], [1, 1]]
