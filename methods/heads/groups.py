@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from kvbench.hf import Model
 
 LEAST_SHARE = 5
-"""Of a budget, a streaming head has at least the mean rows per head divided by this: heads do not take all the window of
-a short context, and RazorAttention's 15 % of the heads still fit a quarter of the dense bytes."""
+"""Of a budget, a streaming head has at least the mean rows per head divided by this: heads do not take the whole window
+of a short context, and RazorAttention's 15 % of the heads still fit a quarter of the dense bytes."""
 Head = tuple[int, int]
 """Layer, and KV head in it."""
 
@@ -122,7 +122,7 @@ class HeadMethod(Method):
         """Rows of both kinds of heads, and what streaming heads hold beside theirs."""
         if self.streaming is None:
             return shape.dense_bytes
-        whole = Counter(layer for layer, _ in (self.order or _costliest(shape))[: self.retrieval])
+        whole = self.whole_heads(shape)
         total = 0
         for index, layer in enumerate(shape.layers):
             held = shape.rows(layer)
@@ -132,6 +132,11 @@ class HeadMethod(Method):
             total += (layer.kv_heads - whole[index]) * head
             total += whole[index] * held * self.row_bytes(layer, shape, holes=False)
         return total
+
+    def whole_heads(self, shape: Shape) -> Counter[int]:
+        """How many KV heads of each layer keep every row, once the budget is fitted."""
+        order = self.order or _costliest(shape)
+        return Counter(layer for layer, _ in (order if self.streaming is None else order[: self.retrieval]))
 
     def _trimmed(self, window: int | None) -> int | None:
         """Rows of a streaming head of a layer; None: all that its window shows."""
