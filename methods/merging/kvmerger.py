@@ -76,8 +76,8 @@ class KVMerger(Method):
             ("The budget is met exactly: the most similar neighbours are joined until so many rows are left. The paper "
             "does not say how its budgets are met; mode=eps is its threshold, which takes no budget."),
             ("Values are weighted means. The paper's equation 7 multiplies them by the number of rows under one "
-            "softmax weight: value_mode=sum. value_mode=bias gives the row the weight of so many, and is exact for "
-            "equal rows."),
+            "softmax weight: value_mode=sum. value_mode=bias gives the row the weight of so many, is exact for equal "
+            "rows, and takes four bytes more per row."),
             ("Where the protected shares leave too few neighbours to join for the budget, both are lowered in "
             "proportion. At the defaults that is below 41 %."),
             "A merged row stands at its pivot's position where a window counts.",
@@ -86,8 +86,8 @@ class KVMerger(Method):
             "recent and heavy: the paper prints 0.17 % and 0.12 % for a budget of 50 %, read here as 17 % and 12 %.",
             ("sigma: the paper's definition is circular; 5 is where its ablation is best. fixed_point takes two rounds "
             "from there."),
-            ("skip: reported for models of 32 layers, whose first two and last have diffuse attention and merge little; "
-            "on models below 16 layers nothing is skipped unless it is set."),
+            ("skip: reported for models of 32 layers, whose first two and last merge little because their attention is "
+            "diffuse; on models below 16 layers nothing is skipped unless it is set."),
         ),
         limits=(
             "Rows that were merged are never merged again, and what comes after the context stays as it is.",
@@ -121,6 +121,8 @@ class KVMerger(Method):
         """Which layers are merged, and to how many rows, so that the mean over all layers is the budget."""
         skipped = self._skipped(len(shape.layers))
         if self.mode == "eps":
+            if len(skipped) == len(shape.layers):
+                raise UserError(f"kvmerger: skip={list(skipped)} is every layer of the model. Merge one of them.")
             if budget is not None:
                 raise UserError(
                     f"kvmerger takes no budget with mode=eps, got {budget}: the threshold and the text decide what is "
@@ -137,9 +139,9 @@ class KVMerger(Method):
         if rows < least:
             reachable = math.ceil((least * (dense - whole) + whole * shape.length) / dense)
             raise UserError(
-                f"kvmerger: a budget of {fitted.rows} rows per KV head of {shape.length} cannot be reached: of "
-                f"{len(shape.layers)} layers {len(skipped)} are not merged (skip={list(skipped)}), and the others need "
-                f"{least} rows each (max_run={self.max_run}). Use --budget {reachable} or more, or other settings."
+                f"kvmerger: a budget of {fitted.rows} rows per KV head of {shape.length} cannot be reached: "
+                f"{len(skipped)} of {len(shape.layers)} layers are not merged (skip={list(skipped)}), and the others come "
+                f"down to {least} (max_run={self.max_run}). Use --budget {reachable} or more, or other settings."
             )
         return replace(fitted, merged_rows=rows)
 
