@@ -83,7 +83,19 @@ def _budget(method: Method, length: int = LENGTH) -> Budget | None:
 def _full(method: Method) -> Budget | None:
     if method.card.budget is BudgetKind.BITS:
         raise NotApplicableError("its settings are never the dense cache")
-    return None if method.card.budget is BudgetKind.NONE else FULL
+    budget = None if method.card.budget is BudgetKind.NONE else FULL
+    with _session(method, tiny_model(), budget) as session:
+        session.prefill(_ids(LENGTH))
+        proof = session.certificate()
+    if not proof.identity:
+        assert _rounds(proof), "at its full budget it is no identity, and its stores show no row that was rounded"
+        raise NotApplicableError("every row is kept, and rounded")
+    return budget
+
+
+def _rounds(proof: Certificate) -> bool:
+    """Whether the stores say that rows became codes."""
+    return bool(proof.facts.get("rows_quantised"))
 
 
 @contextmanager
@@ -259,21 +271,20 @@ def chunks_do_not_matter(method: Method) -> str:
         with _session(method, model, _budget(method), track=True) as whole:
             logits, kept = whole.prefill(_ids(LENGTH)), _kept_or_none(whole)
             scores = whole.score(_ids(9, seed=3))
+            rounds = method.card.budget is BudgetKind.BITS or _rounds(whole.certificate())
         for chunk in sizes:
             what = f"{name}, chunks of {chunk}"
             with _session(method, model, _budget(method), chunk=chunk, track=True) as parts:
                 worst = max(worst, _close(parts.prefill(_ids(LENGTH)), logits, what))
                 found = _kept_or_none(parts)
                 assert found is None or kept is None or _same(found, kept), f"{what}: other rows were kept"
-                allowed = _rounding(method, model, scores)
+                allowed = _rounding(model, scores) if rounds else TOLERANCE
                 worst = max(worst, _close(parts.score(_ids(9, seed=3)), scores, f"after {what}", allowed))
     return f"chunks of 1, 7 and 50; worst logit difference {worst:.1e}"
 
 
-def _rounding(method: Method, model: Model, scores: Tensor) -> float:
-    """The difference allowed after compression: where rows are rounded to codes, one on an edge may fall either way."""
-    if method.card.budget is not BudgetKind.BITS:
-        return TOLERANCE
+def _rounding(model: Model, scores: Tensor) -> float:
+    """The difference allowed after compression where rows are rounded to codes: one on an edge may fall either way."""
     with _session(Dense(), model, None) as dense:
         dense.prefill(_ids(LENGTH))
         return max(TOLERANCE, 0.05 * _worst(dense.score(_ids(9, seed=3)), scores))

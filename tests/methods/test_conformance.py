@@ -15,7 +15,7 @@ from kvbench.registry import find_method, list_entries
 from kvbench.selection import ScoredMethod, protect_last
 from kvbench.store import LayerKV
 
-NAMES = [*(x.name for x in list_entries("method")), "snapkv+adakv"]
+NAMES = [*(x.name for x in list_entries("method")), "snapkv+adakv", "snapkv+kivi", "razor-attention+kivi"]
 
 
 @pytest.mark.parametrize(
@@ -122,6 +122,16 @@ class OffByOne(Honest):
         if step.compress and self.rows is None:
             kv.keep(torch.arange(1, kv.n).expand(*kv.keys.shape[:2], -1))
         super().evict(kv, step)
+
+
+@fault("identity at full budget", "no row that was rounded")
+@dataclass(frozen=True)
+class NeverTheSame(Louder):
+    """Says that it is not the dense cache at its full budget either, so as not to be compared with it."""
+
+    def identity(self, shape):
+        """Never."""
+        return False
 
 
 @fault("first token is exact", "logits differ")

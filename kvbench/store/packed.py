@@ -1,0 +1,317 @@
+"""Rows as packed codes: keys in groups of tokens, values in groups of channels, and the last rows exact (KIVI)."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbench.errors import UserError
+from kvbench.kernels.pack import Codes, dequantise, quantise, unpack
+from kvbench.kernels.packed_attention import packed_partial
+from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials
+from kvbench.method import Step
+from kvbench.store.layer import LayerKV
+from kvbench.store.tiers import AppendedRows
+
+COUNT_BLOCK = 1024
+"""Rows whose codes are counted at a time."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How rows become codes."""
+
+    key_bits: int
+    value_bits: int
+    group: int
+    """Rows that share a scale and a minimum in each channel of their keys, and channels that do in each value; a value
+    that is narrower is one group."""
+    residual: int
+    """Keys are packed in blocks of so many rows, a multiple of `group`; so many last values stay exact."""
+    later: bool
+    """Whether rows that come after the context are packed too."""
+
+    def packed_keys(self, rows: int) -> int:
+        """How many of a KV head's rows have packed keys."""
+        return rows - rows % self.residual
+
+    def packed_values(self, rows: int) -> int:
+        """How many of a KV head's rows have packed values."""
+        return max(0, rows - self.residual)
+
+
+class Residual:
+    """The last rows of a tensor, exactly: rows come at the back of a small block and leave at its front."""
+
+    def __init__(self, rows: Tensor, capacity: int) -> None:
+        self.n, self._first = rows.shape[2], 0
+        self.block = rows.new_empty((*rows.shape[:2], max(self.n, capacity), rows.shape[3]))
+        self.block[:, :, : self.n] = rows
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows held. [B, H_kv, n, D]"""
+        return self.block[:, :, self._first : self._first + self.n]
+
+    def append(self, rows: Tensor) -> None:
+        """Add rows; those held move to the front where the block ends, into a larger one where it is too small."""
+        count = rows.shape[2]
+        if self._first + self.n + count > self.block.shape[2]:
+            self.reserve(count)
+            self.block[:, :, : self.n] = self.rows.clone()
+            self._first = 0
+        self.block[:, :, self._first + self.n : self._first + self.n + count] = rows
+        self.n += count
+
+    def take(self, count: int) -> Tensor:
+        """The oldest rows, which are held no longer; read them before anything is added. [B, H_kv, count, D]"""
+        rows = self.rows[:, :, :count]
+        self._first, self.n = self._first + count, self.n - count
+        return rows
+
+    def reserve(self, rows: int) -> None:
+        """Have room for more rows."""
+        if self.n + rows > self.block.shape[2]:
+            held = self.rows
+            self.block, self._first = held.new_empty((*held.shape[:2], self.n + rows, held.shape[3])), 0
+            self.block[:, :, : self.n] = held
+
+    def fork(self) -> Residual:
+        """A copy: the block is written in place."""
+        other = copy.copy(self)
+        other.block = self.block.clone()
+        return other
+
+    def spare_bytes(self) -> int:
+        """Bytes that hold no row."""
+        size = self.block.untyped_storage().nbytes()
+        return size - size * self.n // self.block.shape[2] if self.block.shape[2] else 0
+
+
+class PackedRows:
+    """All rows of a layer: packed ones, and a residual that keys and values leave at different times.
+
+    So the last packed keys may belong to values that are still exact, never the other way round.
+    """
+
+    def __init__(self, rows: dict[str, Tensor], packing: Packing, capacity: int) -> None:
+        key, value = rows["key"], rows["value"]
+        self.packing, self.n = packing, key.shape[2]
+        self._widths = key.shape[3], value.shape[3]
+        keys, values = packing.packed_keys(self.n), packing.packed_values(self.n)
+        later = max(0, capacity - self.n)
+        most, room = (self.n + later, 2 * packing.residual) if packing.later else (self.n, packing.residual + later)
+        self.keys = AppendedRows(self._key_codes(key[:, :, :keys]), packing.packed_keys(most) // packing.group)
+        self.values = AppendedRows(self._value_codes(value[:, :, :values]), packing.packed_values(most))
+        self.last_keys = Residual(key[:, :, keys:], room)
+        self.last_values = Residual(value[:, :, values:], room)
+        where = {"position": rows["position"]} if "position" in rows else None
+        self.where = None if where is None else AppendedRows(where, self.n + later)
+
+    def _key_codes(self, keys: Tensor) -> dict[str, Tensor]:
+        """By group of tokens: codes [B, H_kv, groups, tokens, bytes], scales and minima [B, H_kv, groups, D]."""
+        codes = quantise(keys, self.packing.key_bits, tokens=self.packing.group)
+        packed = codes.packed.unflatten(2, (codes.scale.shape[2], self.packing.group))
+        return {"packed": packed, "scale": codes.scale, "minimum": codes.minimum}
+
+    def _value_codes(self, values: Tensor) -> dict[str, Tensor]:
+        codes = quantise(values, self.packing.value_bits, channels=min(self.packing.group, values.shape[3]))
+        return {"packed": codes.packed, "scale": codes.scale, "minimum": codes.minimum}
+
+    def codes(self) -> tuple[Codes, Codes]:
+        """Packed keys and packed values, as views."""
+        keys, values = self.keys.held(), self.values.held()
+        return (
+            Codes(keys["packed"].flatten(2, 3), keys["scale"], keys["minimum"], self.packing.key_bits, self._widths[0]),
+            Codes(values["packed"], values["scale"], values["minimum"], self.packing.value_bits, self._widths[1]),
+        )
+
+    def append(self, rows: dict[str, Tensor]) -> None:
+        """Add rows, exactly; `flush` packs."""
+        self.last_keys.append(rows["key"])
+        self.last_values.append(rows["value"])
+        if self.where is not None:
+            self.where.append({"position": rows["position"]})
+        self.n += rows["key"].shape[2]
+
+    def flush(self) -> None:
+        """Pack what is too much for the residual: keys in whole blocks, values one by one."""
+        if not self.packing.later:
+            return
+        keys, values = self.packing.packed_keys(self.last_keys.n), self.packing.packed_values(self.last_values.n)
+        if keys:
+            self.keys.append(self._key_codes(self.last_keys.take(keys)))
+        if values:
+            self.values.append(self._value_codes(self.last_values.take(values)))
+
+    def parts(self, query: Tensor, *, seen: int, positions: Tensor | None, **options: Any) -> list[Partial]:
+        """Attention of the last T rows over codes, over packed keys of exact values, and over exact rows."""
+        keys, values = self.codes()
+        both, packed = values.packed.shape[2], keys.packed.shape[2]
+        at = [None] * 3 if positions is None else positions.split([both, packed - both, self.n - packed], dim=2)
+        parts = []
+        if both:
+            parts.append(
+                packed_partial(query, keys, values, seen=seen, positions=at[0], start=seen - self.n, **options)
+            )
+        exact = self.last_values.rows
+        if packed > both:
+            first = both // self.packing.group * self.packing.group
+            between = dequantise(keys.rows(first, packed))[:, :, both - first :].to(exact.dtype)
+            total = torch.tensor(self.n - both, device=query.device)  # from here to the last query
+            parts.append(dense_partial(
+                query, between, exact[:, :, : packed - both], seen=seen, positions=at[1], length=total, **options
+            ))
+        rest = exact[:, :, packed - both :]
+        parts.append(dense_partial(query, self.last_keys.rows, rest, seen=seen, positions=at[2], **options))
+        return parts
+
+    def reserve(self, tokens: int, forward: int) -> None:
+        """Make room for `tokens` more rows, of which up to `forward` are exact before they are packed."""
+        if self.packing.later:
+            rows, exact = self.n + tokens, self.packing.residual + forward
+            self.keys.reserve(self.packing.packed_keys(rows) // self.packing.group - self.keys.n)
+            self.values.reserve(self.packing.packed_values(rows) - self.values.n)
+        else:
+            exact = tokens
+        for last in (self.last_keys, self.last_values):
+            last.reserve(exact)
+        if self.where is not None:
+            self.where.reserve(tokens)
+
+    def _blocks(self) -> list[AppendedRows]:
+        return [x for x in (self.keys, self.values, self.where) if x is not None]
+
+    def fork(self) -> PackedRows:
+        """The same rows, for one who goes on by itself: codes are shared, the residual is copied."""
+        other = copy.copy(self)
+        other.keys, other.values = self.keys.fork(), self.values.fork()
+        other.last_keys, other.last_values = self.last_keys.fork(), self.last_values.fork()
+        other.where = None if self.where is None else self.where.fork()
+        return other
+
+    def close(self) -> None:
+        """Give the rows back."""
+        for block in self._blocks():
+            block.close()
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that it keeps alive."""
+        return [*(x for block in self._blocks() for x in block.tensors()), self.last_keys.block, self.last_values.block]
+
+    def spare_bytes(self) -> int:
+        """Bytes that hold no row yet, or no longer."""
+        blocks = sum(block.spare_bytes() for block in self._blocks())
+        return blocks + self.last_keys.spare_bytes() + self.last_values.spare_bytes()
+
+
+@dataclass
+class PackedKV(LayerKV):
+    """Exact rows until `pack` ends the context; codes and an exact residual from then on."""
+
+    packing: Packing | None = None
+
+    packed: PackedRows | None = field(default=None, init=False)
+
+    def pack(self) -> None:
+        """End the context: the rows held become codes, but for the residual."""
+        assert self.packing is not None and self._buffer is not None and self.frozen is None
+        self.packed = PackedRows(self._held(), self.packing, self.n + max(0, self.capacity - self.seen))
+        self._buffer.leave(self)
+        self._buffer = None
+        self.column_sums = False
+
+    def flush(self) -> None:
+        """Pack what later forwards brought; see `PackedRows.flush`."""
+        if self.packed is not None:
+            self.packed.flush()
+
+    def refuse_frozen(self) -> None:
+        """Refuse to compress what is packed (`UserError`)."""
+        if self.packed is not None:
+            raise UserError("packed rows cannot be compressed a second time. Leave --recompress out.")
+        super().refuse_frozen()
+
+    @property
+    def positions(self) -> Tensor | None:
+        """Logical positions of all rows, where they are stored. [B, H_kv, n] int32"""
+        if self.packed is None:
+            return super().positions
+        return None if self.packed.where is None else self.packed.where.held()["position"]
+
+    def append(self, step: Step) -> None:
+        """Add a forward's rows, exactly."""
+        if self.packed is None:
+            super().append(step)
+            return
+        self.seen, self._window = step.seen, step.window
+        self.packed.append(self._rows(step))
+        self.n = self.packed.n
+
+    def reserve(self, tokens: int, forward: int) -> None:
+        """Make room for `tokens` more tokens, of which up to `forward` come before anything is packed."""
+        if self.packed is None:
+            super().reserve(tokens, forward)
+        else:
+            self.packed.reserve(tokens, forward)
+
+    def attend(self, step: Step) -> Tensor:
+        """Attention output of the last T rows over every row held. [B, H_q, T, D_v]"""
+        if self.packed is None:
+            return super().attend(step)
+        parts = self.packed.parts(
+            step.query, seen=step.seen, positions=self._where(), scale=step.scale, window=step.window,
+            softcap=step.softcap,
+        )
+        return merge_partials(parts, step.sinks).to(step.query.dtype)
+
+    def fork(self) -> LayerKV:
+        """A copy that may go on by itself."""
+        other = super().fork()
+        assert isinstance(other, PackedKV)
+        other.packed = None if self.packed is None else self.packed.fork()
+        return other
+
+    def close(self) -> None:
+        """Give the rows back."""
+        super().close()
+        if self.packed is not None:
+            self.packed.close()
+            self.packed = None
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that the layer keeps alive."""
+        return super().tensors() + ([] if self.packed is None else self.packed.tensors())
+
+    def spare_bytes(self) -> int:
+        """Bytes that hold no row."""
+        return super().spare_bytes() if self.packed is None else self.packed.spare_bytes()
+
+    def rows_kept(self) -> list[int]:
+        """Rows held by each (batch, KV head)."""
+        if self.packed is None:
+            return super().rows_kept()
+        batch, heads = self.packed.last_keys.block.shape[:2]
+        return [self.n] * (batch * heads)
+
+    def facts(self) -> dict[str, int]:
+        """Rows whose keys are packed, and the distinct codes of keys and of values, at most 2 ** bits."""
+        facts = {**super().facts(), "rows_quantised": 0}
+        if self.packed is not None:
+            keys, values = self.packed.codes()
+            facts["rows_quantised"] = keys.packed.shape[2] * len(self.rows_kept())
+            facts |= {"distinct_key_codes": distinct(keys), "distinct_value_codes": distinct(values)}
+        return facts
+
+
+def distinct(codes: Codes) -> int:
+    """How many different codes there are."""
+    found = torch.zeros(2**codes.bits, dtype=torch.bool)
+    for start in range(0, codes.packed.shape[2], COUNT_BLOCK):
+        block = codes.packed[:, :, start : start + COUNT_BLOCK]
+        found[unpack(block, codes.bits, codes.width).flatten().long().cpu()] = True
+    return int(found.sum())
