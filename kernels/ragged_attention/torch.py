@@ -63,19 +63,21 @@ def dense_partial(
 ) -> Partial:
     """Attention over a dense tail whose last T rows are the queries' own; see `dense_attention`."""
     n_query, n_key = query.shape[2], keys.shape[2]
-    kv_heads = keys.shape[1]
-    outputs, sums = [], []
+    batch, kv_heads = keys.shape[:2]
+    grouped = query.unflatten(1, (kv_heads, -1))  # [B, H_kv, G, T, D]
+    output = query.new_empty((*grouped.shape[:4], values.shape[3]), dtype=torch.float32)
+    lse = query.new_empty(grouped.shape[:4], dtype=torch.float32)
     for low in range(0, n_query, QUERY_BLOCK):
         block = slice(low, min(low + QUERY_BLOCK, n_query))
         before = n_key - n_query + low if length is None else length - n_query + low
         mask = visible_rows(before, block.stop - low, n_key, window, positions, seen - n_query + low, query.device)
-        mask = mask if mask.dim() == 2 else mask[:, :, None]  # [B, H_kv, 1, t, n]
-        output, lse = _attend(
-            query[:, :, block].unflatten(1, (kv_heads, -1)), keys[:, :, None], values[:, :, None], mask, scale, softcap
-        )
-        outputs.append(output.flatten(1, 2))
-        sums.append(lse.flatten(1, 2))
-    return Partial(torch.cat(outputs, dim=2), torch.cat(sums, dim=2))
+        masks = mask.expand(batch, kv_heads, -1, -1)  # [B, H_kv, t, n]
+        for b in range(batch):
+            for h in range(kv_heads):  # as a batch, keys would be copied for every query head of the group
+                output[b, h, :, block], lse[b, h, :, block] = _attend(
+                    grouped[b, h, :, block], keys[b, h], values[b, h], masks[b, h], scale, softcap
+                )
+    return Partial(output.flatten(1, 2), lse.flatten(1, 2))
 
 
 def merge_partials(parts: list[Partial], sinks: Tensor | None = None) -> Tensor:
