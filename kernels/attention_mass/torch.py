@@ -5,8 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvbench.kernels.ragged_attention.torch import Partial
+
 BLOCK_ELEMENTS = 1 << 22
 """Logits held at a time."""
+
+
+def joint_lse(parts: list[Partial], sinks: Tensor | None = None) -> Tensor:
+    """Log of the normaliser of one softmax over all the parts' rows and a sink logit per head. [B, H_q, T] float32"""
+    lse = torch.stack([part.lse for part in parts]).logsumexp(0)
+    return lse if sinks is None else torch.logaddexp(lse, sinks.float().view(1, -1, 1))
 
 
 def attention_mass(

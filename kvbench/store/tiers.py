@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.kernels.attention_mass import attention_mass
+from kvbench.kernels.attention_mass import attention_mass, joint_lse
 from kvbench.kernels.pack import Codes, dequantise, quantise
 from kvbench.kernels.packed_attention import packed_partial
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials
@@ -195,10 +195,7 @@ class TieredKV(LayerKV):
             codes = self.low.view(rows, self._widths)
             parts.append(packed_partial(balanced, *codes, positions=rows.get("position"), **options))
         parts += self._high_parts(step, balanced, options)
-        lse = torch.stack([x.lse for x in parts])
-        if step.sinks is not None:
-            lse = torch.cat([lse, step.sinks.float().view(1, 1, -1, 1).expand_as(lse[:1])])
-        self._score(step, balanced, lse.logsumexp(0))
+        self._score(step, balanced, joint_lse(parts, step.sinks))
         return merge_partials(parts, step.sinks).to(step.query.dtype)
 
     def _high_parts(self, step: Step, balanced: Tensor, options: dict[str, Any]) -> list[Partial]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvbench.kernels.attention_mass import attention_mass, naive
+from kvbench.kernels.attention_mass import attention_mass, joint_lse, naive
 from kvbench.kernels.attention_mass import torch as plain
 from kvbench.kernels.column_sums import column_sums
+from kvbench.kernels.ragged_attention import Partial
 
 OPTIONS = {
     "plain": {},
@@ -62,3 +63,13 @@ def test_memory_is_linear(attention, largest, monkeypatch):
     monkeypatch.setattr(plain, "BLOCK_ELEMENTS", 1 << 14)
     query, keys, _ = attention((2, 1), 2000, 4000, batch=1)
     assert largest(lambda: attention_mass(query, keys, torch.arange(2000, 4000), scale=0.3)) <= query.numel() * 3
+
+
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-2, 3, 6)], ids=["plain", "sinks"])
+def test_the_joint_normaliser_is_that_of_one_softmax(sinks):
+    """Logits cut into parts, one of which sees nothing, have the log-sum-exp of all of them and the sinks."""
+    logits = torch.randn(2, 6, 5, 20, generator=torch.Generator().manual_seed(1))
+    nothing = torch.full((2, 6, 5, 1), -torch.inf)
+    parts = [Partial(x[..., :1], x.logsumexp(-1)) for x in (*logits.split([7, 13], dim=-1), nothing)]
+    column = [] if sinks is None else [sinks.view(1, 6, 1, 1).expand(2, 6, 5, 1)]
+    assert torch.allclose(joint_lse(parts, sinks), torch.cat([logits, *column], dim=-1).logsumexp(-1))

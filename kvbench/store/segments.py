@@ -1,0 +1,133 @@
+"""Rows as segments of codes in two precisions, each segment with parameters of its own, and an exact tail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.attention_mass import joint_lse
+from kvbench.kernels.pack import Codes, quantise
+from kvbench.kernels.packed_attention import packed_partial
+from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials
+from kvbench.method import Step
+from kvbench.store.layer import LayerKV
+from kvbench.store.rows import gather
+
+
+@dataclass(frozen=True)
+class CodedRows:
+    """Rows of one precision: keys with a scale per channel, values with one per row, which all heads share."""
+
+    key: Codes  # scale [B, H_kv, 1, D]
+    value: Codes  # scale [B, 1, n, 1]
+    position: Tensor | None  # [B, H_kv, n] int32, where a window has to count tokens
+
+    @classmethod
+    def encode(cls, key: Tensor, value: Tensor, position: Tensor | None, bits: int) -> CodedRows:
+        """Rows of codes. key: [B, H_kv, n, D]; value: [B, H_kv, n, D_v], its channels made equal."""
+        rows = quantise(value.transpose(1, 2), bits, tokens=value.shape[1], channels=value.shape[3])  # [B, n, H_kv, ..]
+        value_codes = replace(
+            rows, packed=rows.packed.transpose(1, 2).contiguous(), scale=rows.scale.transpose(1, 2),
+            minimum=rows.minimum.transpose(1, 2),
+        )
+        return cls(quantise(key, bits, tokens=key.shape[2]), value_codes, position)
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that it keeps alive."""
+        held = [x for codes in (self.key, self.value) for x in (codes.packed, codes.scale, codes.minimum)]
+        return held if self.position is None else [*held, self.position]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens, never written again: forks share them."""
+
+    channel: Tensor  # what values were divided by, [B, H_kv, 1, D_v] float16
+    rows: tuple[CodedRows, ...]
+
+    def partials(self, query: Tensor, options: dict[str, Any]) -> list[Partial]:
+        """Attention over the rows of each precision."""
+        group = query.shape[1] // self.channel.shape[1]
+        channel = self.channel.float().repeat_interleave(group, dim=1)  # [B, H_q, 1, D_v]
+        parts = [packed_partial(query, x.key, x.value, positions=x.position, **options) for x in self.rows]
+        return [Partial(x.output * channel, x.lse) for x in parts]
+
+    @property
+    def n(self) -> int:
+        """Rows of a KV head."""
+        return sum(x.key.packed.shape[2] for x in self.rows)
+
+
+@dataclass
+class SegmentedKV(LayerKV):
+    """An exact tail that is coded from its front, a segment at a time; every exact row has a score for its method."""
+
+    bounded: bool = True
+    segments: list[Segment] = field(default_factory=list, init=False)
+
+    def _rows(self, step: Step) -> dict[str, Tensor]:
+        score = torch.zeros(step.key.shape[:3], dtype=torch.float32, device=step.key.device)
+        return {**super()._rows(step), "score": score}
+
+    def encode(self, count: int, important: Tensor, high_bits: int, low_bits: int, room: int) -> None:
+        """Turn the first rows into a segment: important ones in more bits. The tail keeps room for so many rows.
+
+        important: [B, H_kv, C], ascending indices below `count`, equally many for every head.
+        """
+        held = self._held()
+        first = {name: held[name][:, :, :count] for name in ("key", "value")}
+        heads = first["key"].shape[:2]
+        if self._window is not None:
+            first["position"] = self.logical_positions().to(torch.int32).expand(*heads, -1)[..., :count]
+        rest = torch.ones(*heads, count, dtype=torch.int32, device=important.device).scatter(2, important, 0)
+        others = rest.argsort(dim=-1, descending=True, stable=True)[..., : count - important.shape[2]]
+        largest = first["value"].abs().amax(2, keepdim=True).float()
+        channel = largest.sqrt().masked_fill(largest == 0, 1.0).to(torch.float16)
+        rows = []
+        for indices, bits in ((important, high_bits), (others, low_bits)):
+            if indices.shape[2]:
+                chosen = {name: gather(x, indices) for name, x in first.items()}
+                equal = chosen["value"].float() / channel.float()
+                rows.append(CodedRows.encode(chosen["key"], equal, chosen.get("position"), bits))
+        self.segments = [*self.segments, Segment(channel, tuple(rows))]
+        assert self._buffer is not None
+        tail = {name: x[:, :, count:].clone() for name, x in held.items()}
+        if len(self.segments) == 1:
+            self._replace(tail, room)
+        else:
+            self._buffer.write(0, tail)
+            self.n -= count
+
+    def attend_with_lse(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Attention over all segments and the tail, and the log of its normaliser. [B, H_q, T, D_v], [B, H_q, T]"""
+        options: dict[str, Any] = {
+            "scale": step.scale, "seen": step.seen, "window": step.window, "softcap": step.softcap
+        }
+        parts = [part for segment in self.segments for part in segment.partials(step.query, options)]
+        parts.append(dense_partial(step.query, self.keys, self.values, positions=self._where(), **options))
+        return merge_partials(parts, step.sinks).to(step.query.dtype), joint_lse(parts, step.sinks)
+
+    def close(self) -> None:
+        """Give segments and tail back."""
+        super().close()
+        self.segments = []
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of segments and tail."""
+        held = [x for segment in self.segments for rows in segment.rows for x in rows.tensors()]
+        return super().tensors() + held + [segment.channel for segment in self.segments]
+
+    def rows_kept(self) -> list[int]:
+        """Rows of segments and tail."""
+        coded = sum(segment.n for segment in self.segments)
+        return [x + coded for x in super().rows_kept()]
+
+    def facts(self) -> dict[str, int]:
+        """Rows that are codes, and the distinct bytes among their keys."""
+        packed = [rows.key.packed.flatten() for segment in self.segments for rows in segment.rows]
+        coded = sum(segment.n for segment in self.segments) * len(self.rows_kept())
+        distinct = int(torch.bincount(torch.cat(packed)).count_nonzero()) if packed else 0
+        return {**super().facts(), "rows_quantised": coded, "distinct_codes": distinct}

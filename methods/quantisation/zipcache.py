@@ -1,0 +1,177 @@
+"""ZipCache: salient tokens in four bits, the others in two."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvbench.errors import UserError
+from kvbench.kernels.attention_mass import attention_mass
+from kvbench.kernels.pack import BITS, packed_width
+from kvbench.method import POSITION_BYTES, BudgetKind, Card, Phase, Shape, Step, Upstream
+from kvbench.precision import TwoPrecisions
+from kvbench.selection import top_rows
+from kvbench.store import LayerKV
+from kvbench.store.segments import SegmentedKV
+
+PARAMETER_BYTES = 4
+"""A scale and a minimum in float16."""
+CHANNEL_BYTES = 2
+
+
+@dataclass(frozen=True)
+class ZipCache(TwoPrecisions):
+    """Codes every row, salient ones in more bits: keys with a scale per channel, values per token of equal channels."""
+
+    important: float = 0.6
+    """Share of rows in the higher precision, where no budget is asked for."""
+    high_bits: int = 4
+    low_bits: int = 2
+    recent_probes: float = 0.05
+    """Share of the tokens that are probes because they are the last."""
+    random_probes: float = 0.05
+    """Share of the tokens that are probes by chance."""
+    normaliser: Literal["visible", "length"] = "visible"
+    """What a row's attention is divided by: the probes that see it, or, as in the authors' code, all tokens from it on.
+    """
+    gap: int = 100
+    """Tokens that are held exactly until they become codes together."""
+
+    card: ClassVar[Card] = Card(
+        name="zipcache",
+        title="ZipCache: Accurate and Efficient KV Cache Quantization with Salient Token Identification",
+        idea="The mean attention that a token receives from the probes that see it tells whether it is salient. "
+        "Salient tokens get four bits and the others two, with parameters so few that they hardly count.",
+        arxiv="2405.14256",
+        year=2024,
+        family="quantisation",
+        stages=("generation", "compression"),
+        budget=BudgetKind.BITS,
+        heads="pooled",
+        upstream=Upstream(repo="ThisisBillhe/ZipCache", commit=None, licence=None),
+        deviations=(
+            ("After the context each block of `gap` tokens is coded once, with parameters of its own; the authors "
+            "bring the whole cache back and code it anew."),
+            ("Later turns are cut into blocks like answers, at the turn's end. A block's probes are its own last and "
+            "random tokens; the authors' code takes the current query alone and knows one turn."),
+            "Random probes are drawn without replacement, the same for all sequences of a batch, others by layer.",
+            "Keys have a range per sequence; the authors' code takes it over the batch.",
+            "Scales are rounded up and minima down to float16, so that codes cover their range.",
+        ),
+        unverified=("Probes of a block after the context: its share of last and random tokens, as in the prompt.",),
+        limits=(
+            "One outlying token sets a channel's range for all keys of its precision: long contexts lose accuracy.",
+            "A conversation of many blocks reads each by itself: steps get slower by a little with every block.",
+        ),
+    )
+
+    graphable: ClassVar[str | None] = "the tail becomes codes every `gap` tokens, which changes the shapes."
+
+    def __post_init__(self) -> None:
+        """Refuse settings without a meaning."""
+        super().__post_init__()
+        for name in ("important", "recent_probes", "random_probes"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"zipcache: {name} must be between 0 and 1, got {getattr(self, name)}.")
+        for name in ("high_bits", "low_bits"):
+            if getattr(self, name) not in BITS:
+                raise UserError(
+                    f"zipcache: {name} must be one of {', '.join(map(str, BITS))}, got {getattr(self, name)}."
+                )
+        if self.low_bits > self.high_bits:
+            raise UserError(f"zipcache: low_bits of {self.low_bits} is above high_bits of {self.high_bits}.")
+        if self.gap < 1:
+            raise UserError(f"zipcache: gap must be 1 token or more, got {self.gap}; the default is 100.")
+
+    # What it comes to
+
+    @property
+    def paper_share(self) -> float:
+        """The setting `important`."""
+        return self.important
+
+    def high_rows(self, rows: int) -> int:
+        """All but the whole number of unimportant rows."""
+        return rows - math.floor((1 - self.high_share) * rows + 1e-9)  # 0.4 of 5 rows is 2, whatever 1 - 0.6 is
+
+    def declared_bytes(self, shape: Shape) -> int:
+        """Codes; a scale and a minimum per channel and precision, and per row; channels; positions for a window."""
+        total = 0
+        for layer in shape.layers:
+            rows = shape.rows(layer)
+            high = self.high_rows(rows)
+            head = layer.value_dim * CHANNEL_BYTES + (0 if layer.window is None else rows * POSITION_BYTES)
+            for count, bits in ((high, self.high_bits), (rows - high, self.low_bits)):
+                head += count * (packed_width(layer.key_dim, bits) + packed_width(layer.value_dim, bits))
+                head += layer.key_dim * PARAMETER_BYTES if count else 0
+            total += layer.kv_heads * head + rows * PARAMETER_BYTES
+        return total
+
+    # What it does
+
+    def layer(self, index: int) -> LayerKV:
+        """Segments of codes and an exact tail."""
+        del index
+        return SegmentedKV()
+
+    def probes(self, layer: int, tokens: int, block: int = 0) -> Tensor:
+        """Which of a block's tokens are probes, ascending: the last ones, and random ones before them. [P]"""
+        recent = max(1, round(self.recent_probes * tokens))
+        before = tokens - recent
+        generator = torch.Generator().manual_seed(layer * 1_000_003 + block)
+        chosen = torch.randperm(before, generator=generator)[: round(self.random_probes * tokens)]
+        return torch.cat([chosen.sort().values, torch.arange(before, tokens)])
+
+    def attend(self, kv: LayerKV, step: Step) -> Tensor:
+        """Attention over segments and tail; probes say on the way what they look at."""
+        assert isinstance(kv, SegmentedKV)
+        count, device = step.query.shape[2], step.query.device
+        options: dict[str, Any] = {"scale": step.scale, "window": step.window, "softcap": step.softcap}
+        if not kv.segments:
+            assert self.length is not None, "fit first: which tokens are probes depends on the context's length"
+            first = step.seen - count
+            here = self.probes(step.layer, self.length)
+            here = here[(here >= first) & (here < step.seen)].to(device)
+            kv.scores.add_(attention_mass(
+                step.query[:, :, here - first], kv.keys, here - (step.seen - kv.n), sinks=step.sinks, **options
+            ))
+            return kv.attend(step)
+        output, lse = kv.attend_with_lse(step)
+        first = kv.n - count  # of the tail's rows, the queries' own
+        for low in range(first // self.gap * self.gap, kv.n, self.gap):
+            block = slice(low, min(low + self.gap, kv.n))
+            here = self.probes(step.layer, self.gap, len(kv.segments) + low // self.gap) + low
+            here = here[(here >= first) & (here < kv.n)].to(device)
+            if here.numel():
+                new = here - first
+                kv.scores[:, :, block].add_(attention_mass(
+                    step.query[:, :, new], kv.keys[:, :, block], here - low, lse=lse[:, :, new], **options
+                ))
+        return output
+
+    def evict(self, kv: LayerKV, step: Step) -> None:
+        """The context becomes codes at its end, what comes later in blocks."""
+        assert isinstance(kv, SegmentedKV)
+        if step.phase is Phase.CONTEXT:
+            if step.compress:
+                assert step.seen == self.length, "a context of another length than the budget was fitted to"
+                self._encode(kv, step, kv.n, self.probes(step.layer, step.seen) - (step.seen - kv.n))
+        elif step.last:
+            while kv.n >= self.gap:
+                self._encode(kv, step, self.gap, self.probes(step.layer, self.gap, len(kv.segments)))
+
+    def _encode(self, kv: SegmentedKV, step: Step, count: int, probes: Tensor) -> None:
+        """Code the first rows of the tail by their saliency. probes: [P], ascending, as rows of the tail."""
+        row = torch.arange(count)
+        if self.normaliser == "length":
+            seen_by = count - row
+        else:
+            last = row + (step.window or step.seen)  # the first row too far away to see it
+            seen_by = torch.searchsorted(probes, last) - torch.searchsorted(probes, row)
+        saliency = kv.scores[:, :, :count] / seen_by.to(kv.scores.device)
+        important = top_rows(saliency, self.high_rows(count))
+        kv.encode(count, important, self.high_bits, self.low_bits, self.gap)
