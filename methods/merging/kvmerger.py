@@ -140,7 +140,7 @@ class KVMerger(Method):
             reachable = math.ceil((least * (dense - whole) + whole * shape.length) / dense)
             raise UserError(
                 f"kvmerger: a budget of {fitted.rows} rows per KV head of {shape.length} cannot be reached: "
-                f"{len(skipped)} of {len(shape.layers)} layers are not merged (skip={list(skipped)}), and the rest come "
+                f"{len(skipped)} of {len(shape.layers)} layers are not merged (skip={list(skipped)}), the others come "
                 f"down to {least} (max_run={self.max_run}). Use --budget {reachable} or more, or other settings."
             )
         return replace(fitted, merged_rows=rows)
