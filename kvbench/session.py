@@ -20,8 +20,8 @@ from kvbench.store import LayerKV, storage_bytes
 SCORE_CHUNK = 512
 """Positions whose full-vocabulary logits exist at a time."""
 
-CHANGED = ("rows_dropped", "rows_quantised", "rows_skipped", "rows_factored")
-"""Facts that prove that a method acted: rows evicted, rows stored otherwise, rows that attention did not read."""
+CHANGED = ("rows_dropped", "rows_quantised", "pages_skipped", "rows_factored")
+"""Facts that prove that a method acted: rows evicted, rows stored otherwise, pages that attention did not read."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,33 @@
+"""The oracle: each query by itself, one softmax over the rows of its pages that it sees, in float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def page_attention(
+    query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, *, page: int, before: int, scale: float,
+    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:
+    """See `torch.page_attention`. [B, H_q, T, D_v]"""
+    batch, heads, n_query, _ = query.shape
+    group = heads // keys.shape[1]
+    output = query.new_zeros((batch, heads, n_query, values.shape[3]), dtype=torch.float64)
+    for b in range(batch):
+        for head in range(heads):
+            for t in range(n_query):
+                at = before + t
+                first = 0 if window is None else at - window + 1
+                rows = [
+                    row for p in pages[b, head, t].tolist() for row in range(p * page, (p + 1) * page)
+                    if first <= row <= at
+                ]
+                logits = keys[b, head // group, rows].double() @ query[b, head, t].double() * scale
+                if softcap is not None:
+                    logits = softcap * torch.tanh(logits / softcap)
+                if sinks is not None:
+                    logits = torch.cat([logits, sinks[head : head + 1].double()])
+                weights = logits.softmax(-1)[: len(rows)]
+                output[b, head, t] = weights @ values[b, head // group, rows].double()
+    return output.to(query.dtype)

@@ -1,0 +1,155 @@
+"""Rows in pages with bounds of their keys, of which each query reads the pages that it selects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.page_attention import page_attention
+from kvbench.kernels.page_select import page_bounds, page_scores, select_pages
+from kvbench.method import Step
+from kvbench.store.layer import LayerKV
+from kvbench.store.rows import storage_bytes
+from kvbench.store.selective import SelectiveKV
+
+
+@dataclass
+class PagedKV(SelectiveKV):
+    """Dense rows, and from `index` on the minimum and maximum of every full page's keys; later rows fill pages too.
+
+    The page that is being filled has no bounds and needs none: the queries of its rows always read it.
+    """
+
+    page: int = 16
+
+    distinct: Tensor | None = field(default=None, init=False)
+    """Pages read, those that heads of a group share once; on the device, so that no step waits for it. []"""
+    _bounds: Tensor | None = field(default=None, init=False)  # [B, H_kv, pages that fit, 2 * D]
+    _pages: int = field(default=0, init=False)  # with bounds
+
+    def index(self) -> None:
+        """The context is complete: from now on attention may select."""
+        self.selective = True
+        self.distinct = torch.zeros((), dtype=torch.int64, device=self.keys.device)
+        self._start_bounds()
+
+    def append(self, step: Step) -> None:
+        """Add a forward's rows, and the bounds of the pages that they fill."""
+        if self._buffer is None:
+            self.capacity = self._whole(max(self.capacity, step.key.shape[2]))
+        super().append(step)
+        if self.length is not None:
+            self._bound_touched(step.key.shape[2])
+        elif self.selective:
+            self._bound_full()
+
+    def _whole(self, rows: int) -> int:
+        return -(-rows // self.page) * self.page
+
+    def _replace(self, rows: dict[str, Tensor], capacity: int) -> None:
+        super()._replace(rows, self._whole(max(capacity, next(iter(rows.values())).shape[2])))
+        if self.selective:
+            self._start_bounds()
+
+    def _start_bounds(self) -> None:
+        assert self._buffer is not None
+        for x in self._buffer.tensors.values():
+            x[:, :, self.n :].zero_()  # pages are read whole, with weight zero: NaN there would be NaN in the output
+        keys = self._buffer.tensors["key"]
+        self._bounds = keys.new_zeros((*keys.shape[:2], keys.shape[2] // self.page, 2 * keys.shape[3]))
+        self._pages = 0
+        self._bound_full()
+
+    def _bound_full(self) -> None:
+        assert self._bounds is not None and self._buffer is not None
+        full = self.n // self.page
+        if full > self._pages:
+            keys = self._buffer.tensors["key"][:, :, self._pages * self.page : full * self.page]
+            self._bounds[:, :, self._pages : full] = page_bounds(keys, self.page)
+            self._pages = full
+
+    def _bound_touched(self, count: int) -> None:
+        """Bounds of every page that `count` rows may have touched; those not full yet are bounded again later."""
+        assert self._bounds is not None and self._buffer is not None and self.length is not None
+        touched = (count + self.page - 2) // self.page + 1
+        pages = (self.length - count) // self.page + torch.arange(touched, device=self.length.device)
+        pages = pages.clamp_max(self._bounds.shape[2] - 1)
+        keys = self._buffer.tensors["key"].unflatten(2, (-1, self.page)).index_select(2, pages).flatten(2, 3)
+        self._bounds.index_copy_(2, pages, page_bounds(keys, self.page))
+        self._pages = self.n // self.page
+
+    def select(self, step: Step, count: int) -> Tensor:
+        """The pages that each new query should read: `count` of them, its own included. [B, H_q, T, k]"""
+        assert self._bounds is not None
+        bounds = self._bounds if self.length is not None else self._bounds[:, :, : self._pages]
+        return select_pages(
+            page_scores(step.query, bounds), count=count, page=self.page, before=self._before(step), window=step.window
+        )
+
+    def attend_pages(self, step: Step, pages: Tensor) -> Tensor:
+        """Attention of the new queries over these pages and nothing else. [B, H_q, T, D_v]"""
+        assert self._buffer is not None
+        self._count(step, pages)
+        return page_attention(
+            step.query, self._buffer.tensors["key"], self._buffer.tensors["value"], pages, page=self.page,
+            before=self._before(step), scale=step.scale, window=step.window, softcap=step.softcap, sinks=step.sinks,
+        )
+
+    def _before(self, step: Step) -> int | Tensor:
+        return (self.n if self.length is None else self.length) - step.query.shape[2]
+
+    def _count(self, step: Step, pages: Tensor) -> None:
+        """Count pages gathered for every query head, those that differ per KV head, and those left alone."""
+        assert self._bounds is not None and self.distinct is not None and self._buffer is not None
+        batch, heads, n_query, chosen = pages.shape
+        kv_heads = self._bounds.shape[1]
+        seen = range(self.n - n_query, self.n)
+        first = [0 if step.window is None else max(0, row - step.window + 1) // self.page for row in seen]
+        skipped = sum(max(0, row // self.page + 1 - low - chosen) for row, low in zip(seen, first, strict=True))
+        key, value = self._buffer.tensors["key"], self._buffer.tensors["value"]
+        row_bytes = key.shape[3] * key.itemsize + value.shape[3] * value.itemsize
+        bound_bytes = batch * kv_heads * self._pages * self._bounds.shape[3] * self._bounds.itemsize
+        self.reads.update({
+            "queries": n_query, "pages_read": pages.numel(), "pages_skipped": skipped * batch * heads,
+            "bytes": pages.numel() * self.page * row_bytes + n_query * bound_bytes,
+        })
+        by_group = pages.unflatten(1, (kv_heads, -1)).transpose(2, 3).flatten(3)  # [B, H_kv, T, G * k]
+        marks = pages.new_zeros((*by_group.shape[:3], self._bounds.shape[2] + 1), dtype=torch.bool)
+        self.distinct.add_(marks.scatter_(3, by_group, True).sum())
+
+    def fork(self) -> LayerKV:
+        """A copy that counts for itself; bounds are shared as rows are, because only who owns the rows adds any."""
+        other = super().fork()
+        assert isinstance(other, PagedKV)
+        other.distinct = None if self.distinct is None else torch.zeros_like(self.distinct)
+        return other
+
+    def credit(self, branch: LayerKV) -> None:
+        """Count as its own what a fork read to answer for it."""
+        super().credit(branch)
+        assert isinstance(branch, PagedKV)
+        if self.distinct is not None and branch.distinct is not None:
+            self.distinct.add_(branch.distinct)
+
+    def facts(self) -> dict[str, int]:
+        """What was read; pages that the heads of a group share count once in `pages_distinct`."""
+        distinct = {} if self.distinct is None else {"pages_distinct": int(self.distinct)}
+        return {**super().facts(), **distinct}
+
+    def close(self) -> None:
+        """Give the rows back, and the bounds."""
+        super().close()
+        self._bounds = None
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that the layer keeps alive."""
+        return [*super().tensors(), *(x for x in (self._bounds, self.distinct) if x is not None)]
+
+    def spare_bytes(self) -> int:
+        """Bytes that hold no row and no page's bounds yet."""
+        if self._bounds is None:
+            return super().spare_bytes()
+        free = self._bounds.shape[2] - self._pages
+        return super().spare_bytes() + storage_bytes([self._bounds]) // max(1, self._bounds.shape[2]) * free

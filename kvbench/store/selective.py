@@ -1,0 +1,40 @@
+"""What stores share that hold all rows and read some: they count what their attention read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from kvbench.store.layer import LayerKV
+
+
+@dataclass
+class SelectiveKV(LayerKV):
+    """A layer of which every query reads a part, and the account of what was read."""
+
+    selective: bool = field(default=False, init=False)
+    """Whether a part is read; before that, everything."""
+    reads: Counter[str] = field(default_factory=Counter, init=False)
+    """`bytes` that `queries` tokens read, each as a step of its own, and what else is evidence."""
+
+    def read_bytes(self) -> int:
+        """Bytes that a step read on average; 0 before the first."""
+        if not self.selective:
+            return super().read_bytes()
+        return self.reads["bytes"] // max(1, self.reads["queries"])
+
+    def fork(self) -> LayerKV:
+        """A copy that counts for itself."""
+        other = super().fork()
+        assert isinstance(other, SelectiveKV)
+        other.reads = Counter()
+        return other
+
+    def credit(self, branch: LayerKV) -> None:
+        """Count as its own what a fork read to answer for it."""
+        assert isinstance(branch, SelectiveKV)
+        self.reads.update(branch.reads)
+
+    def facts(self) -> dict[str, int]:
+        """What was read, beside what happened to the rows."""
+        return {**super().facts(), **{name: count for name, count in self.reads.items() if name != "bytes"}}

@@ -1,0 +1,1 @@
+"""Methods that hold every row and read some of them in a step."""

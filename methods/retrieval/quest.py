@@ -1,0 +1,107 @@
+"""Quest: each query reads the pages whose keys could match it best, judged by bounds of every page's keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+from torch import Tensor
+
+from kvbench.errors import UserError
+from kvbench.method import Budget, BudgetKind, Card, Method, Shape, Step, Upstream, resolved
+from kvbench.store import LayerKV
+from kvbench.store.paged import PagedKV
+
+LEAST_PAGES = 3
+"""The authors' code never selects fewer."""
+COUNTER_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Quest(Method):
+    """Holds every row; every query head of every token reads its own top pages, its own page always among them."""
+
+    page: int = 16
+    """Rows per page."""
+    skip_layers: int | None = None
+    """First layers that read everything: 2 in the paper, none: 2 of models with 32 layers or more, fewer of smaller."""
+
+    dense_layers: int | None = resolved()
+    """First layers that read everything, as resolved."""
+
+    card: ClassVar[Card] = Card(
+        name="quest",
+        title="Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference",
+        idea="The minimum and maximum of each channel over a page's keys bound every logit that the page can give. "
+        "Each query reads only the pages with the highest bounds, and nothing is ever thrown away.",
+        arxiv="2406.10774",
+        year=2024,
+        family="retrieval",
+        stages=("retrieval",),
+        budget=BudgetKind.READ,
+        paper_budget="1024",
+        heads="independent",
+        upstream=Upstream(repo="mit-han-lab/Quest", commit=None, licence=None),
+        deviations=(
+            ("A question's tokens select one by one, as if they were decoded, which is how the paper feeds them; "
+            "the authors' evaluation reads everything when it is given several tokens at once."),
+            ("The page that is still written to is always read and counts as one of the selected, as in the authors' "
+            "kernels; their evaluation ranks it, and may leave out the current token."),
+            ("Two dense layers of the paper's 32 would be most of a small model, so by default one layer in sixteen is "
+            "dense, and two at most."),
+        ),
+        limits=(
+            "Saves reads, not memory: every row is held, and the bounds beside them.",
+            "The prompt itself is run with full attention.",
+            ("A page that two heads of a group select is read for both; `pages_distinct` of the certificate counts it "
+            "once."),
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse settings without a meaning."""
+        super().__post_init__()
+        if self.page < 1:
+            raise UserError(f"quest: page must be 1 row or more, got {self.page}; the paper has 16.")
+        if self.skip_layers is not None and self.skip_layers < 0:
+            raise UserError(f"quest: skip_layers must be 0 or more, got {self.skip_layers}; the paper has 2.")
+
+    def minimum_rows(self) -> int:
+        """Three pages."""
+        return LEAST_PAGES * self.page
+
+    def fit(self, budget: Budget | None, shape: Shape) -> Self:
+        """Resolve the budget and the dense layers."""
+        layers = len(shape.layers)
+        skip = min(2, layers // 16) if self.skip_layers is None else self.skip_layers
+        if skip >= layers:
+            raise UserError(
+                f"quest: skip_layers={skip} leaves none of the model's {layers} layers to select pages in. "
+                f"Use 0 to {layers - 1}."
+            )
+        return replace(super().fit(budget, shape), dense_layers=skip)
+
+    def layer(self, index: int) -> LayerKV:
+        """Pages with bounds, but plain rows in the first layers."""
+        return LayerKV() if index < (self.dense_layers or 0) else PagedKV(page=self.page)
+
+    def evict(self, kv: LayerKV, step: Step) -> None:
+        """Nothing is dropped. At the end of the context, pages get their bounds."""
+        if step.compress and self.rows is not None and isinstance(kv, PagedKV) and not kv.selective:
+            kv.index()
+
+    def attend(self, kv: LayerKV, step: Step) -> Tensor:
+        """Attention over each query head's top pages, and over everything before the context is complete."""
+        rows = self.rows_in(step.layer, step.window)
+        if rows is None or not isinstance(kv, PagedKV) or not kv.selective:
+            return kv.attend(step)
+        return kv.attend_pages(step, kv.select(step, max(LEAST_PAGES, rows // self.page)))
+
+    def declared_bytes(self, shape: Shape) -> int:
+        """Every row, two bounds per page, and the store's counter."""
+        total = shape.dense_bytes
+        for layer in shape.layers[self.dense_layers or 0 :]:
+            if self.rows is not None:
+                pages = shape.rows(layer) // self.page
+                total += pages * layer.kv_heads * 2 * layer.key_dim * shape.itemsize + COUNTER_BYTES
+        return total
