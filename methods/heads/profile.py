@@ -126,7 +126,7 @@ def find_profile(model: Model, tokens: int | None = None) -> HeadProfile:
         found = measure(model, tokens)
         kept = _write(path, found)
         say(
-            f"head profile of {model.id} on {COPIES} copies of {tokens} random tokens, {_probes(tokens)} times: "
+            f"head profile of {model.id} (probes: {_probes(tokens)}, each {COPIES} copies of {tokens} random tokens): "
             f"{time.perf_counter() - started:.1f} s; {kept}."
         )
     return found

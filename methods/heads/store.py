@@ -88,8 +88,8 @@ class StreamingKV(LayerKV):
 
     def facts(self) -> dict[str, int]:
         """Rows that were dropped, and those of them that live on in a mean."""
-        merged = self.merged * self.keys.shape[0] * self.keys.shape[1] if self.merged else 0
-        return {**super().facts(), "rows_merged": merged}
+        merged = {"rows_merged": self.merged * self.keys.shape[0] * self.keys.shape[1]} if self.merged else {}
+        return super().facts() | merged
 
 
 @dataclass
