@@ -172,6 +172,6 @@ class ZipCache(TwoPrecisions):
         else:
             last = row + (step.window or step.seen)  # the first row too far away to see it
             seen_by = torch.searchsorted(probes, last) - torch.searchsorted(probes, row)
-        saliency = kv.scores[:, :, :count] / seen_by.to(kv.scores.device)
+        saliency = kv.scores[:, :, :count] / seen_by.clamp_min(1).to(kv.scores.device)  # no probe may see a row
         important = top_rows(saliency, self.high_rows(count))
         kv.encode(count, important, self.high_bits, self.low_bits, self.gap)
