@@ -7,6 +7,7 @@ distribution without six million strings.
 from __future__ import annotations
 
 import random
+import uuid
 from functools import cache
 from importlib import resources
 
@@ -34,3 +35,8 @@ def draw_keys(rng: random.Random, n: int, longest: int = 0) -> list[str]:
 def draw_numbers(rng: random.Random, n: int) -> list[str]:
     """`n` distinct uniform numbers of seven digits, as text."""
     return [str(number) for number in rng.sample(range(1_000_000, 10_000_000), n)]
+
+
+def draw_uuids(rng: random.Random, n: int) -> list[str]:
+    """`n` UUIDs of version 4, as text."""
+    return [str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(n)]

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import uuid
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from kvbench.task import Example, Frame, Scorer, Task, Turn, count_prompt, encod
 from kvbench.tasks.length import Line, largest_fit
 from kvbench.tasks.ruler.haystack import Haystack, NeedleHaystack, NoiseHaystack, ProseHaystack, read_sentences
 from kvbench.tasks.ruler.scoring import STRING_MATCH_ALL
-from kvbench.tasks.words import draw_keys, draw_numbers, words
+from kvbench.tasks.words import draw_keys, draw_numbers, draw_uuids, words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,7 +54,7 @@ def draw(rng: random.Random, kind: Kind, n: int) -> list[str]:
         return draw_keys(rng, n)
     if kind == "numbers":
         return draw_numbers(rng, n)
-    return [str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(n)]
+    return draw_uuids(rng, n)
 
 
 @cache

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import random
-import uuid
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvbench.task import Example, Frame, Scorer, Task, Turn, count_prompt, encode, prompt_tokens
 from kvbench.tasks.length import Line, largest_fit
-from kvbench.tasks.words import draw_keys, draw_numbers
+from kvbench.tasks.words import draw_keys, draw_numbers, draw_uuids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -116,7 +115,7 @@ class KeyValueUuid(KeyValue):
 
     def pairs(self, rng: random.Random, n: int) -> list[tuple[str, str]]:
         """UUIDs of version 4 from the sample's own generator."""
-        ids = [str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(2 * n)]
+        ids = draw_uuids(rng, 2 * n)
         return list(zip(ids[:n], ids[n:], strict=True))
 
 
