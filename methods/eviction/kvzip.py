@@ -1,0 +1,215 @@
+"""KVzip: what the model looks at when it repeats the context stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.clocks import now
+from kvbench.errors import UserError
+from kvbench.method import BudgetKind, Card, LayerShape, Method, Phase, Shape, Step, Upstream
+from kvbench.selection import top_rows
+from kvbench.store import LayerKV
+from kvbench.task import Frame
+
+if TYPE_CHECKING:
+    from kvbench.hf import Model
+    from kvbench.session import Session
+
+FIRST = "\n\nRepeat the previous context exactly."
+LATER = "\n\nRepeat the part of the previous context exactly, starting with "
+OFFSET_BYTES = 4
+BLOCK_ELEMENTS = 1 << 22
+"""Logits held at a time."""
+
+
+@dataclass(frozen=True)
+class KVzip(Method):
+    """Keeps the rows that receive the most attention from one query while the context is repeated, over all heads."""
+
+    chunk_size: int = 2048
+    """Tokens of the context that are repeated at a time."""
+    hint: int = 8
+    """Tokens before a chunk that the prompt names as its start."""
+    sinks: int = 4
+    """First rows, which always stay."""
+
+    card: ClassVar[Card] = Card(
+        name="kvzip",
+        title="KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction",
+        idea="A row that the model does not need to repeat the context, it will hardly need for a question about it. "
+        "So the model is made to repeat it once, and the rows that some query then looks at most stay.",
+        arxiv="2505.23416",
+        year=2025,
+        family="eviction",
+        stages=("compression",),
+        budget=BudgetKind.HELD,
+        paper_budget="30%",
+        heads="pooled",
+        upstream=Upstream(repo="snu-mllab/KVzip", commit=None, licence="MIT"),
+        deviations=(
+            ("Exactly the budget's rows are kept, of equal scores the first; the authors' threshold drops every row "
+            "that equals it."),
+            ("The first rows (`sinks`, as in kvpress) stand for the system prompt, which a context here is not parted "
+            "from: they are not repeated, and always stay."),
+            "Chunks are kvpress's 2,048 tokens; the authors' code takes 2,000.",
+            "Softmax in float32; the authors' is in the model's type, in which many scores are equal.",
+            "Layers with a sliding window share a budget of their own, the same share of what they hold.",
+        ),
+        limits=(
+            ("The context is run twice, and all its rows and those of one repeated chunk are held until it is "
+            "compressed. The time counts as compression, the room as part of the peak."),
+            "A repeat stands behind the context, and both must fit the positions that the model was made for.",
+            ("It looks at no question. One that is visible is part of the context: it is repeated and compressed with "
+            "it."),
+            "In a sliding layer a repeat sees only what its window leaves; rows out of its sight count nothing.",
+            "Only the level of rows: the paper's scores per head, which need no second pass, are not here.",
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse settings without a meaning."""
+        super().__post_init__()
+        if self.chunk_size < 1 or self.hint < 0 or self.sinks < 0:
+            raise UserError(
+                "kvzip: chunk_size must be 1 or more, hint and sinks 0 or more, got "
+                f"{self.chunk_size}, {self.hint} and {self.sinks}. The defaults are 2048, 8 and 4."
+            )
+
+    def minimum_rows(self) -> int:
+        """The sinks and a row to choose."""
+        return self.sinks + 1
+
+    def declared_bytes(self, shape: Shape) -> int:
+        """The rows, however heads and layers divide them, and where each head's begin on layers that drop some."""
+        total = super().declared_bytes(shape)
+        for index, layer in enumerate(shape.layers):
+            rows = self.rows_in(index, layer.window)
+            if rows is not None and rows < shape.rows(layer):
+                total += (layer.kv_heads + 1) * OFFSET_BYTES
+        return total
+
+    def evict(self, kv: LayerKV, step: Step) -> None:
+        """Nothing here: rows are dropped once, after the repeat."""
+        if step.compress:
+            kv.refuse_frozen()
+
+    def prefill(self, session: Session, chunks: Iterable[Tensor]) -> Tensor:
+        """The context as it is, then its repeat on forks that leave no row behind, then the choice over all layers."""
+        parts = list(chunks)
+        ids = torch.cat(parts, dim=1)
+        if self.rows is None or self.rows >= ids.shape[1]:
+            return super().prefill(session, parts)
+        repeats = list(self.repeats(session.model, ids))
+        longest = max(x.shape[1] for _, x in repeats)
+        if ids.shape[1] + longest > session.model.max_length:
+            raise UserError(
+                f"kvzip repeats up to {longest} tokens behind a context of {ids.shape[1]}, beyond what model "
+                f"{session.model.id} was made for, {session.model.max_length}. Use a smaller --length, or "
+                f"--set chunk_size below {self.chunk_size}."
+            )
+        for store in session.layers:
+            store.capacity += longest  # so that a repeat is appended in place, not to a copy
+        logits = super().prefill(session, parts)
+        started = now(session.model.device)
+        for store in session.layers:
+            store.capacity -= longest
+            store.state["score"] = torch.zeros(store.keys.shape[:3], dtype=torch.float32, device=store.keys.device)
+        for span, repeat in repeats:
+            with session.fork() as branch:
+                branch.method = Repeat(span.start, span.stop, ids.shape[1], self.sinks)
+                branch.run_chunks(repeat.split(session.chunk or repeat.shape[1], dim=1), Phase.QUERY, compress=False)
+                for store, twin in zip(session.layers, branch.layers, strict=True):
+                    store.state["score"] = twin.state["score"]
+        self._keep(session)
+        session.compress_seconds += now(session.model.device) - started
+        return logits
+
+    def repeats(self, model: Model, ids: Tensor) -> Iterator[tuple[range, Tensor]]:
+        """Chunks of the context, as positions, and what is run for each: a prompt, the chunk's start, the chunk."""
+        tail = Frame.of(model.tokenizer).tail
+        first, later, answer = (
+            ids.new_tensor(model.tokenizer(x, add_special_tokens=False).input_ids if x else [])
+            for x in (FIRST, LATER, tail)
+        )
+        for start in range(self.sinks, ids.shape[1], self.chunk_size):
+            span = range(start, min(start + self.chunk_size, ids.shape[1]))
+            begins = start > self.sinks
+            hint = ids[:, max(self.sinks, start - self.hint) : start]
+            prompt = (later if begins else first).expand(ids.shape[0], -1)
+            yield span, torch.cat(
+                [prompt, hint, answer.expand(ids.shape[0], -1), ids[:, span.start : span.stop]], dim=1
+            )
+
+    def _keep(self, session: Session) -> None:
+        """Keep the best rows of all layers of a kind, whichever layers and heads they are in."""
+        kinds: dict[LayerShape, list[int]] = {}
+        for index, shape in enumerate(session.model.layers):
+            kinds.setdefault(shape, []).append(index)
+        for shape, layers in kinds.items():
+            scores = [session.layers[x].state.pop("score") for x in layers]
+            rows = self.rows_in(layers[0], shape.window)
+            assert rows is not None
+            if rows >= scores[0].shape[2]:
+                continue
+            for x, index in zip(scores, layers, strict=True):
+                store = session.layers[index]
+                x[store.logical_positions().expand_as(x) < self.sinks] = torch.inf
+            pool = torch.stack([x.to(scores[0].device) for x in scores], dim=1)  # [B, layers, H_kv, n]
+            best = top_rows(pool.flatten(1), rows * len(layers) * shape.kv_heads)
+            masks = torch.zeros_like(pool, dtype=torch.bool).flatten(1).scatter_(1, best, True).view_as(pool)
+            for i, index in enumerate(layers):
+                store = session.layers[index]
+                store.keep_where(masks[:, i].to(store.keys.device))
+
+
+@dataclass(frozen=True)
+class Repeat(Method):
+    """The pass that repeats a chunk: attends as ever, and notes on the store how much each of its rows is looked at."""
+
+    start: int = 0
+    stop: int = 0
+    """The chunk's positions."""
+    context: int = 0
+    """Tokens of the context."""
+    sinks: int = 0
+
+    def attend(self, kv: LayerKV, step: Step) -> Tensor:
+        """Attention over every row; scores come from the sinks, the chunk and the repeat so far alone."""
+        gone = kv.seen - kv.n  # of a sliding layer
+        rows = torch.cat([torch.arange(max(low, gone), max(high, gone), device=kv.keys.device) for low, high in (
+            (0, self.sinks), (self.start, self.stop), (self.context, kv.seen)
+        )])
+        chunk = (rows >= self.start) & (rows < self.stop)
+        if chunk.any():
+            found = strongest(step, kv.keys[:, :, rows - gone], rows)[:, :, chunk]
+            at = rows[chunk] - gone
+            kv.state["score"][:, :, at] = torch.maximum(kv.state["score"][:, :, at], found)
+        return kv.attend(step)
+
+
+def strongest(step: Step, keys: Tensor, rows: Tensor) -> Tensor:
+    """The most attention that a query of the step, of any head of the group, puts on each row. [B, H_kv, n] float32
+
+    keys: [B, H_kv, n, D], the only rows in the softmax. rows: [n], their logical positions.
+    """
+    batch, kv_heads, count, _ = keys.shape
+    query = step.query.unflatten(1, (kv_heads, -1))  # [B, H_kv, G, T, D]
+    best = torch.zeros(batch, kv_heads, count, dtype=torch.float32, device=keys.device)
+    size = max(1, BLOCK_ELEMENTS // (batch * step.query.shape[1] * count))
+    for some, at in zip(query.split(size, dim=3), step.positions[0].split(size), strict=True):
+        logits = (some @ keys[:, :, None].transpose(-1, -2)).float() * step.scale
+        if step.softcap is not None:
+            logits = step.softcap * torch.tanh(logits / step.softcap)
+        distance = at[:, None] - rows
+        sees = (distance >= 0) if step.window is None else (distance >= 0) & (distance < step.window)
+        logits = logits.masked_fill(~sees, -torch.inf)
+        if step.sinks is not None:
+            column = step.sinks.float().view(1, kv_heads, -1, 1, 1).expand(*logits.shape[:-1], 1)
+            logits = torch.cat([logits, column], dim=-1)
+        best = torch.maximum(best, logits.softmax(-1)[..., :count].amax((2, 3)))
+    return best

@@ -1,0 +1,281 @@
+"""KVzip against the repeat written out as one long dense sequence, and its account of what stays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from kvbench.agreement import Dense
+from kvbench.errors import UserError
+from kvbench.hf import Model
+from kvbench.hf.tiny import VOCABULARY, tiny_model
+from kvbench.method import Budget, Method, Phase
+from kvbench.methods.eviction.kvzip import KVzip, strongest
+from kvbench.session import Session
+from kvbench.store import LayerKV
+
+LENGTH, SINKS = 60, 4
+PROMPT = [0]
+"""The tiny models' tokenizer reads any text as this one token."""
+
+
+def ids(count, seed=1, batch=1):
+    """Random tokens. [B, T]"""
+    return torch.randint(VOCABULARY, (batch, count), generator=torch.Generator().manual_seed(seed))
+
+
+def session_of(method, model, rows, **options):
+    """A session under a method that may hold so many rows per head."""
+    return Session(model, method.fit(Budget("rows", rows), model.shape(LENGTH)), capacity=LENGTH + 40, track=True,
+                   **options)
+
+
+def kept(session):
+    """Marks the rows that stayed. [layers, B, H_kv, LENGTH] bool"""
+    layers = []
+    for store in session.layers:
+        heads = [torch.zeros(LENGTH, dtype=torch.bool).scatter(0, x.long(), True)
+                 for x in store.frozen.position.split(store.frozen.counts)]
+        layers.append(torch.stack(heads).unflatten(0, store.positions.shape[:2]))
+    return torch.stack(layers)
+
+
+@dataclass(frozen=True)
+class Recorder(Method):
+    """The dense cache, which shows what every layer saw."""
+
+    seen: dict[int, tuple] = field(default_factory=dict)
+    card: ClassVar = Dense.card
+
+    def attend(self, kv, step):
+        """Attend, and remember rotated queries and keys."""
+        self.seen[step.layer] = step.query, kv.keys, step
+        return kv.attend(step)
+
+
+def written_out(model, context, chunks, window=None):
+    """KVzip's scores in float64: context, prompt and chunk as one dense sequence, all logits at once."""
+    scores = torch.zeros(len(model.layers), context.shape[0], model.layers[0].kv_heads, LENGTH, dtype=torch.float64)
+    for start, stop, prompt in chunks:
+        sequence = torch.cat([context, prompt, context[:, start:stop]], dim=1)
+        recorder = Recorder()
+        with Session(model, recorder) as session:
+            session.prefill(sequence)
+        for layer, (query, keys, step) in recorder.seen.items():
+            columns = torch.tensor([*range(SINKS), *range(start, stop), *range(LENGTH, sequence.shape[1])])
+            rows = torch.arange(LENGTH, sequence.shape[1])
+            asked = query.double().unflatten(1, (keys.shape[1], -1))[:, :, :, rows]
+            logits = asked @ keys.double()[:, :, None, columns].mT * step.scale
+            distance = rows[:, None] - columns
+            sees = (distance >= 0) & (distance < (window or len(sequence[0]) + 1))
+            weights = logits.masked_fill(~sees, -torch.inf).softmax(-1)[..., SINKS : SINKS + stop - start]
+            scores[layer, ..., start:stop] = weights.amax((2, 3))
+    return scores
+
+
+def best(scores, rows):
+    """The rows of all layers and heads with the highest scores, sinks first. [layers, B, H_kv, LENGTH] bool"""
+    scores = scores.clone()
+    scores[..., :SINKS] = torch.inf
+    pool = scores.transpose(0, 1).flatten(1)  # a sequence has its own
+    total = rows * scores.shape[0] * scores.shape[2]
+    marks = torch.zeros_like(pool, dtype=torch.bool).scatter(1, pool.topk(total).indices, True)
+    return marks.view(scores.transpose(0, 1).shape).transpose(0, 1)
+
+
+@pytest.mark.parametrize("shape", [(4, 2, None), (2, 2, None), (4, 1, None)], ids=["GQA", "MHA", "MQA"])
+def test_the_rows_that_a_repeat_looks_at_stay(shape):
+    """In chunks of 20 the kept rows are those of the repeat as one sequence, softmaxed over sinks, chunk and repeat."""
+    model, context = tiny_model(*shape), ids(LENGTH, batch=2)
+    prompt = torch.tensor([PROMPT, PROMPT])
+    chunks = [
+        (start, min(start + 20, LENGTH), torch.cat([prompt, context[:, max(SINKS, start - 8) : start]], dim=1))
+        for start in range(SINKS, LENGTH, 20)
+    ]
+    with session_of(KVzip(chunk_size=20), model, 20) as session:
+        session.prefill(context)
+        assert kept(session).equal(best(written_out(model, context, chunks), 20))
+
+
+def test_a_softmax_over_everything_would_keep_other_rows():
+    """The oracle tells the papers' normaliser, which leaves the other chunks out, from attention's own."""
+    model, context = tiny_model(), ids(LENGTH)
+    whole = [(SINKS, LENGTH, torch.tensor([PROMPT]))]
+    with session_of(KVzip(chunk_size=20), model, 20) as session:
+        session.prefill(context)
+        assert not kept(session).equal(best(written_out(model, context, whole), 20))
+
+
+def test_a_budget_is_met_exactly_over_all_heads_and_layers():
+    """Heads and layers keep unequal numbers of rows, whose sum is the budget to the row, sinks in every head."""
+    with session_of(KVzip(), tiny_model(), 20) as session:
+        session.prefill(ids(LENGTH, batch=2))
+        rows = kept(session)
+        assert rows.sum((0, 2, 3)).tolist() == [20 * 2 * 2] * 2
+        assert len(set(rows.sum(-1).flatten().tolist())) > 2
+        assert rows[..., :SINKS].all()
+
+
+def test_equal_scores_do_not_change_the_number_of_rows():
+    """Where all scores tie exactly the budget stays; a threshold would drop all of them or none."""
+    model = tiny_model()
+    method = KVzip().fit(Budget("rows", 20), model.shape(LENGTH))
+    with Session(model, Dense()) as session:
+        session.prefill(ids(LENGTH))
+        for store in session.layers:
+            store.state["score"] = torch.full((1, 2, LENGTH), 0.5)
+        method._keep(session)
+        assert sum(sum(store.rows_kept()) for store in session.layers) == 20 * 2 * 2
+
+
+def test_the_repeat_leaves_nothing_behind(monkeypatch):
+    """No row of it is held, no position is used up, no cache is copied for it, and the context's logits are dense."""
+    def refuse(*_):
+        pytest.fail("the cache was copied")
+
+    model = tiny_model()
+    dense = Session(model, Dense(), capacity=LENGTH, chunk=7)
+    with session_of(KVzip(chunk_size=20), model, 20, chunk=7) as session, dense:
+        monkeypatch.setattr(LayerKV, "_reallocate", refuse)
+        found, wanted = session.prefill(ids(LENGTH)), dense.prefill(ids(LENGTH))
+        assert torch.allclose(found, wanted, atol=1e-5)
+        assert session.seen == LENGTH
+        for store in session.layers:
+            assert (store.seen, store.n, store.capacity, store.state) == (LENGTH, 0, LENGTH + 40, {})
+            assert store.spare_bytes() == 40 * 2 * (2 * 16 * 4 + 4)
+        assert session.compress_seconds > 0
+
+
+def test_what_is_run_for_each_chunk():
+    """A prompt, the last tokens before the chunk, the chat template's answer header, the chunk; sinks are left out."""
+    model, context = tiny_model(), torch.arange(30)[None]
+    template = "{% for x in messages %}{{ x['content'] }}{% endfor %}{% if add_generation_prompt %}<63>{% endif %}"
+    tokenizer = type(model.tokenizer)(tokenizer_object=model.tokenizer.backend_tokenizer, chat_template=template)
+    made = list(KVzip(chunk_size=10, hint=3).repeats(replace(model, tokenizer=tokenizer), context))
+    assert [(x.start, x.stop) for x, _ in made] == [(4, 14), (14, 24), (24, 30)]
+    assert made[0][1].tolist() == [[*PROMPT, 63, *range(4, 14)]]
+    assert made[1][1].tolist() == [[*PROMPT, 11, 12, 13, 63, *range(14, 24)]]
+    assert made[2][1].tolist() == [[*PROMPT, 21, 22, 23, 63, *range(24, 30)]]
+
+
+OPTIONS = {
+    "plain": {}, "window": {"window": 9}, "softcap": {"softcap": 1.5}, "sinks": {"sinks": torch.linspace(-2, 3, 4)},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_strongest_attention_is_that_of_a_loop(options, make_step, monkeypatch):
+    """One query at a time in float64, over blocks of few queries, with window, soft cap and learned sinks."""
+    monkeypatch.setattr("kvbench.methods.eviction.kvzip.BLOCK_ELEMENTS", 100)
+    generator = torch.Generator().manual_seed(2)
+    keys = torch.randn(2, 2, 11, 6, generator=generator)
+    rows = torch.tensor([0, 1, 5, 6, 7, 8, 20, 21, 22, 23, 24])
+    query = torch.randn(2, 4, 4, 6, generator=generator)
+    step = make_step(query, keys[:, :, -4:], before=21, scale=0.4, **options)
+    wanted = torch.zeros(2, 2, 11, dtype=torch.float64)
+    for b in range(2):
+        for head in range(4):
+            for t in range(4):
+                at = 21 + t
+                sees = (rows <= at) & (at - rows < options.get("window", 99))
+                logits = keys[b, head // 2, sees].double() @ query[b, head, t].double() * 0.4
+                if "softcap" in options:
+                    logits = 1.5 * torch.tanh(logits / 1.5)
+                if "sinks" in options:
+                    logits = torch.cat([logits, options["sinks"][head : head + 1].double()])
+                weights = logits.softmax(0)[: int(sees.sum())]
+                wanted[b, head // 2, sees] = torch.maximum(wanted[b, head // 2, sees], weights)
+    assert torch.allclose(strongest(step, keys, rows).double(), wanted, atol=1e-6)
+
+
+def mixed_model():
+    """Two layers that see everything and two with a window of 24."""
+    config = Qwen2Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, use_sliding_window=True, sliding_window=24, max_window_layers=2, initializer_range=0.2,
+        max_position_embeddings=200,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Model.from_module(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+
+
+def test_sliding_layers_share_a_budget_of_their_own():
+    """Rows never move between layers that hold unlike rows, so that the declared bytes are the measured ones."""
+    model = mixed_model()
+    assert [x.window for x in model.layers] == [None, None, 24, 24]
+    method = KVzip(chunk_size=20).fit(Budget("rows", 30), model.shape(LENGTH))
+    with Session(model, method, capacity=LENGTH + 40) as session:
+        session.prefill(ids(LENGTH))
+        rows = [sum(store.rows_kept()) for store in session.layers]
+        assert (rows[0] + rows[1], rows[2] + rows[3]) == (2 * 30, 2 * 12)
+        assert session.memory().cache_bytes == method.declared_bytes(model.shape(LENGTH))
+
+
+def test_a_visible_question_is_compressed_with_the_context():
+    """It is repeated like the rest, and nothing marks its rows."""
+    model = tiny_model()
+    with session_of(KVzip(), model, 20) as one, session_of(KVzip(), model, 20) as other:
+        context = ids(LENGTH)[0].tolist()
+        one.prefill(context[:50], visible=context[50:])
+        other.prefill(context)
+        assert kept(one).equal(kept(other))
+
+
+def test_a_second_compression_is_refused():
+    """Rows that heads keep in unequal numbers are frozen."""
+    with session_of(KVzip(), tiny_model(), 20, recompress=True) as session:
+        session.prefill(ids(LENGTH))
+        with pytest.raises(UserError, match="--recompress"):
+            session.question(ids(5, 2), 1)
+
+
+def test_a_repeat_beyond_the_models_positions_is_refused():
+    """Before anything runs, with what would fit."""
+    model = replace(tiny_model(), max_length=100)
+    with session_of(KVzip(), model, 20) as session:
+        with pytest.raises(UserError, match="--set chunk_size below 2048"):
+            session.prefill(ids(LENGTH))
+        assert session.seen == 0
+    with session_of(KVzip(chunk_size=30), model, 20) as session:
+        session.prefill(ids(LENGTH))
+
+
+@pytest.mark.parametrize("settings", [{"chunk_size": 0}, {"hint": -1}, {"sinks": -1}])
+def test_settings_without_a_meaning_are_refused(settings):
+    """With the value and what is allowed."""
+    with pytest.raises(UserError, match=str(next(iter(settings.values())))):
+        KVzip(**settings)
+
+
+def test_answers_are_given_from_the_rows_kept():
+    """A later turn attends to the frozen rows and its own, as a full cache behind a mask does."""
+    model, context, question = tiny_model(), ids(LENGTH), ids(9, 2)
+
+    @dataclass(frozen=True)
+    class Masked(Recorder):
+        """Attention over all rows but those that were dropped."""
+
+        marks: torch.Tensor | None = None
+
+        def attend(self, kv, step):
+            """Softmax in float64, causal, over what was kept."""
+            if step.phase is Phase.CONTEXT:
+                return kv.attend(step)
+            query = step.query.double().unflatten(1, (2, -1))
+            logits = query @ kv.keys.double()[:, :, None].mT * step.scale
+            sees = torch.arange(kv.n) <= torch.arange(kv.n - 9, kv.n)[:, None]
+            held = torch.cat([self.marks[step.layer], torch.ones(1, 2, 9, dtype=torch.bool)], -1)
+            weights = logits.masked_fill(~(sees & held[:, :, None, None]), -torch.inf).softmax(-1)
+            return (weights @ kv.values.double()[:, :, None]).flatten(1, 2).float()
+
+    with session_of(KVzip(), model, 20) as ours:
+        ours.prefill(context)
+        with Session(model, Masked(marks=kept(ours))) as oracle:
+            oracle.prefill(context)
+            found, wanted = (x.forward(question, Phase.QUERY, keep=9) for x in (ours, oracle))
+    assert torch.allclose(found, wanted, atol=1e-4)
