@@ -263,7 +263,8 @@ def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def _plain_tokenizer(vocabulary: int) -> PreTrainedTokenizerBase:
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({f"<{i}>": i for i in range(vocabulary)})))
+    words = WordLevel({f"<{i}>": i for i in range(vocabulary)}, unk_token="<0>")  # noqa: S106  # text is one token
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))
 
 
 def _hash_module(module: PreTrainedModel) -> str:
