@@ -159,6 +159,8 @@ class Kivi(PackedMethod):
             ("A later turn attends to its own rows exactly and packs them at its end, so that chunks do not matter. "
             "SCBench's port never packs them: scbench_compat."),
             "A group of one value has scale 0 and comes back exactly; the authors' code divides by zero.",
+            ("Left out, group is the paper's 32, or the whole of a value that is narrower; its models have no "
+            "such."),
         ),
         limits=(
             "The last 32 values and up to 31 keys stay exact: short contexts come to more than 18.8 %.",
@@ -171,15 +173,25 @@ class Kivi(PackedMethod):
         self.check_groups(shape)
         if budget is None:
             return self
-        reached = self.declared_bytes(shape) / shape.dense_bytes
-        if budget.kind == "fraction" and abs(budget.value - reached) <= TOLERANCE:
+        if budget.kind == "fraction" and self._reaches(budget.value, shape):
             return self
-        others = {x: replace(self, key_bits=x, value_bits=x).declared_bytes(shape) / shape.dense_bytes for x in BITS}
+        alike = {x: replace(self, key_bits=x, value_bits=x) for x in BITS}
+        reached = ", ".join(f"{y.ratio(shape):.1%} ({x} bits)" for x, y in alike.items())
         raise UserError(
-            f"kivi cannot reach a budget of {budget}: its settings come to {reached:.1%} of the dense bytes. With "
-            f"key_bits and value_bits alike it reaches {', '.join(f'{y:.1%} ({x} bits)' for x, y in others.items())}. "
-            "Leave --budget out, or change these settings with --set."
+            f"kivi cannot reach a budget of {budget}: its settings come to {self.ratio(shape):.1%} of the dense bytes. "
+            f"With key_bits and value_bits alike it reaches {reached}. Leave --budget out, or change these settings "
+            "with --set."
         )
+
+    def ratio(self, shape: Shape) -> float:
+        """Declared bytes as a share of the dense ones."""
+        return self.declared_bytes(shape) / shape.dense_bytes
+
+    def _reaches(self, share: float, shape: Shape) -> bool:
+        """Whether a share is reached at this length, or by as many whole blocks of keys: samples differ in length."""
+        whole = max(1, shape.length - shape.length % self.residual)
+        ratios = [self.ratio(replace(shape, length=x)) for x in (whole, shape.length, whole + self.residual - 1)]
+        return min(ratios) - TOLERANCE <= share <= max(ratios) + TOLERANCE
 
     def identity(self, shape: Shape) -> bool:
         """Only where nothing is packed."""

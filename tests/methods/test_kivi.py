@@ -1,0 +1,237 @@
+"""KIVI: what is rounded when, how near it is, what it takes, and what it goes around."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvbench.errors import UserError
+from kvbench.hf.tiny import VOCABULARY, tiny_model
+from kvbench.kernels.pack import dequantise, quantise
+from kvbench.method import Budget, LayerShape, Phase, Shape
+from kvbench.methods.baseline.full import Full
+from kvbench.methods.quantisation.kivi import Kivi
+from kvbench.registry import find_method
+from kvbench.session import Session
+
+WIDTH = 16
+R = 32
+
+
+def ids(count, seed=1):
+    """Random tokens. [1, T]"""
+    return torch.randint(VOCABULARY, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+def shape_of(length, width=64, window=None):
+    """One layer of two KV heads in 16 bits."""
+    return Shape(length, (LayerShape(2, 4, width, width, window),), 2)
+
+
+def relative(found, wanted):
+    """Relative RMS error."""
+    return ((found - wanted).square().mean() / wanted.square().mean()).sqrt().item()
+
+
+@pytest.mark.parametrize("length", [1, R - 1, R, R + 1, 3 * R])
+def test_whole_blocks_leave_no_key_behind(length):
+    """At multiples of the block every key is packed, where SCBench's older path slices `[:-0]` and packs none."""
+    with Session(tiny_model(), Kivi()) as session:
+        session.prefill(ids(length))
+        for store in session.layers:
+            keys, values = store.packed.codes()
+            assert keys.packed.shape[2] == length - length % R
+            assert store.packed.last_keys.n == length % R
+            assert values.packed.shape[2] == max(0, length - R)
+            assert store.packed.last_values.n == min(length, R)
+            assert store.rows_kept() == [length, length]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_every_element_is_within_half_a_scale(bits):
+    """What the first layer holds is the exact rows, off by half of the group's scale at most, the last not at all."""
+    model = tiny_model()
+    with Session(model, Kivi(key_bits=bits, value_bits=bits)) as ours, Session(model, Full()) as full:
+        for session in (ours, full):
+            session.prefill(ids(100))
+        store, exact = ours.layers[0].packed, full.layers[0]
+        keys, values = store.codes()
+        assert store.last_keys.rows.equal(exact.keys[:, :, 96:])
+        assert store.last_values.rows.equal(exact.values[:, :, 68:])
+        steps = keys.scale.float().repeat_interleave(R, 2), values.scale.float().repeat_interleave(WIDTH, 3)
+        for codes, rows, step in zip((keys, values), (exact.keys, exact.values), steps, strict=True):
+            n = codes.packed.shape[2]
+            error = (dequantise(codes) - rows[:, :, :n]).abs()
+            assert (error <= 0.5001 * step).all()
+            assert error.max() > 0.3 * step.max()
+
+
+def test_an_outlier_channel_costs_the_other_key_channels_nothing(make_step):
+    """Keys are rounded per channel: a channel a hundred times as large leaves the others' codes as they were."""
+    key = torch.randn(1, 2, R, WIDTH, generator=torch.Generator().manual_seed(0))
+    loud = key.clone()
+    loud[..., 3] *= 100
+    found = []
+    for x in (key, loud):
+        method = Kivi()
+        kv = method.layer(0)
+        step = make_step(torch.randn(1, 4, R, WIDTH), x)
+        kv.append(step)
+        method.evict(kv, step)
+        found.append(dequantise(kv.packed.codes()[0]))
+    others = [i for i in range(WIDTH) if i != 3]
+    assert found[0][..., others].equal(found[1][..., others])
+    by_token = dequantise(quantise(loud, 2, channels=WIDTH))
+    by_channel = relative(found[1][..., others], key[..., others])
+    assert by_channel < 0.5  # a range of four deviations in three steps: 0.4
+    assert relative(by_token[..., others], key[..., others]) > 2 * by_channel
+
+
+def test_a_context_within_the_residual_is_the_dense_cache():
+    """Nothing is packed yet: the same logits over turns, and an identity that the certificate need not prove."""
+    model = tiny_model()
+    method = Kivi(residual=96)
+    assert method.identity(model.shape(60))
+    assert not method.identity(model.shape(96))
+    with Session(model, method) as ours, Session(model, Full()) as full:
+        assert ours.prefill(ids(60)).equal(full.prefill(ids(60)))
+        found, wanted = (x.forward(ids(20, 2), Phase.QUERY, keep=20) for x in (ours, full))
+        assert torch.allclose(found, wanted, atol=1e-5)
+        assert ours.certificate().identity
+
+
+def test_more_bits_are_nearer():
+    """The error of later logits falls with every bit, and eight bits cost less than two parts in a hundred."""
+    model, errors = tiny_model(), []
+    for bits in (2, 3, 4, 8):
+        with Session(model, Kivi(key_bits=bits, value_bits=bits)) as ours, Session(model, Full()) as full:
+            assert ours.prefill(ids(100)).equal(full.prefill(ids(100)))
+            found, wanted = (x.forward(ids(20, 2), Phase.QUERY, keep=20) for x in (ours, full))
+            errors.append(relative(found, wanted))
+    assert errors == sorted(errors, reverse=True)
+    assert 1e-5 < errors[-1] < 0.02
+
+
+def test_later_turns_are_packed_when_they_end_and_not_before():
+    """A turn of 50 tokens stays exact until its last chunk; SCBench's port never packs it."""
+    for compat in (False, True):
+        with Session(tiny_model(), Kivi(scbench_compat=compat)) as session:
+            session.prefill(ids(40))
+            session.forward(ids(30, 2), Phase.QUERY, last=False)
+            assert [x.packed.keys.n for x in session.layers] == [1, 1]  # groups of 32
+            session.forward(ids(20, 3), Phase.QUERY, last=True)
+            assert [x.packed.keys.n for x in session.layers] == ([1, 1] if compat else [2, 2])
+            assert [x.packed.values.n for x in session.layers] == ([8, 8] if compat else [58, 58])
+
+
+def test_bytes_are_the_paper_s():
+    """At 2 and 4 bits, groups of 32 and heads of 128, long contexts come to 18.75 % and 31.25 %, and the residual."""
+    for bits, share in ((2, 3 / 16), (4, 5 / 16)):
+        declared = Kivi(key_bits=bits, value_bits=bits).declared_bytes(shape_of(1 << 20, 128))
+        residual = 2 * 32 * 128 * 2  # the last values of two heads
+        packed_values = (1 << 20) - 32
+        assert declared == share * 2 * 128 * 2 * ((1 << 20) + packed_values) + residual
+
+
+def test_only_its_own_budgets_can_be_asked_for():
+    """What is reached may be asked for, also at lengths less than a block apart; anything else names what is."""
+    for length in range(992, 1024):
+        assert Kivi().fit(Budget.parse("20.3%"), shape_of(length)) == Kivi()
+    for text in ("25%", "50%", "1024", "paper", "100%"):
+        with pytest.raises(UserError, match=rf"{text}.*come to 20.0%.*26.2% \(3 bits\), 32.3% \(4 bits\)"):
+            Kivi().fit(Budget.parse(text), shape_of(1024))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"key_bits": 5}, "key_bits must be one of 2, 3, 4, 8, got 5"),
+        ({"value_bits": 16}, "value_bits must be one of 2, 3, 4, 8, got 16"),
+        ({"group": 0}, "group must be 1 or more, got 0"),
+        ({"residual": 0}, "residual must be a multiple of the group of 32 tokens, got 0"),
+        ({"residual": 40}, "got 40.*Use 32"),
+        ({"group": 24}, "multiple of the group of 24 tokens, got 32.*Use 24"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(settings, message):
+    """With the value, what is allowed and the next step, before a model runs."""
+    with pytest.raises(UserError, match=message):
+        Kivi(**settings)
+
+
+def test_groups_that_do_not_divide_a_value_are_refused_by_name():
+    """A head of 48 channels has no whole groups of 32; a narrower one than 32 is one group unless a group is set."""
+    with pytest.raises(UserError, match=r"groups of 32 do not divide values of 48.*1, 2, 4, 8, 16"):
+        Kivi().fit(None, shape_of(100, 48))
+    with pytest.raises(UserError, match="groups of 32 do not divide values of 16"):
+        Kivi(group=32).fit(None, shape_of(100, 16))
+    assert Kivi().fit(None, shape_of(100, 16)) == Kivi()
+    assert Kivi(group=16).fit(None, shape_of(100, 48)) == Kivi(group=16)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "knorm", "observed-attention"])
+def test_what_another_method_keeps_is_packed(name):
+    """The rows kept are those of the method alone, packed: its budget counts rows, and the bytes are as declared."""
+    model = tiny_model()
+    kinds = find_method(name), find_method(f"{name}+kivi")
+    alone, packed = (kind().fit(Budget("rows", 64), model.shape(200)) for kind in kinds)
+    with Session(model, alone, track=True) as exact, Session(model, packed, track=True) as ours:
+        assert exact.prefill(ids(200)).equal(ours.prefill(ids(200)))
+        assert ours.layers[0].positions.equal(exact.layers[0].positions)
+        assert [x.rows_kept() for x in ours.layers] == [x.rows_kept() for x in exact.layers]
+        keys, _ = ours.layers[0].packed.codes()
+        rows = keys.packed.shape[2]
+        assert dequantise(keys).equal(dequantise(quantise(exact.layers[0].keys[:, :, :rows], 2, tokens=32)))
+        assert ours.certificate().facts["rows_quantised"] == sum(
+            n - n % R for store in exact.layers for n in store.rows_kept()
+        )
+    with Session(model, packed) as ours:
+        ours.prefill(ids(200))
+        assert ours.memory().cache_bytes == packed.declared_bytes(model.shape(200))
+        assert ours.memory().cache_bytes < 0.6 * alone.declared_bytes(model.shape(200))
+
+
+def test_heads_that_keep_every_row_are_packed_and_streaming_heads_are_not():
+    """Around RazorAttention a retrieval head's rows are codes; a streaming head's ring stays exact and as it was."""
+    model = tiny_model()
+    kinds = find_method("razor-attention"), find_method("razor-attention+kivi")
+    alone, packed = (kind(induction=0.5).bind(model).fit(Budget.parse("60%"), model.shape(200)) for kind in kinds)
+    assert alone.retrieval == packed.retrieval > 0
+    assert alone.streaming == packed.streaming
+    with Session(model, alone) as exact, Session(model, packed) as ours:
+        assert exact.prefill(ids(200)).equal(ours.prefill(ids(200)))
+        assert ours.memory().cache_bytes == packed.declared_bytes(model.shape(200))
+        assert ours.certificate().facts["rows_quantised"] == packed.retrieval * (200 - 200 % R)
+        for a, b in zip(exact.layers, ours.layers, strict=True):
+            for (heads, x), (others, y) in zip(a.groups, b.groups, strict=True):
+                assert heads.equal(others)
+                if hasattr(y, "packed"):
+                    assert y.packed.last_values.rows.equal(x.values[:, :, -R:])
+                else:
+                    assert y.keys.equal(x.keys)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("kivi+kivi", "rounded"), ("snapkv+kivi+kivi", "rounded"), ("full-int8+kivi", "rounded"),
+        ("mikv+kivi", "rounded"), ("full+kivi", "so does kivi alone"), ("h2o+kivi", "for good"),
+        ("tova+kivi", "for good"), ("streaming-llm+kivi", "for good"), ("adakv+kivi", "unequal numbers"),
+        ("snapkv+adakv+kivi", "unequal numbers"), ("kivi+adakv", "does not"), ("kivi+snapkv", "goes around no other"),
+    ],
+)
+def test_nonsense_is_refused_by_name(name, reason):
+    """What cannot be packed in whole blocks for good, or is packed already, is refused with both names and why."""
+    inner, _, outer = name.rpartition("+")
+    with pytest.raises(UserError, match=rf"{inner.replace('+', '.')}\+{outer} makes no sense.*{reason}"):
+        find_method(name)
+
+
+def test_packed_rows_cannot_be_compressed_again():
+    """A composition says so at the next question instead of scoring rows that it no longer has."""
+    model = tiny_model()
+    method = find_method("snapkv+kivi")().fit(Budget("rows", 64), model.shape(200))
+    with Session(model, method, recompress=True) as session:
+        session.prefill(ids(200))
+        with pytest.raises(UserError, match="Leave --recompress out"):
+            session.ask([1, 2, 3], 2, history=[4])
