@@ -1,4 +1,4 @@
-"""English words for keys: the lists of wonderwords, which RULER draws its keys from.
+"""Keys and values: English words from the lists of wonderwords, which RULER draws its keys from, numbers and UUIDs.
 
 A key is `adjective-noun`. RULER picks one uniformly from the sorted set of all pairs; drawing both parts is the same
 distribution without six million strings.
