@@ -1,0 +1,197 @@
+"""Keys as a low-rank product and values on the host, of which each token brings back the chunks that it selects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.lowrank_keys import factor_keys, rebuild_keys
+from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials, ragged_partial
+from kvbench.method import Step
+from kvbench.store.host import HostRows
+from kvbench.store.layer import LayerKV
+from kvbench.store.rows import gather, storage_bytes
+from kvbench.store.selective import SelectiveKV
+
+if TYPE_CHECKING:
+    from kvbench.hf import Rope
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The chunks of a context that are stored apart, J per KV head; never written again, shared by forks."""
+
+    size: int
+    landmarks: Tensor  # [B, H_kv, J, D]
+    number: Tensor  # [B, H_kv, J] int32: which of the context's chunks
+    factors: Tensor  # [B, n, r], of every row of the context that is in a chunk
+    basis: Tensor  # [B, H_kv, r, D]
+    values: HostRows  # [B, H_kv, J, size * D_v]
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor on the device."""
+        return [self.landmarks, self.number, self.factors, self.basis]
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Chunks that were brought back, written in place: what the next token selects again need not be fetched."""
+
+    chunk: Tensor  # [B, H_kv, k] int32: which of the J is in it; J: none yet
+    key: Tensor  # [B, H_kv, k, size * D], rotated
+    value: Tensor  # [B, H_kv, k, size * D_v]
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor on the device."""
+        return [self.chunk, self.key, self.value]
+
+
+@dataclass
+class LowRankKV(SelectiveKV):
+    """Dense rows until `factorise`; from then on the dense block holds what stays exact, and all later rows."""
+
+    _chunks: Chunks | None = field(default=None, init=False)
+    _slots: Slots | None = field(default=None, init=False)
+
+    def factorise(self, rope: Rope, landmarks: Tensor, exact: Tensor, *, size: int, rank: int, slots: int) -> None:
+        """Store chunks of the context apart: keys as factors, values on the host, landmarks to choose by.
+
+        landmarks: [B, H_kv, c, D], of the first c chunks of the context; what comes after them stays dense.
+        exact: [B, H_kv, o], ascending: chunks that stay dense as well. slots: chunks that a token may select.
+        """
+        assert self.seen == self.n, "positions are the order of rows"
+        batch, heads, count, _ = landmarks.shape
+        inside = count * size
+        apart = torch.ones((batch, heads, count), dtype=torch.bool, device=exact.device).scatter_(2, exact, False)
+        number = apart.int().argsort(dim=-1, descending=True, stable=True)[..., : count - exact.shape[2]]
+        positions = torch.arange(inside, device=exact.device).expand(batch, -1)
+        plain = rope.rotate(self.keys[:, :, :inside], positions, inverse=True)
+        factors, basis = factor_keys(plain, rank)
+        values = self.values[:, :, :inside].unflatten(2, (count, size)).flatten(3)
+        self._chunks = Chunks(
+            size, gather(landmarks, number).to(self.keys.dtype), number.to(torch.int32), factors, basis,
+            HostRows(gather(values, number)),
+        )
+        self._slots = Slots(
+            number.new_full((batch, heads, slots), number.shape[2], dtype=torch.int32),
+            self.keys.new_zeros((batch, heads, slots, size * self.keys.shape[3])),
+            self.values.new_zeros((batch, heads, slots, size * self.values.shape[3])),
+        )
+        stay = (exact[..., None] * size + torch.arange(size, device=exact.device)).flatten(2)
+        after = torch.arange(inside, self.n, device=exact.device).expand(batch, heads, -1)
+        index = torch.cat([stay, after], dim=-1)
+        kept = {name: gather(x, index) for name, x in self._held().items()}
+        self._replace(kept, index.shape[2] + max(0, self.capacity - self.seen))
+        self.selective = True
+
+    @property
+    def landmarks(self) -> Tensor:
+        """What chunks are chosen by. [B, H_kv, J, D]"""
+        assert self._chunks is not None
+        return self._chunks.landmarks
+
+    def attend_chunks(self, step: Step, chosen: Tensor) -> Tensor:
+        """Attention over the dense block and, for each new token, the chunks chosen for it. [B, H_q, T, D_v]
+
+        chosen: [B, H_kv, T, k], of the J chunks stored apart.
+        """
+        parts = [self._attend_slots(step, t, chosen[:, :, t]) for t in range(chosen.shape[2])]
+        apart = Partial(torch.cat([x.output for x in parts], dim=2), torch.cat([x.lse for x in parts], dim=2))
+        dense = dense_partial(
+            step.query, self.keys, self.values, scale=step.scale, seen=step.seen, softcap=step.softcap
+        )
+        return merge_partials([apart, dense], step.sinks).to(step.query.dtype)
+
+    def _attend_slots(self, step: Step, t: int, chosen: Tensor) -> Partial:
+        assert self._slots is not None
+        self._bring_back(step.rope, chosen)
+        width, value_width = self.keys.shape[3], self.values.shape[3]
+        rows = self._slots.key[0, 0].numel() // width
+        heads = len(self._slots.chunk.flatten(0, 1))
+        return ragged_partial(
+            step.query[:, :, t : t + 1], self._slots.key.view(-1, width), self._slots.value.view(-1, value_width),
+            torch.arange(heads + 1, device=chosen.device, dtype=torch.int32) * rows, [rows] * heads, scale=step.scale,
+            seen=step.seen, softcap=step.softcap,
+        )
+
+    def _bring_back(self, rope: Rope, chosen: Tensor) -> None:
+        """Make the slots hold these chunks; those that they hold already stay where they are. chosen: [B, H_kv, k]"""
+        assert self._chunks is not None and self._slots is not None
+        chunks, slots = self._chunks, self._slots
+        batch, heads, count = chosen.shape
+        order = torch.arange(count, device=chosen.device)
+        where = chosen.new_full((batch, heads, chunks.number.shape[2] + 1), count)
+        where.scatter_(2, slots.chunk.long(), order.expand_as(chosen))
+        found = where.gather(2, chosen)  # the slot of each chunk; `count`: in none
+        missing = found == count
+        misses = missing.sum(-1, keepdim=True)  # [B, H_kv, 1]
+        most = int(misses.max())
+        self._count(chosen.numel() - int(misses.sum()), chosen.numel(), most)
+        if not most:
+            return
+        taken = torch.zeros_like(where[..., :1], dtype=torch.bool).repeat(1, 1, count + 1).scatter_(2, found, True)
+        free = taken[..., :count].int().argsort(dim=-1, stable=True)[..., :most]  # as many as the head's misses
+        wanted = missing.int().argsort(dim=-1, descending=True, stable=True)[..., :most]
+        # A head with fewer misses than another brings back once more what it has.
+        new = chosen.gather(2, wanted).where(order[:most] < misses, slots.chunk.gather(2, free).long())
+        rows = chunks.number.gather(2, new).long()[..., None] * chunks.size
+        rows = (rows + torch.arange(chunks.size, device=rows.device)).flatten(2)  # [B, H_kv, most * size]
+        plain = rebuild_keys(chunks.factors, chunks.basis, rows)
+        keys = rope.rotate(plain.flatten(0, 1)[:, None], rows.flatten(0, 1))
+        at = (torch.arange(batch * heads, device=free.device).view(batch, heads, 1) * count + free).flatten()
+        slots.key.flatten(0, 2).index_copy_(0, at, keys.reshape(len(at), -1))
+        slots.value.flatten(0, 2).index_copy_(0, at, chunks.values.fetch(new).flatten(0, 2))
+        slots.chunk.scatter_(2, free, new.to(torch.int32))
+
+    def _count(self, hits: int, chosen: int, most: int) -> None:
+        """Count a token's selection, and the bytes that it reads on the device and brings from the host."""
+        assert self._chunks is not None and self._slots is not None
+        chunks, slots = self._chunks, self._slots
+        batch, heads = chunks.landmarks.shape[:2]
+        dense = (self.keys[0, 0].numel() + self.values[0, 0].numel()) * self.keys.itemsize
+        row = chunks.factors.shape[2] * chunks.factors.itemsize
+        value = chunks.values.rows.shape[3] * chunks.values.rows.itemsize
+        brought = storage_bytes([chunks.basis]) + batch * heads * most * (chunks.size * row + value) if most else 0
+        self.reads.update({
+            "queries": 1, "chunks_selected": chosen, "chunks_reused": hits,
+            "bytes": storage_bytes([chunks.landmarks, slots.key, slots.value]) + batch * heads * dense + brought,
+        })
+
+    def fork(self) -> LayerKV:
+        """A copy that may go on by itself: what was stored apart is shared, the slots are not."""
+        other = super().fork()
+        assert isinstance(other, LowRankKV)
+        if self._slots is not None:
+            other._slots = Slots(*(x.clone() for x in self._slots.tensors()))  # noqa: SLF001  # the same class
+        return other
+
+    def close(self) -> None:
+        """Give the rows back."""
+        super().close()
+        self._chunks = self._slots = None
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that the layer keeps alive on the device."""
+        return super().tensors() + [y for x in (self._chunks, self._slots) if x is not None for y in x.tensors()]
+
+    def host_tensors(self) -> list[Tensor]:
+        """The values of the chunks stored apart."""
+        return [] if self._chunks is None else [self._chunks.values.rows]
+
+    def rows_kept(self) -> list[int]:
+        """Rows held by each (batch, KV head), in whatever form."""
+        return [count + self._rows_apart() for count in super().rows_kept()]
+
+    def _rows_apart(self) -> int:
+        return 0 if self._chunks is None else self._chunks.number.shape[2] * self._chunks.size
+
+    def facts(self) -> dict[str, int]:
+        """Rows stored apart, on what kind of host, and layers that stayed dense."""
+        if self._chunks is None:
+            return {**super().facts(), "layers_dense": 1}
+        rows = self._rows_apart() * len(super().rows_kept())
+        tier = "rows_on_simulated_host" if self._chunks.values.simulated else "rows_on_host"
+        return {**super().facts(), "rows_factored": rows, tier: rows}

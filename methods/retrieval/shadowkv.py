@@ -1,0 +1,208 @@
+"""ShadowKV: low-rank keys stay, values go to the host, and each token brings back the chunks that it looks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvbench.errors import UserError
+from kvbench.method import Budget, BudgetKind, Card, Method, Shape, Step, Upstream, resolved
+from kvbench.store import LayerKV
+from kvbench.store.lowrank import LowRankKV
+
+if TYPE_CHECKING:
+    from kvbench.hf import Model
+
+PAPER_RANK = 160
+PAPER_OUTLIERS, PAPER_BUDGET = 48, 2048
+INDEX_BYTES = 4
+
+
+@dataclass(frozen=True)
+class ShadowKV(Method):
+    """Selects, per KV head and token, the chunks whose mean key some head of the group attends to most."""
+
+    chunk: int = 8
+    """Rows per chunk."""
+    rank: int | None = None
+    """Of the keys before rotation, all heads together; none: the paper's 160, and at most half of the key width."""
+    local_chunks: int = 4
+    """Last chunks of the context that stay dense, and what is left after them."""
+    outlier_chunks: int | None = None
+    """Chunks per KV head that stay dense because their mean says least; none: the paper's 48 for 2,048 rows, in
+    proportion to the budget."""
+
+    key_rank: int | None = resolved()
+    """The rank, as resolved."""
+    outliers: int | None = resolved()
+    """The outlier chunks, as resolved."""
+
+    card: ClassVar[Card] = Card(
+        name="shadowkv",
+        title="ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM Inference",
+        idea="Before rotation the keys of one prompt are of low rank, so their factors are all that the GPU keeps; "
+        "values wait on the host. The mean key of each chunk tells which chunks a token needs rebuilt and fetched.",
+        arxiv="2410.21465",
+        year=2024,
+        family="retrieval",
+        stages=("compression", "retrieval", "loading"),
+        budget=BudgetKind.READ,
+        paper_budget="2048",
+        heads="pooled",
+        upstream=Upstream(repo="bytedance/ShadowKV", commit=None, licence=None),
+        deviations=(
+            ("A question's tokens select one by one, as if they were decoded, so that nothing depends on how a "
+            "question is cut; the authors' code adds the scores of all its tokens up to one selection."),
+            ("The factors come from the eigenvectors of the keys' Gram matrix: the same subspace as the decomposition "
+            "of the keys themselves, with the scale in the factors of the rows."),
+            "Outlier chunks are not on the host as well: they stay dense and are never selected.",
+            "Scores are scaled as the model's attention is; the authors' code divides by the root of 128 always.",
+        ),
+        unverified=(
+            ("rank: where the width of a layer's keys is below 320, half of it. The paper's models have a width of "
+            "1,024, and 160 is more than some small models have."),
+            ("outlier_chunks: in proportion to the budget, as the authors' CPU class has it at 1,024 and 2,048 rows; "
+            "their GPU class always has 48."),
+        ),
+        limits=(
+            ("The budget counts the rows selected per token. Outlier chunks, the context's last rows and all later "
+            "rows are read beside them."),
+            ("A context whose chunks could all be selected is held dense: these are declared settings of no loss, and "
+            "the certificate counts them (`n_identity`, `layers_dense`)."),
+            "Sliding-window layers stay dense. Generated rows and later questions are not compressed.",
+            "Needs rotary embeddings that kvbench understands.",
+            "On a CPU the host is simulated: bytes are counted apart, but fetching costs a copy in the same memory.",
+        ),
+    )
+
+    graphable: ClassVar[str | None] = "the host must know which values to send, so a step waits for what it selected."
+
+    def __post_init__(self) -> None:
+        """Refuse settings without a meaning."""
+        super().__post_init__()
+        for name, least, paper in (
+            ("chunk", 1, "8"), ("rank", 1, "160"), ("local_chunks", 0, "4"), ("outlier_chunks", 0, "48")
+        ):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UserError(f"shadowkv: {name} must be {least} or more, got {value}; the paper has {paper}.")
+
+    def minimum_rows(self) -> int:
+        """One chunk."""
+        return self.chunk
+
+    def bind(self, model: Model) -> Self:
+        """Refuse a model whose rotation cannot be taken off its keys."""
+        if not all(rope.trusted for rope in model.ropes):
+            raise UserError(
+                f"shadowkv takes the rotation off keys, and that of {model.id} is not understood on every layer. "
+                "Use a method that leaves it on, such as quest."
+            )
+        return self
+
+    def fit(self, budget: Budget | None, shape: Shape) -> Self:
+        """Resolve the budget, and from it and the model's widths the rank and the outlier chunks."""
+        fitted = super().fit(budget, shape)
+        width = min((x.kv_heads * x.key_dim for x in shape.layers if x.window is None), default=PAPER_RANK * 2)
+        if self.rank is not None and self.rank > width:
+            raise UserError(
+                f"shadowkv: rank {self.rank} is above the key width of the model, {width} over all heads of a layer. "
+                f"Use --set rank=1 to {width}, or leave it out for {min(PAPER_RANK, width // 2)}."
+            )
+        outliers = self.outlier_chunks
+        if outliers is None and fitted.rows is not None:
+            outliers = round(fitted.rows * PAPER_OUTLIERS / PAPER_BUDGET)
+        rank = max(1, min(PAPER_RANK, width // 2)) if self.rank is None else self.rank
+        return replace(fitted, key_rank=rank, outliers=outliers)
+
+    def chunks_apart(self, length: int) -> int:
+        """Chunks of a context before its last ones, or 0 if a token could select all of them that are no outliers."""
+        chunks = length // self.chunk - self.local_chunks
+        if self.rows is None or self.outliers is None or chunks - self.outliers <= self.rows // self.chunk:
+            return 0
+        return chunks
+
+    def identity(self, shape: Shape) -> bool:
+        """Everything stays dense at the full budget, and where the budget reaches every chunk."""
+        return self.chunks_apart(shape.length) == 0
+
+    def layer(self, index: int) -> LayerKV:
+        """Dense rows that are factored at the end of the context."""
+        del index
+        return LowRankKV()
+
+    def evict(self, kv: LayerKV, step: Step) -> None:
+        """At the end of the context: choose outliers, and store the other chunks as factors and values on the host."""
+        if not step.compress or step.window is not None or not isinstance(kv, LowRankKV):
+            return
+        if kv.selective:
+            raise UserError(
+                "shadowkv factors the keys of a context once: later rows stay dense. Leave --recompress out."
+            )
+        chunks = self.chunks_apart(kv.n)
+        if not chunks:
+            return
+        assert self.rows is not None and self.outliers is not None and self.key_rank is not None
+        landmarks, outliers = find_outliers(kv.keys[:, :, : chunks * self.chunk], self.chunk, self.outliers)
+        kv.factorise(
+            step.rope, landmarks, outliers, size=self.chunk, rank=self.key_rank, slots=self.rows // self.chunk
+        )
+
+    def attend(self, kv: LayerKV, step: Step) -> Tensor:
+        """Attention over dense rows and the chunks that each token selects."""
+        if not isinstance(kv, LowRankKV) or not kv.selective:
+            return kv.attend(step)
+        assert self.rows is not None
+        return kv.attend_chunks(step, select_chunks(step.query, kv.landmarks, step.scale, self.rows // self.chunk))
+
+    def declared_bytes(self, shape: Shape) -> int:
+        """Factors, basis, landmarks with their numbers, dense rows, and the slots that chunks are brought back to."""
+        chunks, size = self.chunks_apart(shape.length), shape.itemsize
+        total = 0
+        for layer in shape.layers:
+            heads, row = layer.kv_heads, layer.key_dim + layer.value_dim
+            if layer.window is not None or not chunks:
+                total += shape.rows(layer) * heads * row * size
+                continue
+            assert self.rows is not None and self.outliers is not None and self.key_rank is not None
+            slots, apart = self.rows // self.chunk, chunks - self.outliers
+            dense = shape.length - apart * self.chunk
+            total += chunks * self.chunk * self.key_rank * size
+            total += heads * layer.key_dim * (self.key_rank + apart) * size
+            total += heads * (dense + slots * self.chunk) * row * size
+            total += heads * (apart + slots) * INDEX_BYTES
+        return total
+
+    def declared_host_bytes(self, shape: Shape) -> int:
+        """Values of the chunks that are stored apart."""
+        chunks = self.chunks_apart(shape.length)
+        if not chunks:
+            return 0
+        assert self.outliers is not None
+        rows = (chunks - self.outliers) * self.chunk
+        return sum(rows * x.kv_heads * x.value_dim * shape.itemsize for x in shape.layers if x.window is None)
+
+
+def find_outliers(keys: Tensor, chunk: int, count: int) -> tuple[Tensor, Tensor]:
+    """The mean key of each chunk, and the chunks with a key that is least like it. [B, H_kv, c, D], [B, H_kv, count]
+
+    keys: [B, H_kv, c * chunk, D], rotated.
+    """
+    chunks = keys.float().unflatten(2, (-1, chunk))
+    landmarks = chunks.mean(3)
+    likeness = F.cosine_similarity(chunks, landmarks[:, :, :, None], dim=-1).amin(-1)  # [B, H_kv, c]
+    return landmarks, likeness.topk(count, dim=-1, largest=False).indices.sort(-1).values
+
+
+def select_chunks(query: Tensor, landmarks: Tensor, scale: float, count: int) -> Tensor:
+    """The chunks of each KV head that some head of its group gives the largest share. [B, H_kv, T, count]
+
+    query: [B, H_q, T, D]. landmarks: [B, H_kv, J, D].
+    """
+    grouped = query.unflatten(1, (landmarks.shape[1], -1)).flatten(2, 3)  # [B, H_kv, G * T, D]
+    logits = (landmarks @ grouped.mT).float().mT.unflatten(2, (-1, query.shape[2])) * scale  # [B, H_kv, G, T, J]
+    share: Tensor = logits.softmax(-1).amax(2)
+    return share.topk(count, dim=-1).indices
