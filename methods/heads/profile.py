@@ -51,6 +51,8 @@ class HeadProfile(BaseModel):
 
     schema_version: Literal[1] = 1
     model_sha256: str
+    tokenizer_sha256: str
+    """Says which tokens are special, and so in no probe."""
     dtype: str
     tokens: int
     """Random tokens of one copy, no two of them equal."""
@@ -148,8 +150,8 @@ def measure(model: Model, tokens: int) -> HeadProfile:
             for name in ("echo", "induction")
         }
     return HeadProfile(
-        model_sha256=model.sha256, dtype=model.dtype, tokens=tokens, code_sha256=_code(), echo=found["echo"],
-        induction=found["induction"],
+        model_sha256=model.sha256, tokenizer_sha256=model.tokenizer_sha256, dtype=model.dtype, tokens=tokens,
+        code_sha256=_code(), echo=found["echo"], induction=found["induction"],
     )
 
 
@@ -200,7 +202,8 @@ def _code() -> str:
 
 def _place(model: Model, tokens: int) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "kvbench" / "profiles" / f"{model.sha256[:24]}-{model.dtype}-{tokens}-{_code()[:8]}.json"
+    hashes = f"{model.sha256[:24]}-{model.tokenizer_sha256[:8]}"
+    return cache / "kvbench" / "profiles" / f"{hashes}-{model.dtype}-{tokens}-{_code()[:8]}.json"
 
 
 def _read(path: Path, model: Model, tokens: int) -> HeadProfile | None:
@@ -219,8 +222,9 @@ def _read(path: Path, model: Model, tokens: int) -> HeadProfile | None:
             "Remove the file: the profile is measured again."
         )
     shape = [x.kv_heads for x in model.layers]
-    wanted = (model.dtype, tokens, _code(), shape, shape)
-    if (found.dtype, found.tokens, found.code_sha256, *map(_shape, (found.echo, found.induction))) != wanted:
+    wanted = (model.tokenizer_sha256, model.dtype, tokens, _code(), shape, shape)
+    shapes = map(_shape, (found.echo, found.induction))
+    if (found.tokenizer_sha256, found.dtype, found.tokens, found.code_sha256, *shapes) != wanted:
         say(f"{path}: does not say what its name says; it is measured again.")
         return None
     return found

@@ -163,7 +163,8 @@ def test_retrieval_heads_hold_all_and_the_others_a_bounded_number():
 def profile(echo, induction):
     """A profile with these scores, one layer."""
     return HeadProfile(
-        model_sha256="", dtype="", tokens=2, code_sha256="", echo=(tuple(echo),), induction=(tuple(induction),)
+        model_sha256="", tokenizer_sha256="", dtype="", tokens=2, code_sha256="", echo=(tuple(echo),),
+        induction=(tuple(induction),),
     )
 
 
