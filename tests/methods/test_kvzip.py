@@ -78,9 +78,7 @@ def written_out(model, context, chunks, window=None):
 
 
 def best(scores, rows):
-    """The rows of all layers and heads with the highest scores, sinks first. [layers, B, H_kv, LENGTH] bool"""
-    scores = scores.clone()
-    scores[..., :SINKS] = torch.inf
+    """The rows of all layers and heads with the highest scores. [layers, B, H_kv, LENGTH] bool"""
     pool = scores.transpose(0, 1).flatten(1)  # a sequence has its own
     total = rows * scores.shape[0] * scores.shape[2]
     marks = torch.zeros_like(pool, dtype=torch.bool).scatter(1, pool.topk(total).indices, True)
@@ -96,18 +94,33 @@ def test_the_rows_that_a_repeat_looks_at_stay(shape):
         (start, min(start + 20, LENGTH), torch.cat([prompt, context[:, max(SINKS, start - 8) : start]], dim=1))
         for start in range(SINKS, LENGTH, 20)
     ]
+    scores = written_out(model, context, chunks)
+    scores[..., :SINKS] = torch.inf
     with session_of(KVzip(chunk_size=20), model, 20) as session:
         session.prefill(context)
-        assert kept(session).equal(best(written_out(model, context, chunks), 20))
+        assert kept(session).equal(best(scores, 20))
 
 
-def test_a_softmax_over_everything_would_keep_other_rows():
-    """The oracle tells the papers' normaliser, which leaves the other chunks out, from attention's own."""
+def test_a_sliding_layer_is_judged_by_what_its_window_leaves():
+    """Rows out of the window are gone, those in it count by the queries of the repeat that still see them."""
+    model, context = tiny_model(4, 2, 48), ids(LENGTH)
+    prompt = torch.tensor([PROMPT])
+    chunks = [(SINKS, 34, prompt), (34, LENGTH, torch.cat([prompt, context[:, 26:34]], dim=1))]
+    scores = written_out(model, context, chunks, window=48)
+    scores[..., : LENGTH - 48] = -1
+    with session_of(KVzip(chunk_size=30), model, 20) as session:
+        session.prefill(context)
+        assert kept(session).equal(best(scores, 20 * 48 // LENGTH))
+
+
+def test_a_repeat_in_one_piece_keeps_other_rows():
+    """Chunks matter to the method: its softmax leaves the other chunks out, and the oracle can tell."""
     model, context = tiny_model(), ids(LENGTH)
-    whole = [(SINKS, LENGTH, torch.tensor([PROMPT]))]
+    scores = written_out(model, context, [(SINKS, LENGTH, torch.tensor([PROMPT]))])
+    scores[..., :SINKS] = torch.inf
     with session_of(KVzip(chunk_size=20), model, 20) as session:
         session.prefill(context)
-        assert not kept(session).equal(best(written_out(model, context, whole), 20))
+        assert not kept(session).equal(best(scores, 20))
 
 
 def test_a_budget_is_met_exactly_over_all_heads_and_layers():
