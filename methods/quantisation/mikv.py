@@ -155,9 +155,9 @@ class MiKV(TwoPrecisions):
 
     def evict(self, kv: LayerKV, step: Step) -> None:
         """The end of the context fills the low tier; ever after, what is too much for the high one is demoted."""
-        if not (isinstance(kv, TieredKV) and step.last):
+        assert isinstance(kv, TieredKV) and kv.positions is not None
+        if not step.last:
             return
-        assert kv.positions is not None
         rows = step.seen if step.window is None else min(step.seen, step.window)
         high = self.high_rows(rows)
         recent = kv.positions >= step.seen - round(high * self.recent)
