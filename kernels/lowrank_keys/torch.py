@@ -32,5 +32,5 @@ def rebuild_keys(factors: Tensor, basis: Tensor, rows: Tensor) -> Tensor:
     """
     first = torch.arange(factors.shape[0], device=rows.device).view(-1, 1, 1) * factors.shape[1]
     asked = factors.flatten(0, 1).index_select(0, (first + rows).flatten())
-    keys: Tensor = asked.view(*rows.shape, -1) @ basis
+    keys: Tensor = asked.view(*rows.shape, factors.shape[2]) @ basis
     return keys

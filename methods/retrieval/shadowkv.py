@@ -16,7 +16,8 @@ from kvbench.store.lowrank import LowRankKV
 if TYPE_CHECKING:
     from kvbench.hf import Model
 
-PAPER_RANK = 160
+PAPER_RANK, NARROWEST = 160, 256
+"""The rank that the paper gives all its models, and the width of the narrowest one's keys (GLM-4-9B)."""
 PAPER_OUTLIERS, PAPER_BUDGET = 48, 2048
 INDEX_BYTES = 4
 
@@ -28,7 +29,7 @@ class ShadowKV(Method):
     chunk: int = 8
     """Rows per chunk."""
     rank: int | None = None
-    """Of the keys before rotation, all heads together; none: the paper's 160, and at most half of the key width."""
+    """Of the keys before rotation, all heads together; none: the paper's 160, less where keys are narrower than 256."""
     local_chunks: int = 4
     """Last chunks of the context that stay dense, and what is left after them."""
     outlier_chunks: int | None = None
@@ -62,8 +63,8 @@ class ShadowKV(Method):
             "Scores are scaled as the model's attention is; the authors' code divides by the root of 128 always.",
         ),
         unverified=(
-            ("rank: where the width of a layer's keys is below 320, half of it. The paper's models have a width of "
-            "1,024, and 160 is more than some small models have."),
+            ("rank: 160 where the keys of a layer are 256 wide over all heads, as the paper's narrowest are, or wider; "
+            "below that the same share of the width, five eighths."),
             ("outlier_chunks: in proportion to the budget, as the authors' CPU class has it at 1,024 and 2,048 rows; "
             "their GPU class always has 48."),
         ),
@@ -74,7 +75,8 @@ class ShadowKV(Method):
             "the certificate counts them (`n_identity`, `layers_dense`)."),
             "Sliding-window layers stay dense. Generated rows and later questions are not compressed.",
             "Needs rotary embeddings that kvbench understands.",
-            "On a CPU the host is simulated: bytes are counted apart, but fetching costs a copy in the same memory.",
+            ("On a CPU the host is simulated, and a step is slower than a dense one: turning thousands of rebuilt keys "
+            "to their positions costs more there than reading them would. Chunks that are selected again are free."),
         ),
     )
 
@@ -106,17 +108,17 @@ class ShadowKV(Method):
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
         """Resolve the budget, and from it and the model's widths the rank and the outlier chunks."""
         fitted = super().fit(budget, shape)
-        width = min((x.kv_heads * x.key_dim for x in shape.layers if x.window is None), default=PAPER_RANK * 2)
+        width = min((x.kv_heads * x.key_dim for x in shape.layers if x.window is None), default=NARROWEST)
+        usual = max(1, min(PAPER_RANK, width * PAPER_RANK // NARROWEST))
         if self.rank is not None and self.rank > width:
             raise UserError(
                 f"shadowkv: rank {self.rank} is above the key width of the model, {width} over all heads of a layer. "
-                f"Use --set rank=1 to {width}, or leave it out for {min(PAPER_RANK, width // 2)}."
+                f"Use --set rank=1 to {width}, or leave it out for {usual}."
             )
         outliers = self.outlier_chunks
         if outliers is None and fitted.rows is not None:
             outliers = round(fitted.rows * PAPER_OUTLIERS / PAPER_BUDGET)
-        rank = max(1, min(PAPER_RANK, width // 2)) if self.rank is None else self.rank
-        return replace(fitted, key_rank=rank, outliers=outliers)
+        return replace(fitted, key_rank=usual if self.rank is None else self.rank, outliers=outliers)
 
     def chunks_apart(self, length: int) -> int:
         """Chunks of a context before its last ones, or 0 if a token could select all of them that are no outliers."""
