@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with "
 OFFSET_BYTES = 4
-BLOCK_ELEMENTS = 1 << 22
+BLOCK_ELEMENTS = 1 << 20
 """Logits held at a time."""
 
 
@@ -50,7 +50,7 @@ class KVzip(Method):
         budget=BudgetKind.HELD,
         paper_budget="30%",
         heads="pooled",
-        upstream=Upstream(repo="snu-mllab/KVzip", commit=None, licence="MIT"),
+        upstream=Upstream(repo="snu-mllab/KVzip", commit=None, licence=None),
         deviations=(
             ("Exactly the budget's rows are kept, of equal scores the first; the authors' threshold drops every row "
             "that equals it."),
@@ -202,7 +202,8 @@ def strongest(step: Step, keys: Tensor, rows: Tensor) -> Tensor:
     best = torch.zeros(batch, kv_heads, count, dtype=torch.float32, device=keys.device)
     size = max(1, BLOCK_ELEMENTS // (batch * step.query.shape[1] * count))
     for some, at in zip(query.split(size, dim=3), step.positions[0].split(size), strict=True):
-        logits = (some @ keys[:, :, None].transpose(-1, -2)).float() * step.scale
+        # One product per KV head: rows are not copied for the heads of their group.
+        logits = (some.flatten(2, 3) @ keys.transpose(-1, -2)).float().unflatten(2, some.shape[2:4]) * step.scale
         if step.softcap is not None:
             logits = step.softcap * torch.tanh(logits / step.softcap)
         distance = at[:, None] - rows
