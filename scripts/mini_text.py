@@ -46,6 +46,12 @@ EVERY: Mix = (
     *((niah.NiahMultivalue(), 1.5), (niah.NiahMultiquery(), 1.5), (lists.ListCopy(), 1.0), (lists.ListReverse(), 1.0)),
 )
 """All of them; niah_single_2 is what niah_multikey_1 is with one key."""
+LAST: Mix = (
+    *((SHORT, 12.0), (kv.KeyValueUuid(), 2.0), (SINGLE_1, 2.5), (MULTIKEY_1, 4.0)),
+    *((niah.NiahSingle3(), 1.5), (niah.NiahMultikey2(), 1.5), (niah.NiahMultikey3(), 1.5)),
+    *((lists.ListCopy(), 1.0), (lists.ListReverse(), 1.0)),
+)
+"""What it can learn, and most of it what the default runs ask: four values at once are beyond it."""
 
 
 def corpus() -> Iterator[str]:

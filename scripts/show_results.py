@@ -16,6 +16,7 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 
 from kvbench.files import read_file
 from kvbench.results import Result
@@ -42,6 +43,18 @@ def ratio(result: Result) -> float:
     return result.memory.ratio_total
 
 
+def read(result: Result) -> str:
+    """Bytes that a decode step reads, by the dense cache's."""
+    assert result.memory is not None, result.run_id
+    return f"{result.memory.read_bytes_per_step / result.memory.dense_bytes:.1%}"
+
+
+def setting(result: Result) -> str:
+    """The budget asked for, or the bits that come to one."""
+    bits = [str(value) for name, value in result.method.settings.items() if name.endswith("_bits")]
+    return result.budget.asked or (f"{'/'.join(bits)} bits" if bits else "-")
+
+
 def score(result: Result) -> str:
     """Mean and interval."""
     assert result.score.mean is not None, result.run_id
@@ -66,13 +79,13 @@ def page_table(results: Sequence[Result]) -> str:
     """All runs of one length and visibility."""
     rows = [
         (
-            x.method.name, x.budget.asked or "-", f"{ratio(x):.1%}", score(x), by_turn(x),
+            x.method.name, setting(x), f"{ratio(x):.1%}", read(x), score(x), by_turn(x),
             "-" if x.agreement is None else f"{x.agreement.top1:.3f}",
             "-" if x.agreement is None else f"{x.agreement.kl:.3f}",
         )
         for x in results
     ]
-    return table(("method", "budget", "bytes", "score", "first turn, then others", "top-1", "KL, nats"), rows)
+    return table(("method", "budget", "held", "read", "score", "first turn, then others", "top-1", "KL, nats"), rows)
 
 
 def readme_table(results: Sequence[Result]) -> str:
@@ -80,51 +93,71 @@ def readme_table(results: Sequence[Result]) -> str:
     rows: dict[str, dict[tuple[str, int], Result]] = {}
     for x in results:
         if x.budget.asked in (None, IN_README):
-            rows.setdefault(x.method.name, {})[x.visibility, x.task.length] = x
+            name = x.method.name if x.budget.asked or setting(x) == "-" else f"{x.method.name}, {setting(x)}"
+            rows.setdefault(name, {})[x.visibility, x.task.length] = x
     shown = []
-    for method, cells in rows.items():
+    for name, cells in rows.items():
         seen = cells["first-turn", 2048]
         hidden = [cells["hidden", length] for length in (1024, 2048)]
-        shown.append((method, f"{ratio(hidden[1]):.1%}", *(score(x) for x in hidden), by_turn(seen)))
-    header = ("method", "bytes", "hidden, 1,024", "hidden, 2,048", "first question seen, 2,048: it, then others")
+        shown.append((name, f"{ratio(hidden[1]):.1%}", read(hidden[1]), *(score(x) for x in hidden), by_turn(seen)))
+    header = ("method", "held", "read", "hidden, 1,024", "hidden, 2,048", "first question seen, 2,048: it, then others")
     return table(header, shown)
 
 
+def share(result: Result) -> float:
+    """What a method's budget counts, in % of the dense cache: bytes held, or bytes that a decode step reads."""
+    assert result.memory is not None, result.run_id
+    if result.budget.kind == "read":
+        return 100 * result.memory.read_bytes_per_step / result.memory.dense_bytes
+    return 100 * ratio(result)
+
+
 def draw_plot(results: Sequence[Result]) -> None:
-    """Accuracy against measured bytes: a row of panels per length, a column per visibility."""
+    """Accuracy against bytes, a column per visibility: held ones at each length, and read ones, which are no others."""
     methods = list(dict.fromkeys(x.method.name for x in results))
-    lengths = sorted({x.task.length for x in results})
-    wheel = [*plt.get_cmap("tab20").colors, *plt.get_cmap("Set2").colors]
+    wheel = [*plt.get_cmap("tab20").colors, *plt.get_cmap("Set1").colors]
     colours = dict(zip(methods, ["black", "dimgray", *wheel], strict=False))
-    marks = dict(zip(methods, ["s", "s", *"oooooooooovvvvvvvvvv^^^^^^^^^^"], strict=False))
-    figure, panels = plt.subplots(len(lengths), len(SEEN), figsize=(12, 4.2 * len(lengths)), sharey=True, squeeze=False)
-    for row, length in zip(panels, lengths, strict=True):
+    lengths = sorted({x.task.length for x in results})
+    rows = [(length, False) for length in lengths] + [(length, True) for length in lengths[-1:]]
+    figure, panels = plt.subplots(len(rows), len(SEEN), figsize=(12, 4.2 * len(rows)), sharey=True, squeeze=False)
+    for row, (length, read) in zip(panels, rows, strict=True):
         for panel, (visibility, title) in zip(row, SEEN.items(), strict=True):
-            for method in methods:
-                cell = (method, length, visibility)
-                points = [x for x in results if (x.method.name, x.task.length, x.visibility) == cell]
-                means = [x.score.mean or 0.0 for x in points]
-                bounds = [x.score.ci95 or (0.0, 0.0) for x in points]
-                errors = [
-                    [max(0.0, mean - low) for mean, (low, _) in zip(means, bounds, strict=True)],
-                    [max(0.0, high - mean) for mean, (_, high) in zip(means, bounds, strict=True)],
-                ]
-                panel.errorbar(
-                    [ratio(x) * 100 for x in points], means, yerr=errors, marker=marks[method], markersize=4, capsize=2,
-                    label=method, color=colours[method], linewidth=1.1, elinewidth=0.7,
-                    linestyle="none" if method in ANCHORS else "-",
-                )
+            here = [x for x in results if (x.task.length, x.visibility) == (length, visibility)]
+            shown = [x for x in here if (x.budget.kind == "read") == read or x.method.name in ANCHORS]
+            for method in dict.fromkeys(x.method.name for x in shown):
+                points = sorted((x for x in shown if x.method.name == method), key=share)
+                draw_method(panel, method, points, colours[method])
+            what = "read by a decode step" if read else "held"
             panel.set(title=f"{title}, {length:,} tokens", ylim=(-0.03, 1.05), xlim=(0, 105))
-            panel.set_xlabel("bytes held, % of the dense cache")
+            panel.set_xlabel(f"bytes {what}, % of the dense cache")
             panel.grid(alpha=0.3)
         row[0].set_ylabel("niah accuracy, 95 % intervals")
-    named = panels[0][0].get_legend_handles_labels()
-    figure.legend(*named, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    named = {
+        label: handle for panel in panels.flat
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(named.values(), named.keys(), loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     first = results[0]
     machine = f"{first.environment.cpu}, 2 cores"
     figure.suptitle(f"mini, {first.n_samples} contexts x {first.spec.turns} questions, {machine}", fontsize=10)
     figure.tight_layout()
     figure.savefig(PLOT, dpi=110, bbox_inches="tight")
+
+
+def draw_method(panel: Axes, method: str, points: Sequence[Result], colour: object) -> None:
+    """One method's budgets, joined; settings of one budget, and anchors, stand alone."""
+    means = [x.score.mean or 0.0 for x in points]
+    bounds = [x.score.ci95 or (0.0, 0.0) for x in points]
+    errors = [
+        [max(0.0, mean - low) for mean, (low, _) in zip(means, bounds, strict=True)],
+        [max(0.0, high - mean) for mean, (_, high) in zip(means, bounds, strict=True)],
+    ]
+    alone = method in ANCHORS
+    panel.errorbar(
+        [share(x) for x in points], means, yerr=errors, marker="s" if alone else "v" if "+" in method else "o",
+        markersize=4, capsize=2, label=method, color=colour, linewidth=1.1, elinewidth=0.7,
+        linestyle="none" if alone else "-",
+    )
 
 
 def write_page(results: Sequence[Result]) -> None:

@@ -25,7 +25,7 @@ import torch
 from mini_attention import attend
 from mini_gate import gate
 from mini_local import with_local_layer
-from mini_text import EOS, EVERY, VOCABULARY, Batch, Batches, Stage, train_tokenizer
+from mini_text import EOS, EVERY, LAST, VOCABULARY, Batch, Batches, Stage, train_tokenizer
 from torch.nn.functional import cross_entropy
 from transformers import (
     AttentionInterface,
@@ -46,7 +46,8 @@ STAGES = (
     Stage("2048", 800, ((512, 8), (1152, 4), (2304, 2)), rate=(8e-4, 5e-5), spread=0.1, enough=2.0),
     Stage("near", 500, ((512, 8), (512, 8), (1152, 4), (2304, 2)), rate=(6e-4, 2e-5), enough=2.0),
     Stage("every", 1100, ((1152, 4), (2304, 2)), rate=(2e-3, 1e-3), spread=0.2, mix=EVERY, enough=2.0),
-    Stage("last", 1600, ((1152, 4), (2304, 2), (2304, 2)), rate=(1e-3, 2e-5), mix=EVERY, enough=2.0),
+    Stage("long", 1000, ((1152, 4), (2304, 2), (2304, 2), (4352, 1)), rate=(1e-3, 3.2e-4), mix=EVERY, enough=2.0),
+    Stage("last", 560, ((1152, 4), *((2304, 2),) * 3, (4352, 1)), rate=(4.3e-4, 1e-5), mix=LAST, enough=2.0),
 )
 
 
