@@ -127,6 +127,21 @@ def test_attention_is_over_what_is_stored(length, options, size):
     assert torch.allclose(output.double(), wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize("size", [1, 6])
+def test_a_sliding_layer_s_rows_begin_later(size):
+    """Rows that a sliding window left of a longer context are counted from where they stand."""
+    key, value = rows(60 + size)
+    kv = PackedKV(packing=PACKING)
+    kv.append(step_of(key[:, :, :60], value[:, :, :60], 60, window=30))
+    kv.keep_last(30)
+    kv.pack()
+    held = stored(kv)
+    step, output = add(kv, key[:, :, 60:], value[:, :, 60:], 60 + size, window=25)
+    held = [torch.cat([x, new[:, :, 60:].double()], dim=2) for x, new in zip(held, (key, value), strict=True)]
+    wanted = dense_attention(step.query.double(), *held, scale=0.3, seen=60 + size, window=25)
+    assert torch.allclose(output.double(), wanted, atol=1e-5)
+
+
 def test_a_window_counts_tokens_across_holes():
     """Rows that another method dropped leave holes, and a window over what is packed goes by positions."""
     key, value = rows(41)

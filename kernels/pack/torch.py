@@ -118,6 +118,7 @@ def quantise(x: Tensor, bits: int, *, tokens: int = 1, channels: int = 1) -> Cod
             f"which hold up to {torch.finfo(torch.float16).max:.0f}: they cannot be stored in {bits} bits."
         )
     codes = (grouped - minimum.float()) / scale.float().masked_fill(scale == 0, 1.0)
+    # The range is covered, so nothing is cut; a code beyond it would spoil its neighbours.
     codes = codes.round_().clamp_(0, levels).to(torch.uint8).flatten(-2).flatten(-3, -2)
     return Codes(
         pack(codes, bits), scale.squeeze(-1).squeeze(-2), minimum.squeeze(-1).squeeze(-2), bits, x.shape[-1]
