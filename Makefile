@@ -54,7 +54,7 @@ constraints: ## Write constraints.txt anew
 	$(PYTHON) -m venv $(VENV)-new
 	$(VENV)-new/bin/python -m pip install -q -U pip "setuptools<82"
 	$(VENV)-new/bin/python -m pip install -q torch==2.13.0
-	$(VENV)-new/bin/python -m pip install -q torch==2.13.0 transformers==5.23.0 --no-build-isolation -e ".[ray]" --group dev
+	$(VENV)-new/bin/python -m pip install -q torch==2.13.0 transformers==5.23.0 --no-build-isolation -e ".[ray,accelerate]" --group dev
 	{ sed '/^[^#]/d' constraints.txt; $(VENV)-new/bin/python -m pip freeze --all --exclude-editable | sed 's/+cpu$$//'; } > constraints.new
 	mv constraints.new constraints.txt
 	rm -rf $(VENV)-new

@@ -16,6 +16,7 @@ PROTOCOL = (
     "model.sha256", "model.dtype", "task.version", "task.settings", "task.length", "task.prompt_id", "task.scorer",
     "task.chat_template_sha", "task.bos", "mode", "visibility", "history", "spec.recompress", "spec.split", "spec.seed",
     "spec.samples", "spec.turns", "spec.generation", "spec.device", "environment.threads",
+    "environment.device_map",
 )
 """What must be equal before a difference speaks of the methods."""
 

@@ -12,7 +12,7 @@ from kvbench.errors import UserError, unknown
 from kvbench.log import say
 from kvbench.machine import find_version, free_bytes, ram_bytes
 from kvbench.method import Budget, Method
-from kvbench.request import Plan, Request, check, check_model
+from kvbench.request import Plan, Request, check, check_model, read_device_map
 from kvbench.settings import jsonable_settings
 from kvbench.sources import find_sources
 from kvbench.spec import GenerationSpec, MethodSpec, ModelSpec, RunSpec, TaskSpec, Versions
@@ -53,31 +53,40 @@ def prepare(request: Request, model: Model | None = None) -> Job:
     if model is None:
         check_model(request.model)
     plan = check(request)
-    device = find_device(request.device if model is None else model.device.type)
-    model = model or _load(request, device, plan.length)
+    model = model or _load(request, find_device(request), plan.length)
     frame = Frame.of(model.tokenizer)
     _check_length(plan, model)
-    spec = _resolve_spec(plan, model, frame, device)
+    spec = _resolve_spec(plan, model, frame)
     folder = request.out / spec.run_id
     return _try_first(Job(spec, plan.method, plan.task, plan.scorer, model, plan.budget, frame, folder))
 
 
-def find_device(name: str | None) -> Literal["cpu", "cuda"]:
-    """The device of this machine that was asked for; None: cuda where there is one. This waits for torch.
+def find_device(request: Request) -> Literal["cpu", "cuda"]:
+    """The kind of device of this machine that a run will compute on: cuda where there is one. This waits for torch.
 
     Raises:
-        UserError: unknown or absent, or one GPU of several.
+        UserError: a device that is unknown or absent, one GPU of several, or two that contradict each other.
     """
     import torch
 
     from kvbench.hf import check_device
 
-    if name is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    check_device(name)
-    if ":" in name:
-        raise UserError(f"device '{name}' names one GPU. Use --device cuda, and choose with CUDA_VISIBLE_DEVICES.")
-    return cast("Literal['cpu', 'cuda']", name)
+    name = request.device
+    if name is not None:
+        check_device(name)
+        if ":" in name:
+            raise UserError(f"device '{name}' names one GPU. Use --device cuda, and choose with CUDA_VISIBLE_DEVICES.")
+    places = None if request.device_map is None else read_device_map(request.device_map)
+    if isinstance(places, dict):
+        gpus = {f"cuda:{x}" if isinstance(x, int) else x for x in places.values()} - {"cpu", "disk"}
+        for gpu in gpus:
+            check_device(gpu)
+        found = "cuda" if gpus else "cpu"
+    else:
+        found = "cuda" if torch.cuda.is_available() and (places or name != "cpu") else "cpu"
+    if name not in (None, found):
+        raise UserError(f"device '{name}' is not where device map '{request.device_map}' leads. Leave one of them out.")
+    return cast("Literal['cpu', 'cuda']", found)
 
 
 def reach(encoded: Encoded, spec: RunSpec, limits: list[int]) -> int:
@@ -105,10 +114,19 @@ def _load(request: Request, device: str, length: int) -> Model:
         raise unknown("dtype", request.dtype, DTYPES)
     need = predict_memory(request.model, request.dtype, length)
     free = free_bytes(device)
+    where = f"{free / GB:.1f} GB free on {device}" if request.device_map is None else f"spread by {request.device_map}"
     say(
         f"{request.model}: {need.params / 1e6:,.1f} M parameters; predicted {need.weight_bytes / GB:.2f} GB of weights "
-        f"and {need.cache_bytes / GB:.3f} GB of dense cache at {length} tokens; {free / GB:.1f} GB free on {device}."
+        f"and {need.cache_bytes / GB:.3f} GB of dense cache at {length} tokens; {where}."
     )
+    if request.device_map is not None:
+        model = load_model(request.model, dtype=request.dtype, device_map=read_device_map(request.device_map))
+        if model.device.type != device:
+            raise UserError(
+                f"device map '{request.device_map}' put the model on {model.device.type}, not on {device}. "
+                "Say where each part goes in a .json file."
+            )
+        return model
     total = free if device == "cuda" else ram_bytes()
     if need.weight_bytes > total:
         raise UserError(
@@ -133,7 +151,7 @@ def _check_length(plan: Plan, model: Model) -> None:
         )
 
 
-def _resolve_spec(plan: Plan, model: Model, frame: Frame, device: Literal["cpu", "cuda"]) -> RunSpec:
+def _resolve_spec(plan: Plan, model: Model, frame: Frame) -> RunSpec:
     import torch
 
     request, task, method, protocol, budget = plan.request, plan.task, plan.method, plan.protocol, plan.budget
@@ -155,8 +173,8 @@ def _resolve_spec(plan: Plan, model: Model, frame: Frame, device: Literal["cpu",
         mode=protocol.mode, visibility=protocol.visibility, history=protocol.history, recompress=protocol.recompress,
         budget=None if budget is None else str(budget), split=cast("Literal['dev', 'test']", request.split),
         seed=request.seed, samples=request.samples, turns=protocol.turns, chunk=request.chunk,
-        kernels=cast("Literal['torch', 'triton']", request.kernels), device=device,
-        generation=plan.generation,
+        kernels=cast("Literal['torch', 'triton']", request.kernels),
+        device=cast("Literal['cpu', 'cuda']", model.device.type), generation=plan.generation,
         versions=Versions(
             kvbench=__version__, torch=torch.__version__, transformers=find_version("transformers") or "unknown"
         ),

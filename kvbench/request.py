@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from kvbench.errors import UserError, unknown
 from kvbench.method import DEFAULT_BUDGET, Budget, BudgetKind, Method
@@ -13,6 +15,9 @@ from kvbench.registry import find_method, find_task, list_models, list_ops
 from kvbench.settings import configure, parse_pairs
 from kvbench.spec import GenerationSpec, Protocol, read_generation, resolve_protocol
 from kvbench.task import Scorer, Split, Task
+
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+"""transformers' own ways to spread a model over the GPUs of a machine, then its memory, then its disk."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class Request:
     chunk: int | None = None
     kernels: str = "torch"
     device: str | None = None
+    device_map: str | None = None
     dtype: str | None = None
     trackers: tuple[str, ...] = ()
     out: Path = Path("runs")
@@ -79,6 +85,10 @@ def check(request: Request) -> Plan:
     _check_numbers(request, length)
     _check_kernels(request.kernels)
     _check_output(request)
+    if request.device_map is not None:
+        read_device_map(request.device_map)
+        if request.model.startswith("random:"):
+            raise UserError(f"model '{request.model}' has no files to spread by a device map. Leave --device-map out.")
     method_class = find_method(request.method)
     method = configure(method_class, parse_pairs(request.method_settings, "--set"), "--set", request.method)
     return Plan(request, task, method, protocol, scorer, _resolve_budget(budget, method), generation, length)
@@ -94,6 +104,30 @@ def find_scorer(task: Task | type[Task], name: str | None) -> Scorer:
     if name is not None and name not in known:
         raise unknown(f"scorer of {task.name}", name, known)
     return known[name] if name is not None else task.scorers[0]
+
+
+def read_device_map(text: str) -> str | dict[str, str | int]:
+    """What transformers takes: one of its words, or the object in a JSON file.
+
+    Raises:
+        UserError: neither, or no accelerate to do it.
+    """
+    found: object = text
+    if text not in DEVICE_MAPS:
+        if not text.endswith(".json"):
+            raise unknown("device map", text, DEVICE_MAPS, "Or give a .json file of places by module name.")
+        try:
+            found = json.loads(Path(text).expanduser().read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"device map '{text}' cannot be read: {error}.") from error
+        if not isinstance(found, dict) or not found or not all(isinstance(x, str | int) for x in found.values()):
+            raise UserError(
+                f"device map '{text}' is no object of places by module name. Write for example "
+                '{"model.embed_tokens": 0, ...}; a place is the number of a GPU, "cpu" or "disk".'
+            )
+    if importlib.util.find_spec("accelerate") is None:
+        raise UserError("--device-map needs the package accelerate. Install it: pip install 'kvbench[accelerate]'")
+    return cast("str | dict[str, str | int]", found)
 
 
 def _check_numbers(request: Request, length: int) -> None:

@@ -210,6 +210,8 @@ class Environment(Record):
     cpu: str
     gpu: str | None
     threads: int
+    device_map: dict[str, str] | None = None
+    """Where each part of a model was that is spread over GPUs, memory and disk."""
     started: str
     seconds: float
     """Sum over samples, so that an interrupted run counts its work once."""

@@ -174,5 +174,6 @@ def _environment(job: Job, lines: Sequence[Line]) -> Environment:
         python=platform.python_version(), torch=versions.torch, transformers=versions.transformers,
         triton=find_version("triton"), kvbench=versions.kvbench, git=find_git(), cpu=cpu_name(),
         gpu=torch.cuda.get_device_name() if job.spec.device == "cuda" else None, threads=torch.get_num_threads(),
+        device_map=job.model.device_map,
         started=min((x.started for x in lines), default=""), seconds=sum(x.seconds for x in lines),
     )

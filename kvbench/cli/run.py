@@ -44,6 +44,9 @@ def run_command(
     chunk: Annotated[int | None, typer.Option(help="Most prompt tokens per forward pass.")] = None,
     kernels: Annotated[str, typer.Option(help="torch or triton.")] = "torch",
     device: Annotated[Text, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
+    device_map: Annotated[
+        Text, typer.Option(help="Spread a model over GPUs, memory and disk: auto, balanced, ... or a .json file.")
+    ] = None,
     dtype: Annotated[Text, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")] = None,
     wandb: Annotated[bool, typer.Option("--wandb", help="Log the result to Weights & Biases.")] = False,
     trackio: Annotated[bool, typer.Option("--trackio", help="Log the result to Trackio.")] = False,
@@ -64,7 +67,8 @@ def run_command(
         method=method, task=task, model=model, budget=budget, mode=mode, visibility=visibility, history=history,
         recompress=recompress, scorer=scorer, split=split, length=length, samples=samples, turns=turns, seed=seed,
         method_settings=tuple(settings or ()), task_settings=tuple(task_settings or ()), generation=tuple(gen or ()),
-        chunk=chunk, kernels=kernels, device=device, dtype=dtype, trackers=trackers, out=out,
+        chunk=chunk, kernels=kernels, device=device, device_map=device_map, dtype=dtype,
+        trackers=trackers, out=out,
     ))
     from kvbench.progress import show_progress  # these import torch, which a wrong request need not wait for
     from kvbench.runner import run

@@ -41,6 +41,8 @@ def sweep_command(
         raise UserError(f"--address {address} has no meaning for executor {executor}. Use --executor ray.")
     cells = read_sweep(file)
     check_cells(cells)
+    if (workers or 1) > 1 and any(x.request.device_map is not None for x in cells):
+        raise UserError("a cell with a device map may take every GPU there is. Use --workers 1.")
     if dry_run:
         return _predict(cells, workers or 1, as_json=as_json)
     reports = _run(cells, executor, workers, address)

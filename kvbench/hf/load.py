@@ -87,14 +87,22 @@ class Model:
         return embedding_device(self.module)
 
     @property
+    def device_map(self) -> dict[str, str] | None:
+        """Where each part of a model is that is spread over several places."""
+        places = getattr(self.module, "hf_device_map", None)
+        return places and {name: f"cuda:{x}" if isinstance(x, int) else str(x) for name, x in places.items()}
+
+    @property
     def dtype(self) -> str:
         """Element type of weights and cache, e.g. `bfloat16`."""
         return str(self.module.dtype).removeprefix("torch.")
 
     @property
     def params(self) -> int:
-        """Number of parameters, tied ones once."""
-        return sum(x.numel() for x in self.module.parameters())
+        """Number of parameters, tied ones once; where they are kept on disk, they are two in memory."""
+        tied: dict[str, str] = getattr(self.module, "all_tied_weights_keys", {})
+        sizes = {tied.get(name, name): x.numel() for name, x in self.module.named_parameters(remove_duplicate=False)}
+        return sum(sizes.values())
 
     @property
     def random(self) -> bool:
@@ -153,13 +161,16 @@ def predict_memory(name: str, dtype: str | None = None, length: int = 1024) -> P
     return Prediction(params, params * size, Shape(length=length, layers=layers, itemsize=size).dense_bytes)
 
 
-def load_model(name: str, device: str = "cpu", dtype: str | None = None) -> Model:
+def load_model(
+    name: str, device: str = "cpu", dtype: str | None = None, device_map: str | dict[str, str | int] | None = None
+) -> Model:
     """Load a model and prove that kvbench serves it exactly.
 
     Args:
         name: a bundled model, a local folder, a hub id, or `random:` before any of these.
         device: `cpu`, `cuda` or `cuda:N`.
         dtype: one of DTYPES; None: the checkpoint's own.
+        device_map: in the place of `device`, how transformers spreads the model over several, and over host and disk.
 
     Raises:
         UserError: nothing there, broken files, or an architecture that is not served.
@@ -175,12 +186,18 @@ def load_model(name: str, device: str = "cpu", dtype: str | None = None) -> Mode
     try:
         with _quiet():
             tokenizer = _tokenizer(folder)
-            module = _random(config, kind) if name.startswith(RANDOM) else _trained(name, folder, kind)
+            module = _random(config, kind) if name.startswith(RANDOM) else _trained(name, folder, kind, device_map)
     except UserError:
         raise
     except Exception as error:  # transformers and safetensors raise many kinds; all mean the same here
+        if "offload_folder" in str(error):
+            raise UserError(
+                f"model '{name}' cannot be kept on disk: transformers changes the form of its weights when it loads "
+                "them. Use a device map without disk."
+            ) from error
         raise UserError(f"model '{name}' cannot be loaded from {folder}: {_first_line(error)}") from error
-    nn.Module.to(module, torch.device(device))  # transformers hides the types of its own
+    if device_map is None:
+        nn.Module.to(module, torch.device(device))  # transformers hides the types of its own
     return Model.from_module(
         module, tokenizer, name, sha256=hash_model(name, folder),
         revision=folder.name if folder.parent.name == HUB_SNAPSHOTS else None,
@@ -194,9 +211,12 @@ def _random(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     return module
 
 
-def _trained(name: str, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+def _trained(
+    name: str, folder: Path, dtype: torch.dtype, device_map: str | dict[str, str | int] | None
+) -> PreTrainedModel:
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, trust_remote_code=False, use_safetensors=True, output_loading_info=True
+        folder, dtype=dtype, trust_remote_code=False, use_safetensors=True, output_loading_info=True,
+        device_map=device_map,
     )
     module: PreTrainedModel
     module, info = loaded
@@ -244,6 +264,9 @@ def _read_config(name: str, folder: Path) -> Any:
 def _quiet() -> Iterator[None]:
     """Keep transformers' progress bars, reports and warnings off the screen; what matters in them is checked here."""
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    spreading = logging.getLogger("accelerate")
+    before = spreading.level
+    spreading.setLevel(logging.CRITICAL)
     transformers_logging.set_verbosity(logging.CRITICAL)
     transformers_logging.disable_progress_bar()
     try:
@@ -251,6 +274,7 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         transformers_logging.set_verbosity(level)
+        spreading.setLevel(before)
         if bars:
             transformers_logging.enable_progress_bar()
 

@@ -210,7 +210,7 @@ def _stock(module: PreTrainedModel, ids: Tensor, chunks: list[tuple[int, int]], 
     logits, cache = [], None
     with torch.no_grad(), attached(module, "eager"):
         for low, high in chunks:
-            kept = torch.tensor([i - low for i in rows if low <= i < high], dtype=torch.long, device=ids.device)
+            kept = [i - low for i in rows if low <= i < high]  # no tensor, which would have to be where the head is
             options = {"logits_to_keep": kept} if keeps_logits(module) else {}
             answer = module(input_ids=ids[:, low:high], past_key_values=cache, use_cache=True, **options)
             cache = answer.past_key_values

@@ -146,7 +146,7 @@ def _find(module: PreTrainedModel, layer_type: str | None, key: Tensor) -> Itera
 
     def angles(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = rotary(x, positions, layer_type) if typed else rotary(x, positions)
-        return cos, sin
+        return cos.to(x.device), sin.to(x.device)  # where layers are on several devices, the module is on one of them
 
     def apply(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         turned: Tensor = function(x, cos, sin) if alone else function(x, x, cos, sin)[0]

@@ -57,7 +57,7 @@ def _attention(
     layer = int(module.layer_idx)  # type: ignore[arg-type]  # nn.Module types every attribute as Tensor | Module
     step = Step(
         layer=layer, phase=forward.phase, compress=forward.compress, last=forward.last, observe=forward.observe,
-        positions=forward.positions, seen=forward.seen, query=query, key=key, value=value,
+        positions=forward.positions.to(key.device), seen=forward.seen, query=query, key=key, value=value,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap,
         sinks=s_aux, causal=forward.causal, hidden=None,
         rope=forward.ropes[layer] if forward.ropes else NO_ROPE,
@@ -102,9 +102,10 @@ def run_model(module: PreTrainedModel, ids: Tensor, forward: Forward, keep: int 
 
 
 def embedding_device(module: PreTrainedModel) -> torch.device:
-    """Where inputs go."""
-    weight: Tensor = module.get_input_embeddings().weight  # type: ignore[assignment]
-    return weight.device
+    """Where inputs go; weights that are elsewhere meanwhile are brought there by the hook of who spread the model."""
+    embedding: Any = module.get_input_embeddings()
+    spread = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
+    return torch.device(embedding.weight.device if spread is None else spread)
 
 
 def keeps_logits(module: nn.Module) -> bool:

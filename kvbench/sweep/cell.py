@@ -36,9 +36,10 @@ class Cell:
     request: Request
 
     @property
-    def model_key(self) -> tuple[str, str | None, str | None]:
+    def model_key(self) -> tuple[str | None, ...]:
         """Equal where one loaded model serves both."""
-        return self.request.model, self.request.device, self.request.dtype
+        request = self.request
+        return request.model, request.device, request.dtype, request.device_map
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from kvbench.errors import UserError, unknown
 from kvbench.job import find_device
-from kvbench.request import Plan, check, check_model
+from kvbench.request import Plan, Request, check, check_model
 from kvbench.settings import jsonable_settings
 from kvbench.sweep.cell import Cell
 
@@ -25,7 +25,8 @@ def check_cells(cells: Sequence[Cell]) -> None:
         with _naming(cell):
             check_model(cell.request.model)
             facts = _describe(check(cell.request))
-        first = seen.setdefault((facts, cell.model_key), cell)
+        request = cell.request  # where the parts of its model are makes no other run of it
+        first = seen.setdefault((facts, request.model, request.device, request.dtype), cell)
         if first is not cell:
             raise UserError(
                 f"cells '{first.name}' ([[grid]] {first.grid}) and '{cell.name}' ([[grid]] {cell.grid}) are the same "
@@ -33,12 +34,12 @@ def check_cells(cells: Sequence[Cell]) -> None:
             )
 
 
-def place_cells(cells: Sequence[Cell], find: Callable[[str | None], str] = find_device) -> list[Cell]:
+def place_cells(cells: Sequence[Cell], find: Callable[[Request], str] = find_device) -> list[Cell]:
     """The cells with the device that each will run on, and no two of them the same run there; this waits for torch.
 
     Args:
         cells: checked.
-        find: a device, from the one that a cell asks for.
+        find: a device, from what a cell asks for.
 
     Raises:
         UserError: with the cell's name.
@@ -50,7 +51,7 @@ def place_cells(cells: Sequence[Cell], find: Callable[[str | None], str] = find_
         with _naming(cell):
             if cell.request.dtype not in (None, *DTYPES):
                 raise unknown("dtype", str(cell.request.dtype), DTYPES)
-            placed.append(replace(cell, request=replace(cell.request, device=find(cell.request.device))))
+            placed.append(replace(cell, request=replace(cell.request, device=find(cell.request))))
     check_cells(placed)
     return placed
 

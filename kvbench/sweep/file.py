@@ -50,6 +50,7 @@ class Options(BaseModel):
     chunk: int | None = None
     kernels: str | None = None
     device: str | None = None
+    device_map: str | None = Field(None, alias="device-map")
     dtype: str | None = None
     method_settings: dict[str, Setting] = Field({}, alias="set")
     task_settings: dict[str, Setting] = Field({}, alias="task-set")
@@ -67,7 +68,7 @@ class Options(BaseModel):
 
 
 NAMES = [x.alias or name for name, x in Options.model_fields.items()]
-TABLES = [x.alias for x in Options.model_fields.values() if x.alias]
+TABLES = [x.alias for x in Options.model_fields.values() if x.alias and x.default == {}]
 """Options whose values are tables of their own."""
 
 

@@ -18,6 +18,7 @@ from kvbench.log import say
 from kvbench.sweep.cell import Cell, Report, Shelf, Wire, describe, run_cell
 
 if TYPE_CHECKING:
+    from kvbench.request import Request
     from kvbench.sweep.progress import Board
 
 RETRIES = 3
@@ -69,12 +70,15 @@ def connected(address: str | None) -> Iterator[None]:
         ray.shutdown()
 
 
-def find_device(asked: str | None) -> str:
+def find_device(request: Request) -> str:
     """The device of a cell on the cluster: cuda where it has GPUs.
 
     Raises:
-        UserError: an unknown one, or GPUs that the cluster does not have.
+        UserError: an unknown one, GPUs that the cluster does not have, or more of them than a cell is given.
     """
+    asked = request.device
+    if request.device_map is not None:
+        raise UserError("a cell on Ray has one GPU, and a device map is for several. Use --executor local.")
     gpus = load_ray().cluster_resources().get("GPU", 0)
     if asked not in (None, "cpu", "cuda"):
         raise unknown("device", asked, ["cpu", "cuda"])

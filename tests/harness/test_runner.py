@@ -36,7 +36,7 @@ NAMES = {
     "memory": "dense_bytes cache_bytes ratio ratio_total read_bytes_per_step tail_bytes host_bytes end_bytes "
     "peak_bytes bytes_per_token",
     "latency": "clock prefill_s compress_s ttft_s tpot_s tokens_per_s p50 p95 n",
-    "environment": "python torch transformers triton kvbench git cpu gpu threads started seconds",
+    "environment": "python torch transformers triton kvbench git cpu gpu threads device_map started seconds",
 }
 """The names of docs/design.md that outside tools read."""
 

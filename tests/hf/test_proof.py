@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import kvbench.kernels.dense_attention.torch as dense
-from kvbench import store
 from kvbench.errors import UserError
 from kvbench.hf import proof
 from kvbench.hf.proof import TOLERANCE, compare, prove
 from kvbench.hf.seam import Forward
+from kvbench.store import layer
 
 from .models import REFUSED, SERVED, WINDOW, build, model
 
@@ -40,20 +40,20 @@ def mask_one_ahead(patch: pytest.MonkeyPatch) -> None:
 
 def without(option: str) -> Callable[[pytest.MonkeyPatch], None]:
     def plant(patch: pytest.MonkeyPatch) -> None:
-        honest = store.dense_attention
-        patch.setattr(store, "dense_attention", lambda *x, **options: honest(*x, **{**options, option: None}))
+        honest = layer.dense_attention
+        patch.setattr(layer, "dense_attention", lambda *x, **options: honest(*x, **{**options, option: None}))
 
     plant.__name__ = f"{option}_ignored"
     return plant
 
 
 def window_one_too_wide(patch: pytest.MonkeyPatch) -> None:
-    honest = store.dense_attention
+    honest = layer.dense_attention
 
     def attend(*x: Any, **options: Any) -> Any:
         return honest(*x, **{**options, "window": options["window"] and options["window"] + 1})
 
-    patch.setattr(store, "dense_attention", attend)
+    patch.setattr(layer, "dense_attention", attend)
 
 
 def faults() -> list[Any]:
@@ -100,8 +100,8 @@ def test_window_that_never_reaches_attention_is_found() -> None:
     kind, options = SERVED["gemma2"]
     module = build(kind, {**options, "sliding_window": 2 * proof.PROBE})
     prove(module)
-    for layer in module.model.layers:
-        layer.self_attn.sliding_window = None  # stock attention goes by the mask
+    for block in module.model.layers:
+        block.self_attn.sliding_window = None  # stock attention goes by the mask
     with pytest.raises(UserError, match="does not compute the same"):
         prove(module)
 
