@@ -50,10 +50,15 @@ def print_result(result: Result, folder: Path) -> None:
         rows.append(("agreement", f"{near} to the dense cache on {result.agreement.n} golden tokens"))
     asked = "none" if spec.budget is None else spec.budget
     if memory is not None:
+        measured = f"measured {memory.ratio:.1%} of the dense cache"
+        if result.budget.kind == "read":
+            share = memory.read_bytes_per_step / memory.dense_bytes
+            measured = f"a decode step reads {share:.1%} of the dense cache; {memory.ratio_total:.1%} held"
+        host = f" and {format_bytes(memory.host_bytes)} in host memory" if memory.host_bytes else ""
         rows += [
-            ("budget", f"asked {asked}, measured {memory.ratio:.1%} of the dense cache"),
+            ("budget", f"asked {asked}, {measured}"),
             ("cache", (
-                f"{format_bytes(memory.cache_bytes)} of {format_bytes(memory.dense_bytes)} dense, "
+                f"{format_bytes(memory.cache_bytes)}{host} of {format_bytes(memory.dense_bytes)} dense, "
                 f"peak {format_bytes(memory.peak_bytes)}, {memory.bytes_per_token:,.0f} bytes per token"
             )),
         ]

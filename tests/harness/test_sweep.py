@@ -217,12 +217,12 @@ def test_bad_options_are_refused(kvbench, sweep, tmp_path, options, message):
     assert "cannot be read" in kvbench("sweep", tmp_path / "none.toml").err
 
 
-def test_the_sweep_of_the_first_results_can_run(monkeypatch):
+def test_the_sweep_of_the_curated_results_can_run(monkeypatch):
     """Every name and setting in it is known, whether or not the bundled model is there yet."""
     monkeypatch.setattr("kvbench.sweep.check.check_model", lambda name: None)
-    cells = read_sweep(ROOT / "scripts" / "sweeps" / "first.toml")
+    cells = read_sweep(ROOT / "scripts" / "sweeps" / "curated.toml")
     check_cells(cells)
-    assert len(cells) == 2 * (2 + 11 * 2)
+    assert len(cells) == 4 * (2 + 11 * 3 + 6 * 3 + 2 + 2 + 2 + 2 * 2)
 
 
 def test_a_cell_is_a_run(kvbench, sweep, arguments, tmp_path):
