@@ -25,7 +25,7 @@ import torch
 from mini_attention import attend
 from mini_gate import gate
 from mini_local import with_local_layer
-from mini_text import EOS, EVERY, LAST, VOCABULARY, Batch, Batches, Stage, train_tokenizer
+from mini_text import EOS, EVERY, LAST, SHARP, VOCABULARY, Batch, Batches, Stage, train_tokenizer
 from torch.nn.functional import cross_entropy
 from transformers import (
     AttentionInterface,
@@ -48,6 +48,7 @@ STAGES = (
     Stage("every", 1100, ((1152, 4), (2304, 2)), rate=(2e-3, 1e-3), spread=0.2, mix=EVERY, enough=2.0),
     Stage("long", 1000, ((1152, 4), (2304, 2), (2304, 2), (4352, 1)), rate=(1e-3, 3.2e-4), mix=EVERY, enough=2.0),
     Stage("last", 560, ((1152, 4), *((2304, 2),) * 3, (4352, 1)), rate=(4.3e-4, 1e-5), mix=LAST, enough=2.0),
+    Stage("sharp", 420, ((2304, 2),), rate=(3e-4, 1e-5), mix=SHARP, enough=2.0),
 )
 
 
