@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import MISSING
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvbench.cli.output import print_json
 from kvbench.errors import UserError, unknown
+
+if TYPE_CHECKING:
+    from kvbench.method import Method
 
 WHAT = ("methods", "tasks", "models", "suites")
 Json = Annotated[bool, typer.Option("--json", help="End standard output with one JSON line.")]
@@ -93,7 +96,8 @@ def _describe(name: str) -> dict[str, Any]:
     tasks = {alias for x in list_entries("task") for alias in (x.name, *x.aliases)}
     if name in methods or ".py" in name or "+" in name:
         method = find_method(name)
-        return {"kind": "method", **method.card.model_dump(mode="json"), "settings": _settings(method)}
+        card = method.card.model_dump(mode="json")
+        return {"kind": "method", **card, "stored": _describe_bytes(method), "settings": _settings(method)}
     if name in tasks:
         task = find_task(name)
         return {
@@ -106,6 +110,24 @@ def _describe(name: str) -> dict[str, Any]:
     if name in models or "/" in name:
         return {"kind": "model", "name": name, **_describe_model(name)}
     raise unknown("name", name, methods | tasks | set(models), "See `kvbench list methods`, `tasks` or `models`.")
+
+
+def _describe_bytes(kind: type[Method]) -> str:
+    """What a method declares to hold of a token at its defaults, on a model that people know."""
+    from kvbench.method import LayerShape, Shape
+
+    shape = Shape(length=8192, layers=(LayerShape(8, 32, 128, 128, None),) * 32, itemsize=2)
+    dense = shape.dense_bytes // shape.length
+    try:
+        method = kind().fit(None, shape)
+        held, host = method.declared_bytes(shape), method.declared_host_bytes(shape)
+    except (TypeError, UserError) as error:
+        return f"depends on its settings: {error}"
+    beside = f" and {host / shape.length:,.0f} in host memory" if host else ""
+    return (
+        f"{held / shape.length:,.0f} bytes per token{beside}, {(held + host) / shape.dense_bytes:.1%} of the dense "
+        f"{dense:,}: 32 layers, 8 KV heads of 128, 16 bits, 8,192 tokens, the default budget"
+    )
 
 
 def _describe_model(name: str) -> dict[str, Any]:

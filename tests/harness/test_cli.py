@@ -145,6 +145,16 @@ def test_show_tells_the_card_and_the_settings(kvbench, name, key, value):
     assert value in answer.out
 
 
+@pytest.mark.parametrize(("name", "stored"), [
+    ("full", "131,072 bytes per token, 100.0% of the dense 131,072"),
+    ("snapkv", "32,768 bytes per token, 25.0% of the dense"),
+    ("shadowkv", "in host memory"),
+])
+def test_show_tells_what_is_stored(kvbench, name, stored):
+    """Of 32 layers with 8 KV heads of 128 in 16 bits: 2 x 32 x 8 x 128 x 2 bytes are dense, and the default is 25 %."""
+    assert stored in kvbench("show", name, "--json").json["stored"]
+
+
 def test_show_tells_a_model(kvbench, model_folder):
     """From its configuration."""
     assert kvbench("show", model_folder, "--json").json["num_hidden_layers"] == 2
