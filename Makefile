@@ -45,8 +45,9 @@ lint: $(STAMP) ## ruff, and mypy strict over kvbench with its methods, tasks and
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
-bench: $(STAMP) ## Measure the harness's own cost
+bench: $(STAMP) ## Measure what the harness costs, and a decode step of each method
 	$(BIN)/python scripts/bench.py
+	$(BIN)/python scripts/bench_methods.py
 
 # What it holds is what a new environment gets today, torch and transformers apart, which are chosen here.
 constraints: ## Write constraints.txt anew

@@ -84,9 +84,9 @@ def jobs(folder: Path, samples: int) -> Iterator[tuple[Path, Task, int, int, int
     """Every measurement: fewer samples for what is not in the default runs, and for 4,096 tokens."""
     for length in (1024, 2048, 4096):
         for task in (*GATED, *OTHERS):
-            n = samples if task in GATED else samples * 2 // 5
+            n = samples if task in GATED else samples // 5
             for turns in (1, TURNS):
-                yield folder, task, length, turns, max(1, n if length < 4096 else samples // 5)
+                yield folder, task, length, turns, max(1, n if length < 4096 else samples // 10)
 
 
 def gate(folder: Path, samples: int = 100) -> list[Row]:
