@@ -97,9 +97,10 @@ def readme_table(results: Sequence[Result]) -> str:
             rows.setdefault(name, {})[x.visibility, x.task.length] = x
     shown = []
     for name, cells in rows.items():
-        seen = cells["first-turn", 2048]
         hidden = [cells["hidden", length] for length in (1024, 2048)]
-        shown.append((name, f"{ratio(hidden[1]):.1%}", read(hidden[1]), *(score(x) for x in hidden), by_turn(seen)))
+        seen = cells.get(("first-turn", 2048))
+        turns = "not run" if seen is None else by_turn(seen)
+        shown.append((name, f"{ratio(hidden[1]):.1%}", read(hidden[1]), *(score(x) for x in hidden), turns))
     header = ("method", "held", "read", "hidden, 1,024", "hidden, 2,048", "first question seen, 2,048: it, then others")
     return table(header, shown)
 
@@ -115,8 +116,12 @@ def share(result: Result) -> float:
 def draw_plot(results: Sequence[Result]) -> None:
     """Accuracy against bytes, a column per visibility: held ones at each length, and read ones, which are no others."""
     methods = list(dict.fromkeys(x.method.name for x in results))
-    wheel = [*plt.get_cmap("tab20").colors, *plt.get_cmap("Set1").colors]
-    colours = dict(zip(methods, ["black", "dimgray", *wheel], strict=False))
+    wheel = plt.get_cmap("tab10").colors
+    styles = {
+        method: ("black" if method == "full" else "dimgray", "s") if method in ANCHORS
+        else (wheel[i % len(wheel)], "ovD^"[i // len(wheel)])
+        for i, method in enumerate(methods, -len(ANCHORS))
+    }
     lengths = sorted({x.task.length for x in results})
     rows = [(length, False) for length in lengths] + [(length, True) for length in lengths[-1:]]
     figure, panels = plt.subplots(len(rows), len(SEEN), figsize=(12, 4.2 * len(rows)), sharey=True, squeeze=False)
@@ -126,7 +131,7 @@ def draw_plot(results: Sequence[Result]) -> None:
             shown = [x for x in here if (x.budget.kind == "read") == read or x.method.name in ANCHORS]
             for method in dict.fromkeys(x.method.name for x in shown):
                 points = sorted((x for x in shown if x.method.name == method), key=share)
-                draw_method(panel, method, points, colours[method])
+                draw_method(panel, method, points, *styles[method])
             what = "read by a decode step" if read else "held"
             panel.set(title=f"{title}, {length:,} tokens", ylim=(-0.03, 1.05), xlim=(0, 105))
             panel.set_xlabel(f"bytes {what}, % of the dense cache")
@@ -144,19 +149,17 @@ def draw_plot(results: Sequence[Result]) -> None:
     figure.savefig(PLOT, dpi=110, bbox_inches="tight")
 
 
-def draw_method(panel: Axes, method: str, points: Sequence[Result], colour: object) -> None:
-    """One method's budgets, joined; settings of one budget, and anchors, stand alone."""
+def draw_method(panel: Axes, method: str, points: Sequence[Result], colour: object, marker: str) -> None:
+    """One method's budgets, joined; anchors stand alone."""
     means = [x.score.mean or 0.0 for x in points]
     bounds = [x.score.ci95 or (0.0, 0.0) for x in points]
     errors = [
         [max(0.0, mean - low) for mean, (low, _) in zip(means, bounds, strict=True)],
         [max(0.0, high - mean) for mean, (_, high) in zip(means, bounds, strict=True)],
     ]
-    alone = method in ANCHORS
     panel.errorbar(
-        [share(x) for x in points], means, yerr=errors, marker="s" if alone else "v" if "+" in method else "o",
-        markersize=4, capsize=2, label=method, color=colour, linewidth=1.1, elinewidth=0.7,
-        linestyle="none" if alone else "-",
+        [share(x) for x in points], means, yerr=errors, marker=marker, markersize=5, capsize=2, label=method,
+        color=colour, linewidth=1.1, elinewidth=0.7, linestyle="none" if method in ANCHORS else "-",
     )
 
 
