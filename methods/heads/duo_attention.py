@@ -59,6 +59,8 @@ class DuoAttention(HeadMethod):
         ),
         limits=(
             "The middle of the text is gone for streaming heads.",
+            ("A model that does not copy random tokens, as the bundled one does not, shows no retrieval heads to the "
+            "probe: its ranking is noise there."),
             "A file of gates names no model: one with the right number of layers and heads is believed.",
             "Sliding layers stream recent rows only: the first tokens are outside their window.",
         ),

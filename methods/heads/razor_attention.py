@@ -58,10 +58,12 @@ class RazorAttention(HeadMethod):
         unverified=(
             "buffer=4000 and compression=5 are quoted from memory of the paper.",
             ("Models with fewer than 10,001 positions are profiled on 40 probes of 64 tokens in four copies, not on "
-            "one of 2,500: on the bundled model longer ones tell its heads apart less and less."),
+            "one of 2,500."),
         ),
         limits=(
             "The middle of the text is gone for all heads but the retrieval heads.",
+            ("A model that does not copy random tokens, as the bundled one does not, shows no retrieval heads to the "
+            "probe: its ranking is noise there."),
             "The mean of rotated keys loses what turns fast: it stands for content, hardly for places.",
             ("Sliding layers have no compensation token and no sinks: what leaves their window is out of sight."),
             ("Models without rotary embeddings are profiled in the same way; the paper reads ALiBi's slopes "
