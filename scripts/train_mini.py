@@ -187,6 +187,7 @@ class Trainer:
                         break
         if 0 < stage.pool < VOCABULARY:
             self.redraw(stage.pool)
+        torch.save(self.model.state_dict(), self.file.with_name(f"{stage.name}.pt"))
         self.state["stage"] += 1
         self.state["step"] = 0
         self.save()
@@ -208,9 +209,11 @@ class Trainer:
 
 
 def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write model and tokenizer in Hugging Face format, weights in bfloat16."""
+    """Write model and tokenizer in Hugging Face format: the mean of the last two stages' weights, in bfloat16."""
+    done = STAGES[: int(trainer.state["stage"])][-2:]
+    saved = [torch.load(trainer.file.with_name(f"{stage.name}.pt"), weights_only=True) for stage in done]
     shipped = new_model(int(trainer.state["layers"]))
-    shipped.load_state_dict(trainer.model.state_dict())
+    shipped.load_state_dict({name: sum(x[name] for x in saved) / len(saved) for name in saved[0]})
     shipped.generation_config = GenerationConfig(eos_token_id=EOS, do_sample=False)
     shipped.to(torch.bfloat16).save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
