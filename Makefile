@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q -c constraints.txt pip setuptools
 	$(PIP) install -q -c constraints.txt --no-deps --retries 2 $(TORCH_INDEX:%=--extra-index-url %) "$$(grep '^torch==' constraints.txt)"
-	PYTHONWARNINGS=ignore $(PIP) install -q -c constraints.txt --no-build-isolation -e ".[data,lm-eval]" --group dev
+	PYTHONWARNINGS=ignore $(PIP) install -q -c constraints.txt --no-build-isolation -e ".[data,lm-eval,report,server,query]" --group dev
 	@touch $@
 
 demo: $(STAMP) ## Run SnapKV on the needle task with the bundled model, under 90 s
@@ -55,7 +55,7 @@ constraints: ## Write constraints.txt anew
 	$(PYTHON) -m venv $(VENV)-new
 	$(VENV)-new/bin/python -m pip install -q -U pip "setuptools<82"
 	$(VENV)-new/bin/python -m pip install -q torch==2.13.0
-	$(VENV)-new/bin/python -m pip install -q torch==2.13.0 transformers==5.23.0 --no-build-isolation -e ".[accelerate,data,lm-eval,ray]" --group dev
+	$(VENV)-new/bin/python -m pip install -q torch==2.13.0 transformers==5.23.0 --no-build-isolation -e ".[accelerate,data,lm-eval,query,ray,report,server]" --group dev
 	{ sed '/^[^#]/d' constraints.txt; $(VENV)-new/bin/python -m pip freeze --all --exclude-editable | sed 's/+cpu$$//'; } > constraints.new
 	mv constraints.new constraints.txt
 	rm -rf $(VENV)-new

@@ -62,12 +62,15 @@ class Stage:
 
 
 EVERY, SHARP = (1.0, 1.0, 3.0, 3.0, 3.0, 1.0), (1.0, 1.0, 3.0, 4.0, 0.5, 0.0)
+ANSWERS, LAST = (1.0, 2.0, 2.0, 4.0, 5.0, 2.0), (1.0, 3.0, 2.0, 5.0, 3.0, 1.0)
 STAGES = (
     Stage("fill", 1200, ((256, 10), (384, 6)), (2e-3, 1.5e-3), EVERY),
     Stage("fill-512", 700, ((384, 6), (640, 4)), (1.5e-3, 1e-3), EVERY),
     Stage("fill-1024", 800, ((512, 5), (640, 4), (1280, 2)), (1e-3, 3e-5), SHARP),
     Stage("long", 900, ((640, 4), (1280, 2), (1280, 2)), (8e-4, 1e-5), SHARP),
     Stage("last", 450, ((640, 4), (1280, 2), (1280, 2)), (6e-4, 1e-5), SHARP),
+    Stage("answers", 1600, ((256, 10), (384, 6), (1280, 2)), (1e-3, 4e-4), ANSWERS),
+    Stage("end", 1200, ((384, 6), (1280, 2), (1280, 2)), (4e-4, 5e-6), LAST),
 )
 CANVAS = (16, 160)
 """Tokens of a canvas where the answer is short: the tasks' limits are 128 and 150."""
