@@ -102,7 +102,7 @@ def find_conflicts(runs: Sequence[Run]) -> list[str]:
         raise UserError(f"these runs are of different tasks ({', '.join(tasks)}): their scores cannot be compared.")
     found = [f"{x.result.run_id} failed: {x.result.error}" for x in runs if x.result.status == "failed"]
     for name in PROTOCOL:
-        values = [_look(x.result.model_dump(mode="json"), name) for x in runs]
+        values = [look(x.result.model_dump(mode="json"), name) for x in runs]
         if any(x != values[0] for x in values):
             found.append(f"{name} differs: {', '.join(map(str, values))}")
     return found
@@ -125,7 +125,7 @@ def compare_pair(first: Run, other: Run) -> Difference:
 def find_regressions(runs: Sequence[Run]) -> list[Regressions]:
     """For each whole run, against the first of the full cache that was asked the same; nothing where there is none."""
     whole = [x for x in runs if x.result.status == "ok"]
-    full = [x for x in whole if _is_full(x.result)]
+    full = [x for x in whole if is_full(x.result)]
     pairs = ([(x, other, _pair(x, other)) for x in full] for other in whole if other not in full)
     return [_regress(*next(x for x in several if x[2])) for several in pairs if any(x[2] for x in several)]
 
@@ -137,7 +137,7 @@ def _regress(full: Run, other: Run, common: dict[tuple[str, int], tuple[float, f
     return Regressions(other.result.run_id, full.result.run_id, len(common), len(worse), tuple(worse))
 
 
-def _is_full(result: Result) -> bool:
+def is_full(result: Result) -> bool:
     """Of a method that takes no budget and is declared to lose nothing."""
     return result.budget.kind == "none" and result.certificate is not None and result.certificate.n == 0
 
@@ -152,7 +152,8 @@ def _pair(first: Run, other: Run) -> dict[tuple[str, int], tuple[float, float]]:
     return pairs
 
 
-def _look(document: object, name: str) -> object:
+def look(document: object, name: str) -> object:
+    """A field of a document by its dotted name; None: not there."""
     for part in name.split("."):
         document = document[part] if isinstance(document, dict) else None
     return document

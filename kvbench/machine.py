@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -23,6 +24,7 @@ def find_version(package: str) -> str | None:
         return None
 
 
+@functools.cache  # what runs is what was imported, whatever becomes of the checkout
 def find_git() -> Git | None:
     """Commit of the checkout that kvbench runs from; None where it is not one. Dirty: code differs from the commit."""
     git = shutil.which("git")
