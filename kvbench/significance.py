@@ -1,0 +1,149 @@
+"""Whether a difference is more than noise: paired by question, drawn by context, held to 5 % over all rows at once.
+
+`stats.py` has what a run writes into its result; nothing here is part of a run, so nothing here changes one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbench.stats import bootstrap_interval
+
+ALPHA = 0.05
+"""False positives that are accepted, over all rows that are compared with one."""
+POWER = 0.8
+"""How often a run finds the smallest difference that it is said to find."""
+FLIPS = 10_000
+EXACT = 13
+"""Contexts up to which every combination of signs is tried: 2**13 are fewer than FLIPS."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Paired:
+    """The second of two methods minus the first, over the questions that both answered."""
+
+    n: int
+    """Questions."""
+    contexts: int
+    mean: float
+    ci95: tuple[float, float]
+    """Paired bootstrap: contexts are drawn, with both methods' answers to all their questions."""
+    p: float
+    """Of `flip_signs`."""
+
+
+def compare_scores(contexts: Sequence[Sequence[tuple[float, float]]]) -> Paired:
+    """Paired scores (first, second) of the questions of each context; at least one of each."""
+    differences = [[b - a for a, b in pairs] for pairs in contexts]
+    sums = [sum(x) for x in differences]
+    n = sum(map(len, differences))
+    return Paired(n, len(differences), sum(sums) / n, bootstrap_interval(differences), flip_signs(sums))
+
+
+def flip_signs(differences: Sequence[float]) -> float:
+    """Two-sided p-value of differences by context: how often random signs bring a sum as far from 0 as theirs.
+
+    Where two methods do not differ, their names could be swapped in any context. Unlike the bootstrap's own p-value it
+    promises no more than it keeps with few contexts, or where methods disagree in few of them. With one right-or-wrong
+    question per context it is McNemar's exact test. With up to 13 contexts that differ every combination is tried, with
+    more FLIPS of them (Fisher 1935; Phipson and Smyth 2010, arXiv 1603.05766, for the one that is added).
+    """
+    values = np.array([x for x in differences if x], dtype=float)
+    if not len(values):
+        return 1.0
+    sizes = abs(values)
+    if sizes.min() == sizes.max():
+        from scipy.stats import binomtest
+
+        return float(binomtest(int((values > 0).sum()), len(values)).pvalue)
+    reached = abs(_signs(len(values)) @ values) >= abs(values.sum()) - 1e-9 * sizes.sum()
+    if len(values) <= EXACT:
+        return float(reached.mean())
+    return float((reached.sum() + 1) / (len(reached) + 1))
+
+
+@functools.lru_cache(maxsize=8)
+def _signs(n: int) -> npt.NDArray[np.float64]:
+    """Rows of n signs: all combinations, or FLIPS random ones. [flips, n]"""
+    if n <= EXACT:
+        bits = np.arange(2**n)[:, None] >> np.arange(n) & 1
+    else:
+        bits = np.random.default_rng(0).integers(0, 2, size=(FLIPS, n))
+    return 2.0 * bits - 1.0
+
+
+def adjust(p_values: Sequence[float]) -> list[float]:
+    """Holm's adjustment: rejecting those below ALPHA errs at all with probability ALPHA at most (Holm 1979)."""
+    adjusted = [0.0] * len(p_values)
+    most = 0.0
+    for tested, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        most = max(most, min(1.0, (len(p_values) - tested) * p_values[index]))
+        adjusted[index] = most
+    return adjusted
+
+
+def group_ties(best_first: Sequence[T], p_value: Callable[[T, T], float]) -> list[list[T]]:
+    """Groups that share a rank.
+
+    The best leads the first group, and those below it are in it, up to the first one that differs from the leader
+    (p-values adjusted over all that are left); that one leads the next group.
+    """
+    groups = []
+    rest = list(best_first)
+    while rest:
+        leader, *others = rest
+        adjusted = adjust([p_value(leader, x) for x in others])
+        tied = [x for x, _ in takewhile(lambda pair: pair[1] >= ALPHA, zip(others, adjusted, strict=True))]
+        groups.append([leader, *tied])
+        rest = others[len(tied) :]
+    return groups
+
+
+def find_smallest(n: int, accuracy: float | None = None) -> float | None:
+    """The smallest difference of two accuracies that n questions find with probability POWER; None: not even the most.
+
+    Of McNemar's exact test, for right-or-wrong answers whose errors are independent between the methods and between
+    the questions. Graded scores between 0 and 1 vary less than right-or-wrong ones of the same mean, so for them it is
+    smaller.
+
+    accuracy: of one of the methods; the difference is towards the middle, where there is more room for it. None: the
+        two for which a difference is the hardest to find.
+    """
+    best = None if accuracy is None else max(accuracy, 1 - accuracy)
+
+    def power(x: float) -> float:
+        first = (1 + x) / 2 if best is None else best
+        second = first - x
+        return _power(n, first * (1 - second), second * (1 - first))
+
+    low, high = 0.0, 1.0 if best is None else best
+    if power(high) < POWER:
+        return None
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        low, high = (low, middle) if power(middle) >= POWER else (middle, high)
+    return high
+
+
+def _power(n: int, only_first: float, only_second: float) -> float:
+    """How often McNemar's exact test finds it: the shares of questions that only one of two methods answers."""
+    from scipy.stats import binom
+
+    unequal = only_first + only_second
+    if not unequal:
+        return 0.0
+    k = np.arange(n + 1)  # questions on which the methods differ
+    least = binom.ppf(ALPHA / 2, k, 0.5)
+    least -= binom.cdf(least, k, 0.5) > ALPHA / 2  # the most, of k, that is significantly few
+    share = only_second / unequal
+    found = binom.cdf(least, k, share) + binom.sf(k - least - 1, k, share)
+    return float((binom.pmf(k, n, unequal) * found).sum())

@@ -1,0 +1,232 @@
+"""Intervals cover, tests do not cry wolf, and both say what can be worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import binomtest, bootstrap, false_discovery_control, permutation_test
+
+from kvbench.significance import ALPHA, EXACT, adjust, compare_scores, find_smallest, flip_signs, group_ties
+from kvbench.stats import bootstrap_interval
+
+scores = st.floats(0, 1, allow_nan=False, width=32)
+contexts = st.lists(st.lists(scores, min_size=1, max_size=4), min_size=1, max_size=12)
+pairs = st.lists(st.lists(st.tuples(scores, scores), min_size=1, max_size=4), min_size=1, max_size=12)
+p_values = st.lists(st.floats(0, 1), min_size=1, max_size=20)
+
+
+# Intervals
+
+
+def test_an_interval_is_scipys():
+    """Of the ratio of sums to counts, contexts drawn whole; the draws are others, so the ends agree within noise."""
+    rng = np.random.default_rng(3)
+    clusters = [list(rng.random(rng.integers(1, 6))) for _ in range(30)]
+    sums, counts = np.array([sum(x) for x in clusters]), np.array([len(x) for x in clusters])
+    theirs = bootstrap(
+        (sums, counts), lambda s, c, axis: s.sum(axis) / c.sum(axis), paired=True, method="percentile", n_resamples=9999,
+        rng=1,
+    ).confidence_interval
+    assert bootstrap_interval(clusters) == pytest.approx(tuple(theirs), abs=0.01)
+
+
+@given(contexts)
+def test_an_interval_holds_the_mean(clusters):
+    """Of what was drawn."""
+    low, high = bootstrap_interval(clusters)
+    mean = sum(map(sum, clusters)) / sum(map(len, clusters))
+    assert low - 1e-6 <= high
+    assert min(map(min, clusters)) - 1e-6 <= low <= mean + 1e-6
+    assert mean - 1e-6 <= high <= max(map(max, clusters)) + 1e-6
+
+
+def test_turns_of_a_context_are_one_draw():
+    """Forty contexts whose five turns are alike say no more than forty questions; taken as 200, too much."""
+    rng = np.random.default_rng(0)
+    answers = [float(x) for x in rng.integers(0, 2, size=40)]
+
+    def width(clusters):
+        low, high = bootstrap_interval(clusters)
+        return high - low
+
+    assert width([[x] * 5 for x in answers]) == pytest.approx(width([[x] for x in answers]))
+    assert width([[x] for x in answers * 5]) < 0.6 * width([[x] * 5 for x in answers])
+
+
+# Paired tests
+
+
+def test_sign_flips_by_hand():
+    """Of the eight ways to sign 1, 2 and 4 only two reach a sum of 7; 1 and -1 cancel, whatever the signs."""
+    assert flip_signs([1, 2, 4]) == 2 / 8
+    assert flip_signs([-1, -2, 4]) == 1.0  # 1 is the least that a sum of theirs can be
+    assert flip_signs([1, 2, -4, 0, 0]) == 1.0
+    assert flip_signs([1, -1]) == 1.0
+    assert flip_signs([0, 0, 0]) == 1.0
+
+
+@pytest.mark.parametrize(("better", "worse"), [(1, 0), (5, 0), (6, 0), (9, 2), (40, 20), (7, 7)])
+def test_right_or_wrong_answers_are_mcnemars(better, worse):
+    """One question per context: the exact binomial test of those that only one method answered."""
+    differences = [1.0] * better + [-1.0] * worse + [0.0] * 30
+    assert flip_signs(differences) == pytest.approx(binomtest(better, better + worse).pvalue)
+    if better + worse <= EXACT:  # and so says the same test with all signs tried
+        nudged = [x + 1e-12 * i for i, x in enumerate(x for x in differences if x)]
+        assert flip_signs(nudged) == pytest.approx(flip_signs(differences))
+
+
+@pytest.mark.parametrize("n", [8, 13, 14, 40])
+def test_sign_flips_are_scipys(n):
+    """Its permutation test of one sample: exact where ours is, and within noise above."""
+    differences = np.random.default_rng(n).normal(0.3, 1, size=n)
+    theirs = permutation_test(
+        (differences,), lambda x, axis: x.sum(axis), permutation_type="samples", vectorized=True, n_resamples=9999, rng=1
+    ).pvalue
+    assert flip_signs(list(differences)) == pytest.approx(theirs, abs=1e-12 if n <= EXACT else 0.02)
+
+
+@given(pairs, st.randoms())
+@settings(max_examples=50, deadline=None)
+def test_a_comparison_does_not_depend_on_order(sampled, random):
+    """Neither of contexts (but for which of them are drawn) nor of turns; swapped methods have the opposite mean."""
+    found = compare_scores(sampled)
+    mixed = [random.sample(x, len(x)) for x in random.sample(sampled, len(sampled))]
+    other = compare_scores(mixed)
+    assert (other.n, other.contexts) == (found.n, found.contexts)
+    assert other.mean == pytest.approx(found.mean, abs=1e-9)
+    assert other.p == pytest.approx(found.p, abs=1e-9)
+    swapped = compare_scores([[(b, a) for a, b in x] for x in sampled])
+    assert swapped.mean == pytest.approx(-found.mean, abs=1e-9)
+    assert swapped.p == pytest.approx(found.p, abs=1e-9)
+    assert swapped.ci95 == pytest.approx((-found.ci95[1], -found.ci95[0]), abs=1e-6)
+
+
+def test_methods_that_say_the_same_do_not_differ():
+    """No difference at all: nothing to be sure of."""
+    found = compare_scores([[(1.0, 1.0), (0.0, 0.0)]] * 20)
+    assert (found.n, found.contexts, found.mean, found.ci95, found.p) == (40, 20, 0.0, (0.0, 0.0), 1.0)
+
+
+# Many rows at once
+
+
+def test_holm_by_hand():
+    """The smallest times their number, the next times one fewer, and never below the one before."""
+    assert adjust([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert adjust([0.5, 0.9]) == [1.0, 1.0]
+    assert adjust([]) == []
+
+
+@given(p_values)
+def test_holm_keeps_order_and_bounds(given_ps):
+    """Between the values themselves and Bonferroni's, in the same order; never below what controls less."""
+    adjusted = adjust(given_ps)
+    for p, q in zip(given_ps, adjusted, strict=True):
+        assert p <= q <= min(1.0, len(given_ps) * p) + 1e-12
+    order = sorted(range(len(given_ps)), key=lambda i: given_ps[i])
+    assert [adjusted[i] for i in order] == sorted(adjusted)
+    assert all(q >= b - 1e-12 for q, b in zip(adjusted, false_discovery_control(given_ps), strict=True))
+
+
+@given(p_values, st.randoms())
+def test_holm_does_not_depend_on_order(given_ps, random):
+    """Each row keeps its value."""
+    order = random.sample(range(len(given_ps)), len(given_ps))
+    assert adjust([given_ps[i] for i in order]) == [adjust(given_ps)[i] for i in order]
+
+
+def test_a_group_ends_where_its_leader_is_left_behind():
+    """What differs from the leader leads the next group, whatever it is to the last of the first one."""
+    means = {"a": 0.9, "b": 0.8, "c": 0.7, "d": 0.1}
+
+    def p_value(x, y):
+        return 1.0 if means[x] - means[y] < 0.15 else 0.001
+
+    assert group_ties(list(means), p_value) == [["a", "b"], ["c"], ["d"]]
+    assert group_ties([], p_value) == []
+    assert group_ties(["d"], p_value) == [["d"]]
+
+
+def test_groups_never_contradict_the_order():
+    """A noisy row below one that differs from the leader does not climb over it."""
+    p_values = {("a", "b"): 0.001, ("a", "c"): 0.5, ("b", "c"): 0.5}
+    assert group_ties("abc", lambda x, y: p_values[x, y]) == [["a"], ["b", "c"]]
+
+
+def test_more_rows_need_more_evidence():
+    """A p-value of 0.03 parts two rows, and is to be expected among five."""
+    assert group_ties("ab", lambda x, y: 0.03) == [["a"], ["b"]]
+    assert group_ties("abcde", lambda x, y: 0.03) == [["a", "b", "c", "d", "e"]]
+
+
+# Simulated methods: the rates that the words "95 %" and "5 %" promise
+
+
+def draw(rng, sims, n, turns, differ, together):
+    """Sums by context of -1, 0 and 1, [sims, n]: how often two equal methods differ, and turns that err together."""
+    alone, common = rng.random((sims, n, turns)), rng.random((sims, n, 1))
+    u = np.where(rng.random((sims, n, 1)) < together, common, alone)
+    return np.where(u < differ / 2, 1, np.where(u < differ, -1, 0))
+
+
+@pytest.mark.parametrize(("n", "turns", "differ"), [(10, 5, 0.3), (20, 1, 0.8), (20, 5, 0.1), (40, 5, 0.3)])
+def test_equal_methods_rarely_differ(n, turns, differ):
+    """Of 500 simulated pairs of equal methods 5 % are found to differ, or fewer; turns err together or not."""
+    for together in (0.0, 0.5):
+        sums = draw(np.random.default_rng(n), 500, n, turns, differ, together).sum(axis=2)
+        rate = np.mean([flip_signs(list(x)) < ALPHA for x in sums])
+        assert 0.001 < rate < ALPHA + 3 * (ALPHA * (1 - ALPHA) / 500) ** 0.5
+
+
+def test_equal_methods_rarely_differ_at_all():
+    """Ten equal methods against one: in 5 % of 200 simulated tables there is a difference, before Holm in far more."""
+    rng = np.random.default_rng(5)
+    shared = rng.random((200, 40, 1))
+    tables = (rng.random((200, 40, 11)) < shared).astype(float)  # questions are hard or easy for all of them
+    p_values = [[flip_signs(list(table[:, i] - table[:, 0])) for i in range(1, 11)] for table in tables]
+    after = np.mean([min(adjust(x)) < ALPHA for x in p_values])
+    before = np.mean([min(x) < ALPHA for x in p_values])
+    assert 0.0 < after < ALPHA + 3 * (ALPHA * (1 - ALPHA) / 200) ** 0.5
+    assert before > 0.1
+
+
+def test_intervals_cover_what_they_should():
+    """Of 400 simulated runs near 95 % have the truth in their interval, turns that err together included."""
+    rng = np.random.default_rng(2)
+    difficulty = rng.beta(2, 2, size=(400, 40, 1))
+    runs = (rng.random((400, 40, 5)) < difficulty).astype(float)
+    inside = [low <= 0.5 <= high for low, high in (bootstrap_interval(x.tolist()) for x in runs)]
+    assert 0.91 < np.mean(inside) < 0.98
+
+
+# What a run can tell apart
+
+
+def test_five_questions_tell_nothing():
+    """All five lost is one of 16 ways to flip five coins: 6 %. Six are the fewest."""
+    assert find_smallest(5, 1.0) is None
+    least = find_smallest(6, 1.0)
+    assert least**6 == pytest.approx(0.8, abs=1e-3)  # all six must be lost, and at this rate they are in 80 %
+
+
+def test_the_smallest_difference_is_found_as_often_as_said():
+    """Simulated at that difference and tested with the test that is used."""
+    rng = np.random.default_rng(7)
+    for n, accuracy in ((20, 1.0), (40, 0.9), (60, None)):
+        x = find_smallest(n, accuracy)
+        first = (1 + x) / 2 if accuracy is None else accuracy
+        a, b = rng.random((1000, n)) < first, rng.random((1000, n)) < first - x
+        found = np.mean([flip_signs(list(d)) < ALPHA for d in a.astype(float) - b])
+        assert found == pytest.approx(0.8, abs=0.04)
+
+
+@given(st.integers(1, 300), st.floats(0, 1))
+@settings(max_examples=40, deadline=None)
+def test_the_worst_case_is_the_worst(n, accuracy):
+    """Knowing an accuracy never makes it harder; more questions do not either, by more than a step of the test."""
+    worst, known = find_smallest(n), find_smallest(n, accuracy)
+    assert worst is None or known is None or known <= worst + 0.02
+    more = find_smallest(n + 20, accuracy)
+    assert known is None or more <= known + 1e-3
