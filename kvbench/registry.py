@@ -26,6 +26,7 @@ from kvbench.task import Scorer, Task
 
 HERE = Path(__file__).parent
 MODELS = HERE / "models"
+ARCHITECTURES = MODELS / "random"
 Kind = Literal["method", "task"]
 BASES: dict[Kind, type] = {"method": Method, "task": Task}
 MARKS: dict[Kind, str] = {"method": "card", "task": "name"}
@@ -159,6 +160,11 @@ def find_scorer(scorer_id: str, others: Iterable[str] = ()) -> tuple[Scorer, typ
 def list_models() -> list[str]:
     """Names of the models that come with kvbench."""
     return sorted(x.parent.name for x in MODELS.glob("*/config.json"))
+
+
+def list_architectures() -> list[str]:
+    """Names of the published architectures that `random:` builds without weights or tokenizer of theirs."""
+    return sorted(x.parent.name for x in ARCHITECTURES.glob("*/config.json"))
 
 
 def list_ops() -> dict[str, list[str]]:

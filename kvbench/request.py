@@ -11,7 +11,7 @@ from typing import cast
 
 from kvbench.errors import UserError, unknown
 from kvbench.method import DEFAULT_BUDGET, Budget, BudgetKind, Method
-from kvbench.registry import find_method, find_task, list_models, list_ops
+from kvbench.registry import find_method, find_task, list_architectures, list_models, list_ops
 from kvbench.settings import configure, parse_pairs
 from kvbench.sources import find_ops
 from kvbench.spec import GenerationSpec, Protocol, read_generation, resolve_protocol, see_all
@@ -184,6 +184,11 @@ def check_model(name: str) -> None:
         UserError: no bundled model, no folder, and no path or hub id.
     """
     source = name.removeprefix("random:")
+    if name != source and source in list_architectures():
+        raise UserError(
+            f"model '{name}' is a shape without a tokenizer, for `kvbench bench` and `kvbench plan`. A task needs one: "
+            "give random: before a local folder or a hub id."
+        )
     if "/" not in source and source not in list_models() and not Path(source).expanduser().is_dir():
         raise unknown("model", name, list_models(), "Or give a local folder or a hub id such as org/name.")
 

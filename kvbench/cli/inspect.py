@@ -87,7 +87,7 @@ def _heading(task: dict[str, Any]) -> str:
 
 
 def _find(what: str) -> list[dict[str, Any]]:
-    from kvbench.registry import list_entries, list_models
+    from kvbench.registry import list_architectures, list_entries, list_models
     from kvbench.suite import list_suites
 
     if what == "methods":
@@ -104,7 +104,10 @@ def _find(what: str) -> list[dict[str, Any]]:
             for x in list_entries("task")
         ]
     if what == "models":
-        return [{"name": x} for x in list_models()]
+        shapes = [f"random:{x}" for x in list_architectures()]
+        return [{"name": x, "weights": "trained"} for x in list_models()] + [
+            {"name": x, "weights": "random, for bench and plan"} for x in shapes
+        ]
     needs = {y: x.facts["needs"] for x in list_entries("task") if "needs" in x.facts for y in (x.name, *x.aliases)}
     return [
         {"name": x.name, "version": x.version, "tasks": x.tasks, "summary": x.summary,

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvbench import registry
 from kvbench.errors import UserError, unknown
-from kvbench.registry import list_models
+from kvbench.registry import list_architectures, list_models
 
 RANDOM = "random:"
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
@@ -31,7 +31,8 @@ def find_folder(name: str, *, weights: bool = True) -> Path:
     """The folder of a model's files, fetched from the hub if the name is a hub id.
 
     Args:
-        name: a bundled model, a local folder or a hub id; `random:` before it changes nothing here.
+        name: a bundled model, a local folder or a hub id; `random:` before it changes nothing here, but that a
+            published architecture may stand there too.
         weights: whether to fetch the weights too.
 
     Raises:
@@ -40,14 +41,22 @@ def find_folder(name: str, *, weights: bool = True) -> Path:
     source = name.removeprefix(RANDOM)
     if source in list_models():
         return registry.MODELS / source
+    if is_architecture(name):
+        return registry.ARCHITECTURES / source
     path = Path(source).expanduser()
     if source and path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(f"model folder '{source}' has no config.json: give a folder in Hugging Face format.")
         return path
     if not HUB_ID.fullmatch(source):
-        raise unknown("model", source, list_models(), "Or give a local folder, or a hub id such as org/name.")
+        allowed = [*list_models(), *(f"{RANDOM}{x}" for x in list_architectures() if name.startswith(RANDOM))]
+        raise unknown("model", source, allowed, "Or give a local folder, or a hub id such as org/name.")
     return _fetch(source, weights=weights and not name.startswith(RANDOM))
+
+
+def is_architecture(name: str) -> bool:
+    """Whether a name means random weights in a published architecture, of which there is nothing but the shape."""
+    return name.startswith(RANDOM) and name.removeprefix(RANDOM) in list_architectures()
 
 
 def _fetch(source: str, *, weights: bool) -> Path:
@@ -95,6 +104,8 @@ def check_files(name: str, folder: Path) -> None:
     Raises:
         UserError: with what is missing.
     """
+    if is_architecture(name):
+        return
     if not any(any(folder.glob(x)) for x in TOKENIZERS):
         raise UserError(
             f"model '{name}' has no tokenizer: none of {', '.join(TOKENIZERS)} is in {folder}. "

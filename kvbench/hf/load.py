@@ -26,7 +26,16 @@ from transformers import (
 from transformers import logging as transformers_logging
 
 from kvbench.errors import UserError, unknown
-from kvbench.hf.find import RANDOM, check_device, check_files, find_folder, hash_model, hash_text, hash_tokenizer
+from kvbench.hf.find import (
+    RANDOM,
+    check_device,
+    check_files,
+    find_folder,
+    hash_model,
+    hash_text,
+    hash_tokenizer,
+    is_architecture,
+)
 from kvbench.hf.masked import Masking, native_config, native_tokenizer, read_masking, weight_names
 from kvbench.hf.proof import layer_shapes, prove, prove_bidirectional, refuse_config
 from kvbench.hf.rope import Rope, max_length
@@ -176,7 +185,7 @@ def load_model(
     """Load a model and prove that kvbench serves it exactly.
 
     Args:
-        name: a bundled model, a local folder, a hub id, or `random:` before any of these.
+        name: a bundled model, a local folder, a hub id, or `random:` before any of these or an architecture's name.
         device: `cpu`, `cuda` or `cuda:N`.
         dtype: one of DTYPES; None: the checkpoint's own.
         device_map: in the place of `device`, how transformers spreads the model over several, and over host and disk.
@@ -198,9 +207,9 @@ def load_model(
     kind = _dtype(dtype, config, folder)
     try:
         with _quiet():
-            tokenizer = _tokenizer(folder, document)
+            tokenizer = None if is_architecture(name) else _tokenizer(folder, document)
             module = (
-                _random(config, kind) if name.startswith(RANDOM)
+                _random(config, kind, device) if name.startswith(RANDOM)
                 else _trained(name, folder, config, kind, device_map, weight_names(document))
             )
     except UserError:
@@ -236,8 +245,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         raise UserError(f"tokenizer of '{name}' cannot be loaded from {folder}: {_first_line(error)}") from error
 
 
-def _random(config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    with torch.random.fork_rng():
+def _random(config: Any, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    with torch.random.fork_rng(), torch.device(device):  # eight billion numbers take a CPU minutes to draw
         torch.manual_seed(0)
         module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     return module
