@@ -1,12 +1,14 @@
 """The files that stand beside a run on the leaderboard: manifest.json, by who submits, and verification.json.
 
-A bundle is a folder (or a plain tar) of spec.json, samples.jsonl.gz, result.json and manifest.json. verification.json is
-written by who verifies, never by who submits: it is no part of a bundle and is believed only as far as its writer is.
+A bundle is a folder, or a plain tar, of spec.json, samples.jsonl.gz, result.json and manifest.json.
+verification.json is written by who verifies, never by who submits: it is no part of a bundle, and is believed as far
+as its writer is.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
@@ -15,7 +17,7 @@ from kvbench.results import Score
 from kvbench.spec import SCHEMA_VERSION, Record
 
 MANIFEST, VERIFICATION = "manifest.json", "verification.json"
-BUNDLED = ("spec.json", "samples.jsonl.gz", "result.json")
+BUNDLED = SPEC, SAMPLES, RESULT = "spec.json", "samples.jsonl.gz", "result.json"
 """The files that a manifest names."""
 Level = Literal["L0", "L1", "L2", "L3"]
 LEVELS: dict[Level, str] = {
@@ -26,9 +28,9 @@ LEVELS: dict[Level, str] = {
 }
 """What each level says, in the words of a badge."""
 Outcome = Literal["ok", "flag", "refused"]
-Handle = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?\Z")]
+Handle = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?$")]
 """Plain letters only, so that no name can be written to look like another."""
-Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}\Z")]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 class FileEntry(Record):
@@ -55,9 +57,14 @@ class Manifest(Record):
 
     @property
     def content(self) -> str:
-        """sha256 over the names and hashes of the files: equal for equal runs, whoever sends them and when."""
-        lines = "".join(f"{self.files[name].sha256} {name}\n" for name in sorted(self.files))
-        return hashlib.sha256(lines.encode()).hexdigest()
+        """`hash_content` of the files: equal for equal runs, whoever sends them and when."""
+        return hash_content(self.files)
+
+
+def hash_content(files: Mapping[str, FileEntry]) -> str:
+    """sha256 over the names and hashes of files."""
+    lines = "".join(f"{files[name].sha256} {name}\n" for name in sorted(files))
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 class Check(Record):

@@ -1,0 +1,151 @@
+"""A run as it is submitted: packed with its manifest, and read back as records that agree with one another."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from kvbench import __version__
+from kvbench.files import finished_samples
+from kvbench.leaderboard.documents import RefusedError, parse, show
+from kvbench.leaderboard.parcel import JOURNAL, LARGEST, read_files, within
+from kvbench.leaderboard.records import MANIFEST, RESULT, SAMPLES, SPEC, FileEntry, Manifest, hash_content
+from kvbench.results import Line, Result
+from kvbench.spec import RunSpec
+
+MOST = {"samples": 10_000, "turns": 1_000, "length": 1 << 22}
+"""Of a spec; what is more is nothing that a verifier could make again."""
+MOST_LINES = 100_000
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What was read, its parts agreeing with one another."""
+
+    files: Mapping[str, bytes]
+    """By name, the manifest's among them."""
+    manifest: Manifest | None
+    """None: a run that nobody submitted."""
+    content: str
+    """As Manifest.content."""
+    spec: RunSpec
+    result: Result
+    lines: tuple[Line, ...]
+    """By sample and turn."""
+
+    @property
+    def submitter(self) -> str | None:
+        """Who sent it."""
+        return None if self.manifest is None else self.manifest.submitter
+
+
+def pack_run(folder: Path, submitter: str, tuned_on: tuple[str, ...]) -> dict[str, bytes]:
+    """The files of a finished run, and their manifest.
+
+    Raises:
+        RefusedError: a file is missing or too large.
+    """
+    files = read_files(folder)
+    if JOURNAL in files:
+        files[SAMPLES] = gzip.compress(files.pop(JOURNAL), mtime=0)
+    files.pop(MANIFEST, None)
+    manifest = Manifest(
+        run_id=parse(files[SPEC], RunSpec, SPEC).run_id, submitter=submitter, tuned_on=tuned_on,
+        created=datetime.now(UTC).isoformat(timespec="seconds"), kvbench=__version__, files=_list(files),
+    )
+    return {**files, MANIFEST: f"{manifest.model_dump_json(indent=1)}\n".encode()}
+
+
+def open_bundle(files: Mapping[str, bytes]) -> Bundle:
+    """The records in the files.
+
+    Raises:
+        RefusedError: the manifest lies, a file is not what it should be, or one does not agree with another.
+    """
+    manifest = parse(files[MANIFEST], Manifest, MANIFEST) if MANIFEST in files else None
+    found = _list({name: data for name, data in files.items() if name != MANIFEST})
+    if manifest is not None and manifest.files != found:
+        wrong = [x for x in sorted(manifest.files | found) if manifest.files.get(x) != found.get(x)]
+        raise RefusedError("manifest", f"the manifest is not of these files: {show(wrong[0])} differs")
+    spec, result = parse(files[SPEC], RunSpec, SPEC), parse(files[RESULT], Result, RESULT)
+    for name, value in (("samples", spec.samples), ("turns", spec.turns), ("length", spec.task.length)):
+        if not 1 <= value <= MOST[name]:
+            raise RefusedError("schema", f"{SPEC}: {name} {value} is not in 1 to {MOST[name]:,}")
+    if wrong := [name for name, (said, true) in _repeated(spec, result).items() if said != true]:
+        raise RefusedError("schema", f"{RESULT}: its {wrong[0]} is not what {SPEC} has")
+    if manifest is not None and manifest.run_id != spec.run_id:
+        raise RefusedError("schema", f"{MANIFEST}: run_id {show(manifest.run_id)} is not the spec's, {spec.run_id}")
+    return Bundle(files, manifest, hash_content(found), spec, result, _read_lines(files, spec))
+
+
+def _list(files: Mapping[str, bytes]) -> dict[str, FileEntry]:
+    return {
+        name: FileEntry(sha256=hashlib.sha256(data).hexdigest(), size=len(data)) for name, data in sorted(files.items())
+    }
+
+
+def _repeated(spec: RunSpec, result: Result) -> dict[str, tuple[object, object]]:
+    """What a result repeats of its spec, with what the spec says."""
+    return {
+        "spec": (result.spec, spec), "run_id": (result.run_id, spec.run_id), "suite": (result.suite, spec.suite),
+        "model": (result.model, spec.model), "task": (result.task, spec.task),
+        "method": (result.method.model_dump(exclude={"card"}), spec.method.model_dump()),
+        "mode": (result.mode, spec.mode), "visibility": (result.visibility, spec.visibility),
+        "history": (result.history, spec.history), "budget": (result.budget.asked, spec.budget),
+        "n_samples": (result.n_samples, spec.samples),
+    }
+
+
+def _read_lines(files: Mapping[str, bytes], spec: RunSpec) -> tuple[Line, ...]:
+    """All lines, each (sample, turn) once, and every sample whole.
+
+    Raises:
+        RefusedError: they are not.
+    """
+    data = files[JOURNAL] if JOURNAL in files else _unpack(files[SAMPLES])
+    *parts, tail = data.split(b"\n", MOST_LINES)
+    if tail:
+        raise RefusedError("journal", f"its last line is cut off, or it has more than {MOST_LINES:,}")
+    lines = sorted(
+        (parse(part, Line, f"{JOURNAL} line {number}") for number, part in enumerate(parts, 1)),
+        key=lambda x: (x.index, x.turn),
+    )
+    seen: set[tuple[int, int]] = set()
+    ended: set[int] = set()
+    for x in lines:
+        where = f"sample {x.index} turn {x.turn}"
+        if not (0 <= x.index < spec.samples and 0 <= x.turn < x.turns <= MOST["turns"]):
+            raise RefusedError("journal", f"{where} is none of the run's")
+        if (x.index, x.turn) in seen or x.index in ended:
+            raise RefusedError("journal", f"{where} comes twice, or after the error that ended its sample")
+        if (least := min(_amounts(x))) < 0:
+            raise RefusedError("journal", f"{where} has a negative amount, {least:g}")
+        seen.add((x.index, x.turn))
+        ended |= {x.index} if x.error is not None else set()
+    if missing := set(range(spec.samples)) - finished_samples(lines):
+        raise RefusedError("journal", f"sample {min(missing)} is not there with all of its turns")
+    return tuple(lines)
+
+
+def _amounts(line: Line) -> Iterator[float]:
+    """Numbers of a line that count or measure something."""
+    yield line.seconds
+    for part in (line.bytes, line.tokens, line.times):
+        if part is not None:
+            yield from (x for x in part.model_dump().values() if x is not None)
+    if line.evidence is not None:
+        yield from (line.evidence.rows_seen, *line.evidence.rows_kept)
+
+
+def _unpack(data: bytes) -> bytes:
+    try:
+        with gzip.open(io.BytesIO(data)) as file:
+            return within(JOURNAL, file.read(LARGEST[JOURNAL] + 1))
+    except (OSError, EOFError, zlib.error) as error:
+        raise RefusedError("files", f"{SAMPLES} cannot be unpacked") from error
