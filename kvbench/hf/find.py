@@ -25,6 +25,7 @@ TOKENIZERS = (
 )
 """A folder with none of these has no tokenizer; transformers would make an empty one for some models."""
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def find_folder(name: str, *, weights: bool = True) -> Path:
@@ -52,6 +53,24 @@ def find_folder(name: str, *, weights: bool = True) -> Path:
         allowed = [*list_models(), *(f"{RANDOM}{x}" for x in list_architectures() if name.startswith(RANDOM))]
         raise unknown("model", source, allowed, "Or give a local folder, or a hub id such as org/name.")
     return _fetch(source, weights=weights and not name.startswith(RANDOM))
+
+
+def find_copy(name: str, revision: str | None) -> Path | None:
+    """The folder of a model that is here already: bundled, or this commit of it in the hub's cache.
+
+    The name may be a stranger's: nothing is fetched, and a path is no name.
+    """
+    source = name.removeprefix(RANDOM)
+    if source in list_models():
+        return registry.MODELS / source
+    if is_architecture(name):
+        return registry.ARCHITECTURES / source
+    if revision is None or not (HUB_ID.fullmatch(source) and COMMIT.fullmatch(revision)):
+        return None
+    try:
+        return Path(snapshot_download(source, revision=revision, local_files_only=True))
+    except Exception:  # noqa: BLE001  # as in _fetch
+        return None
 
 
 def is_architecture(name: str) -> bool:

@@ -151,8 +151,12 @@ class Prediction:
 
     params: int
     weight_bytes: int
-    cache_bytes: int
-    """Dense cache of one sequence."""
+    shape: Shape
+
+    @property
+    def cache_bytes(self) -> int:
+        """Dense cache of one sequence."""
+        return self.shape.dense_bytes
 
 
 def predict_memory(name: str, dtype: str | None = None, length: int = 1024) -> Prediction:
@@ -176,7 +180,7 @@ def predict_memory(name: str, dtype: str | None = None, length: int = 1024) -> P
     except Exception as error:  # as in load_model
         raise UserError(f"model '{name}' cannot be built from {folder}: {_first_line(error)}") from error
     params = sum(x.numel() for x in module.parameters())
-    return Prediction(params, params * size, Shape(length=length, layers=layers, itemsize=size).dense_bytes)
+    return Prediction(params, params * size, Shape(length=length, layers=layers, itemsize=size))
 
 
 def load_model(
