@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from kvbench.clocks import now
 from kvbench.errors import UserError
 from kvbench.hf import Forward, Model, attached
 from kvbench.method import Method, Phase, Shape, Step
@@ -141,6 +141,24 @@ class Session:
         self._note_context()
         return self.logits
 
+    def fill(self, steps: Iterable[Step]) -> None:
+        """Take rows that no forward pass made as a whole context, one step per layer, and compress them: for clocks.
+
+        Nothing attends, so it costs what storing and compressing cost, and no logits follow.
+
+        Raises:
+            UserError: the method runs the context in a way of its own.
+        """
+        if type(self.method).prefill is not Method.prefill:
+            raise UserError(f"{self.method.card.name} looks at the context by running it: made-up rows do not do.")
+        for step in steps:
+            self.batch, self.seen = step.key.shape[0], step.seen
+            self.layers[step.layer].append(step)
+            self._evict(self.layers[step.layer], step)
+        self.shape = self.model.shape(self.seen)
+        self.method.end_of_context(self)
+        self._note_context()
+
     def ask(
         self, query: Sequence[int] | Tensor, limit: int, *, history: Sequence[int] | None = None,
         stop: frozenset[int] | None = None,
@@ -252,22 +270,23 @@ class Session:
         kv = self.layers[step.layer]
         kv.append(step)
         output = self.method.attend(kv, step)
+        self._evict(kv, step)
+        return output
+
+    def _evict(self, kv: LayerKV, step: Step) -> None:
         if step.phase is Phase.DECODE:
             self.method.evict(kv, step)
-            return output
+            return
         self._note_layer(step.layer)
         if step.window is not None and step.phase is Phase.CONTEXT:
             kv.keep_last(step.window)
-        started = time.perf_counter()
+        started = now(step.key.device) if step.compress else 0.0  # what the pass still has to do is no compression
         self.method.evict(kv, step)
         if step.compress:
-            if step.key.is_cuda:
-                torch.cuda.synchronize(step.key.device)
-            self.compress_seconds += time.perf_counter() - started
+            self.compress_seconds += now(step.key.device) - started
             if not self.recompress:
                 kv.settle()
         self._note_layer(step.layer)
-        return output
 
     def reserve(self, tokens: int, forward: int) -> None:
         """Make room for `tokens` more tokens, at most `forward` at a time, so that decoding reallocates nothing."""
@@ -350,9 +369,7 @@ class Session:
         self._peak = max(self._peak, sum(self._layer_bytes.values()))
 
     def _note_answer(self) -> None:
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
-        self.answer_started = time.perf_counter()
+        self.answer_started = now(self.model.device)
 
     def _note_bytes(self) -> None:
         for layer in range(len(self.layers)):
