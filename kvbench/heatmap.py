@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from kvbench.compare import Run
 from kvbench.errors import UserError
-from kvbench.results import Line, Result
+from kvbench.results import Answer, Result
+from kvbench.runs import Run
 from kvbench.table import format_bytes
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def read_grid(run: Run) -> Grid:
     )
 
 
-def _place(line: Line) -> tuple[int, float] | None:
+def _place(line: Answer) -> tuple[int, float] | None:
     """Length and depth of a sample, where its facts name them."""
     length, depth = line.facts.get("length"), line.facts.get("depth")
     if type(length) is int and isinstance(depth, int | float) and math.isfinite(depth):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from kvbench.spec import SCHEMA_VERSION, History, ModelSpec, Record, RunSpec, TaskSpec, Visibility
 from kvbench.task import Mode
@@ -141,6 +141,20 @@ class Line(Record):
     seconds: float
     """All that this turn took, the harness included."""
     error: str | None
+
+
+class Answer(BaseModel):
+    """What comparisons read of a line."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    sample: str
+    index: int
+    turn: int
+    prompt_hash: str
+    score: float | None
+    facts: dict[str, Any]
 
 
 class TurnScore(Record):

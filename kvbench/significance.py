@@ -62,7 +62,7 @@ def flip_signs(differences: Sequence[float]) -> float:
         return 1.0
     sizes = abs(values)
     if sizes.min() == sizes.max():
-        from scipy.stats import binomtest
+        from scipy.stats import binomtest  # type: ignore[import-untyped]  # scipy has no types
 
         return float(binomtest(int((values > 0).sum()), len(values)).pvalue)
     reached = abs(_signs(len(values)) @ values) >= abs(values.sum()) - 1e-9 * sizes.sum()
@@ -78,7 +78,7 @@ def _signs(n: int) -> npt.NDArray[np.float64]:
         bits = np.arange(2**n)[:, None] >> np.arange(n) & 1
     else:
         bits = np.random.default_rng(0).integers(0, 2, size=(FLIPS, n))
-    return 2.0 * bits - 1.0
+    return 2 * bits.astype(np.float64) - 1
 
 
 def adjust(p_values: Sequence[float]) -> list[float]:

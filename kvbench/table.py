@@ -85,31 +85,40 @@ def print_result(result: Result, folder: Path) -> None:
 
 
 def score_cells(
-    results: Sequence[Result], differences: Sequence[Difference | None]
+    results: Sequence[Result], ranks: Sequence[int | None], differences: Sequence[Difference | None]
 ) -> tuple[list[str], list[list[str]]]:
     """Columns and rows of runs side by side; a difference is to the first."""
     columns = [
-        "run", "method", "questions", "budget", "bytes", "score", "95%", "difference", "95%", "", "top-1", "tokens",
-        "ended by", "prefill", "per token",
+        "run", "method", "questions", "budget", "bytes", "rank", "score", "95%", "difference", "95%", "p", "", "top-1",
+        "tokens", "ended by", "prefill", "per token",
     ]
     rows = []
-    for result, difference in zip(results, differences, strict=True):
+    for result, rank, difference in zip(results, ranks, differences, strict=True):
         score, memory, latency = result.score, result.memory, result.latency
-        cells = ["-", "-", ""]
-        if difference is not None and difference.mean is not None and difference.ci95 is not None:
-            better = (difference.mean > 0) == score.higher_is_better
-            verdict = "within noise" if difference.within_noise else "better" if better else "worse"
-            cells = [f"{difference.mean:+.3f}", _interval(difference.ci95), verdict]
         rows.append([
             _short(result.run_id), result.method.name, f"{result.mode} {result.visibility}",
             result.budget.asked or "-",
-            "-" if memory is None else f"{memory.ratio:.1%}",
+            "-" if memory is None else f"{memory.ratio:.1%}", "-" if rank is None else str(rank),
             "failed" if result.status == "failed" else "-" if score.mean is None else f"{score.mean:.3f}",
-            "-" if score.ci95 is None else _interval(score.ci95), *cells,
+            "-" if score.ci95 is None else _interval(score.ci95), *format_difference(difference, score),
             "-" if result.agreement is None else f"{result.agreement.top1:.3f}", *_output(result.output),
             _seconds(latency.prefill_s), _seconds(latency.tpot_s),
         ])
     return columns, rows
+
+
+def format_difference(difference: Difference | None, score: Score) -> tuple[str, str, str, str]:
+    """The mean, its interval, the adjusted p-value and the verdict."""
+    if difference is None or difference.mean is None or difference.ci95 is None or difference.p_adjusted is None:
+        return "-", "-", "-", ""
+    better = (difference.mean > 0) == score.higher_is_better
+    verdict = "within noise" if difference.within_noise else "better" if better else "worse"
+    return f"{difference.mean:+.3f}", _interval(difference.ci95), format_p(difference.p_adjusted), verdict
+
+
+def format_p(p: float) -> str:
+    """A p-value, as far as it matters."""
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def print_regressions(found: Sequence[Regressions]) -> None:

@@ -112,8 +112,8 @@ def score_command(
     as_json: Json = False,
 ) -> None:
     """Score the answers of a run again, without a model; the run stays as it is."""
-    from kvbench.compare import find_run
     from kvbench.rescore import rescore
+    from kvbench.runs import find_run
     from kvbench.table import print_rows
 
     record, path = rescore(find_run(run, out), scorer, task)
@@ -135,20 +135,25 @@ def compare_command(
     as_json: Json = False,
 ) -> None:
     """Put runs side by side: paired differences, which of them are noise, and what became worse than the full cache."""
-    from kvbench.compare import compare_pair, find_conflicts, find_regressions, load_run
+    from kvbench.compare import compare_runs, find_conflicts, find_regressions, name_questions, rank_runs
     from kvbench.log import say
+    from kvbench.runs import find_run, load_run
     from kvbench.table import print_regressions, print_rows, score_cells
 
     if len(runs) < 2:
         raise UserError("compare needs two runs or more. Give their folders or ids, the baseline first.")
-    loaded = [load_run(x, out) for x in runs]
+    loaded = [load_run(find_run(x, out)) for x in runs]
     conflicts = find_conflicts(loaded)
     for conflict in conflicts:
         say(f"warning: {conflict}")
     if conflicts:
         say("warning: a difference of scores may come from these and not from the methods.")
-    differences = [compare_pair(loaded[0], x) for x in loaded[1:]]
-    columns, rows = score_cells([x.result for x in loaded], [None, *differences])
+    results = [x.result for x in loaded]
+    ranks: list[int | None] = [None] * len(loaded)
+    if len({name_questions(x.spec) for x in results}) == 1:
+        ranks = rank_runs(loaded)
+    differences = compare_runs(loaded[0], loaded[1:])
+    columns, rows = score_cells(results, ranks, [None, *differences])
     print_rows("", columns, rows)
     regressions = find_regressions(loaded)
     if regressions:
@@ -156,7 +161,10 @@ def compare_command(
     if as_json:
         shown = {"run_id", "status", "method", "score", "output", "memory", "latency"}
         print_json({
-            "runs": [x.result.model_dump(mode="json", include=shown) for x in loaded],
-            "differences": [asdict(x) for x in differences], "regressions": [asdict(x) for x in regressions],
-            "warnings": conflicts,
+            "runs": [
+                run.model_dump(mode="json", include=shown) | {"rank": rank}
+                for run, rank in zip(results, ranks, strict=True)
+            ],
+            "differences": [asdict(x) | {"within_noise": x.within_noise} for x in differences],
+            "regressions": [asdict(x) for x in regressions], "warnings": conflicts,
         })

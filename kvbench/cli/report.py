@@ -28,13 +28,14 @@ def report_command(
     """Draw the scores of runs by length and depth, to a file."""
     if output.suffix.lower() not in KINDS:
         raise unknown("kind of report", output.suffix or str(output), KINDS, "It is the end of the file's name.")
-    from kvbench.compare import find_conflicts, load_run
+    from kvbench.compare import find_conflicts
     from kvbench.heatmap import draw_grids, read_grid
     from kvbench.log import say
     from kvbench.page import write_page
+    from kvbench.runs import find_run, load_run
     from kvbench.table import print_rows
 
-    loaded = [load_run(x, out) for x in runs]
+    loaded = [load_run(find_run(x, out)) for x in runs]
     grids = [read_grid(x) for x in loaded]
     for conflict in find_conflicts(loaded):
         say(f"warning: {conflict}")

@@ -90,6 +90,7 @@ def run_command(
 
 
 def _run_task(given: dict[str, Any], trackers: tuple[str, ...], out: Path, *, as_json: bool) -> int:
+    from kvbench.compare import find_full, foretell
     from kvbench.job import prepare
     from kvbench.log import say
     from kvbench.sweep.file import Options
@@ -97,6 +98,8 @@ def _run_task(given: dict[str, Any], trackers: tuple[str, ...], out: Path, *, as
     from kvbench.trackers import log_result
 
     job = prepare(replace(Options(**given).request(out), trackers=trackers))
+    if job.scorer.higher_is_better and not job.model.random:
+        say(foretell(job.spec, find_full(job.spec, out)))
     from kvbench.progress import show_progress  # these import torch, which a wrong request need not wait for
     from kvbench.runner import run
 

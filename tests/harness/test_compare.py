@@ -1,12 +1,34 @@
-"""What became worse than with the full cache is named, sample by sample, and only where both were asked the same."""
+"""Differences and ranks are of the same questions; what became worse than with the full cache is named by sample."""
 
 from __future__ import annotations
 
+import json
+from itertools import product
 from pathlib import Path
 
-from kvbench.compare import Regression, Run, compare_pair, find_regressions
+import pytest
+
+from kvbench.compare import (
+    PROTOCOL,
+    Regression,
+    compare_pair,
+    compare_runs,
+    find_full,
+    find_regressions,
+    foretell,
+    look,
+    name_protocol,
+    name_questions,
+    rank_runs,
+)
+from kvbench.files import read_file, write_record
 from kvbench.results import BudgetResult, CertificateResult, Line, Output, Result, Score
+from kvbench.runs import Run, find_runs
+from kvbench.significance import adjust
+from kvbench.spec import RunSpec
 from kvbench.table import _output, print_regressions
+
+CURATED = Path(__file__).parents[2] / "results" / "cpu-2-cores"
 
 TURNS = 2
 
@@ -31,9 +53,16 @@ def run(
     result = Result.model_construct(
         run_id=name, status=status, certificate=certificate,
         budget=BudgetResult(asked=None, kind="none" if full else "held", resolved={}),
-        score=Score(metric="m", higher_is_better=higher, mean=None, partial_mean=None, ci95=None, by_turn=()),
+        score=Score(
+            metric="m", higher_is_better=higher, mean=sum(found) / len(found) if (found := _known(scores)) else None,
+            partial_mean=None, ci95=None, by_turn=(),
+        ),
     )
     return Run(Path(name), result, lines)
+
+
+def _known(scores):
+    return [x for x in scores.values() if x is not None]
 
 
 FULL = {(0, 0): 1.0, (0, 1): 0.5, (1, 0): 1.0, (2, 0): 0.25, (10, 0): 1.0}
@@ -102,6 +131,141 @@ def test_the_difference_is_the_mean_over_common_questions():
     first, other = run("a", FULL), run("b", {**dict.fromkeys(FULL, 0.0), (9, 0): 1.0})
     difference = compare_pair(first, other)
     assert (difference.n, difference.mean) == (5, -sum(FULL.values()) / 5)
+
+
+def test_a_difference_is_drawn_by_context():
+    """Five contexts of four questions each that all got worse: one of 2**5 ways to sign them, twice."""
+    asked = list(product(range(5), range(4)))
+    found = compare_pair(run("a", dict.fromkeys(asked, 1.0)), run("b", dict.fromkeys(asked, 0.0)))
+    assert (found.n, found.contexts, found.mean, found.ci95, found.p) == (20, 5, -1.0, (-1.0, -1.0), 2 / 32)
+
+
+def test_more_runs_need_more_evidence():
+    """p-values are adjusted over those that are compared with the first; a failed run is none of them."""
+    asked = [(i, 0) for i in range(20)]
+    first = run("first", dict.fromkeys(asked, 1.0))
+    others = [run(str(n), {key: float(i >= n) for i, key in enumerate(asked)}) for n in (7, 8, 0)]
+    found = compare_runs(first, [*others, run("failed", FULL, status="failed"), run("alien", FULL, prompt="q")])
+    raw = [2 / 2**7, 2 / 2**8, 1.0]
+    assert [x.p for x in found] == [*raw, None, None]
+    assert [x.p_adjusted for x in found] == [*adjust(raw), None, None]
+    assert [x.within_noise for x in found] == [False, False, True, None, None]
+    assert compare_runs(first, others[:1])[0].p_adjusted == raw[0]
+
+
+# Ranks
+
+
+ASKED = [(i, 0) for i in range(20)]
+
+
+def right(name: str, n: int, **more) -> Run:
+    """A run that answers the first `n` of twenty questions."""
+    return run(name, {key: float(i < n) for i, key in enumerate(ASKED)}, **more)
+
+
+def test_runs_that_cannot_be_told_apart_share_a_rank():
+    """Five questions more are not enough, seven are; the next rank counts those above it."""
+    runs = [right("a", 4), right("b", 20), right("c", 15), right("d", 3)]
+    assert rank_runs(runs) == [3, 1, 1, 3]
+    assert rank_runs([right("a", 19), right("b", 19)]) == [1, 1]
+
+
+def test_of_a_loss_less_is_better():
+    """The metric says which way is up."""
+    assert rank_runs([right("a", 20, higher=False), right("b", 0, higher=False)]) == [2, 1]
+
+
+def test_a_failed_run_has_no_rank():
+    """Neither has one without a score, nor one that was asked something else, if as many were as it likes."""
+    others = [right("failed", 20, status="failed"), run("none", {}), right("alien", 20, prompt="q")]
+    assert rank_runs([right("a", 5), *others, right("b", 5)]) == [1, None, None, None, 1]
+    assert rank_runs(others[:2]) == [None, None]
+    assert rank_runs([]) == []
+    fewer = run("fewer", dict.fromkeys(ASKED[:5], 1.0))
+    assert rank_runs([right("a", 5), right("b", 5), fewer]) == [1, 1, None]
+
+
+@pytest.fixture(scope="module")
+def result() -> Result:
+    """A curated result of the full cache."""
+    return next(
+        x for path in sorted(CURATED.glob("full-niah*/result.json"))
+        if (x := read_file(path, Result)).task.length == 1024 and x.visibility == "hidden"
+    )
+
+
+def test_every_part_of_the_protocol_is_there(result):
+    """A name that no result has would make all rows equal in it."""
+    document = result.model_dump(mode="json")
+    for name in PROTOCOL:
+        *parents, last = name.split(".")
+        assert last in (look(document, ".".join(parents)) if parents else document), name
+
+
+def test_what_was_asked_and_where_it_ran(result):
+    """Methods and machines may differ where scores are compared, machines not where rows are ranked beside times."""
+    other = result.model_copy(update={"environment": result.environment.model_copy(update={"cpu": "another"})})
+    assert name_questions(other.spec) == name_questions(result.spec)
+    assert name_protocol(other) != name_protocol(result)
+    document = result.model_dump(mode="json")
+    document["spec"]["method"]["name"] = document["method"]["name"] = "other"
+    assert name_protocol(Result.model_validate(document)) == name_protocol(result)
+    for change in ({"visibility": "first-turn"}, {"seed": 1}, {"split": "dev"}):
+        assert name_questions(result.spec.model_copy(update=change)) != name_questions(result.spec)
+
+
+# Before a run
+
+
+def spec_of(result, **change) -> RunSpec:
+    return result.spec.model_copy(update=change)
+
+
+def test_what_a_run_can_tell_apart_is_said_before_it(result):
+    """With the worst assumption, or with the full cache's own score where it is known; between two ways to depend."""
+    assert foretell(spec_of(result, samples=20, turns=1), None) == (
+        "smallest difference that 20 contexts x 1 question find 4 times in 5 at the 5 % level: about 49 points "
+        "(right-or-wrong answers, two methods at the accuracies that are hardest to tell apart)."
+    )
+    assert foretell(spec_of(result, samples=40, turns=5), result) == (
+        "smallest difference that 40 contexts x 5 questions find 4 times in 5 at the 5 % level: about 5 points where "
+        "the questions of a context are answered independently, 20 points where they stand and fall together "
+        f"(right-or-wrong answers, the full cache at {result.score.mean:.3f}, as in {result.run_id})."
+    )
+    assert foretell(spec_of(result, samples=5, turns=5), None) == (
+        "5 contexts x 5 questions are too few to tell any difference from noise. Ask for more --samples."
+    )
+
+
+def test_the_full_cache_that_was_asked_the_same_is_found(result, tmp_path):
+    """Among other runs and damaged ones."""
+    assert find_full(result.spec, tmp_path) is None
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "a" / "result.json").write_text("{")
+    write_record(tmp_path / "b" / "result.json", result)
+    assert find_full(result.spec, tmp_path) == result
+    assert find_full(spec_of(result, method=result.spec.method.model_copy(update={"name": "x"})), tmp_path) == result
+    assert find_full(spec_of(result, seed=1), tmp_path) is None
+
+
+# Runs by name
+
+
+def test_runs_are_found_in_folders_by_ids_and_in_suites(tmp_path):
+    """Each once, unfinished ones left out where a folder is named."""
+    for name in ("a", "b", "c"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "spec.json").touch()
+        if name != "c":
+            (tmp_path / "runs" / name / "result.json").touch()
+    suite = tmp_path / "runs" / "suites" / "s-x-0"
+    suite.mkdir(parents=True)
+    (suite / "suite.json").write_text(json.dumps({"schema_version": 1, "name": "s", "version": "1", "runs": ["b"]}))
+    runs = tmp_path / "runs"
+    assert find_runs([str(runs)]) == [runs / "a", runs / "b"]
+    assert find_runs([str(suite), "a", str(runs / "b"), str(tmp_path)], runs) == [runs / "b", runs / "a"]
 
 
 def test_how_answers_ended_is_shown():

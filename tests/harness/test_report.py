@@ -14,10 +14,10 @@ import pytest
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from kvbench.compare import load_run
 from kvbench.errors import UserError
 from kvbench.heatmap import _draw, draw_grids, read_grid
 from kvbench.page import Section, write_page
+from kvbench.runs import load_run
 
 GRID = f"{Path(__file__).parent / 'toy_grid.py'}:Cells"
 LAST = f"{Path(__file__).parent / 'toy.py'}:Last"
@@ -59,7 +59,7 @@ def fail(folder):
 
 def test_a_grid_is_read_from_the_journal(folder):
     """A score for each depth and length; the worst row is over all lengths."""
-    grid = read_grid(load_run(str(folder)))
+    grid = read_grid(load_run(folder))
     assert (grid.lengths, grid.depths) == ((50, 60), (0, 50, 100))
     assert grid.cells == ((1, 0), (1, 0.5), (1, 1))
     assert (grid.mean, grid.worst) == (0.75, (0, 0.5))
@@ -71,12 +71,12 @@ def test_a_grid_is_read_from_the_journal(folder):
 def test_of_a_loss_the_worst_row_is_the_highest(folder):
     """Where lower is better."""
     score = {**json.loads((folder / "result.json").read_text())["score"], "higher_is_better": False}
-    assert read_grid(load_run(str(change(folder, score=score)))).worst == (100, 1)
+    assert read_grid(load_run(change(folder, score=score))).worst == (100, 1)
 
 
 def test_a_cell_whose_samples_failed_has_no_score(folder):
     """It is no zero, and the mean says of how many samples it is."""
-    grid = read_grid(load_run(str(fail(folder))))
+    grid = read_grid(load_run(fail(folder)))
     assert grid.cells == ((1, None), (1, 0.5), (1, 1))
     assert grid.worst == (50, pytest.approx(2.5 / 3))
     assert grid.summary == "mean 0.944 of 9 of 12 samples, worst row 0.833 at depth 50 %"
@@ -85,7 +85,7 @@ def test_a_cell_whose_samples_failed_has_no_score(folder):
 def test_a_cell_without_a_score_is_hatched(folder):
     """Its number is left out, the others stand in theirs."""
     axes = Figure().subplots()
-    _draw(axes, read_grid(load_run(str(fail(folder)))), Normalize(0, 1), 5)
+    _draw(axes, read_grid(load_run(fail(folder))), Normalize(0, 1), 5)
     assert [x.get_text() for x in axes.texts] == ["1.00", "1.00", "0.50", "1.00", "1.00"]
     (patch,) = axes.patches
     assert (patch.get_xy(), patch.get_hatch()) == ((1, 0), "////")
@@ -97,7 +97,7 @@ def test_a_cell_without_a_score_is_hatched(folder):
 def test_no_scores_at_all(folder):
     """Random weights have none: nothing but hatching, and it says so."""
     other = change(folder, lambda line: line.update(score=None), n_scored=0)
-    grid = read_grid(load_run(str(other)))
+    grid = read_grid(load_run(other))
     assert (grid.mean, grid.worst, grid.summary) == (None, None, "no sample has a score")
     draw_grids([grid])
 
@@ -105,7 +105,7 @@ def test_no_scores_at_all(folder):
 @pytest.mark.parametrize("count", [1, 2, 4, 7])
 def test_every_run_has_a_panel(folder, count):
     """The picture grows with the runs and is a picture."""
-    picture = draw_grids([read_grid(load_run(str(folder)))] * count)
+    picture = draw_grids([read_grid(load_run(folder))] * count)
     high, wide, _ = matplotlib.image.imread(io.BytesIO(picture)).shape
     across = {1: 1, 2: 2, 4: 2, 7: 3}[count]
     assert wide == pytest.approx((across * 4.6 + 1) * 150, abs=1)
@@ -115,7 +115,7 @@ def test_every_run_has_a_panel(folder, count):
 @pytest.mark.parametrize("name", ["$\\frac{$", "<b>", "x" * 300])
 def test_names_are_drawn_as_they_are(folder, name):
     """No formula is read from them."""
-    grid = read_grid(load_run(str(folder)))
+    grid = read_grid(load_run(folder))
     method = grid.result.method.model_copy(update={"name": name})
     object.__setattr__(grid, "result", grid.result.model_copy(update={"method": method}))
     assert draw_grids([grid]).startswith(b"\x89PNG")
@@ -125,13 +125,13 @@ def test_names_are_drawn_as_they_are(folder, name):
 def test_facts_that_are_no_places_are_no_grid(folder, depth):
     """A journal may hold anything."""
     with pytest.raises(UserError, match="is of task cells, which is no grid of lengths and depths"):
-        read_grid(load_run(str(change(folder, lambda line: line["facts"].update(depth=depth)))))
+        read_grid(load_run(change(folder, lambda line: line["facts"].update(depth=depth))))
 
 
 def test_scattered_places_are_no_grid(folder):
     """More cells than samples: nothing that could be drawn."""
     with pytest.raises(UserError, match="is no grid"):
-        read_grid(load_run(str(change(folder, lambda line: line["facts"].update(depth=line["index"])))))
+        read_grid(load_run(change(folder, lambda line: line["facts"].update(depth=line["index"]))))
 
 
 # The page

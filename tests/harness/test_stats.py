@@ -26,8 +26,8 @@ def test_an_interval_is_scipys():
     clusters = [list(rng.random(rng.integers(1, 6))) for _ in range(30)]
     sums, counts = np.array([sum(x) for x in clusters]), np.array([len(x) for x in clusters])
     theirs = bootstrap(
-        (sums, counts), lambda s, c, axis: s.sum(axis) / c.sum(axis), paired=True, method="percentile", n_resamples=9999,
-        rng=1,
+        (sums, counts), lambda s, c, axis: s.sum(axis) / c.sum(axis), paired=True, method="percentile",
+        n_resamples=9999, rng=1,
     ).confidence_interval
     assert bootstrap_interval(clusters) == pytest.approx(tuple(theirs), abs=0.01)
 
@@ -82,7 +82,8 @@ def test_sign_flips_are_scipys(n):
     """Its permutation test of one sample: exact where ours is, and within noise above."""
     differences = np.random.default_rng(n).normal(0.3, 1, size=n)
     theirs = permutation_test(
-        (differences,), lambda x, axis: x.sum(axis), permutation_type="samples", vectorized=True, n_resamples=9999, rng=1
+        (differences,), lambda x, axis: x.sum(axis), permutation_type="samples", vectorized=True,
+        n_resamples=9999, rng=1,
     ).pvalue
     assert flip_signs(list(differences)) == pytest.approx(theirs, abs=1e-12 if n <= EXACT else 0.02)
 
