@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
-from transformers import logging as transformers_logging
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from kvbench.errors import UserError, unknown
+from kvbench.hf.config import DTYPES, first_line, quiet, read_config, read_document, resolve_dtype
 from kvbench.hf.find import (
     RANDOM,
     check_device,
@@ -36,13 +24,12 @@ from kvbench.hf.find import (
     hash_tokenizer,
     is_architecture,
 )
-from kvbench.hf.masked import Masking, native_config, native_tokenizer, read_masking, weight_names
-from kvbench.hf.proof import layer_shapes, prove, prove_bidirectional, refuse_config
+from kvbench.hf.masked import Masking, native_tokenizer, read_masking, weight_names
+from kvbench.hf.proof import prove, prove_bidirectional, refuse_config
 from kvbench.hf.rope import Rope, max_length
 from kvbench.hf.seam import Forward, embedding_device, is_attached, run_model
 from kvbench.method import LayerShape, ModelKind, Shape
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HUB_SNAPSHOTS = "snapshots"
 """Folder of the hub's cache whose folders are named after revisions."""
 
@@ -86,7 +73,7 @@ class Model:
         module = module.eval().requires_grad_(False)
         config = module.config.get_text_config()
         tokenizer = tokenizer or _plain_tokenizer(config.vocab_size)
-        with _quiet():
+        with quiet():
             layers, ropes = prove(module) if masking is None else (prove_bidirectional(module), ())
         return cls(
             id=id, module=module, tokenizer=tokenizer, layers=layers, ropes=ropes, revision=revision,
@@ -145,44 +132,6 @@ class Model:
         return run_model(self.module, ids, forward, keep)
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """Bytes that a model will take, known before it is loaded."""
-
-    params: int
-    weight_bytes: int
-    shape: Shape
-
-    @property
-    def cache_bytes(self) -> int:
-        """Dense cache of one sequence."""
-        return self.shape.dense_bytes
-
-
-def predict_memory(name: str, dtype: str | None = None, length: int = 1024) -> Prediction:
-    """Bytes of weights and of a dense cache, from the configuration alone.
-
-    Raises:
-        UserError: nothing there, or an architecture that is not served.
-    """
-    folder = find_folder(name, weights=False)
-    config = _read_config(name, folder)
-    text = config.get_text_config()
-    refuse_config(text)
-    size = _dtype(dtype, config, folder).itemsize
-    text.pad_token_id = None  # else some models look for it in the ids, and there are none on the meta device
-    try:
-        with torch.device("meta"), _quiet():  # in bfloat16, the only type that grouped products take there
-            module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False).eval()
-            layers = layer_shapes(module)
-    except UserError:
-        raise
-    except Exception as error:  # as in load_model
-        raise UserError(f"model '{name}' cannot be built from {folder}: {_first_line(error)}") from error
-    params = sum(x.numel() for x in module.parameters())
-    return Prediction(params, params * size, Shape(length=length, layers=layers, itemsize=size))
-
-
 def load_model(
     name: str, device: str = "cpu", dtype: str | None = None, device_map: str | dict[str, str | int] | None = None
 ) -> Model:
@@ -201,16 +150,16 @@ def load_model(
         raise unknown("dtype", dtype, DTYPES)
     check_device(device)
     folder = find_folder(name)
-    config = _read_config(name, folder)
+    config = read_config(name, folder)
     check_files(name, folder)
     refuse_config(config.get_text_config())
     document = read_document(name, folder)
     masking = read_masking(document)
     if masking is not None and device_map is not None:
         raise UserError(f"{name} is a diffusion model, which no device map can spread: leave --device-map out.")
-    kind = _dtype(dtype, config, folder)
+    kind = resolve_dtype(dtype, config, folder)
     try:
-        with _quiet():
+        with quiet():
             tokenizer = None if is_architecture(name) else _tokenizer(folder, document)
             module = (
                 _random(config, kind, device) if name.startswith(RANDOM)
@@ -224,7 +173,7 @@ def load_model(
                 f"model '{name}' cannot be kept on disk: transformers changes the form of its weights when it loads "
                 "them. Use a device map without disk."
             ) from error
-        raise UserError(f"model '{name}' cannot be loaded from {folder}: {_first_line(error)}") from error
+        raise UserError(f"model '{name}' cannot be loaded from {folder}: {first_line(error)}") from error
     if device_map is None:
         nn.Module.to(module, torch.device(device))  # transformers hides the types of its own
     return Model.from_module(
@@ -243,10 +192,10 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     check_files(f"{RANDOM}{name}", folder)  # as a model of random weights, which needs no file of them
     document = read_document(name, folder)
     try:
-        with _quiet():
+        with quiet():
             return _tokenizer(folder, document)
     except Exception as error:  # as in load_model
-        raise UserError(f"tokenizer of '{name}' cannot be loaded from {folder}: {_first_line(error)}") from error
+        raise UserError(f"tokenizer of '{name}' cannot be loaded from {folder}: {first_line(error)}") from error
 
 
 def _random(config: Any, dtype: torch.dtype, device: str) -> PreTrainedModel:
@@ -275,75 +224,6 @@ def _trained(
     return module
 
 
-def _dtype(asked: str | None, config: Any, folder: Path) -> torch.dtype:
-    """What was asked for, what the configuration says, or what the weights are."""
-    if asked:
-        return DTYPES[asked]
-    own = config.dtype or config.get_text_config().dtype
-    if own is None:
-        for path in sorted(folder.glob("*.safetensors"))[:1]:
-            with _broken(path), safe_open(path, "pt") as file:
-                own = file.get_tensor(next(iter(file.keys()))).dtype
-    own = own or torch.float32
-    if own not in DTYPES.values():
-        raise UserError(f"weights in {folder} are of type {own}: choose one with --dtype: {', '.join(DTYPES)}.")
-    return own
-
-
-@contextmanager
-def _broken(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # safetensors has its own kind
-        raise UserError(f"{path} is broken: {_first_line(error)}. Fetch it again.") from error
-
-
-def read_document(name: str, folder: Path) -> dict[str, Any]:
-    """What config.json says, as it stands there.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"model '{name}' has no readable config.json in {folder}: {error}.") from error
-    if not isinstance(found, dict):
-        raise UserError(f"model '{name}' has no readable config.json in {folder}: it is no object.")
-    return found
-
-
-def _read_config(name: str, folder: Path) -> Any:
-    document = read_document(name, folder)
-    try:
-        with _quiet():
-            native = native_config(document)
-            return AutoConfig.from_pretrained(folder, trust_remote_code=False) if native is None else native
-    except UserError:
-        raise
-    except Exception as error:  # as in load_model
-        raise UserError(f"model '{name}' has no readable config.json in {folder}: {_first_line(error)}") from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers' progress bars, reports and warnings off the screen; what matters in them is checked here."""
-    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    spreading = logging.getLogger("accelerate")
-    before = spreading.level
-    spreading.setLevel(logging.CRITICAL)
-    transformers_logging.set_verbosity(logging.CRITICAL)
-    transformers_logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        transformers_logging.set_verbosity(level)
-        spreading.setLevel(before)
-        if bars:
-            transformers_logging.enable_progress_bar()
-
-
 def _tokenizer(folder: Path, document: dict[str, Any]) -> PreTrainedTokenizerBase:
     """What tokenizer.json says; AutoTokenizer puts its own in the place of, for example, any Qwen2's."""
     plain = (folder / "tokenizer.json").is_file()
@@ -362,7 +242,3 @@ def _hash_module(module: PreTrainedModel) -> str:
     for name, x in sorted(module.state_dict().items()):
         parts += [name, hash_text(str(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()))]
     return hash_text("\n".join(parts))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

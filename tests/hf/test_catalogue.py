@@ -53,6 +53,13 @@ def test_sizes_are_the_published_ones(name: str) -> None:
     assert (found.params, found.cache_bytes // 100) == PUBLISHED[name]
 
 
+def test_a_step_reads_no_embedding_table() -> None:
+    """All parameters but the table that tokens are looked up in, unless it is the output's too."""
+    llama, mini = predict_memory("random:llama-3.1-8b"), predict_memory("mini")
+    assert llama.step_bytes == 2 * (8_030_261_248 - 128_256 * 4096)
+    assert mini.step_bytes == mini.weight_bytes
+
+
 @pytest.mark.parametrize("name", registry.list_architectures())
 def test_every_shape_is_served(name: str, small: None) -> None:
     """With fewer and narrower layers, it loads in its own precision and passes the proof; a token is its own text."""
