@@ -305,6 +305,10 @@ class Method:
         del shape
         return 0
 
+    def declared_read_bytes(self, shape: Shape) -> int:
+        """Most bytes that one decode step reads right after the context: all that is held, unless a part is read."""
+        return self.declared_bytes(shape)
+
     def layer_bytes(self, layer: LayerShape, shape: Shape, *, rows: int) -> int:
         """Declared bytes of so many rows of every KV head of a layer."""
         holes = rows < shape.rows(layer)

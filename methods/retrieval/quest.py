@@ -105,3 +105,15 @@ class Quest(Method):
                 pages = shape.rows(layer) // self.page
                 total += pages * layer.kv_heads * 2 * layer.key_dim * shape.itemsize + COUNTER_BYTES
         return total
+
+    def declared_read_bytes(self, shape: Shape) -> int:
+        """All bounds, and every query head's own pages; dense layers whole."""
+        total = 0
+        for index, layer in enumerate(shape.layers):
+            row, rows = (layer.key_dim + layer.value_dim) * shape.itemsize, self.rows_in(index, layer.window)
+            if index < (self.dense_layers or 0) or rows is None:
+                total += shape.rows(layer) * layer.kv_heads * row
+                continue
+            total += layer.query_heads * max(LEAST_PAGES, rows // self.page) * self.page * row
+            total += shape.rows(layer) // self.page * layer.kv_heads * 2 * layer.key_dim * shape.itemsize
+        return total

@@ -178,6 +178,19 @@ class ShadowKV(Method):
             total += heads * (apart + slots) * INDEX_BYTES
         return total
 
+    def declared_read_bytes(self, shape: Shape) -> int:
+        """A step that finds none of its chunks brought back: their rows of the factors, and from the host their values."""
+        chunks = self.chunks_apart(shape.length)
+        if not chunks:
+            return self.declared_bytes(shape)
+        assert self.rows is not None and self.outliers is not None and self.key_rank is not None
+        total, brought = self.declared_bytes(shape), self.rows // self.chunk * self.chunk
+        for layer in shape.layers:
+            if layer.window is None:
+                read = layer.kv_heads * brought * (self.key_rank + layer.value_dim)
+                total += (read - chunks * self.chunk * self.key_rank) * shape.itemsize
+        return total
+
     def declared_host_bytes(self, shape: Shape) -> int:
         """Values of the chunks that are stored apart."""
         chunks = self.chunks_apart(shape.length)
