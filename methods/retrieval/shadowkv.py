@@ -179,7 +179,7 @@ class ShadowKV(Method):
         return total
 
     def declared_read_bytes(self, shape: Shape) -> int:
-        """A step that finds none of its chunks brought back: their rows of the factors, and from the host their values."""
+        """A step that finds none of its chunks in a slot: their rows of the factors, and their values from the host."""
         chunks = self.chunks_apart(shape.length)
         if not chunks:
             return self.declared_bytes(shape)
