@@ -15,3 +15,13 @@ def column_sums(
     return attention_weights(
         query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks
     ).sum((2, 3))
+
+
+def column_maxima(
+    query: Tensor, keys: Tensor, *, scale: float, seen: int, window: int | None = None, positions: Tensor | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:
+    """The most attention that any of the last T queries, of any head of the group, puts on each row. [B, H_kv, N]"""
+    return attention_weights(
+        query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks
+    ).amax((2, 3))

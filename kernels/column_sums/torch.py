@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -19,16 +21,42 @@ def column_sums(
 
     query: [B, H_q, T, D], the queries of the last T rows. keys: [B, H_kv, N, D].
     """
+    sums = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
+    for weights in _blocks(query, keys, scale, seen, window, positions, softcap, sinks):
+        sums[:, :, : weights.shape[-1]] += weights.sum((2, 3))
+    return sums
+
+
+def column_maxima(
+    query: Tensor, keys: Tensor, *, scale: float, seen: int, window: int | None = None, positions: Tensor | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:
+    """The most attention that any of the last T queries, of any head of the group, puts on each row. [B, H_kv, N]
+
+    query: [B, H_q, T, D], the queries of the last T rows. keys: [B, H_kv, N, D]. In float32.
+    """
+    best = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
+    for weights in _blocks(query, keys, scale, seen, window, positions, softcap, sinks):
+        some = best[:, :, : weights.shape[-1]]
+        torch.maximum(some, weights.amax((2, 3)), out=some)
+    return best
+
+
+def _blocks(
+    query: Tensor, keys: Tensor, scale: float, seen: int, window: int | None, positions: Tensor | None,
+    softcap: float | None, sinks: Tensor | None,
+) -> Iterator[Tensor]:
+    """Weights of some queries on the rows up to the last one's own. [B, H_kv, G, t, n]"""
     batch, heads, n_query, _ = query.shape
     kv_heads, n_key = keys.shape[1:3]
     before = n_key - n_query
-    sums = torch.zeros(batch, kv_heads, n_key, dtype=torch.float32, device=keys.device)
     grouped = query.unflatten(1, (kv_heads, -1))  # [B, H_kv, G, T, D]
     size = max(1, BLOCK_ELEMENTS // (batch * heads * n_key))
     for start in range(0, n_query, size):
         stop = min(start + size, n_query)
         high = before + stop
-        logits = (grouped[:, :, :, start:stop] @ keys[:, :, None, :high].transpose(-1, -2)).float() * scale
+        some = grouped[:, :, :, start:stop]  # one product per KV head: rows are not copied for the heads of their group
+        logits = (some.flatten(2, 3) @ keys[:, :, :high].mT).float().unflatten(2, some.shape[2:4]) * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         where = None if positions is None else positions[:, :, :high]
@@ -37,5 +65,4 @@ def column_sums(
         if sinks is not None:
             column = sinks.float().view(1, kv_heads, -1, 1, 1).expand(*logits.shape[:-1], 1)
             logits = torch.cat([logits, column], dim=-1)
-        sums[:, :, :high] += logits.softmax(-1)[..., :high].sum((2, 3))
-    return sums
+        yield logits.softmax(-1)[..., :high]

@@ -1,13 +1,25 @@
-"""SDPA where it can express the mask, explicit blocks of queries where it cannot (soft caps, sinks)."""
+"""SDPA where it can express the mask, explicit blocks of queries where it cannot (soft caps, sinks).
+
+Which of SDPA's kernels takes several queries at once is chosen here, never by torch, and noted: for whole prompts as
+`dense_attention.prompt`, for queries that come after other rows as `dense_attention.chunk`.
+"""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from kvbench.kernels.choice import note
 
 QUERY_BLOCK = 256
 """Queries that share one mask: masks stay [256, N], never [T, N]."""
+FLASH_WIDTH = 256
+"""The most channels that SDPA's flash attention takes on a GPU."""
 
 
 def dense_attention(
@@ -37,32 +49,61 @@ def dense_attention(
     if not causal and narrow:
         raise NotImplementedError("bidirectional attention with a window")
     if length is None and not narrow and not special:
-        if n_query == 1 or not causal:
+        if n_query == 1:
             return _sdpa(query, keys, values, None, scale)
-        if before == 0:
-            return F.scaled_dot_product_attention(query, keys, values, scale=scale, is_causal=True, enable_gqa=True)
+        if flash_takes(query, values) and (query.is_cuda or before == 0 or not causal):
+            return attend_by_flash(query, keys, values, scale=scale, causal=causal)
+    flash = flash_takes(query, values) and not query.is_cuda  # on a GPU it takes no mask
+    if n_query > 1:
+        note(label(n_query, n_key), "torch" if special else "sdpa_flash" if flash else "sdpa_math")
     blocks = []
-    for start in range(0, n_query, QUERY_BLOCK):
-        stop = min(start + QUERY_BLOCK, n_query)
-        low, high = 0, n_key
-        if causal and length is None:
-            high = before + stop
-            if narrow and positions is None:
-                assert window is not None
-                low = max(0, before + start - window + 1)
-        mask = None
-        if causal:
-            mask = visible_rows(
-                (before - low if length is None else length - n_query) + start, stop - start, high - low,
-                window if narrow else None, None if positions is None else positions[:, :, low:high],
-                seen - n_query + start, query.device,
-            )
-        block, k, v = query[:, :, start:stop], keys[:, :, low:high], values[:, :, low:high]
-        if special:
-            blocks.append(_explicit(block, k, v, mask, scale, softcap, sinks))
-        else:
-            blocks.append(_sdpa(block, k, v, mask, scale))
+    with nullcontext() if n_query == 1 else sdpa_kernel(SDPBackend.FLASH_ATTENTION if flash else SDPBackend.MATH):
+        for start in range(0, n_query, QUERY_BLOCK):
+            stop = min(start + QUERY_BLOCK, n_query)
+            low, high = 0, n_key
+            if causal and length is None:
+                high = before + stop
+                if narrow and positions is None:
+                    assert window is not None
+                    low = max(0, before + start - window + 1)
+            mask = None
+            if causal:
+                mask = visible_rows(
+                    (before - low if length is None else length - n_query) + start, stop - start, high - low,
+                    window if narrow else None, None if positions is None else positions[:, :, low:high],
+                    seen - n_query + start, query.device,
+                )
+            block, k, v = query[:, :, start:stop], keys[:, :, low:high], values[:, :, low:high]
+            if special:
+                blocks.append(_explicit(block, k, v, mask, scale, softcap, sinks))
+            else:
+                blocks.append(_sdpa(block, k, v, mask, scale))
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
+
+
+def label(n_query: int, n_key: int) -> str:
+    """Under which name it is noted what took queries that are many."""
+    return f"dense_attention.{'prompt' if n_query == n_key else 'chunk'}"
+
+
+def flash_takes(query: Tensor, values: Tensor) -> bool:
+    """Whether SDPA's flash attention takes rows like these: on a GPU those of 16 bits and up to 256 channels."""
+    fits = not query.is_cuda or (query.itemsize == 2 and query.shape[3] <= FLASH_WIDTH)
+    return fits and query.shape[3] == values.shape[3]
+
+
+def attend_by_flash(query: Tensor, keys: Tensor, values: Tensor, *, scale: float, causal: bool) -> Tensor:
+    """Queries over rows of which they are the last, by SDPA's flash attention and no other kernel; it is noted.
+
+    On a CPU causal only where there are no other rows: its flash attention counts from the top left.
+    """
+    n_query, n_key = query.shape[2], keys.shape[2]
+    note(label(n_query, n_key), "sdpa_flash")
+    lower_right = causal_lower_right(n_query, n_key) if causal and n_query < n_key else None
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(
+            query, keys, values, lower_right, scale=scale, is_causal=causal and lower_right is None, enable_gqa=True
+        )
 
 
 def _sdpa(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:

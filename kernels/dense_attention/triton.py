@@ -11,13 +11,12 @@ from __future__ import annotations
 import functools
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvbench.kernels.choice import note
+from kvbench.kernels.dense_attention.torch import attend_by_flash, flash_takes, label
 
 TILES = 12
 """Per multiprocessor: three run at a time, and those of a head's last rows, which are shorter, leave little idle."""
@@ -26,8 +25,6 @@ LEAST_ROWS = 256
 Neither number was measured yet."""
 MERGED = 16
 """Tiles of a head that are merged at a time."""
-FLASH_WIDTH = 256
-"""The most channels that SDPA's flash attention takes."""
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)  # exponentials are of 2: one instruction where e takes two
 
@@ -39,19 +36,18 @@ def dense_attention(
 ) -> Tensor:
     """Attention output of the last T rows over all N rows; see `torch.dense_attention`. [B, H_q, T, D_v]
 
-    Whole prompts that SDPA's flash attention can take are left to it, and to no other of its kernels: 16 bits, no
-    window, soft cap or sinks, and keys as wide as values. It is noted as `dense_attention.prompt`.
+    On a GPU, whole prompts that SDPA's flash attention can take are left to it; what queries that are many ran as is
+    noted.
     """
     n_query, n_key = query.shape[2], keys.shape[2]
     narrow = window is not None and (positions is not None or n_key > window or length is not None)
     if not causal and narrow:
         raise NotImplementedError("bidirectional attention with a window")
-    whole = length is None and (n_query == n_key or (not causal and n_query > 1))
-    fits = query.is_cuda and query.itemsize == 2 and query.shape[3] == values.shape[3] <= FLASH_WIDTH
-    if whole and fits and not narrow and softcap is None and sinks is None:
-        note("dense_attention.prompt", "sdpa_flash")
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return F.scaled_dot_product_attention(query, keys, values, scale=scale, is_causal=causal, enable_gqa=True)
+    plain = length is None and not narrow and softcap is None and sinks is None
+    if plain and query.is_cuda and n_query > 1 and (n_query == n_key or not causal) and flash_takes(query, values):
+        return attend_by_flash(query, keys, values, scale=scale, causal=causal)
+    if n_query > 1:
+        note(label(n_query, n_key), "triton")
     return attend(
         query, keys, values, keys.shape[1], scale=scale, seen=seen, window=window if narrow else None,
         positions=positions if narrow else None, softcap=softcap, sinks=sinks, length=length, causal=causal,
@@ -64,10 +60,11 @@ def attend(
     scale: float, seen: int | Tensor, window: int | None = None, positions: Tensor | None = None,
     softcap: float | None = None, bias: Tensor | None = None, sinks: Tensor | None = None,
     offsets: Tensor | None = None, length: Tensor | None = None, causal: bool = True,
-    dtype: torch.dtype = torch.float32,
+    at: Tensor | None = None, logical: Tensor | None = None, dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """Attention and its log-sum-exp: over flat rows where there are offsets, over a dense block where there are none.
 
+    at, logical: [T], the rows and the positions of queries that are not the last ones.
     Returns [B, H_q, T, D_v] of `dtype` and [B, H_q, T] float32, -inf where no row is visible.
     """
     batch, heads, n_query, width = query.shape
@@ -85,19 +82,34 @@ def attend(
     key_strides, value_strides = ((0, 0, x.stride(0)) if x.dim() == 2 else x.stride()[:3] for x in (keys, values))
     position_strides = (0, 0) if positions is None or positions.dim() == 1 else positions.stride()[:2]
     assert query.stride(3) == keys.stride(-1) == values.stride(-1) == 1, "elements of a row lie side by side"
-    attend_tiles[(tiles, query_blocks)](
-        query, keys, values, output, lse, offsets, positions, bias, length, seen, n_key, split, splits, n_head,
-        kv_heads, n_query, scale, 0.0 if softcap is None else softcap, 0 if window is None else window,
+    attend_tiles[(query_blocks, tiles)](
+        query, keys, values, output, lse, offsets, positions, bias, length, at, logical, seen, n_key, split, splits,
+        n_head, kv_heads, n_query, scale, 0.0 if softcap is None else softcap, 0 if window is None else window,
         *query.stride()[:3], *key_strides, *value_strides, *position_strides, width=width, value_width=value_width,
         group=group, causal=causal, has_window=window is not None, has_positions=positions is not None,
         has_softcap=softcap is not None, has_bias=bias is not None, ragged=offsets is not None,
-        static=length is not None, seen_on_device=isinstance(seen, Tensor), heads_padded=padded(n_head),
-        block_m=block_m, block_n=block_n, block_d=padded(width), block_v=padded(value_width), num_warps=warps,
-        num_stages=stages,
+        static=length is not None, seen_on_device=isinstance(seen, Tensor), has_at=at is not None,
+        has_logical=logical is not None, heads_padded=padded(n_head), block_m=block_m, block_n=block_n,
+        block_d=padded(width), block_v=padded(value_width), num_warps=warps, num_stages=stages,
     )
     if not direct:
         output, lse = merge_tiles(output, lse, n_head, offsets, split, splits, sinks, kv_heads, dtype)
     return output.view(batch, heads, n_query, value_width), lse.view(batch, heads, n_query)
+
+
+def normaliser(
+    query: Tensor, keys: Tensor, *,
+    scale: float, seen: int, window: int | None = None, positions: Tensor | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None, at: Tensor | None = None, logical: Tensor | None = None,
+) -> Tensor:
+    """Log-sum-exp of every query's logits, and of its head's sink: `attend` over no values. [B, H_q, T] float32
+
+    The first pass of what scores rows. It reads keys and holds nothing of length times length.
+    """
+    return attend(
+        query, keys, keys[..., :0], keys.shape[1], scale=scale, seen=seen, window=window, positions=positions,
+        softcap=softcap, sinks=sinks, at=at, logical=logical,
+    )[1]
 
 
 def merge_tiles(
@@ -134,12 +146,18 @@ def _blocks(queries: int, width: int, value_width: int, itemsize: int) -> tuple[
 
     Decoding is bound by the rows' bytes: 64 rows of 128 channels in 16 bits are a block of 32 KiB, keys and values, and
     programs with three of them fit three times into the 227 KiB that a multiprocessor of an H100 or H200 shares.
+    A prompt is bound by products: 128 queries at a time fetch a row half as often as 64.
     In float32 there are no tensor cores, and more would not fit into registers.
     """
-    channels = padded(width) + padded(value_width)
+    channels = padded(width) + (padded(value_width) if value_width else 0)
     if itemsize <= 2:
-        return min(64, padded(queries)), max(16, min(128, 16384 // channels)), 3, 4
-    return min(32, padded(queries)), max(16, min(128, 4096 // channels)), 2, 8
+        return min(128, padded(queries)), block_rows(16384 // channels), 3, 8 if queries > 64 else 4
+    return min(32, padded(queries)), block_rows(4096 // channels), 2, 8
+
+
+def block_rows(most: int) -> int:
+    """The largest power of two that is not above `most`, from 16 to 128."""
+    return int(max(16, min(128, 1 << most.bit_length() - 1)))
 
 
 @functools.cache
@@ -157,19 +175,30 @@ def count_tiles(offsets, split, n_head, heads_padded: tl.constexpr):
     return head, (stop - start + split - 1) // split
 
 
+@triton.jit
+def capped(products, scale, softcap, has_softcap: tl.constexpr):
+    """Logits times the log of e to base 2."""
+    if has_softcap:
+        logits = softcap * LOG2E * (1.0 - 2.0 / (1.0 + tl.exp2(products * (2.0 * LOG2E * scale / softcap))))  # tanh
+    else:
+        logits = products * (scale * LOG2E)
+    return logits
+
+
 @triton.jit(do_not_specialize=["seen", "n_key"])  # they grow with every step
 def attend_tiles(
-    query, keys, values, output, lse, offsets, positions, bias, length, seen, n_key, split, splits, n_head,
-    kv_heads, n_query, scale, softcap, window,
+    query, keys, values, output, lse, offsets, positions, bias, length, at, logical, seen, n_key, split, splits,
+    n_head, kv_heads, n_query, scale, softcap, window,
     query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
     position_batch, position_head,
     width: tl.constexpr, value_width: tl.constexpr, group: tl.constexpr, causal: tl.constexpr,
     has_window: tl.constexpr, has_positions: tl.constexpr, has_softcap: tl.constexpr, has_bias: tl.constexpr,
-    ragged: tl.constexpr, static: tl.constexpr, seen_on_device: tl.constexpr, heads_padded: tl.constexpr,
-    block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, block_v: tl.constexpr,
+    ragged: tl.constexpr, static: tl.constexpr, seen_on_device: tl.constexpr, has_at: tl.constexpr,
+    has_logical: tl.constexpr, heads_padded: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
+    block_d: tl.constexpr, block_v: tl.constexpr,
 ):
-    """One tile of rows of one KV head against one block of its queries; a tile that no head has does nothing."""
-    tile = tl.program_id(0)
+    """One block of queries against one tile of rows of their KV head; a tile that no head has does nothing."""
+    tile = tl.program_id(1)
     if ragged:
         every, tiles = count_tiles(offsets, split, n_head, heads_padded)
         head = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)  # heads whose tiles are all before it
@@ -189,23 +218,28 @@ def attend_tiles(
         now = tl.load(seen).to(tl.int32)
 
     # Rows of the product: the queries of all heads of the group, those of one position side by side.
-    m = tl.program_id(1) * block_m + tl.arange(0, block_m)
+    m = tl.program_id(0) * block_m + tl.arange(0, block_m)
     t, g = m // group, m % group
     real = m < group * n_query
+    own, place = count - n_query + t, now - n_query + t  # each query's row and position
+    if has_at:
+        own = tl.load(at + t, mask=real, other=0).to(tl.int32)
+    if has_logical:
+        place = tl.load(logical + t, mask=real, other=0).to(tl.int32)
     d, v = tl.arange(0, block_d), tl.arange(0, block_v)
+    of_query = (kv_head * group + g) * query_head + t.to(tl.int64) * query_row
     q = tl.load(
-        query + batch * query_batch + ((kv_head * group + g) * query_head + t * query_row)[:, None] + d[None, :],
-        mask=real[:, None] & (d < width)[None, :], other=0.0,
+        query + batch * query_batch + of_query[:, None] + d[None, :], mask=real[:, None] & (d < width)[None, :],
+        other=0.0,
     )
     key = keys + batch * key_batch + kv_head * key_head + first * key_row + d[:, None]
     value = values + batch * value_batch + kv_head * value_head + first * value_row + v[None, :]
 
     low, high = part * split, tl.minimum(part * split + split, count)
-    before = count - n_query  # rows before the first query's own
     if causal:
-        high = tl.minimum(high, before + (tl.program_id(1) * block_m + block_m - 1) // group + 1)
+        high = tl.minimum(high, tl.max(tl.where(real, own, -1), 0) + 1)
         if has_window and not has_positions:
-            low = tl.maximum(low, before + (tl.program_id(1) * block_m) // group - window + 1)
+            low = tl.maximum(low, tl.min(tl.where(real, own, high), 0) - window + 1)
 
     top = tl.full([block_m], float("-inf"), tl.float32)
     total = tl.zeros([block_m], tl.float32)
@@ -214,39 +248,39 @@ def attend_tiles(
         row = start + tl.arange(0, block_n)
         inside = row < high
         k = tl.load(key + row[None, :] * key_row, mask=inside[None, :] & (d < width)[:, None], other=0.0)
-        logits = tl.dot(q, k, input_precision="ieee") * scale
-        if has_softcap:
-            logits = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(logits * (2.0 * LOG2E / softcap))))  # tanh
+        logits = capped(tl.dot(q, k, input_precision="ieee"), scale, softcap, has_softcap)
         if has_bias:
-            logits += tl.load(bias + first + row, mask=inside, other=0.0)[None, :]
+            logits += tl.load(bias + first + row, mask=inside, other=0.0)[None, :] * LOG2E
         visible = inside[None, :] & real[:, None]
         if causal:
-            visible = visible & (row[None, :] <= before + t[:, None])
+            visible = visible & (row[None, :] <= own[:, None])
         if has_window:
             if has_positions:
-                at = positions + batch * position_batch + kv_head * position_head + first + row
-                distance = (now - n_query + t)[:, None] - tl.load(at, mask=inside, other=0)[None, :]
+                where = positions + batch * position_batch + kv_head * position_head + first + row
+                distance = place[:, None] - tl.load(where, mask=inside, other=0)[None, :]
             else:
-                distance = (before + t)[:, None] - row[None, :]
+                distance = own[:, None] - row[None, :]
             visible = visible & (distance < window)
-        logits = tl.where(visible, logits * LOG2E, float("-inf"))
+        logits = tl.where(visible, logits, float("-inf"))
         higher = tl.maximum(top, tl.max(logits, 1))
         shift = tl.where(higher == float("-inf"), 0.0, higher)  # no row seen yet: weights are zero, not NaN
         weights = tl.exp2(logits - shift[:, None])
         shrink = tl.exp2(top - shift)
-        x = tl.load(value + row[:, None] * value_row, mask=inside[:, None] & (v < value_width)[None, :], other=0.0)
         total = total * shrink + tl.sum(weights, 1)
-        sums = sums * shrink[:, None] + tl.dot(weights.to(x.dtype), x, input_precision="ieee")
+        if value_width > 0:
+            x = tl.load(value + row[:, None] * value_row, mask=inside[:, None] & (v < value_width)[None, :], other=0.0)
+            sums = sums * shrink[:, None] + tl.dot(weights.to(x.dtype), x, input_precision="ieee")
         top = higher
 
-    at = tile.to(tl.int64) * group * n_query + g * n_query + t
+    out = tile.to(tl.int64) * group * n_query + g * n_query + t
     none = total == 0.0
     whole = tl.where(none, 1.0, total)
-    tl.store(lse + at, tl.where(none, float("-inf"), (top + tl.log2(whole)) * LN2), mask=real)
-    tl.store(
-        output + at[:, None] * value_width + v[None, :], sums / whole[:, None],
-        mask=real[:, None] & (v < value_width)[None, :],
-    )
+    tl.store(lse + out, tl.where(none, float("-inf"), (top + tl.log2(whole)) * LN2), mask=real)
+    if value_width > 0:
+        tl.store(
+            output + out[:, None] * value_width + v[None, :], sums / whole[:, None],
+            mask=real[:, None] & (v < value_width)[None, :],
+        )
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvbench.clocks import now
 from kvbench.errors import UserError
+from kvbench.kernels.column_sums import column_maxima
 from kvbench.method import BudgetKind, Card, LayerShape, Method, Phase, Step, Upstream
 from kvbench.selection import top_rows
 from kvbench.store import LayerKV
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with "
-BLOCK_ELEMENTS = 1 << 20
-"""Logits held at a time."""
 
 
 @dataclass(frozen=True)
@@ -179,31 +178,10 @@ class Repeat(Method):
         )])
         chunk = (rows >= self.start) & (rows < self.stop)
         if chunk.any():
-            found = strongest(step, kv.keys[:, :, rows - gone], rows)[:, :, chunk]
+            found = column_maxima(
+                step.query, kv.keys[:, :, rows - gone], scale=step.scale, seen=step.seen, window=step.window,
+                positions=rows.expand(*kv.keys.shape[:2], -1), softcap=step.softcap, sinks=step.sinks,
+            )[:, :, chunk]
             at = rows[chunk] - gone
             kv.state["score"][:, :, at] = torch.maximum(kv.state["score"][:, :, at], found)
         return kv.attend(step)
-
-
-def strongest(step: Step, keys: Tensor, rows: Tensor) -> Tensor:
-    """The most attention that a query of the step, of any head of the group, puts on each row. [B, H_kv, n] float32
-
-    keys: [B, H_kv, n, D], the only rows in the softmax. rows: [n], their logical positions.
-    """
-    batch, kv_heads, count, _ = keys.shape
-    query = step.query.unflatten(1, (kv_heads, -1))  # [B, H_kv, G, T, D]
-    best = torch.zeros(batch, kv_heads, count, dtype=torch.float32, device=keys.device)
-    size = max(1, BLOCK_ELEMENTS // (batch * step.query.shape[1] * count))
-    for some, at in zip(query.split(size, dim=3), step.positions[0].split(size), strict=True):
-        # One product per KV head: rows are not copied for the heads of their group.
-        logits = (some.flatten(2, 3) @ keys.transpose(-1, -2)).float().unflatten(2, some.shape[2:4]) * step.scale
-        if step.softcap is not None:
-            logits = step.softcap * torch.tanh(logits / step.softcap)
-        distance = at[:, None] - rows
-        sees = (distance >= 0) if step.window is None else (distance >= 0) & (distance < step.window)
-        logits = logits.masked_fill(~sees, -torch.inf)
-        if step.sinks is not None:
-            column = step.sinks.float().view(1, kv_heads, -1, 1, 1).expand(*logits.shape[:-1], 1)
-            logits = torch.cat([logits, column], dim=-1)
-        best = torch.maximum(best, logits.softmax(-1)[..., :count].amax((2, 3)))
-    return best

@@ -11,8 +11,6 @@ import torch
 from kvbench.files import read_lines
 from kvbench.registry import list_ops
 
-ALL = {name: ["torch", "triton"] for name in list_ops()}
-
 
 def result_of(tmp_path: Path, kernels: str) -> tuple[dict[str, object], Path]:
     """The result of the one run with these kernels, and its folder."""
@@ -25,8 +23,9 @@ def result_of(tmp_path: Path, kernels: str) -> tuple[dict[str, object], Path]:
 
 def test_an_operation_that_the_method_uses_is_missed(kvbench, arguments, monkeypatch):
     """It is named; what other methods use is not asked for."""
+    ops = {name: ["torch", "triton"] for name in list_ops()}
     monkeypatch.setattr("kvbench.request.list_ops", lambda: {
-        **ALL, "dense_attention": ["torch"], "int8_attention": ["torch"]
+        **ops, "dense_attention": ["torch"], "int8_attention": ["torch"]
     })
     answer = kvbench(*arguments, "--method", "full", "--kernels", "triton")
     assert answer.code == 2
@@ -37,7 +36,6 @@ def test_an_operation_that_the_method_uses_is_missed(kvbench, arguments, monkeyp
 
 def test_triton_needs_its_package_and_a_gpu(kvbench, arguments, monkeypatch):
     """A CPU will do where Triton's interpreter is asked for, and not else."""
-    monkeypatch.setattr("kvbench.request.list_ops", lambda: ALL)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     answer = kvbench(*arguments, "--method", "full", "--kernels", "triton")
     assert answer.code == 2
@@ -48,18 +46,18 @@ def test_triton_needs_its_package_and_a_gpu(kvbench, arguments, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs on a CPU need the interpreter")
-def test_a_result_says_what_ran(kvbench, arguments, tmp_path, monkeypatch):
+def test_a_result_says_what_ran(kvbench, arguments, tmp_path):
     """By operation, on the first line of every sample and in the result; the answers are the same."""
     pytest.importorskip("triton", reason="Triton is for Linux")
-    monkeypatch.setattr("kvbench.request.list_ops", lambda: ALL)
     command = [*arguments, "--method", "knorm+adakv", "--samples", "2", "--mode", "multi-turn", "--turns", "2"]
     predictions = {}
     for kernels in ("torch", "triton"):
         assert kvbench(*command, "--kernels", kernels).code == 0
         result, folder = result_of(tmp_path, kernels)
         ran = {
-            "dense_attention": kernels, "ragged_attention.dense_partial": kernels,
-            "ragged_attention.merge_partials": kernels, "ragged_attention.ragged_partial": kernels,
+            "dense_attention": kernels, "dense_attention.prompt": "sdpa_flash" if kernels == "torch" else kernels,
+            "ragged_attention.dense_partial": kernels, "ragged_attention.merge_partials": kernels,
+            "ragged_attention.ragged_partial": kernels,
         }
         assert result["kernels"] == {
             "implementation": kernels, "ops": ["dense_attention", "ragged_attention"], "ran": ran,

@@ -63,9 +63,10 @@ def triton(monkeypatch):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Triton's tiles and blocks are 16 rows, the fewest that a matrix product takes."""
-    fast = pytest.importorskip("kvbench.kernels.dense_attention.triton")
-    monkeypatch.setattr(fast, "rows_of_a_tile", lambda *_: 16)
-    monkeypatch.setattr(fast, "_blocks", lambda *_: (16, 16, 2, 4))
+    attention = pytest.importorskip("kvbench.kernels.dense_attention.triton")
+    monkeypatch.setattr(attention, "rows_of_a_tile", lambda *_: 16)
+    monkeypatch.setattr(attention, "_blocks", lambda *_: (16, 16, 2, 4))
+    monkeypatch.setattr("kvbench.kernels.column_sums.triton._blocks", lambda *_: (16, 16, 4))
 
 
 @pytest.fixture

@@ -60,3 +60,48 @@ def test_the_joint_normaliser_is_that_of_one_softmax(sinks):
     parts = [Partial(x[..., :1], x.logsumexp(-1)) for x in (*logits.split([7, 13], dim=-1), nothing)]
     column = [] if sinks is None else [sinks.view(1, 6, 1, 1).expand(2, 6, 5, 1)]
     assert torch.allclose(joint_lse(parts, sinks), torch.cat([logits, *column], dim=-1).logsumexp(-1))
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("at", [[0], [15], [3, 7, 7, 11, 39], [39, 3, 16, 15]], ids=str)
+def test_triton_equals_the_oracle(at, options, triton, attention, error):
+    """Queries in any order, of any rows: within 1e-5."""
+    at = torch.tensor(at)
+    query, keys, _ = attention((6, 2), len(at), 40, batch=1)
+    options = {"scale": 0.3, **options}
+    found = attention_mass(*triton([query, keys, at]), **triton(options))
+    assert error(found, naive.attention_mass(query, keys, at, **options)) < 1e-5
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("given", [True, False], ids=["lse given", "lse found"])
+def test_triton_takes_a_normaliser_and_positions(given, window, heads, triton, attention, holes, error):
+    """Every head layout, for a batch: the share of a larger softmax or of this one, windows counted in tokens."""
+    query, keys, _ = attention(heads, len(AT), 20)
+    lse = torch.randn(query.shape[:3], generator=torch.Generator().manual_seed(2)) + 4
+    options = {"scale": 0.3, "softcap": 2.0, "window": window, "logical": AT + 7,
+               "positions": holes(2, heads[1], 20, 27, 1)} | ({"lse": lse} if given else {})
+    found = attention_mass(*triton([query, keys, AT]), **triton(options))
+    assert error(found, naive.attention_mass(query, keys, AT, **options)) < 1e-5
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_triton_in_every_precision(precision, triton, attention, error, allowed):
+    """The sums are float32."""
+    query, keys, _ = attention((6, 2), len(AT), 35, dtype=precision)
+    found = attention_mass(*triton([query, keys, AT]), scale=0.3)
+    assert found.dtype == torch.float32
+    assert error(found, naive.attention_mass(query, keys, AT, scale=0.3)) < allowed[precision]
+
+
+@pytest.mark.gpu
+def test_triton_at_full_size(precision, triton, error, allowed):
+    """A tenth of a prompt's queries as probes, 128 channels."""
+    generator = torch.Generator().manual_seed(0)
+    at = torch.randperm(1500, generator=generator)[:150].sort().values
+    query, keys = (
+        torch.randn(2, heads, n, 128, generator=generator).to(precision) for heads, n in ((8, 150), (2, 1500))
+    )
+    found = attention_mass(*triton([query, keys, at]), scale=128**-0.5)
+    assert error(found, naive.attention_mass(query, keys, at, scale=128**-0.5)) < allowed[precision]

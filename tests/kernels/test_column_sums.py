@@ -1,12 +1,16 @@
-"""Column sums against the whole attention matrix in float64."""
+"""Column sums and maxima against the whole attention matrix in float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from kvbench.kernels.column_sums import column_sums, naive
+from kvbench.kernels.choice import using
+from kvbench.kernels.column_sums import column_maxima, column_sums, naive
 from kvbench.kernels.column_sums import torch as plain
+
+BOTH = {"sums": (column_sums, naive.column_sums), "maxima": (column_maxima, naive.column_maxima)}
+"""Functions and their oracles."""
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +24,8 @@ def test_equals_the_oracle(heads, size, options, attention, error):
     """Every head layout, size and option gives the oracle's sums within 1e-5."""
     query, keys, _ = attention(heads, *size)
     options = {"scale": 0.3, "seen": size[1], **options}
-    assert error(column_sums(query, keys, **options), naive.column_sums(query, keys, **options)) < 1e-5
+    for found, wanted in BOTH.values():
+        assert error(found(query, keys, **options), wanted(query, keys, **options)) < 1e-5
 
 
 @pytest.mark.parametrize("size", [(1, 12), (5, 20)], ids=str)
@@ -28,7 +33,8 @@ def test_a_window_counts_tokens_across_holes(heads, size, attention, holes, erro
     """With positions, rows are seen by their distance in the text."""
     query, keys, _ = attention(heads, *size)
     options = {"scale": 0.3, "seen": 60, "window": 11, "positions": holes(2, heads[1], size[1], 60, size[0])}
-    assert error(column_sums(query, keys, **options), naive.column_sums(query, keys, **options)) < 1e-5
+    for found, wanted in BOTH.values():
+        assert error(found(query, keys, **options), wanted(query, keys, **options)) < 1e-5
 
 
 def test_the_card_s_case(attention, error):
@@ -65,6 +71,14 @@ def test_half_precision(dtype, attention, error, allowed):
     assert error(found, naive.column_sums(query, keys, scale=0.3, seen=50)) < allowed[dtype]
 
 
+def test_maxima_by_hand():
+    """Two queries whose logits are log 1, log 3 and log 1, log 1, log 2: the largest of 1/4, 3/4 and of quarters."""
+    keys = torch.tensor([[0.0, 0.0], [3.0, 1.0], [1.0, 2.0]]).clamp_min(1).log().view(1, 1, 3, 2)
+    query = torch.eye(2).view(1, 1, 2, 2)
+    found = column_maxima(query, keys, scale=1.0, seen=3)
+    assert torch.allclose(found, torch.tensor([[[0.25, 0.75, 0.5]]]))
+
+
 @pytest.mark.parametrize("options", [{}, {"window": 100, "softcap": 2.0}], ids=["plain", "everything"])
 def test_memory_is_linear(options, attention, largest, monkeypatch):
     """The largest temporary is one block, whatever the number of rows: no T x N tensor is ever made."""
@@ -75,3 +89,88 @@ def test_memory_is_linear(options, attention, largest, monkeypatch):
         peaks[n] = largest(lambda q=query, k=keys, n=n: column_sums(q, k, scale=0.3, seen=n, **options))
     assert peaks[4096] <= 1.1 * (1 << 20)
     assert peaks[2048] <= 1.1 * (1 << 20)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("function", BOTH.values(), ids=BOTH)
+@pytest.mark.parametrize("size", [(1, 1), (1, 15), (2, 16), (3, 17), (17, 17), (18, 40)], ids=str)
+def test_triton_equals_the_oracle(size, function, options, triton, attention, error):
+    """One row, a block of 16, one row less and more, several; one block of queries and two: within 1e-5."""
+    query, keys, _ = attention((6, 2), *size, batch=1)
+    options = {"scale": 0.3, "seen": size[1], **options}
+    found, wanted = function
+    assert error(found(*triton([query, keys]), **triton(options)), wanted(query, keys, **options)) < 1e-5
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_triton_in_every_precision(heads, precision, triton, attention, error, allowed):
+    """Every head layout, for a batch; both passes are Triton's and the sums are float32."""
+    query, keys, _ = attention(heads, 3, 35, dtype=precision)
+    with using("triton") as ran:
+        found = column_sums(*triton([query, keys]), scale=0.3, seen=35)
+    assert ran == {"column_sums": "triton"}
+    assert found.dtype == torch.float32
+    assert error(found, naive.column_sums(query, keys, scale=0.3, seen=35)) < allowed[precision]
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("window", [3, 33])
+def test_triton_counts_a_window_in_tokens_across_holes(window, triton, attention, holes, error):
+    """With positions, rows are seen by their distance in the text; keys and positions may be a part of a block."""
+    query, keys, _ = attention((6, 2), 3, 40)
+    options = {"scale": 0.3, "seen": 90, "window": window, "positions": holes(2, 2, 40, 90, 3)}
+    wanted = naive.column_sums(query, keys, **options)
+    block = torch.cat([keys, torch.full_like(keys, torch.nan)], dim=2)
+    assert error(column_sums(*triton([query, block[:, :, :40]]), **triton(options)), wanted) < 1e-5
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_triton_gives_rows_that_no_query_sees_no_mass(triton, attention):
+    """Rows outside every query's window sum to exactly zero, whole blocks of them too."""
+    query, keys, _ = attention((6, 2), 3, 50)
+    sums = column_sums(*triton([query, keys]), scale=0.3, seen=50, window=5).cpu()
+    assert (sums[..., : 50 - 3 - 5 + 1] == 0).all()
+    assert (sums[..., 50 - 3 - 5 + 1 :] > 0).all()
+
+
+class Unlaunched:
+    """A kernel whose launches do nothing."""
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: None
+
+
+def test_triton_s_memory_is_linear(largest, monkeypatch):
+    """At 131,072 tokens nothing is made with more elements than there are queries: no logits, no copy of the keys."""
+    attention = pytest.importorskip("kvbench.kernels.dense_attention.triton")
+    sums = pytest.importorskip("kvbench.kernels.column_sums.triton")
+    monkeypatch.setattr(attention, "_processors", lambda device: 132)
+    for module, kernel in ((attention, "attend_tiles"), (attention, "merge_rows"), (sums, "weigh_rows")):
+        monkeypatch.setattr(module, kernel, Unlaunched())
+    n = 131_072
+    query, keys = (torch.empty(1, heads, n, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
+    with using("triton"):
+        assert largest(lambda: column_sums(query, keys, scale=0.1, seen=n, sinks=torch.zeros(32))) == 32 * n
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_triton_blocks_end_where_rows_do(more, precision, triton, attention, error, allowed):
+    """One block of rows as a GPU has them, one row less and one more."""
+    fast = pytest.importorskip("kvbench.kernels.column_sums.triton")
+    n = fast._blocks(1, 24, precision.itemsize)[0] + more
+    query, keys, _ = attention((3, 1), 2, n, batch=1, dtype=precision)
+    found = column_sums(*triton([query, keys]), scale=0.3, seen=n)
+    assert error(found, naive.column_sums(query, keys, scale=0.3, seen=n)) < allowed[precision]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [(1, 9000), (200, 1500), (1100, 1100)], ids=str)
+def test_triton_at_full_size(size, precision, triton, error, allowed):
+    """128 channels: a step, a chunk of a prompt, and a whole prompt."""
+    generator = torch.Generator().manual_seed(0)
+    query, keys = (
+        torch.randn(2, heads, n, 128, generator=generator).to(precision) for heads, n in ((8, size[0]), (2, size[1]))
+    )
+    options = {"scale": 128**-0.5, "seen": size[1]}
+    found = column_sums(*triton([query, keys]), **options)
+    assert error(found, naive.column_sums(query, keys, **options)) < allowed[precision]

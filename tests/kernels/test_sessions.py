@@ -1,4 +1,4 @@
-"""Conversations of a whole model: operations that are Triton's give the logits of torch's."""
+"""Conversations of a whole model: operations that are Triton's give the logits, tokens and stores of torch's."""
 
 from __future__ import annotations
 
@@ -14,19 +14,25 @@ from kvbench.method import Budget
 from kvbench.registry import find_method
 from kvbench.session import Session
 
+DENSE = {"dense_attention": "triton", "dense_attention.prompt": "triton", "dense_attention.chunk": "triton"}
+RAGGED = {f"ragged_attention.{x}": "triton" for x in ("ragged_partial", "dense_partial", "merge_partials")}
+PAGED = {
+    "page_select.page_bounds": "torch", "page_select.page_scores": "triton", "page_select.select_pages": "torch",
+    "page_attention": "triton",
+}
+PROMPT = {x: DENSE[x] for x in ("dense_attention", "dense_attention.prompt")}
 METHODS = {
-    "full": (None, {"dense_attention": "triton"}),
-    "knorm+adakv": (Budget("rows", 12), {
-        "dense_attention": "triton", "ragged_attention.ragged_partial": "triton",
-        "ragged_attention.dense_partial": "triton", "ragged_attention.merge_partials": "triton",
-    }),
-    "quest": (Budget("rows", 12), {
-        "dense_attention": "triton", "page_select.page_bounds": "torch", "page_select.page_scores": "triton",
-        "page_select.select_pages": "torch", "page_attention": "triton",
-    }),
+    "full": (None, DENSE), "knorm+adakv": (Budget("rows", 12), PROMPT | RAGGED),
+    "quest": (Budget("rows", 12), PROMPT | PAGED),
 }
 """Budget, and what must have run as what."""
-SETTINGS = {"quest": {"page": 4}}
+CONVERSATIONS = {
+    "snapkv": DENSE | {"window_scores": "triton"}, "h2o": DENSE | {"column_sums": "triton"}, "streaming-llm": DENSE,
+    "tova": DENSE | {"window_scores": "triton"}, "quest": DENSE | PAGED,
+    "kvzip": DENSE | RAGGED | {"column_sums.column_maxima": "triton"},
+}
+"""What must have run as what."""
+SETTINGS = {"quest": {"page": 4}, "snapkv": {"window": 4, "kernel": 3}}
 
 
 def ids(count, seed=1):
@@ -59,3 +65,24 @@ def test_triton_gives_the_logits_of_torch(name, model, static):
         answers[kernels] = torch.cat(parts)
     assert torch.allclose(answers["triton"], answers["torch"], atol=1e-4)
     assert ran == wanted
+
+
+@pytest.mark.parametrize("model", [(4, 2, None)], ids=["GQA"], indirect=True)
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_triton_gives_the_tokens_and_stores_of_torch(name, model):
+    """A context in two chunks, a question of several tokens that is asked afterwards, and an answer of four."""
+    method = find_method(name)(**SETTINGS.get(name, {})).fit(Budget("rows", 12), model.shape(40))
+    found = {}
+    for kernels in ("torch", "triton"):
+        with using(kernels) as ran, Session(model, method, capacity=60, chunk=25, track=True) as session:
+            session.prefill(ids(40))
+            answer = session.ask(ids(5, 2), 4, stop=frozenset()).ids
+            found[kernels] = answer, [
+                (x.logical_positions(), x.keys, x.values, *(x.frozen.tensors() if x.frozen is not None else ()))
+                for x in session.layers
+            ]
+    assert found["triton"][0] == found["torch"][0]
+    for fast, plain in zip(found["triton"][1], found["torch"][1], strict=True):
+        assert fast[0].equal(plain[0])
+        assert all(torch.allclose(x, y, atol=1e-4) for x, y in zip(fast, plain, strict=True))
+    assert ran == CONVERSATIONS[name]

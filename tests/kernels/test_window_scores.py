@@ -64,3 +64,43 @@ def test_windows_that_are_a_prompt_long_stay_linear(attention, largest):
     """As many queries as rows still hold no T x N tensor."""
     query, keys, _ = attention((2, 1), 1024, 1024, batch=1)
     assert largest(lambda: window_scores(query, keys, scale=0.3, seen=1024)) < 1024 * 1024
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("size", [(1, 1), (1, 15), (4, 16), (4, 17), (17, 17), (18, 40)], ids=str)
+def test_triton_equals_the_oracle(size, options, triton, attention, error):
+    """One row, a block of 16, one row less and more, several; one block of queries and two: within 1e-5."""
+    query, keys, _ = attention((6, 2), *size, batch=1)
+    options = {"scale": 0.3, "seen": size[1], **options}
+    found = window_scores(*triton([query, keys]), **triton(options))
+    assert error(found, naive.window_scores(query, keys, **options)) < 1e-5
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_triton_in_every_precision(heads, precision, triton, attention, error, allowed):
+    """Every head layout, for a batch; the scores are float32."""
+    query, keys, _ = attention(heads, 3, 35, dtype=precision)
+    found = window_scores(*triton([query, keys]), scale=0.3, seen=35)
+    assert found.dtype == torch.float32
+    assert error(found, naive.window_scores(query, keys, scale=0.3, seen=35)) < allowed[precision]
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_triton_counts_a_window_in_tokens_across_holes(triton, attention, holes, error):
+    """With positions, rows are seen by their distance in the text."""
+    query, keys, _ = attention((6, 2), 5, 40)
+    options = {"scale": 0.3, "seen": 90, "window": 33, "positions": holes(2, 2, 40, 90, 5)}
+    found = window_scores(*triton([query, keys]), **triton(options))
+    assert error(found, naive.window_scores(query, keys, **options)) < 1e-5
+
+
+@pytest.mark.gpu
+def test_triton_at_full_size(precision, triton, error, allowed):
+    """A window of 32 queries over thousands of rows of 128 channels."""
+    generator = torch.Generator().manual_seed(0)
+    query, keys = (
+        torch.randn(2, heads, n, 128, generator=generator).to(precision) for heads, n in ((8, 32), (2, 9000))
+    )
+    options = {"scale": 128**-0.5, "seen": 9000}
+    found = window_scores(*triton([query, keys]), **options)
+    assert error(found, naive.window_scores(query, keys, **options)) < allowed[precision]

@@ -14,7 +14,7 @@ from kvbench.errors import UserError
 from kvbench.hf import Model
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Budget, Method, Phase
-from kvbench.methods.eviction.kvzip import KVzip, strongest
+from kvbench.methods.eviction.kvzip import KVzip
 from kvbench.session import Session
 from kvbench.store import LayerKV
 
@@ -173,36 +173,6 @@ def test_what_is_run_for_each_chunk():
     assert made[0][1].tolist() == [[*PROMPT, 63, *range(4, 14)]]
     assert made[1][1].tolist() == [[*PROMPT, 11, 12, 13, 63, *range(14, 24)]]
     assert made[2][1].tolist() == [[*PROMPT, 21, 22, 23, 63, *range(24, 30)]]
-
-
-OPTIONS = {
-    "plain": {}, "window": {"window": 9}, "softcap": {"softcap": 1.5}, "sinks": {"sinks": torch.linspace(-2, 3, 4)},
-}
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_the_strongest_attention_is_that_of_a_loop(options, make_step, monkeypatch):
-    """One query at a time in float64, over blocks of few queries, with window, soft cap and learned sinks."""
-    monkeypatch.setattr("kvbench.methods.eviction.kvzip.BLOCK_ELEMENTS", 100)
-    generator = torch.Generator().manual_seed(2)
-    keys = torch.randn(2, 2, 11, 6, generator=generator)
-    rows = torch.tensor([0, 1, 5, 6, 7, 8, 20, 21, 22, 23, 24])
-    query = torch.randn(2, 4, 4, 6, generator=generator)
-    step = make_step(query, keys[:, :, -4:], before=21, scale=0.4, **options)
-    wanted = torch.zeros(2, 2, 11, dtype=torch.float64)
-    for b in range(2):
-        for head in range(4):
-            for t in range(4):
-                at = 21 + t
-                sees = (rows <= at) & (at - rows < options.get("window", 99))
-                logits = keys[b, head // 2, sees].double() @ query[b, head, t].double() * 0.4
-                if "softcap" in options:
-                    logits = 1.5 * torch.tanh(logits / 1.5)
-                if "sinks" in options:
-                    logits = torch.cat([logits, options["sinks"][head : head + 1].double()])
-                weights = logits.softmax(0)[: int(sees.sum())]
-                wanted[b, head // 2, sees] = torch.maximum(wanted[b, head // 2, sees], weights)
-    assert torch.allclose(strongest(step, keys, rows).double(), wanted, atol=1e-6)
 
 
 def mixed_model():

@@ -1,0 +1,144 @@
+"""Two passes over the keys: every query's log-sum-exp by the dense operation's kernel, then every row's mass.
+
+In the second pass a program holds a block of rows and lets the queries that may see them go by, so a row's mass is
+added up in one place, in one order, and nothing of length times length is ever held.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvbench.kernels.dense_attention.triton import LOG2E, block_rows, capped, normaliser, padded
+
+
+def column_sums(
+    query: Tensor, keys: Tensor, *, scale: float, seen: int, window: int | None = None, positions: Tensor | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention mass of each row over the last T queries and the heads of its group; see `torch.column_sums`."""
+    lse = normaliser(
+        query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks
+    )
+    return weigh(query, keys, lse, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap)
+
+
+def column_maxima(
+    query: Tensor, keys: Tensor, *, scale: float, seen: int, window: int | None = None, positions: Tensor | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:
+    """The most attention that any of the last T queries puts on each row; see `torch.column_maxima`."""
+    lse = normaliser(
+        query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks
+    )
+    return weigh(
+        query, keys, lse, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, maxima=True
+    )
+
+
+def weigh(
+    query: Tensor, keys: Tensor, lse: Tensor, *,
+    scale: float, seen: int, window: int | None = None, positions: Tensor | None = None, softcap: float | None = None,
+    at: Tensor | None = None, logical: Tensor | None = None, by_head: bool = False, maxima: bool = False,
+) -> Tensor:
+    """Each row's sum of the weights that queries of this log-sum-exp give it, or the largest of them. float32
+
+    lse: [B, H_q, T]. at, logical: [T], the rows and the positions of queries that are not the last ones.
+    Returns [B, H_kv, N], over the heads of the group, or by head [B, H_q, N].
+    """
+    batch, heads, n_query, width = query.shape
+    kv_heads, n_key = keys.shape[1:3]
+    block_n, block_m, warps = _blocks(n_query, width, keys.itemsize)
+    result = query.new_empty((batch, heads if by_head else kv_heads, n_key), dtype=torch.float32)
+    position_strides = (0, 0) if positions is None else positions.stride()[:2]
+    assert query.stride(3) == keys.stride(3) == 1, "elements of a row lie side by side"
+    assert positions is None or positions.stride(2) == 1, "positions of a head lie side by side"
+    weigh_rows[(triton.cdiv(n_key, block_n), batch * kv_heads)](
+        query, keys, lse.contiguous(), result, positions, at, logical, seen, n_key, kv_heads, n_query, scale,
+        0.0 if softcap is None else softcap, 0 if window is None else window, *query.stride()[:3], *keys.stride()[:3],
+        *position_strides, width=width, group=heads // kv_heads, has_window=window is not None,
+        has_positions=window is not None and positions is not None, has_softcap=softcap is not None,
+        has_at=at is not None, has_logical=logical is not None, by_head=by_head, maxima=maxima, block_n=block_n,
+        block_m=block_m, block_d=padded(width), num_warps=warps, num_stages=3 if keys.itemsize <= 2 else 2,
+    )
+    return result
+
+
+def _blocks(queries: int, width: int, itemsize: int) -> tuple[int, int, int]:
+    """Rows and queries of a block, and warps.
+
+    Rows stay while queries go by, so as many as registers take: in 16 bits 128 of up to 128 channels.
+    In float32 there are no tensor cores, and more would not fit into registers.
+    """
+    if itemsize <= 2:
+        return block_rows(16384 // padded(width)), min(64, padded(queries)), 4
+    return block_rows(8192 // padded(width)), min(32, padded(queries)), 8
+
+
+@triton.jit(do_not_specialize=["seen", "n_key"])  # they grow with every step
+def weigh_rows(
+    query, keys, lse, result, positions, at, logical, seen, n_key, kv_heads, n_query, scale, softcap, window,
+    query_batch, query_head, query_row, key_batch, key_head, key_row, position_batch, position_head,
+    width: tl.constexpr, group: tl.constexpr, has_window: tl.constexpr, has_positions: tl.constexpr,
+    has_softcap: tl.constexpr, has_at: tl.constexpr, has_logical: tl.constexpr, by_head: tl.constexpr,
+    maxima: tl.constexpr, block_n: tl.constexpr, block_m: tl.constexpr, block_d: tl.constexpr,
+):
+    """One block of rows of one KV head against all queries of its group that may see them."""
+    pair = tl.program_id(1)
+    batch, kv_head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
+    first = tl.program_id(0) * block_n
+    row = first + tl.arange(0, block_n)
+    inside = row < n_key
+    d = tl.arange(0, block_d)
+    k = tl.load(
+        keys + batch * key_batch + kv_head * key_head + row.to(tl.int64)[:, None] * key_row + d[None, :],
+        mask=inside[:, None] & (d < width)[None, :], other=0.0,
+    )
+    if has_positions:
+        place = tl.load(
+            positions + batch * position_batch + kv_head * position_head + row, mask=inside, other=0
+        ).to(tl.int32)
+
+    before = n_key - n_query  # rows before the first query's own
+    low, high = 0, n_query
+    if not has_at:  # queries stand in the order of their rows
+        low = tl.maximum(low, first - before)
+        if has_window and not has_positions:
+            high = tl.minimum(high, first + block_n - 1 + window - before)
+
+    found = tl.zeros([block_n], tl.float32)
+    for g in range(group):
+        head = kv_head * group + g
+        of_head = (batch * kv_heads * group + head) * n_query
+        for start in range(low, high, block_m):
+            t = start + tl.arange(0, block_m)
+            real = t < high
+            q = tl.load(
+                query + batch * query_batch + head * query_head + t.to(tl.int64)[None, :] * query_row + d[:, None],
+                mask=real[None, :] & (d < width)[:, None], other=0.0,
+            )
+            total = tl.load(lse + of_head + t, mask=real, other=0.0) * LOG2E
+            logits = capped(tl.dot(k, q, input_precision="ieee"), scale, softcap, has_softcap)
+            own, now = before + t, seen - n_query + t  # each query's row and position
+            if has_at:
+                own = tl.load(at + t, mask=real, other=0).to(tl.int32)
+            if has_logical:
+                now = tl.load(logical + t, mask=real, other=0).to(tl.int32)
+            visible = inside[:, None] & real[None, :] & (row[:, None] <= own[None, :])
+            if has_window:
+                if has_positions:
+                    visible = visible & (now[None, :] - place[:, None] < window)
+                else:
+                    visible = visible & (own[None, :] - row[:, None] < window)
+            weights = tl.where(visible, tl.exp2(logits - total[None, :]), 0.0)
+            if maxima:
+                found = tl.maximum(found, tl.max(weights, 1))
+            else:
+                found += tl.sum(weights, 1)
+        if by_head:
+            tl.store(result + (batch * kv_heads * group + head) * n_key + row, found, mask=inside)
+            found = tl.zeros([block_n], tl.float32)
+    if not by_head:
+        tl.store(result + (batch * kv_heads + kv_head) * n_key + row, found, mask=inside)

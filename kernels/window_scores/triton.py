@@ -1,0 +1,21 @@
+"""Column sums of the last queries, each head by itself: keys are read twice, queries are few."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvbench.kernels.column_sums.triton import weigh
+from kvbench.kernels.dense_attention.triton import normaliser
+
+
+def window_scores(
+    query: Tensor, keys: Tensor, *, scale: float, seen: int, window: int | None = None, positions: Tensor | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention mass of each row over the last w queries; see `torch.window_scores`."""
+    lse = normaliser(
+        query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks
+    )
+    return weigh(
+        query, keys, lse, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, by_head=True
+    )
