@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from kvbench.kernels.choice import using
 from kvbench.method import BudgetKind, Card, Method
 from kvbench.results import Agreement, AgreementPart
 from kvbench.session import Session
@@ -81,7 +82,8 @@ def run_dense(
     """
     found = []
     visible = () if spec.visibility == "hidden" else encoded.turns[0].first
-    with Session(model, Dense(), capacity=capacity, chunk=spec.chunk) as session:
+    # What it ran as is noted apart, or it would stand in the method's account.
+    with using(spec.kernels), Session(model, Dense(), capacity=capacity, chunk=spec.chunk) as session:
         session.prefill(encoded.context, visible=visible)
         for turn, ids in enumerate(encoded.turns):
             if spec.mode is Mode.MULTI_REQUEST:
