@@ -13,9 +13,10 @@ from pathlib import Path
 
 from kvbench import __version__
 from kvbench.files import finished_samples
-from kvbench.leaderboard.documents import RefusedError, parse, show
+from kvbench.leaderboard.documents import parse
 from kvbench.leaderboard.parcel import JOURNAL, LARGEST, read_files, within
 from kvbench.leaderboard.records import MANIFEST, RESULT, SAMPLES, SPEC, FileEntry, Manifest, hash_content
+from kvbench.leaderboard.verdict import RefusedError, show
 from kvbench.results import Line, Result
 from kvbench.spec import RunSpec
 

@@ -5,44 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
+
+from kvbench.leaderboard.verdict import RefusedError, show
 
 T = TypeVar("T", bound=BaseModel)
 MOST_DEPTH = 24
 MOST_NUMBER = 2**53
 """Above it neighbouring whole numbers are one and the same in other people's tools."""
-SHOWN = 60
-"""Characters of a stranger's value that a reason shows."""
-
-
-class RefusedError(Exception):
-    """A submission that is no row, and the check that it failed."""
-
-    def __init__(self, check: str, reason: str) -> None:
-        super().__init__(reason)
-        self.check, self.reason = check, reason
-
-
-def show(value: object) -> str:
-    """A stranger's value for a reason: short, on one line, nothing but plain characters."""
-    text = ascii(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-
-
-@contextmanager
-def blaming(check: str, what: str) -> Iterator[None]:
-    """Refuse for whatever a submission's values make our own code raise."""
-    try:
-        yield
-    except RefusedError:
-        raise
-    except Exception as error:
-        text = (str(error).strip() or "no message").splitlines()[0]
-        raise RefusedError(check, f"{what}: {type(error).__name__}: {show(text)}") from error
 
 
 def parse(data: bytes, kind: type[T], what: str) -> T:

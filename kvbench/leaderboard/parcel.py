@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import IO
 
 from kvbench.errors import UserError
-from kvbench.leaderboard.documents import RefusedError, show
 from kvbench.leaderboard.records import BUNDLED, MANIFEST, RESULT, SAMPLES, SPEC, VERIFICATION
+from kvbench.leaderboard.verdict import RefusedError, show
 
 JOURNAL = "samples.jsonl"
 """As a run writes it; a bundle has it packed."""

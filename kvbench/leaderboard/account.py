@@ -1,0 +1,131 @@
+"""A result against its own journal, and bytes against what the method declares: nothing is taken on trust."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from pydantic_core import to_jsonable_python
+
+from kvbench.leaderboard.records import Check
+from kvbench.leaderboard.replay import Replay, fit, shapes
+from kvbench.leaderboard.verdict import RefusedError, blaming, flag, ok, show
+from kvbench.method import Method
+from kvbench.results import Line, Result, Score
+from kvbench.summary import summarise
+
+SUMMED = (
+    "status", "error", "n_scored", "n_failed", "score", "scores", "agreement", "output", "memory", "latency",
+    "diffusion", "certificate",
+)
+"""Parts of a result that are a function of its journal; `kernels` too, where the journal says what ran."""
+CLOSE = 1e-9
+INTERVAL = 0.02
+"""Most that the ends of an interval may be away from ours: draws differ between versions of kvbench and numpy."""
+
+
+def check_summary(replay: Replay, result: Result, lines: Sequence[Line]) -> tuple[Score, Iterable[Check]]:
+    """The score that the journal gives, and that the rest of the result is what it gives too.
+
+    Raises:
+        RefusedError: the submitted one is another, with both values.
+    """
+    with blaming("summary", "its journal cannot be summed up"):
+        ours = summarise(replay.job, lines)
+    said_kernels = any(x.kernels for x in lines)
+    names = {*SUMMED, *(["kernels"] if said_kernels else [])}
+    documents = [x.model_dump(mode="json", include=names) for x in (result, ours)]
+    for name, said, found in _differences(documents[0], documents[1]):
+        check = "scores" if name.startswith("score") else "summary"
+        raise RefusedError(check, f"its {name} is {show(said)}, its samples give {show(found)}")
+    checks = [ok("summary", "the result is what its samples give")]
+    if result.kernels.ops and not said_kernels:
+        checks.append(flag("kernels", "which kernels ran is the result's own word: its journal does not say"))
+    return ours.score, checks
+
+
+def _differences(said: object, found: object, name: str = "") -> Iterator[tuple[str, object, object]]:
+    """Places where two documents are not the same, by their dotted names."""
+    if isinstance(said, dict) and isinstance(found, dict):
+        for key in sorted(said.keys() | found.keys()):
+            yield from _differences(said.get(key), found.get(key), f"{name}.{key}".lstrip("."))
+    elif isinstance(said, list) and isinstance(found, list) and len(said) == len(found):
+        for index, (one, other) in enumerate(zip(said, found, strict=True)):
+            yield from _differences(one, other, f"{name}.{index}")
+    elif isinstance(said, int | float) and isinstance(found, int | float):
+        slack = INTERVAL if ".ci95." in name else CLOSE
+        if not math.isclose(said, found, rel_tol=CLOSE, abs_tol=slack):
+            yield name, said, found
+    elif said != found:
+        yield name, said, found
+
+
+def check_bytes(replay: Replay, method: Method | None, result: Result, lines: Sequence[Line], folder: Path) -> Check:
+    """Bytes are those of the model's shape and the method's own declaration, and the budget came to what it says.
+
+    Raises:
+        RefusedError: with both numbers.
+    """
+    spec = replay.spec
+    first = [x for x in lines if x.turn == 0 and x.bytes is not None and x.tokens is not None]
+    lengths = {x.index: x.tokens.context if x.denoising is None else x.denoising.total for x in first if x.tokens}
+    known = shapes(spec, folder, list(lengths.values()))
+    for x in first:
+        dense = known[lengths[x.index]].dense_bytes
+        if x.bytes is not None and x.bytes.dense_bytes != dense:
+            raise RefusedError(
+                "bytes", f"sample {x.index}: a dense cache of its {lengths[x.index]} tokens is {dense} bytes, not "
+                f"{x.bytes.dense_bytes}"
+            )
+    if method is None or spec.model.kind == "diffusion":
+        return (flag if method is None else ok)(
+            "bytes", f"dense bytes are those of {spec.model.id}; what the method declares is not known without a run"
+        )
+    for x in first:
+        shape = known[lengths[x.index]]
+        fitted = fit(method, spec, shape)
+        with blaming("bytes", f"what {spec.method.name} declares"):
+            declared = fitted.declared_bytes(shape), fitted.declared_host_bytes(shape)
+            identity = fitted.identity(shape)
+        assert x.bytes is not None and x.evidence is not None, "lines with tokens have both"
+        if declared != (x.bytes.cache_bytes, x.bytes.host_bytes):
+            raise RefusedError(
+                "bytes", f"sample {x.index}: {spec.method.name} declares {declared[0]} bytes (and {declared[1]} on the "
+                f"host) for {shape.length} tokens at this budget, its journal has {x.bytes.cache_bytes} (and "
+                f"{x.bytes.host_bytes})"
+            )
+        if identity != x.evidence.identity:
+            raise RefusedError("bytes", f"sample {x.index}: at these settings the method loses nothing: {identity}")
+        resolved = to_jsonable_python(fitted.resolution)
+        if x.index == 0 and any(result.budget.resolved.get(key) != value for key, value in resolved.items()):
+            raise RefusedError("bytes", "its budget did not come to what the result says it was resolved to")
+    return ok("bytes", f"of {len(first)} samples are what {spec.method.name} declares on {spec.model.id}")
+
+
+def check_machine(result: Result, now: datetime) -> Check:
+    """Where it ran, from which commit, and when.
+
+    Raises:
+        RefusedError: from code that differs from its commit, or at a time that has no meaning.
+    """
+    place, versions = result.environment, result.spec.versions
+    said = (place.kvbench, place.torch, place.transformers)
+    if said != (versions.kvbench, versions.torch, versions.transformers):
+        raise RefusedError("machine", "its environment has other versions than its spec")
+    if place.git is not None and place.git.dirty:
+        raise RefusedError(
+            "machine", f"it ran from code that differs from commit {show(place.git.commit)}: commit, and run it again"
+        )
+    try:
+        started = datetime.fromisoformat(place.started)
+        late = started > now
+    except (ValueError, TypeError) as error:
+        raise RefusedError("machine", f"it started at {show(place.started)}, which is no time with a zone") from error
+    if late:
+        raise RefusedError("machine", f"it started at {show(place.started)}, which is still to come")
+    where = place.cpu if place.gpu is None else place.gpu
+    if place.git is None:
+        return flag("machine", f"kvbench {place.kvbench} on {where}, from no commit: its code is known by hashes only")
+    return ok("machine", f"kvbench {place.kvbench} at {place.git.commit[:12]} on {where}")

@@ -1,0 +1,130 @@
+"""What can be said of a bundle without running it again: level L0, or why not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from kvbench import __version__
+from kvbench.leaderboard.account import check_bytes, check_machine, check_summary
+from kvbench.leaderboard.answers import check_answers, check_prompts, check_scores, score_again
+from kvbench.leaderboard.bundle import Bundle, open_bundle
+from kvbench.leaderboard.known import (
+    StrangerError,
+    check_card,
+    find_known_method,
+    find_known_task,
+    find_known_tokenizer,
+)
+from kvbench.leaderboard.parcel import read_files
+from kvbench.leaderboard.records import Check, Level, Verification
+from kvbench.leaderboard.replay import Account, Outline, Replay, make_again
+from kvbench.leaderboard.repository import Repository, Row
+from kvbench.leaderboard.verdict import RefusedError, flag, ok, show
+from kvbench.machine import find_git
+from kvbench.method import Method
+from kvbench.results import Score
+
+BASIS = {"prompts", "answers", "scores", "summary"}
+"""What L0 rests on, beside that nothing was refused."""
+
+
+@dataclass
+class Findings:
+    """What is known of a bundle so far."""
+
+    checks: list[Check] = field(default_factory=list)
+    bundle: Bundle | None = None
+    score: Score | None = None
+
+    @property
+    def level(self) -> Level | None:
+        """What was reached."""
+        reached = {x.name for x in self.checks if x.name not in BASIS or x.outcome == "ok"}
+        return "L0" if reached >= BASIS and all(x.outcome != "refused" for x in self.checks) else None
+
+    def conclude(self) -> Verification:
+        """The record."""
+        bundle, git = self.bundle, find_git()
+        return Verification(
+            run_id="" if bundle is None else bundle.spec.run_id, content="" if bundle is None else bundle.content,
+            submitter=None if bundle is None else bundle.submitter, level=self.level, checks=tuple(self.checks),
+            score=self.score, kvbench=__version__,
+            commit=None if git is None else f"{git.commit}{'-dirty' if git.dirty else ''}",
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+
+
+def verify(path: Path, repository: Repository) -> Findings:
+    """Look at a bundle, and stop at the first thing for which it is refused."""
+    found = Findings()
+    try:
+        found.bundle = open_bundle(read_files(path))
+        for look in (_look_at_claims, _look_at_answers):
+            for check in look(found, found.bundle):
+                found.checks.append(check)
+        row = Row.of(found.bundle)
+        found.checks += [repository.check_baseline(row), repository.check_copies(row)]
+    except RefusedError as error:
+        found.checks.append(error.verdict)
+    return found
+
+
+def _look_at_claims(found: Findings, bundle: Bundle) -> Iterator[Check]:
+    """What stands in its files about itself."""
+    del found
+    spec, manifest = bundle.spec, bundle.manifest
+    size = sum(map(len, bundle.files.values()))
+    if manifest is None:
+        yield flag("files", f"{size:,} bytes without a manifest: nobody submitted them")
+    else:
+        yield ok("files", f"{size:,} bytes as the manifest of {manifest.submitter} has them")
+    if spec.split != "test":
+        raise RefusedError("split", f"it ran on split {spec.split}: settings are chosen there, rows are of split test")
+    own = [] if manifest is None else [
+        x for x in manifest.tuned_on if x.partition(":")[0] == spec.task.name and x.partition(":")[2] in ("", "test")
+    ]
+    if own:
+        yield flag("split", f"its settings were chosen on {show(own[0])}, the very examples of the row")
+    else:
+        tuned = "" if manifest is None or not manifest.tuned_on else f", tuned on {', '.join(manifest.tuned_on)}"
+        yield ok("split", f"test{tuned}")
+    if bundle.result.status == "failed":
+        yield flag("status", f"the run failed: {bundle.result.error}")
+    yield check_machine(bundle.result, datetime.now(UTC))
+
+
+def _look_at_answers(found: Findings, bundle: Bundle) -> Iterator[Check]:
+    """Its answers, scores and bytes, by the method, the task and the tokenizer that are here."""
+    spec, result = bundle.spec, bundle.result
+    method: Method | None = None
+    since: list[str] = []
+    try:
+        method, since = find_known_method(spec)
+    except StrangerError as error:
+        yield flag("method", f"{error}: nothing is said of its code")
+    card, check = check_card(result, method)
+    yield check
+    if since:
+        yield flag("method", f"it ran before {spec.method.name} had {', '.join(since)}")
+    try:
+        task = find_known_task(spec)
+        tokenizer, frame, folder = find_known_tokenizer(spec, task)
+    except StrangerError as error:
+        yield flag("prompts", f"{error}: its prompts cannot be made again, and so its scores are not verified")
+        return
+    scorer = next(x for x in task.scorers if x.id == spec.task.scorer)
+    random = spec.model.id.startswith("random:")
+    replay = Replay(
+        spec, Account(card), task, scorer, Outline(tokenizer, random, result.environment.device_map), frame
+    )
+    made = make_again(replay)
+    yield check_prompts(replay, bundle.lines, made)
+    yield check_answers(replay, bundle.lines, made)
+    again = score_again(replay, bundle.lines, made)
+    yield check_scores(bundle.lines, again)
+    found.score, checks = check_summary(replay, result, again)
+    yield from checks
+    yield check_bytes(replay, method, result, again, folder)
