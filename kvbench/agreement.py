@@ -52,7 +52,7 @@ def find_dense(
     """What `run_dense` comes to, computed unless it is still known from an earlier run on this model."""
     kept = _kept.setdefault(model.module, OrderedDict())
     history = tuple(tuple(ids) for ids in own) if spec.history == "own" else None
-    key = (encoded, spec.mode, spec.visibility, spec.chunk, history)
+    key = (encoded, spec.mode, spec.visibility, spec.chunk, spec.kernels, history)
     if key not in kept:
         kept[key] = [x.cpu() for x in run_dense(model, encoded, spec, own, capacity)]
     kept.move_to_end(key)

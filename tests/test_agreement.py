@@ -92,6 +92,7 @@ class Protocol:
     visibility: str = "hidden"
     history: str = "golden"
     chunk: int | None = None
+    kernels: str = "torch"
 
 
 def conversation(first: int) -> Encoded:
