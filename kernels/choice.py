@@ -14,6 +14,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _choice: ContextVar[tuple[str, dict[str, str]]] = ContextVar("choice", default=("torch", {}))
+_look: ContextVar[Callable[[str, object, object], None] | None] = ContextVar("look", default=None)
 
 
 @contextmanager
@@ -30,6 +31,16 @@ def using(name: str) -> Iterator[dict[str, str]]:
         _choice.reset(token)
 
 
+@contextmanager
+def comparing(look: Callable[[str, object, object], None]) -> Iterator[None]:
+    """Inside, what runs as another implementation than torch's runs as torch's too: `look(operation, one, torch's)`."""
+    token = _look.set(look)
+    try:
+        yield
+    finally:
+        _look.reset(token)
+
+
 def operation(function: Callable[P, R]) -> Callable[P, R]:
     """The operation that a function of `kernels/<op>/torch.py` implements; `triton.py` has another of the same name.
 
@@ -44,7 +55,10 @@ def operation(function: Callable[P, R]) -> Callable[P, R]:
         chosen, _ = _choice.get()
         found = function if chosen == "torch" else cast("Callable[P, R]", _find(package, chosen, name))
         note(label, found.__module__.rpartition(".")[2])
-        return found(*args, **kwargs)
+        result = found(*args, **kwargs)
+        if found is not function and (look := _look.get()) is not None:
+            look(label, result, function(*args, **kwargs))
+        return result
 
     return call
 

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from kvbench.kernels import choice
-from kvbench.kernels.choice import note, operation, using
+from kvbench.kernels.choice import comparing, note, operation, using
 
 
 @pytest.fixture
@@ -54,6 +54,18 @@ def test_what_ran_is_noted_by_where_its_function_stands(package):
         note("twice.inner", "library")
     assert ran == {"twice": "triton", "twice.half": "torch", "twice.inner": "library"}
     assert inner == {"twice": "torch"}
+
+
+def test_what_was_chosen_can_be_compared_with_torch(package):
+    """Where another implementation runs, torch's runs beside it on the same arguments; where torch's runs, it is it."""
+    twice, half = package
+    seen = []
+    with using("triton"):
+        with comparing(lambda *x: seen.append(x)):
+            assert twice(3) == 7
+            assert half(4) == 2
+        twice(5)
+    assert seen == [("twice", 7, 6)]
 
 
 def test_nothing_stands_in_for_an_implementation_that_is_missing(package, monkeypatch):
