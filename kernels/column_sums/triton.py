@@ -74,7 +74,7 @@ def _blocks(queries: int, width: int, itemsize: int) -> tuple[int, int, int]:
     """
     if itemsize <= 2:
         return block_rows(16384 // padded(width)), min(64, padded(queries)), 4
-    return block_rows(8192 // padded(width)), min(32, padded(queries)), 8
+    return block_rows(4096 // padded(width)), min(32, padded(queries)), 8
 
 
 @triton.jit(do_not_specialize=["seen", "n_key"])  # they grow with every step

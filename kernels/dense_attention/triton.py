@@ -149,10 +149,10 @@ def _blocks(queries: int, width: int, value_width: int, itemsize: int) -> tuple[
     A prompt is bound by products: 128 queries at a time fetch a row half as often as 64.
     In float32 there are no tensor cores, and more would not fit into registers.
     """
-    channels = padded(width) + (padded(value_width) if value_width else 0)
     if itemsize <= 2:
+        channels = padded(width) + (padded(value_width) if value_width else 0)
         return min(128, padded(queries)), block_rows(16384 // channels), 3, 8 if queries > 64 else 4
-    return min(32, padded(queries)), block_rows(4096 // channels), 2, 8
+    return min(32, padded(queries)), block_rows(2048 // padded(max(width, value_width))), 2, 8
 
 
 def block_rows(most: int) -> int:

@@ -28,7 +28,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path):
     assert done.returncode == 0, done.stderr
     lines = [re.fullmatch(r"(\w+) shared=(\d+) stack=(\d+)", x) for x in done.stdout.splitlines()]
     assert {x[1] for x in lines} == {
-        "attend_tiles", "merge_rows", "merge_pairs", "score_pages", "attend_pages",
+        "attend_tiles", "merge_rows", "merge_pairs", "score_pages", "attend_pages", "weigh_rows",
     }
     assert [x[0] for x in lines if int(x[2]) > SHARED or int(x[3]) > 0] == []
 
@@ -40,7 +40,9 @@ def rows(*shape, dtype=torch.bfloat16):
 
 def call_operations():
     """Steps and questions, plain and with every option, in 16 and in 32 bits, of narrow and of wide heads."""
-    from kvbench.kernels import dense_attention, page_attention, page_select, ragged_attention
+    from kvbench.kernels import column_sums, dense_attention, page_attention, page_select, ragged_attention
+    from kvbench.kernels.attention_mass import attention_mass
+    from kvbench.kernels.window_scores import window_scores
 
     number, sinks = rows(dtype=torch.int64), rows(32)
     for dtype, width, queries in ((torch.bfloat16, 128, 1), (torch.bfloat16, 128, 64), (torch.bfloat16, 256, 1),
@@ -55,6 +57,8 @@ def call_operations():
         ]
         ragged_attention.merge_partials(parts, sinks)
         dense_attention.dense_attention(query, block, block, **plain, sinks=sinks)
+        column_sums.column_sums(query, block, **plain, sinks=sinks)
+        window_scores(query, block, **plain)
     query, block, offsets = rows(2, 32, 1, 128), rows(2, 8, 4096, 128), rows(17, dtype=torch.int32)
     every = {"scale": 0.1, "seen": number, "window": 100, "softcap": 30.0}
     flat, positions = rows(70_000, 128), rows(70_000, dtype=torch.int32)
@@ -64,6 +68,14 @@ def call_operations():
     ragged_attention.dense_partial(
         query, block, block, **every, positions=rows(2, 8, 4096, dtype=torch.int32), length=number
     )
+    for dtype in (torch.bfloat16, torch.float32):
+        query, block = rows(2, 32, 64, 128, dtype=dtype), rows(2, 8, 4096, 128, dtype=dtype)
+        attention_mass(
+            query, block, rows(64, dtype=torch.int64), scale=0.1, window=100, softcap=30.0,
+            logical=rows(64, dtype=torch.int64), positions=rows(2, 8, 4096, dtype=torch.int32),
+        )
+        column_sums.column_maxima(query, block, scale=0.1, seen=5000, window=100, softcap=30.0)
+    query, block = rows(2, 32, 1, 128), rows(2, 8, 4096, 128)
     pages = rows(2, 32, 1, 128, dtype=torch.int64)
     for dtype in (torch.bfloat16, torch.float32):
         query, block = rows(2, 32, 1, 128, dtype=dtype), rows(2, 8, 4096, 128, dtype=dtype)
