@@ -26,8 +26,8 @@ MOST_LINES = 100_000
 
 
 @dataclass(frozen=True)
-class Bundle:
-    """What was read, its parts agreeing with one another."""
+class Head:
+    """What stands in the files beside the journal, its parts agreeing with one another."""
 
     files: Mapping[str, bytes]
     """By name, the manifest's among them."""
@@ -37,13 +37,19 @@ class Bundle:
     """As Manifest.content."""
     spec: RunSpec
     result: Result
-    lines: tuple[Line, ...]
-    """By sample and turn."""
 
     @property
     def submitter(self) -> str | None:
         """Who sent it."""
         return None if self.manifest is None else self.manifest.submitter
+
+
+@dataclass(frozen=True)
+class Bundle(Head):
+    """All of it."""
+
+    lines: tuple[Line, ...]
+    """By sample and turn."""
 
 
 def pack_run(folder: Path, submitter: str, tuned_on: tuple[str, ...]) -> dict[str, bytes]:
@@ -69,6 +75,16 @@ def open_bundle(files: Mapping[str, bytes]) -> Bundle:
     Raises:
         RefusedError: the manifest lies, a file is not what it should be, or one does not agree with another.
     """
+    head = open_head(files)
+    return Bundle(head.files, head.manifest, head.content, head.spec, head.result, _read_lines(files, head.spec))
+
+
+def open_head(files: Mapping[str, bytes]) -> Head:
+    """As `open_bundle`, but for the journal, which takes a hundred times as long.
+
+    Raises:
+        RefusedError: as there.
+    """
     manifest = parse(files[MANIFEST], Manifest, MANIFEST) if MANIFEST in files else None
     found = _list({name: data for name, data in files.items() if name != MANIFEST})
     if manifest is not None and manifest.files != found:
@@ -82,7 +98,7 @@ def open_bundle(files: Mapping[str, bytes]) -> Bundle:
         raise RefusedError("schema", f"{RESULT}: its {wrong[0]} is not what {SPEC} has")
     if manifest is not None and manifest.run_id != spec.run_id:
         raise RefusedError("schema", f"{MANIFEST}: run_id {show(manifest.run_id)} is not the spec's, {spec.run_id}")
-    return Bundle(files, manifest, hash_content(found), spec, result, _read_lines(files, spec))
+    return Head(files, manifest, hash_content(found), spec, result)
 
 
 def _list(files: Mapping[str, bytes]) -> dict[str, FileEntry]:
@@ -109,8 +125,7 @@ def _read_lines(files: Mapping[str, bytes], spec: RunSpec) -> tuple[Line, ...]:
     Raises:
         RefusedError: they are not.
     """
-    data = files[JOURNAL] if JOURNAL in files else _unpack(files[SAMPLES])
-    *parts, tail = data.split(b"\n", MOST_LINES)
+    *parts, tail = read_journal(files).split(b"\n", MOST_LINES)
     if tail:
         raise RefusedError("journal", f"its last line is cut off, or it has more than {MOST_LINES:,}")
     lines = sorted(
@@ -144,9 +159,16 @@ def _amounts(line: Line) -> Iterator[float]:
         yield from (line.evidence.rows_seen, *line.evidence.rows_kept)
 
 
-def _unpack(data: bytes) -> bytes:
+def read_journal(files: Mapping[str, bytes]) -> bytes:
+    """The journal's text, packed or not.
+
+    Raises:
+        RefusedError: it cannot be unpacked, or comes to too much.
+    """
+    if JOURNAL in files:
+        return files[JOURNAL]
     try:
-        with gzip.open(io.BytesIO(data)) as file:
+        with gzip.open(io.BytesIO(files[SAMPLES])) as file:
             return within(JOURNAL, file.read(LARGEST[JOURNAL] + 1))
     except (OSError, EOFError, zlib.error) as error:
         raise RefusedError("files", f"{SAMPLES} cannot be unpacked") from error
