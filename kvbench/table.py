@@ -23,12 +23,17 @@ def print_rows(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
     for name in columns:
         table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(_printable, row))
     console = Console(markup=False, highlight=False)
     if not console.is_terminal:
         widest = Console(width=WIDEST).measure(table).maximum
         console = Console(markup=False, highlight=False, width=widest)
     console.print(table)
+
+
+def _printable(text: str) -> str:
+    """Text as a terminal may have it: what comes from files could hold sequences that steer it."""
+    return "".join(x if x.isprintable() or x == "\n" else "\N{REPLACEMENT CHARACTER}" for x in text)
 
 
 def print_result(result: Result, folder: Path) -> None:

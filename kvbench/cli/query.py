@@ -1,0 +1,45 @@
+"""`kvbench query`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvbench.cli.judge import Json
+from kvbench.cli.output import print_json
+from kvbench.errors import UserError
+
+
+def query_command(
+    sql: Annotated[str, typer.Argument(help="One SELECT, of the tables results and samples.")],
+    *,
+    results: Annotated[
+        list[Path] | None, typer.Option("--results", help="A folder of runs; repeatable; default: runs.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Ask finished runs a question in SQL; DESCRIBE results lists the columns."""
+    from kvbench.query import query_runs
+    from kvbench.runs import RUNS, find_runs
+    from kvbench.table import print_rows
+
+    folders = results or [RUNS]
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"there is no folder '{folder}'. Give a folder of runs with --results.")
+    found = query_runs(sql, find_runs([str(x) for x in folders]))
+    print_rows("", found.columns, [[_show(x) for x in row] for row in found.rows])
+    if as_json:
+        print_json([dict(zip(found.columns, row, strict=True)) for row in found.rows])
+
+
+def _show(value: Any) -> str:
+    """A cell; --json has numbers whole."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

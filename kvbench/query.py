@@ -1,0 +1,84 @@
+"""SQL over finished runs: their files as two tables of a database that lives in memory and reaches nothing else."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from kvbench.errors import UserError
+from kvbench.extras import load_extra
+from kvbench.files import read_file, read_lines
+from kvbench.results import Line, Result
+from kvbench.rows import Column, Row, find_columns, flatten, make_table
+
+RUN_ID = Column("run_id", (), str, many=False, text=False)
+TABLES = {"results": find_columns(Result), "samples": (RUN_ID, *find_columns(Line))}
+"""`results` has a row per run, `samples` one per (sample, turn)."""
+LOCKED = {
+    "enable_external_access": False, "autoinstall_known_extensions": False, "autoload_known_extensions": False,
+    "temp_directory": "", "lock_configuration": True,
+}
+"""No file, no network, no extension, and no statement that changes that."""
+HINT = "`DESCRIBE results` and `DESCRIBE samples` list the columns."
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a query came to."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+
+
+def query_runs(sql: str, folders: Sequence[Path]) -> Found:
+    """Answer one SELECT about the runs in these folders; a table that it does not name is not read.
+
+    Raises:
+        UserError: DuckDB refuses it, it is none or more than one statement, or it would change something.
+    """
+    duckdb = load_extra("duckdb", extra="query", what="kvbench query")
+    words = set(re.findall(r"\w+", sql.lower()))
+    with duckdb.connect(":memory:", config=LOCKED) as connection:
+        try:
+            statements = connection.extract_statements(sql)
+            if [x.type.name for x in statements] not in (["SELECT"], ["EXPLAIN"]):
+                raise UserError(f"a query is one SELECT, or an EXPLAIN or DESCRIBE of one. {HINT}")
+            for name in words & TABLES.keys() or TABLES:
+                rows = _read_results(folders) if name == "results" else _read_samples(folders)
+                connection.register("given", make_table(rows, TABLES[name]))
+                connection.execute(f"CREATE TABLE {name} AS SELECT * FROM given")  # noqa: S608  # one of TABLES
+                connection.unregister("given")
+            cursor = connection.execute(statements[0])
+            found = [tuple(map(_plain, row)) for row in cursor.fetchall()]
+            return Found(tuple(x[0] for x in cursor.description), tuple(found))
+        except duckdb.Error as error:
+            reason = " ".join(str(error).partition("\nLINE ")[0].split())
+            raise UserError(f"the query fails: {reason.rstrip('.!')}. {HINT}") from error
+
+
+def _read_results(folders: Sequence[Path]) -> Iterable[Row]:
+    return (flatten(read_file(x / "result.json", Result)) for x in folders)
+
+
+def _read_samples(folders: Sequence[Path]) -> Iterable[Row]:
+    for folder in folders:
+        run_id = read_file(folder / "result.json", Result).run_id
+        yield from ({"run_id": run_id, **flatten(x)} for x in read_lines(folder / "samples.jsonl"))
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it: what is no number is null, what has no JSON is text."""
+    if isinstance(value, list | tuple):
+        return [_plain(x) for x in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(x) for key, x in value.items()}
+    if isinstance(value, Decimal):
+        value = float(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)

@@ -1,0 +1,186 @@
+"""SQL sees what the files of runs hold, and nothing else of the machine."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvbench.errors import UserError
+from kvbench.files import read_file, read_lines
+from kvbench.query import query_runs
+from kvbench.results import Line, Result
+from kvbench.rows import find_columns, flatten, make_table, write_csv
+from kvbench.runs import find_runs
+
+CURATED = Path(__file__).parents[2] / "results" / "cpu-2-cores"
+
+
+@pytest.fixture(scope="module")
+def folders() -> list[Path]:
+    """Three curated runs."""
+    return [next(CURATED.glob(f"{x}-niah_multikey_1-*")) for x in ("full", "kivi", "snapkv")]
+
+
+@pytest.fixture
+def changed(folders, tmp_path):
+    """A run whose files may be changed."""
+    folder = tmp_path / "runs" / "changed"
+    shutil.copytree(folders[2], folder)
+    return folder
+
+
+def test_a_row_per_run(kvbench, folders):
+    """Under plain names, as a table and as JSON."""
+    results = [read_file(x / "result.json", Result) for x in folders]
+    sql = "SELECT method, avg(score) AS mean FROM results GROUP BY 1 ORDER BY 1"
+    answer = kvbench("query", sql, *(x for folder in folders for x in ("--results", folder)), "--json")
+    assert answer.code == 0, answer.err
+    assert answer.json == [{"method": x.method.name, "mean": pytest.approx(x.score.mean)} for x in results]
+    assert "snapkv" in answer.out.splitlines()[-3]
+
+
+def test_every_run_below_a_folder(kvbench):
+    """At any depth."""
+    answer = kvbench("query", "SELECT count(*) AS n FROM results", "--results", CURATED.parent, "--json")
+    assert answer.json == [{"n": len(find_runs([str(CURATED)]))}]
+
+
+def test_a_row_per_answer(folders):
+    """Means over the journals are the scores of the results; lists count from 1, JSON has its arrows."""
+    found = query_runs(
+        """
+        WITH means AS (SELECT run_id, avg(score) AS mean, count(*) AS n FROM samples GROUP BY 1)
+        SELECT run_id, mean, n, score_ci95[1], method_settings->>'$.window' AS w
+        FROM means JOIN results USING (run_id) ORDER BY method
+        """, folders,
+    )
+    results = sorted((read_file(x / "result.json", Result) for x in folders), key=lambda x: x.method.name)
+    assert found.columns == ("run_id", "mean", "n", "score_ci95[1]", "w")
+    assert [x[:4] for x in found.rows] == [
+        (x.run_id, pytest.approx(x.score.mean), x.n_scored * x.spec.turns, x.score.ci95[0]) for x in results
+    ]
+    assert [x[4] for x in found.rows] == [
+        None if "window" not in x.method.settings else str(x.method.settings["window"]) for x in results
+    ]
+
+
+@pytest.mark.parametrize("sql", [
+    "SELECT * FROM '/etc/passwd'", "SELECT * FROM read_text('/etc/passwd')", "SELECT * FROM glob('/etc/*')",
+    "SELECT * FROM read_csv('https://example.org/x.csv')", "SELECT getenv('HOME')", "SELECT * FROM folders",
+])
+def test_nothing_else_can_be_reached(folders, sql):
+    """No file, no address, no variable of the process."""
+    with pytest.raises(UserError, match="the query fails: "):
+        query_runs(sql, folders)
+
+
+@pytest.mark.parametrize("sql", [
+    "", "-- nothing", "SELECT 1; SELECT 2", "COPY results TO 'x.csv'", "ATTACH 'x.db'", "INSTALL httpfs",
+    "SET enable_external_access = true", "UPDATE results SET score = 1", "DROP TABLE results", "PRAGMA database_list",
+    "EXPORT DATABASE 'x'", "CALL pragma_version()",
+])
+def test_a_query_only_asks(folders, sql):
+    """One SELECT, or what describes one."""
+    with pytest.raises(UserError, match="a query is one SELECT"):
+        query_runs(sql, folders)
+
+
+def test_what_cannot_be_asked(kvbench, folders, tmp_path):
+    """One line each, exit code 2, and where to look."""
+
+    def refuse(sql, *more):
+        answer = kvbench("query", sql, *more)
+        assert (answer.code, answer.out) == (2, ""), answer
+        assert answer.err.count("\n") == 1 and "Traceback" not in answer.err
+        return answer.err
+
+    here = ("--results", folders[0])
+    assert 'syntax error at or near "SELEC". `DESCRIBE results`' in refuse("SELEC 1", *here)
+    assert 'Referenced column "sore" not found' in refuse("SELECT sore FROM results", *here)
+    assert "there is no folder 'nowhere'" in refuse("SELECT 1", "--results", "nowhere")
+    assert "no finished run lies below" in refuse("SELECT 1", "--results", tmp_path)
+
+
+def test_without_duckdb_the_extra_is_named(folders, monkeypatch):
+    """In one line."""
+    monkeypatch.setitem(sys.modules, "duckdb", None)
+    with pytest.raises(UserError, match=r"kvbench query needs the package duckdb .* pip install 'kvbench\[query\]'"):
+        query_runs("SELECT 1", folders)
+
+
+def test_columns_can_be_listed(folders):
+    """Every one of both tables, with its type."""
+    for table, columns in (("results", find_columns(Result)), ("samples", find_columns(Line))):
+        listed = {x[0]: x[1] for x in query_runs(f"DESCRIBE {table}", folders).rows}
+        types = {str: "VARCHAR", int: "BIGINT", float: "DOUBLE", bool: "BOOLEAN"}
+        assert {x.name: types[x.kind] + "[]" * x.many for x in columns}.items() <= listed.items()
+
+
+def test_values_become_json(folders):
+    """What is no number is null; what JSON does not know is text."""
+    found = query_runs("SELECT 'nan'::DOUBLE, 1.5::DECIMAL(3, 1), DATE '2026-01-02', [1, 2], {'a': NULL}", folders)
+    assert found.rows == ((None, 1.5, "2026-01-02", [1, 2], {"a": None}),)
+
+
+def test_what_steers_a_terminal_is_not_printed(kvbench, changed):
+    """A name of a file is text and nothing else."""
+    text = (changed / "result.json").read_text().replace('"snapkv"', '"\\u001b[2Jsnap"')
+    (changed / "result.json").write_text(text)
+    answer = kvbench("query", "SELECT method FROM results", "--results", changed)
+    assert "\N{REPLACEMENT CHARACTER}[2Jsnap" in answer.out
+    assert "\x1b" not in answer.out
+
+
+def test_numbers_that_no_table_holds_are_refused(changed):
+    """JSON has integers of any size."""
+    result = json.loads((changed / "result.json").read_text())
+    result["model"]["params"] = result["spec"]["model"]["params"] = 10**30
+    (changed / "result.json").write_text(json.dumps(result))
+    with pytest.raises(UserError, match="a value of these runs fits no table"):
+        query_runs("SELECT 1 FROM results", [changed])
+
+
+# Flat rows
+
+
+def test_columns_are_named_after_their_places():
+    """What stands twice in a result is one column, and no card is there."""
+    names = [x.name for x in find_columns(Result)]
+    assert len(names) == len(set(names))
+    assert {"method", "score", "task", "model", "seed", "memory_ratio", "environment_git_commit"} <= set(names)
+    assert not {"spec_method_name", "method_card", "schema_version", "spec_seed"} & set(names)
+
+
+def test_a_row_has_every_value(folders):
+    """Single values as they are, lists as lists, the rest as JSON text; what is not there is null."""
+    result = read_file(folders[2] / "result.json", Result)
+    row = flatten(result)
+    assert row["score"] == result.score.mean
+    assert row["score_ci95"] == list(result.score.ci95)
+    assert json.loads(row["method_settings"]) == result.method.settings
+    assert json.loads(row["score_by_turn"]) == [{"mean": x.mean, "n": x.n} for x in result.score.by_turn]
+    assert (row["environment_gpu"], row["diffusion_nfe"]) == (None, None)
+    assert make_table([row], find_columns(Result)).to_pylist() == [row]
+
+
+def test_a_journals_row_can_be_read_back(folders):
+    """As the record that it was."""
+    line = read_lines(folders[0] / "samples.jsonl")[0]
+    row = flatten(line)
+    assert (row["times_ttft_s"], row["bytes_cache_bytes"]) == (line.times.ttft_s, line.bytes.cache_bytes)
+    assert tuple(row["ids"]) == line.ids and json.loads(row["facts"]) == line.facts
+
+
+def test_a_spreadsheet_runs_nothing():
+    """Text that begins like a formula has an apostrophe before it; numbers are numbers."""
+    rows = [{"a": "=1+1", "b": -1.5, "c": None, "d": [1, "@"]}, {"a": 'x,"y"', "b": 2, "c": "+", "d": []}]
+    text = write_csv(rows, rows[0])
+    assert list(csv.reader(io.StringIO(text))) == [
+        ["a", "b", "c", "d"], ["'=1+1", "-1.5", "", '[1, "@"]'], ['x,"y"', "2", "'+", "[]"],
+    ]
