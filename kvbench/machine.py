@@ -10,7 +10,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from kvbench.results import Git
+from kvbench import __version__
+from kvbench.results import Environment, Git
 
 SOURCE = Path(__file__).resolve().parent.parent
 CODE = ("kvbench", "methods", "tasks", "kernels")
@@ -42,6 +43,20 @@ def find_git() -> Git | None:
     if not commit:
         return None
     return Git(commit=commit, dirty=bool(ask("status", "--porcelain", "--", *CODE)))
+
+
+def find_environment(
+    device: str, *, started: str, seconds: float, device_map: dict[str, str] | None = None
+) -> Environment:
+    """Where something ran on a kind of device, when, and for how long."""
+    import torch
+
+    return Environment(
+        python=platform.python_version(), torch=torch.__version__,
+        transformers=find_version("transformers") or "unknown", triton=find_version("triton"), kvbench=__version__,
+        git=find_git(), cpu=cpu_name(), gpu=torch.cuda.get_device_name() if device == "cuda" else None,
+        threads=torch.get_num_threads(), device_map=device_map, started=started, seconds=seconds,
+    )
 
 
 def cpu_name() -> str:

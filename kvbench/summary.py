@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import platform
 from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import fmean, median
 
 from kvbench.job import Job
-from kvbench.machine import cpu_name, find_git, find_version
+from kvbench.machine import find_environment
 from kvbench.results import (
     Agreement,
     AgreementPart,
@@ -16,7 +15,6 @@ from kvbench.results import (
     BudgetResult,
     CertificateResult,
     DiffusionResult,
-    Environment,
     Evidence,
     Kernels,
     Latency,
@@ -65,7 +63,10 @@ def summarise(job: Job, lines: Sequence[Line]) -> Result:
             truncated=sum(bool(x.facts.get("cut_tokens")) for x in good if x.turn == 0),
         ),
         memory=_memory(good), latency=_latency(good), diffusion=_diffusion(job, good), certificate=certificate,
-        kernels=_kernels(spec.kernels, lines), environment=_environment(job, lines),
+        kernels=_kernels(spec.kernels, lines), environment=find_environment(
+            spec.device, started=min((x.started for x in lines), default=""), seconds=sum(x.seconds for x in lines),
+            device_map=job.model.device_map,
+        ),
     )
 
 
@@ -208,16 +209,3 @@ def _kernels(implementation: str, lines: Sequence[Line]) -> Kernels:
     ran = {name: found for line in lines for name, found in line.kernels.items()}
     ops = sorted({x.partition(".")[0] for x in ran})
     return Kernels(implementation=implementation, ops=tuple(ops), ran=dict(sorted(ran.items())))
-
-
-def _environment(job: Job, lines: Sequence[Line]) -> Environment:
-    import torch
-
-    versions = job.spec.versions
-    return Environment(
-        python=platform.python_version(), torch=versions.torch, transformers=versions.transformers,
-        triton=find_version("triton"), kvbench=versions.kvbench, git=find_git(), cpu=cpu_name(),
-        gpu=torch.cuda.get_device_name() if job.spec.device == "cuda" else None, threads=torch.get_num_threads(),
-        device_map=job.model.device_map,
-        started=min((x.started for x in lines), default=""), seconds=sum(x.seconds for x in lines),
-    )
