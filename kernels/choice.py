@@ -10,6 +10,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import ParamSpec, TypeVar, cast
 
+IMPLEMENTATIONS = ("torch", "triton", "flash")
+REST = {"flash": "torch"}
+"""Of an implementation that is made for some operations: what the others run as. It is noted as what it is."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -19,9 +23,10 @@ _look: ContextVar[Callable[[str, object, object], None] | None] = ContextVar("lo
 
 @contextmanager
 def using(name: str) -> Iterator[dict[str, str]]:
-    """Inside, operations run as `name`, torch or triton. What has run is in the dict, by `<op>` or `<op>.<function>`.
+    """Inside, operations run as `name`, of IMPLEMENTATIONS. The dict has what ran, by `<op>` or `<op>.<function>`.
 
-    An operation that has no such implementation raises NotImplementedError when it is called: none stands in for it.
+    An operation that has no such implementation raises NotImplementedError when it is called: none stands in for it,
+    but for what REST says.
     """
     ran: dict[str, str] = {}
     token = _choice.set((name, ran))
@@ -57,7 +62,9 @@ def operation(function: Callable[P, R]) -> Callable[P, R]:
         note(label, found.__module__.rpartition(".")[2])
         result = found(*args, **kwargs)
         if found is not function and (look := _look.get()) is not None:
-            look(label, result, function(*args, **kwargs))
+            with using("torch"):
+                twin = function(*args, **kwargs)
+            look(label, result, twin)
         return result
 
     return call
@@ -72,5 +79,7 @@ def note(label: str, implementation: str) -> None:
 def _find(package: str, implementation: str, name: str) -> Callable[..., object]:
     module = f"{package}.{implementation}"
     if importlib.util.find_spec(module) is None:
+        if implementation in REST:
+            return _find(package, REST[implementation], name)
         raise NotImplementedError(f"{package.rpartition('.')[2]} has no {implementation} implementation")
     return cast("Callable[..., object]", getattr(importlib.import_module(module), name))

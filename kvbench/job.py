@@ -59,8 +59,11 @@ def prepare(request: Request, model: Model | None = None) -> Job:
     if model is None:
         check_model(request.model)
     plan = check(request)
-    model = model or _load(request, find_device(request), plan.length)
-    _check_kernels(request, model)
+    device = model.device.type if model is not None else find_device(request)
+    _check_device(request, device)
+    model = model or _load(request, device, plan.length)
+    if request.kernels == "flash" and model.dtype == "float32":
+        raise UserError("kernels 'flash' compute in 16 bits. Use --dtype bfloat16, or --kernels torch.")
     plan = replace(plan, generation=resolve_generation(plan, model))
     frame = plan.task.frame(model.tokenizer)
     _check_length(plan, model)
@@ -172,14 +175,17 @@ def resolve_generation(plan: Plan, model: Model) -> GenerationSpec:
     return generation.model_copy(update={"decoding": "denoising", "denoising": denoising})
 
 
-def _check_kernels(request: Request, model: Model) -> None:
-    if request.kernels == "triton" and model.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+def _check_device(request: Request, device: str) -> None:
+    kernels = request.kernels
+    if kernels == "triton" and device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise UserError(
-            f"kernels 'triton' need a GPU, and model {model.id} is on cpu. Use --kernels torch, or set "
-            "TRITON_INTERPRET=1 to have them interpreted, for tests: that is very slow."
+            "kernels 'triton' need a GPU, and this run is on cpu. Use --kernels torch, or set TRITON_INTERPRET=1 to "
+            "have them interpreted, for tests: that is very slow."
         )
-    if request.kernels == "triton" and request.device_map is not None:
-        raise UserError("kernels 'triton' run on one GPU. Use --kernels torch, or leave --device-map out.")
+    if kernels == "flash" and device == "cpu":
+        raise UserError("kernels 'flash' need a GPU, and this run is on cpu. Use --kernels torch.")
+    if kernels != "torch" and request.device_map is not None:
+        raise UserError(f"kernels '{kernels}' run on one GPU. Use --kernels torch, or leave --device-map out.")
 
 
 def _check_length(plan: Plan, model: Model) -> None:
@@ -220,7 +226,7 @@ def _resolve_spec(plan: Plan, model: Model, frame: Frame) -> RunSpec:
         mode=protocol.mode, visibility=protocol.visibility, history=protocol.history, recompress=protocol.recompress,
         budget=None if budget is None else str(budget), split=cast("Literal['dev', 'test']", request.split),
         seed=request.seed, samples=request.samples, turns=protocol.turns, chunk=request.chunk,
-        kernels=cast("Literal['torch', 'triton']", request.kernels),
+        kernels=cast("Literal['torch', 'triton', 'flash']", request.kernels),
         device=cast("Literal['cpu', 'cuda']", model.device.type), generation=plan.generation,
         versions=Versions(
             kvbench=__version__, torch=torch.__version__, transformers=find_version("transformers") or "unknown"

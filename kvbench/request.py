@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from kvbench.errors import UserError, unknown
+from kvbench.kernels.choice import IMPLEMENTATIONS, REST
 from kvbench.method import DEFAULT_BUDGET, Budget, BudgetKind, Method
 from kvbench.registry import find_method, find_task, list_architectures, list_models, list_ops
 from kvbench.settings import configure, parse_pairs
@@ -146,15 +147,19 @@ def _check_numbers(request: Request, length: int) -> None:
 
 
 def _check_kernels(name: str) -> None:
-    if name not in ("torch", "triton"):
-        raise unknown("kernels", name, ["torch", "triton"])
-    if name == "triton" and importlib.util.find_spec("triton") is None:
-        raise UserError("kernels 'triton' need the package triton. Install it: pip install 'kvbench[triton]'")
+    if name not in IMPLEMENTATIONS:
+        raise unknown("kernels", name, IMPLEMENTATIONS)
+    for kernels, package in (("triton", "triton"), ("flash", "flash_attn")):
+        if name == kernels and importlib.util.find_spec(package) is None:
+            raise UserError(
+                f"kernels '{name}' need the package {package.replace('_', '-')}. "
+                f"Install it: pip install 'kvbench[{name}]'"
+            )
 
 
 def _check_operations(request: Request, method: type[Method]) -> None:
     """Every operation that the method's run loads must have the implementation: none stands in for it."""
-    if request.kernels != "torch":
+    if REST.get(request.kernels, request.kernels) != "torch":
         used = find_ops(method)
         missing = [op for op, found in list_ops().items() if op in used and request.kernels not in found]
         if missing:

@@ -135,7 +135,7 @@ class RunSpec(Record):
     batch: Literal[1] = 1
     chunk: int | None
     """Most prompt tokens per forward pass; None: the whole prompt at once."""
-    kernels: Literal["torch", "triton"]
+    kernels: Literal["torch", "triton", "flash"]
     device: Literal["cpu", "cuda"]
     generation: GenerationSpec
     versions: Versions

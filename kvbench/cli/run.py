@@ -56,7 +56,9 @@ def run_command(
         typer.Option("--gen", metavar="KEY=VALUE", help="limit=N caps new tokens per turn; see docs/diffusion.md."),
     ] = None,
     chunk: Annotated[int | None, typer.Option(help="Most prompt tokens per forward pass.")] = None,
-    kernels: Annotated[Text, typer.Option(help="torch or triton; default: torch.")] = None,
+    kernels: Annotated[
+        Text, typer.Option(help="torch, triton, or flash: torch, and flash-attn for prompts; default: torch.")
+    ] = None,
     device: Annotated[Text, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
     device_map: Annotated[
         Text, typer.Option(help="Spread a model over GPUs, memory and disk: auto, balanced, ... or a .json file.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -45,11 +46,29 @@ def test_triton_needs_its_package_and_a_gpu(kvbench, arguments, monkeypatch):
     assert "kernels 'triton' need the package triton" in answer.err
 
 
+def test_flash_attn_needs_its_package_a_gpu_and_sixteen_bits(kvbench, arguments, monkeypatch):
+    """Each is said by itself, and nothing else stands in."""
+    find = importlib.util.find_spec
+    command = [*arguments, "--method", "full", "--kernels", "flash"]
+    monkeypatch.setattr("kvbench.request.importlib.util.find_spec", lambda name: None)
+    answer = kvbench(*command)
+    assert answer.code == 2
+    assert "kernels 'flash' need the package flash-attn. Install it: pip install 'kvbench[flash]'" in answer.err
+    monkeypatch.setattr("kvbench.request.importlib.util.find_spec", lambda name: name == "flash_attn" or find(name))
+    answer = kvbench(*command)
+    assert answer.code == 2
+    assert "kernels 'flash' need a GPU" in answer.err
+    monkeypatch.setattr("kvbench.job._check_device", lambda *_: None)
+    answer = kvbench(*command, "--dtype", "float32")
+    assert answer.code == 2
+    assert "kernels 'flash' compute in 16 bits" in answer.err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs on a CPU need the interpreter")
 def test_a_result_says_what_ran(kvbench, arguments, tmp_path):
-    """By operation, on the first line of every sample and in the result; the answers are the same."""
+    """By operation, on the first line of a sample and in the result; the answers are the same."""
     pytest.importorskip("triton", reason="Triton is for Linux")
-    command = [*arguments, "--method", "knorm+adakv", "--samples", "2", "--mode", "multi-turn", "--turns", "2"]
+    command = [*arguments, "--method", "knorm+adakv", "--samples", "1", "--mode", "multi-turn", "--turns", "2"]
     predictions = {}
     for kernels in ("torch", "triton"):
         assert kvbench(*command, "--kernels", kernels).code == 0
@@ -63,6 +82,6 @@ def test_a_result_says_what_ran(kvbench, arguments, tmp_path):
             "implementation": kernels, "ops": ["dense_attention", "ragged_attention"], "ran": ran,
         }
         lines = read_lines(folder / "samples.jsonl")
-        assert [x.kernels for x in lines] == [ran, {}] * 2
+        assert [x.kernels for x in lines] == [ran, {}]
         predictions[kernels] = [x.ids for x in lines]
     assert predictions["triton"] == predictions["torch"]

@@ -68,6 +68,19 @@ def test_what_was_chosen_can_be_compared_with_torch(package):
     assert seen == [("twice", 7, 6)]
 
 
+def test_an_implementation_made_for_some_operations_leaves_the_others_to_the_one_that_is_named(package, monkeypatch):
+    """By REST, and noted as what it is; where it has a function of its own, that runs."""
+    twice, half = package
+    with using("flash") as ran:
+        assert (twice(3), half(4)) == (6, 2)
+    assert ran == {"twice": "torch", "twice.half": "torch"}
+    choice._find.cache_clear()
+    monkeypatch.setitem(sys.modules, "toy.twice.flash", sys.modules["toy.twice.triton"])
+    monkeypatch.setattr(choice.importlib.util, "find_spec", sys.modules.get)
+    with using("flash"):
+        assert twice(3) == 7
+
+
 def test_nothing_stands_in_for_an_implementation_that_is_missing(package, monkeypatch):
     """The error names the operation."""
     twice, _ = package

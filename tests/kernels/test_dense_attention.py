@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -162,6 +165,84 @@ def test_triton_blocks_end_where_rows_do(more, precision, triton, attention, err
     assert error(found, naive.dense_attention(query.double(), keys, values, scale=0.3, seen=n)) < allowed[precision]
 
 
+@pytest.fixture
+def flash_attn(monkeypatch):
+    """Operations run as flash's; the package is a loop over queries that does what its documentation says."""
+
+    def attend(q, k, v, *, softmax_scale, causal, window_size, softcap):  # [B, T, H, D]
+        queries, heads, rows, group = q.shape[1], q.shape[2], torch.arange(k.shape[1]), q.shape[2] // k.shape[2]
+        output = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float64)
+        for t in range(queries):
+            at = t + k.shape[1] - queries
+            (left, right), sees = window_size, rows <= at if causal else rows >= 0
+            sees = sees & (rows >= at - left if left >= 0 else sees) & (rows <= at + right if right >= 0 else sees)
+            for head in range(heads):
+                logits = k[:, sees, head // group].double() @ q[:, t, head, :, None].double() * softmax_scale
+                logits = softcap * torch.tanh(logits / softcap) if softcap > 0 else logits
+                output[:, t, head] = (logits.softmax(1) * v[:, sees, head // group].double()).sum(1)
+        return output.to(q.dtype)
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_func=attend))
+    with using("flash") as ran:
+        yield ran
+
+
+@pytest.mark.parametrize("size", [(5, 5), (5, 17), (1, 17)], ids=str)
+def test_flash_attn_is_asked_for_what_the_oracle_does(size, heads, options, flash_attn, attention, error):
+    """Prompts and chunks of every head layout, windows and soft caps; sinks and single queries are torch's."""
+    query, keys, values = (x.repeat(1, 1, 1, 2)[..., :20] for x in attention(heads, *size))
+    options = {"scale": 0.3, "seen": size[1], **options}
+    found = dense_attention(query, keys, values, **options)
+    assert error(found, naive.dense_attention(query, keys, values, **options)) < 1e-5
+    label = "dense_attention.prompt" if size == (5, 5) else "dense_attention.chunk"
+    noted = {} if size[0] == 1 else {label: "torch" if "sinks" in options else "flash_attn"}
+    assert flash_attn == {"dense_attention": "flash", **noted}
+
+
+def test_flash_attn_has_no_window_across_holes(flash_attn, attention, holes, error):
+    """Where a window counts tokens, and where it may look ahead, torch's attention serves or refuses."""
+    query, keys, values = (x.repeat(1, 1, 1, 2)[..., :20] for x in attention((6, 2), 3, 12))
+    options = {"scale": 0.3, "seen": 40, "window": 9, "positions": holes(2, 2, 12, 40, 3)}
+    found = dense_attention(query, keys, values, **options)
+    assert error(found, naive.dense_attention(query, keys, values, **options)) < 1e-5
+    assert flash_attn["dense_attention.chunk"] == "sdpa_flash"
+    both = {"scale": 0.3, "seen": 12, "causal": False}
+    found = dense_attention(query, keys, values, **both)
+    assert error(found, naive.dense_attention(query, keys, values, **both)) < 1e-5
+    assert flash_attn["dense_attention.chunk"] == "flash_attn"
+    with pytest.raises(NotImplementedError, match="window"):
+        dense_attention(query, keys, values, **both, window=4)
+
+
+def test_which_kernel_of_sdpa_takes_what_is_noted(attention):
+    """Flash attention where keys are as wide as values, the plain one elsewhere, none of them for soft caps."""
+    query, keys, values = attention((6, 2), 3, 12)
+    for rows, softcap, n, label, wanted in (
+        (keys, None, 3, "prompt", "sdpa_flash"), (values, None, 3, "prompt", "sdpa_math"),
+        (keys, None, 12, "chunk", "sdpa_flash"), (values, None, 12, "chunk", "sdpa_math"),
+        (keys, 2.0, 12, "chunk", "torch"),
+    ):
+        with using("torch") as ran:
+            dense_attention(query, keys[:, :, :n], rows[:, :, :n], scale=0.3, seen=n, softcap=softcap)
+        assert ran == {"dense_attention": "torch", f"dense_attention.{label}": wanted}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [(200, 1500), (700, 700)], ids=str)
+def test_sdpa_s_flash_attention_takes_prompts_and_chunks_on_a_gpu(size, precision, error, allowed):
+    """In 16 bits, grouped heads and all, aligned at the bottom right; in 32 bits it is the plain one, in blocks."""
+    generator = torch.Generator().manual_seed(0)
+    query, keys, values = (
+        torch.randn(2, heads, n, 128, generator=generator).to(precision)
+        for heads, n in ((8, size[0]), (2, size[1]), (2, size[1]))
+    )
+    options = {"scale": 128**-0.5, "seen": size[1]}
+    with using("torch") as ran:
+        found = dense_attention(query.cuda(), keys.cuda(), values.cuda(), **options)
+    assert error(found, naive.dense_attention(query.double(), keys, values, **options)) < allowed[precision]
+    assert "sdpa_flash" in ran.values() if precision.itemsize == 2 else "sdpa_math" in ran.values()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [(1, 9000), (200, 1500), (700, 700)], ids=str)
 def test_triton_at_full_size(size, precision, triton, error, allowed):
@@ -175,5 +256,5 @@ def test_triton_at_full_size(size, precision, triton, error, allowed):
     with using("triton") as ran:
         found = dense_attention(*triton([query, keys, values]), **options)
     assert error(found, naive.dense_attention(query.double(), keys, values, **options)) < allowed[precision]
-    flash = size[0] == size[1] and precision.itemsize == 2
-    assert ran.get("dense_attention.prompt") == ("sdpa_flash" if flash else None)
+    if size[0] == size[1]:
+        assert ran["dense_attention.prompt"] == ("sdpa_flash" if precision.itemsize == 2 else "triton")
