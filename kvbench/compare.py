@@ -14,7 +14,7 @@ from kvbench.errors import UserError
 from kvbench.files import read_file
 from kvbench.results import Result
 from kvbench.runs import Run
-from kvbench.significance import ALPHA, adjust, compare_scores, find_smallest, group_ties
+from kvbench.significance import ALPHA, adjust, compare_scores, find_smallest, flip_signs, group_ties
 from kvbench.spec import RunSpec
 
 ASKED = (
@@ -119,8 +119,7 @@ def compare_pair(first: Run, other: Run) -> Difference:
     pairs = {} if "failed" in (first.result.status, other.result.status) else _pair(first, other)
     if not pairs:
         return Difference(other.result.run_id, 0, 0, None, None, None, None)
-    contexts = [[pairs[key] for key in keys] for _, keys in groupby(pairs, key=lambda key: key[0])]
-    found = compare_scores(contexts)
+    found = compare_scores(_by_context(pairs))
     return Difference(other.result.run_id, found.n, found.contexts, found.mean, found.ci95, found.p, found.p)
 
 
@@ -145,8 +144,11 @@ def rank_runs(runs: Sequence[Run]) -> list[int | None]:
 
 
 def _p_value(first: Run, other: Run) -> float:
-    found = compare_pair(first, other).p
-    return 1.0 if found is None else found
+    return flip_signs([sum(b - a for a, b in x) for x in _by_context(_pair(first, other))])
+
+
+def _by_context(pairs: dict[tuple[str, int], tuple[float, float]]) -> list[list[tuple[float, float]]]:
+    return [[pairs[key] for key in keys] for _, keys in groupby(pairs, key=lambda key: key[0])]
 
 
 def find_regressions(runs: Sequence[Run]) -> list[Regressions]:

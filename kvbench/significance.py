@@ -67,20 +67,22 @@ def flip_signs(differences: Sequence[float]) -> float:
         from scipy.stats import binomtest  # type: ignore[import-untyped]
 
         return float(binomtest(int((values > 0).sum()), len(values)).pvalue)
-    reached = abs(_signs(len(values)) @ values) >= abs(values.sum()) - 1e-9 * sizes.sum()
-    if len(values) <= EXACT:
-        return float(reached.mean())
-    return float((reached.sum() + 1) / (len(reached) + 1))
+    exact = len(values) <= EXACT
+    signs = _all_signs(len(values)) if exact else _random_signs(-(-len(values) // 64) * 64)[:, : len(values)]
+    reached = abs(signs @ values) >= abs(values.sum()) - 1e-9 * sizes.sum()
+    return float(reached.mean() if exact else (reached.sum() + 1) / (len(reached) + 1))
 
 
-@functools.lru_cache(maxsize=8)
-def _signs(n: int) -> npt.NDArray[np.float64]:
-    """Rows of n signs: all combinations, or FLIPS random ones. [flips, n]"""
-    if n <= EXACT:
-        bits = np.arange(2**n)[:, None] >> np.arange(n) & 1
-    else:
-        bits = np.random.default_rng(0).integers(0, 2, size=(FLIPS, n))
-    return 2 * bits.astype(np.float64) - 1
+@functools.cache
+def _all_signs(n: int) -> npt.NDArray[np.float64]:
+    """Every way to sign n numbers. [2**n, n]"""
+    return 2.0 * (np.arange(2**n)[:, None] >> np.arange(n) & 1) - 1
+
+
+@functools.lru_cache(maxsize=4)
+def _random_signs(n: int) -> npt.NDArray[np.float64]:
+    """Signs by chance, the same ones always. [FLIPS, n]"""
+    return 2.0 * np.random.default_rng(0).integers(0, 2, size=(FLIPS, n)) - 1
 
 
 def adjust(p_values: Sequence[float]) -> list[float]:
