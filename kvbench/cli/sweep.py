@@ -44,7 +44,7 @@ def sweep_command(
     if (workers or 1) > 1 and any(x.request.device_map is not None for x in cells):
         raise UserError("a cell with a device map may take every GPU there is. Use --workers 1.")
     if dry_run:
-        return _predict(cells, workers or 1, as_json=as_json)
+        return show_prediction(cells, workers or 1, as_json=as_json)
     reports = run_cells(cells, executor, workers, address)
     _print(reports)
     if as_json:
@@ -100,7 +100,7 @@ def _print(reports: list[Report]) -> None:
     print_rows("", ("cell", "", "score", "bytes held", "run"), rows)
 
 
-def _predict(cells: list[Cell], workers: int, *, as_json: bool) -> int:
+def show_prediction(cells: list[Cell], workers: int, *, as_json: bool) -> int:
     """One row per cell with the time that it will take."""
     from kvbench.sweep.check import place_cells
     from kvbench.sweep.predict import predict
