@@ -1,0 +1,285 @@
+"""`kvbench reproduce`: printed numbers and findings of papers, beside what is measured here."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvbench.cli.output import print_json
+from kvbench.errors import UserError
+
+if TYPE_CHECKING:
+    from kvbench.reproduce.plan import Missing, Plan
+    from kvbench.reproduce.shape import FindingRecord
+    from kvbench.reproduce.verdict import Judgement, Number
+    from kvbench.request import Request
+    from kvbench.sweep.cell import Cell, Report
+
+Text = str | None
+RECORD = Path("results/shape/findings.json")
+
+
+def reproduce_command(
+    claim: Annotated[
+        Text, typer.Argument(help="paper:table/model/row/column of `--list`, or less of it; see docs/reproducing.md.")
+    ] = None,
+    *,
+    listed: Annotated[bool, typer.Option("--list", help="Say what there is.")] = False,
+    shape: Annotated[Text, typer.Option(help="A finding to test on the bundled models, or all.")] = None,
+    model: Annotated[Text, typer.Option(help="In the paper's model's place; what comes of it is a shape.")] = None,
+    samples: Annotated[int | None, typer.Option(help="At most so many of each task; the same.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what is missing; predict time and memory.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="End standard output with one JSON line.")] = False,
+) -> int:
+    """Put a paper's numbers beside our own, with a verdict for each; again, it goes on where it stopped."""
+    if sum((claim is not None, listed, shape is not None)) != 1:
+        raise UserError("reproduce takes one of: a claim, --list, --shape. See `kvbench reproduce --help`.")
+    if samples is not None and samples < 1:
+        raise UserError(f"samples {samples} must be 1 or more.")
+    if listed:
+        return _list(as_json=as_json)
+    if shape is not None:
+        if model is not None:
+            raise UserError("--shape is about the bundled models: leave --model out.")
+        return _test_shape(shape, samples, out, dry_run=dry_run, as_json=as_json)
+    from kvbench.reproduce.claims import find_claims
+    from kvbench.reproduce.needs import look_around
+    from kvbench.reproduce.plan import plan_claim, with_baselines
+
+    assert claim is not None
+    plans = look_around([plan_claim(x, model, samples, out) for x in with_baselines(find_claims(claim))])
+    if dry_run:
+        return _show_plan(plans, as_json=as_json)
+    return _run(plans, as_json=as_json)
+
+
+def _list(*, as_json: bool) -> int:
+    """One row per table."""
+    from kvbench.reproduce.claims import list_claims
+    from kvbench.reproduce.paper import list_papers
+    from kvbench.reproduce.plan import plan_claim
+    from kvbench.reproduce.shape import read_shape
+    from kvbench.table import print_rows
+
+    tables = [
+        (name, paper, table, [plan_claim(x) for x in list_claims(name, paper) if x.table is table])
+        for name, paper in list_papers().items() for table in paper.table
+    ]
+    findings = read_shape().finding
+    print_rows("numbers", ("claim", "", "numbers", "runs here", "read"), [
+        (
+            f"{name}:{table.name}", table.title, str(len(plans)), str(sum(not x.missing for x in plans)),
+            {"verified": "in the source", "secondary": "in a copy", "memory": "from memory"}[table.evidence],
+        )
+        for name, _, table, plans in tables
+    ])
+    print_rows("findings, for --shape", ("finding", "", "from"), [(x.name, x.statement, x.source) for x in findings])
+    if as_json:
+        print_json({
+            "tables": [
+                {"id": f"{name}:{table.name}", "paper": paper.title, "arxiv": paper.arxiv, "title": table.title,
+                 "evidence": table.evidence, "where": table.where, "claims": [x.claim.id for x in plans],
+                 "runnable": [x.claim.id for x in plans if not x.missing]}
+                for name, paper, table, plans in tables
+            ],
+            "findings": [x.model_dump(mode="json") for x in findings],
+        })
+    return 0
+
+
+def _say_missing(plans: list[Plan]) -> None:
+    """Before anything starts: what is missing, each once."""
+    from kvbench.log import say
+
+    for missing, count in _count(plans).items():
+        say(f"missing for {count} of {len(plans)} numbers, {missing.what}: {missing.why}.")
+
+
+def _count(plans: list[Plan]) -> dict[Missing, int]:
+    found: dict[Missing, int] = {}
+    for missing in (x for plan in plans for x in plan.missing):
+        found[missing] = found.get(missing, 0) + 1
+    return found
+
+
+def _cells(plans: list[Plan]) -> list[Cell]:
+    """The runs of the plans that lack nothing, each once."""
+    requests = dict.fromkeys(x for plan in plans if not plan.missing for x in plan.requests)
+    return [_cell(i, x) for i, x in enumerate(requests)]
+
+
+def _cell(index: int, request: Request) -> Cell:
+    from kvbench.sweep.cell import Cell
+
+    options = {"budget": request.budget, "task": request.task, "length": request.length, "model": request.model}
+    own = {key: str(value) for key, value in options.items() if value is not None}
+    name = " ".join([request.method, *(f"{key}={value}" for key, value in own.items())])
+    return Cell(index=index, grid=1, name=name, request=request, options=own)
+
+
+def _show_plan(plans: list[Plan], *, as_json: bool) -> int:
+    """One row per model and row of a table: runs, memory, time, and what is missing."""
+    from kvbench.sweep.predict import predict
+    from kvbench.table import format_bytes, print_rows
+
+    _say_missing(plans)
+    cells = _cells(plans)
+    predicted = {x.cell.request: x for x in predict(cells)} if cells else {}
+    groups: dict[tuple[str, str, str], list[Plan]] = {}
+    for plan in plans:
+        groups.setdefault((plan.claim.table.name, plan.claim.model, plan.claim.row), []).append(plan)
+    rows, documents = [], []
+    for (table, model, row), group in groups.items():
+        requests = list(dict.fromkeys(x for plan in group for x in plan.requests))
+        ready = [predicted[x] for plan in group if not plan.missing for x in plan.requests]
+        seconds = [x.seconds for x in {x.cell.request: x for x in ready}.values()]
+        known = sum(x for x in seconds if x is not None) if seconds and None not in seconds else None
+        most = max((x.predicted_bytes for x in group if x.predicted_bytes is not None), default=None)
+        lacking = list(dict.fromkeys(x.what for plan in group for x in plan.missing))
+        rows.append((
+            table, model, row, str(len(group)), str(len(requests)), f"{sum(x.samples for x in requests):,}",
+            "unknown" if most is None else format_bytes(most), "unknown" if known is None else f"{known:.0f} s",
+            ", ".join(lacking) or "-",
+        ))
+        documents.append({
+            "table": table, "model": model, "row": row, "claims": [x.claim.id for x in group], "runs": len(requests),
+            "samples": sum(x.samples for x in requests), "predicted_bytes": most, "predicted_s": known,
+            "missing": [{"what": x.what, "why": x.why} for x in _count(group)],
+        })
+    print_rows("", ("table", "model", "row", "numbers", "runs", "samples", "memory", "time", "missing"), rows)
+    typer.echo("Predicted: memory for weights and a dense cache; time by a sample of each kind, timed on this machine.")
+    if as_json:
+        print_json(documents)
+    return 0
+
+
+def _run(plans: list[Plan], *, as_json: bool) -> int:
+    """Run what can be run, then judge every number."""
+    from kvbench.cli.sweep import run_cells
+    from kvbench.reproduce.plan import Missing, find_baseline
+    from kvbench.reproduce.verdict import find_unanchored, judge
+    from kvbench.runs import load_run
+
+    _say_missing(plans)
+    cells = _cells(plans)
+    reports = dict(zip((x.request for x in cells), run_cells(cells) if cells else [], strict=True))
+    runs = {x: load_run(report.folder) for x, report in reports.items() if report.result is not None and report.folder}
+    by_id = {x.claim.id: x for x in plans}
+    judged = []
+    for plan in plans:
+        failed = [
+            Missing("run", report.error or "failed") for x in plan.requests
+            if (report := reports.get(x)) is not None and report.result is None
+        ]
+        other = find_baseline(plan.claim)
+        beside = None if other is None else by_id.get(other.id)
+        judged.append(judge(replace(plan, missing=(*plan.missing, *failed)), runs, beside))
+    _print(judged)
+    for (paper, table, model), points in find_unanchored(judged).items():
+        typer.echo(f"{paper}:{table}, {model}: not anchored. Our dense cache is {points:.2f} points from theirs.")
+    if as_json:
+        print_json([x.document for x in judged])
+    whole = all(x.status == "ok" for x in reports.values())
+    return 0 if whole and any(x.verdict != "not run" for x in judged) else 1
+
+
+def _print(judged: list[Judgement]) -> None:
+    """One row per number that was run; one for all of a row that were not."""
+    from kvbench.table import print_rows
+
+    rows: list[tuple[str, ...]] = []
+    waiting: dict[tuple[str, str, str], list[Judgement]] = {}
+    differs: dict[str, None] = {}
+    for x in judged:
+        claim = x.claim
+        if x.ours is None:
+            waiting.setdefault((claim.table.name, claim.model, claim.row), []).append(x)
+            continue
+        printed = f"{claim.printed:.{claim.table.decimals}f}"
+        if claim.value != claim.printed:
+            printed += f", should be {claim.value:.{claim.table.decimals}f}"
+        beside = ["", ""]
+        if x.printed_difference is not None:
+            beside = [f"{x.printed_difference:+.2f}", "-" if x.difference is None else _number(x.difference, sign="+")]
+        rows.append((claim.model, claim.row, claim.column, printed, _number(x.ours), *beside, x.verdict))
+        differs |= dict.fromkeys(x.differs)
+    if rows:
+        print_rows("", (
+            "model", "row", "column", "paper", "ours  95%", "difference, paper", "ours  95%", "verdict"
+        ), rows)
+    if waiting:
+        print_rows("not run", ("table", "model", "row", "numbers", "missing"), [
+            (*key, str(len(group)), ", ".join(dict.fromkeys(x.what for y in group for x in y.missing)))
+            for key, group in waiting.items()
+        ])
+    for text in differs:
+        typer.echo(f"not as in the paper: {text}")
+
+
+def _number(number: Number, sign: str = "") -> str:
+    low, high = number.ci95
+    return f"{number.value:{sign}.2f}  [{low:{sign}.2f}, {high:{sign}.2f}]"
+
+
+def _test_shape(name: str, samples: int | None, out: Path, *, dry_run: bool, as_json: bool) -> int:
+    """Run what the findings need, test them, and write the record of all of them."""
+    from kvbench.cli.sweep import run_cells, show_prediction
+    from kvbench.reproduce.shape import Finished, find_findings, make_record, read_shape
+
+    shape = read_shape()
+    findings = find_findings(shape, name)
+    requests = {
+        key: replace(x, out=out, samples=min(samples or x.samples, x.samples))
+        for key, x in shape.requests(findings).items()
+    }
+    cells = [replace(_cell(i, x), name=key) for i, (key, x) in enumerate(requests.items())]
+    if dry_run:
+        return show_prediction(cells, 1, as_json=as_json)
+    reports = run_cells(cells, workers=len(os.sched_getaffinity(0)))
+    record = make_record(findings, {
+        key: Finished.load(_folder(report)) for key, report in zip(requests, reports, strict=True)
+    })
+    _print_findings(record.findings)
+    if name == "all" and samples is None:
+        from kvbench.files import saving, write_record
+
+        with saving(RECORD):
+            RECORD.parent.mkdir(parents=True, exist_ok=True)
+        write_record(RECORD, record)
+        typer.echo(f"{RECORD}: {len(record.runs)} runs, {record.environment.seconds:.0f} s in all.")
+    if as_json:
+        print_json(record.model_dump(mode="json"))
+    return 0
+
+
+def _folder(report: Report) -> Path:
+    if report.folder is None or report.result is None:
+        raise UserError(f"{report.cell.name}: {report.error}")
+    return report.folder
+
+
+def _print_findings(findings: tuple[FindingRecord, ...]) -> None:
+    """One row per comparison, under the statement that it is a part of."""
+    from kvbench.table import format_p, print_rows
+
+    rows: list[tuple[str, ...]] = []
+    for finding in findings:
+        rows.append((finding.name, finding.statement, "", "", "", finding.verdict))
+        for x in finding.comparisons:
+            low, high = x.ci95
+            held = ""
+            if x.equal_bytes and x.bytes_more is not None and x.bytes_less is not None:
+                held = f", in {x.bytes_more:.1%} and {x.bytes_less:.1%} of the bytes"
+            rows.append((
+                "", f"{x.more} {x.mean_more:.2f} - {x.less} {x.mean_less:.2f} > {x.by:+.2f}{held}",
+                f"{x.mean_more - x.mean_less:+.2f}  [{low:+.2f}, {high:+.2f}]", format_p(x.p_adjusted),
+                str(len(x.contexts)), x.verdict,
+            ))
+        if finding.remark and finding.verdict != "holds":
+            rows.append(("", finding.remark, "", "", "", ""))
+    print_rows("", ("finding", "", "difference  95%", "p, Holm", "contexts", "verdict"), rows)

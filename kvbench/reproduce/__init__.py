@@ -1,0 +1,1 @@
+"""Published numbers and findings, beside what kvbench measures: read, planned, run and judged."""

@@ -1,0 +1,124 @@
+"""What the runs of a plan need of this machine: weights, data, a GPU and its memory. Each is looked for once."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import urlsplit
+
+from kvbench.errors import UserError
+from kvbench.log import say
+from kvbench.registry import find_task
+from kvbench.reproduce.plan import Missing, Plan
+from kvbench.request import Request, check
+from kvbench.settings import configure, parse_pairs
+
+if TYPE_CHECKING:
+    from kvbench.hf import Prediction
+
+T = TypeVar("T")
+LARGE = 1e9
+"""Parameters above which a model is run on a GPU only: on a CPU a paper's table would take months."""
+PATIENCE = 3.0
+"""Seconds to wait for the hub, once."""
+GB = 1e9
+
+
+def look_around(plans: Sequence[Plan]) -> list[Plan]:
+    """The plans with what is missing here, and the memory that is predicted."""
+    if any(x.requests for x in plans):
+        _reach_hub()
+    seen = _Seen()
+    return [_look(x, seen) for x in plans]
+
+
+class _Seen:
+    """What was found before, by what was asked."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[object, ...], object] = {}
+
+    def once(self, find: Callable[..., T], *about: object) -> T | UserError:
+        """What `find` says about something, or how it refuses."""
+        key = (find, *about)
+        if key not in self._found:
+            try:
+                self._found[key] = find(*about)
+            except UserError as error:
+                self._found[key] = error
+        return self._found[key]  # type: ignore[return-value]  # of this find
+
+
+def _look(plan: Plan, seen: _Seen) -> Plan:
+    found = {x: None for request in plan.requests for x in _missing(request, seen)}
+    sizes = [_predicted(plan, x, seen) for x in plan.requests]
+    most = max((x for x in sizes if x is not None), default=None)
+    return replace(plan, missing=(*plan.missing, *found), predicted_bytes=most)
+
+
+def _missing(request: Request, seen: _Seen) -> Iterator[Missing]:
+    data = seen.once(_open_data, request.task, request.task_settings)
+    if isinstance(data, UserError):
+        yield Missing("data", _first(data))
+    elif isinstance(refused := seen.once(check, replace(request, model="mini")), UserError):
+        yield Missing("run", str(refused))
+    size = seen.once(_predict, request.model, request.dtype)
+    if isinstance(size, UserError):
+        yield Missing("weights", _first(size))
+        return
+    from kvbench.job import find_device
+    from kvbench.machine import free_bytes
+
+    device = find_device(request)
+    need = _bytes(size, request)
+    if device == "cpu" and size.params > LARGE:
+        yield Missing("GPU", f"{request.model} has {size.params / 1e9:.1f} billion parameters, and no GPU is here")
+    elif need > free_bytes(device):
+        yield Missing("memory", (
+            f"{request.model} needs about {need / GB:.1f} GB for weights and a dense cache, and "
+            f"{free_bytes(device) / GB:.1f} GB are free on {device}"
+        ))
+
+
+def _predicted(plan: Plan, request: Request, seen: _Seen) -> int | None:
+    """Bytes by the model's own configuration, or by that of an architecture of its shape."""
+    names = [request.model, *([f"random:{plan.claim.block.shape}"] if plan.claim.block.shape else [])]
+    sizes = (seen.once(_predict, x, request.dtype) for x in names)
+    return next((_bytes(x, request) for x in sizes if not isinstance(x, UserError)), None)
+
+
+def _predict(model: str, dtype: str | None) -> Prediction:
+    from kvbench.hf import predict_memory
+
+    return predict_memory(model, dtype)
+
+
+def _bytes(size: Prediction, request: Request) -> int:
+    """Of the weights and a dense cache of the longest prompt and answer."""
+    length = request.length or find_task(request.task).default_length
+    return size.weight_bytes + replace(size.shape, length=length).dense_bytes
+
+
+def _open_data(name: str, settings: tuple[str, ...]) -> str | None:
+    task = configure(find_task(name), parse_pairs(settings, "--task-set"), "--task-set", name)
+    return task.dataset_revision
+
+
+def _first(error: UserError) -> str:
+    """What is wrong, without what the hub's client says and what could be done (docs/reproducing.md does)."""
+    return str(error).partition(" (")[0]
+
+
+def _reach_hub() -> None:
+    """Without the hub its clients would try for half a minute about every file: then they are told not to."""
+    if "HF_HUB_OFFLINE" in os.environ:
+        return
+    hub = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    try:
+        socket.create_connection((hub.hostname or "", hub.port or 443), PATIENCE).close()
+    except OSError as error:
+        say(f"{hub.hostname} cannot be reached ({error}): what is in its cache is used.")
+        os.environ["HF_HUB_OFFLINE"] = "1"

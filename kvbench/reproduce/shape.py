@@ -1,0 +1,256 @@
+"""Findings of papers as statements that the bundled models can refute, tested on runs under one protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, Field, model_validator
+
+from kvbench.errors import UserError, unknown
+from kvbench.files import read_file, read_lines
+from kvbench.registry import HERE
+from kvbench.reproduce.paper import HINT
+from kvbench.request import Request
+from kvbench.results import Environment, Line, Result
+from kvbench.significance import ALPHA, adjust, compare_scores
+from kvbench.spec import SCHEMA_VERSION, ModelSpec, Record
+from kvbench.sweep.file import File, expand
+from kvbench.toml import STRICT, read_toml
+
+FILE = HERE / "claims" / "shape.toml"
+PARTS = ("all", "first", "later", "none")
+"""Of a run: all turns, the first one, those after it, or what a diffusion run came to without a cache."""
+SAME_BYTES = 1.02
+"""How much more one side may hold where a finding is about equal bytes."""
+Decision = Literal["holds", "does not hold", "undecided"]
+
+
+class Comparison(BaseModel):
+    """`more` scores above `less` by more than `by`; below zero: falls behind by less."""
+
+    model_config = STRICT
+
+    more: str
+    less: str
+    by: float
+    equal_bytes: bool = False
+    """Whether it is void where `more` holds more bytes."""
+
+
+class Finding(BaseModel):
+    """A statement that holds where all of its comparisons do."""
+
+    model_config = STRICT
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
+    source: str
+    arxiv: str
+    statement: str
+    comparisons: list[Comparison] = Field(min_length=1)
+    remark: str = ""
+    """What is known of why it does not hold on the bundled models."""
+
+
+class Shape(BaseModel):
+    """The file: options common to all runs, runs by name, findings."""
+
+    model_config = STRICT
+
+    run: dict[str, Any]
+    runs: dict[str, dict[str, Any]]
+    finding: list[Finding] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for finding in self.finding:
+            for side in (x for y in finding.comparisons for x in (y.more, y.less)):
+                name, part = split(side)
+                if name not in self.runs or part not in PARTS:
+                    raise ValueError(f"{finding.name}: '{side}' is no run of the file, or no part of one")
+        return self
+
+    def requests(self, findings: Sequence[Finding]) -> dict[str, Request]:
+        """The runs that findings need, each once."""
+        sides = [x for finding in findings for y in finding.comparisons for x in (y.more, y.less)]
+        names = list(dict.fromkeys(split(x)[0] for x in sides))
+        return {x: expand(File(grid=[{**self.run, **self.runs[x]}]))[0].request for x in names}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A finished run, with all that its journal says."""
+
+    result: Result
+    lines: tuple[Line, ...]
+
+    @classmethod
+    def load(cls, folder: Path) -> Finished:
+        """From its folder.
+
+        Raises:
+            UserError: it is not finished or damaged, or samples of it failed.
+        """
+        result = read_file(folder / "result.json", Result)
+        if result.status != "ok":
+            raise UserError(f"run {folder} failed: {result.error}. Remove the folder, then run the same command.")
+        return cls(result, tuple(read_lines(folder / "samples.jsonl")))
+
+
+class Tested(Record):
+    """A comparison and what came of it."""
+
+    more: str
+    less: str
+    by: float
+    mean_more: float
+    mean_less: float
+    ci95: tuple[float, float]
+    """Of the difference, by bootstrap over contexts."""
+    p: float
+    """Two-sided, of the difference being `by`: random signs by context."""
+    p_adjusted: float
+    """Holm's, over all comparisons of the file that were tested with it."""
+    contexts: tuple[float, ...]
+    """The differences by context: all that the numbers are made of."""
+    bytes_more: float | None
+    bytes_less: float | None
+    """Shares of the dense cache, as measured."""
+    equal_bytes: bool
+    verdict: Decision
+
+
+class FindingRecord(Record):
+    """A finding and its verdict."""
+
+    name: str
+    source: str
+    arxiv: str
+    statement: str
+    verdict: Decision
+    remark: str
+    comparisons: tuple[Tested, ...]
+
+
+class ShapeRecord(Record):
+    """results/shape/findings.json"""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    findings: tuple[FindingRecord, ...]
+    runs: dict[str, str]
+    """Ids by the name that the file gives them."""
+    models: tuple[ModelSpec, ...]
+    environment: Environment
+    """Of the first run; `seconds` of all."""
+
+
+def read_shape() -> Shape:
+    """The findings that come with kvbench.
+
+    Raises:
+        UserError: the file is not what it should be.
+    """
+    return read_toml(FILE, Shape, "findings file", HINT)
+
+
+def find_findings(shape: Shape, name: str) -> list[Finding]:
+    """One by its name, or `all`.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = [x for x in shape.finding if name in ("all", x.name)]
+    if not found:
+        raise unknown("finding", name, ["all", *(x.name for x in shape.finding)])
+    return found
+
+
+def split(side: str) -> tuple[str, str]:
+    """A run's name and the part of it."""
+    name, _, part = side.partition("/")
+    return name, part or "all"
+
+
+def decide(findings: Sequence[Finding], runs: Mapping[str, Finished]) -> list[FindingRecord]:
+    """Test every comparison, with p-values adjusted over all of them, and judge each finding.
+
+    Raises:
+        UserError: two sides were asked other questions.
+    """
+    tested = [_test(x, runs) for finding in findings for x in finding.comparisons]
+    adjusted = adjust([x.p for x in tested])
+    judged = iter([_judge(x, p) for x, p in zip(tested, adjusted, strict=True)])
+    records = []
+    for finding in findings:
+        comparisons = tuple(next(judged) for _ in finding.comparisons)
+        records.append(FindingRecord(
+            name=finding.name, source=finding.source, arxiv=finding.arxiv, statement=finding.statement,
+            verdict=_worst([x.verdict for x in comparisons]), remark=finding.remark.strip(), comparisons=comparisons,
+        ))
+    return records
+
+
+def make_record(findings: Sequence[Finding], runs: Mapping[str, Finished]) -> ShapeRecord:
+    """What stands in results/shape/.
+
+    Raises:
+        UserError: as `decide`.
+    """
+    results = [x.result for x in runs.values()]
+    seconds = sum(x.environment.seconds for x in results)
+    return ShapeRecord(
+        findings=tuple(decide(findings, runs)), runs={name: x.result.run_id for name, x in runs.items()},
+        models=tuple({x.model.sha256: x.model for x in results}.values()),
+        environment=results[0].environment.model_copy(update={"seconds": seconds}),
+    )
+
+
+def _test(comparison: Comparison, runs: Mapping[str, Finished]) -> Tested:
+    more, less = (_by_context(side, runs) for side in (comparison.more, comparison.less))
+    if more.keys() != less.keys():
+        raise UserError(f"{comparison.more} and {comparison.less} were not asked the same questions.")
+    differences = [more[x] - less[x] for x in more]
+    found = compare_scores([[(less[x], more[x] - comparison.by)] for x in more])
+    return Tested(
+        more=comparison.more, less=comparison.less, by=comparison.by, mean_more=fmean(more.values()),
+        mean_less=fmean(less.values()), ci95=(found.ci95[0] + comparison.by, found.ci95[1] + comparison.by), p=found.p,
+        p_adjusted=1.0, contexts=tuple(differences), bytes_more=_bytes(comparison.more, runs),
+        bytes_less=_bytes(comparison.less, runs), equal_bytes=comparison.equal_bytes, verdict="undecided",
+    )
+
+
+def _judge(tested: Tested, p_adjusted: float) -> Tested:
+    """Significantly above what was said, significantly below it, or neither."""
+    verdict: Decision = "undecided"
+    void = tested.equal_bytes and (tested.bytes_more or 0.0) > SAME_BYTES * (tested.bytes_less or 0.0)
+    if p_adjusted < ALPHA and not void:
+        verdict = "holds" if fmean(tested.contexts) > tested.by else "does not hold"
+    return tested.model_copy(update={"p_adjusted": p_adjusted, "verdict": verdict})
+
+
+def _worst(verdicts: Sequence[Decision]) -> Decision:
+    """A finding holds where all of its comparisons do, and does not where one does not."""
+    if "does not hold" in verdicts:
+        return "does not hold"
+    return "undecided" if "undecided" in verdicts else "holds"
+
+
+def _by_context(side: str, runs: Mapping[str, Finished]) -> dict[tuple[str, str], float]:
+    """The mean score of a part of a run, by sample and the hash of all it was asked."""
+    name, part = split(side)
+    scores: dict[tuple[str, str], list[float]] = {}
+    for line in runs[name].lines:
+        if part in ("all", "none") or (line.turn == 0) == (part == "first"):
+            beside = None if line.denoising is None else line.denoising.baselines["none"].score
+            score = beside if part == "none" else line.score
+            assert score is not None
+            scores.setdefault((line.sample, line.prompt_hash), []).append(score)
+    return {key: fmean(scores[key]) for key in sorted(scores)}
+
+
+def _bytes(side: str, runs: Mapping[str, Finished]) -> float | None:
+    memory = runs[split(side)[0]].result.memory
+    return None if memory is None else memory.ratio

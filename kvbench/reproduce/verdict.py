@@ -1,0 +1,162 @@
+"""What a run says of a printed number, and what it may be called. docs/reproducing.md states the rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+from kvbench.compare import compare_pair
+from kvbench.reproduce.claims import Claim
+from kvbench.reproduce.plan import Missing, Plan, find_baseline
+from kvbench.request import Request
+from kvbench.results import Result
+from kvbench.runs import Run
+
+Verdict = Literal["reproduced", "partly", "not reproduced", "not run", "shape only"]
+ANCHOR = 1.0
+"""Points by which a dense cache may miss the printed one before the whole table counts as not anchored."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A value with its 95 % interval, as the paper prints it."""
+
+    value: float
+    ci95: tuple[float, float]
+
+    def holds(self, printed: float, rounding: float) -> bool:
+        """Whether the interval contains a printed value, half a unit of its last digit more or less."""
+        return self.ci95[0] - rounding <= printed <= self.ci95[1] + rounding
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A printed number, ours, and the verdict."""
+
+    claim: Claim
+    verdict: Verdict
+    ours: Number | None = None
+    printed_difference: float | None = None
+    """To the row that the table takes differences to."""
+    difference: Number | None = None
+    """Ours, on the same questions."""
+    differs: tuple[str, ...] = ()
+    """What is otherwise than in the paper."""
+    missing: tuple[Missing, ...] = ()
+    runs: tuple[Path, ...] = ()
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """As JSON, for `--json` and the site."""
+        claim = self.claim
+        return {
+            "id": claim.id, "paper": claim.paper, "title": claim.source.title, "arxiv": claim.source.arxiv,
+            "table": claim.table.name, "model": claim.model, "row": claim.row, "column": claim.column,
+            "method": claim.method.method, "measure": claim.table.measure, "evidence": claim.evidence,
+            "where": claim.table.where, "printed": claim.printed, "corrected": claim.value, "verdict": self.verdict,
+            "notes": [x.text for x in claim.notes], "ours": _json(self.ours),
+            "printed_difference": self.printed_difference, "difference": _json(self.difference),
+            "differs": list(self.differs), "missing": [{"what": x.what, "why": x.why} for x in self.missing],
+            "runs": [str(x) for x in self.runs],
+        }
+
+
+def judge(plan: Plan, runs: Mapping[Request, Run], baseline: Plan | None = None) -> Judgement:
+    """The verdict on a number.
+
+    Args:
+        plan: of the number.
+        runs: those that are finished, by what was asked.
+        baseline: the plan of the number that a difference is taken to.
+    """
+    claim, missing = plan.claim, list(plan.missing)
+    found = [runs[x] for x in plan.requests if x in runs]
+    lacking = len(plan.requests) - len(found)
+    if lacking and not missing:
+        missing.append(Missing("run", f"{lacking} of {len(plan.requests)} runs are not finished"))
+    missing += [
+        Missing("run", f"{x.result.run_id} has no score: {x.result.error or 'its weights are random'}")
+        for x in found if x.result.score.mean is None
+    ]
+    if missing:
+        return Judgement(claim, "not run", missing=tuple(missing))
+    ours = _average([_score(x.result) for x in found], claim.table.scale)
+    printed = difference = None
+    other = find_baseline(claim)
+    beside = [] if baseline is None else [runs[x] for x in baseline.requests if x in runs]
+    if other is not None and len(beside) == len(found):
+        printed, difference = claim.value - other.value, _differ(beside, found, claim.table.scale)
+    differs = tuple(_differences(claim, [x.result for x in found]))
+    verdict: Verdict = "not reproduced"
+    if not plan.whole:
+        verdict = "shape only"
+    elif ours.holds(claim.value, claim.rounding):
+        verdict = "partly" if differs else "reproduced"
+    elif printed is not None and difference is not None and difference.holds(printed, 2 * claim.rounding):
+        verdict = "partly"
+    return Judgement(
+        claim, verdict, ours, printed, difference, differs, runs=tuple(x.folder for x in found)
+    )
+
+
+def find_unanchored(judgements: Sequence[Judgement]) -> dict[tuple[str, str, str], float]:
+    """By paper, table and model: how far our dense cache is from the printed one at most, where that is too far."""
+    found: dict[tuple[str, str, str], float] = {}
+    for x in judgements:
+        is_base = x.claim.row == x.claim.table.baseline and x.verdict not in ("not run", "shape only")
+        if is_base and x.ours is not None and abs(x.ours.value - x.claim.value) > ANCHOR:
+            key = (x.claim.paper, x.claim.table.name, x.claim.model)
+            found[key] = max(found.get(key, 0.0), abs(x.ours.value - x.claim.value))
+    return found
+
+
+def _differences(claim: Claim, results: Sequence[Result]) -> list[str]:
+    """What the paper says of its protocol and is otherwise in one of the runs."""
+    asked = claim.protocol
+    found = []
+    for result in results:
+        spec, room = result.spec, claim.room_of(result.task.name)
+        whole = result.budget.kind == "none"
+        ours = {
+            "template": "none" if result.task.chat_template_sha is None else "own",
+            "truncation": spec.task.length - (room or 0), "visibility": result.visibility, "history": result.history,
+            "granularity": asked.granularity if whole else "KV head", "dtype": result.model.dtype,
+        }
+        for name, value in ours.items():
+            paper = getattr(asked, name)
+            if paper is not None and paper != value:
+                found.append(f"{name}: {paper} in the paper, {value} here")
+    if claim.evidence != "verified":
+        found.append({
+            "secondary": "the number was read in a copy of the paper", "memory": "the number is from memory",
+        }[claim.evidence])
+    return list(dict.fromkeys([*found, *asked.differs]))
+
+
+def _score(result: Result) -> Number:
+    mean, ci95 = result.score.mean, result.score.ci95
+    assert mean is not None and ci95 is not None
+    return Number(mean, ci95)
+
+
+def _differ(first: Sequence[Run], other: Sequence[Run], scale: float) -> Number | None:
+    """Ours minus the baseline's, paired by question."""
+    pairs = [compare_pair(a, b) for a, b in zip(first, other, strict=True)]
+    found = [Number(x.mean, x.ci95) for x in pairs if x.mean is not None and x.ci95 is not None]
+    return _average(found, scale) if len(found) == len(pairs) else None
+
+
+def _average(numbers: Sequence[Number], scale: float) -> Number:
+    """The mean of independent runs: how far their intervals reach adds in squares."""
+    mean, n = fmean(x.value for x in numbers), len(numbers)
+    down = math.hypot(*(x.value - x.ci95[0] for x in numbers)) / n
+    up = math.hypot(*(x.ci95[1] - x.value for x in numbers)) / n
+    return Number(scale * mean, (scale * (mean - down), scale * (mean + up)))
+
+
+def _json(number: Number | None) -> dict[str, Any] | None:
+    return None if number is None else {"value": number.value, "ci95": list(number.ci95)}
