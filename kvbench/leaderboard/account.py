@@ -37,7 +37,7 @@ def check_summary(replay: Replay, result: Result, lines: Sequence[Line]) -> tupl
     said_kernels = any(x.kernels for x in lines)
     names = {*SUMMED, *(["kernels"] if said_kernels else [])}
     documents = [x.model_dump(mode="json", include=names) for x in (result, ours)]
-    for name, said, found in _differences(documents[0], documents[1]):
+    for name, said, found in differences(documents[0], documents[1]):
         check = "scores" if name.startswith("score") else "summary"
         raise RefusedError(check, f"its {name} is {show(said)}, its samples give {show(found)}")
     checks = [ok("summary", "the result is what its samples give")]
@@ -46,14 +46,14 @@ def check_summary(replay: Replay, result: Result, lines: Sequence[Line]) -> tupl
     return ours.score, checks
 
 
-def _differences(said: object, found: object, name: str = "") -> Iterator[tuple[str, object, object]]:
-    """Places where two documents are not the same, by their dotted names."""
+def differences(said: object, found: object, name: str = "") -> Iterator[tuple[str, object, object]]:
+    """Places where two documents are not the same, by their dotted names, with both values."""
     if isinstance(said, dict) and isinstance(found, dict):
         for key in sorted(said.keys() | found.keys()):
-            yield from _differences(said.get(key), found.get(key), f"{name}.{key}".lstrip("."))
+            yield from differences(said.get(key), found.get(key), f"{name}.{key}".lstrip("."))
     elif isinstance(said, list) and isinstance(found, list) and len(said) == len(found):
         for index, (one, other) in enumerate(zip(said, found, strict=True)):
-            yield from _differences(one, other, f"{name}.{index}")
+            yield from differences(one, other, f"{name}.{index}")
     elif isinstance(said, int | float) and isinstance(found, int | float):
         slack = INTERVAL if ".ci95." in name else CLOSE
         if not math.isclose(said, found, rel_tol=CLOSE, abs_tol=slack):

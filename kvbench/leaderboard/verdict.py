@@ -18,7 +18,7 @@ class RefusedError(Exception):
 
     def __init__(self, check: str, reason: str) -> None:
         super().__init__(reason)
-        self.verdict = _conclude(check, "refused", reason)
+        self.verdict = refuse(check, reason)
 
 
 def ok(check: str, reason: str) -> Check:
@@ -29,6 +29,11 @@ def ok(check: str, reason: str) -> Check:
 def flag(check: str, reason: str) -> Check:
     """Readers of the row must know this."""
     return _conclude(check, "flag", reason)
+
+
+def refuse(check: str, reason: str) -> Check:
+    """There is no row, and what else was found is still told."""
+    return _conclude(check, "refused", reason)
 
 
 def show(value: object) -> str:

@@ -19,7 +19,7 @@ from kvbench.leaderboard.known import (
     find_known_tokenizer,
 )
 from kvbench.leaderboard.parcel import read_files
-from kvbench.leaderboard.records import Check, Level, Verification
+from kvbench.leaderboard.records import Check, HiddenSeed, Level, Rerun, Verification
 from kvbench.leaderboard.replay import Account, Outline, Replay, make_again
 from kvbench.leaderboard.repository import Repository, Row
 from kvbench.leaderboard.verdict import RefusedError, flag, ok, show
@@ -38,12 +38,20 @@ class Findings:
     checks: list[Check] = field(default_factory=list)
     bundle: Bundle | None = None
     score: Score | None = None
+    rerun: Rerun | None = None
+    hidden: HiddenSeed | None = None
 
     @property
     def level(self) -> Level | None:
-        """What was reached."""
-        reached = {x.name for x in self.checks if x.name not in BASIS or x.outcome == "ok"}
-        return "L0" if reached >= BASIS and all(x.outcome != "refused" for x in self.checks) else None
+        """The highest that was reached."""
+        reached = {x.name for x in self.checks if x.outcome == "ok"}
+        if any(x.outcome == "refused" for x in self.checks) or not reached >= BASIS:
+            return None
+        if self.hidden is not None:
+            return "L3"
+        if self.rerun is not None:
+            return "L2" if self.rerun.share == 1 else "L1"
+        return "L0"
 
     def conclude(self) -> Verification:
         """The record."""
@@ -51,7 +59,7 @@ class Findings:
         return Verification(
             run_id="" if bundle is None else bundle.spec.run_id, content="" if bundle is None else bundle.content,
             submitter=None if bundle is None else bundle.submitter, level=self.level, checks=tuple(self.checks),
-            score=self.score, kvbench=__version__,
+            score=self.score, rerun=self.rerun, hidden=self.hidden, kvbench=__version__,
             commit=None if git is None else f"{git.commit}{'-dirty' if git.dirty else ''}",
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )

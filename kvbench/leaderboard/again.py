@@ -1,0 +1,104 @@
+"""A submission as a job that can run here: the method, the task and the model of its names, at its settings.
+
+What runs is what is here under these names, never code of the submitter's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvbench.canvas import fill_sample
+from kvbench.errors import UserError
+from kvbench.examples import make_examples
+from kvbench.hf import find_copy, load_model
+from kvbench.job import Job, prepare
+from kvbench.kernels.choice import using
+from kvbench.leaderboard.account import differences
+from kvbench.leaderboard.known import StrangerError, find_known_method, own_file, write_setting
+from kvbench.leaderboard.verdict import RefusedError, blaming, show
+from kvbench.request import Request
+from kvbench.results import Line
+from kvbench.sample import SampleFailedError, run_sample
+from kvbench.spec import RunSpec
+
+if TYPE_CHECKING:
+    from kvbench.hf import Model
+    from kvbench.runner import Progress
+
+MAY_DIFFER = ("versions.", "sources.", "device", "suite")
+"""Parts of a spec that another machine and a later kvbench have others of; all the rest must be the same."""
+
+
+def load_again(spec: RunSpec) -> Model:
+    """The run's model, from what is here, in its element type.
+
+    Raises:
+        StrangerError: it is not here.
+    """
+    folder = find_copy(spec.model.id, spec.model.revision)
+    if folder is None:
+        raise StrangerError(f"model {show(spec.model.id)} is not on this machine")
+    name = f"random:{folder}" if spec.model.id.startswith("random:") else str(folder)
+    device = "cuda" if spec.device == "cuda" and torch.cuda.is_available() else "cpu"
+    return replace(load_model(name, device, spec.model.dtype), id=spec.model.id)
+
+
+def prepare_again(spec: RunSpec, model: Model, seed: int | None = None) -> tuple[Job, tuple[str, ...]]:
+    """The run as a job, under its own seed or another, and what of its spec is not the same here.
+
+    Raises:
+        StrangerError: its method is not here or reads a file of the submitter's, or this machine lacks what it needs.
+        RefusedError: more differs than another machine explains.
+    """
+    method, _ = find_known_method(spec)
+    if file := own_file(type(method), spec.method.settings):
+        raise StrangerError(f"setting {file} of {spec.method.name} names a file of the submitter's")
+    with blaming("rerun", "it cannot be run again"):
+        try:
+            job = prepare(write_request(spec if seed is None else spec.model_copy(update={"seed": seed})), model)
+        except UserError as error:
+            raise StrangerError(str(error)) from error
+    differs = []
+    documents = [x.model_dump(mode="json", exclude={"seed"}) for x in (spec, job.spec)]
+    for name, said, found in differences(documents[0], documents[1]):
+        if not name.startswith(MAY_DIFFER) and not (said is None and name.startswith("method.settings.")):
+            raise RefusedError("rerun", f"its {name} is {show(said)}, here it is {show(found)}")
+        differs.append(name)
+    return job, tuple(differs)
+
+
+def write_request(spec: RunSpec) -> Request:
+    """What makes a run of this spec, as `kvbench run` would be asked."""
+    filling = spec.generation.denoising
+    generation: dict[str, object] = {"limit": spec.generation.limit}
+    if filling is not None:
+        generation |= filling.model_dump(exclude={"tokens_per_step"})
+    return Request(
+        method=spec.method.name, task=spec.task.name, model=spec.model.id, budget=spec.budget, mode=spec.mode,
+        visibility=spec.visibility, history=spec.history, recompress=spec.recompress, scorer=spec.task.scorer,
+        split=spec.split, length=spec.task.length, samples=spec.samples, turns=spec.turns, seed=spec.seed,
+        method_settings=_pairs(spec.method.settings), task_settings=_pairs(spec.task.settings),
+        generation=_pairs({key: value for key, value in generation.items() if value is not None}), chunk=spec.chunk,
+        kernels=spec.kernels, dtype=spec.model.dtype, suite=spec.suite,
+    )
+
+
+def _pairs(settings: dict[str, object]) -> tuple[str, ...]:
+    return tuple(f"{key}={write_setting(value)}" for key, value in settings.items())
+
+
+def run_again(job: Job, wanted: Collection[int], progress: Progress) -> list[Line]:
+    """The lines of these samples, in their order."""
+    lines: list[Line] = []
+    for done, (index, example, encoded) in enumerate(make_examples(job, wanted), 1):
+        with using(job.spec.kernels):
+            try:
+                lines += (run_sample if job.model.masking is None else fill_sample)(job, index, example, encoded)
+            except SampleFailedError as failure:
+                lines += failure.lines
+        progress.advance(done)
+    return lines
