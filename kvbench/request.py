@@ -88,7 +88,7 @@ def check(request: Request) -> Plan:
     length = task.default_length if request.length is None else request.length
     _check_numbers(request, length)
     task.check_samples(request.samples)
-    _check_kernels(request.kernels)
+    check_kernels(request.kernels)
     _check_output(request)
     if request.device_map is not None:
         read_device_map(request.device_map)
@@ -146,7 +146,12 @@ def _check_numbers(request: Request, length: int) -> None:
         raise unknown("split", request.split, [str(x) for x in Split])
 
 
-def _check_kernels(name: str) -> None:
+def check_kernels(name: str) -> None:
+    """Refuse an implementation that is unknown, or whose package is missing.
+
+    Raises:
+        UserError: with the package.
+    """
     if name not in IMPLEMENTATIONS:
         raise unknown("kernels", name, IMPLEMENTATIONS)
     for kernels, package in (("triton", "triton"), ("flash", "flash_attn")):
