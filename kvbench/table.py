@@ -73,8 +73,8 @@ def print_result(result: Result, folder: Path) -> None:
             )),
         ]
     if result.diffusion is None:
-        compression = f"prefill {_seconds(latency.prefill_s)} (compression {_seconds(latency.compress_s)})"
-        rows.append(("time", f"{compression}, {_seconds(latency.tpot_s)} per token"))
+        compression = f"prefill {format_seconds(latency.prefill_s)} (compression {format_seconds(latency.compress_s)})"
+        rows.append(("time", f"{compression}, {format_seconds(latency.tpot_s)} per token"))
     else:
         rows += _denoising(result.diffusion, latency)
     if certificate is not None:
@@ -105,9 +105,9 @@ def score_cells(
             result.budget.asked or "-",
             "-" if memory is None else f"{memory.ratio:.1%}", "-" if rank is None else str(rank),
             "failed" if result.status == "failed" else "-" if score.mean is None else f"{score.mean:.3f}",
-            "-" if score.ci95 is None else _interval(score.ci95), *format_difference(difference, score),
+            "-" if score.ci95 is None else format_interval(score.ci95), *format_difference(difference, score),
             "-" if result.agreement is None else f"{result.agreement.top1:.3f}", *_output(result.output),
-            _seconds(latency.prefill_s), _seconds(latency.tpot_s),
+            format_seconds(latency.prefill_s), format_seconds(latency.tpot_s),
         ])
     return columns, rows
 
@@ -118,7 +118,7 @@ def format_difference(difference: Difference | None, score: Score) -> tuple[str,
         return "-", "-", "-", ""
     better = (difference.mean > 0) == score.higher_is_better
     verdict = "within noise" if difference.within_noise else "better" if better else "worse"
-    return f"{difference.mean:+.3f}", _interval(difference.ci95), format_p(difference.p_adjusted), verdict
+    return f"{difference.mean:+.3f}", format_interval(difference.ci95), format_p(difference.p_adjusted), verdict
 
 
 def format_p(p: float) -> str:
@@ -174,7 +174,8 @@ def _output(output: Output) -> tuple[str, str]:
     return (f"{output.tokens / answers:.1f}", ended) if answers else ("-", "-")
 
 
-def _interval(ends: tuple[float, float]) -> str:
+def format_interval(ends: tuple[float, float]) -> str:
+    """The ends of an interval of scores."""
     return f"[{ends[0]:.2f}, {ends[1]:.2f}]"
 
 
@@ -206,7 +207,8 @@ def _mode(result: Result) -> str:
     return ", ".join(parts)
 
 
-def _seconds(value: float | None) -> str:
+def format_seconds(value: float | None) -> str:
+    """A duration; a dash where nothing was measured."""
     if value is None:
         return "-"
     return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
