@@ -62,8 +62,7 @@ def prepare(request: Request, model: Model | None = None) -> Job:
     device = model.device.type if model is not None else find_device(request)
     _check_device(request, device)
     model = model or _load(request, device, plan.length)
-    if request.kernels == "flash" and model.dtype == "float32":
-        raise UserError("kernels 'flash' compute in 16 bits. Use --dtype bfloat16, or --kernels torch.")
+    _check_dtype(request, model)
     plan = replace(plan, generation=resolve_generation(plan, model))
     frame = plan.task.frame(model.tokenizer)
     _check_length(plan, model)
@@ -186,6 +185,13 @@ def _check_device(request: Request, device: str) -> None:
         raise UserError("kernels 'flash' need a GPU, and this run is on cpu. Use --kernels torch.")
     if kernels != "torch" and request.device_map is not None:
         raise UserError(f"kernels '{kernels}' run on one GPU. Use --kernels torch, or leave --device-map out.")
+
+
+def _check_dtype(request: Request, model: Model) -> None:
+    if request.kernels == "flash" and model.dtype == "float32":
+        raise UserError("kernels 'flash' compute in 16 bits. Use --dtype bfloat16, or --kernels torch.")
+    if request.kernels == "triton" and model.device.type == "cpu" and model.dtype == "bfloat16":
+        raise UserError("Triton's interpreter multiplies bfloat16 wrongly. Use --dtype float32, or --kernels torch.")
 
 
 def _check_length(plan: Plan, model: Model) -> None:

@@ -46,6 +46,15 @@ def test_triton_needs_its_package_and_a_gpu(kvbench, arguments, monkeypatch):
     assert "kernels 'triton' need the package triton" in answer.err
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU needs no interpreter")
+def test_the_interpreter_is_not_given_what_it_computes_wrongly(kvbench, arguments):
+    """In bfloat16 its products are off by orders of magnitude."""
+    pytest.importorskip("triton", reason="Triton is for Linux")
+    answer = kvbench(*arguments, "--method", "full", "--kernels", "triton", "--dtype", "bfloat16")
+    assert answer.code == 2
+    assert "interpreter multiplies bfloat16 wrongly" in answer.err
+
+
 def test_flash_attn_needs_its_package_a_gpu_and_sixteen_bits(kvbench, arguments, monkeypatch):
     """Each is said by itself, and nothing else stands in."""
     find = importlib.util.find_spec
