@@ -14,7 +14,6 @@ from kvbench.errors import UserError
 
 if TYPE_CHECKING:
     from kvbench.leaderboard.records import Check, Level, Verification
-    from kvbench.leaderboard.repository import Repository
 
 app = typer.Typer(
     help="Verify submissions, and show them.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
@@ -34,10 +33,14 @@ def verify_command(
 ) -> int:
     """Check submissions without running anything: level L0, or why not; exit code 1 where one does not reach it."""
     from kvbench.leaderboard.parcel import find_bundles
+    from kvbench.leaderboard.repository import Repository
     from kvbench.leaderboard.verify import verify
 
-    repository = _read(results or paths)
-    found = [(x, verify(x, repository).conclude()) for path in paths for x in find_bundles(path)]
+    bundles = [x for path in paths for x in find_bundles(path)]
+    if not bundles:
+        raise UserError(f"'{paths[0]}' holds no run. Give the folder of a run, a bundle, or a folder of them.")
+    repository = Repository(results or paths)
+    found = [(x, verify(x, repository).conclude()) for x in bundles]
     return _report(found, write=write, as_json=as_json, below=(None,))
 
 
@@ -59,21 +62,16 @@ def rerun_command(
 ) -> int:
     """Run a share of a submission's samples again, token against token; exit code 1 where it does not hold."""
     from kvbench.leaderboard.raising import Wish, raise_level, read_secret, read_share
+    from kvbench.leaderboard.repository import Repository
     from kvbench.leaderboard.verify import verify
     from kvbench.progress import show_progress
 
     wanted = read_share(share or "10%") if share is not None or hidden_seed is None else None
     secret = None if hidden_seed is None else read_secret(hidden_seed)
     wish = Wish(wanted, secrets.randbits(32) if seed is None else seed, secret)
-    found = verify(path, _read(results or [path]))
+    found = verify(path, Repository(results or [path]))
     raise_level(found, wish, show_progress)
     return _report([(path, found.conclude())], write=write, as_json=as_json, below=(None, "L0"))
-
-
-def _read(folders: list[Path]) -> Repository:
-    from kvbench.leaderboard.repository import Repository
-
-    return Repository.read(folders)
 
 
 def _report(

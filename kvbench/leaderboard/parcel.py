@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
-from kvbench.errors import UserError
 from kvbench.leaderboard.records import BUNDLED, MANIFEST, RESULT, SAMPLES, SPEC, VERIFICATION
 from kvbench.leaderboard.verdict import RefusedError, show
 
@@ -24,23 +23,14 @@ PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)
 
 
 def find_bundles(path: Path) -> Iterator[Path]:
-    """A bundle, or all below a folder; links are not followed, and folders whose name begins with a dot not entered.
-
-    Raises:
-        UserError: nothing there.
-    """
+    """A bundle, or all below a folder; links are not followed, and folders whose name begins with a dot not entered."""
     if path.is_file():
         yield path
-        return
-    found = False
     for folder, inner, names in os.walk(path):
         inner[:] = sorted(x for x in inner if not x.startswith("."))
         if {SPEC, RESULT, MANIFEST} & set(names):
             inner.clear()
-            found = True
             yield Path(folder)
-    if not found:
-        raise UserError(f"'{path}' holds no run. Give the folder of a run, a bundle, or a folder of them.")
 
 
 def read_files(path: Path) -> dict[str, bytes]:

@@ -31,6 +31,8 @@ Outcome = Literal["ok", "flag", "refused"]
 Handle = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?$")]
 """Plain letters only, so that no name can be written to look like another."""
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Choice = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+:/-]{0,99}$")]
+"""`TASK`, `TASK:dev` or `TASK:test`."""
 
 
 class FileEntry(Record):
@@ -47,8 +49,8 @@ class Manifest(Record):
     schema_version: Literal[1] = SCHEMA_VERSION
     run_id: str
     submitter: Handle
-    tuned_on: Annotated[tuple[str, ...], Field(max_length=64)]
-    """What the settings were chosen on, each `TASK` or `TASK:SPLIT`; empty: nothing was tuned."""
+    tuned_on: Annotated[tuple[Choice, ...], Field(max_length=64)]
+    """What the settings were chosen on; empty: nothing was tuned."""
     created: str
     kvbench: str
     """The version that made the bundle."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 
 from kvbench import __version__
@@ -21,8 +22,8 @@ from kvbench.leaderboard.known import (
 from kvbench.leaderboard.parcel import read_files
 from kvbench.leaderboard.records import Check, HiddenSeed, Level, Rerun, Verification
 from kvbench.leaderboard.replay import Account, Outline, Replay, make_again
-from kvbench.leaderboard.repository import Repository, Row
-from kvbench.leaderboard.verdict import RefusedError, flag, ok, show
+from kvbench.leaderboard.repository import Repository
+from kvbench.leaderboard.verdict import RefusedError, flag, ok
 from kvbench.machine import find_git
 from kvbench.method import Method
 from kvbench.results import Score
@@ -70,35 +71,29 @@ def verify(path: Path, repository: Repository) -> Findings:
     found = Findings()
     try:
         found.bundle = open_bundle(read_files(path))
-        for look in (_look_at_claims, _look_at_answers):
-            for check in look(found, found.bundle):
-                found.checks.append(check)
-        row = Row.of(found.bundle)
-        found.checks += [repository.check_baseline(row), repository.check_copies(row)]
+        for check in chain(_look_at_claims(found.bundle), _look_at_answers(found, found.bundle)):
+            found.checks.append(check)
+        found.checks += [repository.check_baseline(found.bundle), repository.check_copies(found.bundle)]
     except RefusedError as error:
         found.checks.append(error.verdict)
     return found
 
 
-def _look_at_claims(found: Findings, bundle: Bundle) -> Iterator[Check]:
+def _look_at_claims(bundle: Bundle) -> Iterator[Check]:
     """What stands in its files about itself."""
-    del found
     spec, manifest = bundle.spec, bundle.manifest
-    size = sum(map(len, bundle.files.values()))
     if manifest is None:
-        yield flag("files", f"{size:,} bytes without a manifest: nobody submitted them")
+        yield flag("files", "no manifest: nobody submitted it")
     else:
-        yield ok("files", f"{size:,} bytes as the manifest of {manifest.submitter} has them")
+        size = sum(map(len, bundle.files.values()))
+        yield ok("files", f"{size:,} bytes, as the manifest of {manifest.submitter} has them")
     if spec.split != "test":
         raise RefusedError("split", f"it ran on split {spec.split}: settings are chosen there, rows are of split test")
-    own = [] if manifest is None else [
-        x for x in manifest.tuned_on if x.partition(":")[0] == spec.task.name and x.partition(":")[2] in ("", "test")
-    ]
-    if own:
-        yield flag("split", f"its settings were chosen on {show(own[0])}, the very examples of the row")
+    tuned = () if manifest is None else manifest.tuned_on
+    if {spec.task.name, f"{spec.task.name}:test"} & set(tuned):
+        yield flag("split", f"its settings were chosen on {spec.task.name}, on the very examples of the row")
     else:
-        tuned = "" if manifest is None or not manifest.tuned_on else f", tuned on {', '.join(manifest.tuned_on)}"
-        yield ok("split", f"test{tuned}")
+        yield ok("split", f"test{', settings chosen on ' if tuned else ''}{', '.join(tuned)}")
     if bundle.result.status == "failed":
         yield flag("status", f"the run failed: {bundle.result.error}")
     yield check_machine(bundle.result, datetime.now(UTC))
