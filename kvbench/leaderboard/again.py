@@ -18,9 +18,9 @@ from kvbench.hf import find_copy, load_model
 from kvbench.job import Job, prepare
 from kvbench.kernels.choice import using
 from kvbench.leaderboard.account import differences
-from kvbench.leaderboard.known import StrangerError, find_known_method, own_file, write_setting
+from kvbench.leaderboard.asked import write_request
+from kvbench.leaderboard.known import StrangerError, find_known_method, own_file
 from kvbench.leaderboard.verdict import RefusedError, blaming, show
-from kvbench.request import Request
 from kvbench.results import Line
 from kvbench.sample import SampleFailedError, run_sample
 from kvbench.spec import RunSpec
@@ -69,26 +69,6 @@ def prepare_again(spec: RunSpec, model: Model, seed: int | None = None) -> tuple
             raise RefusedError("rerun", f"its {name} is {show(said)}, here it is {show(found)}")
         differs.append(name)
     return job, tuple(differs)
-
-
-def write_request(spec: RunSpec) -> Request:
-    """What makes a run of this spec, as `kvbench run` would be asked."""
-    filling = spec.generation.denoising
-    generation: dict[str, object] = {"limit": spec.generation.limit}
-    if filling is not None:
-        generation |= filling.model_dump(exclude={"tokens_per_step"})
-    return Request(
-        method=spec.method.name, task=spec.task.name, model=spec.model.id, budget=spec.budget, mode=spec.mode,
-        visibility=spec.visibility, history=spec.history, recompress=spec.recompress, scorer=spec.task.scorer,
-        split=spec.split, length=spec.task.length, samples=spec.samples, turns=spec.turns, seed=spec.seed,
-        method_settings=_pairs(spec.method.settings), task_settings=_pairs(spec.task.settings),
-        generation=_pairs({key: value for key, value in generation.items() if value is not None}), chunk=spec.chunk,
-        kernels=spec.kernels, dtype=spec.model.dtype, suite=spec.suite,
-    )
-
-
-def _pairs(settings: dict[str, object]) -> tuple[str, ...]:
-    return tuple(f"{key}={write_setting(value)}" for key, value in settings.items())
 
 
 def run_again(job: Job, wanted: Collection[int], progress: Progress) -> list[Line]:

@@ -7,12 +7,12 @@ nor a file of data is ever read because a stranger wrote where it is.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import UserError
+from kvbench.leaderboard.asked import write_setting
 from kvbench.leaderboard.records import Check
 from kvbench.leaderboard.verdict import RefusedError, blaming, flag, ok, show
 from kvbench.method import Card, Method
@@ -138,11 +138,6 @@ def own_file(kind: type[Method | Task], settings: Mapping[str, Any]) -> str | No
         if isinstance(value, str) and types.get(name) in (str, str | None) and value != fields[name].default:
             return name
     return None
-
-
-def write_setting(value: object) -> str:
-    """A setting as `--set` takes it."""
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _configure(found: type[Any], settings: Mapping[str, Any], kind: Kind) -> Any:
