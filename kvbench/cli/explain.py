@@ -1,0 +1,93 @@
+"""`kvbench explain`: why two runs of a task score differently."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvbench.cli.judge import Json, Out
+from kvbench.cli.output import print_json
+
+if TYPE_CHECKING:
+    from kvbench.explain import Effect, Flip
+    from kvbench.runs import Run
+
+
+def explain_command(
+    first: Annotated[str, typer.Argument(help="The folder or id of a run.")],
+    other: Annotated[str, typer.Argument(help="Another run of the same task.")],
+    *,
+    run: Annotated[bool, typer.Option("--run", help="Run the first with each difference alone.")] = False,
+    out: Out = Path("runs"),
+    as_json: Json = False,
+) -> int:
+    """Say what was asked otherwise and, with --run, how much each of it alone moves the score of the first run."""
+    from kvbench.explain import find_flips, measure
+    from kvbench.runs import find_run, load_run
+    from kvbench.table import print_rows
+
+    mine, theirs = (load_run(find_run(x, out)) for x in (first, other))
+    flips = find_flips(mine, theirs)
+    effects, notes = _measure(mine, flips, out) if run else ({}, {})
+    total = measure(mine, theirs)
+    rows = [
+        (x.name, x.first, x.other, *_effect(effects.get(x.name)), notes.get(x.name) or _note(x, run=run)) for x in flips
+    ]
+    rows.append(("all of it", mine.folder.name, theirs.folder.name, *_effect(total), ""))
+    if run and total is not None and effects:
+        alone = sum(x.mean for x in effects.values())
+        rows.append(("the rest", "", "", f"{total.mean - alone:+.3f}", "", "what was not flipped, and what acts together"))
+    print_rows("", ("differs", "first", "other", "moves the score", "95%", ""), rows)
+    if as_json:
+        print_json({
+            "first": mine.result.run_id, "other": theirs.result.run_id, "total": _json(total),
+            "differences": [
+                {"name": x.name, "first": x.first, "other": x.other, "effect": _json(effects.get(x.name)),
+                 "note": notes.get(x.name) or _note(x, run=run)}
+                for x in flips
+            ],
+        })
+    return 0
+
+
+def _measure(mine: Run, flips: list[Flip], out: Path) -> tuple[dict[str, Effect], dict[str, str]]:
+    """The effect of every flip that can be run, and what became of the others."""
+    from kvbench.cli.sweep import run_cells
+    from kvbench.explain import measure, rescore
+    from kvbench.runs import load_run
+    from kvbench.sweep.cell import Cell
+
+    effects, notes = {}, {}
+    asked = {x.name: x.request for x in flips if x.request is not None}
+    if "scorer" in asked and (found := rescore(mine, asked["scorer"].scorer or "")) is not None:
+        effects["scorer"] = found
+        notes["scorer"] = f"the same {found.n} answers"
+        del asked["scorer"]
+    cells = [Cell(i, 1, name, replace(x, out=out), {}) for i, (name, x) in enumerate(asked.items())]
+    for name, report in zip(asked, run_cells(cells) if cells else [], strict=True):
+        if report.result is None or report.folder is None or report.status != "ok":
+            notes[name] = f"cannot be run: {report.error}"
+        elif (found := measure(mine, load_run(report.folder))) is not None:
+            effects[name] = found
+            asked_alike = f"paired, {found.n} questions" if found.n else "other questions: not paired"
+            notes[name] = f"{asked_alike}; {report.folder.name}"
+    return effects, notes
+
+
+def _note(flip: Flip, *, run: bool) -> str:
+    if flip.request is None:
+        return f"cannot be flipped: {flip.why}"
+    return "no score" if run else "add --run"
+
+
+def _effect(effect: Effect | None) -> tuple[str, str]:
+    if effect is None:
+        return "-", "-"
+    return f"{effect.mean:+.3f}", f"[{effect.ci95[0]:+.3f}, {effect.ci95[1]:+.3f}]"
+
+
+def _json(effect: Effect | None) -> dict[str, object] | None:
+    return None if effect is None else {"mean": effect.mean, "ci95": list(effect.ci95), "paired": effect.n}

@@ -1,0 +1,147 @@
+"""Why two runs of a task score differently: what was asked otherwise, and how much each of it alone moves the score."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from kvbench.compare import PROTOCOL, compare_pair, look
+from kvbench.errors import UserError
+from kvbench.files import read_lines
+from kvbench.leaderboard.asked import write_request
+from kvbench.request import Request, check
+from kvbench.runs import Run
+from kvbench.settings import parse_pairs
+from kvbench.significance import compare_scores
+
+PAIRS = ("method_settings", "task_settings", "generation")
+"""Options of a request that are several settings."""
+WHERE = ("suite", "device", "device_map", "trackers", "out")
+"""Options that no answer depends on, or that are a machine's."""
+FIXED = {
+    "spec.versions": "these packages ran", "spec.sources": "this code ran", "spec.device": "this machine ran",
+    "environment": "this machine ran", "latency": "it is a clock", "model": "it comes with the model's files",
+    "task.chat_template_sha": "it comes with the model's files", "task.bos": "it comes with the model's files",
+    "task.stop": "it comes with the model's files", "task": "it comes with the task and its data",
+}
+"""Why something is as it was, by the beginning of its name in a result."""
+
+
+@dataclass(frozen=True)
+class Flip:
+    """One thing in which two runs differ."""
+
+    name: str
+    first: str
+    other: str
+    request: Request | None
+    """The first run with the other's value; None: there is no such run."""
+    why: str = ""
+    """Why not."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """How far the score moves."""
+
+    mean: float
+    ci95: tuple[float, float]
+    n: int
+    """Questions that both answered; 0: they were asked others, and the interval is of two separate means."""
+
+
+def find_flips(first: Run, other: Run) -> list[Flip]:
+    """What differs, each with the run that has it alone.
+
+    Raises:
+        UserError: the runs are of different tasks.
+    """
+    names = [first.result.task.name, other.result.task.name]
+    if names[0] != names[1]:
+        raise UserError(f"these runs are of different tasks ({', '.join(names)}): their scores cannot be compared.")
+    asked, wanted = (write_request(x.result.spec) for x in (first, other))
+    flips = [_try(*x) for x in _differ(asked, wanted)]
+    return [*flips, *_find_fixed(first, other, {x.name for x in flips})]
+
+
+def measure(first: Run, other: Run) -> Effect | None:
+    """The other's score minus the first's: paired where they were asked the same; None: one of them has none."""
+    found = compare_pair(first, other)
+    if found.mean is not None and found.ci95 is not None:
+        return Effect(found.mean, found.ci95, found.n)
+    a, b = first.result.score, other.result.score
+    if a.mean is None or b.mean is None or a.ci95 is None or b.ci95 is None:
+        return None
+    mean = b.mean - a.mean
+    down = math.hypot(b.mean - b.ci95[0], a.ci95[1] - a.mean)
+    up = math.hypot(b.ci95[1] - b.mean, a.mean - a.ci95[0])
+    return Effect(mean, (mean - down, mean + up), 0)
+
+
+def rescore(first: Run, scorer: str) -> Effect | None:
+    """What another scorer of the task says of the same answers; None: it was not there when they were scored."""
+    contexts: dict[str, list[tuple[float, float]]] = {}
+    for line in read_lines(first.folder / "samples.jsonl"):
+        if line.score is not None and scorer in line.scores:
+            contexts.setdefault(line.sample, []).append((line.score, line.scores[scorer]))
+    if not contexts:
+        return None
+    found = compare_scores(list(contexts.values()))
+    return Effect(found.mean, found.ci95, found.n)
+
+
+def _differ(first: Request, other: Request) -> Iterator[tuple[str, object, object, Request]]:
+    """Options with both values, and the first request with the other's; several settings one by one."""
+    same_method = first.method == other.method
+    for field in fields(Request):
+        a, b = getattr(first, field.name), getattr(other, field.name)
+        if a == b or field.name in WHERE or (field.name == "method_settings" and not same_method):
+            continue
+        if field.name == "method":  # with its settings, which are no other method's
+            yield "method", a, b, replace(first, method=b, method_settings=other.method_settings)
+        elif field.name in PAIRS:
+            mine, theirs = parse_pairs(a, field.name), parse_pairs(b, field.name)
+            for key in dict.fromkeys((*mine, *theirs)):
+                if mine.get(key) != theirs.get(key):
+                    flipped = {k: v for k, v in {**mine, key: theirs.get(key)}.items() if v is not None}
+                    change: dict[str, Any] = {field.name: tuple(f"{k}={v}" for k, v in flipped.items())}
+                    yield f"{field.name}.{key}", mine.get(key), theirs.get(key), replace(first, **change)
+        else:
+            yield field.name, a, b, replace(first, **{field.name: b})
+
+
+def _try(name: str, first: object, other: object, request: Request) -> Flip:
+    """Whether kvbench would run it; what only the model can tell comes later."""
+    try:
+        check(request)
+    except UserError as error:
+        return Flip(name, _text(first), _text(other), None, f"not alone: {error}")
+    return Flip(name, _text(first), _text(other), request)
+
+
+def _find_fixed(first: Run, other: Run, asked: set[str]) -> Iterator[Flip]:
+    """What was not asked for and is otherwise all the same."""
+    documents = [x.result.model_dump(mode="json") for x in (first, other)]
+    places = [x for x in PROTOCOL if not _follows(x, asked)]
+    places += [f"spec.{group}.{x}" for group in ("versions", "sources") for x in documents[0]["spec"][group]]
+    for place in places:
+        a, b = (look(x, place) for x in documents)
+        if a != b:
+            yield Flip(place, _text(a), _text(b), None, _reason(place) or "it follows from what was asked")
+
+
+def _follows(place: str, asked: set[str]) -> bool:
+    """Whether a place in a result says again what was asked for, or what comes with a model that was."""
+    option = {"task.settings": "task_settings", "spec.generation": "generation"}.get(place, place.rpartition(".")[2])
+    said = any(x == option or x.startswith(f"{option}.") for x in asked)
+    return said or ("model" in asked and _reason(place) == FIXED["model"])
+
+
+def _reason(place: str) -> str | None:
+    return next((text for start, text in FIXED.items() if place.startswith(start)), None)
+
+
+def _text(value: Any) -> str:
+    return "-" if value is None else str(value)
