@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from kvbench.cli import inspect, judge, leaderboard, query, report, reproduce, run, sweep
+from kvbench.cli import explain, inspect, judge, leaderboard, query, report, reproduce, run, submit, sweep
 from kvbench.errors import UserError, unknown
 
 # Newer typers carry a click of their own: its base exception is found through the one class that typer exports.
@@ -30,6 +30,8 @@ app.command("compare")(judge.compare_command)
 app.command("report")(report.report_command)
 app.command("query")(query.query_command)
 app.command("reproduce")(reproduce.reproduce_command)
+app.command("explain")(explain.explain_command)
+app.command("submit")(submit.submit_command)
 app.add_typer(leaderboard.app, name="leaderboard")
 
 

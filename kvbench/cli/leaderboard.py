@@ -84,8 +84,7 @@ def _report(
 
     if len(found) == 1:
         (path, record), = found
-        rows = [(x.name, x.outcome, x.reason) for x in record.checks]
-        print_rows("", (record.level or "no level", "", record.run_id or str(path)), [*rows, _score(record)])
+        print_record(record, str(path))
     else:
         print_rows("", ("run", "level", "score", "not ok"), [
             (path.name, x.level or "-", _score(x)[2], ", ".join(f"{y.name} {y.outcome}" for y in _odd(x)))
@@ -100,6 +99,14 @@ def _report(
     if as_json:
         print_json([{"path": str(path), **record.model_dump(mode="json")} for path, record in found])
     return 1 if any(record.level in below for _, record in found) else 0
+
+
+def print_record(record: Verification, path: str) -> None:
+    """Every check of a bundle."""
+    from kvbench.table import print_rows
+
+    rows = [(x.name, x.outcome, x.reason) for x in record.checks]
+    print_rows("", (record.level or "no level", "", record.run_id or path), [*rows, _score(record)])
 
 
 def _odd(record: Verification) -> list[Check]:

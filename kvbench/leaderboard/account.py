@@ -11,7 +11,7 @@ from pydantic_core import to_jsonable_python
 
 from kvbench.leaderboard.records import Check
 from kvbench.leaderboard.replay import Replay, fit, shapes
-from kvbench.leaderboard.verdict import RefusedError, blaming, flag, ok, show
+from kvbench.leaderboard.verdict import RefusedError, blaming, flag, ok, refuse, show
 from kvbench.method import Method
 from kvbench.results import Line, Result, Score
 from kvbench.summary import summarise
@@ -105,26 +105,20 @@ def check_bytes(replay: Replay, method: Method | None, result: Result, lines: Se
 
 
 def check_machine(result: Result, now: datetime) -> Check:
-    """Where it ran, from which commit, and when.
-
-    Raises:
-        RefusedError: from code that differs from its commit, or at a time that has no meaning.
-    """
+    """Where it ran, from which commit, and when; refused from code that no commit has, or at no possible time."""
     place, versions = result.environment, result.spec.versions
     said = (place.kvbench, place.torch, place.transformers)
     if said != (versions.kvbench, versions.torch, versions.transformers):
-        raise RefusedError("machine", "its environment has other versions than its spec")
+        return refuse("machine", "its environment has other versions than its spec")
     if place.git is not None and place.git.dirty:
-        raise RefusedError(
-            "machine", f"it ran from code that differs from commit {show(place.git.commit)}: commit, and run it again"
-        )
+        commit = show(place.git.commit)
+        return refuse("machine", f"it ran from code that differs from commit {commit}: commit, and run it again")
     try:
-        started = datetime.fromisoformat(place.started)
-        late = started > now
-    except (ValueError, TypeError) as error:
-        raise RefusedError("machine", f"it started at {show(place.started)}, which is no time with a zone") from error
+        late = datetime.fromisoformat(place.started) > now
+    except (ValueError, TypeError):
+        return refuse("machine", f"it started at {show(place.started)}, which is no time with a zone")
     if late:
-        raise RefusedError("machine", f"it started at {show(place.started)}, which is still to come")
+        return refuse("machine", f"it started at {show(place.started)}, which is still to come")
     where = place.cpu if place.gpu is None else place.gpu
     if place.git is None:
         return flag("machine", f"kvbench {place.kvbench} on {where}, from no commit: its code is known by hashes only")

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from kvbench import __version__
+from kvbench.errors import UserError
 from kvbench.files import finished_samples
 from kvbench.leaderboard.documents import parse
 from kvbench.leaderboard.parcel import JOURNAL, LARGEST, read_files, within
@@ -57,15 +60,24 @@ def pack_run(folder: Path, submitter: str, tuned_on: tuple[str, ...]) -> dict[st
 
     Raises:
         RefusedError: a file is missing or too large.
+        UserError: no such name can stand in a manifest.
     """
     files = read_files(folder)
     if JOURNAL in files:
         files[SAMPLES] = gzip.compress(files.pop(JOURNAL), mtime=0)
     files.pop(MANIFEST, None)
-    manifest = Manifest(
-        run_id=parse(files[SPEC], RunSpec, SPEC).run_id, submitter=submitter, tuned_on=tuned_on,
-        created=datetime.now(UTC).isoformat(timespec="seconds"), kvbench=__version__, files=_list(files),
-    )
+    run_id = parse(files[SPEC], RunSpec, SPEC).run_id
+    try:
+        manifest = Manifest(
+            run_id=run_id, submitter=submitter, tuned_on=tuned_on, kvbench=__version__, files=_list(files),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+    except ValidationError as error:
+        option = f"--{str(error.errors()[0]['loc'][0]).replace('_', '-')}"
+        raise UserError(
+            f"{option} {error.errors()[0]['input']!r} cannot stand in a manifest. A submitter is a name of plain "
+            "letters, digits, '.', '_' and '-'; what settings were tuned on is TASK, TASK:dev or TASK:test."
+        ) from error
     return {**files, MANIFEST: f"{manifest.model_dump_json(indent=1)}\n".encode()}
 
 

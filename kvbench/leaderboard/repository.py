@@ -12,7 +12,7 @@ from kvbench.compare import is_full, name_protocol, name_questions
 from kvbench.leaderboard.bundle import Bundle, Head, open_bundle, open_head
 from kvbench.leaderboard.parcel import find_bundles, read_files
 from kvbench.leaderboard.records import Check
-from kvbench.leaderboard.verdict import RefusedError, flag, ok
+from kvbench.leaderboard.verdict import RefusedError, flag, ok, refuse
 from kvbench.log import say
 from kvbench.results import Line
 
@@ -107,11 +107,7 @@ class Repository:
         return ok("baseline", f"{best}{apart}")
 
     def check_copies(self, bundle: Bundle) -> Check:
-        """Whether it is another run under another name.
-
-        Raises:
-            RefusedError: its times are another run's.
-        """
+        """Whether it is another run under another name; refused where it has another run's times."""
         row, trace = Row.of(bundle), Trace.of(bundle)
         others = [
             (x, self._read(path)) for path, x in self._rows.items()
@@ -119,7 +115,7 @@ class Repository:
         ]
         for x, other in others:
             if other.times & trace.times:
-                raise RefusedError("copies", f"its times are those of {x}: a copy of it")
+                return refuse("copies", f"its times are those of {x}: a copy of it")
         for x, other in others:
             common = trace.answers.keys() & other.answers.keys()
             same = bool(common) and all(trace.answers[i] == other.answers[i] for i in common)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import chain
@@ -23,7 +23,7 @@ from kvbench.leaderboard.parcel import read_files
 from kvbench.leaderboard.records import Check, HiddenSeed, Level, Rerun, Verification
 from kvbench.leaderboard.replay import Account, Outline, Replay, make_again
 from kvbench.leaderboard.repository import Repository
-from kvbench.leaderboard.verdict import RefusedError, flag, ok
+from kvbench.leaderboard.verdict import RefusedError, flag, ok, refuse
 from kvbench.machine import find_git
 from kvbench.method import Method
 from kvbench.results import Score
@@ -66,11 +66,11 @@ class Findings:
         )
 
 
-def verify(path: Path, repository: Repository) -> Findings:
-    """Look at a bundle, and stop at the first thing for which it is refused."""
+def verify(source: Path | Mapping[str, bytes], repository: Repository) -> Findings:
+    """Look at a bundle, by its place or its files, as far as what it is refused for lets one look."""
     found = Findings()
     try:
-        found.bundle = open_bundle(read_files(path))
+        found.bundle = open_bundle(read_files(source) if isinstance(source, Path) else source)
         for check in chain(_look_at_claims(found.bundle), _look_at_answers(found, found.bundle)):
             found.checks.append(check)
         found.checks += [repository.check_baseline(found.bundle), repository.check_copies(found.bundle)]
@@ -88,12 +88,12 @@ def _look_at_claims(bundle: Bundle) -> Iterator[Check]:
         size = sum(map(len, bundle.files.values()))
         yield ok("files", f"{size:,} bytes, as the manifest of {manifest.submitter} has them")
     if spec.split != "test":
-        raise RefusedError("split", f"it ran on split {spec.split}: settings are chosen there, rows are of split test")
+        yield refuse("split", f"it ran on split {spec.split}: settings are chosen there, rows are of split test")
     tuned = () if manifest is None else manifest.tuned_on
     if {spec.task.name, f"{spec.task.name}:test"} & set(tuned):
         yield flag("split", f"its settings were chosen on {spec.task.name}, on the very examples of the row")
     else:
-        yield ok("split", f"test{', settings chosen on ' if tuned else ''}{', '.join(tuned)}")
+        yield ok("split", f"{spec.split}{', settings chosen on ' if tuned else ''}{', '.join(tuned)}")
     if bundle.result.status == "failed":
         yield flag("status", f"the run failed: {bundle.result.error}")
     yield check_machine(bundle.result, datetime.now(UTC))

@@ -1,0 +1,86 @@
+"""`kvbench submit`: a run on its way to a leaderboard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvbench.cli.output import print_json
+from kvbench.errors import UserError
+
+if TYPE_CHECKING:
+    from kvbench.leaderboard.records import Manifest
+
+
+def submit_command(
+    run: Annotated[str, typer.Argument(help="The folder or id of a finished run.")],
+    *,
+    submitter: Annotated[str, typer.Option(help="Your name there: plain letters, digits, '.', '_' and '-'.")],
+    to: Annotated[
+        str, typer.Option(help="A folder of a results repository, hf:OWNER/DATASET, or the URL of a leaderboard.")
+    ] = "results",
+    tuned_on: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TASK[:SPLIT]", help="What the settings were chosen on; repeatable; default: nothing."),
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="Holds the token for a URL; default: $KVBENCH_TOKEN.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of runs, where a run is given by its id.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="End standard output with one JSON line.")] = False,
+) -> int:
+    """Pack a run, verify it as the receiver will, and deliver it."""
+    from kvbench.cli.leaderboard import print_record
+    from kvbench.leaderboard.bundle import pack_run
+    from kvbench.leaderboard.deliver import HUB, read_token
+    from kvbench.leaderboard.repository import Repository
+    from kvbench.leaderboard.verdict import RefusedError
+    from kvbench.leaderboard.verify import verify
+    from kvbench.runs import find_run
+
+    remote = to.startswith((HUB, "https://", "http://"))
+    if not remote and "://" in to:
+        raise UserError(f"--to {to} is no place that kvbench knows. Give a folder, hf:OWNER/DATASET, or http(s)://...")
+    token = read_token(token_file) if to.startswith("http") and remote else ""
+    folder = find_run(run, out)
+    try:
+        files = pack_run(folder, submitter, tuple(tuned_on or ()))
+    except RefusedError as error:
+        raise UserError(f"run {folder} cannot be packed: {error}.") from error
+    found = verify(files, Repository([] if remote else [Path(to)]))
+    record = found.conclude()
+    print_record(record, str(folder))
+    delivered = None
+    if not record.refused and found.bundle is not None and found.bundle.manifest is not None:
+        delivered = _deliver(files, found.bundle.manifest, to, token)
+    else:
+        typer.echo("It would be refused, so it was not delivered.", err=True)
+    if as_json:
+        print_json({"delivered": delivered, **record.model_dump(mode="json")})
+    return 0 if delivered is not None else 1
+
+
+def _deliver(files: dict[str, bytes], manifest: Manifest, to: str, token: str) -> dict[str, Any]:
+    from kvbench.leaderboard.deliver import HUB, find_checkout, put_in_folder, send_to_hub, send_to_server
+
+    if to.startswith(HUB):
+        address = send_to_hub(files, manifest, to.removeprefix(HUB))
+        typer.echo(f"pull request: {address}")
+        return {"pull_request": address}
+    if token:
+        answer = send_to_server(files, to, token)
+        typer.echo(f"accepted as {answer.get('id')}: {to.rstrip('/')}/api/submissions/{answer.get('id')}")
+        return answer
+    place = put_in_folder(files, manifest, Path(to))
+    typer.echo(f"written to {place}")
+    checkout = find_checkout(place)
+    if checkout is not None:
+        branch = f"{manifest.submitter}/{manifest.run_id}"
+        typer.echo(
+            f"for a pull request, in {checkout}:\n"
+            f"  git switch -c {branch}\n  git add {place.resolve().relative_to(checkout)}\n"
+            f"  git commit -m '{manifest.run_id}'\n  git push -u origin {branch}"
+        )
+    return {"folder": str(place)}

@@ -1,0 +1,156 @@
+"""Where a bundle goes: a folder of a results repository, a data set repository on the hub, or a running leaderboard."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from kvbench.errors import UserError
+from kvbench.files import saving
+from kvbench.leaderboard.bundle import open_head
+from kvbench.leaderboard.parcel import read_files, write_tar
+from kvbench.leaderboard.records import Manifest
+from kvbench.leaderboard.verdict import RefusedError
+from kvbench.log import say
+
+HUB = "hf:"
+TOKEN = "KVBENCH_TOKEN"  # noqa: S105  # the name of a variable
+WAIT_S = 60
+MOST_REPLY = 1 << 20
+
+
+class DeliveryError(UserError):
+    """It did not arrive. Nothing is wrong with the request: it can be made again."""
+
+    exit_code = 1
+
+
+def find_place(manifest: Manifest) -> Path:
+    """The folder of a bundle in a results repository: two submitters may send one run each."""
+    return Path(manifest.submitter) / manifest.run_id
+
+
+def put_in_folder(files: Mapping[str, bytes], manifest: Manifest, root: Path) -> Path:
+    """Write the bundle into its folder below `root`, whole or not at all; the same bundle again changes nothing.
+
+    Raises:
+        UserError: another bundle stands there.
+        SaveError: it cannot be written.
+    """
+    folder = root / find_place(manifest)
+    if folder.exists():
+        try:
+            there = open_head(read_files(folder)).content
+        except RefusedError:
+            there = ""
+        if there != manifest.content:
+            raise UserError(f"{folder} holds another bundle of this run. Remove it first, if this one replaces it.")
+        return folder
+    with saving(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))
+        try:
+            part.chmod(0o755)
+            for name, data in files.items():
+                with (part / name).open("wb") as file:
+                    file.write(data)
+                    os.fsync(file.fileno())
+            part.rename(folder)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+    return folder
+
+
+def find_checkout(folder: Path) -> Path | None:
+    """The git checkout that a folder is in."""
+    return next((x for x in (folder.resolve(), *folder.resolve().parents) if (x / ".git").exists()), None)
+
+
+def send_to_hub(files: Mapping[str, bytes], manifest: Manifest, repository: str) -> str:
+    """Open a pull request on a data set repository; its address.
+
+    Raises:
+        DeliveryError: the hub does not take it.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    place = find_place(manifest)
+    operations = [CommitOperationAdd(f"{place}/{name}", io.BytesIO(data)) for name, data in files.items()]
+    try:
+        done = HfApi().create_commit(
+            repository, operations, commit_message=f"{manifest.run_id} of {manifest.submitter}", repo_type="dataset",
+            create_pr=True,
+        )
+    except Exception as error:  # the hub's client raises many kinds
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        hint = "Where it asks who you are: 'hf auth login'."
+        raise DeliveryError(f"the hub did not take it for {repository}: {reason}. {hint}") from error
+    return str(done.pr_url)
+
+
+def send_to_server(files: Mapping[str, bytes], url: str, token: str) -> dict[str, Any]:
+    """Post the bundle to a running leaderboard; what it answers.
+
+    Raises:
+        DeliveryError: it is not reached, or does not accept it.
+    """
+    body = io.BytesIO()
+    write_tar(files, body)
+    if url.startswith("http://") and not url.startswith(("http://127.0.0.1", "http://localhost", "http://[::1]")):
+        say(f"{url} is not encrypted: whoever listens has your token. Use https where the server has it.")
+    request = urllib.request.Request(  # noqa: S310  # the caller looked at the scheme
+        f"{url.rstrip('/')}/api/submissions", data=body.getvalue(), method="POST",
+        headers={"Authorization": f"Bearer {token}", "Content-Type": "application/x-tar"},
+    )
+    try:
+        with _opener().open(request, timeout=WAIT_S) as reply:
+            return _read(reply)
+    except urllib.error.HTTPError as error:
+        with error:
+            answer = _read(error)
+        raise DeliveryError(f"{url} did not accept it ({error.code}): {answer.get('detail', error.reason)}") from error
+    except OSError as error:
+        raise DeliveryError(f"{url} cannot be reached: {error}. Nothing was sent twice: try again.") from error
+
+
+def read_token(file: Path | None) -> str:
+    """The token for a server, from a file or the environment; it is never printed.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        token = os.environ.get(TOKEN, "") if file is None else file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--token-file {file} cannot be read: {type(error).__name__}.") from error
+    if not token.strip() or not token.strip().isascii() or not token.strip().isprintable():
+        raise UserError(f"a server takes bundles with a token only. Set {TOKEN}, or give --token-file.")
+    return token.strip()
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A token goes to the server that it was given for."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+def _opener() -> urllib.request.OpenerDirector:
+    return urllib.request.build_opener(_NoRedirect)
+
+
+def _read(reply: IO[bytes]) -> dict[str, Any]:
+    try:
+        found = json.loads(reply.read(MOST_REPLY))
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {}
