@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -124,11 +125,10 @@ def _try(name: str, first: object, other: object, request: Request) -> Flip:
 def _find_fixed(first: Run, other: Run, asked: set[str]) -> Iterator[Flip]:
     """What was not asked for and is otherwise all the same."""
     documents = [x.result.model_dump(mode="json") for x in (first, other)]
-    places = [x for x in PROTOCOL if not _follows(x, asked)]
-    places += [f"spec.{group}.{x}" for group in ("versions", "sources") for x in documents[0]["spec"][group]]
-    for place in places:
+    code = [f"spec.{group}.{x}" for group in ("versions", "sources") for x in documents[0]["spec"][group]]
+    for place in (*PROTOCOL, *code):
         a, b = (look(x, place) for x in documents)
-        if a != b:
+        if a != b and not _follows(place, asked):
             yield Flip(place, _text(a), _text(b), None, _reason(place) or "it follows from what was asked")
 
 
@@ -136,7 +136,8 @@ def _follows(place: str, asked: set[str]) -> bool:
     """Whether a place in a result says again what was asked for, or what comes with a model that was."""
     option = {"task.settings": "task_settings", "spec.generation": "generation"}.get(place, place.rpartition(".")[2])
     said = any(x == option or x.startswith(f"{option}.") for x in asked)
-    return said or ("model" in asked and _reason(place) == FIXED["model"])
+    by_method = "method" in asked and place in ("spec.sources.method", "spec.sources.kernels")
+    return said or by_method or ("model" in asked and _reason(place) == FIXED["model"])
 
 
 def _reason(place: str) -> str | None:
@@ -144,4 +145,6 @@ def _reason(place: str) -> str | None:
 
 
 def _text(value: Any) -> str:
-    return "-" if value is None else str(value)
+    """A value, of a hash the beginning."""
+    text = "-" if value is None else str(value)
+    return text[:12] if re.fullmatch(r"[0-9a-f]{64}", text) else text

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from kvbench.runs import Run
 
 
+AGAIN = "run again"
+
+
 def explain_command(
     first: Annotated[str, typer.Argument(help="The folder or id of a run.")],
     other: Annotated[str, typer.Argument(help="Another run of the same task.")],
@@ -36,10 +39,13 @@ def explain_command(
     rows = [
         (x.name, x.first, x.other, *_effect(effects.get(x.name)), notes.get(x.name) or _note(x, run=run)) for x in flips
     ]
+    if AGAIN in effects:
+        rows.append((AGAIN, "the code of then", "the code of now", *_effect(effects[AGAIN]), notes[AGAIN]))
     rows.append(("all of it", mine.folder.name, theirs.folder.name, *_effect(total), ""))
     if run and total is not None and effects:
         alone = sum(x.mean for x in effects.values())
-        rows.append(("the rest", "", "", f"{total.mean - alone:+.3f}", "", "what was not flipped, and what acts together"))
+        note = "what was not flipped, and what acts together"
+        rows.append(("the rest", "", "", f"{total.mean - alone:+.3f}", "", note))
     print_rows("", ("differs", "first", "other", "moves the score", "95%", ""), rows)
     if as_json:
         print_json({
@@ -54,26 +60,37 @@ def explain_command(
 
 
 def _measure(mine: Run, flips: list[Flip], out: Path) -> tuple[dict[str, Effect], dict[str, str]]:
-    """The effect of every flip that can be run, and what became of the others."""
+    """The effect of every flip that can be run, and what became of the others.
+
+    What is flipped is run by the code that is here. So the first run is run again where it is of other code, and what
+    is flipped is measured against that.
+    """
     from kvbench.cli.sweep import run_cells
     from kvbench.explain import measure, rescore
+    from kvbench.leaderboard.asked import write_request
     from kvbench.runs import load_run
     from kvbench.sweep.cell import Cell
 
     effects, notes = {}, {}
-    asked = {x.name: x.request for x in flips if x.request is not None}
+    asked = {AGAIN: write_request(mine.result.spec), **{x.name: x.request for x in flips if x.request is not None}}
     if "scorer" in asked and (found := rescore(mine, asked["scorer"].scorer or "")) is not None:
-        effects["scorer"] = found
-        notes["scorer"] = f"the same {found.n} answers"
+        effects["scorer"], notes["scorer"] = found, f"the same {found.n} answers"
         del asked["scorer"]
     cells = [Cell(i, 1, name, replace(x, out=out), {}) for i, (name, x) in enumerate(asked.items())]
-    for name, report in zip(asked, run_cells(cells) if cells else [], strict=True):
-        if report.result is None or report.folder is None or report.status != "ok":
+    reports = dict(zip(asked, run_cells(cells), strict=True))
+    base = mine
+    for name, report in reports.items():
+        if report.folder is None or report.status != "ok":
             notes[name] = f"cannot be run: {report.error}"
-        elif (found := measure(mine, load_run(report.folder))) is not None:
+            continue
+        flipped = load_run(report.folder)
+        found = measure(base, flipped)
+        if name == AGAIN:
+            base = flipped
+        if found is not None and flipped.result.run_id != mine.result.run_id:
             effects[name] = found
-            asked_alike = f"paired, {found.n} questions" if found.n else "other questions: not paired"
-            notes[name] = f"{asked_alike}; {report.folder.name}"
+            alike = f"paired, {found.n} questions" if found.n else "other questions: not paired"
+            notes[name] = f"{alike}; {report.folder.name}"
     return effects, notes
 
 
