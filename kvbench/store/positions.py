@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvbench.kernels.dense_attention import dense_attention
 from kvbench.method import Step
 from kvbench.store.rows import storage_bytes
 
@@ -28,6 +29,8 @@ def attend_over(step: Step, keys: Tensor, values: Tensor, mask: Tensor | None = 
     """
     if step.softcap is not None or step.sinks is not None or step.window is not None:
         raise NotImplementedError("diffusion models with soft caps, sinks or windows are refused at load")
+    if mask is None:
+        return dense_attention(step.query, keys, values, scale=step.scale, seen=keys.shape[2], causal=False)
     return F.scaled_dot_product_attention(
         step.query, keys, values, attn_mask=mask, scale=step.scale, enable_gqa=step.query.shape[1] != keys.shape[1]
     )
