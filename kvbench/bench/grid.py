@@ -1,0 +1,122 @@
+"""Cells of a job, one after the other: every method at every length and batch on every clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+from kvbench.bench.job import Job
+from kvbench.bench.measure import Measured, measure
+from kvbench.bench.outcome import Failure, attempt
+from kvbench.bench.records import Cell, Predicted, Time
+from kvbench.bench.timing import compare, find_median
+from kvbench.bench.twins import check_twins
+from kvbench.kernels.choice import using
+from kvbench.method import Method
+from kvbench.settings import jsonable_settings
+from kvbench.spec import MethodSpec
+
+MAX = "max"
+
+
+def run_cells(job: Job, emit: Callable[[Cell], None]) -> None:
+    """Time every cell; each is handed over when it is done."""
+    wrong = {name: found for name in job.methods if (found := _check(job, name)) is not None}
+    for length in job.lengths:
+        for asked in job.batches:
+            for cell in _cells(job, wrong, length, asked):
+                emit(cell)
+
+
+def _check(job: Job, name: str) -> Failure | None:
+    """Why nothing of a method is timed: an operation of it is wrong, at the smallest length that its budget allows."""
+    if job.kernels == "torch" or job.setting.model.kind == "diffusion":
+        return None
+    for length in sorted(job.lengths):
+        method = attempt(partial(job.fit, name, length))
+        if not isinstance(method, Failure):
+            with using(job.kernels):
+                return attempt(partial(check_twins, job.setting, method, length))
+    return None
+
+
+def _cells(job: Job, wrong: Mapping[str, Failure], length: int, asked: str) -> Iterator[Cell]:
+    """All methods at a length and a batch, on every clock."""
+    fitted: dict[str, Method] = {}
+    failures = dict(wrong)
+    batches = {name: 0 if asked == MAX else int(asked) for name in job.methods}
+    for name in job.methods:
+        method = attempt(partial(job.fit, name, length))
+        if isinstance(method, Failure):
+            failures.setdefault(name, method)
+            continue
+        fitted[name] = method
+        if asked == MAX:
+            batches[name] = job.need(method, length).largest_batch(job.memory, job.setting.state)
+        if (why := _foresee(job, method, length, batches[name])) is not None:
+            failures.setdefault(name, why)
+    ready = {name: x for name, x in fitted.items() if name not in failures}
+    for clock in job.clocks:
+        found: Mapping[str, Measured | Failure] = {
+            **measure(job, clock, ready, length, batches, alone=asked == MAX), **failures
+        } if ready else failures
+        for name in job.methods:
+            cell = Cell(
+                method=_describe(job.methods[name]), budget=job.budget, clock=clock, length=length,
+                batch=batches[name], asked_batch=asked, state=job.setting.state, outcome="ok",
+                predicted=_predict(job, fitted.get(name), length, batches[name]),
+            )
+            yield _fill(job, cell, found[name])
+
+
+def _foresee(job: Job, method: Method, length: int, batch: int) -> Failure | None:
+    """What is not tried: a batch of none and, where the system would end the process, what memory cannot hold."""
+    peak = job.need(method, length).peak(max(1, batch), job.setting.state)
+    if batch and (job.device.type == "cuda" or peak <= job.memory):
+        return None
+    return Failure("out of memory", f"not tried: {peak / 1e9:.2f} GB predicted, {job.memory / 1e9:.2f} GB there")
+
+
+def _describe(method: Method) -> MethodSpec:
+    card = method.card
+    return MethodSpec(name=card.name, version=card.version, family=card.family, settings=jsonable_settings(method))
+
+
+def _predict(job: Job, method: Method | None, length: int, batch: int) -> Predicted | None:
+    if method is None:
+        return None
+    need = job.need(method, length)
+    return Predicted(
+        cache_bytes=batch * need.cache, peak_bytes=need.peak(batch, job.setting.state),
+        largest_batch=need.largest_batch(job.memory, job.setting.state),
+    )
+
+
+def _fill(job: Job, cell: Cell, ours: Measured | Failure) -> Cell:
+    """A cell with what was found: times, ratios and bytes, or why there are none."""
+    if isinstance(ours, Failure):
+        return cell.model_copy(update={"outcome": ours.outcome, "reason": ours.reason})
+    times = {quantity: _time(job, quantity, seconds, ours) for quantity, seconds in ours.rounds.items()}
+    paced = times.get("step") or times.get("token")
+    return cell.model_copy(update={
+        "times": times, "tokens_per_s": None if paced is None else cell.batch / paced.seconds.median,
+        "graph": ours.graph, "graph_reason": ours.graph_reason, "steps": ours.steps, "memory": ours.memory,
+        "device_memory": ours.device_memory, "kernels": ours.kernels,
+    })
+
+
+def _time(job: Job, quantity: str, seconds: list[float], ours: Measured) -> Time:
+    median = find_median(seconds)
+    moved = ours.read_bytes
+    if quantity not in ("attention", "step", "token") or job.setting.model.kind == "diffusion":
+        moved = None
+    elif moved is not None and quantity != "attention":
+        moved += job.outline.step_bytes
+    return Time(
+        seconds=median, bytes_moved=moved,
+        speedups={
+            other: compare(rounds[quantity], seconds, paired=ours.paired) for other, rounds in ours.anchors.items()
+            if quantity != "compression"  # an anchor's is nothing
+        },
+        bandwidth_share=None if moved is None else moved / median.median / job.ruler,
+    )

@@ -1,0 +1,53 @@
+"""A job of `kvbench bench` that can start: the model loaded, the methods made, and what is to be timed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from kvbench.bench.records import Clock
+from kvbench.bench.state import Setting
+from kvbench.hf import Prediction
+from kvbench.method import Method
+from kvbench.plan import Need, read_budget
+
+Kernels = Literal["torch", "triton", "flash"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be timed. Methods are by name and unfitted, the anchors first."""
+
+    setting: Setting
+    outline: Prediction
+    methods: dict[str, Method]
+    anchors: tuple[str, ...]
+    lengths: Sequence[int]
+    batches: Sequence[str]
+    """Numbers, or `max`."""
+    clocks: Sequence[Clock]
+    budget: str | None
+    kernels: Kernels
+    rounds: dict[Clock, int]
+    memory: int
+    """Bytes that weights and caches may take together."""
+    ruler: float
+    """Bytes per second of a copy."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self.setting.model.device
+
+    def fit(self, name: str, length: int) -> Method:
+        """A method with its budget at a length."""
+        method = self.methods[name]
+        return method.fit(read_budget(self.budget, method), self.setting.model.shape(length))
+
+    def need(self, method: Method, length: int) -> Need:
+        """What a fitted method will take."""
+        outline = replace(self.outline, shape=replace(self.outline.shape, length=length))
+        return Need(outline, method, self.setting.chunk, self.setting.later)

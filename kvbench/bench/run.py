@@ -1,0 +1,160 @@
+"""From what was typed to the file of a job."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, cast, get_args
+
+import torch
+
+from kvbench.bench.grid import MAX, run_cells
+from kvbench.bench.job import Job, Kernels
+from kvbench.bench.measure import STEPS
+from kvbench.bench.records import Bench, Cell, Clock, Ruler
+from kvbench.bench.state import Setting
+from kvbench.bench.timing import COPIED_BYTES, WARM_UPS, measure_copy
+from kvbench.errors import UserError, unknown
+from kvbench.files import write_atomic
+from kvbench.hf import Model, check_device, load_model, predict_memory
+from kvbench.log import say
+from kvbench.machine import find_environment, free_bytes
+from kvbench.plan import ANCHORS, State, name_methods
+from kvbench.registry import find_method
+from kvbench.request import check_kernels
+from kvbench.settings import configure, parse_pairs
+from kvbench.spec import ModelSpec
+
+ROUNDS: dict[Clock, int] = {"kernel": 16, "step": 16, "user": 5}
+SPARE = 4 * WARM_UPS
+"""Tokens beside those timed: warm-ups, and what is recorded and compared."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options of `kvbench bench`, as typed; None: the default."""
+
+    methods: tuple[str, ...]
+    model: str = "mini"
+    lengths: tuple[int, ...] = (4096,)
+    batches: tuple[str, ...] = ("1",)
+    clocks: tuple[str, ...] = get_args(Clock)
+    state: str = "prefill"
+    budget: str | None = None
+    settings: tuple[str, ...] = ()
+    kernels: str = "torch"
+    chunk: int | None = None
+    rounds: int | None = None
+    memory: float | None = None
+    """GB that weights and caches may take together; None: what is free."""
+    device: str | None = None
+    dtype: str | None = None
+    out: Path | None = None
+
+
+def run_bench(request: Request) -> Bench:
+    """Time what was asked for; the file, if any, is written anew after every cell.
+
+    Raises:
+        UserError: a request that cannot be; what fails within it is a cell's outcome.
+    """
+    started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
+    job = _prepare(request)
+    model, device = job.setting.model, job.device
+    cells: list[Cell] = []
+
+    def save(status: Literal["running", "done"], after: float | None) -> Bench:
+        bench = Bench(
+            status=status, command=asdict(request) | {"out": None}, model=_describe(model), kernels=job.kernels,
+            weight_bytes=job.outline.weight_bytes, memory_bytes=job.memory,
+            ruler=Ruler(copied_bytes=COPIED_BYTES[device.type], before=job.ruler, after=after), cells=tuple(cells),
+            environment=find_environment(
+                device.type, started=started, seconds=time.perf_counter() - began, device_map=model.device_map
+            ),
+        )
+        if request.out is not None:
+            write_atomic(request.out, bench.model_dump_json(indent=1) + "\n")
+        return bench
+
+    def emit(cell: Cell) -> None:
+        cells.append(cell)
+        said = cell.outcome if cell.reason is None else f"{cell.outcome}: {cell.reason}"
+        say(f"{cell.clock} {cell.method.name}, {cell.length} tokens x {cell.batch}: {said}")
+        save("running", None)
+
+    run_cells(job, emit)
+    return save("done", measure_copy(device))
+
+
+def _prepare(request: Request) -> Job:
+    """Check everything, load the model and measure the ruler."""
+    clocks = _check(request)
+    outline = predict_memory(request.model, request.dtype)
+    settings = parse_pairs(request.settings, "--set")
+    if settings and len(request.methods) != 1:
+        raise UserError("--set is for one method: leave it out, or give one --method.")
+    made = {
+        name: configure(find_method(name), settings if name in request.methods else {}, "--set", name)
+        for name in name_methods(request.methods, outline.kind)
+    }
+    device = request.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(device)
+    check_kernels(request.kernels)
+    for name, method in made.items():
+        if method.card.models != outline.kind:
+            raise UserError(f"{name} is for {method.card.models} models, and {request.model} is {outline.kind}.")
+    if outline.kind == "diffusion" and clocks != ["user"]:
+        raise UserError("a diffusion model's passes change from step to step: use --clock user.")
+    model = load_model(request.model, device, request.dtype)
+    _check_positions(request, model)
+    free = free_bytes(device.partition(":")[0]) + outline.weight_bytes
+    rounds = {clock: request.rounds or ROUNDS[clock] for clock in clocks}
+    return Job(
+        setting=Setting(
+            model=model, state=cast("State", request.state), chunk=request.chunk,
+            later=max(-(-STEPS // x) * x for x in rounds.values()) + SPARE,
+        ),
+        outline=outline, methods={name: x.bind(model) for name, x in made.items()},
+        anchors=ANCHORS[outline.kind], lengths=request.lengths,
+        batches=request.batches, clocks=clocks, budget=request.budget, kernels=cast("Kernels", request.kernels),
+        rounds=rounds, memory=free if request.memory is None else int(request.memory * 1e9),
+        ruler=measure_copy(model.device),
+    )
+
+
+def _check(request: Request) -> list[Clock]:
+    for clock in request.clocks:
+        if clock not in get_args(Clock):
+            raise unknown("clock", clock, get_args(Clock))
+    if request.state not in get_args(State):
+        raise unknown("state", request.state, get_args(State))
+    if request.state == "synthetic" and "user" in request.clocks:
+        raise UserError("the user's clock runs the prompt: leave --state out, or use --clock kernel,step.")
+    for name, values in (("length", request.lengths), ("rounds", (request.rounds,)), ("chunk", (request.chunk,))):
+        for value in values:
+            if value is not None and value < 1:
+                raise UserError(f"{name} {value} must be 1 or more.")
+    for batch in request.batches:
+        if batch != MAX and not (batch.isdecimal() and int(batch)):
+            raise UserError(f"batch '{batch}' must be a number of 1 or more, or max: the most that fit.")
+    return [cast("Clock", x) for x in dict.fromkeys(request.clocks)]
+
+
+def _check_positions(request: Request, model: Model) -> None:
+    """Beyond what a model was made for only time is asked for, but its layers must be able to compute there."""
+    longest = max(request.lengths) + STEPS + SPARE
+    anywhere = bool(model.ropes) and all(x.trusted and x.movable for x in model.ropes)
+    if longest > model.max_length and not anywhere:
+        raise UserError(
+            f"length {max(request.lengths)} with {STEPS} tokens after it is beyond what {model.id} can compute, "
+            f"{model.max_length} positions. Use a smaller --length."
+        )
+
+
+def _describe(model: Model) -> ModelSpec:
+    return ModelSpec(
+        id=model.id, revision=model.revision, kind=model.kind, dtype=model.dtype, params=model.params,
+        sha256=model.sha256, tokenizer_sha256=model.tokenizer_sha256,
+    )
