@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from kvbench.cli import explain, inspect, judge, leaderboard, query, report, reproduce, run, submit, sweep
+from kvbench.cli import bench, explain, inspect, judge, leaderboard, query, report, reproduce, run, submit, sweep
 from kvbench.errors import UserError, unknown
 
 # Newer typers carry a click of their own: its base exception is found through the one class that typer exports.
@@ -27,6 +27,8 @@ app.command("doctor")(inspect.doctor_command)
 app.command("check")(judge.check_command)
 app.command("score")(judge.score_command)
 app.command("compare")(judge.compare_command)
+app.command("bench")(bench.bench_command)
+app.command("plan")(bench.plan_command)
 app.command("report")(report.report_command)
 app.command("query")(query.query_command)
 app.command("reproduce")(reproduce.reproduce_command)
