@@ -1,4 +1,4 @@
-"""Conversations of a whole model: operations that are Triton's give the logits, tokens and stores of torch's."""
+"""Conversations and answers of whole models: operations that are Triton's give what torch's give."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import copy
 import pytest
 import torch
 
+from kvbench.diffusion import denoise
 from kvbench.hf import Model
-from kvbench.hf.tiny import VOCABULARY, tiny_model
+from kvbench.hf.tiny import VOCABULARY, tiny_diffusion, tiny_model
 from kvbench.kernels.choice import using
 from kvbench.method import Budget
 from kvbench.registry import find_method
+from kvbench.sampling import Sampling
 from kvbench.session import Session
 
 DENSE = {"dense_attention": "triton", "dense_attention.prompt": "triton", "dense_attention.chunk": "triton"}
@@ -40,12 +42,17 @@ def ids(count, seed=1):
     return torch.randint(VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+def move(model, device):
+    """The model where Triton runs."""
+    if device.type == "cpu":
+        return model
+    return Model.from_module(copy.deepcopy(model.module).to(device), id=model.id, masking=model.masking)
+
+
 @pytest.fixture
 def model(request, triton):
     """A tiny model where Triton runs."""
-    found = tiny_model(*request.param)
-    device = triton(torch.empty(0)).device
-    return found if device.type == "cpu" else Model.from_module(copy.deepcopy(found.module).to(device), id=found.id)
+    return move(tiny_model(*request.param), triton(torch.empty(0)).device)
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["", "static"])
@@ -86,3 +93,17 @@ def test_triton_gives_the_tokens_and_stores_of_torch(name, model):
         assert fast[0].equal(plain[0])
         assert all(torch.allclose(x, y, atol=1e-4) for x, y in zip(fast, plain, strict=True))
     assert ran == CONVERSATIONS[name]
+
+
+def test_triton_fills_in_what_torch_does(triton):
+    """A diffusion model's rows look at each other both ways, under a policy that keeps some of them."""
+    device = triton(torch.empty(0)).device
+    model, prompt = move(tiny_diffusion(shifted=False), device), torch.tensor([ids(20)], device=device)
+    answers = {}
+    for kernels in ("torch", "triton"):
+        with using(kernels) as ran:
+            answers[kernels] = denoise(
+                model, find_method("fast-dllm-prefix")(), prompt, 4, Sampling(steps=2, block=4), 0
+            ).ids
+    assert answers["triton"] == answers["torch"]
+    assert ran == DENSE
