@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
@@ -13,7 +12,15 @@ from kvbench.examples import make_examples
 from kvbench.log import say
 from kvbench.machine import find_version, free_bytes, ram_bytes
 from kvbench.method import Budget, Method
-from kvbench.request import Plan, Request, check, check_model, read_device_map
+from kvbench.request import (
+    Plan,
+    Request,
+    check,
+    check_kernels_device,
+    check_kernels_dtype,
+    check_model,
+    read_device_map,
+)
 from kvbench.settings import jsonable_settings
 from kvbench.sources import find_sources
 from kvbench.spec import DenoisingSpec, GenerationSpec, MethodSpec, ModelSpec, RunSpec, TaskSpec, Versions
@@ -60,9 +67,11 @@ def prepare(request: Request, model: Model | None = None) -> Job:
         check_model(request.model)
     plan = check(request)
     device = model.device.type if model is not None else find_device(request)
-    _check_device(request, device)
+    check_kernels_device(request.kernels, device)
+    if request.kernels != "torch" and request.device_map is not None:
+        raise UserError(f"kernels '{request.kernels}' run on one GPU. Use --kernels torch, or leave --device-map out.")
     model = model or _load(request, device, plan.length)
-    _check_dtype(request, model)
+    check_kernels_dtype(request.kernels, device, model.dtype)
     plan = replace(plan, generation=resolve_generation(plan, model))
     frame = plan.task.frame(model.tokenizer)
     _check_length(plan, model)
@@ -172,26 +181,6 @@ def resolve_generation(plan: Plan, model: Model) -> GenerationSpec:
     asked = generation.denoising or DenoisingSpec()
     denoising = asked.model_copy(update={"tokens_per_step": model.masking.tokens_per_step})
     return generation.model_copy(update={"decoding": "denoising", "denoising": denoising})
-
-
-def _check_device(request: Request, device: str) -> None:
-    kernels = request.kernels
-    if kernels == "triton" and device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise UserError(
-            "kernels 'triton' need a GPU, and this run is on cpu. Use --kernels torch, or set TRITON_INTERPRET=1 to "
-            "have them interpreted, for tests: that is very slow."
-        )
-    if kernels == "flash" and device == "cpu":
-        raise UserError("kernels 'flash' need a GPU, and this run is on cpu. Use --kernels torch.")
-    if kernels != "torch" and request.device_map is not None:
-        raise UserError(f"kernels '{kernels}' run on one GPU. Use --kernels torch, or leave --device-map out.")
-
-
-def _check_dtype(request: Request, model: Model) -> None:
-    if request.kernels == "flash" and model.dtype == "float32":
-        raise UserError("kernels 'flash' compute in 16 bits. Use --dtype bfloat16, or --kernels torch.")
-    if request.kernels == "triton" and model.device.type == "cpu" and model.dtype == "bfloat16":
-        raise UserError("Triton's interpreter multiplies bfloat16 wrongly. Use --dtype float32, or --kernels torch.")
 
 
 def _check_length(plan: Plan, model: Model) -> None:

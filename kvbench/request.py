@@ -162,6 +162,33 @@ def check_kernels(name: str) -> None:
             )
 
 
+def check_kernels_device(kernels: str, device: str) -> None:
+    """Refuse an implementation that a kind of device does not run.
+
+    Raises:
+        UserError: with what to do.
+    """
+    if kernels == "triton" and device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise UserError(
+            "kernels 'triton' need a GPU, and this run is on cpu. Use --kernels torch, or set TRITON_INTERPRET=1 to "
+            "have them interpreted, for tests: that is very slow."
+        )
+    if kernels == "flash" and device == "cpu":
+        raise UserError("kernels 'flash' need a GPU, and this run is on cpu. Use --kernels torch.")
+
+
+def check_kernels_dtype(kernels: str, device: str, dtype: str) -> None:
+    """Refuse an implementation that does not compute in a model's element type.
+
+    Raises:
+        UserError: with what to do.
+    """
+    if kernels == "flash" and dtype == "float32":
+        raise UserError("kernels 'flash' compute in 16 bits. Use --dtype bfloat16, or --kernels torch.")
+    if kernels == "triton" and device == "cpu" and dtype == "bfloat16":
+        raise UserError("Triton's interpreter multiplies bfloat16 wrongly. Use --dtype float32, or --kernels torch.")
+
+
 def _check_operations(request: Request, method: type[Method]) -> None:
     """Every operation that the method's run loads must have the implementation: none stands in for it."""
     if REST.get(request.kernels, request.kernels) != "torch":

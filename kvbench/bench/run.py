@@ -23,7 +23,7 @@ from kvbench.log import say
 from kvbench.machine import find_environment, free_bytes
 from kvbench.plan import ANCHORS, State, name_methods
 from kvbench.registry import find_method
-from kvbench.request import check_kernels
+from kvbench.request import check_kernels, check_kernels_device, check_kernels_dtype
 from kvbench.settings import configure, parse_pairs
 from kvbench.spec import ModelSpec
 
@@ -102,12 +102,14 @@ def _prepare(request: Request) -> Job:
     device = request.device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
     check_kernels(request.kernels)
+    check_kernels_device(request.kernels, device.partition(":")[0])
     for name, method in made.items():
         if method.card.models != outline.kind:
             raise UserError(f"{name} is for {method.card.models} models, and {request.model} is {outline.kind}.")
     if outline.kind == "diffusion" and clocks != ["user"]:
         raise UserError("a diffusion model's passes change from step to step: use --clock user.")
     model = load_model(request.model, device, request.dtype)
+    check_kernels_dtype(request.kernels, model.device.type, model.dtype)
     _check_positions(request, model)
     free = free_bytes(device.partition(":")[0]) + outline.weight_bytes
     rounds = {clock: request.rounds or ROUNDS[clock] for clock in clocks}
