@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from pydantic_core import to_jsonable_python
 
@@ -34,14 +35,15 @@ def check_summary(replay: Replay, result: Result, lines: Sequence[Line]) -> tupl
     """
     with blaming("summary", "its journal cannot be summed up"):
         ours = summarise(replay.job, lines)
-    said_kernels = any(x.kernels for x in lines)
-    names = {*SUMMED, *(["kernels"] if said_kernels else [])}
+    noted = any(x.kernels for x in lines)
+    names: dict[str, Any] = dict.fromkeys((*SUMMED, *(["kernels"] if noted else [])), True)
+    names["environment"] = {"started", "seconds"}
     documents = [x.model_dump(mode="json", include=names) for x in (result, ours)]
     for name, said, found in differences(documents[0], documents[1]):
         check = "scores" if name.startswith("score") else "summary"
         raise RefusedError(check, f"its {name} is {show(said)}, its samples give {show(found)}")
     checks = [ok("summary", "the result is what its samples give")]
-    if result.kernels.ops and not said_kernels:
+    if result.kernels.ops and not noted:
         checks.append(flag("kernels", "which kernels ran is the result's own word: its journal does not say"))
     return ours.score, checks
 
@@ -101,7 +103,7 @@ def check_bytes(replay: Replay, method: Method | None, result: Result, lines: Se
         resolved = to_jsonable_python(fitted.resolution)
         if x.index == 0 and any(result.budget.resolved.get(key) != value for key, value in resolved.items()):
             raise RefusedError("bytes", "its budget did not come to what the result says it was resolved to")
-    return ok("bytes", f"of {len(first)} samples are what {spec.method.name} declares on {spec.model.id}")
+    return ok("bytes", f"those of {len(first)} samples are what {spec.method.name} declares on {spec.model.id}")
 
 
 def check_machine(result: Result, now: datetime) -> Check:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from pydantic_core import to_jsonable_python
 
+from kvbench.examples import Made
 from kvbench.job import limit_of
 from kvbench.leaderboard.records import Check
 from kvbench.leaderboard.replay import Replay
 from kvbench.leaderboard.verdict import RefusedError, blaming, ok, show
 from kvbench.results import Line
 from kvbench.sample import judge, note
+from kvbench.spec import RunSpec
 from kvbench.task import Encoded, Example
 
 LOGPROBS = "logprobs"
@@ -21,36 +24,41 @@ MOST_ID = 2**31
 CLOSE = 1e-9
 
 
-def check_prompts(replay: Replay, lines: Sequence[Line], made: Sequence[tuple[Example, Encoded]]) -> Check:
-    """Every line is of the question that the task asks under this seed.
+def check_prompts(replay: Replay, lines: Sequence[Line], making: Iterable[Made]) -> tuple[list[Made], Check]:
+    """The run's examples, and that every line is of the question that they ask.
 
     Raises:
         RefusedError: one is not.
     """
-    spec = replay.spec
-    hashes = [encoded.prompt_hash for _, encoded in made]
-    for line in lines:
-        example, encoded = made[line.index]
-        where = f"sample {line.index} turn {line.turn}"
-        if line.prompt_hash != hashes[line.index]:
-            raise RefusedError(
-                "prompts", f"{where}: its prompt is {show(line.prompt_hash)}, the task's with seed {spec.seed} is "
-                f"{hashes[line.index]}: answers to something else"
-            )
-        if line.sample != example.id or line.turns != len(example.turns):
-            raise RefusedError("prompts", f"{where}: no such sample with {line.turns} turns, but {show(example.id)}")
-        if line.references != example.turns[line.turn].references:
-            raise RefusedError("prompts", f"{where}: its references are not the task's")
-        facts = to_jsonable_python(note(example, line.turn))
-        if {key: value for key, value in line.facts.items() if key != LOGPROBS} != facts:
-            raise RefusedError("prompts", f"{where}: its facts are not the task's")
-        held = len(encoded.context) + (0 if spec.visibility == "hidden" else len(encoded.turns[0].first))
-        if spec.model.kind == "autoregressive" and line.tokens is not None and line.tokens.context != held:
-            raise RefusedError("prompts", f"{where}: its context has {line.tokens.context} tokens, the task's {held}")
-    return ok("prompts", f"{len(made)} prompts made again from seed {spec.seed} are those of the journal")
+    samples = [list(x) for _, x in groupby(lines, key=lambda line: line.index)]
+    made = []
+    for example, some in zip(making, samples, strict=False):
+        made.append(example)
+        for line in some:
+            _check_prompt(replay.spec, line, *example)
+    return made, ok("prompts", f"{len(made)} prompts made again from seed {replay.spec.seed} are those of the journal")
 
 
-def check_answers(replay: Replay, lines: Sequence[Line], made: Sequence[tuple[Example, Encoded]]) -> Check:
+def _check_prompt(spec: RunSpec, line: Line, example: Example, encoded: Encoded) -> None:
+    where = f"sample {line.index} turn {line.turn}"
+    if line.prompt_hash != encoded.prompt_hash:
+        raise RefusedError(
+            "prompts", f"{where}: its prompt is {show(line.prompt_hash)}, the task's with seed {spec.seed} is "
+            f"{encoded.prompt_hash}: answers to something else"
+        )
+    if line.sample != example.id or line.turns != len(example.turns):
+        raise RefusedError("prompts", f"{where}: no such sample with {line.turns} turns, but {show(example.id)}")
+    if line.references != example.turns[line.turn].references:
+        raise RefusedError("prompts", f"{where}: its references are not the task's")
+    facts = to_jsonable_python(note(example, line.turn))
+    if {key: value for key, value in line.facts.items() if key != LOGPROBS} != facts:
+        raise RefusedError("prompts", f"{where}: its facts are not the task's")
+    held = len(encoded.context) + (0 if spec.visibility == "hidden" else len(encoded.turns[0].first))
+    if spec.model.kind == "autoregressive" and line.tokens is not None and line.tokens.context != held:
+        raise RefusedError("prompts", f"{where}: its context has {line.tokens.context} tokens, the task's {held}")
+
+
+def check_answers(replay: Replay, lines: Sequence[Line], made: Sequence[Made]) -> Check:
     """Every prediction is what its token ids say, and as long as it may be.
 
     Raises:
@@ -101,7 +109,7 @@ def _weighs_most(line: Line, choices: Sequence[Sequence[int]]) -> bool:
         return False
 
 
-def score_again(replay: Replay, lines: Sequence[Line], made: Sequence[tuple[Example, Encoded]]) -> list[Line]:
+def score_again(replay: Replay, lines: Sequence[Line], made: Sequence[Made]) -> list[Line]:
     """The lines with the scores that the task's scorers give their predictions; the submitter's are not looked at.
 
     Raises:

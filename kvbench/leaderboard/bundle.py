@@ -23,7 +23,7 @@ from kvbench.leaderboard.verdict import RefusedError, show
 from kvbench.results import Line, Result
 from kvbench.spec import RunSpec
 
-MOST = {"samples": 10_000, "turns": 1_000, "length": 1 << 22}
+MOST = {"samples": 10_000, "turns": 1_000, "length": 1 << 21}
 """Of a spec; what is more is nothing that a verifier could make again."""
 MOST_LINES = 100_000
 

@@ -119,7 +119,8 @@ def send_to_server(files: Mapping[str, bytes], url: str, token: str) -> dict[str
             answer = _read(error)
         raise DeliveryError(f"{url} did not accept it ({error.code}): {answer.get('detail', error.reason)}") from error
     except OSError as error:
-        raise DeliveryError(f"{url} cannot be reached: {error}. Nothing was sent twice: try again.") from error
+        reason = getattr(error, "reason", error)
+        raise DeliveryError(f"{url} cannot be reached: {reason}. Sent again, it is no second submission.") from error
 
 
 def read_token(file: Path | None) -> str:

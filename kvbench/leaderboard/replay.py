@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -64,8 +64,8 @@ class Replay:
         return cast("Job", self)
 
 
-def make_again(replay: Replay) -> list[Made]:
-    """The run's examples, made by the code that is here.
+def make_again(replay: Replay) -> Iterator[Made]:
+    """The run's examples, made by the code that is here, one after the other: the first may be proof enough.
 
     Raises:
         RefusedError: with this spec they cannot be.
@@ -76,13 +76,17 @@ def make_again(replay: Replay) -> list[Made]:
         "model": {"tokenizer_sha256"},
     }))
     if key not in _kept:
+        made = []
         with blaming("prompts", "its prompts cannot be made"):
-            made = make_examples(replace(replay, spec=spec).job, range(spec.samples))
-            _kept[key] = [(example, encoded) for _, example, encoded in made]
-    _kept.move_to_end(key)
-    while len(_kept) > KEPT:
-        _kept.popitem(last=False)
-    return _kept[key]
+            for _, example, encoded in make_examples(replace(replay, spec=spec).job, range(spec.samples)):
+                made.append((example, encoded))
+                yield example, encoded
+        _kept[key] = made
+        if len(_kept) > KEPT:
+            _kept.popitem(last=False)
+    else:
+        _kept.move_to_end(key)
+        yield from _kept[key]
 
 
 def fit(method: Method, spec: RunSpec, shape: Shape) -> Method:

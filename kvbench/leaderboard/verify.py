@@ -87,13 +87,13 @@ def _look_at_claims(bundle: Bundle) -> Iterator[Check]:
     else:
         size = sum(map(len, bundle.files.values()))
         yield ok("files", f"{size:,} bytes, as the manifest of {manifest.submitter} has them")
+    tuned = () if manifest is None else manifest.tuned_on
     if spec.split != "test":
         yield refuse("split", f"it ran on split {spec.split}: settings are chosen there, rows are of split test")
-    tuned = () if manifest is None else manifest.tuned_on
-    if {spec.task.name, f"{spec.task.name}:test"} & set(tuned):
+    elif {spec.task.name, f"{spec.task.name}:test"} & set(tuned):
         yield flag("split", f"its settings were chosen on {spec.task.name}, on the very examples of the row")
     else:
-        yield ok("split", f"{spec.split}{', settings chosen on ' if tuned else ''}{', '.join(tuned)}")
+        yield ok("split", f"test{', settings chosen on ' if tuned else ''}{', '.join(tuned)}")
     if bundle.result.status == "failed":
         yield flag("status", f"the run failed: {bundle.result.error}")
     yield check_machine(bundle.result, datetime.now(UTC))
@@ -123,8 +123,8 @@ def _look_at_answers(found: Findings, bundle: Bundle) -> Iterator[Check]:
     replay = Replay(
         spec, Account(card), task, scorer, Outline(tokenizer, random, result.environment.device_map), frame
     )
-    made = make_again(replay)
-    yield check_prompts(replay, bundle.lines, made)
+    made, check = check_prompts(replay, bundle.lines, make_again(replay))
+    yield check
     yield check_answers(replay, bundle.lines, made)
     again = score_again(replay, bundle.lines, made)
     yield check_scores(bundle.lines, again)

@@ -1,0 +1,129 @@
+"""Two finished runs on the bundled model, and what somebody could make of their files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbench import machine
+from kvbench.job import Job, prepare
+from kvbench.leaderboard.bundle import Bundle, open_bundle, pack_run
+from kvbench.leaderboard.records import MANIFEST, RESULT, SAMPLES, SPEC
+from kvbench.leaderboard.repository import Repository
+from kvbench.leaderboard.verify import verify
+from kvbench.request import Request
+from kvbench.results import Git, Line
+from kvbench.runner import run
+from kvbench.summary import summarise
+
+
+@dataclass(frozen=True)
+class Done:
+    """A run and its folder."""
+
+    job: Job
+    folder: Path
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """As packed."""
+        return pack_run(self.folder, "ada", ())
+
+    @property
+    def bundle(self) -> Bundle:
+        """As opened."""
+        return open_bundle(self.files)
+
+    def with_lines(self, edit: Callable[[int, Line], Line]) -> dict[str, bytes]:
+        """A bundle of other lines, with the result and the hashes that go with them: a careful forger's."""
+        lines = [edit(number, line) for number, line in enumerate(self.bundle.lines)]
+        files = self.files
+        return repack(files, {
+            SAMPLES: gzip.compress("".join(f"{x.model_dump_json()}\n" for x in lines).encode(), mtime=0),
+            RESULT: summarise(self.job, lines).model_dump_json().encode(),
+        })
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _clean_tree():
+    """Runs of these tests come from a commit, whatever the checkout is like."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "find_git", lambda: Git(commit="c" * 40, dirty=False))
+        yield
+
+
+def make_run(out: Path, method: str, **options: Any) -> Done:
+    """A finished run of four contexts with two questions."""
+    asked = Request(
+        method, "niah", samples=4, length=384, turns=2, mode="multi-turn", visibility="hidden", device="cpu", out=out,
+    )
+    job = prepare(Request(**{**vars(asked), **options}))
+    return Done(job, run(job).folder)
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory) -> dict[str, Done]:
+    """By method."""
+    out = tmp_path_factory.mktemp("runs")
+    return {name: make_run(out, name) for name in ("snapkv", "full")}
+
+
+@pytest.fixture
+def snapkv(runs) -> Done:
+    """Some of its answers are wrong."""
+    return runs["snapkv"]
+
+
+@pytest.fixture
+def check(runs):
+    """Outcomes of a bundle's checks by name, where nothing else is known; the first refusal is `refused`."""
+
+    def found(files: dict[str, bytes], repository: Repository | None = None) -> dict[str, str]:
+        record = verify(files, repository or Repository()).conclude()
+        by_name = {x.name: x.outcome for x in record.checks}
+        refused = [f"{x.name}: {x.reason}" for x in record.checks if x.outcome == "refused"]
+        return {**by_name, "level": record.level, "refused": refused[0] if refused else ""}
+
+    return found
+
+
+def repack(files: dict[str, bytes], changed: dict[str, bytes]) -> dict[str, bytes]:
+    """Other files under a manifest that is true of them."""
+    from kvbench.leaderboard.bundle import _list
+
+    files = {**files, **changed}
+    manifest = json.loads(files[MANIFEST])
+    listed = _list({name: data for name, data in files.items() if name != MANIFEST})
+    manifest["files"] = {name: x.model_dump() for name, x in listed.items()}
+    return {**files, MANIFEST: json.dumps(manifest).encode()}
+
+
+def edit(files: dict[str, bytes], name: str, change: Callable[[Any], object]) -> dict[str, bytes]:
+    """A JSON file changed in place, under a manifest that is true of it."""
+    document = json.loads(files[name])
+    change(document)
+    return repack(files, {name: json.dumps(document).encode()})
+
+
+def edit_spec(files: dict[str, bytes], change: Callable[[Any], object]) -> dict[str, bytes]:
+    """The spec changed wherever it stands, with the run id that is then its own: a consistent lie."""
+    from kvbench.spec import RunSpec
+
+    spec = json.loads(files[SPEC])
+    change(spec)
+    run_id = RunSpec.model_validate(spec).run_id
+
+    def follow(result: Any) -> None:
+        result.update({"spec": spec, "run_id": run_id, "model": spec["model"], "task": spec["task"]})
+        result["method"].update(spec["method"])
+        result.update({key: spec[key] for key in ("mode", "visibility", "history", "suite")})
+        result["budget"]["asked"], result["n_samples"] = spec["budget"], spec["samples"]
+
+    files = edit(repack(files, {SPEC: json.dumps(spec).encode()}), RESULT, follow)
+    return edit(files, MANIFEST, lambda x: x.update(run_id=run_id))

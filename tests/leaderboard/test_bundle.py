@@ -1,0 +1,196 @@
+"""Bundles: packed and read back alike, and whatever else lies there is refused in a line and written nowhere."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import tarfile
+
+import pytest
+
+from kvbench.errors import UserError
+from kvbench.leaderboard import bundle as bundles
+from kvbench.leaderboard import parcel
+from kvbench.leaderboard.bundle import open_bundle, pack_run
+from kvbench.leaderboard.deliver import put_in_folder
+from kvbench.leaderboard.parcel import find_bundles, read_files, write_tar
+from kvbench.leaderboard.records import MANIFEST, RESULT, SAMPLES, SPEC
+from kvbench.leaderboard.verdict import RefusedError
+
+from .conftest import edit_spec, repack
+
+
+def refusal(act) -> str:
+    """The one line that an act is refused with."""
+    with pytest.raises(RefusedError) as raised:
+        act()
+    reason = raised.value.verdict.reason
+    assert reason.isascii() and "\n" not in reason
+    return f"{raised.value.verdict.name}: {reason}"
+
+
+@pytest.fixture
+def folder(snapkv, tmp_path):
+    """A bundle in its folder."""
+    return put_in_folder(snapkv.files, snapkv.bundle.manifest, tmp_path)
+
+
+@pytest.fixture
+def tar(tmp_path):
+    """Writes members as a tar."""
+
+    def write(*members: tuple[tarfile.TarInfo | str, bytes]):
+        path = tmp_path / "x.tar"
+        with tarfile.open(path, "w") as out:
+            for name, data in members:
+                member = tarfile.TarInfo(name) if isinstance(name, str) else name
+                member.size = len(data)
+                out.addfile(member, io.BytesIO(data))
+        return path
+
+    return write
+
+
+def test_a_folder_and_a_tar_hold_the_same_bundle(snapkv, folder, tmp_path):
+    path = tmp_path / "bundle.tar"
+    with path.open("wb") as out:
+        write_tar(snapkv.files, out)
+    assert dict(read_files(folder)) == dict(read_files(path))
+    assert open_bundle(read_files(path)).lines == snapkv.bundle.lines
+
+
+def test_a_run_that_is_packed_twice_has_one_content(snapkv):
+    first, other = pack_run(snapkv.folder, "ada", ()), pack_run(snapkv.folder, "bob", ("niah:dev",))
+    assert open_bundle(first).content == open_bundle(other).content
+
+
+@pytest.mark.parametrize("name", ["", "b\u00f6se", "\u0430da", "a/b", "..", "<b>", "a" * 65, "a\n"])
+def test_names_that_could_look_like_others_are_wrong_requests(snapkv, name):
+    with pytest.raises(UserError, match="--submitter"):
+        pack_run(snapkv.folder, name, ())
+
+
+def test_a_folder_with_more_than_a_bundle_is_refused(folder):
+    (folder / "method.py").write_text("boom")
+    assert refusal(lambda: read_files(folder)) == "files: 'method.py' is no file of a bundle"
+
+
+def test_a_link_is_not_followed(folder, tmp_path):
+    (tmp_path / "secret").write_bytes((folder / SPEC).read_bytes())
+    (folder / SPEC).unlink()
+    (folder / SPEC).symlink_to(tmp_path / "secret")
+    assert refusal(lambda: read_files(folder)) == "files: spec.json is a link, or cannot be read"
+
+
+def test_a_pipe_is_not_waited_for(folder):
+    (folder / SPEC).unlink()
+    os.mkfifo(folder / SPEC)
+    assert refusal(lambda: read_files(folder)) == "files: spec.json is no regular file"
+
+
+def test_links_to_folders_are_not_entered(folder, tmp_path):
+    (tmp_path / "repository").mkdir()
+    (tmp_path / "repository" / "link").symlink_to(folder)
+    assert list(find_bundles(tmp_path / "repository")) == []
+
+
+@pytest.mark.parametrize("name", [SPEC, SAMPLES, RESULT])
+def test_a_missing_file_is_named(folder, name):
+    (folder / name).unlink()
+    assert refusal(lambda: read_files(folder)).endswith("is missing")
+
+
+@pytest.mark.parametrize("name", ["../spec.json", "/etc/passwd", "a/spec.json", "spec.json/..", "SPEC.JSON", "a" * 300])
+def test_other_names_in_a_tar_are_refused(tar, name):
+    path = tar((name, b"{}"))
+    before = sorted(path.parent.rglob("*"))
+    assert "is no file of a bundle" in refusal(lambda: read_files(path))
+    assert sorted(path.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE])
+def test_what_is_no_file_in_a_tar_is_refused(tar, kind):
+    member = tarfile.TarInfo(SPEC)
+    member.type, member.linkname = kind, "/etc/passwd"
+    assert refusal(lambda: read_files(tar((member, b"")))) == "files: spec.json is no regular file"
+
+
+def test_a_name_twice_in_a_tar_is_refused(tar):
+    assert "comes twice" in refusal(lambda: read_files(tar((SPEC, b"{}"), (SPEC, b"{}"))))
+
+
+def test_a_declared_size_that_is_not_there_is_refused(tar):
+    path = tar((SPEC, b"{}"))
+    data = bytearray(path.read_bytes())
+    member = tarfile.TarInfo(SPEC)
+    member.size = 10 << 30
+    data[:512] = member.tobuf()
+    path.write_bytes(data)
+    assert refusal(lambda: read_files(path)).startswith("files: ")
+
+
+def test_a_bomb_is_not_unpacked(snapkv, monkeypatch):
+    monkeypatch.setitem(parcel.LARGEST, parcel.JOURNAL, 1 << 20)
+    files = repack(snapkv.files, {SAMPLES: gzip.compress(b"\n" * (64 << 20))})
+    assert refusal(lambda: open_bundle(files)) == "files: samples.jsonl has more than 1 MiB"
+
+
+def test_a_large_file_is_not_read(folder):
+    with (folder / SPEC).open("r+b") as file:
+        file.truncate(10 << 30)
+    assert refusal(lambda: read_files(folder)) == "files: spec.json has more than 1 MiB"
+
+
+def test_a_manifest_that_lies_is_refused(snapkv):
+    files = snapkv.files
+    changed = {**files, SPEC: files[SPEC].replace(b'"seed": 0', b'"seed": 1')}
+    assert refusal(lambda: open_bundle(changed)) == "manifest: the manifest is not of these files: 'spec.json' differs"
+
+
+@pytest.mark.parametrize(("name", "value"), [("samples", 10**9), ("turns", 10_000), ("samples", 0), ("samples", -4)])
+def test_sizes_beyond_reason_are_refused(snapkv, name, value):
+    files = edit_spec(snapkv.files, lambda x: x.update({name: value}))
+    assert refusal(lambda: open_bundle(files)).startswith(f"schema: spec.json: {name} {value} is not in 1 to")
+
+
+def test_a_line_twice_a_line_less_and_a_line_cut_off_are_refused(snapkv):
+    lines = gzip.decompress(snapkv.files[SAMPLES]).splitlines(keepends=True)
+
+    def reason(some):
+        return refusal(lambda: open_bundle(repack(snapkv.files, {SAMPLES: gzip.compress(b"".join(some))})))
+
+    assert reason([*lines, lines[0]]).startswith("journal: sample 0 turn 0 comes twice")
+    assert reason(lines[1:]) == "journal: sample 0 is not there with all of its turns"
+    assert reason([*lines[:-1], lines[-1][:-1]]).startswith("journal: its last line is cut off")
+    assert reason([*lines, b"{}\n"]).startswith(f"schema: samples.jsonl line {len(lines) + 1}: 'sample': ")
+
+
+def test_too_many_lines_are_refused(snapkv, monkeypatch):
+    monkeypatch.setattr(bundles, "MOST_LINES", 7)
+    assert refusal(lambda: snapkv.bundle).startswith("journal: its last line is cut off, or it has more than 7")
+
+
+def test_negative_amounts_are_refused(snapkv):
+    def below(_, line):
+        return line.model_copy(update={"times": line.times.model_copy(update={"decode_s": -1.0})})
+
+    files = snapkv.with_lines(below)
+    assert refusal(lambda: open_bundle(files)) == "journal: sample 0 turn 0 has a negative amount, -1"
+
+
+def test_strange_values_are_shown_short_and_plain(snapkv):
+    manifest = json.loads(snapkv.files[MANIFEST])
+    manifest["files"]["\x1b[2J<script>" + "\u044f" * 999] = manifest["files"][SPEC]
+    reason = refusal(lambda: open_bundle({**snapkv.files, MANIFEST: json.dumps(manifest).encode()}))
+    assert "\\x1b[2J<script>\\u044f" in reason and len(reason) < 200
+
+
+def test_curated_runs_are_read(snapkv, tmp_path):
+    """A folder without a manifest is a run, packed or not."""
+    for name in (SPEC, RESULT):
+        (tmp_path / name).write_bytes(snapkv.files[name])
+    (tmp_path / SAMPLES).write_bytes(snapkv.files[SAMPLES])
+    assert open_bundle(read_files(tmp_path)).submitter is None
+    assert json.loads(read_files(snapkv.folder)[SPEC]) == json.loads(snapkv.files[SPEC])

@@ -1,0 +1,86 @@
+"""A stranger's JSON: one record, or one line."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field
+
+from kvbench.leaderboard.documents import parse
+from kvbench.leaderboard.verdict import RefusedError
+from kvbench.spec import Record
+
+
+class Form(Record):
+    """Something to read."""
+
+    name: str = ""
+    number: float = 0.0
+    count: int = 0
+    free: dict[str, Any] = Field(default_factory=dict)
+
+
+def read(text: str | bytes) -> Form | str:
+    """The record, or the line."""
+    try:
+        return parse(text if isinstance(text, bytes) else text.encode(), Form, "it")
+    except RefusedError as error:
+        reason = error.verdict.reason
+    assert reason.isascii() and reason.isprintable()
+    return reason
+
+
+def test_a_good_document_is_its_record():
+    assert read('{"name": "x", "number": 1, "count": 2, "free": {"a": [1, null]}}') == Form(
+        name="x", number=1.0, count=2, free={"a": [1, None]}
+    )
+
+
+@pytest.mark.parametrize(("text", "reason"), [
+    ("", "it: Expecting value: line 1 column 1 (char 0)"),
+    ('{"number": 1', "it: Expecting ',' delimiter"),
+    (b'{"name": "\xff"}', "it: 'utf-8' codec can't decode"),
+    ('{"number": NaN}', "it: NaN is no number"),
+    ('{"number": -Infinity}', "it: -Infinity is no number"),
+    ('{"number": 1e999}', "it: number '1e999' is too large"),
+    ('{"number": 1e300}', "it: number '1e300' is too large"),
+    ('{"count": 99999999999999999999}', "it: number '99999999999999999999' is too large"),
+    (f'{{"count": {"9" * 5000}}}', "it: number '9999"),
+    ('{"count": 1.0}', "it: 'count': Input should be a valid integer"),
+    ('{"count": "1"}', "it: 'count': Input should be a valid integer"),
+    ('{"count": true}', "it: 'count': Input should be a valid integer"),
+    ('{"name": 1}', "it: 'name': Input should be a valid string"),
+    ('{"name": "\\ud800"}', "it: 'utf-8' codec can't encode"),
+    ('{"name": "a", "name": "b"}', "it: key 'name' comes twice"),
+    ('{"free": {"a": 1, "a": 1}}', "it: key 'a' comes twice"),
+    ('{"more": 1}', "it: 'more': Extra inputs are not permitted"),
+    ("[]", "it: '': Input should be an object"),
+    ('{"free": ' + '{"a": ' * 40 + "1" + "}" * 41, "it: nested deeper than 24"),
+    ('{"free": {"a": ' + "[" * 100_000 + "]" * 100_000 + "}}", "it: nested deeper than 24"),
+])
+def test_a_bad_document_is_refused_in_a_line(text, reason):
+    found = read(text)
+    assert isinstance(found, str) and found.startswith(reason)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4), max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["name", "number", "count", "free", "x"]), json_values))
+def test_any_object_is_a_record_or_a_line(document):
+    """What is taken is what was written."""
+    found = read(json.dumps(document))
+    if isinstance(found, Form):
+        assert {key: getattr(found, key) for key in document} == document
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_record_or_a_line(data):
+    assert isinstance(read(data), Form | str)

@@ -1,0 +1,192 @@
+"""Level L0: what is true passes, and what is not is refused for the reason that it is not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvbench.leaderboard.deliver import put_in_folder
+from kvbench.leaderboard.records import MANIFEST, RESULT
+from kvbench.leaderboard.repository import Repository
+
+from .conftest import edit, edit_spec, make_run
+
+
+def test_a_true_run_reaches_l0(snapkv, check):
+    assert check(snapkv.files) == {
+        "files": "ok", "split": "ok", "machine": "ok", "method": "ok", "prompts": "ok", "answers": "ok",
+        "scores": "ok", "summary": "ok", "bytes": "ok", "baseline": "flag", "copies": "ok", "level": "L0",
+        "refused": "",
+    }
+
+
+def test_a_run_that_nobody_submitted_says_so(snapkv, check):
+    files = {name: data for name, data in snapkv.files.items() if name != MANIFEST}
+    assert check(files)["files"] == "flag"
+    assert check(files)["level"] == "L0"
+
+
+def test_a_better_score_in_the_result_is_refused_with_both_numbers(snapkv, check):
+    true = snapkv.bundle.result.score.mean
+    found = check(edit(snapkv.files, RESULT, lambda x: x["score"].update(mean=1.0, partial_mean=1.0)))
+    assert found["refused"] == f"scores: its score.mean is 1.0, its samples give {true}"
+
+
+def test_a_better_score_in_the_journal_is_refused_with_both_numbers(snapkv, check):
+    wrong = next(i for i, x in enumerate(snapkv.bundle.lines) if x.score == 0)
+    better = {"score": 1.0, "scores": {"ruler-string-match-all@1": 1.0}}
+    files = snapkv.with_lines(lambda i, x: x.model_copy(update=better) if i == wrong else x)
+    assert "its ruler-string-match-all@1 is 1.0, scored again 0.0" in check(files)["refused"].replace("'", "")
+
+
+def test_a_right_text_that_no_tokens_say_is_refused(snapkv, check):
+    files = snapkv.with_lines(lambda _, x: x.model_copy(update={
+        "prediction": x.references[0], "score": 1.0, "scores": {"ruler-string-match-all@1": 1.0},
+    }))
+    assert check(files)["refused"].startswith("answers: sample 0 turn 0: its text")
+
+
+def test_easier_references_are_refused(snapkv, check):
+    files = snapkv.with_lines(lambda _, x: x.model_copy(update={"references": ("",), "score": 1.0}))
+    assert check(files)["refused"] == "prompts: sample 0 turn 0: its references are not the task's"
+
+
+@pytest.mark.parametrize(("change", "reason"), [
+    ({"facts": {}}, "prompts: sample 0 turn 0: its facts are not the task's"),
+    ({"prompt_hash": "0" * 16}, "prompts: sample 0 turn 0: its prompt is '0000000000000000', the task's with seed 0"),
+    ({"sample": "<script>"}, "prompts: sample 0 turn 0: no such sample with 2 turns, but 'test-0-0'"),
+    ({"ids": (2**31,)}, "answers: sample 0 turn 0 has a token id or log-probabilities that no model gave it"),
+    ({"stop_reason": "length"}, "answers: sample 0 turn 0: its token counts or its stop reason"),
+    ({"evidence": None}, "answers: sample 0 turn 0 has an answer, and does not say what it took"),
+])
+def test_a_line_that_does_not_fit_its_question_is_refused(snapkv, check, change, reason):
+    files = snapkv.with_lines(lambda i, x: x.model_copy(update=change) if i == 0 else x)
+    assert check(files)["refused"].startswith(reason)
+
+
+def test_samples_of_another_seed_are_refused(snapkv, check, tmp_path):
+    other = make_run(tmp_path, "snapkv", seed=1)
+    files = edit_spec(other.files, lambda x: x.update(seed=0))
+    assert "answers to something else" in check(files)["refused"]
+
+
+@pytest.mark.parametrize("name", ["cache_bytes", "dense_bytes", "host_bytes"])
+def test_bytes_that_the_method_does_not_declare_are_refused(snapkv, check, name):
+    def lower(_, line):
+        return line.model_copy(update={"bytes": line.bytes.model_copy(update={name: getattr(line.bytes, name) + 8})})
+
+    assert check(snapkv.with_lines(lower))["bytes"] == "refused"
+
+
+def test_a_budget_that_the_run_did_not_have_is_refused(snapkv, check):
+    """The bytes are those of 25 %: at 50 % the method declares twice as many."""
+    files = edit_spec(snapkv.files, lambda x: x.update(budget="50%"))
+    assert check(files)["refused"].startswith("bytes: sample 0: snapkv declares")
+
+
+@pytest.mark.parametrize("name", ["memory", "latency", "output", "certificate", "agreement"])
+def test_a_result_that_its_journal_does_not_give_is_refused(snapkv, check, name):
+    def change(result):
+        key = next(key for key, value in result[name].items() if isinstance(value, int | float))
+        result[name][key] = 7
+
+    found = check(edit(snapkv.files, RESULT, change))
+    assert found["refused"].startswith(f"summary: its {name}.")
+
+
+def test_another_run_id_is_refused(snapkv, check):
+    found = check(edit(snapkv.files, RESULT, lambda x: x.update(run_id="x-0")))
+    assert found["refused"] == "schema: result.json: its run_id is not what spec.json has"
+
+
+def test_code_that_no_commit_has_is_refused(snapkv, check):
+    found = check(edit(snapkv.files, RESULT, lambda x: x["environment"]["git"].update(dirty=True)))
+    assert found["refused"].startswith("machine: it ran from code that differs from commit")
+    assert found["scores"] == "ok", "the rest is still looked at"
+
+
+def test_the_split_that_settings_are_chosen_on_has_no_rows(snapkv, check):
+    assert check(edit_spec(snapkv.files, lambda x: x.update(split="dev")))["split"] == "refused"
+
+
+def test_settings_that_were_chosen_on_the_rows_examples_are_flagged(snapkv, check):
+    files = edit(snapkv.files, MANIFEST, lambda x: x.update(tuned_on=["niah_multikey_1:test"]))
+    assert check(files)["split"] == "flag"
+
+
+@pytest.mark.parametrize(("change", "reason"), [
+    (lambda x: x["model"].update(tokenizer_sha256="0" * 64), "tokenizer: the tokenizer of 'mini' is"),
+    (lambda x: x["task"].update(chat_template_sha="0" * 16), "tokenizer: the chat template of 'mini' is None"),
+    (lambda x: x["task"].update(prompt_id="mine"), "task: its prompt_id is not one of niah_multikey_1"),
+    (lambda x: x["task"].update(scorer="mine@1"), "task: its scorer is not one of niah_multikey_1"),
+    (lambda x: x["method"].update(settings={"window": -1}), "method: snapkv cannot have its settings"),
+])
+def test_what_is_said_of_known_things_must_be_true(snapkv, check, change, reason):
+    assert check(edit_spec(snapkv.files, change))["refused"].startswith(reason)
+
+
+@pytest.mark.parametrize("change", [
+    lambda x: x["task"].update(name="theirs"),
+    lambda x: x["task"].update(version="7"),
+    lambda x: x["task"].update(name="/tmp/theirs.py:Task"),
+    lambda x: x["task"].update(settings={"haystack": "/etc/passwd"}),
+    lambda x: x["model"].update(id="/etc"),
+    lambda x: x["model"].update(id="org/model", revision="a" * 40),
+    lambda x: x["model"].update(id="org/..", revision="../../.."),
+])
+def test_what_is_not_here_is_neither_looked_for_nor_verified(snapkv, check, change):
+    found = check(edit_spec(snapkv.files, change))
+    assert (found["prompts"], found["level"], found["refused"]) == ("flag", None, "")
+
+
+def test_a_method_of_the_submitters_is_scored_and_never_run(snapkv, check, tmp_path):
+    trap = tmp_path / "trap.py"
+    trap.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    files = edit_spec(snapkv.files, lambda x: x["method"].update(name=f"{trap}:Trap"))
+    files = edit(files, RESULT, lambda x: x["method"]["card"].update(name=f"{trap}:Trap"))
+    found = check(files)
+    assert (found["method"], found["scores"], found["bytes"], found["level"]) == ("flag", "ok", "flag", "L0")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(("name", "value"), [("budget", "none"), ("models", "diffusion"), ("name", "knorm")])
+def test_a_card_that_changes_what_a_row_means_is_refused(snapkv, check, name, value):
+    found = check(edit(snapkv.files, RESULT, lambda x: x["method"]["card"].update({name: value})))
+    assert found["refused"].startswith("method: ")
+
+
+def test_a_method_that_is_declared_to_lose_nothing_need_not_act(runs, check):
+    assert check(runs["full"].files)["level"] == "L0"
+
+
+def test_the_dense_cache_asked_the_same_is_the_baseline(snapkv, runs, check, tmp_path):
+    full = runs["full"]
+    put_in_folder(full.files, full.bundle.manifest, tmp_path)
+    assert check(snapkv.files, Repository([tmp_path]))["baseline"] == "ok"
+    elsewhere = edit(snapkv.files, RESULT, lambda x: x["environment"].update(cpu="another"))
+    assert check(elsewhere, Repository([tmp_path]))["baseline"] == "ok"
+    other = edit_spec(snapkv.files, lambda x: x.update(recompress=True))
+    assert check(other, Repository([tmp_path]))["baseline"] == "flag"
+
+
+def test_a_copy_under_another_name_is_refused(snapkv, check, tmp_path):
+    put_in_folder(snapkv.files, snapkv.bundle.manifest, tmp_path)
+    assert check(snapkv.files, Repository([tmp_path]))["copies"] == "ok", "it is no copy of itself"
+    files = edit(snapkv.files, MANIFEST, lambda x: x.update(submitter="eve"))
+    found = check(files, Repository([tmp_path]))
+    assert found["refused"] == f"copies: its times are those of {snapkv.bundle.spec.run_id} of ada: a copy of it"
+
+
+def test_a_failed_run_says_so_and_has_no_score(snapkv, check):
+    def fail(_, line):
+        if (line.index, line.turn) != (3, 1):
+            return line
+        names = ("prediction", "score", "tokens", "stop_reason", "times", "bytes", "evidence", "agreement")
+        gone = {**dict.fromkeys(names), "ids": (), "scores": {}}
+        return line.model_copy(update={**gone, "error": "OutOfMemoryError: none left"})
+
+    files = snapkv.with_lines(fail)
+    found = check(files)
+    assert (found["status"], found["level"]) == ("flag", "L0")
+    assert json.loads(files[RESULT])["score"]["mean"] is None
