@@ -124,31 +124,35 @@ def _cell(index: int, request: Request) -> Cell:
 
 def _show_plan(plans: list[Plan], *, as_json: bool) -> int:
     """One row per model and row of a table: runs, memory, time, and what is missing."""
+    from kvbench.reproduce.plan import Missing
     from kvbench.sweep.predict import predict
     from kvbench.table import format_bytes, print_rows
 
-    _say_missing(plans)
     cells = _cells(plans)
-    predicted = {x.cell.request: x for x in predict(cells)} if cells else {}
+    found = {x.cell.request: x for x in predict(cells)} if cells else {}
+    refused = {x: Missing("run", y.error) for x, y in found.items() if y.error is not None}
+    plans = [
+        replace(x, missing=(*x.missing, *dict.fromkeys(refused[y] for y in x.requests if y in refused))) for x in plans
+    ]
+    _say_missing(plans)
     groups: dict[tuple[str, str, str], list[Plan]] = {}
     for plan in plans:
         groups.setdefault((plan.claim.table.name, plan.claim.model, plan.claim.row), []).append(plan)
     rows, documents = [], []
     for (table, model, row), group in groups.items():
         requests = list(dict.fromkeys(x for plan in group for x in plan.requests))
-        ready = [predicted[x] for plan in group if not plan.missing for x in plan.requests]
-        seconds = [x.seconds for x in {x.cell.request: x for x in ready}.values()]
-        known = sum(x for x in seconds if x is not None) if seconds and None not in seconds else None
+        ready = list(dict.fromkeys(x for plan in group if not plan.missing for x in plan.requests))
+        seconds = sum(found[x].seconds or 0.0 for x in ready) if ready else None
         most = max((x.predicted_bytes for x in group if x.predicted_bytes is not None), default=None)
         lacking = list(dict.fromkeys(x.what for plan in group for x in plan.missing))
         rows.append((
             table, model, row, str(len(group)), str(len(requests)), f"{sum(x.samples for x in requests):,}",
-            "unknown" if most is None else format_bytes(most), "unknown" if known is None else f"{known:.0f} s",
+            "unknown" if most is None else format_bytes(most), "unknown" if seconds is None else f"{seconds:.0f} s",
             ", ".join(lacking) or "-",
         ))
         documents.append({
             "table": table, "model": model, "row": row, "claims": [x.claim.id for x in group], "runs": len(requests),
-            "samples": sum(x.samples for x in requests), "predicted_bytes": most, "predicted_s": known,
+            "samples": sum(x.samples for x in requests), "predicted_bytes": most, "predicted_s": seconds,
             "missing": [{"what": x.what, "why": x.why} for x in _count(group)],
         })
     print_rows("", ("table", "model", "row", "numbers", "runs", "samples", "memory", "time", "missing"), rows)

@@ -100,7 +100,7 @@ class Finished:
         return cls(result, tuple(read_lines(folder / "samples.jsonl")))
 
 
-class Tested(Record):
+class Compared(Record):
     """A comparison and what came of it."""
 
     more: str
@@ -132,7 +132,7 @@ class FindingRecord(Record):
     statement: str
     verdict: Decision
     remark: str
-    comparisons: tuple[Tested, ...]
+    comparisons: tuple[Compared, ...]
 
 
 class ShapeRecord(Record):
@@ -208,13 +208,13 @@ def make_record(findings: Sequence[Finding], runs: Mapping[str, Finished]) -> Sh
     )
 
 
-def _test(comparison: Comparison, runs: Mapping[str, Finished]) -> Tested:
+def _test(comparison: Comparison, runs: Mapping[str, Finished]) -> Compared:
     more, less = (_by_context(side, runs) for side in (comparison.more, comparison.less))
     if more.keys() != less.keys():
         raise UserError(f"{comparison.more} and {comparison.less} were not asked the same questions.")
     differences = [more[x] - less[x] for x in more]
     found = compare_scores([[(less[x], more[x] - comparison.by)] for x in more])
-    return Tested(
+    return Compared(
         more=comparison.more, less=comparison.less, by=comparison.by, mean_more=fmean(more.values()),
         mean_less=fmean(less.values()), ci95=(found.ci95[0] + comparison.by, found.ci95[1] + comparison.by), p=found.p,
         p_adjusted=1.0, contexts=tuple(differences), bytes_more=_bytes(comparison.more, runs),
@@ -222,7 +222,7 @@ def _test(comparison: Comparison, runs: Mapping[str, Finished]) -> Tested:
     )
 
 
-def _judge(tested: Tested, p_adjusted: float) -> Tested:
+def _judge(tested: Compared, p_adjusted: float) -> Compared:
     """Significantly above what was said, significantly below it, or neither."""
     verdict: Decision = "undecided"
     void = tested.equal_bytes and (tested.bytes_more or 0.0) > SAME_BYTES * (tested.bytes_less or 0.0)

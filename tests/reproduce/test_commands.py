@@ -1,0 +1,200 @@
+"""`kvbench reproduce` and `kvbench explain`, as they are called: on the bundled model, with claims made for it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvbench.cli import call
+
+PAPER = """
+title = "A paper"
+
+[[table]]
+name = "scores"
+title = "Table 1"
+where = "here"
+evidence = "verified"
+decimals = 0
+baseline = "full"
+run = { samples = 5, length = 384 }
+
+[table.protocol]
+visibility = "hidden"
+granularity = "KV head"
+
+[table.columns]
+needles = { task = "niah" }
+other = { lacks = "a task that nobody has" }
+
+[table.rows]
+full = { method = "full" }
+KNorm = { method = "knorm", budget = "25%" }
+Rocket = { method = "rocketkv" }
+
+[table.models.mini]
+id = "mini"
+values.full = [100, nan]
+values.KNorm = [95, 90]
+values.Rocket = [98, 97]
+"""
+
+
+@pytest.fixture
+def paper(tmp_path: Path) -> Path:
+    """A claims file about `mini`: the dense cache is right, KNorm is said to be at 95, which it is not here."""
+    path = tmp_path / "paper.toml"
+    path.write_text(PAPER)
+    return path
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> list[str]:
+    """Where runs go, and that their documents come."""
+    return ["--out", str(tmp_path / "runs"), "--json"]
+
+
+def test_a_table_is_run_and_judged(kvbench, paper, out):
+    """What holds, what does not, what cannot be run and why, before and after."""
+    answer = kvbench("reproduce", f"{paper}:scores", *out)
+    assert answer.code == 0, answer.err
+    verdicts = {x["id"].partition("mini/")[2]: x["verdict"] for x in answer.json}
+    assert verdicts == {
+        "full/needles": "reproduced", "knorm/needles": "not reproduced", "knorm/other": "not run",
+        "rocket/needles": "not run", "rocket/other": "not run",
+    }
+    assert "missing for 2 of 5 numbers, method: method rocketkv is not in kvbench." in answer.err
+    assert "missing for 2 of 5 numbers, task: needs a task that nobody has." in answer.err
+    assert answer.err.index("missing for") < answer.err.index("done")
+    knorm = next(x for x in answer.json if x["id"].endswith("knorm/needles"))
+    assert knorm["printed_difference"] == -5
+    assert knorm["difference"]["ci95"][1] < -5
+    again = kvbench("reproduce", f"{paper}:scores", *out)
+    assert again.json == answer.json
+    assert "was finished before" in again.err
+
+
+def test_fewer_samples_show_a_shape_only(kvbench, paper, out):
+    """Nothing is called reproduced on a part."""
+    answer = kvbench("reproduce", f"{paper}:scores/mini/full", "--samples", "2", *out)
+    assert [x["verdict"] for x in answer.json] == ["shape only"]
+
+
+def test_a_plan_is_shown_without_running(kvbench, paper, out, tmp_path):
+    """Runs, memory and time of each row, and what is missing; nothing is written."""
+    answer = kvbench("reproduce", f"{paper}:scores", "--dry-run", *out)
+    assert answer.code == 0, answer.err
+    rows = {x["row"]: x for x in answer.json}
+    assert [rows[x]["runs"] for x in ("full", "KNorm", "Rocket")] == [1, 1, 0]
+    assert rows["full"]["predicted_s"] > 0
+    assert rows["full"]["predicted_bytes"] > 8_000_000
+    assert [x["what"] for x in rows["Rocket"]["missing"]] == ["method", "task"]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_plan_says_what_only_the_model_knows(kvbench, paper, out):
+    """A length at which the task's question does not fit."""
+    paper.write_text(PAPER.replace("length = 384", "length = 128"))
+    answer = kvbench("reproduce", f"{paper}:scores/mini/full", "--dry-run", *out)
+    (row,) = answer.json
+    assert [x["what"] for x in row["missing"]] == ["run"]
+    assert row["missing"][0]["why"].startswith("length 128 is too short")
+
+
+def test_a_claim_of_which_nothing_can_run_fails_with_the_reason(kvbench, out):
+    """Without weights and data, on a machine without a network."""
+    answer = kvbench("reproduce", "snapkv:longbench/mistral-7b-v0.2/snapkv-1024/trec", *out)
+    assert answer.code == 1
+    assert {x["verdict"] for x in answer.json} == {"not run"}
+    assert {x["what"] for y in answer.json for x in y["missing"]} == {"data", "weights"}
+
+
+def test_the_list_is_of_all_tables_and_findings(kvbench):
+    """With how much of each could be run."""
+    answer = kvbench("reproduce", "--list", "--json")
+    assert answer.code == 0
+    tables = {x["id"]: x for x in answer.json["tables"]}
+    assert len(tables["snapkv:longbench"]["runnable"]) == 320
+    assert tables["quest:latency"]["runnable"] == []
+    assert "hidden-question" in {x["name"] for x in answer.json["findings"]}
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    ([], "reproduce takes one of: a claim, --list, --shape"),
+    (["snapkv", "--list"], "reproduce takes one of"),
+    (["snapkw"], "unknown paper 'snapkw'. Did you mean 'snapkv'?"),
+    (["--shape", "x"], "unknown finding 'x'"),
+    (["--shape", "all", "--model", "mini"], "--shape is about the bundled models"),
+    (["snapkv", "--samples", "0"], "samples 0 must be 1 or more"),
+])
+def test_a_wrong_request_is_refused(kvbench, arguments, said):
+    """In one line, with exit code 2."""
+    answer = kvbench("reproduce", *arguments)
+    assert (answer.code, len(answer.err.splitlines())) == (2, 1)
+    assert said in answer.err
+
+
+def test_a_finding_is_tested_and_only_all_of_them_are_recorded(kvbench, out, tmp_path, monkeypatch):
+    """One finding on two contexts: numbers, a verdict, no file. All of them with all samples: a file."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
+    text = 'run = { model = "mini", task = "niah", length = 384, samples = 3 }\n[runs]\nall = { method = "full" }\n'
+    text += 'norms = { method = "knorm" }\n[[finding]]\nname = "norms"\nsource = "KNorm"\narxiv = "2406.11430"\n'
+    text += 'statement = "Small keys matter."\ncomparisons = [{ more = "norms", less = "all", by = -0.1 }]\n'
+    (tmp_path / "shape.toml").write_text(text)
+    monkeypatch.setattr("kvbench.reproduce.shape.FILE", tmp_path / "shape.toml")
+    answer = kvbench("reproduce", "--shape", "norms", "--samples", "2", *out)
+    assert answer.code == 0, answer.err
+    (finding,) = answer.json["findings"]
+    assert (finding["name"], finding["verdict"]) == ("norms", "undecided")
+    assert len(finding["comparisons"][0]["contexts"]) == 2
+    assert set(answer.json["runs"]) == {"all", "norms"}
+    assert not (tmp_path / "results").exists()
+    answer = kvbench("reproduce", "--shape", "all", *out)
+    record = json.loads((tmp_path / "results" / "shape" / "findings.json").read_text())
+    assert record == answer.json
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A folder with two runs: SnapKV with the question seen, and KNorm in twice the bytes without."""
+    runs = tmp_path_factory.mktemp("runs")
+    common = ["run", "--task", "niah", "--length", "384", "--samples", "4", "--out", str(runs)]
+    assert call([*common, "--method", "snapkv"]) == 0
+    assert call([*common, "--method", "knorm", "--visibility", "hidden", "--budget", "50%"]) == 0
+    return runs, sorted((x.name for x in runs.iterdir()), reverse=True)
+
+
+def test_what_differs_is_said_and_flipped_one_by_one(kvbench, pair):
+    """Method, budget and visibility alone; their own runs are kept, and the rest is what they do together."""
+    runs, names = pair
+    said = kvbench("explain", *names, "--out", runs, "--json")
+    assert said.code == 0, said.err
+    assert {x["name"]: x["note"] for x in said.json["differences"]} == dict.fromkeys(
+        ("method", "budget", "visibility"), "add --run"
+    )
+    answer = kvbench("explain", *names, "--run", "--out", runs, "--json")
+    effects = {x["name"]: x["effect"] for x in answer.json["differences"]}
+    assert set(effects) == {"method", "budget", "visibility"}
+    assert all(x["paired"] == 4 for x in effects.values())
+    assert len(list(runs.glob("*/result.json"))) == 5
+    means = [json.loads((runs / x / "result.json").read_text())["score"]["mean"] for x in names]
+    assert answer.json["total"]["mean"] == pytest.approx(means[1] - means[0])
+
+
+def test_what_cannot_be_flipped_says_why(kvbench, pair, tmp_path):
+    """The code of another day, and a value that makes no sense alone."""
+    runs, names = pair
+    shutil.copytree(runs, tmp_path / "runs")
+    path = tmp_path / "runs" / names[1] / "result.json"
+    document = json.loads(path.read_text())
+    document["spec"]["versions"]["torch"] = "1.0"
+    document["spec"]["mode"] = document["mode"] = "multi-turn"
+    path.write_text(json.dumps(document))
+    answer = kvbench("explain", *names, "--out", tmp_path / "runs", "--json")
+    notes = {x["name"]: x["note"] for x in answer.json["differences"]}
+    assert notes["spec.versions.torch"] == "cannot be flipped: these packages ran"
+    assert notes["mode"].startswith("cannot be flipped: not alone: visibility 'visible' has no meaning in mode")
