@@ -1,0 +1,131 @@
+"""Every file of the site, by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import Environment
+
+from kvbench.leaderboard.asked import write_command
+from kvbench.leaderboard.records import VERIFICATION
+from kvbench.leaderboard.site import facts
+from kvbench.leaderboard.site.charts import draw_group, draw_heatmap, trace
+from kvbench.leaderboard.site.claims import VERDICTS, Claims
+from kvbench.leaderboard.site.data import OWN, list_rows, write_json, write_parquet
+from kvbench.leaderboard.site.entries import Problem
+from kvbench.leaderboard.site.pages import make_pages, name_pages, tag_group, write_value
+from kvbench.leaderboard.site.tables import Group, Row
+from kvbench.method import Card
+from kvbench.results import Result
+from kvbench.table import format_difference
+
+FILTERS = {
+    "model": "Model", "suite": "Suite", "task": "Task", "mode": "Mode", "visibility": "What a method sees",
+    "hardware": "Machine",
+}
+MOST = 64
+"""Turns and layers of a run that its page shows."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A method with all its runs."""
+
+    name: str
+    card: Card
+    result: Result
+    """The run whose card it is."""
+    groups: tuple[tuple[Group, tuple[Row, ...]], ...]
+
+    @property
+    def runs(self) -> int:
+        """How many."""
+        return sum(len(rows) for _, rows in self.groups)
+
+
+def list_files(groups: Sequence[Group], problems: Sequence[Problem], claims: Claims) -> Iterator[tuple[str, bytes]]:
+    """Names with contents; the same runs give the same ones."""
+    rows = [row for group in groups for row in group.rows]
+    names = name_pages(x.result.method.name for x in rows)
+    pages = make_pages(pages=names, count=len(rows), groups=groups, root="", here="")
+    filters = [
+        (key, title, sorted({tag_group(x.example)[key] for x in groups})) for key, title in FILTERS.items()
+    ]
+    filters.insert(5, ("family", "Family", sorted({x.result.method.family for x in rows})))
+    charts = {x.key: draw_group(x) for x in groups}
+    methods = [_gather(name, groups) for name in names]
+    yield "index.html", _write(pages, "index", problems=problems, filters=filters, charts=charts)
+    yield "methods.html", _write(pages, "methods", methods=methods)
+    yield "claims.html", _write(pages, "claims", claims=claims, verdicts=VERDICTS)
+    yield "about.html", _write(pages, "about", own_columns=[(name, words) for name, (_, words) in OWN.items()])
+    for method in methods:
+        yield f"methods/{names[method.name]}.html", _write(pages, "method", root="../", **_describe_method(method))
+    for group in groups:
+        yield from _write_runs(pages, group)
+    flat = list_rows(groups)
+    yield "results.json", write_json(flat, problems)
+    yield "results.parquet", write_parquet(flat)
+
+
+def _write(pages: Environment, name: str, **context: Any) -> bytes:
+    return pages.get_template(f"{name}.html").render(**{"here": name, **context}).encode()
+
+
+def _gather(name: str, groups: Sequence[Group]) -> Shown:
+    """A method, with the card of the run that is most to be believed: not sent in, then verified, then the newest."""
+    found = [(group, tuple(x for x in group.rows if x.result.method.name == name)) for group in groups]
+
+    def trust(row: Row) -> tuple[object, ...]:
+        verified = row.entry.verification is not None and row.entry.verification.level is not None
+        return row.entry.submitter is None, verified, row.result.environment.started, row.entry.name
+
+    result = max((row for _, rows in found for row in rows), key=trust).result
+    card = Card.model_validate(result.method.card)
+    return Shown(name, card, result, tuple((group, rows) for group, rows in found if rows))
+
+
+def _describe_method(method: Shown) -> dict[str, Any]:
+    card, upstream = method.card, method.card.upstream
+    settings: dict[str, set[str]] = {}
+    for run in (row.result for _, rows in method.groups for row in rows):
+        for key, value in run.method.settings.items():
+            settings.setdefault(key, set()).add(write_value(value))
+    code = "none" if upstream is None else ", ".join(
+        x for x in (upstream.repo, upstream.commit, upstream.licence) if x is not None
+    )
+    described = [
+        ("family", method.result.method.family), ("version", card.version), ("its budget counts", card.budget.value),
+        ("the paper's budget", card.paper_budget or "none"), ("heads", card.heads),
+        ("changes", ", ".join(card.stages) or "nothing"), ("reference code", code),
+        *((f"setting {key}", ", ".join(sorted(values))) for key, values in settings.items()),
+    ]
+    curves = [x for group, rows in method.groups if (x := trace(group, rows)) is not None]
+    return {"method": method, "facts": described, "curves": curves}
+
+
+def _write_runs(pages: Environment, group: Group) -> Iterator[tuple[str, bytes]]:
+    bands = {row.entry.name: band for table in group.tables for band in table.bands for row in band.rows}
+    for row in group.rows:
+        entry, result = row.entry, row.result
+        files = dict(entry.files)
+        if entry.verification is not None:
+            files[VERIFICATION] = f"{entry.verification.model_dump_json(indent=1)}\n".encode()
+        place = f"runs/{entry.name}"
+        yield f"{place}/index.html", _write(
+            pages, "run", root="../../", group=group, row=row, band=bands.get(entry.name), most=MOST,
+            difference=_compare(row), scores=[(name, f"{x:.3f}") for name, x in result.scores.items()],
+            memory=facts.list_memory(result), certificate=facts.list_certificate(result),
+            diffusion=facts.list_diffusion(result), times=facts.list_times(result), place=facts.list_place(result),
+            settings=[(key, write_value(x)) for key, x in result.method.settings.items()],
+            heatmap=draw_heatmap(entry.run), command=write_command(result.spec), tuned_on=entry.tuned_on,
+            downloads=[(name, len(content)) for name, content in sorted(files.items())],
+        )
+        yield from ((f"{place}/{name}", content) for name, content in sorted(files.items()))
+
+
+def _compare(row: Row) -> tuple[str, ...] | None:
+    """The difference to the dense cache, as text; None: there is none."""
+    found = row.difference
+    return None if found is None or found.mean is None else format_difference(found, row.result.score)

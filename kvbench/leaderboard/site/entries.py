@@ -1,0 +1,154 @@
+"""What lies below a folder of results, read as from strangers: runs, and what is none, with the reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from kvbench.errors import UserError
+from kvbench.files import read_file
+from kvbench.leaderboard.bundle import MOST_LINES, Head, open_head, read_journal
+from kvbench.leaderboard.documents import MOST_NUMBER, parse
+from kvbench.leaderboard.parcel import JOURNAL, find_bundles, read_files
+from kvbench.leaderboard.records import VERIFICATION, Verification
+from kvbench.leaderboard.verdict import RefusedError, blaming, show
+from kvbench.method import Card
+from kvbench.results import Answer, Line, Result
+from kvbench.runs import Run
+
+SHOWN = 3
+"""Contexts whose answers a run's page shows."""
+CLOSE = 1e-6
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A run with a page."""
+
+    name: str
+    """Of its page: the run's id, and who sent it."""
+    place: str
+    """Its folder, below the results."""
+    run: Run
+    sample: tuple[Line, ...]
+    """All turns of the first SHOWN contexts."""
+    submitter: str | None
+    """None: nobody sent it."""
+    tuned_on: tuple[str, ...]
+    """What its sender says the settings were chosen on."""
+    verification: Verification | None
+    """Of these very files; None: there is none."""
+    files: Mapping[str, bytes]
+
+    @property
+    def result(self) -> Result:
+        """What the run came to."""
+        return self.run.result
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A folder that is no run to be shown."""
+
+    place: str
+    reason: str
+
+
+def read_entries(results: Path) -> tuple[list[Entry], list[Problem]]:
+    """All runs below the folder by their place, and what is none: the one never hides the other.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    if not results.is_dir():
+        raise UserError(f"'{results}' is no folder. Give the folder that holds the runs, such as results/.")
+    entries: dict[str, Entry] = {}
+    problems = []
+    for folder in _find(results):
+        place = folder.relative_to(results).as_posix().encode(errors="backslashreplace").decode()
+        try:
+            entry = _read_entry(folder, place)
+            if entry.name in entries:
+                raise RefusedError("copies", f"the same run as {show(entries[entry.name].place)}")
+            entries[entry.name] = entry
+        except (RefusedError, UserError) as error:
+            problems.append(Problem(place, str(error)))
+    return list(entries.values()), problems
+
+
+def _find(results: Path) -> Iterator[Path]:
+    try:
+        yield from find_bundles(results)
+    except UserError:  # nothing yet: a leaderboard starts empty
+        return
+
+
+def _read_entry(folder: Path, place: str) -> Entry:
+    """One run.
+
+    Raises:
+        RefusedError: it is none, it was refused when it was verified, or its parts do not agree.
+        UserError: its verification cannot be read.
+    """
+    files = dict(read_files(folder))
+    head = open_head(files)
+    verification = _read_verification(folder, head)
+    parts = read_journal(files).split(b"\n", MOST_LINES)
+    if parts.pop():
+        raise RefusedError("journal", f"its last line is cut off, or it has more than {MOST_LINES:,}")
+    answers = {(x.sample, x.turn): x for x in map(_read_answer, parts)}
+    if len(answers) < len(parts):
+        raise RefusedError("journal", "it has a turn of a sample twice")
+    _check_result(head.result, answers)
+    first = sorted({x.index for x in answers.values()})[:SHOWN]
+    shown = [
+        parse(part, Line, JOURNAL) for part, x in zip(parts, answers.values(), strict=True) if x.index in first
+    ]
+    name = head.spec.run_id if head.submitter is None else f"{head.spec.run_id}.{head.submitter}"
+    return Entry(
+        name, place, Run(folder, head.result, answers), tuple(sorted(shown, key=lambda x: (x.index, x.turn))),
+        head.submitter, () if head.manifest is None else head.manifest.tuned_on, verification, files,
+    )
+
+
+def _read_verification(folder: Path, head: Head) -> Verification | None:
+    path = folder / VERIFICATION
+    if not path.exists():
+        return None
+    found = read_file(path, Verification)
+    if found.refused:
+        refused = next(x for x in found.checks if x.outcome == "refused")
+        raise RefusedError(refused.name, f"refused when it was verified: {refused.reason}")
+    return found if found.content == head.content else None
+
+
+def _read_answer(part: bytes) -> Answer:
+    try:
+        found = Answer.model_validate_json(part)
+    except ValidationError as error:
+        raise RefusedError("journal", f"a line is none: {error.errors(include_url=False)[0]['msg']}") from error
+    if found.score is not None and abs(found.score) > MOST_NUMBER:
+        raise RefusedError("journal", f"score {found.score:g} is too large")
+    return found
+
+
+def _check_result(result: Result, answers: Mapping[tuple[str, int], Answer]) -> None:
+    """Refuse what a page would have to be wrong about.
+
+    A rank is of the answers, and the score beside it is of the result: they must not be two things.
+    """
+    with blaming("method", "its card"):
+        Card.model_validate(result.method.card)
+    scores = [x.score for x in answers.values() if x.score is not None]
+    said = result.score.mean
+    if said is not None and not (scores and math.isclose(said, math.fsum(scores) / len(scores), abs_tol=CLOSE)):
+        raise RefusedError("scores", f"its mean is {said}, which is not that of its {len(scores)} scored answers")
+    if result.memory is not None:
+        amounts = result.memory.model_dump()
+        least = min(amounts, key=lambda name: float(amounts[name]))
+        if amounts[least] < 0 or not amounts["dense_bytes"]:
+            raise RefusedError("bytes", f"a dense cache of {amounts['dense_bytes']} bytes, {least} {amounts[least]:g}")

@@ -1,0 +1,170 @@
+"""Templates and what they ask of a result; whatever a page shows is escaped, short, and of characters that one sees."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from kvbench import __version__
+from kvbench.leaderboard.records import LEVELS
+from kvbench.leaderboard.site.columns import Column, choose_columns
+from kvbench.leaderboard.site.tables import Axis, Group, Row
+from kvbench.registry import list_models
+from kvbench.report.sections import list_protocol
+from kvbench.results import Result
+from kvbench.table import format_bytes, format_interval, format_p
+
+TEMPLATES = Path(__file__).parent / "templates"
+LONGEST = 2000
+"""Characters of one value that a page shows."""
+SEES = {
+    "visible": "question visible", "hidden": "question hidden", "first-turn": "first question visible",
+}
+AXES = {
+    Axis.HELD: "By bytes held", Axis.READ: "By bytes that a decode step reads",
+    Axis.COMPUTED: "By rows computed in a pass",
+}
+
+
+@dataclass(frozen=True)
+class Asset:
+    """A style or a script that stands in the page itself, and the hash by which the page allows it and no other."""
+
+    text: Markup
+    hash: Markup
+
+    @classmethod
+    def read(cls, name: str) -> Asset:
+        """One of the files beside the templates."""
+        text = (TEMPLATES / name).read_text(encoding="utf-8")
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        return cls(Markup(text), Markup(f"'sha256-{digest}'"))  # noqa: S704  # our own files
+
+
+def make_pages(**shared: Any) -> Environment:
+    """Templates that know what all pages share."""
+    pages = Environment(
+        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, finalize=show_plain,
+    )
+    pages.globals |= {
+        "version": __version__, "levels": LEVELS, "style": Asset.read("style.css"), "script": Asset.read("site.js"),
+        **shared,
+    }
+    pages.filters |= {
+        "heading": name_group, "subtitle": describe_group, "baseline": name_baseline, "protocol": list_protocol,
+        "tags": tag_group, "tables": lay_out, "small_model": warn_of_model, "after": cut_name, "arxiv": is_arxiv,
+        "percent": "{:.1%}".format, "bytes": format_bytes, "interval": format_interval, "p": format_p,
+    }
+    return pages
+
+
+def show_plain(value: Any) -> Any:
+    """A value without characters that nobody sees or that turn text around, and not longer than LONGEST."""
+    if isinstance(value, Markup) or not isinstance(value, str):
+        return value
+    text = value if len(value) <= LONGEST else f"{value[:LONGEST]} ... ({len(value) - LONGEST:,} more characters)"
+    return text if text.isprintable() else "".join(x if x.isprintable() or x == "\n" else _spell(x) for x in text)
+
+
+def _spell(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
+def name_group(result: Result) -> str:
+    """What the rows of a protocol were asked."""
+    return f"{result.task.name}, {result.task.length:,} tokens, {result.mode}, {SEES[result.visibility]}"
+
+
+def describe_group(result: Result) -> str:
+    """The rest of a protocol that a reader wants to know at once."""
+    spec = result.spec
+    history = f" with {result.history} history" if result.mode == "multi-turn" else ""
+    again = ", recompressed at each turn" if spec.recompress else ""
+    turns = f"{spec.turns} questions" if spec.turns > 1 else "one question"
+    better = "" if result.score.higher_is_better else " (lower is better)"
+    return (
+        f"{result.model.id} in {result.model.dtype}; {spec.samples} contexts, {turns} each{history}{again}; scored by "
+        f"{result.task.scorer}{better}; {name_hardware(result)}"
+    )
+
+
+def name_baseline(result: Result) -> str:
+    """What all rows of a protocol are compared with."""
+    return "no cache" if result.model.kind == "diffusion" else "the dense cache"
+
+
+def name_hardware(result: Result) -> str:
+    """Where it ran."""
+    place = result.environment
+    return place.gpu or f"{place.cpu}, {place.threads} thread{'s' if place.threads != 1 else ''}"
+
+
+def write_value(value: object) -> str:
+    """A field as its file has it, text without quotation marks."""
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def tag_group(result: Result) -> dict[str, str]:
+    """What groups are filtered by."""
+    return {
+        "model": result.model.id, "suite": result.task.suite, "task": result.task.name, "mode": result.mode,
+        "visibility": result.visibility, "hardware": name_hardware(result),
+    }
+
+
+def lay_out(group: Group, method: str | None = None) -> list[tuple[str, list[Column], list[tuple[str, list[Row]]]]]:
+    """The tables of a group: label, columns and bands, the dense cache first; of one method, only its rows."""
+    tables = []
+    axes = {x.axis: [(band.title, list(band.rows)) for band in x.bands] for x in group.tables}
+    for axis, bands in (axes or {Axis.of(group.example): []}).items():
+        every = [(name_baseline(group.example), list(group.anchors)), *bands]
+        chosen = [(title, [x for x in rows if method in (None, x.result.method.name)]) for title, rows in every]
+        shown = [(title, rows) for title, rows in chosen if rows]
+        if shown:
+            results = [x.result for _, rows in every for x in rows]
+            tables.append((AXES[axis], choose_columns(axis, results), shown))
+    return tables
+
+
+def warn_of_model(result: Result) -> str:
+    """What every table of a bundled model says."""
+    name = result.model.id
+    if name not in list_models():
+        return ""
+    return f"{name} is small and was trained on these tasks: it separates methods, and is no claim about 8B models"
+
+
+def cut_name(label: str, name: str) -> str:
+    """What a label says after the method's name."""
+    return label.removeprefix(name).strip()
+
+
+def is_arxiv(text: str | None) -> bool:
+    """Whether it is a number of arXiv, and so safe in a link."""
+    return text is not None and re.fullmatch(r"\d{4}\.\d{4,5}", text, re.ASCII) is not None
+
+
+def name_pages(names: Iterable[str]) -> Mapping[str, str]:
+    """A file name for each name, of plain characters, and none like another where case does not count."""
+    return {name: _name_page(name) for name in sorted(set(names))}
+
+
+@functools.cache
+def _name_page(name: str) -> str:
+    plain = re.sub(r"[^a-z0-9_+-]+", "-", name.lower())[:60].strip("-")
+    if plain == name and not re.search(r"-[0-9a-f]{8}$", plain):
+        return plain
+    return f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}".lstrip("-")
