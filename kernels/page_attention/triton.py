@@ -32,7 +32,7 @@ def page_attention(
     output = query.new_empty((batch * heads * splits, 1, n_query, value_width), dtype=torch.float32)
     lse = query.new_empty((batch * heads * splits, 1, n_query), dtype=torch.float32)
     assert query.stride(3) == keys.stride(3) == values.stride(3) == 1, "elements of a row lie side by side"
-    attend_pages[(batch * heads * splits, n_query)](
+    attend_pages[(n_query, batch * heads * splits)](
         query, keys, values, pages.contiguous(), output, lse, before, splits, split, chosen, heads, n_query,
         scale, 0.0 if softcap is None else softcap, 0 if window is None else window, *query.stride()[:3],
         *keys.stride()[:3], *values.stride()[:3], width=width, value_width=value_width, page=page,
@@ -53,15 +53,15 @@ def attend_pages(
     block_v: tl.constexpr,
 ):
     """One query over `split` of its pages."""
-    tile, t = tl.program_id(0), tl.program_id(1)
+    t, tile = tl.program_id(0), tl.program_id(1)
     unit, part = tile // splits, tile % splits
     batch, head = (unit // heads).to(tl.int64), (unit % heads).to(tl.int64)
     at = before + t
     if before_on_device:
         at = tl.load(before).to(tl.int32) + t
     d, v = tl.arange(0, block_d), tl.arange(0, block_v)
-    q = tl.load(query + batch * query_batch + head * query_head + t * query_row + d, mask=d < width, other=0.0)
-    q = q.to(tl.float32) * (scale * LOG2E)
+    of_query = batch * query_batch + head * query_head + t.to(tl.int64) * query_row
+    q = tl.load(query + of_query + d, mask=d < width, other=0.0).to(tl.float32) * (scale * LOG2E)
     key = keys + batch * key_batch + (head // group) * key_head
     value = values + batch * value_batch + (head // group) * value_head
     numbers = pages + (unit.to(tl.int64) * n_query + t) * chosen

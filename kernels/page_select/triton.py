@@ -50,9 +50,10 @@ def score_pages(
     t, g = m // group, m % group
     real = m < group * n_query
     d = tl.arange(0, block_d)
+    of_query = (kv_head * group + g) * query_head + t.to(tl.int64) * query_row
     q = tl.load(
-        query + batch * query_batch + ((kv_head * group + g) * query_head + t * query_row)[:, None] + d[None, :],
-        mask=real[:, None] & (d < width)[None, :], other=0.0,
+        query + batch * query_batch + of_query[:, None] + d[None, :], mask=real[:, None] & (d < width)[None, :],
+        other=0.0,
     )
     page = tl.program_id(0) * block_p + tl.arange(0, block_p)
     inside = page < pages
