@@ -85,12 +85,16 @@ class Need:
         return -(-self.later * max(dense, self.cache) // self.model.shape.length)
 
     @property
-    def prefill(self) -> int:
-        """The most that a sequence holds while its prompt is run, at most: the exact cache, and a pass's work space."""
+    def rows_while_running(self) -> int:
+        """What a sequence's rows take while its context is run, at most: the exact cache, and room for later tokens."""
         twice = 2 if type(self.method).prefill is not Method.prefill else 1  # it may run the context again
+        return twice * (max(self.model.shape.dense_bytes, self.cache) + self.tail)
+
+    @property
+    def prefill(self) -> int:
+        """The most that a sequence holds while its prompt is run, a pass's work space included."""
         length = self.model.shape.length
-        exact = twice * max(self.model.shape.dense_bytes, self.cache)
-        return exact + self.tail + self._work(min(self.chunk or length, length))
+        return self.rows_while_running + self._work(min(self.chunk or length, length))
 
     @property
     def decode(self) -> int:
@@ -183,6 +187,24 @@ def name_methods(asked: Sequence[str], kind: ModelKind) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def make_methods(
+    asked: Sequence[str], settings: dict[str, str], model: str, kind: ModelKind
+) -> dict[str, Method]:
+    """The anchors and the methods asked for, unfitted; settings are of the one that was asked for.
+
+    Raises:
+        UserError: an unknown name or setting, or a method for the other kind of model.
+    """
+    if settings and len(asked) != 1:
+        raise UserError("--set is for one method: leave it out, or give one --method.")
+    made = {}
+    for name in name_methods(asked, kind):
+        made[name] = configure(find_method(name), settings if name in asked else {}, "--set", name)
+        if made[name].card.models != kind:
+            raise UserError(f"{name} is for {made[name].card.models} models, and {model} is {kind}.")
+    return made
+
+
 def make_plan(
     model: str, methods: Sequence[str], *, gpu: str, length: int, batch: int, budget: str | None = None,
     settings: dict[str, str] | None = None, chunk: int | None = None, dtype: str | None = None,
@@ -197,19 +219,14 @@ def make_plan(
     for name, value in (("length", length), ("batch", batch), ("chunk", chunk)):
         if value is not None and value < 1:
             raise UserError(f"{name} {value} must be 1 or more.")
-    if settings and len(methods) != 1:
-        raise UserError("--set is for one method: leave it out, or give one --method.")
     outline = predict_memory(model, dtype, length)
     if outline.kind == "diffusion":
         raise UserError(f"{model} is a diffusion model, whose stores live as long as one answer: nothing to plan.")
     card = GPUS[gpu]
-    needs = {}
-    for name in name_methods(methods, outline.kind):
-        given = settings if settings and name in methods else {}
-        made = configure(find_method(name), given, "--set", name)
-        if made.card.models != outline.kind:
-            raise UserError(f"{name} is for {made.card.models} models, and {model} is {outline.kind}.")
-        needs[name] = Need(outline, made.fit(read_budget(budget, made), outline.shape), chunk)
+    needs = {
+        name: Need(outline, x.fit(read_budget(budget, x), outline.shape), chunk)
+        for name, x in make_methods(methods, settings or {}, model, outline.kind).items()
+    }
     return Plan(
         model=model, gpu=card.title, memory_bytes=card.memory_bytes, bandwidth=card.bandwidth * COPY_SHARE,
         length=length, batch=batch, chunk=chunk, budget=budget, params=outline.params,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvbench.autoregressive import step_logits
 from kvbench.bench.state import Setting
-from kvbench.bench.timing import Call, capture
+from kvbench.bench.timing import CAPTURED_CALLS, Call, capture
 from kvbench.errors import UserError
 from kvbench.hf import Forward
 from kvbench.method import Phase, Step
@@ -24,7 +24,6 @@ from kvbench.session import Session
 ROTATED = 4
 """Queries that the attention's calls take in turn, so that what one selected is no answer to the next."""
 BESIDE = "what it is beside is no graph"
-NO_GPU = "there is no CUDA graph on a CPU"
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 """Of the largest logit, as of the proof at load: between a captured step and the same step run as it comes."""
 
@@ -54,8 +53,9 @@ def open_steps(setting: Setting, base: Session, *, graph: bool) -> Iterator[Time
         WrongStepError: the captured step is not the step.
     """
     device = setting.model.device
-    reason = BESIDE if not graph else base.method.graphable or (None if device.type == "cuda" else NO_GPU)
+    reason = BESIDE if not graph else base.method.graphable or why_no_graph(device)
     if reason is None:
+        wanted = _run_plainly(setting, base, CAPTURED_CALLS + 1)
         with base.fork() as fork:
             try:
                 fork.make_static()
@@ -66,11 +66,38 @@ def open_steps(setting: Setting, base: Session, *, graph: bool) -> Iterator[Time
                 call, reason = capture(steps.run, device)
                 if reason is None:
                     call()
-                    _compare(steps, setting, base)
+                    _compare(steps.logits, wanted)
                     yield Timed(call, _nothing, None, fork)
                     return
     with base.fork() as fork:
         yield Timed(_Steps(setting, fork).run, _nothing, reason.rstrip("."), fork)
+
+
+def why_no_graph(device: torch.device) -> str | None:
+    """Why nothing on a device can be a graph; None: something may be."""
+    return None if device.type == "cuda" else "there is no CUDA graph on a CPU"
+
+
+def _run_plainly(setting: Setting, base: Session, count: int) -> Tensor:
+    """Logits of the last of so many steps, run as they come. [B, V]
+
+    On a fork that is closed before another one is static: that one takes all the room there is.
+    """
+    with base.fork() as fork:
+        steps = _Steps(setting, fork)
+        for _ in range(count):
+            steps.run()
+        return steps.logits
+
+
+def _compare(logits: Tensor, wanted: Tensor) -> None:
+    """Of a replayed step, and of the same step run as it comes."""
+    allowed = TOLERANCE[wanted.dtype] * wanted.abs().max().item()
+    worst = (logits - wanted).abs().max().item()
+    if not worst <= allowed:
+        raise WrongStepError(
+            f"the captured step's logits differ by {worst:.2g} from the step's own, allowed {allowed:.2g}"
+        )
 
 
 def _nothing() -> None:
@@ -94,20 +121,6 @@ class _Steps:
         self.best.copy_(self.logits.argmax(-1, keepdim=True))
 
 
-def _compare(steps: _Steps, setting: Setting, base: Session) -> None:
-    """The replayed step against the same steps run one by one."""
-    with base.fork() as fork:
-        plain = _Steps(setting, fork)
-        for _ in range(int(steps.at)):
-            plain.run()
-        allowed = TOLERANCE[plain.logits.dtype] * plain.logits.abs().max().item()
-        worst = (steps.logits - plain.logits).abs().max().item()
-    if not worst <= allowed:
-        raise WrongStepError(
-            f"the captured step's logits differ by {worst:.2g} from the step's own, allowed {allowed:.2g}"
-        )
-
-
 @contextmanager
 def open_attention(setting: Setting, base: Session, *, graph: bool) -> Iterator[Timed]:
     """The attention of one decode step in all layers, over what a fork holds after a few tokens, and nothing else.
@@ -122,7 +135,7 @@ def open_attention(setting: Setting, base: Session, *, graph: bool) -> Iterator[
             for step, last in zip(recorded[0], recorded[-1], strict=True)
         ]
         attention = _Attention(fork, steps, recorded)
-        call, reason = attention.run, NO_GPU if device.type != "cuda" else None if graph else BESIDE
+        call, reason = attention.run, why_no_graph(device) if graph else BESIDE
         if reason is None:
             call, reason = capture(attention.run, device)
         yield Timed(call, attention.turn, reason, fork)

@@ -17,6 +17,7 @@ from kvbench.settings import jsonable_settings
 from kvbench.spec import MethodSpec
 
 MAX = "max"
+CHECKED_LENGTH = 4096
 
 
 def run_cells(job: Job, emit: Callable[[Cell], None]) -> None:
@@ -29,10 +30,10 @@ def run_cells(job: Job, emit: Callable[[Cell], None]) -> None:
 
 
 def _check(job: Job, name: str) -> Failure | None:
-    """Why nothing of a method is timed: an operation of it is wrong, at the smallest length that its budget allows."""
+    """Why nothing of a method is timed: an operation of it is wrong, at the first length that its budget allows."""
     if job.kernels == "torch" or job.setting.model.kind == "diffusion":
         return None
-    for length in sorted(job.lengths):
+    for length in sorted({min(CHECKED_LENGTH, *job.lengths), *job.lengths}):
         method = attempt(partial(job.fit, name, length))
         if not isinstance(method, Failure):
             with using(job.kernels):

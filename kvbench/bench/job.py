@@ -19,7 +19,7 @@ Kernels = Literal["torch", "triton", "flash"]
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be timed. Methods are by name and unfitted, the anchors first."""
+    """What is to be timed. Methods are by name as they were asked for, the anchors first."""
 
     setting: Setting
     outline: Prediction
@@ -43,8 +43,8 @@ class Job:
         return self.setting.model.device
 
     def fit(self, name: str, length: int) -> Method:
-        """A method with its budget at a length."""
-        method = self.methods[name]
+        """A method bound to the model, with its budget at a length."""
+        method = self.methods[name].bind(self.setting.model)
         return method.fit(read_budget(self.budget, method), self.setting.model.shape(length))
 
     def need(self, method: Method, length: int) -> Need:

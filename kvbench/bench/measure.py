@@ -116,6 +116,11 @@ def _measure_steps(
     quantity, opener = OPENERS[clock]
     with ExitStack() as stack, using(job.kernels) as ran:
         stand = anchors.get(name) or _enter(stack, job, method, length, batch)
+        eager = None
+        if name in job.anchors and not anchors and job.device.type == "cuda":
+            with opener(job.setting, stand.session, graph=False) as plain:
+                _warm_up(plain)
+                eager = {quantity: _time(job, clock, {name: plain})[name]}
         ours = stack.enter_context(opener(job.setting, stand.session, graph=True))
         _warm_up(ours)
         timed = {name: ours}
@@ -128,11 +133,6 @@ def _measure_steps(
                     _warm_up(beside)
                     timed[other] = beside
             rounds = _time(job, clock, timed)
-            eager = None
-            if name in job.anchors and not anchors and ours.reason is None:
-                plain = stack.enter_context(opener(job.setting, stand.session, graph=False))
-                _warm_up(plain)
-                eager = {quantity: _time(job, clock, {name: plain})[name]}
         read = sum(store.read_bytes() for store in ours.session.layers)
         stand.session.credit(ours.session)
         return Measured(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Literal, cast, get_args
 
@@ -13,22 +14,22 @@ import torch
 from kvbench.bench.grid import MAX, run_cells
 from kvbench.bench.job import Job, Kernels
 from kvbench.bench.measure import STEPS
+from kvbench.bench.outcome import Failure, attempt
 from kvbench.bench.records import Bench, Cell, Clock, Ruler
 from kvbench.bench.state import Setting
-from kvbench.bench.timing import COPIED_BYTES, WARM_UPS, measure_copy
+from kvbench.bench.timing import COPIED_BYTES, measure_copy
 from kvbench.errors import UserError, unknown
 from kvbench.files import write_atomic
 from kvbench.hf import Model, check_device, load_model, predict_memory
 from kvbench.log import say
 from kvbench.machine import find_environment, free_bytes
-from kvbench.plan import ANCHORS, State, name_methods
-from kvbench.registry import find_method
+from kvbench.plan import ANCHORS, LATER, State, make_methods
 from kvbench.request import check_kernels, check_kernels_device, check_kernels_dtype
-from kvbench.settings import configure, parse_pairs
+from kvbench.settings import parse_pairs
 from kvbench.spec import ModelSpec
 
 ROUNDS: dict[Clock, int] = {"kernel": 16, "step": 16, "user": 5}
-SPARE = 4 * WARM_UPS
+MARGIN = LATER - STEPS
 """Tokens beside those timed: warm-ups, and what is recorded and compared."""
 
 
@@ -63,16 +64,16 @@ def run_bench(request: Request) -> Bench:
     started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
     job = _prepare(request)
     model, device = job.setting.model, job.device
+    where = find_environment(device.type, started=started, seconds=0.0, device_map=model.device_map)
     cells: list[Cell] = []
 
     def save(status: Literal["running", "done"], after: float | None) -> Bench:
         bench = Bench(
-            status=status, command=asdict(request) | {"out": None}, model=_describe(model), kernels=job.kernels,
+            status=status, command={key: x for key, x in asdict(request).items() if key != "out"},
+            model=_describe(model), kernels=job.kernels,
             weight_bytes=job.outline.weight_bytes, memory_bytes=job.memory,
             ruler=Ruler(copied_bytes=COPIED_BYTES[device.type], before=job.ruler, after=after), cells=tuple(cells),
-            environment=find_environment(
-                device.type, started=started, seconds=time.perf_counter() - began, device_map=model.device_map
-            ),
+            environment=where.model_copy(update={"seconds": time.perf_counter() - began}),
         )
         if request.out is not None:
             write_atomic(request.out, bench.model_dump_json(indent=1) + "\n")
@@ -85,42 +86,39 @@ def run_bench(request: Request) -> Bench:
         save("running", None)
 
     run_cells(job, emit)
-    return save("done", measure_copy(device))
+    after = attempt(partial(measure_copy, device))
+    return save("done", None if isinstance(after, Failure) else after)
 
 
 def _prepare(request: Request) -> Job:
     """Check everything, load the model and measure the ruler."""
     clocks = _check(request)
     outline = predict_memory(request.model, request.dtype)
-    settings = parse_pairs(request.settings, "--set")
-    if settings and len(request.methods) != 1:
-        raise UserError("--set is for one method: leave it out, or give one --method.")
-    made = {
-        name: configure(find_method(name), settings if name in request.methods else {}, "--set", name)
-        for name in name_methods(request.methods, outline.kind)
-    }
+    made = make_methods(request.methods, parse_pairs(request.settings, "--set"), request.model, outline.kind)
     device = request.device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
     check_kernels(request.kernels)
     check_kernels_device(request.kernels, device.partition(":")[0])
-    for name, method in made.items():
-        if method.card.models != outline.kind:
-            raise UserError(f"{name} is for {method.card.models} models, and {request.model} is {outline.kind}.")
     if outline.kind == "diffusion" and clocks != ["user"]:
         raise UserError("a diffusion model's passes change from step to step: use --clock user.")
+    free = free_bytes(device.partition(":")[0])
+    if outline.weight_bytes > free:
+        raise UserError(
+            f"model '{request.model}' needs {outline.weight_bytes / 1e9:.1f} GB for its weights alone, and "
+            f"{free / 1e9:.1f} GB are free on {device}. Use a smaller --dtype or a smaller model."
+        )
     model = load_model(request.model, device, request.dtype)
     check_kernels_dtype(request.kernels, model.device.type, model.dtype)
     _check_positions(request, model)
-    free = free_bytes(device.partition(":")[0]) + outline.weight_bytes
     rounds = {clock: request.rounds or ROUNDS[clock] for clock in clocks}
     return Job(
         setting=Setting(
             model=model, state=cast("State", request.state), chunk=request.chunk,
-            later=max(-(-STEPS // x) * x for x in rounds.values()) + SPARE,
+            later=max(-(-STEPS // x) * x for x in rounds.values()) + MARGIN,
         ),
-        outline=outline, methods={name: x.bind(model) for name, x in made.items()},
-        anchors=ANCHORS[outline.kind], lengths=request.lengths,
-        batches=request.batches, clocks=clocks, budget=request.budget, kernels=cast("Kernels", request.kernels),
+        outline=outline, methods=made,
+        anchors=ANCHORS[outline.kind], lengths=request.lengths, batches=request.batches,
+        clocks=clocks, budget=request.budget, kernels=cast("Kernels", request.kernels),
         rounds=rounds, memory=free if request.memory is None else int(request.memory * 1e9),
         ruler=measure_copy(model.device),
     )
@@ -146,7 +144,7 @@ def _check(request: Request) -> list[Clock]:
 
 def _check_positions(request: Request, model: Model) -> None:
     """Beyond what a model was made for only time is asked for, but its layers must be able to compute there."""
-    longest = max(request.lengths) + STEPS + SPARE
+    longest = max(request.lengths) + STEPS + MARGIN
     anywhere = bool(model.ropes) and all(x.trusted and x.movable for x in model.ropes)
     if longest > model.max_length and not anywhere:
         raise UserError(

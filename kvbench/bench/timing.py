@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from kvbench.bench.records import Median, Speedup
-from kvbench.errors import UserError
 
 Call = Callable[[], None]
 WARM_UPS = 3
+CAPTURED_CALLS = WARM_UPS + 1
+"""Calls that are made before one is captured."""
 COPIES = 20
 COPIED_BYTES = {"cpu": 64 << 20, "cuda": 2 << 30}
 """Of the ruler's source: many times a cache."""
@@ -90,37 +91,42 @@ def _read(scratch: Tensor) -> None:
 def capture(call: Call, device: torch.device) -> tuple[Call, str | None]:
     """The call as a CUDA graph that is replayed; or the call itself, and why it cannot be one.
 
-    The call runs WARM_UPS + 1 times before: what is compiled or allocated once must not be within a graph, and one
-    that waits for the device is found while it can still be told.
+    CAPTURED_CALLS are made before: what is compiled or allocated once must not be within a graph, and a call that
+    waits for the device is found while it can still be told.
     """
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
+    stream = torch.cuda.current_stream(device)
     try:
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
-                call()
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                call()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.current_stream(device).wait_stream(side)
+        _try_alone(call, device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             call()
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, UserError) as error:
+    except RuntimeError as error:
+        torch.cuda.set_stream(stream)  # a capture that broke off leaves its own
         torch.cuda.synchronize(device)
         return call, (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     return graph.replay, None
 
 
+def _try_alone(call: Call, device: torch.device) -> None:
+    """On a stream of its own, as a capture is; the last call may not wait for the device (RuntimeError)."""
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UPS):
+            call()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream(device).wait_stream(side)
+
+
 def measure_copy(device: torch.device) -> float:
     """Bytes per second, read and written, that a large copy on the device moves: the median of several."""
     size = COPIED_BYTES[device.type]
-    if device.type == "cuda":
-        size = min(size, torch.cuda.mem_get_info(device)[0] // 8)
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device)  # zeros may be moved faster
     target = torch.empty_like(source)
     seconds = [time_calls(device, lambda: _copy(target, source), 1) for _ in range(WARM_UPS + COPIES)]
