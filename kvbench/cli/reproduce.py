@@ -55,7 +55,7 @@ def reproduce_command(
     plans = look_around([plan_claim(x, model, samples, out) for x in with_baselines(find_claims(claim))])
     if dry_run:
         return _show_plan(plans, as_json=as_json)
-    return _run(plans, as_json=as_json)
+    return _run(plans, out, as_json=as_json)
 
 
 def _list(*, as_json: bool) -> int:
@@ -162,10 +162,11 @@ def _show_plan(plans: list[Plan], *, as_json: bool) -> int:
     return 0
 
 
-def _run(plans: list[Plan], *, as_json: bool) -> int:
+def _run(plans: list[Plan], out: Path, *, as_json: bool) -> int:
     """Run what can be run, then judge every number."""
     from kvbench.cli.sweep import run_cells
     from kvbench.reproduce.plan import Missing, find_baseline
+    from kvbench.reproduce.speed import judge_speed, time_claim
     from kvbench.reproduce.verdict import find_unanchored, judge
     from kvbench.runs import load_run
 
@@ -176,6 +177,9 @@ def _run(plans: list[Plan], *, as_json: bool) -> int:
     by_id = {x.claim.id: x for x in plans}
     judged = []
     for plan in plans:
+        if plan.claim.table.measure != "score":
+            judged.append(judge_speed(plan, None if plan.missing else time_claim(plan, out)))
+            continue
         failed = [
             Missing("run", report.error or "failed") for x in plan.requests
             if (report := reports.get(x)) is not None and report.result is None
@@ -210,8 +214,14 @@ def _print(judged: list[Judgement]) -> None:
         beside = ["", ""]
         if x.printed_difference is not None:
             beside = [f"{x.printed_difference:+.2f}", "-" if x.difference is None else _number(x.difference, sign="+")]
-        rows.append((claim.model, claim.row, claim.column, printed, _number(x.ours), *beside, x.verdict))
+        verdict = f"{x.verdict}: {x.direction}" if x.verdict == "shape only" and x.direction else x.verdict
+        rows.append((claim.model, claim.row, claim.column, printed, _number(x.ours), *beside, verdict))
         differs |= dict.fromkeys(x.differs)
+        if x.regime:
+            typer.echo(
+                f"{claim.id}: claimed {printed} ({claim.table.hardware or 'hardware not said'}), measured "
+                f"{_number(x.ours)} on {x.regime}"
+            )
     if rows:
         print_rows("", (
             "model", "row", "column", "paper", "ours  95%", "difference, paper", "ours  95%", "verdict"

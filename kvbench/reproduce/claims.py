@@ -46,6 +46,22 @@ class Claim:
         return self.table.rows[self.row]
 
     @property
+    def budget(self) -> str | None:
+        """The row's, in this column."""
+        asked = self.method.budget
+        return asked[self._place] if isinstance(asked, list) else asked
+
+    @property
+    def batch(self) -> int:
+        """Sequences at a time, of a speed."""
+        given = self.block.batch.get(self.row)
+        return self.table.batch if given is None else int(given[self._place])
+
+    @property
+    def _place(self) -> int:
+        return list(self.table.columns).index(self.column)
+
+    @property
     def cell(self) -> Column:
         """The column's tasks."""
         return self.table.columns[self.column]

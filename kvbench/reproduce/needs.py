@@ -54,9 +54,18 @@ class _Seen:
 
 def _look(plan: Plan, seen: _Seen) -> Plan:
     found = {x: None for request in plan.requests for x in _missing(request, seen)}
+    if plan.timing is not None and not has_gpu():
+        found[Missing("GPU", "a speed is measured on a GPU, and none is here")] = None
     sizes = [_predicted(plan, x, seen) for x in plan.requests]
     most = max((x for x in sizes if x is not None), default=None)
     return replace(plan, missing=(*plan.missing, *found), predicted_bytes=most)
+
+
+def has_gpu() -> bool:
+    """Whether speeds can be measured: seconds of a CPU are nobody's claim."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _missing(request: Request, seen: _Seen) -> Iterator[Missing]:

@@ -58,6 +58,8 @@ class Column(BaseModel):
     """Tokens of an answer, which a length of kvbench has in it and a truncation has not."""
     run: dict[str, Any] = {}
     """Options of the runs."""
+    clock: Literal["kernel", "step", "user"] | None = None
+    """Of `kvbench bench`, for a speed."""
     lacks: str | None = None
     """What kvbench does not have for it."""
 
@@ -68,7 +70,8 @@ class Row(BaseModel):
     model_config = STRICT
 
     method: str
-    budget: str | None = None
+    budget: str | list[str] | None = None
+    """One, or one for each column."""
     set: dict[str, str | int | float | bool] = {}
     run: dict[str, Any] = {}
     """Other options of the runs."""
@@ -93,7 +96,7 @@ class Block(BaseModel):
     lacks: str | None = None
     protocol: Protocol = Protocol()
     batch: dict[str, list[float]] = {}
-    """Sequences at a time, as the values; of speeds."""
+    """Sequences at a time by row and column, of speeds."""
     values: dict[str, list[float]]
 
 
@@ -126,6 +129,11 @@ class Table(BaseModel):
     """What a score of 1 is printed as."""
     decimals: int = Field(2, ge=0, le=6)
     hardware: str | None = None
+    """Where a speed was measured, as the paper says it."""
+    gpu: str | None = None
+    """The same as a part of the GPU's name."""
+    batch: int = 1
+    """Sequences at a time, where no model says others."""
     suite: str | None = None
     """kvbench's suite of the tasks."""
     baseline: str | None = None
@@ -148,6 +156,11 @@ class Table(BaseModel):
                     raise ValueError(
                         f"{self.name}: '{row}' of {model} has {len(values)} numbers for {len(self.columns)} columns"
                     )
+        for name, asked in self.rows.items():
+            if isinstance(asked.budget, list) and len(asked.budget) != len(self.columns):
+                raise ValueError(
+                    f"{self.name}: '{name}' has {len(asked.budget)} budgets for {len(self.columns)} columns"
+                )
         for name, column in self.columns.items():
             if self.measure == "score" and not (column.task or column.lacks or self.suite):
                 raise ValueError(f"{self.name}: column '{name}' names no task, and the table no suite")

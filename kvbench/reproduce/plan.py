@@ -13,7 +13,7 @@ from kvbench.registry import list_entries
 from kvbench.reproduce.claims import Claim
 from kvbench.request import Request
 from kvbench.suite import find_suite
-from kvbench.sweep.file import File, expand
+from kvbench.sweep.file import File, as_text, expand
 
 Ingredient = Literal["method", "task", "checkpoint", "clock", "weights", "data", "GPU", "memory", "run"]
 
@@ -27,14 +27,28 @@ class Missing:
 
 
 @dataclass(frozen=True)
+class Timing:
+    """A cell of `kvbench bench`."""
+
+    method: str
+    model: str
+    length: int
+    batch: int
+    clock: Literal["kernel", "step", "user"]
+    budget: str | None
+    settings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
-    """The runs whose mean score stands beside a printed number."""
+    """The runs whose mean score stands beside a printed number, or the cell whose time does."""
 
     claim: Claim
     requests: tuple[Request, ...]
     whole: bool
     """Whether these are the paper's model and all of its samples: anything else shows a shape, and no more."""
     missing: tuple[Missing, ...]
+    timing: Timing | None = None
     predicted_bytes: int | None = None
     """Of weights and one dense cache, from the model's configuration; None: not known."""
 
@@ -52,7 +66,7 @@ def plan_claim(claim: Claim, model: str | None = None, samples: int | None = Non
     if not set(claim.method.method.split("+")) <= _methods():
         missing.append(Missing("method", f"method {claim.method.method} is not in kvbench"))
     if claim.table.measure != "score":
-        missing.append(Missing("clock", "speeds and bytes are measured by `kvbench bench`, on a GPU"))
+        return _plan_speed(claim, missing)
     name = model or claim.block.id
     if name is None:
         wanted = claim.block.lacks or f"the name of the checkpoint {claim.model}"
@@ -79,11 +93,27 @@ def with_baselines(claims: Sequence[Claim]) -> list[Claim]:
     return list({x.id: x for claim in claims for x in (find_baseline(claim), claim) if x is not None}.values())
 
 
+def _plan_speed(claim: Claim, missing: list[Missing]) -> Plan:
+    column, shape = claim.cell, claim.block.shape
+    if column.clock is None and column.lacks is None:
+        missing.append(Missing("clock", f"needs a clock of {claim.table.measure} over those of kvbench bench"))
+    if shape is None:
+        missing.append(Missing("checkpoint", f"kvbench has no architecture of {claim.model}'s shape"))
+    if missing or column.clock is None or shape is None or not isinstance(column.length, int):
+        return Plan(claim, (), whole=False, missing=tuple(missing))
+    timing = Timing(
+        method=claim.method.method, model=f"random:{shape}", length=column.length, batch=claim.batch,
+        clock=column.clock, budget=claim.budget,
+        settings=tuple(f"{key}={as_text(x)}" for key, x in claim.method.set.items()),
+    )
+    return Plan(claim, (), whole=False, missing=(), timing=timing)
+
+
 def _requests(claim: Claim, model: str, out: Path) -> Iterator[Request]:
     """One run for each task and length of the column."""
     table, column, row, protocol = claim.table, claim.cell, claim.method, claim.protocol
     options: dict[str, Any] = {
-        **table.run, **column.run, **row.run, "method": row.method, "model": model, "budget": row.budget,
+        **table.run, **column.run, **row.run, "method": row.method, "model": model, "budget": claim.budget,
         "set": row.set or None, "visibility": protocol.visibility, "history": protocol.history, "dtype": protocol.dtype,
     }
     suite = None if table.suite is None else _suite(table.suite)

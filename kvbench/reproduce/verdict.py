@@ -48,6 +48,18 @@ class Judgement:
     """What is otherwise than in the paper."""
     missing: tuple[Missing, ...] = ()
     runs: tuple[Path, ...] = ()
+    regime: str = ""
+    """Of a speed: where and how it was measured."""
+
+    @property
+    def direction(self) -> str:
+        """What a shape shows: whether our score moves from the baseline's as the printed one does."""
+        if self.printed_difference is None or self.difference is None or not self.printed_difference:
+            return ""
+        low, high = self.difference.ci95
+        if low <= 0 <= high:
+            return "no difference to be told"
+        return "moves as printed" if (low > 0) == (self.printed_difference > 0) else "moves against the printed"
 
     @property
     def document(self) -> dict[str, Any]:
@@ -61,7 +73,7 @@ class Judgement:
             "notes": [x.text for x in claim.notes], "ours": _json(self.ours),
             "printed_difference": self.printed_difference, "difference": _json(self.difference),
             "differs": list(self.differs), "missing": [{"what": x.what, "why": x.why} for x in self.missing],
-            "runs": [str(x) for x in self.runs],
+            "direction": self.direction, "runs": [str(x) for x in self.runs], "regime": self.regime,
         }
 
 

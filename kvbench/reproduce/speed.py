@@ -1,0 +1,100 @@
+"""Printed speeds beside cells of `kvbench bench`: claimed so much, measured so much on this GPU, in this regime."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvbench.errors import UserError
+from kvbench.files import read_file
+from kvbench.reproduce.claims import Claim
+from kvbench.reproduce.plan import Missing, Plan
+from kvbench.reproduce.verdict import Judgement, Number, Verdict
+
+if TYPE_CHECKING:
+    from kvbench.bench.records import Bench, Cell
+
+QUANTITY = {"kernel": "attention", "step": "step", "user": "answer"}
+"""What a cell of each clock times."""
+ENGINE = "the code and kernels are kvbench's, and the weights are random"
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A number's cell, and the job that it is from."""
+
+    cell: Cell
+    bench: Bench
+
+    @property
+    def regime(self) -> str:
+        """Where and how it was measured."""
+        cell, bench = self.cell, self.bench
+        how = "" if cell.graph is None else ", as a CUDA graph" if cell.graph else ", launched from Python"
+        return (
+            f"{bench.environment.gpu or bench.environment.cpu}: {bench.model.id} in {bench.model.dtype}, "
+            f"{cell.length:,} tokens x {cell.batch}, {cell.clock} clock{how}, {bench.kernels} kernels"
+        )
+
+
+def time_claim(plan: Plan, out: Path) -> Timed | Missing:
+    """Time what a number is about, or read what was timed before; every claim has a job and a file of its own."""
+    from kvbench.bench.records import Bench
+    from kvbench.bench.run import Request, run_bench
+
+    timing = plan.timing
+    assert timing is not None
+    path = out / "bench" / f"{re.sub('[^a-z0-9.]+', '-', plan.claim.id)}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    request = Request(
+        methods=(timing.method,), model=timing.model, lengths=(timing.length,), batches=(str(timing.batch),),
+        clocks=(timing.clock,), state="prefill" if timing.clock == "user" else "synthetic", budget=timing.budget,
+        settings=timing.settings, out=path,
+    )
+    asked = {key: list(x) if isinstance(x, tuple) else x for key, x in asdict(request).items() if key != "out"}
+    bench = read_file(path, Bench) if path.exists() else None
+    if bench is None or bench.status != "done" or bench.command != asked:
+        try:
+            bench = run_bench(request)
+        except UserError as error:
+            return Missing("run", str(error))
+    cell = next((x for x in bench.cells if x.method.name == timing.method), None)
+    if cell is None or cell.outcome != "ok":
+        return Missing("run", "nothing was timed" if cell is None else f"{cell.outcome}: {cell.reason}")
+    return Timed(cell, bench)
+
+
+def judge_speed(plan: Plan, timed: Timed | Missing | None) -> Judgement:
+    """The verdict on a speed: on another GPU than the paper's it is a shape, however near it is."""
+    claim = plan.claim
+    missing = (*plan.missing, *((timed,) if isinstance(timed, Missing) else ()))
+    if missing or timed is None or isinstance(timed, Missing):
+        return Judgement(claim, "not run", missing=missing or (Missing("run", "nothing was timed"),))
+    ours = _number(claim, timed.cell)
+    if ours is None:
+        return Judgement(claim, "not run", missing=(Missing("run", "it was not timed beside the dense cache"),))
+    verdict: Verdict = "shape only"
+    if _same_gpu(claim, timed.bench):
+        verdict = "partly" if ours.holds(claim.value, claim.rounding) else "not reproduced"
+    return Judgement(claim, verdict, ours, differs=(ENGINE, *claim.protocol.differs), regime=timed.regime)
+
+
+def _number(claim: Claim, cell: Cell) -> Number | None:
+    """The cell's time in the unit of the table."""
+    time = cell.times[QUANTITY[cell.clock]]
+    if claim.table.measure == "times":
+        found = time.speedups.get("full") or time.speedups.get("none")
+        return None if found is None else Number(found.median, (found.low, found.high))
+    seconds = time.seconds
+    if claim.table.measure == "ms":
+        return Number(1e3 * seconds.median, (1e3 * seconds.low, 1e3 * seconds.high))
+    if cell.tokens_per_s is None:
+        return None
+    rate = cell.tokens_per_s * seconds.median
+    return Number(cell.tokens_per_s, (rate / seconds.high, rate / seconds.low))
+
+
+def _same_gpu(claim: Claim, bench: Bench) -> bool:
+    return claim.table.gpu is not None and claim.table.gpu in (bench.environment.gpu or "")
