@@ -63,7 +63,7 @@ def test_the_joint_normaliser_is_that_of_one_softmax(sinks):
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("at", [[0], [15], [3, 7, 7, 11, 39], [39, 3, 16, 15]], ids=str)
+@pytest.mark.parametrize("at", [[0], [39, 3, 3, 16, 15]], ids=str)
 def test_triton_equals_the_oracle(at, options, triton, attention, error):
     """Queries in any order, of any rows: within 1e-5."""
     at = torch.tensor(at)

@@ -67,9 +67,9 @@ def test_windows_that_are_a_prompt_long_stay_linear(attention, largest):
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("size", [(1, 1), (1, 15), (4, 16), (4, 17), (17, 17), (18, 40)], ids=str)
+@pytest.mark.parametrize("size", [(1, 15), (4, 16), (18, 33)], ids=str)
 def test_triton_equals_the_oracle(size, options, triton, attention, error):
-    """One row, a block of 16, one row less and more, several; one block of queries and two: within 1e-5."""
+    """One row less than a block of 16, one block, several; one block of queries and two: within 1e-5."""
     query, keys, _ = attention((6, 2), *size, batch=1)
     options = {"scale": 0.3, "seen": size[1], **options}
     found = window_scores(*triton([query, keys]), **triton(options))
