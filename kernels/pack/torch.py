@@ -110,18 +110,29 @@ def quantise(x: Tensor, bits: int, *, tokens: int = 1, channels: int = 1) -> Cod
     """
     levels = 2**bits - 1
     grouped = x.float().unflatten(-1, (-1, channels)).unflatten(-3, (-1, tokens))  # [..., n/t, t, D/c, c]
-    minimum = _round_down(grouped.amin((-3, -1), keepdim=True))
-    scale = -_round_down((minimum.float() - grouped.amax((-3, -1), keepdim=True)) / levels)
+    scale, minimum = parameters(grouped.amin((-3, -1), keepdim=True), grouped.amax((-3, -1), keepdim=True), levels)
     if not (minimum.isfinite().all() and scale.isfinite().all()):
-        raise ValueError(
-            f"rows with values from {x.amin().item():.4g} to {x.amax().item():.4g} have no float16 scale and minimum, "
-            f"which hold up to {torch.finfo(torch.float16).max:.0f}: they cannot be stored in {bits} bits."
-        )
+        raise ValueError(f"{refusal(bits)} They go from {x.amin().item():.4g} to {x.amax().item():.4g}.")
     codes = (grouped - minimum.float()) / scale.float().masked_fill(scale == 0, 1.0)
     # The range is covered, so nothing is cut; a code beyond it would spoil its neighbours.
     codes = codes.round_().clamp_(0, levels).to(torch.uint8).flatten(-2).flatten(-3, -2)
     return Codes(
         pack(codes, bits), scale.squeeze(-1).squeeze(-2), minimum.squeeze(-1).squeeze(-2), bits, x.shape[-1]
+    )
+
+
+def parameters(low: Tensor, high: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Scales and minima of groups by their smallest and largest elements, in float16."""
+    minimum = _round_down(low)
+    # A tensor on the device: CUDA multiplies by a number's reciprocal where it should divide.
+    return -_round_down((minimum.float() - high) / high.new_full((), levels)), minimum
+
+
+def refusal(bits: int) -> str:
+    """Why rows cannot be stored."""
+    return (
+        f"rows with values that have no float16 scale and minimum, which hold up to "
+        f"{torch.finfo(torch.float16).max:.0f}: they cannot be stored in {bits} bits."
     )
 
 

@@ -1,0 +1,1 @@
+"""No operation: what the kernels of several share that read packed rows."""

@@ -1,0 +1,175 @@
+"""Split-K attention over codes: bytes become codes, and codes rows, in registers; an exact row never reaches memory.
+
+Codes and parameters alone are read, and on a Hopper GPU it is instructions that decide how fast, not bytes. So rows of
+codes are the long side of both matrix products and queries the short one, which may be 8 wide: a group of four heads
+is half of it. Products are of float16 whatever 16 bits queries have: their elements are divided by the largest, codes
+of 8 bits fit, and so do scales, minima and what they stand for, which have to be float16's.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvbench.kernels.codes.triton import as_rows, bring_back, load_codes, span_of, whole_words
+from kvbench.kernels.dense_attention.triton import LN2, capped, merge_tiles, padded, rows_of_a_tile
+from kvbench.kernels.pack.torch import Codes
+from kvbench.kernels.ragged_attention.torch import Partial
+
+LEAST_ROWS = 512
+"""Of a tile. Not measured yet."""
+
+
+def packed_partial(
+    query: Tensor, keys: Codes, values: Codes, *,
+    scale: float, seen: int, window: int | None = None, positions: Tensor | None = None, start: int = 0,
+    softcap: float | None = None,
+) -> Partial:
+    """Attention over packed rows that all came before the queries; see `torch.packed_partial`."""
+    before = seen - query.shape[2] - (start if positions is None else 0)
+    return Partial(*attend(
+        query, keys, values, before=before, scale=scale, window=window, positions=positions, softcap=softcap,
+        causal=False,
+    ))
+
+
+def attend(
+    query: Tensor, keys: Codes, values: Codes, *,
+    before: int, scale: float, window: int | None = None, positions: Tensor | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None, length: Tensor | None = None, causal: bool = True, signed: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Attention over codes and its log-sum-exp. [B, H_q, T, D_v] of `dtype` and [B, H_q, T]
+
+    before: rows, or where there are positions tokens, before the first query's own. signed: codes are int8, and a row
+    is code * scale.
+    """
+    batch, heads, n_query, width = query.shape
+    kv_heads, n_rows = values.packed.shape[1:3]
+    value_width, group, n_head = values.width, heads // kv_heads, batch * kv_heads
+    block_m, block_n, warps = _blocks(group * n_query, max(width, value_width), query.itemsize)
+    if not (whole_words(width) and whole_words(value_width)):
+        block_n = min(block_n, 32)  # codes are gathered byte by byte, which takes registers
+    split = rows_of_a_tile(n_rows * n_head, LEAST_ROWS, block_n, query.device)
+    splits = max(1, triton.cdiv(n_rows, split))
+    direct = splits == 1 and sinks is None
+    output = query.new_empty((n_head * splits, group, n_query, value_width), dtype=dtype if direct else torch.float32)
+    lse = query.new_empty((n_head * splits, group, n_query), dtype=torch.float32)
+    position_strides = (0, 0) if positions is None else positions.stride()[:2]
+    assert query.stride(3) == 1, "elements of a row lie side by side"
+    attend_codes[(triton.cdiv(group * n_query, block_m), n_head * splits)](
+        query, as_rows(keys, kv_heads), as_rows(values, kv_heads), output, lse, positions, length, n_rows, before,
+        split, splits, kv_heads, n_query, scale, 0.0 if softcap is None else softcap, 0 if window is None else window,
+        *query.stride()[:3], *position_strides, key_bits=keys.bits, value_bits=values.bits, width=width,
+        value_width=value_width, key_span=span_of(keys, block_n), key_channels=keys.channels,
+        value_channels=values.channels, group=group, causal=causal, has_window=window is not None,
+        has_positions=positions is not None, has_softcap=softcap is not None, static=length is not None, signed=signed,
+        folded=keys.scale.shape[-2] == 1 and not signed, exact=query.dtype == torch.float32,
+        assembly=not triton.knobs.runtime.interpret, block_m=block_m, block_n=block_n, block_d=padded(width),
+        block_v=padded(value_width), num_warps=warps, num_stages=2,
+    )
+    if not direct:
+        output, lse = merge_tiles(output, lse, n_head, None, split, splits, sinks, kv_heads, dtype)
+    return output.view(batch, heads, n_query, value_width), lse.view(batch, heads, n_query)
+
+
+def _blocks(queries: int, width: int, itemsize: int) -> tuple[int, int, int]:
+    """Queries and rows of a block, and warps.
+
+    Chosen by what the compiler makes of it for a Hopper GPU, about 3.5 instructions for a code of a decode step: three
+    programs fit into a multiprocessor's registers, and with one block of rows on its way and one of values in shared
+    memory, which waits for the matrix product in 16 bits, into that as well.
+    """
+    queries = min(32, max(8, triton.next_power_of_2(queries)))
+    if itemsize > 2:
+        return min(16, queries), 32, 8
+    return queries, min(128, 16384 // padded(width)) // (2 if queries > 16 else 1), 4
+
+
+@triton.jit(do_not_specialize=["n_rows", "before"])  # they grow with every step
+def attend_codes(
+    query, keys, values, output, lse, positions, length, n_rows, before, split, splits, kv_heads, n_query, scale,
+    softcap, window, query_batch, query_head, query_row, position_batch, position_head,
+    key_bits: tl.constexpr, value_bits: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr,
+    key_span: tl.constexpr, key_channels: tl.constexpr, value_channels: tl.constexpr, group: tl.constexpr,
+    causal: tl.constexpr, has_window: tl.constexpr, has_positions: tl.constexpr, has_softcap: tl.constexpr,
+    static: tl.constexpr, signed: tl.constexpr, folded: tl.constexpr, exact: tl.constexpr, assembly: tl.constexpr,
+    block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, block_v: tl.constexpr,
+):
+    """One block of queries against one tile of rows of their KV head."""
+    tile = tl.program_id(1)
+    head, part = tile // splits, tile % splits
+    batch, kv_head = (head // kv_heads).to(tl.int64), (head % kv_heads).to(tl.int64)
+    count = n_rows
+    if static:
+        count = tl.load(length).to(tl.int32)
+        before = count - n_query
+
+    # Columns of the product: the queries of all heads of the group, those of one position side by side.
+    m = tl.program_id(0) * block_m + tl.arange(0, block_m)
+    t, g = m // group, m % group
+    real = m < group * n_query
+    d, v = tl.arange(0, block_d), tl.arange(0, block_v)
+    of_query = (kv_head * group + g) * query_head + t.to(tl.int64) * query_row
+    q = tl.load(
+        query + batch * query_batch + of_query[None, :] + d[:, None], mask=real[None, :] & (d < width)[:, None],
+        other=0.0,
+    ).to(tl.float32)
+    of_minima = 0.0
+    if folded:  # all keys have the same parameters: they go into the queries
+        at = batch * keys.scale_batch + kv_head * keys.scale_head + d // key_channels
+        minimum = tl.load(keys.minimum + at, mask=d < width, other=0.0).to(tl.float32)
+        of_minima = tl.sum(q * minimum[:, None], 0)[None, :]
+        q *= tl.load(keys.scale + at, mask=d < width, other=0.0).to(tl.float32)[:, None]
+    dtype: tl.constexpr = tl.float32 if exact else tl.float16
+    size = tl.max(tl.abs(q), 0)
+    size = tl.where(size > 0.0, size, 1.0)
+    q = (q / size[None, :]).to(dtype)
+
+    low, high = part * split, tl.minimum(part * split + split, count)
+    if causal:
+        high = tl.minimum(high, before + (tl.program_id(0) * block_m + block_m - 1) // group + 1)
+    if has_window and not has_positions:
+        first = before + tl.program_id(0) * block_m // group - window + 1
+        low = tl.maximum(low, first // block_n * block_n)
+
+    top = tl.full([block_m], float("-inf"), tl.float32)
+    total = tl.zeros([block_m], tl.float32)
+    sums = tl.zeros([block_v, block_m], tl.float32)
+    for start in range(low, high, block_n):
+        row = start + tl.arange(0, block_n)
+        inside = row < high
+        x = load_codes(values, batch, kv_head, row, inside, value_bits, value_width, signed, dtype, assembly, block_v)
+        x = bring_back(x, values, batch, kv_head, start, high, value_width, 1, value_channels, signed)
+        k = load_codes(keys, batch, kv_head, row, inside, key_bits, width, signed, dtype, assembly, block_d)
+        if not folded:
+            k = bring_back(k, keys, batch, kv_head, start, high, width, key_span, key_channels, signed)
+        products = tl.dot(k, q, input_precision="ieee") * size[None, :] + of_minima
+        visible = inside[:, None] & real[None, :]
+        if causal:
+            visible = visible & (row[:, None] <= before + t[None, :])
+        if has_window:
+            place = row
+            if has_positions:
+                where = positions + batch * position_batch + kv_head * position_head + row
+                place = tl.load(where, mask=inside, other=0)
+            visible = visible & ((before + t)[None, :] - place[:, None] < window)
+        logits = tl.where(visible, capped(products, scale, softcap, has_softcap), float("-inf"))
+        higher = tl.maximum(top, tl.max(logits, 0))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)  # no row seen yet: weights are zero, not NaN
+        weights = tl.exp2(logits - shift[None, :])
+        shrink = tl.exp2(top - shift)
+        total = total * shrink + tl.sum(weights, 0)
+        sums = sums * shrink[None, :] + tl.dot(tl.trans(x), weights.to(dtype), input_precision="ieee")
+        top = higher
+
+    at = tile.to(tl.int64) * group * n_query + g * n_query + t
+    none = total == 0.0
+    whole = tl.where(none, 1.0, total)
+    tl.store(lse + at, tl.where(none, float("-inf"), (top + tl.log2(whole)) * LN2), mask=real)
+    tl.store(
+        output + at[None, :] * value_width + v[:, None], sums / whole[None, :],
+        mask=real[None, :] & (v < value_width)[:, None],
+    )
