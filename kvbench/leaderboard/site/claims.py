@@ -12,8 +12,9 @@ from typing import get_args
 from kvbench.files import read_file
 from kvbench.reproduce.claims import list_claims
 from kvbench.reproduce.paper import list_papers
-from kvbench.reproduce.plan import plan_claim
+from kvbench.reproduce.plan import Plan, plan_claim
 from kvbench.reproduce.shape import ShapeRecord
+from kvbench.reproduce.speed import judge_speed
 from kvbench.reproduce.verdict import Judgement, Verdict, judge
 
 FINDINGS = Path("shape") / "findings.json"
@@ -89,6 +90,10 @@ def read_claims(results: Path) -> Claims:
 @functools.cache
 def _judge_papers() -> tuple[Source, ...]:
     return tuple(
-        Source(name, tuple(judge(plan_claim(x), {}) for x in list_claims(name, paper)))
+        Source(name, tuple(_judge(plan_claim(x)) for x in list_claims(name, paper)))
         for name, paper in list_papers().items()
     )
+
+
+def _judge(plan: Plan) -> Judgement:
+    return judge(plan, {}) if plan.timing is None else judge_speed(plan, None)

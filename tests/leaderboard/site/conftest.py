@@ -1,0 +1,98 @@
+"""Small made-up runs: one of the curated ones, edited."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from kvbench.leaderboard.bundle import open_head
+from kvbench.leaderboard.parcel import read_files
+from kvbench.leaderboard.records import VERIFICATION, Check, Level, Verification
+from kvbench.leaderboard.site.build import Built, build_site
+from kvbench.spec import RunSpec
+
+CURATED = Path(__file__).parents[3] / "results" / "cpu-2-cores"
+MODEL = min(CURATED.glob("snapkv-niah_*"))
+RESULT: dict[str, Any] = json.loads((MODEL / "result.json").read_text())
+LINE: dict[str, Any] = json.loads(gzip.decompress((MODEL / "samples.jsonl.gz").read_bytes()).splitlines()[0])
+Scores = Sequence[Sequence[float]]
+SCORES: dict[str, Scores] = {"good": [[1.0, 1.0]] * 12, "poor": [[1.0, 0.0]] * 12, "bad": [[0.0, 0.0]] * 12}
+"""By context and turn."""
+
+
+class Results:
+    """A folder of runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.folder.mkdir()
+
+    def add(
+        self, place: str, scores: str | Scores = "poor", *, method: str = "snapkv", held: float = 0.25,
+        kind: str = "held", edit: Callable[[dict[str, Any], list[dict[str, Any]]], None] | None = None,
+    ) -> Path:
+        """A run of this method with these scores by context and turn; `edit` changes its result and its lines."""
+        result = copy.deepcopy(RESULT)
+        spec = result["spec"]
+        scores = SCORES[scores] if isinstance(scores, str) else scores
+        values = [x for context in scores for x in context]
+        for part in (spec["method"], result["method"], result["method"]["card"]):
+            part["name"] = method
+        spec |= {"samples": len(scores), "turns": len(scores[0])}
+        result |= {"n_samples": len(scores), "n_scored": len(scores), "visibility": "first-turn"}
+        result["score"] |= {
+            "mean": fmean(values), "partial_mean": fmean(values), "ci95": [min(values), max(values)],
+            "by_turn": [{"mean": fmean(x), "n": len(x)} for x in zip(*scores, strict=True)],
+        }
+        result["budget"]["kind"] = result["method"]["card"]["budget"] = kind
+        dense = result["memory"]["dense_bytes"]
+        result["memory"] |= {
+            "cache_bytes": round(held * dense), "ratio": held, "ratio_total": held, "read_bytes_per_step": dense // 5,
+        }
+        if kind == "none":
+            result["certificate"] |= {"n": 0, "n_acted": 0}
+        lines = [
+            copy.deepcopy(LINE) | {
+                "sample": f"test-0-{i}", "index": i, "turn": turn, "turns": len(context), "prompt_hash": f"{i:016x}",
+                "score": score,
+            }
+            for i, context in enumerate(scores) for turn, score in enumerate(context)
+        ]
+        if edit is not None:
+            edit(result, lines)
+        for part in ("method", "task", "model"):
+            spec[part] = {key: result[part][key] for key in spec[part]}
+        spec |= {key: result[key] for key in ("mode", "visibility", "history")}
+        result["run_id"] = RunSpec.model_validate(spec).run_id
+        folder = self.folder / place
+        folder.mkdir(parents=True)
+        (folder / "spec.json").write_text(json.dumps(spec))
+        (folder / "result.json").write_text(json.dumps(result))
+        (folder / "samples.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in lines))
+        return folder
+
+    def verify(self, folder: Path, level: Level | None, *checks: Check, content: str | None = None) -> None:
+        """Write what a verifier would have."""
+        head = open_head(read_files(folder))
+        record = Verification(
+            run_id=head.spec.run_id, content=content or head.content, submitter=None, level=level, checks=checks,
+            score=None, kvbench="0.1.0", commit=None, created="2026-11-21T00:00:00+00:00",
+        )
+        (folder / VERIFICATION).write_text(record.model_dump_json())
+
+    def build(self) -> Built:
+        """The site beside the folder."""
+        return build_site(self.folder, self.folder.with_name("site"))
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Results:
+    """An empty folder of results."""
+    return Results(tmp_path / "results")

@@ -1,0 +1,260 @@
+"""What the pages say, and what they make of what strangers write."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from urllib.parse import unquote
+
+import pyarrow.parquet as pq
+import pytest
+
+from kvbench.errors import UserError
+from kvbench.leaderboard.records import Check
+
+SCRIPT = "<script>alert(1)</script>"
+IMAGE = "\"'><img src=x onerror=alert(2)>"
+TAGS = set(
+    "html head meta link title style body a header nav main footer script h1 h2 h3 p ul ol li table caption thead tbody "
+    "tr th td button span form label select option input details summary section div dl dt dd pre code strong br svg "
+    "path text circle figure figcaption g line".split()
+)
+"""All that the templates write."""
+
+
+class Page(HTMLParser):
+    """The tags, attributes and texts of a page."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.tags, self.links, self.ids, self.text, self.attributes = set(), [], set(), "", set()
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        self.links += [value for name, value in attrs if name in ("href", "src")]
+        self.ids |= {value for name, value in attrs if name == "id"}
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def read_pages(folder):
+    """Every page of a site."""
+    return {x: Page(x) for x in sorted(folder.rglob("*.html"))}
+
+
+def fill(results):
+    """A dense cache, a method and a failed run of one protocol."""
+    results.add("full", "good", method="full", held=1.0, kind="none")
+    results.add("a/b", "poor")
+
+    def fail(result, lines):
+        result["score"]["mean"] = result["score"]["ci95"] = None
+        result |= {"status": "failed", "error": "out of memory", "n_failed": 1}
+
+    results.add("failed", "good", method="h2o", edit=fail)
+
+
+def test_every_link_leads_somewhere(results):
+    """Pages, anchors and downloads are all in the folder, and no page asks for anything outside of it."""
+    fill(results)
+    built = results.build()
+    pages = read_pages(built.folder)
+    assert len(pages) == 4 + 3 + 3
+    for path, page in pages.items():
+        for link in page.links:
+            if link.startswith("data:"):
+                continue
+            if link.startswith("https://arxiv.org/abs/"):  # a link that a reader may press
+                continue
+            target, _, anchor = link.partition("#")
+            found = (path.parent / unquote(target)).resolve() if target else path
+            assert found.is_file(), (path, link)
+            if anchor:
+                assert anchor in pages[found].ids, (path, link)
+
+
+def test_the_policy_of_every_page_allows_its_own_script_and_nothing_else(results):
+    """By hash: not even a file of the site, which may be a stranger's, can become a script."""
+    fill(results)
+    for path in sorted(results.build().folder.rglob("*.html")):
+        text = path.read_text()
+        policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)[1]
+        parts = dict(x.split(" ", 1) for x in policy.split("; "))
+        assert parts["default-src"] == "'none'"
+        for kind in ("style", "script"):
+            for content in re.findall(rf"<{kind}>(.*?)</{kind}>", text, re.DOTALL):
+                digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+                assert parts[f"{kind}-src"] == f"'sha256-{digest}'"
+        assert "style=" not in text
+        assert "<style>" in text
+
+
+@pytest.mark.parametrize("text", [SCRIPT, IMAGE, "{{ 7 * 7 }}", "</title></style>" + SCRIPT])
+def test_whatever_a_run_says_is_shown_as_text(results, text):
+    """In every field that its maker can write."""
+    def write(result, lines):
+        result |= {"suite": text}
+        result["spec"]["suite"] = text
+        result["method"]["settings"] = {text: text}
+        result["method"]["family"] = result["method"]["version"] = text
+        for key in ("title", "idea", "arxiv", "paper_budget", "family"):
+            result["method"]["card"][key] = text
+        result["method"]["card"] |= {"deviations": [text], "unverified": [text], "limits": [text], "stages": [text]}
+        result["method"]["card"]["upstream"] = {"repo": text, "commit": text, "licence": text}
+        result["model"] |= {"id": text, "dtype": text}
+        result["task"] |= {"name": text, "suite": text, "scorer": text, "prompt_id": text}
+        result["budget"] = {"asked": text, "kind": text, "resolved": {text: text}}
+        result["spec"]["budget"] = text
+        result["score"]["metric"] = text
+        result["scores"] = {text: 0.5, "b": 0.5}
+        result["output"]["stop_reasons"] = {text: 1}
+        result["certificate"]["facts"] = {text: 1}
+        result["kernels"] |= {"implementation": text, "ops": [text]}
+        for key in ("python", "torch", "cpu", "gpu", "started"):
+            result["environment"][key] = text
+        for x in lines:
+            x |= {"prediction": text, "references": [text], "stop_reason": text}
+
+    fill(results)
+    results.add(f"x{text.replace('/', '')}", method=text, edit=write)
+    results.add("y", method=text)
+    pages = read_pages(results.build().folder)
+    assert len(pages) == 4 + 4 + 5
+    for path, page in pages.items():
+        assert page.tags <= TAGS, path
+        assert not any(name.startswith("on") for name in page.attributes), path
+    assert sum(text in page.text for page in pages.values()) == 5  # index, methods, the method, its two runs
+
+
+def test_characters_that_nobody_sees_are_spelled_out(results):
+    """Text that runs backwards, and a name that looks like another."""
+    results.add("a", method="snap\u202ekv\u200b")
+    page = read_pages(results.build().folder)
+    index = next(x for path, x in page.items() if path.name == "index.html" and path.parent.name == "site")
+    assert "snap\\u202ekv\\u200b" in index.text
+    assert "\u202e" not in index.text
+
+
+def test_a_long_value_is_cut_and_says_so(results):
+    """A page does not grow with what one field holds."""
+    results.add("a", edit=lambda result, lines: result["method"]["card"].update(idea="x" * 300_000))
+    assert "298,000 more characters" in Page(results.build().folder / "methods" / "snapkv.html").text
+
+
+def test_what_is_no_run_is_listed_and_harms_no_other(results):
+    """Each with its reason."""
+    fill(results)
+    bad = {
+        "cut": ("result.json", '{"schema_version": 1, "run'), "empty": ("samples.jsonl", ""),
+        "lines": ("samples.jsonl", "[1, 2]\n"), "unfinished": ("result.json", None), "list": ("spec.json", "[]"),
+        "huge": ("result.json", '{"schema_version": 1e999}'), "twice": ("spec.json", '{"a": 1, "a": 2}'),
+    }
+    for name, (file, content) in bad.items():
+        path = results.add(name, method=name) / file
+        path.unlink()
+        if content is not None:
+            path.write_text(content)
+    results.add("copied")
+    built = results.build()
+    assert built.runs == 3
+    assert [x.place for x in built.problems] == sorted([*bad, "copied"])
+    text = Page(built.folder / "index.html").text
+    for x in built.problems:
+        assert x.reason in text
+
+
+def test_a_score_that_is_not_of_its_answers_is_not_shown(results):
+    """The rank would be of the answers, the number of its maker."""
+    results.add("a", edit=lambda result, lines: result["score"].update(mean=0.99))
+    built = results.build()
+    assert built.runs == 0
+    assert built.problems[0].reason == "its mean is 0.99, which is not that of its 24 scored answers"
+
+
+def test_badges_are_of_the_very_files(results):
+    """A level that was reached, with its flags; a record of other files says nothing; what was refused is not shown."""
+    flag = Check(name="machine", outcome="flag", reason="from no commit")
+    refused = Check(name="bytes", outcome="refused", reason="a dense cache is smaller")
+    results.verify(results.add("a"), "L1", flag)
+    results.verify(results.add("b", method="h2o"), "L2", content="0" * 64)
+    results.verify(results.add("c", method="tova"), None, refused)
+    built = results.build()
+    pages = {x.parent.name: Page(x) for x in built.folder.glob("runs/*/index.html")}
+    snapkv, h2o = (next(x for name, x in pages.items() if name.startswith(method)) for method in ("snapkv", "h2o"))
+    assert "L1: a random share of its samples run again" in snapkv.text
+    assert "from no commit" in snapkv.text
+    assert "Nobody verified these files" in h2o.text
+    assert [x.reason for x in built.problems] == ["refused when it was verified: a dense cache is smaller"]
+
+
+def test_every_table_of_a_bundled_model_says_what_it_is_no_claim_about(results):
+    """On the index and on the methods' pages; a table of another model does not say so."""
+    fill(results)
+    results.add("other", edit=lambda result, lines: result["model"].update(id="big", sha256="0" * 64))
+    folder = results.build().folder
+    captions = re.findall(r"<caption>(By bytes.*?)</caption>", (folder / "index.html").read_text())
+    assert sorted("no claim about 8B models" in x for x in captions) == [False, True]
+    assert "no claim about 8B models" in Page(folder / "methods" / "full.html").text
+
+
+def test_the_data_have_a_row_for_each_run(results):
+    """JSON and Parquet hold the same; a failed run has no score and no rank."""
+    fill(results)
+    folder = results.build().folder
+    rows = json.loads((folder / "results.json").read_text())["runs"]
+    assert pq.read_table(folder / "results.parquet").to_pylist() == rows
+    assert {x["method"]: (x["score"], x["rank"], x["axis"], x["band"]) for x in rows} == {
+        "full": (1.0, None, None, None), "snapkv": (0.5, 1, "held", "held: 15% to 30% of the dense cache"),
+        "h2o": (None, None, None, None),
+    }
+    assert all((folder / x["page"]).is_file() for x in rows)
+
+
+def test_the_same_runs_give_the_same_bytes(results):
+    """Nothing on a page is of the moment when it was made."""
+    fill(results)
+    contents = []
+    for _ in range(2):
+        folder = results.build().folder
+        contents.append({x.relative_to(folder): x.read_bytes() for x in folder.rglob("*") if x.is_file()})
+    assert contents[0] == contents[1]
+
+
+def test_a_site_replaces_the_one_before(results):
+    """What is gone from the results is gone from the site, and nothing is left beside it."""
+    fill(results)
+    folder = results.build().folder
+    for x in (results.folder / "failed").iterdir():
+        x.unlink()
+    assert len(list(folder.glob("runs/*"))) == 3
+    results.build()
+    assert len(list(folder.glob("runs/*"))) == 2
+    assert sorted(x.name for x in folder.parent.iterdir()) == ["results", "site"]
+
+
+def test_nothing_else_is_ever_replaced(results):
+    """A folder with something in it, a link, and a folder that holds the results."""
+    site = results.folder.with_name("site")
+    site.mkdir()
+    (site / "thesis.tex").write_text("years")
+    with pytest.raises(UserError, match="holds something that is no site of kvbench's"):
+        results.build()
+    assert (site / "thesis.tex").read_text() == "years"
+    (site / "thesis.tex").unlink()
+    site.rmdir()
+    site.symlink_to(results.folder)
+    with pytest.raises(UserError, match="lie in one another"):
+        results.build()
+
+
+def test_a_leaderboard_starts_empty(results):
+    """And says how to begin."""
+    built = results.build()
+    assert built.runs == 0
+    assert "No run is here yet" in Page(built.folder / "index.html").text

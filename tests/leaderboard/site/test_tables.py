@@ -1,0 +1,119 @@
+"""Which rows stand together, and which of them are ranked."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvbench.leaderboard.site.entries import read_entries
+from kvbench.leaderboard.site.tables import make_groups
+
+
+def read_groups(results):
+    entries, problems = read_entries(results.folder)
+    assert problems == []
+    return make_groups(entries)
+
+
+def ranks(group):
+    """Rank and tie by method, over all bands."""
+    return {
+        row.result.method.name: (row.rank, row.tied)
+        for table in group.tables for band in table.bands for row in band.rows
+    }
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [
+        (None, "visibility", "hidden"), (None, "mode", "multi-request"), ("model", "sha256", "0" * 64),
+        ("model", "dtype", "float32"), ("task", "version", "2"), ("task", "length", 4096), ("task", "scorer", "x@1"),
+        ("task", "name", "kv"), ("environment", "gpu", "H200"),
+    ],
+)
+def test_rows_of_another_protocol_are_in_another_table(results, part, field, value):
+    """One difference of what was asked, of the model or of the machine is enough."""
+    results.add("a")
+
+    def edit(result, lines):
+        (result if part is None else result[part])[field] = value
+
+    results.add("b", method="h2o", edit=edit)
+    assert [len(x.rows) for x in read_groups(results)] == [1, 1]
+
+
+def test_rows_of_one_protocol_share_a_table(results):
+    """Method, settings, budget and bytes are what is compared."""
+    results.add("a")
+    results.add("b", method="h2o", held=0.26)
+    (group,) = read_groups(results)
+    assert len(group.tables) == 1
+    assert ranks(group) == {"snapkv": (1, True), "h2o": (1, True)}
+
+
+def test_held_and_read_bytes_are_not_ranked_against_each_other(results):
+    """A method that holds all and reads a part has a table of its own, in bands of what it reads."""
+    results.add("a", "bad")
+    results.add("b", "good", method="quest", held=1.05, kind="read")
+    (group,) = read_groups(results)
+    assert [(x.axis, x.bands[0].title) for x in group.tables] == [
+        ("held", "held: 15% to 30% of the dense cache"), ("read", "read: 15% to 30% of the dense cache")
+    ]
+    assert ranks(group) == {"snapkv": (1, False), "quest": (1, False)}
+
+
+def test_ranks_count_within_a_band_of_like_size(results):
+    """Half of the cache does not outrank a tenth of it."""
+    results.add("a", "poor", held=0.10)
+    results.add("b", "bad", method="h2o", held=0.104)
+    results.add("c", "good", method="kvzip", held=0.5)
+    (group,) = read_groups(results)
+    assert [band.title.partition(": ")[2] for band in group.tables[0].bands] == [
+        "up to 15% of the dense cache", "30% to 60% of the dense cache"
+    ]
+    assert ranks(group) == {"snapkv": (1, False), "h2o": (2, False), "kvzip": (1, False)}
+
+
+def test_what_a_test_cannot_tell_apart_shares_a_rank(results):
+    """One wrong answer of twenty-four is no difference; twelve are, in twelve contexts: p is 2 of 2**12."""
+    results.add("a", "good", method="kvzip")
+    results.add("b", [[1.0, 0.0], *[[1.0, 1.0]] * 11], method="mikv")
+    results.add("c", "poor")
+    (group,) = read_groups(results)
+    assert ranks(group) == {"kvzip": (1, True), "mikv": (1, True), "snapkv": (3, False)}
+
+
+def test_the_dense_cache_is_an_anchor_without_a_rank(results):
+    """It heads the tables, and the others have their difference to it."""
+    results.add("a", "good", method="full", held=1.0, kind="none")
+    results.add("b", "poor")
+    (group,) = read_groups(results)
+    assert [(x.result.method.name, x.rank, x.difference) for x in group.anchors] == [("full", None, None)]
+    (row,) = group.tables[0].bands[0].rows
+    assert row.difference.mean == -0.5
+    assert row.difference.p_adjusted == 2 / 2**12
+
+
+def test_a_failed_run_has_no_rank(results):
+    """Its partial mean may be the best of all."""
+    def fail(result, lines):
+        result["score"]["mean"] = result["score"]["ci95"] = None
+        result |= {"status": "failed", "error": "out of memory", "n_failed": 1}
+
+    results.add("a", "good", method="h2o", edit=fail)
+    results.add("b", "poor")
+    (group,) = read_groups(results)
+    assert ranks(group) == {"snapkv": (1, False)}
+    assert [(x.result.method.name, x.rank) for x in group.failed] == [("h2o", None)]
+
+
+def test_a_run_that_was_asked_something_else_has_no_rank(results):
+    """One protocol, other prompts: its journal is of another version of the task's data."""
+    def swap(result, lines):
+        for x in lines:
+            x["prompt_hash"] = "f" * 16
+
+    results.add("a", "poor")
+    results.add("b", "poor", method="h2o")
+    results.add("c", "good", method="kvzip", edit=swap)
+    (group,) = read_groups(results)
+    assert ranks(group)["kvzip"] == (None, False)
