@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbench.errors import UserError
 from kvbench.files import read_file
-from kvbench.reproduce.claims import Claim
+from kvbench.reproduce.claims import Claim, slug
 from kvbench.reproduce.plan import Missing, Plan
 from kvbench.reproduce.verdict import Judgement, Number, Verdict
 
 if TYPE_CHECKING:
     from kvbench.bench.records import Bench, Cell
+    from kvbench.bench.run import Request
 
 QUANTITY = {"kernel": "attention", "step": "step", "user": "answer"}
 """What a cell of each clock times."""
@@ -40,27 +40,56 @@ class Timed:
 
 
 def time_claim(plan: Plan, out: Path) -> Timed | Missing:
-    """Time what a number is about, or read what was timed before; every claim has a job and a file of its own."""
+    """Time what a number is about, unless it was before; every number has a job and a file of its own."""
+    from kvbench.bench.run import run_bench
+
+    found = find_timed(plan, out)
+    if found is None:
+        try:
+            _job_file(plan, out).parent.mkdir(parents=True, exist_ok=True)
+            found = _pick(plan, run_bench(_request(plan, out)))
+        except UserError as error:
+            return Missing("run", str(error))
+    return found
+
+
+def find_timed(plan: Plan, out: Path) -> Timed | Missing | None:
+    """What was timed before; None: nothing, or something else.
+
+    Raises:
+        UserError: a file is there that is none of `kvbench bench`.
+    """
     from kvbench.bench.records import Bench
-    from kvbench.bench.run import Request, run_bench
+
+    path = _job_file(plan, out)
+    if plan.timing is None or not path.exists():
+        return None
+    bench = read_file(path, Bench)
+    asked = {key: list(x) if isinstance(x, tuple) else x for key, x in asdict(_request(plan, out)).items()}
+    del asked["out"]
+    return _pick(plan, bench) if bench.status == "done" and bench.command == asked else None
+
+
+def _request(plan: Plan, out: Path) -> Request:
+    from kvbench.bench.run import Request
 
     timing = plan.timing
     assert timing is not None
-    path = out / "bench" / f"{re.sub('[^a-z0-9.]+', '-', plan.claim.id)}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    request = Request(
+    return Request(
         methods=(timing.method,), model=timing.model, lengths=(timing.length,), batches=(str(timing.batch),),
         clocks=(timing.clock,), state="prefill" if timing.clock == "user" else "synthetic", budget=timing.budget,
-        settings=timing.settings, out=path,
+        settings=timing.settings, out=_job_file(plan, out),
     )
-    asked = {key: list(x) if isinstance(x, tuple) else x for key, x in asdict(request).items() if key != "out"}
-    bench = read_file(path, Bench) if path.exists() else None
-    if bench is None or bench.status != "done" or bench.command != asked:
-        try:
-            bench = run_bench(request)
-        except UserError as error:
-            return Missing("run", str(error))
-    cell = next((x for x in bench.cells if x.method.name == timing.method), None)
+
+
+def _job_file(plan: Plan, out: Path) -> Path:
+    return out / "bench" / f"{slug(plan.claim.id)}.json"
+
+
+def _pick(plan: Plan, bench: Bench) -> Timed | Missing:
+    """The method's own cell among the anchors'."""
+    assert plan.timing is not None
+    cell = next((x for x in bench.cells if x.method.name == plan.timing.method), None)
     if cell is None or cell.outcome != "ok":
         return Missing("run", "nothing was timed" if cell is None else f"{cell.outcome}: {cell.reason}")
     return Timed(cell, bench)

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvbench.cli import call
+from kvbench.reproduce.paper import read_paper
+from kvbench.reproduce.standing import list_judgements
 
 PAPER = """
 title = "A paper"
@@ -198,3 +200,30 @@ def test_what_cannot_be_flipped_says_why(kvbench, pair, tmp_path):
     notes = {x["name"]: x["note"] for x in answer.json["differences"]}
     assert notes["spec.versions.torch"] == "cannot be flipped: these packages ran"
     assert notes["mode"].startswith("cannot be flipped: not alone: visibility 'visible' has no meaning in mode")
+
+
+def test_how_claims_stand_is_read_off_a_folder(kvbench, paper, tmp_path):
+    """What was run is judged as the command does it, wherever it lies; nothing else is begun or claimed."""
+    answer = kvbench("reproduce", f"{paper}:scores/mini/full", "--out", tmp_path / "results" / "here", "--json")
+    assert answer.json[0]["verdict"] == "reproduced"
+    verdicts = {
+        x.claim.id.partition("mini/")[2]: (x.verdict, [y.why for y in x.missing])
+        for x in list_judgements(tmp_path / "results", {"paper": read_paper(paper)})
+    }
+    assert verdicts == {
+        "full/needles": ("reproduced", []), "knorm/needles": ("not run", ["no run of it is here"]),
+        "knorm/other": ("not run", ["needs a task that nobody has"]),
+        "rocket/needles": ("not run", ["method rocketkv is not in kvbench"]),
+        "rocket/other": ("not run", ["needs a task that nobody has", "method rocketkv is not in kvbench"]),
+    }
+
+
+def test_runs_that_were_asked_otherwise_answer_no_claim(kvbench, paper, tmp_path):
+    """Another number of samples, another length: not the claim's."""
+    common = ["run", "--method", "full", "--task", "niah", "--visibility", "hidden", "--out", tmp_path]
+    assert kvbench(*common, "--samples", "2", "--length", "384").code == 0
+    assert kvbench(*common, "--samples", "5", "--length", "400").code == 0
+    papers = {"paper": read_paper(paper)}
+    assert {x.verdict for x in list_judgements(tmp_path, papers)} == {"not run"}
+    assert kvbench(*common, "--samples", "5", "--length", "384").code == 0
+    assert next(x.verdict for x in list_judgements(tmp_path, papers)) == "reproduced"
