@@ -32,7 +32,7 @@ class Results:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.folder.mkdir()
+        self.folder.mkdir(parents=True)
 
     def add(
         self, place: str, scores: str | Scores = "poor", *, method: str = "snapkv", held: float = 0.25,
@@ -93,6 +93,15 @@ class Results:
 
 
 @pytest.fixture
-def results(tmp_path: Path) -> Results:
+def make_results(tmp_path: Path) -> Callable[[str], Results]:
+    """Empty folders of results by name, each in a folder of its own."""
+    def make(name: str) -> Results:
+        return Results(tmp_path / name / "results")
+
+    return make
+
+
+@pytest.fixture
+def results(make_results: Callable[[str], Results]) -> Results:
     """An empty folder of results."""
-    return Results(tmp_path / "results")
+    return make_results("one")
