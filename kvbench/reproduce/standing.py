@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -25,17 +26,29 @@ SEVERAL = ("method_settings", "task_settings", "generation")
 UNRUN = Missing("run", "no run of it is here")
 
 
-def list_judgements(folder: Path, papers: Mapping[str, Paper] | None = None) -> list[Judgement]:
+def list_judgements(
+    folder: Path, papers: Mapping[str, Paper] | None = None, results: Iterable[tuple[Path, Result]] | None = None
+) -> list[Judgement]:
     """Every number with its verdict, in the order of the files.
 
     Args:
         folder: with finished runs in it at any depth, and clocks in `bench/`.
         papers: by name; None: those that come with kvbench.
+        results: of the runs that count, with their folders; None: all of the folder.
     """
-    papers = list_papers() if papers is None else papers
-    plans = {x.id: plan_claim(x) for name, paper in papers.items() for x in list_claims(name, paper)}
-    runs = _find_runs(folder, {request for plan in plans.values() for request in plan.requests})
+    plans = _plan_all() if papers is None else _plan(papers)
+    wanted = {request for plan in plans.values() for request in plan.requests}
+    runs = _find_runs(_read_results(folder) if results is None else results, wanted)
     return [_judge(x, plans, runs, folder) for x in plans.values()]
+
+
+@functools.cache
+def _plan_all() -> dict[str, Plan]:
+    return _plan(list_papers())
+
+
+def _plan(papers: Mapping[str, Paper]) -> dict[str, Plan]:
+    return {x.id: plan_claim(x) for name, paper in papers.items() for x in list_claims(name, paper)}
 
 
 def read_findings(folder: Path) -> ShapeRecord | None:
@@ -53,14 +66,14 @@ def _judge(plan: Plan, plans: Mapping[str, Plan], runs: Mapping[Request, Run], f
     return judge(plan, runs, None if baseline is None else plans[baseline.id])
 
 
-def _find_runs(folder: Path, wanted: set[Request]) -> dict[Request, Run]:
+def _find_runs(results: Iterable[tuple[Path, Result]], wanted: set[Request]) -> dict[Request, Run]:
     """The newest finished run of each request that has one."""
     names = {alias: x.name for x in list_entries("task") for alias in (x.name, *x.aliases)}
     by_kind: dict[tuple[str, str, str], list[Request]] = {}
     for request in wanted:
         by_kind.setdefault((request.method, names.get(request.task, request.task), request.model), []).append(request)
     found: dict[Request, tuple[str, Path]] = {}
-    for path, result in _results(folder):
+    for path, result in results:
         made = write_request(result.spec)
         for request in by_kind.get((made.method, made.task, made.model), []):
             if _answers(made, request):
@@ -68,7 +81,7 @@ def _find_runs(folder: Path, wanted: set[Request]) -> dict[Request, Run]:
     return {request: load_run(path) for request, (_, path) in found.items()}
 
 
-def _results(folder: Path) -> Iterator[tuple[Path, Result]]:
+def _read_results(folder: Path) -> Iterator[tuple[Path, Result]]:
     for path in sorted(folder.rglob("result.json")):
         yield path.parent, read_file(path, Result)
 
