@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from kvbench.stats import bootstrap_interval
 
@@ -20,9 +18,8 @@ ALPHA = 0.05
 """False positives that are accepted, over all rows that are compared with one."""
 POWER = 0.8
 """How often a run finds the smallest difference that it is said to find."""
-FLIPS = 10_000
-EXACT = 13
-"""Contexts up to which every combination of signs is tried: 2**13 are fewer than FLIPS."""
+PARTS = 120
+CELLS = 20_000
 FEWEST = 6
 """Contexts that must differ before any test by context can find a difference: 2 of 2**6 ways to sign them are 3 %."""
 
@@ -56,33 +53,25 @@ def flip_signs(differences: Sequence[float]) -> float:
 
     Where two methods do not differ, their names could be swapped in any context. Unlike the bootstrap's own p-value it
     promises no more than it keeps with few contexts, or where methods disagree in few of them. With one right-or-wrong
-    question per context it is McNemar's exact test. With up to 13 contexts that differ every combination is tried, with
-    more FLIPS of them (Fisher 1935; Phipson and Smyth 2010, arXiv 1603.05766, for the one that is added).
+    question per context it is McNemar's exact test. Every combination of signs counts, without drawing any: the
+    distribution of the sum is built up context by context (Fisher 1935; Pagano and Tritchler 1983). It is exact for
+    scores in 120ths, such as shares of up to six parts; others are rounded to one of CELLS parts of what they sum to.
     """
-    values = np.array([x for x in differences if x], dtype=float)
-    if not len(values):
+    values = abs(np.array(differences, dtype=float))
+    total = values.sum()
+    if not total:
         return 1.0
-    sizes = abs(values)
-    if sizes.min() == sizes.max():
-        from scipy.stats import binomtest  # type: ignore[import-untyped]
-
-        return float(binomtest(int((values > 0).sum()), len(values)).pvalue)
-    exact = len(values) <= EXACT
-    signs = _all_signs(len(values)) if exact else _random_signs(-(-len(values) // 64) * 64)[:, : len(values)]
-    reached = abs(signs @ values) >= abs(values.sum()) - 1e-9 * sizes.sum()
-    return float(reached.mean() if exact else (reached.sum() + 1) / (len(reached) + 1))
-
-
-@functools.cache
-def _all_signs(n: int) -> npt.NDArray[np.float64]:
-    """Every way to sign n numbers. [2**n, n]"""
-    return 2.0 * (np.arange(2**n)[:, None] >> np.arange(n) & 1) - 1
-
-
-@functools.lru_cache(maxsize=4)
-def _random_signs(n: int) -> npt.NDArray[np.float64]:
-    """Signs by chance, the same ones always. [FLIPS, n]"""
-    return 2.0 * np.random.default_rng(0).integers(0, 2, size=(FLIPS, n)) - 1
+    steps = np.rint(values * PARTS).astype(np.int64)
+    steps //= max(1, np.gcd.reduce(steps))
+    if abs(values * PARTS - np.rint(values * PARTS)).max() > 1e-9 or steps.sum() > CELLS:
+        steps = np.rint(values * (CELLS / total)).astype(np.int64)
+    middle = int(steps.sum())
+    chance = np.zeros(2 * middle + 1)  # of every sum from -middle to middle
+    chance[middle] = 1.0
+    for step in steps[steps > 0]:
+        chance = (np.roll(chance, step) + np.roll(chance, -step)) / 2
+    reached = abs(int((np.sign(differences) * steps).sum()))
+    return min(1.0, float(chance[: middle - reached + 1].sum() + chance[middle + reached :].sum()))
 
 
 def adjust(p_values: Sequence[float]) -> list[float]:

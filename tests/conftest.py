@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -52,6 +54,32 @@ def kvbench(capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
         return Answer(code, captured.out, captured.err)
 
     return answer
+
+
+@pytest.fixture
+def open_page() -> Iterator[Callable[..., Any]]:
+    """Opens a file in Chromium; at the end nothing else was asked for, no error was logged and no dialog opened."""
+    from playwright.sync_api import sync_playwright
+
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("no chromium")
+    seen: list[str] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+
+        def opened(path: Path, width: int = 1280) -> Any:
+            page = browser.new_page(viewport={"width": width, "height": 900})
+            page.on("console", lambda x: seen.append(f"{x.type}: {x.text}"))
+            page.on("pageerror", lambda x: seen.append(f"error: {x}"))
+            page.on("dialog", lambda x: (seen.append(f"dialog: {x.message}"), x.dismiss()))
+            page.on("request", lambda x: x.url.startswith(("file:", "data:", "blob:")) or seen.append(x.url))
+            page.goto(path.as_uri())
+            return page
+
+        yield opened
+        browser.close()
+    assert seen == []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,9 +1,9 @@
-"""`kvbench report`: finished runs as a picture or a page."""
+"""`kvbench report`: finished runs as a page, needle grids also as a picture."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,69 +12,80 @@ from kvbench.cli.output import print_json
 from kvbench.errors import UserError, unknown
 
 if TYPE_CHECKING:
-    from kvbench.heatmap import Grid
-    from kvbench.page import Section
+    from kvbench.report.grid import Grid
+    from kvbench.report.group import Entry
 
 KINDS = (".png", ".html")
 
 
 def report_command(
-    runs: Annotated[list[str], typer.Argument(help="Folders or ids of runs of needle-grid.")],
+    runs: Annotated[list[str], typer.Argument(help="Runs, folders that hold some, suites: by path, runs also by id.")],
     *,
-    output: Annotated[Path, typer.Option("-o", "--output", help="The file to write: .png or .html.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="The file to write: .html, or .png of runs of needle-grid.")
+    ],
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """Draw the scores of runs by length and depth, to a file."""
-    if output.suffix.lower() not in KINDS:
+    """Write finished runs to a page of one file: tables with ranks, charts of scores against bytes and time."""
+    kind = output.suffix.lower()
+    if kind not in KINDS:
         raise unknown("kind of report", output.suffix or str(output), KINDS, "It is the end of the file's name.")
-    from kvbench.compare import find_conflicts
-    from kvbench.heatmap import draw_grids, read_grid
     from kvbench.log import say
-    from kvbench.page import write_page
-    from kvbench.runs import find_run, load_run
-    from kvbench.table import print_rows
+    from kvbench.report.grid import draw_picture, read_grid
+    from kvbench.report.group import group_entries
+    from kvbench.report.sections import name_group, write_report
+    from kvbench.runs import find_runs, load_run
+    from kvbench.table import format_score, print_rows
 
-    loaded = [load_run(find_run(x, out)) for x in runs]
-    grids = [read_grid(x) for x in loaded]
-    for conflict in find_conflicts(loaded):
-        say(f"warning: {conflict}")
-    picture = draw_grids(grids)
-    if output.suffix.lower() == ".html":
-        alt = "Heat maps of scores by length and depth; the numbers are in the tables below."
-        content = write_page("Scores by length and depth", picture, alt, [_describe(x) for x in grids]).encode()
-    else:
-        content = picture
+    loaded = [load_run(x) for x in find_runs(runs, out)]
+    for run in loaded:
+        if run.result.status == "failed":
+            say(f"warning: {run.result.run_id} failed: {run.result.error}")
+    found = [read_grid(x) for x in loaded]
+    grids = [x for x in found if x is not None]
+    if kind == ".png" and None in found:
+        result = loaded[found.index(None)].result
+        raise UserError(
+            f"run {result.run_id} is of task {result.task.name}, which is no grid of lengths and depths. A .png shows "
+            "runs of needle-grid; give -o report.html for others."
+        )
+    groups = group_entries(loaded)
+    content = draw_picture(grids) if kind == ".png" else write_report(groups, grids)
     try:
         output.write_bytes(content)
     except OSError as error:
         raise UserError(f"report '{output}' cannot be written: {error.strerror}. Give another -o.") from error
-    rows = [(x.name, x.size, x.summary, f"FAILED: {x.result.error}" if x.result.error else "ok") for x in grids]
-    print_rows("", ("run", "bytes", "score", ""), [*rows, ("file", str(output), "", "")])
-    if as_json:
-        print_json([
-            {
-                "run_id": x.result.run_id, "mean": x.mean,
-                "worst_row": None if x.worst is None else {"depth": x.worst[0], "mean": x.worst[1]},
-                "lengths": x.lengths, "depths": x.depths, "cells": x.cells,
-            }
-            for x in grids
+    for entries in groups:
+        print_rows(name_group(entries[0].result), ("rank", "row", "held", "score"), [
+            (
+                "-" if x.rank is None else str(x.rank), x.label,
+                "-" if x.result.memory is None else f"{x.result.memory.ratio_total:.1%}",
+                f"FAILED: {x.result.error}" if x.result.error else format_score(x.result),
+            )
+            for x in entries
         ])
+    for grid in grids:
+        print_rows("", (grid.name, ""), [("bytes", grid.size), ("score", grid.summary)])
+    print_rows("", ("file", str(output)), [("runs", str(len(loaded))), ("bytes", f"{len(content):,}")])
+    if as_json:
+        print_json({
+            "file": str(output), "groups": [[_describe(x) for x in entries] for entries in groups],
+            "grids": [_describe_grid(x) for x in grids],
+        })
 
 
-def _describe(grid: Grid) -> Section:
-    """A grid as numbers."""
-    from kvbench.page import Section
+def _describe(entry: Entry) -> dict[str, Any]:
+    return {
+        "run_id": entry.result.run_id, "label": entry.label, "rank": entry.rank, "status": entry.result.status,
+        "score": entry.result.score.mean,
+        "p_full": None if entry.difference is None else entry.difference.p_adjusted,
+    }
 
-    result = grid.result
-    what = f"{result.task.name} on {result.model.id}, scored by {result.score.metric}"
-    return Section(
-        heading=grid.name, lines=(what, grid.size, grid.summary),
-        caption="Mean score by depth of the needle (rows) and tokens (columns)",
-        columns=("", *(f"{x:,}" for x in grid.lengths)),
-        rows=tuple(
-            (f"{depth:.0f} %", *("-" if x is None else f"{x:.3f}" for x in row))
-            for depth, row in zip(grid.depths, grid.cells, strict=True)
-        ),
-        failure=result.error,
-    )
+
+def _describe_grid(grid: Grid) -> dict[str, Any]:
+    return {
+        "run_id": grid.result.run_id, "mean": grid.mean,
+        "worst_row": None if grid.worst is None else {"depth": grid.worst[0], "mean": grid.worst[1]},
+        "lengths": grid.lengths, "depths": grid.depths, "cells": grid.cells,
+    }

@@ -1,36 +1,55 @@
-"""Reports show what the journals of grids hold, and nothing in place of what is missing."""
+"""Reports show what the files of runs hold: what failed as failed, what is hostile as text, and nothing made up."""
 
 from __future__ import annotations
 
 import base64
+import csv
 import io
 import json
 import re
 import shutil
+import struct
+import sys
+from html.parser import HTMLParser
 from pathlib import Path
 
-import matplotlib.image
 import pytest
-from matplotlib.colors import Normalize
-from matplotlib.figure import Figure
 
+from kvbench.cli import call
 from kvbench.errors import UserError
-from kvbench.heatmap import _draw, draw_grids, read_grid
-from kvbench.page import Section, write_page
+from kvbench.report import charts, page
+from kvbench.report.charts import COSTS, draw_cost, draw_turns
+from kvbench.report.grid import draw_grid, draw_picture, list_cells, read_grid
+from kvbench.report.group import Entry, find_frontier, group_entries, held_share, label_results, read_share
+from kvbench.report.sections import HEAD, write_report
+from kvbench.report.sections import list_cells as list_row
+from kvbench.report.table import Cell, write_table
+from kvbench.results import Result
+from kvbench.rows import flatten
 from kvbench.runs import load_run
 
 GRID = f"{Path(__file__).parent / 'toy_grid.py'}:Cells"
 LAST = f"{Path(__file__).parent / 'toy.py'}:Last"
+CURATED = Path(__file__).parents[2] / "results" / "cpu-2-cores"
+HOSTILE = '</script><img src=x onerror=alert(1)>&"\'<!--'
+
+
+@pytest.fixture(scope="module")
+def finished(model_folder, tmp_path_factory) -> Path:
+    """A finished run of two samples per cell."""
+    out = tmp_path_factory.mktemp("runs")
+    assert call([
+        "run", "--task", GRID, "--model", str(model_folder), "--samples", "12", "--device", "cpu", "--out", str(out),
+        "--method", LAST, "--budget", "50%",
+    ]) == 0
+    (folder,) = (x for x in out.iterdir() if x.is_dir())
+    return folder
 
 
 @pytest.fixture
-def folder(kvbench, arguments, tmp_path):
-    """A finished run of two samples per cell."""
-    arguments[arguments.index("--task") + 1] = GRID
-    arguments[arguments.index("--samples") + 1] = "12"
-    answer = kvbench(*arguments, "--method", LAST, "--budget", "50%")
-    assert answer.code == 0, answer.err
-    return tmp_path / "runs" / answer.json["run_id"]
+def folder(finished, tmp_path) -> Path:
+    """The run, in a folder of the test's own."""
+    return Path(shutil.copytree(finished, tmp_path / "runs" / finished.name))
 
 
 def change(folder, edit_line=lambda _: None, **result):
@@ -42,7 +61,7 @@ def change(folder, edit_line=lambda _: None, **result):
         edit_line(line)
     (other / "samples.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in lines))
     whole = json.loads((other / "result.json").read_text())
-    (other / "result.json").write_text(json.dumps({**whole, **result}))
+    (other / "result.json").write_text(json.dumps({**whole, "run_id": "changed", **result}))
     return other
 
 
@@ -55,6 +74,9 @@ def fail_first(line):
 def fail(folder):
     """A run of which three samples failed."""
     return change(folder, fail_first, status="failed", error="3 of 12 samples failed", n_failed=3, n_scored=9)
+
+
+# Grids
 
 
 def test_a_grid_is_read_from_the_journal(folder):
@@ -75,77 +97,240 @@ def test_of_a_loss_the_worst_row_is_the_highest(folder):
 
 
 def test_a_cell_whose_samples_failed_has_no_score(folder):
-    """It is no zero, and the mean says of how many samples it is."""
+    """It is no zero, in the chart neither, and the mean says of how many samples it is."""
     grid = read_grid(load_run(fail(folder)))
     assert grid.cells == ((1, None), (1, 0.5), (1, 1))
     assert grid.worst == (50, pytest.approx(2.5 / 3))
     assert grid.summary == "mean 0.944 of 9 of 12 samples, worst row 0.833 at depth 50 %"
-
-
-def test_a_cell_without_a_score_is_hatched(folder):
-    """Its number is left out, the others stand in theirs."""
-    axes = Figure().subplots()
-    _draw(axes, read_grid(load_run(fail(folder))), Normalize(0, 1), 5)
-    assert [x.get_text() for x in axes.texts] == ["1.00", "1.00", "0.50", "1.00", "1.00"]
-    (patch,) = axes.patches
-    assert (patch.get_xy(), patch.get_hatch()) == ((1, 0), "////")
-    assert "FAILED: 3 of 12 samples failed" in axes.get_title(loc="left")
-    assert [x.get_text() for x in axes.get_xticklabels()] == ["50", "60"]
-    assert [x.get_text() for x in axes.get_yticklabels()] == ["0", "50", "100"]
+    assert {"length": 60, "depth": 0, "score": None} in list_cells(grid)
+    assert draw_grid(grid, [1.0])["datasets"] == {"cells": list_cells(grid)}
 
 
 def test_no_scores_at_all(folder):
-    """Random weights have none: nothing but hatching, and it says so."""
-    other = change(folder, lambda line: line.update(score=None), n_scored=0)
-    grid = read_grid(load_run(other))
+    """Random weights have none, and it says so."""
+    grid = read_grid(load_run(change(folder, lambda line: line.update(score=None), n_scored=0)))
     assert (grid.mean, grid.worst, grid.summary) == (None, None, "no sample has a score")
-    draw_grids([grid])
-
-
-@pytest.mark.parametrize("count", [1, 2, 4, 7])
-def test_every_run_has_a_panel(folder, count):
-    """The picture grows with the runs and is a picture."""
-    picture = draw_grids([read_grid(load_run(folder))] * count)
-    high, wide, _ = matplotlib.image.imread(io.BytesIO(picture)).shape
-    across = {1: 1, 2: 2, 4: 2, 7: 3}[count]
-    assert wide == pytest.approx((across * 4.6 + 1) * 150, abs=1)
-    assert high == pytest.approx((-(-count // across) * (0.32 * 3 + 1.5) + 0.4) * 150, abs=1)
-
-
-@pytest.mark.parametrize("name", ["$\\frac{$", "<b>", "x" * 300])
-def test_names_are_drawn_as_they_are(folder, name):
-    """No formula is read from them."""
-    grid = read_grid(load_run(folder))
-    method = grid.result.method.model_copy(update={"name": name})
-    object.__setattr__(grid, "result", grid.result.model_copy(update={"method": method}))
-    assert draw_grids([grid]).startswith(b"\x89PNG")
+    assert draw_picture([grid]).startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("depth", [None, "50", float("nan"), float("inf"), [1]])
 def test_facts_that_are_no_places_are_no_grid(folder, depth):
     """A journal may hold anything."""
-    with pytest.raises(UserError, match="is of task cells, which is no grid of lengths and depths"):
-        read_grid(load_run(change(folder, lambda line: line["facts"].update(depth=depth))))
+    assert read_grid(load_run(change(folder, lambda line: line["facts"].update(depth=depth)))) is None
 
 
 def test_scattered_places_are_no_grid(folder):
     """More cells than samples: nothing that could be drawn."""
-    with pytest.raises(UserError, match="is no grid"):
-        read_grid(load_run(change(folder, lambda line: line["facts"].update(depth=line["index"]))))
+    assert read_grid(load_run(change(folder, lambda line: line["facts"].update(depth=line["index"])))) is None
 
 
-# The page
+def test_every_grid_has_a_panel(folder):
+    """Four are two by two; names are drawn as they are."""
+    grid = read_grid(load_run(folder))
+    method = grid.result.method.model_copy(update={"name": HOSTILE * 9})
+    object.__setattr__(grid, "result", grid.result.model_copy(update={"method": method}))
+    one, four = (struct.unpack(">II", draw_picture([grid] * count)[16:24]) for count in (1, 4))
+    assert [1.9 < b / a < 2.3 for a, b in zip(one, four, strict=True)] == [True, True]
 
 
-def test_a_page_needs_nothing_else_and_runs_nothing():
-    """What comes from runs is escaped; the picture is in the page."""
-    bad = '<script>alert("x")</script>&'
-    section = Section(bad, (bad,), bad, ("", bad), ((bad, bad),), failure=bad)
-    page = write_page(bad, b"\x89PNG...", bad, [section])
-    assert page.count("&lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt;&amp;") == 10
-    assert "<script" not in page and "://" not in page and "default-src 'none'" in page
-    (data,) = re.findall(r'src="data:image/png;base64,([^"]*)"', page)
-    assert base64.b64decode(data) == b"\x89PNG..."
+# Groups
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """Curated runs of one group: the full cache, random rows at two budgets, KIVI twice, H2O; and one of another."""
+    found = []
+    for name in ("full", "random", "kivi", "h2o"):
+        here = [load_run(x) for x in sorted(CURATED.glob(f"{name}-niah_multikey_1-*"))]
+        found += [x for x in here if x.result.task.length == 1024 and x.result.visibility == "hidden"][:2]
+    return [*found, next(
+        x for x in map(load_run, sorted(CURATED.glob("h2o-*"))) if x.result.visibility == "first-turn"
+    )]
+
+
+@pytest.fixture(scope="module")
+def groups(runs):
+    return group_entries(runs)
+
+
+def edit(entry: Entry, **document) -> Entry:
+    """The entry with other things in its result: `method__name="x"`."""
+    whole = entry.result.model_dump(mode="json")
+    for key, value in document.items():
+        *parents, last = key.split("__")
+        place = whole
+        for parent in parents:
+            place = place[parent]
+        place[last] = value
+    return Entry(Result.model_validate(whole), entry.label, entry.rank, entry.difference)
+
+
+def test_only_rows_of_one_protocol_stand_together(groups, runs):
+    """The one that saw a question stands alone."""
+    assert sorted(map(len, groups)) == [1, len(runs) - 1]
+    for entries in groups:
+        assert len({(x.result.visibility, x.result.task.length) for x in entries}) == 1
+
+
+def test_rows_come_best_first_with_ranks_and_differences(groups):
+    """The full cache and four bits share the first rank; the full cache differs from nothing."""
+    entries = max(groups, key=len)
+    scores = [x.result.score.mean for x in entries]
+    assert scores == sorted(scores, reverse=True)
+    assert [x.rank for x in entries] == sorted(x.rank for x in entries)
+    first = {x.result.method.name for x in entries if x.rank == 1}
+    assert "full" in first and "random" not in first
+    assert [x.result.method.name for x in entries if x.difference is None] == ["full"]
+    for x in entries:
+        if x.difference is not None:
+            full = next(y for y in entries if y.difference is None)
+            assert x.difference.mean == pytest.approx(x.result.score.mean - full.result.score.mean)
+
+
+def test_labels_tell_rows_apart(runs):
+    """By what differs between rows of a method; two runs that differ in nothing of these by their ids."""
+    kivi = [x.result for x in runs if x.result.method.name == "kivi"]
+    assert sorted(label_results(kivi)) == ["kivi key_bits=2 value_bits=2", "kivi key_bits=4 value_bits=4"]
+    assert label_results(kivi[:1]) == ["kivi"]
+    twice = label_results([kivi[0], kivi[0].model_copy(update={"run_id": "x-12"})])
+    assert twice == [f"kivi ({kivi[0].run_id.rpartition('-')[2]})", "kivi (12)"]
+    assert label_results([x.result for x in runs if x.result.method.name == "random"][:1])[0].startswith("random ")
+
+
+def test_the_frontier_is_what_nothing_beats():
+    """Cheapest first, each better than all that cost less; equal costs and equal scores leave one."""
+    points = [(0.5, 0.9), (0.1, 0.2), (0.5, 0.8), (0.3, 0.2), (1.0, 0.9), (0.2, 0.5)]
+    assert find_frontier(points, higher_is_better=True) == [1, 5, 0]
+    assert find_frontier(points, higher_is_better=False) == [1]
+    assert find_frontier([], higher_is_better=True) == []
+
+
+def test_read_bytes_are_not_held_bytes(groups):
+    """Each has a chart of its own with its own measured number."""
+    entries = max(groups, key=len)
+    for cost, share in ((COSTS[0], held_share), (COSTS[1], read_share)):
+        points = draw_cost(entries, cost)["datasets"]["rows"]
+        assert [x["cost"] for x in points] == [share(x.result) for x in entries]
+    result = entries[0].result
+    assert read_share(result) == result.memory.read_bytes_per_step / result.memory.dense_bytes
+
+
+def test_a_chart_has_its_anchors_and_leaves_failures_out(groups):
+    """The full cache, chance, and the frontier; failed rows and rows without a score are no points."""
+    entries = max(groups, key=len)
+    failed = edit(entries[0], status="failed", error="out of memory")
+    spec = draw_cost([*entries, failed, edit(entries[0], score__mean=None)], COSTS[0])
+    data = spec["datasets"]
+    assert len(data["rows"]) == len(entries)
+    assert [x["method"] for x in data["full"]] == ["full"]
+    assert {x["method"] for x in data["chance"]} == {"random"}
+    best = find_frontier([(x["cost"], x["score"]) for x in data["rows"]], higher_is_better=True)
+    assert data["frontier"] == [data["rows"][i] for i in best]
+    assert {layer["data"]["name"] for layer in spec["layer"]} == data.keys()
+    assert draw_cost(entries[:1], COSTS[0]) is None
+
+
+def test_turns_are_those_of_the_result(groups):
+    """A cell for each row and turn; rows of one turn have no chart."""
+    entries = max(groups, key=len)
+    cells = draw_turns(entries)["datasets"]["cells"]
+    assert [x["score"] for x in cells] == [part.mean for x in entries for part in x.result.score.by_turn]
+    single = entries[0].result.score.model_copy(update={"by_turn": entries[0].result.score.by_turn[:1]})
+    assert draw_turns([Entry(entries[0].result.model_copy(update={"score": single}), "x")]) is None
+
+
+# Pages
+
+
+class Tags(HTMLParser):
+    """What a browser would make of a page: its elements, the attributes of each, and the text of data blocks."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.data: list[str] = []
+        self.text = ""
+        self.inside = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self.inside = dict(attributes).get("type", tag) if tag in ("script", "style") else ""
+
+    def handle_endtag(self, tag):
+        self.inside = ""
+
+    def handle_data(self, data):
+        if self.inside == "application/json":
+            self.data.append(data)
+        elif not self.inside:
+            self.text += data
+
+
+def test_nothing_in_a_file_becomes_part_of_the_page(groups):
+    """Names, settings, errors and labels of every kind: all text, in cells and in the data of charts."""
+    fields = (
+        "run_id", "method__name", "method__family", "task__name", "task__suite", "task__prompt_id", "task__scorer",
+        "model__id", "model__dtype", "model__sha256", "score__metric", "environment__cpu", "environment__kvbench",
+        "environment__started", "environment__git__commit", "kernels__implementation", "budget__asked", "suite",
+    )
+    entry = edit(max(groups, key=len)[1], **dict.fromkeys(fields, HOSTILE), method__settings={HOSTILE: HOSTILE},
+                 task__settings={HOSTILE: HOSTILE}, budget__resolved={HOSTILE: HOSTILE}, kernels__ops=[HOSTILE])
+    failed = edit(entry, status="failed", error=HOSTILE)
+    entries = [Entry(x.result, HOSTILE, 1) for x in (entry, entry, failed)]
+    found = Tags(write_report([entries], []).decode())
+    tags = [tag for tag, _ in found.tags]
+    assert "img" not in tags and tags.count("script") == len(COSTS) + 1 + 3
+    assert not [x for _, attributes in found.tags for x in attributes if x.startswith("on")]
+    assert found.text.count(HOSTILE) > 20
+    assert json.loads(found.data[0])["datasets"]["rows"][0]["label"] == HOSTILE
+
+
+def test_a_page_fetches_nothing_and_runs_only_its_own(groups):
+    """One policy, strict; every script by its hash; every link leads into the page."""
+    found = Tags(write_report(groups, []).decode())
+    (policy,) = [x["content"] for tag, x in found.tags if tag == "meta" and "http-equiv" in x]
+    assert policy.startswith("default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-")
+    assert "eval" not in policy and policy.count("'sha256-") == 3 and "http" not in policy
+    leads = [value for _, x in found.tags for key, value in x.items() if key in ("href", "src")]
+    assert leads and all(x.startswith(("#", "data:")) for x in leads)
+    assert len({x["id"] for _, x in found.tags if "id" in x}) == len([x for _, x in found.tags if "id" in x])
+
+
+def test_the_data_of_a_page_are_the_results(groups):
+    """As CSV and JSON, a row per run, in the order of the page."""
+    found = re.findall(r'download="([^"]*)" href="data:[^,]*;base64,([^"]*)"', write_report(groups, []).decode())
+    files = {name: base64.b64decode(data).decode() for name, data in found}
+    rows = [flatten(x.result) for entries in groups for x in entries]
+    assert json.loads(files["runs.json"]) == [{k: v for k, v in x.items() if v is not None} for x in rows]
+    read = list(csv.DictReader(io.StringIO(files["runs.csv"])))
+    assert [x["run_id"] for x in read] == [x["run_id"] for x in rows]
+    assert [float(x["score"]) for x in read] == [x["score"] for x in rows]
+
+
+def test_a_row_says_what_its_result_says(groups):
+    """Under the right head; a failed one says why and has no number in its place."""
+    entry = max(groups, key=len)[-1]
+    heads = [x.text for x in HEAD]
+    shown = dict(zip(heads[:4], list_row(entry), strict=False))
+    assert shown["score"] == Cell(f"{entry.result.score.mean:.3f}", entry.result.score.mean)
+    assert shown["row"] == Cell(entry.label)
+    assert len(list_row(entry)) == len(heads)
+    failed = Entry(edit(entry, status="failed", error="out of memory", score__mean=None, score__ci95=None).result, "x")
+    assert [x.text for x in list_row(failed)][:8] == [
+        "-", "x", entry.result.method.family, "out of memory", "-", "-", "-", "-"
+    ]
+
+
+def test_a_table_is_escaped_and_sorted_by_numbers():
+    """The name of a row is its head; a cell keeps what it is sorted by."""
+    table = write_table("<c>", [Cell("a", kind="pick"), Cell("b")], [[Cell("<b>"), Cell("1 %", 0.01)]], shaded=[True])
+    assert table == (
+        '<div class="scroll"><table>\n<caption>&lt;c&gt;</caption>\n'
+        '<thead><tr><th scope="col" class="pick">a</th><th scope="col">b</th></tr></thead>\n<tbody>\n'
+        '<tr class="shaded"><th scope="row">&lt;b&gt;</th><td data-order="0.01">1 %</td></tr>\n'
+        "</tbody>\n</table></div>\n"
+    )
 
 
 # The command
@@ -160,21 +345,26 @@ def test_a_picture(kvbench, folder, tmp_path):
     assert "mean 0.750 of 12 samples, worst row 0.500 at depth 0 %" in answer.out
 
 
-def test_a_page_with_the_numbers(kvbench, folder, tmp_path):
-    """A table for each run; a missing score is a dash, and why is said."""
-    path = tmp_path / "grid.html"
-    answer = kvbench("report", folder, fail(folder), "-o", path, "--json")
+def test_a_page_of_a_folder(kvbench, folder, tmp_path):
+    """All its runs: in tables, and grids with their numbers; a missing score is a dash, and why is said."""
+    path = tmp_path / "report.html"
+    fail(folder)
+    answer = kvbench("report", folder.parent, "-o", path, "--json")
     assert answer.code == 0, answer.err
-    page = path.read_text()
-    rows = re.findall(r'<th scope="row">(.*?)</th>(.*?)</tr>', page)
-    assert [(name, re.findall("<td>(.*?)</td>", cells)) for name, cells in rows] == [
-        ("0 %", ["1.000", "0.000"]), ("50 %", ["1.000", "0.500"]), ("100 %", ["1.000", "1.000"]),
-        ("0 %", ["1.000", "-"]), ("50 %", ["1.000", "0.500"]), ("100 %", ["1.000", "1.000"]),
-    ]
-    assert page.count("Failed: 3 of 12 samples failed") == 1
-    assert [x["cells"] for x in answer.json] == [[[1, 0], [1, 0.5], [1, 1]], [[1, None], [1, 0.5], [1, 1]]]
-    assert [x["worst_row"]["depth"] for x in answer.json] == [0, 50]
-    assert "failed: 3 of 12 samples failed" in answer.err
+    text = path.read_text()
+    numbers = text[text.index("Mean score by depth") :]
+    rows = re.findall(r'<th scope="row">([^<]*%)</th>(.*?)</tr>', numbers)
+    plain = ["1.000", "0.000"], ["1.000", "0.500"], ["1.000", "1.000"]
+    assert sorted(re.sub("<[^>]*>", " ", cells).split() for _, cells in rows) == sorted(
+        [*plain, ["1.000", "-"], *plain[1:]]
+    )
+    assert text.count("Failed: 3 of 12 samples failed") == 1
+    assert {x["run_id"]: x["cells"] for x in answer.json["grids"]} == {
+        folder.name: [[1, 0], [1, 0.5], [1, 1]], "changed": [[1, None], [1, 0.5], [1, 1]],
+    }
+    assert "changed failed: 3 of 12 samples failed" in answer.err
+    (entries,) = answer.json["groups"]
+    assert [(x["rank"], x["status"]) for x in entries] == [(1, "ok"), (None, "failed")]
 
 
 def test_what_a_report_cannot_be(kvbench, folder, arguments, tmp_path):
@@ -194,11 +384,81 @@ def test_what_a_report_cannot_be(kvbench, folder, arguments, tmp_path):
     assert "No such file or directory. Give another -o." in refuse(folder, "-o", tmp_path / "no" / "grid.png")
     (tmp_path / "taken.png").mkdir()
     assert "Is a directory. Give another -o." in refuse(folder, "-o", tmp_path / "taken.png")
-    (folder / "result.json").rename(tmp_path / "result.json")
-    assert "is not finished" in refuse(folder, "-o", png)
     arguments[arguments.index("--task") + 1] = f"{Path(__file__).parent / 'toy.py'}:Toy"
     other = kvbench(*arguments, "--method", "full").json["run_id"]
-    assert "Reports show runs of needle-grid; use `kvbench compare` for others." in refuse(
+    assert "A .png shows runs of needle-grid; give -o report.html for others." in refuse(
         folder.parent / other, "-o", png
     )
+    (folder / "result.json").rename(tmp_path / "result.json")
+    assert "is not finished" in refuse(folder, "-o", png)
+    assert "no finished run lies below" in refuse(tmp_path / "taken.png", "-o", png)
     assert not png.exists()
+
+
+@pytest.mark.parametrize("package", ["altair", "vl_convert", "itables"])
+def test_without_a_package_the_extra_is_named(groups, package, monkeypatch):
+    """In one line."""
+    for kept in (charts._outline, page.read_vega, page.read_datatables):
+        kept.cache_clear()
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=r"needs the package .* pip install 'kvbench\[report\]'"):
+        write_report(groups, [])
+
+
+# In a browser
+
+
+@pytest.mark.slow
+def test_a_page_works_in_a_browser(open_page, groups, tmp_path):
+    """Charts are drawn without `eval`, rows sorted and filtered, also by keyboard and where names are hostile.
+
+    Nothing is logged as an error, nothing fetched, no dialog opens (`open_page` looks).
+    """
+    entries = max(groups, key=len)
+    hostile = edit(entries[1], run_id=HOSTILE, method__name=HOSTILE, method__family=HOSTILE, budget__asked=HOSTILE)
+    path = tmp_path / "report.html"
+    path.write_bytes(write_report([[*entries, Entry(hostile.result, HOSTILE, 1)]], []))
+    page = open_page(path)
+    for chart in page.locator(".chart").all():
+        chart.scroll_into_view_if_needed()
+        chart.locator("svg.marks").wait_for()
+    assert page.locator("svg.marks").count() == len(COSTS) + 1
+    page.locator(".chart .mark-symbol.role-mark path").nth(len(entries)).hover(force=True)
+    assert HOSTILE in page.locator("#vg-tooltip-element").text_content()
+    labels = page.locator("table.rows tbody th")
+    shown = [x.label for x in entries] + [HOSTILE]
+    assert labels.all_text_contents() == shown
+
+    score = page.get_by_role("columnheader", name="score").get_by_role("button")
+    score.click()
+    assert labels.all_text_contents()[0] == min(entries, key=lambda x: x.result.score.mean).label
+    score.focus()
+    page.keyboard.press("Enter")
+    assert page.get_by_role("columnheader", name="score").get_attribute("aria-sort") == "descending"
+
+    page.get_by_label("Filter:").fill("kivi")
+    assert {x.split()[0] for x in labels.all_text_contents()} == {"kivi"}
+    page.get_by_label("Filter:").fill("onerror")
+    assert labels.all_text_contents() == [HOSTILE]
+    page.get_by_label("Filter:").fill("")
+    page.get_by_role("columnheader", name="family").locator(".dtcc-button").click()
+    page.locator(".dtcc-list-buttons").get_by_role("button", name="quantisation").click()
+    assert {x.split()[0] for x in labels.all_text_contents()} == {"kivi"}
+
+    with page.expect_download() as download:
+        page.get_by_text("runs.csv").click()
+    assert download.value.path().read_text().startswith("run_id,")
+
+
+@pytest.mark.slow
+def test_a_page_fits_a_phone(open_page, groups, tmp_path):
+    """Nothing is wider than the screen but tables, which scroll by themselves and by keyboard."""
+    path = tmp_path / "report.html"
+    path.write_bytes(write_report(groups, []))
+    page = open_page(path, width=390)
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    table = page.get_by_role("region").first
+    table.focus()
+    page.keyboard.press("ArrowRight")
+    page.wait_for_timeout(500)  # it glides
+    assert table.evaluate("x => x.scrollLeft") > 0

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import io
 import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import Any
 
-from kvbench.errors import UserError
+from kvbench.extras import load_extra
+from kvbench.report.charts import Point, Spec, color_cells, finish, widen
 from kvbench.results import Answer, Result
 from kvbench.runs import Run
 from kvbench.table import format_bytes
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
-    from matplotlib.colors import Normalize
-
 ACROSS = 3
 """Most panels beside one another."""
-TICKS = 16
-"""Most labels of an axis, and most columns of cells that have their number in them."""
-LETTERS = 15
-"""Letters of a title per inch."""
-MISSING = "0.85"
-"""The grey of a cell without a score, which is hatched too."""
+LETTER = 5
+"""Pixels of a title's letter."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +33,7 @@ class Grid:
     """Over the samples that have a score."""
     worst: tuple[float, float] | None
     """The depth whose samples did worst, and their mean."""
+
     @property
     def name(self) -> str:
         """What was run, and the end of the run's id."""
@@ -71,21 +63,14 @@ class Grid:
         return f"mean {self.mean:.3f} of {over}, worst row {self.worst[1]:.3f} at depth {self.worst[0]:.0f} %"
 
 
-def read_grid(run: Run) -> Grid:
-    """The grid of a finished run.
-
-    Raises:
-        UserError: its samples are not of one.
-    """
+def read_grid(run: Run) -> Grid | None:
+    """The grid of a finished run; None: its samples are not of one."""
     places = {x.index: _place(x) for x in run.lines.values() if x.turn == 0}
     found = {x for x in places.values() if x is not None}
     lengths, depths = sorted({length for length, _ in found}), sorted({depth for _, depth in found})
     result = run.result
     if not found or None in places.values() or len(lengths) * len(depths) > result.n_samples:
-        raise UserError(
-            f"run {result.run_id} is of task {result.task.name}, which is no grid of lengths and depths. Reports show "
-            "runs of needle-grid; use `kvbench compare` for others."
-        )
+        return None
     scores: dict[tuple[int, float], list[float]] = {}
     for line in run.lines.values():
         place = places.get(line.index)
@@ -113,55 +98,65 @@ def _place(line: Answer) -> tuple[int, float] | None:
     return None
 
 
-def draw_grids(grids: Sequence[Grid]) -> bytes:
-    """A PNG with a panel for each grid, all on one scale of colours."""
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-    from matplotlib.figure import Figure
+def draw_cells(scores: Sequence[float]) -> Any:
+    """The cells of a grid as a chart of Altair's without data or width; `scores`: all that share its colours.
 
-    values = [x for grid in grids for row in grid.cells for x in row if x is not None]
-    norm = Normalize(min(0.0, *values, 0.0), max(1.0, *values, 1.0))
-    down = math.ceil(len(grids) / ACROSS)
-    across = math.ceil(len(grids) / down)
-    wide = min(9.0, max(4.6, max(0.5 * len(x.lengths) for x in grids) + 1))
-    high = min(7.0, max(0.32 * len(x.depths) for x in grids) + 1.5)
-    figure = Figure(figsize=(across * wide + 1, down * high + 0.4), layout="constrained")
-    panels = figure.subplots(down, across, squeeze=False)
-    for axes, grid in zip(panels.flat, grids, strict=False):
-        _draw(axes, grid, norm, wide)
-    for axes in panels.flat[len(grids) :]:
-        axes.set_axis_off()
-    scale = ScalarMappable(norm, "viridis")
-    figure.colorbar(scale, ax=panels, label=f"mean {grids[0].result.score.metric}", shrink=0.8, aspect=30)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=150)
-    return picture.getvalue()
+    Raises:
+        UserError: Altair is not there.
+    """
+    alt = load_extra("altair", extra="report", what="a heat map")
+    base = alt.Chart().encode(
+        x=alt.X("length:O", title="tokens", axis=alt.Axis(labelAngle=0, labelOverlap=True, format=",")),
+        y=alt.Y("depth:O", title="depth of the needle, %", axis=alt.Axis(labelOverlap=True, format=".0f")),
+        tooltip=["length:Q", "depth:Q", "score:Q"],
+    )
+    empty = base.mark_rect(color="#ddd") + base.mark_text(color="#555").transform_filter("datum.score === null").encode(
+        text=alt.value("none")
+    )
+    return empty + color_cells(base, scores)
 
 
-def _draw(axes: Axes, grid: Grid, norm: Normalize, wide: float) -> None:
-    from matplotlib.patches import Rectangle
-
-    values = [[math.nan if x is None else x for x in row] for row in grid.cells]
-    axes.pcolormesh(values, norm=norm, cmap="viridis", edgecolors="white", linewidth=0.5)
-    axes.invert_yaxis()
-    for y, row in enumerate(grid.cells):
-        for x, value in enumerate(row):
-            if value is None:
-                axes.add_patch(Rectangle((x, y), 1, 1, facecolor=MISSING, edgecolor="0.5", hatch="////"))
-            elif len(grid.lengths) <= TICKS:
-                dark = norm(value) < 0.6
-                color = "white" if dark else "black"
-                axes.text(x + 0.5, y + 0.5, f"{value:.2f}", ha="center", va="center", size=7, color=color)
-    _label(axes.xaxis, [f"{x:,}" for x in grid.lengths])
-    _label(axes.yaxis, [f"{x:.0f}" for x in grid.depths])
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("depth of the needle, %")
-    lines = [grid.name, grid.size, grid.summary, *([f"FAILED: {grid.result.error}"] if grid.result.error else [])]
-    text = "\n".join(part for line in lines for part in textwrap.wrap(line, int(wide * LETTERS)))
-    axes.set_title(text, size=8.5, loc="left", parse_math=False)
+def draw_grid(grid: Grid, scores: Sequence[float]) -> Spec:
+    """A grid for a page."""
+    alt = load_extra("altair", extra="report", what="a heat map")
+    chart = draw_cells(scores).properties(data=alt.NamedData("cells"), height=max(150, 26 * len(grid.depths)))
+    spec = finish(widen(chart, "Mean score by depth and length; the numbers are in the table."))
+    return spec | {"datasets": {"cells": list_cells(grid)}}
 
 
-def _label(axis: Axis, names: Sequence[str]) -> None:
-    """The names of rows or columns; some of them where there are many."""
-    every = -(-len(names) // TICKS)
-    axis.set_ticks([i + 0.5 for i in range(0, len(names), every)], names[::every], size=8)
+def list_cells(grid: Grid) -> list[Point]:
+    """A point for each cell."""
+    return [
+        {"length": length, "depth": depth, "score": score}
+        for depth, row in zip(grid.depths, grid.cells, strict=True)
+        for length, score in zip(grid.lengths, row, strict=True)
+    ]
+
+
+def list_scores(grids: Sequence[Grid]) -> list[float]:
+    """Every score of every grid."""
+    return [x for grid in grids for row in grid.cells for x in row if x is not None]
+
+
+def draw_picture(grids: Sequence[Grid]) -> bytes:
+    """A PNG with a panel for each grid, all on one scale of colours.
+
+    Raises:
+        UserError: Altair or vl-convert is not there.
+    """
+    alt, convert = (load_extra(x, extra="report", what="a picture") for x in ("altair", "vl_convert"))
+    scores = list_scores(grids)
+    panels = []
+    for i, grid in enumerate(grids):
+        wide = max(320, 40 * len(grid.lengths))
+        lines = [grid.name, grid.size, grid.summary, *([f"FAILED: {grid.result.error}"] if grid.result.error else [])]
+        text = [part for line in lines for part in textwrap.wrap(line, wide // LETTER)]
+        panels.append(draw_cells(scores).properties(
+            data=alt.NamedData(str(i)), width=wide, height=max(150, 26 * len(grid.depths)),
+            title=alt.Title(text, anchor="start", fontSize=11, fontWeight="normal"),
+        ))
+    across = -(-len(grids) // -(-len(grids) // ACROSS))
+    spec = finish(alt.concat(*panels, columns=across, spacing=30))
+    data = {str(i): list_cells(x) for i, x in enumerate(grids)}
+    picture: bytes = convert.vegalite_to_png(spec | {"datasets": data}, scale=2)
+    return picture

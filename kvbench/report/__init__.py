@@ -1,0 +1,1 @@
+"""Finished runs as charts, tables and a page of one file."""

@@ -1,0 +1,95 @@
+"""Rows that may share a ranking, each with a name that tells it from the others, its rank and its difference."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvbench.compare import Difference, compare_runs, is_full, name_protocol, rank_runs
+from kvbench.results import Result
+from kvbench.runs import Run
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row: a result, and what can only be said of it beside the others."""
+
+    result: Result
+    label: str
+    """Method and budget, and the settings in which it differs from other rows of the method."""
+    rank: int | None = None
+    """None: it failed, or has no score."""
+    difference: Difference | None = None
+    """To the full cache; None: it is the full cache, or there is none."""
+
+    @property
+    def measured(self) -> bool:
+        """Whether it may stand in a chart of scores."""
+        return self.result.status == "ok" and self.result.score.mean is not None
+
+
+def group_entries(runs: Sequence[Run]) -> list[list[Entry]]:
+    """Groups of one task and one protocol each, by task and length; in a group best rows first, failed ones last."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(name_protocol(run.result), []).append(run)
+    return sorted(map(_enter, groups.values()), key=lambda x: _place(x[0].result))
+
+
+def _place(result: Result) -> tuple[str, int, str, str, str]:
+    return result.task.name, result.task.length, result.mode, result.visibility, result.model.id
+
+
+def _enter(runs: Sequence[Run]) -> list[Entry]:
+    results = [x.result for x in runs]
+    full = next((x for x in runs if is_full(x.result) and x.result.status == "ok"), None)
+    others = [x for x in runs if x is not full]
+    differences = {} if full is None else dict(zip(map(id, others), compare_runs(full, others), strict=True))
+    entries = [
+        Entry(run.result, label, rank, differences.get(id(run)))
+        for run, label, rank in zip(runs, label_results(results), rank_runs(runs), strict=True)
+    ]
+    sign = -1 if results[0].score.higher_is_better else 1
+    return sorted(entries, key=lambda x: (
+        x.rank is None, x.rank or 0, sign * (x.result.score.mean or 0.0), held_share(x.result) or 0.0, x.label
+    ))
+
+
+def label_results(results: Sequence[Result]) -> list[str]:
+    """A name for each of several rows, no two alike unless the runs are."""
+    labels = []
+    for result in results:
+        same = [x.method.settings for x in results if x.method.name == result.method.name]
+        own = [
+            f"{key}={value}" for key, value in result.method.settings.items()
+            if any(x.get(key) != value for x in same)
+        ]
+        labels.append(" ".join([result.method.name, *([result.budget.asked] if result.budget.asked else []), *own]))
+    often = Counter(labels)
+    return [
+        f"{label} ({result.run_id.rpartition('-')[2]})" if often[label] > 1 else label
+        for label, result in zip(labels, results, strict=True)
+    ]
+
+
+def held_share(result: Result) -> float | None:
+    """Bytes that hold the context, host memory included, by the dense cache's."""
+    return None if result.memory is None else result.memory.ratio_total
+
+
+def read_share(result: Result) -> float | None:
+    """Bytes that a decode step reads, by those of the dense cache of the context."""
+    memory = result.memory
+    return None if memory is None else memory.read_bytes_per_step / memory.dense_bytes
+
+
+def find_frontier(points: Sequence[tuple[float, float]], *, higher_is_better: bool) -> list[int]:
+    """Which points no other beats: none costs as little (first number) and scores as well (second); cheapest first."""
+    sign = 1 if higher_is_better else -1
+    order = sorted(range(len(points)), key=lambda i: (points[i][0], -sign * points[i][1]))
+    best: list[int] = []
+    for i in order:
+        if not best or sign * points[i][1] > sign * points[best[-1]][1]:
+            best.append(i)
+    return best
