@@ -1,4 +1,4 @@
-"""The tables and the plot of the curated results: docs/results.md, docs/results.png, and the README's table.
+"""The tables and charts of the curated results: docs/results.md, its pictures, and the README's table.
 
 The results are made by the command line, so that anybody can make them again; finished runs are not repeated:
 
@@ -12,18 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-import matplotlib as mpl
-
-mpl.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
+import vl_convert
 
 from kvbench.files import read_file
+from kvbench.report.charts import COSTS, Cost, draw_cost
+from kvbench.report.group import Entry, label_results
 from kvbench.results import Result
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results" / "cpu-2-cores"
-PAGE, PLOT = ROOT / "docs" / "results.md", ROOT / "docs" / "results.png"
+PICTURES = ROOT / "docs"
+PAGE = PICTURES / "results.md"
 ANCHORS = ("full", "full-int8")
 SEEN = {"hidden": "no question seen", "first-turn": "first of five questions seen"}
 IN_README = "25%"
@@ -105,62 +104,24 @@ def readme_table(results: Sequence[Result]) -> str:
     return table(header, shown)
 
 
-def share(result: Result) -> float:
-    """What a method's budget counts, in % of the dense cache: bytes held, or bytes that a decode step reads."""
-    assert result.memory is not None, result.run_id
-    if result.budget.kind == "read":
-        return 100 * result.memory.read_bytes_per_step / result.memory.dense_bytes
-    return 100 * ratio(result)
-
-
-def draw_plot(results: Sequence[Result]) -> None:
-    """Accuracy against bytes, a column per visibility: held ones at each length, and read ones, which are no others."""
-    methods = list(dict.fromkeys(x.method.name for x in results))
-    wheel = plt.get_cmap("tab10").colors
-    styles = {
-        method: ("black" if method == "full" else "dimgray", "s") if method in ANCHORS
-        else (wheel[i % len(wheel)], "ovD^"[i // len(wheel)])
-        for i, method in enumerate(methods, -len(ANCHORS))
-    }
-    lengths = sorted({x.task.length for x in results})
-    rows = [(length, False) for length in lengths] + [(length, True) for length in lengths[-1:]]
-    figure, panels = plt.subplots(len(rows), len(SEEN), figsize=(12, 4.2 * len(rows)), sharey=True, squeeze=False)
-    for row, (length, read) in zip(panels, rows, strict=True):
-        for panel, (visibility, title) in zip(row, SEEN.items(), strict=True):
-            here = [x for x in results if (x.task.length, x.visibility) == (length, visibility)]
-            shown = [x for x in here if (x.budget.kind == "read") == read or x.method.name in ANCHORS]
-            for method in dict.fromkeys(x.method.name for x in shown):
-                points = sorted((x for x in shown if x.method.name == method), key=share)
-                draw_method(panel, method, points, *styles[method])
-            what = "read by a decode step" if read else "held"
-            panel.set(title=f"{title}, {length:,} tokens", ylim=(-0.03, 1.05), xlim=(0, 105))
-            panel.set_xlabel(f"bytes {what}, % of the dense cache")
-            panel.grid(alpha=0.3)
-        row[0].set_ylabel("niah accuracy, 95 % intervals")
-    named = {
-        label: handle for panel in panels.flat
-        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(named.values(), named.keys(), loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    first = results[0]
-    machine = f"{first.environment.cpu}, 2 cores"
-    figure.suptitle(f"mini, {first.n_samples} contexts x {first.spec.turns} questions, {machine}", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(PLOT, dpi=110, bbox_inches="tight")
-
-
-def draw_method(panel: Axes, method: str, points: Sequence[Result], colour: object, marker: str) -> None:
-    """One method's budgets, joined; anchors stand alone."""
-    means = [x.score.mean or 0.0 for x in points]
-    bounds = [x.score.ci95 or (0.0, 0.0) for x in points]
-    errors = [
-        [max(0.0, mean - low) for mean, (low, _) in zip(means, bounds, strict=True)],
-        [max(0.0, high - mean) for mean, (_, high) in zip(means, bounds, strict=True)],
+def list_pictures() -> list[tuple[Path, str, Cost]]:
+    """The charts: by what may be seen, held bytes apart from those read; the README's first."""
+    return [
+        (PICTURES / f"results{'' if visibility == 'hidden' else f'-{visibility}'}{suffix}.png", visibility, cost)
+        for cost, suffix in zip(COSTS[:2], ("", "-read"), strict=True) for visibility in SEEN
     ]
-    panel.errorbar(
-        [share(x) for x in points], means, yerr=errors, marker=marker, markersize=5, capsize=2, label=method,
-        color=colour, linewidth=1.1, elinewidth=0.7, linestyle="none" if method in ANCHORS else "-",
-    )
+
+
+def draw_pictures(results: Sequence[Result]) -> None:
+    """At the greatest length; the charts are those of `kvbench report`."""
+    longest = max(x.task.length for x in results)
+    for path, visibility, cost in list_pictures():
+        chosen = [x for x in results if (x.task.length, x.visibility) == (longest, visibility)]
+        entries = [Entry(*x) for x in zip(chosen, label_results(chosen), strict=True)]
+        spec = draw_cost(entries, cost)
+        assert spec is not None, path
+        title = f"{SEEN[visibility]}, {longest:,} tokens"
+        path.write_bytes(vl_convert.vegalite_to_png(spec | {"width": 640, "height": 440, "title": title}))
 
 
 def write_page(results: Sequence[Result]) -> None:
@@ -175,8 +136,14 @@ def write_page(results: Sequence[Result]) -> None:
         f"`{first.environment.git.commit[:12]}`.\n"
         "Bytes are measured, host memory included. Intervals are 95 %, by context. Agreement (top-1, KL) is with the "
         "dense cache on the golden answers.\n"
+        "In the charts the solid line joins rows that no other beats in both, the dashed line is the full cache, the "
+        "dotted one rows kept by chance.\n"
     )
-    parts = ["# Curated results\n", made, "![Accuracy against measured bytes](results.png)\n"]
+    pictures = "\n".join(
+        f"![Accuracy against {cost.name}, {SEEN[visibility]}]({path.name})"
+        for path, visibility, cost in list_pictures()
+    )
+    parts = ["# Curated results\n", made, f"{pictures}\n"]
     for length in sorted({x.task.length for x in results}):
         for visibility, title in SEEN.items():
             chosen = [x for x in results if (x.task.length, x.visibility) == (length, visibility)]
@@ -186,6 +153,6 @@ def write_page(results: Sequence[Result]) -> None:
 
 if __name__ == "__main__":
     found = read_results()
-    draw_plot(found)
+    draw_pictures(found)
     write_page(found)
     print(readme_table(found), end="")
