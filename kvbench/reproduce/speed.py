@@ -59,11 +59,11 @@ def find_timed(plan: Plan, out: Path) -> Timed | Missing | None:
     Raises:
         UserError: a file is there that is none of `kvbench bench`.
     """
-    from kvbench.bench.records import Bench
-
     path = _job_file(plan, out)
     if plan.timing is None or not path.exists():
         return None
+    from kvbench.bench.records import Bench  # with torch and transformers
+
     bench = read_file(path, Bench)
     asked = {key: list(x) if isinstance(x, tuple) else x for key, x in asdict(_request(plan, out)).items()}
     del asked["out"]
