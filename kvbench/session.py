@@ -144,7 +144,8 @@ class Session:
     def fill(self, steps: Iterable[Step]) -> None:
         """Take rows that no forward pass made as a whole context, one step per layer, and compress them: for clocks.
 
-        Nothing attends, so it costs what storing and compressing cost, and no logits follow.
+        A method sees queries as in a pass, but the rows are not attended to: it costs what storing, scoring and
+        compressing cost, and no logits follow.
 
         Raises:
             UserError: the method runs the context in a way of its own.
@@ -152,9 +153,13 @@ class Session:
         if type(self.method).prefill is not Method.prefill:
             raise UserError(f"{self.method.card.name} looks at the context by running it: made-up rows do not do.")
         for step in steps:
+            kv = self.layers[step.layer]
             self.batch, self.seen = step.key.shape[0], step.seen
-            self.layers[step.layer].append(step)
-            self._evict(self.layers[step.layer], step)
+            kv.append(step)
+            kv.attend = _attend_to_nothing  # type: ignore[method-assign]  # of this object, for this call
+            self.method.attend(kv, step)
+            del kv.attend
+            self._evict(kv, step)
         self.shape = self.model.shape(self.seen)
         self.method.end_of_context(self)
         self._note_context()
@@ -374,3 +379,8 @@ class Session:
     def _note_bytes(self) -> None:
         for layer in range(len(self.layers)):
             self._note_layer(layer)
+
+
+def _attend_to_nothing(step: Step) -> Tensor:
+    """An attention output of the right shape, without a value."""
+    return step.value.new_zeros(()).expand(*step.query.shape[:3], step.value.shape[3])

@@ -109,7 +109,7 @@ def _prepare(request: Request) -> Job:
         )
     model = load_model(request.model, device, request.dtype)
     check_kernels_dtype(request.kernels, model.device.type, model.dtype)
-    _check_positions(request, model)
+    check_positions(request, model)
     rounds = {clock: request.rounds or ROUNDS[clock] for clock in clocks}
     return Job(
         setting=Setting(
@@ -142,8 +142,12 @@ def _check(request: Request) -> list[Clock]:
     return [cast("Clock", x) for x in dict.fromkeys(request.clocks)]
 
 
-def _check_positions(request: Request, model: Model) -> None:
-    """Beyond what a model was made for only time is asked for, but its layers must be able to compute there."""
+def check_positions(request: Request, model: Model) -> None:
+    """Beyond what a model was made for only time is asked for, but its layers must be able to compute there.
+
+    Raises:
+        UserError: they cannot.
+    """
     longest = max(request.lengths) + STEPS + MARGIN
     anywhere = bool(model.ropes) and all(x.trusted and x.movable for x in model.ropes)
     if longest > model.max_length and not anywhere:

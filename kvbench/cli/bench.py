@@ -63,9 +63,10 @@ def bench_command(
         rounds=rounds, memory=memory, device=device, dtype=dtype, out=out,
     ))
     where = found.environment.gpu or f"{found.environment.cpu}, {found.environment.threads} thread(s)"
+    rows = "" if state == "prefill" else "; stores filled with made-up rows, no prompt was run"
     print_rows(
         f"{found.model.id} ({found.model.dtype}, {found.kernels} kernels) on {where}; a copy moves "
-        f"{found.ruler.before / 1e9:,.0f} GB/s", COLUMNS, list(list_rows(found)),
+        f"{found.ruler.before / 1e9:,.0f} GB/s{rows}", COLUMNS, list(list_rows(found)),
     )
     if as_json:
         print_json(found.model_dump(mode="json"))

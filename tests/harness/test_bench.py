@@ -1,0 +1,659 @@
+"""kvbench bench: what is timed and what is not, what a cell says where nothing could be, and the file of a job."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from kvbench.bench import decode, timing
+from kvbench.bench.answer import time_answers
+from kvbench.bench.decode import WrongStepError, open_attention, open_steps
+from kvbench.bench.outcome import Failure, attempt
+from kvbench.bench.records import Bench
+from kvbench.bench.run import Request, check_positions
+from kvbench.bench.state import Setting, open_stand
+from kvbench.bench.timing import CAPTURED_CALLS, capture, compare, find_median, interleave, measure_copy, time_calls
+from kvbench.bench.twins import WrongKernelError, check_twins, measure
+from kvbench.errors import UserError
+from kvbench.hf.rope import NO_ROPE
+from kvbench.hf.tiny import tiny_model
+from kvbench.kernels import choice
+from kvbench.kernels.choice import using
+from kvbench.method import Budget, BudgetKind
+from kvbench.methods.baseline.full import Full
+from kvbench.registry import find_method, list_entries
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+LENGTH, LATER = 96, 24
+METHODS = [x.name for x in list_entries("method") if x.models == "autoregressive"]
+FEW = {"kvbench.bench.measure.STEPS": 4, "kvbench.bench.run.STEPS": 4, "kvbench.bench.answer.STEPS": 4,
+       "kvbench.bench.answer.BLOCK": 2, "kvbench.bench.timing.COPIES": 1}
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Four steps and small copies, so that a job takes a second."""
+    for name, value in FEW.items():
+        monkeypatch.setattr(name, value)
+    monkeypatch.setitem(timing.COPIED_BYTES, "cpu", 1 << 20)
+
+
+def fitted(name, length=LENGTH, model=None):
+    """A method at a quarter of a short context."""
+    model = model or tiny_model()
+    made = find_method(name)().bind(model)
+    held = made.card.budget in (BudgetKind.HELD, BudgetKind.READ)
+    return made.fit(Budget("rows", max(made.minimum_rows(), length // 4)) if held else None, model.shape(length))
+
+
+def setting(**options):
+    """A tiny model's."""
+    return Setting(model=tiny_model(), later=LATER, **options)
+
+
+# Time
+
+
+class Clock:
+    """A clock that moves when it is told to."""
+
+    seconds = 0.0
+
+    def spend(self, seconds):
+        """A call that takes so long."""
+        def call():
+            self.seconds += seconds
+        return call
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Instead of the machine's."""
+    found = Clock()
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: found.seconds)
+    return found
+
+
+def test_what_comes_before_a_call_is_not_its_time(clock):
+    """Three calls of two seconds, each after a preparation of five."""
+    assert time_calls(CPU, clock.spend(2.0), 3, before=clock.spend(5.0)) == 2.0
+    assert clock.seconds == 21.0
+
+
+def test_on_a_gpu_events_stand_right_around_the_call(monkeypatch):
+    """The flush before it is outside, and nothing is read before the device has come to the end."""
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            log.append("event")
+
+        def elapsed_time(self, other):
+            assert log[-1] == "synchronised"
+            return 4.0  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: log.append("synchronised"))
+    seconds = time_calls(GPU, lambda: log.append("call"), 2, before=lambda: log.append("flush"))
+    assert log == [*["flush", "event", "call", "event"] * 2, "synchronised"]
+    assert seconds == 0.004
+
+
+def test_everyone_goes_first_in_turn_and_nothing_is_collected_meanwhile():
+    """A, B, C, then B, C, A: what only the first one pays is not always the same one's."""
+    order = []
+    timers = {name: lambda name=name: order.append((name, gc.isenabled())) or 1.0 for name in "abc"}
+    assert interleave(timers, 4) == {name: [1.0] * 4 for name in "abc"}
+    assert [name for name, _ in order] == [*"abc", *"bca", *"cab", *"abc"]
+    assert not any(enabled for _, enabled in order)
+    assert gc.isenabled()
+
+
+def test_medians_and_ratios_by_hand():
+    """A machine that slows down changes seconds and not the ratio of what ran in turn; that of medians it may."""
+    ours = [1.0, 2.0, 4.0, 8.0, 16.0]
+    theirs = [2 * x for x in ours]
+    assert find_median(ours).median == 4.0
+    assert (find_median(ours).low, find_median(ours).high) == (1.0, 16.0)
+    paired, apart = (compare(theirs, ours, paired=x) for x in (True, False))
+    assert (paired.median, paired.low, paired.high, paired.n) == (2.0, 2.0, 2.0, 5)
+    assert apart.median == 2.0
+    assert apart.low < 1 < apart.high
+    assert (paired.within_noise, apart.within_noise) == (False, True)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=20), st.floats(0.1, 10), st.booleans(),
+)
+def test_intervals_hold_their_median_and_ratios_know_no_unit(seconds, factor, paired):
+    """Whatever was measured; twice the time of both is the same ratio."""
+    found = find_median(seconds)
+    assert found.low <= found.median <= found.high
+    theirs = list(reversed(seconds))
+    one = compare(theirs, seconds, paired=paired)
+    other = compare([x * factor for x in theirs], [x * factor for x in seconds], paired=paired)
+    assert other.median == pytest.approx(one.median)
+    assert (other.low, other.high) == (pytest.approx(one.low), pytest.approx(one.high))
+
+
+def test_a_copy_is_read_and_written(few, clock, monkeypatch):
+    """A copy of a mebibyte in a second moves two of them."""
+    monkeypatch.setattr(timing, "_copy", lambda *_: clock.spend(1.0)())
+    assert measure_copy(CPU) == 2 * (1 << 20)
+
+
+# Graphs
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """As much of torch.cuda as a capture asks for; `log` is what happened, `fault` what goes wrong where."""
+    state = SimpleNamespace(log=[], fault={}, stream="main", mode="default")
+
+    @contextmanager
+    def stream(name):
+        before, state.stream = state.stream, name
+        yield
+        state.stream = before
+
+    @contextmanager
+    def graph(_):
+        state.stream = "capture"
+        state.log.append("capture begins")
+        yield
+        if "capture" in state.fault:
+            raise state.fault["capture"]
+        state.log.append("capture ends")
+        state.stream = "main"
+
+    side = SimpleNamespace(wait_stream=lambda _: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: side)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: side)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: stream("side"))
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda _: setattr(state, "stream", "main"))
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: setattr(state, "mode", mode))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: state.log.append("replay")))
+
+    def call():
+        state.log.append((state.stream, state.mode))
+        if state.mode in state.fault:
+            raise state.fault[state.mode]
+
+    state.call = call
+    return state
+
+
+def test_a_graph_is_captured_after_warm_ups_on_another_stream(cuda):
+    """The last of which may not wait for the device; what comes back is the replay."""
+    call, reason = capture(cuda.call, GPU)
+    call()
+    assert reason is None
+    assert cuda.log == [
+        *[("side", "default")] * (CAPTURED_CALLS - 1), ("side", "error"), "capture begins", ("capture", "default"),
+        "capture ends", "replay",
+    ]
+
+
+@pytest.mark.parametrize("where", ["error", "capture"])
+def test_what_cannot_be_captured_says_why_and_runs_as_it_is(cuda, where):
+    """Found by a wait for the device, or by the capture itself; the stream and the mode are as before."""
+    cuda.fault[where] = RuntimeError("called a synchronizing CUDA operation.\nmore")
+    call, reason = capture(cuda.call, GPU)
+    assert reason == "called a synchronizing CUDA operation"
+    assert call is cuda.call
+    assert (cuda.stream, cuda.mode) == ("main", "default")
+
+
+def test_out_of_memory_in_a_capture_is_no_reason_to_go_without(cuda):
+    """It is the cell's outcome."""
+    cuda.fault["capture"] = torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(torch.OutOfMemoryError):
+        capture(cuda.call, GPU)
+
+
+class Tape(TorchDispatchMode):
+    """A CUDA graph on a CPU: operations are written down with their memory, and done again there."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run an operation and write it down."""
+        out = func(*args, **(kwargs or {}))
+        self.operations.append((func, args, kwargs or {}, out))
+        return out
+
+    def replay(self):
+        """The same on the same memory; nothing that the host counted changes."""
+        for func, args, kwargs, out in self.operations:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_flatten(out)[0], tree_flatten(again)[0], strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+@pytest.fixture
+def taped(monkeypatch):
+    """Steps are captured, on a tape; recording one is a call too."""
+    def tape_capture(call, device):
+        for _ in range(CAPTURED_CALLS):
+            call()
+        with Tape() as tape:
+            call()
+        return tape.replay, None
+
+    monkeypatch.setattr(decode, "why_no_graph", lambda device: None)
+    monkeypatch.setattr(decode, "capture", tape_capture)
+    monkeypatch.setattr(decode, "CAPTURED_CALLS", CAPTURED_CALLS + 1)
+
+
+@pytest.mark.parametrize("name", ["full", "full-int8", "snapkv", "quest"])
+def test_replays_are_the_steps_that_follow(taped, name):
+    """Ten replays go on through the tokens and through the rows as ten plain steps do."""
+    job = setting()
+    with open_stand(job, fitted(name), LENGTH, 2) as stand:
+        wanted = decode._run_plainly(job, stand.session, CAPTURED_CALLS + 2 + 10)
+        with open_steps(job, stand.session, graph=True) as timed:
+            assert timed.reason is None
+            steps = timed.call.__self__  # the tape
+            for _ in range(10):
+                timed.call()
+            logits = next(
+                out for func, _, _, out in reversed(steps.operations)
+                if isinstance(out, torch.Tensor) and out.shape == wanted.shape
+            )
+            assert torch.allclose(logits, wanted, atol=1e-4)
+
+
+def test_a_capture_of_something_else_is_not_timed(taped, monkeypatch):
+    """A replay that writes its row where the first one did gives other logits, and that is the end of it."""
+    def stuck(call, device):
+        for _ in range(CAPTURED_CALLS + 1):
+            call()
+        return lambda: None, None  # a graph in which nothing happens
+
+    monkeypatch.setattr(decode, "capture", stuck)
+    with open_stand(setting(), fitted("full"), LENGTH, 1) as stand, pytest.raises(WrongStepError, match="logits"):
+        open_steps(setting(), stand.session, graph=True).__enter__()
+
+
+@pytest.mark.parametrize(("name", "graph", "reason"), [
+    ("full", True, "no CUDA graph on a CPU"), ("h2o", True, "a row is dropped in every step"),
+    ("full", False, "what it is beside is no graph"),
+])
+def test_who_is_no_graph_says_why(name, graph, reason):
+    """The method's own reason where it has one."""
+    with open_stand(setting(), fitted(name), LENGTH, 1) as stand:
+        with open_steps(setting(), stand.session, graph=graph) as timed:
+            timed.call()
+        assert reason in timed.reason
+
+
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+WAITING = {"shadowkv", "zipcache"}
+"""One waits for what it selected; the other draws on the host which queries say what they look at."""
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_attention_of_a_step_needs_no_value_from_the_device(name):
+    """So that it can be a graph, also where the whole step cannot; those that wait for the device are known."""
+    job = setting()
+    with open_stand(job, fitted(name), LENGTH, 2) as stand, open_attention(job, stand.session, graph=True) as timed:
+        timed.prepare()
+        timed.call()
+        expected = pytest.raises(NEEDS_VALUES) if name in WAITING else nullcontext()
+        with expected, FakeTensorMode(allow_non_fake_inputs=True):
+            timed.call()
+
+
+def test_attention_is_called_for_every_layer_with_other_queries_in_turn(monkeypatch):
+    """Once per layer and call, over rows that no call changes; the queries come back after four calls."""
+    job = setting()
+    with open_stand(job, fitted("full"), LENGTH, 1) as stand, open_attention(job, stand.session, graph=True) as timed:
+        seen = []
+        attend = Full.attend
+        monkeypatch.setattr(Full, "attend", lambda self, kv, step: (
+            seen.append((step.layer, step.query.sum().item(), kv.n)), attend(self, kv, step)
+        )[1])
+        for _ in range(2 * decode.ROTATED):
+            timed.prepare()
+            timed.call()
+    assert [layer for layer, _, _ in seen] == [0, 1] * 2 * decode.ROTATED
+    queries = [query for layer, query, _ in seen if layer == 0]
+    assert queries[: decode.ROTATED] == queries[decode.ROTATED :]
+    assert len(set(queries)) == decode.ROTATED
+    assert {rows for _, _, rows in seen} == {LENGTH + decode.ROTATED}
+
+
+# States
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_made_up_rows_take_what_real_ones_do(name):
+    """Bytes after compression are equal, layer for layer as many rows are kept, and steps can be decoded."""
+    found = {}
+    for state in ("prefill", "synthetic"):
+        job = setting(state=state)
+        if name == "kvzip" and state == "synthetic":
+            with pytest.raises(UserError, match="made-up rows do not do"), open_stand(job, fitted(name), LENGTH, 2):
+                pass
+            return
+        with open_stand(job, fitted(name), LENGTH, 2) as stand:
+            memory = stand.session.memory()
+            found[state] = memory.cache_bytes, memory.host_bytes, sum(stand.session.certificate().rows_kept)
+            assert (stand.prefill_s is None) == (state == "synthetic")
+            with open_steps(job, stand.session, graph=True) as timed:
+                timed.call()
+    assert found["prefill"] == found["synthetic"]
+
+
+def test_windows_are_kept_to_in_made_up_rows():
+    """A sliding layer holds its window, as after a prefill."""
+    model = tiny_model(window=16)
+    job = Setting(model=model, state="synthetic", later=LATER)
+    with open_stand(job, Full(), LENGTH, 1) as stand:
+        assert stand.session.memory().cache_bytes == model.shape(LENGTH).dense_bytes
+
+
+# Operations that are wrong
+
+
+@pytest.fixture
+def triton_is(monkeypatch):
+    """What operations run as where triton was asked for: torch's own, changed for one of them."""
+    def replace(operation, change):
+        def find(package, implementation, name):
+            module = __import__(f"{package}.torch", fromlist=[name])
+            function = getattr(module, name)
+            alter = change if package.endswith(operation) else lambda x: x
+            changed = lambda *x, **y: alter(function(*x, **y))  # noqa: E731  # it gets a module of its own
+            changed.__module__ = f"{package}.triton"
+            return changed
+        monkeypatch.setattr(choice, "_find", find)
+    return replace
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda x: x * 1.01, "dense_attention differs from its torch twin by 0.01, allowed 0.0001: not timed"),
+    (lambda x: x.masked_fill(x == x.max(), torch.nan), "differs from its torch twin by inf"),
+    (lambda x: x[:, :, :, :-1], "inf"),
+])
+def test_nothing_is_timed_of_an_operation_that_is_wrong(triton_is, change, message):
+    """A percent off, a NaN, or another shape: the operation is named."""
+    triton_is("dense_attention", change)
+    with using("triton"), pytest.raises(WrongKernelError, match="dense_attention") as error:
+        check_twins(setting(), Full(), LENGTH)
+    assert message in str(error.value)
+
+
+def test_rounding_is_no_fault(triton_is):
+    """Nor is what runs as torch's own."""
+    triton_is("dense_attention", lambda x: x * (1 + 1e-6))
+    with using("triton"):
+        check_twins(setting(), Full(), LENGTH)
+    with using("torch"):
+        check_twins(setting(), Full(), LENGTH)
+
+
+def test_differences_by_hand():
+    """Numbers by their relative RMS, codes by the share that differ, infinities by where they are."""
+    one = torch.tensor([3.0, 4.0, -torch.inf])
+    assert measure(one, one) == 0
+    assert measure(torch.tensor([3.0, 4.5, -torch.inf]), one) == pytest.approx(0.1)
+    assert measure(torch.tensor([3.0, 4.0, 0.0]), one) == torch.inf
+    assert measure(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 3, 5])) == 0.25
+
+
+# Outcomes
+
+
+def test_memory_of_what_failed_is_free_again():
+    """An exception's frames hold what was computed in them; they are gone when the outcome is there."""
+    refs = []
+
+    def fail():
+        rows = torch.empty(10)
+        refs.append(weakref.ref(rows))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nsee there")
+
+    found = attempt(fail)
+    assert found == Failure("out of memory", "CUDA out of memory. Tried to allocate 2 GiB")
+    assert refs[0]() is None
+
+
+FAULTY = '''
+from dataclasses import dataclass
+from typing import ClassVar
+import torch
+from kvbench.method import BudgetKind, Card, Method, Phase
+
+@dataclass(frozen=True)
+class Greedy(Method):
+    """Runs out of memory in its second step."""
+    card: ClassVar[Card] = Card(
+        name="greedy", title="", idea="", arxiv=None, year=None, family="toy", stages=(), budget=BudgetKind.NONE,
+        heads="independent", upstream=None,
+    )
+    kind: str = "memory"
+
+    def attend(self, kv, step):
+        if step.phase is Phase.DECODE and kv.seen > 97:
+            raise torch.OutOfMemoryError("no room") if self.kind == "memory" else ValueError("no reason")
+        return super().attend(kv, step)
+'''
+
+
+@pytest.fixture
+def greedy(tmp_path):
+    """A method in a file."""
+    path = tmp_path / "greedy.py"
+    path.write_text(FAULTY)
+    return f"{path}:Greedy"
+
+
+@pytest.fixture
+def bench(kvbench, few):
+    """The command on two layers with random weights, and a short context."""
+    def call(*arguments):
+        return kvbench(
+            "bench", "--model", "random:two-layers", "--length", LENGTH, "--rounds", 2, "--json", *arguments
+        )
+    return call
+
+
+@pytest.mark.parametrize(("kind", "outcome", "code"), [("memory", "out of memory", 0), ("other", "failed", 1)])
+def test_what_fails_is_its_own_cell_s_outcome(bench, greedy, kind, outcome, code):
+    """On every clock, with its reason; the anchors' cells are whole. Out of memory is a finding, an error is not."""
+    answer = bench("--method", greedy, "--set", f"kind={kind}")
+    assert answer.code == code
+    cells = answer.json["cells"]
+    assert [(x["clock"], x["method"]["name"], x["outcome"]) for x in cells] == [
+        (clock, name, outcome if name == "greedy" else "ok")
+        for clock in ("kernel", "step", "user") for name in ("full", "full-int8", "greedy")
+    ]
+    failed = [x for x in cells if x["outcome"] != "ok"]
+    assert {x["reason"] for x in failed} == {"no room" if kind == "memory" else "no reason"}
+    assert all(x["times"] == {} and x["tokens_per_s"] is None for x in failed)
+
+
+def test_a_budget_that_cannot_be_is_refused_in_its_cell_alone(bench):
+    """The message is the one of `kvbench run`."""
+    cells = bench("--method", "snapkv", "--method", "streaming-llm", "--budget", "20", "--clock", "step").json["cells"]
+    outcomes = {x["method"]["name"]: x["outcome"] for x in cells}
+    assert outcomes == {"full": "ok", "full-int8": "ok", "snapkv": "refused", "streaming-llm": "ok"}
+    assert "snapkv needs at least" in cells[2]["reason"]
+
+
+def test_a_batch_that_memory_cannot_hold_is_not_tried_on_a_cpu(bench):
+    """There the system would end the process; what was predicted is said."""
+    (first, *_) = bench("--method", "full", "--clock", "step", "--batch", "100000", "--memory", 0.1).json["cells"]
+    assert first["outcome"] == "out of memory"
+    assert first["reason"].startswith("not tried: ")
+    assert first["predicted"]["peak_bytes"] > 100_000_000 > first["predicted"]["cache_bytes"] / 100
+
+
+# Jobs
+
+
+def test_cells_say_what_was_timed_and_beside_what(bench, tmp_path):
+    """Every clock's quantities with ratios to the anchors before it, bytes, memory, and how it ran."""
+    out = tmp_path / "bench.json"
+    answer = bench("--method", "snapkv", "--budget", "50%", "--batch", "2", "--out", out)
+    assert answer.code == 0
+    found = Bench.model_validate_json(out.read_text())
+    assert found.model_dump(mode="json") == answer.json
+    assert (found.status, found.environment.gpu, found.command["methods"]) == ("done", None, ["snapkv"])
+    assert found.ruler.before > 0 and found.ruler.after > 0
+    assert [(x.batch, x.clock, x.method.name) for x in found.cells] == [
+        (2, clock, name) for clock in ("kernel", "step", "user") for name in ("full", "full-int8", "snapkv")
+    ]
+    quantities = {"kernel": {"attention"}, "step": {"step"}, "user": {"prefill", "compression", "token", "answer"}}
+    for cell in found.cells:
+        assert cell.times.keys() == quantities[cell.clock]
+        assert cell.graph is (None if cell.clock == "user" else False)
+        anchors = {"full": set(), "full-int8": {"full"}, "snapkv": {"full", "full-int8"}}[cell.method.name]
+        assert all(x.speedups.keys() == anchors for name, x in cell.times.items() if name != "compression")
+        assert all(x.seconds.n == 2 for x in cell.times.values())
+        assert cell.steps == (8 if cell.clock == "user" else 4)
+        assert cell.kernels["dense_attention" if cell.method.name != "full-int8" else "int8_attention"] == "torch"
+        assert cell.memory.cache_bytes == cell.predicted.cache_bytes
+        assert cell.device_memory is None
+    answered = found.cells[8].times
+    assert answered["answer"].seconds.median > answered["prefill"].seconds.median > answered["compression"].seconds.low
+
+
+def test_bytes_of_a_step_by_hand(bench):
+    """The attention reads the rows held; a step reads the weights too, but for the table that tokens are found in."""
+    found = bench("--method", "full", "--clock", "kernel,step", "--batch", 2).json
+    cells = found["cells"]
+    row = 2 * 2 * 2 * 64 * 2  # layers, keys and values, heads, channels, bytes
+    moved = {x["clock"]: next(iter(x["times"].values()))["bytes_moved"] for x in cells if x["method"]["name"] == "full"}
+    assert moved["kernel"] == 2 * (LENGTH + decode.ROTATED) * row
+    weights = 2 * (1_443_072 - 512 * 256)
+    rows = (moved["step"] - weights) / (2 * row)
+    assert LENGTH < rows <= LENGTH + 4 + timing.WARM_UPS
+    attention = cells[0]["times"]["attention"]
+    achieved = moved["kernel"] / attention["seconds"]["median"]
+    assert attention["bandwidth_share"] == pytest.approx(achieved / found["ruler"]["before"])
+def test_the_largest_batch_is_each_method_s_own(bench):
+    """As plan predicts it; the ratio is of the time of a token, and not of rounds in turn."""
+    found = bench("--method", "snapkv", "--budget", "50%", "--batch", "max", "--clock", "step", "--memory", "0.006")
+    full, _, snapkv = found.json["cells"]
+    assert full["asked_batch"] == snapkv["asked_batch"] == "max"
+    assert [x["batch"] == x["predicted"]["largest_batch"] for x in (full, snapkv)] == [True, True]
+    speedup = snapkv["times"]["step"]["speedups"]["full"]
+    assert speedup["paired"] is False
+    per_token = [x["times"]["step"]["seconds"]["median"] / x["batch"] for x in (full, snapkv)]
+    assert speedup["median"] == pytest.approx(per_token[0] / per_token[1])
+    assert snapkv["tokens_per_s"] == pytest.approx(1 / per_token[1])
+
+
+def test_a_job_that_is_ended_keeps_its_cells(few, tmp_path, monkeypatch):
+    """The file is whole after every cell and says that the job was running."""
+    from kvbench.bench import run
+
+    def interrupted(job, emit):
+        original(job, lambda cell: (emit(cell), (_ for _ in ()).throw(KeyboardInterrupt)))
+
+    original = run.run_cells
+    monkeypatch.setattr(run, "run_cells", interrupted)
+    out = tmp_path / "bench.json"
+    with pytest.raises(KeyboardInterrupt):
+        run.run_bench(run.Request(
+            methods=("full",), model="random:two-layers", lengths=(LENGTH,), clocks=("step",), rounds=1, out=out
+        ))
+    found = Bench.model_validate_json(out.read_text())
+    assert (found.status, len(found.cells), found.cells[0].outcome) == ("running", 1, "ok")
+
+
+def test_seconds_of_a_cpu_are_not_shown(bench):
+    """Ratios are; that the state is synthetic is said."""
+    answer = bench("--method", "full", "--clock", "step", "--state", "synthetic")
+    table = answer.out.splitlines()[:-1]
+    assert "there is no CUDA graph on a CPU" in answer.out
+    assert not any(" ms" in x or " us" in x for x in table)
+    assert {x["state"] for x in answer.json["cells"]} == {"synthetic"}
+    assert "stores filled with made-up rows, no prompt was run" in answer.out
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    ("--clock wall", "unknown clock 'wall'"), ("--state synthetic", "the user's clock runs the prompt"),
+    ("--state warm --clock step", "unknown state 'warm'"), ("--batch 0", "batch '0' must be a number"),
+    ("--batch many", "batch 'many' must be a number"), ("--length 1k", "must be whole numbers"),
+    ("--length 0", "length 0 must be 1 or more"), ("--kernels cuda", "unknown kernels 'cuda'"),
+    ("--kernels flash", "flash"), ("--method nope", "unknown method 'nope'"),
+    ("--set window=3 --method h2o", "--set is for one method"), ("--method none", "none is for diffusion models"),
+    ("--model random:llada-8b --method none", "use --clock user"), ("--device cuda:77", "not on this machine"),
+])
+def test_wrong_requests_are_refused_before_anything_runs(kvbench, few, line, message):
+    """In one line, with what to do; nothing is loaded."""
+    answer = kvbench("bench", "--method", "snapkv" if "none" not in line else "none", *line.split())
+    assert answer.code == 2
+    assert message in answer.err
+    assert len(answer.err.splitlines()) == 1
+
+
+def test_positions_that_a_model_cannot_compute_are_refused(few):
+    """Where they are learned, the table ends; a rotation has no end, and time is all that is asked for."""
+    request = Request(methods=("full",), lengths=(100,))
+    learned = SimpleNamespace(ropes=(NO_ROPE, replace(NO_ROPE, movable=False)), max_length=100, id="opt")
+    with pytest.raises(UserError, match="length 100 with 4 tokens after it is beyond what opt can compute"):
+        check_positions(request, learned)
+    check_positions(request, SimpleNamespace(ropes=(NO_ROPE,), max_length=100, id="llama"))
+
+
+def test_a_diffusion_model_is_timed_by_whole_answers(kvbench, few):
+    """Beside no cache, in as many passes."""
+    answer = kvbench(
+        "bench", "--model", "mini-diffusion", "--method", "dkv-cache-decode", "--clock", "user", "--length", 32,
+        "--rounds", 2, "--json",
+    )
+    assert answer.code == 0
+    none, policy = answer.json["cells"]
+    assert (none["method"]["name"], policy["method"]["name"]) == ("none", "dkv-cache-decode")
+    assert policy["times"].keys() == {"token", "answer"}
+    assert policy["times"]["answer"]["speedups"].keys() == {"none"}
+
+
+def test_users_rounds_go_in_turn_after_one_that_does_not_count(few):
+    """Each method's answers are its own length, with the prompt's time in them."""
+    found = time_answers(setting(), {"full": Full(), "snapkv": fitted("snapkv")}, LENGTH, {"full": 1, "snapkv": 1},
+                         "torch", rounds=3)
+    for answers in found.values():
+        seconds = answers.seconds
+        assert {name: len(x) for name, x in seconds.items()} == {
+            "prefill": 3, "compression": 3, "token": 3, "answer": 3
+        }
+        assert all(
+            whole == pytest.approx(prompt + 4 * token)
+            for whole, prompt, token in zip(seconds["answer"], seconds["prefill"], seconds["token"], strict=True)
+        )
+
+
+def test_the_json_line_is_the_file(bench):
+    """The last line of standard output, for other programs."""
+    answer = bench("--method", "full", "--clock", "step")
+    assert json.loads(answer.out.splitlines()[-1])["schema_version"] == 1
