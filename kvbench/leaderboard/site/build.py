@@ -35,5 +35,5 @@ def build_site(results: Path, output: Path) -> Built:
     check_output(results, output)
     entries, problems = read_entries(results)
     groups = make_groups(entries)
-    write_site(list_files(groups, problems, read_claims(results)), output)
+    write_site(list_files(groups, problems, read_claims(results, entries)), output)
     return Built(output, len(entries), len(groups), tuple(problems))

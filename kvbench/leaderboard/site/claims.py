@@ -1,41 +1,31 @@
-"""What papers print, and what kvbench says of it, laid out as their tables are."""
+"""What papers print, and how it stands by the runs that are here, laid out as their tables are."""
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from kvbench.files import read_file
-from kvbench.reproduce.claims import list_claims
-from kvbench.reproduce.paper import list_papers
-from kvbench.reproduce.plan import Plan, plan_claim
+from kvbench.errors import UserError
+from kvbench.leaderboard.site.entries import Entry
 from kvbench.reproduce.shape import ShapeRecord
-from kvbench.reproduce.speed import judge_speed
-from kvbench.reproduce.verdict import Judgement, Verdict, judge
+from kvbench.reproduce.standing import list_judgements, read_findings
+from kvbench.reproduce.verdict import Judgement, Verdict, find_unanchored
 
-FINDINGS = Path("shape") / "findings.json"
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 
 @dataclass(frozen=True)
 class Block:
-    """The numbers of one model in one table, by row and column."""
+    """The numbers of one model in one table, by row and column; None where none is printed."""
 
     model: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, tuple[Judgement | None, ...]], ...]
-
-    def missing(self, row: Sequence[Judgement | None]) -> list[str]:
-        """What a row lacks, each once."""
-        return list(dict.fromkeys(x.why for y in row if y is not None for x in y.missing))
-
-    def differs(self, row: Sequence[Judgement | None]) -> list[str]:
-        """What is otherwise in it than in the paper, each once."""
-        return list(dict.fromkeys(x for y in row if y is not None for x in y.differs))
+    off: float | None
+    """Points between the dense cache here and in the paper; None: as near as it must be, or not run."""
 
 
 @dataclass(frozen=True)
@@ -54,18 +44,20 @@ class Source:
     @property
     def tables(self) -> Iterator[tuple[Judgement, list[Block]]]:
         """Any number of each table, and the table by model."""
+        off = find_unanchored(self.judged)
         tables: dict[str, dict[str, list[Judgement]]] = {}
         for x in self.judged:
             tables.setdefault(x.claim.table.name, {}).setdefault(x.claim.model, []).append(x)
-        for models in tables.values():
-            yield next(iter(models.values()))[0], [_lay_out(model, some) for model, some in models.items()]
+        for name, models in tables.items():
+            blocks = [_lay_out(model, some, off.get((self.name, name, model))) for model, some in models.items()]
+            yield next(iter(models.values()))[0], blocks
 
 
-def _lay_out(model: str, judged: Sequence[Judgement]) -> Block:
-    columns = tuple(x for x in judged[0].claim.table.columns if any(y.claim.column == x for y in judged))
+def _lay_out(model: str, judged: Sequence[Judgement], off: float | None) -> Block:
     cells = {(x.claim.row, x.claim.column): x for x in judged}
-    rows = dict.fromkeys(x.claim.row for x in judged)
-    return Block(model, columns, tuple((row, tuple(cells.get((row, x)) for x in columns)) for row in rows))
+    columns = [x for x in judged[0].claim.table.columns if any(column == x for _, column in cells)]
+    rows = dict.fromkeys(row for row, _ in cells)
+    return Block(model, tuple(columns), tuple((row, tuple(cells.get((row, x)) for x in columns)) for row in rows), off)
 
 
 @dataclass(frozen=True)
@@ -75,25 +67,27 @@ class Claims:
     sources: tuple[Source, ...]
     findings: ShapeRecord | None
     """None: they were not tested here."""
+    pages: Mapping[Path, str]
+    """Of runs, by their folders."""
+    problem: str | None = None
+    """Why there are none."""
 
 
-def read_claims(results: Path) -> Claims:
-    """The verdicts, as far as the results go.
-
-    Raises:
-        UserError: the record of the findings cannot be read.
-    """
-    record = results / FINDINGS
-    return Claims(_judge_papers(), read_file(record, ShapeRecord) if record.is_file() else None)
-
-
-@functools.cache
-def _judge_papers() -> tuple[Source, ...]:
-    return tuple(
-        Source(name, tuple(_judge(plan_claim(x)) for x in list_claims(name, paper)))
-        for name, paper in list_papers().items()
-    )
+def read_claims(results: Path, entries: Sequence[Entry]) -> Claims:
+    """How every claim stands by these runs, and by the clocks and the findings of the folder."""
+    papers: dict[str, list[Judgement]] = {}
+    try:
+        findings = read_findings(results)
+        for x in list_judgements(results, results=[(x.run.folder, x.result) for x in entries]):
+            papers.setdefault(x.claim.paper, []).append(x)
+    except UserError as error:
+        return Claims((), None, {}, str(error))
+    pages = {x.run.folder: x.name for x in entries}
+    return Claims(tuple(Source(name, tuple(judged)) for name, judged in papers.items()), findings, pages)
 
 
-def _judge(plan: Plan) -> Judgement:
-    return judge(plan, {}) if plan.timing is None else judge_speed(plan, None)
+def join_reasons(cells: Sequence[Judgement | None]) -> list[str]:
+    """What the numbers of a row lack, and what is otherwise than in the paper, each once."""
+    judged = [x for x in cells if x is not None]
+    missing, differs = (y.why for x in judged for y in x.missing), (y for x in judged for y in x.differs)
+    return list(dict.fromkeys([*missing, *differs]))

@@ -17,6 +17,7 @@ from markupsafe import Markup
 
 from kvbench import __version__
 from kvbench.leaderboard.records import LEVELS
+from kvbench.leaderboard.site.claims import join_reasons
 from kvbench.leaderboard.site.columns import Column, choose_columns
 from kvbench.leaderboard.site.tables import Axis, Group, Row
 from kvbench.registry import list_models
@@ -65,6 +66,7 @@ def make_pages(**shared: Any) -> Environment:
         "heading": name_group, "subtitle": describe_group, "baseline": name_baseline, "protocol": list_protocol,
         "tags": tag_group, "tables": lay_out, "small_model": warn_of_model, "after": cut_name, "arxiv": is_arxiv,
         "percent": "{:.1%}".format, "bytes": format_bytes, "interval": format_interval, "p": format_p,
+        "reasons": join_reasons,
     }
     return pages
 
