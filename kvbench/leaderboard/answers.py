@@ -16,7 +16,7 @@ from kvbench.leaderboard.verdict import RefusedError, blaming, ok, show
 from kvbench.results import Line
 from kvbench.sample import judge, note
 from kvbench.spec import RunSpec
-from kvbench.task import Encoded, Example
+from kvbench.task import Encoded, Example, Mode
 
 LOGPROBS = "logprobs"
 """The one fact that comes from the model and not from the task."""
@@ -53,9 +53,17 @@ def _check_prompt(spec: RunSpec, line: Line, example: Example, encoded: Encoded)
     facts = to_jsonable_python(note(example, line.turn))
     if {key: value for key, value in line.facts.items() if key != LOGPROBS} != facts:
         raise RefusedError("prompts", f"{where}: its facts are not the task's")
-    held = len(encoded.context) + (0 if spec.visibility == "hidden" else len(encoded.turns[0].first))
-    if spec.model.kind == "autoregressive" and line.tokens is not None and line.tokens.context != held:
-        raise RefusedError("prompts", f"{where}: its context has {line.tokens.context} tokens, the task's {held}")
+    if spec.model.kind == "diffusion" or line.tokens is None:
+        return
+    ids = encoded.turns[line.turn]
+    asked = ids.later if line.turn and spec.mode is not Mode.MULTI_REQUEST else ids.first
+    seen = () if spec.visibility == "hidden" else encoded.turns[0].first
+    held, query = len(encoded.context) + len(seen), 0 if seen and line.turn == 0 else len(asked)
+    if (line.tokens.context, line.tokens.query) != (held, query):
+        raise RefusedError(
+            "prompts", f"{where}: {line.tokens.context} tokens in its context and {line.tokens.query} in its question, "
+            f"where the task has {held} and {query}"
+        )
 
 
 def check_answers(replay: Replay, lines: Sequence[Line], made: Sequence[Made]) -> Check:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from kvbench.errors import UserError
 from kvbench.leaderboard.asked import write_setting
@@ -25,6 +25,8 @@ from kvbench.task import Frame, Task
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # noqa: TID251  # its type
 
+    from kvbench.hf import Prediction
+
 
 class StrangerError(Exception):
     """What a submission names is not here: no fault of its own, but what rests on it cannot be verified."""
@@ -34,7 +36,7 @@ def find_known_method(spec: RunSpec) -> tuple[Method, list[str]]:
     """The method with the run's settings, and the settings that it has got since.
 
     Raises:
-        StrangerError: it is none of those here, or of another version.
+        StrangerError: it is none of those here, of another version, or reads a file of the submitter's.
         RefusedError: it is one of those here, and cannot have these settings.
     """
     name, version = spec.method.name, spec.method.version
@@ -44,6 +46,8 @@ def find_known_method(spec: RunSpec) -> tuple[Method, list[str]]:
         found = _method(name)
     if found.card.version != version:
         raise StrangerError(f"{name} is of version {show(version)}, and the one here of {found.card.version}")
+    if file := _own_file(found, spec.method.settings):  # some methods read theirs when they are made
+        raise StrangerError(f"setting {file} of {name} names a file of the submitter's")
     made = _configure(found, spec.method.settings, "method")
     return made, sorted(jsonable_settings(made).keys() - spec.method.settings.keys())
 
@@ -83,7 +87,7 @@ def find_known_task(spec: RunSpec) -> Task:
     found = _task(said.name)
     if found.version != said.version:
         raise StrangerError(f"{said.name} is of version {show(said.version)}, and the one here of {found.version}")
-    if file := own_file(found, said.settings):
+    if file := _own_file(found, said.settings):
         raise StrangerError(f"setting {file} of {said.name} names a file of the submitter's")
     task: Task = _configure(found, said.settings, "task")
     with blaming("task", said.name):
@@ -131,13 +135,41 @@ def find_known_tokenizer(spec: RunSpec, task: Task) -> tuple[PreTrainedTokenizer
     return tokenizer, frame, folder
 
 
-def own_file(kind: type[Method | Task], settings: Mapping[str, Any]) -> str | None:
+def check_model(spec: RunSpec, card: Card, folder: Path) -> Check:
+    """Whether the run's weights are those that are here under its model's name.
+
+    Raises:
+        RefusedError: no such model has so many parameters, or the method is for another kind.
+    """
+    from kvbench.hf.find import hash_model
+
+    said = spec.model
+    if card.models != said.kind:
+        raise RefusedError("model", f"{spec.method.name} is for {card.models} models, and its model is {said.kind}")
+    with blaming("model", f"{said.id} in {show(said.dtype)}"):
+        params = predict(folder, said.dtype).params
+    if params != said.params:
+        raise RefusedError("model", f"{said.id} has {params} parameters, not {said.params}")
+    if not any(folder.glob("*.safetensors")) and not said.id.startswith("random:"):
+        return flag("model", f"the weights of {said.id} are not on this machine: not compared")
+    found = hash_model(said.id, folder)
+    if found != said.sha256:
+        return flag("model", f"the weights of {said.id} are {found[:12]} here, the run's {show(said.sha256[:12])}")
+    return ok("model", f"{said.id} is here, with the run's weights")
+
+
+def _own_file(kind: type[Method | Task], settings: Mapping[str, Any]) -> str | None:
     """The first setting with free text of the submitter's, which is where kvbench takes paths."""
     types, fields = setting_types(kind), setting_fields(kind)
     for name, value in settings.items():
-        if isinstance(value, str) and types.get(name) in (str, str | None) and value != fields[name].default:
+        if name in types and value is not None and value != fields[name].default and _is_text(types[name]):
             return name
     return None
+
+
+def _is_text(kind: Any) -> bool:
+    """Whether a setting of this type can hold any text, and not only words that the type lists."""
+    return kind in (str, Path) or (get_origin(kind) is not Literal and any(_is_text(x) for x in get_args(kind)))
 
 
 def _configure(found: type[Any], settings: Mapping[str, Any], kind: Kind) -> Any:
@@ -148,6 +180,14 @@ def _configure(found: type[Any], settings: Mapping[str, Any], kind: Kind) -> Any
     if wrong := [key for key, value in jsonable_settings(made).items() if settings.get(key, value) != value]:
         raise RefusedError(kind, f"{name} cannot have its settings: {wrong[0]} is not {show(settings[wrong[0]])}")
     return made
+
+
+@functools.cache
+def predict(folder: Path, dtype: str) -> Prediction:
+    """The size and the shape of a model in this element type."""
+    from kvbench.hf import predict_memory
+
+    return predict_memory(str(folder), dtype)
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 from kvbench import __version__
 from kvbench.agreement import Dense
 from kvbench.examples import Made, make_examples
+from kvbench.leaderboard.known import predict
 from kvbench.leaderboard.verdict import blaming
 from kvbench.machine import find_version
 from kvbench.method import Budget, Card, Method, Shape
@@ -106,15 +107,8 @@ def shapes(spec: RunSpec, folder: Path, lengths: Sequence[int]) -> dict[int, Sha
         RefusedError: it has none with this element type.
     """
     with blaming("bytes", f"{spec.model.id} in {spec.model.dtype}"):
-        shape = _shape(folder, spec.model.dtype)
+        shape = predict(folder, spec.model.dtype).shape
     return {length: replace(shape, length=length) for length in lengths}
-
-
-@functools.cache
-def _shape(folder: Path, dtype: str) -> Shape:
-    from kvbench.hf import predict_memory
-
-    return predict_memory(str(folder), dtype).shape
 
 
 @functools.cache

@@ -99,6 +99,8 @@ class Repository:
         row = Row.of(head)
         if row.full:
             return ok("baseline", "it is the baseline")
+        if head.result.diffusion is not None and head.result.diffusion.baselines:
+            return ok("baseline", f"in the same job: {', '.join(sorted(head.result.diffusion.baselines))}")
         found = [x for x in self._rows.values() if x.full and x.questions == row.questions]
         if not found:
             return flag("baseline", "no run of the dense cache that was asked the same is known")

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from kvbench import __version__
 from kvbench.leaderboard.account import check_bytes, check_machine, check_summary
-from kvbench.leaderboard.answers import check_answers, check_prompts, check_scores, score_again
+from kvbench.leaderboard.answers import LOGPROBS, check_answers, check_prompts, check_scores, score_again
 from kvbench.leaderboard.bundle import Bundle, open_bundle
 from kvbench.leaderboard.known import (
     StrangerError,
     check_card,
+    check_model,
     find_known_method,
     find_known_task,
     find_known_tokenizer,
@@ -118,6 +119,7 @@ def _look_at_answers(found: Findings, bundle: Bundle) -> Iterator[Check]:
     except StrangerError as error:
         yield flag("prompts", f"{error}: its prompts cannot be made again, and so its scores are not verified")
         return
+    yield check_model(spec, card, folder)
     scorer = next(x for x in task.scorers if x.id == spec.task.scorer)
     random = spec.model.id.startswith("random:")
     replay = Replay(
@@ -128,6 +130,8 @@ def _look_at_answers(found: Findings, bundle: Bundle) -> Iterator[Check]:
     yield check_answers(replay, bundle.lines, made)
     again = score_again(replay, bundle.lines, made)
     yield check_scores(bundle.lines, again)
+    if any(LOGPROBS in x.facts for x in bundle.lines):
+        yield flag("logprobs", "its answers rest on the log-probabilities in its journal, which only a rerun can tell")
     found.score, checks = check_summary(replay, result, again)
     yield from checks
     yield check_bytes(replay, method, result, again, folder)

@@ -68,7 +68,7 @@ def judge(files: dict[str, bytes], true: float) -> None:
         assert found.score is not None and found.score.mean == true
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_spec_with_something_changed_everywhere(runs, data):
     """A lie that is told alike in all files."""
@@ -84,7 +84,7 @@ def test_a_spec_with_something_changed_everywhere(runs, data):
 
 
 @pytest.mark.parametrize("name", [SPEC, RESULT, MANIFEST])
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_document_with_something_changed(runs, name, data):
     files = runs["snapkv"].files
@@ -93,7 +93,7 @@ def test_a_document_with_something_changed(runs, name, data):
     judge({**files, MANIFEST: changed} if name == MANIFEST else repack(files, {name: changed}), true)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_journal_with_something_changed(runs, data):
     """Whatever a line says, the answers that are verified are those of its tokens, and the result must be theirs."""
@@ -105,7 +105,7 @@ def test_a_journal_with_something_changed(runs, data):
     judge(repack(files, {SAMPLES: packed}), runs["snapkv"].bundle.result.score.mean)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_file_cut_or_overwritten_anywhere(runs, data):
     files = runs["snapkv"].files

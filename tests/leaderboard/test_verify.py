@@ -15,9 +15,9 @@ from .conftest import edit, edit_spec, make_run
 
 def test_a_true_run_reaches_l0(snapkv, check):
     assert check(snapkv.files) == {
-        "files": "ok", "split": "ok", "machine": "ok", "method": "ok", "prompts": "ok", "answers": "ok",
-        "scores": "ok", "summary": "ok", "bytes": "ok", "baseline": "flag", "copies": "ok", "level": "L0",
-        "refused": "",
+        "files": "ok", "split": "ok", "machine": "ok", "method": "ok", "model": "ok", "prompts": "ok",
+        "answers": "ok", "scores": "ok", "summary": "ok", "bytes": "ok", "baseline": "flag", "copies": "ok",
+        "level": "L0", "refused": "",
     }
 
 
@@ -118,6 +118,10 @@ def test_settings_that_were_chosen_on_the_rows_examples_are_flagged(snapkv, chec
 @pytest.mark.parametrize(("change", "reason"), [
     (lambda x: x["model"].update(tokenizer_sha256="0" * 64), "tokenizer: the tokenizer of 'mini' is"),
     (lambda x: x["task"].update(chat_template_sha="0" * 16), "tokenizer: the chat template of 'mini' is None"),
+    (lambda x: x["model"].update(params=1), "model: mini has 4001152 parameters, not 1"),
+    (lambda x: x["model"].update(kind="diffusion"), "model: snapkv is for autoregressive models"),
+    (lambda x: x["model"].update(dtype="float4"), "model: mini in 'float4'"),
+    (lambda x: x.update(visibility="first-turn"), "prompts: sample 0 turn 0: "),
     (lambda x: x["task"].update(prompt_id="mine"), "task: its prompt_id is not one of niah_multikey_1"),
     (lambda x: x["task"].update(scorer="mine@1"), "task: its scorer is not one of niah_multikey_1"),
     (lambda x: x["method"].update(settings={"window": -1}), "method: snapkv cannot have its settings"),
@@ -138,6 +142,22 @@ def test_what_is_said_of_known_things_must_be_true(snapkv, check, change, reason
 def test_what_is_not_here_is_neither_looked_for_nor_verified(snapkv, check, change):
     found = check(edit_spec(snapkv.files, change))
     assert (found["prompts"], found["level"], found["refused"]) == ("flag", None, "")
+
+
+def test_a_file_that_a_method_would_read_is_not_read(snapkv, check, tmp_path):
+    """Some methods read their files when they are made."""
+    (tmp_path / "gates.tsv").write_text("secret")
+    files = edit_spec(snapkv.files, lambda x: x["method"].update(
+        name="duo-attention", family="heads", settings={"gates": str(tmp_path / "gates.tsv")},
+    ))
+    files = edit(files, RESULT, lambda x: x["method"]["card"].update(name="duo-attention", family="heads"))
+    found = check(files)
+    assert (found["method"], found["refused"]) == ("flag", "")
+
+
+def test_other_weights_under_the_same_name_are_flagged(snapkv, check):
+    found = check(edit_spec(snapkv.files, lambda x: x["model"].update(sha256="0" * 64)))
+    assert (found["model"], found["level"]) == ("flag", "L0")
 
 
 def test_a_method_of_the_submitters_is_scored_and_never_run(snapkv, check, tmp_path):

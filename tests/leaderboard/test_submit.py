@@ -1,0 +1,234 @@
+"""`kvbench submit`: packed, verified as the receiver will, and delivered to each of the three places."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbench.leaderboard.bundle import open_bundle
+from kvbench.leaderboard.deliver import put_in_folder
+from kvbench.leaderboard.parcel import read_files
+from kvbench.leaderboard.records import MANIFEST, RESULT, SAMPLES, SPEC
+
+TOKEN = "kvb_it-is-a-secret"
+
+
+class Stand(ThreadingHTTPServer):
+    """A server that remembers what it was asked, and answers what it was told to."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Desk)
+        self.asked: list[tuple[str, str, bytes, str | None]] = []
+        self.status, self.answer = 200, {}
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def reply(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+        """What the hub answers to the calls of its client, and a leaderboard to ours."""
+        if "/preupload/" in path:
+            modes = {x["path"]: "lfs" if x["path"].endswith(".gz") else "regular" for x in json.loads(body)["files"]}
+            return 200, {"files": [{"path": x, "uploadMode": y, "shouldIgnore": False} for x, y in modes.items()]}
+        if path.endswith("/lfs/objects/batch"):
+            objects = json.loads(body)["objects"]
+            return 200, {"transfer": "basic", "objects": [
+                {**x, "actions": {"upload": {"href": f"{self.url}/put/{x['oid']}"}}} for x in objects
+            ]}
+        if "/commit/" in path:
+            return 200, {
+                "success": True, "commitOid": "a" * 40, "commitUrl": f"{self.url}/datasets/org/rows/commit/{'a' * 40}",
+                "pullRequestUrl": f"{self.url}/datasets/org/rows/discussions/7",
+            }
+        return self.status, self.answer
+
+
+class Desk(BaseHTTPRequestHandler):
+    """Its front."""
+
+    server: Stand
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        self.server.asked.append((self.command, self.path, body, self.headers.get("authorization")))
+        status, document = self.server.reply(self.path, body)
+        data = json.dumps(document).encode()
+        self.send_response(status)
+        if status == 307:
+            self.send_header("location", f"{self.server.url}/elsewhere")
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_PUT = do_GET = do_POST  # noqa: N815  # as http.server calls them
+
+    def log_message(self, *_: object) -> None:
+        """Not on the screen."""
+
+
+@pytest.fixture
+def stand() -> Iterator[Stand]:
+    """Running."""
+    with Stand() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def git(folder: Path, *words: str) -> str:
+    """Its output."""
+    names = ("-c", "user.name=ada", "-c", "user.email=ada@example.org")
+    done = subprocess.run(["git", "-C", str(folder), *names, *words], check=True, capture_output=True, text=True)
+    return done.stdout
+
+
+def test_to_a_folder(kvbench, snapkv, tmp_path):
+    done = kvbench("submit", snapkv.folder, "--submitter", "ada", "--to", tmp_path, "--tuned-on", "niah:dev", "--json")
+    folder = tmp_path / "ada" / snapkv.bundle.spec.run_id
+    assert (done.code, done.json["level"], done.json["delivered"]) == (0, "L0", {"folder": str(folder)})
+    assert sorted(x.name for x in folder.iterdir()) == sorted([SPEC, SAMPLES, RESULT, MANIFEST])
+    bundle = open_bundle(read_files(folder))
+    assert bundle.manifest is not None and bundle.manifest.tuned_on == ("niah:dev",)
+    assert bundle.lines == snapkv.bundle.lines
+    assert kvbench("leaderboard", "verify", tmp_path).code == 0
+
+
+def test_twice_is_once_and_another_run_in_its_place_is_a_wrong_request(kvbench, snapkv, tmp_path):
+    arguments = ("submit", snapkv.folder, "--submitter", "ada", "--to", tmp_path)
+    assert [kvbench(*arguments).code for _ in range(2)] == [0, 0]
+    (tmp_path / "ada" / snapkv.bundle.spec.run_id / RESULT).write_text("{}")
+    done = kvbench(*arguments)
+    assert (done.code, "holds another bundle of this run" in done.err) == (2, True)
+
+
+def test_a_folder_is_there_whole_or_not_at_all(snapkv, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(Exception, match="No space left"):
+        put_in_folder(snapkv.files, snapkv.bundle.manifest, tmp_path)
+    assert [x for x in tmp_path.rglob("*") if x.is_file()] == []
+
+
+def test_by_a_pull_request_on_a_results_repository(kvbench, snapkv, runs, tmp_path):
+    """As docs/submitting.md has it: a checkout, a branch, a push; the maintainer fetches, verifies and merges."""
+    central, mine, theirs = (tmp_path / x for x in ("central.git", "mine", "theirs"))
+    git(tmp_path, "init", "-q", "--bare", "-b", "main", str(central))
+    git(tmp_path, "clone", "-q", str(central), str(mine))
+    git(mine, "switch", "-q", "-c", "main")
+    put_in_folder(runs["full"].files, runs["full"].bundle.manifest, mine)
+    git(mine, "add", ".")
+    git(mine, "commit", "-q", "-m", "rows")
+    git(mine, "push", "-q", "origin", "main")
+    done = kvbench("submit", snapkv.folder, "--submitter", "ada", "--to", mine)
+    assert done.code == 0
+    for line in done.out.split("for a pull request")[1].splitlines()[1:]:
+        git(mine, *[x.strip("'") for x in line.split()[1:]])
+    git(tmp_path, "clone", "-q", str(central), str(theirs))
+    branch = f"ada/{snapkv.bundle.spec.run_id}"
+    assert git(theirs, "diff", "--name-only", f"main...origin/{branch}").splitlines() == [
+        f"{branch}/{x}" for x in sorted([MANIFEST, RESULT, SAMPLES, SPEC])
+    ]
+    git(theirs, "switch", "-q", "--detach", f"origin/{branch}")
+    done = kvbench("leaderboard", "verify", theirs / branch, "--results", theirs, "--json")
+    assert (done.code, done.json[0]["level"], done.json[0]["submitter"]) == (0, "L0", "ada")
+    assert {x["name"]: x["outcome"] for x in done.json[0]["checks"]}["baseline"] == "ok"
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning")  # of the hub's client
+def test_to_the_hub_as_a_pull_request(kvbench, snapkv, stand, monkeypatch):
+    for name, value in (("HF_HUB_OFFLINE", False), ("ENDPOINT", stand.url), ("HF_HUB_DISABLE_XET", True)):
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    done = kvbench("submit", snapkv.folder, "--submitter", "ada", "--to", "hf:org/rows", "--json")
+    assert done.code == 0, done.err
+    assert done.json["delivered"] == {"pull_request": f"{stand.url}/datasets/org/rows/discussions/7"}
+    asked = [x for x in stand.asked if "/org/rows" in x[1] or x[0] == "PUT"]
+    assert [(method, path.partition("?")[2]) for method, path, _, _ in asked] == [
+        ("POST", "create_pr=1"), ("POST", ""), ("PUT", ""), ("POST", "create_pr=1"),
+    ]
+    assert asked[2][2] == snapkv.files[SAMPLES]
+    header, *rest = [json.loads(x) for x in asked[3][2].splitlines()]
+    place = f"ada/{snapkv.bundle.spec.run_id}"
+    assert header["value"]["summary"] == f"{snapkv.bundle.spec.run_id} of ada"
+    assert sorted(x["value"]["path"] for x in rest) == [f"{place}/{x}" for x in sorted(snapkv.files)]
+    assert "hf_secret" not in done.out + done.err
+
+
+def test_a_hub_that_refuses_is_a_failure_with_its_reason(kvbench, snapkv, stand, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    done = kvbench("submit", snapkv.folder, "--submitter", "ada", "--to", "hf:org/rows")
+    assert done.code == 1
+    assert "the hub did not take it for org/rows" in done.err
+
+
+def test_to_a_running_leaderboard(kvbench, snapkv, stand, monkeypatch, tmp_path):
+    stand.status, stand.answer = 202, {"id": "abc", "status": "queued"}
+    monkeypatch.setenv("KVBENCH_TOKEN", TOKEN)
+    done = kvbench("submit", snapkv.folder, "--submitter", "ada", "--to", f"{stand.url}/", "--json")
+    assert (done.code, done.json["delivered"]) == (0, stand.answer)
+    (method, path, body, token), = stand.asked
+    assert (method, path, token) == ("POST", "/api/submissions", f"Bearer {TOKEN}")
+    (tmp_path / "x.tar").write_bytes(body)
+    sent = open_bundle(read_files(tmp_path / "x.tar"))
+    assert (sent.content, sent.submitter) == (snapkv.bundle.content, "ada")
+    assert TOKEN not in done.out + done.err
+
+
+def test_a_token_may_stand_in_a_file(kvbench, snapkv, stand, tmp_path):
+    (tmp_path / "token").write_text(f"{TOKEN}\n")
+    kvbench("submit", snapkv.folder, "--submitter", "ada", "--to", stand.url, "--token-file", tmp_path / "token")
+    assert stand.asked[0][3] == f"Bearer {TOKEN}"
+
+
+def test_a_token_does_not_follow_a_redirect(kvbench, snapkv, stand, monkeypatch):
+    stand.status = 307
+    monkeypatch.setenv("KVBENCH_TOKEN", TOKEN)
+    done = kvbench("submit", snapkv.folder, "--submitter", "ada", "--to", stand.url)
+    assert (done.code, len(stand.asked)) == (1, 1)
+    assert TOKEN not in done.err
+
+
+@pytest.mark.parametrize(("status", "detail"), [(401, "unknown token"), (413, "too large"), (429, "too many")])
+def test_what_a_leaderboard_says_is_passed_on(kvbench, snapkv, stand, monkeypatch, status, detail):
+    stand.status, stand.answer = status, {"detail": detail}
+    monkeypatch.setenv("KVBENCH_TOKEN", TOKEN)
+    done = kvbench("submit", snapkv.folder, "--submitter", "ada", "--to", stand.url)
+    assert (done.code, done.err.splitlines()[-1]) == (1, f"kvbench: {stand.url} did not accept it ({status}): {detail}")
+
+
+def test_a_server_that_is_not_there_is_a_failure(kvbench, snapkv, monkeypatch):
+    monkeypatch.setenv("KVBENCH_TOKEN", TOKEN)
+    done = kvbench("submit", snapkv.folder, "--submitter", "ada", "--to", "http://127.0.0.1:1")
+    assert (done.code, "cannot be reached: [Errno 111] Connection refused" in done.err) == (1, True)
+
+
+def test_what_would_be_refused_is_not_sent(kvbench, snapkv, stand, monkeypatch, tmp_path):
+    for name in ("spec.json", "samples.jsonl", "result.json"):
+        (tmp_path / name).write_bytes((snapkv.folder / name).read_bytes())
+    document = json.loads((tmp_path / "result.json").read_text())
+    document["score"]["mean"] = 1.0
+    (tmp_path / "result.json").write_text(json.dumps(document))
+    monkeypatch.setenv("KVBENCH_TOKEN", TOKEN)
+    done = kvbench("submit", tmp_path, "--submitter", "ada", "--to", stand.url)
+    assert (done.code, stand.asked) == (1, [])
+    assert "It would be refused" in done.err
+
+
+@pytest.mark.parametrize(("options", "reason"), [
+    (["--submitter", "a b"], "--submitter 'a b' cannot stand in a manifest"),
+    (["--submitter", "ada", "--tuned-on", "a b"], "--tuned-on 'a b' cannot stand in a manifest"),
+    (["--submitter", "ada", "--to", "ftp://x"], "--to ftp://x is no place that kvbench knows"),
+    (["--submitter", "ada", "--to", "https://x"], "Set KVBENCH_TOKEN, or give --token-file."),
+    (["--submitter", "ada", "--to", "https://x", "--token-file", "/no"], "--token-file /no cannot be read"),
+])
+def test_wrong_requests(kvbench, snapkv, monkeypatch, options, reason):
+    monkeypatch.delenv("KVBENCH_TOKEN", raising=False)
+    done = kvbench("submit", snapkv.folder, *options)
+    assert (done.code, reason in done.err) == (2, True)
