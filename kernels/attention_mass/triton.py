@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvbench.kernels.attention_mass.torch import joint_lse
-from kvbench.kernels.column_sums.triton import weigh
-from kvbench.kernels.dense_attention.triton import normaliser
+from kvbench.kernels.column_sums.triton import normaliser, weigh
 
 __all__ = ["attention_mass", "joint_lse"]
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels.dense_attention.triton import LOG2E, block_rows, capped, normaliser, padded
+from kvbench.kernels.dense_attention.triton import LOG2E, attend, block_rows, capped, padded
 
 
 def column_sums(
@@ -38,6 +38,21 @@ def column_maxima(
     )
 
 
+def normaliser(
+    query: Tensor, keys: Tensor, *,
+    scale: float, seen: int, window: int | None = None, positions: Tensor | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None, at: Tensor | None = None, logical: Tensor | None = None,
+) -> Tensor:
+    """Log-sum-exp of every query's logits, and of its head's sink: `attend` over no values. [B, H_q, T] float32
+
+    The first pass: it reads keys alone.
+    """
+    return attend(
+        query, keys, keys[..., :0], keys.shape[1], scale=scale, seen=seen, window=window, positions=positions,
+        softcap=softcap, sinks=sinks, at=at, logical=logical,
+    )[1]
+
+
 def weigh(
     query: Tensor, keys: Tensor, lse: Tensor, *,
     scale: float, seen: int, window: int | None = None, positions: Tensor | None = None, softcap: float | None = None,
@@ -59,9 +74,9 @@ def weigh(
         query, keys, lse.contiguous(), result, positions, at, logical, seen, n_key, kv_heads, n_query, scale,
         0.0 if softcap is None else softcap, 0 if window is None else window, *query.stride()[:3], *keys.stride()[:3],
         *position_strides, width=width, group=heads // kv_heads, has_window=window is not None,
-        has_positions=window is not None and positions is not None, has_softcap=softcap is not None,
-        has_at=at is not None, has_logical=logical is not None, by_head=by_head, maxima=maxima, block_n=block_n,
-        block_m=block_m, block_d=padded(width), num_warps=warps, num_stages=3 if keys.itemsize <= 2 else 2,
+        has_positions=window is not None and positions is not None, has_softcap=softcap is not None, by_head=by_head,
+        maxima=maxima, block_n=block_n, block_m=block_m, block_d=padded(width), num_warps=warps,
+        num_stages=3 if keys.itemsize <= 2 else 2,
     )
     return result
 
@@ -82,8 +97,8 @@ def weigh_rows(
     query, keys, lse, result, positions, at, logical, seen, n_key, kv_heads, n_query, scale, softcap, window,
     query_batch, query_head, query_row, key_batch, key_head, key_row, position_batch, position_head,
     width: tl.constexpr, group: tl.constexpr, has_window: tl.constexpr, has_positions: tl.constexpr,
-    has_softcap: tl.constexpr, has_at: tl.constexpr, has_logical: tl.constexpr, by_head: tl.constexpr,
-    maxima: tl.constexpr, block_n: tl.constexpr, block_m: tl.constexpr, block_d: tl.constexpr,
+    has_softcap: tl.constexpr, by_head: tl.constexpr, maxima: tl.constexpr, block_n: tl.constexpr,
+    block_m: tl.constexpr, block_d: tl.constexpr,
 ):
     """One block of rows of one KV head against all queries of its group that may see them."""
     pair = tl.program_id(1)
@@ -103,7 +118,7 @@ def weigh_rows(
 
     before = n_key - n_query  # rows before the first query's own
     low, high = 0, n_query
-    if not has_at:  # queries stand in the order of their rows
+    if at is None:  # queries stand in the order of their rows
         low = tl.maximum(low, first - before)
         if has_window and not has_positions:
             high = tl.minimum(high, first + block_n - 1 + window - before)
@@ -122,9 +137,9 @@ def weigh_rows(
             total = tl.load(lse + of_head + t, mask=real, other=0.0) * LOG2E
             logits = capped(tl.dot(k, q, input_precision="ieee"), scale, softcap, has_softcap)
             own, now = before + t, seen - n_query + t  # each query's row and position
-            if has_at:
+            if at is not None:
                 own = tl.load(at + t, mask=real, other=0).to(tl.int32)
-            if has_logical:
+            if logical is not None:
                 now = tl.load(logical + t, mask=real, other=0).to(tl.int32)
             visible = inside[:, None] & real[None, :] & (row[:, None] <= own[None, :])
             if has_window:

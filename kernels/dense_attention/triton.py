@@ -34,11 +34,7 @@ def dense_attention(
     scale: float, seen: int | Tensor, window: int | None = None, positions: Tensor | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, causal: bool = True, length: Tensor | None = None,
 ) -> Tensor:
-    """Attention output of the last T rows over all N rows; see `torch.dense_attention`. [B, H_q, T, D_v]
-
-    On a GPU, whole prompts that SDPA's flash attention can take are left to it; what queries that are many ran as is
-    noted.
-    """
+    """Attention output of the last T rows over all N rows; on a GPU SDPA's flash attention has its prompts."""
     n_query, n_key = query.shape[2], keys.shape[2]
     narrow = window is not None and (positions is not None or n_key > window or length is not None)
     if not causal and narrow:
@@ -88,28 +84,13 @@ def attend(
         *query.stride()[:3], *key_strides, *value_strides, *position_strides, width=width, value_width=value_width,
         group=group, causal=causal, has_window=window is not None, has_positions=positions is not None,
         has_softcap=softcap is not None, has_bias=bias is not None, ragged=offsets is not None,
-        static=length is not None, seen_on_device=isinstance(seen, Tensor), has_at=at is not None,
-        has_logical=logical is not None, heads_padded=padded(n_head), block_m=block_m, block_n=block_n,
-        block_d=padded(width), block_v=padded(value_width), num_warps=warps, num_stages=stages,
+        static=length is not None, seen_on_device=isinstance(seen, Tensor), heads_padded=padded(n_head),
+        block_m=block_m, block_n=block_n, block_d=padded(width), block_v=padded(value_width), num_warps=warps,
+        num_stages=stages,
     )
     if not direct:
         output, lse = merge_tiles(output, lse, n_head, offsets, split, splits, sinks, kv_heads, dtype)
     return output.view(batch, heads, n_query, value_width), lse.view(batch, heads, n_query)
-
-
-def normaliser(
-    query: Tensor, keys: Tensor, *,
-    scale: float, seen: int, window: int | None = None, positions: Tensor | None = None, softcap: float | None = None,
-    sinks: Tensor | None = None, at: Tensor | None = None, logical: Tensor | None = None,
-) -> Tensor:
-    """Log-sum-exp of every query's logits, and of its head's sink: `attend` over no values. [B, H_q, T] float32
-
-    The first pass of what scores rows. It reads keys and holds nothing of length times length.
-    """
-    return attend(
-        query, keys, keys[..., :0], keys.shape[1], scale=scale, seen=seen, window=window, positions=positions,
-        softcap=softcap, sinks=sinks, at=at, logical=logical,
-    )[1]
 
 
 def merge_tiles(
@@ -179,10 +160,8 @@ def count_tiles(offsets, split, n_head, heads_padded: tl.constexpr):
 def capped(products, scale, softcap, has_softcap: tl.constexpr):
     """Logits times the log of e to base 2."""
     if has_softcap:
-        logits = softcap * LOG2E * (1.0 - 2.0 / (1.0 + tl.exp2(products * (2.0 * LOG2E * scale / softcap))))  # tanh
-    else:
-        logits = products * (scale * LOG2E)
-    return logits
+        products = softcap / scale * (1.0 - 2.0 / (1.0 + tl.exp2(products * (2.0 * LOG2E * scale / softcap))))  # tanh
+    return products * (scale * LOG2E)
 
 
 @triton.jit(do_not_specialize=["seen", "n_key"])  # they grow with every step
@@ -193,9 +172,8 @@ def attend_tiles(
     position_batch, position_head,
     width: tl.constexpr, value_width: tl.constexpr, group: tl.constexpr, causal: tl.constexpr,
     has_window: tl.constexpr, has_positions: tl.constexpr, has_softcap: tl.constexpr, has_bias: tl.constexpr,
-    ragged: tl.constexpr, static: tl.constexpr, seen_on_device: tl.constexpr, has_at: tl.constexpr,
-    has_logical: tl.constexpr, heads_padded: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
-    block_d: tl.constexpr, block_v: tl.constexpr,
+    ragged: tl.constexpr, static: tl.constexpr, seen_on_device: tl.constexpr, heads_padded: tl.constexpr,
+    block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, block_v: tl.constexpr,
 ):
     """One block of queries against one tile of rows of their KV head; a tile that no head has does nothing."""
     tile = tl.program_id(1)
@@ -222,9 +200,9 @@ def attend_tiles(
     t, g = m // group, m % group
     real = m < group * n_query
     own, place = count - n_query + t, now - n_query + t  # each query's row and position
-    if has_at:
+    if at is not None:
         own = tl.load(at + t, mask=real, other=0).to(tl.int32)
-    if has_logical:
+    if logical is not None:
         place = tl.load(logical + t, mask=real, other=0).to(tl.int32)
     d, v = tl.arange(0, block_d), tl.arange(0, block_v)
     of_query = (kv_head * group + g) * query_head + t.to(tl.int64) * query_row

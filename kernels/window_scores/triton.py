@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvbench.kernels.column_sums.triton import weigh
-from kvbench.kernels.dense_attention.triton import normaliser
+from kvbench.kernels.column_sums.triton import normaliser, weigh
 
 
 def window_scores(
