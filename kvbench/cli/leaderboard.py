@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -72,6 +73,30 @@ def rerun_command(
     found = verify(path, Repository(results or [path]))
     raise_level(found, wish, show_progress)
     return _report([(path, found.conclude())], write=write, as_json=as_json, below=(None, "L0"))
+
+
+@app.command("build")
+def build_command(
+    results: Annotated[Path, typer.Argument(help="Folder with runs at any depth.")],
+    *,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder of the site; an older site is replaced.")],
+    as_json: Json = False,
+) -> int:
+    """Build the static site of all runs below a folder."""
+    from kvbench.leaderboard.site.build import build_site
+    from kvbench.log import say
+    from kvbench.table import print_rows
+
+    built = build_site(results, output)
+    for x in built.problems:
+        say(f"not shown: {x.place}: {x.reason}.")
+    print_rows("", ("", "site"), [
+        ("runs", str(built.runs)), ("protocols", str(built.groups)), ("not shown", str(len(built.problems))),
+        ("open", str(built.folder / "index.html")),
+    ])
+    if as_json:
+        print_json({**asdict(built), "folder": str(built.folder)})
+    return 0
 
 
 def _report(
