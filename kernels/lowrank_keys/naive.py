@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvbench.kernels.lowrank_keys.torch import Rotation
+
 
 def factor_keys(keys: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Left factors [B, n, r], singular values in them, and the right singular vectors by head [B, H_kv, r, D]."""
@@ -13,11 +15,10 @@ def factor_keys(keys: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return left[:, :, :rank] * sizes[:, None, :rank], basis
 
 
-def rebuild_keys(factors: Tensor, basis: Tensor, rows: Tensor) -> Tensor:
-    """See `torch.rebuild_keys`. [B, H_kv, m, D] float64"""
-    found = torch.zeros(*rows.shape, basis.shape[3], dtype=torch.float64)
+def restore_keys(block: Tensor, at: Tensor, factors: Tensor, basis: Tensor, rows: Tensor, rope: Rotation) -> None:
+    """See `torch.restore_keys`."""
     for b in range(rows.shape[0]):
         for h in range(rows.shape[1]):
-            for i, row in enumerate(rows[b, h].tolist()):
-                found[b, h, i] = factors[b, row].double() @ basis[b, h].double()
-    return found
+            for place, row in zip(at[b, h].tolist(), rows[b, h].tolist(), strict=True):
+                key = factors[b, row].double() @ basis[b, h].double()
+                block[b, h, place] = rope.rotate(key[None, None, None], torch.tensor([[row]]))[0, 0, 0]

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 ROW_BLOCK = 4096
+
+
+class Rotation(Protocol):
+    """How a layer turns keys to their positions."""
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Turned rows. x: [B, H, T, D]; positions: [B, T]."""
+
+    def terms(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """What turned rows are in their leading W channels: x[c] * cos[c] + x[partner[c]] * sin[c].
+
+        Cos and sin [B, T, W] float32, partners [W]; None where no channel turns.
+        """
 
 
 def factor_keys(keys: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -25,12 +40,16 @@ def factor_keys(keys: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return torch.cat(factors, dim=1), basis
 
 
-def rebuild_keys(factors: Tensor, basis: Tensor, rows: Tensor) -> Tensor:
-    """Approximate keys of the rows that each head asks for, before rotation. [B, H_kv, m, D]
+def restore_keys(block: Tensor, at: Tensor, factors: Tensor, basis: Tensor, rows: Tensor, rope: Rotation) -> None:
+    """Write approximate keys, turned to their positions, into a block's rows.
 
-    factors: [B, n, r], contiguous. basis: [B, H_kv, r, D]. rows: [B, H_kv, m]
+    block: [B, H_kv, K, D], contiguous. at: [B, H_kv, m], rows of the block, distinct within a head.
+    factors: [B, n, r], contiguous, of rows whose positions are 0, 1, ... basis: [B, H_kv, r, D]. rows: [B, H_kv, m].
     """
-    first = torch.arange(factors.shape[0], device=rows.device).view(-1, 1, 1) * factors.shape[1]
+    batch, heads, _ = rows.shape
+    first = torch.arange(batch, device=rows.device).view(-1, 1, 1) * factors.shape[1]
     asked = factors.flatten(0, 1).index_select(0, (first + rows).flatten())
-    keys: Tensor = asked.view(*rows.shape, factors.shape[2]) @ basis
-    return keys
+    plain = (asked.view(*rows.shape, factors.shape[2]) @ basis).flatten(0, 1)  # [B * H_kv, m, D]
+    keys = rope.rotate(plain[:, None], rows.flatten(0, 1))
+    head = torch.arange(batch * heads, device=at.device).view(batch, heads, 1)
+    block.flatten(0, 2).index_copy_(0, (head * block.shape[2] + at).flatten(), keys.flatten(0, 2))

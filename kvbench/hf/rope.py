@@ -63,12 +63,37 @@ class Rope:
             )
         return self._turn(x, distance, 1.0, 1.0)
 
-    def _turn(self, x: Tensor, positions: Tensor, sign: float, factor: float) -> Tensor:
+    def terms(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """What `rotate` makes of channel c of a row, for a kernel to do: x[c] * cos[c] + x[partner[c]] * sin[c].
+
+        positions: [B, T]. cos, sin: [B, T, W] float32, of the leading channels, sin with its sign. partner: [W].
+        None where nothing is rotated.
+
+        Raises:
+            UserError: the layer's rotary embedding is not understood.
+        """
+        self._refuse_unknown()
+        if self.angles is None or self.apply is None:
+            return None
+        cos, sin = self.angles(torch.zeros((), device=positions.device), positions)
+        ones = cos.new_ones((*positions.shape, self.width))[:, None]
+        numbers = torch.arange(1.0, self.width + 1, device=cos.device)[None, None, None]
+        one = torch.ones_like(cos[:1, :1])
+        partner = self.apply(numbers, torch.zeros_like(one), one)[0, 0, 0].abs().long() - 1
+        return (
+            self.apply(ones, cos, torch.zeros_like(sin))[:, 0], self.apply(ones, torch.zeros_like(cos), sin)[:, 0],
+            partner,
+        )
+
+    def _refuse_unknown(self) -> None:
         if not self.trusted:
             raise UserError(
                 "this model's rotary embedding is not understood on every layer, and the method needs to rotate keys. "
                 "Use a method that leaves keys where they are."
             )
+
+    def _turn(self, x: Tensor, positions: Tensor, sign: float, factor: float) -> Tensor:
+        self._refuse_unknown()
         if self.angles is None or self.apply is None:
             return x
         cos, sin = self.angles(x.float(), positions)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvbench.kernels.lowrank_keys import factor_keys, rebuild_keys
+from kvbench.kernels.lowrank_keys import factor_keys, restore_keys
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials, ragged_partial
 from kvbench.method import Step
 from kvbench.store.host import HostRows
@@ -139,10 +139,10 @@ class LowRankKV(SelectiveKV):
         new = chosen.gather(2, wanted).where(order[:most] < misses, slots.chunk.gather(2, free).long())
         rows = chunks.number.gather(2, new).long()[..., None] * chunks.size
         rows = (rows + torch.arange(chunks.size, device=rows.device)).flatten(2)  # [B, H_kv, most * size]
-        plain = rebuild_keys(chunks.factors, chunks.basis, rows)
-        keys = rope.rotate(plain.flatten(0, 1)[:, None], rows.flatten(0, 1))
+        places = (free[..., None] * chunks.size + torch.arange(chunks.size, device=rows.device)).flatten(2)
+        block = slots.key.view(batch, heads, count * chunks.size, -1)
+        restore_keys(block, places, chunks.factors, chunks.basis, rows, rope)
         at = (torch.arange(batch * heads, device=free.device).view(batch, heads, 1) * count + free).flatten()
-        slots.key.flatten(0, 2).index_copy_(0, at, keys.reshape(len(at), -1))
         slots.value.flatten(0, 2).index_copy_(0, at, chunks.values.fetch(new).flatten(0, 2))
         slots.chunk.scatter_(2, free, new.to(torch.int32))
 

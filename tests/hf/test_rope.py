@@ -66,6 +66,20 @@ def test_unrotated_keys_do_not_know_their_position(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*ROTATED, *sorted(LEARNED)])
+def test_terms_are_what_a_rotation_does(name: str) -> None:
+    """Multiples of a channel and of its partner, added up, are the rotated row, however a model pairs its channels."""
+    tiny, positions = model(name), torch.tensor([[0, 7, 200], [3, 3, 41]])
+    rows = torch.randn(2, 1, 3, tiny.layers[0].key_dim, generator=torch.Generator().manual_seed(0))
+    for rope in tiny.ropes:
+        turned, terms = rows.clone(), rope.terms(positions)
+        if terms is not None:
+            cos, sin, partner = (x[:, None] if x.dim() == 3 else x for x in terms)
+            lead = rows[..., : cos.shape[-1]]
+            turned[..., : cos.shape[-1]] = lead * cos + lead[..., partner] * sin
+        assert torch.allclose(turned, rope.rotate(rows, positions), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [*ROTATED, *sorted(LEARNED)])
 def test_which_layers_rotate(name: str) -> None:
     """The rotated width of every layer is the architecture's: partial, whole, or none."""
     tiny = model(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvbench.kernels.lowrank_keys import factor_keys, naive, rebuild_keys
+from kvbench.kernels.lowrank_keys import factor_keys, naive, restore_keys
 from kvbench.kernels.lowrank_keys import torch as plain
 
 
@@ -57,14 +57,77 @@ def test_heads_share_the_factors():
     assert (whole(factors, basis) - keys).abs().max() < 1e-5
 
 
+class Turning:
+    """A rotation of the leading channels, in neighbouring or in distant pairs, by an angle that grows with both."""
+
+    def __init__(self, width=0, *, interleaved=False):
+        self.width = width
+        self.partner = torch.arange(width) ^ 1 if interleaved else (torch.arange(width) + width // 2) % max(1, width)
+        self.sign = torch.where(self.partner > torch.arange(width), -1.0, 1.0)
+
+    def terms(self, positions):
+        """Cos, sin and partners, on the positions' device."""
+        pair = torch.minimum(torch.arange(self.width), self.partner)
+        angle = positions[..., None].cpu() * (0.3 + 0.7 ** pair)
+        found = angle.cos(), angle.sin() * self.sign, self.partner
+        return tuple(x.to(positions.device) for x in found) if self.width else None
+
+    def rotate(self, x, positions):
+        """The same, applied. x: [B, H, T, D]"""
+        turned = x.clone()
+        if self.width:
+            cos, sin, partner = self.terms(positions)
+            lead = x[..., : self.width]
+            turned[..., : self.width] = (lead * cos[:, None] + lead[..., partner] * sin[:, None]).to(x.dtype)
+        return turned
+
+
+ROTATIONS = {
+    "whole": Turning(6), "interleaved": Turning(6, interleaved=True), "partial": Turning(4), "none": Turning(),
+}
+
+
+def restored(restore, count, dtype, rope, move=lambda x: x, rank=5):
+    """A block of 40 rows that are 9, of which `count` were written by head, in another order than they were asked."""
+    factors, basis = (x.to(dtype).contiguous() for x in naive.factor_keys(random_keys(), rank))
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(50, (2, 2, count), generator=generator)
+    at = torch.stack([torch.randperm(40, generator=generator)[:count] for _ in range(4)]).view(2, 2, -1)
+    block = move(torch.full((2, 2, 40, 6), 9.0, dtype=dtype))
+    restore(block, *move([at, factors, basis, rows]), rope)
+    return block
+
+
+@pytest.mark.parametrize("rope", ROTATIONS.values(), ids=ROTATIONS)
 @pytest.mark.parametrize("count", [0, 1, 17])
-def test_rebuilt_rows_equal_the_oracle(count, error):
-    """Each head's own choice of rows, repeated ones included, comes back as its product; none is no row."""
-    factors, basis = factor_keys(random_keys(), 5)
-    rows = torch.randint(50, (2, 2, count), generator=torch.Generator().manual_seed(1))
-    found, wanted = rebuild_keys(factors, basis, rows), naive.rebuild_keys(factors, basis, rows)
-    assert found.shape == (2, 2, count, 6)
-    assert not count or error(found, wanted) < 1e-5
+def test_restored_rows_equal_the_oracle(count, rope, error):
+    """Each head's own choice of rows, repeated ones included, is turned and written; other rows stay."""
+    found, wanted = (restored(restore, count, torch.float32, rope) for restore in (restore_keys, naive.restore_keys))
+    assert error(found, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("rope", ROTATIONS.values(), ids=ROTATIONS)
+def test_triton_equals_the_oracle(rope, precision, triton, error, allowed):
+    """About a block of 32 rows and 32 ranks, in every precision and kind of rotation; other rows stay."""
+    for count, rank in ((1, 5), (33, 12)) if precision is torch.float32 else ((31, 12),):
+        found = restored(restore_keys, count, precision, rope, triton, rank)
+        wanted = restored(naive.restore_keys, count, precision, rope, rank=rank)
+        assert error(found, wanted.double()) < allowed[precision]
+
+
+@pytest.mark.gpu
+def test_triton_at_full_size(precision, triton, error, allowed):
+    """Rank 160, heads of 128 channels, and thousands of rows."""
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randn(1, 20_000, 160, generator=generator).to(precision)
+    basis = torch.randn(1, 8, 160, 128, generator=generator).to(precision)
+    rows, at = torch.randint(20_000, (1, 8, 1500), generator=generator), torch.arange(1500).expand(1, 8, -1)
+    block = triton(torch.empty(1, 8, 2048, 128, dtype=precision))
+    rope = Turning(128)
+    restore_keys(block, *triton([at, factors, basis, rows]), rope)
+    wanted = torch.stack([factors[0, rows[0, h]].double() @ basis[0, h].double() for h in range(8)])
+    wanted = rope.rotate(wanted[:, None], rows[0])[:, 0]
+    assert error(block[0, :, :1500], wanted) < allowed[precision]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -74,4 +137,6 @@ def test_half_precision(dtype, error, allowed):
     factors, basis = factor_keys(keys, 12)
     assert factors.dtype == basis.dtype == dtype
     rows = torch.arange(50).expand(2, 2, -1)
-    assert error(rebuild_keys(factors, basis, rows), keys.double()) < allowed[dtype]
+    block = torch.empty_like(keys)
+    restore_keys(block, rows, factors, basis, rows, Turning())
+    assert error(block, keys.double()) < allowed[dtype]
