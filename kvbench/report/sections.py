@@ -31,7 +31,10 @@ HEAD = (
     Cell("held"), Cell("bytes/token"), Cell("read"), Cell("per token"), Cell("first token"), Cell("top-1"),
     Cell("KL, nats"), Cell("acted"), Cell("run", kind="text"),
 )
-RUN_HEAD = ("run", "settings", "budget", "kernels", "kvbench", "torch", "transformers", "commit", "started", "seconds")
+RUN_HEAD = (
+    "run", "settings", "budget", "prefill", "kernels", "kvbench", "torch", "transformers", "commit", "started",
+    "seconds",
+)
 
 
 def write_report(groups: Sequence[Sequence[Entry]], grids: Sequence[Grid]) -> bytes:
@@ -152,8 +155,10 @@ def _describe_run(result: Result) -> list[Cell]:
     resolved = " ".join(f"{key}={value}" for key, value in result.budget.resolved.items())
     texts = (
         result.run_id, " ".join(f"{key}={value}" for key, value in result.method.settings.items()) or "-",
-        f"{result.budget.asked or '-'} {resolved}", " ".join([result.kernels.implementation, *result.kernels.ops]),
-        where.kvbench, where.torch, where.transformers, commit, where.started, f"{where.seconds:,.0f}",
+        f"{result.budget.asked or '-'} {resolved}",
+        "whole" if result.spec.chunk is None else f"{result.spec.chunk:,} tokens at a time",
+        " ".join([result.kernels.implementation, *result.kernels.ops]), where.kvbench, where.torch,
+        where.transformers, commit, where.started, f"{where.seconds:,.0f}",
     )
     return [Cell(x, kind="text") for x in texts]
 
