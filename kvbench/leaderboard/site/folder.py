@@ -38,7 +38,8 @@ def write_site(files: Iterable[tuple[str, bytes]], output: Path) -> None:
         SaveError: the disk is full or read-only; the old site stays.
         UserError: somebody else is building there.
     """
-    work = output.with_name(f".{output.name}.building")
+    output = output.resolve()
+    work = output.parent / f".{output.name}.building"
     old, new = work / "old", work / "new"
     with locked(work), saving(output):
         try:

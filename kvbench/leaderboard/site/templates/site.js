@@ -61,9 +61,11 @@ if (form) {
   };
 
   const read = () => {
-    if (!location.hash.includes("=")) return;
-    for (const [name, value] of new URLSearchParams(location.hash.slice(1))) if (form.elements[name]) form.elements[name].value = value;
-    apply();
+    if (location.hash.includes("=")) { // and not the place of a table
+      const wanted = new URLSearchParams(location.hash.slice(1));
+      for (const element of form.elements) if (element.name) element.value = wanted.get(element.name) ?? "";
+      apply();
+    }
   };
 
   form.addEventListener("input", apply);
@@ -74,6 +76,6 @@ if (form) {
   const filters = document.getElementById("filtering");
   filters.hidden = false;
   filters.open = matchMedia("(min-width: 44rem)").matches; // a telephone shows rows first
-  apply();
-  read();
+  if (location.hash.includes("=")) read();
+  else apply();
 }
