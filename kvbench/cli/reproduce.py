@@ -97,7 +97,7 @@ def _say_missing(plans: list[Plan]) -> None:
     from kvbench.log import say
 
     for missing, count in _count(plans).items():
-        say(f"missing for {count} of {len(plans)} numbers, {missing.what}: {missing.why.rstrip(".")}.")
+        say(f"missing for {count} of {len(plans)} numbers, {missing.what}: {missing.why.rstrip('.')}.")
 
 
 def _count(plans: list[Plan]) -> dict[Missing, int]:
