@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree as ET
 
@@ -21,35 +21,44 @@ from kvbench.report.grid import draw_grid, list_scores, read_grid
 from kvbench.report.group import Entry
 from kvbench.runs import Run
 
-WIDTH = 470
+WIDTH = 560
 """Two stand beside one another on a wide page."""
 SVG = "{http://www.w3.org/2000/svg}"
+TOLD = ("row: ", "score: ", "held: ", "read: ")
+"""What a point says, of all that the report's chart has of it."""
 
 
 def draw_group(group: Group) -> list[Markup]:
     """Scores against bytes held, and where there are methods that save reads, against bytes read."""
     axes = {x.axis for x in group.tables} - {Axis.COMPUTED}
-    entries = [Entry(x.result, show_plain(x.label)) for x in group.rows]
+    entries = [Entry(x.result, show_plain(x.label), x.rank) for x in group.rows]
     specs = [draw_cost(entries, x) for x, axis in zip(COSTS, (Axis.HELD, Axis.READ), strict=False) if axis in axes]
-    return [_render(x, "points") for x in specs if x is not None]
+    runs = {x.result.run_id: f"runs/{x.entry.name}/index.html" for x in group.rows}
+    return [_render(x, "points", runs) for x in specs if x is not None]
 
 
 def draw_heatmap(run: Run) -> Markup | None:
     """Scores by depth and length; None: the run is not of a grid."""
     grid = read_grid(run)
-    return None if grid is None else _render(draw_grid(grid, list_scores([grid])), "cells")
+    return None if grid is None else _render(draw_grid(grid, list_scores([grid])), "cells", {})
 
 
-def _render(spec: Spec, kind: str) -> Markup:
-    """A chart as SVG that takes its colours from the page and says what a point is when it is pointed at."""
+def _render(spec: Spec, kind: str, runs: Mapping[str, str]) -> Markup:
+    """A chart as SVG that takes its colours from the page; a point of a run says what it is, and leads to its page."""
     root = ET.fromstring(_convert(json.dumps({**spec, "width": WIDTH})))  # noqa: S314  # made here
-    for node in root.iter():
-        label = node.attrib.pop("aria-label", None)
-        roles = node.attrib.pop("aria-roledescription", None), node.attrib.pop("role", None)
-        if label and roles[0] == "point":
-            ET.SubElement(node, f"{SVG}title").text = label
+    for parent in list(root.iter()):
+        for place, node in enumerate(parent):
+            told = node.attrib.pop("aria-label", "").split("; ")
+            roles = node.attrib.pop("aria-roledescription", None), node.attrib.pop("role", None)
+            page = runs.get(told[-1].removeprefix("run: "))
+            if roles[0] == "point" and page is not None:
+                words = "; ".join(x for x in told if x.startswith(TOLD))
+                ET.SubElement(node, f"{SVG}title").text = words
+                # The table has the same links: with the keyboard nobody needs to pass all of these.
+                parent[place] = ET.Element(f"{SVG}a", {"href": page, "aria-label": words, "tabindex": "-1"})
+                parent[place].append(node)
     root.remove(root[0])  # the white ground
-    root.attrib |= {"class": f"chart {kind}", "role": "img", "aria-label": spec["description"]}
+    root.attrib |= {"class": f"chart {kind}", "role": "group" if runs else "img", "aria-label": spec["description"]}
     ET.register_namespace("", SVG[1:-1])
     return Markup(ET.tostring(root, encoding="unicode"))  # noqa: S704  # text in it was escaped by its writer
 

@@ -6,16 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import Environment
-
 from kvbench.leaderboard.asked import write_command
 from kvbench.leaderboard.records import VERIFICATION
 from kvbench.leaderboard.site import facts
 from kvbench.leaderboard.site.charts import draw_group, draw_heatmap, trace
-from kvbench.leaderboard.site.claims import VERDICTS, Claims
+from kvbench.leaderboard.site.claims import Claims
 from kvbench.leaderboard.site.data import OWN, list_rows, write_json, write_parquet
 from kvbench.leaderboard.site.entries import Problem
-from kvbench.leaderboard.site.pages import make_pages, name_pages, tag_group, write_value
+from kvbench.leaderboard.site.pages import Pages, name_pages, tag_group, write_value
 from kvbench.leaderboard.site.tables import Group, Row
 from kvbench.method import Card
 from kvbench.results import Result
@@ -49,28 +47,24 @@ def list_files(groups: Sequence[Group], problems: Sequence[Problem], claims: Cla
     """Names with contents; the same runs give the same ones."""
     rows = [row for group in groups for row in group.rows]
     names = name_pages(x.result.method.name for x in rows)
-    pages = make_pages(pages=names, count=len(rows), groups=groups, root="", here="")
+    pages = Pages({"pages": names, "count": len(rows), "groups": groups})
     filters = [
         (key, title, sorted({tag_group(x.example)[key] for x in groups})) for key, title in FILTERS.items()
     ]
     filters.insert(5, ("family", "Family", sorted({x.result.method.family for x in rows})))
     charts = {x.key: draw_group(x) for x in groups}
     methods = [_gather(name, groups) for name in names]
-    yield "index.html", _write(pages, "index", problems=problems, filters=filters, charts=charts)
-    yield "methods.html", _write(pages, "methods", methods=methods)
-    yield "claims.html", _write(pages, "claims", claims=claims, verdicts=VERDICTS)
-    yield "about.html", _write(pages, "about", own_columns=[(name, words) for name, (_, words) in OWN.items()])
+    yield "index.html", pages.write("index", problems=problems, filters=filters, charts=charts)
+    yield "methods.html", pages.write("methods", methods=methods)
+    yield "claims.html", pages.write("claims", claims=claims)
+    yield "about.html", pages.write("about", own_columns=[(name, words) for name, (_, words) in OWN.items()])
     for method in methods:
-        yield f"methods/{names[method.name]}.html", _write(pages, "method", root="../", **_describe_method(method))
+        yield f"methods/{names[method.name]}.html", pages.write("method", root="../", **_describe_method(method))
     for group in groups:
         yield from _write_runs(pages, group)
     flat = list_rows(groups)
     yield "results.json", write_json(flat, problems)
     yield "results.parquet", write_parquet(flat)
-
-
-def _write(pages: Environment, name: str, **context: Any) -> bytes:
-    return pages.get_template(f"{name}.html").render(**{"here": name, **context}).encode()
 
 
 def _gather(name: str, groups: Sequence[Group]) -> Shown:
@@ -105,7 +99,7 @@ def _describe_method(method: Shown) -> dict[str, Any]:
     return {"method": method, "facts": described, "curves": curves}
 
 
-def _write_runs(pages: Environment, group: Group) -> Iterator[tuple[str, bytes]]:
+def _write_runs(pages: Pages, group: Group) -> Iterator[tuple[str, bytes]]:
     bands = {row.entry.name: band for table in group.tables for band in table.bands for row in band.rows}
     for row in group.rows:
         entry, result = row.entry, row.result
@@ -113,8 +107,8 @@ def _write_runs(pages: Environment, group: Group) -> Iterator[tuple[str, bytes]]
         if entry.verification is not None:
             files[VERIFICATION] = f"{entry.verification.model_dump_json(indent=1)}\n".encode()
         place = f"runs/{entry.name}"
-        yield f"{place}/index.html", _write(
-            pages, "run", root="../../", group=group, row=row, band=bands.get(entry.name), most=MOST,
+        yield f"{place}/index.html", pages.write(
+            "run", root="../../", group=group, row=row, band=bands.get(entry.name), most=MOST,
             difference=_compare(row), scores=[(name, f"{x:.3f}") for name, x in result.scores.items()],
             memory=facts.list_memory(result), certificate=facts.list_certificate(result),
             diffusion=facts.list_diffusion(result), times=facts.list_times(result), place=facts.list_place(result),

@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from kvbench import __version__
 from kvbench.leaderboard.records import LEVELS
-from kvbench.leaderboard.site.claims import join_reasons
+from kvbench.leaderboard.site.claims import VERDICTS, join_reasons
 from kvbench.leaderboard.site.columns import Column, choose_columns
 from kvbench.leaderboard.site.tables import Axis, Group, Row
 from kvbench.registry import list_models
@@ -52,23 +52,35 @@ class Asset:
         return cls(Markup(text), Markup(f"'sha256-{digest}'"))  # noqa: S704  # our own files
 
 
-def make_pages(**shared: Any) -> Environment:
-    """Templates that know what all pages share."""
-    pages = Environment(
+@dataclass(frozen=True)
+class Pages:
+    """The templates, with what all pages of a site share."""
+
+    shared: Mapping[str, Any]
+
+    def write(self, name: str, **context: Any) -> bytes:
+        """A page by the name of its template."""
+        template = _read_templates().get_template(f"{name}.html")
+        return template.render({"root": "", "here": name, **self.shared, **context}).encode()
+
+
+@functools.cache
+def _read_templates() -> Environment:
+    templates = Environment(
         loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True, finalize=show_plain,
     )
-    pages.globals |= {
+    templates.globals |= {
         "version": __version__, "levels": LEVELS, "style": Asset.read("style.css"), "script": Asset.read("site.js"),
-        **shared,
+        "verdicts": VERDICTS,
     }
-    pages.filters |= {
+    templates.filters |= {
         "heading": name_group, "subtitle": describe_group, "baseline": name_baseline, "protocol": list_protocol,
         "tags": tag_group, "tables": lay_out, "small_model": warn_of_model, "after": cut_name, "arxiv": is_arxiv,
         "percent": "{:.1%}".format, "bytes": format_bytes, "interval": format_interval, "p": format_p,
         "reasons": join_reasons,
     }
-    return pages
+    return templates
 
 
 def show_plain(value: Any) -> Any:

@@ -58,6 +58,7 @@ class Results:
         }
         if kind == "none":
             result["certificate"] |= {"n": 0, "n_acted": 0}
+            result["budget"]["asked"] = spec["budget"] = None
         lines = [
             copy.deepcopy(LINE) | {
                 "sample": f"test-0-{i}", "index": i, "turn": turn, "turns": len(context), "prompt_hash": f"{i:016x}",

@@ -221,6 +221,16 @@ def test_the_same_runs_give_the_same_bytes(results):
     assert contents[0] == contents[1]
 
 
+def test_the_points_of_a_chart_lead_to_their_runs(results):
+    """Each says what it is; the frontier's labels and the lines are no points."""
+    fill(results)
+    results.add("quest", "good", method="quest", held=1.05, kind="read")
+    folder = results.build().folder
+    links = re.findall(r'<a href="(runs/[^"]*)" aria-label="row: ([^;]*); score: ', (folder / "index.html").read_text())
+    assert sorted(name for _, name in links) == sorted(2 * ["full", "quest 10%", "snapkv 10%"])
+    assert all(x.startswith(f"runs/{name.split()[0]}-") for x, name in links)
+
+
 def test_a_site_replaces_the_one_before(results):
     """What is gone from the results is gone from the site, and nothing is left beside it."""
     fill(results)
