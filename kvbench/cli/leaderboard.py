@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvbench.cli.output import print_json
+from kvbench.cli.serve import serve_command, tokens
 from kvbench.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Verify submissions, and show them.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
 )
+app.command("serve")(serve_command)
+app.add_typer(tokens, name="token")
 Paths = Annotated[list[Path], typer.Argument(help="Bundles (folders or .tar), runs, or folders of them.")]
 Results = Annotated[
     list[Path] | None,

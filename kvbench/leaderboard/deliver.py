@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import shutil
-import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -14,9 +12,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvbench.errors import UserError
-from kvbench.files import saving
 from kvbench.leaderboard.bundle import open_head
-from kvbench.leaderboard.parcel import read_files, write_tar
+from kvbench.leaderboard.parcel import read_files, write_folder, write_tar
 from kvbench.leaderboard.records import Manifest
 from kvbench.leaderboard.verdict import RefusedError
 from kvbench.log import say
@@ -54,19 +51,7 @@ def put_in_folder(files: Mapping[str, bytes], manifest: Manifest, root: Path) ->
         if there != manifest.content:
             raise UserError(f"{folder} holds another bundle of this run. Remove it first, if this one replaces it.")
         return folder
-    with saving(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))
-        try:
-            part.chmod(0o755)
-            for name, data in files.items():
-                with (part / name).open("wb") as file:
-                    file.write(data)
-                    os.fsync(file.fileno())
-            part.rename(folder)
-        except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
-            raise
+    write_folder(files, folder)
     return folder
 
 

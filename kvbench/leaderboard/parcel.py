@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import stat
 import tarfile
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
+from kvbench.files import saving
 from kvbench.leaderboard.records import BUNDLED, MANIFEST, RESULT, SAMPLES, SPEC, VERIFICATION
 from kvbench.leaderboard.verdict import RefusedError, show
 
@@ -52,6 +55,38 @@ def write_tar(files: Mapping[str, bytes], out: IO[bytes]) -> None:
             member = tarfile.TarInfo(name)
             member.size = len(files[name])
             tar.addfile(member, io.BytesIO(files[name]))
+
+
+def write_folder(files: Mapping[str, bytes], folder: Path) -> None:
+    """A folder with these files, whole or not at all, and on the disk when this returns; there is none yet.
+
+    Raises:
+        SaveError: it cannot be written.
+    """
+    with saving(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))
+        try:
+            part.chmod(0o755)
+            for name, data in files.items():
+                with (part / name).open("wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+            _sync(part)
+            part.rename(folder)
+            _sync(folder.parent)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def within(name: str, data: bytes) -> bytes:

@@ -1,0 +1,113 @@
+"""`kvbench leaderboard serve` and `token`: a leaderboard that takes submissions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvbench.cli.output import print_json
+
+if TYPE_CHECKING:
+    from kvbench.leaderboard.server.state import State
+    from kvbench.leaderboard.server.tables import Database
+
+tokens = typer.Typer(help="Who may submit to `kvbench leaderboard serve`.", no_args_is_help=True, rich_markup_mode=None)
+Url = Annotated[
+    str | None, typer.Option("--db", help="Any URL that SQLAlchemy knows; default: SQLite in the server's folder.")
+]
+Folder = Annotated[Path, typer.Option("--state", help="The server's own folder: database, bundles, site.")]
+Json = Annotated[bool, typer.Option("--json", help="End standard output with one JSON line.")]
+HERE = Path("leaderboard")
+
+
+def serve_command(
+    *,
+    db: Url = None,
+    state: Folder = HERE,
+    results: Annotated[Path, typer.Option(help="Rows that are shown, and where accepted ones are added.")] = Path(
+        "results"
+    ),
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+) -> None:
+    """Show the leaderboard, take submissions, and verify them, until Ctrl-C."""
+    from kvbench.extras import load_extra
+    from kvbench.log import say
+
+    uvicorn = load_extra("uvicorn", extra="server", what="kvbench leaderboard serve")
+    load_extra("fastapi", extra="server", what="kvbench leaderboard serve")
+    place, database = _open(db, state, results)
+    from kvbench.files import saving
+    from kvbench.leaderboard.server.app import create_app
+
+    with saving(results):
+        results.mkdir(parents=True, exist_ok=True)
+    say(f"serving {results} on http://{host}:{port}; submissions are kept in {place.folder}. Ctrl-C ends it.")
+    uvicorn.run(create_app(database, place), host=host, port=port, log_level="warning")
+    database.close()
+
+
+@tokens.command("create")
+def create_command(
+    name: Annotated[str, typer.Argument(help="The submitter whose token it is.")],
+    *,
+    scope: Annotated[str, typer.Option(help="submit: under this name; admin: for all, and the audit log.")] = "submit",
+    db: Url = None,
+    state: Folder = HERE,
+    as_json: Json = False,
+) -> None:
+    """Make a token and show it, this once: only its hash is kept."""
+    _, database = _open(db, state)
+    from kvbench.leaderboard.server.tokens import create_token
+
+    token = create_token(database, name, scope)
+    typer.echo(token)
+    if as_json:
+        print_json({"name": name, "scope": scope, "token": token})
+
+
+@tokens.command("list")
+def list_command(*, db: Url = None, state: Folder = HERE, as_json: Json = False) -> None:
+    """Whose tokens there are; the tokens themselves nobody knows."""
+    _, database = _open(db, state)
+    from kvbench.leaderboard.server.tokens import list_tokens
+    from kvbench.table import print_rows
+
+    found = [
+        {"id": x.id, "name": x.name, "scope": str(x.scope), "created": x.created, "revoked": x.revoked}
+        for x in list_tokens(database)
+    ]
+    columns = ("id", "name", "scope", "created", "revoked")
+    print_rows("", columns, [[str(x[key] or "-") for key in columns] for x in found])
+    if as_json:
+        print_json(found)
+
+
+@tokens.command("revoke")
+def revoke_command(
+    number: Annotated[int, typer.Argument(help="Its id in `kvbench leaderboard token list`.")],
+    *,
+    db: Url = None,
+    state: Folder = HERE,
+) -> None:
+    """Make a token worthless, at once and for good; what it submitted stays."""
+    _, database = _open(db, state)
+    from kvbench.leaderboard.server.tokens import revoke_token
+
+    typer.echo(f"token {number} of {revoke_token(database, number).name} is revoked.")
+
+
+def _open(url: str | None, folder: Path, results: Path = Path("results")) -> tuple[State, Database]:
+    from kvbench.extras import load_extra
+
+    load_extra("sqlalchemy", extra="server", what="the leaderboard's server")
+    from kvbench.files import saving
+    from kvbench.leaderboard.server.state import State
+    from kvbench.leaderboard.server.tables import Database
+
+    place = State(folder.resolve(), results.resolve())
+    with saving(folder):
+        place.make()
+    return place, Database(url or place.database)

@@ -1,0 +1,69 @@
+"""The leaderboard as one application: the API, the site, and the threads that work behind them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import HTMLResponse
+from fastapi.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException
+from starlette.types import Scope
+
+from kvbench import __version__
+from kvbench.leaderboard.server.api import House, router
+from kvbench.leaderboard.server.publisher import Publisher
+from kvbench.leaderboard.server.state import State
+from kvbench.leaderboard.server.tables import Database
+from kvbench.leaderboard.server.worker import Worker
+
+BUILDING = "<!doctype html><title>kvbench</title><p>The leaderboard is being built. Come again in a minute.</p>"
+
+
+class Site(StaticFiles):
+    """The site's folder, which comes with the first build."""
+
+    async def check_config(self) -> None:
+        """It need not be there yet."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        """A file of it."""
+        try:
+            return await super().get_response(path, scope)
+        except HTTPException:
+            if self.directory is None or not Path(self.directory).is_dir():  # noqa: ASYNC240  # a look
+                return HTMLResponse(BUILDING, 503, headers={"Retry-After": "10"})
+            raise
+
+
+def create_app(database: Database, state: State) -> FastAPI:
+    """The application; its threads live as long as it does."""
+    publisher = Publisher(database, state)
+    worker = Worker(database, state, publisher.wake)
+
+    @asynccontextmanager
+    async def live(_: FastAPI) -> AsyncIterator[None]:
+        publisher.start()
+        worker.start()
+        yield
+        worker.stop()
+        publisher.stop()
+
+    app = FastAPI(
+        title="kvbench leaderboard", version=__version__, lifespan=live, docs_url=None, redoc_url=None,
+        description="Takes runs in, verifies them, and shows what was accepted.",
+    )
+    app.state.house = House(database, state, worker, publisher)
+    app.include_router(router)
+
+    @app.middleware("http")
+    async def _(request: Request, follow: Callable[[Request], Awaitable[Response]]) -> Response:
+        response = await follow(request)
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        response.headers["Referrer-Policy"] = "no-referrer"
+        return response
+
+    app.mount("/", Site(directory=state.site, html=True, check_dir=False))
+    return app

@@ -1,0 +1,103 @@
+"""The thread that makes folders follow the database: accepted bundles among the results, and the site of them all."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from kvbench.leaderboard.bundle import open_head
+from kvbench.leaderboard.parcel import read_files, write_folder
+from kvbench.leaderboard.records import VERIFICATION
+from kvbench.leaderboard.server.state import State
+from kvbench.leaderboard.server.submissions import list_submissions
+from kvbench.leaderboard.server.tables import Database, Status, Submission
+from kvbench.leaderboard.verdict import RefusedError
+from kvbench.log import say
+
+BUILD = "import sys; from kvbench.cli import call; sys.exit(call(sys.argv[1:]))"
+GONE = (Status.WITHDRAWN, Status.SUPERSEDED)
+AGAIN_S = 10.0
+"""Until the next try, where something stood in the way: the build of a server that was killed, say."""
+
+
+class Publisher(threading.Thread):
+    """Publishes at its start, and whenever something was concluded or withdrawn."""
+
+    def __init__(self, database: Database, state: State) -> None:
+        super().__init__(name="publisher", daemon=True)
+        self._database, self._state = database, state
+        self._stopped, self._woken = threading.Event(), threading.Event()
+        self._build: subprocess.Popen[bytes] | None = None
+
+    def wake(self) -> None:
+        """Something changed."""
+        self._woken.set()
+
+    def stop(self) -> None:
+        """End; a build that is not done is left, the old site stays."""
+        self._stopped.set()
+        self.wake()
+        if self._build is not None:
+            self._build.kill()
+        self.join()
+
+    def run(self) -> None:
+        """Publish again and again."""
+        while not self._stopped.is_set():
+            self._woken.clear()
+            done = False
+            try:
+                follow(self._database, self._state)
+                done = self._build_site()
+            except Exception as error:  # noqa: BLE001  # of the database, or the disk: the next time may be better
+                say(f"publishing: {type(error).__name__}: {error}.")
+            self._woken.wait(None if done else AGAIN_S)
+
+    def _build_site(self) -> bool:
+        """In a process of its own: charts take a while, and requests must not wait for them."""
+        command = [sys.executable, "-c", BUILD, "leaderboard", "build", str(self._state.results), "-o"]
+        self._build = subprocess.Popen(  # noqa: S603  # our own command
+            [*command, str(self._state.site)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        _, log = self._build.communicate()
+        if self._build.returncode and not self._stopped.is_set():
+            say(f"the site was not built: {log.decode(errors='replace').strip()}")
+        return self._build.returncode == 0
+
+
+def follow(database: Database, state: State) -> None:
+    """Put accepted bundles with their verification among the results, and take away what was withdrawn or replaced."""
+    for x in list_submissions(database):
+        folder = state.results / x.submitter / x.run_id
+        if x.status in GONE and _find_content(folder) == x.content:
+            _remove(folder)
+    for x in list_submissions(database):
+        folder = state.results / x.submitter / x.run_id
+        if x.status is Status.ACCEPTED and _find_content(folder) != x.content:
+            _remove(folder)
+            write_folder(_gather(state, x), folder)
+
+
+def _gather(state: State, found: Submission) -> dict[str, bytes]:
+    assert found.verification is not None, "an accepted submission was verified"
+    return {**read_files(state.bundle(found.id)), VERIFICATION: f"{found.verification}\n".encode()}
+
+
+def _find_content(folder: Path) -> str | None:
+    try:
+        return open_head(read_files(folder)).content
+    except RefusedError:
+        return None
+
+
+def _remove(folder: Path) -> None:
+    """At once for who looks, then for good."""
+    trash = folder.with_name(f".{folder.name}.gone")
+    with contextlib.suppress(FileNotFoundError):
+        folder.rename(trash)
+    shutil.rmtree(trash, ignore_errors=True)
