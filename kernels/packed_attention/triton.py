@@ -111,14 +111,11 @@ def attend_codes(
     m = tl.program_id(0) * block_m + tl.arange(0, block_m)
     t, g = m // group, m % group
     real = m < group * n_query
-    d, v = tl.arange(0, block_d), tl.arange(0, block_v)
     of_query = (kv_head * group + g) * query_head + t.to(tl.int64) * query_row
-    q = tl.load(
-        query + batch * query_batch + of_query[None, :] + d[:, None], mask=real[None, :] & (d < width)[:, None],
-        other=0.0,
-    ).to(tl.float32)
+    q = load_columns(query + batch * query_batch + of_query, real, width, block_d).to(tl.float32)
     of_minima = 0.0
     if folded:  # all keys have the same parameters: they go into the queries
+        d = tl.arange(0, block_d)
         at = batch * keys.scale_batch + kv_head * keys.scale_head + d // key_channels
         minimum = tl.load(keys.minimum + at, mask=d < width, other=0.0).to(tl.float32)
         of_minima = tl.sum(q * minimum[:, None], 0)[None, :]
@@ -157,19 +154,38 @@ def attend_codes(
                 place = tl.load(where, mask=inside, other=0)
             visible = visible & ((before + t)[None, :] - place[:, None] < window)
         logits = tl.where(visible, capped(products, scale, softcap, has_softcap), float("-inf"))
-        higher = tl.maximum(top, tl.max(logits, 0))
-        shift = tl.where(higher == float("-inf"), 0.0, higher)  # no row seen yet: weights are zero, not NaN
-        weights = tl.exp2(logits - shift[None, :])
-        shrink = tl.exp2(top - shift)
-        total = total * shrink + tl.sum(weights, 0)
+        weights, shrink, total, top = soften(logits, total, top)
         sums = sums * shrink[None, :] + tl.dot(tl.trans(x), weights.to(dtype), input_precision="ieee")
-        top = higher
 
     at = tile.to(tl.int64) * group * n_query + g * n_query + t
+    store_columns(output, lse, at, sums, total, top, real, value_width, block_v)
+
+
+@triton.jit
+def load_columns(rows, real, width: tl.constexpr, block_d: tl.constexpr):
+    """Queries as columns. rows: [m] pointers. [block_d, m]"""
+    d = tl.arange(0, block_d)
+    return tl.load(rows[None, :] + d[:, None], mask=real[None, :] & (d < width)[:, None], other=0.0)
+
+
+@triton.jit
+def soften(logits, total, top):
+    """Weights of one more block of rows under each column's running maximum, and what it did to the earlier ones.
+
+    logits: [n, m], to base 2, -inf where a row is not seen. Returns weights [n, m], and by column how much the sums so
+    far shrink, their total and the maximum.
+    """
+    higher = tl.maximum(top, tl.max(logits, 0))
+    shift = tl.where(higher == float("-inf"), 0.0, higher)  # no row seen yet: weights are zero, not NaN
+    weights, shrink = tl.exp2(logits - shift[None, :]), tl.exp2(top - shift)
+    return weights, shrink, total * shrink + tl.sum(weights, 0), higher
+
+
+@triton.jit
+def store_columns(output, lse, at, sums, total, top, real, width: tl.constexpr, block_v: tl.constexpr):
+    """Normalised sums and the log of the normaliser. sums: [block_v, m]; at: [m], rows of `output` and `lse`."""
+    v = tl.arange(0, block_v)[:, None]
     none = total == 0.0
     whole = tl.where(none, 1.0, total)
     tl.store(lse + at, tl.where(none, float("-inf"), (top + tl.log2(whole)) * LN2), mask=real)
-    tl.store(
-        output + at[None, :] * value_width + v[:, None], sums / whole[None, :],
-        mask=real[None, :] & (v < value_width)[:, None],
-    )
+    tl.store(output + at[None, :] * width + v, sums / whole[None, :], mask=real[None, :] & (v < width))

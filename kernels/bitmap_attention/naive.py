@@ -1,0 +1,49 @@
+"""The oracle: one element at a time, and attention over the rows with zeros in them, in float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.bitmap_attention.torch import SparseRows
+from kvbench.kernels.dense_attention.naive import dense_attention
+
+
+def compress(x: Tensor, kept: int) -> SparseRows:
+    """See `torch.compress`."""
+    bitmaps, values = [], []
+    for row in x.flatten(0, -2).tolist():
+        largest = [i for _, i in sorted((-abs(element), i) for i, element in enumerate(row))[:kept]]
+        bitmaps.append([sum(1 << i % 32 for i in largest if i // 32 == word) for word in range(-(-len(row) // 32))])
+        values.append([row[i] for i in sorted(largest)])
+    return SparseRows(
+        torch.tensor(bitmaps).to(torch.int32).view(*x.shape[:-1], -1),
+        torch.tensor(values, dtype=x.dtype).view(*x.shape[:-1], kept), x.shape[-1],
+    )
+
+
+def expand(rows: SparseRows) -> Tensor:
+    """The rows with zeros in them. [..., D] float64"""
+    exact = torch.zeros(*rows.bitmap.shape[:-1], rows.width, dtype=torch.float64)
+    for row, bitmap, values in zip(
+        exact.view(-1, rows.width), rows.bitmap.flatten(0, -2).tolist(), rows.values.flatten(0, -2), strict=True
+    ):
+        where = [i for i in range(rows.width) if bitmap[i // 32] >> i % 32 & 1]
+        row[where] = values.double()
+    return exact
+
+
+def bitmap_attention(
+    query: Tensor, keys: SparseRows, values: SparseRows, tail_keys: Tensor, tail_values: Tensor, *, scale: float,
+    seen: int, window: int | None = None, positions: Tensor | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of the last T rows over sparse rows and an exact tail. [B, H_q, T, D_v]
+
+    positions: of all rows [B, H_kv, N], needed where a window counts tokens across holes.
+    """
+    return dense_attention(
+        query, torch.cat([expand(keys), tail_keys.double()], dim=2),
+        torch.cat([expand(values), tail_values.double()], dim=2), scale=scale, seen=seen, window=window,
+        positions=positions, softcap=softcap, sinks=sinks,
+    )
