@@ -45,6 +45,8 @@ COSTS = (
     Cost("time per token", "ms per output token (median)", ",~f", lambda x: _milli(x.latency.tpot_s)),
     Cost("time to first token", "ms to the first token, compression included (median)", ",~f",
          lambda x: _milli(x.latency.ttft_s)),
+    Cost("rows computed", "rows computed, share of those without a cache", ".0%",
+         lambda x: None if x.diffusion is None else x.diffusion.rows_share),
 )
 """Held and read bytes are costs of their own: they never share an axis."""
 
@@ -66,7 +68,8 @@ def draw_cost(entries: Sequence[Entry], cost: Cost) -> Spec | None:
     best = find_frontier([(x["cost"], x["score"]) for x in points], higher_is_better=score.higher_is_better)
     ends = [end for x in points for end in (x["low"], x["high"])]
     families = tuple(sorted({x["family"] for x in points}))
-    return _outline(cost, score.metric, families, bounded=0 <= min(ends) <= max(ends) <= 1) | {"datasets": {
+    metric = score.metric if score.higher_is_better else f"{score.metric} (less is better)"
+    return _outline(cost, metric, families, bounded=0 <= min(ends) <= max(ends) <= 1) | {"datasets": {
         "rows": points, "frontier": [points[i] for i in best], **_name([points[i] for i in reversed(best)], points),
         "full": [x for x, row in zip(points, rows, strict=True) if is_full(row.result)][:1],
         "chance": [x for x in points if x["method"] == CHANCE],

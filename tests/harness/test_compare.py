@@ -238,6 +238,14 @@ def test_what_a_run_can_tell_apart_is_said_before_it(result):
     )
 
 
+def test_a_run_says_it_on_standard_error(kvbench, arguments):
+    """Before its first sample."""
+    answer = kvbench(*arguments, "--method", "full")
+    assert answer.code == 0, answer.err
+    said = answer.err.index("4 contexts x 1 question are too few to tell any difference from noise")
+    assert said < answer.err.index("samples, about")
+
+
 def test_the_full_cache_that_was_asked_the_same_is_found(result, tmp_path):
     """Among other runs and damaged ones."""
     assert find_full(result.spec, tmp_path) is None
