@@ -24,15 +24,19 @@ from kvbench.runs import Run
 WIDTH = 560
 """Two stand beside one another on a wide page."""
 SVG = "{http://www.w3.org/2000/svg}"
+CHARTS = {Axis.HELD: "bytes held", Axis.READ: "bytes read", Axis.COMPUTED: "rows computed"}
+"""The report's charts by what is saved."""
 TOLD = ("row: ", "score: ", "held: ", "read: ")
 """What a point says, of all that the report's chart has of it."""
 
 
 def draw_group(group: Group) -> list[Markup]:
-    """Scores against bytes held, and where there are methods that save reads, against bytes read."""
-    axes = {x.axis for x in group.tables} - {Axis.COMPUTED}
+    """Scores against what its methods save, and on a GPU against time."""
+    wanted = {CHARTS[x.axis] for x in group.tables}
+    if group.example.spec.device != "cpu":
+        wanted.add("time per token")
     entries = [Entry(x.result, show_plain(x.label), x.rank) for x in group.rows]
-    specs = [draw_cost(entries, x) for x, axis in zip(COSTS, (Axis.HELD, Axis.READ), strict=False) if axis in axes]
+    specs = [draw_cost(entries, x) for x in COSTS if x.name in wanted]
     runs = {x.result.run_id: f"runs/{x.entry.name}/index.html" for x in group.rows}
     return [_render(x, "points", runs) for x in specs if x is not None]
 

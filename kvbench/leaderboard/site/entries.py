@@ -108,9 +108,12 @@ def _read_entry(folder: Path, place: str) -> Entry:
     shown = [
         parse(part, Line, JOURNAL) for part, x in zip(parts, answers.values(), strict=True) if x.index in first
     ]
+    result = head.result
+    if verification is not None and verification.score is not None:
+        result = result.model_copy(update={"score": verification.score})  # made again from the answers
     name = head.spec.run_id if head.submitter is None else f"{head.spec.run_id}.{head.submitter}"
     return Entry(
-        name, place, Run(folder, head.result, answers), tuple(sorted(shown, key=lambda x: (x.index, x.turn))),
+        name, place, Run(folder, result, answers), tuple(sorted(shown, key=lambda x: (x.index, x.turn))),
         head.submitter, () if head.manifest is None else head.manifest.tuned_on, verification, files,
     )
 

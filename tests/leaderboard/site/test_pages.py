@@ -188,6 +188,14 @@ def test_badges_are_of_the_very_files(results):
     assert [x.reason for x in built.problems] == ["refused when it was verified: a dense cache is smaller"]
 
 
+def test_the_score_that_is_shown_is_the_verifiers(results):
+    """The submitted interval is not looked at where the verifier made one."""
+    folder = results.add("a")
+    results.verify(folder, "L0", interval=(0.4, 0.625))
+    folder = results.build().folder
+    assert json.loads((folder / "results.json").read_text())["runs"][0]["score_ci95"] == [0.4, 0.625]
+
+
 def test_every_table_of_a_bundled_model_says_what_it_is_no_claim_about(results):
     """On the index and on the methods' pages; a table of another model does not say so."""
     fill(results)
