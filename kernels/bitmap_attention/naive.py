@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.bitmap_attention.torch import SparseRows
-from kvbench.kernels.dense_attention.naive import dense_attention
+from kvbench.kernels.packed_attention.naive import earlier_partial
+from kvbench.kernels.ragged_attention.torch import Partial
 
 
 def compress(x: Tensor, kept: int) -> SparseRows:
@@ -33,17 +34,12 @@ def expand(rows: SparseRows) -> Tensor:
     return exact
 
 
-def bitmap_attention(
-    query: Tensor, keys: SparseRows, values: SparseRows, tail_keys: Tensor, tail_values: Tensor, *, scale: float,
-    seen: int, window: int | None = None, positions: Tensor | None = None, softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Attention of the last T rows over sparse rows and an exact tail. [B, H_q, T, D_v]
-
-    positions: of all rows [B, H_kv, N], needed where a window counts tokens across holes.
-    """
-    return dense_attention(
-        query, torch.cat([expand(keys), tail_keys.double()], dim=2),
-        torch.cat([expand(values), tail_values.double()], dim=2), scale=scale, seen=seen, window=window,
-        positions=positions, softcap=softcap, sinks=sinks,
+def bitmap_partial(
+    query: Tensor, keys: SparseRows, values: SparseRows, *, scale: float, seen: int, window: int | None = None,
+    positions: Tensor | None = None, start: int = 0, softcap: float | None = None,
+) -> Partial:
+    """See `torch.bitmap_partial`, in float64."""
+    return earlier_partial(
+        query, expand(keys), expand(values), scale=scale, seen=seen, window=window, positions=positions, start=start,
+        softcap=softcap,
     )

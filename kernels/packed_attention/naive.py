@@ -8,6 +8,7 @@ from torch import Tensor
 from kvbench.kernels.dense_attention.naive import dense_attention
 from kvbench.kernels.pack.naive import dequantise
 from kvbench.kernels.pack.torch import Codes
+from kvbench.kernels.ragged_attention.torch import Partial
 
 
 def packed_attention(
@@ -25,6 +26,36 @@ def packed_attention(
         torch.cat([_exact(values), tail_values.double()], dim=2), scale=scale, seen=seen, window=window,
         positions=positions, softcap=softcap, sinks=sinks,
     )
+
+
+def packed_partial(
+    query: Tensor, keys: Codes, values: Codes, *, scale: float, seen: int, window: int | None = None,
+    positions: Tensor | None = None, start: int = 0, softcap: float | None = None,
+) -> Partial:
+    """See `torch.packed_partial`, in float64."""
+    exact = _exact(values)
+    return earlier_partial(
+        query, _exact(keys)[..., : exact.shape[2], :], exact, scale=scale, seen=seen, window=window,
+        positions=positions, start=start, softcap=softcap,
+    )
+
+
+def earlier_partial(
+    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, seen: int, window: int | None,
+    positions: Tensor | None, start: int, softcap: float | None,
+) -> Partial:
+    """Attention over rows that all came before the queries; zero and -inf where a window has left them behind."""
+    n_query = query.shape[2]
+    grouped = query.double().unflatten(1, (keys.shape[1], -1))  # [B, H_kv, G, T, D]
+    logits = torch.einsum("bhgtd,bhnd->bhgtn", grouped, keys.double()) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if window is not None:
+        at = torch.arange(start, start + keys.shape[2]) if positions is None else positions[:, :, None, None]
+        logits = logits.masked_fill(torch.arange(seen - n_query, seen)[:, None] - at >= window, -torch.inf)
+    weights = logits.softmax(-1).nan_to_num(0.0)
+    output = torch.einsum("bhgtn,bhnd->bhgtd", weights, values.double())
+    return Partial(output.flatten(1, 2), logits.logsumexp(-1).flatten(1, 2))
 
 
 def _exact(codes: Codes) -> Tensor:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from kvbench.kernels.choice import using
 from kvbench.kernels.dense_attention import naive as dense_naive
 from kvbench.kernels.pack import BITS, dequantise, quantise
 from kvbench.kernels.packed_attention import naive, packed_partial
@@ -172,3 +175,144 @@ def test_a_long_group_is_read_in_parts(attention, largest, monkeypatch):
         codes = quantise(keys, 2, tokens=tokens)
         peaks.append(largest(lambda k=codes: packed_partial(query, k, value_codes, scale=0.3, seen=1537)))
     assert peaks[0] == peaks[1]
+
+
+LAYOUTS = {"words": (64, 32), "bytes": (24, 20)}
+"""Widths of keys and of values: powers of two, which are read as words, and others."""
+KINDS = {  # tokens and channels of a group of keys, and channels of one of values, by rows and widths
+    "KIVI": lambda n, d, v: ((8, 1), v // 4),
+    "MiKV": lambda n, d, v: ((1, d // 2), v // 2),
+    "ZipCache": lambda n, d, v: ((n, 1), v),
+    "groups across blocks": lambda n, d, v: ((12, 1), v // 2),
+    "groups of several blocks": lambda n, d, v: ((48, 1), v),
+    "each by itself": lambda n, d, v: ((1, 1), 1),
+}
+BIAS = 0.3
+"""Added to all elements, so that minima are not all alike."""
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Triton's blocks are 8 queries and 16 rows, and tiles 32 rows."""
+    fast = pytest.importorskip("kvbench.kernels.packed_attention.triton")
+    monkeypatch.setattr(fast, "rows_of_a_tile", lambda *_: 32)
+    monkeypatch.setattr(fast, "_blocks", lambda *_: (8, 16, 4))
+
+
+@pytest.fixture
+def triton_error(triton, error):
+    """Error of Triton's output for so many packed rows; its log-sum-exp must agree as well."""
+
+    def moved(codes):
+        return replace(codes, packed=triton(codes.packed), scale=triton(codes.scale), minimum=triton(codes.minimum))
+
+    def measure(kind, bits, rows, *, widths=LAYOUTS["words"], heads=(4, 2), n_query=1, batch=1, dtype=torch.float32,
+                **options):
+        generator = torch.Generator().manual_seed(0)
+        query, keys, values = (
+            torch.randn(batch, h, n, d, generator=generator) + BIAS
+            for h, n, d in ((heads[0], n_query, widths[0]), (heads[1], rows, widths[0]), (heads[1], rows, widths[1]))
+        )
+        (tokens, channels), value_channels = KINDS[kind](rows, *widths)
+        with using("torch"):
+            codes = (quantise(keys, bits, tokens=tokens, channels=channels),
+                     quantise(values, bits, channels=value_channels))
+        options = {"scale": 0.3, "seen": rows + n_query, **options}
+        found = packed_partial(triton(query.to(dtype)), *map(moved, codes), **triton(options))
+        wanted = naive.packed_partial(query.to(dtype), *codes, **options)
+        assert torch.allclose(found.lse.cpu().double(), wanted.lse, atol=1e-5 if dtype is torch.float32 else 0.02)
+        return error(found.output, wanted.output)
+
+    return measure
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("widths", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(("kind", "bits"), [*((kind, 3) for kind in KINDS), *(("MiKV", bits) for bits in (2, 4, 8))])
+def test_triton_equals_the_oracle(kind, bits, widths, triton_error):
+    """Every grouping and every width of codes, over two tiles, gives attention over what the codes stand for."""
+    assert triton_error(kind, bits, 48, widths=widths) < 1e-5
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(("kind", "bits"), [("KIVI", 2), ("MiKV", 3), ("ZipCache", 4)])
+def test_triton_computes_in_every_precision(kind, bits, precision, triton_error, allowed):
+    """The products of 16 bits are float16's, whatever the queries are."""
+    assert triton_error(kind, bits, 40, dtype=precision) < allowed[precision]
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(
+    "options", [{"window": 9}, {"window": 30}, {"softcap": 1.5}, {"start": 70, "seen": 125, "window": 40}], ids=str
+)
+def test_triton_under_every_option(options, triton_error):
+    """Windows that leave tiles out or cut them, soft caps, and rows that begin later."""
+    assert triton_error("KIVI", 2, 48, n_query=2, **options) < 1e-5
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_triton_counts_a_window_across_holes(holes, triton_error):
+    """Where rows have gone missing the window goes by positions, head by head."""
+    positions = holes(1, 2, 51, 90, 3)[..., :48]
+    assert triton_error("MiKV", 2, 48, n_query=3, seen=90, window=33, positions=positions) < 1e-5
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 33])
+def test_triton_ends_where_rows_do(rows, triton_error):
+    """About a block of 16 rows and a tile of 32."""
+    assert triton_error("MiKV", 4, rows) < 1e-5
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_triton_serves_batches_and_head_layouts(heads, triton_error):
+    """Two sequences, and more columns of queries than a block has."""
+    assert triton_error("MiKV", 2, 20, heads=heads, batch=2, n_query=3) < 1e-5
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_triton_takes_parameters_that_heads_share(triton, attention, error):
+    """ZipCache's values have one scale per row over all heads, of keys and values that are slices of a larger block."""
+    query, keys, values = attention(GQA, 2, 40)
+    with using("torch"):
+        key_codes, rows = quantise(keys, 4, tokens=40), quantise(values.transpose(1, 2), 4, tokens=2, channels=20)
+    value_codes = replace(rows, packed=rows.packed.transpose(1, 2).contiguous(), scale=rows.scale.transpose(1, 2),
+                          minimum=rows.minimum.transpose(1, 2)).rows(0, 37)
+    codes = [replace(x, **triton({"packed": x.packed, "scale": x.scale, "minimum": x.minimum}))
+             for x in (key_codes, value_codes)]
+    found = packed_partial(triton(query), *codes, scale=0.3, seen=39)
+    exact = replace(value_codes, scale=value_codes.scale.expand(-1, 2, -1, -1),
+                    minimum=value_codes.minimum.expand(-1, 2, -1, -1))
+    assert error(found.output, naive.packed_partial(query, key_codes, exact, scale=0.3, seen=39).output) < 1e-5
+
+
+def test_triton_adds_nothing_for_queries_without_a_visible_row(triton, packed):
+    """Where the window has left all packed rows behind, or there are none, the partial is zero with weight zero."""
+    with using("torch"):
+        query, keys, values, *_ = packed(GQA, 3, 7, 2, GROUPS["KIVI"])
+    codes = [replace(x, **triton({"packed": x.packed, "scale": x.scale, "minimum": x.minimum})) for x in (keys, values)]
+    positions = triton(torch.arange(VALUES).expand(2, 2, -1))
+    for part in (
+        packed_partial(triton(query), *codes, scale=0.3, seen=90, window=4),
+        packed_partial(triton(query), *codes, scale=0.3, seen=90, window=4, positions=positions),
+        packed_partial(triton(query), *(x.rows(0, 0) for x in codes), scale=0.3, seen=90),
+    ):
+        assert (part.output == 0).all()
+        assert (part.lse == -torch.inf).all()
+
+
+def test_triton_in_the_blocks_that_a_gpu_has(precision, triton_error, allowed):
+    """One block of rows and one more row, and fewer, as they are launched."""
+    for rows in (1, 129):
+        assert triton_error("MiKV", 2, rows, dtype=precision, heads=(2, 1)) < allowed[precision]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n_query", [1, 70])
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("kind", ["KIVI", "MiKV", "ZipCache"])
+def test_triton_at_full_size(kind, bits, n_query, precision, triton_error, allowed):
+    """Heads of 128 channels and thousands of rows."""
+    error = triton_error(kind, bits, 6000, widths=(128, 128), heads=(32, 8), n_query=n_query, dtype=precision,
+                         scale=128**-0.5)
+    assert error < allowed[precision]
