@@ -79,7 +79,8 @@ def list_protocol(result: Result) -> list[tuple[str, str]]:
     settings = " ".join(f"{key}={value}" for key, value in task.settings.items())
     generation = spec.generation.model_dump(mode="json", exclude_none=True)
     better = "more" if result.score.higher_is_better else "less"
-    machine = f"{where.gpu or where.cpu}, {where.threads} threads, {result.latency.clock} clock"
+    threads = "1 thread" if where.threads == 1 else f"{where.threads} threads"
+    machine = f"{where.gpu or where.cpu}, {threads}, {result.latency.clock} clock"
     return [
         ("task", f"{task.name} {task.version} ({task.suite}) {settings}".strip()),
         ("prompts", (
