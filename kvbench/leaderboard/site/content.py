@@ -13,7 +13,7 @@ from kvbench.leaderboard.site.charts import draw_group, draw_heatmap, trace
 from kvbench.leaderboard.site.claims import Claims
 from kvbench.leaderboard.site.data import OWN, list_rows, write_json, write_parquet
 from kvbench.leaderboard.site.entries import Problem
-from kvbench.leaderboard.site.pages import Pages, name_pages, tag_group, write_value
+from kvbench.leaderboard.site.pages import TEMPLATES, Pages, name_pages, tag_group, write_value
 from kvbench.leaderboard.site.tables import Group, Row
 from kvbench.method import Card
 from kvbench.results import Result
@@ -62,6 +62,7 @@ def list_files(groups: Sequence[Group], problems: Sequence[Problem], claims: Cla
         yield f"methods/{names[method.name]}.html", pages.write("method", root="../", **_describe_method(method))
     for group in groups:
         yield from _write_runs(pages, group)
+    yield "style.css", (TEMPLATES / "style.css").read_bytes()
     flat = list_rows(groups)
     yield "results.json", write_json(flat, problems)
     yield "results.parquet", write_parquet(flat)
