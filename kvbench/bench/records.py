@@ -12,6 +12,8 @@ from kvbench.spec import MethodSpec, ModelSpec, Record
 
 Clock = Literal["kernel", "step", "user"]
 Outcome = Literal["ok", "out of memory", "refused", "failed"]
+FEW = 5
+"""Rounds below which the ends of an interval are no 95 %, but the rounds themselves."""
 
 
 class Median(Record):
@@ -32,8 +34,8 @@ class Speedup(Median):
 
     @property
     def within_noise(self) -> bool:
-        """Whether the interval holds 1."""
-        return self.low <= 1 <= self.high
+        """Whether the interval holds 1, or there are too few rounds to say."""
+        return self.n < FEW or self.low <= 1 <= self.high
 
 
 class Time(Record):

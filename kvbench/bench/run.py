@@ -19,7 +19,7 @@ from kvbench.bench.records import Bench, Cell, Clock, Ruler
 from kvbench.bench.state import Setting
 from kvbench.bench.timing import COPIED_BYTES, measure_copy
 from kvbench.errors import UserError, unknown
-from kvbench.files import write_atomic
+from kvbench.files import write_record
 from kvbench.hf import Model, check_device, load_model, predict_memory
 from kvbench.log import say
 from kvbench.machine import find_environment, free_bytes
@@ -76,7 +76,7 @@ def run_bench(request: Request) -> Bench:
             environment=where.model_copy(update={"seconds": time.perf_counter() - began}),
         )
         if request.out is not None:
-            write_atomic(request.out, bench.model_dump_json(indent=1) + "\n")
+            write_record(request.out, bench)
         return bench
 
     def emit(cell: Cell) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvbench.bench.records import Bench, Cell, Speedup, Time
+from kvbench.bench.records import FEW, Bench, Cell, Speedup, Time
 from kvbench.table import format_bytes
 
 COLUMNS = (
     "clock", "tokens x batch", "method", "of", "time", "over full", "over full-int8", "tokens/s", "moved", "of copy",
     "held", "peak", "graph",
 )
-ANCHOR_COLUMNS = {"full": 5, "none": 5, "full-int8": 6}
 
 
 def list_rows(bench: Bench) -> Iterator[list[str]]:
@@ -24,6 +23,20 @@ def list_rows(bench: Bench) -> Iterator[list[str]]:
             yield [*start, cell.outcome, *[""] * 8, cell.reason or ""]
         for quantity, time in cell.times.items():
             yield [*start, quantity, *_numbers(cell, quantity, time, absolute=absolute), *_memory(cell), _graph(cell)]
+
+
+def list_lines(bench: Bench) -> Iterator[str]:
+    """The same in a line each, short enough for the end of a log."""
+    for cell in bench.cells:
+        start = f"{cell.clock:6} {cell.length:>7,} x {cell.batch:<3} {cell.method.name:20}"
+        if cell.outcome != "ok":
+            yield f"{start} {cell.outcome}: {cell.reason}"[:150]
+        for quantity, time in cell.times.items():
+            share = "" if time.bandwidth_share is None else f"{time.bandwidth_share:.0%} of copy"
+            graph = {True: "graph", False: "no graph", None: ""}[cell.graph]
+            found = time.speedups.get("full") or time.speedups.get("none")
+            seconds = format_seconds(time.seconds.median) if bench.environment.gpu else "-"
+            yield f"{start} {quantity:11} {seconds:8} {format_speedup(found):26} {share:12} {graph}".rstrip()
 
 
 def _numbers(cell: Cell, quantity: str, time: Time, *, absolute: bool) -> list[str]:
@@ -53,10 +66,11 @@ def _graph(cell: Cell) -> str:
 
 
 def format_speedup(found: Speedup | None) -> str:
-    """A ratio with its interval, or that it is noise."""
+    """A ratio with its interval, and why it is no finding."""
     if found is None:
         return "-"
-    return f"{found.median:.2f} [{found.low:.2f}, {found.high:.2f}]{' noise' if found.within_noise else ''}"
+    doubt = f" of {found.n}" if found.n < FEW else " noise" if found.within_noise else ""
+    return f"{found.median:.2f} [{found.low:.2f}, {found.high:.2f}]{doubt}"
 
 
 def format_seconds(value: float) -> str:

@@ -139,6 +139,7 @@ def test_medians_and_ratios_by_hand():
     assert apart.median == 2.0
     assert apart.low < 1 < apart.high
     assert (paired.within_noise, apart.within_noise) == (False, True)
+    assert compare(theirs[:4], ours[:4], paired=True).within_noise  # four rounds are too few to say
 
 
 @settings(deadline=None)
@@ -651,6 +652,27 @@ def test_users_rounds_go_in_turn_after_one_that_does_not_count(few):
             whole == pytest.approx(prompt + 4 * token)
             for whole, prompt, token in zip(seconds["answer"], seconds["prefill"], seconds["token"], strict=True)
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_on_a_gpu_steps_and_attention_are_graphs(kvbench, kernels):
+    """Of what can be one, and its anchors with it; memory is the allocator's."""
+    answer = kvbench(
+        "bench", "--model", "random:two-layers", "--method", "snapkv", "--method", "h2o", "--budget", "25%", "--length",
+        2048, "--batch", "2,max", "--memory", 1, "--kernels", kernels, "--device", "cuda", "--rounds", 5, "--json",
+    )
+    assert answer.code == 0, answer.err
+    cells = answer.json["cells"]
+    assert {x["outcome"] for x in cells} == {"ok"}
+    graphs = {x["method"]["name"]: x["graph"] for x in cells if x["clock"] == "step"}
+    assert graphs == {"full": True, "full-int8": True, "snapkv": True, "h2o": False}
+    for cell in cells:
+        assert cell["device_memory"]["steady_bytes"] >= cell["memory"]["cache_bytes"]
+        assert cell["device_memory"]["peak_bytes"] >= cell["device_memory"]["steady_bytes"]
+        for name, time in cell["times"].items():
+            assert 0 < time["seconds"]["median"] < 10
+            assert name == "compression" or cell["method"]["name"] == "full" or "full" in time["speedups"]
 
 
 def test_the_json_line_is_the_file(bench):

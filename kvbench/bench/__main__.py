@@ -1,0 +1,34 @@
+"""Files of jobs as tables, or in a line for every time: `python -m kvbench.bench [--brief] FILE...`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from kvbench.bench.records import Bench
+from kvbench.bench.table import COLUMNS, list_lines, list_rows
+from kvbench.errors import UserError
+from kvbench.files import read_file
+from kvbench.table import print_rows
+
+
+def main(arguments: list[str]) -> int:
+    """Print every file's cells."""
+    brief = arguments[:1] == ["--brief"]
+    try:
+        for path in arguments[brief:]:
+            bench = read_file(Path(path), Bench)
+            where = bench.environment.gpu or bench.environment.cpu
+            title = f"{path}: {bench.model.id}, {bench.kernels} kernels, {where}, {bench.status}"
+            if brief:
+                sys.stdout.write("\n".join([title, *list_lines(bench), ""]))
+            else:
+                print_rows(title, COLUMNS, list_rows(bench))
+    except UserError as error:
+        sys.stderr.write(f"kvbench: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
