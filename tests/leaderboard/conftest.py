@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import pytest
 from kvbench import machine
 from kvbench.job import Job, prepare
 from kvbench.leaderboard.bundle import Bundle, open_bundle, pack_run
+from kvbench.leaderboard.parcel import write_tar
 from kvbench.leaderboard.records import MANIFEST, RESULT, SAMPLES, SPEC
 from kvbench.leaderboard.repository import Repository
 from kvbench.leaderboard.verify import verify
@@ -127,3 +129,21 @@ def edit_spec(files: dict[str, bytes], change: Callable[[Any], object]) -> dict[
 
     files = edit(repack(files, {SPEC: json.dumps(spec).encode()}), RESULT, follow)
     return edit(files, MANIFEST, lambda x: x.update(run_id=run_id))
+
+
+def tar(files: dict[str, bytes]) -> bytes:
+    """A bundle as it is sent."""
+    out = io.BytesIO()
+    write_tar(files, out)
+    return out.getvalue()
+
+
+def later(done: Done, seconds: float, submitter: str = "ada") -> dict[str, bytes]:
+    """The same run with other times: another bundle."""
+
+    def slow(_: int, line: Line) -> Line:
+        assert line.times is not None
+        times = line.times.model_copy(update={"decode_s": line.times.decode_s + seconds})
+        return line.model_copy(update={"times": times})
+
+    return edit(done.with_lines(slow), MANIFEST, lambda x: x.update(submitter=submitter))

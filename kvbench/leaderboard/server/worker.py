@@ -24,6 +24,7 @@ IDLE_S = 1.0
 """Between looks at the database, where other servers may queue things too."""
 LIMIT_S = 900.0
 """Most that a verification may take."""
+JUDGE = ("-m", "kvbench.leaderboard.server.judge")
 LIVING = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 """A verification fetches nothing and computes nothing."""
 
@@ -112,9 +113,8 @@ class Worker(threading.Thread):
 
     def _start(self) -> subprocess.Popen[bytes]:
         if self._child is None or self._child.poll() is not None:
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "kvbench.leaderboard.server.judge"], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, env={**os.environ, **LIVING},
+            self._child = subprocess.Popen(  # noqa: S603  # our own module
+                [sys.executable, *JUDGE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **LIVING},
             )
         return self._child
 
