@@ -104,3 +104,69 @@ def test_memory_is_linear(attention, largest, monkeypatch):
         peaks[n] = largest(lambda q=query, c=codes: int8_attention(q, **c, scale=0.3))
     assert peaks[4096] <= 2.1 * peaks[2048]
     assert peaks[4096] <= 2 * 256 * 512
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Triton's blocks are 8 queries and 16 rows, and tiles 32 rows."""
+    fast = pytest.importorskip("kvbench.kernels.packed_attention.triton")
+    monkeypatch.setattr(fast, "rows_of_a_tile", lambda *_: 32)
+    monkeypatch.setattr(fast, "_blocks", lambda *_: (8, 16, 4))
+
+
+@pytest.fixture
+def triton_error(triton, error):
+    """Error of Triton's output for so many rows, the last of which are the queries' own."""
+
+    def measure(n_query, n_key, *, widths=(64, 32), heads=(4, 2), batch=1, dtype=torch.float32, **options):
+        generator = torch.Generator().manual_seed(0)
+        query, keys, values = (
+            torch.randn(batch, h, n, d, generator=generator).to(dtype)
+            for h, n, d in ((heads[0], n_query, widths[0]), (heads[1], n_key, widths[0]), (heads[1], n_key, widths[1]))
+        )
+        codes = plain.quantise_rows(keys, values)
+        options = {"scale": 0.3, **options}
+        found = int8_attention(triton(query), **triton(codes), **triton(options))
+        assert found.dtype == dtype
+        if (length := options.pop("length", None)) is not None:
+            codes = {name: x[:, :, :length] for name, x in codes.items()}
+        return error(found, naive.int8_attention(query.double(), **codes, **options))
+
+    return measure
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("size", [(1, 1), (1, 15), (1, 16), (1, 17), (3, 33), (20, 20)], ids=str)
+def test_triton_equals_the_oracle(size, triton_error):
+    """About a block of 16 rows and a tile of 32, for one query, several, and a whole prompt."""
+    assert triton_error(*size) < 1e-5
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("options", [{"window": 6}, {"window": 30}, {"softcap": 1.5}, {"length": torch.tensor(29)},
+                                     {"sinks": torch.linspace(-2, 3, 4), "window": 9, "softcap": 1.5}], ids=str)
+def test_triton_under_every_option(options, triton_error):
+    """Windows, soft caps, sinks, and a length on the device that cuts the block."""
+    assert triton_error(3, 48, **options) < 1e-5
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_triton_serves_batches_head_layouts_and_widths(heads, precision, triton_error, allowed):
+    """Two sequences, rows that are no whole words, and every precision."""
+    assert triton_error(2, 20, heads=heads, batch=2, widths=(24, 20), dtype=precision) < allowed[precision]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_triton_makes_the_same_codes(dtype, triton, attention):
+    """Bit for bit, rows of zeros and of next to nothing included."""
+    _, keys, values = attention((6, 2), 1, 19, dtype=dtype)
+    keys[:, :, 4], keys[:, :, 5], values[:, :, 6] = 0, 1e-9, 300
+    found, wanted = quantise_rows(*triton([keys, values])), plain.quantise_rows(keys, values)
+    assert {name: x.cpu().tolist() for name, x in found.items()} == {name: x.tolist() for name, x in wanted.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [(1, 6000), (70, 6000), (3000, 3000)], ids=str)
+def test_triton_at_full_size(size, precision, triton_error, allowed):
+    """Heads of 128 channels and thousands of rows."""
+    assert triton_error(*size, widths=(128, 128), heads=(32, 8), dtype=precision, scale=0.1) < allowed[precision]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvbench.kernels.merge_sets import merge_sets, naive
+from kvbench.kernels.merge_sets import torch as plain
 
 GQA = (6, 2)
 
@@ -90,3 +91,54 @@ def test_one_row(attention):
     """A context of one token is one set."""
     keys, values, mass, joins = some(attention, n=1)
     assert merge_sets(keys, values, mass, joins).counts.tolist() == [[1, 1], [1, 1]]
+
+
+@pytest.fixture
+def triton_errors(triton, attention, error):
+    """Errors of the keys and values of Triton's sets; all that is counted must agree."""
+
+    def measure(n, share, dtype=torch.float32, **options):
+        inputs = some(attention, n, dtype, share)
+        found = merge_sets(*triton(inputs), **options)
+        key, value, pivot, size, counts = naive.merge_sets(*inputs, **options)
+        assert [x.tolist() for x in (found.pivot, found.size, found.counts)] == [
+            x.tolist() for x in (pivot, size, counts)
+        ]
+        assert found.key.dtype == dtype
+        return max(error(found.key, key), error(found.value, value))
+
+    return measure
+
+
+@pytest.mark.parametrize(("share", "options"), [
+    (0.6, {}), (0.6, {"sigma": 0.5, "refine": 2}), (0.97, {}), (1.0, {"refine": 1}),
+], ids=str)
+def test_triton_equals_the_oracle(share, options, triton_errors):
+    """Sets of a few rows and of more than a program reads at a time, with widths given and found."""
+    assert triton_errors(37, share, **options) < 1e-5
+
+
+@pytest.mark.parametrize("n", [1, 16, 17])
+def test_triton_about_a_block_in_every_precision(n, precision, triton_errors, allowed):
+    """One set of every head, of a row, of all rows of a block, and of one more."""
+    assert triton_errors(n, 1.0, precision) < allowed[precision]
+
+
+def test_triton_keeps_every_bit_of_rows_without_a_neighbour(triton, attention):
+    """Without joins nothing changes."""
+    keys, values, mass, joins = triton(some(attention, 9))
+    merged = merge_sets(keys, values, mass, torch.zeros_like(joins))
+    assert merged.key.equal(keys.flatten(0, 2))
+    assert merged.value.equal(values.flatten(0, 2))
+
+
+@pytest.mark.gpu
+def test_triton_at_full_size(precision, triton, error, allowed):
+    """Heads of 128 channels and thousands of rows, against torch in float32."""
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(1, 8, 5000, 128, generator=generator).to(precision) for _ in range(2))
+    mass, joins = torch.rand(1, 8, 5000, generator=generator), torch.rand(1, 8, 4999, generator=generator) < 0.7
+    found = merge_sets(*triton([keys, values, mass, joins]))
+    wanted = plain.merge_sets(keys.float(), values.float(), mass, joins)
+    assert found.pivot.cpu().equal(wanted.pivot)
+    assert max(error(found.key, wanted.key), error(found.value, wanted.value)) < allowed[precision]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.kernels.pack import BITS, code_planes, dequantise, naive, pack, packed_width, quantise, unpack
+from kvbench.kernels.pack import torch as plain
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 GROUPS = {"channels": (1, 8), "tokens": (4, 1), "whole rows": (1, 24), "all tokens": (12, 1), "blocks": (4, 8)}
@@ -154,3 +157,84 @@ def test_values_beyond_float16_are_refused(dtype, value):
     x[0, 1, 3] = value
     with pytest.raises(ValueError, match=r"65504.*cannot be stored in 2 bits"):
         quantise(x, 2, channels=8)
+
+
+def moved(codes, triton):
+    """The codes where Triton runs."""
+    return replace(codes, packed=triton(codes.packed), scale=triton(codes.scale), minimum=triton(codes.minimum))
+
+
+def same(found, wanted):
+    """Whether codes agree in every bit, scales and minima included."""
+    pairs = ((getattr(found, x).cpu(), getattr(wanted, x)) for x in ("packed", "scale", "minimum"))
+    return all(x.equal(y) for x, y in pairs) and (found.bits, found.width) == (wanted.bits, wanted.width)
+
+
+TRITON_GROUPS = {**GROUPS, "each by itself": (1, 1), "odd": (3, 6)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group", TRITON_GROUPS.values(), ids=TRITON_GROUPS)
+def test_triton_makes_the_same_codes(group, dtype, triton):
+    """Bit for bit, in every width, whatever the groups; brought back they are torch's as well."""
+    x = (torch.randn(2, 12, 24, generator=torch.Generator().manual_seed(1)) * 3 + 1).to(dtype)
+    for bits in BITS if dtype is torch.float32 else (2,):
+        codes = quantise(triton(x), bits, tokens=group[0], channels=group[1])
+        wanted = plain.quantise(x, bits, tokens=group[0], channels=group[1])
+        assert same(codes, wanted)
+        assert torch.allclose(dequantise(codes).cpu(), plain.dequantise(wanted), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_triton_reads_whole_words(bits, triton):
+    """Rows of 64 elements are read as words; more of them than a program takes, of heads that stand apart in memory."""
+    x = torch.randn(2, 67, 3, 64, generator=torch.Generator().manual_seed(2)).transpose(1, 2)
+    codes = quantise(triton(x), bits, channels=32)
+    assert same(codes, plain.quantise(x, bits, channels=32))
+    assert torch.allclose(dequantise(codes).cpu(), plain.dequantise(moved(codes, torch.Tensor.cpu)), atol=1e-6)
+
+
+def test_triton_codes_groups_too_long_for_a_program(triton, monkeypatch):
+    """All tokens of a context in one group: torch finds its parameters, and the codes are the same."""
+    monkeypatch.setattr(pytest.importorskip("kvbench.kernels.pack.triton"), "LONGEST", 200)
+    x = torch.randn(1, 2, 150, 24, generator=torch.Generator().manual_seed(3))
+    assert same(quantise(triton(x), 3, tokens=150), plain.quantise(x, 3, tokens=150))
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, 2048.0, -65504.0, 3e-8, -3e-8, 1e-4])
+def test_triton_rounds_the_edges_of_float16_as_torch_does(value, triton):
+    """Groups of one value and next to one, zeros of both signs, subnormal numbers and the largest."""
+    x = torch.full((1, 4, 8), value)
+    x[0, 1, 1:] = torch.tensor([0.0, -0.0, 6e-8, -6e-8, 100.03, -100.03, 5e-5])
+    assert same(quantise(triton(x), 2, tokens=1, channels=8), plain.quantise(x, 2, tokens=1, channels=8))
+    assert same(quantise(triton(x), 2, tokens=4), plain.quantise(x, 2, tokens=4))
+
+
+def test_triton_makes_no_codes_of_no_rows(triton):
+    """An empty block is quantised to an empty one."""
+    codes = quantise(triton(torch.zeros(2, 0, 8)), 2, channels=4)
+    assert same(codes, plain.quantise(torch.zeros(2, 0, 8), 2, channels=4))
+    assert dequantise(codes).shape == (2, 0, 8)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what a GPU asserts ends its process")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about what the interpreter multiplies
+@pytest.mark.parametrize("value", [-7e4, 3e38, float("inf"), float("nan")])
+def test_triton_refuses_values_beyond_float16(value, triton):
+    """What no scale and minimum can hold is found on the device, and never made infinite."""
+    x = torch.zeros(1, 2, 8)
+    x[0, 1, 3] = value
+    with pytest.raises(RuntimeError, match=r"65504.*cannot be stored in 2 bits"):
+        quantise(triton(x), 2, channels=8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("group", [(32, 1), (1, 32), (1, 64), (6016, 1)], ids=str)
+def test_triton_makes_the_same_codes_at_full_size(group, bits, triton):
+    """Heads of 128 channels and thousands of rows in bfloat16."""
+    x = torch.randn(2, 8, 6016, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    codes = quantise(triton(x), bits, tokens=group[0], channels=group[1])
+    wanted = plain.quantise(x, bits, tokens=group[0], channels=group[1])
+    assert same(codes, wanted)
+    assert torch.allclose(dequantise(codes).cpu(), plain.dequantise(wanted), rtol=1e-6, atol=1e-6)
