@@ -16,8 +16,9 @@ from kvbench.registry import HERE
 from kvbench.reproduce.paper import HINT
 from kvbench.request import Request
 from kvbench.results import Environment, Line, Result
-from kvbench.significance import ALPHA, adjust, compare_scores
+from kvbench.significance import ALPHA, adjust, flip_signs
 from kvbench.spec import SCHEMA_VERSION, ModelSpec, Record
+from kvbench.stats import bootstrap_interval
 from kvbench.sweep.file import File, expand
 from kvbench.toml import STRICT, read_toml
 
@@ -213,12 +214,12 @@ def _test(comparison: Comparison, runs: Mapping[str, Finished]) -> Compared:
     if more.keys() != less.keys():
         raise UserError(f"{comparison.more} and {comparison.less} were not asked the same questions.")
     differences = [more[x] - less[x] for x in more]
-    found = compare_scores([[(less[x], more[x] - comparison.by)] for x in more])
     return Compared(
         more=comparison.more, less=comparison.less, by=comparison.by, mean_more=fmean(more.values()),
-        mean_less=fmean(less.values()), ci95=(found.ci95[0] + comparison.by, found.ci95[1] + comparison.by), p=found.p,
-        p_adjusted=1.0, contexts=tuple(differences), bytes_more=_bytes(comparison.more, runs),
-        bytes_less=_bytes(comparison.less, runs), equal_bytes=comparison.equal_bytes, verdict="undecided",
+        mean_less=fmean(less.values()), ci95=bootstrap_interval([[x] for x in differences]),
+        p=flip_signs([x - comparison.by for x in differences]), p_adjusted=1.0, contexts=tuple(differences),
+        bytes_more=_bytes(comparison.more, runs), bytes_less=_bytes(comparison.less, runs),
+        equal_bytes=comparison.equal_bytes, verdict="undecided",
     )
 
 
