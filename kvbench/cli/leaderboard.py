@@ -35,7 +35,11 @@ Json = Annotated[bool, typer.Option("--json", help="End standard output with one
 def verify_command(
     paths: Paths, *, results: Results = None, write: Write = False, as_json: Json = False
 ) -> int:
-    """Check submissions without running anything: level L0, or why not; exit code 1 where one does not reach it."""
+    """Check submissions, level L0.
+
+    Nothing is run and nothing is believed: prompts, scores and sums are made again. Exit code 1 where one is refused
+    or cannot be verified.
+    """
     from kvbench.leaderboard.parcel import find_bundles
     from kvbench.leaderboard.repository import Repository
     from kvbench.leaderboard.verify import verify
@@ -53,7 +57,7 @@ def rerun_command(
     path: Annotated[Path, typer.Argument(help="A bundle (a folder or a .tar) or a run.")],
     *,
     share: Annotated[
-        str | None, typer.Option(help="Of its samples, such as 10% (L1), or 100% (L2); default: 10%.")
+        str | None, typer.Option(help="Of its samples: 10% (L1), 100% (L2); default: 10%, or none with a hidden seed.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Draws the samples; default: one that nobody can foresee.")] = None,
     hidden_seed: Annotated[
@@ -64,7 +68,10 @@ def rerun_command(
     write: Write = False,
     as_json: Json = False,
 ) -> int:
-    """Run a share of a submission's samples again, token against token; exit code 1 where it does not hold."""
+    """Run samples again, levels L1 to L3.
+
+    Token is compared with token, or a fresh mean with the submitted one. Exit code 1 where it does not hold.
+    """
     from kvbench.leaderboard.raising import Wish, raise_level, read_secret, read_share
     from kvbench.leaderboard.repository import Repository
     from kvbench.leaderboard.verify import verify

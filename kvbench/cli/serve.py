@@ -32,7 +32,7 @@ def serve_command(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
 ) -> None:
-    """Show the leaderboard, take submissions, and verify them, until Ctrl-C."""
+    """Show the site and take submissions, until Ctrl-C."""
     from kvbench.extras import load_extra
     from kvbench.log import say
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from kvbench.job import Job
 
-KEPT = 8
+KEPT = 4
 """Sets of examples that are kept in memory: runs that are verified together mostly have the same."""
 _kept: OrderedDict[str, list[Made]] = OrderedDict()
 

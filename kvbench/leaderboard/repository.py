@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.compare import is_full, name_protocol, name_questions
+from kvbench.leaderboard.answers import LOGPROBS
 from kvbench.leaderboard.bundle import Bundle, Head, open_bundle, open_head
 from kvbench.leaderboard.parcel import find_bundles, read_files
 from kvbench.leaderboard.records import Check
@@ -62,7 +63,7 @@ class Trace:
     """What tells a journal from another one."""
 
     answers: Mapping[int, str]
-    """Hash of the token ids of each sample's answers."""
+    """Hash of each sample's answers: of their token ids, and of the log-probabilities of choices."""
     times: frozenset[str]
     """Hashes of each sample's times: no two runs have one in common."""
     wrong: int
@@ -77,7 +78,7 @@ class Trace:
             samples.setdefault(line.index, []).append(line)
         times = [[x.times.model_dump() for x in lines if x.times is not None] for lines in samples.values()]
         return cls(
-            answers={index: _hash([x.ids for x in lines]) for index, lines in samples.items()},
+            answers={i: _hash([(x.ids, x.facts.get(LOGPROBS)) for x in lines]) for i, lines in samples.items()},
             times=frozenset(_hash(x) for x in times if x), wrong=sum(x.score != best for x in bundle.lines),
         )
 
@@ -120,8 +121,11 @@ class Repository:
                 return refuse("copies", f"its times are those of {x}: a copy of it")
         for x, other in others:
             common = trace.answers.keys() & other.answers.keys()
-            same = bool(common) and all(trace.answers[i] == other.answers[i] for i in common)
-            if same and x.method != row.method and min(trace.wrong, other.wrong) >= TELLING:
+            if not common or any(trace.answers[i] != other.answers[i] for i in common):
+                continue
+            if x.method == row.method:
+                return ok("copies", f"the answers of {x}, at other times: it repeats that run")
+            if min(trace.wrong, other.wrong) >= TELLING:
                 return flag("copies", f"its answers, {trace.wrong} wrong ones too, are those of {x}, another method")
         return ok("copies", f"unlike {len(others)} others on the same prompts")
 

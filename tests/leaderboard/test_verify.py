@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from kvbench.leaderboard import repository
 from kvbench.leaderboard.deliver import put_in_folder
 from kvbench.leaderboard.records import MANIFEST, RESULT
 from kvbench.leaderboard.repository import Repository
 
-from .conftest import edit, edit_spec, make_run
+from .conftest import edit, edit_spec, later, make_run
 
 
 def test_a_true_run_reaches_l0(snapkv, check):
@@ -210,3 +212,26 @@ def test_a_failed_run_says_so_and_has_no_score(snapkv, check):
     found = check(files)
     assert (found["status"], found["level"]) == ("flag", "L0")
     assert json.loads(files[RESULT])["score"]["mean"] is None
+
+
+def test_a_run_that_somebody_repeats_is_no_copy(snapkv, check, tmp_path):
+    put_in_folder(snapkv.files, snapkv.bundle.manifest, tmp_path)
+    assert check(later(snapkv, 0.001, "eve"), Repository([tmp_path]))["copies"] == "ok"
+
+
+def test_another_methods_answers_with_their_mistakes_are_flagged(snapkv, check, tmp_path, monkeypatch):
+    """At other times, as somebody would write who knows how copies are found."""
+    monkeypatch.setattr(repository, "TELLING", 1)
+    put_in_folder(snapkv.files, snapkv.bundle.manifest, tmp_path)
+    files = edit_spec(later(snapkv, 0.001, "eve"), lambda x: x["method"]["settings"].update(pool="avg"))
+    assert check(files, Repository([tmp_path]))["copies"] == "flag"
+
+
+def test_choices_are_told_apart_by_what_they_weigh(snapkv):
+    """Where there is but one choice, every method chooses it."""
+
+    def weigh(value):
+        lines = [x.model_copy(update={"facts": {"logprobs": [[value]]}}) for x in snapkv.bundle.lines]
+        return repository.Trace.of(replace(snapkv.bundle, lines=tuple(lines))).answers
+
+    assert weigh(-1.0) == weigh(-1.0) != weigh(-2.0)
