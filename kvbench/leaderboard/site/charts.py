@@ -31,9 +31,9 @@ TOLD = ("row: ", "score: ", "held: ", "read: ")
 
 
 def draw_group(group: Group) -> list[Markup]:
-    """Scores against what its methods save, and on a GPU against time."""
+    """Scores against what its methods save, and on one GPU against time."""
     wanted = {CHARTS[x.axis] for x in group.tables}
-    if group.example.spec.device != "cpu":
+    if group.example.spec.device != "cpu" and len(group.machines) == 1:
         wanted.add("time per token")
     entries = [Entry(x.result, show_plain(x.label), x.rank) for x in group.rows]
     specs = [draw_cost(entries, x) for x in COSTS if x.name in wanted]

@@ -31,15 +31,15 @@ class Column:
         return value, "-" if value is None else self.write(value)
 
 
-def choose_columns(axis: Axis, results: Iterable[Result]) -> list[Column]:
-    """Those in which these results have anything, what the axis measures first."""
+def choose_columns(axis: Axis, results: Iterable[Result], *, timed: bool) -> list[Column]:
+    """Those in which these results have anything, what the axis measures first; `timed`: times can be compared."""
     results = list(results)
     upwards = all(x.score.higher_is_better for x in results)
     score = SCORE if upwards else replace(SCORE, first="ascending")
     order = sorted((score if x is SCORE else x for x in COLUMNS), key=lambda x: x.name.lower() != axis)
     return [
         x for x in order
-        if any(x.read(result) is not None for result in results) and (x is not TIME or results[0].spec.device != "cpu")
+        if any(x.read(result) is not None for result in results) and (timed or x is not TIME)
     ]
 
 

@@ -21,8 +21,8 @@ from kvbench.table import format_difference
 
 FILTERS = {
     "model": "Model", "suite": "Suite", "task": "Task", "mode": "Mode", "visibility": "What a method sees",
-    "hardware": "Machine",
 }
+"""What all rows of a group share."""
 MOST = 64
 """Turns and layers of a run that its page shows."""
 
@@ -49,9 +49,10 @@ def list_files(groups: Sequence[Group], problems: Sequence[Problem], claims: Cla
     names = name_pages(x.result.method.name for x in rows)
     pages = Pages({"pages": names, "count": len(rows), "groups": groups})
     filters = [
-        (key, title, sorted({tag_group(x.example)[key] for x in groups})) for key, title in FILTERS.items()
+        *((key, title, sorted({tag_group(x.example)[key] for x in groups})) for key, title in FILTERS.items()),
+        ("family", "Family", sorted({x.result.method.family for x in rows})),
+        ("machine", "Machine", sorted({y for x in groups for y in x.machines})),
     ]
-    filters.insert(5, ("family", "Family", sorted({x.result.method.family for x in rows})))
     charts = {x.key: draw_group(x) for x in groups}
     methods = [_gather(name, groups) for name in names]
     yield "index.html", pages.write("index", problems=problems, filters=filters, charts=charts)
@@ -69,14 +70,10 @@ def list_files(groups: Sequence[Group], problems: Sequence[Problem], claims: Cla
 
 
 def _gather(name: str, groups: Sequence[Group]) -> Shown:
-    """A method, with the card of the run that is most to be believed: not sent in, then verified, then the newest."""
+    """A method, with the card of the run that is most to be believed."""
     found = [(group, tuple(x for x in group.rows if x.result.method.name == name)) for group in groups]
 
-    def trust(row: Row) -> tuple[object, ...]:
-        verified = row.entry.verification is not None and row.entry.verification.level is not None
-        return row.entry.submitter is None, verified, row.result.environment.started, row.entry.name
-
-    result = max((row for _, rows in found for row in rows), key=trust).result
+    result = max((row.entry for _, rows in found for row in rows), key=lambda x: x.trust).result
     card = Card.model_validate(result.method.card)
     return Shown(name, card, result, tuple((group, rows) for group, rows in found if rows))
 

@@ -50,6 +50,13 @@ class Entry:
         return self.run.result
 
 
+    @property
+    def trust(self) -> tuple[bool, bool, str, str]:
+        """The greater, the more it is to be believed: not sent in, then verified, then new."""
+        verified = self.verification is not None and self.verification.level is not None
+        return self.submitter is None, verified, self.result.environment.started, self.name
+
+
 @dataclass(frozen=True)
 class Problem:
     """A folder that is no run to be shown."""

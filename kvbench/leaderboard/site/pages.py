@@ -19,7 +19,7 @@ from kvbench import __version__
 from kvbench.leaderboard.records import LEVELS
 from kvbench.leaderboard.site.claims import VERDICTS, join_reasons
 from kvbench.leaderboard.site.columns import Column, choose_columns
-from kvbench.leaderboard.site.tables import Axis, Group, Row
+from kvbench.leaderboard.site.tables import Axis, Group, Row, name_machine
 from kvbench.registry import list_models
 from kvbench.report.sections import list_protocol
 from kvbench.results import Result
@@ -75,9 +75,9 @@ def _read_templates() -> Environment:
     }
     templates.filters |= {
         "heading": name_group, "subtitle": describe_group, "baseline": name_baseline, "protocol": list_protocol,
-        "tags": tag_group, "tables": lay_out, "small_model": warn_of_model, "after": cut_name, "arxiv": is_arxiv,
-        "percent": "{:.1%}".format, "bytes": format_bytes, "interval": format_interval, "p": format_p,
-        "reasons": join_reasons,
+        "machine": name_machine, "tags": tag_group, "tables": lay_out, "small_model": warn_of_model, "after": cut_name,
+        "arxiv": is_arxiv, "percent": "{:.1%}".format, "bytes": format_bytes, "interval": format_interval,
+        "p": format_p, "reasons": join_reasons,
     }
     return templates
 
@@ -99,28 +99,24 @@ def name_group(result: Result) -> str:
     return f"{result.task.name}, {result.task.length:,} tokens, {result.mode}, {SEES[result.visibility]}"
 
 
-def describe_group(result: Result) -> str:
+def describe_group(group: Group) -> str:
     """The rest of a protocol that a reader wants to know at once."""
+    result, machines = group.example, group.machines
     spec = result.spec
+    where = machines[0] if len(machines) == 1 else f"{len(machines)} machines"
     history = f" with {result.history} history" if result.mode == "multi-turn" else ""
     again = ", recompressed at each turn" if spec.recompress else ""
     turns = f"{spec.turns} questions" if spec.turns > 1 else "one question"
     better = "" if result.score.higher_is_better else " (lower is better)"
     return (
         f"{result.model.id} in {result.model.dtype}; {spec.samples} contexts, {turns} each{history}{again}; scored by "
-        f"{result.task.scorer}{better}; {name_hardware(result)}"
+        f"{result.task.scorer}{better}; {where}"
     )
 
 
 def name_baseline(result: Result) -> str:
     """What all rows of a protocol are compared with."""
     return "no cache" if result.model.kind == "diffusion" else "the dense cache"
-
-
-def name_hardware(result: Result) -> str:
-    """Where it ran."""
-    place = result.environment
-    return place.gpu or f"{place.cpu}, {place.threads} thread{'s' if place.threads != 1 else ''}"
 
 
 def write_value(value: object) -> str:
@@ -134,7 +130,7 @@ def tag_group(result: Result) -> dict[str, str]:
     """What groups are filtered by."""
     return {
         "model": result.model.id, "suite": result.task.suite, "task": result.task.name, "mode": result.mode,
-        "visibility": result.visibility, "hardware": name_hardware(result),
+        "visibility": result.visibility,
     }
 
 
@@ -148,7 +144,8 @@ def lay_out(group: Group, method: str | None = None) -> list[tuple[str, list[Col
         shown = [(title, rows) for title, rows in chosen if rows]
         if shown:
             results = [x.result for _, rows in every for x in rows]
-            tables.append((AXES[axis], choose_columns(axis, results), shown))
+            timed = group.example.spec.device != "cpu" and len(group.machines) == 1
+            tables.append((AXES[axis], choose_columns(axis, results, timed=timed), shown))
     return tables
 
 

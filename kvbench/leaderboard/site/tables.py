@@ -1,6 +1,7 @@
 """Which rows stand together: one table per protocol and axis, in bands of like size, ranked within a band.
 
-A rank of a method that keeps a tenth of the cache against one that keeps half would be a rank of budgets.
+A rank of a method that keeps a tenth of the cache against one that keeps half would be a rank of budgets. Machines may
+differ: what is ranked, answers and bytes, does not depend on them. Times do, and are not ranked.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from kvbench.compare import Difference, compare_runs, is_full, name_protocol, rank_runs
+from kvbench.compare import Difference, compare_runs, is_full, name_questions, rank_runs
 from kvbench.leaderboard.site.entries import Entry
 from kvbench.report.group import held_share, label_results, read_share
 from kvbench.results import Result
@@ -100,12 +101,23 @@ class Group:
         """Any of them, for what they have in common."""
         return self.rows[0].result
 
+    @property
+    def machines(self) -> list[str]:
+        """Where they ran."""
+        return sorted({name_machine(x.result) for x in self.rows})
+
+
+def name_machine(result: Result) -> str:
+    """Where it ran."""
+    place = result.environment
+    return place.gpu or f"{place.cpu}, {place.threads} thread{'s' if place.threads != 1 else ''}"
+
 
 def make_groups(entries: Iterable[Entry]) -> list[Group]:
     """Every entry in the one group that it belongs to."""
     found: dict[str, list[Entry]] = {}
     for x in entries:
-        found.setdefault(name_protocol(x.result), []).append(x)
+        found.setdefault(f"{name_questions(x.result.spec)} {x.result.latency.clock}", []).append(x)
     return sorted((_make_group(protocol, members) for protocol, members in found.items()), key=_order)
 
 
@@ -119,7 +131,8 @@ def _order(group: Group) -> tuple[object, ...]:
 
 def _make_group(protocol: str, members: Sequence[Entry]) -> Group:
     members = sorted(members, key=lambda x: x.name)
-    full = next((x for x in members if is_full(x.result) and x.result.status == "ok"), None)
+    whole = [x for x in members if x.result.status == "ok" and is_full(x.result)]
+    full = max(whole, key=lambda x: x.trust, default=None)
     others = [x for x in members if x is not full]
     differences = [] if full is None else compare_runs(full.run, [x.run for x in others])
     to_full = {x.name: y for x, y in zip(others, differences, strict=False)}
@@ -127,13 +140,12 @@ def _make_group(protocol: str, members: Sequence[Entry]) -> Group:
         Row(x, label, to_full.get(x.name))
         for x, label in zip(members, label_results([x.result for x in members]), strict=True)
     ]
-    whole = [x for x in rows if x.result.status == "ok"]
     by_axis: dict[Axis, list[Row]] = {}
-    for x in whole:
-        if not is_full(x.result):
+    for x in rows:
+        if x.result.status == "ok" and x.entry not in whole:
             by_axis.setdefault(Axis.of(x.result), []).append(x)
     return Group(
-        key=hashlib.sha256(protocol.encode()).hexdigest()[:8], anchors=tuple(x for x in whole if is_full(x.result)),
+        key=hashlib.sha256(protocol.encode()).hexdigest()[:8], anchors=tuple(x for x in rows if x.entry in whole),
         tables=tuple(Table(axis, _make_bands(axis, by_axis[axis])) for axis in Axis if axis in by_axis),
         failed=tuple(x for x in rows if x.result.status == "failed"),
     )

@@ -27,11 +27,11 @@ def ranks(group):
     [
         (None, "visibility", "hidden"), (None, "mode", "multi-request"), ("model", "sha256", "0" * 64),
         ("model", "dtype", "float32"), ("task", "version", "2"), ("task", "length", 4096), ("task", "scorer", "x@1"),
-        ("task", "name", "kv"), ("environment", "gpu", "H200"),
+        ("task", "name", "kv"),
     ],
 )
 def test_rows_of_another_protocol_are_in_another_table(results, part, field, value):
-    """One difference of what was asked, of the model or of the machine is enough."""
+    """One difference of what was asked or of the model is enough."""
     results.add("a")
 
     def edit(result, lines):
@@ -42,10 +42,11 @@ def test_rows_of_another_protocol_are_in_another_table(results, part, field, val
 
 
 def test_rows_of_one_protocol_share_a_table(results):
-    """Method, settings, budget and bytes are what is compared."""
+    """Method, settings, budget and bytes are what is compared; the machine changes neither answers nor bytes."""
     results.add("a")
-    results.add("b", method="h2o", held=0.26)
+    results.add("b", method="h2o", held=0.26, edit=lambda result, lines: result["environment"].update(cpu="other"))
     (group,) = read_groups(results)
+    assert group.machines == ["AMD EPYC, 1 thread", "other, 1 thread"]
     assert len(group.tables) == 1
     assert ranks(group) == {"snapkv": (1, True), "h2o": (1, True)}
 

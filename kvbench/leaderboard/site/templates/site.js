@@ -44,7 +44,7 @@ if (form) {
       const about = `${group.dataset.model} ${group.dataset.task} ${group.dataset.suite}`.toLowerCase();
       for (const row of group.querySelectorAll(".row")) {
         const text = `${row.dataset.find} ${about}`;
-        row.hidden = !(right && (!wanted.family || row.dataset.family === wanted.family) && words.every((x) => text.includes(x)));
+        row.hidden = !(right && ["family", "machine"].every((x) => !wanted[x] || row.dataset[x] === wanted[x]) && words.every((x) => text.includes(x)));
       }
       const here = count(group.querySelectorAll(".row:not([hidden])"));
       for (const part of group.querySelectorAll("tbody, .scroll, ul.plain")) part.hidden = !part.querySelector(".row:not([hidden])");
