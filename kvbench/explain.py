@@ -67,6 +67,11 @@ def find_flips(first: Run, other: Run) -> list[Flip]:
     return [*flips, *_find_fixed(first, other, {x.name for x in flips})]
 
 
+def find_again(first: Run) -> Flip:
+    """The first run as it is: another one where the code has changed since."""
+    return _try("run again", "the code of then", "the code of now", write_request(first.result.spec))
+
+
 def measure(first: Run, other: Run) -> Effect | None:
     """The other's score minus the first's: paired where they were asked the same; None: one of them has none."""
     found = compare_pair(first, other)
@@ -118,7 +123,8 @@ def _try(name: str, first: object, other: object, request: Request) -> Flip:
     try:
         check(request)
     except UserError as error:
-        return Flip(name, _text(first), _text(other), None, f"not alone: {error}")
+        reason = str(error).partition(". ")[0].removesuffix(".")
+        return Flip(name, _text(first), _text(other), None, f"kvbench refuses it: {reason}")
     return Flip(name, _text(first), _text(other), request)
 
 

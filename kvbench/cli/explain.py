@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from kvbench.runs import Run
 
 
-AGAIN = "run again"
-
-
 def explain_command(
     first: Annotated[str, typer.Argument(help="The folder or id of a run.")],
     other: Annotated[str, typer.Argument(help="Another run of the same task.")],
@@ -28,7 +25,7 @@ def explain_command(
     as_json: Json = False,
 ) -> int:
     """Say what was asked otherwise and, with --run, how much each of it alone moves the score of the first run."""
-    from kvbench.explain import find_flips, measure
+    from kvbench.explain import find_again, find_flips, measure
     from kvbench.runs import find_run, load_run
     from kvbench.table import print_rows
 
@@ -39,8 +36,9 @@ def explain_command(
     rows = [
         (x.name, x.first, x.other, *_effect(effects.get(x.name)), notes.get(x.name) or _note(x, run=run)) for x in flips
     ]
-    if AGAIN in effects:
-        rows.append((AGAIN, "the code of then", "the code of now", *_effect(effects[AGAIN]), notes[AGAIN]))
+    again = find_again(mine)
+    if again.name in notes:
+        rows.append((again.name, again.first, again.other, *_effect(effects.get(again.name)), notes[again.name]))
     rows.append(("all of it", mine.folder.name, theirs.folder.name, *_effect(total), ""))
     if run and total is not None and effects:
         alone = sum(x.mean for x in effects.values())
@@ -66,18 +64,20 @@ def _measure(mine: Run, flips: list[Flip], out: Path) -> tuple[dict[str, Effect]
     is flipped is measured against that.
     """
     from kvbench.cli.sweep import run_cells
-    from kvbench.explain import measure, rescore
-    from kvbench.leaderboard.asked import write_request
+    from kvbench.explain import find_again, measure, rescore
     from kvbench.runs import load_run
     from kvbench.sweep.cell import Cell
 
     effects, notes = {}, {}
-    asked = {AGAIN: write_request(mine.result.spec), **{x.name: x.request for x in flips if x.request is not None}}
+    again = find_again(mine)
+    asked = {x.name: x.request for x in (again, *flips) if x.request is not None}
+    if again.request is None:
+        notes[again.name] = f"cannot be run, {again.why}"
     if "scorer" in asked and (found := rescore(mine, asked["scorer"].scorer or "")) is not None:
         effects["scorer"], notes["scorer"] = found, f"the same {found.n} answers"
         del asked["scorer"]
     cells = [Cell(i, 1, name, replace(x, out=out), {}) for i, (name, x) in enumerate(asked.items())]
-    reports = dict(zip(asked, run_cells(cells), strict=True))
+    reports = dict(zip(asked, run_cells(cells) if cells else [], strict=True))
     base = mine
     for name, report in reports.items():
         if report.folder is None or report.status != "ok":
@@ -85,7 +85,7 @@ def _measure(mine: Run, flips: list[Flip], out: Path) -> tuple[dict[str, Effect]
             continue
         flipped = load_run(report.folder)
         found = measure(base, flipped)
-        if name == AGAIN:
+        if name == again.name:
             base = flipped
         if found is not None and flipped.result.run_id != mine.result.run_id:
             effects[name] = found

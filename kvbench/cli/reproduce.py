@@ -31,7 +31,7 @@ def reproduce_command(
     listed: Annotated[bool, typer.Option("--list", help="Say what there is.")] = False,
     shape: Annotated[Text, typer.Option(help="A finding to test on the bundled models, or all.")] = None,
     model: Annotated[Text, typer.Option(help="In the paper's model's place; what comes of it is a shape.")] = None,
-    samples: Annotated[int | None, typer.Option(help="At most so many of each task; what comes of it is a shape.")] = None,
+    samples: Annotated[int | None, typer.Option(help="At most so many of each task; as --model.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what is missing; predict time and memory.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="End standard output with one JSON line.")] = False,
