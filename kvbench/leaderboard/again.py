@@ -37,14 +37,17 @@ def load_again(spec: RunSpec) -> Model:
     """The run's model, from what is here, in its element type.
 
     Raises:
-        StrangerError: it is not here.
+        StrangerError: it is not here, or not whole.
     """
     folder = find_copy(spec.model.id, spec.model.revision)
     if folder is None:
         raise StrangerError(f"model {show(spec.model.id)} is not on this machine")
     name = f"random:{folder}" if spec.model.id.startswith("random:") else str(folder)
     device = "cuda" if spec.device == "cuda" and torch.cuda.is_available() else "cpu"
-    return replace(load_model(name, device, spec.model.dtype), id=spec.model.id)
+    try:
+        return replace(load_model(name, device, spec.model.dtype), id=spec.model.id)
+    except UserError as error:
+        raise StrangerError(str(error)) from error
 
 
 def prepare_again(spec: RunSpec, model: Model, seed: int | None = None) -> tuple[Job, tuple[str, ...]]:

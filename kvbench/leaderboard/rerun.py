@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -27,23 +27,28 @@ NEAR = 0.05
 """Nats that a log-probability may be away."""
 
 
-def rerun(bundle: Bundle, model: Model, share: float, seed: int, progress: Progress) -> tuple[Rerun, list[Check]]:
-    """Run a random share of the samples again.
+def draw(samples: int, share: float, seed: int) -> list[int]:
+    """A random share of so many samples, one at least."""
+    return sorted(random.Random(seed).sample(range(samples), math.ceil(share * samples)))
+
+
+def rerun(
+    bundle: Bundle, model: Model, wanted: Collection[int], seed: int, progress: Progress
+) -> tuple[Rerun, list[Check]]:
+    """Run samples again, which this seed drew.
 
     Raises:
         StrangerError: it cannot be run here.
         RefusedError: it is another run here.
     """
     job, differs = prepare_again(bundle.spec, model)
-    count = bundle.spec.samples
-    wanted = sorted(random.Random(seed).sample(range(count), math.ceil(share * count)))
-    submitted = [x for x in bundle.lines if x.index in set(wanted)]
+    submitted = [x for x in bundle.lines if x.index in wanted]
     lines = run_again(job, wanted, progress)
     ours = {(x.index, x.turn): x for x in lines if x.error is None}
     pairs = [(x, ours[x.index, x.turn]) for x in submitted if x.error is None and (x.index, x.turn) in ours]
     agreed = [_agree(x, y) for x, y in pairs]
     found = Rerun(
-        share=len(wanted) / count, seed=seed, samples=len(wanted), answers=len(pairs),
+        share=len(wanted) / bundle.spec.samples, seed=seed, samples=len(wanted), answers=len(pairs),
         same_answers=sum(same == n for same, n in agreed), tokens=sum(n for _, n in agreed),
         same_tokens=sum(same for same, _ in agreed), submitted_mean=_mean(submitted), mean=_mean(lines),
         differs=differs, cpu=cpu_name(), gpu=_gpu(job),

@@ -14,7 +14,7 @@ import pytest
 
 from kvbench import machine
 from kvbench.job import Job, prepare
-from kvbench.leaderboard.bundle import Bundle, open_bundle, pack_run
+from kvbench.leaderboard.bundle import Bundle, _list, open_bundle, pack_run
 from kvbench.leaderboard.parcel import write_tar
 from kvbench.leaderboard.records import MANIFEST, RESULT, SAMPLES, SPEC
 from kvbench.leaderboard.repository import Repository
@@ -22,6 +22,7 @@ from kvbench.leaderboard.verify import verify
 from kvbench.request import Request
 from kvbench.results import Git, Line
 from kvbench.runner import run
+from kvbench.spec import RunSpec
 from kvbench.summary import summarise
 
 
@@ -97,8 +98,6 @@ def check(runs):
 
 def repack(files: dict[str, bytes], changed: dict[str, bytes]) -> dict[str, bytes]:
     """Other files under a manifest that is true of them."""
-    from kvbench.leaderboard.bundle import _list
-
     files = {**files, **changed}
     manifest = json.loads(files[MANIFEST])
     listed = _list({name: data for name, data in files.items() if name != MANIFEST})
@@ -115,8 +114,6 @@ def edit(files: dict[str, bytes], name: str, change: Callable[[Any], object]) ->
 
 def edit_spec(files: dict[str, bytes], change: Callable[[Any], object]) -> dict[str, bytes]:
     """The spec changed wherever it stands, with the run id that is then its own: a consistent lie."""
-    from kvbench.spec import RunSpec
-
     spec = json.loads(files[SPEC])
     change(spec)
     run_id = RunSpec.model_validate(spec).run_id

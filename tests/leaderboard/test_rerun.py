@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from kvbench.leaderboard import hidden, raising
+from kvbench.leaderboard import hidden, levels
 from kvbench.leaderboard.again import load_again, prepare_again
 from kvbench.leaderboard.deliver import put_in_folder
 from kvbench.leaderboard.hidden import _chance
 from kvbench.leaderboard.known import StrangerError
-from kvbench.leaderboard.raising import Wish, raise_level
+from kvbench.leaderboard.levels import Wish, raise_level
 from kvbench.leaderboard.repository import Repository
 from kvbench.leaderboard.verify import verify
 from kvbench.progress import show_progress
@@ -24,7 +24,7 @@ SECRET = "correct horse battery staple"
 @pytest.fixture(autouse=True)
 def _loaded(snapkv, monkeypatch):
     """The model that the runs had: loading it again takes longer than running."""
-    monkeypatch.setattr(raising, "load_again", lambda _: snapkv.job.model)
+    monkeypatch.setattr(levels, "load_again", lambda _: snapkv.job.model)
 
 
 @pytest.fixture

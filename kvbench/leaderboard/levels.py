@@ -13,7 +13,7 @@ from kvbench.errors import UserError
 from kvbench.leaderboard.again import load_again
 from kvbench.leaderboard.hidden import run_hidden
 from kvbench.leaderboard.known import StrangerError
-from kvbench.leaderboard.rerun import rerun
+from kvbench.leaderboard.rerun import draw, rerun
 from kvbench.leaderboard.verdict import RefusedError, flag
 from kvbench.leaderboard.verify import Findings
 
@@ -45,8 +45,9 @@ def raise_level(found: Findings, wish: Wish, show_progress: Callable[[int], Abst
     try:
         model = load_again(bundle.spec)
         if wish.share is not None:
-            with show_progress(bundle.spec.samples) as progress:
-                found.rerun, checks = rerun(bundle, model, wish.share, wish.seed, progress)
+            wanted = draw(bundle.spec.samples, wish.share, wish.seed)
+            with show_progress(len(wanted)) as progress:
+                found.rerun, checks = rerun(bundle, model, wanted, wish.seed, progress)
             found.checks += checks
         check = "hidden"
         if wish.secret is not None:
