@@ -213,7 +213,7 @@ def attend_tiles(
     key = keys + batch * key_batch + kv_head * key_head + first * key_row + d[:, None]
     value = values + batch * value_batch + kv_head * value_head + first * value_row + v[None, :]
 
-    low, high = part * split, tl.minimum(part * split + split, count)
+    low, high = part * split, tl.minimum(part * split + split, tl.minimum(count, n_key))  # others may follow the block
     if causal:
         high = tl.minimum(high, tl.max(tl.where(real, own, -1), 0) + 1)
         if has_window and not has_positions:

@@ -219,6 +219,18 @@ def test_triton_adds_nothing_for_queries_without_a_visible_row(triton, attention
     assert (part.lse == -torch.inf).all()
 
 
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("window", [None, 12])
+def test_triton_reads_a_block_that_others_follow(window, triton, attention, error):
+    """A length beyond the block's rows says that the queries' own come later: all rows of the block, and no more."""
+    query, keys, values = attention(GQA, 2, 40)
+    keys[:, :, 20:], values[:, :, 20:] = torch.inf, torch.nan
+    options = {"scale": 0.3, "seen": 27, "window": window, "length": torch.tensor(27)}
+    found = dense_partial(*triton([query, keys[:, :, :20], values[:, :, :20]]), **triton(options))
+    wanted = plain.dense_partial(query, keys[:, :, :20], values[:, :, :20], **options)
+    assert error(found.output, wanted.output) < 1e-5
+
+
 @pytest.mark.parametrize("parts", [1, 2, 3])
 @pytest.mark.parametrize("sinks", [None, torch.linspace(-2, 3, 6)], ids=["", "sinks"])
 def test_triton_merges_as_torch_does(parts, sinks, triton):
