@@ -114,15 +114,19 @@ class Need:
             shape.rows(x) * x.kv_heads * (x.key_dim + x.value_dim) * shape.itemsize for x in shape.layers
         )
 
+    def rows(self, batch: int, state: State) -> int:
+        """The most bytes at once, without the weights."""
+        most = self.prefill if state == "prefill" else self.decode + self._layer
+        return batch * max(most, self.decode)
+
     def peak(self, batch: int, state: State) -> int:
         """The most bytes at once."""
-        most = self.prefill if state == "prefill" else self.decode + self._layer
-        return self.model.weight_bytes + batch * max(most, self.decode)
+        return self.model.weight_bytes + self.rows(batch, state)
 
     def largest_batch(self, memory: int, state: State) -> int:
         """The most sequences that fit; 0: not one does."""
         weights, spare = self.model.weight_bytes, min(SPARE_BYTES, memory // 20)
-        return max(0, (memory - spare - weights) // (self.peak(1, state) - weights))
+        return max(0, (memory - spare - weights) // self.rows(1, state))
 
     def step_bytes(self, batch: int) -> int:
         """What a decode step reads of weights and caches."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
+from kvbench.bench.job import OUT_OF_TIME, Job
 from kvbench.bench.outcome import Failure, attempt
 from kvbench.bench.records import DeviceMemory
 from kvbench.bench.state import Setting, count_bytes, open_stand
@@ -43,26 +44,34 @@ class Answers:
 
 
 def time_answers(
-    setting: Setting, methods: Mapping[str, Method], length: int, batches: Mapping[str, int], kernels: str, rounds: int
+    job: Job, methods: Mapping[str, Method], length: int, batches: Mapping[str, int]
 ) -> dict[str, Answers | Failure]:
-    """Each method's answers, in turn with the others' from round to round, after one round that does not count."""
+    """Each method's answers, in turn with the others' from round to round, after one round that does not count.
+
+    When time is up, no further round is begun.
+    """
     found: dict[str, Answers | Failure] = {name: Answers() for name in methods}
-    run = _denoise if setting.model.kind == "diffusion" else _answer
+    run = _denoise if job.setting.model.kind == "diffusion" else _answer
     names = list(methods)
-    for number in range(rounds + 1):
+    for number in range(job.rounds["user"] + 1):
+        if job.late:
+            break
         first = number % len(names)
         for name in names[first:] + names[:first]:
             answers = found[name]
             if isinstance(answers, Failure):
                 continue
-            with using(kernels) as ran:
-                failure = attempt(partial(run, setting, methods[name], length, batches[name], answers))
+            with using(job.kernels) as ran:
+                failure = attempt(partial(run, job.setting, methods[name], length, batches[name], answers))
             answers.kernels = ran
             if failure is not None:
                 found[name] = failure
             elif number == 0:
                 answers.forget()
-    return found
+    return {
+        name: Failure("skipped", OUT_OF_TIME) if isinstance(x, Answers) and not x.seconds else x
+        for name, x in found.items()
+    }
 
 
 def _answer(setting: Setting, method: Method, length: int, batch: int, answers: Answers) -> None:

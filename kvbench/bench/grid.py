@@ -44,7 +44,7 @@ def _check(job: Job, name: str) -> Failure | None:
 def _cells(job: Job, wrong: Mapping[str, Failure], length: int, asked: str) -> Iterator[Cell]:
     """All methods at a length and a batch, on every clock."""
     fitted: dict[str, Method] = {}
-    failures = dict(wrong)
+    failures = {name: wrong[name] for name in job.methods if name in wrong}
     batches = {name: 0 if asked == MAX else int(asked) for name in job.methods}
     for name in job.methods:
         method = attempt(partial(job.fit, name, length))
@@ -58,16 +58,17 @@ def _cells(job: Job, wrong: Mapping[str, Failure], length: int, asked: str) -> I
             failures.setdefault(name, why)
     ready = {name: x for name, x in fitted.items() if name not in failures}
     for clock in job.clocks:
-        found: Mapping[str, Measured | Failure] = {
-            **measure(job, clock, ready, length, batches, alone=asked == MAX), **failures
-        } if ready else failures
-        for name in job.methods:
-            cell = Cell(
+        cells = {
+            name: Cell(
                 method=_describe(job.methods[name]), budget=job.budget, clock=clock, length=length,
                 batch=batches[name], asked_batch=asked, state=job.setting.state, outcome="ok",
                 predicted=_predict(job, fitted.get(name), length, batches[name]),
-            )
-            yield _fill(job, cell, found[name])
+            ) for name in job.methods
+        }
+        yield from (_fill(job, cells[name], failure) for name, failure in failures.items())
+        if ready:
+            found = measure(job, clock, ready, length, batches, alone=asked == MAX)
+            yield from (_fill(job, cells[name], x) for name, x in found)
 
 
 def _foresee(job: Job, method: Method, length: int, batch: int) -> Failure | None:

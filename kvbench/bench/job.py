@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,6 +17,7 @@ from kvbench.method import Method
 from kvbench.plan import Need, read_budget
 
 Kernels = Literal["torch", "triton", "flash"]
+OUT_OF_TIME = "no time was left for it"
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,18 @@ class Job:
     """Bytes that weights and caches may take together."""
     ruler: float
     """Bytes per second of a copy."""
+    deadline: float = math.inf
+    """When nothing more is begun, by perf_counter."""
 
     @property
     def device(self) -> torch.device:
         """Where it runs."""
         return self.setting.model.device
+
+    @property
+    def late(self) -> bool:
+        """Whether nothing more is begun."""
+        return time.perf_counter() > self.deadline
 
     def fit(self, name: str, length: int) -> Method:
         """A method bound to the model, with its budget at a length."""

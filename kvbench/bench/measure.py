@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 from kvbench.bench.answer import time_answers
 from kvbench.bench.decode import Timed, open_attention, open_steps
-from kvbench.bench.job import Job
+from kvbench.bench.job import OUT_OF_TIME, Job
 from kvbench.bench.outcome import Failure, attempt
 from kvbench.bench.records import Clock, DeviceMemory
 from kvbench.bench.state import Stand, count_bytes, open_stand
@@ -18,6 +19,7 @@ from kvbench.kernels.choice import using
 from kvbench.method import Method
 from kvbench.results import Bytes
 
+T = TypeVar("T")
 STEPS = 128
 """Decode steps that are timed at least, or calls of the attention."""
 OPENERS = {"kernel": ("attention", open_attention), "step": ("step", open_steps)}
@@ -55,25 +57,53 @@ class Measured:
 
 def measure(
     job: Job, clock: Clock, methods: Mapping[str, Method], length: int, batches: Mapping[str, int], *, alone: bool
-) -> dict[str, Measured | Failure]:
-    """Every method by name, at a batch of its own. Alone: with no anchor in turn, because both would not fit."""
+) -> Iterator[tuple[str, Measured | Failure]]:
+    """Every method by name, at a batch of its own, as soon as it is measured.
+
+    In turn with the anchors, which hold their contexts meanwhile. Alone, or where memory would not hold a method beside
+    them, by itself: then the anchors' own rounds stand beside it.
+    """
     if clock == "user":
-        found = _measure_answers(job, methods, length, batches)
-    elif alone:
-        with using(job.kernels):
-            found = {
-                name: attempt(partial(_measure_steps, job, clock, name, method, length, batches[name], {}))
-                for name, method in methods.items()
-            }
-    else:
-        return _measure_beside(job, clock, methods, length, batches)
-    return {name: _set_beside(job, name, x, found) for name, x in found.items()}
+        yield from _measure_answers(job, methods, length, batches)
+        return
+    needs = {name: job.need(method, length) for name, method in methods.items()}
+    left = job.memory - job.outline.weight_bytes
+    most = {name: need.rows(batches[name], job.setting.state) for name, need in needs.items()}
+    held: list[str] = []
+    for name in () if alone else job.anchors:
+        if name in methods and most[name] <= left:
+            held.append(name)
+            left -= batches[name] * needs[name].decode
+    beside = [x for x in methods if x in held or (held and most[x] <= left)]
+    found: dict[str, Measured | Failure] = {}
+    with ExitStack() as stack:
+        anchors: dict[str, Stand] = {}
+        for name in held:
+            stand = _attempt(job, partial(_enter, stack, job, methods[name], length, batches[name]))
+            if isinstance(stand, Failure):
+                found[name] = stand
+            else:
+                anchors[name] = stand
+        for name in beside:
+            if name not in found:
+                step = partial(_measure_steps, job, clock, name, methods[name], length, batches[name], anchors)
+                found[name] = _attempt(job, step)
+            yield name, found[name]
+    for name, method in methods.items():
+        if name not in found:
+            found[name] = _attempt(job, partial(_measure_steps, job, clock, name, method, length, batches[name], {}))
+            yield name, _set_beside(job, name, found[name], found)
+
+
+def _attempt(job: Job, make: Callable[[], T]) -> T | Failure:
+    """What a call returns, unless there is no time for it."""
+    return Failure("skipped", OUT_OF_TIME) if job.late else attempt(make)
 
 
 def _set_beside(
     job: Job, name: str, ours: Measured | Failure, found: Mapping[str, Measured | Failure]
 ) -> Measured | Failure:
-    """With the rounds of those anchors that were timed in the same way."""
+    """With the rounds of the anchors before it that were timed in the same way."""
     if isinstance(ours, Failure):
         return ours
     anchors = {}
@@ -86,27 +116,9 @@ def _set_beside(
     return replace(ours, anchors=anchors)
 
 
-def _measure_beside(
-    job: Job, clock: Clock, methods: Mapping[str, Method], length: int, batches: Mapping[str, int]
-) -> dict[str, Measured | Failure]:
-    """Every method in turn with the anchors, which hold their contexts meanwhile."""
-    found: dict[str, Measured | Failure] = {}
-    with ExitStack() as stack, using(job.kernels):
-        anchors: dict[str, Stand] = {}
-        for name in (x for x in job.anchors if x in methods):
-            stand = attempt(partial(_enter, stack, job, methods[name], length, batches[name]))
-            if isinstance(stand, Failure):
-                found[name] = stand
-            else:
-                anchors[name] = stand
-        for name, method in methods.items():
-            if name not in found:
-                found[name] = attempt(partial(_measure_steps, job, clock, name, method, length, batches[name], anchors))
-    return found
-
-
 def _enter(stack: ExitStack, job: Job, method: Method, length: int, batch: int) -> Stand:
-    return stack.enter_context(open_stand(job.setting, method, length, batch))
+    with using(job.kernels):
+        return stack.enter_context(open_stand(job.setting, method, length, batch))
 
 
 def _measure_steps(
@@ -173,13 +185,15 @@ def _prepare(timed: Timed, cold: Call | None) -> None:
 
 def _measure_answers(
     job: Job, methods: Mapping[str, Method], length: int, batches: Mapping[str, int]
-) -> dict[str, Measured | Failure]:
+) -> Iterator[tuple[str, Measured | Failure]]:
     """Whole answers of all methods in turn."""
-    answers = time_answers(job.setting, methods, length, batches, job.kernels, job.rounds["user"])
-    return {
+    answers = time_answers(job, methods, length, batches)
+    found: dict[str, Measured | Failure] = {
         name: x if isinstance(x, Failure) else Measured(
             batch=batches[name], rounds=x.seconds, anchors={}, paired=True, memory=x.memory,
             device_memory=x.device_memory, read_bytes=None if x.memory is None else x.memory.read_bytes_per_step,
-            steps=job.rounds["user"] * STEPS, graph=None, graph_reason=None, kernels=dict(sorted(x.kernels.items())),
+            steps=len(x.seconds["answer"]) * STEPS, graph=None, graph_reason=None,
+            kernels=dict(sorted(x.kernels.items())),
         ) for name, x in answers.items()
     }
+    yield from ((name, _set_beside(job, name, x, found)) for name, x in found.items())

@@ -11,7 +11,7 @@ from kvbench.results import Bytes, Environment
 from kvbench.spec import MethodSpec, ModelSpec, Record
 
 Clock = Literal["kernel", "step", "user"]
-Outcome = Literal["ok", "out of memory", "refused", "failed"]
+Outcome = Literal["ok", "out of memory", "refused", "failed", "skipped"]
 FEW = 5
 """Rounds below which the ends of an interval are no 95 %, but the rounds themselves."""
 

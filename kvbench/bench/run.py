@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -50,6 +51,8 @@ class Request:
     rounds: int | None = None
     memory: float | None = None
     """GB that weights and caches may take together; None: what is free."""
+    seconds: float | None = None
+    """When nothing more is begun; what is left is said in its cell."""
     device: str | None = None
     dtype: str | None = None
     out: Path | None = None
@@ -62,7 +65,7 @@ def run_bench(request: Request) -> Bench:
         UserError: a request that cannot be; what fails within it is a cell's outcome.
     """
     started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
-    job = _prepare(request)
+    job = replace(_prepare(request), deadline=began + (request.seconds or math.inf))
     model, device = job.setting.model, job.device
     where = find_environment(device.type, started=started, seconds=0.0, device_map=model.device_map)
     cells: list[Cell] = []
@@ -132,10 +135,15 @@ def _check(request: Request) -> list[Clock]:
         raise unknown("state", request.state, get_args(State))
     if request.state == "synthetic" and "user" in request.clocks:
         raise UserError("the user's clock runs the prompt: leave --state out, or use --clock kernel,step.")
-    for name, values in (("length", request.lengths), ("rounds", (request.rounds,)), ("chunk", (request.chunk,))):
-        for value in values:
-            if value is not None and value < 1:
-                raise UserError(f"{name} {value} must be 1 or more.")
+    numbers = {
+        "length": request.lengths, "rounds": (request.rounds,), "chunk": (request.chunk,),
+        "seconds": (request.seconds,),
+    }
+    for name, values in numbers.items():
+        if any(x is not None and x < 1 for x in values):
+            raise UserError(f"{name} {', '.join(map(str, values))} must be 1 or more.")
+    if request.memory is not None and request.memory <= 0:
+        raise UserError(f"memory {request.memory} must be above 0 GB.")
     for batch in request.batches:
         if batch != MAX and not (batch.isdecimal() and int(batch)):
             raise UserError(f"batch '{batch}' must be a number of 1 or more, or max: the most that fit.")

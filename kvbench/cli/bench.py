@@ -47,6 +47,7 @@ def bench_command(
     memory: Annotated[float | None, typer.Option(help="GB to fill with weights and caches; default: what is free.")] = (
         None
     ),
+    seconds: Annotated[float | None, typer.Option(help="Begin nothing more after so many.")] = None,
     device: Annotated[Text, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
     dtype: Dtype = None,
     out: Annotated[Path | None, typer.Option(help="File for the result, written anew after every cell.")] = None,
@@ -60,7 +61,7 @@ def bench_command(
     found = run_bench(Request(
         methods=tuple(method), model=model, lengths=_numbers(length, "--length"), batches=_split(batch),
         clocks=_split(clock), state=state, budget=budget, settings=tuple(settings or ()), kernels=kernels, chunk=chunk,
-        rounds=rounds, memory=memory, device=device, dtype=dtype, out=out,
+        rounds=rounds, memory=memory, seconds=seconds, device=device, dtype=dtype, out=out,
     ))
     where = found.environment.gpu or f"{found.environment.cpu}, {found.environment.threads} thread(s)"
     rows = "" if state == "prefill" else "; stores filled with made-up rows, no prompt was run"

@@ -488,12 +488,13 @@ def bench(kvbench, few):
 @pytest.mark.parametrize(("kind", "outcome", "code"), [("memory", "out of memory", 0), ("other", "failed", 1)])
 def test_what_fails_is_its_own_cell_s_outcome(bench, greedy, kind, outcome, code):
     """On every clock, with its reason; the anchors' cells are whole. Out of memory is a finding, an error is not."""
-    answer = bench("--method", greedy, "--set", f"kind={kind}")
+    clocks = ("kernel", "step", "user") if kind == "memory" else ("step",)
+    answer = bench("--method", greedy, "--set", f"kind={kind}", "--clock", ",".join(clocks))
     assert answer.code == code
     cells = answer.json["cells"]
     assert [(x["clock"], x["method"]["name"], x["outcome"]) for x in cells] == [
         (clock, name, outcome if name == "greedy" else "ok")
-        for clock in ("kernel", "step", "user") for name in ("full", "full-int8", "greedy")
+        for clock in clocks for name in ("full", "full-int8", "greedy")
     ]
     failed = [x for x in cells if x["outcome"] != "ok"]
     assert {x["reason"] for x in failed} == {"no room" if kind == "memory" else "no reason"}
@@ -505,7 +506,7 @@ def test_a_budget_that_cannot_be_is_refused_in_its_cell_alone(bench):
     cells = bench("--method", "snapkv", "--method", "streaming-llm", "--budget", "20", "--clock", "step").json["cells"]
     outcomes = {x["method"]["name"]: x["outcome"] for x in cells}
     assert outcomes == {"full": "ok", "full-int8": "ok", "snapkv": "refused", "streaming-llm": "ok"}
-    assert "snapkv needs at least" in cells[2]["reason"]
+    assert "snapkv needs at least" in cells[0]["reason"]  # it is told before anything is timed
 
 
 def test_a_batch_that_memory_cannot_hold_is_not_tried_on_a_cpu(bench):
@@ -570,6 +571,20 @@ def test_the_largest_batch_is_each_method_s_own(bench):
     per_token = [x["times"]["step"]["seconds"]["median"] / x["batch"] for x in (full, snapkv)]
     assert speedup["median"] == pytest.approx(per_token[0] / per_token[1])
     assert snapkv["tokens_per_s"] == pytest.approx(1 / per_token[1])
+
+
+def test_who_does_not_fit_beside_the_anchors_is_timed_by_itself(bench):
+    """Out of memory would be the anchors' bytes' fault; the ratio is of rounds that were not in turn."""
+    answer = bench(
+        "--method", "quest", "--budget", "64", "--set", "page=8", "--batch", 64, "--clock", "step",
+        "--state", "synthetic", "--memory", 0.03,  # weights of 3 MB, anchors of 8 and 5, and 19 for the method
+    )
+    found = answer.json["cells"]
+    assert [(x["method"]["name"], x["outcome"]) for x in found] == [
+        ("full", "ok"), ("full-int8", "ok"), ("quest", "ok")
+    ]
+    paired = [[y["paired"] for y in x["times"]["step"]["speedups"].values()] for x in found]
+    assert paired == [[], [True], [False, False]]
 
 
 def test_a_job_that_is_ended_keeps_its_cells(few, tmp_path, monkeypatch):
@@ -639,11 +654,17 @@ def test_a_diffusion_model_is_timed_by_whole_answers(kvbench, few):
     assert policy["times"]["answer"]["speedups"].keys() == {"none"}
 
 
+def answers_of(job, **options):
+    """A job of the user's clock alone."""
+    methods = {"full": Full(), "snapkv": fitted("snapkv")}
+    return time_answers(SimpleNamespace(
+        **{"setting": job, "kernels": "torch", "rounds": {"user": 3}, "late": False, **options}
+    ), methods, LENGTH, {"full": 1, "snapkv": 1})
+
+
 def test_users_rounds_go_in_turn_after_one_that_does_not_count(few):
-    """Each method's answers are its own length, with the prompt's time in them."""
-    found = time_answers(setting(), {"full": Full(), "snapkv": fitted("snapkv")}, LENGTH, {"full": 1, "snapkv": 1},
-                         "torch", rounds=3)
-    for answers in found.values():
+    """Each method's answers are of equal length, with the prompt's time in them."""
+    for answers in answers_of(setting()).values():
         seconds = answers.seconds
         assert {name: len(x) for name, x in seconds.items()} == {
             "prefill": 3, "compression": 3, "token": 3, "answer": 3
@@ -652,6 +673,15 @@ def test_users_rounds_go_in_turn_after_one_that_does_not_count(few):
             whole == pytest.approx(prompt + 4 * token)
             for whole, prompt, token in zip(seconds["answer"], seconds["prefill"], seconds["token"], strict=True)
         )
+
+
+def test_when_time_is_up_nothing_more_is_begun(bench):
+    """What was not timed says so, on every clock; that is no failure."""
+    answer = bench("--method", "snapkv", "--budget", "50%", "--seconds", 1)
+    assert answer.code == 0
+    late = [x for x in answer.json["cells"] if x["outcome"] == "skipped"]
+    assert {x["clock"] for x in late} >= {"step", "user"}
+    assert {x["reason"] for x in late} == {"no time was left for it"}
 
 
 @pytest.mark.gpu
