@@ -51,6 +51,12 @@ class Entry:
 
 
     @property
+    def flags(self) -> list[str]:
+        """What its verifier wants readers to know; that a curated run has no sender is nothing of the kind."""
+        checks = () if self.verification is None else self.verification.checks
+        return [x.reason for x in checks if x.outcome == "flag" and (self.submitter is not None or x.name != "files")]
+
+    @property
     def trust(self) -> tuple[bool, bool, str, str]:
         """The greater, the more it is to be believed: not sent in, then verified, then new."""
         verified = self.verification is not None and self.verification.level is not None
