@@ -193,7 +193,8 @@ class TieredKV(LayerKV):
             assert self.low is not None
             rows = self.demoted.held()
             codes = self.low.view(rows, self._widths)
-            parts.append(packed_partial(balanced, *codes, positions=rows.get("position"), **options))
+            query = balanced.to(step.query.dtype)  # kernels multiply in the query's type
+            parts.append(packed_partial(query, *codes, positions=rows.get("position"), **options))
         parts += self._high_parts(step, balanced, options)
         self._score(step, balanced, joint_lse(parts, step.sinks))
         return merge_partials(parts, step.sinks).to(step.query.dtype)
@@ -211,8 +212,8 @@ class TieredKV(LayerKV):
             positions=None if positions is None else positions[:, :, new], **options,
         )]
         if before:
-            old = None if positions is None else positions[:, :, :before]
-            parts.append(packed_partial(balanced, key.rows(0, before), value.rows(0, before), positions=old, **options))
+            old, query = None if positions is None else positions[:, :, :before], balanced.to(step.query.dtype)
+            parts.append(packed_partial(query, key.rows(0, before), value.rows(0, before), positions=old, **options))
         return parts
 
     def _score(self, step: Step, balanced: Tensor, lse: Tensor) -> None:
