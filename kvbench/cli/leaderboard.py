@@ -72,7 +72,7 @@ def rerun_command(
 
     Token is compared with token, or a fresh mean with the submitted one. Exit code 1 where it does not hold.
     """
-    from kvbench.leaderboard.raising import Wish, raise_level, read_secret, read_share
+    from kvbench.leaderboard.levels import Wish, raise_level, read_secret, read_share
     from kvbench.leaderboard.repository import Repository
     from kvbench.leaderboard.verify import verify
     from kvbench.progress import show_progress

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -24,6 +24,9 @@ from kvbench.results import Git, Line
 from kvbench.runner import run
 from kvbench.spec import RunSpec
 from kvbench.summary import summarise
+
+if TYPE_CHECKING:
+    from .house import House
 
 
 @dataclass(frozen=True)
@@ -144,3 +147,11 @@ def later(done: Done, seconds: float, submitter: str = "ada") -> dict[str, bytes
         return line.model_copy(update={"times": times})
 
     return edit(done.with_lines(slow), MANIFEST, lambda x: x.update(submitter=submitter))
+
+
+@pytest.fixture
+def house(tmp_path) -> House:
+    """A server without its threads."""
+    from .house import House
+
+    return House(tmp_path)
