@@ -68,7 +68,7 @@ class Pages:
 def _read_templates() -> Environment:
     templates = Environment(
         loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True, finalize=show_plain,
+        lstrip_blocks=True, finalize=show_plain, auto_reload=False,
     )
     templates.globals |= {
         "version": __version__, "levels": LEVELS, "verdicts": VERDICTS, "script": Script.read(),
