@@ -199,7 +199,7 @@ def test_what_cannot_be_flipped_says_why(kvbench, pair, tmp_path):
     answer = kvbench("explain", *names, "--out", tmp_path / "runs", "--json")
     notes = {x["name"]: x["note"] for x in answer.json["differences"]}
     assert notes["spec.versions.torch"] == "cannot be flipped: these packages ran"
-    assert notes["mode"].startswith("cannot be flipped: kvbench refuses it: visibility 'visible' has no meaning in mode")
+    assert notes["mode"].startswith("cannot be flipped: kvbench refuses it: visibility 'visible' has no meaning")
 
 
 def test_how_claims_stand_is_read_off_a_folder(kvbench, paper, tmp_path):
