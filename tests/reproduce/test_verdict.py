@@ -144,3 +144,15 @@ def test_a_verdict_can_be_sent_on():
     assert document["id"] == CLAIM
     assert (document["printed"], document["verdict"], document["evidence"]) == (71.0, "reproduced", "verified")
     assert document["ours"] == {"value": pytest.approx(71.0), "ci95": pytest.approx([68.0, 74.0])}
+
+
+@pytest.mark.parametrize(("ci95", "said"), [
+    ((-4.0, -1.0), "moves as printed"), ((1.0, 4.0), "moves against the printed"),
+    ((-1.0, 1.0), "no difference to be told"),
+])
+def test_a_shape_says_which_way_the_score_moves(ci95, said):
+    """The paper's fell by 2; ours fell, rose, or cannot be told from the dense cache's."""
+    difference = Number(sum(ci95) / 2, ci95)
+    found = verdict.Judgement(one(CLAIM), "shape only", printed_difference=-2.0, difference=difference)
+    assert found.direction == said
+    assert replace(found, printed_difference=0.0).direction == ""
