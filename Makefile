@@ -14,7 +14,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 export HF_HUB_DISABLE_TELEMETRY := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint bench constraints
+.PHONY: help setup demo test test-all lint bench site constraints
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -48,6 +48,9 @@ lint: $(STAMP) ## ruff, and mypy strict over kvbench with its methods, tasks and
 bench: $(STAMP) ## Measure what the harness costs, and a decode step of each method
 	$(BIN)/python scripts/bench.py
 	$(BIN)/python scripts/bench_methods.py
+
+site: $(STAMP) ## Build the leaderboard from results/ into site/
+	$(BIN)/kvbench leaderboard build results -o site
 
 # What it holds is what a new environment gets today, torch and transformers apart, which are chosen here.
 constraints: ## Write constraints.txt anew
