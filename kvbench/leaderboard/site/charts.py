@@ -14,7 +14,7 @@ from xml.etree import ElementTree as ET
 from markupsafe import Markup
 
 from kvbench.extras import load_extra
-from kvbench.leaderboard.site.pages import show_plain
+from kvbench.leaderboard.site.pages import show_plain, spell_out
 from kvbench.leaderboard.site.tables import Axis, Group, Row
 from kvbench.report.charts import COSTS, Spec, draw_cost
 from kvbench.report.grid import draw_grid, list_scores, read_grid
@@ -64,7 +64,7 @@ def _render(spec: Spec, kind: str, runs: Mapping[str, str]) -> Markup:
     root.remove(root[0])  # the white ground
     root.attrib |= {"class": f"chart {kind}", "role": "group" if runs else "img", "aria-label": spec["description"]}
     ET.register_namespace("", SVG[1:-1])
-    return Markup(ET.tostring(root, encoding="unicode"))  # noqa: S704  # text in it was escaped by its writer
+    return Markup(spell_out(ET.tostring(root, encoding="unicode")))  # noqa: S704  # its writer escaped what is text
 
 
 @functools.lru_cache(maxsize=256)

@@ -86,12 +86,15 @@ def show_plain(value: Any) -> Any:
     """A value without characters that nobody sees or that turn text around, and not longer than LONGEST."""
     if isinstance(value, Markup) or not isinstance(value, str):
         return value
-    text = value if len(value) <= LONGEST else f"{value[:LONGEST]} ... ({len(value) - LONGEST:,} more characters)"
-    return text if text.isprintable() else "".join(x if x.isprintable() or x == "\n" else _spell(x) for x in text)
+    more = len(value) - LONGEST
+    return spell_out(value if more <= 0 else f"{value[:LONGEST]} ... ({more:,} more characters)")
 
 
-def _spell(character: str) -> str:
-    return character.encode("unicode_escape").decode()
+def spell_out(text: str) -> str:
+    """A text in which what nobody sees is written as Python writes it."""
+    if text.isprintable():
+        return text
+    return "".join(x if x.isprintable() or x == "\n" else x.encode("unicode_escape").decode() for x in text)
 
 
 def name_group(result: Result) -> str:
@@ -172,9 +175,8 @@ def name_pages(names: Iterable[str]) -> Mapping[str, str]:
     return {name: _name_page(name) for name in sorted(set(names))}
 
 
-@functools.cache
 def _name_page(name: str) -> str:
     plain = re.sub(r"[^a-z0-9_+-]+", "-", name.lower())[:60].strip("-")
-    if plain == name and not re.search(r"-[0-9a-f]{8}$", plain):
+    if plain == name and not re.search(r"(^|-)[0-9a-f]{8}$", plain):
         return plain
     return f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}".lstrip("-")

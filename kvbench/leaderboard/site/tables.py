@@ -86,7 +86,7 @@ class Group:
     key: str
     """Of its place on the page."""
     anchors: tuple[Row, ...]
-    """Runs of the dense cache."""
+    """Runs of the dense cache, first the one that differences are taken to."""
     tables: tuple[Table, ...]
     failed: tuple[Row, ...]
 
@@ -131,10 +131,10 @@ def _order(group: Group) -> tuple[object, ...]:
 
 def _make_group(protocol: str, members: Sequence[Entry]) -> Group:
     members = sorted(members, key=lambda x: x.name)
-    whole = [x for x in members if x.result.status == "ok" and is_full(x.result)]
-    full = max(whole, key=lambda x: x.trust, default=None)
-    others = [x for x in members if x is not full]
-    differences = [] if full is None else compare_runs(full.run, [x.run for x in others])
+    full = [x for x in members if x.result.status == "ok" and is_full(x.result)]
+    full.sort(key=lambda x: x.trust, reverse=True)
+    others = [x for x in members if x not in full[:1]]
+    differences = compare_runs(full[0].run, [x.run for x in others]) if full else []
     to_full = {x.name: y for x, y in zip(others, differences, strict=False)}
     rows = [
         Row(x, label, to_full.get(x.name))
@@ -142,10 +142,11 @@ def _make_group(protocol: str, members: Sequence[Entry]) -> Group:
     ]
     by_axis: dict[Axis, list[Row]] = {}
     for x in rows:
-        if x.result.status == "ok" and x.entry not in whole:
+        if x.result.status == "ok" and x.entry not in full:
             by_axis.setdefault(Axis.of(x.result), []).append(x)
     return Group(
-        key=hashlib.sha256(protocol.encode()).hexdigest()[:8], anchors=tuple(x for x in rows if x.entry in whole),
+        key=hashlib.sha256(protocol.encode()).hexdigest()[:8],
+        anchors=tuple(row for x in full for row in rows if row.entry is x),
         tables=tuple(Table(axis, _make_bands(axis, by_axis[axis])) for axis in Axis if axis in by_axis),
         failed=tuple(x for x in rows if x.result.status == "failed"),
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvbench.leaderboard.bundle import open_head
+from kvbench.leaderboard.bundle import open_head, pack_run
 from kvbench.leaderboard.parcel import read_files
 from kvbench.leaderboard.records import VERIFICATION, Check, Level, Verification
 from kvbench.leaderboard.site.build import Built, build_site
@@ -78,6 +78,14 @@ class Results:
         (folder / "result.json").write_text(json.dumps(result))
         (folder / "samples.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in lines))
         return folder
+
+    def send(self, folder: Path, submitter: str) -> None:
+        """Make a submission of it."""
+        files = pack_run(folder, submitter, ("niah:dev",))
+        for path in folder.iterdir():
+            path.unlink()
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
 
     def verify(
         self, folder: Path, level: Level | None, *checks: Check, content: str | None = None,

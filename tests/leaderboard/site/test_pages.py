@@ -127,13 +127,27 @@ def test_whatever_a_run_says_is_shown_as_text(results, make_results, text):
     assert found[0] == found[1]
 
 
+def test_a_submission_says_who_sent_it(results):
+    """In its row and on its page, with what its settings were chosen on; its manifest is among its files."""
+    results.send(results.add("a"), "ada")
+    folder = results.build().folder
+    assert "10% by ada" in Page(folder / "index.html").text
+    run = next(folder.glob("runs/*.ada/index.html"))
+    assert "Submitted by ada, settings chosen on niah:dev." in " ".join(Page(run).text.split())
+    assert sorted(x.name for x in run.parent.iterdir()) == [
+        "index.html", "manifest.json", "result.json", "samples.jsonl.gz", "spec.json"
+    ]
+
+
 def test_characters_that_nobody_sees_are_spelled_out(results):
     """Text that runs backwards, and a name that looks like another."""
     results.add("a", method="snap\u202ekv\u200b")
+    results.add("b", edit=lambda result, lines: result["method"].update(family="evic\u202etion"))
     page = read_pages(results.build().folder)
     index = next(x for path, x in page.items() if path.name == "index.html" and path.parent.name == "site")
     assert "snap\\u202ekv\\u200b" in index.text
     assert "\u202e" not in index.text
+    assert index.text.count("evic\\u202etion") >= 1
 
 
 def test_a_long_value_is_cut_and_says_so(results):

@@ -118,3 +118,18 @@ def test_a_run_that_was_asked_something_else_has_no_rank(results):
     results.add("c", "good", method="kvzip", edit=swap)
     (group,) = read_groups(results)
     assert ranks(group)["kvzip"] == (None, False)
+
+
+def test_differences_are_taken_to_the_most_trusted_dense_cache(results):
+    """A submitted one that is said to be dense and does badly moves no difference."""
+    results.add("a", "good", method="full", held=1.0, kind="none")
+
+    def submit(result, lines):
+        result["environment"]["started"] = "2030-01-01T00:00:00+00:00"
+
+    folder = results.add("0", "bad", method="full", held=1.0, kind="none", edit=submit)
+    results.send(folder, "mallory")
+    results.add("b", "poor")
+    (group,) = read_groups(results)
+    assert [x.entry.submitter for x in group.anchors] == [None, "mallory"]
+    assert group.tables[0].bands[0].rows[0].difference.mean == -0.5
