@@ -171,5 +171,7 @@ def gather_codes(packed, inside, bits: tl.constexpr, width: tl.constexpr, d, sig
     in_row: tl.constexpr = (width * bits + 7) // 8
     byte = tl.load(packed + (d % in_row)[None, :], mask=inside[:, None] & (d < width)[None, :], other=0)
     if signed:
-        return byte.to(tl.int8, bitcast=True)
-    return (byte >> (d // in_row * bits).to(tl.uint8)[None, :]) & ((1 << bits) - 1)
+        code = byte.to(tl.int8, bitcast=True)
+    else:
+        code = (byte >> (d // in_row * bits).to(tl.uint8)[None, :]) & ((1 << bits) - 1)
+    return code

@@ -20,26 +20,31 @@ def merge_sets(
 
     The host waits once, to learn how many sets there are.
     """
-    heads, rows = mass.shape[1:]
     first = torch.cat([torch.ones_like(mass[..., :1], dtype=torch.bool), ~joins], dim=-1)  # [B, H_kv, N]
     starts = first.flatten().nonzero()[:, 0]
     size = torch.diff(starts, append=starts.new_full((1,), mass.numel()))
-    merged = MergedSets(
-        keys.new_empty((len(starts), keys.shape[3])), values.new_empty((len(starts), values.shape[3])),
-        torch.empty_like(starts), size, first.sum(-1),
-    )
+    return MergedSets(*merge_runs(keys, values, mass, starts, size, sigma, refine), size, first.sum(-1))
+
+
+def merge_runs(
+    keys: Tensor, values: Tensor, mass: Tensor, starts: Tensor, size: Tensor, sigma: float, refine: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and pivots of the sets that begin at `starts`, among the rows of all heads in a line."""
+    heads, rows = mass.shape[1:]
+    merged_keys = keys.new_empty((len(starts), keys.shape[3]))
+    merged_values, pivots = values.new_empty((len(starts), values.shape[3])), torch.empty_like(starts)
     assert keys.stride(3) == values.stride(3) == 1, "elements of a row lie side by side"
-    merge_rows_of_sets[(len(starts),)](
-        keys, values, mass.float().contiguous(), starts, size, merged.key, merged.value, merged.pivot, rows, heads,
-        sigma, *keys.stride()[:3], *values.stride()[:3], width=keys.shape[3], value_width=values.shape[3],
-        refine=refine, block_n=ROWS, block_d=triton.next_power_of_2(keys.shape[3]),
-        block_v=triton.next_power_of_2(values.shape[3]), num_warps=4,
+    merge_run[(len(starts),)](
+        keys, values, mass.float().contiguous(), starts, size, merged_keys, merged_values, pivots, rows, heads, sigma,
+        *keys.stride()[:3], *values.stride()[:3], width=keys.shape[3], value_width=values.shape[3], refine=refine,
+        block_n=ROWS, block_d=triton.next_power_of_2(keys.shape[3]), block_v=triton.next_power_of_2(values.shape[3]),
+        num_warps=4,
     )
-    return merged
+    return merged_keys, merged_values, pivots
 
 
 @triton.jit(do_not_specialize=["rows"])
-def merge_rows_of_sets(
+def merge_run(
     keys, values, mass, starts, sizes, merged_keys, merged_values, pivots, rows, heads, sigma,
     key_batch, key_head, key_row, value_batch, value_head, value_row, width: tl.constexpr, value_width: tl.constexpr,
     refine: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, block_v: tl.constexpr,

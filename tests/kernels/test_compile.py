@@ -16,20 +16,26 @@ SHARED = 227 * 1024
 """Bytes of shared memory that one program may have."""
 
 
+KERNELS = {
+    "rows": {"attend_tiles", "merge_rows", "merge_pairs", "score_pages", "attend_pages", "weigh_rows"},
+    "codes": {"attend_codes", "attend_bitmaps", "sieve_rows", "code_groups", "write_rows", "code_rows", "write_keys",
+              "merge_run", "merge_rows"},
+}
+
+
 @pytest.mark.slow
-def test_every_kernel_compiles_for_hopper(tmp_path):
+@pytest.mark.parametrize("which", KERNELS)
+def test_every_kernel_compiles_for_hopper(which, tmp_path):
     """In the blocks that the operations choose for it: no type is wrong, shared memory suffices, no register spills."""
     pytest.importorskip("triton", reason="Triton is for Linux")
     environment = {x: y for x, y in os.environ.items() if x != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, __file__], text=True, capture_output=True, check=False,
+        [sys.executable, __file__, which], text=True, capture_output=True, check=False,
         env={**environment, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"},
     )
     assert done.returncode == 0, done.stderr
     lines = [re.fullmatch(r"(\w+) shared=(\d+) stack=(\d+)", x) for x in done.stdout.splitlines()]
-    assert {x[1] for x in lines} == {
-        "attend_tiles", "merge_rows", "merge_pairs", "score_pages", "attend_pages", "weigh_rows",
-    }
+    assert {x[1] for x in lines} == KERNELS[which]
     assert [x[0] for x in lines if int(x[2]) > SHARED or int(x[3]) > 0] == []
 
 
@@ -84,6 +90,59 @@ def call_operations():
                                       softcap=30.0, sinks=sinks)
 
 
+def coded(bits, tokens, channels, width=128):
+    """Codes without data."""
+    from kvbench.kernels.pack import Codes, packed_width
+
+    parameters = [rows(2, 8, 4096 // tokens, width // channels, dtype=torch.float16) for _ in range(2)]
+    return Codes(rows(2, 8, 4096, packed_width(width, bits), dtype=torch.uint8), *parameters, bits, width)
+
+
+def call_operations_on_codes():
+    """Every width of codes with the groups that methods have, 8-bit, sparse, factored and merged rows."""
+    from kvbench.kernels import bitmap_attention, int8_attention, lowrank_keys, pack
+    from kvbench.kernels.merge_sets.triton import merge_runs
+    from kvbench.kernels.packed_attention import packed_partial
+
+    number = rows(dtype=torch.int64)
+    every = {"scale": 0.1, "window": 100, "softcap": 30.0}
+    for bits in pack.BITS:
+        for key, value in (((32, 1), 32), ((1, 64), 64), ((4096, 1), 128))[: 3 if bits == 2 else 1]:
+            codes = coded(bits, *key), coded(bits, 1, value)
+            packed_partial(rows(2, 32, 1, 128), *codes, scale=0.1, seen=5000)
+        pack.quantise(rows(2, 8, 4096, 128), bits, tokens=32)
+        pack.dequantise(pack.quantise(rows(2, 8, 4096, 128), bits, channels=32))
+    for dtype, width, queries in ((torch.bfloat16, 128, 64), (torch.bfloat16, 256, 1), (torch.float16, 64, 64),
+                                  (torch.bfloat16, 96, 1), (torch.float32, 128, 1)):
+        query, held = rows(2, 32, queries, width, dtype=dtype), rows(2, 8, 4096, width, dtype=dtype)
+        codes = coded(2, 32, 1, width), coded(2, 1, 32, width)
+        pack.quantise(held, 2, tokens=4096)
+        packed_partial(query, *codes, **every, seen=5000, positions=rows(2, 8, 4096, dtype=torch.int32))
+        eight = int8_attention.quantise_rows(held, held)
+        int8_attention.int8_attention(query, **eight, **every, sinks=rows(32), length=number)
+        sparse = bitmap_attention.compress(held, width // 2)
+        bitmap_attention.bitmap_partial(query, sparse, sparse, **every, seen=5000)
+
+    class Turning:
+        """A rotation of half of the channels, or of none."""
+
+        def __init__(self, width):
+            self.width = width
+
+        def terms(self, positions):
+            cos = rows(*positions.shape, self.width, dtype=torch.float32)
+            return (cos, cos, rows(self.width, dtype=torch.int64)) if self.width else None
+
+    for dtype in (torch.bfloat16, torch.float32):
+        block, numbers = rows(2, 8, 4096, 128, dtype=dtype), rows(2, 8, 1000, dtype=torch.int64)
+        for turning in (Turning(0), Turning(64)):
+            lowrank_keys.restore_keys(
+                block, numbers, rows(2, 30_000, 160, dtype=dtype), rows(2, 8, 160, 128, dtype=dtype), numbers, turning
+            )
+        sets = rows(5000, dtype=torch.int64)
+        merge_runs(block, block, rows(2, 8, 4096, dtype=torch.float32), sets, sets, 5.0, 1)
+
+
 def main():
     """Compile what would be launched, and print what it takes."""
     import triton
@@ -115,7 +174,7 @@ def main():
     triton.runtime.driver.set_active(Hopper())
     JITFunction.run = compile_only
     with using("triton"):
-        call_operations()
+        {"rows": call_operations, "codes": call_operations_on_codes}[sys.argv[1]]()
 
 
 if __name__ == "__main__":
