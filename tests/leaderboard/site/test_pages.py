@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import random
 import re
 from collections import Counter
 from html.parser import HTMLParser
@@ -12,6 +13,7 @@ from urllib.parse import unquote
 
 import pyarrow.parquet as pq
 import pytest
+from pydantic import ValidationError
 
 from kvbench.errors import UserError
 from kvbench.leaderboard.records import Check
@@ -285,3 +287,42 @@ def test_a_leaderboard_starts_empty(results):
     built = results.build()
     assert built.runs == 0
     assert "No run is here yet" in Page(built.folder / "index.html").text
+
+
+VALUES = (None, 0, -1, 1, 2**53, -(2**53), 0.5, 1e-300, 1e15, -0.0, "", "x", "\u202e", [], {})
+
+
+def find_places(document, at=()):
+    """The place of every value in a document, parts with others in them included."""
+    if at:
+        yield at
+    if isinstance(document, dict | list):
+        keys = document if isinstance(document, dict) else range(len(document))
+        for key in keys:
+            yield from find_places(document[key], (*at, key))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_no_value_of_a_run_breaks_the_build(results, seed):
+    """Up to four places of a result or a line hold something else; the run is shown or not, and the other one is."""
+    draw = random.Random(seed)
+
+    def spoil(result, lines):
+        for _ in range(draw.randint(1, 4)):
+            document = draw.choice([result, result, draw.choice(lines)])
+            *way, last = draw.choice([x for x in find_places(document) if x[0] != "spec"])
+            for key in way:
+                document = document[key]
+            same = [x for x in VALUES if type(x) is type(document[last])]
+            document[last] = draw.choice(same if same and draw.random() < 0.9 else VALUES)
+
+    results.add("good", "good", method="full", held=1.0, kind="none")
+    try:
+        results.add("spoilt", edit=spoil)
+    except ValidationError:
+        pytest.skip("no run has such a spec")
+    built = results.build()
+    assert built.runs + len(built.problems) == 2
+    assert [x.place for x in built.problems] == ["spoilt"][: len(built.problems)]
+    assert any(x.name.startswith("full-") for x in built.folder.glob("runs/*"))
