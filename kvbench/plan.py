@@ -31,6 +31,9 @@ COPY_SHARE = 0.9
 SPARE_BYTES = 2 * GIB
 """Kept free on a GPU: its context, libraries' work space, graphs, and what the allocator cannot use. A twentieth of a
 small memory."""
+LAYER_COPIES = 4
+"""Of the layer that is compressed: as it comes, in the store, and as the method works on it. In plain PyTorch 4.2 for
+snapkv and 4.1 for full-int8, and up to 35 for others, of which fewer sequences than predicted will fit."""
 PYTHON_SECONDS = 0.64e-3
 """Of a step per layer, where Python launches it: 20.5 ms for 32 tiny layers by this repository's own loop, the fastest
 of 60 steps on one core of an AMD EPYC; 7.2 ms by transformers' own on another machine. A GPU's host will differ."""
@@ -108,9 +111,9 @@ class Need:
 
     @property
     def _layer(self) -> int:
-        """Exact rows of a sequence's largest layer, three times: as they come, in the store, and as they are moved."""
+        """What the layer that is being compressed takes beside its rows: LAYER_COPIES of its exact rows."""
         shape = self.model.shape
-        return 3 * max(
+        return LAYER_COPIES * max(
             shape.rows(x) * x.kv_heads * (x.key_dim + x.value_dim) * shape.itemsize for x in shape.layers
         )
 

@@ -47,11 +47,12 @@ install_missing() {
   done
   if ((${#lacking[@]})); then
     echo "gpu_suite: Python lacks ${lacking[*]}, and $wheels has no wheel of them. Where there is a network:" >&2
-    echo "  python3 -m pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \\" >&2
-    echo "    --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d $wheels ${lacking[*]//_/-}" >&2
+    echo "  python3 -m pip download --only-binary=:all: --python-version 3.12 --implementation cp \\" >&2
+    echo "    --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d $wheels pydantic # and what it needs" >&2
     exit 2
   fi
   site=$(mktemp -d)
+  trap 'rm -rf "$site"' EXIT
   for package in "${missing[@]}"; do
     wheel=$(compgen -G "$wheels/$package-*.whl" | sort | tail -n 1)
     "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$wheel"

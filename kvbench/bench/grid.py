@@ -101,7 +101,8 @@ def _fill(job: Job, cell: Cell, ours: Measured | Failure) -> Cell:
     times = {quantity: _time(job, quantity, seconds, ours) for quantity, seconds in ours.rounds.items()}
     paced = times.get("step") or times.get("token")
     return cell.model_copy(update={
-        "times": times, "tokens_per_s": None if paced is None else cell.batch / paced.seconds.median,
+        "batch": ours.batch, "times": times,
+        "tokens_per_s": None if paced is None else ours.batch / paced.seconds.median,
         "graph": ours.graph, "graph_reason": ours.graph_reason, "steps": ours.steps, "memory": ours.memory,
         "device_memory": ours.device_memory, "kernels": ours.kernels,
     })

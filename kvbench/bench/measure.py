@@ -16,12 +16,15 @@ from kvbench.bench.records import Clock, DeviceMemory
 from kvbench.bench.state import Stand, count_bytes, open_stand
 from kvbench.bench.timing import WARM_UPS, Call, interleave, make_cold, time_calls
 from kvbench.kernels.choice import using
+from kvbench.log import say
 from kvbench.method import Method
 from kvbench.results import Bytes
 
 T = TypeVar("T")
 STEPS = 128
 """Decode steps that are timed at least, or calls of the attention."""
+TRIES = 4
+"""Of the largest batch, which plan predicts."""
 OPENERS = {"kernel": ("attention", open_attention), "step": ("step", open_steps)}
 """Of the clocks that go step by step: what they time, and how it is opened."""
 Rounds = dict[str, list[float]]
@@ -91,8 +94,21 @@ def measure(
             yield name, found[name]
     for name, method in methods.items():
         if name not in found:
-            found[name] = _attempt(job, partial(_measure_steps, job, clock, name, method, length, batches[name], {}))
+            found[name] = _measure_alone(job, clock, name, method, length, batches[name], tries=TRIES if alone else 1)
             yield name, _set_beside(job, name, found[name], found)
+
+
+def _measure_alone(
+    job: Job, clock: Clock, name: str, method: Method, length: int, batch: int, tries: int
+) -> Measured | Failure:
+    """A method by itself; where so many sequences do not fit and several tries are allowed, three quarters of them."""
+    while True:
+        found = _attempt(job, partial(_measure_steps, job, clock, name, method, length, batch, {}))
+        tries, smaller = tries - 1, batch * 3 // 4
+        if not isinstance(found, Failure) or found.outcome != "out of memory" or not tries or not smaller:
+            return found
+        say(f"{clock} {name}, {length} tokens x {batch}: {found.reason}; trying {smaller}")
+        batch = smaller
 
 
 def _attempt(job: Job, make: Callable[[], T]) -> T | Failure:

@@ -78,7 +78,7 @@ class Cell(Record):
     length: int
     batch: int
     asked_batch: str
-    """As asked for, a number or `max`."""
+    """As asked for: a number, or `max`, the largest that fits: as predicted, or less where that ran out of memory."""
     state: State
     outcome: Outcome
     reason: str | None = None

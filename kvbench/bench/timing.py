@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -116,7 +117,8 @@ def _try_alone(call: Call, device: torch.device) -> None:
     with torch.cuda.stream(side):
         for _ in range(WARM_UPS):
             call()
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings(action="ignore"):  # that the mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         try:
             call()
         finally:

@@ -573,11 +573,24 @@ def test_the_largest_batch_is_each_method_s_own(bench):
     assert snapkv["tokens_per_s"] == pytest.approx(1 / per_token[1])
 
 
+def test_a_largest_batch_that_does_not_fit_is_made_smaller(bench, tmp_path):
+    """By a quarter at a time; the cell has the batch that ran, and beside it the one that was predicted."""
+    path = tmp_path / "greedy.py"
+    path.write_text(FAULTY.replace("kv.seen > 97", "step.key.shape[0] > 3"))
+    answer = bench("--method", f"{path}:Greedy", "--batch", "max", "--clock", "step", "--memory", "0.009")
+    full, _, greedy = answer.json["cells"]
+    assert full["batch"] == full["predicted"]["largest_batch"] > 3
+    assert greedy["outcome"] == "ok"
+    assert greedy["batch"] in (2, 3)
+    assert greedy["predicted"]["largest_batch"] == full["batch"]
+    assert "no room; trying" in answer.err
+
+
 def test_who_does_not_fit_beside_the_anchors_is_timed_by_itself(bench):
     """Out of memory would be the anchors' bytes' fault; the ratio is of rounds that were not in turn."""
     answer = bench(
         "--method", "quest", "--budget", "64", "--set", "page=8", "--batch", 64, "--clock", "step",
-        "--state", "synthetic", "--memory", 0.03,  # weights of 3 MB, anchors of 8 and 5, and 19 for the method
+        "--state", "synthetic", "--memory", 0.033,  # weights of 3 MB, anchors of 8 and 5, and 22 for the method
     )
     found = answer.json["cells"]
     assert [(x["method"]["name"], x["outcome"]) for x in found] == [
