@@ -14,6 +14,7 @@ from kvbench.bench.state import Setting, count_bytes, open_stand
 from kvbench.clocks import now
 from kvbench.diffusion import Policy, denoise
 from kvbench.kernels.choice import using
+from kvbench.log import say
 from kvbench.method import Method
 from kvbench.results import Bytes
 from kvbench.sampling import Sampling
@@ -56,6 +57,7 @@ def time_answers(
     for number in range(job.rounds["user"] + 1):
         if job.late:
             break
+        say(f"user, {length} tokens: round {number} of {job.rounds['user']}{'' if number else ', to warm up'}")
         first = number % len(names)
         for name in names[first:] + names[:first]:
             answers = found[name]

@@ -144,6 +144,8 @@ def _check(request: Request) -> list[Clock]:
             raise UserError(f"{name} {', '.join(map(str, values))} must be 1 or more.")
     if request.memory is not None and request.memory <= 0:
         raise UserError(f"memory {request.memory} must be above 0 GB.")
+    if request.out is not None and (request.out.is_dir() or not request.out.absolute().parent.is_dir()):
+        raise UserError(f"--out '{request.out}' must be a file in a folder that is there.")
     for batch in request.batches:
         if batch != MAX and not (batch.isdecimal() and int(batch)):
             raise UserError(f"batch '{batch}' must be a number of 1 or more, or max: the most that fit.")

@@ -18,7 +18,7 @@ Json = Annotated[bool, typer.Option("--json", help="End standard output with one
 Methods = Annotated[
     list[str], typer.Option("--method", metavar="NAME", help="Repeatable; all: every method. Anchors come beside them.")
 ]
-Budget = Annotated[Text, typer.Option(help="For methods that are given one: a share such as 25%, rows, or paper.")]
+Budget = Annotated[Text, typer.Option(help="For methods that are given one: a share, rows, or paper; default: 25%.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of the one method; repeatable.")
 ]
