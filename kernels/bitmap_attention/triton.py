@@ -51,13 +51,14 @@ def bitmap_partial(
     kv_heads, n_rows = values.bitmap.shape[1:3]
     value_width, group, n_head = values.width, heads // kv_heads, batch * kv_heads
     block_m, block_n, warps = _blocks(group * n_query, max(width, value_width), values.values.itemsize)
-    split = rows_of_a_tile(n_rows * n_head, LEAST_ROWS, block_n, query.device)
+    query_blocks = triton.cdiv(group * n_query, block_m)
+    split = rows_of_a_tile(n_rows * n_head * query_blocks, LEAST_ROWS, block_n, query.device)
     splits = max(1, triton.cdiv(n_rows, split))
     output = query.new_empty((n_head * splits, group, n_query, value_width), dtype=torch.float32)
     lse = query.new_empty((n_head * splits, group, n_query), dtype=torch.float32)
     position_strides = (0, 0) if positions is None else positions.stride()[:2]
     assert query.stride(3) == 1, "elements of a row lie side by side"
-    attend_bitmaps[(triton.cdiv(group * n_query, block_m), n_head * splits)](
+    attend_bitmaps[(query_blocks, n_head * splits)](
         query, _slots(keys), _slots(values), output, lse, positions, n_rows,
         seen - n_query - (start if positions is None else 0), split, splits, kv_heads, n_query, scale,
         0.0 if softcap is None else softcap, 0 if window is None else window, *query.stride()[:3], *position_strides,

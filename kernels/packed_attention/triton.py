@@ -52,14 +52,15 @@ def attend(
     block_m, block_n, warps = _blocks(group * n_query, max(width, value_width), query.itemsize)
     if not (whole_words(width) and whole_words(value_width)):
         block_n = min(block_n, 32)  # codes are gathered byte by byte, which takes registers
-    split = rows_of_a_tile(n_rows * n_head, LEAST_ROWS, block_n, query.device)
+    query_blocks = triton.cdiv(group * n_query, block_m)
+    split = rows_of_a_tile(n_rows * n_head * query_blocks, LEAST_ROWS, block_n, query.device)
     splits = max(1, triton.cdiv(n_rows, split))
     direct = splits == 1 and sinks is None
     output = query.new_empty((n_head * splits, group, n_query, value_width), dtype=dtype if direct else torch.float32)
     lse = query.new_empty((n_head * splits, group, n_query), dtype=torch.float32)
     position_strides = (0, 0) if positions is None else positions.stride()[:2]
     assert query.stride(3) == 1, "elements of a row lie side by side"
-    attend_codes[(triton.cdiv(group * n_query, block_m), n_head * splits)](
+    attend_codes[(query_blocks, n_head * splits)](
         query, as_rows(keys, kv_heads), as_rows(values, kv_heads), output, lse, positions, length, n_rows, before,
         split, splits, kv_heads, n_query, scale, 0.0 if softcap is None else softcap, 0 if window is None else window,
         *query.stride()[:3], *position_strides, key_bits=keys.bits, value_bits=values.bits, width=width,
