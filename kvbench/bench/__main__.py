@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from kvbench.bench.records import Bench
-from kvbench.bench.table import COLUMNS, list_lines, list_rows
+from kvbench.bench.table import list_lines, make_table
 from kvbench.errors import UserError
 from kvbench.files import read_file
 from kvbench.table import print_rows
@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
             if brief:
                 sys.stdout.write("\n".join([title, *list_lines(bench), ""]))
             else:
-                print_rows(title, COLUMNS, list_rows(bench))
+                print_rows(title, *make_table(bench))
     except UserError as error:
         sys.stderr.write(f"kvbench: {error}\n")
         return 2

@@ -8,25 +8,53 @@ from kvbench.bench.records import FEW, Bench, Cell, Speedup, Time
 from kvbench.table import format_bytes
 
 COLUMNS = (
-    "clock", "tokens x batch", "method", "of", "time", "over full", "over full-int8", "tokens/s", "moved", "of copy",
-    "held", "peak", "graph",
+    "clock", "tokens x batch", "method", "of", "time", "over full", "over full-int8", "over none", "tokens/s", "moved",
+    "of copy", "held", "peak", "graph", "why",
 )
+ON_A_GPU = ("time", "tokens/s")
+"""Columns of absolute numbers: seconds of a CPU are nobody's claim."""
 
 
-def list_rows(bench: Bench) -> Iterator[list[str]]:
-    """A row for every time of every cell. Seconds of a CPU are nobody's claim: they are left out."""
-    absolute = bench.environment.gpu is not None
-    for cell in bench.cells:
-        start = [cell.clock, f"{cell.length:,} x {cell.batch}{' (max)' if cell.asked_batch == 'max' else ''}",
-                 cell.method.name]
-        if cell.outcome != "ok":
-            yield [*start, cell.outcome, *[""] * 8, cell.reason or ""]
-        for quantity, time in cell.times.items():
-            yield [*start, quantity, *_numbers(cell, quantity, time, absolute=absolute), *_memory(cell), _graph(cell)]
+def make_table(bench: Bench) -> tuple[list[str], list[list[str]]]:
+    """Those columns that say something, and a row for every time of every cell."""
+    gpu = bench.environment.gpu is not None
+    rows = [x for cell in bench.cells for x in _list_cells(cell, gpu=gpu)]
+    columns = [x for x in COLUMNS if any(row.get(x) for row in rows) and (gpu or x not in ON_A_GPU)]
+    return columns, [[row.get(x, "") for x in columns] for row in rows]
+
+
+def _list_cells(cell: Cell, *, gpu: bool) -> Iterator[dict[str, str]]:
+    start = {
+        "clock": cell.clock, "tokens x batch": f"{cell.length:,} x {cell.batch}{' max' * (cell.asked_batch == 'max')}",
+        "method": cell.method.name,
+    }
+    if cell.outcome != "ok":
+        yield {**start, "of": cell.outcome, "why": cell.reason or ""}
+    for quantity, time in cell.times.items():
+        yield {
+            **start, "of": quantity, "time": format_seconds(time.seconds.median),
+            **{f"over {name}": format_speedup(x) for name, x in time.speedups.items()},
+            **_list_numbers(cell, quantity, time), "graph": "" if cell.graph is None else "yes" if cell.graph else "no",
+            **({"why": cell.graph_reason} if gpu and cell.graph_reason else {}),
+        }
+
+
+def _list_numbers(cell: Cell, quantity: str, time: Time) -> dict[str, str]:
+    """Throughput, bytes moved and held, and the most at once: by the GPU's allocator where there is one."""
+    found = {}
+    if cell.tokens_per_s is not None and quantity in ("step", "token"):
+        found["tokens/s"] = f"{cell.tokens_per_s:,.0f}"
+    if time.bytes_moved is not None and time.bandwidth_share is not None:
+        found |= {"moved": format_bytes(time.bytes_moved), "of copy": f"{time.bandwidth_share:.0%}"}
+    if cell.memory is not None:
+        peak = cell.memory.peak_bytes if cell.device_memory is None else cell.device_memory.peak_bytes
+        held = (cell.memory.cache_bytes + cell.memory.host_bytes) / cell.memory.dense_bytes
+        found |= {"held": f"{held:.1%}", "peak": format_bytes(peak)}
+    return found
 
 
 def list_lines(bench: Bench) -> Iterator[str]:
-    """The same in a line each, short enough for the end of a log."""
+    """A short line for every time, for the end of a log."""
     for cell in bench.cells:
         start = f"{cell.clock:6} {cell.length:>7,} x {cell.batch:<3} {cell.method.name:20}"
         if cell.outcome != "ok":
@@ -37,32 +65,6 @@ def list_lines(bench: Bench) -> Iterator[str]:
             found = time.speedups.get("full") or time.speedups.get("none")
             seconds = format_seconds(time.seconds.median) if bench.environment.gpu else "-"
             yield f"{start} {quantity:11} {seconds:8} {format_speedup(found):26} {share:12} {graph}".rstrip()
-
-
-def _numbers(cell: Cell, quantity: str, time: Time, *, absolute: bool) -> list[str]:
-    paced = cell.tokens_per_s if quantity in ("step", "token") else None
-    return [
-        format_seconds(time.seconds.median) if absolute else "-",
-        *(format_speedup(time.speedups.get(x)) for x in (("none" if "none" in time.speedups else "full"), "full-int8")),
-        "-" if paced is None or not absolute else f"{paced:,.0f}",
-        "-" if time.bytes_moved is None else format_bytes(time.bytes_moved),
-        "-" if time.bandwidth_share is None else f"{time.bandwidth_share:.0%}",
-    ]
-
-
-def _memory(cell: Cell) -> list[str]:
-    """What was held, and the most at once: by the GPU's allocator where there is one."""
-    if cell.memory is None:
-        return ["-", "-"]
-    held = (cell.memory.cache_bytes + cell.memory.host_bytes) / cell.memory.dense_bytes
-    peak = cell.memory.peak_bytes if cell.device_memory is None else cell.device_memory.peak_bytes
-    return [f"{held:.1%}", format_bytes(peak)]
-
-
-def _graph(cell: Cell) -> str:
-    if cell.graph is None:
-        return "-"
-    return "yes" if cell.graph else f"no: {cell.graph_reason}"
 
 
 def format_speedup(found: Speedup | None) -> str:

@@ -55,7 +55,7 @@ def bench_command(
 ) -> int:
     """Time methods beside the dense cache: one attention, one decode step, or whole answers (docs/clocks.md)."""
     from kvbench.bench.run import Request, run_bench
-    from kvbench.bench.table import COLUMNS, list_rows
+    from kvbench.bench.table import make_table
     from kvbench.table import print_rows
 
     found = run_bench(Request(
@@ -67,7 +67,7 @@ def bench_command(
     rows = "" if state == "prefill" else "; stores filled with made-up rows, no prompt was run"
     print_rows(
         f"{found.model.id} ({found.model.dtype}, {found.kernels} kernels) on {where}; a copy moves "
-        f"{found.ruler.before / 1e9:,.0f} GB/s{rows}", COLUMNS, list(list_rows(found)),
+        f"{found.ruler.before / 1e9:,.0f} GB/s{rows}", *make_table(found),
     )
     if as_json:
         print_json(found.model_dump(mode="json"))
