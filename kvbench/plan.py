@@ -13,7 +13,7 @@ from typing import Literal
 
 from kvbench.errors import UserError, unknown
 from kvbench.hf import Prediction, predict_memory
-from kvbench.method import Budget, BudgetKind, Method, ModelKind
+from kvbench.method import DEFAULT_BUDGET, Budget, BudgetKind, Method, ModelKind
 from kvbench.registry import find_method, list_entries
 from kvbench.settings import configure
 from kvbench.spec import Record
@@ -181,9 +181,10 @@ class Plan(Record):
 
 
 def read_budget(text: str | None, method: Method) -> Budget | None:
-    """The budget for methods that are given one; others hold what their settings say."""
-    takes = method.card.budget in (BudgetKind.HELD, BudgetKind.READ)
-    return Budget.parse(text) if text is not None and takes else None
+    """The budget of a method that is given one, 25 % where none was asked for; others hold what their settings say."""
+    if method.card.budget not in (BudgetKind.HELD, BudgetKind.READ):
+        return None
+    return DEFAULT_BUDGET if text is None else Budget.parse(text)
 
 
 def name_methods(asked: Sequence[str], kind: ModelKind) -> list[str]:

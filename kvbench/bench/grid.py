@@ -12,7 +12,7 @@ from kvbench.bench.records import Cell, Predicted, Time
 from kvbench.bench.timing import compare, find_median
 from kvbench.bench.twins import check_twins
 from kvbench.kernels.choice import using
-from kvbench.method import Method
+from kvbench.method import Budget, Method
 from kvbench.settings import jsonable_settings
 from kvbench.spec import MethodSpec
 
@@ -60,8 +60,8 @@ def _cells(job: Job, wrong: Mapping[str, Failure], length: int, asked: str) -> I
     for clock in job.clocks:
         cells = {
             name: Cell(
-                method=_describe(job.methods[name]), budget=job.budget, clock=clock, length=length,
-                batch=batches[name], asked_batch=asked, state=job.setting.state, outcome="ok",
+                method=_describe(job.methods[name]), budget=_name(job.budget_of(name)), clock=clock,
+                length=length, batch=batches[name], asked_batch=asked, state=job.setting.state, outcome="ok",
                 predicted=_predict(job, fitted.get(name), length, batches[name]),
             ) for name in job.methods
         }
@@ -82,6 +82,10 @@ def _foresee(job: Job, method: Method, length: int, batch: int) -> Failure | Non
 def _describe(method: Method) -> MethodSpec:
     card = method.card
     return MethodSpec(name=card.name, version=card.version, family=card.family, settings=jsonable_settings(method))
+
+
+def _name(budget: Budget | None) -> str | None:
+    return None if budget is None else str(budget)
 
 
 def _predict(job: Job, method: Method | None, length: int, batch: int) -> Predicted | None:

@@ -13,7 +13,7 @@ import torch
 from kvbench.bench.records import Clock
 from kvbench.bench.state import Setting
 from kvbench.hf import Prediction
-from kvbench.method import Method
+from kvbench.method import Budget, Method
 from kvbench.plan import Need, read_budget
 
 Kernels = Literal["torch", "triton", "flash"]
@@ -55,7 +55,11 @@ class Job:
     def fit(self, name: str, length: int) -> Method:
         """A method bound to the model, with its budget at a length."""
         method = self.methods[name].bind(self.setting.model)
-        return method.fit(read_budget(self.budget, method), self.setting.model.shape(length))
+        return method.fit(self.budget_of(name), self.setting.model.shape(length))
+
+    def budget_of(self, name: str) -> Budget | None:
+        """What a method is given."""
+        return read_budget(self.budget, self.methods[name])
 
     def need(self, method: Method, length: int) -> Need:
         """What a fitted method will take."""

@@ -73,7 +73,7 @@ class Cell(Record):
 
     method: MethodSpec
     budget: str | None
-    """As asked for; null for a method that takes none."""
+    """That it was given; null for a method that takes none."""
     clock: Clock
     length: int
     batch: int

@@ -543,6 +543,7 @@ def test_cells_say_what_was_timed_and_beside_what(bench, tmp_path):
         assert cell.kernels["dense_attention" if cell.method.name != "full-int8" else "int8_attention"] == "torch"
         assert cell.memory.cache_bytes == cell.predicted.cache_bytes
         assert cell.device_memory is None
+        assert cell.budget == ("50%" if cell.method.name == "snapkv" else None)
     answered = found.cells[8].times
     assert answered["answer"].seconds.median > answered["prefill"].seconds.median > answered["compression"].seconds.low
 
