@@ -32,11 +32,19 @@ def _list_cells(cell: Cell, *, gpu: bool) -> Iterator[dict[str, str]]:
         yield {**start, "of": cell.outcome, "why": cell.reason or ""}
     for quantity, time in cell.times.items():
         yield {
-            **start, "of": quantity, "time": format_seconds(time.seconds.median),
+            **start, "of": _label(cell, quantity), "time": format_seconds(time.seconds.median),
             **{f"over {name}": format_speedup(x) for name, x in time.speedups.items()},
             **_list_numbers(cell, quantity, time), "graph": "" if cell.graph is None else "yes" if cell.graph else "no",
             **({"why": cell.graph_reason} if gpu and cell.graph_reason else {}),
         }
+
+
+def _label(cell: Cell, quantity: str) -> str:
+    """A quantity; compression by its share of the prefill, which any machine's seconds tell."""
+    if quantity != "compression":
+        return quantity
+    share = cell.times[quantity].seconds.median / cell.times["prefill"].seconds.median
+    return f"{quantity}, {share:.0%} of it"
 
 
 def _list_numbers(cell: Cell, quantity: str, time: Time) -> dict[str, str]:
@@ -64,7 +72,7 @@ def list_lines(bench: Bench) -> Iterator[str]:
             graph = {True: "graph", False: "no graph", None: ""}[cell.graph]
             found = time.speedups.get("full") or time.speedups.get("none")
             seconds = format_seconds(time.seconds.median) if bench.environment.gpu else "-"
-            yield f"{start} {quantity:11} {seconds:8} {format_speedup(found):26} {share:12} {graph}".rstrip()
+            yield f"{start} {_label(cell, quantity):22} {seconds:8} {format_speedup(found):26} {share:12} {graph}".rstrip()
 
 
 def format_speedup(found: Speedup | None) -> str:

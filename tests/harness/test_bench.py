@@ -544,6 +544,7 @@ def test_cells_say_what_was_timed_and_beside_what(bench, tmp_path):
         assert cell.memory.cache_bytes == cell.predicted.cache_bytes
         assert cell.device_memory is None
         assert cell.budget == ("50%" if cell.method.name == "snapkv" else None)
+    assert "compression, " in answer.out and "% of it" in answer.out
     answered = found.cells[8].times
     assert answered["answer"].seconds.median > answered["prefill"].seconds.median > answered["compression"].seconds.low
 
