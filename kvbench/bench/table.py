@@ -72,7 +72,8 @@ def list_lines(bench: Bench) -> Iterator[str]:
             graph = {True: "graph", False: "no graph", None: ""}[cell.graph]
             found = time.speedups.get("full") or time.speedups.get("none")
             seconds = format_seconds(time.seconds.median) if bench.environment.gpu else "-"
-            yield f"{start} {_label(cell, quantity):22} {seconds:8} {format_speedup(found):26} {share:12} {graph}".rstrip()
+            timed = f"{_label(cell, quantity):22} {seconds:8} {format_speedup(found):26}"
+            yield f"{start} {timed} {share:12} {graph}".rstrip()
 
 
 def format_speedup(found: Speedup | None) -> str:

@@ -7,6 +7,7 @@ import json
 import weakref
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -39,6 +40,7 @@ from kvbench.method import Budget, BudgetKind
 from kvbench.methods.baseline.full import Full
 from kvbench.registry import find_method, list_entries
 
+ROOT = Path(__file__).parents[2]
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 LENGTH, LATER = 96, 24
 METHODS = [x.name for x in list_entries("method") if x.models == "autoregressive"]
@@ -726,3 +728,11 @@ def test_the_json_line_is_the_file(bench):
     """The last line of standard output, for other programs."""
     answer = bench("--method", "full", "--clock", "step")
     assert json.loads(answer.out.splitlines()[-1])["schema_version"] == 1
+
+
+@pytest.mark.parametrize("path", [*ROOT.glob("results/bench/*-steps.json"), *ROOT.glob("results/gpu/*/*.json")])
+def test_what_is_kept_can_be_read(path):
+    """Files of results are whole jobs of this schema, and nothing in them failed."""
+    found = Bench.model_validate_json(path.read_text())
+    assert found.status == "done"
+    assert {x.outcome for x in found.cells} <= {"ok", "out of memory", "refused", "skipped"}
