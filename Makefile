@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## Run SnapKV on the needle task with the bundled model, under 90 s
 	$(ONE_THREAD) $(BIN)/kvbench run --method snapkv --task niah
 
-test: $(STAMP) ## Run the tests except the slow ones, under 8 minutes
+test: $(STAMP) ## Run the tests except the slow ones, in about ten minutes
 	$(ONE_THREAD) $(BIN)/pytest -n $(JOBS) -m "not slow"
 
 test-all: $(STAMP) ## Run every test

@@ -168,10 +168,13 @@ def list_architectures() -> list[str]:
 
 
 def list_ops() -> dict[str, list[str]]:
-    """Kernel operations by name, with the implementations that their folders hold (`naive` is the oracle of each)."""
+    """Kernel operations by name, with the implementations that their folders hold.
+
+    A folder with `naive.py`, the oracle, is one; others hold what kernels share.
+    """
     return {
         folder.name: sorted({x.stem for x in folder.glob("*.py")} - {"__init__", "naive"})
-        for folder in sorted((HERE / "kernels").iterdir()) if (folder / "__init__.py").is_file()
+        for folder in sorted((HERE / "kernels").iterdir()) if (folder / "naive.py").is_file()
     }
 
 
