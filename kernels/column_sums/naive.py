@@ -25,3 +25,13 @@ def column_maxima(
     return attention_weights(
         query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks
     ).amax((2, 3))
+
+
+def column_squares(
+    query: Tensor, keys: Tensor, *, scale: float, seen: int, window: int | None = None, positions: Tensor | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:
+    """The second moment of each row: squares of what every query and head put on it, summed. [B, H_kv, N]"""
+    return attention_weights(
+        query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks
+    ).square().sum((2, 3))

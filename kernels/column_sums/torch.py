@@ -42,6 +42,20 @@ def column_maxima(
     return best
 
 
+def column_squares(
+    query: Tensor, keys: Tensor, *, scale: float, seen: int, window: int | None = None, positions: Tensor | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:
+    """The second moment of each row: squares of what every query and head put on it, summed. [B, H_kv, N]
+
+    query: [B, H_q, T, D], the queries of the last T rows. keys: [B, H_kv, N, D]. In float32.
+    """
+    squares = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
+    for weights in _blocks(query, keys, scale, seen, window, positions, softcap, sinks):
+        squares[:, :, : weights.shape[-1]] += weights.square().sum((2, 3))
+    return squares
+
+
 def _blocks(
     query: Tensor, keys: Tensor, scale: float, seen: int, window: int | None, positions: Tensor | None,
     softcap: float | None, sinks: Tensor | None,

@@ -6,6 +6,8 @@ added up in one place, in one order, and nothing of length times length is ever 
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import triton
 import triton.language as tl
@@ -34,7 +36,20 @@ def column_maxima(
         query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks
     )
     return weigh(
-        query, keys, lse, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, maxima=True
+        query, keys, lse, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, measure="max"
+    )
+
+
+def column_squares(
+    query: Tensor, keys: Tensor, *, scale: float, seen: int, window: int | None = None, positions: Tensor | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:
+    """The second moment of each row: the weights of all queries, squared and summed; see `torch.column_squares`."""
+    lse = normaliser(
+        query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks
+    )
+    return weigh(
+        query, keys, lse, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, measure="square"
     )
 
 
@@ -56,9 +71,10 @@ def normaliser(
 def weigh(
     query: Tensor, keys: Tensor, lse: Tensor, *,
     scale: float, seen: int, window: int | None = None, positions: Tensor | None = None, softcap: float | None = None,
-    at: Tensor | None = None, logical: Tensor | None = None, by_head: bool = False, maxima: bool = False,
+    at: Tensor | None = None, logical: Tensor | None = None, by_head: bool = False,
+    measure: Literal["sum", "square", "max"] = "sum",
 ) -> Tensor:
-    """Each row's sum of the weights that queries of this log-sum-exp give it, or the largest of them. float32
+    """Each row's sum of the weights that queries of this log-sum-exp give it, of their squares, or the largest. float32
 
     lse: [B, H_q, T]. at, logical: [T], the rows and the positions of queries that are not the last ones.
     Returns [B, H_kv, N], over the heads of the group, or by head [B, H_q, N].
@@ -75,7 +91,7 @@ def weigh(
         0.0 if softcap is None else softcap, 0 if window is None else window, *query.stride()[:3], *keys.stride()[:3],
         *position_strides, width=width, group=heads // kv_heads, has_window=window is not None,
         has_positions=window is not None and positions is not None, has_softcap=softcap is not None, by_head=by_head,
-        maxima=maxima, block_n=block_n, block_m=block_m, block_d=padded(width), num_warps=warps,
+        measure=measure, block_n=block_n, block_m=block_m, block_d=padded(width), num_warps=warps,
         num_stages=3 if keys.itemsize <= 2 else 2,
     )
     return result
@@ -97,7 +113,7 @@ def weigh_rows(
     query, keys, lse, result, positions, at, logical, seen, n_key, kv_heads, n_query, scale, softcap, window,
     query_batch, query_head, query_row, key_batch, key_head, key_row, position_batch, position_head,
     width: tl.constexpr, group: tl.constexpr, has_window: tl.constexpr, has_positions: tl.constexpr,
-    has_softcap: tl.constexpr, by_head: tl.constexpr, maxima: tl.constexpr, block_n: tl.constexpr,
+    has_softcap: tl.constexpr, by_head: tl.constexpr, measure: tl.constexpr, block_n: tl.constexpr,
     block_m: tl.constexpr, block_d: tl.constexpr,
 ):
     """One block of rows of one KV head against all queries of its group that may see them."""
@@ -148,8 +164,10 @@ def weigh_rows(
                 else:
                     visible = visible & (own[None, :] - row[:, None] < window)
             weights = tl.where(visible, tl.exp2(logits - total[None, :]), 0.0)
-            if maxima:
+            if measure == "max":
                 found = tl.maximum(found, tl.max(weights, 1))
+            elif measure == "square":
+                found += tl.sum(weights * weights, 1)
             else:
                 found += tl.sum(weights, 1)
         if by_head:

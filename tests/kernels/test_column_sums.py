@@ -1,4 +1,4 @@
-"""Column sums and maxima against the whole attention matrix in float64."""
+"""Column sums, maxima and second moments against the whole attention matrix in float64."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from kvbench.kernels.choice import using
-from kvbench.kernels.column_sums import column_maxima, column_sums, naive
+from kvbench.kernels.column_sums import column_maxima, column_squares, column_sums, naive
 from kvbench.kernels.column_sums import torch as plain
 
-BOTH = {"sums": (column_sums, naive.column_sums), "maxima": (column_maxima, naive.column_maxima)}
+ALL = {
+    "sums": (column_sums, naive.column_sums), "maxima": (column_maxima, naive.column_maxima),
+    "squares": (column_squares, naive.column_squares),
+}
 """Functions and their oracles."""
 
 
@@ -24,7 +27,7 @@ def test_equals_the_oracle(heads, size, options, attention, error):
     """Every head layout, size and option gives the oracle's sums within 1e-5."""
     query, keys, _ = attention(heads, *size)
     options = {"scale": 0.3, "seen": size[1], **options}
-    for found, wanted in BOTH.values():
+    for found, wanted in ALL.values():
         assert error(found(query, keys, **options), wanted(query, keys, **options)) < 1e-5
 
 
@@ -33,7 +36,7 @@ def test_a_window_counts_tokens_across_holes(heads, size, attention, holes, erro
     """With positions, rows are seen by their distance in the text."""
     query, keys, _ = attention(heads, *size)
     options = {"scale": 0.3, "seen": 60, "window": 11, "positions": holes(2, heads[1], size[1], 60, size[0])}
-    for found, wanted in BOTH.values():
+    for found, wanted in ALL.values():
         assert error(found(query, keys, **options), wanted(query, keys, **options)) < 1e-5
 
 
@@ -71,12 +74,14 @@ def test_half_precision(dtype, attention, error, allowed):
     assert error(found, naive.column_sums(query, keys, scale=0.3, seen=50)) < allowed[dtype]
 
 
-def test_maxima_by_hand():
-    """Two queries whose logits are log 1, log 3 and log 1, log 1, log 2: the largest of 1/4, 3/4 and of quarters."""
+def test_maxima_and_squares_by_hand():
+    """Two queries whose logits are log 1, log 3 and log 1, log 1, log 2: weights 1/4, 3/4 and 1/4, 1/4, 1/2."""
     keys = torch.tensor([[0.0, 0.0], [3.0, 1.0], [1.0, 2.0]]).clamp_min(1).log().view(1, 1, 3, 2)
     query = torch.eye(2).view(1, 1, 2, 2)
     found = column_maxima(query, keys, scale=1.0, seen=3)
     assert torch.allclose(found, torch.tensor([[[0.25, 0.75, 0.5]]]))
+    squares = column_squares(query, keys, scale=1.0, seen=3)
+    assert torch.allclose(squares, torch.tensor([[[0.125, 0.625, 0.25]]]))
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 100, "softcap": 2.0}], ids=["plain", "everything"])
@@ -102,12 +107,13 @@ def test_triton_equals_the_oracle(size, options, triton, attention, error):
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_triton_s_maxima_equal_the_oracle(options, triton, attention, error):
+@pytest.mark.parametrize("measure", ["maxima", "squares"])
+def test_triton_s_other_measures_equal_the_oracle(measure, options, triton, attention, error):
     """Over blocks of queries, of rows, and over the heads of a group."""
     query, keys, _ = attention((6, 2), 18, 20, batch=1)
     options = {"scale": 0.3, "seen": 20, **options}
-    found = column_maxima(*triton([query, keys]), **triton(options))
-    assert error(found, naive.column_maxima(query, keys, **options)) < 1e-5
+    operation, oracle = ALL[measure]
+    assert error(operation(*triton([query, keys]), **triton(options)), oracle(query, keys, **options)) < 1e-5
 
 
 @pytest.mark.usefixtures("small_tiles")
