@@ -12,9 +12,13 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import hypothesis
 import pytest
 import torch
 
+# Machines are shared: how long an example took says nothing about it.
+hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("shared")
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before transformers, which imports triton
