@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvbench.kernels.attention_mass.torch import joint_lse
-from kvbench.kernels.column_sums.triton import normaliser, weigh
+from kvbench.kernels.column_sums.triton import weigh
 
 __all__ = ["attention_mass", "joint_lse"]
 
@@ -17,12 +17,7 @@ def attention_mass(
 ) -> Tensor:
     """Attention mass of each row over the queries and the heads of its group; see `torch.attention_mass`."""
     assert window is None or positions is None or logical is not None, "a window over holes needs both positions"
-    if lse is None:
-        lse = normaliser(
-            query, keys, scale=scale, seen=0, window=window, positions=positions, softcap=softcap, sinks=sinks, at=at,
-            logical=logical,
-        )
     return weigh(
-        query, keys, lse, scale=scale, seen=0, window=window, positions=positions, softcap=softcap, at=at,
-        logical=logical,
+        query, keys, scale=scale, seen=0, lse=lse, window=window, positions=positions, softcap=softcap, sinks=sinks,
+        at=at, logical=logical,
     )

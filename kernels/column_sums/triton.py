@@ -21,10 +21,9 @@ def column_sums(
     softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention mass of each row over the last T queries and the heads of its group; see `torch.column_sums`."""
-    lse = normaliser(
+    return weigh(
         query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks
     )
-    return weigh(query, keys, lse, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap)
 
 
 def column_maxima(
@@ -32,11 +31,9 @@ def column_maxima(
     softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:
     """The most attention that any of the last T queries puts on each row; see `torch.column_maxima`."""
-    lse = normaliser(
-        query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks
-    )
     return weigh(
-        query, keys, lse, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, measure="max"
+        query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks,
+        measure="max",
     )
 
 
@@ -45,40 +42,30 @@ def column_squares(
     softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:
     """The second moment of each row: the weights of all queries, squared and summed; see `torch.column_squares`."""
-    lse = normaliser(
-        query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks
-    )
     return weigh(
-        query, keys, lse, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, measure="square"
+        query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks,
+        measure="square",
     )
-
-
-def normaliser(
-    query: Tensor, keys: Tensor, *,
-    scale: float, seen: int, window: int | None = None, positions: Tensor | None = None, softcap: float | None = None,
-    sinks: Tensor | None = None, at: Tensor | None = None, logical: Tensor | None = None,
-) -> Tensor:
-    """Log-sum-exp of every query's logits, and of its head's sink: `attend` over no values. [B, H_q, T] float32
-
-    The first pass: it reads keys alone.
-    """
-    return attend(
-        query, keys, keys[..., :0], keys.shape[1], scale=scale, seen=seen, window=window, positions=positions,
-        softcap=softcap, sinks=sinks, at=at, logical=logical,
-    )[1]
 
 
 def weigh(
-    query: Tensor, keys: Tensor, lse: Tensor, *,
-    scale: float, seen: int, window: int | None = None, positions: Tensor | None = None, softcap: float | None = None,
-    at: Tensor | None = None, logical: Tensor | None = None, by_head: bool = False,
-    measure: Literal["sum", "square", "max"] = "sum",
+    query: Tensor, keys: Tensor, *,
+    scale: float, seen: int, lse: Tensor | None = None, window: int | None = None, positions: Tensor | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, at: Tensor | None = None, logical: Tensor | None = None,
+    by_head: bool = False, measure: Literal["sum", "square", "max"] = "sum",
 ) -> Tensor:
-    """Each row's sum of the weights that queries of this log-sum-exp give it, of their squares, or the largest. float32
+    """Each row's sum of the weights that the queries give it, of their squares, or the largest. float32
 
-    lse: [B, H_q, T]. at, logical: [T], the rows and the positions of queries that are not the last ones.
+    lse: [B, H_q, T], log of each query's normaliser, sinks in it already; None: a first pass over the keys, which is
+        `attend` over no values, finds it.
+    at, logical: [T], the rows and the positions of queries that are not the last ones.
     Returns [B, H_kv, N], over the heads of the group, or by head [B, H_q, N].
     """
+    if lse is None:
+        _, lse = attend(
+            query, keys, keys[..., :0], keys.shape[1], scale=scale, seen=seen, window=window, positions=positions,
+            softcap=softcap, sinks=sinks, at=at, logical=logical,
+        )
     batch, heads, n_query, width = query.shape
     kv_heads, n_key = keys.shape[1:3]
     block_n, block_m, warps = _blocks(n_query, width, keys.itemsize)

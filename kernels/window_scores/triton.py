@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvbench.kernels.column_sums.triton import normaliser, weigh
+from kvbench.kernels.column_sums.triton import weigh
 
 
 def window_scores(
@@ -12,9 +12,7 @@ def window_scores(
     softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention mass of each row over the last w queries; see `torch.window_scores`."""
-    lse = normaliser(
-        query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks
-    )
     return weigh(
-        query, keys, lse, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, by_head=True
+        query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks,
+        by_head=True,
     )
