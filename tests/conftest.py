@@ -15,6 +15,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import hypothesis
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 # Machines are shared: how long an example took says nothing about it.
 hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -58,6 +60,42 @@ def kvbench(capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
         return Answer(code, captured.out, captured.err)
 
     return answer
+
+
+class Tape(TorchDispatchMode):
+    """A CUDA graph on a CPU: writes operations down with the memory they worked on, and does them again there."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run an operation and write it down."""
+        out = func(*args, **(kwargs or {}))
+        self.operations.append((func, args, kwargs or {}, out))
+        return out
+
+    @property
+    def shapes(self):
+        """Every operation with the shapes of what it was given and what it made."""
+        return [
+            (str(func), [tuple(x.shape) for x in tree_flatten((args, kwargs, out))[0] if isinstance(x, torch.Tensor)])
+            for func, args, kwargs, out in self.operations
+        ]
+
+    def replay(self):
+        """The same operations on the same memory; what the host computed meanwhile counts for nothing."""
+        for func, args, kwargs, out in self.operations:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_flatten(out)[0], tree_flatten(again)[0], strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+@pytest.fixture
+def new_tape() -> type[Tape]:
+    """Makes tapes."""
+    return Tape
 
 
 @pytest.fixture

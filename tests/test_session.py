@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from kvbench.autoregressive import step_logits
 from kvbench.errors import UserError
@@ -372,45 +370,15 @@ def test_static_steps_equal_eager_ones(method, shape):
         assert static.certificate() == eager.certificate()
 
 
-class Tape(TorchDispatchMode):
-    """A CUDA graph on a CPU: writes operations down with the memory they worked on, and does them again there."""
-
-    def __init__(self):
-        super().__init__()
-        self.operations = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an operation and write it down."""
-        out = func(*args, **(kwargs or {}))
-        self.operations.append((func, args, kwargs or {}, out))
-        return out
-
-    @property
-    def shapes(self):
-        """Every operation with the shapes of what it was given and what it made."""
-        return [
-            (str(func), [tuple(x.shape) for x in tree_flatten((args, kwargs, out))[0] if isinstance(x, torch.Tensor)])
-            for func, args, kwargs, out in self.operations
-        ]
-
-    def replay(self):
-        """The same operations on the same memory; what the host computed meanwhile counts for nothing."""
-        for func, args, kwargs, out in self.operations:
-            again = func(*args, **kwargs)
-            for old, new in zip(tree_flatten(out)[0], tree_flatten(again)[0], strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
-
-
 @every_shape
 @every_static_method
-def test_a_recorded_step_replays(method, shape):
+def test_a_recorded_step_replays(method, shape, new_tape):
     """A step recorded once, as a CUDA graph is, gives the logits of every later step: no host number went into it."""
     model = tiny_model(*shape)
     static, eager = open_static(model, method), open_static(model, method, static=False)
     tokens = [torch.tensor([[x]]) for x in ids(8, 6)]
     with static, eager:
-        token, tape = tokens[0].clone(), Tape()
+        token, tape = tokens[0].clone(), new_tape()
         with tape:
             logits = step_logits(static, token)
         assert torch.allclose(logits, step_logits(eager, tokens[0]), atol=1e-5)
@@ -422,14 +390,14 @@ def test_a_recorded_step_replays(method, shape):
 
 @every_shape
 @every_static_method
-def test_static_steps_have_the_same_shapes(method, shape):
+def test_static_steps_have_the_same_shapes(method, shape, new_tape):
     """Two steps in a row consist of the same operations on tensors of the same shapes; eager ones do not."""
     found = {}
     for static in (True, False):
         with open_static(tiny_model(*shape), method, static=static) as session:
             tapes = []
             for _ in range(2):
-                with Tape() as tape:
+                with new_tape() as tape:
                     step_logits(session, torch.tensor([[5]]))
                 tapes.append(tape.shapes)
         found[static] = tapes[0] == tapes[1]

@@ -19,8 +19,6 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from kvbench.bench import decode, timing
 from kvbench.bench.answer import time_answers
@@ -236,35 +234,13 @@ def test_out_of_memory_in_a_capture_is_no_reason_to_go_without(cuda):
         capture(cuda.call, GPU)
 
 
-class Tape(TorchDispatchMode):
-    """A CUDA graph on a CPU: operations are written down with their memory, and done again there."""
-
-    def __init__(self):
-        super().__init__()
-        self.operations = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an operation and write it down."""
-        out = func(*args, **(kwargs or {}))
-        self.operations.append((func, args, kwargs or {}, out))
-        return out
-
-    def replay(self):
-        """The same on the same memory; nothing that the host counted changes."""
-        for func, args, kwargs, out in self.operations:
-            again = func(*args, **kwargs)
-            for old, new in zip(tree_flatten(out)[0], tree_flatten(again)[0], strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
-
-
 @pytest.fixture
-def taped(monkeypatch):
+def taped(monkeypatch, new_tape):
     """Steps are captured, on a tape; recording one is a call too."""
     def tape_capture(call, device):
         for _ in range(CAPTURED_CALLS):
             call()
-        with Tape() as tape:
+        with new_tape() as tape:
             call()
         return tape.replay, None
 

@@ -61,6 +61,14 @@ def triton(monkeypatch):
 
 
 @pytest.fixture
+def small_code_tiles(monkeypatch):
+    """Of attention over codes: Triton's blocks are 8 queries and 16 rows, and tiles 32 rows."""
+    fast = pytest.importorskip("kvbench.kernels.packed_attention.triton")
+    monkeypatch.setattr(fast, "rows_of_a_tile", lambda *_: 32)
+    monkeypatch.setattr(fast, "_blocks", lambda *_: (8, 16, 4))
+
+
+@pytest.fixture
 def small_tiles(monkeypatch):
     """Triton's tiles and blocks are 16 rows, the fewest that a matrix product takes."""
     attention = pytest.importorskip("kvbench.kernels.dense_attention.triton")

@@ -107,14 +107,6 @@ def test_memory_is_linear(attention, largest, monkeypatch):
 
 
 @pytest.fixture
-def small_tiles(monkeypatch):
-    """Triton's blocks are 8 queries and 16 rows, and tiles 32 rows."""
-    fast = pytest.importorskip("kvbench.kernels.packed_attention.triton")
-    monkeypatch.setattr(fast, "rows_of_a_tile", lambda *_: 32)
-    monkeypatch.setattr(fast, "_blocks", lambda *_: (8, 16, 4))
-
-
-@pytest.fixture
 def triton_error(triton, error):
     """Error of Triton's output for so many rows, the last of which are the queries' own."""
 
@@ -135,14 +127,14 @@ def triton_error(triton, error):
     return measure
 
 
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.usefixtures("small_code_tiles")
 @pytest.mark.parametrize("size", [(1, 1), (1, 15), (1, 16), (1, 17), (3, 33), (20, 20)], ids=str)
 def test_triton_equals_the_oracle(size, triton_error):
     """About a block of 16 rows and a tile of 32, for one query, several, and a whole prompt."""
     assert triton_error(*size) < 1e-5
 
 
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.usefixtures("small_code_tiles")
 @pytest.mark.parametrize("options", [{"window": 6}, {"window": 30}, {"softcap": 1.5}, {"length": torch.tensor(29)},
                                      {"sinks": torch.linspace(-2, 3, 4), "window": 9, "softcap": 1.5}], ids=str)
 def test_triton_under_every_option(options, triton_error):
@@ -150,7 +142,7 @@ def test_triton_under_every_option(options, triton_error):
     assert triton_error(3, 48, **options) < 1e-5
 
 
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.usefixtures("small_code_tiles")
 def test_triton_serves_batches_head_layouts_and_widths(heads, precision, triton_error, allowed):
     """Two sequences, rows that are no whole words, and every precision."""
     assert triton_error(2, 20, heads=heads, batch=2, widths=(24, 20), dtype=precision) < allowed[precision]

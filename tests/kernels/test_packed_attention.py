@@ -192,14 +192,6 @@ BIAS = 0.3
 
 
 @pytest.fixture
-def small_tiles(monkeypatch):
-    """Triton's blocks are 8 queries and 16 rows, and tiles 32 rows."""
-    fast = pytest.importorskip("kvbench.kernels.packed_attention.triton")
-    monkeypatch.setattr(fast, "rows_of_a_tile", lambda *_: 32)
-    monkeypatch.setattr(fast, "_blocks", lambda *_: (8, 16, 4))
-
-
-@pytest.fixture
 def triton_error(triton, error):
     """Error of Triton's output for so many packed rows; its log-sum-exp must agree as well."""
 
@@ -226,7 +218,7 @@ def triton_error(triton, error):
     return measure
 
 
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.usefixtures("small_code_tiles")
 @pytest.mark.parametrize("widths", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize(("kind", "bits"), [*((kind, 3) for kind in KINDS), *(("MiKV", bits) for bits in (2, 4, 8))])
 def test_triton_equals_the_oracle(kind, bits, widths, triton_error):
@@ -234,14 +226,14 @@ def test_triton_equals_the_oracle(kind, bits, widths, triton_error):
     assert triton_error(kind, bits, 48, widths=widths) < 1e-5
 
 
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.usefixtures("small_code_tiles")
 @pytest.mark.parametrize(("kind", "bits"), [("KIVI", 2), ("MiKV", 3), ("ZipCache", 4)])
 def test_triton_computes_in_every_precision(kind, bits, precision, triton_error, allowed):
     """The products of 16 bits are float16's, whatever the queries are."""
     assert triton_error(kind, bits, 40, dtype=precision) < allowed[precision]
 
 
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.usefixtures("small_code_tiles")
 @pytest.mark.parametrize(
     "options", [{"window": 9}, {"window": 30}, {"softcap": 1.5}, {"start": 70, "seen": 125, "window": 40}], ids=str
 )
@@ -250,27 +242,27 @@ def test_triton_under_every_option(options, triton_error):
     assert triton_error("KIVI", 2, 48, n_query=2, **options) < 1e-5
 
 
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.usefixtures("small_code_tiles")
 def test_triton_counts_a_window_across_holes(holes, triton_error):
     """Where rows have gone missing the window goes by positions, head by head."""
     positions = holes(1, 2, 51, 90, 3)[..., :48]
     assert triton_error("MiKV", 2, 48, n_query=3, seen=90, window=33, positions=positions) < 1e-5
 
 
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.usefixtures("small_code_tiles")
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 33])
 def test_triton_ends_where_rows_do(rows, triton_error):
     """About a block of 16 rows and a tile of 32."""
     assert triton_error("MiKV", 4, rows) < 1e-5
 
 
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.usefixtures("small_code_tiles")
 def test_triton_serves_batches_and_head_layouts(heads, triton_error):
     """Two sequences, and more columns of queries than a block has."""
     assert triton_error("MiKV", 2, 20, heads=heads, batch=2, n_query=3) < 1e-5
 
 
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.usefixtures("small_code_tiles")
 def test_triton_takes_parameters_that_heads_share(triton, attention, error):
     """ZipCache's values have one scale per row over all heads, of keys and values that are slices of a larger block."""
     query, keys, values = attention(GQA, 2, 40)
