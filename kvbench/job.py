@@ -178,8 +178,8 @@ def resolve_generation(plan: Plan, model: Model) -> GenerationSpec:
         if generation.denoising is not None:
             raise UserError(f"{model.id} is autoregressive: of the --gen settings only limit has a meaning on it.")
         return generation
-    asked = generation.denoising or DenoisingSpec()
-    denoising = asked.model_copy(update={"tokens_per_step": model.masking.tokens_per_step})
+    at_once = min(model.masking.tokens_per_step, plan.task.tokens_per_step or model.masking.tokens_per_step)
+    denoising = (generation.denoising or DenoisingSpec()).model_copy(update={"tokens_per_step": at_once})
     return generation.model_copy(update={"decoding": "denoising", "denoising": denoising})
 
 

@@ -78,7 +78,7 @@ class DenoisingSpec(Record):
     steps: int | None = None
     """Forward passes per answer; None: one for every `tokens_per_step` tokens."""
     tokens_per_step: int = 1
-    """The model's own default."""
+    """The model's own default, or the task's where that is less."""
     block: int | None = None
     """Tokens of a block, finished one after the other; None: the whole answer."""
     remasking: Literal["low-confidence", "random"] = "low-confidence"

@@ -112,6 +112,9 @@ class Task(ABC):
     """What becomes of a prompt beyond the length: ours are made to length; data sets are cut in the middle."""
     nonempty: ClassVar[bool] = False
     """Whether no stop token may be the first of an answer."""
+    tokens_per_step: ClassVar[int | None] = None
+    """Most tokens that a diffusion model commits in a step where no steps are asked for: 1 where each follows from the
+    one before. None: as its configuration says."""
     joint: ClassVar[str] = "\n"
     """Text between the context and the first question."""
     separator: ClassVar[str] = "\n"

@@ -29,6 +29,7 @@ class RunningSums(NumberedList):
     name: ClassVar[str] = "running-sums"
     summary: ClassVar[str] = "a numbered list of digits, to be written with the running sum modulo 10 on each line"
     default_length: ClassVar[int] = 512
+    tokens_per_step: ClassVar[int] = 1
     needs: ClassVar[str | None] = "a larger model"
     intro: ClassVar[str] = "Below is a numbered list of digits. You will be asked for their running sum.\n\n"
     whole: ClassVar[str] = "Write the last digit of the running sum of the list, line by line:\n"
