@@ -194,3 +194,17 @@ def test_every_setting_of_generation_is_another_run(folder, tmp_path):
     assert spec("steps=4", "limit=4").run_id == spec("limit=4", "steps=4").run_id
     assert spec().generation.decoding == "denoising"
     assert spec().generation.denoising.tokens_per_step == 1
+
+
+def test_a_task_bounds_the_tokens_of_a_step(tmp_path):
+    """Where each token of an answer follows from the one before, one at a time; a model's own number elsewhere."""
+    model = load_model("mini-diffusion")
+
+    def regime(task, *generation):
+        return prepare(Request(
+            "none", task, model.id, generation=generation, samples=1, length=512, out=tmp_path, device="cpu"
+        ), model).spec.generation.denoising
+
+    assert model.masking.tokens_per_step == regime("niah_multikey_1").tokens_per_step == 4
+    assert regime("running-sums").tokens_per_step == 1
+    assert regime("running-sums", "steps=8").steps == 8
