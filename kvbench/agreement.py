@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from kvbench.journal import Agreement, AgreementPart
 from kvbench.kernels.choice import using
 from kvbench.method import BudgetKind, Card, Method
-from kvbench.results import Agreement, AgreementPart
 from kvbench.session import Session
 from kvbench.task import Encoded, Mode
 

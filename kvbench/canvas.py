@@ -19,9 +19,9 @@ from kvbench.clocks import now
 from kvbench.diffusion import Denoised, Policy, denoise
 from kvbench.errors import UserError
 from kvbench.job import Job, limit_of
+from kvbench.journal import Baseline, Bytes, Evidence, Line, Times, TokenCounts
+from kvbench.journal import Denoising as DenoisingLine
 from kvbench.method import BudgetKind, Card
-from kvbench.results import Baseline, Bytes, Evidence, Line, Times, TokenCounts
-from kvbench.results import Denoising as DenoisingLine
 from kvbench.sample import SampleFailedError, fail, judge, note
 from kvbench.sampling import Sampling, plan_sampling
 from kvbench.task import Encoded, Example, Turn

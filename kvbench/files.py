@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from kvbench.errors import UserError
+from kvbench.journal import Answer, Line
 from kvbench.log import say
-from kvbench.results import Answer, Line
 from kvbench.spec import SCHEMA_VERSION
 
 T = TypeVar("T", bound=BaseModel)

@@ -13,7 +13,8 @@ from typing import Any
 from kvbench.errors import UserError
 from kvbench.extras import load_extra
 from kvbench.files import read_file, read_lines
-from kvbench.results import Line, Result
+from kvbench.journal import Line
+from kvbench.results import Result
 from kvbench.rows import Column, Row, find_columns, flatten, make_table
 
 RUN_ID = Column("run_id", (), str, many=False, text=False)

@@ -7,18 +7,15 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, median
 
 from kvbench.job import Job
+from kvbench.journal import Agreement, AgreementPart, Evidence, Line
 from kvbench.machine import find_environment
 from kvbench.results import (
-    Agreement,
-    AgreementPart,
     BaselineResult,
     BudgetResult,
     CertificateResult,
     DiffusionResult,
-    Evidence,
     Kernels,
     Latency,
-    Line,
     MemoryResult,
     MethodResult,
     Output,

@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from kvbench.journal import Bytes
 from kvbench.plan import State
-from kvbench.results import Bytes, Environment
+from kvbench.results import Environment
 from kvbench.spec import MethodSpec, ModelSpec, Record
 
 Clock = Literal["kernel", "step", "user"]

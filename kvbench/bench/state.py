@@ -12,9 +12,9 @@ from torch import Tensor
 from kvbench.bench.records import DeviceMemory
 from kvbench.clocks import now
 from kvbench.hf import Forward, Model, attached
+from kvbench.journal import Bytes
 from kvbench.method import Method, Phase, Step
 from kvbench.plan import LATER, State
-from kvbench.results import Bytes
 from kvbench.session import Session
 
 

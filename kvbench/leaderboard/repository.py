@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.compare import is_full, name_protocol, name_questions
+from kvbench.journal import Line
 from kvbench.leaderboard.answers import LOGPROBS
 from kvbench.leaderboard.bundle import Bundle, Head, open_bundle, open_head
 from kvbench.leaderboard.parcel import find_bundles, read_files
 from kvbench.leaderboard.records import Check
 from kvbench.leaderboard.verdict import RefusedError, flag, ok, refuse
 from kvbench.log import say
-from kvbench.results import Line
 
 TELLING = 10
 """Wrong answers that two methods do not have in common by chance."""

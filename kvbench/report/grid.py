@@ -10,8 +10,9 @@ from statistics import fmean
 from typing import Any
 
 from kvbench.extras import load_extra
+from kvbench.journal import Answer
 from kvbench.report.charts import Point, Spec, color_cells, finish, widen
-from kvbench.results import Answer, Result
+from kvbench.results import Result
 from kvbench.runs import Run
 from kvbench.table import format_bytes
 

@@ -12,10 +12,11 @@ from pydantic import BaseModel, Field, model_validator
 
 from kvbench.errors import UserError, unknown
 from kvbench.files import read_file, read_lines
+from kvbench.journal import Line
 from kvbench.registry import HERE
 from kvbench.reproduce.paper import HINT
 from kvbench.request import Request
-from kvbench.results import Environment, Line, Result
+from kvbench.results import Environment, Result
 from kvbench.significance import ALPHA, adjust, flip_signs
 from kvbench.spec import SCHEMA_VERSION, ModelSpec, Record
 from kvbench.stats import bootstrap_interval

@@ -22,7 +22,8 @@ from kvbench.compare import (
     rank_runs,
 )
 from kvbench.files import read_file, write_record
-from kvbench.results import BudgetResult, CertificateResult, Line, Output, Result, Score
+from kvbench.journal import Line
+from kvbench.results import BudgetResult, CertificateResult, Output, Result, Score
 from kvbench.runs import Run, find_runs
 from kvbench.significance import adjust
 from kvbench.spec import RunSpec

@@ -13,8 +13,9 @@ import pytest
 
 from kvbench.errors import UserError
 from kvbench.files import read_file, read_lines
+from kvbench.journal import Line
 from kvbench.query import query_runs
-from kvbench.results import Line, Result
+from kvbench.results import Result
 from kvbench.rows import find_columns, flatten, make_table, write_csv
 from kvbench.runs import find_runs
 

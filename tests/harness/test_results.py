@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvbench.errors import UserError
 from kvbench.files import Journal, finished_samples, read_file, read_lines, write_atomic
-from kvbench.results import Line, Result
+from kvbench.journal import Line
+from kvbench.results import Result
 from kvbench.stats import bootstrap_interval
 
 SAMPLES, TURNS = 3, 2

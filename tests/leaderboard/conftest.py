@@ -14,13 +14,14 @@ import pytest
 
 from kvbench import machine
 from kvbench.job import Job, prepare
+from kvbench.journal import Line
 from kvbench.leaderboard.bundle import Bundle, _list, open_bundle, pack_run
 from kvbench.leaderboard.parcel import write_tar
 from kvbench.leaderboard.records import MANIFEST, RESULT, SAMPLES, SPEC
 from kvbench.leaderboard.repository import Repository
 from kvbench.leaderboard.verify import verify
 from kvbench.request import Request
-from kvbench.results import Git, Line
+from kvbench.results import Git
 from kvbench.runner import run
 from kvbench.spec import RunSpec
 from kvbench.summary import summarise

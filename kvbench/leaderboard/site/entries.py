@@ -11,13 +11,14 @@ from pydantic import ValidationError
 
 from kvbench.errors import UserError
 from kvbench.files import read_file
+from kvbench.journal import Answer, Line
 from kvbench.leaderboard.bundle import MOST_LINES, Head, open_head, read_journal
 from kvbench.leaderboard.documents import MOST_NUMBER, parse
 from kvbench.leaderboard.parcel import JOURNAL, find_bundles, read_files
 from kvbench.leaderboard.records import VERIFICATION, Verification
 from kvbench.leaderboard.verdict import RefusedError, blaming, show
 from kvbench.method import Card
-from kvbench.results import Answer, Line, Result
+from kvbench.results import Result
 from kvbench.runs import Run
 
 SHOWN = 3

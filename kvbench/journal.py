@@ -1,0 +1,156 @@
+"""What the journal of a run holds: lines of samples.jsonl, one per turn of a sample."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvbench.spec import SCHEMA_VERSION, Record
+
+
+class TokenCounts(Record):
+    """Tokens of one turn."""
+
+    context: int
+    """Held when the method compressed."""
+    query: int
+    """Run after that, in this turn."""
+    generated: int
+
+
+class Times(Record):
+    """Seconds on the user's clock."""
+
+    prefill_s: float | None
+    """Context to first logits, compression included; on the first turn only."""
+    compress_s: float | None
+    """The part of the prefill that the method took to decide and to move rows."""
+    ttft_s: float
+    """To the first token, with the prefill on the first turn."""
+    decode_s: float
+    steps: int
+    """Forward passes of decoding: tpot = decode_s / steps."""
+
+
+class Bytes(Record):
+    """Bytes of the cache at one turn, counted from storages."""
+
+    dense_bytes: int
+    cache_bytes: int
+    tail_bytes: int
+    host_bytes: int
+    end_bytes: int
+    peak_bytes: int
+    read_bytes_per_step: int
+
+
+class Evidence(Record):
+    """What the stores say happened to the rows of one turn's conversation."""
+
+    acted: bool
+    identity: bool
+    rows_seen: int
+    rows_kept: tuple[float, ...]
+    facts: dict[str, int]
+
+
+class AgreementPart(Record):
+    """The answer tokens from `start` on, up to the next part's start."""
+
+    start: int
+    top1: float
+    kl: float
+    n: int
+
+
+class Agreement(Record):
+    """Next-token distributions against the dense cache's, on the golden answers as forced tokens."""
+
+    top1: float
+    """Share of positions with the same most likely token."""
+    kl: float
+    """Mean divergence from the dense cache, in nats."""
+    n: int
+    """Positions."""
+    by_distance: tuple[AgreementPart, ...] = ()
+    """Of answers of 64 tokens and more: how it changes with the distance from the question."""
+
+
+class Baseline(Record):
+    """The same answer without a cache, in the same job: with as many passes, or with half of them."""
+
+    score: float | None
+    seconds: float
+    passes: int
+    committed: int
+    """Tokens of its answer up to the end."""
+    same: float
+    """Share of the canvas whose tokens are the policy's own."""
+
+
+class Denoising(Record):
+    """What an answer of a diffusion model took."""
+
+    canvas: int
+    """Tokens of the answer's room."""
+    steps: int | None
+    """Passes that were asked for; None: a threshold decides."""
+    block: int
+    passes: int
+    rows: float
+    """Computed per pass, mean over layers."""
+    total: int
+    """Rows of a pass that computes all."""
+    committed: int
+    """Tokens of the answer up to its end."""
+    baselines: dict[str, Baseline]
+    """`none`, and `half-steps` where steps decide."""
+
+
+class Line(Record):
+    """One (sample, turn) of samples.jsonl. A failed sample ends with a line that has an error."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    sample: str
+    index: int
+    turn: int
+    turns: int
+    prompt_hash: str
+    prediction: str | None
+    ids: tuple[int, ...]
+    references: tuple[str, ...]
+    score: float | None
+    scores: dict[str, float]
+    """By scorer."""
+    tokens: TokenCounts | None
+    stop_reason: str | None
+    times: Times | None
+    bytes: Bytes | None
+    evidence: Evidence | None
+    agreement: Agreement | None
+    """None: the dense cache itself, random weights, or no memory for a dense cache."""
+    denoising: Denoising | None = None
+    """Of a diffusion model."""
+    kernels: dict[str, str] = Field(default_factory=dict)
+    """What implementation ran, by operation, in the whole sample; on the line of its first turn."""
+    facts: dict[str, Any]
+    """From the task."""
+    started: str
+    seconds: float
+    """All that this turn took, the harness included."""
+    error: str | None
+
+
+class Answer(BaseModel):
+    """What comparisons read of a line."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    sample: str
+    index: int
+    turn: int
+    prompt_hash: str
+    score: float | None
+    facts: dict[str, Any]
