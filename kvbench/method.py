@@ -1,4 +1,4 @@
-"""What the author of a method reads: Method, Step, Phase, Card, Budget, Shape."""
+"""What the author of a method reads and imports: Method, Step, Phase, Card, and the names of budgets and shapes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
+from kvbench.budget import BUDGET_TOLERANCE, DEFAULT_BUDGET, Budget, BudgetKind, LayerShape, Shape
 from kvbench.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
     from kvbench.hf import Model, Rope
     from kvbench.session import Session, Tokens
     from kvbench.store import LayerKV
+
+__all__ = [
+    "POSITION_BYTES", "Budget", "BudgetKind", "Card", "LayerShape", "Method", "ModelKind", "Phase", "Shape", "Step",
+    "Upstream", "resolved",
+]
 
 
 class Phase(StrEnum):
@@ -67,15 +73,6 @@ class Step:
 ModelKind = Literal["autoregressive", "diffusion"]
 
 
-class BudgetKind(StrEnum):
-    """What a method's budget counts. Held and read bytes never share an axis."""
-
-    HELD = "held"
-    READ = "read"
-    BITS = "bits"
-    NONE = "none"
-
-
 class Upstream(BaseModel):
     """The reference code of a method."""
 
@@ -117,79 +114,7 @@ class Card(BaseModel):
     """Where it does not apply."""
 
 
-@dataclass(frozen=True)
-class Budget:
-    """A budget as asked for: a share of the dense bytes, rows per KV head, or the paper's."""
-
-    kind: Literal["fraction", "rows", "paper"]
-    value: float
-
-    @classmethod
-    def parse(cls, text: str) -> Budget:
-        """Read `25%`, `1024` or `paper`.
-
-        Raises:
-            UserError: anything else, zero, negative, or above 100 %.
-        """
-        asked = text.strip()
-        allowed = "Allowed: a share such as 25%, rows per KV head such as 1024, or paper."
-        if asked == "paper":
-            return cls("paper", 0.0)
-        try:
-            value = float(asked.removesuffix("%"))
-        except ValueError:
-            raise UserError(f"budget '{text}' is not a number. {allowed}") from None
-        if not math.isfinite(value) or value <= 0:
-            raise UserError(f"budget '{text}' must be above 0. {allowed}")
-        if asked.endswith("%"):
-            if value > 100:
-                raise UserError(f"budget '{text}' is above 100%. {allowed}")
-            return cls("fraction", value / 100)
-        if value != int(value):
-            raise UserError(f"budget '{text}' is not a whole number of rows; a share needs a % sign. {allowed}")
-        return cls("rows", value)
-
-    def __str__(self) -> str:
-        """As the user would type it."""
-        if self.kind == "paper":
-            return "paper"
-        return f"{self.value * 100:.12g}%" if self.kind == "fraction" else f"{self.value:.0f}"
-
-
 POSITION_BYTES = OFFSET_BYTES = 4
-DEFAULT_BUDGET = Budget("fraction", 0.25)
-BUDGET_TOLERANCE = 0.005
-"""A share this near to what is reached is taken for it: people write rounded percentages."""
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """What one layer caches per token."""
-
-    kv_heads: int
-    query_heads: int
-    key_dim: int
-    value_dim: int
-    window: int | None
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The dense cache that a budget is a share of: a model's layers at one context length."""
-
-    length: int
-    layers: tuple[LayerShape, ...]
-    itemsize: int
-    """Bytes per element of the model's cache."""
-
-    def rows(self, layer: LayerShape) -> int:
-        """Rows per KV head that a dense cache of this layer holds."""
-        return self.length if layer.window is None else min(self.length, layer.window)
-
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes of a native GQA cache of the same tokens, sliding layers at most their window."""
-        return sum(self.rows(x) * x.kv_heads * (x.key_dim + x.value_dim) * self.itemsize for x in self.layers)
 
 
 def resolved() -> Any:

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from kvbench.budget import DEFAULT_BUDGET, Budget, BudgetKind
 from kvbench.errors import UserError, unknown
 from kvbench.hf import Prediction, predict_memory
-from kvbench.method import DEFAULT_BUDGET, Budget, BudgetKind, Method, ModelKind
+from kvbench.method import Method, ModelKind
 from kvbench.registry import find_method, list_entries
 from kvbench.settings import configure
 from kvbench.spec import Record

@@ -6,8 +6,9 @@ from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Self
 
+from kvbench.budget import BUDGET_TOLERANCE, Budget, Shape
 from kvbench.errors import UserError
-from kvbench.method import BUDGET_TOLERANCE, Budget, Method, Shape, resolved
+from kvbench.method import Method, resolved
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from kvbench.agreement import compare_logits, find_dense, force_answer
+from kvbench.budget import BudgetKind
 from kvbench.clocks import now
 from kvbench.errors import UserError
 from kvbench.job import Job, limit_of, reach
 from kvbench.journal import Bytes, Evidence, Line, Times, TokenCounts
-from kvbench.method import BudgetKind
 from kvbench.session import Session, Tokens
 from kvbench.spec import RunSpec
 from kvbench.task import Encoded, EncodedTurn, Example, Mode, Turn

@@ -11,10 +11,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from kvbench.budget import Shape
 from kvbench.clocks import now
 from kvbench.errors import UserError
 from kvbench.hf import Forward, Model, attached
-from kvbench.method import Method, Phase, Shape, Step
+from kvbench.method import Method, Phase, Step
 from kvbench.store import LayerKV, storage_bytes
 
 SCORE_CHUNK = 512

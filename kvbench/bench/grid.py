@@ -11,8 +11,9 @@ from kvbench.bench.outcome import Failure, attempt
 from kvbench.bench.records import Cell, Predicted, Time
 from kvbench.bench.timing import compare, find_median
 from kvbench.bench.twins import check_twins
+from kvbench.budget import Budget
 from kvbench.kernels.choice import using
-from kvbench.method import Budget, Method
+from kvbench.method import Method
 from kvbench.settings import jsonable_settings
 from kvbench.spec import MethodSpec
 

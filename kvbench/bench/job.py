@@ -12,8 +12,9 @@ import torch
 
 from kvbench.bench.records import Clock
 from kvbench.bench.state import Setting
+from kvbench.budget import Budget
 from kvbench.hf import Prediction
-from kvbench.method import Budget, Method
+from kvbench.method import Method
 from kvbench.plan import Need, read_budget
 
 Kernels = Literal["torch", "triton", "flash"]

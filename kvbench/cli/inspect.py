@@ -158,7 +158,7 @@ def _describe_task(task: type[Task]) -> dict[str, Any]:
 
 def _describe_bytes(kind: type[Method]) -> str:
     """What a method declares to hold of a token at its defaults, on a model that people know."""
-    from kvbench.method import LayerShape, Shape
+    from kvbench.budget import LayerShape, Shape
 
     shape = Shape(length=8192, layers=(LayerShape(8, 32, 128, 128, None),) * 32, itemsize=2)
     dense = shape.dense_bytes // shape.length

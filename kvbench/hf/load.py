@@ -12,6 +12,7 @@ from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from kvbench.budget import LayerShape, Shape
 from kvbench.errors import UserError, unknown
 from kvbench.hf.config import DTYPES, first_line, quiet, read_config, read_document, resolve_dtype
 from kvbench.hf.find import (
@@ -28,7 +29,7 @@ from kvbench.hf.masked import Masking, native_tokenizer, read_masking, weight_na
 from kvbench.hf.proof import prove, prove_bidirectional, refuse_config
 from kvbench.hf.rope import Rope, max_length
 from kvbench.hf.seam import Forward, embedding_device, is_attached, run_model
-from kvbench.method import LayerShape, ModelKind, Shape
+from kvbench.method import ModelKind
 
 HUB_SNAPSHOTS = "snapshots"
 """Folder of the hub's cache whose folders are named after revisions."""

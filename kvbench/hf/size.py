@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from kvbench.budget import Shape
 from kvbench.errors import UserError, unknown
 from kvbench.hf.config import DTYPES, first_line, quiet, read_config, read_document, resolve_dtype
 from kvbench.hf.find import find_folder
 from kvbench.hf.masked import read_masking
 from kvbench.hf.proof import layer_shapes, refuse_config
 from kvbench.hf.rope import max_length
-from kvbench.method import ModelKind, Shape
+from kvbench.method import ModelKind
 
 
 @dataclass(frozen=True)

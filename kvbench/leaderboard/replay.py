@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, cast
 
 from kvbench import __version__
 from kvbench.agreement import Dense
+from kvbench.budget import Budget, Shape
 from kvbench.examples import Made, make_examples
 from kvbench.leaderboard.known import predict
 from kvbench.leaderboard.verdict import blaming
 from kvbench.machine import find_version
-from kvbench.method import Budget, Card, Method, Shape
+from kvbench.method import Card, Method
 from kvbench.sources import find_sources
 from kvbench.spec import RunSpec, Sources, Versions
 from kvbench.task import Frame, Scorer, Task

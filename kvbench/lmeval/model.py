@@ -20,12 +20,13 @@ from lm_eval.api.registry import register_model
 from tqdm import tqdm
 
 from kvbench import __version__
+from kvbench.budget import Budget
 from kvbench.errors import UserError, unknown
 from kvbench.hf import load_model
 from kvbench.lmeval.generation import Generation
 from kvbench.lmeval.tally import Tally
 from kvbench.log import say
-from kvbench.method import Budget, Method, Phase
+from kvbench.method import Method, Phase
 from kvbench.registry import find_method
 from kvbench.request import check_model
 from kvbench.session import Session

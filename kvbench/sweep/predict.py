@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
+from kvbench.budget import BudgetKind
 from kvbench.canvas import Uncached, fill_sample
 from kvbench.errors import UserError
 from kvbench.examples import make_examples
 from kvbench.files import finished_samples, read_lines
 from kvbench.job import Job, prepare
-from kvbench.method import BudgetKind, Card, Method
+from kvbench.method import Card, Method
 from kvbench.sample import run_sample
 from kvbench.sweep.cell import Cell, Shelf
 
@@ -51,7 +52,7 @@ def predict(cells: Sequence[Cell]) -> Iterator[Prediction]:
         except UserError as error:
             yield Prediction(cell, None, cell.request.samples, None, str(error))
             continue
-        shelf.put(cell, job.model)
+        shelf.put(cell, job.loaded)
         missing = _missing(job)
         seconds = 0.0
         if missing:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
+from kvbench.budget import BUDGET_TOLERANCE
 from kvbench.errors import UserError
 from kvbench.kernels.pack import BITS
-from kvbench.method import BUDGET_TOLERANCE, Budget, BudgetKind, Card, Method, Shape, Upstream
+from kvbench.method import Budget, BudgetKind, Card, Method, Shape, Upstream
 from kvbench.methods.quantisation.around import go_around
 from kvbench.methods.quantisation.packed import PackedMethod
 
