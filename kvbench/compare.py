@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvbench.errors import UserError
 from kvbench.files import read_file
@@ -16,6 +17,9 @@ from kvbench.results import Result
 from kvbench.runs import Run
 from kvbench.significance import ALPHA, adjust, compare_scores, find_smallest, flip_signs, group_ties
 from kvbench.spec import RunSpec
+
+if TYPE_CHECKING:
+    from kvbench.request import Plan
 
 ASKED = (
     "task.name", "model.sha256", "model.tokenizer_sha256", "model.dtype", "task.version", "task.settings",
@@ -28,6 +32,8 @@ PROTOCOL = (
     *ASKED, "environment.cpu", "environment.gpu", "environment.threads", "environment.device_map", "latency.clock",
 )
 """What must be equal before one of times does, too."""
+SIZES = 4
+"""Most sizes of runs that are spoken of one by one before they start."""
 
 
 @dataclass(frozen=True)
@@ -177,17 +183,36 @@ def find_full(spec: RunSpec, out: Path) -> Result | None:
     return None
 
 
-def foretell(spec: RunSpec, full: Result | None) -> str:
+def foretell_all(plans: Sequence[Plan]) -> Iterator[str]:
+    """What `foretell` says of runs to come, a line for each size of them; of many sizes the least and the greatest.
+
+    Runs whose score is no accuracy, or that will have none, are left out.
+    """
+    sizes = Counter(
+        (x.request.samples, x.protocol.turns) for x in plans
+        if x.scorer.higher_is_better and not x.request.model.startswith("random:")
+    )
+    shown = sorted(sizes)
+    between = shown[1:-1] if len(shown) > SIZES else []
+    for size in shown:
+        if size not in between:
+            runs = f"each of {sizes[size]} runs" if sizes[size] > 1 else "1 run"
+            yield f"{runs}: {foretell(*size)}"
+    if between:
+        yield f"{sum(sizes[x] for x in between)} runs of {len(between)} other sizes lie between these."
+
+
+def foretell(samples: int, turns: int, full: Result | None = None) -> str:
     """The smallest difference that a run of right-or-wrong answers will find, in a line; `full`: what is known."""
-    asked = f"{spec.samples} contexts x {spec.turns} question{'s' if spec.turns > 1 else ''}"
+    asked = f"{samples} context{'s' if samples > 1 else ''} x {turns} question{'s' if turns > 1 else ''}"
     accuracy = None if full is None else full.score.mean
-    together = find_smallest(spec.samples, accuracy)
+    together = find_smallest(samples, accuracy)
     if together is None:
         return f"{asked} are too few to tell any difference from noise. Ask for more --samples."
     smallest = f"{100 * together:.0f} points"
-    if spec.turns > 1:
-        apart = find_smallest(spec.samples * spec.turns, accuracy)
-        assert apart is not None, spec.samples
+    if turns > 1:
+        apart = find_smallest(samples * turns, accuracy)
+        assert apart is not None, samples
         smallest = (
             f"{100 * apart:.0f} points where the questions of a context are answered independently, {smallest} where "
             "they stand and fall together"

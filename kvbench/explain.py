@@ -28,6 +28,11 @@ FIXED = {
     "task.stop": "it comes with the model's files", "task": "it comes with the task and its data",
 }
 """Why something is as it was, by the beginning of its name in a result."""
+OPTIONS = {
+    "task.settings": "task_settings", "spec.generation": "generation", "task.chat_template_sha": "template",
+    "task.bos": "template",
+}
+"""What was asked for to have it, where a result has another name for it."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +145,7 @@ def _find_fixed(first: Run, other: Run, asked: set[str]) -> Iterator[Flip]:
 
 def _follows(place: str, asked: set[str]) -> bool:
     """Whether a place in a result says again what was asked for, or what comes with a model that was."""
-    option = {"task.settings": "task_settings", "spec.generation": "generation"}.get(place, place.rpartition(".")[2])
+    option = OPTIONS.get(place, place.rpartition(".")[2])
     said = any(x == option or x.startswith(f"{option}.") for x in asked)
     by_method = "method" in asked and place in ("spec.sources.method", "spec.sources.kernels")
     return said or by_method or ("model" in asked and _reason(place) == FIXED["model"])

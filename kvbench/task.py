@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import random
 from abc import ABC, abstractmethod
@@ -9,11 +10,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar, Literal
+from weakref import WeakKeyDictionary
 
 from kvbench.tokens import tokenise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Template = Literal["own", "none"]
+"""Prompts in the tokenizer's chat template where it and the task have one, or the text alone."""
+_bare: WeakKeyDictionary[PreTrainedTokenizerBase, PreTrainedTokenizerBase] = WeakKeyDictionary()
+"""Tokenizers without their chat templates, each once: what is kept of a tokenizer's texts is kept by object."""
 
 
 class Mode(StrEnum):
@@ -236,6 +243,22 @@ class Frame:
         middle = later.partition(assistant)[2].partition(again)[0]
         sha = hashlib.sha256(str(template).encode()).hexdigest()[:16]
         return cls(head, tail, middle, sha, special=False)
+
+
+def find_frame(
+    task: Task, tokenizer: PreTrainedTokenizerBase, template: Template
+) -> tuple[PreTrainedTokenizerBase, Frame]:
+    """How a run frames its text, and the tokenizer that its task and method are given.
+
+    Where a chat template is not wanted and would be used, it is the same tokenizer without one.
+    """
+    frame = task.frame(tokenizer)
+    if template == "own" or frame.sha is None:
+        return tokenizer, frame
+    if tokenizer not in _bare:
+        _bare[tokenizer] = copy.copy(tokenizer)
+        _bare[tokenizer].chat_template = None
+    return _bare[tokenizer], task.frame(_bare[tokenizer])
 
 
 def encode(task: Task, example: Example, tokenizer: PreTrainedTokenizerBase, frame: Frame | None = None) -> Encoded:

@@ -87,7 +87,9 @@ def _measure(mine: Run, flips: list[Flip], out: Path) -> tuple[dict[str, Effect]
         found = measure(base, flipped)
         if name == again.name:
             base = flipped
-        if found is not None and flipped.result.run_id != mine.result.run_id:
+        if name != again.name and flipped.result.run_id == base.result.run_id:
+            notes[name] = "changes nothing: the same run"
+        elif found is not None and flipped.result.run_id != mine.result.run_id:
             effects[name] = found
             alike = f"paired, {found.n} questions" if found.n else "other questions: not paired"
             notes[name] = f"{alike}; {report.folder.name}"

@@ -39,6 +39,9 @@ def run_command(
     ] = None,
     history: Annotated[Text, typer.Option(help="Earlier answers of multi-turn: golden or own.")] = None,
     recompress: Annotated[bool, typer.Option("--recompress", help="Compress again at every turn.")] = False,
+    template: Annotated[
+        Text, typer.Option(help="own: the tokenizer's chat template, where it has one; none: the text alone.")
+    ] = None,
     scorer: Annotated[Text, typer.Option(help="A scorer of the task; see `kvbench show TASK`.")] = None,
     split: Annotated[Text, typer.Option(help="test, or dev to choose settings on; default: test.")] = None,
     length: Annotated[int | None, typer.Option(help="Tokens of prompt and answer; default: the task's.")] = None,
@@ -76,9 +79,9 @@ def run_command(
 
     options = {
         "method": method, "task": task, "model": model, "budget": budget, "mode": mode, "visibility": visibility,
-        "history": history, "recompress": recompress or None, "scorer": scorer, "split": split, "length": length,
-        "samples": samples, "turns": turns, "seed": seed, "chunk": chunk, "kernels": kernels, "device": device,
-        "device-map": device_map, "dtype": dtype, "set": parse_pairs(settings or (), "--set") or None,
+        "history": history, "recompress": recompress or None, "template": template, "scorer": scorer, "split": split,
+        "length": length, "samples": samples, "turns": turns, "seed": seed, "chunk": chunk, "kernels": kernels,
+        "device": device, "device-map": device_map, "dtype": dtype, "set": parse_pairs(settings or (), "--set") or None,
         "task-set": parse_pairs(task_settings or (), "--task-set") or None,
         "gen": parse_pairs(gen or (), "--gen") or None,
     }
@@ -101,7 +104,7 @@ def _run_task(given: dict[str, Any], trackers: tuple[str, ...], out: Path, *, as
 
     job = prepare(replace(Options(**given).request(out), trackers=trackers))
     if job.scorer.higher_is_better and not job.model.random:
-        say(foretell(job.spec, find_full(job.spec, out)))
+        say(foretell(job.spec.samples, job.spec.turns, find_full(job.spec, out)))
     from kvbench.progress import show_progress  # these import torch, which a wrong request need not wait for
     from kvbench.runner import run
 
@@ -117,6 +120,7 @@ def _run_task(given: dict[str, Any], trackers: tuple[str, ...], out: Path, *, as
 
 
 def _run_suite(name: str, given: dict[str, Any], trackers: tuple[str, ...], out: Path, *, as_json: bool) -> int:
+    from kvbench.compare import foretell_all
     from kvbench.log import say
     from kvbench.suite import average, find_suite, save_suite
     from kvbench.sweep.check import check_cells
@@ -124,7 +128,8 @@ def _run_suite(name: str, given: dict[str, Any], trackers: tuple[str, ...], out:
 
     suite = find_suite(name)
     cells = [replace(x, request=replace(x.request, trackers=trackers)) for x in suite.cells(given, out)]
-    check_cells(cells)
+    for line in foretell_all(check_cells(cells)):
+        say(line)
     reports = run_cells(cells)
     results = [x.result for x in reports if x.result is not None]
     means = list(average(results))

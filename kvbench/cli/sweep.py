@@ -30,6 +30,8 @@ def sweep_command(
     ] = False,
 ) -> int:
     """Run every cell of a grid; again, it goes on where it stopped. Exit code 1 where a cell failed."""
+    from kvbench.compare import foretell_all
+    from kvbench.log import say
     from kvbench.sweep.check import check_cells
     from kvbench.sweep.file import read_sweep
 
@@ -40,9 +42,11 @@ def sweep_command(
     if address is not None and executor != "ray":
         raise UserError(f"--address {address} has no meaning for executor {executor}. Use --executor ray.")
     cells = read_sweep(file)
-    check_cells(cells)
+    plans = check_cells(cells)
     if (workers or 1) > 1 and any(x.request.device_map is not None for x in cells):
         raise UserError("a cell with a device map may take every GPU there is. Use --workers 1.")
+    for line in foretell_all(plans):
+        say(line)
     if dry_run:
         return show_prediction(cells, workers or 1, as_json=as_json)
     reports = run_cells(cells, executor, workers, address)

@@ -21,8 +21,9 @@ def write_request(spec: RunSpec) -> Request:
         generation |= filling.model_dump(exclude={"tokens_per_step"})
     return Request(
         method=spec.method.name, task=spec.task.name, model=spec.model.id, budget=spec.budget, mode=spec.mode,
-        visibility=spec.visibility, history=spec.history, recompress=spec.recompress, scorer=spec.task.scorer,
-        split=spec.split, length=spec.task.length, samples=spec.samples, turns=spec.turns, seed=spec.seed,
+        visibility=spec.visibility, history=spec.history, recompress=spec.recompress,
+        template="none" if spec.task.chat_template_sha is None else "own", scorer=spec.task.scorer, split=spec.split,
+        length=spec.task.length, samples=spec.samples, turns=spec.turns, seed=spec.seed,
         method_settings=_pairs(spec.method.settings), task_settings=_pairs(spec.task.settings),
         generation=_pairs({key: value for key, value in generation.items() if value is not None}), chunk=spec.chunk,
         kernels=spec.kernels, dtype=spec.model.dtype, suite=spec.suite,

@@ -20,7 +20,7 @@ from kvbench.registry import Kind, find_method, find_task, list_entries
 from kvbench.results import Result
 from kvbench.settings import configure, jsonable_settings, setting_fields, setting_types
 from kvbench.spec import RunSpec
-from kvbench.task import Frame, Task
+from kvbench.task import Frame, Task, find_frame
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # noqa: TID251  # its type
@@ -126,7 +126,7 @@ def find_known_tokenizer(spec: RunSpec, task: Task) -> tuple[PreTrainedTokenizer
         raise RefusedError(
             "tokenizer", f"the tokenizer of {show(said.id)} is {found[:12]}, the run's {show(said.tokenizer_sha256)}"
         )
-    frame = task.frame(tokenizer)
+    tokenizer, frame = find_frame(task, tokenizer, "none" if spec.task.chat_template_sha is None else "own")
     if frame.sha != spec.task.chat_template_sha:
         raise RefusedError(
             "tokenizer", f"the chat template of {show(said.id)} is {frame.sha}, the run's "

@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from kvbench.registry import HERE
 from kvbench.spec import History, Visibility
+from kvbench.task import Template
 from kvbench.toml import STRICT, read_toml
 
 FOLDER = HERE / "claims" / "papers"
@@ -28,7 +29,7 @@ class Protocol(BaseModel):
 
     model_config = STRICT
 
-    template: Literal["none", "own"] | None = None
+    template: Template | None = None
     """The text alone, or in the model's own chat template."""
     truncation: int | None = None
     """Most tokens of a prompt; the middle of a longer one is cut out."""

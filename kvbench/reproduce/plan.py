@@ -114,7 +114,8 @@ def _requests(claim: Claim, model: str, out: Path) -> Iterator[Request]:
     table, column, row, protocol = claim.table, claim.cell, claim.method, claim.protocol
     options: dict[str, Any] = {
         **table.run, **column.run, **row.run, "method": row.method, "model": model, "budget": claim.budget,
-        "set": row.set or None, "visibility": protocol.visibility, "history": protocol.history, "dtype": protocol.dtype,
+        "set": row.set or None, "visibility": protocol.visibility, "history": protocol.history,
+        "template": protocol.template, "dtype": protocol.dtype,
     }
     suite = None if table.suite is None else _suite(table.suite)
     for task in _listed(column.task) or ([] if suite is None else suite.tasks):

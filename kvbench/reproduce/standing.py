@@ -90,8 +90,8 @@ def _answers(made: Request, wanted: Request) -> bool:
     """Whether a run of this task is what was asked for; what was not has its default, or comes from the checkpoint."""
     for field in fields(Request):
         ours, theirs = getattr(made, field.name), getattr(wanted, field.name)
-        if field.name in (*LOOSE, "task"):
-            continue
+        if field.name in (*LOOSE, "task") or (field.name == "template" and theirs == "own"):
+            continue  # a tokenizer or a task may have no template: the verdict names what that changes
         if field.name == "length" and theirs is None:
             theirs = find_task(wanted.task).default_length
         if field.name in SEVERAL:

@@ -131,7 +131,7 @@ def run_cell(cell: Cell, shelf: Shelf, advance: Callable[[int], None]) -> Report
     job: Job | None = None
     try:
         job = prepare(cell.request, shelf.take(cell))
-        shelf.put(cell, job.model)
+        shelf.put(cell, job.loaded)
         _wait_for(job.folder)
         outcome = run(job, Listener(advance))
     except InterruptedRunError:

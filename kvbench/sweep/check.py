@@ -14,17 +14,19 @@ from kvbench.settings import jsonable_settings
 from kvbench.sweep.cell import Cell
 
 
-def check_cells(cells: Sequence[Cell]) -> None:
+def check_cells(cells: Sequence[Cell]) -> list[Plan]:
     """Look up every name, setting and data set, as `kvbench run` would, and see that no two cells are the same run.
 
     Raises:
         UserError: with the cell's name.
     """
+    plans: list[Plan] = []
     seen: dict[tuple[object, ...], Cell] = {}
     for cell in cells:
         with _naming(cell):
             check_model(cell.request.model)
-            facts = _describe(check(cell.request))
+            plans.append(check(cell.request))
+            facts = _describe(plans[-1])
         request = cell.request  # where the parts of its model are makes no other run of it
         first = seen.setdefault((facts, request.model, request.device, request.dtype), cell)
         if first is not cell:
@@ -32,6 +34,7 @@ def check_cells(cells: Sequence[Cell]) -> None:
                 f"cells '{first.name}' ([[grid]] {first.grid}) and '{cell.name}' ([[grid]] {cell.grid}) are the same "
                 "run. Leave one of them out."
             )
+    return plans
 
 
 def place_cells(cells: Sequence[Cell], find: Callable[[Request], str] = find_device) -> list[Cell]:
@@ -71,7 +74,7 @@ def _describe(plan: Plan) -> str:
         [type(x).__module__, type(x).__qualname__, name, jsonable_settings(x)]
         for x, name in ((method, method.card.name), (task, task.name))
     ] + [
-        task.dataset_revision, plan.protocol.model_dump(mode="json"), plan.scorer.id,
+        task.dataset_revision, plan.protocol.model_dump(mode="json"), plan.template, plan.scorer.id,
         plan.generation.model_dump(mode="json"), plan.length, str(plan.budget), request.split, request.samples,
         request.seed, request.chunk, request.kernels,
     ], sort_keys=True, default=str)

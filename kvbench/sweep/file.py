@@ -40,6 +40,7 @@ class Options(BaseModel):
     visibility: str | None = None
     history: str | None = None
     recompress: bool | None = None
+    template: str | None = None
     scorer: str | None = None
     split: str | None = None
     length: int | None = None

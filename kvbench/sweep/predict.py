@@ -52,7 +52,7 @@ def predict(cells: Sequence[Cell]) -> Iterator[Prediction]:
         except UserError as error:
             yield Prediction(cell, None, cell.request.samples, None, str(error))
             continue
-        shelf.put(cell, job.model)
+        shelf.put(cell, job.loaded)
         missing = _missing(job)
         seconds = 0.0
         if missing:

@@ -225,16 +225,16 @@ def spec_of(result, **change) -> RunSpec:
 
 def test_what_a_run_can_tell_apart_is_said_before_it(result):
     """With the worst assumption, or with the full cache's own score where it is known; between two ways to depend."""
-    assert foretell(spec_of(result, samples=20, turns=1), None) == (
+    assert foretell(20, 1) == (
         "smallest difference that 20 contexts x 1 question find 4 times in 5 at the 5 % level: about 49 points "
         "(right-or-wrong answers, two methods at the accuracies that are hardest to tell apart)."
     )
-    assert foretell(spec_of(result, samples=40, turns=5), result) == (
+    assert foretell(40, 5, result) == (
         "smallest difference that 40 contexts x 5 questions find 4 times in 5 at the 5 % level: about 5 points where "
         "the questions of a context are answered independently, 20 points where they stand and fall together "
         f"(right-or-wrong answers, the full cache at {result.score.mean:.3f}, as in {result.run_id})."
     )
-    assert foretell(spec_of(result, samples=5, turns=5), None) == (
+    assert foretell(5, 5) == (
         "5 contexts x 5 questions are too few to tell any difference from noise. Ask for more --samples."
     )
 
