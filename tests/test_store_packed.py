@@ -14,7 +14,8 @@ from kvbench.kernels.dense_attention.naive import dense_attention
 from kvbench.kernels.pack import dequantise, naive, quantise
 from kvbench.method import Phase, Step
 from kvbench.store import storage_bytes
-from kvbench.store.packed import PackedKV, Packing, Residual
+from kvbench.store.blocks import Residual
+from kvbench.store.packed import PackedKV, Packing
 
 GROUP, RESIDUAL = 4, 8
 KEY_WIDTH, VALUE_WIDTH = 12, 8

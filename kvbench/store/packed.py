@@ -14,8 +14,8 @@ from kvbench.kernels.pack import Codes, dequantise, quantise, unpack
 from kvbench.kernels.packed_attention import packed_partial
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials
 from kvbench.method import Step
+from kvbench.store.blocks import AppendedRows, Residual
 from kvbench.store.layer import LayerKV
-from kvbench.store.tiers import AppendedRows
 
 COUNT_BLOCK = 1024
 """Rows whose codes are counted at a time."""
@@ -42,54 +42,6 @@ class Packing:
     def packed_values(self, rows: int) -> int:
         """How many of a KV head's rows have packed values."""
         return max(0, rows - self.residual)
-
-
-class Residual:
-    """The last rows of a tensor, exactly: rows come at the back of a small block and leave at its front."""
-
-    def __init__(self, rows: Tensor, capacity: int) -> None:
-        self.n, self._first = rows.shape[2], 0
-        self.block = rows.new_empty((*rows.shape[:2], max(self.n, capacity), rows.shape[3]))
-        self.block[:, :, : self.n] = rows
-
-    @property
-    def rows(self) -> Tensor:
-        """The rows held. [B, H_kv, n, D]"""
-        return self.block[:, :, self._first : self._first + self.n]
-
-    def append(self, rows: Tensor) -> None:
-        """Add rows; those held move to the front where the block ends, into a larger one where it is too small."""
-        count = rows.shape[2]
-        if self._first + self.n + count > self.block.shape[2]:
-            self.reserve(count)
-            self.block[:, :, : self.n] = self.rows.clone()
-            self._first = 0
-        self.block[:, :, self._first + self.n : self._first + self.n + count] = rows
-        self.n += count
-
-    def take(self, count: int) -> Tensor:
-        """The oldest rows, which are held no longer; read them before anything is added. [B, H_kv, count, D]"""
-        rows = self.rows[:, :, :count]
-        self._first, self.n = self._first + count, self.n - count
-        return rows
-
-    def reserve(self, rows: int) -> None:
-        """Have room for more rows."""
-        if self.n + rows > self.block.shape[2]:
-            held = self.rows
-            self.block, self._first = held.new_empty((*held.shape[:2], self.n + rows, held.shape[3])), 0
-            self.block[:, :, : self.n] = held
-
-    def fork(self) -> Residual:
-        """A copy: the block is written in place."""
-        other = copy.copy(self)
-        other.block = self.block.clone()
-        return other
-
-    def spare_bytes(self) -> int:
-        """Bytes that hold no row."""
-        size = self.block.untyped_storage().nbytes()
-        return size - size * self.n // self.block.shape[2] if self.block.shape[2] else 0
 
 
 class PackedRows:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +14,9 @@ from kvbench.kernels.pack import Codes, dequantise, quantise
 from kvbench.kernels.packed_attention import packed_partial
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials
 from kvbench.method import Step
+from kvbench.store.blocks import AppendedRows
 from kvbench.store.layer import LayerKV
-from kvbench.store.rows import Buffer, gather, storage_bytes
+from kvbench.store.rows import gather
 
 EXACT = 16
 """Bits that stand for the model's own type."""
@@ -51,60 +51,6 @@ class Coding:
             for name, width in zip(("key", "value"), widths, strict=True)
         )
         return key, value
-
-
-class AppendedRows:
-    """Rows that are only ever added to, in place; forks share them."""
-
-    def __init__(self, rows: dict[str, Tensor], capacity: int) -> None:
-        self.n = 0
-        self.length: Tensor | None = None
-        self._buffer = Buffer(rows, capacity)
-        self._buffer.join(self)
-        self.append(rows)
-
-    def append(self, rows: dict[str, Tensor]) -> None:
-        """Write rows behind those held, into a block of their own where a fork has written or where room ends."""
-        count = next(iter(rows.values())).shape[2]
-        if count and (self._buffer.top(but=self) > self.n or self.n + count > self._buffer.capacity):
-            self._reallocate(max(self._buffer.capacity, self.n + count))
-        self._buffer.write(self.n, rows)
-        self.n += count
-
-    def reserve(self, rows: int) -> None:
-        """Make room for more rows now, so that decoding does not have to."""
-        if self.n + rows > self._buffer.capacity:
-            self._reallocate(self.n + rows)
-
-    def _reallocate(self, capacity: int) -> None:
-        held = self.held()
-        self._buffer.leave(self)
-        self._buffer = Buffer(held, capacity)
-        self._buffer.write(0, held)
-        self._buffer.join(self)
-
-    def held(self) -> dict[str, Tensor]:
-        """The rows, by name."""
-        return {name: x[:, :, : self.n] for name, x in self._buffer.tensors.items()}
-
-    def fork(self) -> AppendedRows:
-        """The same rows, for one who goes on by itself."""
-        other = copy.copy(self)
-        self._buffer.join(other)
-        return other
-
-    def close(self) -> None:
-        """Give the rows back."""
-        self._buffer.leave(self)
-
-    def tensors(self) -> list[Tensor]:
-        """Every tensor that it keeps alive."""
-        return list(self._buffer.tensors.values())
-
-    def spare_bytes(self) -> int:
-        """Bytes that hold no row yet."""
-        size = storage_bytes(self.tensors())
-        return size - size * self.n // self._buffer.capacity if self._buffer.capacity else 0
 
 
 @dataclass

@@ -1,0 +1,111 @@
+"""Blocks of rows beside a layer's dense one: rows that stay where they were written, and rows that pass through."""
+
+from __future__ import annotations
+
+import copy
+
+from torch import Tensor
+
+from kvbench.store.rows import Buffer, storage_bytes
+
+
+class AppendedRows:
+    """Rows that are only ever added to, in place; forks share them."""
+
+    def __init__(self, rows: dict[str, Tensor], capacity: int) -> None:
+        self.n = 0
+        self.length: Tensor | None = None
+        self._buffer = Buffer(rows, capacity)
+        self._buffer.join(self)
+        self.append(rows)
+
+    def append(self, rows: dict[str, Tensor]) -> None:
+        """Write rows behind those held, into a block of their own where a fork has written or where room ends."""
+        count = next(iter(rows.values())).shape[2]
+        if count and (self._buffer.top(but=self) > self.n or self.n + count > self._buffer.capacity):
+            self._reallocate(max(self._buffer.capacity, self.n + count))
+        self._buffer.write(self.n, rows)
+        self.n += count
+
+    def reserve(self, rows: int) -> None:
+        """Make room for more rows now, so that decoding does not have to."""
+        if self.n + rows > self._buffer.capacity:
+            self._reallocate(self.n + rows)
+
+    def _reallocate(self, capacity: int) -> None:
+        held = self.held()
+        self._buffer.leave(self)
+        self._buffer = Buffer(held, capacity)
+        self._buffer.write(0, held)
+        self._buffer.join(self)
+
+    def held(self) -> dict[str, Tensor]:
+        """The rows, by name."""
+        return {name: x[:, :, : self.n] for name, x in self._buffer.tensors.items()}
+
+    def fork(self) -> AppendedRows:
+        """The same rows, for one who goes on by itself."""
+        other = copy.copy(self)
+        self._buffer.join(other)
+        return other
+
+    def close(self) -> None:
+        """Give the rows back."""
+        self._buffer.leave(self)
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that it keeps alive."""
+        return list(self._buffer.tensors.values())
+
+    def spare_bytes(self) -> int:
+        """Bytes that hold no row yet."""
+        size = storage_bytes(self.tensors())
+        return size - size * self.n // self._buffer.capacity if self._buffer.capacity else 0
+
+
+class Residual:
+    """The last rows of a tensor, exactly: rows come at the back of a small block and leave at its front."""
+
+    def __init__(self, rows: Tensor, capacity: int) -> None:
+        self.n, self._first = rows.shape[2], 0
+        self.block = rows.new_empty((*rows.shape[:2], max(self.n, capacity), rows.shape[3]))
+        self.block[:, :, : self.n] = rows
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows held. [B, H_kv, n, D]"""
+        return self.block[:, :, self._first : self._first + self.n]
+
+    def append(self, rows: Tensor) -> None:
+        """Add rows; those held move to the front where the block ends, into a larger one where it is too small."""
+        count = rows.shape[2]
+        if self._first + self.n + count > self.block.shape[2]:
+            self.reserve(count)
+            self.block[:, :, : self.n] = self.rows.clone()
+            self._first = 0
+        self.block[:, :, self._first + self.n : self._first + self.n + count] = rows
+        self.n += count
+
+    def take(self, count: int) -> Tensor:
+        """The oldest rows, which are held no longer; read them before anything is added. [B, H_kv, count, D]"""
+        rows = self.rows[:, :, :count]
+        self._first, self.n = self._first + count, self.n - count
+        return rows
+
+    def reserve(self, rows: int) -> None:
+        """Have room for more rows."""
+        if self.n + rows > self.block.shape[2]:
+            held = self.rows
+            self.block, self._first = held.new_empty((*held.shape[:2], self.n + rows, held.shape[3])), 0
+            self.block[:, :, : self.n] = held
+
+    def fork(self) -> Residual:
+        """A copy: the block is written in place."""
+        other = copy.copy(self)
+        other.block = self.block.clone()
+        return other
+
+    def spare_bytes(self) -> int:
+        """Bytes that hold no row."""
+        size = self.block.untyped_storage().nbytes()
+        return size - size * self.n // self.block.shape[2] if self.block.shape[2] else 0
