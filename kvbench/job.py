@@ -25,7 +25,7 @@ from kvbench.request import (
 from kvbench.settings import jsonable_settings
 from kvbench.sources import find_sources
 from kvbench.spec import DenoisingSpec, GenerationSpec, MethodSpec, ModelSpec, RunSpec, TaskSpec, Versions
-from kvbench.task import Encoded, EncodedTurn, Frame, Mode, Scorer, Task, prompt_tokens
+from kvbench.task import Encoded, EncodedTurn, Frame, Mode, Scorer, Task, find_frame, prompt_tokens
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
@@ -42,9 +42,12 @@ class Job:
     task: Task
     scorer: Scorer
     model: Model
+    """Its tokenizer has no chat template where the run asks for none."""
     budget: Budget | None
     frame: Frame
     folder: Path
+    loaded: Model
+    """The model as loaded, for other runs."""
     resolution: dict[str, object] = field(default_factory=dict)
     """What the budget comes to on the first sample."""
 
@@ -74,11 +77,12 @@ def prepare(request: Request, model: Model | None = None) -> Job:
     model = model or _load(request, device, plan.length)
     check_kernels_dtype(request.kernels, device, model.dtype)
     plan = replace(plan, generation=resolve_generation(plan, model))
-    frame = plan.task.frame(model.tokenizer)
+    tokenizer, frame = find_frame(plan.task, model.tokenizer, plan.template)
+    loaded, model = model, replace(model, tokenizer=tokenizer)
     _check_length(plan, model)
     spec = _resolve_spec(plan, model, frame)
     folder = request.out / spec.run_id
-    return _try_first(Job(spec, plan.method, plan.task, plan.scorer, model, plan.budget, frame, folder))
+    return _try_first(Job(spec, plan.method, plan.task, plan.scorer, model, plan.budget, frame, folder, loaded))
 
 
 def find_device(request: Request) -> Literal["cpu", "cuda"]:

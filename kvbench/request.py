@@ -7,7 +7,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import cast, get_args
 
 from kvbench.budget import DEFAULT_BUDGET, Budget, BudgetKind
 from kvbench.errors import UserError, unknown
@@ -17,7 +17,7 @@ from kvbench.registry import find_method, find_task, list_architectures, list_mo
 from kvbench.settings import configure, parse_pairs
 from kvbench.sources import find_ops
 from kvbench.spec import GenerationSpec, Protocol, read_generation, resolve_protocol, see_all
-from kvbench.task import Scorer, Split, Task
+from kvbench.task import Scorer, Split, Task, Template
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 """transformers' own ways to spread a model over the GPUs of a machine, then its memory, then its disk."""
@@ -35,6 +35,7 @@ class Request:
     visibility: str | None = None
     history: str | None = None
     recompress: bool = False
+    template: str = "own"
     scorer: str | None = None
     split: str = "test"
     length: int | None = None
@@ -63,6 +64,7 @@ class Plan:
     task: Task
     method: Method
     protocol: Protocol
+    template: Template
     scorer: Scorer
     budget: Budget | None
     generation: GenerationSpec
@@ -83,6 +85,9 @@ def check(request: Request) -> Plan:
     )
     if protocol.mode not in task.modes:
         raise unknown(f"mode for task {task.name}", request.mode, [str(x) for x in task.modes])
+    if request.template not in get_args(Template):
+        raise unknown("template", request.template, get_args(Template))
+    template = cast("Template", request.template)
     scorer = find_scorer(task, request.scorer)
     budget = None if request.budget is None else Budget.parse(request.budget)
     generation = read_generation(parse_pairs(request.generation, "--gen"))
@@ -100,7 +105,7 @@ def check(request: Request) -> Plan:
     method = configure(method_class, parse_pairs(request.method_settings, "--set"), "--set", request.method)
     if method.card.models == "diffusion":
         protocol = see_all(protocol, request.visibility, request.chunk)
-    return Plan(request, task, method, protocol, scorer, _resolve_budget(budget, method), generation, length)
+    return Plan(request, task, method, protocol, template, scorer, _resolve_budget(budget, method), generation, length)
 
 
 def find_scorer(task: Task | type[Task], name: str | None) -> Scorer:
