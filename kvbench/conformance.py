@@ -21,8 +21,9 @@ from kvbench.autoregressive import step_logits
 from kvbench.errors import UserError
 from kvbench.hf import Model
 from kvbench.hf.tiny import VOCABULARY, permute_heads, tiny_model
+from kvbench.ledger import Certificate
 from kvbench.method import Budget, BudgetKind, Method
-from kvbench.session import Certificate, Session, Tokens
+from kvbench.session import Session, Tokens
 from kvbench.store import LayerKV
 
 LENGTH = 120

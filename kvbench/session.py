@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -15,14 +15,12 @@ from kvbench.budget import Shape
 from kvbench.clocks import now
 from kvbench.errors import UserError
 from kvbench.hf import Forward, Model, attached
+from kvbench.ledger import Certificate, Ledger, Memory
 from kvbench.method import Method, Phase, Step
-from kvbench.store import LayerKV, storage_bytes
+from kvbench.store import LayerKV
 
 SCORE_CHUNK = 512
 """Positions whose full-vocabulary logits exist at a time."""
-
-CHANGED = ("rows_dropped", "rows_quantised", "pages_skipped", "rows_factored")
-"""Facts that prove that a method acted: rows evicted, rows stored otherwise, pages that attention did not read."""
 
 
 @dataclass(frozen=True)
@@ -33,41 +31,6 @@ class Tokens:
     stop_reasons: list[str]
     steps: int
     """Forward passes made."""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of the cache, counted from storages."""
-
-    dense_bytes: int
-    """A native GQA cache of the same context."""
-    cache_bytes: int
-    """What held the context right after compression, room for later tokens excluded."""
-    tail_bytes: int
-    """Room for later tokens at that moment."""
-    end_bytes: int
-    """All of it now, the host's apart."""
-    peak_bytes: int
-    """The most held at once, between operations, the host's apart."""
-    host_bytes: int = 0
-    """Bytes in host memory now; on a CPU a tier that the store declares."""
-    read_bytes_per_step: int = 0
-    """Bytes of rows that one decode step reads; 0 where a method that reads a part has made none."""
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """Proof, written by the stores, of what happened to the rows of one conversation."""
-
-    kind: str
-    acted: bool
-    identity: bool
-    """The settings are the method's declared identity: nothing needs to happen."""
-    rows_seen: int
-    """Rows per KV head that a dense cache of the context holds, on the layer with the most."""
-    rows_kept: tuple[float, ...]
-    """Mean rows per KV head after compression, by layer."""
-    facts: dict[str, int] = field(default_factory=dict)
 
 
 class Session:
@@ -98,12 +61,9 @@ class Session:
         self.logits: Tensor | None = None  # [B, V], of the last position
         self.compress_seconds = 0.0
         self.answer_started = 0.0  # perf_counter when the last question had been run and its answer began
-        self.shape: Shape | None = None
+        self.shape: Shape | None = None  # of the context
         self._pending: list[list[int]] = []
-        self._after_context: tuple[int, int] | None = None  # cache_bytes, tail_bytes
-        self._certificate: Certificate | None = None
-        self._layer_bytes: dict[int, int] = {}
-        self._peak = 0
+        self._ledger = Ledger(self.layers)
         self._static: Tensor | None = None
         self._open = ExitStack()
 
@@ -139,7 +99,7 @@ class Session:
         chunks = ids.split(self.chunk or ids.shape[1], dim=1)
         self.logits = self.method.prefill(self, chunks)
         self.method.end_of_context(self)
-        self._note_context()
+        self._ledger.note_context(self.method, self.shape, self.batch)
         return self.logits
 
     def fill(self, steps: Iterable[Step]) -> None:
@@ -163,7 +123,7 @@ class Session:
             self._evict(kv, step)
         self.shape = self.model.shape(self.seen)
         self.method.end_of_context(self)
-        self._note_context()
+        self._ledger.note_context(self.method, self.shape, self.batch)
 
     def ask(
         self, query: Sequence[int] | Tensor, limit: int, *, history: Sequence[int] | None = None,
@@ -194,18 +154,18 @@ class Session:
         stop = self.model.stop_ids if stop is None else stop
         if history is not None:
             with self.fork() as branch:
-                self._note_answer()
+                self.answer_started = now(self.model.device)
                 tokens = self.method.generate(branch, limit, stop)
                 self.credit(branch)
             self.remember(history)
             return tokens
-        self._note_answer()
+        self.answer_started = now(self.model.device)
         tokens = self.method.generate(self, limit, stop)
         last = [[x for x in ids[-1:] if x not in stop] for ids in tokens.ids]
         if len({len(x) for x in last}) > 1:
             raise UserError("sequences of one batch ended differently: own history needs batch 1.")
         self._pending = last if last[0] else []
-        self._note_bytes()
+        self._ledger.note_layers()
         return tokens
 
     def ban_first(self, ids: Iterable[int]) -> None:
@@ -283,7 +243,7 @@ class Session:
         if step.phase is Phase.DECODE:
             self.method.evict(kv, step)
             return
-        self._note_layer(step.layer)
+        self._ledger.note_layer(step.layer)
         if step.window is not None and step.phase is Phase.CONTEXT:
             kv.keep_last(step.window)
         started = now(step.key.device) if step.compress else 0.0  # what the pass still has to do is no compression
@@ -292,7 +252,7 @@ class Session:
             self.compress_seconds += now(step.key.device) - started
             if not self.recompress:
                 kv.settle()
-        self._note_layer(step.layer)
+        self._ledger.note_layer(step.layer)
 
     def reserve(self, tokens: int, forward: int) -> None:
         """Make room for `tokens` more tokens, at most `forward` at a time, so that decoding reallocates nothing."""
@@ -305,16 +265,14 @@ class Session:
         other.__dict__.update(self.__dict__)
         other.layers = [store.fork() for store in self.layers]
         other._pending = [list(x) for x in self._pending]
-        other._layer_bytes = dict(self._layer_bytes)
+        other._ledger = self._ledger.fork(other.layers)
         other._static = None if self._static is None else self._static.clone()
         other._open = ExitStack()
         return other
 
     def credit(self, branch: Session) -> None:
         """Count as this session's own what a fork of it read to answer for it, and the most that it held."""
-        self._peak = max(self._peak, branch._peak)
-        for store, twin in zip(self.layers, branch.layers, strict=True):
-            store.credit(twin)
+        self._ledger.credit(branch._ledger)
 
     def make_static(self) -> None:
         """Give every later step the same shapes: positions and lengths live on the device (CUDA graphs).
@@ -336,50 +294,11 @@ class Session:
 
     def memory(self) -> Memory:
         """Bytes after the context and now."""
-        assert self.shape is not None and self._after_context is not None, "prefill first"
-        self._note_bytes()
-        cache, tail = self._after_context
-        return Memory(
-            dense_bytes=self.shape.dense_bytes * self.batch, cache_bytes=cache, tail_bytes=tail,
-            end_bytes=sum(self._layer_bytes.values()), peak_bytes=self._peak,
-            host_bytes=sum(storage_bytes(store.host_tensors()) for store in self.layers),
-            read_bytes_per_step=sum(store.read_bytes() for store in self.layers),
-        )
+        return self._ledger.memory()
 
     def certificate(self) -> Certificate:
         """What the stores say happened."""
-        assert self._certificate is not None, "prefill first"
-        facts: dict[str, int] = {}
-        for store in self.layers:
-            for name, value in store.facts().items():
-                together = max if name.startswith("distinct") else sum
-                facts[name] = together((facts.get(name, 0), value))
-        first = self._certificate
-        acted = first.acted or any(facts.get(name) for name in CHANGED)
-        return Certificate(first.kind, acted, first.identity, first.rows_seen, first.rows_kept, facts)
-
-    def _note_context(self) -> None:
-        assert self.shape is not None
-        self._note_bytes()
-        total = sum(store.nbytes() for store in self.layers)
-        spare = sum(store.spare_bytes() for store in self.layers)
-        self._after_context = (total - spare, spare)
-        kept = tuple(sum(rows) / len(rows) for rows in (store.rows_kept() for store in self.layers))
-        self._certificate = Certificate(
-            kind=self.method.card.budget.value, acted=False, identity=self.method.identity(self.shape),
-            rows_seen=max(self.shape.rows(x) for x in self.shape.layers), rows_kept=kept,
-        )
-
-    def _note_layer(self, layer: int) -> None:
-        self._layer_bytes[layer] = self.layers[layer].nbytes()
-        self._peak = max(self._peak, sum(self._layer_bytes.values()))
-
-    def _note_answer(self) -> None:
-        self.answer_started = now(self.model.device)
-
-    def _note_bytes(self) -> None:
-        for layer in range(len(self.layers)):
-            self._note_layer(layer)
+        return self._ledger.certificate()
 
 
 def _attend_to_nothing(step: Step) -> Tensor:

@@ -14,9 +14,10 @@ from kvbench.agreement import Dense
 from kvbench.conformance import FULL, NEVER_STOP, TOLERANCE
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
+from kvbench.ledger import Certificate
 from kvbench.method import Budget, BudgetKind
 from kvbench.registry import find_method
-from kvbench.session import Certificate, Session
+from kvbench.session import Session
 
 LENGTHS = (1, 7, 31, 32, 33, 128, 600)
 SHAPES = {"GQA": (4, 2), "MHA": (2, 2), "MQA": (4, 1)}
