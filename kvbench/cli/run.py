@@ -120,7 +120,6 @@ def _run_task(given: dict[str, Any], trackers: tuple[str, ...], out: Path, *, as
 
 
 def _run_suite(name: str, given: dict[str, Any], trackers: tuple[str, ...], out: Path, *, as_json: bool) -> int:
-    from kvbench.compare import foretell_all
     from kvbench.log import say
     from kvbench.suite import average, find_suite, save_suite
     from kvbench.sweep.check import check_cells
@@ -128,8 +127,7 @@ def _run_suite(name: str, given: dict[str, Any], trackers: tuple[str, ...], out:
 
     suite = find_suite(name)
     cells = [replace(x, request=replace(x.request, trackers=trackers)) for x in suite.cells(given, out)]
-    for line in foretell_all(check_cells(cells)):
-        say(line)
+    check_cells(cells)
     reports = run_cells(cells)
     results = [x.result for x in reports if x.result is not None]
     means = list(average(results))

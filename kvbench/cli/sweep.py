@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ from kvbench.cli.output import print_json
 from kvbench.errors import UserError, unknown
 
 if TYPE_CHECKING:
+    from kvbench.request import Request
     from kvbench.sweep.cell import Cell, Report
 
 EXECUTORS = ("local", "ray")
@@ -30,8 +32,6 @@ def sweep_command(
     ] = False,
 ) -> int:
     """Run every cell of a grid; again, it goes on where it stopped. Exit code 1 where a cell failed."""
-    from kvbench.compare import foretell_all
-    from kvbench.log import say
     from kvbench.sweep.check import check_cells
     from kvbench.sweep.file import read_sweep
 
@@ -42,11 +42,9 @@ def sweep_command(
     if address is not None and executor != "ray":
         raise UserError(f"--address {address} has no meaning for executor {executor}. Use --executor ray.")
     cells = read_sweep(file)
-    plans = check_cells(cells)
+    check_cells(cells)
     if (workers or 1) > 1 and any(x.request.device_map is not None for x in cells):
         raise UserError("a cell with a device map may take every GPU there is. Use --workers 1.")
-    for line in foretell_all(plans):
-        say(line)
     if dry_run:
         return show_prediction(cells, workers or 1, as_json=as_json)
     reports = run_cells(cells, executor, workers, address)
@@ -66,7 +64,6 @@ def run_cells(
         UserError: a cell's device, or Ray, cannot be used.
     """
     from kvbench.runner import InterruptedRunError  # these import torch, which a wrong file need not wait for
-    from kvbench.sweep.check import place_cells
     from kvbench.sweep.local import run_local
     from kvbench.sweep.progress import show_board
     from kvbench.sweep.ray import connected, find_device, run_ray
@@ -75,17 +72,29 @@ def run_cells(
     try:
         if executor == "ray":
             with connected(address):
-                cells = place_cells(cells, find_device)
+                cells = _place(cells, find_device)
                 with show_board(cells) as board:
                     run_ray(cells, workers, board)
         else:
-            cells = place_cells(cells)
+            cells = _place(cells)
             with show_board(cells) as board:
                 run_local(cells, workers or 1, board)
     except (KeyboardInterrupt, InterruptedRunError):
         done = "nothing was run" if board is None else f"{board.counts} are saved in {cells[0].request.out}"
         raise InterruptedRunError(f"interrupted: {done}. Run the same command to go on.") from None
     return [board.reports[x.index] for x in cells]
+
+
+def _place(cells: list[Cell], *how: Callable[[Request], str]) -> list[Cell]:
+    """The cells with their devices; before they run, how small a difference they can find is said."""
+    from kvbench.compare import foretell_all
+    from kvbench.log import say
+    from kvbench.sweep.check import place_cells
+
+    cells, plans = place_cells(cells, *how)
+    for line in foretell_all(plans):
+        say(line)
+    return cells
 
 
 def _print(reports: list[Report]) -> None:
@@ -106,11 +115,10 @@ def _print(reports: list[Report]) -> None:
 
 def show_prediction(cells: list[Cell], workers: int, *, as_json: bool) -> int:
     """One row per cell with the time that it will take."""
-    from kvbench.sweep.check import place_cells
     from kvbench.sweep.predict import predict
     from kvbench.table import print_rows
 
-    found = list(predict(place_cells(cells)))
+    found = list(predict(_place(cells)))
     rows = []
     for x in found:
         shown = "finished" if x.missing == 0 else "-" if x.seconds is None else f"{x.seconds:.0f} s"

@@ -15,7 +15,7 @@ from kvbench.sweep.cell import Cell
 
 
 def check_cells(cells: Sequence[Cell]) -> list[Plan]:
-    """Look up every name, setting and data set, as `kvbench run` would, and see that no two cells are the same run.
+    """The cells' requests, checked as by `kvbench run`: every name, setting and data set; no two are the same run.
 
     Raises:
         UserError: with the cell's name.
@@ -37,8 +37,10 @@ def check_cells(cells: Sequence[Cell]) -> list[Plan]:
     return plans
 
 
-def place_cells(cells: Sequence[Cell], find: Callable[[Request], str] = find_device) -> list[Cell]:
+def place_cells(cells: Sequence[Cell], find: Callable[[Request], str] = find_device) -> tuple[list[Cell], list[Plan]]:
     """The cells with the device that each will run on, and no two of them the same run there; this waits for torch.
+
+    Beside them what `check_cells` made of them.
 
     Args:
         cells: checked.
@@ -55,8 +57,7 @@ def place_cells(cells: Sequence[Cell], find: Callable[[Request], str] = find_dev
             if cell.request.dtype not in (None, *DTYPES):
                 raise unknown("dtype", str(cell.request.dtype), DTYPES)
             placed.append(replace(cell, request=replace(cell.request, device=find(cell.request))))
-    check_cells(placed)
-    return placed
+    return placed, check_cells(placed)
 
 
 @contextmanager
