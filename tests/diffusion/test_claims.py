@@ -10,9 +10,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from kvbench.conformance import NotApplicableError, check
+from kvbench.conformance import POLICY_CLAIMS, NotApplicableError, check
 from kvbench.diffusion import Plan, Policy
-from kvbench.diffusion_claims import CLAIMS
 from kvbench.hf.tiny import tiny_diffusion
 from kvbench.methods.diffusion.none import NoCache
 from kvbench.registry import find_method, list_entries
@@ -37,7 +36,7 @@ def test_every_policy_keeps_every_claim(name):
 @pytest.mark.parametrize(("name", "settings"), EXACT, ids=[x for x, _ in EXACT])
 def test_declared_identities_are_identities(name, settings):
     """The claim applies, and holds."""
-    assert CLAIMS["identity is no cache"](find_method(name)(**settings)).startswith("equal tokens in")
+    assert POLICY_CLAIMS["identity is no cache"](find_method(name)(**settings)).startswith("equal tokens in")
 
 
 @dataclass(frozen=True)
@@ -133,16 +132,16 @@ def test_a_policy_that_works_keeps_them():
 def test_a_fault_is_caught(kind, claim):
     """By the claim that is for it."""
     with pytest.raises(AssertionError):
-        CLAIMS[claim](kind())
+        POLICY_CLAIMS[claim](kind())
     for shifted in (False, True):
         tiny_diffusion(shifted=shifted).module.lm_head._forward_hooks.clear()
 
 
 def test_no_cache_needs_no_proof():
     """Its identity is tried; that it acts is not asked of it."""
-    assert CLAIMS["identity is no cache"](NoCache()) == "equal tokens in 10 runs"
+    assert POLICY_CLAIMS["identity is no cache"](NoCache()) == "equal tokens in 10 runs"
     with pytest.raises(NotApplicableError, match="its settings are declared to lose nothing"):
-        CLAIMS["it acts"](NoCache())
+        POLICY_CLAIMS["it acts"](NoCache())
 
 
 def test_the_policy_shown_keeps_every_claim(tmp_path):

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench import conformance
+from kvbench.conformance import CLAIMS, NotApplicableError, trial
 from kvbench.errors import UserError
 from kvbench.hf.rope import NO_ROPE
 from kvbench.hf.tiny import VOCABULARY, tiny_model
@@ -236,11 +236,11 @@ def test_long_contexts_have_the_paper_s_windows():
     assert made.streaming >= 64 + 256
 
 
-@pytest.mark.parametrize("claim", [x for x in conformance.CLAIMS if x != "short prompts run"])
+@pytest.mark.parametrize("claim", [x for x in CLAIMS if x != "short prompts run"])
 def test_every_claim_where_both_kinds_of_heads_are(claim, monkeypatch):
     """Conformance takes a quarter, at which tiny models have no retrieval head: here it is three quarters."""
-    monkeypatch.setattr(conformance, "_budget", lambda *_: Budget("rows", 90))
+    monkeypatch.setattr(trial, "choose_budget", lambda *_: Budget("rows", 90))
     try:
-        assert conformance.CLAIMS[claim](DuoAttention())
-    except conformance.NotApplicableError as reason:
+        assert CLAIMS[claim](DuoAttention())
+    except NotApplicableError as reason:
         assert str(reason)  # noqa: PT017

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.agreement import Dense
-from kvbench.conformance import FULL, NEVER_STOP, TOLERANCE
+from kvbench.conformance.trial import FULL, NEVER_STOP, TOLERANCE, has_rounded
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.ledger import Certificate
@@ -108,11 +108,6 @@ def fit(method, budget, shape):
         return method.fit(named(refusal), shape)
 
 
-def rounds(proof):
-    """Whether rows became codes."""
-    return bool(proof.facts.get("rows_quantised"))
-
-
 def check(method, model, length, chunk=None):
     """The conversation under a fitted method, with the claims that hold for it alone and beside the dense cache."""
     dense, shape = dense_talk(model, length), model.shape(length)
@@ -135,12 +130,12 @@ def test_three_turns_at_every_length(method_name, model, length):
     budgeted = method.card.budget in (BudgetKind.HELD, BudgetKind.READ)
     if budgeted:
         proof = check(method.fit(FULL, model.shape(length)), model, length).proof
-        assert rounds(proof) or (proof.identity and not proof.acted), "at its full budget it loses something"
+        assert has_rounded(proof) or (proof.identity and not proof.acted), "at its full budget it loses something"
     fitted = fit(method, Budget("fraction", 0.25) if budgeted else None, model.shape(length))
     whole, parts = check(fitted, model, length), check(fitted, model, length, chunk=max(4, length // 3))
     assert whole.proof.acted or whole.proof.identity, "it never acted"
     assert parts.rows == whole.rows, "in chunks other numbers of rows"
-    lost = worst(whole.logits, dense_talk(model, length).logits) if rounds(whole.proof) else 0.0
+    lost = worst(whole.logits, dense_talk(model, length).logits) if has_rounded(whole.proof) else 0.0
     assert worst(parts.logits, whole.logits) <= max(CLOSE, EDGE * lost), "in chunks other logits"
 
 

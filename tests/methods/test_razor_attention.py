@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kvbench import conformance
+from kvbench.conformance import CLAIMS, NotApplicableError, trial
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.kernels.dense_attention.naive import dense_attention
@@ -218,11 +218,11 @@ def test_settings_without_a_meaning_are_refused(values):
         RazorAttention(**values)
 
 
-@pytest.mark.parametrize("claim", [x for x in conformance.CLAIMS if x != "short prompts run"])
+@pytest.mark.parametrize("claim", [x for x in CLAIMS if x != "short prompts run"])
 def test_every_claim_where_both_kinds_of_heads_are(claim, monkeypatch):
     """Conformance takes a quarter, at which tiny models have hardly a retrieval head: here it is three quarters."""
-    monkeypatch.setattr(conformance, "_budget", lambda *_: Budget("rows", 90))
+    monkeypatch.setattr(trial, "choose_budget", lambda *_: Budget("rows", 90))
     try:
-        assert conformance.CLAIMS[claim](RazorAttention())
-    except conformance.NotApplicableError as reason:
+        assert CLAIMS[claim](RazorAttention())
+    except NotApplicableError as reason:
         assert str(reason)  # noqa: PT017

@@ -6,18 +6,17 @@ A regime that a policy refuses is left out; one that it takes, it must fill as n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from kvbench.canvas import Uncached
-from kvbench.conformance import NotApplicableError, settings_are_frozen
+from kvbench.conformance.traces import look_at
+from kvbench.conformance.trial import NotApplicableError
 from kvbench.diffusion import Denoised, Denoising, Policy, denoise
 from kvbench.errors import UserError
 from kvbench.hf import Model
 from kvbench.hf.tiny import VOCABULARY, tiny_diffusion
-from kvbench.method import Method
 from kvbench.sampling import Sampling
 from kvbench.store import storage_bytes
 
@@ -68,9 +67,8 @@ def _follow(policy: Policy, model: Model, sampling: Sampling, **spies: Callable[
     return d
 
 
-def identity_is_no_cache(method: Method) -> str:
+def identity_is_no_cache(policy: Policy) -> str:
     """Settings that are declared to lose nothing make the tokens of no cache and compute all rows."""
-    policy = cast("Policy", method)
     if not policy.identity(tiny_diffusion(shifted=False).shape(PROMPT + ANSWER)):
         raise NotApplicableError("its settings are no declared identity")
     names = []
@@ -82,9 +80,8 @@ def identity_is_no_cache(method: Method) -> str:
     return f"equal tokens in {len(names)} runs"
 
 
-def it_acts(method: Method) -> str:
+def it_acts(policy: Policy) -> str:
     """The loop can prove that something was left out or came early, and an inert twin's cannot."""
-    policy = cast("Policy", method)
     if policy.identity(tiny_diffusion(shifted=False).shape(PROMPT + ANSWER)):
         raise NotApplicableError("its settings are declared to lose nothing")
     hooks = {name: getattr(Policy, name) for name in ("run", "look", "open", "accept", "commit", "begin")}
@@ -98,9 +95,8 @@ def it_acts(method: Method) -> str:
     return f"acted in {acted} runs; an inert twin is caught"
 
 
-def answers_are_complete(method: Method) -> str:
+def answers_are_complete(policy: Policy) -> str:
     """Every place gets a token that is not the mask, once; the prompt and what was committed never change."""
-    policy = cast("Policy", method)
     passes = []
     for name, model, sampling in _taken(policy):
         before = torch.cat([_prompts(), torch.full((1, ANSWER), VOCABULARY - 1)], dim=1)
@@ -117,9 +113,8 @@ def answers_are_complete(method: Method) -> str:
     return f"{min(passes)} to {max(passes)} passes for {ANSWER} tokens"
 
 
-def what_may_be_committed_is_computed(method: Method) -> str:
+def what_may_be_committed_is_computed(policy: Policy) -> str:
     """Where confidence decides, every open place has one; in a known order, as many as are to be committed."""
-    policy = cast("Policy", method)
     for name, model, sampling in _taken(policy):
 
         def look(d: Denoising, confidence: Tensor, name: str = name) -> None:
@@ -134,9 +129,9 @@ def what_may_be_committed_is_computed(method: Method) -> str:
     return "in every step, also where the row before a place predicts it"
 
 
-def bytes_are_counted(method: Method) -> str:
+def bytes_are_counted(policy: Policy) -> str:
     """Every tensor that its stores hold is in the bytes that are reported."""
-    policy, most = cast("Policy", method), 0
+    most = 0
 
     def tensors(value: object) -> list[Tensor]:
         if isinstance(value, Tensor):
@@ -155,9 +150,9 @@ def bytes_are_counted(method: Method) -> str:
     return f"at most {most} bytes"
 
 
-def batch_does_not_matter(method: Method) -> str:
+def batch_does_not_matter(policy: Policy) -> str:
     """Two sequences at once get what each gets alone, or the policy says that it takes one."""
-    policy, count = cast("Policy", method), 0
+    count = 0
     for name, model, sampling in _taken(policy):
         if sampling.temperature or sampling.remasking == "random":
             continue  # what is drawn is drawn for the batch
@@ -173,9 +168,8 @@ def batch_does_not_matter(method: Method) -> str:
     return f"equal tokens in {count} runs"
 
 
-def short_answers_are_made(method: Method) -> str:
+def short_answers_are_made(policy: Policy) -> str:
     """Canvases of one, two and three tokens after a prompt of one."""
-    policy = cast("Policy", method)
     for answer in (1, 2, 3):
         for base in REGIMES.values():
             sampling = Sampling(answer, answer, base.remasking, base.temperature, base.threshold)
@@ -189,35 +183,12 @@ def short_answers_are_made(method: Method) -> str:
     return "1, 2 and 3 tokens"
 
 
-def runs_are_equal_and_apart(method: Method) -> str:
+def runs_are_equal_and_apart(policy: Policy) -> str:
     """Two runs are equal, with another in between, and the model is left as it was."""
-    policy = cast("Policy", method)
     for name, model, sampling in _taken(policy):
-        before = _look(model)
+        before = look_at(model)
         first = _fill(policy, model, sampling)
         _fill(policy, model, sampling, _prompts(1).flip(-1))
         assert _fill(policy, model, sampling) == first, f"{name}: a second run differs"
-        assert _look(model) == before, f"{name}: the model was left changed"
+        assert look_at(model) == before, f"{name}: the model was left changed"
     return "tokens, passes, rows and bytes equal"
-
-
-def _look(model: Model) -> tuple[object, ...]:
-    hooks = [len(x._forward_hooks) + len(x._forward_pre_hooks) for x in model.module.modules()]  # noqa: SLF001
-    weights = [x.sum().item() for x in model.module.state_dict().values()]
-    return model.module.config._attn_implementation, hooks, weights  # noqa: SLF001  # transformers' name
-
-
-CLAIMS: dict[str, Callable[[Method], str]] = {
-    trial.__name__.replace("_", " "): trial
-    for trial in (
-        settings_are_frozen,
-        identity_is_no_cache,
-        it_acts,
-        answers_are_complete,
-        what_may_be_committed_is_computed,
-        bytes_are_counted,
-        batch_does_not_matter,
-        short_answers_are_made,
-        runs_are_equal_and_apart,
-    )
-}

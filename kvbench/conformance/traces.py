@@ -1,0 +1,66 @@
+"""What a method leaves behind: nothing, on its settings, in the next run and on the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from kvbench.conformance.trial import CONTEXT, FORCED, LENGTH, choose_budget, open_at_budget, random_ids, talk
+from kvbench.hf import Model
+from kvbench.hf.tiny import tiny_model
+from kvbench.method import Method
+
+
+def settings_are_frozen(method: Method) -> str:
+    """Settings cannot be changed on the object, and `fit` returns a new one."""
+    for name in method.settings:
+        try:
+            setattr(method, name, None)
+        except AttributeError:
+            continue
+        raise AssertionError(f"setting {name} can be changed: make it a frozen dataclass")
+    before = replace(method)
+    method.fit(choose_budget(method), tiny_model().shape(LENGTH))
+    assert method == before, "`fit` changed the method it was called on"
+    return f"{', '.join(method.settings) or 'no settings'}"
+
+
+def runs_are_equal_and_apart(method: Method) -> str:
+    """Two runs are equal bit for bit, with another context run in between."""
+    model = tiny_model()
+
+    def run(seed: int) -> tuple[Tensor, list[list[list[int]]], Tensor]:
+        with open_at_budget(method, model) as session:
+            logits = session.prefill(random_ids(LENGTH, seed))
+            return logits, [x.ids for x in talk(session)], session.score(FORCED)
+
+    first, _, again = run(4), run(5), run(4)
+    assert first[0].equal(again[0]) and first[1] == again[1] and first[2].equal(again[2]), "a second run differs"
+    return "logits, tokens and likelihoods equal"
+
+
+def model_is_restored(method: Method) -> str:
+    """The model has its attention, its weights and no hook of ours after a session, and after one that failed."""
+    model = tiny_model()
+    before = look_at(model)
+    with open_at_budget(method, model) as session:
+        session.prefill(CONTEXT)
+        talk(session)
+    assert look_at(model) == before, "the model was left changed"
+    try:
+        with open_at_budget(method, model) as session:
+            session.prefill(CONTEXT)
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    assert look_at(model) == before, "the model was left changed by a session that failed"
+    return "attention, hooks, attributes and weights as before"
+
+
+def look_at(model: Model) -> tuple[object, ...]:
+    """What a run may not change of a model."""
+    hooks = [len(x._forward_hooks) + len(x._forward_pre_hooks) for x in model.module.modules()]  # noqa: SLF001
+    names = [sorted(vars(x)) for x in model.module.modules()]
+    weights = [x.sum().item() for x in model.module.state_dict().values()]
+    return model.module.config._attn_implementation, hooks, names, weights  # noqa: SLF001  # transformers' name

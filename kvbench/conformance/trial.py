@@ -1,0 +1,111 @@
+"""What the claims are tried with: contexts, sessions on tiny models, and how what comes out is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor
+
+from kvbench.budget import Budget, BudgetKind
+from kvbench.hf import Model
+from kvbench.hf.tiny import VOCABULARY
+from kvbench.ledger import Certificate
+from kvbench.method import Method
+from kvbench.session import Session, Tokens
+
+
+class NotApplicableError(Exception):
+    """The claim does not apply to this method, for the reason given."""
+
+
+def random_ids(count: int, seed: int = 1) -> list[int]:
+    """Tokens of a tiny model."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCABULARY, (count,), generator=generator).tolist()
+
+
+LENGTH = 120
+CONTEXT = random_ids(LENGTH)
+FORCED = random_ids(9, seed=3)
+"""What is scored after the context."""
+TURNS = 3
+LIMIT = 6
+NEVER_STOP: frozenset[int] = frozenset()
+FULL = Budget("fraction", 1.0)
+SHAPES = {"GQA": (4, 2, None), "MHA": (2, 2, None), "MQA": (4, 1, None), "sliding window": (4, 2, 48)}
+TOLERANCE = 1e-5
+
+
+def choose_budget(method: Method) -> Budget | None:
+    """A quarter of the context, or the least that the settings allow."""
+    if method.card.budget in (BudgetKind.NONE, BudgetKind.BITS):
+        return None
+    return Budget("rows", min(LENGTH - 1, max(LENGTH // 4, method.minimum_rows() + 4)))
+
+
+@contextmanager
+def open_session(
+    method: Method, model: Model, budget: Budget | None, length: int = LENGTH, *, chunk: int | None = None,
+    track: bool = False,
+) -> Iterator[Session]:
+    """A session at a budget."""
+    fitted = method.bind(model).fit(budget, model.shape(length))
+    with Session(model, fitted, capacity=length + 200, chunk=chunk, track=track) as session:
+        yield session
+
+
+def open_at_budget(
+    method: Method, model: Model, *, chunk: int | None = None, track: bool = False
+) -> AbstractContextManager[Session]:
+    """A session at which the method has to act."""
+    return open_session(method, model, choose_budget(method), chunk=chunk, track=track)
+
+
+def talk(session: Session, *, golden: bool = True) -> list[Tokens]:
+    """Three turns of different lengths."""
+    return [
+        session.ask(random_ids(5 + 4 * turn, seed=turn + 10), LIMIT,
+                    history=random_ids(3, seed=turn + 20) if golden else None, stop=NEVER_STOP)
+        for turn in range(TURNS)
+    ]
+
+
+def find_distance(a: Tensor, b: Tensor) -> float:
+    """The largest difference."""
+    return (a - b).abs().max().item()
+
+
+def require_close(a: Tensor, b: Tensor, what: str, allowed: float = TOLERANCE) -> float:
+    """The largest difference, which fails the claim above `allowed`."""
+    worst = find_distance(a, b)
+    assert worst <= allowed, f"{what}: logits differ by {worst:.2g}, allowed {allowed:.0e}"
+    return worst
+
+
+def find_rows(session: Session) -> list[list[Tensor]] | None:
+    """Logical positions of the rows held, sorted, by layer and (batch, KV head); None: a store keeps none."""
+    layers = []
+    for store in session.layers:
+        positions = store.positions
+        if positions is None:
+            return None
+        heads = [x.sort().values for x in positions.flatten(0, 1)]
+        if store.frozen is not None and store.frozen.position is not None:
+            ragged = store.frozen.position.split(store.frozen.counts)
+            heads = [torch.cat([a, b]).sort().values for a, b in zip(ragged, heads, strict=True)]
+        layers.append(heads)
+    return layers
+
+
+def are_same_rows(found: list[list[Tensor]], wanted: list[list[Tensor]]) -> bool:
+    """Whether every head of every layer holds the same rows."""
+    return all(
+        a.equal(b) for x, y in zip(found, wanted, strict=True) for a, b in zip(x, y, strict=True)
+    )
+
+
+def has_rounded(proof: Certificate) -> bool:
+    """Whether the stores say that rows became codes."""
+    return bool(proof.facts.get("rows_quantised"))

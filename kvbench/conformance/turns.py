@@ -1,0 +1,105 @@
+"""What happens after the context: turns, forks, contexts of a few tokens, and decode steps of fixed shapes."""
+
+from __future__ import annotations
+
+import torch
+
+from kvbench.autoregressive import step_logits
+from kvbench.budget import Budget
+from kvbench.conformance.trial import (
+    CONTEXT,
+    LENGTH,
+    LIMIT,
+    NEVER_STOP,
+    TURNS,
+    NotApplicableError,
+    choose_budget,
+    find_distance,
+    open_at_budget,
+    open_session,
+    random_ids,
+    require_close,
+    talk,
+)
+from kvbench.hf.tiny import tiny_model
+from kvbench.method import Method
+
+
+def three_turns_go_on(method: Method) -> str:
+    """In three turns positions count tokens, not rows, and answers do not depend on who kept the history."""
+    with open_at_budget(method, tiny_model()) as session:
+        session.prefill(CONTEXT)
+        answers = talk(session)
+        tokens = LENGTH + sum(5 + 4 * turn for turn in range(TURNS)) + 3 * (TURNS - 1)
+        assert session.seen == tokens, f"{session.seen} tokens seen, {tokens} were run"
+        assert all(store.seen == tokens for store in session.layers), "a layer lost count of the tokens"
+    with open_at_budget(method, tiny_model()) as session:
+        session.prefill(CONTEXT)
+        own = talk(session, golden=False)
+        made = LENGTH + sum(5 + 4 * turn for turn in range(TURNS)) + LIMIT * TURNS - 1
+        assert session.seen == made, f"own history: {session.seen} tokens seen, {made} were run"
+    assert own[0].ids == answers[0].ids, "the first answer depends on what comes after it"
+    return f"{tokens} tokens with golden history, {made} with its own"
+
+
+def fork_is_a_fresh_run(method: Method) -> str:
+    """A fork answers as a fresh session does, bit for bit, and leaves its parent as it was."""
+    model = tiny_model()
+    questions = [random_ids(5, seed=7), random_ids(11, seed=8)]
+    with open_at_budget(method, model) as parent:
+        parent.prefill(CONTEXT)
+        forked = []
+        for question in questions:
+            with parent.fork() as branch:
+                branch.ask(question, LIMIT, stop=NEVER_STOP)
+                forked.append(branch.score(random_ids(4, seed=9)))
+        with parent.fork() as one, parent.fork() as two:  # two at a time
+            for branch, question in zip((one, two), questions, strict=True):
+                branch.ask(question, LIMIT, stop=NEVER_STOP)
+            both = [one.score(random_ids(4, seed=9)), two.score(random_ids(4, seed=9))]
+        parent.ask(questions[0], LIMIT, stop=NEVER_STOP)
+        itself = parent.score(random_ids(4, seed=9))
+    for i, question in enumerate(questions):
+        with open_at_budget(method, model) as fresh:
+            fresh.prefill(CONTEXT)
+            fresh.ask(question, LIMIT, stop=NEVER_STOP)
+            wanted = fresh.score(random_ids(4, seed=9))
+        worst = find_distance(forked[i], wanted)
+        assert forked[i].equal(wanted), f"question {i + 1}: a fork differs from a fresh run by {worst:.2g}"
+        assert both[i].equal(wanted), f"question {i + 1}: of two forks at a time, one differs from a fresh run"
+        assert i or itself.equal(wanted), "the parent was changed by its forks"
+    return "two questions, one after the other and side by side, equal bit for bit"
+
+
+def short_prompts_run(method: Method) -> str:
+    """Contexts of 1, 7 and about the window's tokens run, and none holds more rows than it has tokens."""
+    edge = method.minimum_rows()
+    lengths = sorted({1, 7, *(x for x in (edge - 1, edge, edge + 1, edge + 2) if x > 0)})
+    model = tiny_model()
+    for length in lengths:
+        budget = None if choose_budget(method) is None else Budget("rows", edge)
+        with open_session(method, model, budget, length) as session:
+            logits = session.prefill(random_ids(length))
+            talk(session)
+            assert logits.isfinite().all(), f"{length} tokens: logits are not finite"
+            proof = session.certificate()
+            assert max(proof.rows_kept) <= length, f"{length} tokens: {max(proof.rows_kept)} rows kept"
+            assert proof.acted or proof.identity or length <= edge, f"{length} tokens: it did not act"
+    return f"{', '.join(map(str, lengths))} tokens"
+
+
+def static_steps_are_eager_ones(method: Method) -> str:
+    """Decode steps of fixed shapes, as a CUDA graph needs them, give the eager logits, or the method says why not."""
+    if method.graphable is not None:
+        raise NotApplicableError(method.graphable)
+    worst = 0.0
+    with open_at_budget(method, tiny_model()) as session:
+        session.prefill(CONTEXT)
+        session.question(random_ids(5), LIMIT)
+        tokens = [torch.tensor([[x]]) for x in random_ids(LIMIT, seed=6)]
+        with session.fork() as eager:
+            wanted = [step_logits(eager, x) for x in tokens]
+        session.make_static()
+        for i, token in enumerate(tokens):
+            worst = max(worst, require_close(step_logits(session, token), wanted[i], f"step {i + 1}"))
+    return f"{LIMIT} steps, worst logit difference {worst:.1e}"
