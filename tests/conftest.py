@@ -62,6 +62,22 @@ def kvbench(capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
     return answer
 
 
+@pytest.fixture(scope="session")
+def chat_mini(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model in a folder of its own, whose tokenizer has a chat template."""
+    from kvbench.registry import MODELS
+
+    folder = tmp_path_factory.mktemp("chat") / "mini"
+    shutil.copytree(MODELS / "mini", folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = (
+        "{% for x in messages %}[{{ x.role }}]{{ x.content }}[end]{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
 class Tape(TorchDispatchMode):
     """A CUDA graph on a CPU: writes operations down with the memory they worked on, and does them again there."""
 

@@ -16,6 +16,7 @@ from kvbench.compare import (
     find_full,
     find_regressions,
     foretell,
+    foretell_all,
     look,
     name_protocol,
     name_questions,
@@ -23,6 +24,7 @@ from kvbench.compare import (
 )
 from kvbench.files import read_file, write_record
 from kvbench.journal import Line
+from kvbench.request import Plan, Request, check
 from kvbench.results import BudgetResult, CertificateResult, Output, Result, Score
 from kvbench.runs import Run, find_runs
 from kvbench.significance import adjust
@@ -30,6 +32,7 @@ from kvbench.spec import RunSpec
 from kvbench.table import _output, print_regressions
 
 CURATED = Path(__file__).parents[2] / "results" / "cpu-2-cores"
+TOY = f"{Path(__file__).parent / 'toy.py'}:Toy"
 
 TURNS = 2
 
@@ -245,6 +248,48 @@ def test_a_run_says_it_on_standard_error(kvbench, arguments):
     assert answer.code == 0, answer.err
     said = answer.err.index("4 contexts x 1 question are too few to tell any difference from noise")
     assert said < answer.err.index("samples, about")
+
+
+def plans(*sizes: tuple[int, int], model: str = "mini") -> list[Plan]:
+    """Requests that were checked, by their contexts and questions."""
+    return [check(Request("full", "niah", model=model, mode="multi-turn", samples=x, turns=y)) for x, y in sizes]
+
+
+def test_runs_of_one_size_are_one_line():
+    """As a run says it of itself."""
+    assert list(foretell_all(plans(*50 * [(20, 1)]))) == [f"each of 50 runs: {foretell(20, 1)}"]
+    assert list(foretell_all(plans((20, 1)))) == [f"1 run: {foretell(20, 1)}"]
+
+
+def test_a_line_for_each_size_of_runs_and_never_many():
+    """From the least to the greatest; of more than four sizes those two."""
+    assert list(foretell_all(plans((40, 5), (5, 1), (40, 1), (40, 5)))) == [
+        f"1 run: {foretell(5, 1)}", f"1 run: {foretell(40, 1)}", f"each of 2 runs: {foretell(40, 5)}",
+    ]
+    assert len(list(foretell_all(plans(*((x, 1) for x in range(10, 14)))))) == 4
+    assert list(foretell_all(plans(*((x, 1) for x in range(10, 60)), (30, 1)))) == [
+        f"1 run: {foretell(10, 1)}", f"1 run: {foretell(59, 1)}", "49 runs of 48 other sizes lie between these.",
+    ]
+
+
+def test_runs_without_an_accuracy_have_no_smallest_difference():
+    """Random weights have no score, and a perplexity is no share of right answers."""
+    assert list(foretell_all(plans((20, 1), model="random:mini"))) == []
+    assert list(foretell_all([check(Request("full", "ppl-stdlib"))])) == []
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_a_sweep_says_it_before_it_starts(kvbench, model_folder, tmp_path, dry):
+    """Once for all of its runs."""
+    path = tmp_path / "runs.toml"
+    path.write_text(
+        f'out = "{tmp_path / "runs"}"\n[run]\nmodel = "{model_folder}"\nsamples = 6\ntask = "{TOY}"\n'
+        '[[grid]]\nmethod = "full"\nlength = [60, 70]\n'
+    )
+    answer = kvbench("sweep", path, *["--dry-run"] * dry)
+    assert answer.code == 0, answer.err
+    assert answer.err.splitlines()[0] == f"each of 2 runs: {foretell(6, 1)}"
+    assert answer.err.count("each of") == 1
 
 
 def test_the_full_cache_that_was_asked_the_same_is_found(result, tmp_path):

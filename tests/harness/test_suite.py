@@ -85,6 +85,7 @@ def test_a_suite_is_its_runs(kvbench, suite, options, tmp_path):
     assert [(x["mode"], x["existing"]) for x in answer.json["runs"]] == [
         ("multi-turn", False), ("multi-turn", False), ("multi-request", False), ("multi-request", False)
     ]
+    assert answer.err.startswith("each of 4 runs: 2 contexts x 3 questions are too few to tell any difference")
     ids = [x["run_id"] for x in answer.json["runs"]]
     path = Path(answer.json["file"])
     assert path.parent.parent == tmp_path / "runs" / "suites"

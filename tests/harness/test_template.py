@@ -1,0 +1,167 @@
+"""A run without the chat template of its model's tokenizer is the run of a model that has none."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from kvbench.examples import make_examples
+from kvbench.files import read_lines
+from kvbench.hf import load_model
+from kvbench.job import prepare
+from kvbench.registry import find_task
+from kvbench.request import Request
+from kvbench.settings import configure
+from kvbench.task import Frame, Template, find_frame
+
+TOY = f"{Path(__file__).parent / 'toy.py'}:Toy"
+CHAT = (
+    "{{ bos_token }}{% for x in messages %}[{{ x.role }}]{{ x.content }}[end]{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+NIAH = ["--task", "niah", "--length", "384", "--samples", "2"]
+
+
+@pytest.fixture(scope="module")
+def model(model_folder):
+    """Its tokenizer has one token per byte, puts a token before all text, and has a chat template that does so too."""
+    inner = Tokenizer.from_str(AutoTokenizer.from_pretrained(model_folder).backend_tokenizer.to_str())
+    inner.post_processor = processors.TemplateProcessing(single="<end> $A", special_tokens=[("<end>", 0)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<end>", eos_token="<end>", chat_template=CHAT
+    )
+    return replace(load_model(str(model_folder)), tokenizer=tokenizer)
+
+
+@pytest.fixture
+def job_of(model, tmp_path):
+    """A job of the toy task with three turns."""
+
+    def make(model=model, **options):
+        return prepare(Request("full", TOY, mode="multi-turn", samples=1, out=tmp_path, **options), model)
+
+    return make
+
+
+def shown(job) -> list[str]:
+    """The text of the first example: its context, every turn as the first question, and as a later one."""
+    ((_, _, encoded),) = make_examples(job, [0])
+    parts = [encoded.context, *(x.first for x in encoded.turns), *(x.later for x in encoded.turns)]
+    return [job.model.tokenizer.decode(x) for x in parts]
+
+
+def test_prompts_byte_for_byte(job_of):
+    """In the template the user's message is closed and opened again between turns; without one the text is all."""
+    own, none = job_of(), job_of(template="none")
+    context = next(make_examples(none, [0]))[1].context
+    assert shown(own) == [
+        f"<end>[user]{context}",
+        *(f"\nq{i}?[end][assistant]=" for i in range(3)),
+        *(f"[end][user]q{i}?[end][assistant]=" for i in range(3)),
+    ]
+    assert shown(none) == [f"<end>{context}", *2 * [f"\nq{i}?=" for i in range(3)]]
+    assert (own.spec.task.bos, none.spec.task.bos) == ("template", "tokenizer")
+
+
+def test_whether_the_template_is_used_is_part_of_the_identity(job_of):
+    """By the template's hash, which is there or not, and by who puts the first token."""
+    own, none = (job_of(template=x).spec for x in ("own", "none"))
+    assert own == job_of().spec
+    assert none == own.model_copy(update={
+        "task": own.task.model_copy(update={"chat_template_sha": None, "bos": "tokenizer"})
+    })
+    assert own.run_id != none.run_id
+
+
+def test_without_a_template_there_is_nothing_to_leave_out(job_of, model_folder):
+    """The very same run."""
+    plain = load_model(str(model_folder))
+    assert job_of(plain, template="none").spec.run_id == job_of(plain).spec.run_id
+
+
+@pytest.mark.parametrize("template", ["own", "none"])
+def test_a_task_that_never_uses_the_template_is_the_same_run(model, template: Template):
+    """Its method sees the model's own tokenizer either way: LongBench's tasks of worked examples."""
+    task = configure(find_task("longbench_trec"), {}, "--task-set", "longbench_trec")
+    assert find_frame(task, model.tokenizer, template) == (model.tokenizer, Frame.plain())
+
+
+def test_a_job_leaves_the_model_as_it_was(job_of, model):
+    """Another run on it has its template; texts that were tokenised without one stay known."""
+    none = job_of(template="none")
+    assert none.loaded is model
+    assert (none.model.tokenizer.chat_template, model.tokenizer.chat_template) == (None, CHAT)
+    assert job_of(none.loaded).frame.sha is not None
+    assert job_of(template="none").model.tokenizer is none.model.tokenizer
+
+
+def test_it_runs_as_a_model_without_a_template(kvbench, chat_mini, tmp_path):
+    """Prompts, answers and all that is held, under a method that has its own use for the template."""
+    asked = ["run", "--method", "kvzip", *NIAH, "--visibility", "hidden", "--json"]
+    for name, options in {
+        "chat": ["--model", chat_mini, "--template", "none"], "mini": ["--model", "mini"],
+        "own": ["--model", chat_mini],
+    }.items():
+        answer = kvbench(*asked, *options, "--out", tmp_path / name)
+        assert answer.code == 0, answer.err
+    chat, mini, own = (
+        [
+            (x.prompt_hash, x.ids, x.tokens, x.bytes, x.evidence)
+            for path in (tmp_path / name).glob("*/samples.jsonl") for x in read_lines(path)
+        ]
+        for name in ("chat", "mini", "own")
+    )
+    assert chat == mini
+    assert [x[0] for x in own] != [x[0] for x in chat]
+
+
+def test_a_grid_of_both_loads_its_model_once(kvbench, chat_mini, tmp_path, monkeypatch):
+    """Each cell is the run of its own command, in whatever order they come."""
+    loads = []
+    monkeypatch.setattr("kvbench.hf.load_model", lambda *x: loads.append(x) or load_model(*x))
+    path = tmp_path / "both.toml"
+    path.write_text(
+        f'out = "{tmp_path / "runs"}"\n[run]\nmodel = "{chat_mini}"\nlength = 384\nsamples = 2\ntask = "niah"\n'
+        '[[grid]]\nmethod = ["full", "knorm"]\ntemplate = ["none", "own"]\n'
+    )
+    answer = kvbench("sweep", path, "--json")
+    assert answer.code == 0, answer.err
+    assert len(loads) == 1
+    found = [json.loads((Path(x["folder"]) / "spec.json").read_text())["task"] for x in answer.json]
+    assert [x["chat_template_sha"] is None for x in found] == [True, False, True, False]
+    alone = kvbench(
+        "run", "--method", "knorm", *NIAH, "--model", chat_mini, "--template", "none", "--out", tmp_path / "runs",
+        "--json",
+    )
+    assert "already finished" in alone.err
+    assert alone.json["run_id"] == answer.json[2]["run_id"]
+
+
+def test_another_word_is_refused(kvbench, arguments):
+    """With those that there are."""
+    answer = kvbench(*arguments, "--method", "full", "--template", "chatml")
+    assert answer.code == 2
+    assert "unknown template 'chatml'" in answer.err
+    assert "Allowed: none, own" in answer.err
+
+
+def test_what_the_template_does_to_a_score_is_explained(kvbench, chat_mini, tmp_path):
+    """It is flipped like any option; on a model that has none the flip is said to change nothing."""
+    out = ["--out", tmp_path / "runs", "--json"]
+    ids = [
+        kvbench("run", "--method", "full", *NIAH, *options, *out).json["run_id"]
+        for options in (["--model", chat_mini, "--template", "none"], ["--model", chat_mini], ["--model", "mini"])
+    ]
+    answer = kvbench("explain", *ids[:2], "--run", *out)
+    (flip,) = answer.json["differences"]
+    assert (flip["name"], flip["first"], flip["other"]) == ("template", "none", "own")
+    assert flip["note"].endswith(ids[1])
+    answer = kvbench("explain", ids[2], ids[1], "--run", *out)
+    notes = {x["name"]: x["note"] for x in answer.json["differences"]}
+    assert notes.keys() == {"model", "template"}
+    assert notes["template"] == "changes nothing: the same run"
