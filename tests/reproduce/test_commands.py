@@ -79,6 +79,23 @@ def test_a_table_is_run_and_judged(kvbench, paper, out):
     assert "was finished before" in again.err
 
 
+@pytest.mark.parametrize(("said", "prompted", "verdict"), [
+    ("none", "none", "reproduced"), ("own", "none", "partly"), ("none", "own", "not run"),
+])
+def test_a_paper_without_a_template_is_met_without(kvbench, paper, out, chat_mini, tmp_path, said, prompted, verdict):
+    """On a model that has one: runs without it are asked for, and no others are taken for them."""
+    text = PAPER.replace('id = "mini"', f'id = "{chat_mini}"')
+    paper.write_text(text.replace("[table.protocol]", f'[table.protocol]\ntemplate = "{prompted}"'))
+    assert kvbench("reproduce", f"{paper}:scores/mini/full", *out).code in (0, 1)
+    paper.write_text(text.replace("[table.protocol]", f'[table.protocol]\ntemplate = "{said}"'))
+    found = {x.claim.id: x for x in list_judgements(tmp_path / "runs", {"paper": read_paper(paper)})}
+    judged = found["paper:scores/mini/full/needles"]
+    assert judged.verdict == verdict
+    assert judged.differs == (("template: own in the paper, none here",) if verdict == "partly" else ())
+    if said == prompted:
+        assert [x["verdict"] for x in kvbench("reproduce", f"{paper}:scores/mini/full", *out).json] == [verdict]
+
+
 def test_fewer_samples_show_a_shape_only(kvbench, paper, out):
     """Nothing is called reproduced on a part."""
     answer = kvbench("reproduce", f"{paper}:scores/mini/full", "--samples", "2", *out)

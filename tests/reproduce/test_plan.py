@@ -31,6 +31,16 @@ def test_a_number_is_asked_as_the_paper_asked_it():
     assert request.suite == "longbench-16@1"
 
 
+@pytest.mark.parametrize(("claim", "template"), [
+    (QASPER, "none"), ("pyramidkv:remeasured-2026/after-kv-head/snapkv/mf-en", "own"),
+    ("kivi:longbench/mistral-7b-instruct-v0.2/kivi-2/trec", "own"),
+])
+def test_a_paper_that_has_no_template_is_run_without(claim, template):
+    """SnapKV's LongBench; a paper with one, or that does not say, has the model's own."""
+    (request,) = plan_claim(one(claim)).requests
+    assert request.template == template
+
+
 def test_a_mean_is_of_the_runs_that_its_cells_are():
     """The 16 runs of PyramidKV's last column are those of the 16 columns before it: nothing is run twice."""
     claims = find_claims("pyramidkv:longbench/llama-3-8b-instruct/fullkv")
