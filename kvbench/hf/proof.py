@@ -51,11 +51,7 @@ def prove(module: PreTrainedModel) -> tuple[tuple[LayerShape, ...], tuple[Rope, 
         UserError: the architecture does something that kvbench does not serve.
     """
     config = module.config.get_text_config()
-    name = config.model_type
-    refuse_config(config)
-    if module.dtype not in TOLERANCE:
-        raise UserError(f"{name} has weights of type {module.dtype}: kvbench serves float32, bfloat16 and float16.")
-    shapes = layer_shapes(module)
+    name, shapes = config.model_type, _examine(module)
     precise = _precise(module)
     far = min(FAR, max_length(config) - 1)
     with attached(precise), _refusing(name):
@@ -79,12 +75,7 @@ def prove_bidirectional(module: PreTrainedModel) -> tuple[LayerShape, ...]:
     Raises:
         UserError: the architecture does something that kvbench does not serve.
     """
-    config = module.config.get_text_config()
-    name = config.model_type
-    refuse_config(config)
-    if module.dtype not in TOLERANCE:
-        raise UserError(f"{name} has weights of type {module.dtype}: kvbench serves float32, bfloat16 and float16.")
-    shapes = layer_shapes(module)
+    name, shapes = module.config.get_text_config().model_type, _examine(module)
     if any(x.window is not None for x in shapes):
         raise UserError(f"{name} is a diffusion model with sliding attention: not served.")
     precise = _precise(module)
@@ -96,6 +87,17 @@ def prove_bidirectional(module: PreTrainedModel) -> tuple[LayerShape, ...]:
             "tokens. It is not served."
         )
     return shapes
+
+
+def _examine(module: PreTrainedModel) -> tuple[LayerShape, ...]:
+    """Shapes of all layers, where the configuration and the type of the weights are served (`UserError`)."""
+    config = module.config.get_text_config()
+    refuse_config(config)
+    if module.dtype not in TOLERANCE:
+        raise UserError(
+            f"{config.model_type} has weights of type {module.dtype}: kvbench serves float32, bfloat16 and float16."
+        )
+    return layer_shapes(module)
 
 
 def layer_shapes(module: PreTrainedModel) -> tuple[LayerShape, ...]:
