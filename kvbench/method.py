@@ -143,6 +143,20 @@ class Method:
     def __post_init__(self) -> None:
         """Refuse settings without a meaning (`UserError`); a subclass that does calls its parent's."""
 
+    def require_share(self, *names: str) -> None:
+        """Refuse settings that are no share, from 0 to 1 (`UserError`)."""
+        for name in names:
+            if not 0 <= (value := getattr(self, name)) <= 1:
+                raise UserError(f"{self.card.name}: {name} must be between 0 and 1, got {value}.")
+
+    def require_one_of(self, allowed: Iterable[object], *names: str, hint: str = "") -> None:
+        """Refuse settings that are not in a list (`UserError`)."""
+        choices = list(allowed)
+        for name in names:
+            if (value := getattr(self, name)) not in choices:
+                text = f"{self.card.name}: {name} must be one of {', '.join(map(str, choices))}, got {value}. {hint}"
+                raise UserError(text.strip())
+
     @classmethod
     def over(cls, inner: type[Method]) -> type[Method]:
         """The method `inner+this`: this one around another.

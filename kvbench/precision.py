@@ -15,13 +15,16 @@ from kvbench.method import Method, resolved
 class TwoPrecisions(Method):
     """Holds every row, important ones in more bits; a budget of bytes is met by the number of important rows."""
 
+    important: float = 0.5
+    """Share of rows in the higher precision, where no budget is asked for; a method's own is its paper's."""
+
     share: float | None = resolved()
     """Share of rows in the higher precision that a budget comes to; None: the setting's."""
 
-    @property
-    @abstractmethod
-    def paper_share(self) -> float:
-        """The setting: the share of important rows where no budget is asked for."""
+    def __post_init__(self) -> None:
+        """Refuse settings without a meaning."""
+        super().__post_init__()
+        self.require_share("important")
 
     @abstractmethod
     def high_rows(self, rows: int) -> int:
@@ -30,7 +33,7 @@ class TwoPrecisions(Method):
     @property
     def high_share(self) -> float:
         """Share of rows in the higher precision."""
-        return self.paper_share if self.share is None else self.share
+        return self.important if self.share is None else self.share
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
         """The setting's share without a budget, else the largest share that the bytes allow."""
@@ -47,9 +50,9 @@ class TwoPrecisions(Method):
         least, reached, most = (x.declared_bytes(shape) / shape.dense_bytes for x in (none, own, full))
         if abs(reached - asked) <= BUDGET_TOLERANCE:
             return own
-        if self.paper_share != type(self)().paper_share:
+        if self.important != type(self)().important:
             raise UserError(
-                f"{name}: the share of important rows is set to {self.paper_share}, which comes to {reached:.1%} of "
+                f"{name}: the share of important rows is set to {self.important}, which comes to {reached:.1%} of "
                 f"the dense bytes, and a budget of {budget} asks for another. Leave one of the two out."
             )
         if not least - BUDGET_TOLERANCE <= asked <= most + BUDGET_TOLERANCE:

@@ -27,8 +27,7 @@ class HeadAllocation(ScoredMethod):
     def __post_init__(self) -> None:
         """Refuse settings without a meaning."""
         super().__post_init__()
-        if not 0 <= self.floor <= 1:
-            raise UserError(f"{self.card.name}: floor must be from 0 to 1, got {self.floor}; the default is 0.2.")
+        self.require_share("floor")
 
     def select(self, kv: LayerKV, scores: Tensor, rows: int) -> None:
         """Keep each head's best rows, as many as the layer's top scores give it."""

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.errors import UserError
 from kvbench.method import POSITION_BYTES, BudgetKind, Card, LayerShape, Method, Phase, Shape, Step, Upstream
 from kvbench.selection import top_rows
 from kvbench.store import LayerKV
@@ -48,8 +47,7 @@ class H2O(Method):
     def __post_init__(self) -> None:
         """Refuse settings without a meaning."""
         super().__post_init__()
-        if not 0 <= self.recent <= 1:
-            raise UserError(f"h2o: recent must be between 0 and 1, got {self.recent}.")
+        self.require_share("recent")
 
     def minimum_rows(self) -> int:
         """A heavy hitter and a recent row."""

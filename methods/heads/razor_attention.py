@@ -76,9 +76,7 @@ class RazorAttention(HeadMethod):
     def __post_init__(self) -> None:
         """Refuse settings without a meaning."""
         super().__post_init__()
-        for name, share in (("induction", self.induction), ("echo", self.echo)):
-            if not 0 <= share <= 1:
-                raise UserError(f"razor-attention: {name} is a share of heads, from 0 to 1, got {share}.")
+        self.require_share("induction", "echo")
         if self.buffer < 1 or not self.compression >= 1:
             raise UserError(
                 "razor-attention: buffer must be 1 row or more and compression 1 or more, got "

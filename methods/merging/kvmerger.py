@@ -102,9 +102,7 @@ class KVMerger(Method):
     def __post_init__(self) -> None:
         """Refuse settings without a meaning; under a threshold the settings decide what is held, not a budget."""
         super().__post_init__()
-        for name, share in (("recent", self.recent), ("heavy", self.heavy)):
-            if not 0 <= share <= 1:
-                raise UserError(f"kvmerger: {name} is a share of the rows, from 0 to 1, got {share}.")
+        self.require_share("recent", "heavy")
         if self.sigma != "fixed_point" and not self.sigma > 0:
             raise UserError(f"kvmerger: sigma must be above 0, or fixed_point, got {self.sigma}; the default is 5.")
         if not self.eps > 0:

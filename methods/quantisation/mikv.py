@@ -78,23 +78,13 @@ class MiKV(TwoPrecisions):
     def __post_init__(self) -> None:
         """Refuse settings without a meaning."""
         super().__post_init__()
-        for name in ("important", "recent"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"mikv: {name} must be between 0 and 1, got {getattr(self, name)}.")
-        for name, allowed in (("high_bits", HIGH_BITS), ("low_bits", LOW_BITS)):
-            if getattr(self, name) not in allowed:
-                raise UserError(
-                    f"mikv: {name} must be one of {', '.join(map(str, allowed))}, got {getattr(self, name)}."
-                )
+        self.require_share("recent")
+        self.require_one_of(HIGH_BITS, "high_bits")
+        self.require_one_of(LOW_BITS, "low_bits")
         if self.group is not None and self.group < 1:
             raise UserError(f"mikv: group must be 1 channel or more, got {self.group}; the default is half a head.")
 
     # What it comes to
-
-    @property
-    def paper_share(self) -> float:
-        """The setting `important`."""
-        return self.important
 
     def high_rows(self, rows: int) -> int:
         """The nearest whole number."""

@@ -36,12 +36,7 @@ class PackedMethod(Method):
         """Refuse settings without a meaning."""
         super().__post_init__()
         name = self.card.name
-        for setting in ("key_bits", "value_bits"):
-            if getattr(self, setting) not in BITS:
-                raise UserError(
-                    f"{name}: {setting} must be one of {', '.join(map(str, BITS))}, got {getattr(self, setting)}. "
-                    "Rows that are not packed are `full`."
-                )
+        self.require_one_of(BITS, "key_bits", "value_bits", hint="Rows that are not packed are `full`.")
         if self.group is not None and self.group < 1:
             raise UserError(f"{name}: group must be 1 or more, got {self.group}; the paper's is {GROUP}.")
         if self.residual < 1 or self.residual % self._tokens:

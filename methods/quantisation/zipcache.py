@@ -75,25 +75,14 @@ class ZipCache(TwoPrecisions):
     def __post_init__(self) -> None:
         """Refuse settings without a meaning."""
         super().__post_init__()
-        for name in ("important", "recent_probes", "random_probes"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"zipcache: {name} must be between 0 and 1, got {getattr(self, name)}.")
-        for name in ("high_bits", "low_bits"):
-            if getattr(self, name) not in BITS:
-                raise UserError(
-                    f"zipcache: {name} must be one of {', '.join(map(str, BITS))}, got {getattr(self, name)}."
-                )
+        self.require_share("recent_probes", "random_probes")
+        self.require_one_of(BITS, "high_bits", "low_bits")
         if self.low_bits > self.high_bits:
             raise UserError(f"zipcache: low_bits of {self.low_bits} is above high_bits of {self.high_bits}.")
         if self.gap < 1:
             raise UserError(f"zipcache: gap must be 1 token or more, got {self.gap}; the default is 100.")
 
     # What it comes to
-
-    @property
-    def paper_share(self) -> float:
-        """The setting `important`."""
-        return self.important
 
     def high_rows(self, rows: int) -> int:
         """All but the whole number of unimportant rows."""

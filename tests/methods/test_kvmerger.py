@@ -249,7 +249,8 @@ def test_a_threshold_takes_no_budget():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"recent": 1.5}, "recent is a share"), ({"heavy": -0.1}, "heavy is a share"), ({"sigma": 0.0}, "above 0"),
+        ({"recent": 1.5}, "recent must be between 0 and 1"), ({"heavy": -0.1}, "heavy must be between 0 and 1"),
+        ({"sigma": 0.0}, "above 0"),
         ({"eps": 0.0}, "above 0"), ({"eps": float("nan")}, "above 0"), ({"max_run": 1}, "2 rows or more"),
     ],
 )
