@@ -19,7 +19,7 @@ from kvbench.kernels.column_sums import column_sums
 from kvbench.kernels.dense_attention import dense_attention
 from kvbench.kernels.ragged_attention import dense_partial, merge_partials, ragged_partial
 from kvbench.method import Phase, Step
-from kvbench.store.rows import Buffer, FlatRows, gather, last_rows, scatter, storage_bytes
+from kvbench.store.rows import Buffer, FlatRows, gather, last_rows, match_holes, scatter, storage_bytes
 
 
 @dataclass
@@ -237,18 +237,11 @@ class LayerKV:
         if self._window is not None and not self.track:
             self._replace(self._held_with_holes(), self.n)
         assert self._buffer is not None
-        count = indices.shape[2]
-        kept = self.n - count
-        holes = indices.sort(-1).values  # those below `kept` come first
-        back = torch.ones((*indices.shape[:2], count), dtype=torch.bool, device=indices.device)
-        # A victim among the last rows is no source. Victims below `kept` mark an extra column that is cut off.
-        marks = torch.cat([back, back[..., :1]], dim=-1).scatter(-1, (holes - kept).where(holes >= kept, count), False)
-        source = marks[..., :count].int().argsort(dim=-1, descending=True, stable=True) + kept
-        target = holes.where(holes < kept, source)  # as many sources as holes; the others copy onto themselves
+        source, target = match_holes(indices, self.n)
         for x in self._buffer.tensors.values():
             scatter(x, target, gather(x, source))
-        self._count_dropped(count, indices)
-        self.n = kept
+        self._count_dropped(indices.shape[2], indices)
+        self.n -= indices.shape[2]
 
     def settle(self) -> None:
         """No compression is to come: free what was kept for scoring, unless rows are still dropped by it."""

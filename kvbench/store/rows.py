@@ -88,3 +88,19 @@ def gather(x: Tensor, indices: Tensor) -> Tensor:
 def scatter(x: Tensor, indices: Tensor, rows: Tensor) -> None:
     """Write rows of each head, in place. indices: [B, H_kv, C]; rows as `x`, C of them."""
     x.scatter_(2, _expand(indices, x), rows)
+
+
+def match_holes(indices: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Which of the last rows go where, so that the first ones are those that stay. indices: [B, H_kv, m], distinct.
+
+    Of `rows` rows these leave. Returns sources and targets, each [B, H_kv, m]; a row that need not move goes onto
+    itself.
+    """
+    count = indices.shape[2]
+    kept = rows - count
+    holes = indices.sort(-1).values  # those below `kept` come first
+    back = torch.ones((*indices.shape[:2], count), dtype=torch.bool, device=indices.device)
+    # A victim among the last rows is no source. Victims below `kept` mark an extra column that is cut off.
+    marks = torch.cat([back, back[..., :1]], dim=-1).scatter(-1, (holes - kept).where(holes >= kept, count), False)
+    source = marks[..., :count].int().argsort(dim=-1, descending=True, stable=True) + kept
+    return source, holes.where(holes < kept, source)  # as many sources as holes
