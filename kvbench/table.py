@@ -204,6 +204,8 @@ def _mode(result: Result) -> str:
         parts.append(f"{result.history} history")
     if result.spec.recompress:
         parts.append("recompressed each turn")
+    if result.task.chat_template_sha is not None:
+        parts.append("in the chat template")
     return ", ".join(parts)
 
 

@@ -109,6 +109,7 @@ def test_it_runs_as_a_model_without_a_template(kvbench, chat_mini, tmp_path):
     }.items():
         answer = kvbench(*asked, *options, "--out", tmp_path / name)
         assert answer.code == 0, answer.err
+        assert ("in the chat template" in answer.out) == (name == "own")
     chat, mini, own = (
         [
             (x.prompt_hash, x.ids, x.tokens, x.bytes, x.evidence)
