@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvbench.bench.records import DeviceMemory
 from kvbench.clocks import now
-from kvbench.hf import Forward, Model, attached
+from kvbench.hf import Model, attached, catch_steps
 from kvbench.journal import Bytes
-from kvbench.method import Method, Phase, Step
+from kvbench.method import Method, Step
 from kvbench.plan import LATER, State
 from kvbench.session import Session
 
@@ -82,7 +82,9 @@ def make_rows(setting: Setting, length: int, batch: int) -> Iterator[Step]:
     One query stands for all of them: values do not matter to a clock, and 32 times the queries of a long context would
     not fit.
     """
-    for step in catch_steps(setting.model):
+    with attached(setting.model.module):
+        asked = catch_steps(setting.model.module, ropes=setting.model.ropes)
+    for step in asked:
         device = step.key.device
         generator = torch.Generator(device).manual_seed(setting.seed + step.layer)
         query, key, value = (
@@ -97,28 +99,6 @@ def make_rows(setting: Setting, length: int, batch: int) -> Iterator[Step]:
         )
 
 
-def catch_steps(model: Model) -> list[Step]:
-    """What every layer is asked for a lone token: its scale, window and the like, in the order of layers."""
-    steps: list[Step] = []
-
-    def attend(step: Step) -> Tensor:
-        steps.append(step)
-        return step.value.repeat_interleave(step.query.shape[1] // step.value.shape[1], dim=1)
-
-    ids = torch.zeros((1, 1), dtype=torch.long, device=model.device)
-    forward = Forward(
-        phase=Phase.CONTEXT, positions=torch.zeros_like(ids), seen=1, attend=attend, ropes=model.ropes
-    )
-    with attached(model.module):
-        model.run(ids, forward)
-    return sorted(steps, key=lambda step: step.layer)
-
-
 def count_bytes(session: Session) -> Bytes:
     """The ledger's account, as a record."""
-    memory = session.memory()
-    return Bytes(
-        dense_bytes=memory.dense_bytes, cache_bytes=memory.cache_bytes, tail_bytes=memory.tail_bytes,
-        host_bytes=memory.host_bytes, end_bytes=memory.end_bytes, peak_bytes=memory.peak_bytes,
-        read_bytes_per_step=memory.read_bytes_per_step,
-    )
+    return Bytes(**asdict(session.memory()))

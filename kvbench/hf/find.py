@@ -39,11 +39,9 @@ def find_folder(name: str, *, weights: bool = True) -> Path:
     Raises:
         UserError: the name is none of them, or the hub does not give it.
     """
+    if (own := _find_own(name)) is not None:
+        return own
     source = name.removeprefix(RANDOM)
-    if source in list_models():
-        return registry.MODELS / source
-    if is_architecture(name):
-        return registry.ARCHITECTURES / source
     path = Path(source).expanduser()
     if source and path.is_dir():
         if not (path / "config.json").is_file():
@@ -60,17 +58,23 @@ def find_copy(name: str, revision: str | None) -> Path | None:
 
     The name may be a stranger's: nothing is fetched, and a path is no name.
     """
+    if (own := _find_own(name)) is not None:
+        return own
     source = name.removeprefix(RANDOM)
-    if source in list_models():
-        return registry.MODELS / source
-    if is_architecture(name):
-        return registry.ARCHITECTURES / source
     if revision is None or not (HUB_ID.fullmatch(source) and COMMIT.fullmatch(revision)):
         return None
     try:
         return Path(snapshot_download(source, revision=revision, local_files_only=True))
     except Exception:  # noqa: BLE001  # as in _fetch
         return None
+
+
+def _find_own(name: str) -> Path | None:
+    """The folder of a bundled model or a published architecture."""
+    source = name.removeprefix(RANDOM)
+    if source in list_models():
+        return registry.MODELS / source
+    return registry.ARCHITECTURES / source if is_architecture(name) else None
 
 
 def is_architecture(name: str) -> bool:

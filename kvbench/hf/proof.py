@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,7 +55,7 @@ def prove(module: PreTrainedModel) -> tuple[tuple[LayerShape, ...], tuple[Rope, 
     precise = _precise(module)
     far = min(FAR, max_length(config) - 1)
     with attached(precise), _refusing(name):
-        near_keys, far_keys = ([x.key for x in _single(precise, position)] for position in (NEAR, far))
+        near_keys, far_keys = ([x.key for x in catch_steps(precise, position)] for position in (NEAR, far))
         ropes = prove_ropes(module, near_keys, far_keys, far - NEAR)
     window = max(getattr(config, "sliding_window", None) or 0, *(x.window or 0 for x in shapes))
     ids = _probe_ids(module, min(window + PROBE, max_length(config)))
@@ -109,7 +109,7 @@ def layer_shapes(module: PreTrainedModel) -> tuple[LayerShape, ...]:
     config = module.config.get_text_config()
     name, layers = config.model_type, config.num_hidden_layers
     with attached(module), _refusing(name):
-        steps = _single(module, 0)
+        steps = catch_steps(module)
     calls = Counter(x.layer for x in steps)
     wrong = [layer for layer in range(layers) if calls[layer] != 1]
     if wrong or len(calls) != layers:
@@ -185,8 +185,11 @@ def _refusing(name: str) -> Iterator[None]:
         raise UserError(f"{name} cannot run through kvbench's attention: {reason}") from error
 
 
-def _single(module: PreTrainedModel, position: int) -> list[Step]:
-    """The steps of a lone token at a position: its attention output is its own value, wherever it stands."""
+def catch_steps(module: PreTrainedModel, position: int = 0, ropes: Sequence[Rope] = ()) -> list[Step]:
+    """What every layer asks of attention for a lone token, whose output is its own value; in the order of layers.
+
+    kvbench's attention must be attached.
+    """
     steps: list[Step] = []
 
     def attend(step: Step) -> Tensor:
@@ -195,7 +198,7 @@ def _single(module: PreTrainedModel, position: int) -> list[Step]:
 
     ids = _probe_ids(module, 1)
     positions = torch.tensor([[position]], device=ids.device)
-    run_model(module, ids, Forward(phase=Phase.CONTEXT, positions=positions, seen=1, attend=attend))
+    run_model(module, ids, Forward(phase=Phase.CONTEXT, positions=positions, seen=1, attend=attend, ropes=ropes))
     return sorted(steps, key=lambda step: step.layer)
 
 

@@ -202,6 +202,6 @@ def test_the_proof_runs_on_two_devices(fake: tuple[Model, tuple[str, str]], monk
     assert sides[0].shape[1] == 5
     monkeypatch.setattr(rope, "_difference", lambda x, y: float((x + y).device.type not in devices))
     with proof.attached(spread.module):
-        near, far = ([x.key for x in proof._single(spread.module, at)] for at in (3, 9))
+        near, far = ([x.key for x in proof.catch_steps(spread.module, at)] for at in (3, 9))
         assert [x.device.type for x in near] == list(devices)
         assert all(x.trusted for x in rope.prove_ropes(spread.module, near, far, 6))
