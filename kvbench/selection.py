@@ -1,10 +1,10 @@
-"""What methods that score rows share: pooling, GQA reduction, protected rows, top-k, and the moment to evict."""
+"""What methods that score rows share: pooling, GQA reduction, protected rows, top-k, and the moments to evict."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,28 @@ class ScoredMethod(Method):
     def select(self, kv: LayerKV, scores: Tensor, rows: int) -> None:
         """Keep the best rows of every head, equally many; allocations over heads do otherwise."""
         kv.keep(top_rows(scores, rows))
+
+
+@dataclass(frozen=True)
+class RollingMethod(Method):
+    """Drops the worst rows at the end of the context and after every later forward; its stores are `bounded`."""
+
+    graphable: ClassVar[str | None] = "a row is dropped in every step, and the store counts its rows on the host."
+
+    @abstractmethod
+    def score(self, kv: LayerKV, step: Step, rows: int) -> Tensor:
+        """How much each row is worth where `rows` of them stay; infinite where it must. [B, H_kv, n] float32"""
+
+    def evict(self, kv: LayerKV, step: Step) -> None:
+        """Down to the budget: the context's rows into a block of their own, later ones in place."""
+        rows = self.rows_in(step.layer, step.window)
+        if rows is None or rows >= kv.n or not step.last:
+            return
+        scores = self.score(kv, step, rows)
+        if step.phase is Phase.CONTEXT:
+            kv.keep(top_rows(scores, rows))
+        else:
+            kv.drop(scores.topk(kv.n - rows, dim=-1, largest=False).indices)
 
 
 def top_rows(scores: Tensor, rows: int) -> Tensor:

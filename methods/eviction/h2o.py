@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from kvbench.method import POSITION_BYTES, BudgetKind, Card, LayerShape, Method, Phase, Shape, Step, Upstream
-from kvbench.selection import top_rows
+from kvbench.method import POSITION_BYTES, BudgetKind, Card, LayerShape, Shape, Step, Upstream
+from kvbench.selection import RollingMethod
 from kvbench.store import LayerKV
 
 SCORE_BYTES = 4
 
 
 @dataclass(frozen=True)
-class H2O(Method):
+class H2O(RollingMethod):
     """Keeps, per KV head, the heavy hitters by accumulated attention and a recent window, at every step."""
 
     recent: float = 0.5
@@ -42,8 +43,6 @@ class H2O(Method):
         limits=("Sums favour early tokens, which more queries can see. This is the paper's score; others divide it.",),
     )
 
-    graphable: ClassVar[str | None] = "a row is dropped in every step, and the store counts its rows on the host."
-
     def __post_init__(self) -> None:
         """Refuse settings without a meaning."""
         super().__post_init__()
@@ -63,15 +62,8 @@ class H2O(Method):
         del holes
         return (layer.key_dim + layer.value_dim) * shape.itemsize + SCORE_BYTES + POSITION_BYTES
 
-    def evict(self, kv: LayerKV, step: Step) -> None:
-        """The rows with the least attention before the recent ones: at the end of the context and ever after."""
-        rows = self.rows_in(step.layer, step.window)
-        if rows is None or rows >= kv.n or not step.last:
-            return
+    def score(self, kv: LayerKV, step: Step, rows: int) -> Tensor:
+        """The attention that each row received; recent ones stay. [B, H_kv, n]"""
         assert kv.positions is not None
         recent = kv.positions >= step.seen - round(rows * self.recent)
-        scores = kv.scores.masked_fill(recent, torch.inf)
-        if step.phase is Phase.CONTEXT:
-            kv.keep(top_rows(scores, rows))
-        else:
-            kv.drop(scores.topk(kv.n - rows, dim=-1, largest=False).indices)
+        return kv.scores.masked_fill(recent, torch.inf)

@@ -8,13 +8,13 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvbench.kernels.window_scores import window_scores
-from kvbench.method import BudgetKind, Card, Method, Phase, Step, Upstream
-from kvbench.selection import top_rows
+from kvbench.method import BudgetKind, Card, Step, Upstream
+from kvbench.selection import RollingMethod
 from kvbench.store import LayerKV
 
 
 @dataclass(frozen=True)
-class TOVA(Method):
+class TOVA(RollingMethod):
     """Keeps the rows that the last query attends to most, the same for all heads of a layer, at every step."""
 
     card: ClassVar[Card] = Card(
@@ -34,26 +34,14 @@ class TOVA(Method):
         limits=("Nothing is protected, not even the newest row.",),
     )
 
-    graphable: ClassVar[str | None] = "a row is dropped in every step, and the store counts its rows on the host."
-
     def layer(self, index: int) -> LayerKV:
         """Rows dropped in place."""
         del index
         return LayerKV(bounded=True)
 
-    def evict(self, kv: LayerKV, step: Step) -> None:
-        """The rows with the least attention from the last query, in every head alike."""
-        rows = self.rows_in(step.layer, step.window)
-        if rows is None or rows >= kv.n or not step.last:
-            return
-        scores = self._score(kv, step)
-        if step.phase is Phase.CONTEXT:
-            kv.keep(top_rows(scores, rows))
-        else:
-            kv.drop(scores.topk(kv.n - rows, dim=-1, largest=False).indices)
-
-    def _score(self, kv: LayerKV, step: Step) -> Tensor:
+    def score(self, kv: LayerKV, step: Step, rows: int) -> Tensor:
         """Attention of the last query, mean over heads. [B, H_kv, n]"""
+        del rows
         mass = window_scores(
             step.query[:, :, -1:], kv.keys, scale=step.scale, seen=step.seen, window=step.window,
             positions=kv.positions, softcap=step.softcap, sinks=step.sinks,
