@@ -2,7 +2,9 @@
 
 It starts from mini's weights, as Dream started from Qwen2.5, and one token more: the mask. Every row is a prompt of the
 tasks, as evaluation shows it, and a canvas that the answer and ends of text fill; a share of the canvas, drawn from 0
-to 1, is masked, and the loss is on what is masked (LLaDA, arXiv 2502.09992). The head is not shifted.
+to 1, or all of it from some token on, is masked, and the loss is on what is masked (LLaDA, arXiv 2502.09992). The head
+is not shifted. Five layers find needles and do not learn to copy a list beside them; two more, which begin as layers
+that change nothing, do.
 
 Called by `train_mini.py --kind diffusion`. Batches are a function of the step, so a run that was stopped goes on as if
 it had not been.
@@ -10,6 +12,7 @@ it had not been.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
@@ -39,12 +42,15 @@ MASK, MASK_ID = "<|mask|>", VOCABULARY
 IGNORED = -100
 FILLER_WEIGHT = 0.1
 """Of an end of text behind the first, against a token of the answer."""
+USUAL = 6.0
+"""Tokens of an answer whose loss counts once; of longer ones it counts more, by the root of their lengths."""
 TASKS: tuple[Task, ...] = (
     SINGLE_1, niah.NiahSingle2(), MULTIKEY_1, SHORT, sums.RunningSums(), lists.ListCopy(),
 )
 TOKENS_PER_STEP = 4
 GATED: tuple[tuple[Task, int], ...] = (
-    (SINGLE_1, 1024), (niah.NiahSingle2(), 1024), (MULTIKEY_1, 1024), (SHORT, 1024), (sums.RunningSums(), 256),
+    (SINGLE_1, 1024), (niah.NiahSingle2(), 1024), (MULTIKEY_1, 1024), (SHORT, 1024), (lists.ListCopy(), 256),
+    (lists.ListCopy(), 384), (sums.RunningSums(), 256),
 )
 """Tasks at their lengths."""
 AttentionInterface.register("training-everywhere", attend_everywhere)
@@ -52,25 +58,44 @@ AttentionInterface.register("training-everywhere", attend_everywhere)
 
 @dataclass(frozen=True)
 class Stage:
-    """shapes: (length, rows) of a batch, one of them per step. rate: from, to. mix: shares of TASKS."""
+    """shapes: (length, rows) of a batch, one of them per step. rate: from, to. mix: shares of TASKS.
+
+    parts: batches of a step. suffix: share of rows that are masked from one token on. layers: of the model. lists: most
+    tokens of a list with its answer; longer rows hold needles and pairs.
+    """
 
     name: str
     steps: int
     shapes: tuple[tuple[int, int], ...]
     rate: tuple[float, float]
     mix: tuple[float, ...]
+    parts: int = 1
+    suffix: float = 0.0
+    layers: int = 5
+    lists: int = 640
 
 
 EVERY, SHARP = (1.0, 1.0, 3.0, 3.0, 3.0, 1.0), (1.0, 1.0, 3.0, 4.0, 0.5, 0.0)
-ANSWERS, LAST = (1.0, 2.0, 2.0, 4.0, 5.0, 2.0), (1.0, 3.0, 2.0, 5.0, 3.0, 1.0)
+COPY, MOST, LAST = (0.0, 0.0, 0.0, 0.05, 0.0, 1.0), (1.0, 2.0, 2.0, 5.0, 0.0, 5.0), (1.0, 3.0, 2.0, 7.0, 0.0, 6.0)
 STAGES = (
     Stage("fill", 1200, ((256, 10), (384, 6)), (2e-3, 1.5e-3), EVERY),
     Stage("fill-512", 700, ((384, 6), (640, 4)), (1.5e-3, 1e-3), EVERY),
     Stage("fill-1024", 800, ((512, 5), (640, 4), (1280, 2)), (1e-3, 3e-5), SHARP),
     Stage("long", 900, ((640, 4), (1280, 2), (1280, 2)), (8e-4, 1e-5), SHARP),
     Stage("last", 450, ((640, 4), (1280, 2), (1280, 2)), (6e-4, 1e-5), SHARP),
-    Stage("answers", 1600, ((256, 10), (384, 6), (1280, 2)), (1e-3, 4e-4), ANSWERS),
-    Stage("end", 1200, ((384, 6), (1280, 2), (1280, 2)), (4e-4, 5e-6), LAST),
+    Stage("copy", 900, ((208, 12), (256, 10)), (1.5e-3, 1e-3), COPY, suffix=0.3, layers=7),
+    Stage("mix", 450, ((256, 10), (384, 6), (640, 4)), (1.2e-3, 1e-3), MOST, parts=2, suffix=0.3, layers=7),
+    Stage(
+        "far", 750, ((256, 10), (384, 6), (640, 4), (1280, 2), (1280, 2)), (9e-4, 4e-4), MOST, parts=2, suffix=0.3,
+        layers=7,
+    ),
+    Stage(
+        "fine", 300, ((384, 6), (640, 4), (1280, 2), (1280, 2)), (4e-4, 2e-4), LAST, parts=2, suffix=0.3, layers=7,
+    ),
+    Stage(
+        "end", 640, ((208, 12), (256, 10), (320, 8), (640, 4), (1280, 2), (1280, 2)), (6e-4, 1e-5), LAST, parts=2,
+        suffix=0.3, layers=7, lists=320,
+    ),
 )
 CANVAS = (16, 160)
 """Tokens of a canvas where the answer is short: the tasks' limits are 128 and 150."""
@@ -93,10 +118,12 @@ Row = tuple[list[int], list[int], str]
 """Ids, prompt first; labels of the canvas; what it is."""
 
 
-def draw(rng: random.Random, length: int, mix: tuple[float, ...], tokenizer: PreTrainedTokenizerBase) -> Row:
+def draw(rng: random.Random, length: int, stage: Stage, tokenizer: PreTrainedTokenizerBase) -> Row:
     """A prompt, and a canvas that the answer and ends of text fill to the length."""
     while True:
-        task = rng.choices(TASKS, mix)[0]
+        task = rng.choices(TASKS, stage.mix)[0]
+        if isinstance(task, lists.NumberedList) and length > stage.lists:
+            continue
         room = length - rng.randint(*CANVAS)
         if isinstance(task, lists.NumberedList):
             task_length = length - rng.randint(0, 32)
@@ -123,21 +150,52 @@ def draw(rng: random.Random, length: int, mix: tuple[float, ...], tokenizer: Pre
             return prompt + canvas, [IGNORED] * len(prompt) + canvas, task.name
 
 
-def batch(stage: Stage, step: int, tokenizer: PreTrainedTokenizerBase) -> tuple[torch.Tensor, ...]:
-    """Ids with masks, labels where masked, weights, and the names of the rows' tasks (indices of TASKS)."""
-    rng = random.Random(f"mini-diffusion/train/{stage.name}/{step}")
-    length, rows = rng.choice(stage.shapes)
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int], torch.Tensor]
+"""Ids with masks, labels where masked, weights, the rows' tasks (indices of TASKS), and which labels are filler."""
+
+
+def batches(stage: Stage, step: int, tokenizer: PreTrainedTokenizerBase) -> list[Batch]:
+    """The batches of a step, of one shape."""
+    seed = f"mini-diffusion/train/{stage.name}/{step}"
+    shape = random.Random(seed).choice(stage.shapes)
+    return [batch(random.Random(f"{seed}/{part}"), stage, shape, tokenizer) for part in range(stage.parts)]
+
+
+def batch(
+    rng: random.Random, stage: Stage, shape: tuple[int, int], tokenizer: PreTrainedTokenizerBase
+) -> Batch:
+    """Rows of one length; their shares of masks are spread evenly over 0 to 1."""
+    length, rows = shape
     names = [task.name for task in TASKS]
-    drawn = [draw(rng, length, stage.mix, tokenizer) for _ in range(rows)]
+    drawn = [draw(rng, length, stage, tokenizer) for _ in range(rows)]
     ids, labels = (torch.tensor([row[i] for row in drawn]) for i in (0, 1))
     noise = torch.from_numpy(np.random.default_rng(rng.getrandbits(64)).random((rows, length)))
-    share = torch.tensor([[(rng.random() + row) / rows] for row in range(rows)])  # spread evenly over 0 to 1
-    masked = (noise < share.clamp(min=0.02)) & (labels != IGNORED)
+    share = torch.tensor([[(rng.random() + row) / rows] for row in range(rows)])
+    canvas = labels != IGNORED
     filler = (labels == EOS) & ((labels == EOS).cumsum(1) > 1)
+    masked = (noise < share.clamp(min=0.02)) & canvas
+    for row in range(rows):
+        if rng.random() < stage.suffix:
+            places = (canvas[row] & ~filler[row]).nonzero()[:, 0].tolist()
+            masked[row] = canvas[row] & (torch.arange(length) >= rng.choice(places))
     weights = torch.where(filler, FILLER_WEIGHT, 1.0) * masked
-    weights = weights / weights.sum(1, keepdim=True).clamp(min=1.0)  # a long answer counts as much as a short one
-    kinds = torch.tensor([names.index(row[2]) for row in drawn])
-    return ids.masked_fill(masked, MASK_ID), labels.masked_fill(~masked, IGNORED), weights, kinds, share[:, 0], filler
+    weights = weights / (USUAL * weights.sum(1, keepdim=True).clamp(min=1.0)).sqrt().clamp(min=1.0)
+    kinds = [names.index(row[2]) for row in drawn]
+    return ids.masked_fill(masked, MASK_ID), labels.masked_fill(~masked, IGNORED), weights, kinds, filler
+
+
+def deepen(old: Qwen3ForCausalLM, layers: int) -> Qwen3ForCausalLM:
+    """The model with so many layers: the last ones write nothing yet, so that it says what it said."""
+    config = copy.deepcopy(old.config)
+    config.num_hidden_layers, config.layer_types = layers, ["full_attention"] * layers
+    torch.manual_seed(0)
+    new = Qwen3ForCausalLM(config).float()
+    new.load_state_dict(old.state_dict(), strict=False)
+    with torch.no_grad():
+        for layer in new.model.layers[old.config.num_hidden_layers :]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    return new
 
 
 class Trainer:
@@ -145,22 +203,29 @@ class Trainer:
 
     def __init__(self, work: Path, source: Path) -> None:
         self.file = work / "diffusion.pt"
-        self.model, self.tokenizer = start(source)
+        model, self.tokenizer = start(source)
         self.state = {"stage": 0, "step": 0, "tokens": 0, "seconds": 0.0}
-        self.model.set_attn_implementation("training-everywhere")
-        self.body = torch.compile(self.model.model, dynamic=False)
-        matrices = [x for x in self.model.model.layers.parameters() if x.ndim == 2]
-        rest = [x for x in self.model.parameters() if not any(x is matrix for matrix in matrices)]
+        saved = torch.load(self.file, weights_only=True) if self.file.exists() else None
+        if saved is not None:
+            self.state = saved["state"]
+            model = deepen(model, 1 + max(int(x.split(".")[2]) for x in saved["model"] if ".layers." in x))
+            model.load_state_dict(saved["model"])
+        self.take(model)
+        if saved is not None:
+            for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
+
+    def take(self, model: Qwen3ForCausalLM) -> None:
+        """Train this model from now on, with new optimizers."""
+        self.model = model
+        model.set_attn_implementation("training-everywhere")
+        self.body = torch.compile(model.model, dynamic=False)
+        matrices = [x for x in model.model.layers.parameters() if x.ndim == 2]
+        rest = [x for x in model.parameters() if not any(x is matrix for matrix in matrices)]
         self.optimizers: tuple[torch.optim.Optimizer, ...] = (
             torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
         )
-        if self.file.exists():
-            saved = torch.load(self.file, weights_only=True)
-            self.state = saved["state"]
-            self.model.load_state_dict(saved["model"])
-            for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
-                optimizer.load_state_dict(state)
 
     def save(self) -> None:
         """Write the checkpoint, whole or not at all."""
@@ -169,44 +234,46 @@ class Trainer:
         torch.save({"model": self.model.state_dict(), "optimizers": optimizers, "state": self.state}, part)
         part.replace(self.file)
 
-    def step(self, stage: Stage, made: tuple[torch.Tensor, ...]) -> tuple[float, list[tuple[int, bool]]]:
-        """One update; the loss, and of rows that were nearly all masked whether the whole answer was right."""
-        ids, labels, weights, kinds, share, filler = made
+    def step(self, stage: Stage, made: list[Batch]) -> tuple[float, list[tuple[int, float]]]:
+        """One update; the loss, and for each row its task and the share of masked tokens that came out right."""
         done = self.state["step"]
         rate = min(1.0, (done + 1) / 50) * (stage.rate[0] + (stage.rate[1] - stage.rate[0]) * done / stage.steps)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
             for group in optimizer.param_groups:
                 group["lr"] = rate
-        keep = labels != IGNORED
-        with torch.autocast("cpu", torch.bfloat16):
-            hidden = self.body(input_ids=ids, use_cache=False).last_hidden_state
-            logits = self.model.lm_head(hidden[keep])
-        loss = cross_entropy(logits.float(), labels[keep], reduction="none") @ weights[keep].float() / len(ids)
-        loss.backward()
+        total, seen = 0.0, []
+        for ids, labels, weights, kinds, filler in made:
+            keep = labels != IGNORED
+            with torch.autocast("cpu", torch.bfloat16):
+                hidden = self.body(input_ids=ids, use_cache=False).last_hidden_state
+                logits = self.model.lm_head(hidden[keep])
+            loss = cross_entropy(logits.float(), labels[keep], reduction="none") @ weights[keep].float() / len(ids)
+            (loss / len(made)).backward()
+            total += loss.item() / len(made)
+            right = torch.zeros(labels.shape, dtype=torch.bool)
+            right[keep] = logits.argmax(-1) == labels[keep]
+            hits = [hit[said].float() for hit, said in zip(right, keep & ~filler, strict=True)]
+            seen += [(kind, float(hit.mean())) for kind, hit in zip(kinds, hits, strict=True) if len(hit)]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
-        right = torch.zeros(labels.shape, dtype=torch.bool)
-        right[keep] = logits.argmax(-1) == labels[keep]
-        seen = [
-            (int(kind), bool(right[row][keep[row] & ~filler[row]].float().mean() > 0.999))
-            for row, kind in enumerate(kinds) if share[row] > 0.7 and (keep[row] & ~filler[row]).any()
-        ]
-        return loss.item(), seen
+        return total, seen
 
     def run(self, stage: Stage) -> None:
         """Train to the end of the stage, from wherever the checkpoint stands."""
-        recent: deque[tuple[float, list[tuple[int, bool]]]] = deque(maxlen=100)
+        if stage.layers > self.model.config.num_hidden_layers:
+            self.take(deepen(self.model, stage.layers))
+        recent: deque[tuple[float, list[tuple[int, float]]]] = deque(maxlen=100)
         with ThreadPoolExecutor(1) as pool:
-            coming = pool.submit(batch, stage, self.state["step"], self.tokenizer)
+            coming = pool.submit(batches, stage, self.state["step"], self.tokenizer)
             while self.state["step"] < stage.steps:
                 began = time.perf_counter()
                 made = coming.result()
-                coming = pool.submit(batch, stage, self.state["step"] + 1, self.tokenizer)
+                coming = pool.submit(batches, stage, self.state["step"] + 1, self.tokenizer)
                 recent.append(self.step(stage, made))
                 self.state["step"] += 1
-                self.state["tokens"] += made[0].numel()
+                self.state["tokens"] += sum(x[0].numel() for x in made)
                 self.state["seconds"] += time.perf_counter() - began
                 if self.state["step"] % 50 == 0:
                     self.save()
@@ -257,7 +324,8 @@ def gate(folder: Path, samples: int) -> list[dict[str, object]]:
         ):
             encoded, turn = encode(task, example, model.tokenizer), example.turns[0]
             prompt = [*encoded.context, *encoded.turns[0].first]
-            sampling = Sampling(steps=math.ceil(turn.limit / TOKENS_PER_STEP), block=turn.limit)
+            at_once = min(TOKENS_PER_STEP, task.tokens_per_step or TOKENS_PER_STEP)
+            sampling = Sampling(steps=math.ceil(turn.limit / at_once), block=turn.limit)
             ids = denoise(model, NoCache(), prompt, turn.limit, sampling).ids[0]
             answer = ids[: ids.index(EOS)] if EOS in ids else ids
             text = str(model.tokenizer.decode(answer, skip_special_tokens=True))
