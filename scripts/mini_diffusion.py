@@ -3,8 +3,8 @@
 It starts from mini's weights, as Dream started from Qwen2.5, and one token more: the mask. Every row is a prompt of the
 tasks, as evaluation shows it, and a canvas that the answer and ends of text fill; a share of the canvas, drawn from 0
 to 1, or all of it from some token on, is masked, and the loss is on what is masked (LLaDA, arXiv 2502.09992). The head
-is not shifted. Five layers find needles and do not learn to copy a list beside them; two more, which begin as layers
-that change nothing, do.
+is not shifted. From the sixth stage on there are two layers more, which begin as layers that change nothing: with them
+it learned to copy lists, too.
 
 Called by `train_mini.py --kind diffusion`. Batches are a function of the step, so a run that was stopped goes on as if
 it had not been.
