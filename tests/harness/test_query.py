@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -52,6 +54,19 @@ def test_every_run_below_a_folder(kvbench):
     below = list(CURATED.parent.glob("*/*/result.json"))
     assert len(below) > len(find_runs([str(CURATED)])) > 0
     assert answer.json == [{"n": len(below)}]
+
+
+def test_the_queries_shown_say_what_the_readme_does(kvbench, monkeypatch):
+    """Each runs from the checkout as it stands there; the one on policies has their scores."""
+    monkeypatch.chdir(CURATED.parent.parent)
+    commands = [shlex.split(x) for x in re.findall(r"`kvbench (query [^`]*)`", Path("README.md").read_text())]
+    shown = [x for x in commands if "--results" in x]
+    answers = [kvbench(*x, "--json") for x in shown]
+    assert [x.code for x in answers] == [0] * len(shown), [x.err for x in answers]
+    assert len(shown) > 0
+    rows = answers[0].json
+    assert len(rows) == len(list(Path(shown[0][-1]).glob("*/result.json")))
+    assert {x["method"] for x in rows} >= {"none", "dkv-cache-decode", "local-leap"}
 
 
 def test_a_row_per_answer(folders):
