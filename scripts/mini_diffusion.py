@@ -26,6 +26,7 @@ from statistics import fmean
 import numpy as np
 import torch
 from mini_attention import attend_everywhere
+from mini_optimizers import make_optimizers
 from mini_text import EOS, FRAME, MULTIKEY_1, SHORT, SINGLE_1, VOCABULARY
 from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, Qwen3ForCausalLM
@@ -220,12 +221,7 @@ class Trainer:
         self.model = model
         model.set_attn_implementation("training-everywhere")
         self.body = torch.compile(model.model, dynamic=False)
-        matrices = [x for x in model.model.layers.parameters() if x.ndim == 2]
-        rest = [x for x in model.parameters() if not any(x is matrix for matrix in matrices)]
-        self.optimizers: tuple[torch.optim.Optimizer, ...] = (
-            torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
-        )
+        self.optimizers = make_optimizers(model)
 
     def save(self) -> None:
         """Write the checkpoint, whole or not at all."""

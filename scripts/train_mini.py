@@ -27,6 +27,7 @@ import torch
 from mini_attention import attend
 from mini_gate import gate
 from mini_local import with_local_layer
+from mini_optimizers import make_optimizers
 from mini_text import EOS, EVERY, LAST, SHARP, VOCABULARY, Batch, Batches, Stage, train_tokenizer
 from torch.nn.functional import cross_entropy
 from transformers import (
@@ -110,16 +111,11 @@ class Trainer:
                 optimizer.load_state_dict(state)
 
     def take(self, model: Qwen3ForCausalLM) -> None:
-        """Train this model from now on, with new optimizers: Muon for the layers' matrices, AdamW for the rest."""
+        """Train this model from now on, with new optimizers."""
         self.model = model
         model.set_attn_implementation("training")
         self.body = torch.compile(model.model, dynamic=False)
-        matrices = [x for x in model.model.layers.parameters() if x.ndim == 2]
-        rest = [x for x in model.parameters() if not any(x is matrix for matrix in matrices)]
-        self.optimizers: tuple[torch.optim.Optimizer, ...] = (
-            torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
-        )
+        self.optimizers = make_optimizers(model)
 
     def save(self) -> None:
         """Write the checkpoint, whole or not at all."""
