@@ -107,9 +107,14 @@ class InfiniteBench(FilledPrompt):
 
 
 def find_answers(row: Row) -> tuple[str, ...]:
-    """A row's answers as texts, one or several; what is neither text nor number is an empty one."""
+    """A row's answers as texts, one or several; what is neither text nor number is an empty one.
+
+    Those of math_calc on the hub are a list in a list.
+    """
     answer = row["answer"]
     several = answer if isinstance(answer, list) else [answer]
+    if len(several) == 1 and isinstance(several[0], list):
+        several = several[0]
     return tuple(str(x) if isinstance(x, (str, int, float)) else "" for x in several)
 
 

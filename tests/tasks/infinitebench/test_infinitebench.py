@@ -87,7 +87,7 @@ NEW = {
         ),
         "answer": 88,
     },
-    "math_calc": {"answer": [12, -7, 3]},
+    "math_calc": {"answer": [[12, -7, 3]]},
     "code_run": {"input": "Please give me the exact number of the return value of func_7(-3).", "answer": [-4]},
     "code_debug": {"options": OPTIONS, "answer": ["three", "C"]},
     "longdialogue_qa_eng": {"answer": ["ACE", "ACE ROTHSTEIN"]},
@@ -218,7 +218,7 @@ def test_all_tasks_are_listed():
     ("kind", "changes", "said"),
     [
         ("passkey", {"answer": []}, "answer must hold a text or number, or several"),
-        ("passkey", {"answer": [[1]]}, "answer must hold a text or number, or several"),
+        ("passkey", {"answer": [[1], [2]]}, "answer must hold a text or number, or several"),
         ("passkey", {"answer": None}, "column answer is NoneType"),
         ("code_debug", {"options": ["one"]}, "options must be four texts"),
         ("code_debug", {"options": "abcd"}, "options must be four texts"),
