@@ -1,10 +1,9 @@
 """LongBench v2: 503 questions with four choices, asked without a chain of thought.
 
-The prompt is that of our card of the benchmark. THUDM/LongBench at 2e00731f (prompts/0shot.txt) differs from it in two
-places: a blank line before `<text>`, and `answer here)".` at the end. As in the official code, white space around a
-row's texts is left out, and the whole is cut in the middle to 120,000 tokens by default; here the chat template's own
-tokens count among them. Decoding is greedy, where the official runs sample at temperature 0.1; the variant with a chain
-of thought is not offered.
+The prompt is THUDM/LongBench's at 2e00731f (prompts/0shot.txt). As in its code (pred.py), white space around a row's
+texts is left out, and the whole is cut in the middle to 120,000 tokens by default; here the chat template's own tokens
+count among them. Decoding is greedy, where the official runs sample at temperature 0.1; the variant with a chain of
+thought is not offered.
 
 With 503 rows a 95% interval is about 4.4 points on either side: smaller differences are noise.
 """
@@ -19,10 +18,10 @@ from kvbench.tasks.rows import Row
 from kvbench.tasks.scoring.longbench import VERSION_2
 
 PROMPT = (
-    "Please read the following text and answer the question below.\n<text>\n{context}\n</text>\n\n"
+    "Please read the following text and answer the question below.\n\n<text>\n{context}\n</text>\n\n"
     "What is the correct answer to this question: {question}\n"
     "Choices:\n(A) {choice_A}\n(B) {choice_B}\n(C) {choice_C}\n(D) {choice_D}\n\n"
-    'Format your response as follows: "The correct answer is (insert answer here)."'
+    'Format your response as follows: "The correct answer is (insert answer here)".'
 )
 LIMIT = 128
 
@@ -31,6 +30,7 @@ class LongBench2(FilledPrompt):
     """Books, papers, code, tables and conversations of 8,000 to 2,000,000 words."""
 
     name: ClassVar[str] = "longbench2"
+    version: ClassVar[str] = "2"
     suite: ClassVar[str] = "longbench"
     summary: ClassVar[str] = "LongBench v2: multiple choice over texts of 8,000 to 2,000,000 words"
     needs: ClassVar[str | None] = "LongBench v2's data, a larger model"
@@ -48,7 +48,7 @@ class LongBench2(FilledPrompt):
     @property
     def prompt_id(self) -> str:
         """Asked at once, without a chain of thought."""
-        return "longbench2/0shot@1"
+        return "longbench2/0shot@2e00731f"
 
     def fault(self, row: Row) -> str | None:
         """An answer that is none of the four letters."""

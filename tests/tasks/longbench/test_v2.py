@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from hashlib import sha256
 
 import pytest
 
@@ -10,11 +11,12 @@ from kvbench.cli import call
 from kvbench.errors import UserError
 from kvbench.registry import find_task
 from kvbench.task import Mode, Split
+from kvbench.tasks.longbench import v2
 
 PROMPT = (
-    "Please read the following text and answer the question below.\n<text>\nThe text.\n</text>\n\n"
+    "Please read the following text and answer the question below.\n\n<text>\nThe text.\n</text>\n\n"
     "What is the correct answer to this question: Why?\nChoices:\n(A) one\n(B) two\n(C) three\n(D) four\n\n"
-    'Format your response as follows: "The correct answer is (insert answer here)."'
+    'Format your response as follows: "The correct answer is (insert answer here)".'
 )
 
 
@@ -38,8 +40,8 @@ def make(task, tokenizer, length: int = 10_000):
     return example
 
 
-def test_the_prompt_is_the_cards(tmp_path, chars):
-    """White space around a row's texts is left out; 128 tokens are generated; the letter is the reference."""
+def test_the_prompt_is_the_official_one(tmp_path, chars):
+    """That of prompts/0shot.txt, white space around a row's texts left out; 128 tokens; the letter is the reference."""
     example = make(open_task(tmp_path, line()), chars)
     (turn,) = example.turns
     assert example.context + example.joint + turn.question + turn.prefix == PROMPT
@@ -49,6 +51,13 @@ def test_the_prompt_is_the_cards(tmp_path, chars):
         "_id": "abc", "domain": "Code", "sub_domain": "Repositories", "difficulty": "hard", "length": "short",
         "cut_tokens": 0,
     }
+
+
+def test_the_words_are_the_repositorys():
+    """The hash is that of prompts/0shot.txt at 2e00731f, and still was at 072a5a73."""
+    marks = {f"choice_{x}": f"$C_{x}$" for x in "ABCD"}
+    text = v2.PROMPT.format(context="$DOC$", question="$Q$", **marks)
+    assert sha256(text.encode()).hexdigest() == "68a162252bc9ff71d5d7abca3d69bb31aac3c35f832d657a2866f2018b8a6950"
 
 
 def test_the_default_length_leaves_120000_tokens_of_prompt():
