@@ -130,8 +130,8 @@ def _official(rule: str, metric: str, score: Callable[..., float], *facts: str) 
     return Scorer(f"infinitebench-official-{rule}@88b3daa6", metric, score, facts=facts)
 
 
-def _fixed(rule: str, metric: str, score: Callable[..., float], *facts: str) -> Scorer:
-    return Scorer(f"infinitebench-fixed-{rule}@1", metric, score, facts=facts)
+def _fixed(rule: str, metric: str, score: Callable[..., float], *facts: str, version: int = 1) -> Scorer:
+    return Scorer(f"infinitebench-fixed-{rule}@{version}", metric, score, facts=facts)
 
 
 QA_F1 = _official("qa-f1", "word_f1", best(word_f1))
@@ -143,7 +143,7 @@ SCORERS: Mapping[str, tuple[Scorer, ...]] = {
     "longbook_qa_chn": (_official("qa-chn-f1", "character_f1", best(character_f1)),),
     "longbook_choice_eng": (
         _official("choice", "accuracy", choose_official, "letter"),
-        _fixed("choice", "accuracy", choose_fixed, "letter", "options"),
+        _fixed("choice", "accuracy", choose_fixed, "letter", "options", version=2),
     ),
     "longdialogue_qa_eng": (
         _official("dialogue", "accuracy", has_upper_word), _fixed("dialogue", "accuracy", mentions),
@@ -155,7 +155,7 @@ SCORERS: Mapping[str, tuple[Scorer, ...]] = {
     "code_run": (_official("code-run", "accuracy", ends_with_number),),
     "code_debug": (
         _official("code-debug", "accuracy", debug_official, "letter"),
-        _fixed("code-debug", "accuracy", choose_fixed, "letter", "options"),
+        _fixed("code-debug", "accuracy", choose_fixed, "letter", "options", version=2),
     ),
 }
 """The scorers of each of the twelve tasks, the official one first; one that stands alone has no known fault."""

@@ -118,9 +118,9 @@ def official(rule: str, metric: str, score: Callable[..., float | None], *facts:
     return Scorer(f"scbench-official-{rule}@fb56c917", metric, score, facts=facts)
 
 
-def fixed(rule: str, metric: str, score: Callable[..., float | None], *facts: str) -> Scorer:
+def fixed(rule: str, metric: str, score: Callable[..., float | None], *facts: str, version: int = 1) -> Scorer:
     """The same without its fault."""
-    return Scorer(f"scbench-fixed-{rule}@1", metric, score, facts=facts)
+    return Scorer(f"scbench-fixed-{rule}@{version}", metric, score, facts=facts)
 
 
 def mixed(make: Callable[..., Scorer], rule: str, parts: Mapping[str, Scorer]) -> tuple[Scorer, ...]:
@@ -161,11 +161,11 @@ SCORERS: Mapping[str, tuple[Scorer, ...]] = {
     ),
     "scbench_choice_eng": (
         official("choice", "accuracy", choose_official, "letter"),
-        fixed("choice", "accuracy", choose_fixed, "letter", "options"),
+        fixed("choice", "accuracy", choose_fixed, "letter", "options", version=2),
     ),
     "scbench_mf": (official("mf", "accuracy", number_official), fixed("mf", "accuracy", number_fixed)),
     "scbench_many_shot": (
-        official("many-shot", "accuracy", letter_official), fixed("many-shot", "accuracy", letter_fixed),
+        official("many-shot", "accuracy", letter_official), fixed("many-shot", "accuracy", letter_fixed, version=2),
     ),
     "scbench_summary": (SUMMARY,),
     "scbench_summary_with_needles": mixed(

@@ -18,11 +18,19 @@ CHINESE = str.maketrans("", "", string.punctuation + (
 """The marks that LongBench and InfiniteBench leave out; 《 and 〈〉 are not among them."""
 UNSIGNED = re.compile(r"\d+\.\d+|\d+")
 SIGNED = re.compile(r"(?:(?<!\w)-)?(?:\d+\.\d+|\d+)")
-LETTER = r"([A-G])(?![\w'’-])"  # noqa: RUF001  # no beginning of a word
+NO_NOUN = (
+    "and|are|as|at|because|but|by|could|did|does|for|from|had|has|he|i|if|in|is|it|of|on|or|seems|she|should|since|"
+    "that|the|they|this|to|was|we|were|which|with|would|you"
+)
+"""Words that no article stands before."""
+CHOSEN = rf"[ \t]+(?:(?i:{NO_NOUN})(?:n['’]t)?(?![\w-])|[A-Z\d]\S*(?:[ \t]+[A-Z\d]\S*)*[ \t]*(?:\n|$))"  # noqa: RUF001
+"""What follows an A that is no article: one of these words, or names and numbers alone up to the end of the line."""
+END = r"(?![\w'’-])"  # noqa: RUF001  # no beginning of a word
+LETTER = rf"(A(?={CHOSEN}|(?![ \t]+\w))|[B-G]){END}"
 LETTERS = (
-    re.compile(rf"^\W*(?!A \w){LETTER}"),  # no article
-    re.compile(rf"(?i:answer|option|choice)(?i:\s+is)?\W*(?!A \w){LETTER}"),
-    re.compile(rf"(?i:option|choice)\W*{LETTER}"),
+    re.compile(rf"^\W*{LETTER}"),
+    re.compile(rf"(?i:answer(?:\s+is)?|(?:option|choice)\s+is)\W*{LETTER}"),
+    re.compile(rf"(?i:option|choice)\W*([A-G]){END}"),
     re.compile(r"\(([A-G])\)"),
 )
 
@@ -78,7 +86,8 @@ def first_number(text: str, pattern: re.Pattern[str] = UNSIGNED) -> float | None
 def find_letter(text: str) -> str | None:
     """The letter from A to G that an answer begins with, announces (`the answer is B`, `option B`) or has in brackets.
 
-    What comes first in this list counts first. An A before a space and a word is the article, but in `option A`.
+    What comes first in this list counts first. An A before a word that an article may stand before (`A man left`) is
+    one, but in `option A`.
     """
     return next((found[1] for pattern in LETTERS if (found := pattern.search(text))), None)
 
@@ -86,9 +95,14 @@ def find_letter(text: str) -> str | None:
 def find_option(text: str, options: Sequence[str]) -> str | None:
     """The letter of the option that an answer means: by its letter, else by the option that it names first.
 
-    Of options that begin at one place the longest is meant.
+    Of options that begin at one place the longest is meant. The A of an option's own text (`A Tale of Two Cities`) is
+    none of the letters.
     """
+    plain = text
+    for option in options:
+        if re.match("[A-G] ", option):
+            plain = re.sub(re.escape(option), "", plain, flags=re.IGNORECASE)
     said = f" {normalise(text)} "
     places = {i: said.find(f" {normalise(option)} ") for i, option in enumerate(options) if normalise(option)}
     named = [(place, -len(options[i]), i) for i, place in places.items() if place >= 0]
-    return find_letter(text) or (string.ascii_uppercase[min(named)[2]] if named else None)
+    return find_letter(plain) or (string.ascii_uppercase[min(named)[2]] if named else None)

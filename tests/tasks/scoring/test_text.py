@@ -102,6 +102,33 @@ def test_find_letter(text, letter):
     assert find_letter(text) == letter
 
 
+PHRASES = (
+    "@", "@.", "(@)", "@ is the correct answer", "The answer is @ because it says so", "The correct answer is @",
+    "The correct answer is @ (Tom)", "The letter of the correct answer is @ as stated",
+    "The correct option is @ since", "@ Tom", "@\nExplanation", "@, as", "**@** is right", "Answer: @ - Tom",
+    "option @ is right", "The answer is: @ Tom", "@ isn't wrong", "@ 12/02/2002\nso there",
+    "Option G is wrong: answer @",
+)
+
+
+@pytest.mark.parametrize("phrase", PHRASES)
+def test_every_letter_is_read_alike(phrase):
+    """A letter that is an article elsewhere is no harder to choose than the others."""
+    assert [find_letter(phrase.replace("@", x)) for x in "ABCD"] == list("ABCD")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A man left.", "A French spy left.", "A 12-year-old boy did it", "A has-been came", "The answer is A man",
+        "The answer is: A man of means", "A Tale of Two Cities", "I would say A while ago", "A by-product of it",
+    ],
+)
+def test_an_article_is_no_letter(text):
+    """Before what an article stands before."""
+    assert find_letter(text) is None
+
+
 OPTIONS = ("Tom", "A Tale of Two Cities", "Tom Sawyer", "...")
 
 
@@ -109,6 +136,7 @@ OPTIONS = ("Tom", "A Tale of Two Cities", "Tom Sawyer", "...")
     ("text", "letter"),
     [
         ("It was Tom.", "A"), ("tom sawyer, or Tom", "C"), ("A Tale of two cities", "B"), ("The answer is D", "D"),
+        ("A Tom", "A"), ("A A Tale of Two Cities", "A"), ("The answer is: A TALE OF TWO CITIES", "B"),
         ("B. Tom", "B"), ("Tomorrow", None), ("", None),
     ],
 )
