@@ -146,7 +146,7 @@ SCORERS: Mapping[str, tuple[Scorer, ...]] = {
         _fixed("choice", "accuracy", choose_fixed, "letter", "options", version=2),
     ),
     "longdialogue_qa_eng": (
-        _official("dialogue", "accuracy", has_upper_word), _fixed("dialogue", "accuracy", mentions),
+        _official("dialogue", "accuracy", has_upper_word), _fixed("dialogue", "accuracy", mentions, version=2),
     ),
     "math_find": (_official("math-find", "accuracy", starts_with_number),),
     "math_calc": (

@@ -155,7 +155,9 @@ SCORERS: Mapping[str, tuple[Scorer, ...]] = {
         official("vt", "string_match_all", names_official), fixed("vt", "string_match_all", names_fixed),
     ),
     "scbench_repoqa": (REPOQA, REPOQA_FIXED),
-    "scbench_qa_eng": (official("qa-eng", "contains", mentions_official), fixed("qa-eng", "contains", mentions), QA_F1),
+    "scbench_qa_eng": (
+        official("qa-eng", "contains", mentions_official), fixed("qa-eng", "contains", mentions, version=2), QA_F1,
+    ),
     "scbench_qa_chn": (
         official("qa-chn", "character_f1", chinese_official), fixed("qa-chn", "character_f1", best(character_f1)),
     ),

@@ -73,8 +73,14 @@ def character_f1(prediction: str, gold: str) -> float:
 
 
 def contains_words(prediction: str, gold: str) -> bool:
-    """Whether the gold's normalised words stand in the prediction as whole words, one after the other."""
-    return f" {normalise(gold)} " in f" {normalise(prediction)} "
+    """Whether the gold's normalised words stand in the prediction as whole words, one after the other.
+
+    Of a gold that is all articles (`A`) or punctuation nothing would be left, so those count there, and so does case.
+    """
+    for clean in (normalise, lambda x: " ".join(x.translate(WESTERN).split()), str.strip):
+        if words := clean(gold):
+            return f" {words} " in f" {clean(prediction)} "
+    return False
 
 
 def first_number(text: str, pattern: re.Pattern[str] = UNSIGNED) -> float | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -50,8 +51,9 @@ SENTENCES = 100
 
 
 def share(prediction: str, references: Sequence[str], details: Sequence[str]) -> float:  # noqa: ARG001  # a scorer
-    """The share of an article's details that are inside the prediction."""
-    return sum(detail in prediction for detail in details) / len(details)
+    """The share of an article's details that are inside the prediction, as whole words."""
+    found = sum(re.search(rf"(?<!\w){re.escape(x)}(?!\w)", prediction) is not None for x in details)
+    return found / len(details)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class ArticleSummary(Generated):
     name: ClassVar[str] = "article-summary"
     summary: ClassVar[str] = "SCBench En.Sum format: the summary of one of several generated articles"
     scorers: ClassVar[tuple[Scorer, ...]] = (
-        *SCORERS["scbench_summary"], Scorer("article-details@1", "details", share, facts=("details",)),
+        *SCORERS["scbench_summary"], Scorer("article-details@2", "details", share, facts=("details",)),
     )
     default_length: ClassVar[int] = 4096
     needs: ClassVar[str | None] = "a larger model"

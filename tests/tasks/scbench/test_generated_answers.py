@@ -205,3 +205,4 @@ def test_details_tell_articles_apart(mini_tokenizer):
         assert details(other.answer, one.references, one.facts) <= 3 / 7
         assert rouge(other.answer, one.references, one.facts) > 0.4
     assert details("Ada Marsh, in May", ("",), {"details": ["Ada Marsh", "9 weeks", "in May", "costs"]}) == 0.5
+    assert details("It takes 13 weeks.", ("",), {"details": ["3 weeks", "13 weeks"]}) == 0.5

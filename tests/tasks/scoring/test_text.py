@@ -67,10 +67,16 @@ def test_character_f1_by_hand():
         ("a butler", "The butler", True),
         ("Darcy Mr", "Mr Darcy", False),
         ("", "cat", False),
+        ("", "The", False),
+        ("Vitamin A.", "A", True),
+        ("a vitamin", "A", False),
+        ("x", "!!", False),
+        ("he said !! twice", "!!", True),
+        ("anything", " ", False),
     ],
 )
 def test_contains_words(prediction, gold, found):
-    """Whole words, side by side, articles and punctuation apart."""
+    """Whole words, side by side, articles and punctuation apart, unless the gold has nothing else."""
     assert contains_words(prediction, gold) is found
 
 
