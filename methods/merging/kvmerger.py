@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvbench.budget import BUDGET_TOLERANCE
 from kvbench.errors import UserError
 from kvbench.kernels.merge_sets import merge_sets
 from kvbench.method import Budget, BudgetKind, Card, LayerShape, Method, Shape, Step, resolved
@@ -17,6 +18,10 @@ from kvbench.selection import top_rows
 from kvbench.store import LayerKV
 
 PAPER_SKIP = (0, 1, -1)
+PAPER_SHARES = {0.5: (0.17, 0.12), 0.35: (0.08, 0.02)}
+"""Of the rows, those that are never merged, by budget: the last ones, and the most attended of the others."""
+DEFAULT_SHARE = 0.5
+"""Whose pair a threshold has, which takes no budget."""
 DEEP = 16
 """Layers from which on a model skips the paper's three: of fewer layers they would be too many."""
 FIRST_SIGMA, REFINEMENTS = 5.0, 2
@@ -41,10 +46,10 @@ class KVMerger(Method):
     """`exact`: as many joins as the budget asks for, the most similar first. `eps`: all above the threshold."""
     eps: float = 0.75
     """Under `eps`: neighbours whose keys have this cosine or more are joined."""
-    recent: float = 0.17
-    """Share of the rows, the last ones, that are never merged."""
-    heavy: float = 0.12
-    """Share of the rows, those with the most attention among the others, that are never merged."""
+    recent: float | None = None
+    """Share of the rows, the last ones, that are never merged; None: the paper's for the budget."""
+    heavy: float | None = None
+    """Share of the rows, those with the most attention among the others, that are never merged; None: likewise."""
     sigma: float | Literal["fixed_point"] = 5.0
     """Width of the Gaussian; `fixed_point`: each set's own, the mean of its weights over the square root of two."""
     value_mode: Literal["mean", "sum", "bias"] = "mean"
@@ -54,6 +59,8 @@ class KVMerger(Method):
     skip: tuple[int, ...] | None = None
     """Layers that are not merged; None: 0, 1 and the last on models of 16 layers or more, none on others."""
 
+    protected: tuple[float, float] | None = resolved()
+    """`recent` and `heavy`, as resolved; None: both are set."""
     skipped: tuple[int, ...] | None = resolved()
     """Layers that are not merged."""
     merged_rows: int | None = resolved()
@@ -79,18 +86,25 @@ class KVMerger(Method):
             ("Values are weighted means. The paper's equation 7 multiplies them by the number of rows under one "
             "softmax weight: value_mode=sum. value_mode=bias gives the row the weight of so many, is exact for equal "
             "rows, and takes four bytes more per row."),
+            ("The paper protects two pairs of shares of the rows, for budgets of 50 % and 35 %. Another budget has the "
+            "nearest pair, in proportion to the budget; mode=eps that of 50 %."),
             ("Where the protected shares leave too few neighbours to join for the budget, both are lowered in "
-            "proportion. At the defaults that is below 41 %."),
+            "proportion: with skipped layers, max_run, or larger shares than the paper's."),
             "A merged row stands at its pivot's position where a window counts.",
         ),
         unverified=(
-            "recent and heavy: the paper prints 0.17 % and 0.12 % for a budget of 50 %, read here as 17 % and 12 %.",
+            ("recent and heavy: the paper prints 0.17 % and 0.12 % for a budget of 50 %, 0.08 % and 0.02 % for 35 %, "
+            "read here as 17 % and 12 %, 8 % and 2 %."),
             ("sigma: the paper's definition is circular; 5 is where its ablation is best. fixed_point takes two rounds "
             "from there."),
             ("skip: reported for models of 32 layers, whose first two and last merge little because their attention is "
             "diffuse; on models below 16 layers nothing is skipped unless it is set."),
         ),
         limits=(
+            ("A budget is met whether neighbours are alike or not, and a low one leaves little choice: of the pairs that "
+            "are not protected 79 % are joined at 50 %, 73 % at 35 %, 82 % at 25 % and 93 % at 10 % (bundled model, "
+            "1,024 tokens; at 25 % down to a cosine of 0.08), and more where layers are skipped. Only mode=eps joins "
+            "nothing but what is alike."),
             "Rows that were merged are never merged again, and what comes after the context stays as it is.",
             ("Keys are merged with their rotation inside: over long runs what turns fast averages out. max_run bounds "
             "them."),
@@ -102,7 +116,7 @@ class KVMerger(Method):
     def __post_init__(self) -> None:
         """Refuse settings without a meaning; under a threshold the settings decide what is held, not a budget."""
         super().__post_init__()
-        self.require_share("recent", "heavy")
+        self.require_share(*(x for x in ("recent", "heavy") if getattr(self, x) is not None))
         if self.sigma != "fixed_point" and not self.sigma > 0:
             raise UserError(f"kvmerger: sigma must be above 0, or fixed_point, got {self.sigma}; the default is 5.")
         if not self.eps > 0:
@@ -127,7 +141,7 @@ class KVMerger(Method):
                     f"kvmerger takes no budget with mode=eps, got {budget}: the threshold and the text decide what is "
                     "left. Leave --budget out, or use --set mode=exact."
                 )
-            return replace(self, length=shape.length, skipped=skipped)
+            return replace(self, length=shape.length, skipped=skipped, protected=self._shares(DEFAULT_SHARE))
         fitted = replace(super().fit(budget, shape), skipped=skipped)
         if fitted.rows is None or fitted.rows >= shape.length:
             return fitted
@@ -142,7 +156,7 @@ class KVMerger(Method):
                 f"{len(skipped)} of {len(shape.layers)} layers are not merged (skip={list(skipped)}), the others come "
                 f"down to {least} (max_run={self.max_run}). Use --budget {reachable} or more, or other settings."
             )
-        return replace(fitted, merged_rows=rows)
+        return replace(fitted, merged_rows=rows, protected=self._shares(fitted.rows / shape.length))
 
     def rows_in(self, layer: int, window: int | None) -> int | None:
         """What the skipped layers leave of the budget; sliding layers keep the same share of what they hold."""
@@ -199,7 +213,7 @@ class KVMerger(Method):
 
     def _protected(self, kv: LayerKV, rows: int | None) -> Tensor:
         """Which rows stay as they are: the last, and of the others those with the most attention. [B, H_kv, n]"""
-        recent, heavy = int(self.recent * kv.n), int(self.heavy * kv.n)
+        recent, heavy = (int(x * kv.n) for x in self.protected or (self.recent or 0.0, self.heavy or 0.0))
         if rows is not None:  # the last take one neighbour each out of reach, the others at most two
             room, needed = rows - 1 - self._borders(kv.n), recent + 2 * heavy
             if needed > room:
@@ -208,6 +222,14 @@ class KVMerger(Method):
         mass[..., kv.n - recent :] = -torch.inf
         protected = mass == -torch.inf
         return protected.scatter_(-1, top_rows(mass, heavy), True)
+
+    def _shares(self, budget: float) -> tuple[float, float] | None:
+        """The protected shares at a budget of so many rows, the paper's where they are not set; None: both are."""
+        nearest = min(PAPER_SHARES, key=lambda x: abs(x - budget))
+        scale = 1.0 if abs(nearest - budget) <= BUDGET_TOLERANCE else budget / nearest  # rows are whole
+        recent, heavy = (x * scale for x in PAPER_SHARES[nearest])
+        pair = recent if self.recent is None else self.recent, heavy if self.heavy is None else self.heavy
+        return None if pair == (self.recent, self.heavy) else pair
 
     def _merge(self, kv: LayerKV, step: Step, joins: Tensor) -> None:
         refine = REFINEMENTS if self.sigma == "fixed_point" else 0

@@ -102,6 +102,24 @@ def test_protection_gives_way_to_the_budget(make_step):
         assert kv.rows_kept() == [10]
 
 
+def joined_share(method, make_step, budget, rows=400):
+    """Of the neighbours that may be joined, those that are, where keys and attention are random."""
+    generator = torch.Generator().manual_seed(0)
+    kv, _ = store_of(make_step, torch.randn(rows, 8, generator=generator), torch.zeros(rows, 2),
+                     torch.rand(rows, generator=generator))
+    fitted = method.fit(Budget.parse(budget), shape_of(5, length=rows))
+    protected = fitted._protected(kv, fitted.merged_rows)
+    allowed = ~(protected[..., :-1] | protected[..., 1:])
+    return (fitted.join(kv, fitted.merged_rows).sum() / allowed.sum()).item()
+
+
+def test_low_budgets_leave_neighbours_to_choose_from(make_step):
+    """At 25 % the shares of 50 % leave nearly no choice of what to join; the paper's for low budgets leave a fifth."""
+    assert joined_share(KVMerger(recent=0.17, heavy=0.12), make_step, "25%") > 0.95
+    assert joined_share(KVMerger(), make_step, "25%") == pytest.approx(0.82, abs=0.01)
+    assert joined_share(KVMerger(), make_step, "35%") == pytest.approx(0.74, abs=0.01)
+
+
 @pytest.mark.parametrize("mode", ["eps", "exact"])
 def test_runs_are_capped(mode, make_step):
     """With a cap of four no set crosses a multiple of four, equal though all keys are."""
@@ -192,6 +210,21 @@ def shape_of(layers, length=1000, window=None):
     return Shape(length=length, itemsize=2, layers=tuple(
         LayerShape(8, 32, 128, 128, window if i % 2 else None) for i in range(layers)
     ))
+
+
+@pytest.mark.parametrize("length", [1000, 1023])
+def test_the_papers_budgets_have_its_shares(length):
+    """17 % and 12 % at half, 8 % and 2 % at 35 %, to the digit; in proportion elsewhere, and what is set stays."""
+    def protected(budget, **settings):
+        return KVMerger(**settings).fit(Budget.parse(budget), shape_of(5, length)).protected
+
+    assert protected("50%") == protected("paper") == (0.17, 0.12)
+    assert protected("35%") == (0.08, 0.02)
+    assert protected("25%") == pytest.approx((0.08 * 25 / 35, 0.02 * 25 / 35), rel=2 / length)
+    assert protected("75%") == pytest.approx((0.17 * 1.5, 0.12 * 1.5), rel=2 / length)
+    assert protected("35%", recent=0.3) == (0.3, 0.02)
+    assert protected("35%", recent=0.3, heavy=0.1) is None
+    assert KVMerger(mode="eps").fit(None, shape_of(5, length)).protected == (0.17, 0.12)
 
 
 @pytest.mark.parametrize("budget", ["50%", "25%", "300", "paper"])
