@@ -17,7 +17,7 @@ from kvbench.registry import find_method, find_task, list_architectures, list_mo
 from kvbench.settings import configure, parse_pairs
 from kvbench.sources import find_ops
 from kvbench.spec import GenerationSpec, Protocol, read_generation, resolve_protocol, see_all
-from kvbench.task import Scorer, Split, Task, Template
+from kvbench.task import Mode, Scorer, Split, Task, Template
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 """transformers' own ways to spread a model over the GPUs of a machine, then its memory, then its disk."""
@@ -85,6 +85,8 @@ def check(request: Request) -> Plan:
     )
     if protocol.mode not in task.modes:
         raise unknown(f"mode for task {task.name}", request.mode, [str(x) for x in task.modes])
+    if task.leak is not None and protocol.visibility == "hidden" and protocol.mode is not Mode.MULTI_REQUEST:
+        raise UserError(f"{task.name} cannot be hidden: its context begins with {task.leak}. Leave --visibility out.")
     if request.template not in get_args(Template):
         raise unknown("template", request.template, get_args(Template))
     template = cast("Template", request.template)

@@ -117,6 +117,8 @@ class Task(ABC):
     """What must be there beside kvbench and its bundled models, e.g. `a larger model` or `SQuAD's file`."""
     truncation: ClassVar[Literal["none", "middle"]] = "none"
     """What becomes of a prompt beyond the length: ours are made to length; data sets are cut in the middle."""
+    leak: ClassVar[str | None] = None
+    """What of the first question stands in the context where one message has both: it cannot be hidden there."""
     nonempty: ClassVar[bool] = False
     """Whether no stop token may be the first of an answer."""
     tokens_per_step: ClassVar[int | None] = None

@@ -194,6 +194,7 @@ class MathFind(InfiniteBench):
 
     name: ClassVar[str] = "infinitebench_math_find"
     summary: ClassVar[str] = "InfiniteBench: the largest, smallest or median number of a list"
+    leak: ClassVar[str | None] = "the number that is asked for"
     needs: ClassVar[str | None] = "InfiniteBench's data, a larger model"
 
 
@@ -210,6 +211,7 @@ class CodeRun(InfiniteBench):
 
     name: ClassVar[str] = "infinitebench_code_run"
     summary: ClassVar[str] = "InfiniteBench: what a chain of small functions returns"
+    leak: ClassVar[str | None] = "the function that is asked for"
     needs: ClassVar[str | None] = "InfiniteBench's data, a larger model"
 
 

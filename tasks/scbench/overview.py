@@ -32,6 +32,7 @@ class MathFind(SCBench):
     name: ClassVar[str] = "scbench_mf"
     summary: ClassVar[str] = "SCBench Math.Find: the largest, smallest or median number of a list, or one next to it"
     needs: ClassVar[str | None] = "SCBench's data, a larger model"
+    leak: ClassVar[str | None] = "the number that the first question asks for"
     columns: ClassVar[Columns] = {"context": list, "multi_turns": list}
     turn_columns: ClassVar[Columns] = {"input": str, "answer": int}
     limit: ClassVar[int] = 5

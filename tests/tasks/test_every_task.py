@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import subprocess
 import sys
 
@@ -59,6 +60,19 @@ def test_context_and_questions_are_encoded_apart(task, mini_tokenizer):
         assert mini_tokenizer.decode(ids.first) == task.joint + turn.question + turn.prefix
         assert mini_tokenizer.decode(ids.later) == task.separator + turn.question + turn.prefix
         assert mini_tokenizer.decode(ids.answer) == turn.answer
+
+
+@each_task
+def test_a_context_says_as_much_of_every_question(task, mini_tokenizer):
+    """The keys that questions about one context name stand in it equally often: the first is not known beforehand.
+
+    Tasks on data sets are tested beside their prompts.
+    """
+    for example in some(task, mini_tokenizer):
+        asked = "\n".join(turn.question for turn in example.turns)
+        named = [x for x in map(str, example.facts.get("keys", ())) if x in asked]
+        said = {len(re.findall(rf"(?<!\w){re.escape(x)}(?!\w)", example.context)) for x in named}
+        assert task.leak is not None or len(said) <= 1
 
 
 def test_prose_keeps_out_of_the_needles_way():

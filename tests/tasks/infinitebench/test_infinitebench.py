@@ -141,6 +141,16 @@ def test_the_prompt_is_the_official_one(tmp_path, mini_tokenizer, kind):
 
 
 @each_task
+def test_a_context_says_nothing_of_its_question(tmp_path, mini_tokenizer, kind):
+    """It is the same for another question, but where the task says that it is not."""
+    (tmp_path / "other").mkdir()
+    one, two = line(kind), line(kind, input=f"x {line(kind)['input']}".replace("second", "third").replace("_7", "_8"))
+    tasks = open_task(tmp_path, one, kind=kind), open_task(tmp_path / "other", two, kind=kind)
+    first, second = (make(x, mini_tokenizer) for x in tasks)
+    assert (first.context == second.context) == (tasks[0].leak is None)
+
+
+@each_task
 def test_answers(tmp_path, mini_tokenizer, kind):
     """References are texts, and the golden answer goes on from the prompt."""
     (turn,) = make(open_task(tmp_path, line(kind), kind=kind), mini_tokenizer).turns

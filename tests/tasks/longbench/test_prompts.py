@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvbench.registry import find_task
-from kvbench.task import encode
+from kvbench.task import Mode, Split, encode
 
 PROMPTS = {
     "narrativeqa": (
@@ -166,3 +166,13 @@ def test_samsum_stops_at_a_newline_and_is_not_empty(octets):
     assert stops.pop("samsum") == {octets.convert_tokens_to_ids("Ċ")}
     assert set(stops.values()) == {frozenset()}
     assert [kind for kind in PROMPTS if find_task(f"longbench_{kind}").nonempty] == ["samsum"]
+
+
+@each_task
+def test_a_context_says_nothing_of_its_question(write, line, octets, kind):
+    """It is the same for another question."""
+    path = write("two.jsonl", *(line(kind, input=x) for x in ("The input?", "Another one?")))
+    one, two = find_task(f"longbench_{kind}")(data=str(path)).examples(
+        seed=0, split=Split.TEST, n=2, length=10_000, turns=1, mode=Mode.SINGLE, tokenizer=octets
+    )
+    assert one.context == two.context

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvbench.errors import UserError
+from kvbench.request import Request, check
 from kvbench.task import Mode, Split, encode
 
 TALKS = {
@@ -233,3 +235,32 @@ def test_only_a_summary_begins_for_the_model_and_only_in_a_conversation(rows, ta
             )
             expected = ["", "This paper"] if (name, mode) == ("scbench_summary", Mode.MULTI_TURN) else ["", ""]
             assert [x.prefix for x in example.turns] == expected
+
+
+@pytest.mark.parametrize("mode", [Mode.SINGLE, Mode.MULTI_TURN])
+@pytest.mark.parametrize("name", TALKS)
+def test_a_context_says_nothing_of_its_question(task_of, rows, mini_tokenizer, name, mode):
+    """Asked the other way round it is the same, but where the task says that it is not."""
+    row = rows[name]
+    task = task_of(name, row, row | {"multi_turns": row["multi_turns"][::-1]})
+    one, two = task.examples(
+        seed=0, split=Split.TEST, n=2, length=20_000, turns=2, mode=mode, tokenizer=mini_tokenizer
+    )
+    assert one.turns != two.turns
+    assert (one.context == two.context) == (task.leak is None)
+
+
+@pytest.mark.parametrize(
+    ("task", "mode"),
+    [("scbench_mf", "single"), ("scbench_mf", "multi-turn"), ("infinitebench_math_find", "single"),
+     ("infinitebench_code_run", "single")],
+)
+def test_what_the_context_says_cannot_be_hidden(task, mode):
+    """It is refused before any data are looked for, with what to do."""
+    with pytest.raises(UserError, match=rf"^{task} cannot be hidden: .* ask(s|ed) for\. Leave --visibility out\.$"):
+        check(Request("full", task, mode=mode, visibility="hidden"))
+
+
+def test_mf_shows_its_first_question_to_multi_request():
+    """As the runner does, where there is no other visibility."""
+    assert check(Request("full", "scbench_mf", mode="multi-request")).protocol.visibility == "hidden"
