@@ -131,7 +131,7 @@ class Method:
 
     card: ClassVar[Card]
     graphable: ClassVar[str | None] = None
-    """None: one decode step has static shapes. Otherwise the reason why not."""
+    """None: one decode step has static shapes, and many at once are the same. Otherwise the reason why not."""
     ragged: ClassVar[bool] = False
     """Whether heads keep unequal numbers of rows, so that a layer with holes stores where each head's begin."""
 

@@ -178,7 +178,7 @@ class Session:
         self._pending = [list(ids)] * self.batch
 
     def score(self, ids: Sequence[int] | Tensor) -> Tensor:
-        """Log-probabilities of these tokens after what the session holds; they are appended. [B, T]"""
+        """Log-probabilities of these tokens after what the session holds; appended as in `force`. [B, T]"""
         tokens = self._ids(ids)
         scores = [
             logits.float().log_softmax(-1).gather(-1, chunk[..., None])[..., 0]
@@ -187,22 +187,30 @@ class Session:
         return torch.cat(scores, dim=1)
 
     def force(self, ids: Sequence[int] | Tensor) -> Tensor:
-        """Logits that predict each of these tokens after what the session holds; they are appended. [B, T, V]"""
+        """Logits that predict each of these tokens after what the session holds; they are appended. [B, T, V]
+
+        They are those of decode steps: a method without static ones may drop or round a row after each, so its tokens
+        are run one at a time; any other's at once, which is the same.
+        """
         return torch.cat([logits for _, logits in self._forced(self._ids(ids))], dim=1)
 
     def _forced(self, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Chunks of tokens with the logits that predict them, so that few positions' logits exist at a time."""
         assert self.logits is not None, "prefill first"
         pending = self._ids(self._pending)
-        self.reserve(pending.shape[1] + tokens.shape[1], pending.shape[1] + tokens.shape[1])
+        stepwise = self.method.graphable is not None
+        size = 1 if stepwise else min(self.chunk or SCORE_CHUNK, SCORE_CHUNK)
+        self.reserve(pending.shape[1] + tokens.shape[1], max(pending.shape[1], size))
         if pending.shape[1]:
             self.logits = self.run_chunks(pending.split(self.chunk or SCORE_CHUNK, dim=1), Phase.QUERY, compress=False)
             self._pending = []
-        chunks = tokens.split(min(self.chunk or SCORE_CHUNK, SCORE_CHUNK), dim=1)
+        chunks = tokens.split(size, dim=1)
         for i, chunk in enumerate(chunks):
-            logits = self.forward(chunk, Phase.QUERY, last=i == len(chunks) - 1, keep=chunk.shape[1])
+            last = stepwise or i == len(chunks) - 1
+            logits = self.forward(chunk, Phase.DECODE if stepwise else Phase.QUERY, last=last, keep=chunk.shape[1])
             yield chunk, torch.cat([self.logits[:, None], logits[:, :-1]], dim=1)
             self.logits = logits[:, -1]
+        self._ledger.note_layers()
 
     def run_chunks(self, chunks: Iterable[Tensor], phase: Phase, *, compress: bool) -> Tensor:
         """Run chunks of ids, the last one compressing. Logits of the last position [B, V]."""

@@ -32,6 +32,7 @@ CLAIMS: dict[str, Callable[[Method], str]] = {
         logits.batch_does_not_matter,
         turns.three_turns_go_on,
         turns.fork_is_a_fresh_run,
+        turns.forced_tokens_are_decode_steps,
         turns.short_prompts_run,
         traces.runs_are_equal_and_apart,
         turns.static_steps_are_eager_ones,

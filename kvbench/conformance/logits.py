@@ -9,6 +9,7 @@ from kvbench.agreement import Dense
 from kvbench.budget import Budget, BudgetKind
 from kvbench.conformance.trial import (
     CONTEXT,
+    EDGE,
     FORCED,
     FULL,
     LENGTH,
@@ -88,10 +89,10 @@ def chunks_do_not_matter(method: Method) -> str:
 
 
 def _rounding(model: Model, scores: Tensor) -> float:
-    """The difference allowed after compression where rows are rounded to codes: one on an edge may fall either way."""
+    """The difference allowed after compression where rows are rounded to codes."""
     with open_session(Dense(), model, None) as dense:
         dense.prefill(CONTEXT)
-        return max(TOLERANCE, 0.05 * find_distance(dense.score(FORCED), scores))
+        return max(TOLERANCE, EDGE * find_distance(dense.score(FORCED), scores))
 
 
 def heads_may_be_permuted(method: Method) -> str:

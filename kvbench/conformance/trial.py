@@ -36,6 +36,8 @@ NEVER_STOP: frozenset[int] = frozenset()
 FULL = Budget("fraction", 1.0)
 SHAPES = {"GQA": (4, 2, None), "MHA": (2, 2, None), "MQA": (4, 1, None), "sliding window": (4, 2, 48)}
 TOLERANCE = 1e-5
+EDGE = 0.05
+"""Of what rounding to codes costs: a row on the edge between two may fall either way."""
 
 
 def choose_budget(method: Method) -> Budget | None:

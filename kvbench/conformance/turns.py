@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import torch
 
+from kvbench.agreement import Dense
 from kvbench.autoregressive import step_logits
-from kvbench.budget import Budget
+from kvbench.budget import Budget, BudgetKind
 from kvbench.conformance.trial import (
     CONTEXT,
+    EDGE,
     LENGTH,
     LIMIT,
     NEVER_STOP,
+    TOLERANCE,
     TURNS,
     NotApplicableError,
     choose_budget,
     find_distance,
+    has_rounded,
     open_at_budget,
     open_session,
     random_ids,
@@ -23,6 +27,8 @@ from kvbench.conformance.trial import (
 )
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Method
+
+ANSWER = random_ids(24, seed=5)
 
 
 def three_turns_go_on(method: Method) -> str:
@@ -69,6 +75,26 @@ def fork_is_a_fresh_run(method: Method) -> str:
         assert both[i].equal(wanted), f"question {i + 1}: of two forks at a time, one differs from a fresh run"
         assert i or itself.equal(wanted), "the parent was changed by its forks"
     return "two questions, one after the other and side by side, equal bit for bit"
+
+
+def forced_tokens_are_decode_steps(method: Method) -> str:
+    """Tokens that are forced meet the rows that they would meet if they were generated, one step after the other."""
+    model, allowed = tiny_model(), 10 * TOLERANCE
+    with open_at_budget(method, model) as session:
+        session.prefill(CONTEXT)
+        session.question(random_ids(5), len(ANSWER))
+        with session.fork() as branch:
+            forced = branch.force(ANSWER)[0]
+        steps = [session.logits, *(step_logits(session, torch.tensor([[x]])) for x in ANSWER[:-1])]
+        wanted = torch.cat([x for x in steps if x is not None])
+        rounds = method.card.budget is BudgetKind.BITS or has_rounded(session.certificate())
+    if rounds:
+        with open_session(Dense(), model, None) as dense:
+            dense.prefill(CONTEXT)
+            dense.question(random_ids(5), len(ANSWER))
+            allowed = max(allowed, EDGE * find_distance(dense.force(ANSWER)[0], wanted))
+    worst = require_close(forced, wanted, f"{len(ANSWER)} tokens", allowed)
+    return f"{len(ANSWER)} tokens, worst logit difference {worst:.1e}"
 
 
 def short_prompts_run(method: Method) -> str:

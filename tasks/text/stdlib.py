@@ -6,8 +6,8 @@ tokens. It is forced after the context has been compressed, and needs no label: 
 tokens is the fact `logprobs`, and agreement with the full cache is measured on the same tokens, by their distance from
 the context. With several turns each goes on where the one before it ended.
 
-A continuation runs as a question does, in one pass and not in decode steps: what a method does in those alone is not
-measured here.
+A continuation is forced as an answer is generated: where a method evicts or rounds while it decodes, each token is a
+decode step, so that a row is the perplexity of that method.
 
 Context and first continuation together come within one line of the length and never exceed it. There is no chat
 template: this is text, not a question.

@@ -375,6 +375,18 @@ class SharesRows(Honest):
         return SharedRows()
 
 
+@fault("forced tokens are decode steps", "logits differ")
+@dataclass(frozen=True)
+class Forgetful(Honest):
+    """Before every token that it decodes it forgets a row, and its decode step is said to be a static one."""
+
+    def attend(self, kv, step):
+        """Drop the first row held."""
+        if step.phase is Phase.DECODE:
+            kv.keep(torch.arange(1, kv.n).expand(*kv.keys.shape[:2], -1))
+        return super().attend(kv, step)
+
+
 @fault("short prompts run", "rows|finite|did not act")
 @dataclass(frozen=True)
 class DividesByLittle(Honest):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.agreement import Dense
-from kvbench.conformance.trial import FULL, NEVER_STOP, TOLERANCE, has_rounded
+from kvbench.conformance.trial import EDGE, FULL, NEVER_STOP, TOLERANCE, has_rounded
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.ledger import Certificate
@@ -26,8 +26,6 @@ QUESTIONS, LIMIT, HISTORY = (5, 1, 9), 2, 2
 LATER = sum(QUESTIONS) + HISTORY * (len(QUESTIONS) - 1)
 CLOSE = 3 * TOLERANCE
 """Between two ways to cut the same sums: pages, chunks or two tiers."""
-EDGE = 0.05
-"""Of what rounding costs: a row on the edge between two codes may fall either way."""
 ROW = 1.125
 """Dense rows that a row after the context may take: a score and a position, or bounds of pages, beside its own."""
 
