@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import cycle
 from typing import TYPE_CHECKING, ClassVar, Literal
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,8 @@ Template = Literal["own", "none"]
 """Prompts in the tokenizer's chat template where it and the task have one, or the text alone."""
 _bare: WeakKeyDictionary[PreTrainedTokenizerBase, PreTrainedTokenizerBase] = WeakKeyDictionary()
 """Tokenizers without their chat templates, each once: what is kept of a tokenizer's texts is kept by object."""
+DATE = "26 Jul 2024"
+"""What templates show as today that take `date_string`: the default of Llama-3.2's own, so that no day is another."""
 
 
 class Mode(StrEnum):
@@ -221,7 +224,7 @@ class Frame:
     middle: str | None
     """Between an answer and the next question; None: the task's separator."""
     sha: str | None
-    """Hash of the chat template, None without one."""
+    """Hash of the chat template and of what it writes around texts, None without one."""
     special: bool
     """Whether the tokenizer adds its own special tokens to the context (only without a template)."""
 
@@ -237,13 +240,16 @@ class Frame:
         if template is None:
             return cls.plain()
         user, assistant, again = "<kvbench-1>", "<kvbench-2>", "<kvbench-3>"
-        talk = [{"role": "user", "content": user}]
-        first = str(tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True))
-        talk += [{"role": "assistant", "content": assistant}, {"role": "user", "content": again}]
-        later = str(tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True))
-        head, _, tail = first.partition(user)
-        middle = later.partition(assistant)[2].partition(again)[0]
-        sha = hashlib.sha256(str(template).encode()).hexdigest()[:16]
+
+        def render(*texts: str) -> str:
+            talk = [{"role": role, "content": x} for role, x in zip(cycle(("user", "assistant")), texts, strict=False)]
+            return str(
+                tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True, date_string=DATE)
+            )
+
+        head, _, tail = render(user).partition(user)
+        middle = render(user, assistant, again).partition(assistant)[2].partition(again)[0]
+        sha = hashlib.sha256(repr((str(template), head, middle, tail)).encode()).hexdigest()[:16]
         return cls(head, tail, middle, sha, special=False)
 
 

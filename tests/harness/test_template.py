@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import datetime as dt
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
 
 from kvbench.examples import make_examples
 from kvbench.files import read_lines
@@ -76,6 +79,31 @@ def test_whether_the_template_is_used_is_part_of_the_identity(job_of):
         "task": own.task.model_copy(update={"chat_template_sha": None, "bos": "tokenizer"})
     })
     assert own.run_id != none.run_id
+
+
+DATED = "{%- if not date_string is defined %}{%- set date_string = strftime_now('%d %b %Y') %}{%- endif %}"
+
+
+@pytest.mark.parametrize(
+    ("date", "same"), [(DATED + "{{ date_string }}", True), ("{{ strftime_now('%d %b %Y') }}", False)]
+)
+def test_a_run_has_one_date(model, job_of, monkeypatch, date, same):
+    """As Llama-3.2 writes it the date is pinned; where it cannot be, another day is another run, never a mixed one."""
+    tokenizer = copy.deepcopy(model.tokenizer)
+    tokenizer.chat_template = date + CHAT
+    jobs = []
+    for day in (1, 2):
+
+        class Clock(dt.datetime):
+            @classmethod
+            def now(cls, tz=None, day=day):
+                return dt.datetime(2026, 5, day, tzinfo=tz)
+
+        monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+        jobs.append(job_of(replace(model, tokenizer=tokenizer)))
+    assert (shown(jobs[0]) == shown(jobs[1])) is same
+    assert (jobs[0].spec.run_id == jobs[1].spec.run_id) is same
+    assert ("26 Jul 2024" in shown(jobs[0])[0]) is same
 
 
 def test_without_a_template_there_is_nothing_to_leave_out(job_of, model_folder):
