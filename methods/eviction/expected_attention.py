@@ -98,11 +98,15 @@ class ExpectedAttention(ScoredMethod):
         turn = self._mean_rotation(step)
         mean = (turn @ mean[..., None])[..., 0]
         logits = self._logits(kv, mean, turn @ spread @ turn.transpose(-1, -2), step.scale)
-        weights = group_mean(logits.softmax(-1), kv.keys.shape[1]).float()  # [B, H_kv, n - sinks]
+        # The first rows are the first tokens, which always stay, but where a window slides past them.
+        places = torch.arange(kv.n, device=kv.keys.device) if step.window is None else kv.logical_positions()
+        certain = (places < self.sinks).expand(kv.keys.shape[:3])
+        group = logits.shape[1] // kv.keys.shape[1]
+        logits = logits.masked_fill(certain.repeat_interleave(group, dim=1), -torch.inf)
+        weights = group_mean(logits.softmax(-1), kv.keys.shape[1]).float()  # [B, H_kv, n]
         if self.value_norm:
-            weights = (weights + self.epsilon) * kv.values[:, :, self.sinks :].float().norm(dim=-1)
-        certain = weights.new_full((*weights.shape[:2], min(self.sinks, kv.n)), torch.inf)
-        return torch.cat([certain, weights], dim=-1)
+            weights = (weights + self.epsilon) * kv.values.float().norm(dim=-1)
+        return weights.masked_fill(certain, torch.inf)
 
     def _mean_rotation(self, step: Step) -> Tensor:
         """The average of the rotations of the positions to come, as a matrix on the head dimension. [D, D]"""
@@ -112,8 +116,8 @@ class ExpectedAttention(ScoredMethod):
         return step.rope.rotate(units, positions[None]).double().mean(2)[0].T
 
     def _logits(self, kv: LayerKV, mean: Tensor, spread: Tensor, scale: float) -> Tensor:
-        """The log of the expected exponential of each row's logit. [B, H_q, n - sinks]"""
-        keys = kv.keys[:, :, self.sinks :].double().repeat_interleave(mean.shape[1] // kv.keys.shape[1], dim=1)
+        """The log of the expected exponential of each row's logit. [B, H_q, n]"""
+        keys = kv.keys.double().repeat_interleave(mean.shape[1] // kv.keys.shape[1], dim=1)
         logits = (keys @ mean[..., None])[..., 0] * scale
         if self.covariance:
             logits = logits + ((keys @ spread) * keys).sum(-1) * scale**2 / 2

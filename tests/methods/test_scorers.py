@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -131,6 +132,16 @@ def test_expected_attention_without_spread_is_attention_of_the_mean_query() -> N
 
     assert found[..., :2].isinf().all()
     torch.testing.assert_close(found[..., 2:], wanted)
+
+
+def test_expected_attention_protects_the_first_tokens_and_not_the_first_rows_held() -> None:
+    """In a layer whose window has slid past the first tokens, every row left competes."""
+    method = ExpectedAttention(sinks=4)
+    step = replace(random_step(), window=6)
+    kv = stored(method, step)
+    kv.keep_last(6)
+
+    assert method.score(kv, step).isfinite().all()
 
 
 def test_expected_attention_matches_many_gaussian_queries() -> None:
