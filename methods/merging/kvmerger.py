@@ -101,10 +101,10 @@ class KVMerger(Method):
             "diffuse; on models below 16 layers nothing is skipped unless it is set."),
         ),
         limits=(
-            ("A budget is met whether neighbours are alike or not, and a low one leaves little choice: of the pairs that "
-            "are not protected 79 % are joined at 50 %, 73 % at 35 %, 82 % at 25 % and 93 % at 10 % (bundled model, "
-            "1,024 tokens; at 25 % down to a cosine of 0.08), and more where layers are skipped. Only mode=eps joins "
-            "nothing but what is alike."),
+            ("A budget is met whether neighbours are alike or not, and a low one leaves little choice: of the pairs "
+            "that are not protected 79 % are joined at 50 %, 73 % at 35 %, 82 % at 25 % and 93 % at 10 % (bundled "
+            "model, 1,024 tokens; at 25 % down to a cosine of 0.08), and more where layers are skipped. Only mode=eps "
+            "joins nothing but what is alike."),
             "Rows that were merged are never merged again, and what comes after the context stays as it is.",
             ("Keys are merged with their rotation inside: over long runs what turns fast averages out. max_run bounds "
             "them."),
