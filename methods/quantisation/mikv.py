@@ -62,8 +62,8 @@ class MiKV(TwoPrecisions):
             "Importance counts attention before the low tier's rounding error, in the prompt, and after it, later.",
         ),
         unverified=(
-            ("The authors published no code; group follows their tables, the clamp of the balancer to 1e-5 .. 1e5 is "
-            "ours."),
+            ("The authors published no code; group follows their tables. The clamp of the balancer to 1e-5 .. 1e5 is "
+            "ours, and so is 1 for a channel that no key of the prompt uses, whose range nobody knows yet."),
             "A high tier of 8 or 4 bits holds balanced keys too, and new rows enter it as codes.",
         ),
         limits=(
@@ -161,4 +161,4 @@ class MiKV(TwoPrecisions):
         largest_query, largest_key = kv.state.pop("query_max"), kv.state.pop("key_max")
         if not self.balance:
             return torch.ones_like(largest_key)[:, :, None]
-        return (largest_query / largest_key).sqrt().nan_to_num(nan=1.0).clamp(*BALANCER_RANGE)[:, :, None]
+        return (largest_query / largest_key).sqrt().nan_to_num(nan=1.0, posinf=1.0).clamp(*BALANCER_RANGE)[:, :, None]
