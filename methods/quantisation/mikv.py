@@ -20,7 +20,7 @@ SCORE_BYTES = 4
 BALANCER_BYTES = 4
 GROUP_BYTES = 4
 """A scale and a minimum in float16."""
-HIGH_BITS = (16, 8, 4)
+HIGH_BITS = (16, 8, 4, 2)
 LOW_BITS = (2, 3, 4)
 BALANCER_RANGE = (1e-5, 1e5)
 
@@ -32,7 +32,7 @@ class MiKV(TwoPrecisions):
     important: float = 0.2
     """Share of rows in the high tier, where no budget is asked for."""
     high_bits: int = 16
-    """16: as the model has them; 8 or 4: codes."""
+    """16: as the model has them; 8, 4 or 2: codes."""
     low_bits: int = 2
     group: int | None = None
     """Channels that share a scale and a minimum; None: half of the head."""
@@ -64,7 +64,7 @@ class MiKV(TwoPrecisions):
         unverified=(
             ("The authors published no code; group follows their tables. The clamp of the balancer to 1e-5 .. 1e5 is "
             "ours, and so is 1 for a channel that no key of the prompt uses, whose range nobody knows yet."),
-            "A high tier of 8 or 4 bits holds balanced keys too, and new rows enter it as codes.",
+            "A high tier of 8, 4 or 2 bits holds balanced keys too, and new rows enter it as codes.",
         ),
         limits=(
             "The low tier and its parameters are a floor: at 2 bits and groups of 64, 15.6 % of 16-bit rows.",
@@ -81,6 +81,11 @@ class MiKV(TwoPrecisions):
         self.require_share("recent")
         self.require_one_of(HIGH_BITS, "high_bits")
         self.require_one_of(LOW_BITS, "low_bits")
+        if self.high_bits < self.low_bits:
+            raise UserError(
+                f"mikv: high_bits must be low_bits or more, got {self.high_bits} and {self.low_bits}: important rows "
+                "are not held in fewer bits than the others."
+            )
         if self.group is not None and self.group < 1:
             raise UserError(f"mikv: group must be 1 channel or more, got {self.group}; the default is half a head.")
 

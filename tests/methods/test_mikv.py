@@ -120,7 +120,7 @@ def conversation(make_step, method, window, turns, context=30):
 @pytest.mark.parametrize(
     "settings",
     [{}, {"low_bits": 4, "important": 0.5, "recent": 0.2}, {"low_bits": 3, "balance": False}, {"high_bits": 8},
-     {"high_bits": 4, "important": 0.4}, {"important": 0.0}],
+     {"high_bits": 2}, {"high_bits": 4, "important": 0.4}, {"important": 0.0}],
     ids=str,
 )
 def test_equals_a_naive_model_of_the_store(make_step, settings, window):
@@ -265,8 +265,8 @@ def test_the_low_tier_is_packed(bits, group):
 
 
 def test_the_card_s_sizes():
-    """At r = 0.2 and 2 bits in groups of 64: 32.5, 23.1 and 18.1 % for 16, 8 and 4 bits, and what scores take."""
-    for bits, share in ((16, 0.325), (8, 0.23125), (4, 0.18125)):
+    """At r = 0.2 and 2 bits in groups of 64: 32.5, 23.1, 18.1, 15.6 % for 16, 8, 4, 2 bits, and what scores take."""
+    for bits, share in ((16, 0.325), (8, 0.23125), (4, 0.18125), (2, 0.15625)):
         method = MiKV(high_bits=bits).fit(None, SHAPE)
         extra = 2 * 8 * (200 * (4 + 4) + 128 * 4)  # scores and positions of the high tier, balancers
         assert method.declared_bytes(SHAPE) == round(share * SHAPE.dense_bytes) + extra
@@ -297,7 +297,8 @@ def test_budgets_out_of_reach_are_refused():
     ("settings", "message"),
     [
         ({"low_bits": 5}, "low_bits must be one of 2, 3, 4, got 5"),
-        ({"high_bits": 3}, "high_bits must be one of 16, 8, 4, got 3"),
+        ({"high_bits": 3}, "high_bits must be one of 16, 8, 4, 2, got 3"),
+        ({"high_bits": 2, "low_bits": 4}, "high_bits must be low_bits or more, got 2 and 4"),
         ({"important": 1.5}, "important must be between 0 and 1, got 1.5"),
         ({"recent": -1}, "recent must be between 0 and 1, got -1"),
         ({"group": 0}, "group must be 1 channel or more, got 0"),
