@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -262,6 +262,15 @@ class Method:
     def bind(self, model: Model) -> Self:
         """Calibration, gates, head profiles; cached on disk by the model's hash."""
         del model
+        return self
+
+    def rebind(self, resolution: Mapping[str, object], shape: Shape) -> Self:
+        """As bound in a finished run, by what its result says was resolved: for who verifies without the model.
+
+        Raises:
+            UserError: `bind` could not have found that on a model of this shape.
+        """
+        del resolution, shape
         return self
 
     def layer(self, index: int) -> LayerKV:

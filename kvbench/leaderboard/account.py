@@ -88,7 +88,9 @@ def check_bytes(replay: Replay, method: Method | None, result: Result, lines: Se
         )
     for x in first:
         shape = known[lengths[x.index]]
-        fitted = fit(method, spec, shape)
+        with blaming("bytes", "what its budget was resolved to"):
+            bound = method.rebind(result.budget.resolved, shape)
+        fitted = fit(bound, spec, shape)
         with blaming("bytes", f"what {spec.method.name} declares"):
             declared = fitted.declared_bytes(shape), fitted.declared_host_bytes(shape)
             identity = fitted.identity(shape)

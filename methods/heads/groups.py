@@ -6,9 +6,9 @@ import bisect
 import math
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from kvbench.errors import UserError
 from kvbench.method import Budget, LayerShape, Method, Phase, Shape, Step, resolved
@@ -86,6 +86,15 @@ class HeadMethod(Method):
     def bind(self, model: Model) -> Self:
         """Rank the model's heads."""
         return replace(self, order=self.rank(model))
+
+    def rebind(self, resolution: Mapping[str, object], shape: Shape) -> Self:
+        """With the order of heads that a result has, if it is one of all heads."""
+        order: Any = resolution.get("order")
+        if order is None:
+            return self
+        if sorted(order) != [[layer, head] for layer, x in enumerate(shape.layers) for head in range(x.kv_heads)]:
+            raise UserError(f"{self.card.name}: the order of heads does not name every KV head of the model once.")
+        return replace(self, order=tuple((layer, head) for layer, head in order))
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
         """Divide a budget between retrieval heads and windows."""
@@ -174,5 +183,3 @@ def _costliest(shape: Shape) -> tuple[Head, ...]:
     return by_score([
         [float(shape.rows(x) * (x.key_dim + x.value_dim))] * x.kv_heads for x in shape.layers
     ])
-
-
