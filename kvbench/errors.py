@@ -13,6 +13,10 @@ class UserError(Exception):
     """
 
 
+class UndeclaredError(UserError):
+    """A method cannot say how many bytes it will hold: the text decides."""
+
+
 def unknown(kind: str, name: str, allowed: Iterable[str], hint: str = "") -> UserError:
     """The error for a name that is not in a list, with the nearest names and the list itself."""
     names = sorted(allowed)

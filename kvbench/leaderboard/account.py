@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
+from kvbench.errors import UndeclaredError
 from kvbench.journal import Line
 from kvbench.leaderboard.records import Check
 from kvbench.leaderboard.replay import Replay, fit, shapes
@@ -75,6 +76,7 @@ def check_bytes(replay: Replay, method: Method | None, result: Result, lines: Se
     first = [x for x in lines if x.turn == 0 and x.bytes is not None and x.tokens is not None]
     lengths = {x.index: x.tokens.context if x.denoising is None else x.denoising.total for x in first if x.tokens}
     known = shapes(spec, folder, list(lengths.values()))
+    undeclared: UndeclaredError | None = None
     for x in first:
         dense = known[lengths[x.index]].dense_bytes
         if x.bytes is not None and x.bytes.dense_bytes != dense:
@@ -91,11 +93,14 @@ def check_bytes(replay: Replay, method: Method | None, result: Result, lines: Se
         with blaming("bytes", "what its budget was resolved to"):
             bound = method.rebind(result.budget.resolved, shape)
         fitted = fit(bound, spec, shape)
-        with blaming("bytes", f"what {spec.method.name} declares"):
-            declared = fitted.declared_bytes(shape), fitted.declared_host_bytes(shape)
-            identity = fitted.identity(shape)
         assert x.bytes is not None and x.evidence is not None, "lines with tokens have both"
         held = x.bytes.cache_bytes, x.bytes.host_bytes
+        with blaming("bytes", f"what {spec.method.name} declares"):
+            identity = fitted.identity(shape)
+            try:
+                declared = fitted.declared_bytes(shape), fitted.declared_host_bytes(shape)
+            except UndeclaredError as error:
+                undeclared, declared = error, held
         if spec.recompress and min(held[0] - declared[0], held[1] - declared[1]) >= 0:
             continue  # it may keep what the next compression asks for, which is beside the declared rows
         if declared != held:
@@ -109,6 +114,8 @@ def check_bytes(replay: Replay, method: Method | None, result: Result, lines: Se
         resolved = to_jsonable_python(fitted.resolution)
         if x.index == 0 and any(result.budget.resolved.get(key) != value for key, value in resolved.items()):
             raise RefusedError("bytes", "its budget did not come to what the result says it was resolved to")
+    if undeclared is not None:
+        return flag("bytes", f"dense bytes are those of {spec.model.id}, and of those held: {undeclared}")
     return ok("bytes", f"those of {len(first)} samples are what {spec.method.name} declares on {spec.model.id}")
 
 

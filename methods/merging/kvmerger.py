@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.budget import BUDGET_TOLERANCE
-from kvbench.errors import UserError
+from kvbench.errors import UndeclaredError, UserError
 from kvbench.kernels.merge_sets import merge_sets
 from kvbench.method import Budget, BudgetKind, Card, LayerShape, Method, Shape, Step, resolved
 from kvbench.selection import top_rows
@@ -173,7 +173,7 @@ class KVMerger(Method):
     def declared_bytes(self, shape: Shape) -> int:
         """Rows and offsets, but the text decides how many where a threshold does."""
         if self.mode == "eps":
-            raise UserError("kvmerger cannot say with mode=eps how many bytes it will hold: the text decides.")
+            raise UndeclaredError("kvmerger cannot say with mode=eps how many bytes it will hold: the text decides.")
         return super().declared_bytes(shape)
 
     def row_bytes(self, layer: LayerShape, shape: Shape, *, holes: bool) -> int:

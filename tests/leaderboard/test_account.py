@@ -13,6 +13,7 @@ from kvbench.leaderboard import account
 from kvbench.leaderboard.verdict import RefusedError
 from kvbench.methods.heads.duo_attention import DuoAttention
 from kvbench.methods.heads.razor_attention import RazorAttention
+from kvbench.methods.merging.kvmerger import KVMerger
 
 FULL = LayerShape(4, 8, 256, 256, None)
 GEMMA = Shape(8000, (replace(FULL, window=4096), FULL) * 3, 2)
@@ -62,3 +63,13 @@ def test_an_order_that_is_none_is_refused(order, monkeypatch):
     found = to_jsonable_python({**fitted.resolution, "order": order})
     with pytest.raises(RefusedError, match="what its budget was resolved to"):
         look(DuoAttention(), fitted, "50%", monkeypatch, resolved=found)
+
+
+def test_bytes_that_nobody_can_declare_are_flagged(monkeypatch):
+    """Under a threshold the text decides: the rest is still checked."""
+    method = KVMerger(mode="eps")
+    fitted = method.fit(None, GEMMA)
+    found = look(method, fitted, None, monkeypatch, held=12345)
+    assert (found.outcome, "the text decides" in found.reason) == ("flag", True)
+    with pytest.raises(RefusedError, match="the method loses nothing"):
+        look(method, fitted, None, monkeypatch, held=12345, identity=True)
