@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -53,6 +54,12 @@ class Evidence(Record):
     rows_seen: int
     rows_kept: tuple[float, ...]
     facts: dict[str, int]
+
+
+def add_facts(total: dict[str, int], facts: Mapping[str, int]) -> None:
+    """Add to a total: of distinct codes the most in one place count, and everything else adds up."""
+    for name, value in facts.items():
+        total[name] = (max if name.startswith("distinct") else sum)((total.get(name, 0), value))
 
 
 class AgreementPart(Record):

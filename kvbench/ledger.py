@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from kvbench.budget import Shape
+from kvbench.journal import add_facts
 from kvbench.method import Method
 from kvbench.store import LayerKV, storage_bytes
 
@@ -95,9 +96,7 @@ class Ledger:
         assert self._certificate is not None, "prefill first"
         facts: dict[str, int] = {}
         for store in self._layers:
-            for name, value in store.facts().items():
-                together = max if name.startswith("distinct") else sum
-                facts[name] = together((facts.get(name, 0), value))
+            add_facts(facts, store.facts())
         return replace(self._certificate, acted=any(facts.get(name) for name in CHANGED), facts=facts)
 
     def fork(self, layers: list[LayerKV]) -> Ledger:

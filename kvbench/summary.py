@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, median
 
 from kvbench.job import Job
-from kvbench.journal import Agreement, AgreementPart, Evidence, Line
+from kvbench.journal import Agreement, AgreementPart, Evidence, Line, add_facts
 from kvbench.machine import find_environment
 from kvbench.results import (
     BaselineResult,
@@ -119,13 +119,13 @@ def certify(kind: str, lines: Sequence[Line]) -> CertificateResult | None:
     bound = [x for x in samples.values() if not all(turn.identity for turn in x)]
     kept = [x[0].rows_kept for x in samples.values()]
     layers = tuple(fmean(layer) for layer in zip(*kept, strict=True))
-    facts: Counter[str] = Counter()
+    facts: dict[str, int] = {}
     for evidence in samples.values():
-        facts.update(evidence[-1].facts)
+        add_facts(facts, evidence[-1].facts)
     return CertificateResult(
         kind=kind, n_acted=sum(any(turn.acted for turn in x) for x in bound), n=len(bound),
         n_identity=len(samples) - len(bound), rows_seen=round(fmean(x[0].rows_seen for x in samples.values())),
-        rows_kept=fmean(layers), rows_kept_by_layer=layers, facts=dict(facts),
+        rows_kept=fmean(layers), rows_kept_by_layer=layers, facts=facts,
     )
 
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from kvbench.errors import UserError
 from kvbench.files import Journal, finished_samples, read_file, read_lines, write_atomic
-from kvbench.journal import Line
+from kvbench.journal import Evidence, Line
 from kvbench.results import Result
 from kvbench.stats import bootstrap_interval
+from kvbench.summary import certify
 
 SAMPLES, TURNS = 3, 2
 
@@ -157,3 +158,13 @@ def test_the_interval_respects_clusters():
     assert apart[1] - apart[0] < together[1] - together[0]
     assert bootstrap_interval([[0.5], [0.5]]) == (0.5, 0.5)
     assert bootstrap_interval([[x] for x in [0.0, 1.0] * 20]) == apart
+
+
+def test_facts_add_up_over_samples_and_distinct_codes_do_not():
+    """Two samples in 2 bits have at most 4 distinct codes, as one of them has."""
+    facts = [{"rows_quantised": 7, "distinct_codes": 4}, {"rows_quantised": 5, "distinct_codes": 3}]
+    lines = [
+        line(i, 0, evidence=Evidence(acted=True, identity=False, rows_seen=9, rows_kept=(9.0,), facts=x))
+        for i, x in enumerate(facts)
+    ]
+    assert certify("bits", lines).facts == {"rows_quantised": 12, "distinct_codes": 4}

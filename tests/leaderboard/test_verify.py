@@ -97,6 +97,22 @@ def test_a_result_that_its_journal_does_not_give_is_refused(snapkv, check, name)
     assert found["refused"].startswith(f"summary: its {name}.")
 
 
+def test_distinct_codes_that_were_added_up_are_flagged(snapkv, check):
+    """Results of before have the sum over their four samples, of now the most in one; any other number is refused."""
+    def code(_, line):
+        facts = {**line.evidence.facts, "distinct_codes": 4}
+        return line.model_copy(update={"evidence": line.evidence.model_copy(update={"facts": facts})})
+
+    files = snapkv.with_lines(code)
+    assert "facts" not in check(files)
+    old, wrong = (
+        check(edit(files, RESULT, lambda x, count=count: x["certificate"]["facts"].update(distinct_codes=count)))
+        for count in (16, 7)
+    )
+    assert (old["facts"], old["level"]) == ("flag", "L0")
+    assert wrong["refused"] == "summary: its certificate.facts.distinct_codes is 7, its samples give 4"
+
+
 def test_another_run_id_is_refused(snapkv, check):
     found = check(edit(snapkv.files, RESULT, lambda x: x.update(run_id="x-0")))
     assert found["refused"] == "schema: result.json: its run_id is not what spec.json has"
