@@ -125,7 +125,8 @@ class HeadMethod(Method):
 
     def identity(self, shape: Shape) -> bool:
         """Whether no head drops a row of a context of this length."""
-        return self.streaming is None or self.streaming >= shape.length
+        whole = self.retrieval == sum(x.kv_heads for x in shape.layers)
+        return whole or self.streaming is None or self.streaming >= shape.length
 
     def declared_bytes(self, shape: Shape) -> int:
         """Rows of both kinds of heads, and what streaming heads hold beside theirs."""

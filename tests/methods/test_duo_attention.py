@@ -244,3 +244,11 @@ def test_every_claim_where_both_kinds_of_heads_are(claim, monkeypatch):
         assert CLAIMS[claim](DuoAttention())
     except NotApplicableError as reason:
         assert str(reason)  # noqa: PT017
+
+
+def test_all_heads_with_every_row_are_a_declared_identity():
+    """Without a streaming head nothing is lost, and no run has to act."""
+    model = tiny_model()
+    method = fitted(model, 60, 0.0)
+    assert method.identity(model.shape(60))
+    assert not fitted(model, 60, 0.5).identity(model.shape(60))

@@ -226,3 +226,10 @@ def test_every_claim_where_both_kinds_of_heads_are(claim, monkeypatch):
         assert CLAIMS[claim](RazorAttention())
     except NotApplicableError as reason:
         assert str(reason)  # noqa: PT017
+
+
+def test_all_heads_with_every_row_are_a_declared_identity():
+    """Where the shares are all heads, nothing is lost, and no run has to act."""
+    model = tiny_model()
+    method = RazorAttention(induction=1.0, buffer=8, compression=100).bind(model).fit(PAPER, model.shape(60))
+    assert method.identity(model.shape(60))
