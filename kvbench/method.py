@@ -224,6 +224,10 @@ class Method:
             return self.rows
         return min(window, max(self.minimum_rows(), math.ceil(self.rows * window / self.length)))
 
+    def sees_context(self, window: int | None) -> bool:
+        """Whether a layer sees the whole context: there is no window, or the context is no longer than it."""
+        return window is None or (self.length is not None and window >= self.length)
+
     def identity(self, shape: Shape) -> bool:
         """Whether these settings are declared to lose nothing of a context of this length."""
         if self.card.budget is BudgetKind.NONE:

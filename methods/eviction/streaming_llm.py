@@ -45,7 +45,8 @@ class StreamingLLM(Method):
         ),
         limits=(
             "The middle of the text is gone for ever.",
-            "Sliding layers keep recent rows only: the first tokens are outside their window.",
+            ("Sliding layers whose window is shorter than the context keep recent rows only: the first tokens are "
+            "outside. Those with a longer window keep sinks, which go out of sight once the conversation outgrows it."),
         ),
     )
 
@@ -88,8 +89,8 @@ class StreamingLLM(Method):
         return total
 
     def _sinks(self, rows: int, window: int | None) -> int:
-        """First rows kept of a budget: a sliding layer does not see them, and one row is always a recent one."""
-        return 0 if window is not None else min(self.sinks, rows - 1)
+        """First rows kept of a budget: a window may hide them, and one row is always a recent one."""
+        return min(self.sinks, rows - 1) if self.sees_context(window) else 0
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:
         """Attention with the sinks as near as the cache has them. [B, H_q, T, D_v]"""

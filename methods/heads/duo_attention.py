@@ -62,7 +62,8 @@ class DuoAttention(HeadMethod):
             ("A model that does not copy random tokens, as the bundled one does not, shows no retrieval heads to the "
             "probe: its ranking is noise there."),
             "A file of gates names no model: one with the right number of layers and heads is believed.",
-            "Sliding layers stream recent rows only: the first tokens are outside their window.",
+            ("Sliding layers whose window is shorter than the context stream recent rows only: the first tokens are "
+            "outside. Those with a longer window keep sinks, which go out of sight once the conversation outgrows it."),
         ),
     )
 

@@ -30,7 +30,8 @@ class HeadMethod(Method):
     """Retrieval heads keep every row; streaming heads the first and the last, while decoding too.
 
     A budget is spent on as many retrieval heads as leave each streaming head its `least_window`; what is left over
-    widens the windows. Sliding layers stream the same share of their window, without first rows, which it hides.
+    widens the windows. Sliding layers whose window is shorter than the context stream the same share of it, without
+    first rows, which it hides.
     """
 
     sinks: int = 4
@@ -138,7 +139,7 @@ class HeadMethod(Method):
             held = shape.rows(layer)
             rows = min(held, self._trimmed(layer.window) or held)
             head = rows * self.row_bytes(layer, shape, holes=rows < held)
-            head += self.extra_bytes(layer, shape) if rows < held and layer.window is None else 0
+            head += self.extra_bytes(layer, shape) if rows < held and self.sees_context(layer.window) else 0
             total += (layer.kv_heads - whole[index]) * head
             total += whole[index] * held * self.row_bytes(layer, shape, holes=False)
         return total
@@ -169,7 +170,7 @@ class HeadMethod(Method):
         if rows is None or not step.last or (step.phase is Phase.CONTEXT and not step.compress):
             return
         assert isinstance(kv, HeadGroupsKV)
-        full = step.window is None
+        full = self.sees_context(step.window)
         kv.trim(self.sinks_in(rows) if full else 0, rows, compensate=self.compensate and full)
 
 

@@ -65,7 +65,9 @@ class RazorAttention(HeadMethod):
             ("A model that does not copy random tokens, as the bundled one does not, shows no retrieval heads to the "
             "probe: its ranking is noise there."),
             "The mean of rotated keys loses what turns fast: it stands for content, hardly for places.",
-            ("Sliding layers have no compensation token and no sinks: what leaves their window is out of sight."),
+            ("Sliding layers whose window is shorter than the context have no compensation token and no sinks: what "
+            "leaves it is out of sight. Those with a longer window have both; once the conversation outgrows it, the "
+            "token counts for as many rows as are still in sight, and its mean stays that of all."),
             ("Models without rotary embeddings are profiled in the same way; the paper reads ALiBi's slopes "
             "instead."),
         ),

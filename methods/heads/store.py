@@ -23,6 +23,8 @@ class StreamingKV(LayerKV):
 
     merged: int = field(default=0, init=False)
     """Rows in the mean, of every head."""
+    _sinks: int = field(default=0, init=False)
+    """First rows, which are not in the mean."""
     _oldest: int = field(default=0, init=False)
     """Place in the ring of its oldest row."""
 
@@ -32,7 +34,7 @@ class StreamingKV(LayerKV):
         if excess <= 0:
             return
         if not self.bounded:  # the first time: rows stand in the order in which they came
-            self.bounded = True
+            self.bounded, self._sinks = True, sinks
             if compensate:
                 self._merge(self.keys[:, :, sinks : sinks + excess], self.values[:, :, sinks : sinks + excess])
             order = torch.arange(self.n, device=self.keys.device)
@@ -73,13 +75,17 @@ class StreamingKV(LayerKV):
         return merge_partials([held, self._compensation(step)], step.sinks).to(step.query.dtype)
 
     def _compensation(self, step: Step) -> Partial:
-        """Attention to the mean alone; its logit is higher by the log of how many rows it stands for."""
+        """Attention to the mean alone; its logit is higher by the log of how many rows in sight it stands for."""
         query = step.query.float().unflatten(1, (self.keys.shape[1], -1))  # [B, H_kv, G, T, D]
         key, value = (self.state[name][:, :, None] / self.merged for name in ("key_sum", "value_sum"))
         logits = (query * key).sum(-1) * step.scale
         if step.softcap is not None:
             logits = step.softcap * torch.tanh(logits / step.softcap)
-        lse = logits + torch.tensor(self.merged, dtype=torch.float32, device=logits.device).log()
+        rows = torch.tensor(self.merged, device=logits.device)
+        if step.window is not None:  # the conversation may outgrow a window that the context did not
+            gone = step.positions[:, None, None] + 1 - step.window - self._sinks  # [B, 1, 1, T]
+            rows = (rows - gone.clamp_min(0)).clamp_min(0)
+        lse = logits + rows.float().log()
         return Partial(value.expand(*logits.shape, -1).flatten(1, 2), lse.flatten(1, 2))
 
     def rows_kept(self) -> list[int]:

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.conformance import CLAIMS, NotApplicableError, trial
 from kvbench.errors import UserError
 from kvbench.hf.rope import NO_ROPE
 from kvbench.hf.tiny import VOCABULARY, tiny_model
@@ -236,19 +235,45 @@ def test_long_contexts_have_the_paper_s_windows():
     assert made.streaming >= 64 + 256
 
 
-@pytest.mark.parametrize("claim", [x for x in CLAIMS if x != "short prompts run"])
-def test_every_claim_where_both_kinds_of_heads_are(claim, monkeypatch):
-    """Conformance takes a quarter, at which tiny models have no retrieval head: here it is three quarters."""
-    monkeypatch.setattr(trial, "choose_budget", lambda *_: Budget("rows", 90))
-    try:
-        assert CLAIMS[claim](DuoAttention())
-    except NotApplicableError as reason:
-        assert str(reason)  # noqa: PT017
-
-
 def test_all_heads_with_every_row_are_a_declared_identity():
     """Without a streaming head nothing is lost, and no run has to act."""
     model = tiny_model()
     method = fitted(model, 60, 0.0)
     assert method.identity(model.shape(60))
     assert not fitted(model, 60, 0.5).identity(model.shape(60))
+
+
+def test_a_window_longer_than_the_context_keeps_the_sinks():
+    """It hides nothing of the context, so streaming heads have their sinks, and the bytes are as declared."""
+    model = tiny_model(4, 2, 4096)
+    method = fitted(model, 60, 1.0)
+    with Session(model, method, capacity=100) as session:
+        session.prefill(ids(60))
+        (_, store), = session.layers[0].groups
+        assert sorted(store.positions[0, 0].tolist()) == [*range(SINKS), *range(60 - RECENT, 60)]
+        assert session.memory().cache_bytes == method.declared_bytes(model.shape(60))
+
+
+def test_sinks_go_out_of_sight_with_the_window(make_step):
+    """A conversation that outgrows the window after its context loses the sinks as the model itself does."""
+    generator = torch.Generator().manual_seed(0)
+    window, context, total = 44, 40, 60
+    query, keys, values = (torch.randn(1, x, total, 8, generator=generator) for x in (2, 1, 1))
+    method, kv = replace(DuoAttention(), length=context), HeadGroupsKV()
+    method = replace(method, streaming=SINKS + RECENT, sinks=SINKS, recent=RECENT)
+    held = set(range(context))
+    for before, size in [(0, context), *((x, 1) for x in range(context, total))]:
+        part, now = slice(before, before + size), torch.arange(before, before + size)[:, None]
+        phase = Phase.DECODE if before else Phase.CONTEXT
+        step = make_step(
+            query[:, :, part], keys[:, :, part], values[:, :, part], before=before, phase=phase, window=window
+        )
+        kv.append(step)
+        held |= {*range(before, before + size)}
+        there = torch.arange(before + size)
+        sees = torch.tensor([x in held for x in there.tolist()]) & (there <= now) & (now - there < window)
+        wanted = attend_by_hand(step, keys[:, :, : before + size], values[:, :, : before + size], sees[None])
+        assert torch.allclose(method.attend(kv, step), wanted, atol=1e-5)
+        method.evict(kv, step)
+        held = {*range(SINKS), *range(before + size - RECENT, before + size)}
+        assert kv.rows_kept() == [SINKS + RECENT]

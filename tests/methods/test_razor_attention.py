@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from kvbench.conformance import CLAIMS, NotApplicableError, trial
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.kernels.dense_attention.naive import dense_attention
@@ -67,6 +66,35 @@ def test_equal_rows_are_replaced_without_a_loss(make_step, sizes):
     for name in ("key_sum", "value_sum"):
         kv.state[name] /= merged  # the mean as it was, standing for one row
     assert not torch.allclose(kv.attend(step), wanted, atol=1e-3)
+
+
+@pytest.mark.parametrize("window", [44, 4096])
+def test_a_window_longer_than_the_context_hides_what_leaves_it_later(make_step, window):
+    """Sinks and the mean's rows count until the conversation outgrows the window, and from then on those in sight."""
+    sizes = [40, *[1] * 22, 4]
+    kv, step, keys, values = fill(make_step, sizes, same=range(SINKS, sum(sizes) - 4 - (ROWS - SINKS)), window=window)
+    wanted = dense_attention(step.query, keys, values, scale=step.scale, seen=step.seen, window=window)
+
+    assert torch.allclose(kv.attend(step), wanted, atol=1e-5)
+
+
+def test_layers_whose_window_is_longer_than_the_context_are_full_ones():
+    """They have the sinks and the mean, and their bytes are as declared."""
+    model = tiny_model(4, 2, 4096)
+    method = RazorAttention(induction=0.0, echo=0.0, buffer=8, compression=100).bind(model).fit(PAPER, model.shape(60))
+    with Session(model, method, capacity=100) as session:
+        session.prefill(ids(60))
+        (_, store), = session.layers[0].groups
+        assert sorted(store.positions[0, 0].tolist()) == [*range(4), *range(52, 60)]
+        assert store.merged == 60 - 12
+        assert session.memory().cache_bytes == method.declared_bytes(model.shape(60))
+
+
+def test_all_heads_with_every_row_are_a_declared_identity():
+    """Where the shares are all heads, nothing is lost, and no run has to act."""
+    model = tiny_model()
+    method = RazorAttention(induction=1.0, buffer=8, compression=100).bind(model).fit(PAPER, model.shape(60))
+    assert method.identity(model.shape(60))
 
 
 @pytest.mark.parametrize(
@@ -216,20 +244,3 @@ def test_settings_without_a_meaning_are_refused(values):
     (value,) = values.values()
     with pytest.raises(UserError, match=f"razor-attention: .*got .*{value}"):
         RazorAttention(**values)
-
-
-@pytest.mark.parametrize("claim", [x for x in CLAIMS if x != "short prompts run"])
-def test_every_claim_where_both_kinds_of_heads_are(claim, monkeypatch):
-    """Conformance takes a quarter, at which tiny models have hardly a retrieval head: here it is three quarters."""
-    monkeypatch.setattr(trial, "choose_budget", lambda *_: Budget("rows", 90))
-    try:
-        assert CLAIMS[claim](RazorAttention())
-    except NotApplicableError as reason:
-        assert str(reason)  # noqa: PT017
-
-
-def test_all_heads_with_every_row_are_a_declared_identity():
-    """Where the shares are all heads, nothing is lost, and no run has to act."""
-    model = tiny_model()
-    method = RazorAttention(induction=1.0, buffer=8, compression=100).bind(model).fit(PAPER, model.shape(60))
-    assert method.identity(model.shape(60))

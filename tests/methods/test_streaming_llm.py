@@ -134,6 +134,21 @@ def test_what_is_held(sinks):
             session.forward(torch.tensor([[token]]), Phase.DECODE)
 
 
+@pytest.mark.parametrize("positions", ["cache", "original"])
+def test_a_window_longer_than_the_context_keeps_the_sinks(positions):
+    """It hides nothing of the context: rows, bytes and logits are those of a full layer."""
+    found = {}
+    for window in (None, 4096):
+        model = tiny_model(4, 2, window)
+        method = fitted(model, 40, positions=positions)
+        with Session(model, method, capacity=60) as session:
+            session.prefill(ids(40))
+            assert sorted(session.layers[0].positions[0, 0].tolist()) == [*range(SINKS), *range(40 - ROWS + SINKS, 40)]
+            assert session.memory().cache_bytes == method.declared_bytes(model.shape(40))
+            found[window] = torch.cat([session.forward(ids(1, 10 + i), Phase.DECODE)[0] for i in range(9)])
+    assert torch.allclose(found[None], found[4096], atol=1e-5)
+
+
 def test_settings_without_a_meaning_are_refused():
     """The message names the method, the setting and the value."""
     with pytest.raises(UserError, match="streaming-llm: sinks must be 0 or more, got -1"):
