@@ -27,7 +27,7 @@ from kvbench.store import LayerKV
 
 
 def acts_at_its_budget(method: Method) -> str:
-    """At a quarter of the context the stores can prove that something happened, and an inert twin's cannot."""
+    """At a budget below the context the stores can prove that something happened, and an inert twin's cannot."""
     model = tiny_model()
     with open_at_budget(method, model) as session:
         session.prefill(CONTEXT)
@@ -35,7 +35,7 @@ def acts_at_its_budget(method: Method) -> str:
         proof = session.certificate()
     if method.card.budget is BudgetKind.NONE:
         raise NotApplicableError("its card declares that it loses nothing")
-    assert not proof.identity, "a quarter of the context counts as its declared identity"
+    assert not proof.identity, "its budget counts as its declared identity"
     assert proof.acted, f"rows kept {proof.rows_kept} of {proof.rows_seen}, facts {proof.facts}: it never acted"
     inert = _inert(method, model)
     assert not inert.acted, f"a twin that does nothing is certified as well: {inert.facts}"

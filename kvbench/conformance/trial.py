@@ -41,10 +41,25 @@ EDGE = 0.05
 
 
 def choose_budget(method: Method) -> Budget | None:
-    """A quarter of the context, or the least that the settings allow."""
+    """A quarter of the context, or the least that the settings allow.
+
+    Three quarters where heads are told apart: of the few that tiny models have, one that keeps every row is most of
+    a quarter.
+    """
     if method.card.budget in (BudgetKind.NONE, BudgetKind.BITS):
         return None
-    return Budget("rows", min(LENGTH - 1, max(LENGTH // 4, method.minimum_rows() + 4)))
+    usual = LENGTH * 3 // 4 if method.card.heads == "indexed" else LENGTH // 4
+    return Budget("rows", min(LENGTH - 1, max(usual, method.minimum_rows() + 4)))
+
+
+def find_shapes(method: Method) -> dict[str, tuple[int, int, int | None]]:
+    """Tiny models to try a budget on: without the one whose layers all slide, where the method refuses those."""
+    sliding = tiny_model(*SHAPES["sliding window"]).shape(LENGTH)
+    try:
+        replace(method).fit(choose_budget(method), sliding)
+    except UserError:
+        return {name: shape for name, shape in SHAPES.items() if name != "sliding window"}
+    return SHAPES
 
 
 @contextmanager

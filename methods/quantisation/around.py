@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 
@@ -58,16 +58,42 @@ class Around(PackedMethod):
     """Packs what another method keeps, and leaves its budget alone: so many rows, whatever they take once packed."""
 
     inner: ClassVar[type[Method]]
+    needed: ClassVar[str] = "keeps {} rows"
+    """What a KV head must do to have rows packed, by the size of a block."""
 
     def plain(self) -> Any:
         """The other method by itself, with what `bind` and `fit` have found so far."""
         return self.inner(**{x.name: getattr(self, x.name) for x in fields(self.inner)})
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
-        """The other method's."""
+        """The other method's.
+
+        Raises:
+            UserError: or nothing of what it keeps can be packed.
+        """
         self.check_groups(shape)
-        fitted = self.plain().fit(budget, shape)
-        return replace(self, **{x.name: getattr(fitted, x.name) for x in fields(self.inner)})
+        plain = self.plain().fit(budget, shape)
+        fitted = replace(self, **{x.name: getattr(plain, x.name) for x in fields(self.inner)})
+        if not plain.identity(shape) and max(fitted.packed_rows(shape), default=0) < self.residual:
+            raise UserError(
+                f"{self.card.name}: at this budget kivi has nothing to pack in {shape.length} tokens, because no KV "
+                f"head {self.needed.format(self.residual)}: this would be {plain.card.name} alone. Use a larger "
+                f"--budget or --length, or --method {plain.card.name}."
+            )
+        return fitted
+
+    def packed_rows(self, shape: Shape) -> list[int]:
+        """Rows of the KV heads that are packed, by layer that has some; the last of them stay exact."""
+        budgets = [(shape.rows(x), self.rows_in(i, x.window)) for i, x in enumerate(shape.layers)]
+        return [held if rows is None else min(held, rows) for held, rows in budgets]
+
+    def rows_in(self, layer: int, window: int | None) -> int | None:
+        """The other method's."""
+        return cast("int | None", self.plain().rows_in(layer, window))
+
+    def minimum_rows(self) -> int:
+        """As many as a block that is packed."""
+        return max(super().minimum_rows(), self.residual)
 
     def identity(self, shape: Shape) -> bool:
         """Only where the other method drops nothing and nothing is packed."""
@@ -76,6 +102,12 @@ class Around(PackedMethod):
 
 class AroundHeads(Around):
     """Around a method of which some heads keep every row: these rows are packed, and those of the others are not."""
+
+    needed: ClassVar[str] = "keeps a whole context of {} rows or more"
+
+    def packed_rows(self, shape: Shape) -> list[int]:
+        """Rows of heads that keep every row."""
+        return [shape.rows(shape.layers[index]) for index in self.plain().whole_heads(shape)]
 
     def layer(self, index: int) -> LayerKV:
         """The other method's two stores, or one where every head keeps every row."""

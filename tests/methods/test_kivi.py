@@ -211,6 +211,24 @@ def test_heads_that_keep_every_row_are_packed_and_streaming_heads_are_not():
                     assert y.keys.equal(x.keys)
 
 
+@pytest.mark.parametrize(("name", "budget", "length"), [
+    ("snapkv+kivi", "31", 100), ("knorm+kivi", "20%", 100), ("razor-attention+kivi", "25%", 120),
+    ("duo-attention+kivi", "25%", 120), ("razor-attention+kivi", "75%", 30),
+])
+def test_a_budget_that_leaves_nothing_to_pack_is_refused(name, budget, length):
+    """It would be the other method alone under the name of both: too few rows, or no head that keeps all of them."""
+    settings = {"window": 8} if name.startswith("snapkv") else {}
+    with pytest.raises(UserError, match=rf"{name.replace('+', '.')}: .*kivi has nothing to pack.*Use a larger"):
+        find_method(name)(**settings).fit(Budget.parse(budget), tiny_model().shape(length))
+
+
+def test_what_keeps_everything_may_be_too_short_to_pack():
+    """A context within the budget and shorter than a block is a declared identity, as it is for both methods alone."""
+    shape = tiny_model().shape(20)
+    assert find_method("snapkv+kivi")().fit(Budget("rows", 40), shape).identity(shape)
+    assert find_method("razor-attention+kivi")().fit(Budget("fraction", 1.0), shape).identity(shape)
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
