@@ -12,8 +12,8 @@ from kvbench.conformance.trial import (
     CONTEXT,
     LENGTH,
     NEVER_STOP,
-    SHAPES,
     NotApplicableError,
+    find_shapes,
     open_at_budget,
     random_ids,
     talk,
@@ -56,8 +56,8 @@ def _inert(method: Method, model: Model) -> Certificate:
 
 def measured_bytes_are_declared(method: Method) -> str:
     """Bytes counted from storages after the context equal the method's own account."""
-    found = []
-    for name, shape in SHAPES.items():
+    found, shapes = [], find_shapes(method)
+    for name, shape in shapes.items():
         model = tiny_model(*shape)
         with open_at_budget(method, model) as session:
             session.prefill(CONTEXT)
@@ -66,7 +66,7 @@ def measured_bytes_are_declared(method: Method) -> str:
             host, told = session.memory().host_bytes, session.method.declared_host_bytes(model.shape(LENGTH))
             assert host == told, f"{name}: measured {host} bytes on the host, declared {told}"
             found.append(f"{measured / session.memory().dense_bytes:.1%}")
-    return f"{', '.join(found)} of the dense bytes for {', '.join(SHAPES)}"
+    return f"{', '.join(found)} of the dense bytes for {', '.join(shapes)}"
 
 
 def old_rows_are_freed(method: Method) -> str:

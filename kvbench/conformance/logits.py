@@ -19,6 +19,7 @@ from kvbench.conformance.trial import (
     are_same_rows,
     find_distance,
     find_rows,
+    find_shapes,
     has_rounded,
     open_at_budget,
     open_session,
@@ -61,7 +62,7 @@ def _full(method: Method) -> Budget | None:
 def first_token_is_exact(method: Method) -> str:
     """The logits after the prefill are the dense cache's: compression comes after the context's attention."""
     worst = 0.0
-    for name, shape in SHAPES.items():
+    for name, shape in find_shapes(method).items():
         model = tiny_model(*shape)
         with open_at_budget(method, model) as ours, open_session(Dense(), model, None) as dense:
             worst = max(worst, require_close(ours.prefill(CONTEXT), dense.prefill(CONTEXT), name))
@@ -70,9 +71,11 @@ def first_token_is_exact(method: Method) -> str:
 
 def chunks_do_not_matter(method: Method) -> str:
     """The kept rows and the logits are those of a whole-prompt prefill, whatever the chunk size."""
-    worst = 0.0
+    worst, shapes = 0.0, find_shapes(method)
     for name, sizes in (("GQA", (1, 7, 50)), ("sliding window", (7, 50))):
-        model = tiny_model(*SHAPES[name])
+        if name not in shapes:
+            continue
+        model = tiny_model(*shapes[name])
         with open_at_budget(method, model, track=True) as whole:
             logits, kept = whole.prefill(CONTEXT), find_rows(whole)
             scores = whole.score(FORCED)

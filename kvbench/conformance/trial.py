@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kvbench.budget import Budget, BudgetKind
+from kvbench.errors import UserError
 from kvbench.hf import Model
-from kvbench.hf.tiny import VOCABULARY
+from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.ledger import Certificate
 from kvbench.method import Method
 from kvbench.session import Session, Tokens
@@ -34,7 +36,9 @@ TURNS = 3
 LIMIT = 6
 NEVER_STOP: frozenset[int] = frozenset()
 FULL = Budget("fraction", 1.0)
-SHAPES = {"GQA": (4, 2, None), "MHA": (2, 2, None), "MQA": (4, 1, None), "sliding window": (4, 2, 48)}
+SHAPES: dict[str, tuple[int, int, int | None]] = {
+    "GQA": (4, 2, None), "MHA": (2, 2, None), "MQA": (4, 1, None), "sliding window": (4, 2, 48),
+}
 TOLERANCE = 1e-5
 EDGE = 0.05
 """Of what rounding to codes costs: a row on the edge between two may fall either way."""

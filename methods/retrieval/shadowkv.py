@@ -118,7 +118,13 @@ class ShadowKV(Method):
         outliers = self.outlier_chunks
         if outliers is None and fitted.rows is not None:
             outliers = round(fitted.rows * PAPER_OUTLIERS / PAPER_BUDGET)
-        return replace(fitted, key_rank=usual if self.rank is None else self.rank, outliers=outliers)
+        fitted = replace(fitted, key_rank=usual if self.rank is None else self.rank, outliers=outliers)
+        if not fitted.identity(shape) and all(x.window is not None for x in shape.layers):
+            raise UserError(
+                "shadowkv leaves sliding-window layers dense, and this model has no others: nothing would happen. Use "
+                "a method that selects in them, such as quest."
+            )
+        return fitted
 
     def chunks_apart(self, length: int) -> int:
         """Chunks of a context before its last ones, or 0 if a token could select all of them that are no outliers."""

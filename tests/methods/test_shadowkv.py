@@ -239,6 +239,14 @@ def test_an_unknown_rotation_and_a_second_compression_are_refused():
             session.question(ids(5, 2), 1)
 
 
+def test_a_model_whose_layers_all_slide_is_refused():
+    """No layer could hold factors: before anything runs, unless nothing is asked of them."""
+    model = tiny_model(4, 2, 48)
+    with pytest.raises(UserError, match="sliding-window layers dense, and this model has no others"):
+        fitted(model, 24, 120)
+    assert ShadowKV(chunk=4).fit(Budget("fraction", 1.0), model.shape(120)).identity(model.shape(120))
+
+
 def test_host_rows_come_back_by_head():
     """Each head and sequence gets its own rows, and on a CPU the tier says that it is simulated."""
     rows = torch.arange(2 * 3 * 5 * 4.0).view(2, 3, 5, 4)
