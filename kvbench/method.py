@@ -132,6 +132,8 @@ class Method:
     card: ClassVar[Card]
     graphable: ClassVar[str | None] = None
     """None: one decode step has static shapes, and many at once are the same. Otherwise the reason why not."""
+    recompressible: ClassVar[str | None] = None
+    """None: it may be asked to compress again after every question. Otherwise why that is refused."""
     ragged: ClassVar[bool] = False
     """Whether heads keep unequal numbers of rows, so that a layer with holes stores where each head's begin."""
 

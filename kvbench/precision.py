@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 from kvbench.budget import BUDGET_TOLERANCE, Budget, Shape
 from kvbench.errors import UserError
@@ -17,6 +17,8 @@ class TwoPrecisions(Method):
 
     important: float = 0.5
     """Share of rows in the higher precision, where no budget is asked for; a method's own is its paper's."""
+
+    recompressible: ClassVar[str | None] = "every row is held, and which ones are important is settled as they come."
 
     share: float | None = resolved()
     """Share of rows in the higher precision that a budget comes to; None: the setting's."""

@@ -50,6 +50,7 @@ class ScoredMethod(Method):
 class RollingMethod(Method):
     """Drops the worst rows at the end of the context and after every later forward; its stores are `bounded`."""
 
+    recompressible: ClassVar[str | None] = "the worst rows are dropped after every forward as it is."
     graphable: ClassVar[str | None] = "a row is dropped in every step, and the store counts its rows on the host."
 
     @abstractmethod

@@ -23,6 +23,7 @@ class HeadAllocation(ScoredMethod):
     """Share of the budget that every head gets before the rest is divided."""
 
     ragged: ClassVar[bool] = True
+    recompressible: ClassVar[str | None] = "rows that heads keep in unequal numbers are frozen: later ones stay."
 
     def __post_init__(self) -> None:
         """Refuse settings without a meaning."""

@@ -23,4 +23,5 @@ class Full(Method):
         budget=BudgetKind.NONE,
         heads="independent",
         upstream=None,
+        limits=("--recompress is accepted and changes nothing: what a run with it is compared with must have it too.",),
     )

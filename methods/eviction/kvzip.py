@@ -71,6 +71,8 @@ class KVzip(Method):
         ),
     )
 
+    recompressible: ClassVar[str | None] = "it repeats and compresses a context once: later rows stay."
+
     def __post_init__(self) -> None:
         """Refuse settings without a meaning."""
         super().__post_init__()

@@ -32,6 +32,8 @@ class ObservedAttention(ScoredMethod):
         deviations=("Sums are taken block by block; kvpress materialises the attention matrix.",),
     )
 
+    recompressible: ClassVar[str | None] = "it compresses once: later rows stay."
+
     def layer(self, index: int) -> LayerKV:
         """Rows with their accumulated attention, which goes once it has ranked them."""
         del index

@@ -50,6 +50,7 @@ class StreamingLLM(Method):
         ),
     )
 
+    recompressible: ClassVar[str | None] = "the oldest rows are dropped after every forward as it is."
     graphable: ClassVar[str | None] = "a row is dropped in every step, and the store counts its rows on the host."
 
     def __post_init__(self) -> None:

@@ -81,6 +81,7 @@ class HeadMethod(Method):
         del layer, shape
         return 0
 
+    recompressible: ClassVar[str | None] = "streaming heads are trimmed after every forward as it is."
     compensate: ClassVar[bool] = False
     """Whether the mean of the dropped rows stays."""
 
@@ -185,3 +186,5 @@ def _costliest(shape: Shape) -> tuple[Head, ...]:
     return by_score([
         [float(shape.rows(x) * (x.key_dim + x.value_dim))] * x.kv_heads for x in shape.layers
     ])
+
+

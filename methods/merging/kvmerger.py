@@ -67,6 +67,7 @@ class KVMerger(Method):
     """Rows per KV head of a full-attention layer that is merged: what the skipped layers leave of the budget."""
 
     ragged: ClassVar[bool] = True
+    recompressible: ClassVar[str | None] = "merged rows are frozen: what comes later stays as it is."
     card: ClassVar[Card] = Card(
         name="kvmerger",
         title="Model Tells You Where to Merge: Adaptive KV Cache Merging for LLMs on Long-Context Tasks",

@@ -35,6 +35,8 @@ class FullInt8(Method):
         ),
     )
 
+    recompressible: ClassVar[str | None] = "every row becomes codes once, later ones as they come."
+
     def layer(self, index: int) -> LayerKV:
         """Rows that turn into codes at the end of the context; later rows are coded as they come."""
         del index

@@ -30,6 +30,7 @@ class PackedMethod(Method):
     scbench_compat: bool = False
     """Pack the context only, as SCBench's port does: later rows stay exact."""
 
+    recompressible: ClassVar[str | None] = "rows become codes once, later ones when their turn ends."
     graphable: ClassVar[str | None] = "rows are packed in blocks, and the store counts them on the host."
 
     def __post_init__(self) -> None:

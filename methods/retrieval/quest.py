@@ -29,6 +29,7 @@ class Quest(Method):
     dense_layers: int | None = resolved()
     """First layers that read everything, as resolved."""
 
+    recompressible: ClassVar[str | None] = "every row is held, and each token selects anew what it reads."
     card: ClassVar[Card] = Card(
         name="quest",
         title="Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference",

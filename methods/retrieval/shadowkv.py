@@ -80,6 +80,7 @@ class ShadowKV(Method):
         ),
     )
 
+    recompressible: ClassVar[str | None] = "the keys of a context are factored once: later rows stay dense."
     graphable: ClassVar[str | None] = "the host must know which values to send, so a step waits for what it selected."
 
     def __post_init__(self) -> None:
