@@ -119,7 +119,7 @@ def _fill(
             baselines={
                 name: Baseline(
                     score=scores[name].get(job.scorer.id), seconds=took, passes=plain.passes,
-                    committed=len(answers[name]), same=_likeness(ours.ids[0], plain.ids[0]),
+                    committed=len(answers[name]), same=_likeness(answer, answers[name], job.stop_ids),
                 )
                 for name, (plain, took) in made.items() if name != "method"
             },
@@ -163,9 +163,14 @@ def _read(job: Job, ids: list[int]) -> str:
     return str(text)
 
 
-def _likeness(ids: list[int], others: list[int]) -> float:
-    """Share of places with the same token."""
-    return sum(a == b for a, b in zip(ids, others, strict=True)) / len(ids)
+def _likeness(ids: list[int], others: list[int], stop: frozenset[int]) -> float:
+    """Share of the longer answer's places where both have the same token, the stop token apart; 1 of two empty ones.
+
+    What a canvas holds behind its stop token is alike whatever the answers are, and no part of them.
+    """
+    ours, theirs = ([x for x in answer if x not in stop] for answer in (ids, others))
+    longer = max(len(ours), len(theirs))
+    return sum(a == b for a, b in zip(ours, theirs, strict=False)) / longer if longer else 1.0
 
 
 def _cut(ids: list[int], stop: frozenset[int]) -> list[int]:

@@ -93,7 +93,7 @@ class Baseline(Record):
     committed: int
     """Tokens of its answer up to the end."""
     same: float
-    """Share of the canvas whose tokens are the policy's own."""
+    """Share of the places of the longer answer, stop tokens apart, where it has the policy's token."""
 
 
 class Denoising(Record):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,30 @@ def test_no_cache_is_its_own_baseline(kvbench, arguments):
     assert (beside["same_tokens"], beside["mean"]) == (1.0, result["score"]["mean"])
     assert (result["diffusion"]["rows_share"], result["memory"]["cache_bytes"]) == (1.0, 0)
     assert result["memory"]["read_bytes_per_step"] == result["memory"]["dense_bytes"]
+
+
+@pytest.mark.parametrize(("other", "same"), [
+    ([5, 6], 0), ([3, 6], 0.5), ([3, 4], 1), ([3, 4, END], 1), ([3, 4, 5], 2 / 3), ([4, 3], 0), ([3, END], 0.5),
+    ([END], 0), ([], 0),
+])
+def test_likeness_is_the_share_of_the_longer_answers_places(other, same):
+    """Beside 3 4; a stop token is no part of an answer, and two empty answers are the same."""
+    stop = frozenset({END})
+    assert canvas._likeness([3, 4, END], other, stop) == canvas._likeness(other, [3, 4, END], stop) == same
+    assert canvas._likeness([END], [], stop) == 1
+
+
+def test_what_fills_the_canvas_behind_two_answers_is_no_likeness(kvbench, arguments, monkeypatch):
+    """3 4 and 5 6 have no token in common, and six places after their ends."""
+    denoise = canvas.denoise
+
+    def fixed(model, method, *rest, **more):
+        ids = [3, 4] if method.card.name == "dkv-cache-decode" else [5, 6]
+        return replace(denoise(model, method, *rest, **more), ids=[ids + [END] * 6])
+
+    monkeypatch.setattr(canvas, "denoise", fixed)
+    found = kvbench(*arguments, "--method", "dkv-cache-decode").json["diffusion"]["baselines"]["none"]
+    assert found["same_tokens"] == 0
 
 
 @pytest.mark.parametrize("history", ["golden", "own"])
