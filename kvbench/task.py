@@ -9,11 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, ClassVar, Literal
 from weakref import WeakKeyDictionary
 
-from kvbench.tokens import tokenise
+from kvbench.tokens import tokenise, tokenise_on
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -273,10 +274,7 @@ def encode(task: Task, example: Example, tokenizer: PreTrainedTokenizerBase, fra
     """Token ids of an example; context and turns are tokenised apart, so that they are equal in every mode."""
     frame = frame or task.frame(tokenizer)
     joint = task.joint if example.joint is None else example.joint
-
-    def ids(text: str) -> tuple[int, ...]:
-        return tuple(tokenizer(text, add_special_tokens=False).input_ids) if text else ()
-
+    ids = partial(tokenise_on, tokenizer)
     middle = task.separator if frame.middle is None else frame.middle
     return Encoded(
         context=tokenise(tokenizer, frame.head + example.context, special=frame.special),

@@ -12,11 +12,15 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from kvbench.errors import UserError
+
 Tokenizer = Callable[..., Any]
 """One of transformers', as far as it is called here."""
 KEPT_IDS = 16 * 2**20
 """Most ids that are kept per tokenizer, four bytes each; the texts asked for longest ago go first."""
 KEPT_TEXTS = 4096
+PROBES = ("\n", "=", "x")
+"""Texts to put before another one that goes on; the first is the one that merges with the fewest."""
 _kept: WeakKeyDictionary[Tokenizer, OrderedDict[tuple[bytes, bool], array[int]]] = WeakKeyDictionary()
 
 
@@ -37,6 +41,32 @@ def tokenise(tokenizer: Tokenizer, text: str, *, special: bool) -> tuple[int, ..
     while len(kept) > KEPT_TEXTS or sum(map(len, kept.values())) > KEPT_IDS:
         kept.popitem(last=False)
     return ids
+
+
+def tokenise_on(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """The ids of a text that goes on from another one.
+
+    Tokenizers as Llama-2's put a space before all that they are given; before what goes on there is none. So there a
+    probe stands before the text, and its ids are left out.
+
+    Raises:
+        UserError: every probe merges with the text.
+    """
+    if not text:
+        return ()
+    if not _puts_space(tokenizer):
+        return tuple(tokenizer(text, add_special_tokens=False).input_ids)
+    for probe in PROBES:
+        head, whole = (tuple(tokenizer(x, add_special_tokens=False).input_ids) for x in (probe, probe + text))
+        if whole[: len(head)] == head:
+            return whole[len(head) :]
+    raise UserError(f"the tokenizer merges {text[:20]!r} with whatever stands before it. Use a model with another one.")
+
+
+def _puts_space(tokenizer: Any) -> bool:
+    """Whether a text that is tokenised alone begins with a space of the tokenizer's own."""
+    first = tokenizer(PROBES[-1], add_special_tokens=False).input_ids[:1]
+    return any(str(x).startswith(("▁", "Ġ")) for x in tokenizer.convert_ids_to_tokens(first))
 
 
 def cut_middle(tokenizer: Any, text: str, most: int, count: Callable[[str], int] | None = None) -> tuple[str, int]:

@@ -1,0 +1,66 @@
+"""Pieces of a conversation become the ids that the whole text would have."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoTokenizer, LlamaTokenizer
+
+from kvbench.errors import UserError
+from kvbench.registry import find_task
+from kvbench.task import Mode, Split, encode
+from kvbench.tokens import tokenise_on
+
+MODELS = Path(__file__).parents[2] / "kvbench" / "models"
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """Llama-2's kind: a space before all that is tokenised, bytes for what has no token."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁"]
+    pieces += sorted(set(string.ascii_letters + string.digits + string.punctuation))
+    return LlamaTokenizer(vocab={x: i for i, x in enumerate(pieces)}, merges=[])
+
+
+@pytest.mark.parametrize("name", ["niah_single_1", "kv-short"])
+def test_no_space_is_put_between_pieces(llama, name):
+    """Context, question, golden answer and the next question decode to their text and nothing else."""
+    task = find_task(name)()
+    (example,) = task.examples(
+        seed=0, split=Split.TEST, n=1, length=1500, turns=2, mode=Mode.MULTI_TURN, tokenizer=llama
+    )
+    one, two = example.turns
+    first, later = encode(task, example, llama).turns
+    ids = encode(task, example, llama).context + first.first + first.answer + later.later
+    assert llama.decode(ids, skip_special_tokens=True) == (
+        f"{example.context}{task.joint}{one.question}{one.prefix}{one.answer}{task.separator}{two.question}{two.prefix}"
+    )
+
+
+@pytest.mark.parametrize("text", ["", "a", " a", "\n\na", "=\n", "</s> a"])
+def test_a_piece_is_the_rest_of_a_longer_text(llama, text):
+    whole, head = (llama(x, add_special_tokens=False).input_ids for x in (f"b{text}", "b"))
+    assert [*head, *tokenise_on(llama, text)] == whole
+
+
+
+def test_a_text_that_merges_with_every_probe_is_refused():
+    class Merging:
+        def __call__(self, text, **_):
+            return SimpleNamespace(input_ids=[len(text)])
+
+        def convert_ids_to_tokens(self, ids):
+            return ["▁x" for _ in ids]
+
+    with pytest.raises(UserError, match="merges 'a' with whatever stands before it"):
+        tokenise_on(Merging(), "a")
+
+
+def test_a_tokenizer_that_puts_no_space_is_taken_at_its_word():
+    """The bundled model's."""
+    mini = AutoTokenizer.from_pretrained(MODELS / "mini")
+    for text in ("a", " a", "\n\na"):
+        assert tokenise_on(mini, text) == tuple(mini(text).input_ids)
