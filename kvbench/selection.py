@@ -36,7 +36,7 @@ class ScoredMethod(Method):
         rows = self.rows_in(step.layer, step.window)
         if rows is None or rows >= kv.n:
             return
-        scores = self.score(kv, step)
+        scores = hide_unseen(self.score(kv, step), kv, step)
         if step.phase is Phase.QUERY:  # a later turn, compressed to the rows of a context that may have been shorter
             rows = max(rows, int((scores == torch.inf).sum(-1).max()))  # what must stay does
         self.select(kv, scores, rows)
@@ -62,7 +62,7 @@ class RollingMethod(Method):
         rows = self.rows_in(step.layer, step.window)
         if rows is None or rows >= kv.n or not step.last:
             return
-        scores = self.score(kv, step, rows)
+        scores = hide_unseen(self.score(kv, step, rows), kv, step)
         if step.phase is Phase.CONTEXT:
             kv.keep(top_rows(scores, rows))
         else:
@@ -72,6 +72,13 @@ class RollingMethod(Method):
 def top_rows(scores: Tensor, rows: int) -> Tensor:
     """Indices of the best rows of every head, in the order of rows; of equal ones the first. [B, H_kv, rows]"""
     return scores.argsort(dim=-1, descending=True, stable=True)[..., :rows].sort(dim=-1).values
+
+
+def hide_unseen(scores: Tensor, kv: LayerKV, step: Step) -> Tensor:
+    """Scores with rows that have left a sliding window last, whatever they were worth in it. [B, H_kv, n]"""
+    if step.window is None:
+        return scores
+    return scores.masked_fill(kv.logical_positions() < step.seen - step.window, -torch.inf)
 
 
 def protect_last(scores: Tensor, rows: int) -> Tensor:

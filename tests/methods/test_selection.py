@@ -7,12 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.hf.tiny import tiny_model
-from kvbench.method import Budget
+from kvbench.hf.tiny import VOCABULARY, tiny_model
+from kvbench.method import Budget, Phase
 from kvbench.methods.eviction.expected_attention import ExpectedAttention
+from kvbench.methods.eviction.h2o import H2O
+from kvbench.methods.eviction.keydiff import KeyDiff
+from kvbench.methods.eviction.knorm import Knorm
 from kvbench.methods.eviction.pyramidkv import PyramidKV
 from kvbench.methods.eviction.random import Random
 from kvbench.methods.eviction.snapkv import SnapKV
+from kvbench.methods.eviction.tova import TOVA
 from kvbench.selection import group_mean, pool_scores, protect_last, top_rows
 from kvbench.session import Session
 
@@ -50,6 +54,34 @@ def test_protection_covers_the_last_rows(rows, length):
     found = protect_last(scores, rows)[0, 0].tolist()
     assert found == [i if i < length - rows else torch.inf for i in range(length)]
     assert scores.isfinite().all()
+
+
+@pytest.mark.parametrize("method", [H2O(), TOVA()], ids=["h2o", "tova"])
+def test_a_rolling_method_drops_what_has_left_the_window_first(method):
+    """After every token each row of a sliding layer can be seen, for more of those were there than it may hold."""
+    model = tiny_model(window=24)
+    fitted = method.fit(Budget("rows", 20), model.shape(60))
+    with Session(model, fitted, capacity=200, track=True) as session:
+        session.prefill(list(range(60)))
+        for token in range(40):
+            session.forward(torch.tensor([[token]]), Phase.DECODE)
+            for store in session.layers:
+                assert store.n == 20 * 24 / 60
+                assert store.positions.min() >= session.seen - 24
+
+
+@pytest.mark.parametrize("method", [Knorm(), KeyDiff(), Random(window=32), SnapKV(), ExpectedAttention()],
+                         ids=lambda x: x.card.name)
+def test_a_later_compression_keeps_no_row_out_of_the_window(method):
+    """Rows of the context that a question has pushed out of a sliding window go before any that it can see."""
+    model = tiny_model(window=48)
+    fitted = method.fit(Budget("rows", 90), model.shape(120))
+    with Session(model, fitted, capacity=200, recompress=True, track=True) as session:
+        session.prefill([x % VOCABULARY for x in range(120)])
+        session.question(list(range(20)), 1)
+        for store in session.layers:
+            assert store.n == 36
+            assert store.positions.min() >= session.seen - 48
 
 
 def test_groups_are_neighbours():
