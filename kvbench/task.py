@@ -228,6 +228,8 @@ class Frame:
     """Hash of the chat template and of what it writes around texts, None without one."""
     special: bool
     """Whether the tokenizer adds its own special tokens to the context (only without a template)."""
+    trims: bool = False
+    """Whether the template strips white space around messages (Llama-3)."""
 
     @classmethod
     def plain(cls) -> Frame:
@@ -249,9 +251,11 @@ class Frame:
             )
 
         head, _, tail = render(user).partition(user)
-        middle = render(user, assistant, again).partition(assistant)[2].partition(again)[0]
+        talk = render(user, assistant, again)
+        middle = talk.partition(assistant)[2].partition(again)[0]
+        trims = render(*(f"\n {x} \n" for x in (user, assistant, again))) == talk
         sha = hashlib.sha256(repr((str(template), head, middle, tail)).encode()).hexdigest()[:16]
-        return cls(head, tail, middle, sha, special=False)
+        return cls(head, tail, middle, sha, special=False, trims=trims)
 
 
 def find_frame(
@@ -275,14 +279,15 @@ def encode(task: Task, example: Example, tokenizer: PreTrainedTokenizerBase, fra
     frame = frame or task.frame(tokenizer)
     joint = task.joint if example.joint is None else example.joint
     ids = partial(tokenise_on, tokenizer)
+    strip, left, right = (str.strip, str.lstrip, str.rstrip) if frame.trims else (str, str, str)
     middle = task.separator if frame.middle is None else frame.middle
     return Encoded(
-        context=tokenise(tokenizer, frame.head + example.context, special=frame.special),
+        context=tokenise(tokenizer, frame.head + left(example.context), special=frame.special),
         turns=tuple(
             EncodedTurn(
-                first=ids(joint + turn.question + frame.tail + turn.prefix),
-                later=ids(middle + turn.question + frame.tail + turn.prefix),
-                answer=ids(turn.answer),
+                first=ids(right(joint + turn.question) + frame.tail + turn.prefix),
+                later=ids(middle + strip(turn.question) + frame.tail + turn.prefix),
+                answer=ids(right(turn.answer) if turn.prefix else strip(turn.answer)),
                 choices=tuple(ids(choice) for choice in turn.choices),
             )
             for turn in example.turns

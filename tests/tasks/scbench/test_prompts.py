@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 from kvbench.errors import UserError
@@ -264,3 +266,26 @@ def test_what_the_context_says_cannot_be_hidden(task, mode):
 def test_mf_shows_its_first_question_to_multi_request():
     """As the runner does, where there is no other visibility."""
     assert check(Request("full", "scbench_mf", mode="multi-request")).protocol.visibility == "hidden"
+
+
+def test_a_template_that_trims_trims_every_message(task_of, rows, chatty):
+    """As Llama-3's does: no white space around what a message holds, golden answers among them."""
+    tokenizer = copy.deepcopy(chatty)
+    tokenizer.chat_template = chatty.chat_template.replace("x.content", "x.content | trim")
+    row = rows["scbench_kv"]
+    row["multi_turns"][0]["answer"] = " 1\n"
+    task = task_of("scbench_kv", row)
+    (example,) = task.examples(
+        seed=0, split=Split.TEST, n=1, length=20_000, turns=2, mode=Mode.MULTI_TURN, tokenizer=tokenizer
+    )
+    encoded = encode(task, example, tokenizer)
+    one, two = encoded.turns
+    talk = [
+        {"role": "user", "content": f"{example.context}{task.joint}{example.turns[0].question}"},
+        {"role": "assistant", "content": example.turns[0].answer},
+        {"role": "user", "content": example.turns[1].question},
+    ]
+    shown = tokenizer.decode(encoded.context + one.first + one.answer + two.later)
+    assert shown == tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    asked = 'Key: "b"\nThe value associated with the specified key is:'
+    assert shown.endswith(f"[assistant]1[end][user]{asked}[end][assistant]")
