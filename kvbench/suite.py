@@ -6,7 +6,6 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -18,7 +17,7 @@ from kvbench.files import saving, write_record
 from kvbench.registry import HERE
 from kvbench.results import Result
 from kvbench.spec import SCHEMA_VERSION, Record
-from kvbench.sweep.cell import Cell
+from kvbench.sweep.cell import Cell, Report
 from kvbench.sweep.file import File, as_text, expand, flatten
 from kvbench.toml import STRICT, read_toml
 
@@ -82,6 +81,10 @@ class Mean:
 
     mode: str
     visibility: str
+    history: str
+    recompress: bool
+    template: str
+    budget: str | None
     length: int
     runs: int
     mean: float
@@ -164,13 +167,20 @@ def save_suite(suite: Suite, method: str, runs: Sequence[str], out: Path) -> Pat
     return path
 
 
-def average(results: Sequence[Result]) -> Iterator[Mean]:
-    """The mean score of each mode, visibility and length; none where a run failed, or where less is better."""
-    def kind(x: Result) -> tuple[str, str, int]:
-        return str(x.mode), x.visibility, x.task.length
+def average(reports: Sequence[Report]) -> Iterator[Mean]:
+    """The mean score of runs that are asked alike, tasks apart; none where one failed, or where less is better.
 
-    for key, group in groupby(sorted(results, key=kind), key=kind):
-        runs = list(group)
+    Whether a chat template is wanted stands in the request alone: some tasks never use one.
+    """
+    groups: dict[tuple[str, str, str, bool, str, str | None, int], list[Result]] = {}
+    for report in reports:
+        if (x := report.result) is not None:
+            key = (
+                str(x.mode), x.visibility, x.history, x.spec.recompress, report.cell.request.template, x.budget.asked,
+                x.task.length,
+            )
+            groups.setdefault(key, []).append(x)
+    for key, runs in groups.items():
         means = [
             x.score.mean for x in runs if x.status == "ok" and x.score.mean is not None and x.score.higher_is_better
         ]

@@ -130,7 +130,7 @@ def _run_suite(name: str, given: dict[str, Any], trackers: tuple[str, ...], out:
     check_cells(cells)
     reports = run_cells(cells)
     results = [x.result for x in reports if x.result is not None]
-    means = list(average(results))
+    means = list(average(reports))
     _print(reports, means)
     path, whole = None, len(suite.cells({"method": given["method"]}, out))
     if len(results) == whole:
@@ -149,6 +149,7 @@ def _run_suite(name: str, given: dict[str, Any], trackers: tuple[str, ...], out:
 
 def _print(reports: list[Report], means: list[Mean]) -> None:
     """One row per run, by what tells it from the others, then the means."""
+    from kvbench.sweep.file import as_text
     from kvbench.table import format_score, print_rows
 
     keys = list(dict.fromkeys(["task", *(key for x in reports for key in x.cell.options)]))
@@ -168,7 +169,7 @@ def _print(reports: list[Report], means: list[Mean]) -> None:
             *own, report.status, *measured, where if report.error is None else f"{where}: {report.error}"
         ])
     for mean in means:
-        group = {"mode": mean.mode, "visibility": mean.visibility, "length": str(mean.length)}
+        group = {key: as_text(value) for key, value in asdict(mean).items() if value is not None}
         alike = [group.get(key, "") for key in keys[1:]]
         rows.append([f"mean of {mean.runs}", *alike, "", f"{mean.mean:.3f}", "", "", ""])
     print_rows("", (*keys, "", "score", "bytes held", "top-1", "run"), rows)

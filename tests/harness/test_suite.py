@@ -15,9 +15,10 @@ from transformers import PreTrainedTokenizerBase
 from kvbench import job, sample
 from kvbench.errors import UserError
 from kvbench.registry import list_entries
-from kvbench.request import check
+from kvbench.request import Request, check
 from kvbench.results import Result
 from kvbench.suite import FOLDER, Mean, average, find_suite, list_suites, read_suite, save_suite
+from kvbench.sweep.cell import Cell, Report
 
 TOYS = Path(__file__).parent / "toy.py"
 LAST, TOY = f"{TOYS}:Last", f"{TOYS}:Toy"
@@ -300,25 +301,35 @@ def test_suites_are_listed_and_shown(kvbench):
 
 
 def test_the_mean_is_of_runs_that_are_asked_alike(kvbench, suite, options, tmp_path):
-    """By mode, visibility and length; none over one run, over a run that failed, or of errors."""
+    """All of the protocol, the budget and the length; none over one run, over a run that failed, or of errors."""
     kvbench("run", "--suite", suite(), "--method", LAST, *options)
     paths = sorted((tmp_path / "runs").glob("last-*/result.json"))
     results = [Result.model_validate_json(x.read_text()) for x in paths]
-    assert list(average(results)) == []
+
+    def averaged(*results: Result, templates: tuple[str, ...] = ("own", "own", "own", "own")) -> list[Mean]:
+        requests = [Request("last", x.task.name, template=y) for x, y in zip(results, templates, strict=False)]
+        cells = [Cell(i, 1, "", x, {}) for i, x in enumerate(requests)]
+        return list(average([Report(x, "ok", result=y) for x, y in zip(cells, results, strict=True)]))
 
     def altered(result: Result, mean: float, **change: object) -> Result:
         return result.model_copy(update={"score": result.score.model_copy(update={"mean": mean}), **change})
 
+    assert averaged(*results) == []
     first, second = (x for x in results if x.mode == "multi-turn")
     twin = second.model_copy(update={"task": first.task})
     others = [x for x in results if x.mode != "multi-turn"]
-    assert list(average([altered(first, 0.25), altered(twin, 0.5), *others])) == [
-        Mean("multi-turn", "first-turn", first.task.length, 2, 0.375)
+    assert averaged(altered(first, 0.25), altered(twin, 0.5), *others) == [
+        Mean("multi-turn", "first-turn", "golden", False, "own", first.budget.asked, first.task.length, 2, 0.375)
     ]
-    assert list(average([altered(first, 0.25), altered(twin, 0.5, status="failed")])) == []
-    assert list(average([altered(first, 0.25), altered(twin, None)])) == []
+    assert averaged(altered(first, 0.25), altered(twin, 0.5, status="failed")) == []
+    assert averaged(altered(first, 0.25), altered(twin, None)) == []
     less = twin.score.model_copy(update={"mean": 0.5, "higher_is_better": False})
-    assert list(average([altered(first, 0.25), twin.model_copy(update={"score": less})])) == []
+    assert averaged(altered(first, 0.25), twin.model_copy(update={"score": less})) == []
+    again = first.spec.model_copy(update={"recompress": True})
+    other = first.budget.model_copy(update={"asked": "50%"})
+    for change in ({"history": "own"}, {"spec": again}, {"budget": other}):
+        assert averaged(altered(first, 0.25), altered(twin, 0.5, **change)) == []
+    assert averaged(altered(first, 0.25), altered(twin, 0.5), templates=("own", "none")) == []
 
 
 def test_a_suites_file_is_named_after_its_runs(suite, tmp_path):
