@@ -34,13 +34,23 @@ def test_a_run_that_was_killed_comes_to_the_same(kvbench, arguments, tmp_path, m
     assert (resumed["run_id"], resumed["score"]) == (whole["run_id"], whole["score"])
 
 
-@pytest.mark.parametrize(("method", "limit"), [(f"{TOYS}:Thoughtless", 8), ("dkv-cache-decode", 2)])
-def test_a_policy_that_never_acts_fails_its_run(kvbench, arguments, method, limit):
+@pytest.mark.parametrize(("method", "how"), [
+    (f"{TOYS}:Thoughtless", "limit=8"), ("dkv-cache-decode", "limit=2"), ("dkv-cache-decode", "threshold=0"),
+])
+def test_a_policy_that_never_acts_fails_its_run(kvbench, arguments, method, how):
     """Whether it is written so, or its canvas is filled by the full passes that begin a block."""
-    answer = kvbench(*arguments, "--method", method, "--gen", f"limit={limit}")
+    answer = kvbench(*arguments, "--method", method, "--gen", how)
     assert answer.code == 1
     assert answer.json["status"] == "failed"
     assert "acted in 0 of 4 samples" in answer.json["error"]
+
+
+@pytest.mark.parametrize(("how", "status"), [("threshold=0.9", "ok"), ("steps=8", "failed")])
+def test_a_threshold_may_leave_a_sample_nothing_to_reuse(kvbench, arguments, how, status):
+    """Where texts decide how many passes there are, acting in some samples is enough; the row still counts them."""
+    result = kvbench(*arguments, "--method", f"{TOYS}:Moody", "--gen", how).json
+    assert 0 < result["certificate"]["n_acted"] < result["certificate"]["n"] == 4
+    assert result["status"] == status
 
 
 def test_a_sample_that_raises_is_failed_and_no_zero(kvbench, arguments, tmp_path):
