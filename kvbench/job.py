@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -246,11 +247,14 @@ def _bos(model: Model, frame: Frame) -> Literal["tokenizer", "template", "none"]
 def _try_first(job: Job) -> Job:
     """Make the first sample, bind the method, fit the budget, and see that the model can hold it.
 
+    On a diffusion model all samples are made: every answer must fit how the run makes them.
+
     Raises:
         UserError: one of these cannot be.
     """
     spec = job.spec
-    _, example, encoded = next(make_examples(job, range(spec.samples)))
+    made = make_examples(job, range(spec.samples))
+    _, example, encoded = next(made)
     if spec.visibility == "hidden" and not encoded.turns[0].first:
         raise UserError(
             f"{spec.task.name} does not tell its question from its context: nothing can be hidden. "
@@ -260,12 +264,12 @@ def _try_first(job: Job) -> Job:
     bound = job.method.bind(job.model)  # a budget may come to something else for each head
     fitted = bound.fit(job.budget, job.model.shape(context))
     if job.model.masking is None:
-        limits = [limit_of(x.limit, spec.generation) for x in example.turns]
+        most = reach(encoded, spec, [limit_of(x.limit, spec.generation) for x in example.turns])
     else:
         from kvbench.canvas import plan_turn  # it imports this module
 
-        limits = [plan_turn(job, x)[0] for x in example.turns]
-    most = reach(encoded, spec, limits)
+        whole = chain([(0, example, encoded)], made)  # the regime is the run's: it must fit every answer
+        most = max(reach(ids, spec, [plan_turn(job, x)[0] for x in one.turns]) for _, one, ids in whole)
     if most > job.model.max_length:
         raise UserError(
             f"length {spec.task.length} with {spec.turns} turns comes to {most} tokens, beyond what model "

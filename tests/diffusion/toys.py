@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from kvbench.diffusion import Denoising, Plan, Policy
@@ -57,6 +57,20 @@ class Wordy(Letters):
     nonempty: ClassVar[bool] = True
 
 
+@dataclass(frozen=True)
+class Uneven(Letters):
+    """The third answer is twice as long as the others."""
+
+    name: ClassVar[str] = "uneven"
+
+    def example(
+        self, rng: random.Random, *, id: str, length: int, turns: int, tokenizer: PreTrainedTokenizerBase
+    ) -> Example:
+        """As the others, but for one limit."""
+        made = super().example(rng, id=id, length=length, turns=turns, tokenizer=tokenizer)
+        return replace(made, turns=tuple(replace(x, limit=16) for x in made.turns)) if id.endswith("-2") else made
+
+
 CARD = Card(
     name="thoughtless", title="Computes all and says otherwise", models="diffusion", idea="None. None.", arxiv=None,
     year=None, family="test", stages=(), budget=BudgetKind.NONE, heads="independent", upstream=None,
@@ -73,6 +87,18 @@ class Thoughtless(Policy):
         """Everything."""
         del d
         return Plan()
+
+
+@dataclass(frozen=True)
+class Moody(Thoughtless):
+    """Leaves the first row out of every pass but the first, where that is an even token."""
+
+    card: ClassVar[Card] = CARD.model_copy(update={"name": "moody"})
+
+    def plan(self, d: Denoising) -> Plan:
+        """All, then all but one or still all."""
+        acts = d.passes > 0 and int(d.ids[0, 0]) % 2 == 0
+        return Plan(rows=(d.places > 0).expand_as(d.ids)) if acts else Plan()
 
 
 @dataclass(frozen=True)
