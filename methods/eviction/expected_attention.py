@@ -15,6 +15,10 @@ from kvbench.store import LayerKV
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
+    from kvbench.session import Session
+
+AT_ONCE = 4096
+"""Rows whose keys stand in float64, one copy for every query head, at a time."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +88,11 @@ class ExpectedAttention(ScoredMethod):
         ):
             kv.state[name] = kv.state[name] + moment if name in kv.state else moment
 
-    def evict(self, kv: LayerKV, step: Step) -> None:
-        """Once, at the end of the context; the moments are not needed after it."""
-        super().evict(kv, step)
-        if step.compress:
-            kv.state.clear()
+    def end_of_context(self, session: Session) -> None:
+        """The moments go, unless later compressions are to rank the context's rows by its queries too."""
+        if not session.recompress:
+            for store in session.layers:
+                store.state.clear()
 
     def score(self, kv: LayerKV, step: Step) -> Tensor:
         """Expected attention times value norm; infinite for the sinks. [B, H_kv, n]"""
@@ -117,8 +121,11 @@ class ExpectedAttention(ScoredMethod):
 
     def _logits(self, kv: LayerKV, mean: Tensor, spread: Tensor, scale: float) -> Tensor:
         """The log of the expected exponential of each row's logit. [B, H_q, n]"""
-        keys = kv.keys.double().repeat_interleave(mean.shape[1] // kv.keys.shape[1], dim=1)
-        logits = (keys @ mean[..., None])[..., 0] * scale
-        if self.covariance:
-            logits = logits + ((keys @ spread) * keys).sum(-1) * scale**2 / 2
-        return logits
+        parts = []
+        for rows in kv.keys.split(AT_ONCE, dim=2):
+            keys = rows.double().repeat_interleave(mean.shape[1] // rows.shape[1], dim=1)
+            logits = (keys @ mean[..., None])[..., 0] * scale
+            if self.covariance:
+                logits = logits + ((keys @ spread) * keys).sum(-1) * scale**2 / 2
+            parts.append(logits)
+        return torch.cat(parts, dim=-1)

@@ -184,6 +184,25 @@ def test_expected_attention_forgets_its_moments_after_compression() -> None:
         assert math.isclose(0.3, session.memory().cache_bytes / session.memory().dense_bytes)
 
 
+def test_expected_attention_ranks_a_later_turn_by_all_queries_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where questions are compressed too, their queries join the context's: the sinks' count for nothing."""
+    model, counts = tiny_model(), []
+    really = ExpectedAttention.score
+
+    def score(self: ExpectedAttention, kv: LayerKV, step: Step) -> Tensor:
+        counts.append(int(kv.state["count"]))
+        return really(self, kv, step)
+
+    monkeypatch.setattr(ExpectedAttention, "score", score)
+    fitted = ExpectedAttention(sinks=4).fit(Budget("rows", 30), model.shape(100))
+    with Session(model, fitted, capacity=150, recompress=True) as session:
+        session.prefill([x % 64 for x in range(100)])
+        session.question([1, 2, 3], 1)
+        session.question([4], 1)
+
+    assert counts == [96, 96, 99, 99, 100, 100]
+
+
 @pytest.mark.parametrize("kind", [Knorm, KeyDiff, ObservedAttention, ExpectedAttention, TOVA])
 def test_scores_do_not_know_the_batch(kind: type[Method]) -> None:
     """Two different contexts in one batch keep what each keeps alone."""
