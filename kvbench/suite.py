@@ -180,9 +180,9 @@ def average(reports: Sequence[Report]) -> Iterator[Mean]:
                 x.task.length,
             )
             groups.setdefault(key, []).append(x)
-    for key, runs in groups.items():
+    for asked, runs in groups.items():
         means = [
             x.score.mean for x in runs if x.status == "ok" and x.score.mean is not None and x.score.higher_is_better
         ]
         if len(means) == len(runs) > 1:
-            yield Mean(*key, len(means), fmean(means))
+            yield Mean(*asked, len(means), fmean(means))
