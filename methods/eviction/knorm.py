@@ -29,7 +29,10 @@ class Knorm(ScoredMethod):
         budget=BudgetKind.HELD,
         heads="independent",
         upstream=Upstream(repo="alessiodevoto/l2compress", commit=None, licence=None),
-        deviations=("Every layer is compressed, as kvpress does; the paper leaves the first layers whole.",),
+        deviations=(
+            "Every layer is compressed, as kvpress does; the paper leaves the first layers whole.",
+            "Norms are rounded to four decimals, so that equal tokens of the first layer tie and the first one stays.",
+        ),
         unverified=("Which layers the paper leaves out is from memory.",),
     )
 
