@@ -119,6 +119,7 @@ class KVzip(Method):
                 branch.run_chunks(repeat.split(session.chunk or repeat.shape[1], dim=1), Phase.QUERY, compress=False)
                 for store, twin in zip(session.layers, branch.layers, strict=True):
                     store.state["score"] = twin.state["score"]
+                session.credit(branch)
         self._keep(session)
         session.compress_seconds += now(session.model.device) - started
         return logits

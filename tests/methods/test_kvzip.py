@@ -163,6 +163,22 @@ def test_the_repeat_leaves_nothing_behind(monkeypatch):
         assert session.compress_seconds > 0
 
 
+def test_what_a_repeat_holds_is_part_of_the_peak(monkeypatch):
+    """No repeat held more at once, its scores beside all rows, than the session says that it came to."""
+    branches, fork = [], Session.fork
+
+    def watch(session):
+        branches.append(fork(session))
+        return branches[-1]
+
+    monkeypatch.setattr(Session, "fork", watch)
+    with session_of(KVzip(chunk_size=20), tiny_model(), 20) as session:
+        session.prefill(ids(LENGTH))
+        peaks = [x._ledger._peak for x in branches]  # as the branch counted, before it closed
+        assert len(peaks) == 3
+        assert session.memory().peak_bytes == max(peaks)
+
+
 def test_what_is_run_for_each_chunk():
     """A prompt, the last tokens before the chunk, the chat template's answer header, the chunk; sinks are left out."""
     model, context = tiny_model(), torch.arange(30)[None]
