@@ -15,6 +15,7 @@ between bfloat16 and float64.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -136,7 +137,8 @@ class Denoising:
         self.ids = torch.cat([prompt, masks], dim=1)
         self.stores = [method.store(self.ids.shape[1]) for _ in self.blocks.layers]
         self.places = torch.arange(self.ids.shape[1], device=self.ids.device)  # [N]
-        self.random = torch.Generator(self.ids.device).manual_seed(seed)
+        self.seed = seed
+        self.orders = torch.Generator(self.ids.device).manual_seed(seed)  # of nothing else: every policy's are the same
         self.known = self.before = ~self.masked
         self.start = self.end = self.prompt
         self.step = self.passes = self.peak_bytes = 0
@@ -172,7 +174,7 @@ class Denoising:
         self.left = self.masked[:, start : self.end].sum(-1)  # [B]
         index, blocks = ((x - self.prompt) // self.sampling.block for x in (start, self.ids.shape[1]))
         self.steps = self.sampling.steps // blocks + (index < self.sampling.steps % blocks)
-        self.order = torch.rand(self.ids.shape, generator=self.random, device=self.ids.device)
+        self.order = torch.rand(self.ids.shape, generator=self.orders, device=self.ids.device)
         self.method.begin(self)
 
     def _advance(self) -> None:
@@ -186,7 +188,7 @@ class Denoising:
         )
         slots = slots.roll(int(self.masking.shifted), dims=1)  # of the row that predicts each place
         sequence, place = (self.method.open(self) & (slots >= 0)).nonzero(as_tuple=True)
-        tokens, confidence = self._sample(hidden[sequence, slots[sequence, place]], place == self.prompt)
+        tokens, confidence = self._sample(hidden[sequence, slots[sequence, place]], sequence, place)
         if self.sampling.remasking == "random":
             confidence = self.order[sequence, place]
         scores = torch.full(self.ids.shape, float("-inf"), device=self.ids.device)
@@ -205,25 +207,37 @@ class Denoising:
         self.method.commit(self, accepted)
         self.step += 1
 
-    def _sample(self, hidden: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+    def _sample(self, hidden: Tensor, sequence: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and the probabilities that they have without noise.
 
-        hidden: [M, D]. first: which of them decide on the first token of an answer [M]. Returns [M], [M]
+        hidden: [M, D]. sequence, place: where they will stand [M]. Returns [M], [M]
         """
         tokens, probabilities = [], []
-        for part, begins in zip(hidden.split(HEAD_ROWS), first.split(HEAD_ROWS), strict=True):
+        noise = self._noise() if self.sampling.temperature > 0 else None
+        for part, where, at in zip(*(x.split(HEAD_ROWS) for x in (hidden, sequence, place)), strict=True):
+            begins = at == self.prompt
             logits = self.blocks.head(part).float()
             logits[:, self.masking.mask_id] = float("-inf")
             logits[:, self.never_first] = logits[:, self.never_first].masked_fill(begins[:, None], float("-inf"))
             best = logits.argmax(-1)
-            if self.sampling.temperature > 0:
-                uniform = torch.rand(logits.shape, generator=self.random, device=logits.device, dtype=torch.float64)
+            if noise is not None:
+                uniform = noise[where, at - self.start]
                 best = (logits.double() / self.sampling.temperature - (-uniform.log()).log()).argmax(-1)
             tokens.append(best)
             probabilities.append((logits.gather(-1, best[:, None])[:, 0] - logits.logsumexp(-1)).exp())
         if not tokens:
             return self.ids.new_empty(0), torch.empty(0, device=self.ids.device)
         return torch.cat(tokens), torch.cat(probabilities)
+
+    def _noise(self) -> Tensor:
+        """Numbers from 0 to 1 of this pass, for all places of the block, whichever of them a policy computed. [B, K, V]
+
+        They are a function of seed and pass, so policies that compute other rows meet the same.
+        """
+        device = self.ids.device
+        passing = torch.Generator(device).manual_seed(random.Random(f"{self.seed}/{self.passes}").getrandbits(63))
+        shape = len(self.ids), self.sampling.block, len(self.blocks.module.lm_head.weight)
+        return torch.rand(shape, generator=passing, device=device, dtype=torch.float64)
 
     def nbytes(self) -> int:
         """Bytes of the stores, and of what the policy keeps beside them."""

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from kvbench import diffusion
 from kvbench.diffusion import Denoising, Plan, denoise, positions_of, top
 from kvbench.errors import UserError
+from kvbench.hf.seam import attached
 from kvbench.method import BudgetKind, Card
+from kvbench.methods.diffusion.dkv_cache import DkvCacheDecode, DkvCacheGreedy
 from kvbench.methods.diffusion.none import NoCache
 from kvbench.sampling import Sampling
 
@@ -125,6 +127,54 @@ def test_random_remasking_reveals_in_one_order_whatever_the_steps(model, fill):
         shown = [frozenset((ids[0] != MASK).nonzero().flatten().tolist()) for ids in Watching.seen]
         orders.append(shown)
     assert set(orders[1]) <= set(orders[0])
+
+
+def test_blocks_are_revealed_in_the_same_order_whatever_a_policy_computes(unshifted, prompts):
+    """Also with noise: it is drawn apart, and rows that are left out move nothing."""
+    sampling = Sampling(steps=16, block=8, remasking="random", temperature=0.8)
+    orders = []
+    for method in (NoCache(), DkvCacheGreedy(window=0), DkvCacheDecode()):
+        d = Denoising(unshifted, method, prompts, 16, sampling)
+        with attached(unshifted.module), torch.no_grad():
+            for start in (20, 28):
+                d._begin(start)
+                for _ in range(8):
+                    d._advance()
+                orders.append(d.order)
+    first, second = orders[::2], orders[1::2]
+    assert all(torch.equal(x, first[0]) for x in first)
+    assert all(torch.equal(x, second[0]) for x in second)
+    assert not torch.equal(first[0], second[0])
+
+
+def test_noise_belongs_to_a_pass_and_a_place(unshifted, prompts):
+    """A place computed alone is given the token that it is given among others; the next pass gives it another."""
+    d = Denoising(unshifted, NoCache(), prompts[:1], 16, Sampling(steps=16, block=16, temperature=50.0))
+    hidden = torch.randn(1, 64, generator=torch.Generator().manual_seed(0)).expand(16, -1)
+    places = torch.arange(20, 36)
+    sequence = torch.zeros_like(places)
+    among, _ = d._sample(hidden, sequence, places)
+    alone = [d._sample(hidden[:1], sequence[:1], place[None])[0] for place in places]
+    assert torch.equal(torch.cat(alone), among)
+    d.passes += 1
+    assert not torch.equal(d._sample(hidden, sequence, places)[0], among)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_sampled_tokens_have_the_probabilities_of_the_softmax(unshifted, temperature):
+    """Of 20,000 one-token answers to one prompt, each token's share is softmax(logits / T) within five deviations."""
+    n, prompt = 20_000, torch.tensor([[5]])
+    unshifted.module.set_attn_implementation("eager")
+    with torch.no_grad():
+        ids = torch.tensor([[5, MASK]])
+        logits = unshifted.module(input_ids=ids, attention_mask=torch.zeros(1, 1, 2, 2)).logits[0, 1]
+    logits[MASK] = -torch.inf
+    wanted = (logits / temperature).softmax(-1)
+    sampling = Sampling(steps=1, block=1, temperature=temperature)
+    ids = denoise(unshifted, NoCache(), prompt.expand(n, -1), 1, sampling).ids
+    found = torch.tensor(ids).flatten().bincount(minlength=64) / n
+    assert float(wanted.max()) < 0.9  # there is something to draw
+    assert bool(((found - wanted).abs() <= 5 * (wanted * (1 - wanted) / n).sqrt() + 1 / n).all())
 
 
 def test_the_head_may_run_in_parts(model, fill, monkeypatch):
