@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Literal
@@ -20,14 +21,23 @@ from kvbench.store.positions import PositionKV
 class ElasticKV(PositionKV):
     """Beside keys and values every row's query and the layer's input, from which a row can be taken up again."""
 
-    drift: float = field(default=1.0, init=False)
-    """How alike the tracked rows' attention is to what it was, in the last pass that looked."""
+    likeness: float = field(default=math.inf, init=False)
+    """How alike the tracked rows' attention is to what it was in the last pass; infinite where none were tracked."""
 
     def put(self, name: str, positions: Tensor, rows: Tensor) -> None:
         """Keep rows by position along the axis before the last. rows: [..., m, D]"""
         if name not in self.state:
             self.state[name] = rows.new_zeros(*rows.shape[:-2], self.length, rows.shape[-1])
         self.state[name][..., positions[0], :] = rows
+
+    def weigh(self, places: Tensor, scale: float) -> Tensor:
+        """Attention weights of a few rows over all, which reads every key once more. places: [m]. [B, H_q, m, N]"""
+        assert self.keys is not None
+        self.read_bytes += self.keys.nbytes
+        queries = self.state["query"][:, :, places]
+        grouped = queries.unflatten(1, (self.keys.shape[1], -1))
+        products = (grouped @ self.keys[:, :, None].transpose(3, 4)).float() * scale
+        return products.softmax(-1).flatten(1, 2)
 
 
 @dataclass(frozen=True)
@@ -66,13 +76,19 @@ class ElasticCache(Policy):
         return ElasticKV(length)
 
     def check(self, sampling: Sampling, answer: int) -> None:
-        """Refuse blocks.
+        """Refuse blocks, and more tokens per step than the window has.
 
         Raises:
-            UserError: the answer has several.
+            UserError: either.
         """
         if sampling.block < answer:
             raise UserError("elastic-cache has no blocks, its window moves instead: leave --gen block out.")
+        most = math.ceil(answer / sampling.steps)
+        if sampling.threshold is None and self.window < most:
+            raise UserError(
+                f"elastic-cache computes {self.window} masks in a step, and {most} are to be committed. Use more --gen "
+                f"steps, or --set window={most} or more."
+            )
 
     def begin(self, d: Denoising) -> None:
         """Refuse batches.
@@ -108,10 +124,10 @@ class ElasticCache(Policy):
             if layer == reset:
                 hidden, current = kv.state["hidden"].clone(), everything
                 angles = d.blocks.angles(hidden, current)
-            kv.drift = 1.0
+            kv.likeness = math.inf
             look = partial(self._attend, d, kv, watched if layer < reset else None)
             hidden = hidden + d.blocks.attention(layer, hidden, current, angles, look)
-            if layer < reset and kv.drift < self.gamma:
+            if layer < reset and kv.likeness < self.gamma:
                 reset = layer + 1
             hidden = hidden + d.blocks.mlp(layer, hidden)
         return hidden if current is rows else hidden[:, rows[0]]
@@ -121,24 +137,15 @@ class ElasticCache(Policy):
         places = torch.empty(0) if watched is None else watched[0].nonzero()[:, 0]
         before = None
         if len(places) and kv.keys is not None:
-            before = _weights(kv.state["query"][:, :, places], kv.keys, step.scale)
+            before = kv.weigh(places, step.scale)
         kv.write(step)
         kv.put("query", step.positions, step.query)
-        assert kv.keys is not None
         if before is not None:
-            after = _weights(kv.state["query"][:, :, places], kv.keys, step.scale)
-            kv.drift = float(torch.cosine_similarity(before, after, dim=1 if self.axis == "heads" else 3).mean())
+            after, axis = kv.weigh(places, step.scale), 1 if self.axis == "heads" else 3
+            kv.likeness = float(torch.cosine_similarity(before, after, dim=axis).mean())
         if self.tracked:
             window = d.predictors(self.open(d))[0].nonzero()[:, 0]
-            mass = _weights(kv.state["query"][:, :, window], kv.keys, step.scale).sum((0, 1, 2))  # [N]
+            mass = kv.weigh(window, step.scale).sum((0, 1, 2))  # [N]
             best = mass.masked_fill(d.masked[0], 0.0).topk(min(self.tracked, len(mass))).indices
             d.notes["tracked"][0, best] = True
         return kv.attend(step)
-
-
-def _weights(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """Attention weights of a few rows. queries: [B, H_q, m, D]. keys: [B, H_kv, N, D]. Returns [B, H_q, m, N]"""
-    batch, heads, rows, width = queries.shape
-    grouped = queries.view(batch, keys.shape[1], -1, rows, width)
-    products = (grouped @ keys[:, :, None].transpose(3, 4)).float() * scale
-    return products.softmax(-1).view(batch, heads, rows, -1)

@@ -77,7 +77,7 @@ class SparseDllm(Policy):
         assert isinstance(kv, KeptKV)
         if plan.rows is None:
             if d.step == self.delay:
-                kv.kept = self._choose(d, step)
+                kv.kept = self._choose(d, kv, step)
             return kv.attend_over(step, step.key, step.value)
         assert kv.kept is not None
         keys, values = (torch.cat([old, new], dim=2) for old, new in zip(kv.kept, (step.key, step.value), strict=True))
@@ -87,20 +87,20 @@ class SparseDllm(Policy):
         rows = d.within(d.start, d.end).expand_as(d.ids)
         return rows | d.predictors(rows)
 
-    def _choose(self, d: Denoising, step: Step) -> tuple[Tensor, Tensor]:
+    def _choose(self, d: Denoising, kv: KeptKV, step: Step) -> tuple[Tensor, Tensor]:
         """The rows outside the block with the greatest products with its mean query."""
         block = self._block(d)[0]
         query = step.query[:, :, block].float().mean(2)  # [B, H_q, D]
         heads = step.key.shape[1]
         query = query.view(len(query), heads, -1, query.shape[-1])
-        products = query @ step.key[:, :, ~block].float().transpose(2, 3)  # [B, H_kv, G, R]
+        outside = [x[:, :, ~block] for x in (step.key, step.value)]
+        kv.read_bytes += outside[0].nbytes  # once more than attention does
+        products = query @ outside[0].float().transpose(2, 3)  # [B, H_kv, G, R]
         scores = products.amax(2) if self.by_head else products.mean((1, 2), keepdim=True)[:, 0].expand(-1, heads, -1)
         if scores.shape[-1]:  # else the block is all there is
             scores = F.max_pool1d(scores, self.pool, stride=1, padding=self.pool // 2)
         index = scores.topk(int(self.keep * scores.shape[-1]), dim=-1).indices[..., None]
-        keys, values = (
-            x[:, :, ~block].gather(2, index.expand(-1, -1, -1, x.shape[-1])) for x in (step.key, step.value)
-        )
+        keys, values = (x.gather(2, index.expand(-1, -1, -1, x.shape[-1])) for x in outside)
         return keys, values
 
     def identity(self, shape: Shape) -> bool:

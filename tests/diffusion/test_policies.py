@@ -194,6 +194,27 @@ def test_elastic_resets_above_the_first_layer_where_gamma_is_above_1(model, one,
     assert found.rows * found.passes == 36 + sum((rows + 36) / 2 for rows in steps[1:])
 
 
+def test_elastic_with_nothing_tracked_resets_no_layer(unshifted, one, fill):
+    """The test is of tracked rows: where there are none, no gamma asks for one (card 1.5, 2d)."""
+    high, low = (fill(unshifted, ElasticCache(gamma=x, tracked=0), prompt=one) for x in (2.0, -1.0))
+    assert high == low
+
+
+@pytest.mark.parametrize("tracked", [0, 1])
+def test_elastic_pays_for_the_keys_that_it_watches_by(unshifted, one, fill, tracked):
+    """Per layer: keys and values for attention, keys to choose what is tracked, and twice to see how it drifted."""
+    found = fill(unshifted, ElasticCache(gamma=-1.0, tracked=tracked, window=4), prompt=one)
+    keys = 2 * 36 * 16 * 4  # 2 heads, 36 rows of 16, float32
+    assert found.read_bytes == 2 * keys * (16 * 2 + tracked * (16 + 2 * 15))
+
+
+def test_sparse_pays_for_the_keys_that_it_chooses_by(unshifted, one, fill):
+    """Two full passes and two over half of the 32 rows outside and the block, for 4 blocks of 2 layers."""
+    found = fill(unshifted, SparseDllm(), prompt=one, block=4)
+    row = 2 * 16 * 4  # 2 heads of 16, float32
+    assert found.read_bytes == 2 * 4 * row * (2 * 2 * 36 + 2 * 2 * (16 + 4) + 32)
+
+
 def test_elastic_with_all_rows_in_every_pass_is_no_cache(model, one, fill):
     """The exact limit of its card (oracle a)."""
 
@@ -270,6 +291,7 @@ def test_local_leap_accepts_near_anchors(confidence, radius):
     (WindowDiffusion(), {"block": 4}, "leave --gen block out"),
     (WindowDiffusion(active=1, window=4), {"steps": 4}, "4 are to be committed"),
     (ElasticCache(), {"block": 4}, "leave --gen block out"),
+    (ElasticCache(window=4), {"steps": 2}, "8 are to be committed. Use more --gen steps, or --set window=8 or more"),
 ])
 def test_a_regime_without_meaning_is_refused(model, one, fill, method, how, message):
     """With the next step."""
