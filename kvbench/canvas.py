@@ -1,9 +1,10 @@
 """One sample on a diffusion model: every turn's answer filled in, and the same without a cache beside it.
 
 A pass runs the whole conversation so far, so nothing is prefilled and nothing carried from turn to turn. The baselines
-run in the same job, turn by turn beside the method: no cache with as many passes, and, because the real competitor of
-a cache that doubles the speed is half as many passes, no cache with half of them. Who goes first changes from turn to
-turn, so that what only the first one pays (memory, caches of the machine) is not always the method's.
+run in the same job, turn by turn beside the method: no cache in the same regime, which is as many passes unless a
+threshold decides, and, because the real competitor of a cache that doubles the speed is half as many passes, no cache
+with half of them. Who goes first changes from turn to turn, so that what only the first one pays (memory, caches of the
+machine) is not always the method's.
 """
 
 from __future__ import annotations

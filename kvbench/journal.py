@@ -31,7 +31,7 @@ class Times(Record):
     """To the first token, with the prefill on the first turn."""
     decode_s: float
     steps: int
-    """Forward passes of decoding: tpot = decode_s / steps."""
+    """Tokens that took `decode_s`: forward passes of decoding; of a diffusion model the answer's up to its end."""
 
 
 class Bytes(Record):
@@ -85,7 +85,7 @@ class Agreement(Record):
 
 
 class Baseline(Record):
-    """The same answer without a cache, in the same job: with as many passes, or with half of them."""
+    """The same answer without a cache, in the same job: in the same regime, or with half of its passes."""
 
     score: float | None
     seconds: float
