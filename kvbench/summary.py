@@ -119,14 +119,17 @@ def score_lines(scorer: Scorer, lines: Sequence[Line], value: Callable[[Line], f
 
 
 def certify(kind: str, lines: Sequence[Line]) -> CertificateResult | None:
-    """In how many samples the method had something to do, and did it. A sample acted if any of its turns did."""
+    """In how many samples the method had something to do, and did it. A sample acted if any of its turns did.
+
+    Settings that lose nothing of a context may lose rows later, where a question or an answer goes beyond the budget.
+    """
     samples: dict[int, list[Evidence]] = {}
     for x in lines:
         if x.evidence is not None:
             samples.setdefault(x.index, []).append(x.evidence)
     if not samples:
         return None
-    bound = [x for x in samples.values() if not all(turn.identity for turn in x)]
+    bound = [x for x in samples.values() if not all(turn.identity and not turn.acted for turn in x)]
     kept = [x[0].rows_kept for x in samples.values()]
     layers = tuple(fmean(layer) for layer in zip(*kept, strict=True))
     facts: dict[str, int] = {}

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import errno
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from kvbench.budget import Budget
 from kvbench.errors import UserError
 from kvbench.files import Journal, finished_samples, read_file, read_lines, write_atomic
+from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.journal import Evidence, Line
+from kvbench.registry import find_method
 from kvbench.results import Result
+from kvbench.session import Session
 from kvbench.stats import bootstrap_interval
 from kvbench.summary import certify
 
@@ -168,3 +173,21 @@ def test_facts_add_up_over_samples_and_distinct_codes_do_not():
         for i, x in enumerate(facts)
     ]
     assert certify("bits", lines).facts == {"rows_quantised": 12, "distinct_codes": 4}
+
+
+@pytest.mark.parametrize("name", ["h2o", "tova", "streaming-llm"])
+def test_rows_lost_to_a_question_are_not_certified_as_lossless(name):
+    """A budget for every row of the context is none for the question: what then evicts has acted."""
+    model = tiny_model()
+    fitted = find_method(name)().bind(model).fit(Budget("rows", 120), model.shape(120))
+    lines = []
+    with Session(model, fitted, capacity=200) as session:
+        session.prefill([x % VOCABULARY for x in range(120)])
+        for turn, question in enumerate((1, 20)):
+            session.question(list(range(question)), 1)
+            proof = asdict(session.certificate())
+            del proof["kind"]
+            lines.append(line(0, turn, evidence=Evidence(**proof)))
+    assert lines[0].evidence.identity
+    found = certify("held", lines)
+    assert (found.n, found.n_acted, found.n_identity) == (1, 1, 0)
