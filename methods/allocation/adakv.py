@@ -14,6 +14,11 @@ from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.selection import ScoredMethod
 from kvbench.store import LayerKV
 
+TOTAL = (
+    "A layer's total is exactly the budget's, fractions settled by largest remainder, where Ada-KV's authors' rounding "
+    "may miss it by a row per head."
+)
+
 
 @dataclass(frozen=True)
 class HeadAllocation(ScoredMethod):
@@ -53,8 +58,7 @@ class AdaKV(HeadAllocation, SnapKV):
         heads="pooled",
         upstream=Upstream(repo="FFY0/AdaKV", commit=None, licence="MIT"),
         deviations=(
-            ("The layer's total is exactly the budget's, fractions settled by largest remainder, where the authors' "
-            "rounding may miss it by a row per head."),
+            TOTAL,
             "Scores are pooled before they are averaged over the query heads of a KV head, as SnapKV's are here.",
         ),
     )
@@ -68,7 +72,12 @@ class AdaKV(HeadAllocation, SnapKV):
                 f"once per head, and {inner.card.name} does not."
             )
         name = f"{inner.card.name}+adakv"
-        card = inner.card.model_copy(update={"name": name, "heads": "pooled", "family": "allocation"})
+        ours, scorer = cls.card, inner.card
+        around = f"How many rows a head keeps is Ada-KV's (arXiv {ours.arxiv}), which ones is this method's."
+        card = scorer.model_copy(update={
+            "name": name, "heads": ours.heads, "family": ours.family, "title": f"{scorer.title} + {ours.title}",
+            "limits": (*scorer.limits, *ours.limits), "deviations": (*scorer.deviations, around, TOTAL),
+        })
         body = {"card": card, "__doc__": inner.__doc__, "__module__": inner.__module__}
         return dataclass(frozen=True)(type(name, (HeadAllocation, inner), body))
 

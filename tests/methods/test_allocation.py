@@ -98,6 +98,18 @@ def test_any_scorer_can_be_allocated_by_name() -> None:
     assert method.settings == {"floor": 0.2}
 
 
+@pytest.mark.parametrize("name", ["snapkv", "expected-attention", "random"])
+def test_the_card_of_a_composition_is_both_methods(name: str) -> None:
+    """It names both papers, keeps what the scorer's card admits, and adds what the allocation's does of any scorer."""
+    inner, outer, card = find_method(name).card, AdaKV.card, find_method(f"{name}+adakv").card
+
+    assert (inner.arxiv, inner.limits) == (card.arxiv, card.limits)
+    assert card.title == f"{inner.title} + {outer.title}"
+    assert card.deviations[:-2] == inner.deviations
+    assert f"arXiv {outer.arxiv}" in card.deviations[-2]
+    assert card.deviations[-1] == outer.deviations[0]
+
+
 @pytest.mark.parametrize("name", ["h2o+adakv", "adakv+adakv", "full+adakv", "snapkv+knorm"])
 def test_nonsense_is_refused_by_name(name: str) -> None:
     """Combinations that make no sense are refused with both names."""
