@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
 
+from kvbench.errors import UserError
 from kvbench.files import read_file
-from kvbench.leaderboard.asked import write_request
-from kvbench.registry import find_task, list_entries
+from kvbench.registry import list_entries
 from kvbench.reproduce.claims import list_claims
 from kvbench.reproduce.paper import Paper, list_papers
 from kvbench.reproduce.plan import Missing, Plan, find_baseline, plan_claim
 from kvbench.reproduce.shape import ShapeRecord
 from kvbench.reproduce.speed import find_timed, judge_speed
 from kvbench.reproduce.verdict import Judgement, judge
-from kvbench.request import Request
+from kvbench.request import Request, check
 from kvbench.results import Result
 from kvbench.runs import Run, load_run
+from kvbench.settings import jsonable_settings
+from kvbench.spec import DenoisingSpec, Protocol, RunSpec
 
-LOOSE = ("out", "device", "device_map", "trackers", "chunk", "kernels")
-"""Options that make another run, and no other number."""
-SEVERAL = ("method_settings", "task_settings", "generation")
 UNRUN = Missing("run", "no run of it is here")
 
 
@@ -74,9 +72,9 @@ def _find_runs(results: Iterable[tuple[Path, Result]], wanted: set[Request]) -> 
         by_kind.setdefault((request.method, names.get(request.task, request.task), request.model), []).append(request)
     found: dict[Request, tuple[str, Path]] = {}
     for path, result in results:
-        made = write_request(result.spec)
-        for request in by_kind.get((made.method, made.task, made.model), []):
-            if _answers(made, request):
+        spec = result.spec
+        for request in by_kind.get((spec.method.name, spec.task.name, spec.model.id), []):
+            if _answers(spec, request):
                 found[request] = max(found.get(request, ("", path)), (result.environment.started, path))
     return {request: load_run(path) for request, (_, path) in found.items()}
 
@@ -86,17 +84,44 @@ def _read_results(folder: Path) -> Iterator[tuple[Path, Result]]:
         yield path.parent, read_file(path, Result)
 
 
-def _answers(made: Request, wanted: Request) -> bool:
-    """Whether a run of this task is what was asked for; what was not has its default, or comes from the checkpoint."""
-    for field in fields(Request):
-        ours, theirs = getattr(made, field.name), getattr(wanted, field.name)
-        if field.name in (*LOOSE, "task") or (field.name == "template" and theirs == "own"):
-            continue  # a tokenizer or a task may have no template: the verdict names what that changes
-        if field.name == "length" and theirs is None:
-            theirs = find_task(wanted.task).default_length
-        if field.name in SEVERAL:
-            if not set(theirs) <= set(ours):
-                return False
-        elif theirs is not None and ours != theirs:
-            return False
-    return True
+def _answers(spec: RunSpec, wanted: Request) -> bool:
+    """Whether a run of this method, task and model is what was asked for, all that was left out at its default.
+
+    What makes no other number is not looked at: the device, chunks of the prompt, kernels. Nor is a template that a
+    tokenizer or a task does not have: the verdict names what that changes. A checkpoint that is not on this machine is
+    taken to have 16 bits, as every one with a printed number has.
+    """
+    try:
+        plan, dtype = check(wanted), wanted.dtype or _own_dtype(spec.model.id, spec.model.revision)
+    except UserError:  # kvbench would not run it now: no run of then stands for it
+        return False
+    generation, filling = plan.generation, spec.generation.denoising
+    if filling is not None:  # how many tokens at a time is the model's to say
+        asked = generation.denoising or DenoisingSpec()
+        generation = generation.model_copy(update={
+            "decoding": "denoising", "denoising": asked.model_copy(update={"tokens_per_step": filling.tokens_per_step}),
+        })
+    protocol = Protocol(**{name: getattr(spec, name) for name in Protocol.model_fields})
+    bare = plan.template == "none" and spec.task.chat_template_sha is not None
+    if bare or spec.model.dtype not in (("bfloat16", "float16") if dtype is None else (dtype,)):
+        return False
+    return (
+        spec.method.settings, spec.task.settings, spec.task.length, spec.task.scorer, spec.budget, spec.generation,
+        protocol, spec.split, spec.seed, spec.samples, spec.suite,
+    ) == (
+        jsonable_settings(plan.method), jsonable_settings(plan.task), plan.length, plan.scorer.id,
+        None if plan.budget is None else str(plan.budget), generation,
+        plan.protocol, wanted.split, wanted.seed, wanted.samples, wanted.suite,
+    )
+
+
+@functools.cache
+def _own_dtype(name: str, revision: str | None) -> str | None:
+    """The type of a checkpoint's weights; None: it is not on this machine."""
+    from kvbench.hf import find_copy
+    from kvbench.hf.config import read_config, resolve_dtype
+
+    folder = Path(name) if Path(name).is_dir() else find_copy(name, revision)
+    if folder is None:
+        return None
+    return str(resolve_dtype(None, read_config(name, folder), folder)).removeprefix("torch.")
