@@ -78,12 +78,13 @@ def find_again(first: Run) -> Flip:
 
 
 def measure(first: Run, other: Run) -> Effect | None:
-    """The other's score minus the first's: paired where they were asked the same; None: one of them has none."""
+    """The other's score minus the first's: paired where they were asked the same; None: one failed or has none."""
     found = compare_pair(first, other)
     if found.mean is not None and found.ci95 is not None:
         return Effect(found.mean, found.ci95, found.n)
     a, b = first.result.score, other.result.score
-    if a.mean is None or b.mean is None or a.ci95 is None or b.ci95 is None:
+    failed = "failed" in (first.result.status, other.result.status)
+    if failed or a.mean is None or b.mean is None or a.ci95 is None or b.ci95 is None:
         return None
     mean = b.mean - a.mean
     down = math.hypot(b.mean - b.ci95[0], a.ci95[1] - a.mean)

@@ -92,7 +92,7 @@ def judge(plan: Plan, runs: Mapping[Request, Run], baseline: Plan | None = None)
         missing.append(Missing("run", f"{lacking} of {len(plan.requests)} runs are not finished"))
     missing += [
         Missing("run", f"{x.result.run_id} has no score: {x.result.error or 'its weights are random'}")
-        for x in found if x.result.score.mean is None
+        for x in found if x.result.status != "ok" or x.result.score.mean is None
     ]
     if missing:
         return Judgement(claim, "not run", missing=tuple(missing))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvbench.explain import measure
 from kvbench.reproduce import verdict
 from kvbench.reproduce.claims import Claim, find_claims
 from kvbench.reproduce.plan import Missing, plan_claim
@@ -54,6 +55,23 @@ def test_reproduced_is_the_printed_value_in_the_interval():
     assert found.ours is not None
     assert found.ours.value == pytest.approx(71.0)
     assert found.ours.ci95 == pytest.approx((68.0, 74.0))
+
+
+def test_a_run_that_failed_its_certificate_says_nothing():
+    """Its answers have a mean, but it is no measurement of the method."""
+    run = ran(0.71, (0.68, 0.74))
+    run.result.status, run.result.error = "failed", "kivi acted in 0 of 20 samples"
+    found = judged(run)
+    assert (found.verdict, found.ours) == ("not run", None)
+    assert [x.why for x in found.missing] == ["x has no score: kivi acted in 0 of 20 samples"]
+
+
+def test_a_failed_run_moves_no_score():
+    """Nor does what it is compared with: neither mean is of the method."""
+    whole, failed = ran(0.71, (0.68, 0.74)), ran(0.5, (0.4, 0.6))
+    failed.result.status = "failed"
+    assert measure(whole, failed) is None
+    assert measure(failed, whole) is None
 
 
 @pytest.mark.parametrize(("low", "holds"), [(0.71, True), (0.71004, True), (0.7101, False)])
