@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import takewhile
 from typing import TypeVar
 
@@ -18,8 +20,11 @@ ALPHA = 0.05
 """False positives that are accepted, over all rows that are compared with one."""
 POWER = 0.8
 """How often a run finds the smallest difference that it is said to find."""
-PARTS = 120
-CELLS = 20_000
+CELLS = 50_000
+DENOMINATOR = 1000
+"""Greatest denominator that is looked for in a difference of scores."""
+ROUNDING = 1e-10
+"""What sums of scores may have lost as floats."""
 FEWEST = 6
 """Contexts that must differ before any test by context can find a difference: 2 of 2**6 ways to sign them are 3 %."""
 
@@ -55,23 +60,41 @@ def flip_signs(differences: Sequence[float]) -> float:
     promises no more than it keeps with few contexts, or where methods disagree in few of them. With one right-or-wrong
     question per context it is McNemar's exact test. Every combination of signs counts, without drawing any: the
     distribution of the sum is built up context by context (Fisher 1935; Pagano and Tritchler 1983). It is exact for
-    scores in 120ths, such as shares of up to six parts; others are rounded to one of CELLS parts of what they sum to.
+    scores that share a denominator which leaves no more than CELLS sums. Others are rounded to one of CELLS parts of
+    what they sum to, and a sum that rounding alone may keep from reaching theirs counts as reaching it: the p-value
+    comes out too large, never too small.
     """
     values = abs(np.array(differences, dtype=float))
-    total = values.sum()
+    total = float(values.sum())
     if not total:
         return 1.0
-    steps = np.rint(values * PARTS).astype(np.int64)
-    steps //= max(1, np.gcd.reduce(steps))
-    if abs(values * PARTS - np.rint(values * PARTS)).max() > 1e-9 or steps.sum() > CELLS:
-        steps = np.rint(values * (CELLS / total)).astype(np.int64)
+    shared = _share_denominator(values.tolist())
+    if shared is None:
+        scaled = values * (CELLS / total)
+        steps = np.rint(scaled).astype(np.int64)
+        slack = int(2 * abs(scaled - steps).sum()) + 1  # theirs and another sum, each as wrong as it can be
+    else:
+        steps, slack = np.array(shared), 0
     middle = int(steps.sum())
     chance = np.zeros(2 * middle + 1)  # of every sum from -middle to middle
     chance[middle] = 1.0
     for step in steps[steps > 0]:
         chance = (np.roll(chance, step) + np.roll(chance, -step)) / 2
-    reached = abs(int((np.sign(differences) * steps).sum()))
+    reached = abs(int((np.sign(differences) * steps).sum())) - slack
+    if reached <= 0:
+        return 1.0
     return min(1.0, float(chance[: middle - reached + 1].sum() + chance[middle + reached :].sum()))
+
+
+def _share_denominator(values: Sequence[float]) -> list[int] | None:
+    """The values as whole numbers of one part; None: there is none with which they sum to no more than CELLS."""
+    exact = [Fraction(x).limit_denominator(DENOMINATOR) for x in values]
+    if any(abs(x - y) > ROUNDING for x, y in zip(values, exact, strict=True)):
+        return None
+    part = math.lcm(*(x.denominator for x in exact))
+    parts = [int(x * part) for x in exact]
+    least = math.gcd(*parts) or 1  # rounding alone is no difference
+    return [x // least for x in parts] if sum(parts) <= CELLS * least else None
 
 
 def adjust(p_values: Sequence[float]) -> list[float]:
