@@ -87,7 +87,7 @@ class BaselineResult(Record):
     """Of the policy over it: the ratio of all seconds."""
     nfe: float
     same_tokens: float
-    """Of the longer answer's places, stop tokens apart, the share where it has the policy's token; mean over answers."""
+    """Of the longer answer's places, stop tokens apart, the share that is the policy's token; mean over answers."""
 
 
 class DiffusionResult(Record):

@@ -37,7 +37,8 @@ class ElasticKV(PositionKV):
         queries = self.state["query"][:, :, places]
         grouped = queries.unflatten(1, (self.keys.shape[1], -1))
         products = (grouped @ self.keys[:, :, None].transpose(3, 4)).float() * scale
-        return products.softmax(-1).flatten(1, 2)
+        weights: Tensor = products.softmax(-1).flatten(1, 2)
+        return weights
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ END = 0
 TOYS = Path(__file__).parent / "toys.py"
 
 
-def make_module(seed=0, kv_heads=2):
-    """Two layers; weights large enough for attention to choose."""
+def make_module(seed=0, kv_heads=2, layers=2):
+    """Weights large enough for attention to choose."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=kv_heads, head_dim=16, initializer_range=0.2, max_position_embeddings=256,
     )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
