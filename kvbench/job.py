@@ -127,6 +127,20 @@ def reach(encoded: Encoded, spec: RunSpec, limits: list[int]) -> int:
     return most
 
 
+def check_reach(job: Job, most: int) -> None:
+    """Refuse a conversation that can come to more tokens than the model was made for.
+
+    Raises:
+        UserError: it can.
+    """
+    if most > job.model.max_length:
+        turns = f"{job.spec.turns} turn{'s' if job.spec.turns > 1 else ''}"
+        raise UserError(
+            f"length {job.spec.task.length} with {turns} comes to {most} tokens, beyond what model {job.model.id} was "
+            f"made for, {job.model.max_length}. Use a smaller --length or fewer --turns, or leave long rows out."
+        )
+
+
 def most_new(turn: EncodedTurn, limit: int) -> int:
     """The most tokens that can stand after a question: those generated, or those of its longest choice."""
     return max([limit, *map(len, turn.choices)])
@@ -270,9 +284,5 @@ def _try_first(job: Job) -> Job:
 
         whole = chain([(0, example, encoded)], made)  # the regime is the run's: it must fit every answer
         most = max(reach(ids, spec, [plan_turn(job, x)[0] for x in one.turns]) for _, one, ids in whole)
-    if most > job.model.max_length:
-        raise UserError(
-            f"length {spec.task.length} with {spec.turns} turns comes to {most} tokens, beyond what model "
-            f"{job.model.id} was made for, {job.model.max_length}. Use a smaller --length or fewer --turns."
-        )
+    check_reach(job, most)
     return replace(job, method=bound, resolution=dict(fitted.resolution))

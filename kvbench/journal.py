@@ -145,7 +145,7 @@ class Line(Record):
     """From the task."""
     started: str
     seconds: float
-    """All that this turn took, the harness included."""
+    """What this turn took, the harness included; the dense cache that `agreement` is taken to comes after it."""
     error: str | None
 
 

@@ -16,7 +16,7 @@ from kvbench.agreement import compare_logits, find_dense, force_answer
 from kvbench.budget import BudgetKind
 from kvbench.clocks import now
 from kvbench.errors import UserError
-from kvbench.job import Job, limit_of, reach
+from kvbench.job import Job, check_reach, limit_of, reach
 from kvbench.journal import Bytes, Evidence, Line, Times, TokenCounts
 from kvbench.session import Session, Tokens
 from kvbench.spec import RunSpec
@@ -68,6 +68,7 @@ def run_sample(job: Job, index: int, example: Example, encoded: Encoded) -> list
         visible = () if spec.visibility == "hidden" else encoded.turns[0].first
         method = job.method.fit(job.budget, model.shape(len(encoded.context) + len(visible)))
         capacity = reach(encoded, spec, limits)
+        check_reach(job, capacity)
         compares = not (model.random or method.card.budget is BudgetKind.NONE)
         forced: list[Tensor] = []
         with Session(model, method, capacity=capacity, chunk=spec.chunk, recompress=spec.recompress) as session:
@@ -98,8 +99,6 @@ def run_sample(job: Job, index: int, example: Example, encoded: Encoded) -> list
                 clock = Clock(time.perf_counter())
         if compares:
             lines = _with_agreement(job, encoded, lines, forced, capacity)
-    except UserError:
-        raise
     except Exception as error:
         del lines[len(example.turns) - 1 :]  # where closing failed, the last turn counts as the one that did
         lines.append(fail(example, index, len(lines), error, prompt_hash, started, time.perf_counter() - clock.wall))
@@ -112,11 +111,12 @@ def fail(
 ) -> Line:
     """The line of a turn that raised."""
     first = (str(error).strip() or "no message").splitlines()[0]
+    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
     return Line(
         sample=example.id, index=index, turn=turn, turns=len(example.turns), prompt_hash=prompt_hash, prediction=None,
         ids=(), references=example.turns[turn].references, score=None, scores={}, tokens=None, stop_reason=None,
         times=None, bytes=None, evidence=None, agreement=None, facts=note(example, turn), started=started,
-        seconds=seconds, error=f"{type(error).__name__}: {first}",
+        seconds=seconds, error=f"{kind}{first}",
     )
 
 

@@ -414,3 +414,41 @@ def test_the_files_that_the_documents_show_work(kvbench, tmp_path, model_folder)
     answer = kvbench("check", tmp_path / "capitals.toml", "--model", model_folder, "--json")
     assert (answer.code, answer.json["examples"], answer.json["findings"]) == (0, 1, [])
     assert set(tomllib.loads(table)) == set(Table.model_fields)
+
+
+def test_a_row_beyond_the_model_fails_and_is_not_scored(write, run_rows):
+    """Its 512 positions: with its later question the second row does not fit them, so it is no answer of this model."""
+    rows = [make_row("near", 40, "?", "?"), make_row("far", 40, "?", "b" * 600)]
+    answer = run_rows(write(rows), "full", "--mode", "multi-turn", "--turns", "2")
+    assert answer.code == 1
+    assert (answer.json["status"], answer.json["n_scored"], answer.json["n_failed"]) == ("failed", 1, 1)
+    assert answer.json["score"]["mean"] is None
+    assert answer.json["error"].startswith("1 of 2 samples failed; the first: length 200 with 2 turns comes to 6")
+    assert "tokens, beyond what model" in answer.json["error"]
+
+
+def test_a_row_too_short_for_the_budget_fails_alone(write, run_rows):
+    """A quarter of it is no row beside the method's sinks: the sample says so, and the run has a result."""
+    answer = run_rows(write([make_row("long", 150, "?"), make_row("short", 1, "?")]), "streaming-llm")
+    assert answer.code == 1
+    assert (answer.json["status"], answer.json["n_scored"], answer.json["n_failed"]) == ("failed", 1, 1)
+    assert answer.json["error"].startswith("1 of 2 samples failed; the first: budget 25%")
+    assert "sample 1 failed: budget 25%" in answer.err
+
+
+def make_row(name: str, letters: int, *questions: str) -> dict[str, Any]:
+    """A context of so many letters, one token each."""
+    return {"id": name, "context": "a" * letters, "turns": [{"question": x, "answer": "a"} for x in questions]}
+
+
+@pytest.fixture
+def run_rows(kvbench, model_folder, tmp_path) -> Callable[..., Any]:
+    """Runs two rows of a task."""
+
+    def make(path: Path, method: str, *more: str) -> Any:
+        return kvbench(
+            "run", "--task", path, "--method", method, "--model", model_folder, "--samples", "2", "--device", "cpu",
+            "--out", tmp_path / "runs", "--json", *more,
+        )
+
+    return make
