@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, get_type_hints
 
@@ -89,9 +90,22 @@ def _read(text: str, kind: Any, what: str) -> Any:
     first: ValidationError | None = None
     for value in candidates:
         try:
-            return adapter.validate_python(value)
+            found = adapter.validate_python(value)
         except ValidationError as error:
             first = first or error
+        else:
+            if not _is_finite(found):  # JSON has no such number: a spec would say null, as of any other of them
+                raise UserError(f"{what} is no finite number. Allowed: {type_name(kind)}.")
+            return found
     assert first is not None
     reason = first.errors()[0]["msg"]
     raise UserError(f"{what}: {reason[0].lower()}{reason[1:]}. Allowed: {type_name(kind)}.")
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether there is no infinity and no NaN in a value, however deep."""
+    if isinstance(value, Mapping):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
