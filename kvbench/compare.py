@@ -29,7 +29,8 @@ ASKED = (
 )
 """What must be equal before a difference of scores speaks of the methods."""
 PROTOCOL = (
-    *ASKED, "environment.cpu", "environment.gpu", "environment.threads", "environment.device_map", "latency.clock",
+    *ASKED, "spec.chunk", "spec.kernels", "environment.cpu", "environment.gpu", "environment.threads",
+    "environment.device_map", "latency.clock",
 )
 """What must be equal before one of times does, too."""
 SIZES = 4

@@ -213,6 +213,10 @@ def test_what_was_asked_and_where_it_ran(result):
     assert name_questions(other.spec) == name_questions(result.spec)
     assert name_protocol(other) != name_protocol(result)
     document = result.model_dump(mode="json")
+    for change in ({"chunk": 16}, {"kernels": "triton"}):  # the same answers, in another time
+        again = result.model_copy(update={"spec": result.spec.model_copy(update=change)})
+        assert name_questions(again.spec) == name_questions(result.spec)
+        assert name_protocol(again) != name_protocol(result)
     document["spec"]["method"]["name"] = document["method"]["name"] = "other"
     assert name_protocol(Result.model_validate(document)) == name_protocol(result)
     for change in ({"visibility": "first-turn"}, {"seed": 1}, {"split": "dev"}):
