@@ -25,7 +25,16 @@ from kvbench.request import (
 )
 from kvbench.settings import jsonable_settings
 from kvbench.sources import find_sources
-from kvbench.spec import DenoisingSpec, GenerationSpec, MethodSpec, ModelSpec, RunSpec, TaskSpec, Versions
+from kvbench.spec import (
+    DenoisingSpec,
+    GenerationSpec,
+    Implementation,
+    MethodSpec,
+    ModelSpec,
+    RunSpec,
+    TaskSpec,
+    Versions,
+)
 from kvbench.task import Encoded, EncodedTurn, Frame, Mode, Scorer, Task, find_frame, prompt_tokens
 
 if TYPE_CHECKING:
@@ -241,7 +250,7 @@ def _resolve_spec(plan: Plan, model: Model, frame: Frame) -> RunSpec:
         mode=protocol.mode, visibility=protocol.visibility, history=protocol.history, recompress=protocol.recompress,
         budget=None if budget is None else str(budget), split=cast("Literal['dev', 'test']", request.split),
         seed=request.seed, samples=request.samples, turns=protocol.turns, chunk=request.chunk,
-        kernels=cast("Literal['torch', 'triton', 'flash']", request.kernels),
+        kernels=cast("Implementation", request.kernels),
         device=cast("Literal['cpu', 'cuda']", model.device.type), generation=plan.generation,
         versions=Versions(
             kvbench=__version__, torch=torch.__version__, transformers=find_version("transformers") or "unknown"

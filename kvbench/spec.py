@@ -17,6 +17,8 @@ from kvbench.task import Mode
 SCHEMA_VERSION: Literal[1] = 1
 Visibility = Literal["visible", "hidden", "first-turn"]
 History = Literal["golden", "own"]
+Implementation = Literal["torch", "triton", "flash"]
+"""Of operations: `kernels.choice.IMPLEMENTATIONS`."""
 VISIBILITIES: dict[Mode, tuple[Visibility, ...]] = {
     Mode.SINGLE: ("visible", "hidden"),
     Mode.MULTI_TURN: ("first-turn", "hidden"),
@@ -135,7 +137,7 @@ class RunSpec(Record):
     batch: Literal[1] = 1
     chunk: int | None
     """Most prompt tokens per forward pass; None: the whole prompt at once."""
-    kernels: Literal["torch", "triton", "flash"]
+    kernels: Implementation
     device: Literal["cpu", "cuda"]
     generation: GenerationSpec
     versions: Versions

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 
@@ -16,8 +15,8 @@ from kvbench.budget import Budget
 from kvbench.hf import Prediction
 from kvbench.method import Method
 from kvbench.plan import Need, read_budget
+from kvbench.spec import Implementation
 
-Kernels = Literal["torch", "triton", "flash"]
 OUT_OF_TIME = "no time was left for it"
 
 
@@ -34,7 +33,7 @@ class Job:
     """Numbers, or `max`."""
     clocks: Sequence[Clock]
     budget: str | None
-    kernels: Kernels
+    kernels: Implementation
     rounds: dict[Clock, int]
     memory: int
     """Bytes that weights and caches may take together."""

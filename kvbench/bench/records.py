@@ -9,7 +9,7 @@ from pydantic import Field
 from kvbench.journal import Bytes
 from kvbench.plan import State
 from kvbench.results import Environment
-from kvbench.spec import MethodSpec, ModelSpec, Record
+from kvbench.spec import Implementation, MethodSpec, ModelSpec, Record
 
 Clock = Literal["kernel", "step", "user"]
 Outcome = Literal["ok", "out of memory", "refused", "failed", "skipped"]
@@ -119,7 +119,7 @@ class Bench(Record):
     command: dict[str, Any]
     """What was asked for."""
     model: ModelSpec
-    kernels: Literal["torch", "triton"]
+    kernels: Implementation
     weight_bytes: int
     memory_bytes: int
     """Of the device."""

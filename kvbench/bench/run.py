@@ -13,7 +13,7 @@ from typing import Literal, cast, get_args
 import torch
 
 from kvbench.bench.grid import MAX, run_cells
-from kvbench.bench.job import Job, Kernels
+from kvbench.bench.job import Job
 from kvbench.bench.measure import STEPS
 from kvbench.bench.outcome import Failure, attempt
 from kvbench.bench.records import Bench, Cell, Clock, Ruler
@@ -27,7 +27,7 @@ from kvbench.machine import find_environment, free_bytes
 from kvbench.plan import ANCHORS, LATER, State, make_methods
 from kvbench.request import check_kernels, check_kernels_device, check_kernels_dtype
 from kvbench.settings import parse_pairs
-from kvbench.spec import ModelSpec
+from kvbench.spec import Implementation, ModelSpec
 
 ROUNDS: dict[Clock, int] = {"kernel": 16, "step": 16, "user": 5}
 MARGIN = LATER - STEPS
@@ -121,7 +121,7 @@ def _prepare(request: Request) -> Job:
         ),
         outline=outline, methods=made,
         anchors=ANCHORS[outline.kind], lengths=request.lengths, batches=request.batches,
-        clocks=clocks, budget=request.budget, kernels=cast("Kernels", request.kernels),
+        clocks=clocks, budget=request.budget, kernels=cast("Implementation", request.kernels),
         rounds=rounds, memory=free if request.memory is None else int(request.memory * 1e9),
         ruler=measure_copy(model.device),
     )

@@ -510,6 +510,8 @@ def test_cells_say_what_was_timed_and_beside_what(bench, tmp_path):
     assert [(x.batch, x.clock, x.method.name) for x in found.cells] == [
         (2, clock, name) for clock in ("kernel", "step", "user") for name in ("full", "full-int8", "snapkv")
     ]
+    for name in choice.IMPLEMENTATIONS:
+        assert Bench.model_validate(answer.json | {"kernels": name}).kernels == name
     quantities = {"kernel": {"attention"}, "step": {"step"}, "user": {"prefill", "compression", "token", "answer"}}
     for cell in found.cells:
         assert cell.times.keys() == quantities[cell.clock]
