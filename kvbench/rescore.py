@@ -38,6 +38,8 @@ def rescore(folder: Path, scorer_id: str | None = None, task_name: str | None = 
         UserError: no such run, task or scorer, no predictions, or none of the facts that the scorer needs.
     """
     spec = read_file(folder / "spec.json", RunSpec)
+    if spec.model.id.startswith("random:"):
+        raise UserError(f"run {folder} is of random weights: its answers have no score.")
     task = find_task(task_name or spec.task.name)
     if task.name != spec.task.name:
         raise UserError(f"run {folder} is of task {spec.task.name}, not of {task.name}. Give the file of its own task.")

@@ -198,7 +198,7 @@ def test_every_sample_failing_is_a_result_too(kvbench, arguments, monkeypatch):
     assert "none: every sample failed" in answer.out
 
 
-def test_random_weights_have_no_score(kvbench, arguments, model_folder):
+def test_random_weights_have_no_score(kvbench, arguments, model_folder, tmp_path):
     """Memory and speed only."""
     arguments[arguments.index("--model") + 1] = f"random:{model_folder}"
     answer = kvbench(*arguments, "--method", LAST)
@@ -207,6 +207,9 @@ def test_random_weights_have_no_score(kvbench, arguments, model_folder):
     assert answer.json["scores"] == {}
     assert answer.json["memory"]["cache_bytes"] > 0
     assert "none: random weights" in answer.out
+    again = kvbench("score", tmp_path / "runs" / answer.json["run_id"], "--task", f"{TOYS}:Toy")
+    assert again.code == 2
+    assert "is of random weights: its answers have no score." in again.err
 
 
 @pytest.mark.parametrize("full_after", [0, 2])
