@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -141,25 +143,44 @@ def test_the_schedule_is_the_authors_with_its_overshoot(
     assert rows == sorted(rows, reverse=True)
 
 
+def test_no_layer_is_given_more_rows_than_there_are() -> None:
+    """The lowest layer would get 114 of 112 rows before the window: it gets 112, and the top 2 * 58 - 112 = 4."""
+    assert schedule(66, 8, beta=20, layers=2, length=120) == (120, 12)
+
+
 def test_short_contexts_are_uniform() -> None:
     """Below twice the mean budget every layer gets the same, as SnapKV would."""
     assert schedule(100, 32, beta=20, layers=3, length=130) == (100, 100, 100)
 
 
-def test_the_ledger_shows_the_overshoot() -> None:
-    """PyramidKV holds more bytes than SnapKV at the same nominal budget, and both are as declared."""
+def test_the_ledger_shows_the_schedule() -> None:
+    """24 rows beside the window: 24 // 20 = 1 in the top layer, 2 * 24 - 1 = 47 below, whose mean is SnapKV's 32."""
     model = tiny_model()
     ids = torch.randint(64, (400,), generator=torch.Generator().manual_seed(0)).tolist()
-    held = {}
+    kept, held = {}, {}
     for method in (SnapKV(window=8), PyramidKV(window=8)):
         fitted = method.fit(Budget("rows", 32), model.shape(400))
         with Session(model, fitted) as session:
             session.prefill(ids)
+            kept[method.card.name] = [store.rows_kept() for store in session.layers]
             held[method.card.name] = session.memory().cache_bytes
             assert fitted.declared_bytes(model.shape(400)) == session.memory().cache_bytes
 
-    layers = schedule(32, 8, beta=20, layers=2, length=400)
-    assert sum(layers) / 64 == held["pyramidkv"] / held["snapkv"]
+    assert kept == {"snapkv": [[32, 32], [32, 32]], "pyramidkv": [[55, 55], [9, 9]]}
+    assert held["pyramidkv"] == held["snapkv"]
+
+
+def test_the_declared_bytes_show_the_overshoot() -> None:
+    """In four layers 24 rows beside the window are 47, 32, 17 and 2, for 46 // 3 is 15: 130 rows where SnapKV has 128.
+
+    A row is 2 KV heads, a key and a value of 16 numbers each, in float32.
+    """
+    shape = tiny_model().shape(400)
+    deeper = replace(shape, layers=shape.layers * 2)
+    fitted = PyramidKV(window=8).fit(Budget("rows", 32), deeper)
+
+    assert fitted.layer_rows == (55, 40, 25, 10)
+    assert fitted.declared_bytes(deeper) == 130 * 2 * 2 * 16 * 4
 
 
 @pytest.mark.parametrize("length", [1, 7, 31, 32, 33, 64])

@@ -64,6 +64,15 @@ def test_keydiff_ranks_the_odd_direction_first() -> None:
     assert KeyDiff().score(stored(KeyDiff(), step), step).argmax().item() == 3
 
 
+def test_keydiff_s_anchor_is_the_mean_direction_and_no_long_key_s() -> None:
+    """(1, 0) once, ten long, and (0, 1) twice: their mean points along (1, 2), so the cosines are 1 and 2 by root 5."""
+    key = torch.tensor([[10.0, 0.0], [0.0, 1.0], [0.0, 1.0]])[None, None]
+    step = make_step(key, key, key)
+
+    wanted = torch.tensor([[[-1.0, -2.0, -2.0]]]) / math.sqrt(5)
+    torch.testing.assert_close(KeyDiff().score(stored(KeyDiff(), step), step), wanted)
+
+
 def test_observed_attention_is_the_mean_over_queries_that_see_a_row() -> None:
     """Column sums of the causal attention matrix, each divided by the queries from its own row on."""
     step = random_step()
@@ -101,6 +110,21 @@ def test_tova_drops_what_the_last_query_attends_to_least() -> None:
     assert [[2.0, 3.0], [4.0, 5.0], [6.0, 7.0]] == kv.values[0, 0].tolist() == kv.values[0, 1].tolist()
 
 
+def test_tova_s_heads_choose_together() -> None:
+    """Weights .1 .4 .2 .3 of one head and .5 .1 .2 .2 of the other: the mean drops row 2, which neither would."""
+    logits = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.5, 0.1, 0.2, 0.2]]).log()
+    key = torch.stack([logits, torch.zeros(2, 4)], dim=-1)[None]  # [1, 2, 4, 2]
+    query = torch.zeros(1, 2, 4, 2)
+    query[:, :, -1, 0] = 1.0
+    step = make_step(query, key, torch.arange(8.0).view(1, 1, 4, 2).expand(1, 2, -1, -1).contiguous())
+    method = TOVA(rows=3, length=4)
+    kv = stored(method, step)
+
+    method.evict(kv, step)
+
+    assert [[0.0, 1.0], [2.0, 3.0], [6.0, 7.0]] == kv.values[0, 0].tolist() == kv.values[0, 1].tolist()
+
+
 def test_tova_evicts_a_prompt_at_once_and_not_row_by_row() -> None:
     """One reduction by the last query keeps other rows than a reduction after every token (guards a simplification)."""
     model = tiny_model()
@@ -132,6 +156,42 @@ def test_expected_attention_without_spread_is_attention_of_the_mean_query() -> N
 
     assert found[..., :2].isinf().all()
     torch.testing.assert_close(found[..., 2:], wanted)
+
+
+@pytest.mark.parametrize("future", [1, 7])
+def test_expected_attention_turns_the_mean_query_to_the_positions_to_come(future: int) -> None:
+    """Equal queries, rotated as a model rotates them, are turned back and on: to the mean of their future selves."""
+    rope, rows, here = tiny_model().ropes[0], 20, torch.arange(20)[None]
+    draw = torch.Generator().manual_seed(0)
+    plain = torch.randn(1, 4, 1, 16, generator=draw)
+    query = rope.rotate(plain.expand(-1, -1, rows, -1).contiguous(), here)
+    key = rope.rotate(torch.randn(1, 2, rows, 16, generator=draw), here)
+    step = replace(make_step(query, key, key, rope), scale=0.25)
+    method = ExpectedAttention(future=future, sinks=2, value_norm=False)
+    found = method.score(stored(method, step), step)
+    later = torch.arange(rows, rows + future)[None]
+    mean = rope.rotate(plain.expand(-1, -1, future, -1).contiguous(), later).mean(2, keepdim=True)
+    logits = mean.unflatten(1, (2, 2)) @ key[:, :, None, 2:].mT * 0.25  # [1, 2, 2, 1, 18]
+
+    torch.testing.assert_close(found[..., 2:], logits.softmax(-1)[:, :, :, 0].mean(2), atol=1e-6, rtol=0)
+
+
+def test_expected_attention_counts_the_spread_and_the_values() -> None:
+    """Mean and biased covariance of all queries but the sinks', turned to one position; times the value's norm."""
+    rope, rows, here = tiny_model().ropes[0], 20, torch.arange(20)[None]
+    draw = torch.Generator().manual_seed(0)
+    plain = torch.randn(1, 2, rows, 16, generator=draw)
+    key = rope.rotate(torch.randn(1, 2, rows, 16, generator=draw), here)
+    value = torch.randn(1, 2, rows, 16, generator=draw)
+    step = replace(make_step(rope.rotate(plain, here), key, value, rope), scale=0.25)
+    method = ExpectedAttention(future=1, sinks=2, epsilon=0.01)
+    found = method.score(stored(method, step), step)
+    turned = rope.rotate(plain[:, :, 2:], torch.full((1, rows - 2), rows))[0].double()  # [2, 18, 16]
+    for head in range(2):
+        keys, covariance = key[0, head, 2:].double(), torch.cov(turned[head].T, correction=0)
+        logits = keys @ turned[head].mean(0) * 0.25 + torch.einsum("nd,de,ne->n", keys, covariance, keys) * 0.25**2 / 2
+        wanted = (logits.softmax(-1) + 0.01) * value[0, head, 2:].norm(dim=-1)
+        torch.testing.assert_close(found[0, head, 2:].double(), wanted, atol=1e-5, rtol=0)
 
 
 def test_expected_attention_protects_the_first_tokens_and_not_the_first_rows_held() -> None:
