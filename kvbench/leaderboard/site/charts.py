@@ -9,12 +9,13 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 from xml.etree import ElementTree as ET
 
 from markupsafe import Markup
 
 from kvbench.extras import load_extra
-from kvbench.leaderboard.site.pages import show_plain, spell_out
+from kvbench.leaderboard.site.pages import show_plain
 from kvbench.leaderboard.site.tables import Axis, Group, Row
 from kvbench.report.charts import COSTS, Spec, draw_cost
 from kvbench.report.grid import draw_grid, list_scores, read_grid
@@ -26,6 +27,8 @@ WIDTH = 560
 SVG = "{http://www.w3.org/2000/svg}"
 CHARTS = {Axis.HELD: "bytes held", Axis.READ: "bytes read", Axis.COMPUTED: "rows computed"}
 """The report's charts by what is saved."""
+BACKSLASH = "\N{REVERSE SOLIDUS OPERATOR}"
+"""What looks like a backslash, and escapes nothing."""
 TOLD = ("row: ", "score: ", "held: ", "read: ")
 """What a point says, of all that the report's chart has of it."""
 
@@ -35,9 +38,9 @@ def draw_group(group: Group) -> list[Markup]:
     wanted = {CHARTS[x.axis] for x in group.tables}
     if group.example.spec.device != "cpu" and len(group.machines) == 1:
         wanted.add("time per token")
-    entries = [Entry(x.result, show_plain(x.label), x.rank) for x in group.rows]
+    entries = [Entry(x.result, x.label, x.rank) for x in group.rows]
     specs = [draw_cost(entries, x) for x in COSTS if x.name in wanted]
-    runs = {x.result.run_id: f"runs/{x.entry.name}/index.html" for x in group.rows}
+    runs = {_spell(x.result.run_id): f"runs/{x.entry.name}/index.html" for x in group.rows}
     return [_render(x, "points", runs) for x in specs if x is not None]
 
 
@@ -49,6 +52,7 @@ def draw_heatmap(run: Run) -> Markup | None:
 
 def _render(spec: Spec, kind: str, runs: Mapping[str, str]) -> Markup:
     """A chart as SVG that takes its colours from the page; a point of a run says what it is, and leads to its page."""
+    spec = _spell(spec)
     root = ET.fromstring(_convert(json.dumps({**spec, "width": WIDTH})))  # noqa: S314  # made here
     for parent in list(root.iter()):
         for place, node in enumerate(parent):
@@ -64,7 +68,19 @@ def _render(spec: Spec, kind: str, runs: Mapping[str, str]) -> Markup:
     root.remove(root[0])  # the white ground
     root.attrib |= {"class": f"chart {kind}", "role": "group" if runs else "img", "aria-label": spec["description"]}
     ET.register_namespace("", SVG[1:-1])
-    return Markup(spell_out(ET.tostring(root, encoding="unicode")))  # noqa: S704  # its writer escaped what is text
+    return Markup(ET.tostring(root, encoding="unicode"))  # noqa: S704  # its writer escaped what is text
+
+
+def _spell(part: Any) -> Any:
+    """A specification whose strings are as a page shows them, and without backslashes.
+
+    XML cannot hold every character; and Vega-Lite writes titles into expressions, where it does not escape backslashes.
+    """
+    if isinstance(part, dict):
+        return {key: _spell(value) for key, value in part.items()}
+    if isinstance(part, list):
+        return [_spell(x) for x in part]
+    return show_plain(part).replace("\\", BACKSLASH) if isinstance(part, str) else part
 
 
 @functools.lru_cache(maxsize=256)

@@ -152,6 +152,21 @@ def test_characters_that_nobody_sees_are_spelled_out(results):
     assert index.text.count("evic\\u202etion") >= 1
 
 
+@pytest.mark.parametrize(("text", "shown"), [("a\x01b", "a\u29f5x01b"), ('a\\"+(((', "a\u29f5&quot;+(((")])
+def test_what_no_picture_can_hold_is_spelled_out(results, text, shown):
+    """In a chart's legend, axis, points and description: a stranger's family or metric stops nobody's site."""
+    def write(result, lines):
+        result["method"]["family"] = result["method"]["card"]["family"] = result["score"]["metric"] = text
+
+    results.add("a", method=f"snap{text}kv", edit=write)
+    results.add("b", method="h2o", edit=write)
+    index = (results.build().folder / "index.html").read_text()
+    assert "\x01" not in index
+    chart = index[index.index('class="chart points"'):]
+    assert f'aria-label="{shown}' in chart  # its description
+    assert f"snap{shown}kv 10%" in chart
+
+
 def test_a_long_value_is_cut_and_says_so(results):
     """A page does not grow with what one field holds."""
     results.add("a", edit=lambda result, lines: result["method"]["card"].update(idea="x" * 300_000))
