@@ -4,7 +4,8 @@ It starts from mini's weights, as Dream started from Qwen2.5, and one token more
 tasks, as evaluation shows it, and a canvas that the answer and ends of text fill; a share of the canvas, drawn from 0
 to 1, or all of it from some token on, is masked, and the loss is on what is masked (LLaDA, arXiv 2502.09992). The head
 is not shifted. From the sixth stage on there are two layers more, which begin as layers that change nothing: with them
-it learned to copy lists, too.
+it learned to copy lists, too. In the last stage most short answers are masked whole: before it the last digit of a
+value was said with confidence, and wrong, as long as the digits before it were masks.
 
 Called by `train_mini.py --kind diffusion`. Batches are a function of the step, so a run that was stopped goes on as if
 it had not been.
@@ -48,6 +49,7 @@ USUAL = 6.0
 TASKS: tuple[Task, ...] = (
     SINGLE_1, niah.NiahSingle2(), MULTIKEY_1, SHORT, sums.RunningSums(), lists.ListCopy(),
 )
+SHORT_ANSWERS = {task.name for task in TASKS[:4]}
 TOKENS_PER_STEP = 4
 GATED: tuple[tuple[Task, int], ...] = (
     (SINGLE_1, 1024), (niah.NiahSingle2(), 1024), (MULTIKEY_1, 1024), (SHORT, 1024), (lists.ListCopy(), 256),
@@ -61,8 +63,9 @@ AttentionInterface.register("training-everywhere", attend_everywhere)
 class Stage:
     """shapes: (length, rows) of a batch, one of them per step. rate: from, to. mix: shares of TASKS.
 
-    parts: batches of a step. suffix: share of rows that are masked from one token on. layers: of the model. lists: most
-    tokens of a list with its answer; longer rows hold needles and pairs.
+    parts: batches of a step. suffix: share of rows that are masked from one token on. whole: share of short answers of
+    which no token is known. layers: of the model. lists: most tokens of a list with its answer; longer rows hold
+    needles and pairs.
     """
 
     name: str
@@ -72,12 +75,14 @@ class Stage:
     mix: tuple[float, ...]
     parts: int = 1
     suffix: float = 0.0
+    whole: float = 0.0
     layers: int = 5
     lists: int = 640
 
 
 EVERY, SHARP = (1.0, 1.0, 3.0, 3.0, 3.0, 1.0), (1.0, 1.0, 3.0, 4.0, 0.5, 0.0)
 COPY, MOST, LAST = (0.0, 0.0, 0.0, 0.05, 0.0, 1.0), (1.0, 2.0, 2.0, 5.0, 0.0, 5.0), (1.0, 3.0, 2.0, 7.0, 0.0, 6.0)
+PAIRS = (1.0, 2.0, 2.0, 9.0, 0.0, 6.0)
 STAGES = (
     Stage("fill", 1200, ((256, 10), (384, 6)), (2e-3, 1.5e-3), EVERY),
     Stage("fill-512", 700, ((384, 6), (640, 4)), (1.5e-3, 1e-3), EVERY),
@@ -96,6 +101,10 @@ STAGES = (
     Stage(
         "end", 640, ((208, 12), (256, 10), (320, 8), (640, 4), (1280, 2), (1280, 2)), (6e-4, 1e-5), LAST, parts=2,
         suffix=0.3, layers=7, lists=320,
+    ),
+    Stage(
+        "whole", 1500, ((208, 12), (256, 10), (320, 8), (640, 4), (640, 4), (1280, 2), (1280, 2), (1280, 2)),
+        (8e-4, 1e-5), PAIRS, parts=2, suffix=0.3, whole=0.7, layers=7, lists=320,
     ),
 )
 CANVAS = (16, 160)
@@ -179,6 +188,10 @@ def batch(
         if rng.random() < stage.suffix:
             places = (canvas[row] & ~filler[row]).nonzero()[:, 0].tolist()
             masked[row] = canvas[row] & (torch.arange(length) >= rng.choice(places))
+        if drawn[row][2] in SHORT_ANSWERS and rng.random() < stage.whole:
+            # What a last digit is decided from: nothing at all, or ends of text, which are the first to be sure of.
+            known = rng.choices((torch.zeros_like(filler[row]), filler[row], labels[row] == EOS), (2, 1, 4))[0]
+            masked[row] = canvas[row] & ~known
     weights = torch.where(filler, FILLER_WEIGHT, 1.0) * masked
     weights = weights / (USUAL * weights.sum(1, keepdim=True).clamp(min=1.0)).sqrt().clamp(min=1.0)
     kinds = [names.index(row[2]) for row in drawn]
