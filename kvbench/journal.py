@@ -115,6 +115,14 @@ class Denoising(Record):
     """`none`, and `half-steps` where steps decide."""
 
 
+class Machine(Record):
+    """What the seconds of a sample depend on."""
+
+    cpu: str
+    gpu: str | None
+    threads: int
+
+
 class Line(Record):
     """One (sample, turn) of samples.jsonl. A failed sample ends with a line that has an error."""
 
@@ -141,6 +149,8 @@ class Line(Record):
     """Of a diffusion model."""
     kernels: dict[str, str] = Field(default_factory=dict)
     """What implementation ran, by operation, in the whole sample; on the line of its first turn."""
+    machine: Machine | None = None
+    """Where the sample ran; on the line of its first turn. None: a journal from before it was noted."""
     facts: dict[str, Any]
     """From the task."""
     started: str

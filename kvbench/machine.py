@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 
 from kvbench import __version__
+from kvbench.journal import Machine
 from kvbench.results import Environment, Git
 
 SOURCE = Path(__file__).resolve().parent.parent
@@ -45,6 +46,14 @@ def find_git() -> Git | None:
     return Git(commit=commit, dirty=bool(ask("status", "--porcelain", "--", *CODE)))
 
 
+def find_machine(device: str) -> Machine:
+    """What this machine, for a kind of device, tells from another whose seconds are others."""
+    import torch
+
+    gpu = torch.cuda.get_device_name() if device == "cuda" else None
+    return Machine(cpu=cpu_name(), gpu=gpu, threads=torch.get_num_threads())
+
+
 def find_environment(
     device: str, *, started: str, seconds: float, device_map: dict[str, str] | None = None
 ) -> Environment:
@@ -54,8 +63,7 @@ def find_environment(
     return Environment(
         python=platform.python_version(), torch=torch.__version__,
         transformers=find_version("transformers") or "unknown", triton=find_version("triton"), kvbench=__version__,
-        git=find_git(), cpu=cpu_name(), gpu=torch.cuda.get_device_name() if device == "cuda" else None,
-        threads=torch.get_num_threads(), device_map=device_map, started=started, seconds=seconds,
+        git=find_git(), **find_machine(device).model_dump(), device_map=device_map, started=started, seconds=seconds,
     )
 
 

@@ -75,6 +75,8 @@ class Latency(Record):
     p50: float | None
     p95: float | None
     n: int
+    mixed: str | None = None
+    """Why there are none: the samples did not all run on one machine, with as many threads."""
 
 
 class BaselineResult(Record):
@@ -82,7 +84,8 @@ class BaselineResult(Record):
 
     mean: float | None
     """Of the same metric."""
-    tokens_per_s: float
+    tokens_per_s: float | None
+    """None: as in `Latency`."""
     speedup: float
     """Of the policy over it: the ratio of all seconds."""
     nfe: float

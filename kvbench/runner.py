@@ -14,10 +14,11 @@ from kvbench.files import Journal, locked, read_file, saving, write_record
 from kvbench.job import Job
 from kvbench.kernels.choice import using
 from kvbench.log import say
+from kvbench.machine import find_machine
 from kvbench.results import Result
 from kvbench.sample import SampleFailedError, run_sample
 from kvbench.spec import RunSpec
-from kvbench.summary import summarise
+from kvbench.summary import describe_mixed, find_machines, summarise
 
 
 class Progress(Protocol):
@@ -63,6 +64,9 @@ def run(job: Job, progress: Progress | None = None) -> Outcome:
         try:
             if journal.finished:
                 say(f"resuming: {len(journal.finished)} of {job.spec.samples} samples are already done.")
+                mixed = describe_mixed([*find_machines(journal.lines), find_machine(job.model.device.type)])
+                if mixed is not None:
+                    say(f"{mixed}: the result will have scores and no times. For times, run all again with --out.")
             _run_missing(job, journal, progress)
         except KeyboardInterrupt:
             raise InterruptedRunError(
@@ -88,6 +92,7 @@ def _claim_folder(job: Job) -> None:
 
 def _run_missing(job: Job, journal: Journal, progress: Progress | None) -> None:
     missing = set(range(job.spec.samples)) - journal.finished
+    machine = find_machine(job.model.device.type)
     for index, example, encoded in make_examples(job, missing):
         with using(job.spec.kernels) as ran:
             try:
@@ -95,7 +100,7 @@ def _run_missing(job: Job, journal: Journal, progress: Progress | None) -> None:
             except SampleFailedError as failure:
                 lines = failure.lines
                 _log_failure(job.folder, index, failure)
-        journal.append([lines[0].model_copy(update={"kernels": ran}), *lines[1:]])
+        journal.append([lines[0].model_copy(update={"kernels": ran, "machine": machine}), *lines[1:]])
         if progress is not None:
             progress.advance(len(journal.finished))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, median
 
 from kvbench.job import Job
-from kvbench.journal import Agreement, AgreementPart, Evidence, Line, add_facts
+from kvbench.journal import Agreement, AgreementPart, Evidence, Line, Machine, add_facts
 from kvbench.machine import find_environment
 from kvbench.results import (
     BaselineResult,
@@ -151,6 +151,7 @@ def _diffusion(job: Job, lines: Sequence[Line]) -> DiffusionResult | None:
     answers = [x for x, _ in made]
     seconds = sum(x for _, x in made)
     passes, computed = sum(x.passes for x in answers), sum(x.rows * x.passes for x in answers)
+    alone = describe_mixed(find_machines(lines)) is None
     baselines = {}
     for name in answers[0].baselines:
         found = [x.baselines[name] for x in answers if name in x.baselines]
@@ -158,7 +159,8 @@ def _diffusion(job: Job, lines: Sequence[Line]) -> DiffusionResult | None:
             continue
         scores, took = [x.score for x in found if x.score is not None], sum(x.seconds for x in found)
         baselines[name] = BaselineResult(
-            mean=fmean(scores) if scores else None, tokens_per_s=sum(x.committed for x in found) / took,
+            mean=fmean(scores) if scores else None,
+            tokens_per_s=sum(x.committed for x in found) / took if alone else None,
             speedup=took / seconds, nfe=fmean(x.passes for x in found), same_tokens=fmean(x.same for x in found),
         )
     return DiffusionResult(
@@ -196,8 +198,23 @@ def _memory(lines: Sequence[Line]) -> MemoryResult | None:
     )
 
 
+def find_machines(lines: Sequence[Line]) -> list[Machine]:
+    """Where the samples ran, as far as it was noted; each once, in order."""
+    return list(dict.fromkeys(x.machine for x in lines if x.machine is not None))
+
+
+def describe_mixed(machines: Sequence[Machine]) -> str | None:
+    """Which machines' seconds would stand in one median; None: one machine's alone."""
+    names = [
+        f"{f'{x.gpu} beside ' if x.gpu else ''}{x.cpu} with {x.threads} thread{'s' if x.threads > 1 else ''}"
+        for x in dict.fromkeys(machines)
+    ]
+    return f"samples ran on {' and on '.join(names)}" if len(names) > 1 else None
+
+
 def _latency(lines: Sequence[Line]) -> Latency:
-    times = [x.times for x in lines if x.times is not None]
+    mixed = describe_mixed(find_machines(lines))
+    times = [x.times for x in lines if x.times is not None and mixed is None]
     first = [x for x in times if x.prefill_s is not None]
     per_token = [x.decode_s / x.steps for x in times if x.steps]
     seconds, steps = sum(x.decode_s for x in times), sum(x.steps for x in times)
@@ -207,7 +224,7 @@ def _latency(lines: Sequence[Line]) -> Latency:
         compress_s=_middle([x.compress_s for x in first if x.compress_s is not None]),
         ttft_s=_middle([x.ttft_s for x in first]), tpot_s=_middle(per_token),
         tokens_per_s=steps / seconds if steps else None,
-        p50=quantile(per_token, 0.5), p95=quantile(per_token, 0.95), n=len(per_token),
+        p50=quantile(per_token, 0.5), p95=quantile(per_token, 0.95), n=len(per_token), mixed=mixed,
     )
 
 

@@ -72,10 +72,12 @@ def print_result(result: Result, folder: Path) -> None:
                 f"peak {format_bytes(memory.peak_bytes)}, {memory.bytes_per_token:,.0f} bytes per token"
             )),
         ]
-    if result.diffusion is None:
+    if latency.mixed is not None:
+        rows.append(("time", f"none: {latency.mixed}"))
+    elif result.diffusion is None:
         compression = f"prefill {format_seconds(latency.prefill_s)} (compression {format_seconds(latency.compress_s)})"
         rows.append(("time", f"{compression}, {format_seconds(latency.tpot_s)} per token"))
-    else:
+    if result.diffusion is not None:
         rows += _denoising(result.diffusion, latency)
     if certificate is not None:
         acted = "nothing to do, by declaration"

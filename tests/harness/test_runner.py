@@ -35,7 +35,7 @@ NAMES = {
     "output": "tokens stop_reasons truncated",
     "memory": "dense_bytes cache_bytes ratio ratio_total read_bytes_per_step tail_bytes host_bytes end_bytes "
     "peak_bytes bytes_per_token",
-    "latency": "clock prefill_s compress_s ttft_s tpot_s tokens_per_s p50 p95 n",
+    "latency": "clock prefill_s compress_s ttft_s tpot_s tokens_per_s p50 p95 n mixed",
     "environment": "python torch transformers triton kvbench git cpu gpu threads device_map started seconds",
 }
 """The names of docs/design.md that outside tools read."""
@@ -159,6 +159,30 @@ def test_a_killed_run_goes_on_to_the_same_scores(kvbench, arguments, tmp_path):
         assert scores(folder) == scores(only_run(tmp_path))
         for part in ("run_id", "score", "scores", "output", "memory", "certificate", "n_scored"):
             assert resumed.json[part] == whole.json[part], part
+
+
+def test_times_of_two_machines_are_not_mixed(kvbench, arguments, tmp_path):
+    """Half of the samples with one more thread, the rest here: nothing finished is lost, and there are no medians."""
+    whole = kvbench(*arguments, "--method", LAST).json
+    assert (whole["latency"]["n"], whole["latency"]["mixed"]) == (4, None)
+    folder = only_run(tmp_path)
+    path = folder / "samples.jsonl"
+    lines = [x for x in read_lines(path) if x.index < 2]
+    threads = lines[0].machine.threads
+    assert threads == whole["environment"]["threads"]
+    elsewhere = lines[0].machine.model_copy(update={"threads": threads + 1})
+    moved = [x.model_copy(update={"machine": elsewhere}) for x in lines]
+    for kept, mixed in ((lines, False), (moved, True)):
+        path.write_text("".join(f"{x.model_dump_json()}\n" for x in kept))
+        (folder / "result.json").unlink()
+        answer = kvbench(*arguments, "--method", LAST)
+        assert answer.code == 0
+        assert answer.json["score"] == whole["score"]
+        assert ("the result will have scores and no times" in answer.err) is mixed
+        assert ("samples ran on" in answer.out) is mixed
+        assert (answer.json["latency"]["mixed"] is not None) is mixed
+        times = {x for name, x in answer.json["latency"].items() if name not in ("clock", "mixed")}
+        assert (times == {None, 0}) is mixed
 
 
 def test_a_method_that_does_nothing_fails_its_run(kvbench, arguments):
