@@ -12,9 +12,9 @@ from kvbench.task import Mode
 
 
 class TurnScore(Record):
-    """Mean over the samples of one turn."""
+    """Mean over the samples of one turn; null where the scorer has nothing to say of it."""
 
-    mean: float
+    mean: float | None
     n: int
 
 

@@ -107,12 +107,12 @@ def score_lines(scorer: Scorer, lines: Sequence[Line], value: Callable[[Line], f
     clusters = [list(x.values()) for x in values.values()]
     partial = fmean(x for cluster in clusters for x in cluster) if clusters else None
     whole = partial if not failed else None
-    turns = sorted({turn for x in values.values() for turn in x})
+    turns = range(1 + max((turn for x in values.values() for turn in x), default=-1))
     return Score(
         metric=scorer.metric, higher_is_better=scorer.higher_is_better, mean=whole, partial_mean=partial,
         ci95=bootstrap_interval(clusters) if whole is not None else None,
         by_turn=tuple(
-            TurnScore(mean=fmean(got), n=len(got))
+            TurnScore(mean=fmean(got) if got else None, n=len(got))
             for got in ([x[turn] for x in values.values() if turn in x] for turn in turns)
         ),
     )

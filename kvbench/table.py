@@ -49,7 +49,7 @@ def print_result(result: Result, folder: Path) -> None:
         ("score", format_score(result)),
     ]
     if len(result.score.by_turn) > 1:
-        rows.append(("by turn", "  ".join(f"{x.mean:.3f}" for x in result.score.by_turn)))
+        rows.append(("by turn", "  ".join("-" if x.mean is None else f"{x.mean:.3f}" for x in result.score.by_turn)))
     if result.agreement is not None:
         near = f"top-1 {result.agreement.top1:.3f}, KL {result.agreement.kl:.3g} nats"
         rows.append(("agreement", f"{near} to the dense cache on {result.agreement.n} golden tokens"))

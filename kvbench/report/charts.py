@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.compare import is_full
 from kvbench.extras import load_extra
 from kvbench.report.group import Entry, find_frontier, held_share, read_share
 from kvbench.results import Result
@@ -71,7 +70,7 @@ def draw_cost(entries: Sequence[Entry], cost: Cost) -> Spec | None:
     metric = score.metric if score.higher_is_better else f"{score.metric} (less is better)"
     return _outline(cost, metric, families, bounded=0 <= min(ends) <= max(ends) <= 1) | {"datasets": {
         "rows": points, "frontier": [points[i] for i in best], **_name([points[i] for i in reversed(best)], points),
-        "full": [x for x, row in zip(points, rows, strict=True) if is_full(row.result)][:1],
+        "full": [x for x, row in zip(points, rows, strict=True) if row.full][:1],
         "chance": [x for x in points if x["method"] == CHANCE],
     }}
 
@@ -158,7 +157,7 @@ def draw_turns(entries: Sequence[Entry]) -> Spec | None:
     cells = [
         {"label": x.label, "turn": turn, "score": part.mean, "n": part.n}
         for x in entries if x.measured and len(x.result.score.by_turn) > 1
-        for turn, part in enumerate(x.result.score.by_turn, 1)
+        for turn, part in enumerate(x.result.score.by_turn, 1) if part.mean is not None
     ]
     if not cells:
         return None
@@ -168,7 +167,7 @@ def draw_turns(entries: Sequence[Entry]) -> Spec | None:
         y=alt.Y("label:N", title=None, sort=labels, axis=alt.Axis(labelLimit=170)),
         tooltip=["label:N", "turn:O", "score:Q", "n:Q"],
     )
-    chart = color_cells(base, [part.mean for x in entries for part in x.result.score.by_turn])
+    chart = color_cells(base, [x.mean for entry in entries for x in entry.result.score.by_turn if x.mean is not None])
     spec = finish(widen(chart.properties(height=15 * len(labels)), "Mean score of each turn."))
     return spec | {"datasets": {"cells": cells}}
 

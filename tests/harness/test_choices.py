@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,7 +119,9 @@ def test_a_scorer_speaks_of_its_own_turns(toys):
     assert [x.score for x in lines] == [x.scores.get("right@1") for x in lines]
     assert answer.json["score"]["mean"] == sum(x.prediction == " sky" for x in lines if x.turn != 1) / 8
     assert answer.json["scores"]["letters@1"] == sum(40 - len(x.prediction) for x in lines if x.turn == 1) / 4
-    assert [x["n"] for x in answer.json["score"]["by_turn"]] == [4, 4]
+    assert [x["n"] for x in answer.json["score"]["by_turn"]] == [4, 0, 4]
+    assert [x["mean"] is None for x in answer.json["score"]["by_turn"]] == [False, True, False]
+    assert re.search(r"by turn\W+[\d.]+  -  [\d.]+", answer.out)
     assert answer.json["n_scored"] == 4
 
 

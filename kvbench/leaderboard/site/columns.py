@@ -57,8 +57,8 @@ def _first(result: Result) -> float | None:
 
 
 def _later(result: Result) -> float | None:
-    turns = result.score.by_turn[1:]
-    return fmean(x.mean for x in turns) if turns and result.status == "ok" else None
+    means = [x.mean for x in result.score.by_turn[1:] if x.mean is not None]
+    return fmean(means) if means and result.status == "ok" else None
 
 
 def _speedup(result: Result) -> float | None:
