@@ -200,21 +200,6 @@ def test_elastic_with_nothing_tracked_resets_no_layer(unshifted, one, fill):
     assert high == low
 
 
-@pytest.mark.parametrize("tracked", [0, 1])
-def test_elastic_pays_for_the_keys_that_it_watches_by(unshifted, one, fill, tracked):
-    """Per layer: keys and values for attention, keys to choose what is tracked, and twice to see how it drifted."""
-    found = fill(unshifted, ElasticCache(gamma=-1.0, tracked=tracked, window=4), prompt=one)
-    keys = 2 * 36 * 16 * 4  # 2 heads, 36 rows of 16, float32
-    assert found.read_bytes == 2 * keys * (16 * 2 + tracked * (16 + 2 * 15))
-
-
-def test_sparse_pays_for_the_keys_that_it_chooses_by(unshifted, one, fill):
-    """Two full passes and two over half of the 32 rows outside and the block, for 4 blocks of 2 layers."""
-    found = fill(unshifted, SparseDllm(), prompt=one, block=4)
-    row = 2 * 16 * 4  # 2 heads of 16, float32
-    assert found.read_bytes == 2 * 4 * row * (2 * 2 * 36 + 2 * 2 * (16 + 4) + 32)
-
-
 def test_elastic_with_all_rows_in_every_pass_is_no_cache(model, one, fill):
     """The exact limit of its card (oracle a)."""
 
