@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
+from kvbench.compare import is_full
 from kvbench.errors import UserError
 from kvbench.leaderboard.asked import write_setting
 from kvbench.leaderboard.records import Check
 from kvbench.leaderboard.verdict import RefusedError, blaming, flag, ok, show
-from kvbench.method import Card, Method
+from kvbench.method import BudgetKind, Card, Method
 from kvbench.registry import Kind, find_method, find_task, list_entries
 from kvbench.results import Result
 from kvbench.settings import configure, jsonable_settings, setting_fields, setting_types
@@ -72,6 +73,21 @@ def check_card(result: Result, method: Method | None) -> tuple[Card, Check]:
     changed = sorted(key for key, value in ours if value != getattr(said, key))
     words = f"; what its card says has changed since in {', '.join(changed)}" if changed else ""
     return ours, ok("method", f"{ours.name} version {ours.version} is here{words}")
+
+
+def is_known_full(result: Result) -> bool:
+    """Whether it is the dense cache's: of a method that is here under its name, and of as many bytes.
+
+    Anybody can write on a card that a method takes no budget and loses nothing, and into a journal what it holds.
+    """
+    if not is_full(result):
+        return False
+    try:
+        method, _ = find_known_method(result.spec)
+    except (StrangerError, RefusedError):
+        return False
+    dense = result.model.kind == "diffusion" or (result.memory is not None and result.memory.ratio_total == 1)
+    return method.card.budget is BudgetKind.NONE and dense
 
 
 def find_known_task(spec: RunSpec) -> Task:

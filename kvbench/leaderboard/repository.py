@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbench.compare import is_full, name_protocol, name_questions
+from kvbench.compare import name_protocol, name_questions
 from kvbench.journal import Line
 from kvbench.leaderboard.answers import LOGPROBS
 from kvbench.leaderboard.bundle import Bundle, Head, open_bundle, open_head
+from kvbench.leaderboard.known import is_known_full
 from kvbench.leaderboard.parcel import find_bundles, read_files
 from kvbench.leaderboard.records import Check
 from kvbench.leaderboard.verdict import RefusedError, flag, ok, refuse
@@ -50,7 +51,7 @@ class Row:
             run_id=spec.run_id, submitter=head.submitter,
             method=json.dumps([spec.method.model_dump(mode="json"), spec.budget], sort_keys=True),
             questions=name_questions(spec), protocol=name_protocol(head.result),
-            prompts=json.dumps(prompts, sort_keys=True), full=is_full(head.result),
+            prompts=json.dumps(prompts, sort_keys=True), full=is_known_full(head.result),
         )
 
     def __str__(self) -> str:

@@ -22,6 +22,8 @@ class Entry:
     """None: it failed, or has no score."""
     difference: Difference | None = None
     """To the full cache; None: it is the full cache, or there is none."""
+    full: bool = False
+    """Whether it is a run of the full cache."""
 
     @property
     def measured(self) -> bool:
@@ -47,7 +49,7 @@ def _enter(runs: Sequence[Run]) -> list[Entry]:
     others = [x for x in runs if x is not full]
     differences = {} if full is None else dict(zip(map(id, others), compare_runs(full, others), strict=True))
     entries = [
-        Entry(run.result, label, rank, differences.get(id(run)))
+        Entry(run.result, label, rank, differences.get(id(run)), full=is_full(run.result))
         for run, label, rank in zip(runs, label_results(results), rank_runs(runs), strict=True)
     ]
     sign = -1 if results[0].score.higher_is_better else 1

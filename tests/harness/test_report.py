@@ -10,6 +10,7 @@ import re
 import shutil
 import struct
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -164,7 +165,7 @@ def edit(entry: Entry, **document) -> Entry:
         for parent in parents:
             place = place[parent]
         place[last] = value
-    return Entry(Result.model_validate(whole), entry.label, entry.rank, entry.difference)
+    return replace(entry, result=Result.model_validate(whole))
 
 
 def test_only_rows_of_one_protocol_stand_together(groups, runs):

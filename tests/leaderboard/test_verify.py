@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvbench.leaderboard import repository
+from kvbench.leaderboard.bundle import open_bundle
 from kvbench.leaderboard.deliver import put_in_folder
 from kvbench.leaderboard.records import MANIFEST, RESULT
 from kvbench.leaderboard.repository import Repository
@@ -206,6 +207,15 @@ def test_the_dense_cache_asked_the_same_is_the_baseline(snapkv, runs, check, tmp
     assert check(elsewhere, Repository([tmp_path]))["baseline"] == "ok"
     other = edit_spec(snapkv.files, lambda x: x.update(recompress=True))
     assert check(other, Repository([tmp_path]))["baseline"] == "flag"
+
+
+def test_a_stranger_who_says_to_lose_nothing_is_no_baseline(snapkv, runs, check, tmp_path):
+    full = runs["full"]
+    files = edit_spec(full.files, lambda x: x["method"].update(name="mine"))
+    files = edit(files, RESULT, lambda x: x["method"]["card"].update(name="mine"))
+    put_in_folder(files, open_bundle(files).manifest, tmp_path)
+    assert check(snapkv.files, Repository([tmp_path]))["baseline"] == "flag"
+    assert check(files)["baseline"] == "flag"
 
 
 def test_a_copy_under_another_name_is_refused(snapkv, check, tmp_path):

@@ -38,7 +38,7 @@ def draw_group(group: Group) -> list[Markup]:
     wanted = {CHARTS[x.axis] for x in group.tables}
     if group.example.spec.device != "cpu" and len(group.machines) == 1:
         wanted.add("time per token")
-    entries = [Entry(x.result, x.label, x.rank) for x in group.rows]
+    entries = [Entry(x.result, x.label, x.rank, full=x in group.anchors) for x in group.rows]
     specs = [draw_cost(entries, x) for x in COSTS if x.name in wanted]
     runs = {_spell(x.result.run_id): f"runs/{x.entry.name}/index.html" for x in group.rows}
     return [_render(x, "points", runs) for x in specs if x is not None]

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from kvbench.compare import Difference, compare_runs, is_full, name_questions, rank_runs
+from kvbench.compare import Difference, compare_runs, name_questions, rank_runs
+from kvbench.leaderboard.known import is_known_full
 from kvbench.leaderboard.site.entries import Entry
 from kvbench.report.group import held_share, label_results, read_share
 from kvbench.results import Result
@@ -131,7 +132,7 @@ def _order(group: Group) -> tuple[object, ...]:
 
 def _make_group(protocol: str, members: Sequence[Entry]) -> Group:
     members = sorted(members, key=lambda x: x.name)
-    full = [x for x in members if x.result.status == "ok" and is_full(x.result)]
+    full = [x for x in members if x.result.status == "ok" and is_known_full(x.result)]
     full.sort(key=lambda x: x.trust, reverse=True)
     others = [x for x in members if x not in full[:1]]
     differences = compare_runs(full[0].run, [x.run for x in others]) if full else []

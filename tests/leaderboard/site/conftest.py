@@ -45,6 +45,8 @@ class Results:
         values = [x for context in scores for x in context]
         for part in (spec["method"], result["method"], result["method"]["card"]):
             part["name"] = method
+        if method == "full":
+            result["method"]["settings"] = {}
         spec |= {"samples": len(scores), "turns": len(scores[0])}
         result |= {"n_samples": len(scores), "n_scored": len(scores), "visibility": "first-turn"}
         result["score"] |= {

@@ -94,6 +94,16 @@ def test_the_dense_cache_is_an_anchor_without_a_rank(results):
     assert row.difference.p_adjusted == 2 / 2**12
 
 
+def test_what_is_not_the_dense_cache_heads_no_table(results):
+    """A stranger's method that is said to take no budget and to lose nothing, and a dense cache of half the bytes."""
+    results.add("a", "good", method="mine", held=0.05, kind="none")
+    results.add("b", "good", method="full", held=0.5, kind="none")
+    results.add("c", "poor")
+    (group,) = read_groups(results)
+    assert (group.anchors, [x.difference for x in group.rows]) == ((), [None] * 3)
+    assert ranks(group) == {"mine": (1, False), "full": (1, False), "snapkv": (1, False)}
+
+
 def test_a_failed_run_has_no_rank(results):
     """Its partial mean may be the best of all."""
     def fail(result, lines):
