@@ -6,6 +6,7 @@ runs/<run_id>/spec.json, samples.jsonl (or samples.jsonl.gz), result.json
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import gzip
 import json
@@ -26,6 +27,7 @@ T = TypeVar("T", bound=BaseModel)
 L = TypeVar("L", Line, Answer)
 MOST_UNPACKED = 1 << 30
 """Bytes of a packed journal that are read: a small file can unpack to a full disk."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
 HINT = "Give the folder of a run, as `kvbench run` prints it."
 
 
@@ -209,8 +211,9 @@ def saving(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        remedy = "make room" if error.errno in FULL else "put that right"
         raise SaveError(
-            f"cannot save {path}: {_reason(error)}. Everything saved before is kept: make room, then run the same "
+            f"cannot save {path}: {_reason(error)}. Everything saved before is kept: {remedy}, then run the same "
             "command."
         ) from error
 
@@ -220,10 +223,15 @@ def locked(folder: Path) -> Iterator[None]:
     """Keep other processes out of a run's folder.
 
     Raises:
-        UserError: one is in it.
+        UserError: one is in it, or the folder cannot be made.
     """
     with saving(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            if error.errno in FULL:
+                raise
+            raise UserError(f"folder {folder} cannot be made: {_reason(error)}. Give another --out.") from error
         file = (folder / ".lock").open("a")
     with file:
         try:

@@ -14,6 +14,7 @@ from kvbench.errors import UserError, unknown
 
 # Newer typers carry a click of their own: its base exception is found through the one class that typer exports.
 CLICK_ERROR: type[Exception] = next(x for x in typer.BadParameter.__mro__ if x.__name__ == "ClickException")
+INTERRUPTED = 130
 
 app = typer.Typer(
     name="kvbench", help="A benchmark harness for KV-cache techniques of language models.",
@@ -54,11 +55,13 @@ def call(arguments: Sequence[str]) -> int:
         return _stop(str(error), getattr(error, "exit_code", 2))
     except CLICK_ERROR as error:
         return _stop(_explain(error), 2)
-    except (typer.Abort, KeyboardInterrupt) as error:
-        return _stop(str(error) or "interrupted.", 130)
+    except typer.Abort:  # what older typers make of Ctrl-C; newer ones return the code
+        code = INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more can be printed, at exit neither
         return 1
+    if code == INTERRUPTED:
+        return _stop("interrupted.", code)
     return code if isinstance(code, int) else 0
 
 

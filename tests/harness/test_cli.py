@@ -292,3 +292,23 @@ def test_a_failed_run_is_compared_with_nothing(kvbench, arguments, tmp_path):
     answer = kvbench("compare", *runs, "--out", tmp_path / "runs", "--json")
     assert answer.json["differences"][0]["mean"] is None
     assert "acted in 0 of 4 samples" in answer.err
+
+
+def test_ctrl_c_outside_of_a_run_is_said(kvbench, monkeypatch):
+    """Whatever version of typer it comes through."""
+    def interrupted(kind):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvbench.registry.list_entries", interrupted)
+    answer = kvbench("list", "methods")
+    assert (answer.code, answer.out, answer.err) == (130, "", "kvbench: interrupted.\n")
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no folder here that nobody can write into")
+def test_an_output_folder_that_cannot_be_made_is_a_wrong_request(kvbench, arguments):
+    """Also where the system calls its parent writable."""
+    arguments[arguments.index("--out") + 1] = "/proc/foo"
+    answer = kvbench(*arguments, "--method", LAST)
+    assert answer.code == 2
+    assert "folder /proc/foo/" in answer.err and "cannot be made: " in answer.err
+    assert "make room" not in answer.err
