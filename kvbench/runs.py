@@ -75,4 +75,11 @@ def load_run(folder: Path) -> Run:
     if not (folder / "result.json").is_file():
         raise UserError(f"run '{folder}' is not finished: it has no result.json. Run its command again to finish it.")
     lines = read_answers(folder / "samples.jsonl")
-    return Run(folder, read_file(folder / "result.json", Result), {(x.sample, x.turn): x for x in lines})
+    named = {(x.sample, x.turn): x for x in lines}
+    for x in lines:
+        if (other := named[x.sample, x.turn].index) != x.index:
+            raise UserError(
+                f"run '{folder}' has two samples called '{x.sample}', numbers {x.index} and {other}: questions are "
+                "paired by name. Give every row of the task an id of its own, and run it again."
+            )
+    return Run(folder, read_file(folder / "result.json", Result), named)

@@ -436,6 +436,15 @@ def test_a_row_too_short_for_the_budget_fails_alone(write, run_rows):
     assert "sample 1 failed: budget 25%" in answer.err
 
 
+def test_rows_of_one_name_are_not_paired(write, run_rows, kvbench, tmp_path):
+    """Two rows called alike would be one question of a comparison."""
+    found = run_rows(write([make_row("same", 40, "?"), make_row("same", 50, "?")]), "full")
+    assert found.json["n_scored"] == 2
+    answer = kvbench("compare", *[tmp_path / "runs" / found.json["run_id"]] * 2)
+    assert answer.code == 2
+    assert "has two samples called 'same', numbers 0 and 1" in answer.err
+
+
 def make_row(name: str, letters: int, *questions: str) -> dict[str, Any]:
     """A context of so many letters, one token each."""
     return {"id": name, "context": "a" * letters, "turns": [{"question": x, "answer": "a"} for x in questions]}
