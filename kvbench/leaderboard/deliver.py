@@ -45,11 +45,16 @@ def put_in_folder(files: Mapping[str, bytes], manifest: Manifest, root: Path) ->
     folder = root / find_place(manifest)
     if folder.exists():
         try:
-            there = open_head(read_files(folder)).content
+            there = open_head(read_files(folder)).manifest
         except RefusedError:
-            there = ""
-        if there != manifest.content:
+            there = None
+        if there is None or there.content != manifest.content:
             raise UserError(f"{folder} holds another bundle of this run. Remove it first, if this one replaces it.")
+        if there.identity != manifest.identity:
+            raise UserError(
+                f"{folder} holds this run as tuned on {', '.join(there.tuned_on) or 'nothing'}, not on "
+                f"{', '.join(manifest.tuned_on) or 'nothing'}. Remove it first, if this one replaces it."
+            )
         return folder
     write_folder(files, folder)
     return folder

@@ -62,6 +62,12 @@ class Manifest(Record):
         """`hash_content` of the files: equal for equal runs, whoever sends them and when."""
         return hash_content(self.files)
 
+    @property
+    def identity(self) -> str:
+        """Equal where the same is said of the same run by the same submitter: sent again, it is nothing new."""
+        said = f"{self.content} {self.submitter} {' '.join(sorted(set(self.tuned_on)))}"
+        return hashlib.sha256(said.encode()).hexdigest()[:24]
+
 
 def hash_content(files: Mapping[str, FileEntry]) -> str:
     """sha256 over the names and hashes of files."""

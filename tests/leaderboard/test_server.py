@@ -128,6 +128,20 @@ def test_another_bundle_of_a_run_must_say_that_it_replaces_the_first(house, snap
     assert verify(folder, Repository()).bundle.content == open_bundle(other).content
 
 
+def test_a_run_with_another_word_on_what_it_was_tuned_on_is_another_bundle(house, snapkv):
+    first = house.send(snapkv.files).json()["id"]
+    house.work()
+    other = edit(snapkv.files, MANIFEST, lambda x: x.update(tuned_on=["niah:dev"]))
+    answer = house.send(other)
+    assert (answer.status_code, first in answer.json()["detail"]) == (409, True)
+    second = house.send(other, supersedes=first).json()["id"]
+    folder = house.state.results / "ada" / snapkv.bundle.spec.run_id
+    for _ in range(2):
+        house.work()
+        assert (house.status(first), house.status(second)) == ("superseded", "accepted")
+        assert verify(folder, Repository()).bundle.manifest.tuned_on == ("niah:dev",)
+
+
 def test_what_is_refused_replaces_nothing(house, snapkv):
     first = house.send(snapkv.files).json()["id"]
     house.work()

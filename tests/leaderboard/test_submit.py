@@ -109,6 +109,13 @@ def test_twice_is_once_and_another_run_in_its_place_is_a_wrong_request(kvbench, 
     assert (done.code, "holds another bundle of this run" in done.err) == (2, True)
 
 
+def test_what_it_was_tuned_on_is_not_changed_silently(kvbench, snapkv, tmp_path):
+    arguments = ("submit", snapkv.folder, "--submitter", "ada", "--to", tmp_path)
+    assert kvbench(*arguments).code == 0
+    done = kvbench(*arguments, "--tuned-on", "niah:dev")
+    assert (done.code, "holds this run as tuned on nothing, not on niah:dev. Remove it" in done.err) == (2, True)
+
+
 def test_a_folder_is_there_whole_or_not_at_all(snapkv, tmp_path, monkeypatch):
     monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(Exception, match="No space left"):

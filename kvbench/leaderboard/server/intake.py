@@ -20,7 +20,6 @@ from kvbench.leaderboard.server.submissions import (
     ConflictError,
     count_recent,
     find,
-    name_submission,
     take_in,
 )
 from kvbench.leaderboard.server.tables import Database, Scope, Submission, Token
@@ -85,7 +84,7 @@ def _take(
     assert manifest is not None, "a tar without a manifest was refused"
     if manifest.submitter != token.name and token.scope is not Scope.ADMIN:
         raise HTTPException(403, f"this token is {token.name}'s, and the bundle's submitter is {manifest.submitter}")
-    number = name_submission(manifest)
+    number = manifest.identity
     folder = state.bundle(number)
     if not folder.exists():
         try:

@@ -74,11 +74,11 @@ def follow(database: Database, state: State) -> None:
     """Put accepted bundles with their verification among the results, and take away what was withdrawn or replaced."""
     for x in list_submissions(database):
         folder = state.results / x.submitter / x.run_id
-        if x.status in GONE and _find_content(folder) == x.content:
+        if x.status in GONE and _find_identity(folder) == x.id:
             _remove(folder)
     for x in list_submissions(database):
         folder = state.results / x.submitter / x.run_id
-        if x.status is Status.ACCEPTED and _find_content(folder) != x.content:
+        if x.status is Status.ACCEPTED and _find_identity(folder) != x.id:
             _remove(folder)
             write_folder(_gather(state, x), folder)
 
@@ -88,11 +88,12 @@ def _gather(state: State, found: Submission) -> dict[str, bytes]:
     return {**read_files(state.bundle(found.id)), VERIFICATION: f"{found.verification}\n".encode()}
 
 
-def _find_content(folder: Path) -> str | None:
+def _find_identity(folder: Path) -> str | None:
     try:
-        return open_head(read_files(folder)).content
+        manifest = open_head(read_files(folder)).manifest
     except RefusedError:
         return None
+    return None if manifest is None else manifest.identity
 
 
 def _remove(folder: Path) -> None:

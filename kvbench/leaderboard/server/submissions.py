@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
@@ -27,11 +26,6 @@ class ConflictError(Exception):
     """It cannot be done to this submission; the message says why."""
 
 
-def name_submission(manifest: Manifest) -> str:
-    """The id of a bundle: the same for the same files of the same submitter, however often they are sent."""
-    return hashlib.sha256(f"{manifest.content} {manifest.submitter}".encode()).hexdigest()[:24]
-
-
 def count_recent(database: Database, token: Token) -> int:
     """Bundles that this token sent in the last hour."""
     start = (datetime.now(UTC) - timedelta(hours=1)).isoformat(timespec="milliseconds")
@@ -49,7 +43,7 @@ def take_in(database: Database, token: Token, manifest: Manifest, supersedes: st
     Raises:
         ConflictError: the submitter has another bundle of this run, or may not supersede what it names.
     """
-    number = name_submission(manifest)
+    number = manifest.identity
     try:
         with database.begin() as session:
             note(session, _actor(token), "sent", number, manifest.run_id)

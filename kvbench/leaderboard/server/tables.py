@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import Engine, ForeignKey, UniqueConstraint, create_engine, event
+from sqlalchemy import Engine, ForeignKey, create_engine, event
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
@@ -59,10 +59,9 @@ class Submission(Base):
     """One bundle of one submitter, once."""
 
     __tablename__ = "submissions"
-    __table_args__ = (UniqueConstraint("content", "submitter"),)
 
     id: Mapped[str] = mapped_column(primary_key=True)
-    """Made of content and submitter: the same bundle has the same one."""
+    """Manifest.identity: the same bundle has the same one."""
     content: Mapped[str]
     submitter: Mapped[str] = mapped_column(index=True)
     run_id: Mapped[str] = mapped_column(index=True)
