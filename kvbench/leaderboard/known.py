@@ -121,6 +121,14 @@ def find_known_task(spec: RunSpec) -> Task:
     return task
 
 
+def is_own_split(said: str, task: str) -> bool:
+    """Whether settings were chosen on the very examples of a row: `TASK` or `TASK:test`, by any name of its task."""
+    if said.endswith(":dev"):
+        return False
+    name = said.removesuffix(":test")
+    return any(name in (x.name, *x.aliases) for x in list_entries("task") if x.name == task) or name == task
+
+
 def find_known_tokenizer(spec: RunSpec, task: Task) -> tuple[PreTrainedTokenizerBase, Frame, Path]:
     """The tokenizer of the run's model, how it frames a prompt, and the folder that it is from.
 

@@ -19,6 +19,7 @@ from kvbench.leaderboard.known import (
     find_known_method,
     find_known_task,
     find_known_tokenizer,
+    is_own_split,
 )
 from kvbench.leaderboard.parcel import read_files
 from kvbench.leaderboard.records import Check, HiddenSeed, Level, Rerun, Verification
@@ -91,7 +92,7 @@ def _look_at_claims(bundle: Bundle) -> Iterator[Check]:
     tuned = () if manifest is None else manifest.tuned_on
     if spec.split != "test":
         yield refuse("split", f"it ran on split {spec.split}: settings are chosen there, rows are of split test")
-    elif {spec.task.name, f"{spec.task.name}:test"} & set(tuned):
+    elif any(is_own_split(x, spec.task.name) for x in tuned):
         yield flag("split", f"its settings were chosen on {spec.task.name}, on the very examples of the row")
     else:
         yield ok("split", f"test{', settings chosen on ' if tuned else ''}{', '.join(tuned)}")

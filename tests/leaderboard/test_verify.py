@@ -129,9 +129,14 @@ def test_the_split_that_settings_are_chosen_on_has_no_rows(snapkv, check):
     assert check(edit_spec(snapkv.files, lambda x: x.update(split="dev")))["split"] == "refused"
 
 
-def test_settings_that_were_chosen_on_the_rows_examples_are_flagged(snapkv, check):
-    files = edit(snapkv.files, MANIFEST, lambda x: x.update(tuned_on=["niah_multikey_1:test"]))
-    assert check(files)["split"] == "flag"
+@pytest.mark.parametrize(("said", "outcome"), [
+    ("niah_multikey_1:test", "flag"), ("niah_multikey_1", "flag"), ("niah", "flag"), ("niah:test", "flag"),
+    ("niah:dev", "ok"), ("niah_single_1", "ok"),
+])
+def test_settings_that_were_chosen_on_the_rows_examples_are_flagged(snapkv, check, said, outcome):
+    """By whatever name of the task."""
+    files = edit(snapkv.files, MANIFEST, lambda x: x.update(tuned_on=["kv:dev", said]))
+    assert check(files)["split"] == outcome
 
 
 @pytest.mark.parametrize(("change", "reason"), [
