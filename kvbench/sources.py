@@ -1,8 +1,9 @@
 """The code that a run depends on: what its harness, method and task import, followed from file to file unrun.
 
 A file that none of them imports is no part of a run, whatever folder it stands in; one that any of them imports is,
-also where the import stands inside a function. What is imported for types only is not, and other people's packages
-are not: the spec has the versions of torch and transformers.
+also where the import stands inside a function, and also where a helper lies beside a method's file, outside of every
+package. What is imported for types only is not, and installed packages are not: the spec has the versions of torch and
+transformers.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import hashlib
 import importlib.util
 import sys
+import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -25,6 +27,8 @@ NOTED = {"kvbench.errors", "kvbench.log", "kvbench.machine", "kvbench.registry",
 """Rooms that a run imports and that cannot change its outcome: what they say is no outcome, and what they find (a class
 by its name, a setting by its text) stands in the spec itself."""
 KERNELS = "kvbench.kernels"
+INSTALLED = {"site-packages", "dist-packages"}
+"""Folders that packages are installed into."""
 HOLDERS = (ast.stmt, ast.excepthandler, ast.match_case)
 """Parts of a module that an import can stand in."""
 
@@ -56,7 +60,10 @@ def _modules(cls: type) -> Iterator[str]:
 
 
 def _follow(modules: Iterable[str]) -> dict[str, Path]:
-    """Files of these modules and of what they import, within kvbench and the modules' own packages."""
+    """Files of these modules and of what they import: within kvbench and the modules' own packages, and not installed.
+
+    kvbench itself imports nothing but itself and what is installed.
+    """
     queue = list(modules)
     roots = {"kvbench", *(_root(x) for x in queue)}
     files: dict[str, Path] = {}
@@ -67,22 +74,43 @@ def _follow(modules: Iterable[str]) -> dict[str, Path]:
             continue
         files[name] = path
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        queue += [package, name.rpartition(".")[0], *_imports(path.read_bytes(), package)]
+        imported = _imports(path.read_bytes(), package)
+        queue += [package, name.rpartition(".")[0], *imported]
+        if _root(name) != "kvbench":
+            roots |= {x for x in map(_root, imported) if not _is_installed(x)}
         if package.startswith(f"{KERNELS}."):  # which implementation computes is chosen when it runs
             queue += [f"{package}.{x.stem}" for x in path.parent.glob("*.py") if x.stem != "__init__"]
     return files
 
 
 def _locate(name: str) -> Path | None:
-    """The file of a module whose package is imported; None: what is named is no module, or is not Python's."""
+    """The file of a module; None: what is named is no module, or is not Python's."""
     root, *inner = name.split(".")
-    module = sys.modules.get(root)
-    places = [Path(x, *inner) for x in getattr(module, "__path__", ())]
+    folders, own = _find_top(root)
+    places = [Path(x, *inner) for x in folders]
     if not places:
-        own = getattr(module, "__file__", None)
         return Path(own) if own and not inner else None
     found = [y for x in places for y in (x / "__init__.py", x.with_name(f"{x.name}.py")) if y.is_file()]
     return found[0] if found else None
+
+
+def _find_top(root: str) -> tuple[list[str], str | None]:
+    """Folders of a package, or the file of a module, of this name; neither: there is none."""
+    module = sys.modules.get(root)
+    if module is not None:
+        return list(getattr(module, "__path__", ())), getattr(module, "__file__", None)
+    spec = importlib.util.find_spec(root) if root else None
+    return ([], None) if spec is None else (list(spec.submodule_search_locations or ()), spec.origin)
+
+
+def _is_installed(root: str) -> bool:
+    """Whether a name is Python's own, of an installed package, or of nothing that is here."""
+    folders, own = _find_top(root)
+    places = [Path(x) for x in folders] or ([Path(own)] if own else [])
+    libraries = [Path(sysconfig.get_path(x)) for x in ("stdlib", "platstdlib")]
+    return root in sys.stdlib_module_names or not places or any(
+        not INSTALLED.isdisjoint(x.parts) or any(map(x.is_relative_to, libraries)) for x in places
+    )
 
 
 @functools.cache

@@ -120,6 +120,18 @@ def test_a_file_counts_wherever_it_lies(house: Path, tmp_path: Path) -> None:
     assert changed(f"{here}:Last", f"{there}:Toy", extend(house / "selection.py")) == {"method"}
 
 
+def test_a_helper_beside_a_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imported by its plain name, also late, also from another helper; what is installed does not count."""
+    monkeypatch.syspath_prepend(tmp_path)
+    path, helper, late = (tmp_path / f"{x}.py" for x in ("mine", "a_helper_of_mine", "a_late_helper"))
+    path.write_text(TOYS.read_text() + "\nimport pytest\nimport a_helper_of_mine\n")
+    helper.write_text("def f():\n    import a_late_helper\n")
+    late.write_text("x = 1\n")
+    for file in (helper, late):
+        assert changed(f"{path}:Last", "niah", extend(file)) == {"method"}
+    assert set(sources._follow([find_method(f"{path}:Last").__module__])) & {"pytest", "torch", "json"} == set()
+
+
 def test_a_package_counts_with_its_own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What an entry point's method imports from its own package, relatively too; other packages by their versions."""
     package = tmp_path / "their_methods"
