@@ -4,7 +4,7 @@ It starts from mini's weights, as Dream started from Qwen2.5, and one token more
 tasks, as evaluation shows it, and a canvas that the answer and ends of text fill; a share of the canvas, drawn from 0
 to 1, or all of it from some token on, is masked, and the loss is on what is masked (LLaDA, arXiv 2502.09992). The head
 is not shifted. From the sixth stage on there are two layers more, which begin as layers that change nothing: with them
-it learned to copy lists, too. In the last stage most short answers are masked whole: before it the last digit of a
+it learned to copy lists, too. In the last two stages most short answers are masked whole: before them the last digit of a
 value was said with confidence, and wrong, as long as the digits before it were masks.
 
 Called by `train_mini.py --kind diffusion`. Batches are a function of the step, so a run that was stopped goes on as if
@@ -82,7 +82,7 @@ class Stage:
 
 EVERY, SHARP = (1.0, 1.0, 3.0, 3.0, 3.0, 1.0), (1.0, 1.0, 3.0, 4.0, 0.5, 0.0)
 COPY, MOST, LAST = (0.0, 0.0, 0.0, 0.05, 0.0, 1.0), (1.0, 2.0, 2.0, 5.0, 0.0, 5.0), (1.0, 3.0, 2.0, 7.0, 0.0, 6.0)
-PAIRS = (1.0, 2.0, 2.0, 9.0, 0.0, 6.0)
+PAIRS, BOTH = (1.0, 2.0, 2.0, 9.0, 0.0, 6.0), (1.0, 2.0, 2.0, 9.0, 0.0, 12.0)
 STAGES = (
     Stage("fill", 1200, ((256, 10), (384, 6)), (2e-3, 1.5e-3), EVERY),
     Stage("fill-512", 700, ((384, 6), (640, 4)), (1.5e-3, 1e-3), EVERY),
@@ -105,6 +105,10 @@ STAGES = (
     Stage(
         "whole", 1500, ((208, 12), (256, 10), (320, 8), (640, 4), (640, 4), (1280, 2), (1280, 2), (1280, 2)),
         (8e-4, 1e-5), PAIRS, parts=2, suffix=0.3, whole=0.7, layers=7, lists=320,
+    ),
+    Stage(
+        "both", 700, ((208, 12), (256, 10), (256, 10), (320, 8), (640, 4), (1280, 2), (1280, 2), (1280, 2)),
+        (5e-4, 1e-5), BOTH, parts=2, suffix=0.3, whole=0.7, layers=7, lists=320,
     ),
 )
 CANVAS = (16, 160)
@@ -296,12 +300,19 @@ class Trainer:
                         f"{self.state['tokens'] / 1e6:.1f}M tokens {self.state['seconds'] / 60:.1f} min {by_kind}",
                         flush=True,
                     )
+        torch.save(self.model.state_dict(), self.ending(stage))
         self.state["stage"] += 1
         self.state["step"] = 0
         self.save()
 
+    def ending(self, stage: Stage) -> Path:
+        """Where the weights lie that a stage ended with."""
+        return self.file.with_name(f"diffusion-{stage.name}.pt")
+
     def export(self, folder: Path) -> None:
-        """Write model and tokenizer in Hugging Face format, in bfloat16, with what makes it a diffusion model."""
+        """Write model and tokenizer in Hugging Face format: the mean of the last two stages' weights, in bfloat16."""
+        ends = [torch.load(self.ending(stage), weights_only=True) for stage in STAGES[-2:]]
+        self.model.load_state_dict({name: sum(x[name] for x in ends) / len(ends) for name in ends[0]})
         self.model.generation_config = GenerationConfig(eos_token_id=EOS, do_sample=False)
         self.model.set_attn_implementation("sdpa")
         self.model.to(torch.bfloat16).save_pretrained(folder)
