@@ -17,7 +17,7 @@ OWN = {
     "table": (str, "which rows stand together: a name for their protocol"),
     "axis": (str, "held, read or computed: what the rank's band is a size of"),
     "band": (str, "rows of like size"),
-    "rank": (int, "in the band; none: an anchor, failed, or without a score"),
+    "rank": (int, "in the band; none: an anchor, failed, without a score, or sent in and not verified"),
     "tied": (bool, "whether others have this rank"),
     "submitter": (str, "who sent it; none: it was not sent"),
     "level": (str, "of verification"),

@@ -50,6 +50,10 @@ class Entry:
         """What the run came to."""
         return self.run.result
 
+    @property
+    def counted(self) -> bool:
+        """Whether others are compared with it: of what was sent in, only what was verified."""
+        return self.submitter is None or (self.verification is not None and self.verification.level is not None)
 
     @property
     def flags(self) -> list[str]:

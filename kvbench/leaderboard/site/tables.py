@@ -52,9 +52,10 @@ class Row:
     label: str
     """Method and budget, and what else tells it from the others."""
     difference: Difference | None
-    """To the dense cache; None: it is the dense cache, or there is none."""
+    """To the dense cache; None: it is the dense cache, there is none, or the row does not count."""
     rank: int | None = None
-    """In its band; None: an anchor, failed, without a score, or asked other questions than most of the band."""
+    """In its band; None: an anchor, failed, without a score, asked other questions than most of the band, or sent in
+    and not verified."""
     tied: bool = False
     """Others have this rank too."""
 
@@ -132,9 +133,9 @@ def _order(group: Group) -> tuple[object, ...]:
 
 def _make_group(protocol: str, members: Sequence[Entry]) -> Group:
     members = sorted(members, key=lambda x: x.name)
-    full = [x for x in members if x.result.status == "ok" and is_known_full(x.result)]
+    full = [x for x in members if x.counted and x.result.status == "ok" and is_known_full(x.result)]
     full.sort(key=lambda x: x.trust, reverse=True)
-    others = [x for x in members if x not in full[:1]]
+    others = [x for x in members if x.counted and x not in full[:1]]
     differences = compare_runs(full[0].run, [x.run for x in others]) if full else []
     to_full = {x.name: y for x, y in zip(others, differences, strict=False)}
     rows = [
@@ -172,10 +173,11 @@ def _name_band(axis: Axis, band: int) -> str:
 
 
 def _rank(axis: Axis, rows: Sequence[Row]) -> tuple[Row, ...]:
-    ranks = rank_runs([x.entry.run for x in rows])
+    counted = [x for x in rows if x.entry.counted]
+    ranks = rank_runs([x.entry.run for x in counted])
     count = Counter(ranks)
-    ranked = [replace(x, rank=rank, tied=count[rank] > 1) for x, rank in zip(rows, ranks, strict=True)]
-    return tuple(sorted(ranked, key=lambda x: _best_first(axis, x)))
+    ranked = [replace(x, rank=rank, tied=count[rank] > 1) for x, rank in zip(counted, ranks, strict=True)]
+    return tuple(sorted([*ranked, *(x for x in rows if x not in counted)], key=lambda x: _best_first(axis, x)))
 
 
 def _best_first(axis: Axis, row: Row) -> tuple[float, float, float, str]:

@@ -141,5 +141,31 @@ def test_differences_are_taken_to_the_most_trusted_dense_cache(results):
     results.send(folder, "mallory")
     results.add("b", "poor")
     (group,) = read_groups(results)
+    assert [x.entry.submitter for x in group.anchors] == [None]
+    assert group.tables[0].bands[0].rows[0].difference.mean == -0.5
+    results.verify(folder, "L0")
+    (group,) = read_groups(results)
     assert [x.entry.submitter for x in group.anchors] == [None, "mallory"]
     assert group.tables[0].bands[0].rows[0].difference.mean == -0.5
+
+
+def test_what_was_sent_in_and_not_verified_is_shown_and_not_ranked(results):
+    """Nor is anything ranked by it: its answers stand for nothing, and neither does how many of it there are."""
+    def swap(result, lines):
+        for x in lines:
+            x["prompt_hash"] = "f" * 16
+
+    results.add("a", "good", method="full", held=1.0, kind="none")
+    results.add("b", "poor")
+    sent = results.add("c", "good", method="kvzip")
+    results.send(sent, "eve")
+    results.verify(sent, None)
+    for method in ("h2o", "tova"):
+        results.send(results.add(method, "good", method=method, edit=swap), "mallory")
+    (group,) = read_groups(results)
+    found = {"snapkv": (1, False), "kvzip": (None, False), "h2o": (None, False), "tova": (None, False)}
+    assert ranks(group) == found
+    assert [x.difference is None for x in group.tables[0].bands[0].rows] == [False, True, True, True]
+    results.verify(sent, "L0")
+    (group,) = read_groups(results)
+    assert ranks(group) == found | {"kvzip": (1, False), "snapkv": (2, False)}
