@@ -4,8 +4,8 @@ It starts from mini's weights, as Dream started from Qwen2.5, and one token more
 tasks, as evaluation shows it, and a canvas that the answer and ends of text fill; a share of the canvas, drawn from 0
 to 1, or all of it from some token on, is masked, and the loss is on what is masked (LLaDA, arXiv 2502.09992). The head
 is not shifted. From the sixth stage on there are two layers more, which begin as layers that change nothing: with them
-it learned to copy lists, too. In the last two stages most short answers are masked whole: before them the last digit of a
-value was said with confidence, and wrong, as long as the digits before it were masks.
+it learned to copy lists, too. In the last two stages most short answers are masked whole: before them the last digit of
+a value was said with confidence, and wrong, as long as the digits before it were masks.
 
 Called by `train_mini.py --kind diffusion`. Batches are a function of the step, so a run that was stopped goes on as if
 it had not been.
@@ -16,19 +16,18 @@ from __future__ import annotations
 import copy
 import json
 import math
-import random
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 import torch
 from mini_attention import attend_everywhere
+from mini_canvas import IGNORED, MASK, MASK_ID, TASKS, Batch, Stage, batches
 from mini_optimizers import make_optimizers
-from mini_text import EOS, FRAME, MULTIKEY_1, SHORT, SINGLE_1, VOCABULARY
+from mini_text import EOS, MULTIKEY_1, SHORT, SINGLE_1, VOCABULARY
 from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, Qwen3ForCausalLM
 
@@ -40,16 +39,6 @@ from kvbench.task import Mode, Split, Task, encode
 from kvbench.tasks.growth import lists, sums
 from kvbench.tasks.ruler import niah
 
-MASK, MASK_ID = "<|mask|>", VOCABULARY
-IGNORED = -100
-FILLER_WEIGHT = 0.1
-"""Of an end of text behind the first, against a token of the answer."""
-USUAL = 6.0
-"""Tokens of an answer whose loss counts once; of longer ones it counts more, by the root of their lengths."""
-TASKS: tuple[Task, ...] = (
-    SINGLE_1, niah.NiahSingle2(), MULTIKEY_1, SHORT, sums.RunningSums(), lists.ListCopy(),
-)
-SHORT_ANSWERS = {task.name for task in TASKS[:4]}
 TOKENS_PER_STEP = 4
 GATED: tuple[tuple[Task, int], ...] = (
     (SINGLE_1, 1024), (niah.NiahSingle2(), 1024), (MULTIKEY_1, 1024), (SHORT, 1024), (lists.ListCopy(), 256),
@@ -57,28 +46,6 @@ GATED: tuple[tuple[Task, int], ...] = (
 )
 """Tasks at their lengths."""
 AttentionInterface.register("training-everywhere", attend_everywhere)
-
-
-@dataclass(frozen=True)
-class Stage:
-    """shapes: (length, rows) of a batch, one of them per step. rate: from, to. mix: shares of TASKS.
-
-    parts: batches of a step. suffix: share of rows that are masked from one token on. whole: share of short answers of
-    which no token is known. layers: of the model. lists: most tokens of a list with its answer; longer rows hold
-    needles and pairs.
-    """
-
-    name: str
-    steps: int
-    shapes: tuple[tuple[int, int], ...]
-    rate: tuple[float, float]
-    mix: tuple[float, ...]
-    parts: int = 1
-    suffix: float = 0.0
-    whole: float = 0.0
-    layers: int = 5
-    lists: int = 640
-
 
 EVERY, SHARP = (1.0, 1.0, 3.0, 3.0, 3.0, 1.0), (1.0, 1.0, 3.0, 4.0, 0.5, 0.0)
 COPY, MOST, LAST = (0.0, 0.0, 0.0, 0.05, 0.0, 1.0), (1.0, 2.0, 2.0, 5.0, 0.0, 5.0), (1.0, 3.0, 2.0, 7.0, 0.0, 6.0)
@@ -111,10 +78,6 @@ STAGES = (
         (5e-4, 1e-5), BOTH, parts=2, suffix=0.3, whole=0.7, layers=7, lists=320,
     ),
 )
-CANVAS = (16, 160)
-"""Tokens of a canvas where the answer is short: the tasks' limits are 128 and 150."""
-
-
 def start(folder: Path) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerBase]:
     """mini and its tokenizer, with a mask token whose embedding is the mean of all."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -126,80 +89,6 @@ def start(folder: Path) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerBase]:
         table = model.model.embed_tokens.weight
         table[MASK_ID] = table[:MASK_ID].mean(0)
     return model, tokenizer
-
-
-Row = tuple[list[int], list[int], str]
-"""Ids, prompt first; labels of the canvas; what it is."""
-
-
-def draw(rng: random.Random, length: int, stage: Stage, tokenizer: PreTrainedTokenizerBase) -> Row:
-    """A prompt, and a canvas that the answer and ends of text fill to the length."""
-    while True:
-        task = rng.choices(TASKS, stage.mix)[0]
-        if isinstance(task, lists.NumberedList) and length > stage.lists:
-            continue
-        room = length - rng.randint(*CANVAS)
-        if isinstance(task, lists.NumberedList):
-            task_length = length - rng.randint(0, 32)
-            example = task.example(rng, id="", length=task_length, turns=rng.choice((1, 1, 2)), tokenizer=tokenizer)
-        elif task is SHORT:
-            n = max(2, (room - 70) // 11)
-            example = task.compose(task.pairs(rng, n), [rng.randrange(n) for _ in range(rng.randint(1, 3))], id="")
-        else:
-            keys = rng.randint(1, max(1, min(8, room // 60)))
-            pairs = task.draw_pairs(rng, keys)
-            haystack = task.haystack_for(rng)
-            per_unit = 1.27 if task.haystack_id == "noise" else 1.06
-            n = max(haystack.least(keys), int((room - 100 - keys * 24) / per_unit))
-            example = task.compose(haystack, pairs, [rng.randrange(keys) for _ in range(rng.randint(1, 3))], n, id="")
-        encoded = encode(task, example, tokenizer, FRAME)
-        asked = rng.randrange(len(encoded.turns))
-        prompt = list(encoded.context)
-        for i, turn in enumerate(encoded.turns[: asked + 1]):
-            prompt += turn.later if i else turn.first
-            prompt += turn.answer if i < asked else ()
-        answer = [*encoded.turns[asked].answer, EOS]
-        if len(prompt) + len(answer) <= length:
-            canvas = answer + [EOS] * (length - len(prompt) - len(answer))
-            return prompt + canvas, [IGNORED] * len(prompt) + canvas, task.name
-
-
-Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int], torch.Tensor]
-"""Ids with masks, labels where masked, weights, the rows' tasks (indices of TASKS), and which labels are filler."""
-
-
-def batches(stage: Stage, step: int, tokenizer: PreTrainedTokenizerBase) -> list[Batch]:
-    """The batches of a step, of one shape."""
-    seed = f"mini-diffusion/train/{stage.name}/{step}"
-    shape = random.Random(seed).choice(stage.shapes)
-    return [batch(random.Random(f"{seed}/{part}"), stage, shape, tokenizer) for part in range(stage.parts)]
-
-
-def batch(
-    rng: random.Random, stage: Stage, shape: tuple[int, int], tokenizer: PreTrainedTokenizerBase
-) -> Batch:
-    """Rows of one length; their shares of masks are spread evenly over 0 to 1."""
-    length, rows = shape
-    names = [task.name for task in TASKS]
-    drawn = [draw(rng, length, stage, tokenizer) for _ in range(rows)]
-    ids, labels = (torch.tensor([row[i] for row in drawn]) for i in (0, 1))
-    noise = torch.from_numpy(np.random.default_rng(rng.getrandbits(64)).random((rows, length)))
-    share = torch.tensor([[(rng.random() + row) / rows] for row in range(rows)])
-    canvas = labels != IGNORED
-    filler = (labels == EOS) & ((labels == EOS).cumsum(1) > 1)
-    masked = (noise < share.clamp(min=0.02)) & canvas
-    for row in range(rows):
-        if rng.random() < stage.suffix:
-            places = (canvas[row] & ~filler[row]).nonzero()[:, 0].tolist()
-            masked[row] = canvas[row] & (torch.arange(length) >= rng.choice(places))
-        if drawn[row][2] in SHORT_ANSWERS and rng.random() < stage.whole:
-            # What a last digit is decided from: nothing at all, or ends of text, which are the first to be sure of.
-            known = rng.choices((torch.zeros_like(filler[row]), filler[row], labels[row] == EOS), (2, 1, 4))[0]
-            masked[row] = canvas[row] & ~known
-    weights = torch.where(filler, FILLER_WEIGHT, 1.0) * masked
-    weights = weights / (USUAL * weights.sum(1, keepdim=True).clamp(min=1.0)).sqrt().clamp(min=1.0)
-    kinds = [names.index(row[2]) for row in drawn]
-    return ids.masked_fill(masked, MASK_ID), labels.masked_fill(~masked, IGNORED), weights, kinds, filler
 
 
 def deepen(old: Qwen3ForCausalLM, layers: int) -> Qwen3ForCausalLM:
