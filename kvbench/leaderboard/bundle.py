@@ -27,6 +27,8 @@ from kvbench.spec import RunSpec
 MOST = {"samples": 10_000, "turns": 1_000, "length": 1 << 21}
 """Of a spec; what is more is nothing that a verifier could make again."""
 MOST_LINES = 100_000
+LONGEST_LINE = 4 << 20
+"""Bytes of a journal's line."""
 
 
 @dataclass(frozen=True)
@@ -138,11 +140,8 @@ def _read_lines(files: Mapping[str, bytes], spec: RunSpec) -> tuple[Line, ...]:
     Raises:
         RefusedError: they are not.
     """
-    *parts, tail = read_journal(files).split(b"\n", MOST_LINES)
-    if tail:
-        raise RefusedError("journal", f"its last line is cut off, or it has more than {MOST_LINES:,}")
     lines = sorted(
-        (parse(part, Line, f"{JOURNAL} line {number}") for number, part in enumerate(parts, 1)),
+        (parse(part, Line, f"{JOURNAL} line {number}") for number, part in enumerate(split_journal(files), 1)),
         key=lambda x: (x.index, x.turn),
     )
     seen: set[tuple[int, int]] = set()
@@ -172,7 +171,21 @@ def _amounts(line: Line) -> Iterator[float]:
         yield from (line.evidence.rows_seen, *line.evidence.rows_kept)
 
 
-def read_journal(files: Mapping[str, bytes]) -> bytes:
+def split_journal(files: Mapping[str, bytes]) -> list[bytes]:
+    """The journal's lines, each not yet looked at.
+
+    Raises:
+        RefusedError: they are too many or too long, the last is cut off, or the journal cannot be unpacked.
+    """
+    *parts, tail = _read_journal(files).split(b"\n", MOST_LINES)
+    if tail:
+        raise RefusedError("journal", f"its last line is cut off, or it has more than {MOST_LINES:,}")
+    if (longest := max(map(len, parts), default=0)) > LONGEST_LINE:
+        raise RefusedError("journal", f"a line of {longest:,} bytes; at most {LONGEST_LINE:,} are read")
+    return parts
+
+
+def _read_journal(files: Mapping[str, bytes]) -> bytes:
     """The journal's text, packed or not.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from typing import Any, NoReturn, TypeVar
 
@@ -13,6 +14,9 @@ from kvbench.leaderboard.verdict import RefusedError, show
 
 T = TypeVar("T", bound=BaseModel)
 MOST_DEPTH = 24
+MOST_CONTAINERS = 10_000
+"""Objects and lists of one document: a validator takes kilobytes for each, however empty it is."""
+STRING = re.compile(rb'"(?:[^"\\]+|\\.)*(?:"|\\?\Z)', re.DOTALL)
 MOST_NUMBER = 2**53
 """Above it neighbouring whole numbers are one and the same in other people's tools."""
 
@@ -21,8 +25,10 @@ def parse(data: bytes, kind: type[T], what: str) -> T:
     """One JSON document as a record.
 
     Raises:
-        RefusedError: not UTF-8, not JSON, a key twice, too deep, a number beyond MOST_NUMBER, or not this record.
+        RefusedError: not UTF-8, not JSON, a key twice, too deep, more than MOST_CONTAINERS, a number beyond
+            MOST_NUMBER, or not this record.
     """
+    check_containers(data, what)
     try:
         text = data.decode("utf-8")
         found = json.loads(
@@ -38,6 +44,18 @@ def parse(data: bytes, kind: type[T], what: str) -> T:
         raise RefusedError("schema", f"{what}: nested deeper than {MOST_DEPTH}") from error
     except ValueError as error:  # of UTF-8, of JSON, and ours
         raise RefusedError("schema", f"{what}: {str(error).splitlines()[0]}") from error
+
+
+def check_containers(data: bytes, what: str) -> None:
+    """Look at a document before anything is made of it.
+
+    Raises:
+        RefusedError: it has more than MOST_CONTAINERS.
+    """
+    if data.count(b"{") + data.count(b"[") > MOST_CONTAINERS:  # of which some may be text
+        data = STRING.sub(b"", data)
+        if data.count(b"{") + data.count(b"[") > MOST_CONTAINERS:
+            raise RefusedError("schema", f"{what}: more than {MOST_CONTAINERS:,} objects and lists")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

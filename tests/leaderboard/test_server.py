@@ -101,6 +101,11 @@ def test_no_more_than_so_many_in_an_hour(house, snapkv, monkeypatch):
     assert house.send(edit(snapkv.files, MANIFEST, lambda x: x.update(submitter="bob")), "bob").status_code == 202
 
 
+def test_what_is_refused_at_the_door_counts_too(house, monkeypatch):
+    monkeypatch.setattr(intake, "MOST_PER_HOUR", 2)
+    assert [house.send(b"x" * 1024).status_code for _ in range(3)] == [422, 422, 429]
+
+
 def test_withdrawn_is_gone_and_may_come_again(house, snapkv):
     number = house.send(snapkv.files).json()["id"]
     house.work()

@@ -18,7 +18,7 @@ from kvbench.leaderboard.server.state import State
 from kvbench.leaderboard.server.submissions import (
     MOST_PER_HOUR,
     ConflictError,
-    count_recent,
+    admit,
     find,
     take_in,
 )
@@ -39,8 +39,8 @@ async def receive(
     Raises:
         HTTPException: with the reason for the sender.
     """
-    if await run_in_threadpool(count_recent, database, token) >= MOST_PER_HOUR:
-        detail = f"more than {MOST_PER_HOUR} submissions in an hour: come again later"
+    if not await run_in_threadpool(admit, database, token, MOST_PER_HOUR):
+        detail = f"more than {MOST_PER_HOUR} uploads in an hour: come again later"
         raise HTTPException(429, detail, headers={"Retry-After": "600"})
     if shutil.disk_usage(state.folder).free < LEAST_FREE:
         raise HTTPException(507, "there is no room for submissions just now: come again later")

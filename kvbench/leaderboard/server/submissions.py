@@ -18,7 +18,7 @@ LEASE_S = 15.0
 MOST_ATTEMPTS = 3
 """Verifications that are begun before a submission counts as one that cannot be verified."""
 MOST_PER_HOUR = 60
-"""Submissions of one token."""
+"""Uploads of one token, whatever comes of them."""
 STANDING = (Status.QUEUED, Status.VERIFYING, Status.ACCEPTED)
 
 
@@ -26,13 +26,16 @@ class ConflictError(Exception):
     """It cannot be done to this submission; the message says why."""
 
 
-def count_recent(database: Database, token: Token) -> int:
-    """Bundles that this token sent in the last hour."""
+def admit(database: Database, token: Token, most: int) -> bool:
+    """Note that this token uploads something; False: it did so as often as it may within an hour."""
     start = (datetime.now(UTC) - timedelta(hours=1)).isoformat(timespec="milliseconds")
     with database.begin() as session:
-        return session.scalar(select(func.count()).where(
-            Event.actor == _actor(token), Event.action == "sent", Event.time >= start
+        count = session.scalar(select(func.count()).where(
+            Event.actor == _actor(token), Event.action == "upload", Event.time >= start
         )) or 0
+        if count < most:
+            note(session, _actor(token), "upload", None)
+        return count < most
 
 
 def take_in(database: Database, token: Token, manifest: Manifest, supersedes: str | None) -> tuple[Submission, bool]:

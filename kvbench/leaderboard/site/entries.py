@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from kvbench.errors import UserError
 from kvbench.files import read_file
 from kvbench.journal import Answer, Line
-from kvbench.leaderboard.bundle import MOST_LINES, Head, open_head, read_journal
-from kvbench.leaderboard.documents import MOST_NUMBER, parse
+from kvbench.leaderboard.bundle import Head, open_head, split_journal
+from kvbench.leaderboard.documents import MOST_NUMBER, check_containers, parse
 from kvbench.leaderboard.parcel import JOURNAL, find_bundles, read_files
 from kvbench.leaderboard.records import VERIFICATION, Verification
 from kvbench.leaderboard.verdict import RefusedError, blaming, show
@@ -115,9 +115,7 @@ def _read_entry(folder: Path, place: str) -> Entry:
     files = dict(read_files(folder))
     head = open_head(files)
     verification = _read_verification(folder, head)
-    parts = read_journal(files).split(b"\n", MOST_LINES)
-    if parts.pop():
-        raise RefusedError("journal", f"its last line is cut off, or it has more than {MOST_LINES:,}")
+    parts = split_journal(files)
     answers = {(x.sample, x.turn): x for x in map(_read_answer, parts)}
     if len(answers) < len(parts):
         raise RefusedError("journal", "it has a turn of a sample twice")
@@ -148,6 +146,7 @@ def _read_verification(folder: Path, head: Head) -> Verification | None:
 
 
 def _read_answer(part: bytes) -> Answer:
+    check_containers(part, JOURNAL)
     try:
         found = Answer.model_validate_json(part)
     except ValidationError as error:
