@@ -141,7 +141,7 @@ def _read_tar(path: Path) -> dict[str, bytes]:
                 if len(data) < min(member.size, LARGEST[member.name]):
                     raise RefusedError("files", f"{member.name} is cut off")
                 files[member.name] = within(member.name, data)
-    except (tarfile.TarError, ValueError, EOFError) as error:
+    except (tarfile.TarError, ValueError, EOFError, RecursionError) as error:  # headers of headers of headers
         raise RefusedError("files", f"no readable tar: {show(str(error))}") from error
     if missing := {*BUNDLED, MANIFEST} - files.keys():
         raise RefusedError("files", f"{min(missing)} is missing")

@@ -121,6 +121,14 @@ def test_a_name_twice_in_a_tar_is_refused(tar):
     assert "comes twice" in refusal(lambda: read_files(tar((SPEC, b"{}"), (SPEC, b"{}"))))
 
 
+def test_headers_without_end_in_a_tar_are_refused(tmp_path):
+    """Each tells of the next one."""
+    header = tarfile.TarInfo("x")
+    header.type = tarfile.XHDTYPE
+    (tmp_path / "deep.tar").write_bytes(header.tobuf(tarfile.USTAR_FORMAT) * 5000)
+    assert refusal(lambda: read_files(tmp_path / "deep.tar")).startswith("files: no readable tar: 'maximum recursion")
+
+
 def test_a_declared_size_that_is_not_there_is_refused(tar):
     path = tar((SPEC, b"{}"))
     data = bytearray(path.read_bytes())
@@ -170,6 +178,13 @@ def test_a_line_twice_a_line_less_and_a_line_cut_off_are_refused(snapkv):
 def test_too_many_lines_are_refused(snapkv, monkeypatch):
     monkeypatch.setattr(bundles, "MOST_LINES", 7)
     assert refusal(lambda: snapkv.bundle).startswith("journal: its last line is cut off, or it has more than 7")
+
+
+def test_a_line_beyond_reason_is_refused_unread(snapkv, monkeypatch):
+    """Packed it is small."""
+    monkeypatch.setattr(bundles, "LONGEST_LINE", 1 << 16)
+    files = repack(snapkv.files, {SAMPLES: gzip.compress(b'{"x": [' + b"{}," * (1 << 16) + b"{}]}\n")})
+    assert refusal(lambda: open_bundle(files)) == "journal: a line of 196,619 bytes; at most 65,536 are read"
 
 
 def test_negative_amounts_are_refused(snapkv):
