@@ -19,7 +19,7 @@ from kvbench.leaderboard.verdict import RefusedError, show
 JOURNAL = "samples.jsonl"
 """As a run writes it; a bundle has it packed."""
 MIB = 1 << 20
-LARGEST = {SPEC: MIB, RESULT: MIB, MANIFEST: MIB, SAMPLES: 64 * MIB, JOURNAL: 256 * MIB}
+LARGEST = {SPEC: MIB, RESULT: MIB, MANIFEST: MIB, VERIFICATION: MIB, SAMPLES: 64 * MIB, JOURNAL: 256 * MIB}
 """Most bytes of each file."""
 LARGEST_TAR = 68 * MIB
 PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)
@@ -110,11 +110,15 @@ def _read_folder(folder: Path) -> dict[str, bytes]:
             raise RefusedError("files", f"{show(min(extra))} is no file of a bundle")
     if missing := wanted - names:
         raise RefusedError("files", f"{min(missing)} is missing")
-    return {name: _read_file(folder / name) for name in sorted(wanted)}
+    return {name: read_regular(folder / name) for name in sorted(wanted)}
 
 
-def _read_file(path: Path) -> bytes:
-    """A regular file, whatever its name has become since it was looked at."""
+def read_regular(path: Path) -> bytes:
+    """A regular file of one of the names in LARGEST, whatever the name has become since it was looked at.
+
+    Raises:
+        RefusedError: it is a link or no regular file, or larger than such a file may be.
+    """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,11 @@ ACROSS = 3
 """Most panels beside one another."""
 LETTER = 5
 """Pixels of a title's letter."""
+
+LONGEST = 2**31
+"""Tokens of a sample; what a stranger's journal has beyond is no place on a chart."""
+DEEPEST = 100
+"""Per cent of the context."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ def read_grid(run: Run) -> Grid | None:
 def _place(line: Answer) -> tuple[int, float] | None:
     """Length and depth of a sample, where its facts name them."""
     length, depth = line.facts.get("length"), line.facts.get("depth")
-    if type(length) is int and isinstance(depth, int | float) and math.isfinite(depth):
+    if type(length) is int and 0 < length < LONGEST and type(depth) in (int, float) and 0 <= depth <= DEEPEST:
         return length, float(depth)
     return None
 

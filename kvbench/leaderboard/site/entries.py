@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from kvbench.errors import UserError
-from kvbench.files import read_file
 from kvbench.journal import Answer, Line
 from kvbench.leaderboard.bundle import Head, open_head, split_journal
 from kvbench.leaderboard.documents import MOST_NUMBER, check_containers, parse
-from kvbench.leaderboard.parcel import JOURNAL, find_bundles, read_files
+from kvbench.leaderboard.parcel import JOURNAL, find_bundles, read_files, read_regular
 from kvbench.leaderboard.records import VERIFICATION, Verification
 from kvbench.leaderboard.verdict import RefusedError, blaming, show
 from kvbench.method import Card
@@ -93,7 +93,7 @@ def read_entries(results: Path) -> tuple[list[Entry], list[Problem]]:
             if entry.name in entries:
                 raise RefusedError("copies", f"the same run as {show(entries[entry.name].place)}")
             entries[entry.name] = entry
-        except (RefusedError, UserError) as error:
+        except RefusedError as error:
             problems.append(Problem(place, str(error)))
     return list(entries.values()), problems
 
@@ -110,7 +110,6 @@ def _read_entry(folder: Path, place: str) -> Entry:
 
     Raises:
         RefusedError: it is none, it was refused when it was verified, or its parts do not agree.
-        UserError: its verification cannot be read.
     """
     files = dict(read_files(folder))
     head = open_head(files)
@@ -136,9 +135,9 @@ def _read_entry(folder: Path, place: str) -> Entry:
 
 def _read_verification(folder: Path, head: Head) -> Verification | None:
     path = folder / VERIFICATION
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
-    found = read_file(path, Verification)
+    found = parse(read_regular(path), Verification, VERIFICATION)
     if found.refused:
         refused = next(x for x in found.checks if x.outcome == "refused")
         raise RefusedError(refused.name, f"refused when it was verified: {refused.reason}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import random
 import re
 from collections import Counter
@@ -16,7 +17,8 @@ import pytest
 from pydantic import ValidationError
 
 from kvbench.errors import UserError
-from kvbench.leaderboard.records import Check
+from kvbench.leaderboard.parcel import LARGEST
+from kvbench.leaderboard.records import VERIFICATION, Check
 
 SCRIPT = "<script>alert(1)</script>"
 IMAGE = "\"'><img src=x onerror=alert(2)>"
@@ -193,6 +195,33 @@ def test_what_is_no_run_is_listed_and_harms_no_other(results):
     text = Page(built.folder / "index.html").text
     for x in built.problems:
         assert x.reason in text
+
+
+def test_a_verification_is_a_file_of_some_size_or_the_run_is_left_out(results, monkeypatch):
+    """Neither a link to a file without end nor a pipe that nobody writes into holds the site up."""
+    fill(results)
+    monkeypatch.setitem(LARGEST, VERIFICATION, 1 << 10)
+    paths = [results.add(x, method=x) / VERIFICATION for x in ("large", "link", "pipe", "text")]
+    paths[0].write_bytes(b" " * (1 << 11))
+    paths[1].symlink_to("/dev/zero")
+    os.mkfifo(paths[2])
+    paths[3].write_text("{")
+    built = results.build()
+    assert (built.runs, [x.place for x in built.problems]) == (3, ["large", "link", "pipe", "text"])
+
+
+@pytest.mark.parametrize("depth", [10**400, 1e300, -1, True], ids=["whole", "real", "negative", "bool"])
+def test_a_place_that_is_none_is_in_no_heat_map(results, depth):
+    """In a line of which the page shows nothing: the run has its page without."""
+    def place(result, lines):
+        for x in lines:
+            x["facts"] = {"length": 1024, "depth": 10}
+        lines[-2]["facts"]["depth"] = depth
+
+    results.add("a", edit=place)
+    built = results.build()
+    assert built.runs == 1
+    assert "By depth and length" not in next(built.folder.glob("runs/*/index.html")).read_text()
 
 
 def test_a_score_that_is_not_of_its_answers_is_not_shown(results):
