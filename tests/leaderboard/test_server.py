@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvbench.leaderboard.bundle import open_bundle
-from kvbench.leaderboard.records import MANIFEST, VERIFICATION
+from kvbench.leaderboard.records import MANIFEST, RESULT, VERIFICATION
 from kvbench.leaderboard.repository import Repository
 from kvbench.leaderboard.server import intake, submissions
 from kvbench.leaderboard.server.tokens import find_token, revoke_token
@@ -145,6 +145,31 @@ def test_a_run_with_another_word_on_what_it_was_tuned_on_is_another_bundle(house
         house.work()
         assert (house.status(first), house.status(second)) == ("superseded", "accepted")
         assert verify(folder, Repository()).bundle.manifest.tuned_on == ("niah:dev",)
+
+
+def test_a_row_is_replaced_by_one_bundle_and_never_by_itself(house, snapkv):
+    first = house.send(snapkv.files).json()["id"]
+    house.work()
+    second = house.send(later(snapkv, 0.001), supersedes=first).json()["id"]
+    answer = house.send(later(snapkv, 0.002), supersedes=first)
+    assert (answer.status_code, second in answer.json()["detail"]) == (409, True)
+    house.work()
+    assert (house.status(first), house.status(second)) == ("superseded", "accepted")
+    house.withdraw(second)
+    answer = house.send(later(snapkv, 0.001), supersedes=second)
+    assert (answer.status_code, "without ?supersedes=" in answer.json()["detail"]) == (409, True)
+    assert house.send(later(snapkv, 0.001)).status_code == 202
+    house.work()
+    assert house.status(second) == "accepted"
+
+
+def test_a_submitter_called_as_a_folder_of_curated_runs_replaces_none_of_them(house, snapkv):
+    folder = house.state.results / "ada" / snapkv.bundle.spec.run_id
+    folder.mkdir(parents=True)
+    (folder / RESULT).write_text("curated")
+    house.send(snapkv.files)
+    house.work()
+    assert [x.name for x in folder.iterdir()] == [RESULT]
 
 
 def test_what_is_refused_replaces_nothing(house, snapkv):

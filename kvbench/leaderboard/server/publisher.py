@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvbench.leaderboard.bundle import open_head
 from kvbench.leaderboard.parcel import read_files, write_folder
-from kvbench.leaderboard.records import VERIFICATION
+from kvbench.leaderboard.records import MANIFEST, VERIFICATION
 from kvbench.leaderboard.server.state import State
 from kvbench.leaderboard.server.submissions import list_submissions
 from kvbench.leaderboard.server.tables import Database, Status, Submission
@@ -78,7 +78,9 @@ def follow(database: Database, state: State) -> None:
             _remove(folder)
     for x in list_submissions(database):
         folder = state.results / x.submitter / x.run_id
-        if x.status is Status.ACCEPTED and _find_identity(folder) != x.id:
+        if folder.exists() and not (folder / MANIFEST).exists():
+            say(f"{folder} is no submission and stays: {x.id}, whose submitter is called as its folder, is not shown.")
+        elif x.status is Status.ACCEPTED and _find_identity(folder) != x.id:
             _remove(folder)
             write_folder(_gather(state, x), folder)
 

@@ -53,9 +53,12 @@ def take_in(database: Database, token: Token, manifest: Manifest, supersedes: st
             found = session.get(Submission, number, with_for_update=True)
             if found is not None and found.status not in (Status.WITHDRAWN, Status.FAILED):
                 return found, False
-            old = None if supersedes is None else _own(session, token, supersedes)
-            rival = _find_rival(session, number, manifest)
-            if rival is not None and rival is not old:
+            if supersedes is not None:
+                if supersedes == number:
+                    raise ConflictError(f"this is {number} itself: send it without ?supersedes=")
+                _own(session, token, supersedes)
+            rival = _find_rival(session, (number, supersedes), manifest)
+            if rival is not None:
                 raise ConflictError(f"{rival.id} is of this run already: to replace it, send this with ?supersedes=")
             if found is None:
                 found = Submission(
@@ -184,11 +187,11 @@ def _own(session: Session, token: Token, number: str) -> Submission:
     return found
 
 
-def _find_rival(session: Session, number: str, manifest: Manifest) -> Submission | None:
-    """Another bundle of the same run and submitter that stands: only one can be a row."""
+def _find_rival(session: Session, besides: Sequence[str | None], manifest: Manifest) -> Submission | None:
+    """A further bundle of the same run and submitter that stands: only one can be a row."""
     return session.scalar(select(Submission).where(
-        Submission.submitter == manifest.submitter, Submission.run_id == manifest.run_id, Submission.id != number,
-        Submission.status.in_(STANDING),
+        Submission.submitter == manifest.submitter, Submission.run_id == manifest.run_id,
+        Submission.id.not_in([x for x in besides if x is not None]), Submission.status.in_(STANDING),
     ).limit(1))
 
 
