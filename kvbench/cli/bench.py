@@ -56,6 +56,7 @@ def bench_command(
     """Time methods beside the dense cache: one attention, one decode step, or whole answers (docs/clocks.md)."""
     from kvbench.bench.run import Request, run_bench
     from kvbench.bench.table import make_table
+    from kvbench.plan import ANCHORS
     from kvbench.table import print_rows
 
     found = run_bench(Request(
@@ -71,7 +72,9 @@ def bench_command(
     )
     if as_json:
         print_json(found.model_dump(mode="json"))
-    return 1 if any(x.outcome == "failed" for x in found.cells) else 0
+    anchors = ANCHORS[found.model.kind]
+    asked = {x.outcome for x in found.cells if x.method.name not in anchors}
+    return 1 if asked == {"refused"} or any(x.outcome == "failed" for x in found.cells) else 0
 
 
 def plan_command(

@@ -363,6 +363,8 @@ def test_windows_are_kept_to_in_made_up_rows():
 @pytest.fixture
 def triton_is(monkeypatch):
     """What operations run as where triton was asked for: torch's own, changed for one of them."""
+    tiny_model()  # proved before anything is wrong
+
     def replace(operation, change):
         def find(package, implementation, name):
             module = __import__(f"{package}.torch", fromlist=[name])
@@ -485,6 +487,12 @@ def test_a_budget_that_cannot_be_is_refused_in_its_cell_alone(bench):
     outcomes = {x["method"]["name"]: x["outcome"] for x in cells}
     assert outcomes == {"full": "ok", "full-int8": "ok", "snapkv": "refused", "streaming-llm": "ok"}
     assert "snapkv needs at least" in cells[0]["reason"]  # it is told before anything is timed
+
+
+def test_a_command_of_which_all_is_refused_fails(bench):
+    """Anchors are no answer to what was asked."""
+    for methods, code in (("snapkv", 1), ("streaming-llm", 0)):
+        assert bench("--method", methods, "--budget", "20", "--clock", "step").code == code
 
 
 def test_a_batch_that_memory_cannot_hold_is_not_tried_on_a_cpu(bench):
