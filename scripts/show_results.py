@@ -8,6 +8,7 @@ The results are made by the command line, so that anybody can make them again; f
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -124,16 +125,22 @@ def draw_pictures(results: Sequence[Result]) -> None:
         path.write_bytes(vl_convert.vegalite_to_png(spec | {"width": 640, "height": 440, "title": title}))
 
 
+def _name_commits(results: Sequence[Result]) -> str:
+    """Every commit that runs are of, the one with the most first."""
+    found = Counter(x.environment.git.commit[:12] for x in results if x.environment.git is not None)
+    if len(found) == 1:
+        return f"commit `{next(iter(found))}`"
+    return f"commits {', '.join(f'`{name}` ({count} runs)' for name, count in found.most_common())}"
+
+
 def write_page(results: Sequence[Result]) -> None:
     """docs/results.md: a table for each length and visibility."""
     first = results[0]
-    assert first.environment.git is not None
     made = (
         "Written by `python scripts/show_results.py` from the runs under `results/cpu-2-cores`, which "
         "`kvbench sweep scripts/sweeps/curated.toml` makes.\n"
         f"Model `mini`, task `{first.task.name}`, {first.n_samples} contexts x {first.spec.turns} questions, golden "
-        f"history, seed {first.spec.seed}, on {first.environment.cpu} (2 cores), commit "
-        f"`{first.environment.git.commit[:12]}`.\n"
+        f"history, seed {first.spec.seed}, on {first.environment.cpu} (2 cores), {_name_commits(results)}.\n"
         "Bytes are measured, host memory included. Intervals are 95 %, by context. Agreement (top-1, KL) is with the "
         "dense cache on the golden answers.\n"
         "In the charts the solid line joins rows that no other beats in both, the dashed line is the full cache, the "

@@ -63,16 +63,18 @@ def test_the_example_method_keeps_every_claim():
 
 
 def test_the_task_shown_is_a_task(tmp_path):
-    """The file in docs/adding_a_task.md makes examples of exact length with a turn for every question."""
+    """The file in docs/adding_a_task.md makes examples of exact length, and `kvbench check` finds no fault."""
     (code,) = code_blocks("adding_a_task.md")
     path = tmp_path / "first_word.py"
     path.write_text(code, encoding="utf-8")
     task = find_task(str(path))()
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "kvbench" / "models" / "mini")
-    for length in (task.minimum_length(3, tokenizer), 256):
-        example = task.example(random.Random(0), id="x", length=length, turns=3, tokenizer=tokenizer)
-        assert len(example.turns) == 3
+    for length in (task.minimum_length(1, tokenizer), 256):
+        example = task.example(random.Random(0), id="x", length=length, turns=1, tokenizer=tokenizer)
+        assert len(example.turns) == 1
         assert length - 4 < prompt_tokens(encode(task, example, tokenizer)) + example.turns[0].limit <= length
+    done = kvbench("check", str(path), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("document", sorted(x.name for x in (ROOT / "docs").glob("*.md")))
