@@ -98,7 +98,9 @@ def read_grid(run: Run) -> Grid | None:
 def _place(line: Answer) -> tuple[int, float] | None:
     """Length and depth of a sample, where its facts name them."""
     length, depth = line.facts.get("length"), line.facts.get("depth")
-    if type(length) is int and 0 < length < LONGEST and type(depth) in (int, float) and 0 <= depth <= DEEPEST:
+    if isinstance(length, bool) or isinstance(depth, bool):
+        return None
+    if isinstance(length, int) and 0 < length < LONGEST and isinstance(depth, int | float) and 0 <= depth <= DEEPEST:
         return length, float(depth)
     return None
 
