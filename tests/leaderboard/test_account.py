@@ -22,7 +22,7 @@ ORDER = tuple(sorted(((layer, head) for layer in range(6) for head in range(4)),
 """The heads of a model as `bind` may rank them: whole ones in every layer, not in the costly ones first."""
 
 
-def look(method, fitted, budget, monkeypatch, *, held=None, resolved=None, identity=False):
+def look(method, fitted, budget, monkeypatch, *, held=None, resolved=None, identity=False, recompress=False):
     """What the check says of a run of one sample that held so many bytes, what its method declares if not said."""
     monkeypatch.setattr(account, "shapes", lambda *_: {GEMMA.length: GEMMA})
     line = SimpleNamespace(
@@ -34,7 +34,7 @@ def look(method, fitted, budget, monkeypatch, *, held=None, resolved=None, ident
         evidence=SimpleNamespace(identity=identity),
     )
     spec = SimpleNamespace(
-        budget=budget, recompress=False, model=SimpleNamespace(id="tiny", kind="autoregressive"),
+        budget=budget, recompress=recompress, model=SimpleNamespace(id="tiny", kind="autoregressive"),
         method=SimpleNamespace(name=method.card.name),
     )
     found = to_jsonable_python(fitted.resolution) if resolved is None else resolved
@@ -73,3 +73,20 @@ def test_bytes_that_nobody_can_declare_are_flagged(monkeypatch):
     assert (found.outcome, "the text decides" in found.reason) == ("flag", True)
     with pytest.raises(RefusedError, match="the method loses nothing"):
         look(method, fitted, None, monkeypatch, held=12345, identity=True)
+
+
+def test_what_was_compared_with_nothing_is_flagged(monkeypatch):
+    """Between compressions a method may hold more than it declares; of what it does declare, all is still checked."""
+    method = DuoAttention()
+    fitted = replace(method, order=ORDER).fit(Budget.parse("50%"), GEMMA)
+    declared = fitted.declared_bytes(GEMMA)
+
+    def found(held, **said):
+        return look(method, fitted, "50%", monkeypatch, held=held, recompress=True, **said)
+
+    assert found(declared).outcome == "ok"
+    assert (found(declared + 2).outcome, "1 of 1 samples hold more" in found(declared + 2).reason) == ("flag", True)
+    with pytest.raises(RefusedError, match="declares"):
+        found(declared - 2)
+    with pytest.raises(RefusedError, match="the method loses nothing"):
+        found(declared, identity=True)

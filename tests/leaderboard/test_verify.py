@@ -82,6 +82,11 @@ def test_bytes_that_the_method_does_not_declare_are_refused(snapkv, check, name)
     assert check(snapkv.with_lines(lower))["bytes"] == "refused"
 
 
+def test_a_run_that_compresses_again_reaches_l0(check, tmp_path):
+    found = check(make_run(tmp_path, "snapkv", recompress=True).files)
+    assert (found["level"], found["refused"]) == ("L0", "")
+
+
 def test_a_budget_that_the_run_did_not_have_is_refused(snapkv, check):
     """The bytes are those of 25 %: at 50 % the method declares twice as many."""
     files = edit_spec(snapkv.files, lambda x: x.update(budget="50%"))
