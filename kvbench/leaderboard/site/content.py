@@ -118,6 +118,14 @@ def _write_runs(pages: Pages, group: Group) -> Iterator[tuple[str, bytes]]:
 
 
 def _compare(row: Row) -> tuple[str, ...] | None:
-    """The difference to the dense cache, as text; None: there is none."""
+    """The difference to the dense cache, as text; None: there is none.
+
+    What is not shown need not be small: with ten contexts, and as many rows to be compared, little can be shown.
+    """
     found = row.difference
-    return None if found is None or found.mean is None else format_difference(found, row.result.score)
+    if found is None or found.mean is None:
+        return None
+    *numbers, verdict = format_difference(found, row.result.score)
+    if found.within_noise:
+        verdict = f"not shown by {found.contexts} contexts, corrected for the number of rows in the table"
+    return (*numbers, verdict)

@@ -98,8 +98,13 @@ def spell_out(text: str) -> str:
 
 
 def name_group(result: Result) -> str:
-    """What the rows of a protocol were asked."""
-    return f"{result.task.name}, {result.task.length:,} tokens, {result.mode}, {SEES[result.visibility]}"
+    """What the rows of a protocol were asked, and how answers are made where that was chosen."""
+    asked = f"{result.task.name}, {result.task.length:,} tokens, {result.mode}, {SEES[result.visibility]}"
+    generation = result.spec.generation
+    chosen = {"limit": generation.limit} if generation.limit is not None else {}
+    if generation.denoising is not None:
+        chosen |= generation.denoising.model_dump(exclude_defaults=True)
+    return ", ".join([asked, *(f"{name.replace('_', ' ')} {value}" for name, value in chosen.items())])
 
 
 def describe_group(group: Group) -> str:

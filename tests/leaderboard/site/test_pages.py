@@ -131,6 +131,26 @@ def test_whatever_a_run_says_is_shown_as_text(results, make_results, text):
     assert found[0] == found[1]
 
 
+def test_a_difference_that_few_contexts_do_not_show_is_not_called_small(results):
+    """Five of five: no test by context can find any difference there."""
+    results.add("full", [[1.0]] * 5, method="full", held=1.0, kind="none")
+    results.add("a", [[0.0]] * 5)
+    folder = results.build().folder
+    text = " ".join(Page(next(folder.glob("runs/snapkv-*/index.html"))).text.split())
+    assert "-1.000 to the dense cache" in text
+    assert "p 0.062: not shown by 5 contexts, corrected for the number of rows" in text
+
+
+def test_protocols_that_differ_in_how_answers_are_made_are_called_differently(results):
+    def limit(result, lines):
+        result["spec"]["generation"]["limit"] = 7
+
+    results.add("a")
+    results.add("b", edit=limit)
+    page = Page(results.build().folder / "index.html")
+    assert page.text.count("first question visible, limit 7") == 2  # its heading, and the list of tables
+
+
 def test_a_submission_says_who_sent_it(results):
     """In its row and on its page, with what its settings were chosen on; its manifest is among its files."""
     results.send(results.add("a"), "ada")
