@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvbench.leaderboard.bundle import open_bundle
-from kvbench.leaderboard.records import MANIFEST, RESULT, VERIFICATION
+from kvbench.leaderboard.parcel import read_files, write_folder
+from kvbench.leaderboard.records import MANIFEST, VERIFICATION
 from kvbench.leaderboard.repository import Repository
 from kvbench.leaderboard.server import intake, submissions
 from kvbench.leaderboard.server.tokens import find_token, revoke_token
@@ -165,11 +166,11 @@ def test_a_row_is_replaced_by_one_bundle_and_never_by_itself(house, snapkv):
 
 def test_a_submitter_called_as_a_folder_of_curated_runs_replaces_none_of_them(house, snapkv):
     folder = house.state.results / "ada" / snapkv.bundle.spec.run_id
-    folder.mkdir(parents=True)
-    (folder / RESULT).write_text("curated")
+    curated = {name: data for name, data in later(snapkv, 0.001).items() if name != MANIFEST}
+    write_folder(curated, folder)
     house.send(snapkv.files)
     house.work()
-    assert [x.name for x in folder.iterdir()] == [RESULT]
+    assert read_files(folder) == curated
 
 
 def test_what_is_refused_replaces_nothing(house, snapkv):

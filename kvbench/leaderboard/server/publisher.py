@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvbench.leaderboard.bundle import open_head
 from kvbench.leaderboard.parcel import read_files, write_folder
-from kvbench.leaderboard.records import MANIFEST, VERIFICATION
+from kvbench.leaderboard.records import VERIFICATION
 from kvbench.leaderboard.server.state import State
 from kvbench.leaderboard.server.submissions import list_submissions
 from kvbench.leaderboard.server.tables import Database, Status, Submission
@@ -78,9 +78,11 @@ def follow(database: Database, state: State) -> None:
             _remove(folder)
     for x in list_submissions(database):
         folder = state.results / x.submitter / x.run_id
-        if folder.exists() and not (folder / MANIFEST).exists():
+        if x.status is not Status.ACCEPTED or _find_identity(folder) == x.id:
+            continue
+        if _is_curated(folder):
             say(f"{folder} is no submission and stays: {x.id}, whose submitter is called as its folder, is not shown.")
-        elif x.status is Status.ACCEPTED and _find_identity(folder) != x.id:
+        else:
             _remove(folder)
             write_folder(_gather(state, x), folder)
 
@@ -88,6 +90,14 @@ def follow(database: Database, state: State) -> None:
 def _gather(state: State, found: Submission) -> dict[str, bytes]:
     assert found.verification is not None, "an accepted submission was verified"
     return {**read_files(state.bundle(found.id)), VERIFICATION: f"{found.verification}\n".encode()}
+
+
+def _is_curated(folder: Path) -> bool:
+    """Whether a whole run is there that nobody submitted; half a submission is none."""
+    try:
+        return open_head(read_files(folder)).manifest is None
+    except RefusedError:
+        return False
 
 
 def _find_identity(folder: Path) -> str | None:
