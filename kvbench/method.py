@@ -250,6 +250,11 @@ class Method:
         del shape
         return 0
 
+    def running_bytes(self, shape: Shape) -> int:
+        """Bytes beside the rows while a context is run, where they are not of a row's kind; gone when it has been."""
+        del shape
+        return 0
+
     def declared_read_bytes(self, shape: Shape) -> int:
         """Most bytes that one decode step reads right after the context: all that is held, unless a part is read."""
         return self.declared_bytes(shape)

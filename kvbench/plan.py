@@ -90,9 +90,10 @@ class Need:
 
     @property
     def rows_while_running(self) -> int:
-        """What a sequence's rows take while its context is run, at most: the exact cache, and room for later tokens."""
+        """What a sequence holds while its context runs, at most: the exact cache, room for later tokens, and notes."""
         twice = 2 if type(self.method).prefill is not Method.prefill else 1  # it may run the context again
-        return twice * (max(self.model.shape.dense_bytes, self.cache) + self.tail)
+        rows = max(self.model.shape.dense_bytes, self.cache) + self.tail
+        return twice * rows + self.method.running_bytes(self.model.shape)
 
     @property
     def prefill(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import UserError
-from kvbench.method import BudgetKind, Card, Step, Upstream
+from kvbench.method import BudgetKind, Card, Shape, Step, Upstream
 from kvbench.selection import ScoredMethod, group_mean
 from kvbench.store import LayerKV
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvbench.hf import Model
     from kvbench.session import Session
 
+MOMENT_BYTES = 8
 AT_ONCE = 4096
 """Rows whose keys stand in float64, one copy for every query head, at a time."""
 
@@ -62,6 +63,10 @@ class ExpectedAttention(ScoredMethod):
     def minimum_rows(self) -> int:
         """The sinks and a row to choose."""
         return self.sinks + 1
+
+    def running_bytes(self, shape: Shape) -> int:
+        """The moments of every layer, in float64: a mean and a covariance for each query head, and a count."""
+        return sum(MOMENT_BYTES * (x.query_heads * x.key_dim * (x.key_dim + 1) + 1) for x in shape.layers)
 
     def bind(self, model: Model) -> Self:
         """Refuse a model whose rotation cannot be taken off its queries."""

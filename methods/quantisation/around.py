@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self, cast
 
@@ -72,14 +73,33 @@ class Around(PackedMethod):
             UserError: or nothing of what it keeps can be packed.
         """
         self.check_groups(shape)
+        try:
+            return self._fit(budget, shape)
+        except UserError:
+            if (budget is not None and budget.kind == "paper") or not self._packs(shape.length, shape):
+                raise
+            budgets = range(1, shape.length)
+            least = 1 + bisect.bisect_left(budgets, True, key=lambda x: self._packs(x, shape))
+            plain = self.inner.card.name
+            raise UserError(
+                f"{self.card.name}: at this budget kivi has nothing to pack in {shape.length} tokens, because no KV "
+                f"head {self.needed.format(self.residual)}: this would be {plain} alone. Use --budget {least} or more, "
+                f"or --method {plain}."
+            ) from None
+
+    def _packs(self, rows: int, shape: Shape) -> bool:
+        """Whether something is packed at a budget of so many rows, or nothing need be."""
+        try:
+            self._fit(Budget("rows", rows), shape)
+        except UserError:
+            return False
+        return True
+
+    def _fit(self, budget: Budget | None, shape: Shape) -> Self:
         plain = self.plain().fit(budget, shape)
         fitted = replace(self, **{x.name: getattr(plain, x.name) for x in fields(self.inner)})
         if not plain.identity(shape) and max(fitted.packed_rows(shape), default=0) < self.residual:
-            raise UserError(
-                f"{self.card.name}: at this budget kivi has nothing to pack in {shape.length} tokens, because no KV "
-                f"head {self.needed.format(self.residual)}: this would be {plain.card.name} alone. Use a larger "
-                f"--budget or --length, or --method {plain.card.name}."
-            )
+            raise UserError(f"{self.card.name}: nothing to pack.")
         return fitted
 
     def packed_rows(self, shape: Shape) -> list[int]:
