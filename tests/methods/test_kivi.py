@@ -211,14 +211,14 @@ def test_heads_that_keep_every_row_are_packed_and_streaming_heads_are_not():
                     assert y.keys.equal(x.keys)
 
 
-@pytest.mark.parametrize(("name", "budget", "length"), [
-    ("snapkv+kivi", "31", 100), ("knorm+kivi", "20%", 100), ("razor-attention+kivi", "25%", 120),
-    ("duo-attention+kivi", "25%", 120), ("razor-attention+kivi", "75%", 30),
+@pytest.mark.parametrize(("name", "budget", "length", "least"), [
+    ("snapkv+kivi", "31", 100, 32), ("knorm+kivi", "20%", 100, 32), ("razor-attention+kivi", "25%", 120, 36),
+    ("duo-attention+kivi", "25%", 120, 36), ("razor-attention+kivi", "75%", 30, 30),
 ])
-def test_a_budget_that_leaves_nothing_to_pack_is_refused(name, budget, length):
+def test_a_budget_that_leaves_nothing_to_pack_is_refused(name, budget, length, least):
     """It would be the other method alone under the name of both: too few rows, or no head that keeps all of them."""
     settings = {"window": 8} if name.startswith("snapkv") else {}
-    with pytest.raises(UserError, match=rf"{name.replace('+', '.')}: .*kivi has nothing to pack.*Use a larger"):
+    with pytest.raises(UserError, match=rf"{name.replace('+', '.')}: .*kivi has nothing to pack.*Use --budget {least} or"):
         find_method(name)(**settings).fit(Budget.parse(budget), tiny_model().shape(length))
 
 
