@@ -16,6 +16,7 @@ from statistics import fmean
 import vl_convert
 
 from kvbench.files import read_file
+from kvbench.registry import find_method
 from kvbench.report.charts import COSTS, Cost, draw_cost
 from kvbench.report.group import Entry, label_results
 from kvbench.results import Result
@@ -27,6 +28,8 @@ PAGE = PICTURES / "results.md"
 ANCHORS = ("full", "full-int8")
 SEEN = {"hidden": "no question seen", "first-turn": "first of five questions seen"}
 IN_README = "25%"
+IN_ONE_BLOCK = ("0b8334c74ef9", "a731f91b7a14")
+"""Commits at which golden answers were forced in one block, also where methods drop or round rows in every step."""
 
 
 def read_results() -> list[Result]:
@@ -136,13 +139,19 @@ def _name_commits(results: Sequence[Result]) -> str:
 def write_page(results: Sequence[Result]) -> None:
     """docs/results.md: a table for each length and visibility."""
     first = results[0]
+    old = sorted({
+        x.method.name for x in results
+        if x.environment.git is not None and x.environment.git.commit[:12] in IN_ONE_BLOCK
+        and find_method(x.method.name).graphable is not None
+    })
+    early = f" That of {', '.join(old)} is from before they were forced token by token." if old else ""
     made = (
         "Written by `python scripts/show_results.py` from the runs under `results/cpu-2-cores`, which "
         "`kvbench sweep scripts/sweeps/curated.toml` makes.\n"
         f"Model `mini`, task `{first.task.name}`, {first.n_samples} contexts x {first.spec.turns} questions, golden "
         f"history, seed {first.spec.seed}, on {first.environment.cpu} (2 cores), {_name_commits(results)}.\n"
         "Bytes are measured, host memory included. Intervals are 95 %, by context. Agreement (top-1, KL) is with the "
-        "dense cache on the golden answers.\n"
+        f"dense cache on the golden answers.{early}\n"
         "In the charts the solid line joins rows that no other beats in both, the dashed line is the full cache, the "
         "dotted one rows kept by chance.\n"
     )

@@ -218,7 +218,8 @@ def test_heads_that_keep_every_row_are_packed_and_streaming_heads_are_not():
 def test_a_budget_that_leaves_nothing_to_pack_is_refused(name, budget, length, least):
     """It would be the other method alone under the name of both: too few rows, or no head that keeps all of them."""
     settings = {"window": 8} if name.startswith("snapkv") else {}
-    with pytest.raises(UserError, match=rf"{name.replace('+', '.')}: .*kivi has nothing to pack.*Use --budget {least} or"):
+    said = rf"{name.replace('+', '.')}: .*kivi has nothing to pack.*Use --budget {least} or"
+    with pytest.raises(UserError, match=said):
         find_method(name)(**settings).fit(Budget.parse(budget), tiny_model().shape(length))
 
 
