@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,10 +38,14 @@ class Done:
     job: Job
     folder: Path
 
+    @cached_property
+    def _packed(self) -> dict[str, bytes]:
+        return pack_run(self.folder, "ada", ())
+
     @property
     def files(self) -> dict[str, bytes]:
-        """As packed."""
-        return pack_run(self.folder, "ada", ())
+        """As packed, once: a second later its manifest would name another time."""
+        return dict(self._packed)
 
     @property
     def bundle(self) -> Bundle:
