@@ -145,6 +145,13 @@ class Method:
     def __post_init__(self) -> None:
         """Refuse settings without a meaning (`UserError`); a subclass that does calls its parent's."""
 
+    def require_recompressible(self) -> None:
+        """Refuse to compress again after a question (`UserError`), where that cannot be or would do nothing."""
+        if self.recompressible is not None:
+            raise UserError(
+                f"{self.card.name} cannot compress again at every turn: {self.recompressible} Leave --recompress out."
+            )
+
     def require_share(self, *names: str) -> None:
         """Refuse settings that are no share, from 0 to 1 (`UserError`)."""
         for name in names:
@@ -222,7 +229,7 @@ class Method:
     def rows_in(self, layer: int, window: int | None) -> int | None:
         """The budget in rows per KV head of a layer; sliding layers keep the same share of what they hold."""
         del layer  # equal for all, unless a method allocates
-        if self.rows is None or self.length is None or window is None or window >= self.length:
+        if self.rows is None or self.length is None or window is None or self.sees_context(window):
             return self.rows
         return min(window, max(self.minimum_rows(), math.ceil(self.rows * window / self.length)))
 

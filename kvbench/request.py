@@ -105,10 +105,8 @@ def check(request: Request) -> Plan:
     method_class = find_method(request.method)
     _check_operations(request, method_class)
     method = configure(method_class, parse_pairs(request.method_settings, "--set"), "--set", request.method)
-    if protocol.recompress and method.recompressible is not None:
-        raise UserError(
-            f"{request.method} cannot compress again at every turn: {method.recompressible} Leave --recompress out."
-        )
+    if protocol.recompress:
+        method.require_recompressible()
     if method.card.models == "diffusion":
         protocol = see_all(protocol, request.visibility, request.chunk)
     return Plan(request, task, method, protocol, template, scorer, _resolve_budget(budget, method), generation, length)

@@ -142,6 +142,8 @@ class Session:
         """Run what stands before a question and the question, and make room for `limit` tokens of its answer."""
         ids = torch.cat([self._ids(self._pending), self._ids(query)], dim=1)
         if ids.shape[1]:
+            if self.recompress:
+                self.method.require_recompressible()
             self.reserve(ids.shape[1] + limit, ids.shape[1])
             chunks = ids.split(self.chunk or ids.shape[1], dim=1)
             self.logits = self.run_chunks(chunks, Phase.QUERY, compress=self.recompress)

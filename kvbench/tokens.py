@@ -22,6 +22,7 @@ KEPT_TEXTS = 4096
 PROBES = ("\n", "=", "x")
 """Texts to put before another one that goes on; the first is the one that merges with the fewest."""
 _kept: WeakKeyDictionary[Tokenizer, OrderedDict[tuple[bytes, bool], array[int]]] = WeakKeyDictionary()
+_spaced: WeakKeyDictionary[Tokenizer, bool] = WeakKeyDictionary()
 
 
 def tokenise(tokenizer: Tokenizer, text: str, *, special: bool) -> tuple[int, ...]:
@@ -64,9 +65,11 @@ def tokenise_on(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 
 def _puts_space(tokenizer: Any) -> bool:
-    """Whether a text that is tokenised alone begins with a space of the tokenizer's own."""
-    first = tokenizer(PROBES[-1], add_special_tokens=False).input_ids[:1]
-    return any(str(x).startswith(("▁", "Ġ")) for x in tokenizer.convert_ids_to_tokens(first))
+    """Whether a text that is tokenised alone begins with a space of the tokenizer's own; tried once for each."""
+    if tokenizer not in _spaced:
+        first = tokenizer(PROBES[-1], add_special_tokens=False).input_ids[:1]
+        _spaced[tokenizer] = any(str(x).startswith(("▁", "Ġ")) for x in tokenizer.convert_ids_to_tokens(first))
+    return _spaced[tokenizer]
 
 
 def cut_middle(tokenizer: Any, text: str, most: int, count: Callable[[str], int] | None = None) -> tuple[str, int]:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from kvbench.agreement import Dense
 from kvbench.budget import Budget, BudgetKind
 from kvbench.conformance.trial import (
     CONTEXT,
-    EDGE,
     FORCED,
     FULL,
     LENGTH,
     SHAPES,
     TOLERANCE,
     NotApplicableError,
+    allow_rounding,
     are_same_rows,
-    find_distance,
     find_rows,
     find_shapes,
     has_rounded,
@@ -27,7 +25,6 @@ from kvbench.conformance.trial import (
     require_close,
     talk,
 )
-from kvbench.hf import Model
 from kvbench.hf.tiny import permute_heads, tiny_model
 from kvbench.method import Method
 
@@ -86,16 +83,9 @@ def chunks_do_not_matter(method: Method) -> str:
                 worst = max(worst, require_close(parts.prefill(CONTEXT), logits, what))
                 found = find_rows(parts)
                 assert found is None or kept is None or are_same_rows(found, kept), f"{what}: other rows were kept"
-                allowed = _rounding(model, scores) if rounds else TOLERANCE
-                worst = max(worst, require_close(parts.score(FORCED), scores, f"after {what}", allowed))
+                cost = allow_rounding(model, lambda x: x.score(FORCED), scores) if rounds else 0.0
+                worst = max(worst, require_close(parts.score(FORCED), scores, f"after {what}", max(TOLERANCE, cost)))
     return f"chunks of 1, 7 and 50; worst logit difference {worst:.1e}"
-
-
-def _rounding(model: Model, scores: Tensor) -> float:
-    """The difference allowed after compression where rows are rounded to codes."""
-    with open_session(Dense(), model, None) as dense:
-        dense.prefill(CONTEXT)
-        return max(TOLERANCE, EDGE * find_distance(dense.score(FORCED), scores))
 
 
 def heads_may_be_permuted(method: Method) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from kvbench.agreement import Dense
 from kvbench.budget import Budget, BudgetKind
 from kvbench.errors import UserError
 from kvbench.hf import Model
@@ -103,6 +104,13 @@ def require_close(a: Tensor, b: Tensor, what: str, allowed: float = TOLERANCE) -
     worst = find_distance(a, b)
     assert worst <= allowed, f"{what}: logits differ by {worst:.2g}, allowed {allowed:.0e}"
     return worst
+
+
+def allow_rounding(model: Model, run: Callable[[Session], Tensor], wanted: Tensor) -> float:
+    """The difference allowed where rows are rounded to codes: EDGE of all that it costs. run: after the context."""
+    with open_session(Dense(), model, None) as dense:
+        dense.prefill(CONTEXT)
+        return EDGE * find_distance(run(dense), wanted)
 
 
 def find_rows(session: Session) -> list[list[Tensor]] | None:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from kvbench.agreement import Dense
 from kvbench.autoregressive import step_logits
 from kvbench.budget import Budget, BudgetKind
 from kvbench.conformance.trial import (
     CONTEXT,
-    EDGE,
     LENGTH,
     LIMIT,
     NEVER_STOP,
     TOLERANCE,
     TURNS,
     NotApplicableError,
+    allow_rounding,
     choose_budget,
     find_distance,
     has_rounded,
@@ -79,21 +78,21 @@ def fork_is_a_fresh_run(method: Method) -> str:
 
 def forced_tokens_are_decode_steps(method: Method) -> str:
     """Tokens that are forced meet the rows that they would meet if they were generated, one step after the other."""
-    model, allowed = tiny_model(), 10 * TOLERANCE
+    def force(session: Session) -> Tensor:
+        session.question(random_ids(5), len(ANSWER))
+        return session.force(ANSWER)[0]
+
+    model = tiny_model()
     with open_at_budget(method, model) as session:
         session.prefill(CONTEXT)
-        session.question(random_ids(5), len(ANSWER))
         with session.fork() as branch:
-            forced = branch.force(ANSWER)[0]
+            forced = force(branch)
+        session.question(random_ids(5), len(ANSWER))
         steps = [session.logits, *(step_logits(session, torch.tensor([[x]])) for x in ANSWER[:-1])]
         wanted = torch.cat([x for x in steps if x is not None])
         rounds = method.card.budget is BudgetKind.BITS or has_rounded(session.certificate())
-    if rounds:
-        with open_session(Dense(), model, None) as dense:
-            dense.prefill(CONTEXT)
-            dense.question(random_ids(5), len(ANSWER))
-            allowed = max(allowed, EDGE * find_distance(dense.force(ANSWER)[0], wanted))
-    worst = require_close(forced, wanted, f"{len(ANSWER)} tokens", allowed)
+    cost = allow_rounding(model, force, wanted) if rounds else 0.0
+    worst = require_close(forced, wanted, f"{len(ANSWER)} tokens", max(10 * TOLERANCE, cost))
     return f"{len(ANSWER)} tokens, worst logit difference {worst:.1e}"
 
 

@@ -88,9 +88,7 @@ class KVzip(Method):
 
     def evict(self, kv: LayerKV, step: Step) -> None:
         """Nothing here: rows are dropped once, after the repeat."""
-        del kv
-        if step.compress and step.phase is Phase.QUERY:
-            raise UserError("kvzip repeats and compresses a context once: later rows stay. Leave --recompress out.")
+        del kv, step
 
     def prefill(self, session: Session, chunks: Iterable[Tensor]) -> Tensor:
         """The context as it is, then its repeat on forks that leave no row behind, then the choice over all layers."""

@@ -7,8 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvbench.errors import UserError
-from kvbench.method import BudgetKind, Card, Phase, Step, Upstream
+from kvbench.method import BudgetKind, Card, Step, Upstream
 from kvbench.selection import ScoredMethod
 from kvbench.store import LayerKV
 
@@ -32,18 +31,14 @@ class ObservedAttention(ScoredMethod):
         deviations=("Sums are taken block by block; kvpress materialises the attention matrix.",),
     )
 
-    recompressible: ClassVar[str | None] = "it compresses once: later rows stay."
+    recompressible: ClassVar[str | None] = (
+        "how many queries could see a row is forgotten after the first time: later rows stay."
+    )
 
     def layer(self, index: int) -> LayerKV:
         """Rows with their accumulated attention, which goes once it has ranked them."""
         del index
         return LayerKV(column_sums=True)
-
-    def evict(self, kv: LayerKV, step: Step) -> None:
-        """Once: where rows stood, and so how many queries could see them, is forgotten then."""
-        if step.compress and step.phase is Phase.QUERY:
-            raise UserError("observed-attention compresses once: later rows stay. Leave --recompress out.")
-        super().evict(kv, step)
 
     def score(self, kv: LayerKV, step: Step) -> Tensor:
         """Accumulated attention over the queries from each row's own on. [B, H_kv, n]"""
