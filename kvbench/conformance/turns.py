@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from kvbench.autoregressive import step_logits
 from kvbench.budget import Budget, BudgetKind
@@ -26,6 +27,7 @@ from kvbench.conformance.trial import (
 )
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Method
+from kvbench.session import Session
 
 ANSWER = random_ids(24, seed=5)
 
