@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from kvbench.analysis.finished import Run
 from kvbench.compare import PROTOCOL, compare_pair, look
 from kvbench.errors import UserError
 from kvbench.files import read_lines
 from kvbench.leaderboard.asked import write_request
 from kvbench.request import Request, check
-from kvbench.runs import Run
 from kvbench.settings import parse_pairs
 from kvbench.significance import compare_scores
 

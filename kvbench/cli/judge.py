@@ -112,8 +112,8 @@ def score_command(
     as_json: Json = False,
 ) -> None:
     """Score the answers of a run again, without a model; the run stays as it is."""
+    from kvbench.analysis.finished import find_run
     from kvbench.rescore import rescore
-    from kvbench.runs import find_run
     from kvbench.table import print_rows
 
     record, path = rescore(find_run(run, out), scorer, task)
@@ -135,9 +135,9 @@ def compare_command(
     as_json: Json = False,
 ) -> None:
     """Put runs side by side: paired differences, which of them are noise, and what became worse than the full cache."""
+    from kvbench.analysis.finished import find_run, load_run
     from kvbench.compare import compare_runs, find_conflicts, find_regressions, name_questions, rank_runs
     from kvbench.log import say
-    from kvbench.runs import find_run, load_run
     from kvbench.table import print_regressions, print_rows, score_cells
 
     if len(runs) < 2:

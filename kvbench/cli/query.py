@@ -22,8 +22,8 @@ def query_command(
     as_json: Json = False,
 ) -> None:
     """Ask finished runs a question in SQL; DESCRIBE results lists the columns."""
+    from kvbench.analysis.finished import RUNS, find_runs
     from kvbench.query import query_runs
-    from kvbench.runs import RUNS, find_runs
     from kvbench.table import print_rows
 
     folders = results or [RUNS]

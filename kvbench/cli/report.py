@@ -31,11 +31,11 @@ def report_command(
     kind = output.suffix.lower()
     if kind not in KINDS:
         raise unknown("kind of report", output.suffix or str(output), KINDS, "It is the end of the file's name.")
+    from kvbench.analysis.finished import find_runs, load_run
     from kvbench.log import say
     from kvbench.report.grid import draw_picture, read_grid
     from kvbench.report.group import group_entries
     from kvbench.report.sections import name_group, write_report
-    from kvbench.runs import find_runs, load_run
     from kvbench.table import format_score, print_rows
 
     loaded = [load_run(x) for x in find_runs(runs, out)]

@@ -164,11 +164,11 @@ def _show_plan(plans: list[Plan], *, as_json: bool) -> int:
 
 def _run(plans: list[Plan], out: Path, *, as_json: bool) -> int:
     """Run what can be run, then judge every number."""
+    from kvbench.analysis.finished import load_run
     from kvbench.cli.sweep import run_cells
     from kvbench.reproduce.plan import Missing, find_baseline
     from kvbench.reproduce.speed import judge_speed, time_claim
     from kvbench.reproduce.verdict import find_unanchored, judge
-    from kvbench.runs import load_run
 
     _say_missing(plans)
     cells = _cells(plans)

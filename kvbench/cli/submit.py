@@ -32,13 +32,13 @@ def submit_command(
     as_json: Annotated[bool, typer.Option("--json", help="End standard output with one JSON line.")] = False,
 ) -> int:
     """Pack a run, verify it as the receiver will, and deliver it."""
+    from kvbench.analysis.finished import find_run
     from kvbench.cli.leaderboard import print_record
     from kvbench.leaderboard.bundle import pack_run
     from kvbench.leaderboard.deliver import HUB, read_token
     from kvbench.leaderboard.repository import Repository
     from kvbench.leaderboard.verdict import RefusedError
     from kvbench.leaderboard.verify import verify
-    from kvbench.runs import find_run
 
     remote = to.startswith((HUB, "https://", "http://"))
     if not remote and "://" in to:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from kvbench.analysis.finished import Run
 from kvbench.extras import load_extra
 from kvbench.journal import Answer
 from kvbench.report.charts import Point, Spec, color_cells, finish, widen
 from kvbench.results import Result
-from kvbench.runs import Run
 from kvbench.table import format_bytes
 
 ACROSS = 3

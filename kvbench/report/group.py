@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvbench.analysis.finished import Run
 from kvbench.compare import Difference, compare_runs, is_full, name_protocol, rank_runs
 from kvbench.results import Result
-from kvbench.runs import Run
 
 
 @dataclass(frozen=True)

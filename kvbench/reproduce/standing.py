@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from kvbench.analysis.finished import Run, load_run
 from kvbench.errors import UserError
 from kvbench.files import read_file
 from kvbench.registry import list_entries
@@ -17,7 +18,6 @@ from kvbench.reproduce.speed import find_timed, judge_speed
 from kvbench.reproduce.verdict import Judgement, judge
 from kvbench.request import Request, check
 from kvbench.results import Result
-from kvbench.runs import Run, load_run
 from kvbench.settings import jsonable_settings
 from kvbench.spec import DenoisingSpec, Protocol, RunSpec
 

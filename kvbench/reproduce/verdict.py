@@ -9,12 +9,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
+from kvbench.analysis.finished import Run
 from kvbench.compare import compare_pair
 from kvbench.reproduce.claims import Claim
 from kvbench.reproduce.plan import Missing, Plan, find_baseline
 from kvbench.request import Request
 from kvbench.results import Result
-from kvbench.runs import Run
 
 Verdict = Literal["reproduced", "partly", "not reproduced", "not run", "shape only"]
 ANCHOR = 1.0

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvbench.analysis.finished import Run, find_runs
 from kvbench.compare import (
     PROTOCOL,
     Regression,
@@ -26,7 +27,6 @@ from kvbench.files import read_file, write_record
 from kvbench.journal import Line
 from kvbench.request import Plan, Request, check
 from kvbench.results import BudgetResult, CertificateResult, Output, Result, Score
-from kvbench.runs import Run, find_runs
 from kvbench.significance import adjust
 from kvbench.spec import RunSpec
 from kvbench.table import _output, print_regressions

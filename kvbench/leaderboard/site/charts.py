@@ -14,13 +14,13 @@ from xml.etree import ElementTree as ET
 
 from markupsafe import Markup
 
+from kvbench.analysis.finished import Run
 from kvbench.extras import load_extra
 from kvbench.leaderboard.site.pages import show_plain
 from kvbench.leaderboard.site.tables import Axis, Group, Row
 from kvbench.report.charts import COSTS, Spec, draw_cost
 from kvbench.report.grid import draw_grid, list_scores, read_grid
 from kvbench.report.group import Entry
-from kvbench.runs import Run
 
 WIDTH = 560
 """Two stand beside one another on a wide page."""

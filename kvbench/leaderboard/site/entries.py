@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from kvbench.analysis.finished import Run
 from kvbench.errors import UserError
 from kvbench.journal import Answer, Line
 from kvbench.leaderboard.bundle import Head, open_head, split_journal
@@ -19,7 +20,6 @@ from kvbench.leaderboard.records import VERIFICATION, Verification
 from kvbench.leaderboard.verdict import RefusedError, blaming, show
 from kvbench.method import Card
 from kvbench.results import Result
-from kvbench.runs import Run
 
 SHOWN = 3
 """Contexts whose answers a run's page shows."""

@@ -1,0 +1,1 @@
+"""Finished runs: found, compared, queried, scored again."""
