@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from kvbench.analysis.compare import PROTOCOL, compare_pair, look
 from kvbench.analysis.finished import Run
-from kvbench.compare import PROTOCOL, compare_pair, look
 from kvbench.errors import UserError
 from kvbench.files import read_lines
 from kvbench.leaderboard.asked import write_request

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.compare import Difference, Regressions
+from kvbench.analysis.compare import Difference, Regressions
 from kvbench.results import DiffusionResult, Latency, Output, Result, Score
 
 WIDEST = 200

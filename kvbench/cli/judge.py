@@ -135,8 +135,8 @@ def compare_command(
     as_json: Json = False,
 ) -> None:
     """Put runs side by side: paired differences, which of them are noise, and what became worse than the full cache."""
+    from kvbench.analysis.compare import compare_runs, find_conflicts, find_regressions, name_questions, rank_runs
     from kvbench.analysis.finished import find_run, load_run
-    from kvbench.compare import compare_runs, find_conflicts, find_regressions, name_questions, rank_runs
     from kvbench.log import say
     from kvbench.table import print_regressions, print_rows, score_cells
 

@@ -95,7 +95,7 @@ def run_command(
 
 
 def _run_task(given: dict[str, Any], trackers: tuple[str, ...], out: Path, *, as_json: bool) -> int:
-    from kvbench.compare import find_full, foretell
+    from kvbench.analysis.compare import find_full, foretell
     from kvbench.job import prepare
     from kvbench.log import say
     from kvbench.sweep.file import Options

@@ -87,7 +87,7 @@ def run_cells(
 
 def _place(cells: list[Cell], *how: Callable[[Request], str]) -> list[Cell]:
     """The cells with their devices; before they run, how small a difference they can find is said."""
-    from kvbench.compare import foretell_all
+    from kvbench.analysis.compare import foretell_all
     from kvbench.log import say
     from kvbench.sweep.check import place_cells
 

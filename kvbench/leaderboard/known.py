@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
-from kvbench.compare import is_full
+from kvbench.analysis.compare import is_full
 from kvbench.errors import UserError
 from kvbench.leaderboard.asked import write_setting
 from kvbench.leaderboard.records import Check

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbench.compare import name_protocol, name_questions
+from kvbench.analysis.compare import name_protocol, name_questions
 from kvbench.journal import Line
 from kvbench.leaderboard.answers import LOGPROBS
 from kvbench.leaderboard.bundle import Bundle, Head, open_bundle, open_head

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvbench.analysis.compare import Difference, compare_runs, is_full, name_protocol, rank_runs
 from kvbench.analysis.finished import Run
-from kvbench.compare import Difference, compare_runs, is_full, name_protocol, rank_runs
 from kvbench.results import Result
 
 

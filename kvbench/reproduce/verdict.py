@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
+from kvbench.analysis.compare import compare_pair
 from kvbench.analysis.finished import Run
-from kvbench.compare import compare_pair
 from kvbench.reproduce.claims import Claim
 from kvbench.reproduce.plan import Missing, Plan, find_baseline
 from kvbench.request import Request

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.analysis.finished import Run, find_runs
-from kvbench.compare import (
+from kvbench.analysis.compare import (
     PROTOCOL,
     Regression,
     compare_pair,
@@ -23,6 +22,7 @@ from kvbench.compare import (
     name_questions,
     rank_runs,
 )
+from kvbench.analysis.finished import Run, find_runs
 from kvbench.files import read_file, write_record
 from kvbench.journal import Line
 from kvbench.request import Plan, Request, check

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from kvbench.compare import Difference, compare_runs, name_questions, rank_runs
+from kvbench.analysis.compare import Difference, compare_runs, name_questions, rank_runs
 from kvbench.leaderboard.known import is_known_full
 from kvbench.leaderboard.site.entries import Entry
 from kvbench.report.group import held_share, label_results, read_share
