@@ -10,12 +10,12 @@ from typing import Any
 
 from kvbench.analysis.compare import PROTOCOL, compare_pair, look
 from kvbench.analysis.finished import Run
+from kvbench.analysis.significance import compare_scores
 from kvbench.errors import UserError
 from kvbench.files import read_lines
 from kvbench.leaderboard.asked import write_request
 from kvbench.request import Request, check
 from kvbench.settings import parse_pairs
-from kvbench.significance import compare_scores
 
 PAIRS = ("method_settings", "task_settings", "generation")
 """Options of a request that are several settings."""

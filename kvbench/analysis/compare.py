@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbench.analysis.finished import Run
+from kvbench.analysis.significance import ALPHA, adjust, compare_scores, find_smallest, flip_signs, group_ties
 from kvbench.errors import UserError
 from kvbench.files import read_file
 from kvbench.results import Result
-from kvbench.significance import ALPHA, adjust, compare_scores, find_smallest, flip_signs, group_ties
 from kvbench.spec import RunSpec
 
 if TYPE_CHECKING:

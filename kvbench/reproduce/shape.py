@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
+from kvbench.analysis.significance import ALPHA, adjust, flip_signs
 from kvbench.errors import UserError, unknown
 from kvbench.files import read_file, read_lines
 from kvbench.journal import Line
@@ -17,7 +18,6 @@ from kvbench.registry import HERE
 from kvbench.reproduce.paper import HINT
 from kvbench.request import Request
 from kvbench.results import Environment, Result
-from kvbench.significance import ALPHA, adjust, flip_signs
 from kvbench.spec import SCHEMA_VERSION, ModelSpec, Record
 from kvbench.stats import bootstrap_interval
 from kvbench.sweep.file import File, expand

@@ -23,11 +23,11 @@ from kvbench.analysis.compare import (
     rank_runs,
 )
 from kvbench.analysis.finished import Run, find_runs
+from kvbench.analysis.significance import adjust
 from kvbench.files import read_file, write_record
 from kvbench.journal import Line
 from kvbench.request import Plan, Request, check
 from kvbench.results import BudgetResult, CertificateResult, Output, Result, Score
-from kvbench.significance import adjust
 from kvbench.spec import RunSpec
 from kvbench.table import _output, print_regressions
 

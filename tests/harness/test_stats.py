@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest, bootstrap, false_discovery_control, permutation_test
 
-from kvbench.significance import ALPHA, adjust, compare_scores, find_smallest, flip_signs, group_ties
+from kvbench.analysis.significance import ALPHA, adjust, compare_scores, find_smallest, flip_signs, group_ties
 from kvbench.stats import bootstrap_interval
 
 scores = st.floats(0, 1, allow_nan=False, width=32)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvbench.analysis.significance import adjust, flip_signs
 from kvbench.errors import UserError
 from kvbench.files import read_file
 from kvbench.reproduce.shape import (
@@ -24,7 +25,6 @@ from kvbench.reproduce.shape import (
     split,
 )
 from kvbench.request import check
-from kvbench.significance import adjust, flip_signs
 from kvbench.toml import read_toml
 
 RECORD = Path(__file__).parent.parent.parent / "results" / "shape" / "findings.json"
