@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from kvbench.analysis.finished import find_runs
+from kvbench.analysis.flatten import find_columns, flatten, make_table, write_csv
 from kvbench.errors import UserError
 from kvbench.files import read_file, read_lines
 from kvbench.journal import Line
 from kvbench.query import query_runs
 from kvbench.results import Result
-from kvbench.rows import find_columns, flatten, make_table, write_csv
 
 CURATED = Path(__file__).parents[2] / "results" / "cpu-2-cores"
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.analysis.finished import load_run
+from kvbench.analysis.flatten import flatten
 from kvbench.cli import call
 from kvbench.errors import UserError
 from kvbench.report import charts, page
@@ -27,7 +28,6 @@ from kvbench.report.sections import HEAD, write_report
 from kvbench.report.sections import list_cells as list_row
 from kvbench.report.table import Cell, write_table
 from kvbench.results import Result
-from kvbench.rows import flatten
 
 GRID = f"{Path(__file__).parent / 'toy_grid.py'}:Cells"
 LAST = f"{Path(__file__).parent / 'toy.py'}:Last"

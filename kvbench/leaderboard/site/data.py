@@ -6,12 +6,12 @@ import io
 import json
 from collections.abc import Sequence
 
+from kvbench.analysis.flatten import Column, find_columns, flatten, make_table
+from kvbench.analysis.flatten import Row as FlatRow
 from kvbench.extras import load_extra
 from kvbench.leaderboard.site.entries import Problem
 from kvbench.leaderboard.site.tables import Group
 from kvbench.results import Result
-from kvbench.rows import Column, find_columns, flatten, make_table
-from kvbench.rows import Row as FlatRow
 
 OWN = {
     "table": (str, "which rows stand together: a name for their protocol"),
