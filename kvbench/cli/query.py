@@ -23,7 +23,7 @@ def query_command(
 ) -> None:
     """Ask finished runs a question in SQL; DESCRIBE results lists the columns."""
     from kvbench.analysis.finished import RUNS, find_runs
-    from kvbench.query import query_runs
+    from kvbench.analysis.query import query_runs
     from kvbench.table import print_rows
 
     folders = results or [RUNS]

@@ -15,10 +15,10 @@ import pytest
 
 from kvbench.analysis.finished import find_runs
 from kvbench.analysis.flatten import find_columns, flatten, make_table, write_csv
+from kvbench.analysis.query import query_runs
 from kvbench.errors import UserError
 from kvbench.files import read_file, read_lines
 from kvbench.journal import Line
-from kvbench.query import query_runs
 from kvbench.results import Result
 
 CURATED = Path(__file__).parents[2] / "results" / "cpu-2-cores"
