@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from kvbench.analysis.rescore import rescore
 from kvbench.files import finished_samples, read_file, read_lines
 from kvbench.hf.find import find_folder, hash_model
-from kvbench.rescore import rescore
 from kvbench.results import Result
 from kvbench.spec import RunSpec
 

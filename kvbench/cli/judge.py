@@ -113,7 +113,7 @@ def score_command(
 ) -> None:
     """Score the answers of a run again, without a model; the run stays as it is."""
     from kvbench.analysis.finished import find_run
-    from kvbench.rescore import rescore
+    from kvbench.analysis.rescore import rescore
     from kvbench.table import print_rows
 
     record, path = rescore(find_run(run, out), scorer, task)
