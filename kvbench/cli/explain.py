@@ -12,8 +12,8 @@ from kvbench.cli.judge import Json, Out
 from kvbench.cli.output import print_json
 
 if TYPE_CHECKING:
+    from kvbench.analysis.explain import Effect, Flip
     from kvbench.analysis.finished import Run
-    from kvbench.explain import Effect, Flip
 
 
 def explain_command(
@@ -25,8 +25,8 @@ def explain_command(
     as_json: Json = False,
 ) -> int:
     """Say what was asked otherwise and, with --run, how much each of it alone moves the score of the first run."""
+    from kvbench.analysis.explain import find_again, find_flips, measure
     from kvbench.analysis.finished import find_run, load_run
-    from kvbench.explain import find_again, find_flips, measure
     from kvbench.table import print_rows
 
     mine, theirs = (load_run(find_run(x, out)) for x in (first, other))
@@ -63,9 +63,9 @@ def _measure(mine: Run, flips: list[Flip], out: Path) -> tuple[dict[str, Effect]
     What is flipped is run by the code that is here. So the first run is run again where it is of other code, and what
     is flipped is measured against that.
     """
+    from kvbench.analysis.explain import find_again, measure, rescore
     from kvbench.analysis.finished import load_run
     from kvbench.cli.sweep import run_cells
-    from kvbench.explain import find_again, measure, rescore
     from kvbench.sweep.cell import Cell
 
     effects, notes = {}, {}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvbench.explain import measure
+from kvbench.analysis.explain import measure
 from kvbench.reproduce import verdict
 from kvbench.reproduce.claims import Claim, find_claims
 from kvbench.reproduce.plan import Missing, plan_claim
