@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from kvbench.analysis.format import print_rows
 from kvbench.bench.records import Bench
 from kvbench.bench.table import list_lines, make_table
 from kvbench.errors import UserError
 from kvbench.files import read_file
-from kvbench.table import print_rows
 
 
 def main(arguments: list[str]) -> int:

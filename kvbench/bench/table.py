@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvbench.analysis.format import format_bytes
 from kvbench.bench.records import FEW, Bench, Cell, Speedup, Time
-from kvbench.table import format_bytes
 
 COLUMNS = (
     "clock", "tokens x batch", "method", "of", "time", "over full", "over full-int8", "over none", "tokens/s", "moved",

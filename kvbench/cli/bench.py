@@ -54,10 +54,10 @@ def bench_command(
     as_json: Json = False,
 ) -> int:
     """Time methods beside the dense cache: one attention, one decode step, or whole answers (docs/clocks.md)."""
+    from kvbench.analysis.format import print_rows
     from kvbench.bench.run import Request, run_bench
     from kvbench.bench.table import make_table
     from kvbench.plan import ANCHORS
-    from kvbench.table import print_rows
 
     found = run_bench(Request(
         methods=tuple(method), model=model, lengths=_numbers(length, "--length"), batches=_split(batch),
@@ -104,10 +104,10 @@ def plan_command(
 
 
 def _print_plan(plan: Plan) -> None:
+    from kvbench.analysis.format import format_bytes, print_rows
     from kvbench.bench.table import format_seconds
     from kvbench.log import say
     from kvbench.plan import KERNEL_SECONDS, PYTHON_SECONDS, VISIBLE
-    from kvbench.table import format_bytes, print_rows
 
     def seen(gain: float | None) -> str:
         if gain is None:

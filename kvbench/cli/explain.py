@@ -27,7 +27,7 @@ def explain_command(
     """Say what was asked otherwise and, with --run, how much each of it alone moves the score of the first run."""
     from kvbench.analysis.explain import find_again, find_flips, measure
     from kvbench.analysis.finished import find_run, load_run
-    from kvbench.table import print_rows
+    from kvbench.analysis.format import print_rows
 
     mine, theirs = (load_run(find_run(x, out)) for x in (first, other))
     flips = find_flips(mine, theirs)

@@ -26,7 +26,7 @@ def list_command(
     what: Annotated[str, typer.Argument(help="methods, tasks, models or suites.")], *, as_json: Json = False
 ) -> None:
     """List what can be named."""
-    from kvbench.table import print_rows
+    from kvbench.analysis.format import print_rows
 
     if what not in WHAT:
         raise unknown("thing to list", what, WHAT)
@@ -51,7 +51,7 @@ def show_command(
     as_json: Json = False,
 ) -> None:
     """Show the card of a method, a task or a model, or the runs of a suite."""
-    from kvbench.table import print_rows
+    from kvbench.analysis.format import print_rows
 
     document = _describe(name)
     rows = [(key, _text(value)) for key, value in document.items() if key not in ("settings", "runs")]
@@ -71,8 +71,8 @@ def show_command(
 
 def doctor_command(*, as_json: Json = False) -> int:
     """Say what this machine can do, and what is wrong with it."""
+    from kvbench.analysis.format import print_rows
     from kvbench.doctor import examine
-    from kvbench.table import print_rows
 
     findings = examine()
     print_rows("", ("", "", "found"), [(x.name, "ok" if x.ok else "WRONG", x.found) for x in findings])

@@ -52,8 +52,8 @@ def check_command(
     if task_settings:
         raise UserError(f"--task-set is for tasks, and {name} is a method. Use --set.")
     made = configure(found, parse_pairs(settings or (), "--set"), "--set", name)
+    from kvbench.analysis.format import print_rows
     from kvbench.conformance import check
-    from kvbench.table import print_rows
 
     claims = check(found, made.settings)
     print_rows("", (found.card.name, "", "found", "seconds"), [
@@ -83,7 +83,7 @@ def _check_task(task: Task, model: str, samples: int, *, as_json: bool) -> int:
 
 
 def _print_audit(name: str, audit: Audit, model: str, *, as_json: bool) -> int:
-    from kvbench.table import print_rows
+    from kvbench.analysis.format import print_rows
 
     least, most = audit.tokens or (0, 0)
     print_rows("", (name, "ok" if not audit.findings else "WRONG"), [
@@ -113,8 +113,8 @@ def score_command(
 ) -> None:
     """Score the answers of a run again, without a model; the run stays as it is."""
     from kvbench.analysis.finished import find_run
+    from kvbench.analysis.format import print_rows
     from kvbench.analysis.rescore import rescore
-    from kvbench.table import print_rows
 
     record, path = rescore(find_run(run, out), scorer, task)
     mean, interval = record.score.mean, record.score.ci95
@@ -137,8 +137,8 @@ def compare_command(
     """Put runs side by side: paired differences, which of them are noise, and what became worse than the full cache."""
     from kvbench.analysis.compare import compare_runs, find_conflicts, find_regressions, name_questions, rank_runs
     from kvbench.analysis.finished import find_run, load_run
+    from kvbench.analysis.format import print_regressions, print_rows, score_cells
     from kvbench.log import say
-    from kvbench.table import print_regressions, print_rows, score_cells
 
     if len(runs) < 2:
         raise UserError("compare needs two runs or more. Give their folders or ids, the baseline first.")

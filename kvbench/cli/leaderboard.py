@@ -93,9 +93,9 @@ def build_command(
     as_json: Json = False,
 ) -> int:
     """Build the static site of all runs below a folder."""
+    from kvbench.analysis.format import print_rows
     from kvbench.leaderboard.site.build import build_site
     from kvbench.log import say
-    from kvbench.table import print_rows
 
     built = build_site(results, output)
     for x in built.problems:
@@ -113,9 +113,9 @@ def _report(
     found: list[tuple[Path, Verification]], *, write: bool, as_json: bool, below: tuple[Level | None, ...]
 ) -> int:
     """A table of a bundle's checks, or a row for each of several; exit code 1 where a level is one of those below."""
+    from kvbench.analysis.format import print_rows
     from kvbench.files import write_record
     from kvbench.leaderboard.records import VERIFICATION
-    from kvbench.table import print_rows
 
     if len(found) == 1:
         (path, record), = found
@@ -138,7 +138,7 @@ def _report(
 
 def print_record(record: Verification, path: str) -> None:
     """Every check of a bundle."""
-    from kvbench.table import print_rows
+    from kvbench.analysis.format import print_rows
 
     rows = [(x.name, x.outcome, x.reason) for x in record.checks]
     print_rows("", (record.level or "no level", "", record.run_id or path), [*rows, _score(record)])

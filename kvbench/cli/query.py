@@ -23,8 +23,8 @@ def query_command(
 ) -> None:
     """Ask finished runs a question in SQL; DESCRIBE results lists the columns."""
     from kvbench.analysis.finished import RUNS, find_runs
+    from kvbench.analysis.format import print_rows
     from kvbench.analysis.query import query_runs
-    from kvbench.table import print_rows
 
     folders = results or [RUNS]
     for folder in folders:

@@ -32,11 +32,11 @@ def report_command(
     if kind not in KINDS:
         raise unknown("kind of report", output.suffix or str(output), KINDS, "It is the end of the file's name.")
     from kvbench.analysis.finished import find_runs, load_run
+    from kvbench.analysis.format import format_score, print_rows
     from kvbench.log import say
     from kvbench.report.grid import draw_picture, read_grid
     from kvbench.report.group import group_entries
     from kvbench.report.sections import name_group, write_report
-    from kvbench.table import format_score, print_rows
 
     loaded = [load_run(x) for x in find_runs(runs, out)]
     for run in loaded:

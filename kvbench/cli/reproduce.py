@@ -60,11 +60,11 @@ def reproduce_command(
 
 def _list(*, as_json: bool) -> int:
     """One row per table."""
+    from kvbench.analysis.format import print_rows
     from kvbench.reproduce.claims import list_claims
     from kvbench.reproduce.paper import list_papers
     from kvbench.reproduce.plan import plan_claim
     from kvbench.reproduce.shape import read_shape
-    from kvbench.table import print_rows
 
     tables = [
         (name, paper, table, [plan_claim(x) for x in list_claims(name, paper) if x.table is table])
@@ -124,9 +124,9 @@ def _cell(index: int, request: Request) -> Cell:
 
 def _show_plan(plans: list[Plan], *, as_json: bool) -> int:
     """One row per model and row of a table: runs, memory, time, and what is missing."""
+    from kvbench.analysis.format import format_bytes, print_rows
     from kvbench.reproduce.plan import Missing
     from kvbench.sweep.predict import predict
-    from kvbench.table import format_bytes, print_rows
 
     cells = _cells(plans)
     found = {x.cell.request: x for x in predict(cells)} if cells else {}
@@ -198,7 +198,7 @@ def _run(plans: list[Plan], out: Path, *, as_json: bool) -> int:
 
 def _print(judged: list[Judgement]) -> None:
     """One row per number that was run; one for all of a row that were not."""
-    from kvbench.table import print_rows
+    from kvbench.analysis.format import print_rows
 
     rows: list[tuple[str, ...]] = []
     waiting: dict[tuple[str, str, str], list[Judgement]] = {}
@@ -279,7 +279,7 @@ def _folder(report: Report) -> Path:
 
 def _print_findings(findings: tuple[FindingRecord, ...]) -> None:
     """One row per comparison, under the statement that it is a part of."""
-    from kvbench.table import format_p, print_rows
+    from kvbench.analysis.format import format_p, print_rows
 
     rows: list[tuple[str, ...]] = []
     for finding in findings:

@@ -96,10 +96,10 @@ def run_command(
 
 def _run_task(given: dict[str, Any], trackers: tuple[str, ...], out: Path, *, as_json: bool) -> int:
     from kvbench.analysis.compare import find_full, foretell
+    from kvbench.analysis.format import print_result
     from kvbench.job import prepare
     from kvbench.log import say
     from kvbench.sweep.file import Options
-    from kvbench.table import print_result
     from kvbench.trackers import log_result
 
     job = prepare(replace(Options(**given).request(out), trackers=trackers))
@@ -149,8 +149,8 @@ def _run_suite(name: str, given: dict[str, Any], trackers: tuple[str, ...], out:
 
 def _print(reports: list[Report], means: list[Mean]) -> None:
     """One row per run, by what tells it from the others, then the means."""
+    from kvbench.analysis.format import format_score, print_rows
     from kvbench.sweep.file import as_text
-    from kvbench.table import format_score, print_rows
 
     keys = list(dict.fromkeys(["task", *(key for x in reports for key in x.cell.options)]))
     rows = []

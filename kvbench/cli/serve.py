@@ -72,8 +72,8 @@ def create_command(
 def list_command(*, db: Url = None, state: Folder = HERE, as_json: Json = False) -> None:
     """Whose tokens there are; the tokens themselves nobody knows."""
     _, database = _open(db, state)
+    from kvbench.analysis.format import print_rows
     from kvbench.leaderboard.server.tokens import list_tokens
-    from kvbench.table import print_rows
 
     found = [
         {"id": x.id, "name": x.name, "scope": str(x.scope), "created": x.created, "revoked": x.revoked}

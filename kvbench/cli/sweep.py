@@ -99,7 +99,7 @@ def _place(cells: list[Cell], *how: Callable[[Request], str]) -> list[Cell]:
 
 def _print(reports: list[Report]) -> None:
     """One row per cell."""
-    from kvbench.table import format_score, print_rows
+    from kvbench.analysis.format import format_score, print_rows
 
     rows = []
     for report in reports:
@@ -115,8 +115,8 @@ def _print(reports: list[Report]) -> None:
 
 def show_prediction(cells: list[Cell], workers: int, *, as_json: bool) -> int:
     """One row per cell with the time that it will take."""
+    from kvbench.analysis.format import print_rows
     from kvbench.sweep.predict import predict
-    from kvbench.table import print_rows
 
     found = list(predict(_place(cells)))
     rows = []

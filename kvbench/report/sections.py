@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from kvbench.analysis.flatten import find_columns, flatten, write_csv
+from kvbench.analysis.format import format_p
 from kvbench.analysis.significance import ALPHA
 from kvbench.report.charts import COSTS, draw_cost, draw_turns
 from kvbench.report.grid import Grid, draw_grid, list_scores
@@ -14,7 +15,6 @@ from kvbench.report.group import Entry, held_share, read_share
 from kvbench.report.page import write_chart, write_download, write_page
 from kvbench.report.table import NONE, Cell, interval, milliseconds, number, write_table
 from kvbench.results import Result
-from kvbench.table import format_p
 
 ABOUT = f"""
 <p>Rows stand together where task, model, protocol and machine are the same; only they are ranked against one another.

@@ -23,13 +23,13 @@ from kvbench.analysis.compare import (
     rank_runs,
 )
 from kvbench.analysis.finished import Run, find_runs
+from kvbench.analysis.format import _output, print_regressions
 from kvbench.analysis.significance import adjust
 from kvbench.files import read_file, write_record
 from kvbench.journal import Line
 from kvbench.request import Plan, Request, check
 from kvbench.results import BudgetResult, CertificateResult, Output, Result, Score
 from kvbench.spec import RunSpec
-from kvbench.table import _output, print_regressions
 
 CURATED = Path(__file__).parents[2] / "results" / "cpu-2-cores"
 TOY = f"{Path(__file__).parent / 'toy.py'}:Toy"

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
 
+from kvbench.analysis.format import format_seconds
 from kvbench.leaderboard.site.tables import Axis
 from kvbench.results import Result
-from kvbench.table import format_seconds
 
 
 @dataclass(frozen=True)

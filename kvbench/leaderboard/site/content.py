@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvbench.analysis.format import format_difference
 from kvbench.leaderboard.asked import write_command
 from kvbench.leaderboard.records import VERIFICATION
 from kvbench.leaderboard.site import facts
@@ -17,7 +18,6 @@ from kvbench.leaderboard.site.pages import TEMPLATES, Pages, name_pages, tag_gro
 from kvbench.leaderboard.site.tables import Group, Row
 from kvbench.method import Card
 from kvbench.results import Result
-from kvbench.table import format_difference
 
 FILTERS = {
     "model": "Model", "suite": "Suite", "task": "Task", "mode": "Mode", "visibility": "What a method sees",

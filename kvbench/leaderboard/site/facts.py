@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvbench.analysis.format import format_bytes, format_seconds
 from kvbench.leaderboard.site.pages import write_value
 from kvbench.results import BaselineResult, Result
-from kvbench.table import format_bytes, format_seconds
 
 Facts = list[tuple[str, str]]
 MEMORY = (

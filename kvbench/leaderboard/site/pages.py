@@ -16,6 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from kvbench import __version__
+from kvbench.analysis.format import format_bytes, format_interval, format_p
 from kvbench.leaderboard.records import LEVELS
 from kvbench.leaderboard.site.claims import VERDICTS, join_reasons
 from kvbench.leaderboard.site.columns import Column, choose_columns
@@ -23,7 +24,6 @@ from kvbench.leaderboard.site.tables import Axis, Group, Row, name_machine
 from kvbench.registry import list_models
 from kvbench.report.sections import list_protocol
 from kvbench.results import Result
-from kvbench.table import format_bytes, format_interval, format_p
 
 TEMPLATES = Path(__file__).parent / "templates"
 LONGEST = 2000
