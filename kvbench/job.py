@@ -14,7 +14,7 @@ from kvbench.examples import make_examples
 from kvbench.log import say
 from kvbench.machine import find_version, free_bytes, ram_bytes
 from kvbench.method import Method
-from kvbench.request import (
+from kvbench.runs.request import (
     Plan,
     Request,
     check,

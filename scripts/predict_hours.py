@@ -17,7 +17,7 @@ from kvbench.hf import Prediction, predict_memory
 from kvbench.plan import COPY_SHARE, GPUS, PYTHON_SECONDS
 from kvbench.reproduce.claims import find_claims
 from kvbench.reproduce.plan import plan_claim
-from kvbench.request import Request
+from kvbench.runs.request import Request
 
 GPU = "h100"
 PEAK = 989e12

@@ -19,7 +19,7 @@ from kvbench.results import Result
 from kvbench.spec import RunSpec
 
 if TYPE_CHECKING:
-    from kvbench.request import Plan
+    from kvbench.runs.request import Plan
 
 ASKED = (
     "task.name", "model.sha256", "model.tokenizer_sha256", "model.dtype", "task.version", "task.settings",

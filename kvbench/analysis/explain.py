@@ -14,7 +14,7 @@ from kvbench.analysis.significance import compare_scores
 from kvbench.errors import UserError
 from kvbench.files import read_lines
 from kvbench.leaderboard.asked import write_request
-from kvbench.request import Request, check
+from kvbench.runs.request import Request, check
 from kvbench.settings import parse_pairs
 
 PAIRS = ("method_settings", "task_settings", "generation")

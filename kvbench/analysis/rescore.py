@@ -11,8 +11,8 @@ from kvbench.files import finished_samples, read_file, read_lines, saving, write
 from kvbench.journal import Line
 from kvbench.log import say
 from kvbench.registry import find_task
-from kvbench.request import find_scorer
 from kvbench.results import Score
+from kvbench.runs.request import find_scorer
 from kvbench.spec import SCHEMA_VERSION, Record, RunSpec
 from kvbench.summary import score_lines
 

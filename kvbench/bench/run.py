@@ -25,7 +25,7 @@ from kvbench.hf import Model, check_device, load_model, predict_memory
 from kvbench.log import say
 from kvbench.machine import find_environment, free_bytes
 from kvbench.plan import ANCHORS, LATER, State, make_methods
-from kvbench.request import check_kernels, check_kernels_device, check_kernels_dtype
+from kvbench.runs.request import check_kernels, check_kernels_device, check_kernels_dtype
 from kvbench.settings import parse_pairs
 from kvbench.spec import Implementation, ModelSpec
 

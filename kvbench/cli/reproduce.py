@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvbench.reproduce.plan import Missing, Plan
     from kvbench.reproduce.shape import FindingRecord
     from kvbench.reproduce.verdict import Judgement, Number
-    from kvbench.request import Request
+    from kvbench.runs.request import Request
     from kvbench.sweep.cell import Cell, Report
 
 Text = str | None

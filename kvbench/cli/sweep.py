@@ -12,7 +12,7 @@ from kvbench.cli.output import print_json
 from kvbench.errors import UserError, unknown
 
 if TYPE_CHECKING:
-    from kvbench.request import Request
+    from kvbench.runs.request import Request
     from kvbench.sweep.cell import Cell, Report
 
 EXECUTORS = ("local", "ray")

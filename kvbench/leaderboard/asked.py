@@ -6,7 +6,7 @@ import json
 import shlex
 from dataclasses import fields
 
-from kvbench.request import Request
+from kvbench.runs.request import Request
 from kvbench.spec import RunSpec
 
 OPTIONS = {"method_settings": "--set", "task_settings": "--task-set", "generation": "--gen"}

@@ -28,7 +28,7 @@ from kvbench.lmeval.tally import Tally
 from kvbench.log import say
 from kvbench.method import Method, Phase
 from kvbench.registry import find_method
-from kvbench.request import check_model
+from kvbench.runs.request import check_model
 from kvbench.session import Session
 from kvbench.settings import configure, jsonable_settings
 

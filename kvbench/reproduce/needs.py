@@ -13,7 +13,7 @@ from kvbench.errors import UserError
 from kvbench.log import say
 from kvbench.registry import find_task
 from kvbench.reproduce.plan import Missing, Plan
-from kvbench.request import Request, check
+from kvbench.runs.request import Request, check
 from kvbench.settings import configure, parse_pairs
 
 if TYPE_CHECKING:

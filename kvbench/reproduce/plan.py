@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from kvbench.registry import list_entries
 from kvbench.reproduce.claims import Claim
-from kvbench.request import Request
+from kvbench.runs.request import Request
 from kvbench.suite import find_suite
 from kvbench.sweep.file import File, as_text, expand
 

@@ -16,8 +16,8 @@ from kvbench.files import read_file, read_lines
 from kvbench.journal import Line
 from kvbench.registry import HERE
 from kvbench.reproduce.paper import HINT
-from kvbench.request import Request
 from kvbench.results import Environment, Result
+from kvbench.runs.request import Request
 from kvbench.spec import SCHEMA_VERSION, ModelSpec, Record
 from kvbench.stats import bootstrap_interval
 from kvbench.sweep.file import File, expand

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from kvbench.errors import UserError, unknown
 from kvbench.job import find_device
-from kvbench.request import Plan, Request, check, check_model
+from kvbench.runs.request import Plan, Request, check, check_model
 from kvbench.settings import jsonable_settings
 from kvbench.sweep.cell import Cell
 

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from kvbench.errors import UserError, unknown
-from kvbench.request import Request
+from kvbench.runs.request import Request
 from kvbench.sweep.cell import Cell
 from kvbench.toml import STRICT, explain, read_toml
 

@@ -18,7 +18,7 @@ from kvbench.log import say
 from kvbench.sweep.cell import Cell, Report, Shelf, Wire, describe, run_cell
 
 if TYPE_CHECKING:
-    from kvbench.request import Request
+    from kvbench.runs.request import Request
     from kvbench.sweep.progress import Board
 
 RETRIES = 3

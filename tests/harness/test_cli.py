@@ -89,7 +89,7 @@ def test_an_output_folder_that_cannot_be_is_refused(kvbench, arguments, tmp_path
 
 def test_a_tracker_that_is_not_installed_is_refused(kvbench, arguments, monkeypatch):
     """Before the run, not after it."""
-    monkeypatch.setattr("kvbench.request.importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr("kvbench.runs.request.importlib.util.find_spec", lambda _: None)
     answer = kvbench(*arguments, "--method", LAST, "--wandb")
     assert answer.code == 2
     assert "--wandb needs the package wandb. Install it: pip install wandb" in answer.err

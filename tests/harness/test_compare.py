@@ -27,8 +27,8 @@ from kvbench.analysis.format import _output, print_regressions
 from kvbench.analysis.significance import adjust
 from kvbench.files import read_file, write_record
 from kvbench.journal import Line
-from kvbench.request import Plan, Request, check
 from kvbench.results import BudgetResult, CertificateResult, Output, Result, Score
+from kvbench.runs.request import Plan, Request, check
 from kvbench.spec import RunSpec
 
 CURATED = Path(__file__).parents[2] / "results" / "cpu-2-cores"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.files import read_lines
-from kvbench.request import read_device_map
+from kvbench.runs.request import read_device_map
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'kvbench[accelerate]'")
 
@@ -82,7 +82,7 @@ def test_a_device_that_contradicts_the_map_is_refused(kvbench, arguments, spread
 
 def test_a_map_needs_accelerate(monkeypatch):
     """And says how to get it."""
-    monkeypatch.setattr("kvbench.request.importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr("kvbench.runs.request.importlib.util.find_spec", lambda _: None)
     with pytest.raises(Exception, match=r"pip install 'kvbench\[accelerate\]'"):
         read_device_map("auto")
 

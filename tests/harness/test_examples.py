@@ -21,8 +21,8 @@ from kvbench.files import read_lines
 from kvbench.hf import load_model
 from kvbench.job import Job, prepare
 from kvbench.registry import list_entries
-from kvbench.request import Request
 from kvbench.runner import run
+from kvbench.runs.request import Request
 from kvbench.task import Example, Task, Turn, encode
 
 TOY = f"{Path(__file__).parent / 'toy.py'}:Toy"

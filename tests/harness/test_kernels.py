@@ -25,7 +25,7 @@ def result_of(tmp_path: Path, kernels: str) -> tuple[dict[str, object], Path]:
 def test_an_operation_that_the_method_uses_is_missed(kvbench, arguments, monkeypatch):
     """It is named; what other methods use is not asked for."""
     ops = {name: ["torch", "triton"] for name in list_ops()}
-    monkeypatch.setattr("kvbench.request.list_ops", lambda: {
+    monkeypatch.setattr("kvbench.runs.request.list_ops", lambda: {
         **ops, "dense_attention": ["torch"], "int8_attention": ["torch"]
     })
     answer = kvbench(*arguments, "--method", "full", "--kernels", "triton")
@@ -41,7 +41,7 @@ def test_triton_needs_its_package_and_a_gpu(kvbench, arguments, monkeypatch):
     answer = kvbench(*arguments, "--method", "full", "--kernels", "triton")
     assert answer.code == 2
     assert "kernels 'triton' need a GPU" in answer.err
-    monkeypatch.setattr("kvbench.request.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("kvbench.runs.request.importlib.util.find_spec", lambda name: None)
     answer = kvbench(*arguments, "--method", "full", "--kernels", "triton")
     assert "kernels 'triton' need the package triton" in answer.err
 
@@ -59,11 +59,11 @@ def test_flash_attn_needs_its_package_a_gpu_and_sixteen_bits(kvbench, arguments,
     """Each is said by itself, and nothing else stands in."""
     find = importlib.util.find_spec
     command = [*arguments, "--method", "full", "--kernels", "flash"]
-    monkeypatch.setattr("kvbench.request.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("kvbench.runs.request.importlib.util.find_spec", lambda name: None)
     answer = kvbench(*command)
     assert answer.code == 2
     assert "kernels 'flash' need the package flash-attn. Install it: pip install 'kvbench[flash]'" in answer.err
-    monkeypatch.setattr("kvbench.request.importlib.util.find_spec", lambda name: name == "flash_attn" or find(name))
+    monkeypatch.setattr("kvbench.runs.request.importlib.util.find_spec", lambda name: name == "flash_attn" or find(name))
     answer = kvbench(*command)
     assert answer.code == 2
     assert "kernels 'flash' need a GPU" in answer.err

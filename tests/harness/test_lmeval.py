@@ -440,7 +440,7 @@ def test_without_lm_eval_the_package_is_named(folder, monkeypatch):
 
 def test_kvbench_does_not_import_lm_eval():
     """It takes seconds, and it is an extra."""
-    code = "import sys, kvbench.cli, kvbench.request; sys.exit('lm_eval' in sys.modules)"
+    code = "import sys, kvbench.cli, kvbench.runs.request; sys.exit('lm_eval' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -18,7 +18,7 @@ from kvbench.files import read_lines
 from kvbench.hf import load_model
 from kvbench.job import prepare
 from kvbench.registry import find_task
-from kvbench.request import Request
+from kvbench.runs.request import Request
 from kvbench.settings import configure
 from kvbench.task import Frame, Template, find_frame
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from kvbench import registry
 from kvbench.errors import UserError
 from kvbench.hf import load, load_model, predict_memory
-from kvbench.request import check_model
+from kvbench.runs.request import check_model
 
 PUBLISHED = {
     "llada-8b": (8_015_581_184, 2 * 32 * 32 * 128 * 2),

@@ -21,9 +21,9 @@ from kvbench.leaderboard.parcel import write_tar
 from kvbench.leaderboard.records import MANIFEST, RESULT, SAMPLES, SPEC
 from kvbench.leaderboard.repository import Repository
 from kvbench.leaderboard.verify import verify
-from kvbench.request import Request
 from kvbench.results import Git
 from kvbench.runner import run
+from kvbench.runs.request import Request
 from kvbench.spec import RunSpec
 from kvbench.summary import summarise
 

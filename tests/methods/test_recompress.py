@@ -9,7 +9,7 @@ from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Budget
 from kvbench.registry import find_method
-from kvbench.request import Request, check
+from kvbench.runs.request import Request, check
 from kvbench.session import Session
 
 pytestmark = pytest.mark.usefixtures("profile_cache")

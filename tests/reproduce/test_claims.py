@@ -11,7 +11,7 @@ from kvbench.lmeval.source import PREFIX
 from kvbench.reproduce.claims import Claim, find_claims, list_claims
 from kvbench.reproduce.paper import FOLDER, list_papers, read_paper
 from kvbench.reproduce.plan import plan_claim
-from kvbench.request import check
+from kvbench.runs.request import check
 
 CLAIMS = [x for name, paper in list_papers().items() for x in list_claims(name, paper)]
 TABLES = sorted({f"{x.paper}:{x.table.name}" for x in CLAIMS})

@@ -24,7 +24,7 @@ from kvbench.reproduce.shape import (
     read_shape,
     split,
 )
-from kvbench.request import check
+from kvbench.runs.request import check
 from kvbench.toml import read_toml
 
 RECORD = Path(__file__).parent.parent.parent / "results" / "shape" / "findings.json"

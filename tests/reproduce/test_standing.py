@@ -12,7 +12,7 @@ from kvbench.registry import find_task
 from kvbench.reproduce.claims import find_claims
 from kvbench.reproduce.plan import plan_claim
 from kvbench.reproduce.standing import _answers
-from kvbench.request import Request
+from kvbench.runs.request import Request
 from kvbench.spec import DenoisingSpec, GenerationSpec, MethodSpec, ModelSpec, RunSpec, Sources, TaskSpec, Versions
 from kvbench.task import Mode
 

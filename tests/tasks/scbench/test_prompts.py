@@ -7,7 +7,7 @@ import copy
 import pytest
 
 from kvbench.errors import UserError
-from kvbench.request import Request, check
+from kvbench.runs.request import Request, check
 from kvbench.task import Mode, Split, encode
 
 TALKS = {

@@ -1,0 +1,1 @@
+"""One run, from the request to its result."""
