@@ -28,7 +28,7 @@ from kvbench.machine import find_version
 from kvbench.task import Encoded, Example, Split, Task, encode
 
 if TYPE_CHECKING:
-    from kvbench.job import Job
+    from kvbench.runs.job import Job
 
 Made = tuple[Example, Encoded]
 FORM: TypeAdapter[Made] = TypeAdapter(Made)

@@ -29,13 +29,13 @@ from transformers import DynamicCache
 
 from kvbench.hf import Model, load, load_model
 from kvbench.hf.tiny import tiny_model
-from kvbench.job import prepare
 from kvbench.machine import cpu_name, find_git, find_version
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.eviction.h2o import H2O
 from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.registry import find_task
 from kvbench.runner import run
+from kvbench.runs.job import prepare
 from kvbench.runs.request import Request
 from kvbench.session import Session
 from kvbench.task import Mode, Split, encode

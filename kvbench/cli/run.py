@@ -97,8 +97,8 @@ def run_command(
 def _run_task(given: dict[str, Any], trackers: tuple[str, ...], out: Path, *, as_json: bool) -> int:
     from kvbench.analysis.compare import find_full, foretell
     from kvbench.analysis.format import print_result
-    from kvbench.job import prepare
     from kvbench.log import say
+    from kvbench.runs.job import prepare
     from kvbench.sweep.file import Options
     from kvbench.trackers import log_result
 

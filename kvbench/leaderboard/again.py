@@ -15,13 +15,13 @@ from kvbench.canvas import fill_sample
 from kvbench.errors import UserError
 from kvbench.examples import make_examples
 from kvbench.hf import find_copy, load_model
-from kvbench.job import Job, prepare
 from kvbench.journal import Line
 from kvbench.kernels.choice import using
 from kvbench.leaderboard.account import differences
 from kvbench.leaderboard.asked import write_request
 from kvbench.leaderboard.known import StrangerError, find_known_method
 from kvbench.leaderboard.verdict import RefusedError, blaming, show
+from kvbench.runs.job import Job, prepare
 from kvbench.sample import SampleFailedError, run_sample
 from kvbench.spec import RunSpec
 

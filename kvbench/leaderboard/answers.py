@@ -9,11 +9,11 @@ from itertools import groupby
 from pydantic_core import to_jsonable_python
 
 from kvbench.examples import Made
-from kvbench.job import limit_of
 from kvbench.journal import Line
 from kvbench.leaderboard.records import Check
 from kvbench.leaderboard.replay import Replay
 from kvbench.leaderboard.verdict import RefusedError, blaming, ok, show
+from kvbench.runs.job import limit_of
 from kvbench.sample import judge, note
 from kvbench.spec import RunSpec
 from kvbench.task import Encoded, Example, Mode

@@ -25,7 +25,7 @@ from kvbench.task import Frame, Scorer, Task
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # noqa: TID251  # its type
 
-    from kvbench.job import Job
+    from kvbench.runs.job import Job
 
 KEPT = 4
 """Sets of examples that are kept in memory: runs that are verified together mostly have the same."""

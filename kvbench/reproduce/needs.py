@@ -78,8 +78,8 @@ def _missing(request: Request, seen: _Seen) -> Iterator[Missing]:
     if isinstance(size, UserError):
         yield Missing("weights", _first(size))
         return
-    from kvbench.job import find_device
     from kvbench.machine import free_bytes
+    from kvbench.runs.job import find_device
 
     device = find_device(request)
     need = _bytes(size, request)

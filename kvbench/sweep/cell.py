@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvbench.errors import UserError
-from kvbench.job import Job, prepare
 from kvbench.log import say
+from kvbench.runs.job import Job, prepare
 from kvbench.runs.request import Request
 
 if TYPE_CHECKING:

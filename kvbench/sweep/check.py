@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from kvbench.errors import UserError, unknown
-from kvbench.job import find_device
+from kvbench.runs.job import find_device
 from kvbench.runs.request import Plan, Request, check, check_model
 from kvbench.settings import jsonable_settings
 from kvbench.sweep.cell import Cell

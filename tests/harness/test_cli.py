@@ -97,7 +97,7 @@ def test_a_tracker_that_is_not_installed_is_refused(kvbench, arguments, monkeypa
 
 def test_a_model_that_does_not_fit_is_refused(kvbench, arguments, monkeypatch):
     """By its weights alone, before they are read."""
-    monkeypatch.setattr("kvbench.job.ram_bytes", lambda: 1000)
+    monkeypatch.setattr("kvbench.runs.job.ram_bytes", lambda: 1000)
     answer = kvbench(*arguments, "--method", LAST)
     assert answer.code == 2
     assert "for its weights alone" in answer.err

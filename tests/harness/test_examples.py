@@ -19,9 +19,9 @@ from kvbench.errors import UserError
 from kvbench.examples import make_examples
 from kvbench.files import read_lines
 from kvbench.hf import load_model
-from kvbench.job import Job, prepare
 from kvbench.registry import list_entries
 from kvbench.runner import run
+from kvbench.runs.job import Job, prepare
 from kvbench.runs.request import Request
 from kvbench.task import Example, Task, Turn, encode
 

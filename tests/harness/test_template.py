@@ -16,8 +16,8 @@ from transformers.utils import chat_template_utils
 from kvbench.examples import make_examples
 from kvbench.files import read_lines
 from kvbench.hf import load_model
-from kvbench.job import prepare
 from kvbench.registry import find_task
+from kvbench.runs.job import prepare
 from kvbench.runs.request import Request
 from kvbench.settings import configure
 from kvbench.task import Frame, Template, find_frame
