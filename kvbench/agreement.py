@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from kvbench.hf import Model
-    from kvbench.spec import RunSpec
+    from kvbench.runs.spec import RunSpec
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from kvbench.errors import UserError
 from kvbench.journal import Answer, Line
 from kvbench.log import say
-from kvbench.spec import SCHEMA_VERSION
+from kvbench.runs.spec import SCHEMA_VERSION
 
 T = TypeVar("T", bound=BaseModel)
 L = TypeVar("L", Line, Answer)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvbench.spec import SCHEMA_VERSION, Record
+from kvbench.runs.spec import SCHEMA_VERSION, Record
 
 
 class TokenCounts(Record):

@@ -16,8 +16,8 @@ from kvbench.errors import UserError, unknown
 from kvbench.hf import Prediction, predict_memory
 from kvbench.method import Method, ModelKind
 from kvbench.registry import find_method, list_entries
+from kvbench.runs.spec import Record
 from kvbench.settings import configure
-from kvbench.spec import Record
 
 State = Literal["prefill", "synthetic"]
 ALL = "all"

@@ -16,8 +16,8 @@ from kvbench.log import say
 from kvbench.machine import find_machine
 from kvbench.results import Result
 from kvbench.runs.job import Job
+from kvbench.runs.spec import RunSpec
 from kvbench.sample import SampleFailedError, run_sample
-from kvbench.spec import RunSpec
 from kvbench.summary import describe_mixed, find_machines, summarise
 
 

@@ -18,8 +18,8 @@ from kvbench.clocks import now
 from kvbench.errors import UserError
 from kvbench.journal import Bytes, Evidence, Line, Times, TokenCounts
 from kvbench.runs.job import Job, check_reach, limit_of, reach
+from kvbench.runs.spec import RunSpec
 from kvbench.session import Session, Tokens
-from kvbench.spec import RunSpec
 from kvbench.task import Encoded, EncodedTurn, Example, Mode, Turn
 
 

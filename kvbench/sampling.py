@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvbench.errors import UserError
-from kvbench.spec import DenoisingSpec
+from kvbench.runs.spec import DenoisingSpec
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvbench.method import Method
-from kvbench.spec import Sources
+from kvbench.runs.spec import Sources
 from kvbench.task import Task
 
 RUN = "kvbench.runner"

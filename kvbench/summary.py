@@ -23,7 +23,7 @@ from kvbench.results import (
     TurnScore,
 )
 from kvbench.runs.job import Job
-from kvbench.spec import RunSpec
+from kvbench.runs.spec import RunSpec
 from kvbench.stats import bootstrap_interval, quantile
 from kvbench.task import Scorer
 

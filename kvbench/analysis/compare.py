@@ -16,7 +16,7 @@ from kvbench.analysis.significance import ALPHA, adjust, compare_scores, find_sm
 from kvbench.errors import UserError
 from kvbench.files import read_file
 from kvbench.results import Result
-from kvbench.spec import RunSpec
+from kvbench.runs.spec import RunSpec
 
 if TYPE_CHECKING:
     from kvbench.runs.request import Plan

@@ -13,7 +13,7 @@ from kvbench.log import say
 from kvbench.registry import find_task
 from kvbench.results import Score
 from kvbench.runs.request import find_scorer
-from kvbench.spec import SCHEMA_VERSION, Record, RunSpec
+from kvbench.runs.spec import SCHEMA_VERSION, Record, RunSpec
 from kvbench.summary import score_lines
 
 

@@ -14,8 +14,8 @@ from kvbench.bench.twins import check_twins
 from kvbench.budget import Budget
 from kvbench.kernels.choice import using
 from kvbench.method import Method
+from kvbench.runs.spec import MethodSpec
 from kvbench.settings import jsonable_settings
-from kvbench.spec import MethodSpec
 
 MAX = "max"
 CHECKED_LENGTH = 4096

@@ -15,7 +15,7 @@ from kvbench.budget import Budget
 from kvbench.hf import Prediction
 from kvbench.method import Method
 from kvbench.plan import Need, read_budget
-from kvbench.spec import Implementation
+from kvbench.runs.spec import Implementation
 
 OUT_OF_TIME = "no time was left for it"
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from kvbench.journal import Bytes
 from kvbench.plan import State
 from kvbench.results import Environment
-from kvbench.spec import Implementation, MethodSpec, ModelSpec, Record
+from kvbench.runs.spec import Implementation, MethodSpec, ModelSpec, Record
 
 Clock = Literal["kernel", "step", "user"]
 Outcome = Literal["ok", "out of memory", "refused", "failed", "skipped"]

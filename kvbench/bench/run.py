@@ -26,8 +26,8 @@ from kvbench.log import say
 from kvbench.machine import find_environment, free_bytes
 from kvbench.plan import ANCHORS, LATER, State, make_methods
 from kvbench.runs.request import check_kernels, check_kernels_device, check_kernels_dtype
+from kvbench.runs.spec import Implementation, ModelSpec
 from kvbench.settings import parse_pairs
-from kvbench.spec import Implementation, ModelSpec
 
 ROUNDS: dict[Clock, int] = {"kernel": 16, "step": 16, "user": 5}
 MARGIN = LATER - STEPS

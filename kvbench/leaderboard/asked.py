@@ -7,7 +7,7 @@ import shlex
 from dataclasses import fields
 
 from kvbench.runs.request import Request
-from kvbench.spec import RunSpec
+from kvbench.runs.spec import RunSpec
 
 OPTIONS = {"method_settings": "--set", "task_settings": "--task-set", "generation": "--gen"}
 """Of those that may come more than once."""

@@ -22,7 +22,7 @@ from kvbench.leaderboard.parcel import JOURNAL, LARGEST, read_files, within
 from kvbench.leaderboard.records import MANIFEST, RESULT, SAMPLES, SPEC, FileEntry, Manifest, hash_content
 from kvbench.leaderboard.verdict import RefusedError, show
 from kvbench.results import Result
-from kvbench.spec import RunSpec
+from kvbench.runs.spec import RunSpec
 
 MOST = {"samples": 10_000, "turns": 1_000, "length": 1 << 21}
 """Of a spec; what is more is nothing that a verifier could make again."""

@@ -19,8 +19,8 @@ from kvbench.leaderboard.verdict import RefusedError, blaming, flag, ok, show
 from kvbench.method import BudgetKind, Card, Method
 from kvbench.registry import Kind, find_method, find_task, list_entries
 from kvbench.results import Result
+from kvbench.runs.spec import RunSpec
 from kvbench.settings import configure, jsonable_settings, setting_fields, setting_types
-from kvbench.spec import RunSpec
 from kvbench.task import Frame, Task, find_frame
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints
 
 from kvbench.results import Score
-from kvbench.spec import SCHEMA_VERSION, Record
+from kvbench.runs.spec import SCHEMA_VERSION, Record
 
 MANIFEST, VERIFICATION = "manifest.json", "verification.json"
 BUNDLED = SPEC, SAMPLES, RESULT = "spec.json", "samples.jsonl.gz", "result.json"

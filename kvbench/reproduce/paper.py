@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, Field, model_validator
 
 from kvbench.registry import HERE
-from kvbench.spec import History, Visibility
+from kvbench.runs.spec import History, Visibility
 from kvbench.task import Template
 from kvbench.toml import STRICT, read_toml
 

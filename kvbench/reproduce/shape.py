@@ -18,7 +18,7 @@ from kvbench.registry import HERE
 from kvbench.reproduce.paper import HINT
 from kvbench.results import Environment, Result
 from kvbench.runs.request import Request
-from kvbench.spec import SCHEMA_VERSION, ModelSpec, Record
+from kvbench.runs.spec import SCHEMA_VERSION, ModelSpec, Record
 from kvbench.stats import bootstrap_interval
 from kvbench.sweep.file import File, expand
 from kvbench.toml import STRICT, read_toml

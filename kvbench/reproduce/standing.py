@@ -18,8 +18,8 @@ from kvbench.reproduce.speed import find_timed, judge_speed
 from kvbench.reproduce.verdict import Judgement, judge
 from kvbench.results import Result
 from kvbench.runs.request import Request, check
+from kvbench.runs.spec import DenoisingSpec, Protocol, RunSpec
 from kvbench.settings import jsonable_settings
-from kvbench.spec import DenoisingSpec, Protocol, RunSpec
 
 UNRUN = Missing("run", "no run of it is here")
 

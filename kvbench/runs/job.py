@@ -23,9 +23,7 @@ from kvbench.runs.request import (
     check_model,
     read_device_map,
 )
-from kvbench.settings import jsonable_settings
-from kvbench.sources import find_sources
-from kvbench.spec import (
+from kvbench.runs.spec import (
     DenoisingSpec,
     GenerationSpec,
     Implementation,
@@ -35,6 +33,8 @@ from kvbench.spec import (
     TaskSpec,
     Versions,
 )
+from kvbench.settings import jsonable_settings
+from kvbench.sources import find_sources
 from kvbench.task import Encoded, EncodedTurn, Frame, Mode, Scorer, Task, find_frame, prompt_tokens
 
 if TYPE_CHECKING:

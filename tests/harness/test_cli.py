@@ -11,7 +11,7 @@ import pytest
 
 from kvbench.conformance import Claim
 from kvbench.files import read_lines
-from kvbench.spec import Mode, RunSpec
+from kvbench.runs.spec import Mode, RunSpec
 
 TOYS = Path(__file__).parent / "toy.py"
 INERT, LAST, TOY = f"{TOYS}:Inert", f"{TOYS}:Last", f"{TOYS}:Toy"

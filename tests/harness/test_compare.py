@@ -29,7 +29,7 @@ from kvbench.files import read_file, write_record
 from kvbench.journal import Line
 from kvbench.results import BudgetResult, CertificateResult, Output, Result, Score
 from kvbench.runs.request import Plan, Request, check
-from kvbench.spec import RunSpec
+from kvbench.runs.spec import RunSpec
 
 CURATED = Path(__file__).parents[2] / "results" / "cpu-2-cores"
 TOY = f"{Path(__file__).parent / 'toy.py'}:Toy"

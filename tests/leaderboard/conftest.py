@@ -24,7 +24,7 @@ from kvbench.results import Git
 from kvbench.runner import run
 from kvbench.runs.job import Job, prepare
 from kvbench.runs.request import Request
-from kvbench.spec import RunSpec
+from kvbench.runs.spec import RunSpec
 from kvbench.summary import summarise
 
 if TYPE_CHECKING:

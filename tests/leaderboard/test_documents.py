@@ -13,7 +13,7 @@ from pydantic import Field
 
 from kvbench.leaderboard.documents import parse
 from kvbench.leaderboard.verdict import RefusedError
-from kvbench.spec import Record
+from kvbench.runs.spec import Record
 
 
 class Form(Record):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvbench.leaderboard.records import MANIFEST, RESULT, SAMPLES, SPEC
 from kvbench.leaderboard.repository import Repository
 from kvbench.leaderboard.verify import verify
-from kvbench.spec import RunSpec
+from kvbench.runs.spec import RunSpec
 
 from .conftest import edit_spec, repack
 

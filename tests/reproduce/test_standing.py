@@ -13,7 +13,7 @@ from kvbench.reproduce.claims import find_claims
 from kvbench.reproduce.plan import plan_claim
 from kvbench.reproduce.standing import _answers
 from kvbench.runs.request import Request
-from kvbench.spec import DenoisingSpec, GenerationSpec, MethodSpec, ModelSpec, RunSpec, Sources, TaskSpec, Versions
+from kvbench.runs.spec import DenoisingSpec, GenerationSpec, MethodSpec, ModelSpec, RunSpec, Sources, TaskSpec, Versions
 from kvbench.task import Mode
 
 WANTED = plan_claim(find_claims("snapkv:longbench/mistral-7b-v0.2/snapkv-1024/qasper")[0]).requests[0]

@@ -16,7 +16,7 @@ from kvbench.leaderboard.bundle import open_head, pack_run
 from kvbench.leaderboard.parcel import read_files
 from kvbench.leaderboard.records import VERIFICATION, Check, Level, Verification
 from kvbench.leaderboard.site.build import Built, build_site
-from kvbench.spec import RunSpec
+from kvbench.runs.spec import RunSpec
 
 CURATED = Path(__file__).parents[3] / "results" / "cpu-2-cores"
 MODEL = min(CURATED.glob("snapkv-niah_*"))
