@@ -18,8 +18,8 @@ from kvbench.leaderboard.known import predict
 from kvbench.leaderboard.verdict import blaming
 from kvbench.machine import find_version
 from kvbench.method import Card, Method
+from kvbench.runs.provenance import find_sources
 from kvbench.runs.spec import RunSpec, Sources, Versions
-from kvbench.sources import find_sources
 from kvbench.task import Frame, Scorer, Task
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from kvbench.examples import make_examples
 from kvbench.log import say
 from kvbench.machine import find_version, free_bytes, ram_bytes
 from kvbench.method import Method
+from kvbench.runs.provenance import find_sources
 from kvbench.runs.request import (
     Plan,
     Request,
@@ -34,7 +35,6 @@ from kvbench.runs.spec import (
     Versions,
 )
 from kvbench.settings import jsonable_settings
-from kvbench.sources import find_sources
 from kvbench.task import Encoded, EncodedTurn, Frame, Mode, Scorer, Task, find_frame, prompt_tokens
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from kvbench.errors import UserError, unknown
 from kvbench.kernels.choice import IMPLEMENTATIONS, REST
 from kvbench.method import Method
 from kvbench.registry import find_method, find_task, list_architectures, list_models, list_ops
+from kvbench.runs.provenance import find_ops
 from kvbench.runs.spec import GenerationSpec, Protocol, read_generation, resolve_protocol, see_all
 from kvbench.settings import configure, parse_pairs
-from kvbench.sources import find_ops
 from kvbench.task import Mode, Scorer, Split, Task, Template
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")

@@ -20,7 +20,7 @@ from kvbench.errors import UserError
 from kvbench.files import read_lines
 from kvbench.hf import load_tokenizer
 from kvbench.methods.baseline.full import Full
-from kvbench.sources import find_sources
+from kvbench.runs.provenance import find_sources
 from kvbench.task import Mode, Split, Turn, encode, prompt_tokens
 
 ROOT = Path(__file__).parents[2]

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import kvbench
-from kvbench import sources
 from kvbench.registry import find_method, find_task
-from kvbench.sources import NOTED, RUN, find_sources
+from kvbench.runs import provenance as sources
+from kvbench.runs.provenance import NOTED, RUN, find_sources
 
 ROOT = Path(__file__).parent.parent.parent
 TOYS = Path(__file__).parent / "toy.py"
