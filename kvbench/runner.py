@@ -9,12 +9,12 @@ from typing import Protocol
 
 from kvbench.canvas import fill_sample
 from kvbench.errors import UserError
-from kvbench.examples import make_examples
 from kvbench.files import Journal, locked, read_file, saving, write_record
 from kvbench.kernels.choice import using
 from kvbench.log import say
 from kvbench.machine import find_machine
 from kvbench.results import Result
+from kvbench.runs.examples import make_examples
 from kvbench.runs.job import Job
 from kvbench.runs.spec import RunSpec
 from kvbench.sample import SampleFailedError, run_sample

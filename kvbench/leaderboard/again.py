@@ -13,7 +13,6 @@ import torch
 
 from kvbench.canvas import fill_sample
 from kvbench.errors import UserError
-from kvbench.examples import make_examples
 from kvbench.hf import find_copy, load_model
 from kvbench.journal import Line
 from kvbench.kernels.choice import using
@@ -21,6 +20,7 @@ from kvbench.leaderboard.account import differences
 from kvbench.leaderboard.asked import write_request
 from kvbench.leaderboard.known import StrangerError, find_known_method
 from kvbench.leaderboard.verdict import RefusedError, blaming, show
+from kvbench.runs.examples import make_examples
 from kvbench.runs.job import Job, prepare
 from kvbench.runs.spec import RunSpec
 from kvbench.sample import SampleFailedError, run_sample

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, cast
 from kvbench import __version__
 from kvbench.agreement import Dense
 from kvbench.budget import Budget, Shape
-from kvbench.examples import Made, make_examples
 from kvbench.leaderboard.known import predict
 from kvbench.leaderboard.verdict import blaming
 from kvbench.machine import find_version
 from kvbench.method import Card, Method
+from kvbench.runs.examples import Made, make_examples
 from kvbench.runs.provenance import find_sources
 from kvbench.runs.spec import RunSpec, Sources, Versions
 from kvbench.task import Frame, Scorer, Task

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Literal, cast
 from kvbench import __version__
 from kvbench.budget import Budget
 from kvbench.errors import UserError, unknown
-from kvbench.examples import make_examples
 from kvbench.log import say
 from kvbench.machine import find_version, free_bytes, ram_bytes
 from kvbench.method import Method
+from kvbench.runs.examples import make_examples
 from kvbench.runs.provenance import find_sources
 from kvbench.runs.request import (
     Plan,

@@ -11,9 +11,9 @@ from typing import ClassVar
 from kvbench.budget import BudgetKind
 from kvbench.canvas import Uncached, fill_sample
 from kvbench.errors import UserError
-from kvbench.examples import make_examples
 from kvbench.files import finished_samples, read_lines
 from kvbench.method import Card, Method
+from kvbench.runs.examples import make_examples
 from kvbench.runs.job import Job, prepare
 from kvbench.sample import run_sample
 from kvbench.sweep.cell import Cell, Shelf
