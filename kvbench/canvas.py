@@ -24,7 +24,7 @@ from kvbench.journal import Baseline, Bytes, Evidence, Line, Times, TokenCounts
 from kvbench.journal import Denoising as DenoisingLine
 from kvbench.method import Card
 from kvbench.runs.job import Job, limit_of
-from kvbench.sample import SampleFailedError, fail, judge, note
+from kvbench.runs.sample import SampleFailedError, fail, judge, note
 from kvbench.sampling import Sampling, plan_sampling
 from kvbench.task import Encoded, Example, Turn
 

@@ -16,8 +16,8 @@ from kvbench.machine import find_machine
 from kvbench.results import Result
 from kvbench.runs.examples import make_examples
 from kvbench.runs.job import Job
+from kvbench.runs.sample import SampleFailedError, run_sample
 from kvbench.runs.spec import RunSpec
-from kvbench.sample import SampleFailedError, run_sample
 from kvbench.summary import describe_mixed, find_machines, summarise
 
 

@@ -22,8 +22,8 @@ from kvbench.leaderboard.known import StrangerError, find_known_method
 from kvbench.leaderboard.verdict import RefusedError, blaming, show
 from kvbench.runs.examples import make_examples
 from kvbench.runs.job import Job, prepare
+from kvbench.runs.sample import SampleFailedError, run_sample
 from kvbench.runs.spec import RunSpec
-from kvbench.sample import SampleFailedError, run_sample
 
 if TYPE_CHECKING:
     from kvbench.hf import Model

@@ -14,8 +14,8 @@ from kvbench.leaderboard.replay import Replay
 from kvbench.leaderboard.verdict import RefusedError, blaming, ok, show
 from kvbench.runs.examples import Made
 from kvbench.runs.job import limit_of
+from kvbench.runs.sample import judge, note
 from kvbench.runs.spec import RunSpec
-from kvbench.sample import judge, note
 from kvbench.task import Encoded, Example, Mode
 
 LOGPROBS = "logprobs"

@@ -15,7 +15,7 @@ from kvbench.files import finished_samples, read_lines
 from kvbench.method import Card, Method
 from kvbench.runs.examples import make_examples
 from kvbench.runs.job import Job, prepare
-from kvbench.sample import run_sample
+from kvbench.runs.sample import run_sample
 from kvbench.sweep.cell import Cell, Shelf
 
 

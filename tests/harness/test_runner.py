@@ -214,7 +214,7 @@ def test_a_failed_sample_is_no_zero(kvbench, arguments, tmp_path, kind, error):
 
 def test_every_sample_failing_is_a_result_too(kvbench, arguments, monkeypatch):
     """No bytes, no times, no division by zero."""
-    monkeypatch.setattr("kvbench.sample.Session", None)
+    monkeypatch.setattr("kvbench.runs.sample.Session", None)
     answer = kvbench(*arguments, "--method", LAST)
     assert answer.code == 1
     assert answer.json["n_failed"] == 4
