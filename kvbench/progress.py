@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from kvbench.runner import Progress
+from kvbench.runs.runner import Progress
 
 EVERY = 5.0
 """Seconds between lines where there is no terminal."""

@@ -34,9 +34,9 @@ from kvbench.methods.baseline.full import Full
 from kvbench.methods.eviction.h2o import H2O
 from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.registry import find_task
-from kvbench.runner import run
 from kvbench.runs.job import prepare
 from kvbench.runs.request import Request
+from kvbench.runs.runner import run
 from kvbench.session import Session
 from kvbench.task import Mode, Split, encode
 

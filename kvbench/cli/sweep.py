@@ -63,7 +63,7 @@ def run_cells(
         InterruptedRunError: Ctrl-C, with how far the cells are.
         UserError: a cell's device, or Ray, cannot be used.
     """
-    from kvbench.runner import InterruptedRunError  # these import torch, which a wrong file need not wait for
+    from kvbench.runs.runner import InterruptedRunError  # these import torch, which a wrong file need not wait for
     from kvbench.sweep.local import run_local
     from kvbench.sweep.progress import show_board
     from kvbench.sweep.ray import connected, find_device, run_ray

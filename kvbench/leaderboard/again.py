@@ -27,7 +27,7 @@ from kvbench.runs.spec import RunSpec
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
-    from kvbench.runner import Progress
+    from kvbench.runs.runner import Progress
 
 MAY_DIFFER = ("versions.", "sources.", "device", "suite")
 """Parts of a spec that another machine and a later kvbench have others of; all the rest must be the same."""

@@ -21,7 +21,7 @@ from kvbench.summary import score_lines
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
-    from kvbench.runner import Progress
+    from kvbench.runs.runner import Progress
 
 LEAST_CHANCE = 0.01
 """A fresh mean that is worse, and that chance makes as much worse less often than this, refutes the submitted one."""

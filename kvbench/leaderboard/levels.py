@@ -18,7 +18,7 @@ from kvbench.leaderboard.verdict import RefusedError, flag
 from kvbench.leaderboard.verify import Findings
 
 if TYPE_CHECKING:
-    from kvbench.runner import Progress
+    from kvbench.runs.runner import Progress
 
 SHORTEST = 16
 """Characters of a secret, so that nobody finds it by trying."""

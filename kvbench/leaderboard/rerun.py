@@ -18,8 +18,8 @@ from kvbench.machine import cpu_name
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
-    from kvbench.runner import Progress
     from kvbench.runs.job import Job
+    from kvbench.runs.runner import Progress
 
 LEAST_AGREEMENT = 0.95
 """Share of tokens that must be the same: greedy answers of one model differ between processors, and seldom."""

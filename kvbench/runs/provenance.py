@@ -21,7 +21,7 @@ from kvbench.method import Method
 from kvbench.runs.spec import Sources
 from kvbench.task import Task
 
-RUN = "kvbench.runner"
+RUN = "kvbench.runs.runner"
 """Makes a result of a job: with what it imports, the harness of a run. The command line, tables and sweeps call it."""
 NOTED = {"kvbench.errors", "kvbench.log", "kvbench.machine", "kvbench.registry", "kvbench.settings"}
 """Rooms that a run imports and that cannot change its outcome: what they say is no outcome, and what they find (a class

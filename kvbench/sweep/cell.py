@@ -126,7 +126,7 @@ def run_cell(cell: Cell, shelf: Shelf, advance: Callable[[int], None]) -> Report
         shelf: where the last model is.
         advance: told how many samples are done, after each.
     """
-    from kvbench.runner import InterruptedRunError, run
+    from kvbench.runs.runner import InterruptedRunError, run
 
     job: Job | None = None
     try:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvbench import runner
+from kvbench.runs import runner
 
 from .conftest import TOYS, read_lines
 

@@ -19,10 +19,10 @@ from kvbench.errors import UserError
 from kvbench.files import read_lines
 from kvbench.hf import load_model
 from kvbench.registry import list_entries
-from kvbench.runner import run
 from kvbench.runs.examples import make_examples
 from kvbench.runs.job import Job, prepare
 from kvbench.runs.request import Request
+from kvbench.runs.runner import run
 from kvbench.task import Example, Task, Turn, encode
 
 TOY = f"{Path(__file__).parent / 'toy.py'}:Toy"

@@ -264,13 +264,13 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(kvbench, arguments, tmp_path
 def test_two_processes_do_not_share_a_run(kvbench, arguments, tmp_path, monkeypatch):
     """The second is told, and leaves the first alone."""
     from kvbench.files import locked
-    from kvbench.runner import run
+    from kvbench.runs.runner import run
 
     def run_locked(job, progress):
         with locked(job.folder):
             return run(job, progress)
 
-    monkeypatch.setattr("kvbench.runner.run", run_locked)
+    monkeypatch.setattr("kvbench.runs.runner.run", run_locked)
     answer = kvbench(*arguments, "--method", LAST)
     assert answer.code == 2
     assert "another process is working on" in answer.err

@@ -155,7 +155,7 @@ def test_an_interrupted_suite_goes_on(kvbench, suite, options, monkeypatch, tmp_
             raise KeyboardInterrupt
         return run_sample(*args)
 
-    monkeypatch.setattr("kvbench.runner.run_sample", interrupted)
+    monkeypatch.setattr("kvbench.runs.runner.run_sample", interrupted)
     answer = kvbench("run", "--suite", suite(), "--method", LAST, *options)
     assert (answer.code, answer.out) == (130, "")
     assert "interrupted: 2/4 cells, 5/8 samples are saved in" in answer.err.splitlines()[-1]

@@ -293,7 +293,7 @@ def test_an_interrupted_sweep_goes_on(kvbench, sweep, monkeypatch):
             raise KeyboardInterrupt
         return run_sample(*args)
 
-    monkeypatch.setattr("kvbench.runner.run_sample", interrupted)
+    monkeypatch.setattr("kvbench.runs.runner.run_sample", interrupted)
     answer = kvbench("sweep", path, "--json")
     assert (answer.code, answer.out) == (130, "")
     assert "interrupted: 1/2 cells, 6/8 samples are saved in" in answer.err.splitlines()[-1]

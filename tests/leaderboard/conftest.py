@@ -21,9 +21,9 @@ from kvbench.leaderboard.records import MANIFEST, RESULT, SAMPLES, SPEC
 from kvbench.leaderboard.repository import Repository
 from kvbench.leaderboard.verify import verify
 from kvbench.results import Git
-from kvbench.runner import run
 from kvbench.runs.job import Job, prepare
 from kvbench.runs.request import Request
+from kvbench.runs.runner import run
 from kvbench.runs.spec import RunSpec
 from kvbench.summary import summarise
 
