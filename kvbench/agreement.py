@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvbench.budget import BudgetKind
-from kvbench.journal import Agreement, AgreementPart
 from kvbench.kernels.choice import using
 from kvbench.method import Card, Method
+from kvbench.runs.journal import Agreement, AgreementPart
 from kvbench.session import Session
 from kvbench.task import Encoded, Mode
 

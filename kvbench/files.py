@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from kvbench.errors import UserError
-from kvbench.journal import Answer, Line
 from kvbench.log import say
+from kvbench.runs.journal import Answer, Line
 from kvbench.runs.spec import SCHEMA_VERSION
 
 T = TypeVar("T", bound=BaseModel)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from kvbench.budget import Shape
-from kvbench.journal import add_facts
 from kvbench.method import Method
+from kvbench.runs.journal import add_facts
 from kvbench.store import LayerKV, storage_bytes
 
 CHANGED = ("rows_dropped", "rows_quantised", "pages_skipped", "rows_factored")

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from kvbench.journal import Agreement
+from kvbench.runs.journal import Agreement
 from kvbench.runs.spec import SCHEMA_VERSION, History, ModelSpec, Record, RunSpec, TaskSpec, Visibility
 from kvbench.task import Mode
 

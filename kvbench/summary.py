@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import fmean, median
 
-from kvbench.journal import Agreement, AgreementPart, Evidence, Line, Machine, add_facts
 from kvbench.machine import find_environment
 from kvbench.results import (
     BaselineResult,
@@ -23,6 +22,7 @@ from kvbench.results import (
     TurnScore,
 )
 from kvbench.runs.job import Job
+from kvbench.runs.journal import Agreement, AgreementPart, Evidence, Line, Machine, add_facts
 from kvbench.runs.spec import RunSpec
 from kvbench.stats import bootstrap_interval, quantile
 from kvbench.task import Scorer

@@ -14,9 +14,9 @@ from pydantic import BaseModel
 from transformers import AutoTokenizer
 
 from kvbench.conformance import check
-from kvbench.journal import Line
 from kvbench.registry import find_method, find_task
 from kvbench.results import Result
+from kvbench.runs.journal import Line
 from kvbench.task import encode, prompt_tokens
 
 ROOT = Path(__file__).parent.parent

@@ -13,10 +13,10 @@ from kvbench.bench.records import DeviceMemory
 from kvbench.bench.state import Setting, count_bytes, open_stand
 from kvbench.clocks import now
 from kvbench.diffusion import Policy, denoise
-from kvbench.journal import Bytes
 from kvbench.kernels.choice import using
 from kvbench.log import say
 from kvbench.method import Method
+from kvbench.runs.journal import Bytes
 from kvbench.sampling import Sampling
 
 STEPS = 128

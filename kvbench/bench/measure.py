@@ -15,10 +15,10 @@ from kvbench.bench.outcome import Failure, attempt
 from kvbench.bench.records import Clock, DeviceMemory
 from kvbench.bench.state import Stand, count_bytes, open_stand
 from kvbench.bench.timing import WARM_UPS, Call, interleave, make_cold, time_calls
-from kvbench.journal import Bytes
 from kvbench.kernels.choice import using
 from kvbench.log import say
 from kvbench.method import Method
+from kvbench.runs.journal import Bytes
 
 T = TypeVar("T")
 STEPS = 128

@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from kvbench.journal import Bytes
 from kvbench.plan import State
 from kvbench.results import Environment
+from kvbench.runs.journal import Bytes
 from kvbench.runs.spec import Implementation, MethodSpec, ModelSpec, Record
 
 Clock = Literal["kernel", "step", "user"]

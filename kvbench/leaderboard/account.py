@@ -11,12 +11,12 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from kvbench.errors import UndeclaredError
-from kvbench.journal import Line
 from kvbench.leaderboard.records import Check
 from kvbench.leaderboard.replay import Replay, fit, shapes
 from kvbench.leaderboard.verdict import RefusedError, blaming, flag, ok, refuse, show
 from kvbench.method import Method
 from kvbench.results import Result, Score
+from kvbench.runs.journal import Line
 from kvbench.summary import summarise
 
 SUMMED = (

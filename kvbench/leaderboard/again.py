@@ -14,7 +14,6 @@ import torch
 from kvbench.canvas import fill_sample
 from kvbench.errors import UserError
 from kvbench.hf import find_copy, load_model
-from kvbench.journal import Line
 from kvbench.kernels.choice import using
 from kvbench.leaderboard.account import differences
 from kvbench.leaderboard.asked import write_request
@@ -22,6 +21,7 @@ from kvbench.leaderboard.known import StrangerError, find_known_method
 from kvbench.leaderboard.verdict import RefusedError, blaming, show
 from kvbench.runs.examples import make_examples
 from kvbench.runs.job import Job, prepare
+from kvbench.runs.journal import Line
 from kvbench.runs.sample import SampleFailedError, run_sample
 from kvbench.runs.spec import RunSpec
 

@@ -8,12 +8,12 @@ from itertools import groupby
 
 from pydantic_core import to_jsonable_python
 
-from kvbench.journal import Line
 from kvbench.leaderboard.records import Check
 from kvbench.leaderboard.replay import Replay
 from kvbench.leaderboard.verdict import RefusedError, blaming, ok, show
 from kvbench.runs.examples import Made
 from kvbench.runs.job import limit_of
+from kvbench.runs.journal import Line
 from kvbench.runs.sample import judge, note
 from kvbench.runs.spec import RunSpec
 from kvbench.task import Encoded, Example, Mode

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.journal import Line
 from kvbench.leaderboard.again import prepare_again, run_again
 from kvbench.leaderboard.bundle import Bundle
 from kvbench.leaderboard.known import StrangerError
 from kvbench.leaderboard.records import Check, HiddenSeed
 from kvbench.leaderboard.verdict import RefusedError, ok, refuse, show
 from kvbench.runs.examples import make_examples
+from kvbench.runs.journal import Line
 from kvbench.summary import score_lines
 
 if TYPE_CHECKING:

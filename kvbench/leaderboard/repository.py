@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.analysis.compare import name_protocol, name_questions
-from kvbench.journal import Line
 from kvbench.leaderboard.answers import LOGPROBS
 from kvbench.leaderboard.bundle import Bundle, Head, open_bundle, open_head
 from kvbench.leaderboard.known import is_known_full
@@ -17,6 +16,7 @@ from kvbench.leaderboard.parcel import find_bundles, read_files
 from kvbench.leaderboard.records import Check
 from kvbench.leaderboard.verdict import RefusedError, flag, ok, refuse
 from kvbench.log import say
+from kvbench.runs.journal import Line
 
 TELLING = 10
 """Wrong answers that two methods do not have in common by chance."""

@@ -8,13 +8,13 @@ from collections.abc import Collection, Iterator, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from kvbench.journal import Line
 from kvbench.leaderboard.again import prepare_again, run_again
 from kvbench.leaderboard.answers import LOGPROBS
 from kvbench.leaderboard.bundle import Bundle
 from kvbench.leaderboard.records import Check, Rerun
 from kvbench.leaderboard.verdict import flag, ok, refuse
 from kvbench.machine import cpu_name
+from kvbench.runs.journal import Line
 
 if TYPE_CHECKING:
     from kvbench.hf import Model

@@ -11,9 +11,9 @@ from typing import Any
 from kvbench.analysis.finished import Run
 from kvbench.analysis.format import format_bytes
 from kvbench.extras import load_extra
-from kvbench.journal import Answer
 from kvbench.report.charts import Point, Spec, color_cells, finish, widen
 from kvbench.results import Result
+from kvbench.runs.journal import Answer
 
 ACROSS = 3
 """Most panels beside one another."""

@@ -13,10 +13,10 @@ from pydantic import BaseModel, Field, model_validator
 from kvbench.analysis.significance import ALPHA, adjust, flip_signs
 from kvbench.errors import UserError, unknown
 from kvbench.files import read_file, read_lines
-from kvbench.journal import Line
 from kvbench.registry import HERE
 from kvbench.reproduce.paper import HINT
 from kvbench.results import Environment, Result
+from kvbench.runs.journal import Line
 from kvbench.runs.request import Request
 from kvbench.runs.spec import SCHEMA_VERSION, ModelSpec, Record
 from kvbench.stats import bootstrap_interval

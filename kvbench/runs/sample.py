@@ -16,8 +16,8 @@ from kvbench.agreement import compare_logits, find_dense, force_answer
 from kvbench.budget import BudgetKind
 from kvbench.clocks import now
 from kvbench.errors import UserError
-from kvbench.journal import Bytes, Evidence, Line, Times, TokenCounts
 from kvbench.runs.job import Job, check_reach, limit_of, reach
+from kvbench.runs.journal import Bytes, Evidence, Line, Times, TokenCounts
 from kvbench.runs.spec import RunSpec
 from kvbench.session import Session, Tokens
 from kvbench.task import Encoded, EncodedTurn, Example, Mode, Turn

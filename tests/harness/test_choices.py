@@ -15,10 +15,10 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from kvbench.agreement import compare_logits
 from kvbench.files import read_lines
-from kvbench.journal import Agreement, AgreementPart, Line
 from kvbench.registry import find_task
 from kvbench.runs import sample
 from kvbench.runs.job import reach
+from kvbench.runs.journal import Agreement, AgreementPart, Line
 from kvbench.summary import _agreement
 from kvbench.task import Encoded, EncodedTurn, Mode, Split, encode
 

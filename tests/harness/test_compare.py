@@ -26,8 +26,8 @@ from kvbench.analysis.finished import Run, find_runs
 from kvbench.analysis.format import _output, print_regressions
 from kvbench.analysis.significance import adjust
 from kvbench.files import read_file, write_record
-from kvbench.journal import Line
 from kvbench.results import BudgetResult, CertificateResult, Output, Result, Score
+from kvbench.runs.journal import Line
 from kvbench.runs.request import Plan, Request, check
 from kvbench.runs.spec import RunSpec
 

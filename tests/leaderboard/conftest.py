@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvbench import machine
-from kvbench.journal import Line
 from kvbench.leaderboard.bundle import Bundle, _list, open_bundle, pack_run
 from kvbench.leaderboard.parcel import write_tar
 from kvbench.leaderboard.records import MANIFEST, RESULT, SAMPLES, SPEC
@@ -22,6 +21,7 @@ from kvbench.leaderboard.repository import Repository
 from kvbench.leaderboard.verify import verify
 from kvbench.results import Git
 from kvbench.runs.job import Job, prepare
+from kvbench.runs.journal import Line
 from kvbench.runs.request import Request
 from kvbench.runs.runner import run
 from kvbench.runs.spec import RunSpec

@@ -12,7 +12,6 @@ from pydantic import ValidationError
 
 from kvbench.analysis.finished import Run
 from kvbench.errors import UserError
-from kvbench.journal import Answer, Line
 from kvbench.leaderboard.bundle import Head, open_head, split_journal
 from kvbench.leaderboard.documents import MOST_NUMBER, check_containers, parse
 from kvbench.leaderboard.parcel import JOURNAL, find_bundles, read_files, read_regular
@@ -20,6 +19,7 @@ from kvbench.leaderboard.records import VERIFICATION, Verification
 from kvbench.leaderboard.verdict import RefusedError, blaming, show
 from kvbench.method import Card
 from kvbench.results import Result
+from kvbench.runs.journal import Answer, Line
 
 SHOWN = 3
 """Contexts whose answers a run's page shows."""
