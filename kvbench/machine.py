@@ -11,8 +11,8 @@ import subprocess
 from pathlib import Path
 
 from kvbench import __version__
-from kvbench.results import Environment, Git
 from kvbench.runs.journal import Machine
+from kvbench.runs.results import Environment, Git
 
 SOURCE = Path(__file__).resolve().parent.parent
 CODE = ("kvbench", "methods", "tasks", "kernels")

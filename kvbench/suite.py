@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 from kvbench.errors import UserError, unknown
 from kvbench.files import saving, write_record
 from kvbench.registry import HERE
-from kvbench.results import Result
+from kvbench.runs.results import Result
 from kvbench.runs.spec import SCHEMA_VERSION, Record
 from kvbench.sweep.cell import Cell, Report
 from kvbench.sweep.file import File, as_text, expand, flatten

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, median
 
 from kvbench.machine import find_environment
-from kvbench.results import (
+from kvbench.runs.job import Job
+from kvbench.runs.journal import Agreement, AgreementPart, Evidence, Line, Machine, add_facts
+from kvbench.runs.results import (
     BaselineResult,
     BudgetResult,
     CertificateResult,
@@ -21,8 +23,6 @@ from kvbench.results import (
     Score,
     TurnScore,
 )
-from kvbench.runs.job import Job
-from kvbench.runs.journal import Agreement, AgreementPart, Evidence, Line, Machine, add_facts
 from kvbench.runs.spec import RunSpec
 from kvbench.stats import bootstrap_interval, quantile
 from kvbench.task import Scorer

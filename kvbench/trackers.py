@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 from kvbench.log import say
-from kvbench.results import Result
+from kvbench.runs.results import Result
 
 
 def log_result(package: str, result: Result) -> bool:

@@ -19,7 +19,7 @@ from kvbench.files import read_file
 from kvbench.registry import find_method
 from kvbench.report.charts import COSTS, Cost, draw_cost
 from kvbench.report.group import Entry, label_results
-from kvbench.results import Result
+from kvbench.runs.results import Result
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results" / "cpu-2-cores"

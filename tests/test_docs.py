@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 
 from kvbench.conformance import check
 from kvbench.registry import find_method, find_task
-from kvbench.results import Result
 from kvbench.runs.journal import Line
+from kvbench.runs.results import Result
 from kvbench.task import encode, prompt_tokens
 
 ROOT = Path(__file__).parent.parent

@@ -12,7 +12,7 @@ import pytest
 from kvbench.analysis.rescore import rescore
 from kvbench.files import finished_samples, read_file, read_lines
 from kvbench.hf.find import find_folder, hash_model
-from kvbench.results import Result
+from kvbench.runs.results import Result
 from kvbench.runs.spec import RunSpec
 
 ROOT = Path(__file__).parent.parent / "results"

@@ -15,7 +15,7 @@ from kvbench.analysis.finished import Run
 from kvbench.analysis.significance import ALPHA, adjust, compare_scores, find_smallest, flip_signs, group_ties
 from kvbench.errors import UserError
 from kvbench.files import read_file
-from kvbench.results import Result
+from kvbench.runs.results import Result
 from kvbench.runs.spec import RunSpec
 
 if TYPE_CHECKING:

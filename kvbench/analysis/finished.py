@@ -9,8 +9,8 @@ from pathlib import Path
 from kvbench.errors import UserError, unknown
 from kvbench.files import read_answers, read_file
 from kvbench.log import say
-from kvbench.results import Result
 from kvbench.runs.journal import Answer
+from kvbench.runs.results import Result
 
 RUNS = Path("runs")
 

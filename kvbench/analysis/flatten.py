@@ -21,7 +21,7 @@ from pydantic_core import to_json
 
 from kvbench.errors import UserError
 from kvbench.extras import load_extra
-from kvbench.results import Result
+from kvbench.runs.results import Result
 
 Row = dict[str, Any]
 

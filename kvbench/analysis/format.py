@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbench.analysis.compare import Difference, Regressions
-from kvbench.results import DiffusionResult, Latency, Output, Result, Score
+from kvbench.runs.results import DiffusionResult, Latency, Output, Result, Score
 
 WIDEST = 200
 """Columns of a table that goes to a file or a pipe."""

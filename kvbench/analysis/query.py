@@ -14,8 +14,8 @@ from kvbench.analysis.flatten import Column, Row, find_columns, flatten, make_ta
 from kvbench.errors import UserError
 from kvbench.extras import load_extra
 from kvbench.files import read_file, read_lines
-from kvbench.results import Result
 from kvbench.runs.journal import Line
+from kvbench.runs.results import Result
 
 RUN_ID = Column("run_id", (), str, many=False, text=False)
 TABLES = {"results": find_columns(Result), "samples": (RUN_ID, *find_columns(Line))}

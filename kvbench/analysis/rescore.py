@@ -10,9 +10,9 @@ from kvbench.errors import UserError
 from kvbench.files import finished_samples, read_file, read_lines, saving, write_record
 from kvbench.log import say
 from kvbench.registry import find_task
-from kvbench.results import Score
 from kvbench.runs.journal import Line
 from kvbench.runs.request import find_scorer
+from kvbench.runs.results import Score
 from kvbench.runs.spec import SCHEMA_VERSION, Record, RunSpec
 from kvbench.summary import score_lines
 

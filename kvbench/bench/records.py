@@ -7,8 +7,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from kvbench.plan import State
-from kvbench.results import Environment
 from kvbench.runs.journal import Bytes
+from kvbench.runs.results import Environment
 from kvbench.runs.spec import Implementation, MethodSpec, ModelSpec, Record
 
 Clock = Literal["kernel", "step", "user"]

@@ -15,8 +15,8 @@ from kvbench.leaderboard.records import Check
 from kvbench.leaderboard.replay import Replay, fit, shapes
 from kvbench.leaderboard.verdict import RefusedError, blaming, flag, ok, refuse, show
 from kvbench.method import Method
-from kvbench.results import Result, Score
 from kvbench.runs.journal import Line
+from kvbench.runs.results import Result, Score
 from kvbench.summary import summarise
 
 SUMMED = (

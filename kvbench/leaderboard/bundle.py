@@ -20,8 +20,8 @@ from kvbench.leaderboard.documents import parse
 from kvbench.leaderboard.parcel import JOURNAL, LARGEST, read_files, within
 from kvbench.leaderboard.records import MANIFEST, RESULT, SAMPLES, SPEC, FileEntry, Manifest, hash_content
 from kvbench.leaderboard.verdict import RefusedError, show
-from kvbench.results import Result
 from kvbench.runs.journal import Line
+from kvbench.runs.results import Result
 from kvbench.runs.spec import RunSpec
 
 MOST = {"samples": 10_000, "turns": 1_000, "length": 1 << 21}

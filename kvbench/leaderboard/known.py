@@ -18,7 +18,7 @@ from kvbench.leaderboard.records import Check
 from kvbench.leaderboard.verdict import RefusedError, blaming, flag, ok, show
 from kvbench.method import BudgetKind, Card, Method
 from kvbench.registry import Kind, find_method, find_task, list_entries
-from kvbench.results import Result
+from kvbench.runs.results import Result
 from kvbench.runs.spec import RunSpec
 from kvbench.settings import configure, jsonable_settings, setting_fields, setting_types
 from kvbench.task import Frame, Task, find_frame

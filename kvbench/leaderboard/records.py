@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from kvbench.results import Score
+from kvbench.runs.results import Score
 from kvbench.runs.spec import SCHEMA_VERSION, Record
 
 MANIFEST, VERIFICATION = "manifest.json", "verification.json"

@@ -28,7 +28,7 @@ from kvbench.leaderboard.repository import Repository
 from kvbench.leaderboard.verdict import RefusedError, flag, ok, refuse
 from kvbench.machine import find_git
 from kvbench.method import Method
-from kvbench.results import Score
+from kvbench.runs.results import Score
 
 BASIS = {"prompts", "answers", "scores", "summary"}
 """What L0 rests on, beside that nothing was refused."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvbench.extras import load_extra
 from kvbench.report.group import Entry, find_frontier, held_share, read_share
-from kvbench.results import Result
+from kvbench.runs.results import Result
 
 Spec = dict[str, Any]
 Point = dict[str, Any]

@@ -12,8 +12,8 @@ from kvbench.analysis.finished import Run
 from kvbench.analysis.format import format_bytes
 from kvbench.extras import load_extra
 from kvbench.report.charts import Point, Spec, color_cells, finish, widen
-from kvbench.results import Result
 from kvbench.runs.journal import Answer
+from kvbench.runs.results import Result
 
 ACROSS = 3
 """Most panels beside one another."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvbench.analysis.compare import Difference, compare_runs, is_full, name_protocol, rank_runs
 from kvbench.analysis.finished import Run
-from kvbench.results import Result
+from kvbench.runs.results import Result
 
 
 @dataclass(frozen=True)

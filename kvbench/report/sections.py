@@ -14,7 +14,7 @@ from kvbench.report.grid import Grid, draw_grid, list_scores
 from kvbench.report.group import Entry, held_share, read_share
 from kvbench.report.page import write_chart, write_download, write_page
 from kvbench.report.table import NONE, Cell, interval, milliseconds, number, write_table
-from kvbench.results import Result
+from kvbench.runs.results import Result
 
 ABOUT = f"""
 <p>Rows stand together where task, model, protocol and machine are the same; only they are ranked against one another.

@@ -15,9 +15,9 @@ from kvbench.errors import UserError, unknown
 from kvbench.files import read_file, read_lines
 from kvbench.registry import HERE
 from kvbench.reproduce.paper import HINT
-from kvbench.results import Environment, Result
 from kvbench.runs.journal import Line
 from kvbench.runs.request import Request
+from kvbench.runs.results import Environment, Result
 from kvbench.runs.spec import SCHEMA_VERSION, ModelSpec, Record
 from kvbench.stats import bootstrap_interval
 from kvbench.sweep.file import File, expand

@@ -16,8 +16,8 @@ from kvbench.reproduce.plan import Missing, Plan, find_baseline, plan_claim
 from kvbench.reproduce.shape import ShapeRecord
 from kvbench.reproduce.speed import find_timed, judge_speed
 from kvbench.reproduce.verdict import Judgement, judge
-from kvbench.results import Result
 from kvbench.runs.request import Request, check
+from kvbench.runs.results import Result
 from kvbench.runs.spec import DenoisingSpec, Protocol, RunSpec
 from kvbench.settings import jsonable_settings
 

@@ -13,8 +13,8 @@ from kvbench.analysis.compare import compare_pair
 from kvbench.analysis.finished import Run
 from kvbench.reproduce.claims import Claim
 from kvbench.reproduce.plan import Missing, Plan, find_baseline
-from kvbench.results import Result
 from kvbench.runs.request import Request
+from kvbench.runs.results import Result
 
 Verdict = Literal["reproduced", "partly", "not reproduced", "not run", "shape only"]
 ANCHOR = 1.0

@@ -13,9 +13,9 @@ from kvbench.files import Journal, locked, read_file, saving, write_record
 from kvbench.kernels.choice import using
 from kvbench.log import say
 from kvbench.machine import find_machine
-from kvbench.results import Result
 from kvbench.runs.examples import make_examples
 from kvbench.runs.job import Job
+from kvbench.runs.results import Result
 from kvbench.runs.sample import SampleFailedError, run_sample
 from kvbench.runs.spec import RunSpec
 from kvbench.summary import describe_mixed, find_machines, summarise

@@ -18,7 +18,7 @@ from kvbench.runs.request import Request
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
-    from kvbench.results import Result
+    from kvbench.runs.results import Result
 
 PATIENCE = 20.0
 """Seconds to wait for a folder that is locked: a worker that was given up may be finishing a sample in it."""

@@ -9,9 +9,9 @@ import pytest
 
 from kvbench import canvas
 from kvbench.hf import load_model, load_tokenizer
-from kvbench.results import BaselineResult, DiffusionResult
 from kvbench.runs.job import prepare
 from kvbench.runs.request import Request
+from kvbench.runs.results import BaselineResult, DiffusionResult
 
 from .conftest import END, TOYS, read_lines
 

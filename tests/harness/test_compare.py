@@ -26,9 +26,9 @@ from kvbench.analysis.finished import Run, find_runs
 from kvbench.analysis.format import _output, print_regressions
 from kvbench.analysis.significance import adjust
 from kvbench.files import read_file, write_record
-from kvbench.results import BudgetResult, CertificateResult, Output, Result, Score
 from kvbench.runs.journal import Line
 from kvbench.runs.request import Plan, Request, check
+from kvbench.runs.results import BudgetResult, CertificateResult, Output, Result, Score
 from kvbench.runs.spec import RunSpec
 
 CURATED = Path(__file__).parents[2] / "results" / "cpu-2-cores"

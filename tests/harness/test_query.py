@@ -18,8 +18,8 @@ from kvbench.analysis.flatten import find_columns, flatten, make_table, write_cs
 from kvbench.analysis.query import query_runs
 from kvbench.errors import UserError
 from kvbench.files import read_file, read_lines
-from kvbench.results import Result
 from kvbench.runs.journal import Line
+from kvbench.runs.results import Result
 
 CURATED = Path(__file__).parents[2] / "results" / "cpu-2-cores"
 

@@ -27,7 +27,7 @@ from kvbench.report.group import Entry, find_frontier, group_entries, held_share
 from kvbench.report.sections import HEAD, write_report
 from kvbench.report.sections import list_cells as list_row
 from kvbench.report.table import Cell, write_table
-from kvbench.results import Result
+from kvbench.runs.results import Result
 
 GRID = f"{Path(__file__).parent / 'toy_grid.py'}:Cells"
 LAST = f"{Path(__file__).parent / 'toy.py'}:Last"

@@ -16,8 +16,8 @@ from kvbench.errors import UserError
 from kvbench.files import Journal, finished_samples, read_file, read_lines, write_atomic
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.registry import find_method
-from kvbench.results import Result
 from kvbench.runs.journal import Evidence, Line
+from kvbench.runs.results import Result
 from kvbench.session import Session
 from kvbench.stats import bootstrap_interval
 from kvbench.summary import certify

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.files import read_file, read_lines
-from kvbench.results import Result
+from kvbench.runs.results import Result
 
 TOYS = Path(__file__).parent / "toy.py"
 INERT, LAST = f"{TOYS}:Inert", f"{TOYS}:Last"

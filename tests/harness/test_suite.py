@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from kvbench.errors import UserError
 from kvbench.registry import list_entries
-from kvbench.results import Result
 from kvbench.runs import job, sample
 from kvbench.runs.request import Request, check
+from kvbench.runs.results import Result
 from kvbench.suite import FOLDER, Mean, average, find_suite, list_suites, read_suite, save_suite
 from kvbench.sweep.cell import Cell, Report
 

@@ -19,10 +19,10 @@ from kvbench.leaderboard.parcel import write_tar
 from kvbench.leaderboard.records import MANIFEST, RESULT, SAMPLES, SPEC
 from kvbench.leaderboard.repository import Repository
 from kvbench.leaderboard.verify import verify
-from kvbench.results import Git
 from kvbench.runs.job import Job, prepare
 from kvbench.runs.journal import Line
 from kvbench.runs.request import Request
+from kvbench.runs.results import Git
 from kvbench.runs.runner import run
 from kvbench.runs.spec import RunSpec
 from kvbench.summary import summarise

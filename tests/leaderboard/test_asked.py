@@ -11,7 +11,7 @@ import pytest
 from kvbench import cli
 from kvbench.files import read_file
 from kvbench.leaderboard.asked import write_command, write_request
-from kvbench.results import Result
+from kvbench.runs.results import Result
 from kvbench.sweep.file import Options
 
 CURATED = sorted((Path(__file__).parents[2] / "results" / "cpu-2-cores").glob("*/result.json"))

@@ -9,7 +9,7 @@ from typing import Literal
 
 from kvbench.analysis.format import format_seconds
 from kvbench.leaderboard.site.tables import Axis
-from kvbench.results import Result
+from kvbench.runs.results import Result
 
 
 @dataclass(frozen=True)

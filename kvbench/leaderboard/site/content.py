@@ -17,7 +17,7 @@ from kvbench.leaderboard.site.entries import Problem
 from kvbench.leaderboard.site.pages import TEMPLATES, Pages, name_pages, tag_group, write_value
 from kvbench.leaderboard.site.tables import Group, Row
 from kvbench.method import Card
-from kvbench.results import Result
+from kvbench.runs.results import Result
 
 FILTERS = {
     "model": "Model", "suite": "Suite", "task": "Task", "mode": "Mode", "visibility": "What a method sees",

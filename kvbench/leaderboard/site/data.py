@@ -11,7 +11,7 @@ from kvbench.analysis.flatten import Row as FlatRow
 from kvbench.extras import load_extra
 from kvbench.leaderboard.site.entries import Problem
 from kvbench.leaderboard.site.tables import Group
-from kvbench.results import Result
+from kvbench.runs.results import Result
 
 OWN = {
     "table": (str, "which rows stand together: a name for their protocol"),

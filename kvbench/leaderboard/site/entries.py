@@ -18,8 +18,8 @@ from kvbench.leaderboard.parcel import JOURNAL, find_bundles, read_files, read_r
 from kvbench.leaderboard.records import VERIFICATION, Verification
 from kvbench.leaderboard.verdict import RefusedError, blaming, show
 from kvbench.method import Card
-from kvbench.results import Result
 from kvbench.runs.journal import Answer, Line
+from kvbench.runs.results import Result
 
 SHOWN = 3
 """Contexts whose answers a run's page shows."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from kvbench.analysis.format import format_bytes, format_seconds
 from kvbench.leaderboard.site.pages import write_value
-from kvbench.results import BaselineResult, Result
+from kvbench.runs.results import BaselineResult, Result
 
 Facts = list[tuple[str, str]]
 MEMORY = (

@@ -23,7 +23,7 @@ from kvbench.leaderboard.site.columns import Column, choose_columns
 from kvbench.leaderboard.site.tables import Axis, Group, Row, name_machine
 from kvbench.registry import list_models
 from kvbench.report.sections import list_protocol
-from kvbench.results import Result
+from kvbench.runs.results import Result
 
 TEMPLATES = Path(__file__).parent / "templates"
 LONGEST = 2000

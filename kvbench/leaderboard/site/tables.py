@@ -17,7 +17,7 @@ from kvbench.analysis.compare import Difference, compare_runs, name_questions, r
 from kvbench.leaderboard.known import is_known_full
 from kvbench.leaderboard.site.entries import Entry
 from kvbench.report.group import held_share, label_results, read_share
-from kvbench.results import Result
+from kvbench.runs.results import Result
 
 EDGES = (0.15, 0.3, 0.6, 1.0)
 """Between bands, as shares of the dense cache: a round budget falls inside of one, with the bytes that come on top."""

@@ -10,7 +10,7 @@ from kvbench.leaderboard.site.claims import VERDICTS
 from kvbench.reproduce.claims import list_claims
 from kvbench.reproduce.paper import list_papers
 from kvbench.reproduce.shape import Compared, FindingRecord, ShapeRecord
-from kvbench.results import Result
+from kvbench.runs.results import Result
 
 FINDINGS = {
     "holds": "Rows stay.", "does not hold": "Rows <b>go</b>.", "undecided": "Rows may go.",
