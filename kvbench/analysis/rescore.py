@@ -14,7 +14,7 @@ from kvbench.runs.journal import Line
 from kvbench.runs.request import find_scorer
 from kvbench.runs.results import Score
 from kvbench.runs.spec import SCHEMA_VERSION, Record, RunSpec
-from kvbench.summary import score_lines
+from kvbench.runs.summary import score_lines
 
 
 class Rescored(Record):

@@ -17,7 +17,7 @@ from kvbench.leaderboard.verdict import RefusedError, blaming, flag, ok, refuse,
 from kvbench.method import Method
 from kvbench.runs.journal import Line
 from kvbench.runs.results import Result, Score
-from kvbench.summary import summarise
+from kvbench.runs.summary import summarise
 
 SUMMED = (
     "status", "error", "n_scored", "n_failed", "score", "scores", "agreement", "output", "memory", "latency",

@@ -17,7 +17,7 @@ from kvbench.leaderboard.records import Check, HiddenSeed
 from kvbench.leaderboard.verdict import RefusedError, ok, refuse, show
 from kvbench.runs.examples import make_examples
 from kvbench.runs.journal import Line
-from kvbench.summary import score_lines
+from kvbench.runs.summary import score_lines
 
 if TYPE_CHECKING:
     from kvbench.hf import Model

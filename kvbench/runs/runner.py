@@ -18,7 +18,7 @@ from kvbench.runs.job import Job
 from kvbench.runs.results import Result
 from kvbench.runs.sample import SampleFailedError, run_sample
 from kvbench.runs.spec import RunSpec
-from kvbench.summary import describe_mixed, find_machines, summarise
+from kvbench.runs.summary import describe_mixed, find_machines, summarise
 
 
 class Progress(Protocol):

@@ -19,7 +19,7 @@ from kvbench.registry import find_task
 from kvbench.runs import sample
 from kvbench.runs.job import reach
 from kvbench.runs.journal import Agreement, AgreementPart, Line
-from kvbench.summary import _agreement
+from kvbench.runs.summary import _agreement
 from kvbench.task import Encoded, EncodedTurn, Mode, Split, encode
 
 TOYS = Path(__file__).parent / "toy_choices.py"

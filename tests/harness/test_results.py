@@ -18,9 +18,9 @@ from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.registry import find_method
 from kvbench.runs.journal import Evidence, Line
 from kvbench.runs.results import Result
+from kvbench.runs.summary import certify
 from kvbench.session import Session
 from kvbench.stats import bootstrap_interval
-from kvbench.summary import certify
 
 SAMPLES, TURNS = 3, 2
 

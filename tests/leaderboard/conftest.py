@@ -25,7 +25,7 @@ from kvbench.runs.request import Request
 from kvbench.runs.results import Git
 from kvbench.runs.runner import run
 from kvbench.runs.spec import RunSpec
-from kvbench.summary import summarise
+from kvbench.runs.summary import summarise
 
 if TYPE_CHECKING:
     from .house import House
