@@ -13,8 +13,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from kvbench.errors import UserError, unknown
-from kvbench.files import saving, write_record
 from kvbench.registry import HERE
+from kvbench.runs.files import saving, write_record
 from kvbench.runs.results import Result
 from kvbench.runs.spec import SCHEMA_VERSION, Record
 from kvbench.sweep.cell import Cell, Report

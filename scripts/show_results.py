@@ -15,10 +15,10 @@ from statistics import fmean
 
 import vl_convert
 
-from kvbench.files import read_file
 from kvbench.registry import find_method
 from kvbench.report.charts import COSTS, Cost, draw_cost
 from kvbench.report.group import Entry, label_results
+from kvbench.runs.files import read_file
 from kvbench.runs.results import Result
 
 ROOT = Path(__file__).parent.parent

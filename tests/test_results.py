@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvbench.analysis.rescore import rescore
-from kvbench.files import finished_samples, read_file, read_lines
 from kvbench.hf.find import find_folder, hash_model
+from kvbench.runs.files import finished_samples, read_file, read_lines
 from kvbench.runs.results import Result
 from kvbench.runs.spec import RunSpec
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvbench.analysis.finished import Run
 from kvbench.analysis.significance import ALPHA, adjust, compare_scores, find_smallest, flip_signs, group_ties
 from kvbench.errors import UserError
-from kvbench.files import read_file
+from kvbench.runs.files import read_file
 from kvbench.runs.results import Result
 from kvbench.runs.spec import RunSpec
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.errors import UserError, unknown
-from kvbench.files import read_answers, read_file
 from kvbench.log import say
+from kvbench.runs.files import read_answers, read_file
 from kvbench.runs.journal import Answer
 from kvbench.runs.results import Result
 

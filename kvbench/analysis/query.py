@@ -13,7 +13,7 @@ from typing import Any
 from kvbench.analysis.flatten import Column, Row, find_columns, flatten, make_table
 from kvbench.errors import UserError
 from kvbench.extras import load_extra
-from kvbench.files import read_file, read_lines
+from kvbench.runs.files import read_file, read_lines
 from kvbench.runs.journal import Line
 from kvbench.runs.results import Result
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from kvbench.errors import UserError
-from kvbench.files import finished_samples, read_file, read_lines, saving, write_record
 from kvbench.log import say
 from kvbench.registry import find_task
+from kvbench.runs.files import finished_samples, read_file, read_lines, saving, write_record
 from kvbench.runs.journal import Line
 from kvbench.runs.request import find_scorer
 from kvbench.runs.results import Score

@@ -9,7 +9,7 @@ from kvbench.analysis.format import print_rows
 from kvbench.bench.records import Bench
 from kvbench.bench.table import list_lines, make_table
 from kvbench.errors import UserError
-from kvbench.files import read_file
+from kvbench.runs.files import read_file
 
 
 def main(arguments: list[str]) -> int:

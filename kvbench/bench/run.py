@@ -20,11 +20,11 @@ from kvbench.bench.records import Bench, Cell, Clock, Ruler
 from kvbench.bench.state import Setting
 from kvbench.bench.timing import COPIED_BYTES, measure_copy
 from kvbench.errors import UserError, unknown
-from kvbench.files import write_record
 from kvbench.hf import Model, check_device, load_model, predict_memory
 from kvbench.log import say
 from kvbench.machine import find_environment, free_bytes
 from kvbench.plan import ANCHORS, LATER, State, make_methods
+from kvbench.runs.files import write_record
 from kvbench.runs.request import check_kernels, check_kernels_device, check_kernels_dtype
 from kvbench.runs.spec import Implementation, ModelSpec
 from kvbench.settings import parse_pairs

@@ -114,8 +114,8 @@ def _report(
 ) -> int:
     """A table of a bundle's checks, or a row for each of several; exit code 1 where a level is one of those below."""
     from kvbench.analysis.format import print_rows
-    from kvbench.files import write_record
     from kvbench.leaderboard.records import VERIFICATION
+    from kvbench.runs.files import write_record
 
     if len(found) == 1:
         (path, record), = found

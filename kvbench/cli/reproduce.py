@@ -260,7 +260,7 @@ def _test_shape(name: str, samples: int | None, out: Path, *, dry_run: bool, as_
     })
     _print_findings(record.findings)
     if name == "all" and samples is None:
-        from kvbench.files import saving, write_record
+        from kvbench.runs.files import saving, write_record
 
         with saving(RECORD):
             RECORD.parent.mkdir(parents=True, exist_ok=True)

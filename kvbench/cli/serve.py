@@ -39,8 +39,8 @@ def serve_command(
     uvicorn = load_extra("uvicorn", extra="server", what="kvbench leaderboard serve")
     load_extra("fastapi", extra="server", what="kvbench leaderboard serve")
     place, database = _open(db, state, results)
-    from kvbench.files import saving
     from kvbench.leaderboard.server.app import create_app
+    from kvbench.runs.files import saving
 
     with saving(results):
         results.mkdir(parents=True, exist_ok=True)
@@ -103,9 +103,9 @@ def _open(url: str | None, folder: Path, results: Path = Path("results")) -> tup
     from kvbench.extras import load_extra
 
     load_extra("sqlalchemy", extra="server", what="the leaderboard's server")
-    from kvbench.files import saving
     from kvbench.leaderboard.server.state import State
     from kvbench.leaderboard.server.tables import Database
+    from kvbench.runs.files import saving
 
     place = State(folder.resolve(), results.resolve())
     with saving(folder):

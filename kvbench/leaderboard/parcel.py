@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
-from kvbench.files import saving
 from kvbench.leaderboard.records import BUNDLED, MANIFEST, RESULT, SAMPLES, SPEC, VERIFICATION
 from kvbench.leaderboard.verdict import RefusedError, show
+from kvbench.runs.files import saving
 
 JOURNAL = "samples.jsonl"
 """As a run writes it; a bundle has it packed."""

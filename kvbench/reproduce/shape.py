@@ -12,9 +12,9 @@ from pydantic import BaseModel, Field, model_validator
 
 from kvbench.analysis.significance import ALPHA, adjust, flip_signs
 from kvbench.errors import UserError, unknown
-from kvbench.files import read_file, read_lines
 from kvbench.registry import HERE
 from kvbench.reproduce.paper import HINT
+from kvbench.runs.files import read_file, read_lines
 from kvbench.runs.journal import Line
 from kvbench.runs.request import Request
 from kvbench.runs.results import Environment, Result

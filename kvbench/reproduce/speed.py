@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbench.errors import UserError
-from kvbench.files import read_file
 from kvbench.reproduce.claims import Claim, slug
 from kvbench.reproduce.plan import Missing, Plan
 from kvbench.reproduce.verdict import Judgement, Number, Verdict
+from kvbench.runs.files import read_file
 
 if TYPE_CHECKING:
     from kvbench.bench.records import Bench, Cell

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from kvbench.analysis.finished import Run, load_run
 from kvbench.errors import UserError
-from kvbench.files import read_file
 from kvbench.registry import list_entries
 from kvbench.reproduce.claims import list_claims
 from kvbench.reproduce.paper import Paper, list_papers
@@ -16,6 +15,7 @@ from kvbench.reproduce.plan import Missing, Plan, find_baseline, plan_claim
 from kvbench.reproduce.shape import ShapeRecord
 from kvbench.reproduce.speed import find_timed, judge_speed
 from kvbench.reproduce.verdict import Judgement, judge
+from kvbench.runs.files import read_file
 from kvbench.runs.request import Request, check
 from kvbench.runs.results import Result
 from kvbench.runs.spec import DenoisingSpec, Protocol, RunSpec

@@ -9,11 +9,11 @@ from typing import Protocol
 
 from kvbench.canvas import fill_sample
 from kvbench.errors import UserError
-from kvbench.files import Journal, locked, read_file, saving, write_record
 from kvbench.kernels.choice import using
 from kvbench.log import say
 from kvbench.machine import find_machine
 from kvbench.runs.examples import make_examples
+from kvbench.runs.files import Journal, locked, read_file, saving, write_record
 from kvbench.runs.job import Job
 from kvbench.runs.results import Result
 from kvbench.runs.sample import SampleFailedError, run_sample

@@ -151,7 +151,7 @@ def describe(error: BaseException) -> str:
 
 
 def _wait_for(folder: Path) -> None:
-    from kvbench.files import SaveError, locked
+    from kvbench.runs.files import SaveError, locked
 
     deadline = time.monotonic() + PATIENCE
     while folder.exists() and time.monotonic() < deadline:

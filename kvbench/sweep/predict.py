@@ -11,9 +11,9 @@ from typing import ClassVar
 from kvbench.budget import BudgetKind
 from kvbench.canvas import Uncached, fill_sample
 from kvbench.errors import UserError
-from kvbench.files import finished_samples, read_lines
 from kvbench.method import Card, Method
 from kvbench.runs.examples import make_examples
+from kvbench.runs.files import finished_samples, read_lines
 from kvbench.runs.job import Job, prepare
 from kvbench.runs.sample import run_sample
 from kvbench.sweep.cell import Cell, Shelf

@@ -14,9 +14,9 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from kvbench.agreement import compare_logits
-from kvbench.files import read_lines
 from kvbench.registry import find_task
 from kvbench.runs import sample
+from kvbench.runs.files import read_lines
 from kvbench.runs.job import reach
 from kvbench.runs.journal import Agreement, AgreementPart, Line
 from kvbench.runs.summary import _agreement

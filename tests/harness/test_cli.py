@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.conformance import Claim
-from kvbench.files import read_lines
+from kvbench.runs.files import read_lines
 from kvbench.runs.spec import Mode, RunSpec
 
 TOYS = Path(__file__).parent / "toy.py"

@@ -25,7 +25,7 @@ from kvbench.analysis.compare import (
 from kvbench.analysis.finished import Run, find_runs
 from kvbench.analysis.format import _output, print_regressions
 from kvbench.analysis.significance import adjust
-from kvbench.files import read_file, write_record
+from kvbench.runs.files import read_file, write_record
 from kvbench.runs.journal import Line
 from kvbench.runs.request import Plan, Request, check
 from kvbench.runs.results import BudgetResult, CertificateResult, Output, Result, Score

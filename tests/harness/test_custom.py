@@ -17,9 +17,9 @@ from pydantic import ValidationError
 
 from kvbench.custom import SCORERS, Row, Table, contains, exact, read_task, string_match_all
 from kvbench.errors import UserError
-from kvbench.files import read_lines
 from kvbench.hf import load_tokenizer
 from kvbench.methods.baseline.full import Full
+from kvbench.runs.files import read_lines
 from kvbench.runs.provenance import find_sources
 from kvbench.task import Mode, Split, Turn, encode, prompt_tokens
 

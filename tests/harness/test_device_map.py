@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.files import read_lines
+from kvbench.runs.files import read_lines
 from kvbench.runs.request import read_device_map
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'kvbench[accelerate]'")

@@ -16,10 +16,10 @@ import pytest
 
 from kvbench import tokens
 from kvbench.errors import UserError
-from kvbench.files import read_lines
 from kvbench.hf import load_model
 from kvbench.registry import list_entries
 from kvbench.runs.examples import make_examples
+from kvbench.runs.files import read_lines
 from kvbench.runs.job import Job, prepare
 from kvbench.runs.request import Request
 from kvbench.runs.runner import run

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvbench.files import read_lines
 from kvbench.registry import list_ops
+from kvbench.runs.files import read_lines
 
 
 def result_of(tmp_path: Path, kernels: str) -> tuple[dict[str, object], Path]:

@@ -20,13 +20,13 @@ from lm_eval.tasks import TaskManager
 
 from kvbench.agreement import force_answer
 from kvbench.errors import UserError
-from kvbench.files import read_lines
 from kvbench.lmeval.__main__ import main
 from kvbench.lmeval.generation import Generation
 from kvbench.lmeval.model import KvbenchModel
 from kvbench.lmeval.tally import NotMeasuredError
 from kvbench.method import Budget
 from kvbench.registry import find_method, find_task
+from kvbench.runs.files import read_lines
 from kvbench.session import Session
 from kvbench.task import Split
 from kvbench.tasks.prose import sentences

@@ -17,7 +17,7 @@ from kvbench.analysis.finished import find_runs
 from kvbench.analysis.flatten import find_columns, flatten, make_table, write_csv
 from kvbench.analysis.query import query_runs
 from kvbench.errors import UserError
-from kvbench.files import read_file, read_lines
+from kvbench.runs.files import read_file, read_lines
 from kvbench.runs.journal import Line
 from kvbench.runs.results import Result
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from kvbench.budget import Budget
 from kvbench.errors import UserError
-from kvbench.files import Journal, finished_samples, read_file, read_lines, write_atomic
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.registry import find_method
+from kvbench.runs.files import Journal, finished_samples, read_file, read_lines, write_atomic
 from kvbench.runs.journal import Evidence, Line
 from kvbench.runs.results import Result
 from kvbench.runs.summary import certify
@@ -44,7 +44,7 @@ ENDS = [i + 1 for i, byte in enumerate(WHOLE) if byte == ord("\n")]
 @pytest.fixture(autouse=True)
 def no_fsync(monkeypatch):
     """The disk's own time is not tested."""
-    monkeypatch.setattr("kvbench.files.os.fsync", lambda _: None)
+    monkeypatch.setattr("kvbench.runs.files.os.fsync", lambda _: None)
 
 
 def resume(path: Path) -> list[Line]:
@@ -149,7 +149,7 @@ def test_writing_is_all_or_nothing(tmp_path, monkeypatch):
     def fail(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("kvbench.files.os.fsync", fail)
+    monkeypatch.setattr("kvbench.runs.files.os.fsync", fail)
     with pytest.raises(UserError, match="No space left on device"):
         write_atomic(path, "new")
     assert [x.name for x in tmp_path.iterdir()] == ["result.json"]

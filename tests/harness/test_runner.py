@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.files import read_file, read_lines
+from kvbench.runs.files import read_file, read_lines
 from kvbench.runs.results import Result
 
 TOYS = Path(__file__).parent / "toy.py"
@@ -248,7 +248,7 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(kvbench, arguments, tmp_path
         if synced > full_after:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("kvbench.files.os.fsync", fsync)
+    monkeypatch.setattr("kvbench.runs.files.os.fsync", fsync)
     answer = kvbench(*arguments, "--method", LAST)
     assert answer.code == 1
     assert "No space left on device" in answer.err.splitlines()[-1]
@@ -263,7 +263,7 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(kvbench, arguments, tmp_path
 
 def test_two_processes_do_not_share_a_run(kvbench, arguments, tmp_path, monkeypatch):
     """The second is told, and leaves the first alone."""
-    from kvbench.files import locked
+    from kvbench.runs.files import locked
     from kvbench.runs.runner import run
 
     def run_locked(job, progress):

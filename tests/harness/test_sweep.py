@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.files import locked, read_lines
 from kvbench.runs import job, sample
+from kvbench.runs.files import locked, read_lines
 from kvbench.sweep.check import check_cells
 from kvbench.sweep.file import NAMES, File, expand, read_sweep
 from kvbench.sweep.local import Crew

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
-from kvbench.files import read_lines
 from kvbench.hf import load_model
 from kvbench.registry import find_task
 from kvbench.runs.examples import make_examples
+from kvbench.runs.files import read_lines
 from kvbench.runs.job import prepare
 from kvbench.runs.request import Request
 from kvbench.settings import configure

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvbench import cli
-from kvbench.files import read_file
 from kvbench.leaderboard.asked import write_command, write_request
+from kvbench.runs.files import read_file
 from kvbench.runs.results import Result
 from kvbench.sweep.file import Options
 

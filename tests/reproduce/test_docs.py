@@ -11,10 +11,10 @@ import pytest
 import typer
 
 from kvbench.cli import app
-from kvbench.files import read_file
 from kvbench.reproduce.claims import find_claims
 from kvbench.reproduce.paper import read_paper
 from kvbench.reproduce.shape import ShapeRecord, find_findings, read_shape
+from kvbench.runs.files import read_file
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "reproducing.md").read_text(encoding="utf-8")

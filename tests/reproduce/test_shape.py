@@ -12,7 +12,6 @@ import pytest
 
 from kvbench.analysis.significance import adjust, flip_signs
 from kvbench.errors import UserError
-from kvbench.files import read_file
 from kvbench.reproduce.shape import (
     Compared,
     Comparison,
@@ -24,6 +23,7 @@ from kvbench.reproduce.shape import (
     read_shape,
     split,
 )
+from kvbench.runs.files import read_file
 from kvbench.runs.request import check
 from kvbench.toml import read_toml
 

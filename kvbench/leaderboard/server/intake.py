@@ -11,7 +11,6 @@ from fastapi import HTTPException, Request
 from fastapi.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from kvbench.files import SaveError
 from kvbench.leaderboard.bundle import open_head
 from kvbench.leaderboard.parcel import LARGEST_TAR, read_files, write_folder
 from kvbench.leaderboard.server.state import State
@@ -24,6 +23,7 @@ from kvbench.leaderboard.server.submissions import (
 )
 from kvbench.leaderboard.server.tables import Database, Scope, Submission, Token
 from kvbench.leaderboard.verdict import RefusedError
+from kvbench.runs.files import SaveError
 
 UPLOAD_S = 600
 """Most that an upload may take."""

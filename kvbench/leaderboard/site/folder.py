@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvbench.errors import UserError
-from kvbench.files import locked, saving
+from kvbench.runs.files import locked, saving
 
 MARK = ".kvbench-site"
 """A file by which a folder is known as a site of ours."""
