@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvbench.stats import bootstrap_interval
+from kvbench.runs.stats import bootstrap_interval
 
 ALPHA = 0.05
 """False positives that are accepted, over all rows that are compared with one."""

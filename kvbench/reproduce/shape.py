@@ -19,7 +19,7 @@ from kvbench.runs.journal import Line
 from kvbench.runs.request import Request
 from kvbench.runs.results import Environment, Result
 from kvbench.runs.spec import SCHEMA_VERSION, ModelSpec, Record
-from kvbench.stats import bootstrap_interval
+from kvbench.runs.stats import bootstrap_interval
 from kvbench.sweep.file import File, expand
 from kvbench.toml import STRICT, read_toml
 

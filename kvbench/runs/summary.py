@@ -24,7 +24,7 @@ from kvbench.runs.results import (
     TurnScore,
 )
 from kvbench.runs.spec import RunSpec
-from kvbench.stats import bootstrap_interval, quantile
+from kvbench.runs.stats import bootstrap_interval, quantile
 from kvbench.task import Scorer
 
 

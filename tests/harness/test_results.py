@@ -18,9 +18,9 @@ from kvbench.registry import find_method
 from kvbench.runs.files import Journal, finished_samples, read_file, read_lines, write_atomic
 from kvbench.runs.journal import Evidence, Line
 from kvbench.runs.results import Result
+from kvbench.runs.stats import bootstrap_interval
 from kvbench.runs.summary import certify
 from kvbench.session import Session
-from kvbench.stats import bootstrap_interval
 
 SAMPLES, TURNS = 3, 2
 

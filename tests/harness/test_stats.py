@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest, bootstrap, false_discovery_control, permutation_test
 
 from kvbench.analysis.significance import ALPHA, adjust, compare_scores, find_smallest, flip_signs, group_ties
-from kvbench.stats import bootstrap_interval
+from kvbench.runs.stats import bootstrap_interval
 
 scores = st.floats(0, 1, allow_nan=False, width=32)
 contexts = st.lists(st.lists(scores, min_size=1, max_size=4), min_size=1, max_size=12)
