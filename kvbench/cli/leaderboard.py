@@ -75,7 +75,7 @@ def rerun_command(
     from kvbench.leaderboard.levels import Wish, raise_level, read_secret, read_share
     from kvbench.leaderboard.repository import Repository
     from kvbench.leaderboard.verify import verify
-    from kvbench.progress import show_progress
+    from kvbench.runs.progress import show_progress
 
     wanted = read_share(share or "10%") if share is not None or hidden_seed is None else None
     secret = None if hidden_seed is None else read_secret(hidden_seed)

@@ -105,7 +105,7 @@ def _run_task(given: dict[str, Any], trackers: tuple[str, ...], out: Path, *, as
     job = prepare(replace(Options(**given).request(out), trackers=trackers))
     if job.scorer.higher_is_better and not job.model.random:
         say(foretell(job.spec.samples, job.spec.turns, find_full(job.spec, out)))
-    from kvbench.progress import show_progress  # these import torch, which a wrong request need not wait for
+    from kvbench.runs.progress import show_progress  # these import torch, which a wrong request need not wait for
     from kvbench.runs.runner import run
 
     with show_progress(job.spec.samples) as progress:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from kvbench.log import say
-from kvbench.progress import EVERY
+from kvbench.runs.progress import EVERY
 from kvbench.sweep.cell import Cell, Report
 
 

@@ -14,7 +14,7 @@ from kvbench.leaderboard.known import StrangerError
 from kvbench.leaderboard.levels import Wish, raise_level
 from kvbench.leaderboard.repository import Repository
 from kvbench.leaderboard.verify import verify
-from kvbench.progress import show_progress
+from kvbench.runs.progress import show_progress
 
 from .conftest import edit_spec
 
