@@ -12,7 +12,7 @@ from kvbench.analysis.compare import PROTOCOL, compare_pair, look
 from kvbench.analysis.finished import Run
 from kvbench.analysis.significance import compare_scores
 from kvbench.errors import UserError
-from kvbench.leaderboard.asked import write_request
+from kvbench.runs.command import write_request
 from kvbench.runs.files import read_lines
 from kvbench.runs.request import Request, check
 from kvbench.settings import parse_pairs

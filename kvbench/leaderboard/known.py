@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from kvbench.analysis.compare import is_full
 from kvbench.errors import UserError
-from kvbench.leaderboard.asked import write_setting
 from kvbench.leaderboard.records import Check
 from kvbench.leaderboard.verdict import RefusedError, blaming, flag, ok, show
 from kvbench.method import BudgetKind, Card, Method
 from kvbench.registry import Kind, find_method, find_task, list_entries
+from kvbench.runs.command import write_setting
 from kvbench.runs.results import Result
 from kvbench.runs.spec import RunSpec
 from kvbench.settings import configure, jsonable_settings, setting_fields, setting_types

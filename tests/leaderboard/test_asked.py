@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvbench import cli
-from kvbench.leaderboard.asked import write_command, write_request
+from kvbench.runs.command import write_command, write_request
 from kvbench.runs.files import read_file
 from kvbench.runs.results import Result
 from kvbench.sweep.file import Options
