@@ -18,7 +18,7 @@ from typing import ClassVar, cast
 
 from kvbench.budget import BudgetKind
 from kvbench.clocks import now
-from kvbench.diffusion import Denoised, Policy, denoise
+from kvbench.diffusion.policy import Denoised, Policy, denoise
 from kvbench.errors import UserError
 from kvbench.method import Card
 from kvbench.runs.job import Job, limit_of

@@ -31,7 +31,7 @@ from mini_text import EOS, MULTIKEY_1, SHORT, SINGLE_1, VOCABULARY
 from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, Qwen3ForCausalLM
 
-from kvbench.diffusion import denoise
+from kvbench.diffusion.policy import denoise
 from kvbench.hf import load_model
 from kvbench.methods.diffusion.none import NoCache
 from kvbench.sampling import Sampling

@@ -12,7 +12,7 @@ from kvbench.bench.outcome import Failure, attempt
 from kvbench.bench.records import DeviceMemory
 from kvbench.bench.state import Setting, count_bytes, open_stand
 from kvbench.clocks import now
-from kvbench.diffusion import Policy, denoise
+from kvbench.diffusion.policy import Policy, denoise
 from kvbench.kernels.choice import using
 from kvbench.log import say
 from kvbench.method import Method

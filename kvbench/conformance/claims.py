@@ -13,7 +13,7 @@ from typing import Any
 
 from kvbench.conformance import diffusion, footprint, logits, traces, turns
 from kvbench.conformance.trial import NotApplicableError
-from kvbench.diffusion import Policy
+from kvbench.diffusion.policy import Policy
 from kvbench.errors import UserError
 from kvbench.method import Method
 

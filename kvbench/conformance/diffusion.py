@@ -13,7 +13,7 @@ from torch import Tensor
 from kvbench.canvas import Uncached
 from kvbench.conformance.traces import look_at
 from kvbench.conformance.trial import NotApplicableError
-from kvbench.diffusion import Denoised, Denoising, Policy, denoise
+from kvbench.diffusion.policy import Denoised, Denoising, Policy, denoise
 from kvbench.errors import UserError
 from kvbench.hf import Model
 from kvbench.hf.tiny import VOCABULARY, tiny_diffusion

@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvbench.diffusion import Denoising, Plan, Policy, top
+from kvbench.diffusion.policy import Denoising, Plan, Policy, top
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Shape, Upstream
 from kvbench.sampling import Sampling

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.diffusion import Denoising, Plan, Policy
+from kvbench.diffusion.policy import Denoising, Plan, Policy
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Shape, Upstream
 from kvbench.store.positions import PositionKV, sequences

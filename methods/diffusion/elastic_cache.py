@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvbench.diffusion import Denoising, Plan, Policy
+from kvbench.diffusion.policy import Denoising, Plan, Policy
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Step, Upstream
 from kvbench.sampling import Sampling

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvbench.diffusion import Denoising, Plan, Policy
+from kvbench.diffusion.policy import Denoising, Plan, Policy
 from kvbench.method import BudgetKind, Card, Upstream
 
 UPSTREAM = Upstream(repo="NVlabs/Fast-dLLM", commit="24cc59e", licence="Apache-2.0")

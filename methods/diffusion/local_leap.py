@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvbench.diffusion import Denoising, Policy
+from kvbench.diffusion.policy import Denoising, Policy
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Upstream
 from kvbench.sampling import Sampling

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvbench.diffusion import Policy
+from kvbench.diffusion.policy import Policy
 from kvbench.method import BudgetKind, Card, Shape
 
 

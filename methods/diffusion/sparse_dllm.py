@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvbench.diffusion import Denoising, Plan, Policy
+from kvbench.diffusion.policy import Denoising, Plan, Policy
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Shape, Step, Upstream
 from kvbench.store.positions import PositionKV

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvbench.diffusion import Denoising, Plan, Policy
+from kvbench.diffusion.policy import Denoising, Plan, Policy
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Shape, Upstream
 from kvbench.sampling import Sampling

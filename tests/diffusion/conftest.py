@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvbench.diffusion import denoise
+from kvbench.diffusion.policy import denoise
 from kvbench.hf import Model
 from kvbench.hf.masked import Masking
 from kvbench.sampling import Sampling

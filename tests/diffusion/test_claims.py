@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvbench.conformance import POLICY_CLAIMS, NotApplicableError, check
-from kvbench.diffusion import Plan, Policy
+from kvbench.diffusion.policy import Plan, Policy
 from kvbench.hf.tiny import tiny_diffusion
 from kvbench.methods.diffusion.none import NoCache
 from kvbench.registry import find_method, list_entries

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, GPT2Config, GraniteConfig, LlamaConfig, Qwen2Config, Qwen2ForCausalLM
 
-from kvbench.diffusion import denoise
+from kvbench.diffusion.policy import denoise
 from kvbench.errors import UserError
 from kvbench.hf import load_model, predict_memory
 from kvbench.hf.masked import Blocks, Masking

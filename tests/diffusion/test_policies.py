@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.diffusion import Denoising, Plan
+from kvbench.diffusion.policy import Denoising, Plan
 from kvbench.errors import UserError
 from kvbench.hf.seam import attached
 from kvbench.methods.diffusion.dkv_cache import DkvCacheDecode, DkvCacheGreedy, DkvCachePd, DkvCachePrefill

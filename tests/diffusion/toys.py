@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from kvbench.diffusion import Denoising, Plan, Policy
+from kvbench.diffusion.policy import Denoising, Plan, Policy
 from kvbench.method import BudgetKind, Card
 from kvbench.task import Example, Scorer, Task, Turn
 

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from kvbench.diffusion import denoise
+from kvbench.diffusion.policy import denoise
 from kvbench.hf import Model
 from kvbench.hf.tiny import VOCABULARY, tiny_diffusion, tiny_model
 from kvbench.kernels.choice import using

@@ -1,0 +1,1 @@
+"""Denoising of masked diffusion models, and the cache policies in it."""
