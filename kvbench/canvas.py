@@ -19,13 +19,13 @@ from typing import ClassVar, cast
 from kvbench.budget import BudgetKind
 from kvbench.clocks import now
 from kvbench.diffusion.policy import Denoised, Policy, denoise
+from kvbench.diffusion.sampling import Sampling, plan_sampling
 from kvbench.errors import UserError
 from kvbench.method import Card
 from kvbench.runs.job import Job, limit_of
 from kvbench.runs.journal import Baseline, Bytes, Evidence, Line, Times, TokenCounts
 from kvbench.runs.journal import Denoising as DenoisingLine
 from kvbench.runs.sample import SampleFailedError, fail, judge, note
-from kvbench.sampling import Sampling, plan_sampling
 from kvbench.task import Encoded, Example, Turn
 
 

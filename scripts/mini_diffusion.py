@@ -32,9 +32,9 @@ from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, Qwen3ForCausalLM
 
 from kvbench.diffusion.policy import denoise
+from kvbench.diffusion.sampling import Sampling
 from kvbench.hf import load_model
 from kvbench.methods.diffusion.none import NoCache
-from kvbench.sampling import Sampling
 from kvbench.task import Mode, Split, Task, encode
 from kvbench.tasks.growth import lists, sums
 from kvbench.tasks.ruler import niah

@@ -13,11 +13,11 @@ from kvbench.bench.records import DeviceMemory
 from kvbench.bench.state import Setting, count_bytes, open_stand
 from kvbench.clocks import now
 from kvbench.diffusion.policy import Policy, denoise
+from kvbench.diffusion.sampling import Sampling
 from kvbench.kernels.choice import using
 from kvbench.log import say
 from kvbench.method import Method
 from kvbench.runs.journal import Bytes
-from kvbench.sampling import Sampling
 
 STEPS = 128
 """Decode steps of an answer; no token ends it."""

@@ -14,10 +14,10 @@ from kvbench.canvas import Uncached
 from kvbench.conformance.traces import look_at
 from kvbench.conformance.trial import NotApplicableError
 from kvbench.diffusion.policy import Denoised, Denoising, Policy, denoise
+from kvbench.diffusion.sampling import Sampling
 from kvbench.errors import UserError
 from kvbench.hf import Model
 from kvbench.hf.tiny import VOCABULARY, tiny_diffusion
-from kvbench.sampling import Sampling
 from kvbench.store import storage_bytes
 
 PROMPT, ANSWER = 20, 16

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from kvbench.diffusion.policy import Denoising, Plan, Policy, top
+from kvbench.diffusion.sampling import Sampling
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Shape, Upstream
-from kvbench.sampling import Sampling
 
 UPSTREAM = Upstream(repo="horseee/dKV-Cache", commit="49a76fc", licence=None)
 BATCHES = "the reference wants equal counts in all sequences of a batch; here shorter ones repeat a row"

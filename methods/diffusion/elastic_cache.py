@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kvbench.diffusion.policy import Denoising, Plan, Policy
+from kvbench.diffusion.sampling import Sampling
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Step, Upstream
-from kvbench.sampling import Sampling
 from kvbench.store.positions import PositionKV
 
 

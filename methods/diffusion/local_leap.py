@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.diffusion.policy import Denoising, Policy
+from kvbench.diffusion.sampling import Sampling
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Upstream
-from kvbench.sampling import Sampling
 
 
 @dataclass(frozen=True)

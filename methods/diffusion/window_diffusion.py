@@ -9,9 +9,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvbench.diffusion.policy import Denoising, Plan, Policy
+from kvbench.diffusion.sampling import Sampling
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Shape, Upstream
-from kvbench.sampling import Sampling
 
 ACTIVE = "where a step commits more masks than are active the reference overwrites decoded tokens; here it is refused"
 DREAM = (

@@ -12,9 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvbench.diffusion.policy import denoise
+from kvbench.diffusion.sampling import Sampling
 from kvbench.hf import Model
 from kvbench.hf.masked import Masking
-from kvbench.sampling import Sampling
 
 MASK, WORDS = 63, 60
 END = 0

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from kvbench.diffusion.policy import Denoising, Plan, denoise, positions_of, top
 from kvbench.diffusion.policy import policy as diffusion
+from kvbench.diffusion.sampling import Sampling
 from kvbench.errors import UserError
 from kvbench.hf.seam import attached
 from kvbench.method import BudgetKind, Card
 from kvbench.methods.diffusion.dkv_cache import DkvCacheDecode, DkvCacheGreedy
 from kvbench.methods.diffusion.none import NoCache
-from kvbench.sampling import Sampling
 
 MASK = 63  # of the models in conftest.py
 

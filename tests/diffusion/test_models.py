@@ -13,12 +13,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, GPT2Config, GraniteConfig, LlamaConfig, Qwen2Config, Qwen2ForCausalLM
 
 from kvbench.diffusion.policy import denoise
+from kvbench.diffusion.sampling import Sampling
 from kvbench.errors import UserError
 from kvbench.hf import load_model, predict_memory
 from kvbench.hf.masked import Blocks, Masking
 from kvbench.hf.seam import attached
 from kvbench.methods.diffusion.none import NoCache
-from kvbench.sampling import Sampling
 from kvbench.store.positions import attend_rows
 from kvbench.task import Frame
 

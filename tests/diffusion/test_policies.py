@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.diffusion.policy import Denoising, Plan
+from kvbench.diffusion.sampling import Sampling
 from kvbench.errors import UserError
 from kvbench.hf.seam import attached
 from kvbench.methods.diffusion.dkv_cache import DkvCacheDecode, DkvCacheGreedy, DkvCachePd, DkvCachePrefill
@@ -22,7 +23,6 @@ from kvbench.methods.diffusion.none import NoCache
 from kvbench.methods.diffusion.sparse_dllm import SparseDllm
 from kvbench.methods.diffusion.window_diffusion import WindowDiffusion
 from kvbench.registry import list_entries
-from kvbench.sampling import Sampling
 
 NEVER = 10**6
 RANDOM = {"remasking": "random", "steps": 8}

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from kvbench.diffusion.policy import denoise
+from kvbench.diffusion.sampling import Sampling
 from kvbench.hf import Model
 from kvbench.hf.tiny import VOCABULARY, tiny_diffusion, tiny_model
 from kvbench.kernels.choice import using
 from kvbench.method import Budget
 from kvbench.registry import find_method
-from kvbench.sampling import Sampling
 from kvbench.session import Session
 
 DENSE = {"dense_attention": "triton", "dense_attention.prompt": "triton", "dense_attention.chunk": "triton"}
