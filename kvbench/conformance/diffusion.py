@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kvbench.canvas import Uncached
 from kvbench.conformance.traces import look_at
 from kvbench.conformance.trial import NotApplicableError
 from kvbench.diffusion.policy import Denoised, Denoising, Policy, denoise
+from kvbench.diffusion.sample import Uncached
 from kvbench.diffusion.sampling import Sampling
 from kvbench.errors import UserError
 from kvbench.hf import Model

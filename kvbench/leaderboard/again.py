@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvbench.canvas import fill_sample
+from kvbench.diffusion.sample import fill_sample
 from kvbench.errors import UserError
 from kvbench.hf import find_copy, load_model
 from kvbench.kernels.choice import using

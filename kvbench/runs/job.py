@@ -289,7 +289,7 @@ def _try_first(job: Job) -> Job:
     if job.model.masking is None:
         most = reach(encoded, spec, [limit_of(x.limit, spec.generation) for x in example.turns])
     else:
-        from kvbench.canvas import plan_turn  # it imports this module
+        from kvbench.diffusion.sample import plan_turn  # it imports this module
 
         whole = chain([(0, example, encoded)], made)  # the regime is the run's: it must fit every answer
         most = max(reach(ids, spec, [plan_turn(job, x)[0] for x in one.turns]) for _, one, ids in whole)

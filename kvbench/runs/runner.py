@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from kvbench.canvas import fill_sample
+from kvbench.diffusion.sample import fill_sample
 from kvbench.errors import UserError
 from kvbench.kernels.choice import using
 from kvbench.log import say

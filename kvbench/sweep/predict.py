@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvbench.budget import BudgetKind
-from kvbench.canvas import Uncached, fill_sample
+from kvbench.diffusion.sample import Uncached, fill_sample
 from kvbench.errors import UserError
 from kvbench.method import Card, Method
 from kvbench.runs.examples import make_examples

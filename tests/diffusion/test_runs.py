@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench import canvas
+from kvbench.diffusion import sample as canvas
 from kvbench.hf import load_model, load_tokenizer
 from kvbench.runs.job import prepare
 from kvbench.runs.request import Request
