@@ -17,10 +17,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvbench.budget import BudgetKind
+from kvbench.engine.session import Session
 from kvbench.kernels.choice import using
 from kvbench.method import Card, Method
 from kvbench.runs.journal import Agreement, AgreementPart
-from kvbench.session import Session
 from kvbench.task import Encoded, Mode
 
 if TYPE_CHECKING:

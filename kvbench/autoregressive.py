@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from kvbench.engine.session import Session, Tokens
 from kvbench.errors import UserError
 from kvbench.method import Phase
-from kvbench.session import Session, Tokens
 
 
 def greedy(session: Session, limit: int, stop: frozenset[int]) -> Tokens:

@@ -16,8 +16,8 @@ from kvbench.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvbench.engine.session import Session, Tokens
     from kvbench.hf import Model, Rope
-    from kvbench.session import Session, Tokens
     from kvbench.store import LayerKV
 
 __all__ = [

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from kvbench.engine.session import Session
 from kvbench.hf import Model, load, load_model
 from kvbench.hf.tiny import tiny_model
 from kvbench.machine import cpu_name, find_git, find_version
@@ -37,7 +38,6 @@ from kvbench.registry import find_task
 from kvbench.runs.job import prepare
 from kvbench.runs.request import Request
 from kvbench.runs.runner import run
-from kvbench.session import Session
 from kvbench.task import Mode, Split, encode
 
 ROUNDS = 3

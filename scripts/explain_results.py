@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
+from kvbench.engine.session import Session
 from kvbench.hf import load_model
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.heads.profile import find_profile
 from kvbench.methods.heads.razor_attention import RazorAttention
 from kvbench.registry import find_task
-from kvbench.session import Session
 from kvbench.task import Mode, Split, encode
 
 SAMPLES, LENGTH, TURNS, SEED = 8, 1024, 5, 3

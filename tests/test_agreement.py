@@ -12,11 +12,11 @@ import torch
 
 from kvbench import agreement
 from kvbench.agreement import Dense, compare_logits, find_dense, force_answer
+from kvbench.engine.session import Session
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Budget
 from kvbench.methods.eviction.random import Random
 from kvbench.methods.eviction.snapkv import SnapKV
-from kvbench.session import Session
 from kvbench.task import Encoded, EncodedTurn, Mode
 
 CONTEXT = torch.randint(64, (120,), generator=torch.Generator().manual_seed(0)).tolist()

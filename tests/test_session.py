@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from kvbench.autoregressive import step_logits
+from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf import attached
 from kvbench.hf.tiny import VOCABULARY, tiny_model
@@ -21,7 +22,6 @@ from kvbench.methods.eviction.h2o import H2O
 from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.methods.eviction.streaming_llm import StreamingLLM
 from kvbench.methods.quantisation.full_int8 import FullInt8
-from kvbench.session import Session
 
 NO_STOP: frozenset[int] = frozenset()
 SNAPKV = SnapKV(window=4, kernel=3)

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.rope import NO_ROPE
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import BudgetKind, Card, Method, Phase, Step
-from kvbench.session import Session
 from kvbench.store import LayerKV
 from kvbench.store.int8 import Int8KV
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from kvbench.autoregressive import step_logits
 from kvbench.bench.state import Setting
 from kvbench.bench.timing import CAPTURED_CALLS, Call, capture
+from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf import Forward
 from kvbench.method import Phase, Step
-from kvbench.session import Session
 
 ROTATED = 4
 """Queries that the attention's calls take in turn, so that what one selected is no answer to the next."""

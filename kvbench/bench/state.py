@@ -11,11 +11,11 @@ from torch import Tensor
 
 from kvbench.bench.records import DeviceMemory
 from kvbench.clocks import now
+from kvbench.engine.session import Session
 from kvbench.hf import Model, attached, catch_steps
 from kvbench.method import Method, Step
 from kvbench.plan import LATER, State
 from kvbench.runs.journal import Bytes
-from kvbench.session import Session
 
 
 @dataclass(frozen=True)

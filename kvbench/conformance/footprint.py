@@ -18,11 +18,11 @@ from kvbench.conformance.trial import (
     random_ids,
     talk,
 )
+from kvbench.engine.session import Session
 from kvbench.hf import Model
 from kvbench.hf.tiny import tiny_model
 from kvbench.ledger import Certificate
 from kvbench.method import Method
-from kvbench.session import Session
 from kvbench.store import LayerKV
 
 

@@ -25,9 +25,9 @@ from kvbench.conformance.trial import (
     require_close,
     talk,
 )
+from kvbench.engine.session import Session
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Method
-from kvbench.session import Session
 
 ANSWER = random_ids(24, seed=5)
 

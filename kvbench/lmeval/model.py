@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from kvbench import __version__
 from kvbench.budget import Budget
+from kvbench.engine.session import Session
 from kvbench.errors import UserError, unknown
 from kvbench.hf import load_model
 from kvbench.lmeval.generation import Generation
@@ -29,7 +30,6 @@ from kvbench.log import say
 from kvbench.method import Method, Phase
 from kvbench.registry import find_method
 from kvbench.runs.request import check_model
-from kvbench.session import Session
 from kvbench.settings import configure, jsonable_settings
 
 SETTING = "set."

@@ -15,11 +15,11 @@ from torch import Tensor
 from kvbench.agreement import compare_logits, find_dense, force_answer
 from kvbench.budget import BudgetKind
 from kvbench.clocks import now
+from kvbench.engine.session import Session, Tokens
 from kvbench.errors import UserError
 from kvbench.runs.job import Job, check_reach, limit_of, reach
 from kvbench.runs.journal import Bytes, Evidence, Line, Times, TokenCounts
 from kvbench.runs.spec import RunSpec
-from kvbench.session import Session, Tokens
 from kvbench.task import Encoded, EncodedTurn, Example, Mode, Turn
 
 

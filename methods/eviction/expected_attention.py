@@ -14,8 +14,8 @@ from kvbench.selection import ScoredMethod, group_mean
 from kvbench.store import LayerKV
 
 if TYPE_CHECKING:
+    from kvbench.engine.session import Session
     from kvbench.hf import Model
-    from kvbench.session import Session
 
 MOMENT_BYTES = 8
 AT_ONCE = 4096

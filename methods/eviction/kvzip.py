@@ -18,8 +18,8 @@ from kvbench.store import LayerKV
 from kvbench.task import Frame
 
 if TYPE_CHECKING:
+    from kvbench.engine.session import Session
     from kvbench.hf import Model
-    from kvbench.session import Session
 
 FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with "

@@ -16,11 +16,11 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
+from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.kernels.dense_attention.torch import visible_rows
 from kvbench.log import say
 from kvbench.method import Method, Phase, Step
-from kvbench.session import Session
 from kvbench.store import LayerKV
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
 from kvbench.agreement import force_answer
+from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.lmeval.__main__ import main
 from kvbench.lmeval.generation import Generation
@@ -27,7 +28,6 @@ from kvbench.lmeval.tally import NotMeasuredError
 from kvbench.method import Budget
 from kvbench.registry import find_method, find_task
 from kvbench.runs.files import read_lines
-from kvbench.session import Session
 from kvbench.task import Split
 from kvbench.tasks.prose import sentences
 

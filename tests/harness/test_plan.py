@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf import load_model, predict_memory
 from kvbench.method import BudgetKind
 from kvbench.plan import COPY_SHARE, GPUS, LATER, Need, make_plan, read_budget
 from kvbench.registry import find_method, list_entries
-from kvbench.session import Session
 
 LENGTH, BATCH, STEPS = 256, 2, 4
 METHODS = [x.name for x in list_entries("method") if x.models == "autoregressive"]

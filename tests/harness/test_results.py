@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvbench.budget import Budget
+from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.registry import find_method
@@ -20,7 +21,6 @@ from kvbench.runs.journal import Evidence, Line
 from kvbench.runs.results import Result
 from kvbench.runs.stats import bootstrap_interval
 from kvbench.runs.summary import certify
-from kvbench.session import Session
 
 SAMPLES, TURNS = 3, 2
 

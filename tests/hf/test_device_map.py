@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf import Model, load_model, proof, rope
 from kvbench.method import Phase, Step
 from kvbench.registry import find_method
-from kvbench.session import Session
 from kvbench.store import LayerKV
 
 from .models import SERVED, build, model, save

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf import DTYPES, Model, load_model, predict_memory
-from kvbench.session import Session
 from kvbench.store import storage_bytes
 
 from .models import QUERY, SAVED_SEED, SERVED, build, refusal, rewrite, save

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvbench.engine.session import Session
 from kvbench.hf import Model, attached
 from kvbench.method import BudgetKind, Card, Method, Phase
-from kvbench.session import Session
 
 from .models import SERVED, VOCABULARY, build, model
 

@@ -7,12 +7,12 @@ import copy
 import pytest
 import torch
 
+from kvbench.engine.session import Session
 from kvbench.hf import Model
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.kernels.choice import using
 from kvbench.method import Budget
 from kvbench.registry import find_method
-from kvbench.session import Session
 
 PROMPT = {"dense_attention", "dense_attention.prompt"}
 TAIL = {"ragged_attention.dense_partial", "ragged_attention.merge_partials"}

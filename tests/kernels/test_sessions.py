@@ -9,12 +9,12 @@ import torch
 
 from kvbench.diffusion.policy import denoise
 from kvbench.diffusion.sampling import Sampling
+from kvbench.engine.session import Session
 from kvbench.hf import Model
 from kvbench.hf.tiny import VOCABULARY, tiny_diffusion, tiny_model
 from kvbench.kernels.choice import using
 from kvbench.method import Budget
 from kvbench.registry import find_method
-from kvbench.session import Session
 
 DENSE = {"dense_attention": "triton", "dense_attention.prompt": "triton", "dense_attention.chunk": "triton"}
 RAGGED = {f"ragged_attention.{x}": "triton" for x in ("ragged_partial", "dense_partial", "merge_partials")}

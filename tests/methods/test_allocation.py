@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Budget
@@ -17,7 +18,6 @@ from kvbench.methods.eviction.h2o import H2O
 from kvbench.methods.eviction.pyramidkv import PyramidKV, schedule
 from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.registry import find_method
-from kvbench.session import Session
 
 
 def scores_owned(counts: list[int], held: int) -> torch.Tensor:

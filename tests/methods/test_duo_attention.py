@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.rope import NO_ROPE
 from kvbench.hf.tiny import VOCABULARY, tiny_model
@@ -19,7 +20,6 @@ from kvbench.methods.baseline.full import Full
 from kvbench.methods.eviction.streaming_llm import StreamingLLM
 from kvbench.methods.heads.duo_attention import DuoAttention
 from kvbench.methods.heads.store import HeadGroupsKV, StreamingKV
-from kvbench.session import Session
 
 SINKS, RECENT = 4, 12
 PAPER = Budget.parse("paper")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Budget, Phase
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.quantisation.full_int8 import FullInt8
-from kvbench.session import Session
 
 
 def ids(count, seed=1):

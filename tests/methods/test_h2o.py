@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Budget, Phase
 from kvbench.methods.eviction.h2o import H2O
-from kvbench.session import Session
 
 BY_HAND = [[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0.2, 0.2, 0.6, 0], [0.3, 0.5, 0.3, 0.4]]
 """Weights of four queries; the last, without row 1, which is gone by then."""

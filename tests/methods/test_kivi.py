@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.kernels.pack import dequantise, quantise
@@ -12,7 +13,6 @@ from kvbench.method import Budget, LayerShape, Phase, Shape
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.quantisation.kivi import Kivi
 from kvbench.registry import find_method
-from kvbench.session import Session
 
 WIDTH = 16
 R = 32

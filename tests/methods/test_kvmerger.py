@@ -7,11 +7,11 @@ import torch
 
 from kvbench.agreement import Dense
 from kvbench.conformance import CLAIMS
+from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Budget, LayerShape, Phase, Shape
 from kvbench.methods.merging.kvmerger import KVMerger, MergingKV
-from kvbench.session import Session
 
 CLOSE = torch.tensor([0.0, 0.1, 0.2, 3.0, 3.1, 0.0, 2.0, 2.05, 2.1, 5.0])
 """Angles of ten keys, five of whose nine pairs of neighbours differ by a tenth or less."""

@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from kvbench.agreement import Dense
+from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf import Model
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Budget, Method, Phase
 from kvbench.methods.eviction.kvzip import KVzip
-from kvbench.session import Session
 from kvbench.store import LayerKV
 
 LENGTH, SINKS = 60, 4

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from kvbench.agreement import Dense
 from kvbench.conformance.trial import EDGE, FULL, NEVER_STOP, TOLERANCE, has_rounded
+from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.ledger import Certificate
 from kvbench.method import Budget, BudgetKind
 from kvbench.registry import find_method
-from kvbench.session import Session
 
 LENGTHS = (1, 7, 31, 32, 33, 128, 600)
 SHAPES = {"GQA": (4, 2), "MHA": (2, 2), "MQA": (4, 1)}

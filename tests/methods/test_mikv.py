@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.kernels.pack import dequantise, quantise
@@ -14,7 +15,6 @@ from kvbench.method import Budget, LayerShape, Phase, Shape
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.eviction.h2o import H2O
 from kvbench.methods.quantisation.mikv import MiKV
-from kvbench.session import Session
 
 DIM, GROUP, HEADS, LONGEST = 8, 2, 2, 100
 SHAPE = Shape(1000, (LayerShape(8, 32, 128, 128, None),) * 2, 2)

@@ -9,12 +9,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvbench.autoregressive import step_logits
+from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Budget, Phase
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.retrieval.quest import Quest
-from kvbench.session import Session
 
 
 def ids(count, seed=1):

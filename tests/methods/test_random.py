@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Budget
 from kvbench.methods.eviction.random import Random
-from kvbench.session import Session
 
 
 def kept(method, batch=2, seed=1):

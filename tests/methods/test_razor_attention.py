@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.kernels.dense_attention.naive import dense_attention
@@ -16,7 +17,6 @@ from kvbench.methods.baseline.full import Full
 from kvbench.methods.heads.profile import HeadProfile
 from kvbench.methods.heads.razor_attention import RazorAttention, choose
 from kvbench.methods.heads.store import StreamingKV
-from kvbench.session import Session
 
 SINKS, ROWS = 3, 11
 PAPER = Budget.parse("paper")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Budget
 from kvbench.registry import find_method
 from kvbench.runs.request import Request, check
-from kvbench.session import Session
 
 pytestmark = pytest.mark.usefixtures("profile_cache")
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.rope import NO_ROPE
 from kvbench.hf.tiny import tiny_model
@@ -18,7 +19,6 @@ from kvbench.methods.eviction.keydiff import KeyDiff
 from kvbench.methods.eviction.knorm import Knorm
 from kvbench.methods.eviction.observed_attention import ObservedAttention
 from kvbench.methods.eviction.tova import TOVA
-from kvbench.session import Session
 from kvbench.store import LayerKV
 
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbench.engine.session import Session
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Budget, Phase
 from kvbench.methods.eviction.expected_attention import ExpectedAttention
@@ -18,7 +19,6 @@ from kvbench.methods.eviction.random import Random
 from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.methods.eviction.tova import TOVA
 from kvbench.selection import group_mean, pool_scores, protect_last, top_rows
-from kvbench.session import Session
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.rope import NO_ROPE
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Budget, LayerShape, Phase, Shape
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.retrieval.shadowkv import ShadowKV, find_outliers, select_chunks
-from kvbench.session import Session
 from kvbench.store.host import HostRows
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import tiny_model
 from kvbench.kernels.dense_attention.naive import attention_weights
 from kvbench.method import Budget
 from kvbench.methods.eviction.snapkv import SnapKV
-from kvbench.session import Session
 
 
 def random_rows(rows=40, heads=4, kv_heads=2, width=8, batch=2):

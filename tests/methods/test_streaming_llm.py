@@ -8,12 +8,12 @@ from typing import ClassVar
 import pytest
 import torch
 
+from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Budget, Method, Phase
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.eviction.streaming_llm import StreamingLLM
-from kvbench.session import Session
 from kvbench.store import LayerKV
 
 SINKS, ROWS = 4, 16
