@@ -18,10 +18,10 @@ from kvbench.conformance.trial import (
     random_ids,
     talk,
 )
+from kvbench.engine.ledger import Certificate
 from kvbench.engine.session import Session
 from kvbench.hf import Model
 from kvbench.hf.tiny import tiny_model
-from kvbench.ledger import Certificate
 from kvbench.method import Method
 from kvbench.store import LayerKV
 

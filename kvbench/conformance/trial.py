@@ -11,11 +11,11 @@ from torch import Tensor
 
 from kvbench.agreement import Dense
 from kvbench.budget import Budget, BudgetKind
+from kvbench.engine.ledger import Certificate
 from kvbench.engine.session import Session, Tokens
 from kvbench.errors import UserError
 from kvbench.hf import Model
 from kvbench.hf.tiny import VOCABULARY, tiny_model
-from kvbench.ledger import Certificate
 from kvbench.method import Method
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from kvbench.budget import Shape
 from kvbench.clocks import now
+from kvbench.engine.ledger import Certificate, Ledger, Memory
 from kvbench.errors import UserError
 from kvbench.hf import Forward, Model, attached
-from kvbench.ledger import Certificate, Ledger, Memory
 from kvbench.method import Method, Phase, Step
 from kvbench.store import LayerKV
 

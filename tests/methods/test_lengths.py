@@ -12,10 +12,10 @@ from torch import Tensor
 
 from kvbench.agreement import Dense
 from kvbench.conformance.trial import EDGE, FULL, NEVER_STOP, TOLERANCE, has_rounded
+from kvbench.engine.ledger import Certificate
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
-from kvbench.ledger import Certificate
 from kvbench.method import Budget, BudgetKind
 from kvbench.registry import find_method
 
