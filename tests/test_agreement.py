@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 
-from kvbench import agreement
-from kvbench.agreement import Dense, compare_logits, find_dense, force_answer
+from kvbench.engine import agreement
+from kvbench.engine.agreement import Dense, compare_logits, find_dense, force_answer
 from kvbench.engine.session import Session
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Budget

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from kvbench.agreement import Dense
 from kvbench.budget import Budget, BudgetKind
 from kvbench.conformance.trial import (
     CONTEXT,
@@ -25,6 +24,7 @@ from kvbench.conformance.trial import (
     require_close,
     talk,
 )
+from kvbench.engine.agreement import Dense
 from kvbench.hf.tiny import permute_heads, tiny_model
 from kvbench.method import Method
 

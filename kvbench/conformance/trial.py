@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvbench.agreement import Dense
 from kvbench.budget import Budget, BudgetKind
+from kvbench.engine.agreement import Dense
 from kvbench.engine.ledger import Certificate
 from kvbench.engine.session import Session, Tokens
 from kvbench.errors import UserError

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from kvbench import __version__
-from kvbench.agreement import Dense
 from kvbench.budget import Budget, Shape
+from kvbench.engine.agreement import Dense
 from kvbench.leaderboard.known import predict
 from kvbench.leaderboard.verdict import blaming
 from kvbench.machine import find_version

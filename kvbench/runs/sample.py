@@ -12,9 +12,9 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from kvbench.agreement import compare_logits, find_dense, force_answer
 from kvbench.budget import BudgetKind
 from kvbench.clocks import now
+from kvbench.engine.agreement import compare_logits, find_dense, force_answer
 from kvbench.engine.session import Session, Tokens
 from kvbench.errors import UserError
 from kvbench.runs.job import Job, check_reach, limit_of, reach

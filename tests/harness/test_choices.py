@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from kvbench.agreement import compare_logits
+from kvbench.engine.agreement import compare_logits
 from kvbench.registry import find_task
 from kvbench.runs import sample
 from kvbench.runs.files import read_lines

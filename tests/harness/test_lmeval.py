@@ -18,7 +18,7 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
-from kvbench.agreement import force_answer
+from kvbench.engine.agreement import force_answer
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.lmeval.__main__ import main

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvbench.agreement import Dense
 from kvbench.conformance import CLAIMS
+from kvbench.engine.agreement import Dense
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model

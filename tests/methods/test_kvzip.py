@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from kvbench.agreement import Dense
+from kvbench.engine.agreement import Dense
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf import Model
