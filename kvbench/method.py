@@ -314,6 +314,6 @@ class Method:
 
     def generate(self, session: Session, limit: int, stop: frozenset[int]) -> Tokens:
         """HOW TOKENS ARE MADE, from the session's last logits; greedy."""
-        from kvbench.autoregressive import greedy
+        from kvbench.engine.autoregressive import greedy
 
         return greedy(session, limit, stop)

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from kvbench.autoregressive import step_logits
+from kvbench.engine.autoregressive import step_logits
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf import attached

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvbench.autoregressive import step_logits
 from kvbench.bench.state import Setting
 from kvbench.bench.timing import CAPTURED_CALLS, Call, capture
+from kvbench.engine.autoregressive import step_logits
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf import Forward

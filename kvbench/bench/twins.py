@@ -8,8 +8,8 @@ from dataclasses import fields, is_dataclass
 import torch
 from torch import Tensor
 
-from kvbench.autoregressive import step_logits
 from kvbench.bench.state import Setting, open_stand
+from kvbench.engine.autoregressive import step_logits
 from kvbench.kernels.choice import comparing
 from kvbench.method import Method
 

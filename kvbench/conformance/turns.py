@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvbench.autoregressive import step_logits
 from kvbench.budget import Budget, BudgetKind
 from kvbench.conformance.trial import (
     CONTEXT,
@@ -25,6 +24,7 @@ from kvbench.conformance.trial import (
     require_close,
     talk,
 )
+from kvbench.engine.autoregressive import step_logits
 from kvbench.engine.session import Session
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Method
