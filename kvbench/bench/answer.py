@@ -11,9 +11,9 @@ from kvbench.bench.job import OUT_OF_TIME, Job
 from kvbench.bench.outcome import Failure, attempt
 from kvbench.bench.records import DeviceMemory
 from kvbench.bench.state import Setting, count_bytes, open_stand
-from kvbench.clocks import now
 from kvbench.diffusion.policy import Policy, denoise
 from kvbench.diffusion.sampling import Sampling
+from kvbench.engine.timing import now
 from kvbench.kernels.choice import using
 from kvbench.log import say
 from kvbench.method import Method

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvbench.bench.records import DeviceMemory
-from kvbench.clocks import now
 from kvbench.engine.session import Session
+from kvbench.engine.timing import now
 from kvbench.hf import Model, attached, catch_steps
 from kvbench.method import Method, Step
 from kvbench.plan import LATER, State

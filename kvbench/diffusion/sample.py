@@ -17,9 +17,9 @@ from datetime import UTC, datetime
 from typing import ClassVar, cast
 
 from kvbench.budget import BudgetKind
-from kvbench.clocks import now
 from kvbench.diffusion.policy import Denoised, Policy, denoise
 from kvbench.diffusion.sampling import Sampling, plan_sampling
+from kvbench.engine.timing import now
 from kvbench.errors import UserError
 from kvbench.method import Card
 from kvbench.runs.job import Job, limit_of

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvbench.budget import Shape
-from kvbench.clocks import now
 from kvbench.engine.ledger import Certificate, Ledger, Memory
+from kvbench.engine.timing import now
 from kvbench.errors import UserError
 from kvbench.hf import Forward, Model, attached
 from kvbench.method import Method, Phase, Step

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from kvbench.budget import BudgetKind
-from kvbench.clocks import now
 from kvbench.engine.agreement import compare_logits, find_dense, force_answer
 from kvbench.engine.session import Session, Tokens
+from kvbench.engine.timing import now
 from kvbench.errors import UserError
 from kvbench.runs.job import Job, check_reach, limit_of, reach
 from kvbench.runs.journal import Bytes, Evidence, Line, Times, TokenCounts

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.clocks import now
+from kvbench.engine.timing import now
 from kvbench.errors import UserError
 from kvbench.kernels.column_sums import column_maxima
 from kvbench.method import BudgetKind, Card, LayerShape, Method, Phase, Step, Upstream
