@@ -49,7 +49,7 @@ def find_runs(texts: Sequence[str], out: Path = RUNS) -> list[Path]:
 
 
 def _expand(text: str, out: Path) -> list[Path]:
-    from kvbench.suite import SuiteRecord  # with all that makes runs
+    from kvbench.sweep.suite import SuiteRecord  # with all that makes runs
 
     folder = Path(text)
     if (folder / "suite.json").is_file():

@@ -15,7 +15,7 @@ from kvbench.errors import UserError, unknown
 
 if TYPE_CHECKING:
     from kvbench.method import Method
-    from kvbench.suite import Suite
+    from kvbench.sweep.suite import Suite
     from kvbench.task import Task
 
 WHAT = ("methods", "tasks", "models", "suites")
@@ -88,7 +88,7 @@ def _heading(task: dict[str, Any]) -> str:
 
 def _find(what: str) -> list[dict[str, Any]]:
     from kvbench.registry import list_architectures, list_entries, list_models
-    from kvbench.suite import list_suites
+    from kvbench.sweep.suite import list_suites
 
     if what == "methods":
         return [
@@ -118,7 +118,7 @@ def _find(what: str) -> list[dict[str, Any]]:
 
 def _describe(name: str) -> dict[str, Any]:
     from kvbench.registry import find_either, list_entries, list_models
-    from kvbench.suite import find_suite, list_suites
+    from kvbench.sweep.suite import find_suite, list_suites
     from kvbench.task import Task
 
     names = {alias for kind in ("method", "task") for x in list_entries(kind) for alias in (x.name, *x.aliases)}

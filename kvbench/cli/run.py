@@ -13,8 +13,8 @@ from kvbench.cli.sweep import run_cells
 from kvbench.errors import UserError
 
 if TYPE_CHECKING:
-    from kvbench.suite import Mean
     from kvbench.sweep.cell import Report
+    from kvbench.sweep.suite import Mean
 
 Text = str | None
 Pairs = list[str] | None
@@ -121,8 +121,8 @@ def _run_task(given: dict[str, Any], trackers: tuple[str, ...], out: Path, *, as
 
 def _run_suite(name: str, given: dict[str, Any], trackers: tuple[str, ...], out: Path, *, as_json: bool) -> int:
     from kvbench.log import say
-    from kvbench.suite import average, find_suite, save_suite
     from kvbench.sweep.check import check_cells
+    from kvbench.sweep.suite import average, find_suite, save_suite
     from kvbench.trackers import log_result
 
     suite = find_suite(name)

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from kvbench.registry import list_entries
 from kvbench.reproduce.claims import Claim
 from kvbench.runs.request import Request
-from kvbench.suite import find_suite
 from kvbench.sweep.file import File, as_text, expand
+from kvbench.sweep.suite import find_suite
 
 Ingredient = Literal["method", "task", "checkpoint", "clock", "weights", "data", "GPU", "memory", "run"]
 

@@ -17,8 +17,8 @@ from kvbench.registry import list_entries
 from kvbench.runs import job, sample
 from kvbench.runs.request import Request, check
 from kvbench.runs.results import Result
-from kvbench.suite import FOLDER, Mean, average, find_suite, list_suites, read_suite, save_suite
 from kvbench.sweep.cell import Cell, Report
+from kvbench.sweep.suite import FOLDER, Mean, average, find_suite, list_suites, read_suite, save_suite
 
 TOYS = Path(__file__).parent / "toy.py"
 LAST, TOY = f"{TOYS}:Last", f"{TOYS}:Toy"

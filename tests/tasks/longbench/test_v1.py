@@ -11,7 +11,7 @@ import pytest
 from kvbench.cli import call
 from kvbench.errors import UserError
 from kvbench.registry import find_task, list_entries
-from kvbench.suite import find_suite
+from kvbench.sweep.suite import find_suite
 from kvbench.task import encode, prompt_tokens
 from kvbench.tasks.longbench import hub
 
