@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel
 from transformers import AutoTokenizer
 
-from kvbench.conformance import check
+from kvbench.check import check
 from kvbench.registry import find_method, find_task
 from kvbench.runs.journal import Line
 from kvbench.runs.results import Result

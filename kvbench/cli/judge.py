@@ -53,7 +53,7 @@ def check_command(
         raise UserError(f"--task-set is for tasks, and {name} is a method. Use --set.")
     made = configure(found, parse_pairs(settings or (), "--set"), "--set", name)
     from kvbench.analysis.format import print_rows
-    from kvbench.conformance import check
+    from kvbench.check import check
 
     claims = check(found, made.settings)
     print_rows("", (found.card.name, "", "found", "seconds"), [

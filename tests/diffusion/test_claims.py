@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from kvbench.conformance import POLICY_CLAIMS, NotApplicableError, check
+from kvbench.check import POLICY_CLAIMS, NotApplicableError, check
 from kvbench.diffusion.policy import Plan, Policy
 from kvbench.hf.tiny import tiny_diffusion
 from kvbench.methods.diffusion.none import NoCache

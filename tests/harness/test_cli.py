@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.conformance import Claim
+from kvbench.check import Claim
 from kvbench.runs.files import read_lines
 from kvbench.runs.spec import Mode, RunSpec
 
@@ -163,7 +163,7 @@ def test_show_tells_a_model(kvbench, model_folder):
 def test_check_fails_with_a_failed_claim(kvbench, monkeypatch):
     """Exit code 1 and the claim by name."""
     claims = [Claim("a claim", True, "fine", 0.1), Claim("another", False, "not so", 0.2)]
-    monkeypatch.setattr("kvbench.conformance.check", lambda method, settings: claims)
+    monkeypatch.setattr("kvbench.check.check", lambda method, settings: claims)
     answer = kvbench("check", LAST, "--json")
     assert answer.code == 1
     assert [x["passed"] for x in answer.json] == [True, False]

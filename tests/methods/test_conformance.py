@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from kvbench.conformance import CLAIMS, NotApplicableError, check
+from kvbench.check import CLAIMS, NotApplicableError, check
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import BudgetKind, Card, Method, Phase
 from kvbench.registry import find_method

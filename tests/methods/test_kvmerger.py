@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvbench.conformance import CLAIMS
+from kvbench.check import CLAIMS
 from kvbench.engine.agreement import Dense
 from kvbench.engine.session import Session
 from kvbench.errors import UserError

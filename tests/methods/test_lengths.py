@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench.conformance.trial import EDGE, FULL, NEVER_STOP, TOLERANCE, has_rounded
+from kvbench.check.trial import EDGE, FULL, NEVER_STOP, TOLERANCE, has_rounded
 from kvbench.engine.agreement import Dense
 from kvbench.engine.ledger import Certificate
 from kvbench.engine.session import Session

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvbench.budget import Budget, BudgetKind
-from kvbench.conformance.trial import (
+from kvbench.check.trial import (
     CONTEXT,
     LENGTH,
     LIMIT,

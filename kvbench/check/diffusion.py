@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kvbench.conformance.traces import look_at
-from kvbench.conformance.trial import NotApplicableError
+from kvbench.check.traces import look_at
+from kvbench.check.trial import NotApplicableError
 from kvbench.diffusion.policy import Denoised, Denoising, Policy, denoise
 from kvbench.diffusion.sample import Uncached
 from kvbench.diffusion.sampling import Sampling

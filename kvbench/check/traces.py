@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kvbench.conformance.trial import CONTEXT, FORCED, LENGTH, choose_budget, open_at_budget, random_ids, talk
+from kvbench.check.trial import CONTEXT, FORCED, LENGTH, choose_budget, open_at_budget, random_ids, talk
 from kvbench.hf import Model
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Method

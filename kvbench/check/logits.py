@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvbench.budget import Budget, BudgetKind
-from kvbench.conformance.trial import (
+from kvbench.check.trial import (
     CONTEXT,
     FORCED,
     FULL,

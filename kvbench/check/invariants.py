@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.conformance import diffusion, footprint, logits, traces, turns
-from kvbench.conformance.trial import NotApplicableError
+from kvbench.check import diffusion, footprint, logits, traces, turns
+from kvbench.check.trial import NotApplicableError
 from kvbench.diffusion.policy import Policy
 from kvbench.errors import UserError
 from kvbench.method import Method

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from kvbench.budget import BudgetKind
-from kvbench.conformance.trial import (
+from kvbench.check.trial import (
     CONTEXT,
     LENGTH,
     NEVER_STOP,
