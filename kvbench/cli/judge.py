@@ -12,7 +12,7 @@ from kvbench.cli.output import print_json
 from kvbench.errors import UserError
 
 if TYPE_CHECKING:
-    from kvbench.audit import Audit
+    from kvbench.check.audit import Audit
     from kvbench.task import Task
 
 Json = Annotated[bool, typer.Option("--json", help="End standard output with one JSON line.")]
@@ -65,7 +65,7 @@ def check_command(
 
 
 def _check_rows(path: Path, model: str, *, as_json: bool) -> int:
-    from kvbench.audit import audit_rows
+    from kvbench.check.audit import audit_rows
     from kvbench.custom import read_parts
     from kvbench.hf import load_tokenizer
 
@@ -74,7 +74,7 @@ def _check_rows(path: Path, model: str, *, as_json: bool) -> int:
 
 
 def _check_task(task: Task, model: str, samples: int, *, as_json: bool) -> int:
-    from kvbench.audit import audit_task
+    from kvbench.check.audit import audit_task
     from kvbench.hf import load_tokenizer
 
     if samples < 1:
