@@ -2,7 +2,7 @@
 
 A prompt's pass is its multiply-adds at a share of the GPU's peak. It is counted twice, because the dense cache runs it
 again to compare distributions. A token of an answer takes what Python takes to launch a step, or the floor of its bytes
-where that is more (kvbench/plan.py has both). Prompts are as long as the data's average, answers as the task allows.
+where that is more (kvbench/bench/forecast.py has both). Prompts are as long as the data's average, answers as the task allows.
 
     python scripts/predict_hours.py
 """
@@ -13,8 +13,8 @@ import functools
 from dataclasses import replace
 from typing import NamedTuple
 
+from kvbench.bench.forecast import COPY_SHARE, GPUS, PYTHON_SECONDS
 from kvbench.hf import Prediction, predict_memory
-from kvbench.plan import COPY_SHARE, GPUS, PYTHON_SECONDS
 from kvbench.reproduce.claims import find_claims
 from kvbench.reproduce.plan import plan_claim
 from kvbench.runs.request import Request

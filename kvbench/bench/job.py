@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kvbench.bench.forecast import Need, read_budget
 from kvbench.bench.records import Clock
 from kvbench.bench.state import Setting
 from kvbench.budget import Budget
 from kvbench.hf import Prediction
 from kvbench.method import Method
-from kvbench.plan import Need, read_budget
 from kvbench.runs.spec import Implementation
 
 OUT_OF_TIME = "no time was left for it"

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from kvbench.plan import State
+from kvbench.bench.forecast import State
 from kvbench.runs.journal import Bytes
 from kvbench.runs.results import Environment
 from kvbench.runs.spec import Implementation, MethodSpec, ModelSpec, Record

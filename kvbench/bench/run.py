@@ -12,6 +12,7 @@ from typing import Literal, cast, get_args
 
 import torch
 
+from kvbench.bench.forecast import ANCHORS, LATER, State, make_methods
 from kvbench.bench.grid import MAX, run_cells
 from kvbench.bench.job import Job
 from kvbench.bench.measure import STEPS
@@ -23,7 +24,6 @@ from kvbench.errors import UserError, unknown
 from kvbench.hf import Model, check_device, load_model, predict_memory
 from kvbench.log import say
 from kvbench.machine import find_environment, free_bytes
-from kvbench.plan import ANCHORS, LATER, State, make_methods
 from kvbench.runs.files import write_record
 from kvbench.runs.request import check_kernels, check_kernels_device, check_kernels_dtype
 from kvbench.runs.spec import Implementation, ModelSpec

@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
+from kvbench.bench.forecast import LATER, State
 from kvbench.bench.records import DeviceMemory
 from kvbench.engine.session import Session
 from kvbench.engine.timing import now
 from kvbench.hf import Model, attached, catch_steps
 from kvbench.method import Method, Step
-from kvbench.plan import LATER, State
 from kvbench.runs.journal import Bytes
 
 

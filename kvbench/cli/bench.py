@@ -11,7 +11,7 @@ from kvbench.cli.output import print_json
 from kvbench.errors import UserError
 
 if TYPE_CHECKING:
-    from kvbench.plan import Plan
+    from kvbench.bench.forecast import Plan
 
 Text = str | None
 Json = Annotated[bool, typer.Option("--json", help="End standard output with one JSON line.")]
@@ -55,9 +55,9 @@ def bench_command(
 ) -> int:
     """Time methods beside the dense cache: one attention, one decode step, or whole answers (docs/clocks.md)."""
     from kvbench.analysis.format import print_rows
+    from kvbench.bench.forecast import ANCHORS
     from kvbench.bench.run import Request, run_bench
     from kvbench.bench.table import make_table
-    from kvbench.plan import ANCHORS
 
     found = run_bench(Request(
         methods=tuple(method), model=model, lengths=_numbers(length, "--length"), batches=_split(batch),
@@ -91,7 +91,7 @@ def plan_command(
     as_json: Json = False,
 ) -> None:
     """Predict bytes, the floor of a decode step and the largest batch, before a GPU is paid for."""
-    from kvbench.plan import make_plan
+    from kvbench.bench.forecast import make_plan
     from kvbench.settings import parse_pairs
 
     plan = make_plan(
@@ -105,9 +105,9 @@ def plan_command(
 
 def _print_plan(plan: Plan) -> None:
     from kvbench.analysis.format import format_bytes, print_rows
+    from kvbench.bench.forecast import KERNEL_SECONDS, PYTHON_SECONDS, VISIBLE
     from kvbench.bench.table import format_seconds
     from kvbench.log import say
-    from kvbench.plan import KERNEL_SECONDS, PYTHON_SECONDS, VISIBLE
 
     def seen(gain: float | None) -> str:
         if gain is None:

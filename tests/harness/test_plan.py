@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbench.bench.forecast import COPY_SHARE, GPUS, LATER, Need, make_plan, read_budget
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf import load_model, predict_memory
 from kvbench.method import BudgetKind
-from kvbench.plan import COPY_SHARE, GPUS, LATER, Need, make_plan, read_budget
 from kvbench.registry import find_method, list_entries
 
 LENGTH, BATCH, STEPS = 256, 2, 4
