@@ -113,7 +113,7 @@ def find_task(name: str) -> type[Task]:
 
         return read_task(Path(name))
     if name.startswith("lm-eval:"):
-        from kvbench.lmeval.task import make_task
+        from kvbench.integrations.lmeval.task import make_task
 
         return make_task(name)
     return cast("type[Task]", _find("task", name))

@@ -21,10 +21,10 @@ from lm_eval.tasks import TaskManager
 from kvbench.engine.agreement import force_answer
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
-from kvbench.lmeval.__main__ import main
-from kvbench.lmeval.generation import Generation
-from kvbench.lmeval.model import KvbenchModel
-from kvbench.lmeval.tally import NotMeasuredError
+from kvbench.integrations.lmeval.__main__ import main
+from kvbench.integrations.lmeval.generation import Generation
+from kvbench.integrations.lmeval.model import KvbenchModel
+from kvbench.integrations.lmeval.tally import NotMeasuredError
 from kvbench.method import Budget
 from kvbench.registry import find_method, find_task
 from kvbench.runs.files import read_lines
@@ -462,7 +462,7 @@ def test_a_wrong_request_is_one_line(monkeypatch, capsys):
 def test_lm_evals_command_line_knows_kvbench(folder, tmp_path):
     """Tasks of a folder by name, and a result that says what the method did."""
     done = subprocess.run(
-        [sys.executable, "-m", "kvbench.lmeval", "--model", "kvbench", "--model_args",
+        [sys.executable, "-m", "kvbench.integrations.lmeval", "--model", "kvbench", "--model_args",
          "pretrained=mini,method=snapkv,budget=25%", "--tasks", "needles,needle_choices", "--include_path",
          str(folder), "--device", "cpu", "--output_path", str(tmp_path / "out.json")],
         capture_output=True, text=True, check=False, cwd=tmp_path,

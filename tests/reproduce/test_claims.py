@@ -7,7 +7,7 @@ from statistics import fmean
 import pytest
 
 from kvbench.errors import UserError
-from kvbench.lmeval.source import PREFIX
+from kvbench.integrations.lmeval.source import PREFIX
 from kvbench.reproduce.claims import Claim, find_claims, list_claims
 from kvbench.reproduce.paper import FOLDER, list_papers, read_paper
 from kvbench.reproduce.plan import plan_claim

@@ -1,4 +1,4 @@
-"""`python -m kvbench.lmeval`: lm_eval's own command line, in which `--model kvbench` has a meaning."""
+"""`python -m kvbench.integrations.lmeval`: lm_eval's own command line, in which `--model kvbench` has a meaning."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def main() -> int:
     """Register the model and hand the command line on; exit codes as of `kvbench`."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as kvbench.cli does, before torch is imported
     try:
-        command = load_extra("lm_eval.__main__", extra="lm-eval", what="kvbench.lmeval")
-        import kvbench.lmeval.model  # noqa: F401  # registers itself
+        command = load_extra("lm_eval.__main__", extra="lm-eval", what="kvbench.integrations.lmeval")
+        import kvbench.integrations.lmeval.model  # noqa: F401  # registers itself
 
         command.cli_evaluate()
     except UserError as error:

@@ -24,8 +24,8 @@ from kvbench.budget import Budget
 from kvbench.engine.session import Session
 from kvbench.errors import UserError, unknown
 from kvbench.hf import load_model
-from kvbench.lmeval.generation import Generation
-from kvbench.lmeval.tally import Tally
+from kvbench.integrations.lmeval.generation import Generation
+from kvbench.integrations.lmeval.tally import Tally
 from kvbench.log import say
 from kvbench.method import Method, Phase
 from kvbench.registry import find_method

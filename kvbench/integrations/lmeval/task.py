@@ -17,8 +17,8 @@ from typing import Any, ClassVar, cast
 
 from kvbench.errors import UserError
 from kvbench.extras import load_extra
-from kvbench.lmeval.generation import Generation
-from kvbench.lmeval.source import PREFIX, hash_doc, load_docs, load_task, mean_metrics, refuse_task
+from kvbench.integrations.lmeval.generation import Generation
+from kvbench.integrations.lmeval.source import PREFIX, hash_doc, load_docs, load_task, mean_metrics, refuse_task
 from kvbench.machine import find_version
 from kvbench.task import Example, Frame, Mode, Scorer, Split, Task, Turn, encode, prompt_tokens
 

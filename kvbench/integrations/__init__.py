@@ -1,0 +1,1 @@
+"""Other packages: lm-evaluation-harness, evaluate, experiment trackers."""
