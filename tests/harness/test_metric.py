@@ -11,7 +11,7 @@ import evaluate
 import pytest
 
 from kvbench.errors import UserError
-from kvbench.metric import load_metric
+from kvbench.integrations.evaluate import load_metric
 
 TOYS = """
 from kvbench.task import Scorer, Task
@@ -127,7 +127,7 @@ def test_no_network_is_asked(tmp_path):
         "import socket\n"
         "def refuse(*_): raise SystemExit('a connection was tried')\n"
         "socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse\n"
-        "from kvbench.metric import load_metric\n"
+        "from kvbench.integrations.evaluate import load_metric\n"
         "print(load_metric('scbench-kv@1').compute(predictions=['a'], references=[['a']]))"
     )
     environment = {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
