@@ -97,10 +97,10 @@ def run_command(
 def _run_task(given: dict[str, Any], trackers: tuple[str, ...], out: Path, *, as_json: bool) -> int:
     from kvbench.analysis.compare import find_full, foretell
     from kvbench.analysis.format import print_result
+    from kvbench.integrations.trackers import log_result
     from kvbench.log import say
     from kvbench.runs.job import prepare
     from kvbench.sweep.file import Options
-    from kvbench.trackers import log_result
 
     job = prepare(replace(Options(**given).request(out), trackers=trackers))
     if job.scorer.higher_is_better and not job.model.random:
@@ -120,10 +120,10 @@ def _run_task(given: dict[str, Any], trackers: tuple[str, ...], out: Path, *, as
 
 
 def _run_suite(name: str, given: dict[str, Any], trackers: tuple[str, ...], out: Path, *, as_json: bool) -> int:
+    from kvbench.integrations.trackers import log_result
     from kvbench.log import say
     from kvbench.sweep.check import check_cells
     from kvbench.sweep.suite import average, find_suite, save_suite
-    from kvbench.trackers import log_result
 
     suite = find_suite(name)
     cells = [replace(x, request=replace(x.request, trackers=trackers)) for x in suite.cells(given, out)]
