@@ -72,7 +72,7 @@ def show_command(
 def doctor_command(*, as_json: Json = False) -> int:
     """Say what this machine can do, and what is wrong with it."""
     from kvbench.analysis.format import print_rows
-    from kvbench.doctor import examine
+    from kvbench.cli.doctor import examine
 
     findings = examine()
     print_rows("", ("", "", "found"), [(x.name, "ok" if x.ok else "WRONG", x.found) for x in findings])
