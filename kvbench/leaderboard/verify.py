@@ -11,7 +11,6 @@ from pathlib import Path
 from kvbench import __version__
 from kvbench.leaderboard.account import check_bytes, check_machine, check_summary
 from kvbench.leaderboard.answers import LOGPROBS, check_answers, check_prompts, check_scores, score_again
-from kvbench.leaderboard.bundle import Bundle, open_bundle
 from kvbench.leaderboard.known import (
     StrangerError,
     check_card,
@@ -25,6 +24,7 @@ from kvbench.leaderboard.parcel import read_files
 from kvbench.leaderboard.records import Check, HiddenSeed, Level, Rerun, Verification
 from kvbench.leaderboard.replay import Account, Outline, Replay, make_again
 from kvbench.leaderboard.repository import Repository
+from kvbench.leaderboard.submission.bundle import Bundle, open_bundle
 from kvbench.leaderboard.verdict import RefusedError, flag, ok, refuse
 from kvbench.machine import find_git
 from kvbench.method import Method

@@ -1,0 +1,1 @@
+"""Submissions: packed, read, delivered."""
