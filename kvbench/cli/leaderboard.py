@@ -40,8 +40,8 @@ def verify_command(
     Nothing is run and nothing is believed: prompts, scores and sums are made again. Exit code 1 where one is refused
     or cannot be verified.
     """
-    from kvbench.leaderboard.parcel import find_bundles
     from kvbench.leaderboard.repository import Repository
+    from kvbench.leaderboard.submission.archive import find_bundles
     from kvbench.leaderboard.verify import verify
 
     bundles = [x for path in paths for x in find_bundles(path)]

@@ -11,11 +11,11 @@ import tarfile
 import pytest
 
 from kvbench.errors import UserError
-from kvbench.leaderboard import parcel
 from kvbench.leaderboard.deliver import put_in_folder
-from kvbench.leaderboard.parcel import find_bundles, read_files, write_tar
 from kvbench.leaderboard.records import MANIFEST, RESULT, SAMPLES, SPEC
+from kvbench.leaderboard.submission import archive as parcel
 from kvbench.leaderboard.submission import bundle as bundles
+from kvbench.leaderboard.submission.archive import find_bundles, read_files, write_tar
 from kvbench.leaderboard.submission.bundle import open_bundle, pack_run
 from kvbench.leaderboard.verdict import RefusedError
 

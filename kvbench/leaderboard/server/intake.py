@@ -11,7 +11,6 @@ from fastapi import HTTPException, Request
 from fastapi.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from kvbench.leaderboard.parcel import LARGEST_TAR, read_files, write_folder
 from kvbench.leaderboard.server.state import State
 from kvbench.leaderboard.server.submissions import (
     MOST_PER_HOUR,
@@ -21,6 +20,7 @@ from kvbench.leaderboard.server.submissions import (
     take_in,
 )
 from kvbench.leaderboard.server.tables import Database, Scope, Submission, Token
+from kvbench.leaderboard.submission.archive import LARGEST_TAR, read_files, write_folder
 from kvbench.leaderboard.submission.bundle import open_head
 from kvbench.leaderboard.verdict import RefusedError
 from kvbench.runs.files import SaveError

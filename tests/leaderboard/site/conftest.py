@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from kvbench.leaderboard.parcel import read_files
 from kvbench.leaderboard.records import VERIFICATION, Check, Level, Verification
 from kvbench.leaderboard.site.build import Built, build_site
+from kvbench.leaderboard.submission.archive import read_files
 from kvbench.leaderboard.submission.bundle import open_head, pack_run
 from kvbench.runs.spec import RunSpec
 
