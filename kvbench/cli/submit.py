@@ -34,9 +34,9 @@ def submit_command(
     """Pack a run, verify it as the receiver will, and deliver it."""
     from kvbench.analysis.finished import find_run
     from kvbench.cli.leaderboard import print_record
-    from kvbench.leaderboard.deliver import HUB, read_token
     from kvbench.leaderboard.repository import Repository
     from kvbench.leaderboard.submission.bundle import pack_run
+    from kvbench.leaderboard.submission.deliver import HUB, read_token
     from kvbench.leaderboard.verdict import RefusedError
     from kvbench.leaderboard.verify import verify
 
@@ -63,7 +63,7 @@ def submit_command(
 
 
 def _deliver(files: dict[str, bytes], manifest: Manifest, to: str, token: str) -> dict[str, Any]:
-    from kvbench.leaderboard.deliver import HUB, find_checkout, put_in_folder, send_to_hub, send_to_server
+    from kvbench.leaderboard.submission.deliver import HUB, find_checkout, put_in_folder, send_to_hub, send_to_server
 
     if to.startswith(HUB):
         address = send_to_hub(files, manifest, to.removeprefix(HUB))

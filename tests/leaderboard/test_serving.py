@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.leaderboard.deliver import DeliveryError, send_to_server
 from kvbench.leaderboard.server.state import State
 from kvbench.leaderboard.server.tables import Database
 from kvbench.leaderboard.server.tokens import create_token
 from kvbench.leaderboard.submission.archive import read_files
 from kvbench.leaderboard.submission.bundle import open_head
+from kvbench.leaderboard.submission.deliver import DeliveryError, send_to_server
 
 from .conftest import later
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from kvbench.leaderboard import repository
-from kvbench.leaderboard.deliver import put_in_folder
 from kvbench.leaderboard.records import MANIFEST, RESULT
 from kvbench.leaderboard.repository import Repository
 from kvbench.leaderboard.submission.bundle import open_bundle
+from kvbench.leaderboard.submission.deliver import put_in_folder
 
 from .conftest import edit, edit_spec, later, make_run
 
