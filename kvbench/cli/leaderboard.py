@@ -40,8 +40,8 @@ def verify_command(
     Nothing is run and nothing is believed: prompts, scores and sums are made again. Exit code 1 where one is refused
     or cannot be verified.
     """
-    from kvbench.leaderboard.repository import Repository
     from kvbench.leaderboard.submission.archive import find_bundles
+    from kvbench.leaderboard.submission.repository import Repository
     from kvbench.leaderboard.verify import verify
 
     bundles = [x for path in paths for x in find_bundles(path)]
@@ -73,7 +73,7 @@ def rerun_command(
     Token is compared with token, or a fresh mean with the submitted one. Exit code 1 where it does not hold.
     """
     from kvbench.leaderboard.levels import Wish, raise_level, read_secret, read_share
-    from kvbench.leaderboard.repository import Repository
+    from kvbench.leaderboard.submission.repository import Repository
     from kvbench.leaderboard.verify import verify
     from kvbench.runs.progress import show_progress
 

@@ -34,9 +34,9 @@ def submit_command(
     """Pack a run, verify it as the receiver will, and deliver it."""
     from kvbench.analysis.finished import find_run
     from kvbench.cli.leaderboard import print_record
-    from kvbench.leaderboard.repository import Repository
     from kvbench.leaderboard.submission.bundle import pack_run
     from kvbench.leaderboard.submission.deliver import HUB, read_token
+    from kvbench.leaderboard.submission.repository import Repository
     from kvbench.leaderboard.verdict import RefusedError
     from kvbench.leaderboard.verify import verify
 

@@ -22,9 +22,9 @@ from kvbench.leaderboard.known import (
 )
 from kvbench.leaderboard.records import Check, HiddenSeed, Level, Rerun, Verification
 from kvbench.leaderboard.replay import Account, Outline, Replay, make_again
-from kvbench.leaderboard.repository import Repository
 from kvbench.leaderboard.submission.archive import read_files
 from kvbench.leaderboard.submission.bundle import Bundle, open_bundle
+from kvbench.leaderboard.submission.repository import Repository
 from kvbench.leaderboard.verdict import RefusedError, flag, ok, refuse
 from kvbench.machine import find_git
 from kvbench.method import Method

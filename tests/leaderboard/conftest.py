@@ -15,9 +15,9 @@ import pytest
 
 from kvbench import machine
 from kvbench.leaderboard.records import MANIFEST, RESULT, SAMPLES, SPEC
-from kvbench.leaderboard.repository import Repository
 from kvbench.leaderboard.submission.archive import write_tar
 from kvbench.leaderboard.submission.bundle import Bundle, _list, open_bundle, pack_run
+from kvbench.leaderboard.submission.repository import Repository
 from kvbench.leaderboard.verify import verify
 from kvbench.runs.job import Job, prepare
 from kvbench.runs.journal import Line

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from fastapi.testclient import TestClient
 
-from kvbench.leaderboard.repository import Repository
 from kvbench.leaderboard.server.app import create_app
 from kvbench.leaderboard.server.publisher import follow
 from kvbench.leaderboard.server.state import State
 from kvbench.leaderboard.server.submissions import claim, conclude
 from kvbench.leaderboard.server.tables import Database
 from kvbench.leaderboard.server.tokens import create_token
+from kvbench.leaderboard.submission.repository import Repository
 from kvbench.leaderboard.verify import verify
 
 from .conftest import tar

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvbench.leaderboard.records import MANIFEST, RESULT, SAMPLES, SPEC
-from kvbench.leaderboard.repository import Repository
+from kvbench.leaderboard.submission.repository import Repository
 from kvbench.leaderboard.verify import verify
 from kvbench.runs.spec import RunSpec
 

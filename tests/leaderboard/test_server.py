@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvbench.leaderboard.records import MANIFEST, VERIFICATION
-from kvbench.leaderboard.repository import Repository
 from kvbench.leaderboard.server import intake, submissions
 from kvbench.leaderboard.server.tokens import find_token, revoke_token
 from kvbench.leaderboard.submission.archive import read_files, write_folder
 from kvbench.leaderboard.submission.bundle import open_bundle
+from kvbench.leaderboard.submission.repository import Repository
 from kvbench.leaderboard.verify import verify
 
 from .conftest import edit, later, tar

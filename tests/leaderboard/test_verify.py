@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from kvbench.leaderboard import repository
 from kvbench.leaderboard.records import MANIFEST, RESULT
-from kvbench.leaderboard.repository import Repository
+from kvbench.leaderboard.submission import repository
 from kvbench.leaderboard.submission.bundle import open_bundle
 from kvbench.leaderboard.submission.deliver import put_in_folder
+from kvbench.leaderboard.submission.repository import Repository
 
 from .conftest import edit, edit_spec, later, make_run
 

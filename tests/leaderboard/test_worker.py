@@ -6,13 +6,13 @@ import json
 import threading
 import time
 
-from kvbench.leaderboard.repository import Repository
 from kvbench.leaderboard.server import submissions
 from kvbench.leaderboard.server.judge import judge
 from kvbench.leaderboard.server.publisher import Publisher, follow
 from kvbench.leaderboard.server.submissions import claim, conclude, fail, release, renew
 from kvbench.leaderboard.server.tables import Status
 from kvbench.leaderboard.server.worker import Worker
+from kvbench.leaderboard.submission.repository import Repository
 from kvbench.leaderboard.verify import verify
 
 
