@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from kvbench.leaderboard.documents import parse
+from kvbench.leaderboard.submission.documents import parse
 from kvbench.leaderboard.verdict import RefusedError
 from kvbench.runs.spec import Record
 
