@@ -15,7 +15,7 @@ from kvbench.cli.serve import serve_command, tokens
 from kvbench.errors import UserError
 
 if TYPE_CHECKING:
-    from kvbench.leaderboard.records import Check, Level, Verification
+    from kvbench.leaderboard.submission.records import Check, Level, Verification
 
 app = typer.Typer(
     help="Verify submissions, and show them.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
@@ -114,7 +114,7 @@ def _report(
 ) -> int:
     """A table of a bundle's checks, or a row for each of several; exit code 1 where a level is one of those below."""
     from kvbench.analysis.format import print_rows
-    from kvbench.leaderboard.records import VERIFICATION
+    from kvbench.leaderboard.submission.records import VERIFICATION
     from kvbench.runs.files import write_record
 
     if len(found) == 1:

@@ -11,7 +11,7 @@ from kvbench.cli.output import print_json
 from kvbench.errors import UserError
 
 if TYPE_CHECKING:
-    from kvbench.leaderboard.records import Manifest
+    from kvbench.leaderboard.submission.records import Manifest
 
 
 def submit_command(

@@ -11,8 +11,8 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from kvbench.errors import UndeclaredError
-from kvbench.leaderboard.records import Check
 from kvbench.leaderboard.replay import Replay, fit, shapes
+from kvbench.leaderboard.submission.records import Check
 from kvbench.leaderboard.verdict import RefusedError, blaming, flag, ok, refuse, show
 from kvbench.method import Method
 from kvbench.runs.journal import Line

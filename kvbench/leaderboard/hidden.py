@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from kvbench.leaderboard.again import prepare_again, run_again
 from kvbench.leaderboard.known import StrangerError
-from kvbench.leaderboard.records import Check, HiddenSeed
 from kvbench.leaderboard.submission.bundle import Bundle
+from kvbench.leaderboard.submission.records import Check, HiddenSeed
 from kvbench.leaderboard.verdict import RefusedError, ok, refuse, show
 from kvbench.runs.examples import make_examples
 from kvbench.runs.journal import Line

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from kvbench.leaderboard.again import prepare_again, run_again
 from kvbench.leaderboard.answers import LOGPROBS
-from kvbench.leaderboard.records import Check, Rerun
 from kvbench.leaderboard.submission.bundle import Bundle
+from kvbench.leaderboard.submission.records import Check, Rerun
 from kvbench.leaderboard.verdict import flag, ok, refuse
 from kvbench.machine import cpu_name
 from kvbench.runs.journal import Line

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvbench.leaderboard.records import Check, Outcome
+from kvbench.leaderboard.submission.records import Check, Outcome
 
 SHOWN = 60
 """Characters of a stranger's value that a reason shows."""

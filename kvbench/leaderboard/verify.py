@@ -20,10 +20,10 @@ from kvbench.leaderboard.known import (
     find_known_tokenizer,
     is_own_split,
 )
-from kvbench.leaderboard.records import Check, HiddenSeed, Level, Rerun, Verification
 from kvbench.leaderboard.replay import Account, Outline, Replay, make_again
 from kvbench.leaderboard.submission.archive import read_files
 from kvbench.leaderboard.submission.bundle import Bundle, open_bundle
+from kvbench.leaderboard.submission.records import Check, HiddenSeed, Level, Rerun, Verification
 from kvbench.leaderboard.submission.repository import Repository
 from kvbench.leaderboard.verdict import RefusedError, flag, ok, refuse
 from kvbench.machine import find_git

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvbench import machine
-from kvbench.leaderboard.records import MANIFEST, RESULT, SAMPLES, SPEC
 from kvbench.leaderboard.submission.archive import write_tar
 from kvbench.leaderboard.submission.bundle import Bundle, _list, open_bundle, pack_run
+from kvbench.leaderboard.submission.records import MANIFEST, RESULT, SAMPLES, SPEC
 from kvbench.leaderboard.submission.repository import Repository
 from kvbench.leaderboard.verify import verify
 from kvbench.runs.job import Job, prepare

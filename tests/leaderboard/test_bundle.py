@@ -11,12 +11,12 @@ import tarfile
 import pytest
 
 from kvbench.errors import UserError
-from kvbench.leaderboard.records import MANIFEST, RESULT, SAMPLES, SPEC
 from kvbench.leaderboard.submission import archive as parcel
 from kvbench.leaderboard.submission import bundle as bundles
 from kvbench.leaderboard.submission.archive import find_bundles, read_files, write_tar
 from kvbench.leaderboard.submission.bundle import open_bundle, pack_run
 from kvbench.leaderboard.submission.deliver import put_in_folder
+from kvbench.leaderboard.submission.records import MANIFEST, RESULT, SAMPLES, SPEC
 from kvbench.leaderboard.verdict import RefusedError
 
 from .conftest import edit_spec, repack

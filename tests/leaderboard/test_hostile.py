@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvbench.leaderboard.records import MANIFEST, RESULT, SAMPLES, SPEC
+from kvbench.leaderboard.submission.records import MANIFEST, RESULT, SAMPLES, SPEC
 from kvbench.leaderboard.submission.repository import Repository
 from kvbench.leaderboard.verify import verify
 from kvbench.runs.spec import RunSpec

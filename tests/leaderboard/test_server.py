@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvbench.leaderboard.records import MANIFEST, VERIFICATION
 from kvbench.leaderboard.server import intake, submissions
 from kvbench.leaderboard.server.tokens import find_token, revoke_token
 from kvbench.leaderboard.submission.archive import read_files, write_folder
 from kvbench.leaderboard.submission.bundle import open_bundle
+from kvbench.leaderboard.submission.records import MANIFEST, VERIFICATION
 from kvbench.leaderboard.submission.repository import Repository
 from kvbench.leaderboard.verify import verify
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from kvbench.leaderboard.records import MANIFEST, RESULT, SAMPLES, SPEC
 from kvbench.leaderboard.submission.archive import read_files
 from kvbench.leaderboard.submission.bundle import open_bundle
 from kvbench.leaderboard.submission.deliver import put_in_folder
+from kvbench.leaderboard.submission.records import MANIFEST, RESULT, SAMPLES, SPEC
 
 TOKEN = "kvb_it-is-a-secret"
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvbench.leaderboard.records import MANIFEST, RESULT
 from kvbench.leaderboard.submission import repository
 from kvbench.leaderboard.submission.bundle import open_bundle
 from kvbench.leaderboard.submission.deliver import put_in_folder
+from kvbench.leaderboard.submission.records import MANIFEST, RESULT
 from kvbench.leaderboard.submission.repository import Repository
 
 from .conftest import edit, edit_spec, later, make_run

@@ -10,7 +10,6 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel
 
 from kvbench import __version__
-from kvbench.leaderboard.records import Check, Level, Verification
 from kvbench.leaderboard.server import submissions
 from kvbench.leaderboard.server.intake import receive
 from kvbench.leaderboard.server.publisher import Publisher
@@ -19,6 +18,7 @@ from kvbench.leaderboard.server.submissions import ConflictError
 from kvbench.leaderboard.server.tables import Database, Event, Scope, Status, Submission, Token
 from kvbench.leaderboard.server.tokens import find_token
 from kvbench.leaderboard.server.worker import Worker
+from kvbench.leaderboard.submission.records import Check, Level, Verification
 
 router = APIRouter(prefix="/api")
 TAR = {"requestBody": {

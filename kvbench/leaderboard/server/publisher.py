@@ -9,12 +9,12 @@ import sys
 import threading
 from pathlib import Path
 
-from kvbench.leaderboard.records import VERIFICATION
 from kvbench.leaderboard.server.state import State
 from kvbench.leaderboard.server.submissions import list_submissions
 from kvbench.leaderboard.server.tables import Database, Status, Submission
 from kvbench.leaderboard.submission.archive import read_files, write_folder
 from kvbench.leaderboard.submission.bundle import open_head
+from kvbench.leaderboard.submission.records import VERIFICATION
 from kvbench.leaderboard.verdict import RefusedError
 from kvbench.log import say
 

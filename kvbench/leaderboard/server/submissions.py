@@ -10,8 +10,8 @@ from sqlalchemy import and_, func, or_, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from kvbench.leaderboard.records import Manifest, Verification
 from kvbench.leaderboard.server.tables import Database, Event, Scope, Status, Submission, Token, note, now
+from kvbench.leaderboard.submission.records import Manifest, Verification
 
 LEASE_S = 15.0
 """A worker that has not been heard of for so long is dead, and its submission is another's."""

@@ -10,8 +10,8 @@ from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import select
 
 from kvbench.errors import UserError, unknown
-from kvbench.leaderboard.records import Handle
 from kvbench.leaderboard.server.tables import Database, Scope, Token, note, now
+from kvbench.leaderboard.submission.records import Handle
 
 PREFIX = "kvb_"
 """By which people and scanners see what it is."""

@@ -13,11 +13,11 @@ import time
 import uuid
 from collections.abc import Callable
 
-from kvbench.leaderboard.records import Verification
 from kvbench.leaderboard.server import submissions
 from kvbench.leaderboard.server.state import State
 from kvbench.leaderboard.server.submissions import LEASE_S
 from kvbench.leaderboard.server.tables import Database, Submission
+from kvbench.leaderboard.submission.records import Verification
 from kvbench.log import say
 
 IDLE_S = 1.0

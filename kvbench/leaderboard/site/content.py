@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.analysis.format import format_difference
-from kvbench.leaderboard.records import VERIFICATION
 from kvbench.leaderboard.site import facts
 from kvbench.leaderboard.site.charts import draw_group, draw_heatmap, trace
 from kvbench.leaderboard.site.claims import Claims
@@ -15,6 +14,7 @@ from kvbench.leaderboard.site.data import OWN, list_rows, write_json, write_parq
 from kvbench.leaderboard.site.entries import Problem
 from kvbench.leaderboard.site.pages import TEMPLATES, Pages, name_pages, tag_group, write_value
 from kvbench.leaderboard.site.tables import Group, Row
+from kvbench.leaderboard.submission.records import VERIFICATION
 from kvbench.method import Card
 from kvbench.runs.command import write_command
 from kvbench.runs.results import Result

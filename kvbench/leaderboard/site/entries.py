@@ -12,10 +12,10 @@ from pydantic import ValidationError
 
 from kvbench.analysis.finished import Run
 from kvbench.errors import UserError
-from kvbench.leaderboard.records import VERIFICATION, Verification
 from kvbench.leaderboard.submission.archive import JOURNAL, find_bundles, read_files, read_regular
 from kvbench.leaderboard.submission.bundle import Head, open_head, split_journal
 from kvbench.leaderboard.submission.documents import MOST_NUMBER, check_containers, parse
+from kvbench.leaderboard.submission.records import VERIFICATION, Verification
 from kvbench.leaderboard.verdict import RefusedError, blaming, show
 from kvbench.method import Card
 from kvbench.runs.journal import Answer, Line

@@ -17,10 +17,10 @@ from markupsafe import Markup
 
 from kvbench import __version__
 from kvbench.analysis.format import format_bytes, format_interval, format_p
-from kvbench.leaderboard.records import LEVELS
 from kvbench.leaderboard.site.claims import VERDICTS, join_reasons
 from kvbench.leaderboard.site.columns import Column, choose_columns
 from kvbench.leaderboard.site.tables import Axis, Group, Row, name_machine
+from kvbench.leaderboard.submission.records import LEVELS
 from kvbench.registry import list_models
 from kvbench.report.sections import list_protocol
 from kvbench.runs.results import Result

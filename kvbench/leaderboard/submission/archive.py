@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
-from kvbench.leaderboard.records import BUNDLED, MANIFEST, RESULT, SAMPLES, SPEC, VERIFICATION
+from kvbench.leaderboard.submission.records import BUNDLED, MANIFEST, RESULT, SAMPLES, SPEC, VERIFICATION
 from kvbench.leaderboard.verdict import RefusedError, show
 from kvbench.runs.files import saving
 

@@ -15,9 +15,9 @@ from pydantic import ValidationError
 
 from kvbench import __version__
 from kvbench.errors import UserError
-from kvbench.leaderboard.records import MANIFEST, RESULT, SAMPLES, SPEC, FileEntry, Manifest, hash_content
 from kvbench.leaderboard.submission.archive import JOURNAL, LARGEST, read_files, within
 from kvbench.leaderboard.submission.documents import parse
+from kvbench.leaderboard.submission.records import MANIFEST, RESULT, SAMPLES, SPEC, FileEntry, Manifest, hash_content
 from kvbench.leaderboard.verdict import RefusedError, show
 from kvbench.runs.files import finished_samples
 from kvbench.runs.journal import Line

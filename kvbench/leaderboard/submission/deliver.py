@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvbench.errors import UserError
-from kvbench.leaderboard.records import Manifest
 from kvbench.leaderboard.submission.archive import read_files, write_folder, write_tar
 from kvbench.leaderboard.submission.bundle import open_head
+from kvbench.leaderboard.submission.records import Manifest
 from kvbench.leaderboard.verdict import RefusedError
 from kvbench.log import say
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from kvbench.leaderboard.records import VERIFICATION, Check, Level, Verification
 from kvbench.leaderboard.site.build import Built, build_site
 from kvbench.leaderboard.submission.archive import read_files
 from kvbench.leaderboard.submission.bundle import open_head, pack_run
+from kvbench.leaderboard.submission.records import VERIFICATION, Check, Level, Verification
 from kvbench.runs.spec import RunSpec
 
 CURATED = Path(__file__).parents[3] / "results" / "cpu-2-cores"

@@ -17,8 +17,8 @@ import pytest
 from pydantic import ValidationError
 
 from kvbench.errors import UserError
-from kvbench.leaderboard.records import VERIFICATION, Check
 from kvbench.leaderboard.submission.archive import LARGEST
+from kvbench.leaderboard.submission.records import VERIFICATION, Check
 
 SCRIPT = "<script>alert(1)</script>"
 IMAGE = "\"'><img src=x onerror=alert(2)>"
