@@ -42,7 +42,7 @@ def verify_command(
     """
     from kvbench.leaderboard.submission.archive import find_bundles
     from kvbench.leaderboard.submission.repository import Repository
-    from kvbench.leaderboard.verify import verify
+    from kvbench.leaderboard.verification.verify import verify
 
     bundles = [x for path in paths for x in find_bundles(path)]
     if not bundles:
@@ -74,7 +74,7 @@ def rerun_command(
     """
     from kvbench.leaderboard.levels import Wish, raise_level, read_secret, read_share
     from kvbench.leaderboard.submission.repository import Repository
-    from kvbench.leaderboard.verify import verify
+    from kvbench.leaderboard.verification.verify import verify
     from kvbench.runs.progress import show_progress
 
     wanted = read_share(share or "10%") if share is not None or hidden_seed is None else None

@@ -38,7 +38,7 @@ def submit_command(
     from kvbench.leaderboard.submission.deliver import HUB, read_token
     from kvbench.leaderboard.submission.repository import Repository
     from kvbench.leaderboard.verdict import RefusedError
-    from kvbench.leaderboard.verify import verify
+    from kvbench.leaderboard.verification.verify import verify
 
     remote = to.startswith((HUB, "https://", "http://"))
     if not remote and "://" in to:

@@ -15,7 +15,7 @@ from kvbench.leaderboard.hidden import run_hidden
 from kvbench.leaderboard.known import StrangerError
 from kvbench.leaderboard.rerun import draw, rerun
 from kvbench.leaderboard.verdict import RefusedError, flag
-from kvbench.leaderboard.verify import Findings
+from kvbench.leaderboard.verification.verify import Findings
 
 if TYPE_CHECKING:
     from kvbench.runs.runner import Progress

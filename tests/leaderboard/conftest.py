@@ -18,7 +18,7 @@ from kvbench.leaderboard.submission.archive import write_tar
 from kvbench.leaderboard.submission.bundle import Bundle, _list, open_bundle, pack_run
 from kvbench.leaderboard.submission.records import MANIFEST, RESULT, SAMPLES, SPEC
 from kvbench.leaderboard.submission.repository import Repository
-from kvbench.leaderboard.verify import verify
+from kvbench.leaderboard.verification.verify import verify
 from kvbench.runs.job import Job, prepare
 from kvbench.runs.journal import Line
 from kvbench.runs.request import Request

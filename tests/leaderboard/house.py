@@ -11,7 +11,7 @@ from kvbench.leaderboard.server.submissions import claim, conclude
 from kvbench.leaderboard.server.tables import Database
 from kvbench.leaderboard.server.tokens import create_token
 from kvbench.leaderboard.submission.repository import Repository
-from kvbench.leaderboard.verify import verify
+from kvbench.leaderboard.verification.verify import verify
 
 from .conftest import tar
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvbench.leaderboard.submission.records import MANIFEST, RESULT, SAMPLES, SPEC
 from kvbench.leaderboard.submission.repository import Repository
-from kvbench.leaderboard.verify import verify
+from kvbench.leaderboard.verification.verify import verify
 from kvbench.runs.spec import RunSpec
 
 from .conftest import edit_spec, repack

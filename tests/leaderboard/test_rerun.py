@@ -13,7 +13,7 @@ from kvbench.leaderboard.known import StrangerError
 from kvbench.leaderboard.levels import Wish, raise_level
 from kvbench.leaderboard.submission.deliver import put_in_folder
 from kvbench.leaderboard.submission.repository import Repository
-from kvbench.leaderboard.verify import verify
+from kvbench.leaderboard.verification.verify import verify
 from kvbench.runs.progress import show_progress
 
 from .conftest import edit_spec

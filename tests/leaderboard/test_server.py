@@ -10,7 +10,7 @@ from kvbench.leaderboard.submission.archive import read_files, write_folder
 from kvbench.leaderboard.submission.bundle import open_bundle
 from kvbench.leaderboard.submission.records import MANIFEST, VERIFICATION
 from kvbench.leaderboard.submission.repository import Repository
-from kvbench.leaderboard.verify import verify
+from kvbench.leaderboard.verification.verify import verify
 
 from .conftest import edit, later, tar
 

@@ -13,7 +13,7 @@ from kvbench.leaderboard.server.submissions import claim, conclude, fail, releas
 from kvbench.leaderboard.server.tables import Status
 from kvbench.leaderboard.server.worker import Worker
 from kvbench.leaderboard.submission.repository import Repository
-from kvbench.leaderboard.verify import verify
+from kvbench.leaderboard.verification.verify import verify
 
 
 def test_a_submission_is_one_workers_until_that_is_dead(house, snapkv, monkeypatch):

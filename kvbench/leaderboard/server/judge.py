@@ -40,7 +40,7 @@ def main() -> None:
 def judge(bundle: Path, results: Path) -> str:
     """verification.json of a bundle among the rows that are there, on one line."""
     from kvbench.leaderboard.submission.repository import Repository
-    from kvbench.leaderboard.verify import verify
+    from kvbench.leaderboard.verification.verify import verify
 
     return verify(bundle, Repository([results])).conclude().model_dump_json()
 

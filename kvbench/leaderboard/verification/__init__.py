@@ -1,0 +1,1 @@
+"""Checks of a submission, from its records alone up to running it again."""
