@@ -9,10 +9,10 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from kvbench.leaderboard.again import prepare_again, run_again
-from kvbench.leaderboard.answers import LOGPROBS
 from kvbench.leaderboard.submission.bundle import Bundle
 from kvbench.leaderboard.submission.records import Check, Rerun
 from kvbench.leaderboard.verdict import flag, ok, refuse
+from kvbench.leaderboard.verification.answers import LOGPROBS
 from kvbench.machine import cpu_name
 from kvbench.runs.journal import Line
 

@@ -9,7 +9,6 @@ from itertools import chain
 from pathlib import Path
 
 from kvbench import __version__
-from kvbench.leaderboard.answers import LOGPROBS, check_answers, check_prompts, check_scores, score_again
 from kvbench.leaderboard.known import (
     StrangerError,
     check_card,
@@ -26,6 +25,7 @@ from kvbench.leaderboard.submission.records import Check, HiddenSeed, Level, Rer
 from kvbench.leaderboard.submission.repository import Repository
 from kvbench.leaderboard.verdict import RefusedError, flag, ok, refuse
 from kvbench.leaderboard.verification.account import check_bytes, check_machine, check_summary
+from kvbench.leaderboard.verification.answers import LOGPROBS, check_answers, check_prompts, check_scores, score_again
 from kvbench.machine import find_git
 from kvbench.method import Method
 from kvbench.runs.results import Score
