@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbench.leaderboard.again import prepare_again, run_again
-from kvbench.leaderboard.known import StrangerError
 from kvbench.leaderboard.submission.bundle import Bundle
 from kvbench.leaderboard.submission.records import Check, HiddenSeed
 from kvbench.leaderboard.verdict import RefusedError, ok, refuse, show
+from kvbench.leaderboard.verification.lookup import StrangerError
 from kvbench.runs.examples import make_examples
 from kvbench.runs.journal import Line
 from kvbench.runs.summary import score_lines

@@ -9,10 +9,10 @@ import pytest
 from kvbench.leaderboard import hidden, levels
 from kvbench.leaderboard.again import load_again, prepare_again
 from kvbench.leaderboard.hidden import _chance
-from kvbench.leaderboard.known import StrangerError
 from kvbench.leaderboard.levels import Wish, raise_level
 from kvbench.leaderboard.submission.deliver import put_in_folder
 from kvbench.leaderboard.submission.repository import Repository
+from kvbench.leaderboard.verification.lookup import StrangerError
 from kvbench.leaderboard.verification.verify import verify
 from kvbench.runs.progress import show_progress
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from kvbench.analysis.compare import Difference, compare_runs, name_questions, rank_runs
-from kvbench.leaderboard.known import is_known_full
 from kvbench.leaderboard.site.entries import Entry
+from kvbench.leaderboard.verification.lookup import is_known_full
 from kvbench.report.group import held_share, label_results, read_share
 from kvbench.runs.results import Result
 

@@ -9,15 +9,6 @@ from itertools import chain
 from pathlib import Path
 
 from kvbench import __version__
-from kvbench.leaderboard.known import (
-    StrangerError,
-    check_card,
-    check_model,
-    find_known_method,
-    find_known_task,
-    find_known_tokenizer,
-    is_own_split,
-)
 from kvbench.leaderboard.replay import Account, Outline, Replay, make_again
 from kvbench.leaderboard.submission.archive import read_files
 from kvbench.leaderboard.submission.bundle import Bundle, open_bundle
@@ -26,6 +17,15 @@ from kvbench.leaderboard.submission.repository import Repository
 from kvbench.leaderboard.verdict import RefusedError, flag, ok, refuse
 from kvbench.leaderboard.verification.account import check_bytes, check_machine, check_summary
 from kvbench.leaderboard.verification.answers import LOGPROBS, check_answers, check_prompts, check_scores, score_again
+from kvbench.leaderboard.verification.lookup import (
+    StrangerError,
+    check_card,
+    check_model,
+    find_known_method,
+    find_known_task,
+    find_known_tokenizer,
+    is_own_split,
+)
 from kvbench.machine import find_git
 from kvbench.method import Method
 from kvbench.runs.results import Score
