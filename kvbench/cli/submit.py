@@ -37,7 +37,7 @@ def submit_command(
     from kvbench.leaderboard.submission.bundle import pack_run
     from kvbench.leaderboard.submission.deliver import HUB, read_token
     from kvbench.leaderboard.submission.repository import Repository
-    from kvbench.leaderboard.verdict import RefusedError
+    from kvbench.leaderboard.verification.outcome import RefusedError
     from kvbench.leaderboard.verification.verify import verify
 
     remote = to.startswith((HUB, "https://", "http://"))

@@ -15,9 +15,9 @@ from kvbench.diffusion.sample import fill_sample
 from kvbench.errors import UserError
 from kvbench.hf import find_copy, load_model
 from kvbench.kernels.choice import using
-from kvbench.leaderboard.verdict import RefusedError, blaming, show
 from kvbench.leaderboard.verification.account import differences
 from kvbench.leaderboard.verification.lookup import StrangerError, find_known_method
+from kvbench.leaderboard.verification.outcome import RefusedError, blaming, show
 from kvbench.runs.command import write_request
 from kvbench.runs.examples import make_examples
 from kvbench.runs.job import Job, prepare

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from kvbench.leaderboard.again import prepare_again, run_again
 from kvbench.leaderboard.submission.bundle import Bundle
 from kvbench.leaderboard.submission.records import Check, HiddenSeed
-from kvbench.leaderboard.verdict import RefusedError, ok, refuse, show
 from kvbench.leaderboard.verification.lookup import StrangerError
+from kvbench.leaderboard.verification.outcome import RefusedError, ok, refuse, show
 from kvbench.runs.examples import make_examples
 from kvbench.runs.journal import Line
 from kvbench.runs.summary import score_lines

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, cast
 from kvbench import __version__
 from kvbench.budget import Budget, Shape
 from kvbench.engine.agreement import Dense
-from kvbench.leaderboard.verdict import blaming
 from kvbench.leaderboard.verification.lookup import predict
+from kvbench.leaderboard.verification.outcome import blaming
 from kvbench.machine import find_version
 from kvbench.method import Card, Method
 from kvbench.runs.examples import Made, make_examples

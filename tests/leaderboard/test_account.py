@@ -9,8 +9,8 @@ import pytest
 from pydantic_core import to_jsonable_python
 
 from kvbench.budget import Budget, LayerShape, Shape
-from kvbench.leaderboard.verdict import RefusedError
 from kvbench.leaderboard.verification import account
+from kvbench.leaderboard.verification.outcome import RefusedError
 from kvbench.methods.heads.duo_attention import DuoAttention
 from kvbench.methods.heads.razor_attention import RazorAttention
 from kvbench.methods.merging.kvmerger import KVMerger

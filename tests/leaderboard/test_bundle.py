@@ -17,7 +17,7 @@ from kvbench.leaderboard.submission.archive import find_bundles, read_files, wri
 from kvbench.leaderboard.submission.bundle import open_bundle, pack_run
 from kvbench.leaderboard.submission.deliver import put_in_folder
 from kvbench.leaderboard.submission.records import MANIFEST, RESULT, SAMPLES, SPEC
-from kvbench.leaderboard.verdict import RefusedError
+from kvbench.leaderboard.verification.outcome import RefusedError
 
 from .conftest import edit_spec, repack
 

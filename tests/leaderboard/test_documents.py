@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from kvbench.leaderboard.submission.documents import parse
-from kvbench.leaderboard.verdict import RefusedError
+from kvbench.leaderboard.verification.outcome import RefusedError
 from kvbench.runs.spec import Record
 
 

@@ -22,7 +22,7 @@ from kvbench.leaderboard.server.submissions import (
 from kvbench.leaderboard.server.tables import Database, Scope, Submission, Token
 from kvbench.leaderboard.submission.archive import LARGEST_TAR, read_files, write_folder
 from kvbench.leaderboard.submission.bundle import open_head
-from kvbench.leaderboard.verdict import RefusedError
+from kvbench.leaderboard.verification.outcome import RefusedError
 from kvbench.runs.files import SaveError
 
 UPLOAD_S = 600

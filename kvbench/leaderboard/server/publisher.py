@@ -15,7 +15,7 @@ from kvbench.leaderboard.server.tables import Database, Status, Submission
 from kvbench.leaderboard.submission.archive import read_files, write_folder
 from kvbench.leaderboard.submission.bundle import open_head
 from kvbench.leaderboard.submission.records import VERIFICATION
-from kvbench.leaderboard.verdict import RefusedError
+from kvbench.leaderboard.verification.outcome import RefusedError
 from kvbench.log import say
 
 BUILD = "import sys; from kvbench.cli import call; sys.exit(call(sys.argv[1:]))"

@@ -16,7 +16,7 @@ from kvbench.leaderboard.submission.archive import JOURNAL, find_bundles, read_f
 from kvbench.leaderboard.submission.bundle import Head, open_head, split_journal
 from kvbench.leaderboard.submission.documents import MOST_NUMBER, check_containers, parse
 from kvbench.leaderboard.submission.records import VERIFICATION, Verification
-from kvbench.leaderboard.verdict import RefusedError, blaming, show
+from kvbench.leaderboard.verification.outcome import RefusedError, blaming, show
 from kvbench.method import Card
 from kvbench.runs.journal import Answer, Line
 from kvbench.runs.results import Result

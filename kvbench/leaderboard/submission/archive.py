@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from kvbench.leaderboard.submission.records import BUNDLED, MANIFEST, RESULT, SAMPLES, SPEC, VERIFICATION
-from kvbench.leaderboard.verdict import RefusedError, show
+from kvbench.leaderboard.verification.outcome import RefusedError, show
 from kvbench.runs.files import saving
 
 JOURNAL = "samples.jsonl"

@@ -18,7 +18,7 @@ from kvbench.errors import UserError
 from kvbench.leaderboard.submission.archive import JOURNAL, LARGEST, read_files, within
 from kvbench.leaderboard.submission.documents import parse
 from kvbench.leaderboard.submission.records import MANIFEST, RESULT, SAMPLES, SPEC, FileEntry, Manifest, hash_content
-from kvbench.leaderboard.verdict import RefusedError, show
+from kvbench.leaderboard.verification.outcome import RefusedError, show
 from kvbench.runs.files import finished_samples
 from kvbench.runs.journal import Line
 from kvbench.runs.results import Result

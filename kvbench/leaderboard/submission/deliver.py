@@ -15,7 +15,7 @@ from kvbench.errors import UserError
 from kvbench.leaderboard.submission.archive import read_files, write_folder, write_tar
 from kvbench.leaderboard.submission.bundle import open_head
 from kvbench.leaderboard.submission.records import Manifest
-from kvbench.leaderboard.verdict import RefusedError
+from kvbench.leaderboard.verification.outcome import RefusedError
 from kvbench.log import say
 
 HUB = "hf:"

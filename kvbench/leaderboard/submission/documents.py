@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from kvbench.leaderboard.verdict import RefusedError, show
+from kvbench.leaderboard.verification.outcome import RefusedError, show
 
 T = TypeVar("T", bound=BaseModel)
 MOST_DEPTH = 24

@@ -12,9 +12,9 @@ from kvbench.analysis.compare import name_protocol, name_questions
 from kvbench.leaderboard.submission.archive import find_bundles, read_files
 from kvbench.leaderboard.submission.bundle import Bundle, Head, open_bundle, open_head
 from kvbench.leaderboard.submission.records import Check
-from kvbench.leaderboard.verdict import RefusedError, flag, ok, refuse
 from kvbench.leaderboard.verification.answers import LOGPROBS
 from kvbench.leaderboard.verification.lookup import is_known_full
+from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, refuse
 from kvbench.log import say
 from kvbench.runs.journal import Line
 

@@ -10,7 +10,7 @@ from pydantic_core import to_jsonable_python
 
 from kvbench.leaderboard.replay import Replay
 from kvbench.leaderboard.submission.records import Check
-from kvbench.leaderboard.verdict import RefusedError, blaming, ok, show
+from kvbench.leaderboard.verification.outcome import RefusedError, blaming, ok, show
 from kvbench.runs.examples import Made
 from kvbench.runs.job import limit_of
 from kvbench.runs.journal import Line

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 from kvbench.analysis.compare import is_full
 from kvbench.errors import UserError
 from kvbench.leaderboard.submission.records import Check
-from kvbench.leaderboard.verdict import RefusedError, blaming, flag, ok, show
+from kvbench.leaderboard.verification.outcome import RefusedError, blaming, flag, ok, show
 from kvbench.method import BudgetKind, Card, Method
 from kvbench.registry import Kind, find_method, find_task, list_entries
 from kvbench.runs.command import write_setting

@@ -14,7 +14,6 @@ from kvbench.leaderboard.submission.archive import read_files
 from kvbench.leaderboard.submission.bundle import Bundle, open_bundle
 from kvbench.leaderboard.submission.records import Check, HiddenSeed, Level, Rerun, Verification
 from kvbench.leaderboard.submission.repository import Repository
-from kvbench.leaderboard.verdict import RefusedError, flag, ok, refuse
 from kvbench.leaderboard.verification.account import check_bytes, check_machine, check_summary
 from kvbench.leaderboard.verification.answers import LOGPROBS, check_answers, check_prompts, check_scores, score_again
 from kvbench.leaderboard.verification.lookup import (
@@ -26,6 +25,7 @@ from kvbench.leaderboard.verification.lookup import (
     find_known_tokenizer,
     is_own_split,
 )
+from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, refuse
 from kvbench.machine import find_git
 from kvbench.method import Method
 from kvbench.runs.results import Score
