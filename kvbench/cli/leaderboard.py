@@ -72,8 +72,8 @@ def rerun_command(
 
     Token is compared with token, or a fresh mean with the submitted one. Exit code 1 where it does not hold.
     """
-    from kvbench.leaderboard.levels import Wish, raise_level, read_secret, read_share
     from kvbench.leaderboard.submission.repository import Repository
+    from kvbench.leaderboard.verification.levels import Wish, raise_level, read_secret, read_share
     from kvbench.leaderboard.verification.verify import verify
     from kvbench.runs.progress import show_progress
 
