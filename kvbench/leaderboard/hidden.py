@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.leaderboard.again import prepare_again, run_again
 from kvbench.leaderboard.submission.bundle import Bundle
 from kvbench.leaderboard.submission.records import Check, HiddenSeed
 from kvbench.leaderboard.verification.lookup import StrangerError
 from kvbench.leaderboard.verification.outcome import RefusedError, ok, refuse, show
+from kvbench.leaderboard.verification.runnable import prepare_again, run_again
 from kvbench.runs.examples import make_examples
 from kvbench.runs.journal import Line
 from kvbench.runs.summary import score_lines

@@ -8,11 +8,11 @@ from collections.abc import Collection, Iterator, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from kvbench.leaderboard.again import prepare_again, run_again
 from kvbench.leaderboard.submission.bundle import Bundle
 from kvbench.leaderboard.submission.records import Check, Rerun
 from kvbench.leaderboard.verification.answers import LOGPROBS
 from kvbench.leaderboard.verification.outcome import flag, ok, refuse
+from kvbench.leaderboard.verification.runnable import prepare_again, run_again
 from kvbench.machine import cpu_name
 from kvbench.runs.journal import Line
 

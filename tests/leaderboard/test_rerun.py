@@ -7,13 +7,13 @@ import json
 import pytest
 
 from kvbench.leaderboard import hidden
-from kvbench.leaderboard.again import load_again, prepare_again
 from kvbench.leaderboard.hidden import _chance
 from kvbench.leaderboard.submission.deliver import put_in_folder
 from kvbench.leaderboard.submission.repository import Repository
 from kvbench.leaderboard.verification import levels
 from kvbench.leaderboard.verification.levels import Wish, raise_level
 from kvbench.leaderboard.verification.lookup import StrangerError
+from kvbench.leaderboard.verification.runnable import load_again, prepare_again
 from kvbench.leaderboard.verification.verify import verify
 from kvbench.runs.progress import show_progress
 

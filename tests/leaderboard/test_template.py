@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from kvbench.hf import load_model
-from kvbench.leaderboard.again import prepare_again
 from kvbench.leaderboard.verification import lookup as known
+from kvbench.leaderboard.verification.runnable import prepare_again
 
 from .conftest import Done, edit_spec, make_run
 

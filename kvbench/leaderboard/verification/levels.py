@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbench.errors import UserError
-from kvbench.leaderboard.again import load_again
 from kvbench.leaderboard.hidden import run_hidden
 from kvbench.leaderboard.rerun import draw, rerun
 from kvbench.leaderboard.verification.lookup import StrangerError
 from kvbench.leaderboard.verification.outcome import RefusedError, flag
+from kvbench.leaderboard.verification.runnable import load_again
 from kvbench.leaderboard.verification.verify import Findings
 
 if TYPE_CHECKING:
