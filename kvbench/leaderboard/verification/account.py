@@ -11,9 +11,9 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from kvbench.errors import UndeclaredError
-from kvbench.leaderboard.replay import Replay, fit, shapes
 from kvbench.leaderboard.submission.records import Check
 from kvbench.leaderboard.verification.outcome import RefusedError, blaming, flag, ok, refuse, show
+from kvbench.leaderboard.verification.rebuilt import Replay, fit, shapes
 from kvbench.method import Method
 from kvbench.runs.journal import Line
 from kvbench.runs.results import Result, Score

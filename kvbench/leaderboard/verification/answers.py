@@ -8,9 +8,9 @@ from itertools import groupby
 
 from pydantic_core import to_jsonable_python
 
-from kvbench.leaderboard.replay import Replay
 from kvbench.leaderboard.submission.records import Check
 from kvbench.leaderboard.verification.outcome import RefusedError, blaming, ok, show
+from kvbench.leaderboard.verification.rebuilt import Replay
 from kvbench.runs.examples import Made
 from kvbench.runs.job import limit_of
 from kvbench.runs.journal import Line

@@ -9,7 +9,6 @@ from itertools import chain
 from pathlib import Path
 
 from kvbench import __version__
-from kvbench.leaderboard.replay import Account, Outline, Replay, make_again
 from kvbench.leaderboard.submission.archive import read_files
 from kvbench.leaderboard.submission.bundle import Bundle, open_bundle
 from kvbench.leaderboard.submission.records import Check, HiddenSeed, Level, Rerun, Verification
@@ -26,6 +25,7 @@ from kvbench.leaderboard.verification.lookup import (
     is_own_split,
 )
 from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, refuse
+from kvbench.leaderboard.verification.rebuilt import Account, Outline, Replay, make_again
 from kvbench.machine import find_git
 from kvbench.method import Method
 from kvbench.runs.results import Score
