@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from kvbench.errors import UserError
 from kvbench.leaderboard.hidden import run_hidden
-from kvbench.leaderboard.rerun import draw, rerun
 from kvbench.leaderboard.verification.lookup import StrangerError
 from kvbench.leaderboard.verification.outcome import RefusedError, flag
+from kvbench.leaderboard.verification.rerun import draw, rerun
 from kvbench.leaderboard.verification.runnable import load_again
 from kvbench.leaderboard.verification.verify import Findings
 
