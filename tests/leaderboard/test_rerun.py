@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from kvbench.leaderboard import hidden
-from kvbench.leaderboard.hidden import _chance
 from kvbench.leaderboard.submission.deliver import put_in_folder
 from kvbench.leaderboard.submission.repository import Repository
+from kvbench.leaderboard.verification import fresh_seed as hidden
 from kvbench.leaderboard.verification import levels
+from kvbench.leaderboard.verification.fresh_seed import _chance
 from kvbench.leaderboard.verification.levels import Wish, raise_level
 from kvbench.leaderboard.verification.lookup import StrangerError
 from kvbench.leaderboard.verification.runnable import load_again, prepare_again

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbench.errors import UserError
-from kvbench.leaderboard.hidden import run_hidden
+from kvbench.leaderboard.verification.fresh_seed import run_hidden
 from kvbench.leaderboard.verification.lookup import StrangerError
 from kvbench.leaderboard.verification.outcome import RefusedError, flag
 from kvbench.leaderboard.verification.rerun import draw, rerun
