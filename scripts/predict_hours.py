@@ -2,7 +2,8 @@
 
 A prompt's pass is its multiply-adds at a share of the GPU's peak. It is counted twice, because the dense cache runs it
 again to compare distributions. A token of an answer takes what Python takes to launch a step, or the floor of its bytes
-where that is more (kvbench/bench/forecast.py has both). Prompts are as long as the data's average, answers as the task allows.
+where that is more (kvbench/bench/forecast.py has both). Prompts are as long as the data's average, answers as the task
+allows.
 
     python scripts/predict_hours.py
 """

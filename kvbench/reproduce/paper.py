@@ -16,7 +16,7 @@ from kvbench.runs.spec import History, Visibility
 from kvbench.task import Template
 from kvbench.toml import STRICT, read_toml
 
-FOLDER = HERE / "claims" / "papers"
+FOLDER = HERE / "reproduce" / "data" / "papers"
 HINT = "See docs/reproducing.md."
 Evidence = Literal["verified", "secondary", "memory"]
 """Read in the source itself; in somebody else's copy of it; not read again."""

@@ -23,7 +23,7 @@ from kvbench.runs.stats import bootstrap_interval
 from kvbench.sweep.file import File, expand
 from kvbench.toml import STRICT, read_toml
 
-FILE = HERE / "claims" / "shape.toml"
+FILE = HERE / "reproduce" / "data" / "shape.toml"
 PARTS = ("all", "first", "later", "none")
 """Of a run: all turns, the first one, those after it, or what a diffusion run came to without a cache."""
 SAME_BYTES = 1.02

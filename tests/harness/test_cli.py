@@ -256,7 +256,9 @@ def test_doctor_names_what_is_wrong(kvbench, monkeypatch):
     found = {x["name"]: x for x in answer.json}
     assert {"python", "torch", "transformers", "triton", "gpu", "threads", "disk", "cache", "kernels"} <= found.keys()
     assert answer.code == (0 if all(x["ok"] for x in answer.json) else 1)
-    monkeypatch.setattr("kvbench.cli.doctor.find_version", lambda package: "4.50.0" if package == "transformers" else "9.9")
+    monkeypatch.setattr(
+        "kvbench.cli.doctor.find_version", lambda package: "4.50.0" if package == "transformers" else "9.9"
+    )
     answer = kvbench("doctor")
     assert answer.code == 1
     assert "4.50.0: kvbench needs 5.17 or newer" in answer.out

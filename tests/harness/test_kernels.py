@@ -63,7 +63,9 @@ def test_flash_attn_needs_its_package_a_gpu_and_sixteen_bits(kvbench, arguments,
     answer = kvbench(*command)
     assert answer.code == 2
     assert "kernels 'flash' need the package flash-attn. Install it: pip install 'kvbench[flash]'" in answer.err
-    monkeypatch.setattr("kvbench.runs.request.importlib.util.find_spec", lambda name: name == "flash_attn" or find(name))
+    monkeypatch.setattr(
+        "kvbench.runs.request.importlib.util.find_spec", lambda name: name == "flash_attn" or find(name)
+    )
     answer = kvbench(*command)
     assert answer.code == 2
     assert "kernels 'flash' need a GPU" in answer.err

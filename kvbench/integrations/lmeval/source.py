@@ -33,7 +33,8 @@ def load_task(where: str) -> Any:
         close = ", ".join(difflib.get_close_matches(where, manager.all_subtasks, n=3)) or "nothing"
         reason = "a group, and a run is of one task" if where in manager.all_tasks else f"unknown; near it is {close}"
         raise UserError(
-            f"task '{PREFIX}{where}' is {reason}. Give a name of `python -m kvbench.integrations.lmeval ls subtasks`, or the path "
+            f"task '{PREFIX}{where}' is {reason}. Give a name of `python -m kvbench.integrations.lmeval ls "
+            "subtasks`, or the path "
             "of a YAML file."
         )
     try:
@@ -75,7 +76,9 @@ def refuse_task(task: Any, where: str) -> None:
     elif not mean_metrics(task):
         reason = f"has no metric that is a mean over documents; it has {', '.join(task.aggregation())}"
     if reason is not None:
-        raise UserError(f"task '{PREFIX}{where}' {reason}. Use `python -m kvbench.integrations.lmeval` where that can run it.")
+        raise UserError(
+            f"task '{PREFIX}{where}' {reason}. Use `python -m kvbench.integrations.lmeval` where that can run it."
+        )
     if task.OUTPUT_TYPE == "generate_until":
         Generation.read(task.config.generation_kwargs)
 
