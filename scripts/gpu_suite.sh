@@ -107,7 +107,7 @@ run_stage() {
   local llama=(--model random:llama-3.1-8b --budget 25%)
   # shellcheck disable=SC2046
   case $stage in
-    tests) test_kernels tests/kernels tests/harness/test_kernels.py ;;
+    tests) test_kernels tests/kernels tests/runs/test_kernels.py ;;
     kernels) bench "$file" "${llama[@]}" --method all --clock kernel --state synthetic --length 32768 --batch 8 ;;
     steps) bench "$file" "${llama[@]}" --method all --clock step --state synthetic --length 32768 --batch 4 ;;
     lengths) bench "$file" "${llama[@]}" $(methods "${CORE[@]}") --clock step --state synthetic --length 4096,131072 --batch 4,max ;;
@@ -128,7 +128,7 @@ test_kernels() { # pytest as pyproject.toml says, but for what a bare machine ha
     "${all[@]}" "$@" >"$log" 2>&1 || code=$?
   else # most of the time is the compiler's, so many at a time
     timeout "$LIMIT" "${all[@]}" -n 12 -m 'not slow' "$@" >"$log" 2>&1 || code=$?
-    ((code)) || timeout "$LIMIT" "${all[@]}" -m gpu tests/harness/test_bench.py >>"$log" 2>&1 || code=$?
+    ((code)) || timeout "$LIMIT" "${all[@]}" -m gpu tests/bench/test_bench.py >>"$log" 2>&1 || code=$?
   fi
   if ((code)); then
     tail -n 40 "$log" >&2

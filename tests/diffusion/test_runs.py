@@ -15,7 +15,7 @@ from kvbench.runs.results import BaselineResult, DiffusionResult
 
 from .conftest import END, TOYS, read_lines
 
-CHOICES = Path(__file__).parent.parent / "harness" / "toy_choices.py"
+CHOICES = Path(__file__).parents[1] / "toys" / "choices.py"
 
 
 @pytest.fixture

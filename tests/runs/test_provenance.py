@@ -19,7 +19,7 @@ from kvbench.runs import provenance as sources
 from kvbench.runs.provenance import NOTED, RUN, find_sources
 
 ROOT = Path(__file__).parent.parent.parent
-TOYS = Path(__file__).parent / "toy.py"
+TOYS = Path(__file__).parents[1] / "toys" / "toy.py"
 PARTS = ("method", "task", "kernels", "harness")
 NEW = ("new.py", "methods/eviction/new.py", "kernels/new/__init__.py", "kernels/window_scores/fast.py")
 SHOWN = (
@@ -62,7 +62,7 @@ def extend(path: Path) -> Callable[[], object]:
     ("snapkv", "kernels/dense_attention/torch.py", {"kernels"}),
     ("snapkv", "store/layer.py", {"harness"}),
     ("snapkv", "hf/seam.py", {"harness"}),
-    ("snapkv", "autoregressive.py", {"harness"}),
+    ("snapkv", "engine/autoregressive.py", {"harness"}),
     ("snapkv", "__init__.py", {"harness"}),
     ("snapkv", "tasks/ruler/niah.py", {"task"}),
     ("snapkv", "tasks/words.py", {"task"}),

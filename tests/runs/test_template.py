@@ -22,7 +22,7 @@ from kvbench.runs.request import Request
 from kvbench.settings import configure
 from kvbench.task import Frame, Template, find_frame
 
-TOY = f"{Path(__file__).parent / 'toy.py'}:Toy"
+TOY = f"{Path(__file__).parents[1] / 'toys' / 'toy.py'}:Toy"
 CHAT = (
     "{{ bos_token }}{% for x in messages %}[{{ x.role }}]{{ x.content }}[end]{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"

@@ -20,7 +20,7 @@ from kvbench.runs.results import Result
 from kvbench.sweep.cell import Cell, Report
 from kvbench.sweep.suite import FOLDER, Mean, average, find_suite, list_suites, read_suite, save_suite
 
-TOYS = Path(__file__).parent / "toy.py"
+TOYS = Path(__file__).parents[1] / "toys" / "toy.py"
 LAST, TOY = f"{TOYS}:Last", f"{TOYS}:Toy"
 NAMES = sorted(x.stem for x in FOLDER.glob("*.toml"))
 NEEDS = {alias: x.facts.get("needs") for x in list_entries("task") for alias in (x.name, *x.aliases)}

@@ -32,7 +32,7 @@ from kvbench.runs.results import BudgetResult, CertificateResult, Output, Result
 from kvbench.runs.spec import RunSpec
 
 CURATED = Path(__file__).parents[2] / "results" / "cpu-2-cores"
-TOY = f"{Path(__file__).parent / 'toy.py'}:Toy"
+TOY = f"{Path(__file__).parents[1] / 'toys' / 'toy.py'}:Toy"
 
 TURNS = 2
 

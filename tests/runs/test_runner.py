@@ -16,7 +16,7 @@ import pytest
 from kvbench.runs.files import read_file, read_lines
 from kvbench.runs.results import Result
 
-TOYS = Path(__file__).parent / "toy.py"
+TOYS = Path(__file__).parents[1] / "toys" / "toy.py"
 INERT, LAST = f"{TOYS}:Inert", f"{TOYS}:Last"
 MODES = {
     "visible": ("--mode", "single"),

@@ -14,7 +14,9 @@ from kvbench.registry import find_task
 from kvbench.task import Mode, Split, encode
 from kvbench.tokens import tokenise_on
 
-MODELS = Path(__file__).parents[2] / "kvbench" / "models"
+pytestmark = pytest.mark.usefixtures("cache")
+
+MODELS = Path(__file__).parents[1] / "kvbench" / "models"
 
 
 @pytest.fixture(scope="module")

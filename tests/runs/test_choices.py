@@ -22,8 +22,8 @@ from kvbench.runs.journal import Agreement, AgreementPart, Line
 from kvbench.runs.summary import _agreement
 from kvbench.task import Encoded, EncodedTurn, Mode, Split, encode
 
-TOYS = Path(__file__).parent / "toy_choices.py"
-LAST = f"{Path(__file__).parent / 'toy.py'}:Last"
+TOYS = Path(__file__).parents[1] / "toys" / "choices.py"
+LAST = f"{Path(__file__).parents[1] / 'toys' / 'toy.py'}:Last"
 EQUAL = [" sky", " elm", " cow", " ink"]
 """As long as one another, so that the greatest is not always the shortest."""
 GOLDEN, OWN = ("--mode", "multi-turn"), ("--mode", "multi-turn", "--history", "own")

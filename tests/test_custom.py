@@ -23,8 +23,10 @@ from kvbench.runs.files import read_lines
 from kvbench.runs.provenance import find_sources
 from kvbench.task import Mode, Split, Turn, encode, prompt_tokens
 
-ROOT = Path(__file__).parents[2]
-TOYS = Path(__file__).parent / "toy.py"
+pytestmark = pytest.mark.usefixtures("cache")
+
+ROOT = Path(__file__).parents[1]
+TOYS = Path(__file__).parent / "toys" / "toy.py"
 TABLE = {
     "name": "capitals", "version": "3", "summary": "s", "data": "rows.jsonl", "scorer": "contains@1", "limit": 4,
     "length": 200,

@@ -26,7 +26,7 @@ from kvbench.sweep.local import Crew
 from kvbench.sweep.progress import Board
 
 ROOT = Path(__file__).parent.parent.parent
-TOYS = Path(__file__).parent / "toy.py"
+TOYS = Path(__file__).parents[1] / "toys" / "toy.py"
 INERT, LAST, TOY = f"{TOYS}:Inert", f"{TOYS}:Last", f"{TOYS}:Toy"
 LAST_GRID = f'[[grid]]\nmethod = "{LAST}"\n'
 

@@ -25,7 +25,7 @@ from kvbench.runs.request import Request
 from kvbench.runs.runner import run
 from kvbench.task import Example, Task, Turn, encode
 
-TOY = f"{Path(__file__).parent / 'toy.py'}:Toy"
+TOY = f"{Path(__file__).parents[1] / 'toys' / 'toy.py'}:Toy"
 GENERATED = [
     entry.name for entry in list_entries("task")
     if entry.load().examples is Task.examples and "file" not in entry.facts.get("needs", "")

@@ -29,8 +29,8 @@ from kvbench.report.sections import list_cells as list_row
 from kvbench.report.table import Cell, write_table
 from kvbench.runs.results import Result
 
-GRID = f"{Path(__file__).parent / 'toy_grid.py'}:Cells"
-LAST = f"{Path(__file__).parent / 'toy.py'}:Last"
+GRID = f"{Path(__file__).parents[1] / 'toys' / 'grid.py'}:Cells"
+LAST = f"{Path(__file__).parents[1] / 'toys' / 'toy.py'}:Last"
 CURATED = Path(__file__).parents[2] / "results" / "cpu-2-cores"
 DRAWN = len(COSTS) - 1
 """Costs of a model that is no diffusion model: all but the rows computed."""
@@ -387,7 +387,7 @@ def test_what_a_report_cannot_be(kvbench, folder, arguments, tmp_path):
     assert "No such file or directory. Give another -o." in refuse(folder, "-o", tmp_path / "no" / "grid.png")
     (tmp_path / "taken.png").mkdir()
     assert "Is a directory. Give another -o." in refuse(folder, "-o", tmp_path / "taken.png")
-    arguments[arguments.index("--task") + 1] = f"{Path(__file__).parent / 'toy.py'}:Toy"
+    arguments[arguments.index("--task") + 1] = f"{Path(__file__).parents[1] / 'toys' / 'toy.py'}:Toy"
     other = kvbench(*arguments, "--method", "full").json["run_id"]
     assert "A .png shows runs of needle-grid; give -o report.html for others." in refuse(
         folder.parent / other, "-o", png

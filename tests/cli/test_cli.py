@@ -13,7 +13,7 @@ from kvbench.check import Claim
 from kvbench.runs.files import read_lines
 from kvbench.runs.spec import Mode, RunSpec
 
-TOYS = Path(__file__).parent / "toy.py"
+TOYS = Path(__file__).parents[1] / "toys" / "toy.py"
 INERT, LAST, TOY = f"{TOYS}:Inert", f"{TOYS}:Last", f"{TOYS}:Toy"
 
 BAD_REQUESTS = [

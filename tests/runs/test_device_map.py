@@ -12,7 +12,7 @@ from kvbench.runs.request import read_device_map
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'kvbench[accelerate]'")
 
-TOYS = Path(__file__).parent / "toy.py"
+TOYS = Path(__file__).parents[1] / "toys" / "toy.py"
 LAST = f"{TOYS}:Last"
 SPREAD = {
     "model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu",

@@ -24,7 +24,9 @@ from kvbench.registry import find_either, find_method, find_scorer, find_task, l
 from kvbench.settings import configure, jsonable_settings, parse_pairs
 from kvbench.task import Task
 
-TOYS = Path(__file__).parent / "toy.py"
+pytestmark = pytest.mark.usefixtures("cache")
+
+TOYS = Path(__file__).parent / "toys" / "toy.py"
 
 
 def defined(package, base, mark):
