@@ -11,7 +11,7 @@ from torch import Tensor
 from kvbench.errors import UserError
 from kvbench.kernels.pack import packed_width
 from kvbench.method import POSITION_BYTES, Budget, BudgetKind, Card, LayerShape, Phase, Shape, Step
-from kvbench.precision import TwoPrecisions
+from kvbench.methods.quantisation.two_precisions import TwoPrecisions
 from kvbench.selection import top_rows
 from kvbench.store import LayerKV
 from kvbench.store.tiers import EXACT, Coding, TieredKV

@@ -13,7 +13,7 @@ from kvbench.errors import UserError
 from kvbench.kernels.attention_mass import attention_mass
 from kvbench.kernels.pack import BITS, packed_width
 from kvbench.method import POSITION_BYTES, BudgetKind, Card, LayerShape, Phase, Shape, Step, Upstream
-from kvbench.precision import TwoPrecisions
+from kvbench.methods.quantisation.two_precisions import TwoPrecisions
 from kvbench.selection import top_rows
 from kvbench.store import LayerKV
 from kvbench.store.segments import SegmentedKV
