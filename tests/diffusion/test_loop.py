@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.diffusion.policy import Denoising, Plan, denoise, positions_of, top
-from kvbench.diffusion.policy import policy as diffusion
+from kvbench.diffusion import policy as diffusion
 from kvbench.diffusion.sampling import Sampling
 from kvbench.errors import UserError
 from kvbench.hf.seam import attached
