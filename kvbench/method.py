@@ -80,7 +80,7 @@ class Upstream(BaseModel):
 
     repo: str
     commit: str | None
-    licence: str | None
+    license: str | None
 
 
 class Card(BaseModel):

@@ -89,7 +89,7 @@ def protect_last(scores: Tensor, rows: int) -> Tensor:
 
 
 def pool_scores(scores: Tensor, kernel: int, kind: Pool) -> Tensor:
-    """Smooth scores along the rows, so that neighbours of a peak survive with it. [B, H, n]
+    """Smooth scores along the rows, so that neighbors of a peak survive with it. [B, H, n]
 
     `avg` counts the zero padding at both ends, as PyTorch does and as SnapKV's code does by using it.
     """

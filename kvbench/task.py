@@ -14,7 +14,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING, ClassVar, Literal
 from weakref import WeakKeyDictionary
 
-from kvbench.tokens import tokenise, tokenise_on
+from kvbench.tokens import tokenize, tokenize_on
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -199,7 +199,7 @@ class EncodedTurn:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids of an example; a conversation is their concatenation and is never re-tokenised."""
+    """Token ids of an example; a conversation is their concatenation and is never re-tokenized."""
 
     context: tuple[int, ...]
     turns: tuple[EncodedTurn, ...]
@@ -275,14 +275,14 @@ def find_frame(
 
 
 def encode(task: Task, example: Example, tokenizer: PreTrainedTokenizerBase, frame: Frame | None = None) -> Encoded:
-    """Token ids of an example; context and turns are tokenised apart, so that they are equal in every mode."""
+    """Token ids of an example; context and turns are tokenized apart, so that they are equal in every mode."""
     frame = frame or task.frame(tokenizer)
     joint = task.joint if example.joint is None else example.joint
-    ids = partial(tokenise_on, tokenizer)
+    ids = partial(tokenize_on, tokenizer)
     strip, left, right = (str.strip, str.lstrip, str.rstrip) if frame.trims else (str, str, str)
     middle = task.separator if frame.middle is None else frame.middle
     return Encoded(
-        context=tokenise(tokenizer, frame.head + left(example.context), special=frame.special),
+        context=tokenize(tokenizer, frame.head + left(example.context), special=frame.special),
         turns=tuple(
             EncodedTurn(
                 first=ids(right(joint + turn.question) + frame.tail + turn.prefix),

@@ -25,8 +25,8 @@ _kept: WeakKeyDictionary[Tokenizer, OrderedDict[tuple[bytes, bool], array[int]]]
 _spaced: WeakKeyDictionary[Tokenizer, bool] = WeakKeyDictionary()
 
 
-def tokenise(tokenizer: Tokenizer, text: str, *, special: bool) -> tuple[int, ...]:
-    """The ids of a text, tokenised unless they are still known; none of an empty one.
+def tokenize(tokenizer: Tokenizer, text: str, *, special: bool) -> tuple[int, ...]:
+    """The ids of a text, tokenized unless they are still known; none of an empty one.
 
     special: whether the tokenizer adds its own special tokens.
     """
@@ -44,7 +44,7 @@ def tokenise(tokenizer: Tokenizer, text: str, *, special: bool) -> tuple[int, ..
     return ids
 
 
-def tokenise_on(tokenizer: Any, text: str) -> tuple[int, ...]:
+def tokenize_on(tokenizer: Any, text: str) -> tuple[int, ...]:
     """The ids of a text that goes on from another one.
 
     Tokenizers as Llama-2's put a space before all that they are given; before what goes on there is none. So there a
@@ -65,7 +65,7 @@ def tokenise_on(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 
 def _puts_space(tokenizer: Any) -> bool:
-    """Whether a text that is tokenised alone begins with a space of the tokenizer's own; tried once for each."""
+    """Whether a text that is tokenized alone begins with a space of the tokenizer's own; tried once for each."""
     if tokenizer not in _spaced:
         first = tokenizer(PROBES[-1], add_special_tokens=False).input_ids[:1]
         _spaced[tokenizer] = any(str(x).startswith(("▁", "Ġ")) for x in tokenizer.convert_ids_to_tokens(first))
@@ -81,10 +81,10 @@ def cut_middle(tokenizer: Any, text: str, most: int, count: Callable[[str], int]
     most: tokens allowed.
     count: tokens of the prompt that a text makes; None: those of the text alone.
     """
-    count = count or (lambda text: len(tokenise(tokenizer, text, special=False)))
+    count = count or (lambda text: len(tokenize(tokenizer, text, special=False)))
     if count(text) <= most:
         return text, 0
-    ids = tokenise(tokenizer, text, special=False)
+    ids = tokenize(tokenizer, text, special=False)
     keep = min(len(ids), most - count(""))
     while keep > 0:
         kept = text

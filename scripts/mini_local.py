@@ -25,7 +25,7 @@ SHARPNESS = 3.0
 
 
 def constant_direction(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The direction on which the normalised embeddings of these ids all project to about one (ridge regression)."""
+    """The direction on which the normalized embeddings of these ids all project to about one (ridge regression)."""
     rows = table[ids]
     rows = rows / rows.pow(2).mean(1, keepdim=True).sqrt()
     gram = rows.T @ rows / len(rows) + 0.05 * torch.eye(rows.shape[1])

@@ -1,7 +1,7 @@
 """Exact lengths: the largest number of haystack units whose prompt still fits.
 
 A length in tokens is a promise to the model under test, so text is measured with its own tokenizer, whole: the sum of
-tokenised pieces is not the length of their concatenation. Every unit adds a token or more. The search starts where a
+tokenized pieces is not the length of their concatenation. Every unit adds a token or more. The search starts where a
 line through two measurements of a fixed example says, and typically needs three measurements.
 """
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, LlamaTokenizer
 from kvbench.errors import UserError
 from kvbench.registry import find_task
 from kvbench.task import Mode, Split, encode
-from kvbench.tokens import tokenise_on
+from kvbench.tokens import tokenize_on
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -21,7 +21,7 @@ MODELS = Path(__file__).parents[1] / "kvbench" / "models"
 
 @pytest.fixture(scope="module")
 def llama():
-    """Llama-2's kind: a space before all that is tokenised, bytes for what has no token."""
+    """Llama-2's kind: a space before all that is tokenized, bytes for what has no token."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁"]
     pieces += sorted(set(string.ascii_letters + string.digits + string.punctuation))
     return LlamaTokenizer(vocab={x: i for i, x in enumerate(pieces)}, merges=[])
@@ -45,7 +45,7 @@ def test_no_space_is_put_between_pieces(llama, name):
 @pytest.mark.parametrize("text", ["", "a", " a", "\n\na", "=\n", "</s> a"])
 def test_a_piece_is_the_rest_of_a_longer_text(llama, text):
     whole, head = (llama(x, add_special_tokens=False).input_ids for x in (f"b{text}", "b"))
-    assert [*head, *tokenise_on(llama, text)] == whole
+    assert [*head, *tokenize_on(llama, text)] == whole
 
 
 
@@ -58,11 +58,11 @@ def test_a_text_that_merges_with_every_probe_is_refused():
             return ["▁x" for _ in ids]
 
     with pytest.raises(UserError, match="merges 'a' with whatever stands before it"):
-        tokenise_on(Merging(), "a")
+        tokenize_on(Merging(), "a")
 
 
 def test_a_tokenizer_that_puts_no_space_is_taken_at_its_word():
     """The bundled model's."""
     mini = AutoTokenizer.from_pretrained(MODELS / "mini")
     for text in ("a", " a", "\n\na"):
-        assert tokenise_on(mini, text) == tuple(mini(text).input_ids)
+        assert tokenize_on(mini, text) == tuple(mini(text).input_ids)

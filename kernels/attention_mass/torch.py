@@ -12,7 +12,7 @@ BLOCK_ELEMENTS = 1 << 22
 
 
 def joint_lse(parts: list[Partial], sinks: Tensor | None = None) -> Tensor:
-    """Log of the normaliser of one softmax over all the parts' rows and a sink logit per head. [B, H_q, T] float32"""
+    """Log of the normalizer of one softmax over all the parts' rows and a sink logit per head. [B, H_q, T] float32"""
     lse = torch.stack([part.lse for part in parts]).logsumexp(0)
     return lse if sinks is None else torch.logaddexp(lse, sinks.float().view(1, -1, 1))
 
@@ -25,7 +25,7 @@ def attention_mass(
     """Attention mass of each row over the queries and the heads of its group. [B, H_kv, N] float32
 
     query: [B, H_q, P, D], any queries. keys: [B, H_kv, N, D]. at: [P], the row of each query: it sees rows up to that.
-    lse: [B, H_q, P], log of each query's normaliser where it sees more rows than these; sinks are in it already.
+    lse: [B, H_q, P], log of each query's normalizer where it sees more rows than these; sinks are in it already.
     logical, positions: [P] and [B, H_kv, N], where rows have gone missing, so that a window counts tokens.
     """
     batch, heads, n_query, _ = query.shape

@@ -56,7 +56,7 @@ def weigh(
 ) -> Tensor:
     """Each row's sum of the weights that the queries give it, of their squares, or the largest. float32
 
-    lse: [B, H_q, T], log of each query's normaliser, sinks in it already; None: a first pass over the keys, which is
+    lse: [B, H_q, T], log of each query's normalizer, sinks in it already; None: a first pass over the keys, which is
         `attend` over no values, finds it.
     at, logical: [T], the rows and the positions of queries that are not the last ones.
     Returns [B, H_kv, N], over the heads of the group, or by head [B, H_q, N].

@@ -267,7 +267,7 @@ def merge_rows(
     width: tl.constexpr, group: tl.constexpr, ragged: tl.constexpr, has_sinks: tl.constexpr,
     heads_padded: tl.constexpr, block_s: tl.constexpr, block_v: tl.constexpr,
 ):
-    """One query of one head over the head's tiles: normalised outputs, weighted by their share of the normaliser."""
+    """One query of one head over the head's tiles: normalized outputs, weighted by their share of the normalizer."""
     row, head = tl.program_id(0), tl.program_id(1)
     first, count = head * splits, splits
     if ragged:

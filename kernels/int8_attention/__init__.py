@@ -3,7 +3,7 @@
 from kvbench.kernels.choice import operation
 from kvbench.kernels.int8_attention import torch
 
-__all__ = ["int8_attention", "quantise_rows"]
+__all__ = ["int8_attention", "quantize_rows"]
 
 int8_attention = operation(torch.int8_attention)
-quantise_rows = operation(torch.quantise_rows)
+quantize_rows = operation(torch.quantize_rows)

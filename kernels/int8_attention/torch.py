@@ -14,7 +14,7 @@ SHIFT = 128
 take float16's logits out of range."""
 
 
-def quantise_rows(key: Tensor, value: Tensor) -> dict[str, Tensor]:
+def quantize_rows(key: Tensor, value: Tensor) -> dict[str, Tensor]:
     """Codes and scales of new rows. [B, H, T, D] int8 and [B, H, T] float16"""
     rows: dict[str, Tensor] = {}
     for name, x in (("key", key), ("value", value)):

@@ -13,7 +13,7 @@ from kvbench.kernels.pack.triton import divide, round_even
 from kvbench.kernels.packed_attention.triton import attend
 
 ROWS = 16
-"""Rows of a program that quantises."""
+"""Rows of a program that quantizes."""
 
 
 def int8_attention(
@@ -31,8 +31,8 @@ def int8_attention(
     )[0]
 
 
-def quantise_rows(key: Tensor, value: Tensor) -> dict[str, Tensor]:
-    """Codes and scales of new rows, see `torch.quantise_rows`, key and value in one pass each."""
+def quantize_rows(key: Tensor, value: Tensor) -> dict[str, Tensor]:
+    """Codes and scales of new rows, see `torch.quantize_rows`, key and value in one pass each."""
     rows: dict[str, Tensor] = {}
     for name, x in (("key", key), ("value", value)):
         batch, heads, count, width = x.shape

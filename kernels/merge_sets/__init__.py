@@ -1,4 +1,4 @@
-"""Neighbouring rows that were joined become one: a Gaussian-weighted mean around the row with the most attention."""
+"""Neighboring rows that were joined become one: a Gaussian-weighted mean around the row with the most attention."""
 
 from kvbench.kernels.choice import operation
 from kvbench.kernels.merge_sets import torch

@@ -67,7 +67,7 @@ def merge_run(
             pivot = low + tl.min(tl.where(received == here, row, size), 0)
     tl.store(pivots + this, pivot)
 
-    centre = tl.load(key + pivot * key_row + d, mask=d < width, other=0.0).to(tl.float32)[None, :]
+    center = tl.load(key + pivot * key_row + d, mask=d < width, other=0.0).to(tl.float32)[None, :]
     spread = sigma
     for again in tl.static_range(refine + 1):
         total = 0.0
@@ -77,7 +77,7 @@ def merge_run(
             inside = (row < size)[:, None]
             at = (low + row)[:, None]
             k = tl.load(key + at * key_row + d[None, :], mask=inside & (d < width)[None, :], other=0.0).to(tl.float32)
-            away = tl.where(inside & (d < width)[None, :], k - centre, 0.0)
+            away = tl.where(inside & (d < width)[None, :], k - center, 0.0)
             weights = tl.exp(-tl.sum(away * away, 1) / (2.0 * spread * spread))[:, None]
             weights = tl.where(inside, weights, 0.0)
             total += tl.sum(tl.sum(weights, 1), 0)

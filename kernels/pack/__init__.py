@@ -4,9 +4,9 @@ from kvbench.kernels.choice import operation
 from kvbench.kernels.pack import torch
 from kvbench.kernels.pack.torch import BITS, Codes, code_planes, packed_width
 
-__all__ = ["BITS", "Codes", "code_planes", "dequantise", "pack", "packed_width", "quantise", "unpack"]
+__all__ = ["BITS", "Codes", "code_planes", "dequantize", "pack", "packed_width", "quantize", "unpack"]
 
-dequantise = operation(torch.dequantise)
+dequantize = operation(torch.dequantize)
 pack = operation(torch.pack)
-quantise = operation(torch.quantise)
+quantize = operation(torch.quantize)
 unpack = operation(torch.unpack)

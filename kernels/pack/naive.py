@@ -41,7 +41,7 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.uint8).view(*packed.shape[:-1], count)
 
 
-def dequantise(
+def dequantize(
     packed: Tensor, scale: Tensor, minimum: Tensor, bits: int, width: int, *, tokens: int = 1, channels: int = 1
 ) -> Tensor:
     """What the codes stand for. [..., n, bytes] -> [..., n, width] float64"""

@@ -1,7 +1,7 @@
 """Asymmetric rounding to nearest, and packing along the last axis.
 
 A row of n codes of b bits takes w = ceil(n * b / 8) bytes. Byte j holds the codes j, j + w, j + 2w, ... of the row, the
-first in the lowest bits: shifting all its bytes gives w neighbouring codes at once, a plane. Codes of 3 bits are a row
+first in the lowest bits: shifting all its bytes gives w neighboring codes at once, a plane. Codes of 3 bits are a row
 of their two low bits and then a row of their high bits, so 8 codes take 3 bytes.
 """
 
@@ -98,7 +98,7 @@ def _shifts(bits: int, device: torch.device) -> Tensor:
     return torch.arange(0, 8, bits, dtype=torch.uint8, device=device)
 
 
-def quantise(x: Tensor, bits: int, *, tokens: int = 1, channels: int = 1) -> Codes:
+def quantize(x: Tensor, bits: int, *, tokens: int = 1, channels: int = 1) -> Codes:
     """Round to the nearest code of each group of `tokens` rows x `channels` elements. x: [..., n, D]
 
     The minimum is rounded down and the scale up to float16 before codes are computed with them, so a group's range is
@@ -114,7 +114,7 @@ def quantise(x: Tensor, bits: int, *, tokens: int = 1, channels: int = 1) -> Cod
     if not (minimum.isfinite().all() and scale.isfinite().all()):
         raise ValueError(f"{refusal(bits)} They go from {x.amin().item():.4g} to {x.amax().item():.4g}.")
     codes = (grouped - minimum.float()) / scale.float().masked_fill(scale == 0, 1.0)
-    # The range is covered, so nothing is cut; a code beyond it would spoil its neighbours.
+    # The range is covered, so nothing is cut; a code beyond it would spoil its neighbors.
     codes = codes.round_().clamp_(0, levels).to(torch.uint8).flatten(-2).flatten(-3, -2)
     return Codes(
         pack(codes, bits), scale.squeeze(-1).squeeze(-2), minimum.squeeze(-1).squeeze(-2), bits, x.shape[-1]
@@ -142,7 +142,7 @@ def _round_down(x: Tensor) -> Tensor:
     return torch.where(near.float() > x, torch.nextafter(near, near.new_tensor(-torch.inf)), near)
 
 
-def dequantise(codes: Codes) -> Tensor:
+def dequantize(codes: Codes) -> Tensor:
     """What the codes stand for. [..., n, D] float32"""
     shape = codes.packed.shape[:-1]
     grouped = unpack(codes.packed, codes.bits, codes.width).float()

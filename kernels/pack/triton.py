@@ -11,18 +11,18 @@ from kvbench.kernels.codes.triton import as_rows, bring_back, load_codes, span_o
 from kvbench.kernels.dense_attention.triton import padded
 from kvbench.kernels.pack.torch import Codes, pack, packed_width, parameters, refusal, unpack
 
-__all__ = ["dequantise", "pack", "quantise", "unpack"]
+__all__ = ["dequantize", "pack", "quantize", "unpack"]
 
 ELEMENTS = 4096
-"""Of a program that quantises. Not measured yet."""
+"""Of a program that quantizes. Not measured yet."""
 LONGEST = 16384
 """Elements of a group of tokens, all channels, that a program looks through by itself."""
 ROWS = 32
 """Of a program that brings rows back."""
 
 
-def quantise(x: Tensor, bits: int, *, tokens: int = 1, channels: int = 1) -> Codes:
-    """Round to the nearest code of each group; see `torch.quantise`, whose codes these are, bit for bit.
+def quantize(x: Tensor, bits: int, *, tokens: int = 1, channels: int = 1) -> Codes:
+    """Round to the nearest code of each group; see `torch.quantize`, whose codes these are, bit for bit.
 
     What float16 cannot hold is found on the device, so that no step waits for the host: on a GPU the next call that
     does wait fails.
@@ -58,7 +58,7 @@ def quantise(x: Tensor, bits: int, *, tokens: int = 1, channels: int = 1) -> Cod
     return codes
 
 
-def dequantise(codes: Codes) -> Tensor:
+def dequantize(codes: Codes) -> Tensor:
     """What the codes stand for. [..., n, D] float32"""
     packed, scale, minimum = (x[(None,) * (4 - x.dim())] for x in _tensors(codes))
     first, second, n_rows = packed.shape[:3]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.dense_attention.naive import dense_attention
-from kvbench.kernels.pack.naive import dequantise
+from kvbench.kernels.pack.naive import dequantize
 from kvbench.kernels.pack.torch import Codes
 from kvbench.kernels.ragged_attention.torch import Partial
 
@@ -59,7 +59,7 @@ def earlier_partial(
 
 
 def _exact(codes: Codes) -> Tensor:
-    return dequantise(
+    return dequantize(
         codes.packed, codes.scale, codes.minimum, codes.bits, codes.width, tokens=codes.tokens,
         channels=codes.channels,
     )

@@ -184,7 +184,7 @@ def soften(logits, total, top):
 
 @triton.jit
 def store_columns(output, lse, at, sums, total, top, real, width: tl.constexpr, block_v: tl.constexpr):
-    """Normalised sums and the log of the normaliser. sums: [block_v, m]; at: [m], rows of `output` and `lse`."""
+    """Normalized sums and the log of the normalizer. sums: [block_v, m]; at: [m], rows of `output` and `lse`."""
     v = tl.arange(0, block_v)[:, None]
     none = total == 0.0
     whole = tl.where(none, 1.0, total)

@@ -12,7 +12,7 @@ from kvbench.kernels.dense_attention.torch import QUERY_BLOCK, visible_rows
 
 @dataclass(frozen=True)
 class Partial:
-    """Attention over some of the rows: normalised output and the log of its normaliser."""
+    """Attention over some of the rows: normalized output and the log of its normalizer."""
 
     output: Tensor  # [B, H_q, T, D_v] float32
     lse: Tensor  # [B, H_q, T] float32; -inf where no row is visible

@@ -14,7 +14,7 @@ def window_scores(
     query: Tensor, keys: Tensor, *, scale: float, seen: int, window: int | None = None, positions: Tensor | None = None,
     softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention mass of each row over the last w queries, window rows in the normaliser. [B, H_q, N] float32
+    """Attention mass of each row over the last w queries, window rows in the normalizer. [B, H_q, N] float32
 
     query: [B, H_q, w, D], the queries of the last w rows. keys: [B, H_kv, N, D].
     """

@@ -137,4 +137,4 @@ def are_same_rows(found: list[list[Tensor]], wanted: list[list[Tensor]]) -> bool
 
 def has_rounded(proof: Certificate) -> bool:
     """Whether the stores say that rows became codes."""
-    return bool(proof.facts.get("rows_quantised"))
+    return bool(proof.facts.get("rows_quantized"))

@@ -15,7 +15,7 @@ from kvbench.errors import UserError
 if TYPE_CHECKING:
     from kvbench.reproduce.plan import Missing, Plan
     from kvbench.reproduce.shape import FindingRecord
-    from kvbench.reproduce.verdict import Judgement, Number
+    from kvbench.reproduce.verdict import Judgment, Number
     from kvbench.runs.request import Request
     from kvbench.sweep.cell import Cell, Report
 
@@ -196,12 +196,12 @@ def _run(plans: list[Plan], out: Path, *, as_json: bool) -> int:
     return 0 if whole and any(x.verdict != "not run" for x in judged) else 1
 
 
-def _print(judged: list[Judgement]) -> None:
+def _print(judged: list[Judgment]) -> None:
     """One row per number that was run; one for all of a row that were not."""
     from kvbench.analysis.format import print_rows
 
     rows: list[tuple[str, ...]] = []
-    waiting: dict[tuple[str, str, str], list[Judgement]] = {}
+    waiting: dict[tuple[str, str, str], list[Judgment]] = {}
     differs: dict[str, None] = {}
     for x in judged:
         claim = x.claim

@@ -9,7 +9,7 @@ from kvbench.method import Method
 from kvbench.runs.journal import add_facts
 from kvbench.store import LayerKV, storage_bytes
 
-CHANGED = ("rows_dropped", "rows_quantised", "pages_skipped", "rows_factored")
+CHANGED = ("rows_dropped", "rows_quantized", "pages_skipped", "rows_factored")
 """Facts that prove that a method acted: rows evicted, rows stored otherwise, pages that attention did not read."""
 
 

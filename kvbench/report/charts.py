@@ -18,8 +18,8 @@ CHANCE = "random"
 """The method that keeps rows by chance: its line is what any other must be above."""
 NEAR = (0.12, 0.05)
 """Shares of a chart's width and height within which a second name would cover the first."""
-COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666", "#9a6324", "#b8a800"]
-"""Apart for colour-blind eyes too (Okabe and Ito), and more for more families."""
+COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666", "#9a6324", "#b8a800"]
+"""Apart for color-blind eyes too (Okabe and Ito), and more for more families."""
 TOOLTIP = {
     "label": "row", "family": "family", "shown": "score", "rank": "rank", "held": "held", "read": "read",
     "token": "per token", "first": "first token", "run": "run",
@@ -83,8 +83,8 @@ def _outline(cost: Cost, metric: str, families: tuple[str, ...], *, bounded: boo
     family = alt.selection_point(name="family", fields=["family"], bind="legend")
     method = alt.selection_point(name="method", fields=["method"], on="pointerover", empty=False)
     legend = alt.Legend(title=None, orient="bottom", columns=4, symbolOpacity=1)
-    # The domain is said of both, so that colours and shapes share a legend.
-    color = alt.Color("family:N", scale=alt.Scale(domain=list(families), range=COLOURS), legend=legend)
+    # The domain is said of both, so that colors and shapes share a legend.
+    color = alt.Color("family:N", scale=alt.Scale(domain=list(families), range=COLORS), legend=legend)
     shape = alt.Shape("family:N", scale=alt.Scale(domain=list(families)), legend=legend)
 
     def layer(name: str) -> Any:
@@ -173,9 +173,9 @@ def draw_turns(entries: Sequence[Entry]) -> Spec | None:
 
 
 def color_cells(base: Any, scores: Sequence[float]) -> Any:
-    """Cells coloured by the field `score`, light where it is high, each with its number in it.
+    """Cells colored by the field `score`, light where it is high, each with its number in it.
 
-    scores: all that share the colours.
+    scores: all that share the colors.
     """
     alt = load_extra("altair", extra="report", what="a chart")
     low, high = min([0.0, *scores]), max([1.0, *scores])

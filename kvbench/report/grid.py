@@ -106,7 +106,7 @@ def _place(line: Answer) -> tuple[int, float] | None:
 
 
 def draw_cells(scores: Sequence[float]) -> Any:
-    """The cells of a grid as a chart of Altair's without data or width; `scores`: all that share its colours.
+    """The cells of a grid as a chart of Altair's without data or width; `scores`: all that share its colors.
 
     Raises:
         UserError: Altair is not there.
@@ -146,7 +146,7 @@ def list_scores(grids: Sequence[Grid]) -> list[float]:
 
 
 def draw_picture(grids: Sequence[Grid]) -> bytes:
-    """A PNG with a panel for each grid, all on one scale of colours.
+    """A PNG with a panel for each grid, all on one scale of colors.
 
     Raises:
         UserError: Altair or vl-convert is not there.

@@ -165,7 +165,7 @@ def _describe_run(result: Result) -> list[Cell]:
 
 
 def write_grid(grid: Grid, name: str, scores: Sequence[float]) -> str:
-    """A section for a run over lengths and depths; `scores`: all that share its colours."""
+    """A section for a run over lengths and depths; `scores`: all that share its colors."""
     result = grid.result
     lines = (f"{result.task.name} on {result.model.id}, scored by {result.score.metric}", grid.size, grid.summary)
     said = "".join(f"<p>{escape(x)}</p>\n" for x in lines)

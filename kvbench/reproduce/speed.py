@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvbench.errors import UserError
 from kvbench.reproduce.claims import Claim, slug
 from kvbench.reproduce.plan import Missing, Plan
-from kvbench.reproduce.verdict import Judgement, Number, Verdict
+from kvbench.reproduce.verdict import Judgment, Number, Verdict
 from kvbench.runs.files import read_file
 
 if TYPE_CHECKING:
@@ -95,19 +95,19 @@ def _pick(plan: Plan, bench: Bench) -> Timed | Missing:
     return Timed(cell, bench)
 
 
-def judge_speed(plan: Plan, timed: Timed | Missing | None) -> Judgement:
+def judge_speed(plan: Plan, timed: Timed | Missing | None) -> Judgment:
     """The verdict on a speed: on another GPU than the paper's it is a shape, however near it is."""
     claim = plan.claim
     missing = (*plan.missing, *((timed,) if isinstance(timed, Missing) else ()))
     if missing or timed is None or isinstance(timed, Missing):
-        return Judgement(claim, "not run", missing=missing or (Missing("run", "nothing was timed"),))
+        return Judgment(claim, "not run", missing=missing or (Missing("run", "nothing was timed"),))
     ours = _number(claim, timed.cell)
     if ours is None:
-        return Judgement(claim, "not run", missing=(Missing("run", "it was not timed beside the dense cache"),))
+        return Judgment(claim, "not run", missing=(Missing("run", "it was not timed beside the dense cache"),))
     verdict: Verdict = "shape only"
     if _same_gpu(claim, timed.bench):
         verdict = "partly" if ours.holds(claim.value, claim.rounding) else "not reproduced"
-    return Judgement(claim, verdict, ours, differs=(ENGINE, *claim.protocol.differs), regime=timed.regime)
+    return Judgment(claim, verdict, ours, differs=(ENGINE, *claim.protocol.differs), regime=timed.regime)
 
 
 def _number(claim: Claim, cell: Cell) -> Number | None:

@@ -14,7 +14,7 @@ from kvbench.reproduce.paper import Paper, list_papers
 from kvbench.reproduce.plan import Missing, Plan, find_baseline, plan_claim
 from kvbench.reproduce.shape import ShapeRecord
 from kvbench.reproduce.speed import find_timed, judge_speed
-from kvbench.reproduce.verdict import Judgement, judge
+from kvbench.reproduce.verdict import Judgment, judge
 from kvbench.runs.files import read_file
 from kvbench.runs.request import Request, check
 from kvbench.runs.results import Result
@@ -24,9 +24,9 @@ from kvbench.settings import jsonable_settings
 UNRUN = Missing("run", "no run of it is here")
 
 
-def list_judgements(
+def list_judgments(
     folder: Path, papers: Mapping[str, Paper] | None = None, results: Iterable[tuple[Path, Result]] | None = None
-) -> list[Judgement]:
+) -> list[Judgment]:
     """Every number with its verdict, in the order of the files.
 
     Args:
@@ -55,11 +55,11 @@ def read_findings(folder: Path) -> ShapeRecord | None:
     return read_file(path, ShapeRecord) if path.exists() else None
 
 
-def _judge(plan: Plan, plans: Mapping[str, Plan], runs: Mapping[Request, Run], folder: Path) -> Judgement:
+def _judge(plan: Plan, plans: Mapping[str, Plan], runs: Mapping[Request, Run], folder: Path) -> Judgment:
     if plan.claim.table.measure != "score":
         return judge_speed(plan, None if plan.missing else find_timed(plan, folder) or UNRUN)
     if not plan.missing and not any(x in runs for x in plan.requests):
-        return Judgement(plan.claim, "not run", missing=(UNRUN,))
+        return Judgment(plan.claim, "not run", missing=(UNRUN,))
     baseline = find_baseline(plan.claim)
     return judge(plan, runs, None if baseline is None else plans[baseline.id])
 

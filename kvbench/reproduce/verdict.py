@@ -34,7 +34,7 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Judgment:
     """A printed number, ours, and the verdict."""
 
     claim: Claim
@@ -77,7 +77,7 @@ class Judgement:
         }
 
 
-def judge(plan: Plan, runs: Mapping[Request, Run], baseline: Plan | None = None) -> Judgement:
+def judge(plan: Plan, runs: Mapping[Request, Run], baseline: Plan | None = None) -> Judgment:
     """The verdict on a number.
 
     Args:
@@ -95,7 +95,7 @@ def judge(plan: Plan, runs: Mapping[Request, Run], baseline: Plan | None = None)
         for x in found if x.result.status != "ok" or x.result.score.mean is None
     ]
     if missing:
-        return Judgement(claim, "not run", missing=tuple(missing))
+        return Judgment(claim, "not run", missing=tuple(missing))
     ours = _average([_score(x.result) for x in found], claim.table.scale)
     printed = difference = None
     other = find_baseline(claim)
@@ -110,15 +110,15 @@ def judge(plan: Plan, runs: Mapping[Request, Run], baseline: Plan | None = None)
         verdict = "partly" if differs else "reproduced"
     elif printed is not None and difference is not None and difference.holds(printed, 2 * claim.rounding):
         verdict = "partly"
-    return Judgement(
+    return Judgment(
         claim, verdict, ours, printed, difference, differs, runs=tuple(x.folder for x in found)
     )
 
 
-def find_unanchored(judgements: Sequence[Judgement]) -> dict[tuple[str, str, str], float]:
+def find_unanchored(judgments: Sequence[Judgment]) -> dict[tuple[str, str, str], float]:
     """By paper, table and model: how far our dense cache is from the printed one at most, where that is too far."""
     found: dict[tuple[str, str, str], float] = {}
-    for x in judgements:
+    for x in judgments:
         is_base = x.claim.row == x.claim.table.baseline and x.verdict not in ("not run", "shape only")
         if is_base and x.ours is not None and abs(x.ours.value - x.claim.value) > ANCHOR:
             key = (x.claim.paper, x.claim.table.name, x.claim.model)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Made = tuple[Example, Encoded]
 FORM: TypeAdapter[Made] = TypeAdapter(Made)
 PACKAGES = ("tokenizers", "wonderwords")
-"""What tokenises, and what words are drawn from; a run's own versions are in its spec."""
+"""What tokenizes, and what words are drawn from; a run's own versions are in its spec."""
 DAYS = 30
 """Examples that nobody added to for so long are removed when others are kept."""
 

@@ -18,7 +18,7 @@ from kvbench.runs.job import Job
 from kvbench.runs.results import Result
 from kvbench.runs.sample import SampleFailedError, run_sample
 from kvbench.runs.spec import RunSpec
-from kvbench.runs.summary import describe_mixed, find_machines, summarise
+from kvbench.runs.summary import describe_mixed, find_machines, summarize
 
 
 class Progress(Protocol):
@@ -77,7 +77,7 @@ def run(job: Job, progress: Progress | None = None) -> Outcome:
             journal.close()
         # From the file, as a resumed run would: what is reported is what was saved.
         lines = [x for x in journal.lines if x.index < job.spec.samples]
-        result = summarise(job, lines)
+        result = summarize(job, lines)
         write_record(job.folder / "result.json", result)
     return Outcome(result, job.folder, existing=False)
 

@@ -28,7 +28,7 @@ from kvbench.runs.stats import bootstrap_interval, quantile
 from kvbench.task import Scorer
 
 
-def summarise(job: Job, lines: Sequence[Line]) -> Result:
+def summarize(job: Job, lines: Sequence[Line]) -> Result:
     """The result of a run whose samples are all in the journal."""
     spec = job.spec
     lines = sorted(lines, key=lambda x: (x.index, x.turn))

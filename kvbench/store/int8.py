@@ -7,29 +7,29 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvbench.kernels.int8_attention import int8_attention, quantise_rows
+from kvbench.kernels.int8_attention import int8_attention, quantize_rows
 from kvbench.method import Step
 from kvbench.store.layer import LayerKV
 
 
 @dataclass
 class Int8KV(LayerKV):
-    """Dense rows in 8 bits, one fp16 scale per token and head; exact until `quantise` ends the context."""
+    """Dense rows in 8 bits, one fp16 scale per token and head; exact until `quantize` ends the context."""
 
-    quantised: bool = field(default=False, init=False)
+    quantized: bool = field(default=False, init=False)
 
-    def quantise(self) -> None:
+    def quantize(self) -> None:
         """Replace the exact rows by their codes and free them."""
         exact = self._held()
-        self._replace(quantise_rows(exact["key"], exact["value"]), self.n + max(0, self.capacity - self.seen))
-        self.quantised = True
+        self._replace(quantize_rows(exact["key"], exact["value"]), self.n + max(0, self.capacity - self.seen))
+        self.quantized = True
 
     def _rows(self, step: Step) -> dict[str, Tensor]:
-        return quantise_rows(step.key, step.value) if self.quantised else super()._rows(step)
+        return quantize_rows(step.key, step.value) if self.quantized else super()._rows(step)
 
     def attend(self, step: Step) -> Tensor:
-        """Attention over codes, scales folded into queries and weights; exact before `quantise`."""
-        if not self.quantised:
+        """Attention over codes, scales folded into queries and weights; exact before `quantize`."""
+        if not self.quantized:
             return super().attend(step)
         assert self._buffer is not None
         return int8_attention(
@@ -39,6 +39,6 @@ class Int8KV(LayerKV):
 
     def facts(self) -> dict[str, int]:
         """Rows in 8 bits and the distinct key codes among them."""
-        rows = self.n * len(self.rows_kept()) if self.quantised else 0
+        rows = self.n * len(self.rows_kept()) if self.quantized else 0
         codes = int(torch.bincount(self.keys.flatten().to(torch.int64) + 128).count_nonzero()) if rows else 0
-        return {**super().facts(), "rows_quantised": rows, "distinct_codes": codes}
+        return {**super().facts(), "rows_quantized": rows, "distinct_codes": codes}

@@ -51,12 +51,12 @@ class Slots:
 
 @dataclass
 class LowRankKV(SelectiveKV):
-    """Dense rows until `factorise`; from then on the dense block holds what stays exact, and all later rows."""
+    """Dense rows until `factorize`; from then on the dense block holds what stays exact, and all later rows."""
 
     _chunks: Chunks | None = field(default=None, init=False)
     _slots: Slots | None = field(default=None, init=False)
 
-    def factorise(self, rope: Rope, landmarks: Tensor, exact: Tensor, *, size: int, rank: int, slots: int) -> None:
+    def factorize(self, rope: Rope, landmarks: Tensor, exact: Tensor, *, size: int, rank: int, slots: int) -> None:
         """Store chunks of the context apart: keys as factors, values on the host, landmarks to choose by.
 
         landmarks: [B, H_kv, c, D], of the first c chunks of the context; what comes after them stays dense.

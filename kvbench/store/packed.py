@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import UserError
-from kvbench.kernels.pack import Codes, dequantise, quantise, unpack
+from kvbench.kernels.pack import Codes, dequantize, quantize, unpack
 from kvbench.kernels.packed_attention import packed_partial
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials
 from kvbench.method import Step
@@ -66,12 +66,12 @@ class PackedRows:
 
     def _key_codes(self, keys: Tensor) -> dict[str, Tensor]:
         """By group of tokens: codes [B, H_kv, groups, tokens, bytes], scales and minima [B, H_kv, groups, D]."""
-        codes = quantise(keys, self.packing.key_bits, tokens=self.packing.group)
+        codes = quantize(keys, self.packing.key_bits, tokens=self.packing.group)
         packed = codes.packed.unflatten(2, (codes.scale.shape[2], self.packing.group))
         return {"packed": packed, "scale": codes.scale, "minimum": codes.minimum}
 
     def _value_codes(self, values: Tensor) -> dict[str, Tensor]:
-        codes = quantise(values, self.packing.value_bits, channels=min(self.packing.group, values.shape[3]))
+        codes = quantize(values, self.packing.value_bits, channels=min(self.packing.group, values.shape[3]))
         return {"packed": codes.packed, "scale": codes.scale, "minimum": codes.minimum}
 
     def codes(self) -> tuple[Codes, Codes]:
@@ -113,7 +113,7 @@ class PackedRows:
         exact = self.last_values.rows
         if packed > both:
             first = both // self.packing.group * self.packing.group
-            between = dequantise(keys.rows(first, packed))[:, :, both - first :].to(exact.dtype)
+            between = dequantize(keys.rows(first, packed))[:, :, both - first :].to(exact.dtype)
             total = torch.tensor(self.n - both, device=query.device)  # from here to the last query
             parts.append(dense_partial(
                 query, between, exact[:, :, : packed - both], seen=seen, positions=at[1], length=total, **options
@@ -252,10 +252,10 @@ class PackedKV(LayerKV):
 
     def facts(self) -> dict[str, int]:
         """Rows whose keys are packed, and the distinct codes of keys and of values, at most 2 ** bits."""
-        facts = {**super().facts(), "rows_quantised": 0}
+        facts = {**super().facts(), "rows_quantized": 0}
         if self.packed is not None:
             keys, values = self.packed.codes()
-            facts["rows_quantised"] = keys.packed.shape[2] * len(self.rows_kept())
+            facts["rows_quantized"] = keys.packed.shape[2] * len(self.rows_kept())
             facts |= {"distinct_key_codes": distinct(keys), "distinct_value_codes": distinct(values)}
         return facts
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_mass import joint_lse
-from kvbench.kernels.pack import Codes, quantise
+from kvbench.kernels.pack import Codes, quantize
 from kvbench.kernels.packed_attention import packed_partial
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials
 from kvbench.method import Step
@@ -28,12 +28,12 @@ class CodedRows:
     @classmethod
     def encode(cls, key: Tensor, value: Tensor, position: Tensor | None, bits: int) -> CodedRows:
         """Rows of codes. key: [B, H_kv, n, D]; value: [B, H_kv, n, D_v], its channels made equal."""
-        rows = quantise(value.transpose(1, 2), bits, tokens=value.shape[1], channels=value.shape[3])  # [B, n, H_kv, ..]
+        rows = quantize(value.transpose(1, 2), bits, tokens=value.shape[1], channels=value.shape[3])  # [B, n, H_kv, ..]
         value_codes = replace(
             rows, packed=rows.packed.transpose(1, 2).contiguous(), scale=rows.scale.transpose(1, 2),
             minimum=rows.minimum.transpose(1, 2),
         )
-        return cls(quantise(key, bits, tokens=key.shape[2]), value_codes, position)
+        return cls(quantize(key, bits, tokens=key.shape[2]), value_codes, position)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that it keeps alive."""
@@ -102,7 +102,7 @@ class SegmentedKV(LayerKV):
             self.n -= count
 
     def attend_with_lse(self, step: Step) -> tuple[Tensor, Tensor]:
-        """Attention over all segments and the tail, and the log of its normaliser. [B, H_q, T, D_v], [B, H_q, T]"""
+        """Attention over all segments and the tail, and the log of its normalizer. [B, H_q, T, D_v], [B, H_q, T]"""
         options: dict[str, Any] = {
             "scale": step.scale, "seen": step.seen, "window": step.window, "softcap": step.softcap
         }
@@ -130,4 +130,4 @@ class SegmentedKV(LayerKV):
         packed = [rows.key.packed.flatten() for segment in self.segments for rows in segment.rows]
         coded = sum(segment.n for segment in self.segments) * len(self.rows_kept())
         distinct = int(torch.bincount(torch.cat(packed)).count_nonzero()) if packed else 0
-        return {**super().facts(), "rows_quantised": coded, "distinct_codes": distinct}
+        return {**super().facts(), "rows_quantized": coded, "distinct_codes": distinct}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_mass import attention_mass, joint_lse
-from kvbench.kernels.pack import Codes, dequantise, quantise
+from kvbench.kernels.pack import Codes, dequantize, quantize
 from kvbench.kernels.packed_attention import packed_partial
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials
 from kvbench.method import Step
@@ -40,7 +40,7 @@ class Coding:
         """Codes, scales and minima of rows, by name. key: [B, H_kv, n, D]; value: [B, H_kv, n, D_v]"""
         rows: dict[str, Tensor] = {}
         for name, x in (("key", key), ("value", value)):
-            codes = quantise(x, self.bits, channels=self.group(x.shape[-1]))
+            codes = quantize(x, self.bits, channels=self.group(x.shape[-1]))
             rows |= {f"{name}_packed": codes.packed, f"{name}_scale": codes.scale, f"{name}_minimum": codes.minimum}
         return rows
 
@@ -97,7 +97,7 @@ class TieredKV(LayerKV):
         assert self.demoted is not None
         rows = {name: gather(x, indices) for name, x in self._held().items()}
         if self.high is not None:
-            key, value = (dequantise(x) for x in self.high.view(rows, self._widths))
+            key, value = (dequantize(x) for x in self.high.view(rows, self._widths))
             rows = {"key": key / self.state["balancer"], "value": value, "position": rows["position"]}
         self.demoted.append(self._coded(rows))
         self.drop(indices)
@@ -154,7 +154,7 @@ class TieredKV(LayerKV):
         before = self.n - step.query.shape[2]
         new = slice(before, None)
         parts = [dense_partial(
-            balanced, dequantise(key.rows(before, self.n)), dequantise(value.rows(before, self.n)),
+            balanced, dequantize(key.rows(before, self.n)), dequantize(value.rows(before, self.n)),
             positions=None if positions is None else positions[:, :, new], **options,
         )]
         if before:
@@ -177,7 +177,7 @@ class TieredKV(LayerKV):
         for low in range(0, self.n, MASS_BLOCK):
             rows = slice(low, min(low + MASS_BLOCK, self.n))
             self.scores[:, :, rows].add_(attention_mass(
-                balanced, dequantise(key.rows(rows.start, rows.stop)), at - low,
+                balanced, dequantize(key.rows(rows.start, rows.stop)), at - low,
                 positions=None if positions is None else positions[:, :, rows], **options,
             ))
 
@@ -225,4 +225,4 @@ class TieredKV(LayerKV):
             heads = packed.shape[0] * packed.shape[1]
             rows = (self.demoted.n + (0 if self.high is None else self.n)) * heads
             distinct = int(torch.bincount(packed.flatten(), minlength=1).count_nonzero())
-        return {**super().facts(), "rows_quantised": rows, "distinct_codes": distinct}
+        return {**super().facts(), "rows_quantized": rows, "distinct_codes": distinct}

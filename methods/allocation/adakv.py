@@ -56,7 +56,7 @@ class AdaKV(HeadAllocation, SnapKV):
         budget=BudgetKind.HELD,
         paper_budget="1024",
         heads="pooled",
-        upstream=Upstream(repo="FFY0/AdaKV", commit=None, licence="MIT"),
+        upstream=Upstream(repo="FFY0/AdaKV", commit=None, license="MIT"),
         deviations=(
             TOTAL,
             "Scores are pooled before they are averaged over the query heads of a KV head, as SnapKV's are here.",

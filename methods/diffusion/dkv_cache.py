@@ -21,7 +21,7 @@ from kvbench.diffusion.sampling import Sampling
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Shape, Upstream
 
-UPSTREAM = Upstream(repo="horseee/dKV-Cache", commit="49a76fc", licence=None)
+UPSTREAM = Upstream(repo="horseee/dKV-Cache", commit="49a76fc", license=None)
 BATCHES = "the reference wants equal counts in all sequences of a batch; here shorter ones repeat a row"
 LAST = (
     "with a shifted head the last row, which predicts nothing, is kept from the first pass on; in the reference from "

@@ -31,7 +31,7 @@ class DllmCache(Policy):
         idea="Keys, values and what attention and feed-forward parts added are kept for every row. Prompt rows are "
              "computed now and then, answer rows more often, and in between those whose values changed most.",
         arxiv="2506.06295", year=2025, family="diffusion", stages=("generation",), budget=BudgetKind.NONE,
-        heads="pooled", upstream=Upstream(repo="maomaocun/dLLM-cache", commit="17235bf", licence=None),
+        heads="pooled", upstream=Upstream(repo="maomaocun/dLLM-cache", commit="17235bf", license=None),
         deviations=("the intervals are those of its GSM8K script; they are tuned for each task there",),
         limits=(
             "rows are counted where feed-forward parts run; the values of all answer rows are computed beside them",

@@ -59,7 +59,7 @@ class ElasticCache(Policy):
         idea="The attention of the most attended tokens shows whether cached rows are still good. When it has drifted "
              "in a layer, all layers above compute every row anew.",
         arxiv="2510.14973", year=2025, family="diffusion", stages=("generation",), budget=BudgetKind.NONE,
-        heads="pooled", upstream=Upstream(repo="VILA-Lab/Elastic-Cache", commit=None, licence=None),
+        heads="pooled", upstream=Upstream(repo="VILA-Lab/Elastic-Cache", commit=None, license=None),
         deviations=("tokens behind the first end of text are decoded too, where the reference leaves them masks",),
         unverified=("read in a fork (yxu-dev, 46c0bc3)", "the axis of the likeness: code and paper differ"),
         limits=("one sequence at a time", "the answer is one block: leave --gen block out",

@@ -11,7 +11,7 @@ from typing import ClassVar
 from kvbench.diffusion.policy import Denoising, Plan, Policy
 from kvbench.method import BudgetKind, Card, Upstream
 
-UPSTREAM = Upstream(repo="NVlabs/Fast-dLLM", commit="24cc59e", licence="Apache-2.0")
+UPSTREAM = Upstream(repo="NVlabs/Fast-dLLM", commit="24cc59e", license="Apache-2.0")
 SHIFTED = (
     "with a shifted head the row before the block is computed too, where the reference commits the block's first token "
     "from the full pass unconditionally"

@@ -1,4 +1,4 @@
-"""LocalLeap: around a very sure token its neighbours are accepted at a lower probability (arXiv 2510.07081)."""
+"""LocalLeap: around a very sure token its neighbors are accepted at a lower probability (arXiv 2510.07081)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LocalLeap(Policy):
         idea="A token above the run's threshold is an anchor. Near it a lower threshold is enough, so that fewer "
              "passes make the answer; nothing is cached.",
         arxiv="2510.07081", year=2025, family="diffusion", stages=("generation",), budget=BudgetKind.NONE,
-        heads="independent", upstream=Upstream(repo="friedrichor/LocalLeap", commit=None, licence=None),
+        heads="independent", upstream=Upstream(repo="friedrichor/LocalLeap", commit=None, license=None),
         unverified=("the reference was read in a copy, not in its own repository",),
         limits=("only with --gen threshold: the paper's is 0.9",),
     )

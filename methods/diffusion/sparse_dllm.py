@@ -44,7 +44,7 @@ class SparseDllm(Policy):
              "computed over these and itself until it is done.",
         arxiv="2508.02558", year=2025, family="diffusion", stages=("generation", "compression"),
         budget=BudgetKind.NONE, heads="pooled",
-        upstream=Upstream(repo="OpenMOSS/Sparse-dLLM", commit="3fd8986", licence=None),
+        upstream=Upstream(repo="OpenMOSS/Sparse-dLLM", commit="3fd8986", license=None),
         deviations=("with a shifted head the row before the block is computed and counts as one of it",),
         unverified=("by_head is dLLM-Serve's head_select, read in its code alone",),
     )

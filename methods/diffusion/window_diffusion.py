@@ -33,7 +33,7 @@ class WindowDiffusion(Policy):
         idea="Between full passes only the first masks of the answer are computed, inside a wider window of masks that "
              "attention looks at. Masks beyond the window are left out until the next full pass.",
         arxiv="2601.20332", year=2026, family="diffusion", stages=("generation", "retrieval"), budget=BudgetKind.NONE,
-        heads="independent", upstream=Upstream(repo="vhicrgit/Window-Diffusion", commit="d8bb349", licence=None),
+        heads="independent", upstream=Upstream(repo="vhicrgit/Window-Diffusion", commit="d8bb349", license=None),
         deviations=(ACTIVE, "rows that are computed are looked at, those beyond the window among them", DREAM),
         limits=("the answer is one block: leave --gen block out",),
     )

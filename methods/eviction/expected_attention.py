@@ -44,7 +44,7 @@ class ExpectedAttention(ScoredMethod):
         stages=("compression",),
         budget=BudgetKind.HELD,
         heads="independent",
-        upstream=Upstream(repo="NVIDIA/kvpress", commit="8bb29b9", licence="Apache-2.0"),
+        upstream=Upstream(repo="NVIDIA/kvpress", commit="8bb29b9", license="Apache-2.0"),
         deviations=(
             ("Queries before rotation come from inverse rotation of the rotated ones, as running moments over chunks; "
             "kvpress projects the hidden states again."),

@@ -34,13 +34,13 @@ class H2O(RollingMethod):
         budget=BudgetKind.HELD,
         paper_budget="20%",
         heads="independent",
-        upstream=Upstream(repo="FMInference/H2O", commit=None, licence=None),
+        upstream=Upstream(repo="FMInference/H2O", commit=None, license=None),
         deviations=(
             "Scores are summed over the query heads of a KV head; the paper has no grouped queries.",
             "Scores are float32 and per sequence; the authors' code sums over the batch in the model's type.",
             "The prompt is scored over all its chunks and evicted once, at its end.",
         ),
-        limits=("Sums favour early tokens, which more queries can see. This is the paper's score; others divide it.",),
+        limits=("Sums favor early tokens, which more queries can see. This is the paper's score; others divide it.",),
     )
 
     def __post_init__(self) -> None:

@@ -32,11 +32,11 @@ class KeyDiff(ScoredMethod):
         deviations=(
             "Compressed once, at the end of the context; the paper also evicts while a prompt arrives in blocks.",
         ),
-        unverified=("The anchor is the mean of normalised keys, from memory of the paper and of kvpress.",),
+        unverified=("The anchor is the mean of normalized keys, from memory of the paper and of kvpress.",),
     )
 
     def score(self, kv: LayerKV, step: Step) -> Tensor:
-        """The negative cosine of each key to the mean of the normalised keys. [B, H_kv, n]"""
+        """The negative cosine of each key to the mean of the normalized keys. [B, H_kv, n]"""
         del step
         keys = F.normalize(kv.keys.float(), dim=-1)
         return -F.cosine_similarity(keys, keys.mean(dim=2, keepdim=True), dim=-1)

@@ -28,7 +28,7 @@ class Knorm(ScoredMethod):
         stages=("compression",),
         budget=BudgetKind.HELD,
         heads="independent",
-        upstream=Upstream(repo="alessiodevoto/l2compress", commit=None, licence=None),
+        upstream=Upstream(repo="alessiodevoto/l2compress", commit=None, license=None),
         deviations=(
             "Every layer is compressed, as kvpress does; the paper leaves the first layers whole.",
             "Norms are rounded to four decimals, so that equal tokens of the first layer tie and the first one stays.",

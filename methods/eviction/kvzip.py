@@ -50,7 +50,7 @@ class KVzip(Method):
         budget=BudgetKind.HELD,
         paper_budget="30%",
         heads="pooled",
-        upstream=Upstream(repo="snu-mllab/KVzip", commit=None, licence=None),
+        upstream=Upstream(repo="snu-mllab/KVzip", commit=None, license=None),
         deviations=(
             ("Exactly the budget's rows are kept, of equal scores the first; the authors' threshold drops every row "
             "that equals it."),

@@ -19,7 +19,7 @@ class ObservedAttention(ScoredMethod):
     card: ClassVar[Card] = Card(
         name="observed-attention",
         title="Observed attention (kvpress's relative of H2O)",
-        idea="H2O's sums favour early rows, which more queries can see. "
+        idea="H2O's sums favor early rows, which more queries can see. "
         "Dividing by the number of those queries removes the bias, and the cache is compressed once.",
         arxiv="2306.14048",
         year=2024,
@@ -27,8 +27,8 @@ class ObservedAttention(ScoredMethod):
         stages=("compression",),
         budget=BudgetKind.HELD,
         heads="independent",
-        upstream=Upstream(repo="NVIDIA/kvpress", commit="8bb29b9", licence="Apache-2.0"),
-        deviations=("Sums are taken block by block; kvpress materialises the attention matrix.",),
+        upstream=Upstream(repo="NVIDIA/kvpress", commit="8bb29b9", license="Apache-2.0"),
+        deviations=("Sums are taken block by block; kvpress materializes the attention matrix.",),
     )
 
     recompressible: ClassVar[str | None] = (

@@ -32,7 +32,7 @@ class PyramidKV(SnapKV):
         budget=BudgetKind.HELD,
         paper_budget="2048",
         heads="independent",
-        upstream=Upstream(repo="Zefan-Cai/KVCache-Factory", commit="c97f9d7", licence="MIT"),
+        upstream=Upstream(repo="Zefan-Cai/KVCache-Factory", commit="c97f9d7", license="MIT"),
         deviations=(
             ("The schedule is the authors', integer steps and all: its sum exceeds the budget (13 % at 64 rows of 32 "
             "layers), which the measured bytes show."),

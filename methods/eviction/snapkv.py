@@ -26,7 +26,7 @@ class SnapKV(ScoredMethod):
         name="snapkv",
         title="SnapKV: LLM Knows What You are Looking for Before Generation",
         idea="The attention of the last few prompt tokens predicts which rows generation will read. "
-        "Their scores are pooled so that neighbours of a peak survive too, and each head keeps its best rows.",
+        "Their scores are pooled so that neighbors of a peak survive too, and each head keeps its best rows.",
         arxiv="2404.14469",
         year=2024,
         family="eviction",
@@ -34,7 +34,7 @@ class SnapKV(ScoredMethod):
         budget=BudgetKind.HELD,
         paper_budget="1024",
         heads="independent",
-        upstream=Upstream(repo="FasterDecoding/SnapKV", commit="e216ddc8", licence="MIT"),
+        upstream=Upstream(repo="FasterDecoding/SnapKV", commit="e216ddc8", license="MIT"),
         deviations=(
             ("Scores are averaged over the query heads of a KV head after pooling, and rows are kept per KV head; "
             "the authors' code repeats keys and keeps rows per query head."),

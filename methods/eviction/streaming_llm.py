@@ -36,7 +36,7 @@ class StreamingLLM(Method):
         budget=BudgetKind.HELD,
         paper_budget="2004",
         heads="pooled",
-        upstream=Upstream(repo="mit-han-lab/streaming-llm", commit=None, licence="MIT"),
+        upstream=Upstream(repo="mit-han-lab/streaming-llm", commit=None, license="MIT"),
         deviations=(
             ("The prompt is run with full attention and pruned at its end, as SCBench and kvpress do; "
             "the authors' chat driver evicts before a turn."),

@@ -29,7 +29,7 @@ class TOVA(RollingMethod):
         budget=BudgetKind.HELD,
         paper_budget="512",
         heads="pooled",
-        upstream=Upstream(repo="schwartz-lab-NLP/TOVA", commit=None, licence=None),
+        upstream=Upstream(repo="schwartz-lab-NLP/TOVA", commit=None, license=None),
         deviations=("The prompt is evicted once, by its last query, as the authors' code does.",),
         limits=("Nothing is protected, not even the newest row.",),
     )

@@ -45,7 +45,7 @@ class DuoAttention(HeadMethod):
         paper_budget="the share `sparsity` of the heads holds `sinks` and `recent` rows, the others every row",
         heads="indexed",
         upstream=Upstream(repo="mit-han-lab/duo-attention", commit="03dca842639c64ed0d0daf9042da845cdea44637",
-                          licence="MIT"),
+                          license="MIT"),
         deviations=(
             ("Without a file of gates, heads are ranked by the induction score of a head profile: a stand-in that is "
             "measured in seconds, no gate trained on passkeys."),

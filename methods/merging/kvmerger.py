@@ -1,4 +1,4 @@
-"""KVMerger: runs of neighbouring rows with nearly parallel keys become one row around the most attended of them."""
+"""KVMerger: runs of neighboring rows with nearly parallel keys become one row around the most attended of them."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class MergingKV(LayerKV):
 
 @dataclass(frozen=True)
 class KVMerger(Method):
-    """Merges neighbours by the cosine of their keys, weighted by a Gaussian around each set's pivot."""
+    """Merges neighbors by the cosine of their keys, weighted by a Gaussian around each set's pivot."""
 
     mode: Literal["exact", "eps"] = "exact"
     """`exact`: as many joins as the budget asks for, the most similar first. `eps`: all above the threshold."""
     eps: float = 0.75
-    """Under `eps`: neighbours whose keys have this cosine or more are joined."""
+    """Under `eps`: neighbors whose keys have this cosine or more are joined."""
     recent: float | None = None
     """Share of the rows, the last ones, that are never merged; None: the paper's for the budget."""
     heavy: float | None = None
@@ -71,7 +71,7 @@ class KVMerger(Method):
     card: ClassVar[Card] = Card(
         name="kvmerger",
         title="Model Tells You Where to Merge: Adaptive KV Cache Merging for LLMs on Long-Context Tasks",
-        idea="Keys of neighbouring tokens are often nearly parallel. "
+        idea="Keys of neighboring tokens are often nearly parallel. "
         "Runs of them become one row, a Gaussian-weighted mean around the row with the most attention.",
         arxiv="2407.08454",
         year=2024,
@@ -82,14 +82,14 @@ class KVMerger(Method):
         heads="independent",
         upstream=None,
         deviations=(
-            ("The budget is met exactly: the most similar neighbours are joined until so many rows are left. The paper "
+            ("The budget is met exactly: the most similar neighbors are joined until so many rows are left. The paper "
             "does not say how its budgets are met; mode=eps is its threshold, which takes no budget."),
             ("Values are weighted means. The paper's equation 7 multiplies them by the number of rows under one "
             "softmax weight: value_mode=sum. value_mode=bias gives the row the weight of so many, is exact for equal "
             "rows, and takes four bytes more per row."),
             ("The paper protects two pairs of shares of the rows, for budgets of 50 % and 35 %. Another budget has the "
             "nearest pair, in proportion to the budget; mode=eps that of 50 %."),
-            ("Where the protected shares leave too few neighbours to join for the budget, both are lowered in "
+            ("Where the protected shares leave too few neighbors to join for the budget, both are lowered in "
             "proportion: with skipped layers, max_run, or larger shares than the paper's."),
             "A merged row stands at its pivot's position where a window counts.",
         ),
@@ -102,7 +102,7 @@ class KVMerger(Method):
             "diffuse; on models below 16 layers nothing is skipped unless it is set."),
         ),
         limits=(
-            ("A budget is met whether neighbours are alike or not, and a low one leaves little choice: of the pairs "
+            ("A budget is met whether neighbors are alike or not, and a low one leaves little choice: of the pairs "
             "that are not protected 79 % are joined at 50 %, 73 % at 35 %, 82 % at 25 % and 93 % at 10 % (bundled "
             "model, 1,024 tokens; at 25 % down to a cosine of 0.08), and more where layers are skipped. Only mode=eps "
             "joins nothing but what is alike."),
@@ -121,7 +121,7 @@ class KVMerger(Method):
         if self.sigma != "fixed_point" and not self.sigma > 0:
             raise UserError(f"kvmerger: sigma must be above 0, or fixed_point, got {self.sigma}; the default is 5.")
         if not self.eps > 0:
-            raise UserError(f"kvmerger: eps is the least cosine of neighbours to join, above 0, got {self.eps}.")
+            raise UserError(f"kvmerger: eps is the least cosine of neighbors to join, above 0, got {self.eps}.")
         if self.max_run is not None and self.max_run < 2:
             raise UserError(
                 f"kvmerger: max_run must be 2 rows or more, got {self.max_run}: runs of one merge nothing. Leave it "
@@ -215,7 +215,7 @@ class KVMerger(Method):
     def _protected(self, kv: LayerKV, rows: int | None) -> Tensor:
         """Which rows stay as they are: the last, and of the others those with the most attention. [B, H_kv, n]"""
         recent, heavy = (int(x * kv.n) for x in self.protected or (self.recent or 0.0, self.heavy or 0.0))
-        if rows is not None:  # the last take one neighbour each out of reach, the others at most two
+        if rows is not None:  # the last take one neighbor each out of reach, the others at most two
             room, needed = rows - 1 - self._borders(kv.n), recent + 2 * heavy
             if needed > room:
                 recent, heavy = recent * room // needed, heavy * room // needed
@@ -259,7 +259,7 @@ class KVMerger(Method):
         return tuple(sorted({x % layers for x in asked}))
 
     def _borders(self, rows: int) -> int:
-        """Neighbours of so many rows that `max_run` keeps apart."""
+        """Neighbors of so many rows that `max_run` keeps apart."""
         return 0 if self.max_run is None else (rows - 1) // self.max_run
 
 

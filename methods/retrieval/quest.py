@@ -42,7 +42,7 @@ class Quest(Method):
         budget=BudgetKind.READ,
         paper_budget="1024",
         heads="independent",
-        upstream=Upstream(repo="mit-han-lab/Quest", commit=None, licence=None),
+        upstream=Upstream(repo="mit-han-lab/Quest", commit=None, license=None),
         deviations=(
             ("A question's tokens select one by one, as if they were decoded, which is how the paper feeds them; "
             "the authors' evaluation reads everything when it is given several tokens at once."),

@@ -53,7 +53,7 @@ class ShadowKV(Method):
         budget=BudgetKind.READ,
         paper_budget="2048",
         heads="pooled",
-        upstream=Upstream(repo="bytedance/ShadowKV", commit=None, licence=None),
+        upstream=Upstream(repo="bytedance/ShadowKV", commit=None, license=None),
         deviations=(
             ("A question's tokens select one by one, as if they were decoded, so that nothing depends on how a "
             "question is cut; the authors' code adds the scores of all its tokens up to one selection."),
@@ -156,7 +156,7 @@ class ShadowKV(Method):
             return
         assert self.rows is not None and self.outliers is not None and self.key_rank is not None
         landmarks, outliers = find_outliers(kv.keys[:, :, : chunks * self.chunk], self.chunk, self.outliers)
-        kv.factorise(
+        kv.factorize(
             step.rope, landmarks, outliers, size=self.chunk, rank=self.key_rank, slots=self.rows // self.chunk
         )
 

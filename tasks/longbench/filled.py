@@ -1,6 +1,6 @@
 """What LongBench and InfiniteBench have in common: a prompt is one template filled with a row, cut as a whole.
 
-The published code tokenises the filled prompt, keeps its first and last half where it is too long, and puts what it
+The published code tokenizes the filled prompt, keeps its first and last half where it is too long, and puts what it
 decodes into the chat template. Half of the room is thus the end's, question included, which is why the cut is made here
 and not on the context alone.
 """
@@ -16,7 +16,7 @@ from kvbench.errors import UserError
 from kvbench.task import Example, Frame, Mode, Split, Turn, count_prompt
 from kvbench.tasks.dataset import DatasetTask
 from kvbench.tasks.rows import Row
-from kvbench.tokens import tokenise
+from kvbench.tokens import tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,7 +72,7 @@ class FilledPrompt(DatasetTask):
         if over <= 0:
             return example
         end = f"{example.joint}{turn.question}{turn.prefix}"
-        ids = tokenise(tokenizer, example.context + end, special=True)
+        ids = tokenize(tokenizer, example.context + end, special=True)
         half = (len(ids) - over) // 2
         while half > 0:
             text = "".join(

@@ -187,7 +187,7 @@ class VCSum(LongBench):
 
 
 class Trec(LongBench):
-    """Many labelled questions, one without."""
+    """Many labeled questions, one without."""
 
     name: ClassVar[str] = "longbench_trec"
     summary: ClassVar[str] = "LongBench: the type of a question, after examples"
@@ -203,7 +203,7 @@ class TriviaQA(LongBench):
 
 
 class SamSum(LongBench):
-    """Summarised dialogues, one without; an answer is one line, and not an empty one."""
+    """Summarized dialogues, one without; an answer is one line, and not an empty one."""
 
     name: ClassVar[str] = "longbench_samsum"
     summary: ClassVar[str] = "LongBench: a summary of a dialogue, after examples"
@@ -216,7 +216,7 @@ class SamSum(LongBench):
 
 
 class Lsht(LongBench):
-    """Many labelled articles in Chinese, one without."""
+    """Many labeled articles in Chinese, one without."""
 
     name: ClassVar[str] = "longbench_lsht"
     summary: ClassVar[str] = "LongBench: the class of a Chinese news article, after examples"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvbench.task import Scorer
 from kvbench.tasks.scoring.overlap import difflib_similarity, edit_similarity, rouge_l
-from kvbench.tasks.scoring.text import f1, normalise_chinese, segment, word_f1
+from kvbench.tasks.scoring.text import f1, normalize_chinese, segment, word_f1
 
 Measure = Callable[..., float]
 """Of a prediction and one reference, and facts by their names."""
@@ -20,7 +20,7 @@ Measure = Callable[..., float]
 
 def segmented_f1(prediction: str, reference: str) -> float:
     """F1 of jieba's words without punctuation."""
-    ours, theirs = ([x for x in map(normalise_chinese, segment(text)) if x] for text in (prediction, reference))
+    ours, theirs = ([x for x in map(normalize_chinese, segment(text)) if x] for text in (prediction, reference))
     return f1(ours, theirs)
 
 

@@ -35,12 +35,12 @@ LETTERS = (
 )
 
 
-def normalise(text: str) -> str:
+def normalize(text: str) -> str:
     """Lower case without ASCII punctuation and articles, words one space apart (as SQuAD's evaluation)."""
     return " ".join(ARTICLE.sub(" ", text.lower().translate(WESTERN)).split())
 
 
-def normalise_chinese(text: str) -> str:
+def normalize_chinese(text: str) -> str:
     """Lower case without punctuation and white space."""
     return "".join(text.lower().translate(CHINESE).split())
 
@@ -63,21 +63,21 @@ def f1(prediction: Sequence[str], gold: Sequence[str]) -> float:
 
 
 def word_f1(prediction: str, gold: str) -> float:
-    """F1 of normalised words."""
-    return f1(normalise(prediction).split(), normalise(gold).split())
+    """F1 of normalized words."""
+    return f1(normalize(prediction).split(), normalize(gold).split())
 
 
 def character_f1(prediction: str, gold: str) -> float:
     """F1 of characters but punctuation and white space."""
-    return f1(normalise_chinese(prediction), normalise_chinese(gold))
+    return f1(normalize_chinese(prediction), normalize_chinese(gold))
 
 
 def contains_words(prediction: str, gold: str) -> bool:
-    """Whether the gold's normalised words stand in the prediction as whole words, one after the other.
+    """Whether the gold's normalized words stand in the prediction as whole words, one after the other.
 
     Of a gold that is all articles (`A`) or punctuation nothing would be left, so those count there, and so does case.
     """
-    for clean in (normalise, lambda x: " ".join(x.translate(WESTERN).split()), str.strip):
+    for clean in (normalize, lambda x: " ".join(x.translate(WESTERN).split()), str.strip):
         if words := clean(gold):
             return f" {words} " in f" {clean(prediction)} "
     return False
@@ -109,6 +109,6 @@ def find_option(text: str, options: Sequence[str]) -> str | None:
         if re.match("[A-G] ", option):
             plain = re.sub(re.escape(option), "", plain, flags=re.IGNORECASE)
     said = f" {normalise(text)} "
-    places = {i: said.find(f" {normalise(option)} ") for i, option in enumerate(options) if normalise(option)}
+    places = {i: said.find(f" {normalise(option)} ") for i, option in enumerate(options) if normalize(option)}
     named = [(place, -len(options[i]), i) for i, place in places.items() if place >= 0]
     return find_letter(plain) or (string.ascii_uppercase[min(named)[2]] if named else None)

@@ -108,13 +108,13 @@ def test_on_a_gpu_events_stand_right_around_the_call(monkeypatch):
             log.append("event")
 
         def elapsed_time(self, other):
-            assert log[-1] == "synchronised"
+            assert log[-1] == "synchronized"
             return 4.0  # milliseconds
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: log.append("synchronised"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: log.append("synchronized"))
     seconds = time_calls(GPU, lambda: log.append("call"), 2, before=lambda: log.append("flush"))
-    assert log == [*["flush", "event", "call", "event"] * 2, "synchronised"]
+    assert log == [*["flush", "event", "call", "event"] * 2, "synchronized"]
     assert seconds == 0.004
 
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.diffusion.policy import Denoising, Plan, denoise, positions_of, top
 from kvbench.diffusion import policy as diffusion
+from kvbench.diffusion.policy import Denoising, Plan, denoise, positions_of, top
 from kvbench.diffusion.sampling import Sampling
 from kvbench.errors import UserError
 from kvbench.hf.seam import attached

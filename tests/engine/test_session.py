@@ -21,7 +21,7 @@ from kvbench.methods.baseline.full import Full
 from kvbench.methods.eviction.h2o import H2O
 from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.methods.eviction.streaming_llm import StreamingLLM
-from kvbench.methods.quantisation.full_int8 import FullInt8
+from kvbench.methods.quantization.full_int8 import FullInt8
 
 NO_STOP: frozenset[int] = frozenset()
 SNAPKV = SnapKV(window=4, kernel=3)

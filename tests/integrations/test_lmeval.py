@@ -203,8 +203,8 @@ def test_a_method_that_never_acts_fails_the_run(full, capsys):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ({"method": "full", "colour": 1}, "unknown model argument 'colour'"),
-    ({"method": "snapkv", "set.colour": 1}, "unknown setting of snapkv 'colour'"),
+    ({"method": "full", "color": 1}, "unknown model argument 'color'"),
+    ({"method": "snapkv", "set.color": 1}, "unknown setting of snapkv 'color'"),
     ({"method": "snapkv", "set.window": "x"}, "set window=x"),
     ({"method": "snapkv", "budget": "250%"}, "is above 100%"),
     ({"method": "full", "budget": "25%"}, "full takes no budget"),

@@ -28,7 +28,7 @@ def test_equals_the_oracle(heads, options, attention, error):
 
 
 @pytest.mark.parametrize("window", [None, 9])
-def test_a_given_normaliser_counts_rows_that_are_elsewhere(heads, window, attention, holes, error):
+def test_a_given_normalizer_counts_rows_that_are_elsewhere(heads, window, attention, holes, error):
     """With the log-sum-exp of a larger softmax, and positions with holes, rows get their share of that softmax."""
     query, keys, _ = attention(heads, len(AT), 20)
     lse = torch.randn(query.shape[:3], generator=torch.Generator().manual_seed(2)) + 4
@@ -53,7 +53,7 @@ def test_memory_is_linear(attention, largest, monkeypatch):
 
 
 @pytest.mark.parametrize("sinks", [None, torch.linspace(-2, 3, 6)], ids=["plain", "sinks"])
-def test_the_joint_normaliser_is_that_of_one_softmax(sinks):
+def test_the_joint_normalizer_is_that_of_one_softmax(sinks):
     """Logits cut into parts, one of which sees nothing, have the log-sum-exp of all of them and the sinks."""
     logits = torch.randn(2, 6, 5, 20, generator=torch.Generator().manual_seed(1))
     nothing = torch.full((2, 6, 5, 1), -torch.inf)
@@ -76,7 +76,7 @@ def test_triton_equals_the_oracle(at, options, triton, attention, error):
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("given", [True, False], ids=["lse given", "lse found"])
-def test_triton_takes_a_normaliser_and_positions(given, window, heads, triton, attention, holes, error):
+def test_triton_takes_a_normalizer_and_positions(given, window, heads, triton, attention, holes, error):
     """Every head layout, for a batch: the share of a larger softmax or of this one, windows counted in tokens."""
     query, keys, _ = attention(heads, len(AT), 20)
     lse = torch.randn(query.shape[:3], generator=torch.Generator().manual_seed(2)) + 4

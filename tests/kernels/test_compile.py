@@ -110,15 +110,15 @@ def call_operations_on_codes():
         for key, value in (((32, 1), 32), ((1, 64), 64), ((4096, 1), 128))[: 3 if bits == 2 else 1]:
             codes = coded(bits, *key), coded(bits, 1, value)
             packed_partial(rows(2, 32, 1, 128), *codes, scale=0.1, seen=5000)
-        pack.quantise(rows(2, 8, 4096, 128), bits, tokens=32)
-        pack.dequantise(pack.quantise(rows(2, 8, 4096, 128), bits, channels=32))
+        pack.quantize(rows(2, 8, 4096, 128), bits, tokens=32)
+        pack.dequantize(pack.quantize(rows(2, 8, 4096, 128), bits, channels=32))
     for dtype, width, queries in ((torch.bfloat16, 128, 64), (torch.bfloat16, 256, 1), (torch.float16, 64, 64),
                                   (torch.bfloat16, 96, 1), (torch.float32, 128, 1)):
         query, held = rows(2, 32, queries, width, dtype=dtype), rows(2, 8, 4096, width, dtype=dtype)
         codes = coded(2, 32, 1, width), coded(2, 1, 32, width)
-        pack.quantise(held, 2, tokens=4096)
+        pack.quantize(held, 2, tokens=4096)
         packed_partial(query, *codes, **every, seen=5000, positions=rows(2, 8, 4096, dtype=torch.int32))
-        eight = int8_attention.quantise_rows(held, held)
+        eight = int8_attention.quantize_rows(held, held)
         int8_attention.int8_attention(query, **eight, **every, sinks=rows(32), length=number)
         sparse = bitmap_attention.compress(held, width // 2)
         bitmap_attention.bitmap_partial(query, sparse, sparse, **every, seen=5000)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvbench.kernels.dense_attention import naive as dense_naive
-from kvbench.kernels.int8_attention import int8_attention, naive, quantise_rows
+from kvbench.kernels.int8_attention import int8_attention, naive, quantize_rows
 from kvbench.kernels.int8_attention import torch as plain
 
 SIZES = [(1, 1), (1, 7), (1, 8), (1, 9), (5, 5), (4, 16), (9, 9), (9, 30)]
@@ -21,9 +21,9 @@ def small_blocks(monkeypatch):
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_equals_the_oracle(heads, size, options, attention, error):
-    """Every head layout, size and option gives attention over the dequantised rows within 1e-5."""
+    """Every head layout, size and option gives attention over the dequantized rows within 1e-5."""
     query, keys, values = attention(heads, *size)
-    codes = quantise_rows(keys, values)
+    codes = quantize_rows(keys, values)
     options = {"scale": 0.3, **options}
     assert error(int8_attention(query, **codes, **options), naive.int8_attention(query, **codes, **options)) < 1e-5
 
@@ -32,7 +32,7 @@ def test_equals_the_oracle(heads, size, options, attention, error):
 def test_a_length_on_the_device_cuts_the_block(heads, n_query, options, attention, error):
     """Reading a whole preallocated block up to `length` equals reading its slice."""
     query, keys, values = attention(heads, n_query, 20)
-    codes = quantise_rows(keys, values)
+    codes = quantize_rows(keys, values)
     options = {"scale": 0.3, **options}
     found = int8_attention(query, **codes, length=torch.tensor(13), **options)
     cut = {name: x[:, :, :13] for name, x in codes.items()}
@@ -43,7 +43,7 @@ def test_a_length_on_the_device_cuts_the_block(heads, n_query, options, attentio
 def test_half_precision(dtype, attention, error, allowed):
     """In 16 bits the output is off by no more than a few roundings."""
     query, keys, values = attention((6, 2), 9, 30, dtype=dtype)
-    codes = quantise_rows(keys, values)
+    codes = quantize_rows(keys, values)
     found = int8_attention(query, **codes, scale=0.3)
     assert found.dtype == dtype
     assert error(found, naive.int8_attention(query.double(), **codes, scale=0.3)) < allowed[dtype]
@@ -53,7 +53,7 @@ def test_large_queries_do_not_overflow_in_float16(attention, error):
     """A logit within float16's range stays so although its codes are 127 times larger."""
     query, keys, values = attention((6, 2), 3, 30, dtype=torch.float16)
     query, keys = query.abs() * 120, keys.abs() * 4
-    codes = quantise_rows(keys, values)
+    codes = quantize_rows(keys, values)
     found = int8_attention(query, **codes, scale=0.001)
     assert error(found, naive.int8_attention(query.double(), **codes, scale=0.001)) < 1e-2
 
@@ -61,7 +61,7 @@ def test_large_queries_do_not_overflow_in_float16(attention, error):
 def test_is_near_attention_over_exact_rows(heads, attention, error):
     """Eight bits cost less than one part in a hundred of the output, and something."""
     query, keys, values = attention(heads, 5, 40)
-    found = int8_attention(query, **quantise_rows(keys, values), scale=0.2)
+    found = int8_attention(query, **quantize_rows(keys, values), scale=0.2)
     cost = error(found, dense_naive.dense_attention(query, keys, values, scale=0.2, seen=40))
     assert 1e-5 < cost < 1e-2
 
@@ -72,7 +72,7 @@ def test_codes_are_within_half_a_step_of_their_rows(dtype, size, attention):
     """Each element is within half a scale of its row's, codes are int8 within +-127, and the largest uses the range."""
     _, keys, values = attention((6, 2), 1, 50, dtype=dtype)
     keys, values = keys * size, values * size
-    codes = quantise_rows(keys, values)
+    codes = quantize_rows(keys, values)
     for name, x in (("key", keys), ("value", values)):
         code, scale = codes[name], codes[f"{name}_scale"]
         assert code.dtype == torch.int8
@@ -87,7 +87,7 @@ def test_rows_of_zeros_stay_zeros(attention):
     """A row of zeros, or of what float16 takes for it, has scale 0 and codes 0, and attention over it is finite."""
     query, keys, values = attention((6, 2), 3, 10)
     keys[:, :, 4], values[:, :, 4], keys[:, :, 5] = 0, 0, 1e-9
-    codes = quantise_rows(keys, values)
+    codes = quantize_rows(keys, values)
     assert (codes["key"][:, :, 4:6] == 0).all()
     assert (codes["value_scale"][:, :, 4] == 0).all()
     assert int8_attention(query, **codes, scale=0.3).isfinite().all()
@@ -100,7 +100,7 @@ def test_memory_is_linear(attention, largest, monkeypatch):
     peaks = {}
     for n in (2048, 4096):
         query, keys, values = attention((2, 1), n // 2, n, batch=1)
-        codes = quantise_rows(keys, values)
+        codes = quantize_rows(keys, values)
         peaks[n] = largest(lambda q=query, c=codes: int8_attention(q, **c, scale=0.3))
     assert peaks[4096] <= 2.1 * peaks[2048]
     assert peaks[4096] <= 2 * 256 * 512
@@ -116,7 +116,7 @@ def triton_error(triton, error):
             torch.randn(batch, h, n, d, generator=generator).to(dtype)
             for h, n, d in ((heads[0], n_query, widths[0]), (heads[1], n_key, widths[0]), (heads[1], n_key, widths[1]))
         )
-        codes = plain.quantise_rows(keys, values)
+        codes = plain.quantize_rows(keys, values)
         options = {"scale": 0.3, **options}
         found = int8_attention(triton(query), **triton(codes), **triton(options))
         assert found.dtype == dtype
@@ -153,7 +153,7 @@ def test_triton_makes_the_same_codes(dtype, triton, attention):
     """Bit for bit, rows of zeros and of next to nothing included."""
     _, keys, values = attention((6, 2), 1, 19, dtype=dtype)
     keys[:, :, 4], keys[:, :, 5], values[:, :, 6] = 0, 1e-9, 300
-    found, wanted = quantise_rows(*triton([keys, values])), plain.quantise_rows(keys, values)
+    found, wanted = quantize_rows(*triton([keys, values])), plain.quantize_rows(keys, values)
     assert {name: x.cpu().tolist() for name, x in found.items()} == {name: x.tolist() for name, x in wanted.items()}
 
 

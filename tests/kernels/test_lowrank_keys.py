@@ -58,7 +58,7 @@ def test_heads_share_the_factors():
 
 
 class Turning:
-    """A rotation of the leading channels, in neighbouring or in distant pairs, by an angle that grows with both."""
+    """A rotation of the leading channels, in neighboring or in distant pairs, by an angle that grows with both."""
 
     def __init__(self, width=0, *, interleaved=False):
         self.width = width

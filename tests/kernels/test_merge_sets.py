@@ -12,7 +12,7 @@ GQA = (6, 2)
 
 
 def some(attention, n=23, dtype=torch.float32, share=0.6):
-    """Keys that are neighbours' relatives, values, masses with ties, and joins."""
+    """Keys that are neighbors' relatives, values, masses with ties, and joins."""
     _, keys, values = attention(GQA, 1, n, dtype=dtype)
     generator = torch.Generator().manual_seed(3)
     mass = torch.randint(4, (2, 2, n), generator=generator).float()
@@ -69,7 +69,7 @@ def test_sets_are_rows_without_joins(attention):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_without_a_neighbour_keep_every_bit(dtype, attention):
+def test_rows_without_a_neighbor_keep_every_bit(dtype, attention):
     """Without joins nothing changes, and a single row is what it was."""
     keys, values, mass, joins = some(attention, dtype=dtype)
     merged = merge_sets(keys, values, mass, torch.zeros_like(joins))
@@ -124,7 +124,7 @@ def test_triton_about_a_block_in_every_precision(n, precision, triton_errors, al
     assert triton_errors(n, 1.0, precision) < allowed[precision]
 
 
-def test_triton_keeps_every_bit_of_rows_without_a_neighbour(triton, attention):
+def test_triton_keeps_every_bit_of_rows_without_a_neighbor(triton, attention):
     """Without joins nothing changes."""
     keys, values, mass, joins = triton(some(attention, 9))
     merged = merge_sets(keys, values, mass, torch.zeros_like(joins))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.kernels.pack import BITS, code_planes, dequantise, naive, pack, packed_width, quantise, unpack
+from kvbench.kernels.pack import BITS, code_planes, dequantize, naive, pack, packed_width, quantize, unpack
 from kvbench.kernels.pack import torch as plain
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -23,7 +23,7 @@ def random_codes(shape, bits, seed=0):
 
 def brought_back(codes):
     """The codes by the oracle, in float64."""
-    return naive.dequantise(
+    return naive.dequantize(
         codes.packed, codes.scale, codes.minimum, codes.bits, codes.width, tokens=codes.tokens,
         channels=codes.channels,
     )
@@ -77,7 +77,7 @@ def test_elements_are_within_half_a_scale(dtype, group, bits, size, offset, seed
     """Whatever the rows, an element comes back within half its group's scale, and float32's own rounding."""
     generator = torch.Generator().manual_seed(seed)
     x = (torch.randn(2, 12, 24, generator=generator) * size + offset).to(dtype)
-    codes = quantise(x, bits, tokens=group[0], channels=group[1])
+    codes = quantize(x, bits, tokens=group[0], channels=group[1])
     assert codes.scale.dtype == codes.minimum.dtype == torch.float16
     assert codes.scale.shape == (2, 12 // group[0], 24 // group[1])
     assert (codes.tokens, codes.channels) == group
@@ -98,16 +98,16 @@ def test_groups_of_one_value_come_back_exactly(dtype, bits, value):
     if dtype == torch.bfloat16 and abs(value) > 60000:
         value = -65280.0
     x = torch.full((1, 4, 8), value, dtype=dtype)
-    codes = quantise(x, bits, tokens=4)
+    codes = quantize(x, bits, tokens=4)
     assert (codes.scale == 0).all()
     assert brought_back(codes).equal(x.double())
-    assert dequantise(codes).equal(x.float())
+    assert dequantize(codes).equal(x.float())
 
 
 def test_a_value_that_float16_lacks_is_covered_by_its_group():
     """One value between two float16s comes back far nearer than either: the scale spans the minimum's rounding."""
     x = torch.full((1, 1, 8), 100.03)
-    codes = quantise(x, 2, channels=8)
+    codes = quantize(x, 2, channels=8)
     assert codes.minimum.item() == 100.0
     assert (brought_back(codes) - x.double()).abs().max() < 1e-4
     assert (x - x.half().float()).abs().max() > 0.02
@@ -117,33 +117,33 @@ def test_a_value_that_float16_lacks_is_covered_by_its_group():
 @pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
 def test_equals_the_oracle(bits, group):
     """What the codes stand for is the oracle's, in float32."""
-    codes = quantise(torch.randn(2, 3, 12, 24, generator=torch.Generator().manual_seed(1)), bits, tokens=group[0],
+    codes = quantize(torch.randn(2, 3, 12, 24, generator=torch.Generator().manual_seed(1)), bits, tokens=group[0],
                      channels=group[1])
-    assert torch.allclose(dequantise(codes).double(), brought_back(codes), rtol=1e-6, atol=1e-6)
+    assert torch.allclose(dequantize(codes).double(), brought_back(codes), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("rows", [3, 5, 7])
 def test_odd_numbers_of_groups(rows):
     """Three, five and seven groups of three tokens, in rows of 15 elements: nothing needs to be a power of two."""
     x = torch.randn(1, rows * 3, 15, generator=torch.Generator().manual_seed(rows))
-    for codes in (quantise(x, 3, tokens=3), quantise(x, 3, channels=5)):
+    for codes in (quantize(x, 3, tokens=3), quantize(x, 3, channels=5)):
         assert ((brought_back(codes) - x.double()).abs() <= by_row(codes.scale, codes) * 0.50002).all()
 
 
 def test_no_rows_make_no_codes():
-    """An empty block is quantised to an empty one."""
-    codes = quantise(torch.zeros(2, 0, 8), 2, channels=4)
+    """An empty block is quantized to an empty one."""
+    codes = quantize(torch.zeros(2, 0, 8), 2, channels=4)
     assert codes.packed.shape == (2, 0, 2)
     assert codes.scale.shape == (2, 0, 2)
-    assert dequantise(codes).shape == (2, 0, 8)
+    assert dequantize(codes).shape == (2, 0, 8)
 
 
 def test_rows_are_views():
     """A slice by whole groups, or inside one, stands for the same rows and copies nothing."""
-    codes = quantise(torch.randn(1, 12, 24, generator=torch.Generator().manual_seed(1)), 4, tokens=4)
+    codes = quantize(torch.randn(1, 12, 24, generator=torch.Generator().manual_seed(1)), 4, tokens=4)
     for start, stop in ((0, 12), (4, 8), (4, 12), (5, 7)):
         part = codes.rows(start, stop)
-        assert dequantise(part).equal(dequantise(codes)[:, start:stop])
+        assert dequantize(part).equal(dequantize(codes)[:, start:stop])
         assert part.packed.untyped_storage().data_ptr() == codes.packed.untyped_storage().data_ptr()
     with pytest.raises(AssertionError):
         codes.rows(2, 6)
@@ -156,7 +156,7 @@ def test_values_beyond_float16_are_refused(dtype, value):
     x = torch.zeros(1, 2, 8, dtype=dtype)
     x[0, 1, 3] = value
     with pytest.raises(ValueError, match=r"65504.*cannot be stored in 2 bits"):
-        quantise(x, 2, channels=8)
+        quantize(x, 2, channels=8)
 
 
 def moved(codes, triton):
@@ -179,26 +179,26 @@ def test_triton_makes_the_same_codes(group, dtype, triton):
     """Bit for bit, in every width, whatever the groups; brought back they are torch's as well."""
     x = (torch.randn(2, 12, 24, generator=torch.Generator().manual_seed(1)) * 3 + 1).to(dtype)
     for bits in BITS if dtype is torch.float32 else (2,):
-        codes = quantise(triton(x), bits, tokens=group[0], channels=group[1])
-        wanted = plain.quantise(x, bits, tokens=group[0], channels=group[1])
+        codes = quantize(triton(x), bits, tokens=group[0], channels=group[1])
+        wanted = plain.quantize(x, bits, tokens=group[0], channels=group[1])
         assert same(codes, wanted)
-        assert torch.allclose(dequantise(codes).cpu(), plain.dequantise(wanted), rtol=1e-6, atol=1e-6)
+        assert torch.allclose(dequantize(codes).cpu(), plain.dequantize(wanted), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_triton_reads_whole_words(bits, triton):
     """Rows of 64 elements are read as words; more of them than a program takes, of heads that stand apart in memory."""
     x = torch.randn(2, 67, 3, 64, generator=torch.Generator().manual_seed(2)).transpose(1, 2)
-    codes = quantise(triton(x), bits, channels=32)
-    assert same(codes, plain.quantise(x, bits, channels=32))
-    assert torch.allclose(dequantise(codes).cpu(), plain.dequantise(moved(codes, torch.Tensor.cpu)), atol=1e-6)
+    codes = quantize(triton(x), bits, channels=32)
+    assert same(codes, plain.quantize(x, bits, channels=32))
+    assert torch.allclose(dequantize(codes).cpu(), plain.dequantize(moved(codes, torch.Tensor.cpu)), atol=1e-6)
 
 
 def test_triton_codes_groups_too_long_for_a_program(triton, monkeypatch):
     """All tokens of a context in one group: torch finds its parameters, and the codes are the same."""
     monkeypatch.setattr(pytest.importorskip("kvbench.kernels.pack.triton"), "LONGEST", 200)
     x = torch.randn(1, 2, 150, 24, generator=torch.Generator().manual_seed(3))
-    assert same(quantise(triton(x), 3, tokens=150), plain.quantise(x, 3, tokens=150))
+    assert same(quantize(triton(x), 3, tokens=150), plain.quantize(x, 3, tokens=150))
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, 2048.0, -65504.0, 3e-8, -3e-8, 1e-4])
@@ -206,15 +206,15 @@ def test_triton_rounds_the_edges_of_float16_as_torch_does(value, triton):
     """Groups of one value and next to one, zeros of both signs, subnormal numbers and the largest."""
     x = torch.full((1, 4, 8), value)
     x[0, 1, 1:] = torch.tensor([0.0, -0.0, 6e-8, -6e-8, 100.03, -100.03, 5e-5])
-    assert same(quantise(triton(x), 2, tokens=1, channels=8), plain.quantise(x, 2, tokens=1, channels=8))
-    assert same(quantise(triton(x), 2, tokens=4), plain.quantise(x, 2, tokens=4))
+    assert same(quantize(triton(x), 2, tokens=1, channels=8), plain.quantize(x, 2, tokens=1, channels=8))
+    assert same(quantize(triton(x), 2, tokens=4), plain.quantize(x, 2, tokens=4))
 
 
 def test_triton_makes_no_codes_of_no_rows(triton):
-    """An empty block is quantised to an empty one."""
-    codes = quantise(triton(torch.zeros(2, 0, 8)), 2, channels=4)
-    assert same(codes, plain.quantise(torch.zeros(2, 0, 8), 2, channels=4))
-    assert dequantise(codes).shape == (2, 0, 8)
+    """An empty block is quantized to an empty one."""
+    codes = quantize(triton(torch.zeros(2, 0, 8)), 2, channels=4)
+    assert same(codes, plain.quantize(torch.zeros(2, 0, 8), 2, channels=4))
+    assert dequantize(codes).shape == (2, 0, 8)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a GPU asserts ends its process")
@@ -225,7 +225,7 @@ def test_triton_refuses_values_beyond_float16(value, triton):
     x = torch.zeros(1, 2, 8)
     x[0, 1, 3] = value
     with pytest.raises(RuntimeError, match=r"65504.*cannot be stored in 2 bits"):
-        quantise(triton(x), 2, channels=8)
+        quantize(triton(x), 2, channels=8)
 
 
 @pytest.mark.gpu
@@ -234,7 +234,7 @@ def test_triton_refuses_values_beyond_float16(value, triton):
 def test_triton_makes_the_same_codes_at_full_size(group, bits, triton):
     """Heads of 128 channels and thousands of rows in bfloat16."""
     x = torch.randn(2, 8, 6016, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
-    codes = quantise(triton(x), bits, tokens=group[0], channels=group[1])
-    wanted = plain.quantise(x, bits, tokens=group[0], channels=group[1])
+    codes = quantize(triton(x), bits, tokens=group[0], channels=group[1])
+    wanted = plain.quantize(x, bits, tokens=group[0], channels=group[1])
     assert same(codes, wanted)
-    assert torch.allclose(dequantise(codes).cpu(), plain.dequantise(wanted), rtol=1e-6, atol=1e-6)
+    assert torch.allclose(dequantize(codes).cpu(), plain.dequantize(wanted), rtol=1e-6, atol=1e-6)

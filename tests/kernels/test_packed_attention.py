@@ -9,7 +9,7 @@ import torch
 
 from kvbench.kernels.choice import using
 from kvbench.kernels.dense_attention import naive as dense_naive
-from kvbench.kernels.pack import BITS, dequantise, quantise
+from kvbench.kernels.pack import BITS, dequantize, quantize
 from kvbench.kernels.packed_attention import naive, packed_partial
 from kvbench.kernels.packed_attention import torch as plain
 from kvbench.kernels.ragged_attention import dense_partial, merge_partials
@@ -45,9 +45,9 @@ def packed(attention):
     def make(heads, n_query, tail, bits, group, dtype=torch.float32):
         query, keys, values = attention(heads, n_query, PACKED + tail, dtype=dtype)
         (tokens, channels), value_channels = group
-        key_codes = quantise(keys[:, :, :PACKED], bits, tokens=tokens, channels=channels)
-        value_codes = quantise(values[:, :, :VALUES], bits, channels=value_channels)
-        between = dequantise(key_codes)[:, :, VALUES:].to(dtype)  # keys packed, values not yet
+        key_codes = quantize(keys[:, :, :PACKED], bits, tokens=tokens, channels=channels)
+        value_codes = quantize(values[:, :, :VALUES], bits, channels=value_channels)
+        between = dequantize(key_codes)[:, :, VALUES:].to(dtype)  # keys packed, values not yet
         tail_keys = torch.cat([between, keys[:, :, PACKED:]], dim=2)
         return query, key_codes, value_codes, tail_keys, values[:, :, VALUES:]
 
@@ -132,7 +132,7 @@ def test_half_precision(dtype, packed, error, allowed):
 def test_large_values_cost_no_more(packed, error):
     """Keys and values far from zero, where codes are small beside their minimum, lose nothing but float32's digits."""
     query, keys, values, tail_keys, tail_values = packed(GQA, 2, 4, 2, GROUPS["KIVI"])
-    far = quantise(dequantise(keys) + 100, 2, tokens=6), quantise(dequantise(values) + 100, 2, channels=4)
+    far = quantize(dequantize(keys) + 100, 2, tokens=6), quantize(dequantize(values) + 100, 2, channels=4)
     rows = (query, *far, tail_keys + 100, tail_values + 100)
     options = {"scale": 0.3, "seen": VALUES + tail_keys.shape[2]}
     assert error(both(*rows, **options), naive.packed_attention(*rows, **options)) < 1e-5
@@ -142,7 +142,7 @@ def test_large_values_cost_no_more(packed, error):
 def test_is_near_attention_over_exact_rows(bits, attention, error):
     """More bits cost less, and all cost something: the error halves about b times."""
     query, keys, values = attention(GQA, 5, 60)
-    codes = quantise(keys, bits, tokens=6), quantise(values, bits, channels=4)
+    codes = quantize(keys, bits, tokens=6), quantize(values, bits, channels=4)
     found = packed_partial(query, *codes, scale=0.2, seen=65).output
     exact = dense_naive.dense_attention(query, keys, values, scale=0.2, seen=60, causal=False)
     cost = error(found, exact) * (2**bits - 1)
@@ -159,8 +159,8 @@ def test_memory_does_not_grow_with_rows(bits, group, attention, largest, monkeyp
         for n in (192, 1536):
             query, keys, values = attention((2, 1), n_query, n, batch=1)
             (tokens, channels), value_channels = group
-            codes = (quantise(keys, bits, tokens=tokens, channels=channels),
-                     quantise(values, bits, channels=value_channels))
+            codes = (quantize(keys, bits, tokens=tokens, channels=channels),
+                     quantize(values, bits, channels=value_channels))
             peaks.append(largest(lambda q=query, c=codes, n=n: packed_partial(q, *c, scale=0.3, seen=n + q.shape[2])))
         assert peaks[0] == peaks[1]
 
@@ -169,10 +169,10 @@ def test_a_long_group_is_read_in_parts(attention, largest, monkeypatch):
     """Where all tokens share a channel's scale, blocks are no larger than where few do."""
     monkeypatch.setattr(plain, "BLOCK", 96 * 24)
     query, keys, values = attention((2, 1), 1, 1536, batch=1)
-    value_codes = quantise(values, 2, channels=20)
+    value_codes = quantize(values, 2, channels=20)
     peaks = []
     for tokens in (96, 1536):
-        codes = quantise(keys, 2, tokens=tokens)
+        codes = quantize(keys, 2, tokens=tokens)
         peaks.append(largest(lambda k=codes: packed_partial(query, k, value_codes, scale=0.3, seen=1537)))
     assert peaks[0] == peaks[1]
 
@@ -207,8 +207,8 @@ def triton_error(triton, error):
         )
         (tokens, channels), value_channels = KINDS[kind](rows, *widths)
         with using("torch"):
-            codes = (quantise(keys, bits, tokens=tokens, channels=channels),
-                     quantise(values, bits, channels=value_channels))
+            codes = (quantize(keys, bits, tokens=tokens, channels=channels),
+                     quantize(values, bits, channels=value_channels))
         options = {"scale": 0.3, "seen": rows + n_query, **options}
         found = packed_partial(triton(query.to(dtype)), *map(moved, codes), **triton(options))
         wanted = naive.packed_partial(query.to(dtype), *codes, **options)
@@ -267,7 +267,7 @@ def test_triton_takes_parameters_that_heads_share(triton, attention, error):
     """ZipCache's values have one scale per row over all heads, of keys and values that are slices of a larger block."""
     query, keys, values = attention(GQA, 2, 40)
     with using("torch"):
-        key_codes, rows = quantise(keys, 4, tokens=40), quantise(values.transpose(1, 2), 4, tokens=2, channels=20)
+        key_codes, rows = quantize(keys, 4, tokens=40), quantize(values.transpose(1, 2), 4, tokens=2, channels=20)
     value_codes = replace(rows, packed=rows.packed.transpose(1, 2).contiguous(), scale=rows.scale.transpose(1, 2),
                           minimum=rows.minimum.transpose(1, 2)).rows(0, 37)
     codes = [replace(x, **triton({"packed": x.packed, "scale": x.scale, "minimum": x.minimum}))

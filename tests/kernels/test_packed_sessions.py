@@ -16,18 +16,18 @@ from kvbench.registry import find_method
 
 PROMPT = {"dense_attention", "dense_attention.prompt"}
 TAIL = {"ragged_attention.dense_partial", "ragged_attention.merge_partials"}
-CODES = {"pack.quantise", "packed_attention.packed_partial"}
+CODES = {"pack.quantize", "packed_attention.packed_partial"}
 FLAT = {"ragged_attention.ragged_partial"}
 SLIDING = (4, 1, 20)
 METHODS = {
-    "kivi": ((4, 2, None), {"group": 4, "residual": 8}, None, TAIL | CODES | {"pack.dequantise"}),
+    "kivi": ((4, 2, None), {"group": 4, "residual": 8}, None, TAIL | CODES | {"pack.dequantize"}),
     "kivi, sliding window": (SLIDING, {"group": 4, "residual": 8}, None, TAIL | CODES),
     "mikv": ((4, 2, None), {}, None, TAIL | CODES | {"column_sums", "attention_mass"}),
     "mikv, high tier of 4 bits": (
-        SLIDING, {"high_bits": 4}, None, TAIL | CODES | {"column_sums", "attention_mass", "pack.dequantise"},
+        SLIDING, {"high_bits": 4}, None, TAIL | CODES | {"column_sums", "attention_mass", "pack.dequantize"},
     ),
     "zipcache": ((4, 2, None), {"gap": 5}, None, TAIL | CODES | {"attention_mass"}),
-    "full-int8": ((4, 2, None), {}, None, {"int8_attention", "int8_attention.quantise_rows"}),
+    "full-int8": ((4, 2, None), {}, None, {"int8_attention", "int8_attention.quantize_rows"}),
     "shadowkv": (
         (4, 2, None), {"chunk": 2, "local_chunks": 1}, Budget("rows", 8), TAIL | FLAT | {"lowrank_keys.restore_keys"},
     ),

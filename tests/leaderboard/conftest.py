@@ -25,7 +25,7 @@ from kvbench.runs.request import Request
 from kvbench.runs.results import Git
 from kvbench.runs.runner import run
 from kvbench.runs.spec import RunSpec
-from kvbench.runs.summary import summarise
+from kvbench.runs.summary import summarize
 
 if TYPE_CHECKING:
     from .house import House
@@ -58,7 +58,7 @@ class Done:
         files = self.files
         return repack(files, {
             SAMPLES: gzip.compress("".join(f"{x.model_dump_json()}\n" for x in lines).encode(), mtime=0),
-            RESULT: summarise(self.job, lines).model_dump_json().encode(),
+            RESULT: summarize(self.job, lines).model_dump_json().encode(),
         })
 
 

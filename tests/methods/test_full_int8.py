@@ -10,7 +10,7 @@ from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Budget, Phase
 from kvbench.methods.baseline.full import Full
-from kvbench.methods.quantisation.full_int8 import FullInt8
+from kvbench.methods.quantization.full_int8 import FullInt8
 
 
 def ids(count, seed=1):
@@ -54,7 +54,7 @@ def test_bytes_and_evidence():
     assert memory.cache_bytes == 2 * 2 * 40 * (16 + 16 + 4)
     assert memory.cache_bytes / memory.dense_bytes == (16 + 16 + 4) / (4 * 32)
     assert proof.acted
-    assert proof.facts["rows_quantised"] == 2 * 2 * 40
+    assert proof.facts["rows_quantized"] == 2 * 2 * 40
     assert 100 < proof.facts["distinct_codes"] <= 255
 
 

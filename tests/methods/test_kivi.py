@@ -8,10 +8,10 @@ import torch
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
-from kvbench.kernels.pack import dequantise, quantise
+from kvbench.kernels.pack import dequantize, quantize
 from kvbench.method import Budget, LayerShape, Phase, Shape
 from kvbench.methods.baseline.full import Full
-from kvbench.methods.quantisation.kivi import Kivi
+from kvbench.methods.quantization.kivi import Kivi
 from kvbench.registry import find_method
 
 WIDTH = 16
@@ -61,7 +61,7 @@ def test_every_element_is_within_half_a_scale(bits):
         steps = keys.scale.float().repeat_interleave(R, 2), values.scale.float().repeat_interleave(WIDTH, 3)
         for codes, rows, step in zip((keys, values), (exact.keys, exact.values), steps, strict=True):
             n = codes.packed.shape[2]
-            error = (dequantise(codes) - rows[:, :, :n]).abs()
+            error = (dequantize(codes) - rows[:, :, :n]).abs()
             assert (error <= 0.5001 * step).all()
             assert error.max() > 0.3 * step.max()
 
@@ -78,10 +78,10 @@ def test_an_outlier_channel_costs_the_other_key_channels_nothing(make_step):
         step = make_step(torch.randn(1, 4, R, WIDTH), x)
         kv.append(step)
         method.evict(kv, step)
-        found.append(dequantise(kv.packed.codes()[0]))
+        found.append(dequantize(kv.packed.codes()[0]))
     others = [i for i in range(WIDTH) if i != 3]
     assert found[0][..., others].equal(found[1][..., others])
-    by_token = dequantise(quantise(loud, 2, channels=WIDTH))
+    by_token = dequantize(quantize(loud, 2, channels=WIDTH))
     by_channel = relative(found[1][..., others], key[..., others])
     assert by_channel < 0.5  # a range of four deviations in three steps: 0.4
     assert relative(by_token[..., others], key[..., others]) > 2 * by_channel
@@ -181,8 +181,8 @@ def test_what_another_method_keeps_is_packed(name):
         assert [x.rows_kept() for x in ours.layers] == [x.rows_kept() for x in exact.layers]
         keys, _ = ours.layers[0].packed.codes()
         rows = keys.packed.shape[2]
-        assert dequantise(keys).equal(dequantise(quantise(exact.layers[0].keys[:, :, :rows], 2, tokens=32)))
-        assert ours.certificate().facts["rows_quantised"] == sum(
+        assert dequantize(keys).equal(dequantize(quantize(exact.layers[0].keys[:, :, :rows], 2, tokens=32)))
+        assert ours.certificate().facts["rows_quantized"] == sum(
             n - n % R for store in exact.layers for n in store.rows_kept()
         )
     with Session(model, packed) as ours:
@@ -201,7 +201,7 @@ def test_heads_that_keep_every_row_are_packed_and_streaming_heads_are_not():
     with Session(model, alone) as exact, Session(model, packed) as ours:
         assert exact.prefill(ids(200)).equal(ours.prefill(ids(200)))
         assert ours.memory().cache_bytes == packed.declared_bytes(model.shape(200))
-        assert ours.certificate().facts["rows_quantised"] == packed.retrieval * (200 - 200 % R)
+        assert ours.certificate().facts["rows_quantized"] == packed.retrieval * (200 - 200 % R)
         for a, b in zip(exact.layers, ours.layers, strict=True):
             for (heads, x), (others, y) in zip(a.groups, b.groups, strict=True):
                 assert heads.equal(others)

@@ -14,7 +14,7 @@ from kvbench.method import Budget, LayerShape, Phase, Shape
 from kvbench.methods.merging.kvmerger import KVMerger, MergingKV
 
 CLOSE = torch.tensor([0.0, 0.1, 0.2, 3.0, 3.1, 0.0, 2.0, 2.05, 2.1, 5.0])
-"""Angles of ten keys, five of whose nine pairs of neighbours differ by a tenth or less."""
+"""Angles of ten keys, five of whose nine pairs of neighbors differ by a tenth or less."""
 
 
 def ids(count, seed=1):
@@ -56,7 +56,7 @@ def test_a_threshold_above_one_is_the_dense_cache_bit_for_bit():
         assert ours.certificate().identity
 
 
-def test_neighbours_above_the_threshold_are_joined(make_step):
+def test_neighbors_above_the_threshold_are_joined(make_step):
     """Sets are the runs of close keys, whichever way one scans; #sets = rows - #joins."""
     kv, step = store_of(make_step, angles(CLOSE), torch.zeros(10, 2))
     joins = unprotected(mode="eps", eps=0.98).join(kv, None)
@@ -67,8 +67,8 @@ def test_neighbours_above_the_threshold_are_joined(make_step):
 
 
 @pytest.mark.parametrize("rows", range(1, 10))
-def test_a_budget_joins_the_most_similar_neighbours(rows, make_step):
-    """Of nine neighbours exactly as many are joined as leave the budget, in the order of their cosines."""
+def test_a_budget_joins_the_most_similar_neighbors(rows, make_step):
+    """Of nine neighbors exactly as many are joined as leave the budget, in the order of their cosines."""
     kv, step = store_of(make_step, angles(CLOSE), torch.zeros(10, 2))
     method = unprotected(rows=rows, merged_rows=rows)
     cosines = CLOSE.diff().cos()
@@ -90,7 +90,7 @@ def test_protected_rows_keep_every_bit(make_step):
 
 
 def test_protection_gives_way_to_the_budget(make_step):
-    """Shares that leave too few neighbours are lowered together, whatever rows the attention falls on."""
+    """Shares that leave too few neighbors are lowered together, whatever rows the attention falls on."""
     for seed in range(20):
         mass = torch.rand(40, generator=torch.Generator().manual_seed(seed))
         kv, step = store_of(make_step, torch.randn(40, 4), torch.zeros(40, 2), mass)
@@ -103,7 +103,7 @@ def test_protection_gives_way_to_the_budget(make_step):
 
 
 def joined_share(method, make_step, budget, rows=400):
-    """Of the neighbours that may be joined, those that are, where keys and attention are random."""
+    """Of the neighbors that may be joined, those that are, where keys and attention are random."""
     generator = torch.Generator().manual_seed(0)
     kv, _ = store_of(make_step, torch.randn(rows, 8, generator=generator), torch.zeros(rows, 2),
                      torch.rand(rows, generator=generator))
@@ -113,7 +113,7 @@ def joined_share(method, make_step, budget, rows=400):
     return (fitted.join(kv, fitted.merged_rows).sum() / allowed.sum()).item()
 
 
-def test_low_budgets_leave_neighbours_to_choose_from(make_step):
+def test_low_budgets_leave_neighbors_to_choose_from(make_step):
     """At 25 % the shares of 50 % leave nearly no choice of what to join; the paper's for low budgets leave a fifth."""
     assert joined_share(KVMerger(recent=0.17, heavy=0.12), make_step, "25%") > 0.95
     assert joined_share(KVMerger(), make_step, "25%") == pytest.approx(0.82, abs=0.01)

@@ -10,11 +10,11 @@ import torch
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
-from kvbench.kernels.pack import dequantise, quantise
+from kvbench.kernels.pack import dequantize, quantize
 from kvbench.method import Budget, LayerShape, Phase, Shape
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.eviction.h2o import H2O
-from kvbench.methods.quantisation.mikv import MiKV
+from kvbench.methods.quantization.mikv import MiKV
 
 DIM, GROUP, HEADS, LONGEST = 8, 2, 2, 100
 SHAPE = Shape(1000, (LayerShape(8, 32, 128, 128, None),) * 2, 2)
@@ -28,7 +28,7 @@ def ids(count, seed=1):
 
 def rounded(x, bits):
     """Rows as plain rounding to nearest brings them back: groups of half a row."""
-    return dequantise(quantise(x, bits, channels=x.shape[-1] // 2)).double()
+    return dequantize(quantize(x, bits, channels=x.shape[-1] // 2)).double()
 
 
 class Twin:
@@ -260,7 +260,7 @@ def test_the_low_tier_is_packed(bits, group):
             assert store.keys.shape[2] == 5
         proof = session.certificate()
         assert proof.acted
-        assert proof.facts["rows_quantised"] == 2 * 2 * 45
+        assert proof.facts["rows_quantized"] == 2 * 2 * 45
         assert proof.facts["rows_dropped"] == 0
 
 

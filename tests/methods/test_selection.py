@@ -84,7 +84,7 @@ def test_a_later_compression_keeps_no_row_out_of_the_window(method):
             assert store.positions.min() >= session.seen - 48
 
 
-def test_groups_are_neighbours():
+def test_groups_are_neighbors():
     """Query heads 0 and 1 share KV head 0, as in `repeat_kv`."""
     scores = torch.tensor([1.0, 3, 10, 20]).view(1, 4, 1)
     assert group_mean(scores, 2)[0, :, 0].tolist() == [2, 15]

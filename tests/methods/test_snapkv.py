@@ -37,7 +37,7 @@ def evicted(method, rows, *steps):
 
 @pytest.mark.parametrize("kernel", [1, 3, 7])
 @pytest.mark.parametrize("planted", [6, 20, 29])
-def test_a_planted_key_stays_with_its_neighbours(kernel, planted, make_step):
+def test_a_planted_key_stays_with_its_neighbors(kernel, planted, make_step):
     """The key that the window looks for stays, with half a kernel on either side, and nothing else does."""
     query, key = torch.zeros(1, 2, 40, 8), torch.zeros(1, 2, 40, 8)
     query[:, :, -4:, 0] = 10

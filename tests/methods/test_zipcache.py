@@ -11,10 +11,10 @@ from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.kernels.column_sums import naive as column_sums
-from kvbench.kernels.pack import dequantise, quantise
+from kvbench.kernels.pack import dequantize, quantize
 from kvbench.method import Budget, LayerShape, Phase, Shape
 from kvbench.methods.baseline.full import Full
-from kvbench.methods.quantisation.zipcache import ZipCache
+from kvbench.methods.quantization.zipcache import ZipCache
 
 DIM, GROUP, HEADS, LONGEST = 8, 2, 2, 100
 SHAPE = Shape(1000, (LayerShape(8, 32, 128, 128, None),) * 2, 2)
@@ -112,12 +112,12 @@ class Twin:
         for c, bits in ((0, method.high_bits), (1, method.low_bits)):
             members = [classes[head][c] for head in range(HEADS)]
             for head in range(HEADS):
-                keys = dequantise(quantise(key[head, members[head]], bits, tokens=len(members[head]))).double()
+                keys = dequantize(quantize(key[head, members[head]], bits, tokens=len(members[head]))).double()
                 for j, row in zip(members[head], keys, strict=True):
                     self.held[head, j] = row, None
             for row in zip(*members, strict=True):
                 joined = torch.cat([value[h, j] / channel[h] for h, j in enumerate(row)])
-                back = dequantise(quantise(joined[None], bits, channels=HEADS * DIM))[0].view(HEADS, DIM).double()
+                back = dequantize(quantize(joined[None], bits, channels=HEADS * DIM))[0].view(HEADS, DIM).double()
                 for h, j in enumerate(row):
                     self.held[h, j] = self.held[h, j][0], back[h] * channel[h].double()
         self.coded, self.blocks = tokens.stop, self.blocks + 1
@@ -144,11 +144,11 @@ def test_equals_a_naive_model_of_the_store(make_step, settings, window):
 
 
 @pytest.mark.parametrize("chunks", [1, 5])
-@pytest.mark.parametrize("normaliser", ["visible", "length"])
-def test_with_all_rows_as_probes_saliency_is_the_column_mean(make_step, monkeypatch, normaliser, chunks):
-    """Summed attention over the number of queries that see a row, exactly; then both normalisers are one."""
+@pytest.mark.parametrize("normalizer", ["visible", "length"])
+def test_with_all_rows_as_probes_saliency_is_the_column_mean(make_step, monkeypatch, normalizer, chunks):
+    """Summed attention over the number of queries that see a row, exactly; then both normalizers are one."""
     rows, scores, encode = random_rows(), [], ZipCache._encode
-    method = replace(ZipCache(recent_probes=1.0, normaliser=normaliser), length=40)
+    method = replace(ZipCache(recent_probes=1.0, normalizer=normalizer), length=40)
     assert method.probes(0, 40).tolist() == list(range(40))
     monkeypatch.setattr(ZipCache, "_encode", lambda *x: (scores.append(x[1].scores.clone()), encode(*x)))
     _, kv = run(make_step, method, rows, [40], context_chunks=chunks)
@@ -156,17 +156,17 @@ def test_with_all_rows_as_probes_saliency_is_the_column_mean(make_step, monkeypa
     assert torch.allclose(scores[0].double(), sums, rtol=1e-4)
     best = (sums / torch.arange(40, 0, -1)).topk(24, dim=-1).indices.sort(-1).values
     keys = rows[1][:, :, :40].gather(2, best[..., None].expand(-1, -1, -1, DIM))
-    assert dequantise(kv.segments[0].rows[0].key).equal(dequantise(quantise(keys, 4, tokens=24)))
+    assert dequantize(kv.segments[0].rows[0].key).equal(dequantize(quantize(keys, 4, tokens=24)))
 
 
-@pytest.mark.parametrize(("normaliser", "wanted"), [("visible", {0, 1}), ("length", {1, 3})])
-def test_normalisers_by_hand(make_step, monkeypatch, normaliser, wanted):
+@pytest.mark.parametrize(("normalizer", "wanted"), [("visible", {0, 1}), ("length", {1, 3})])
+def test_normalizers_by_hand(make_step, monkeypatch, normalizer, wanted):
     """Probes 1 and 3 of four rows, all seen alike: sums .75 .75 .25 .25 over 2 2 1 1 probes, or over 4 3 2 1 tokens."""
     monkeypatch.setattr(ZipCache, "probes", lambda *_: torch.tensor([1, 3]))
-    method = replace(ZipCache(important=0.5, normaliser=normaliser), length=4)
+    method = replace(ZipCache(important=0.5, normalizer=normalizer), length=4)
     key = torch.arange(4.0).view(1, 1, 4, 1).expand(1, 1, 4, 2) / 3
     _, kv = run(make_step, method, (torch.zeros(1, 1, 4, 2), key, key), [4])
-    found = (dequantise(kv.segments[0].rows[0].key)[0, 0, :, 0] * 3).round().int().tolist()
+    found = (dequantize(kv.segments[0].rows[0].key)[0, 0, :, 0] * 3).round().int().tolist()
     assert set(found) == wanted
 
 
@@ -179,7 +179,7 @@ def test_permuting_tokens_permutes_what_is_important(make_step):
     for where in (torch.arange(40), order):
         rows = query[:, :, :40], key[:, :, where], value[:, :, where]
         _, kv = run(make_step, method, rows, [40])
-        high = dequantise(kv.segments[0].rows[0].key)[0]
+        high = dequantize(kv.segments[0].rows[0].key)[0]
         kept.append([x[x[:, 0].argsort()] for x in high])
     for a, b in zip(*kept, strict=True):
         assert a.equal(b)
@@ -194,7 +194,7 @@ def test_errors_are_within_their_bounds(make_step):
     assert segment.n == 50
     assert [x.key.packed.shape[2] for x in segment.rows] == [30, 20]
     for part in segment.rows:
-        keys, values = dequantise(part.key)[0], dequantise(replace(
+        keys, values = dequantize(part.key)[0], dequantize(replace(
             part.value, scale=part.value.scale.expand(-1, HEADS, -1, -1),
             minimum=part.value.minimum.expand(-1, HEADS, -1, -1),
         ))[0] * segment.channel[0].float()
@@ -227,7 +227,7 @@ def test_codes_are_all_that_is_stored():
         assert all(store.n == 0 and store.rows_kept() == [50, 50] for store in session.layers)
         proof = session.certificate()
         assert proof.acted
-        assert proof.facts["rows_quantised"] == 2 * 2 * 50
+        assert proof.facts["rows_quantized"] == 2 * 2 * 50
         assert proof.facts["rows_dropped"] == 0
         with session.fork() as branch:
             branch.ask(ids(130, 2)[0].tolist(), 3, stop=frozenset())

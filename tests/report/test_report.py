@@ -445,7 +445,7 @@ def test_a_page_works_in_a_browser(open_page, groups, tmp_path):
     assert labels.all_text_contents() == [HOSTILE]
     page.get_by_label("Filter:").fill("")
     page.get_by_role("columnheader", name="family").locator(".dtcc-button").click()
-    page.locator(".dtcc-list-buttons").get_by_role("button", name="quantisation").click()
+    page.locator(".dtcc-list-buttons").get_by_role("button", name="quantization").click()
     assert {x.split()[0] for x in labels.all_text_contents()} == {"kivi"}
 
     with page.expect_download() as download:

@@ -10,7 +10,7 @@ import pytest
 
 from kvbench.cli import call
 from kvbench.reproduce.paper import read_paper
-from kvbench.reproduce.standing import list_judgements
+from kvbench.reproduce.standing import list_judgments
 
 PAPER = """
 title = "A paper"
@@ -88,7 +88,7 @@ def test_a_paper_without_a_template_is_met_without(kvbench, paper, out, chat_min
     paper.write_text(text.replace("[table.protocol]", f'[table.protocol]\ntemplate = "{prompted}"'))
     assert kvbench("reproduce", f"{paper}:scores/mini/full", *out).code in (0, 1)
     paper.write_text(text.replace("[table.protocol]", f'[table.protocol]\ntemplate = "{said}"'))
-    found = {x.claim.id: x for x in list_judgements(tmp_path / "runs", {"paper": read_paper(paper)})}
+    found = {x.claim.id: x for x in list_judgments(tmp_path / "runs", {"paper": read_paper(paper)})}
     judged = found["paper:scores/mini/full/needles"]
     assert judged.verdict == verdict
     assert judged.differs == (("template: own in the paper, none here",) if verdict == "partly" else ())
@@ -225,7 +225,7 @@ def test_how_claims_stand_is_read_off_a_folder(kvbench, paper, tmp_path):
     assert answer.json[0]["verdict"] == "reproduced"
     verdicts = {
         x.claim.id.partition("mini/")[2]: (x.verdict, [y.why for y in x.missing])
-        for x in list_judgements(tmp_path / "results", {"paper": read_paper(paper)})
+        for x in list_judgments(tmp_path / "results", {"paper": read_paper(paper)})
     }
     assert verdicts == {
         "full/needles": ("reproduced", []), "knorm/needles": ("not run", ["no run of it is here"]),

@@ -37,7 +37,7 @@ def ran(mean: float | None, ci95: tuple[float, float] | None = None, **changes: 
     ))
 
 
-def judged(run: Any, claim: str = CLAIM, beside: Any = None, **how: Any) -> verdict.Judgement:
+def judged(run: Any, claim: str = CLAIM, beside: Any = None, **how: Any) -> verdict.Judgment:
     """The verdict on one run, and on one beside it for the baseline."""
     plan = plan_claim(one(claim), **how)
     runs = dict.fromkeys(plan.requests, run)
@@ -171,6 +171,6 @@ def test_a_verdict_can_be_sent_on():
 def test_a_shape_says_which_way_the_score_moves(ci95, said):
     """The paper's fell by 2; ours fell, rose, or cannot be told from the dense cache's."""
     difference = Number(sum(ci95) / 2, ci95)
-    found = verdict.Judgement(one(CLAIM), "shape only", printed_difference=-2.0, difference=difference)
+    found = verdict.Judgment(one(CLAIM), "shape only", printed_difference=-2.0, difference=difference)
     assert found.direction == said
     assert replace(found, printed_difference=0.0).direction == ""

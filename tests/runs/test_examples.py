@@ -203,7 +203,7 @@ def test_a_resumed_run_makes_only_what_is_missing(toy, cache, monkeypatch):
     assert sorted(x.index for x in read_lines(folder / "samples.jsonl")) == [0, 1, 2, 3, 4]
 
 
-def test_a_context_is_tokenised_once(model_folder):
+def test_a_context_is_tokenized_once(model_folder):
     """Whoever asks for it again gets the ids that are kept."""
     tokenizer = load_model(str(model_folder)).tokenizer
     calls = []
@@ -215,10 +215,10 @@ def test_a_context_is_tokenised_once(model_folder):
 
     counting = Counting()
     for text in ("abc", "abd", "abc"):
-        ids = tokens.tokenise(counting, text, special=False)
+        ids = tokens.tokenize(counting, text, special=False)
         assert ids == tuple(tokenizer(text, add_special_tokens=False).input_ids)
     assert calls == ["abc", "abd"]
-    assert tokens.tokenise(counting, "", special=True) == ()
+    assert tokens.tokenize(counting, "", special=True) == ()
 
 
 def test_what_is_kept_of_contexts_is_bounded(model_folder, monkeypatch):
@@ -227,7 +227,7 @@ def test_what_is_kept_of_contexts_is_bounded(model_folder, monkeypatch):
     for name, bound, left in (("KEPT_IDS", 10, 3), ("KEPT_TEXTS", 2, 2)):  # three ids for each of these texts
         monkeypatch.setattr(tokens, name, bound)
         for i in range(10, 20):
-            tokens.tokenise(tokenizer, f"x{i}", special=False)
+            tokens.tokenize(tokenizer, f"x{i}", special=False)
         assert [x.tolist() for x in tokens._kept[tokenizer].values()] == [
             tokenizer(f"x{i}").input_ids for i in range(20 - left, 20)
         ]

@@ -167,12 +167,12 @@ def test_the_interval_respects_clusters():
 
 def test_facts_add_up_over_samples_and_distinct_codes_do_not():
     """Two samples in 2 bits have at most 4 distinct codes, as one of them has."""
-    facts = [{"rows_quantised": 7, "distinct_codes": 4}, {"rows_quantised": 5, "distinct_codes": 3}]
+    facts = [{"rows_quantized": 7, "distinct_codes": 4}, {"rows_quantized": 5, "distinct_codes": 3}]
     lines = [
         line(i, 0, evidence=Evidence(acted=True, identity=False, rows_seen=9, rows_kept=(9.0,), facts=x))
         for i, x in enumerate(facts)
     ]
-    assert certify("bits", lines).facts == {"rows_quantised": 12, "distinct_codes": 4}
+    assert certify("bits", lines).facts == {"rows_quantized": 12, "distinct_codes": 4}
 
 
 @pytest.mark.parametrize("name", ["h2o", "tova", "streaming-llm"])

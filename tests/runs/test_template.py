@@ -120,7 +120,7 @@ def test_a_task_that_never_uses_the_template_is_the_same_run(model, template: Te
 
 
 def test_a_job_leaves_the_model_as_it_was(job_of, model):
-    """Another run on it has its template; texts that were tokenised without one stay known."""
+    """Another run on it has its template; texts that were tokenized without one stay known."""
     none = job_of(template="none")
     assert none.loaded is model
     assert (none.model.tokenizer.chat_template, model.tokenizer.chat_template) == (None, CHAT)

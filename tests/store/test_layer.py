@@ -304,10 +304,10 @@ def test_a_full_store_grows():
     assert kv.keys[1, 1, :, 0].tolist() == [t + 3 / 16 for t in range(12)]
 
 
-@pytest.mark.parametrize("kind", ["keep", "keep_where", "keep_last", "quantise"])
+@pytest.mark.parametrize("kind", ["keep", "keep_where", "keep_last", "quantize"])
 def test_eviction_frees_the_old_rows(kind):
     """With the garbage collector off, no storage of the old rows is alive after eviction, and the bytes are fewer."""
-    kv = Int8KV() if kind == "quantise" else LayerKV()
+    kv = Int8KV() if kind == "quantize" else LayerKV()
     kv.capacity = 40
     gc.disable()
     try:
@@ -321,7 +321,7 @@ def test_eviction_frees_the_old_rows(kind):
         elif kind == "keep_last":
             kv.keep_last(8)
         else:
-            kv.quantise()
+            kv.quantize()
         assert all(x.expired() for x in old)
     finally:
         gc.enable()
@@ -406,7 +406,7 @@ def test_unwritten_rows_never_leak(kind):
         store.capacity = 20
         add(store, list(range(6)))
         if kind is Int8KV:
-            store.quantise()
+            store.quantize()
     kv.make_static()
     for store in (kv, kv.fork()):
         twin = plain.fork()

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from kvbench.errors import UserError
 from kvbench.hf.rope import NO_ROPE
 from kvbench.kernels.dense_attention.naive import dense_attention
-from kvbench.kernels.pack import dequantise, naive, quantise
+from kvbench.kernels.pack import dequantize, naive, quantize
 from kvbench.method import Phase, Step
 from kvbench.store import storage_bytes
 from kvbench.store.blocks import Residual
@@ -54,7 +54,7 @@ def stored(kv):
     """What the store holds, brought back: keys and values of all rows, in float64."""
     return tuple(
         torch.cat([
-            naive.dequantise(x.packed, x.scale, x.minimum, x.bits, x.width, tokens=x.tokens, channels=x.channels),
+            naive.dequantize(x.packed, x.scale, x.minimum, x.bits, x.width, tokens=x.tokens, channels=x.channels),
             last.rows.double(),
         ], dim=2)
         for x, last in zip(kv.packed.codes(), (kv.packed.last_keys, kv.packed.last_values), strict=True)
@@ -88,12 +88,12 @@ def test_the_context_is_packed_but_for_the_residual(length):
     kv = packed_store(key, value)
     whole, old = length - length % RESIDUAL, max(0, length - RESIDUAL)
     keys, values = kv.packed.codes()
-    assert keys.packed.equal(quantise(key[:, :, :whole], 2, tokens=GROUP).packed)
-    assert values.packed.equal(quantise(value[:, :, :old], 3, channels=GROUP).packed)
+    assert keys.packed.equal(quantize(key[:, :, :whole], 2, tokens=GROUP).packed)
+    assert values.packed.equal(quantize(value[:, :, :old], 3, channels=GROUP).packed)
     assert kv.packed.last_keys.rows.equal(key[:, :, whole:])
     assert kv.packed.last_values.rows.equal(value[:, :, old:])
     assert kv.rows_kept() == [length, length]
-    assert kv.facts()["rows_quantised"] == 2 * whole
+    assert kv.facts()["rows_quantized"] == 2 * whole
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -293,7 +293,7 @@ def test_a_residual_moves_its_rows_to_the_front():
     assert residual.rows.flatten().tolist() == [37, 38, 39, *range(9)]
 
 
-def test_dequantised_keys_between_are_the_stored_ones():
+def test_dequantized_keys_between_are_the_stored_ones():
     """Keys that are packed while their values are exact are read from their codes, in the middle of a group too."""
     key, value = rows(21)
     kv = packed_store(key, value)
@@ -304,8 +304,8 @@ def test_dequantised_keys_between_are_the_stored_ones():
     step = step_of(*rows(1, seed=3), 22, phase=Phase.DECODE)
     kv.append(step)
     kv.packed.last_values.rows[:, :, -1] = 0.0
-    exact = torch.cat([dequantise(keys), kv.packed.last_keys.rows], dim=2)
+    exact = torch.cat([dequantize(keys), kv.packed.last_keys.rows], dim=2)
     query = step.query.unflatten(1, (2, 2))
     weights = (query @ exact[:, :, None].mT * 0.3).softmax(-1)
-    some = torch.cat([dequantise(values), kv.packed.last_values.rows], dim=2)
+    some = torch.cat([dequantize(values), kv.packed.last_values.rows], dim=2)
     assert torch.allclose(kv.attend(step), (weights @ some[:, :, None]).flatten(1, 2), atol=1e-5)

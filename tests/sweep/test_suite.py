@@ -126,7 +126,7 @@ def test_a_tracker_gets_every_result_of_a_suite(kvbench, suite, options, monkeyp
     assert names == [x["run_id"] for x in answer.json["runs"]]
 
 
-def test_a_context_of_a_data_set_is_tokenised_once_in_a_suite(kvbench, suite, options, tmp_path, monkeypatch):
+def test_a_context_of_a_data_set_is_tokenized_once_in_a_suite(kvbench, suite, options, tmp_path, monkeypatch):
     """By the first run that needs it; the other mode finds its ids."""
     contexts = [f"{letter * 50}" for letter in "ab"]
     turns = [{"question": "q?", "answer": " a"}, {"question": "r?", "answer": " b"}]

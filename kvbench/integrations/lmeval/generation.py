@@ -27,8 +27,8 @@ class Generation:
         Raises:
             UserError: sampling, or a setting that greedy decoding has no meaning for.
         """
-        normalise = load_extra("lm_eval.models.utils", extra="lm-eval", what="lm-eval").normalize_gen_kwargs
-        found: dict[str, Any] = normalise(dict(given))
+        normalize = load_extra("lm_eval.models.utils", extra="lm-eval", what="lm-eval").normalize_gen_kwargs
+        found: dict[str, Any] = normalize(dict(given))
         for key in found:
             if key not in ASKED:
                 raise unknown("generation setting", key, ASKED, "Decoding is greedy.")

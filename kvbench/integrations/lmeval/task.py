@@ -184,7 +184,7 @@ def _compose(task: Any, doc_id: int, requests: Sequence[Any], tokenizer: Any) ->
         limit = Generation.read(follows).limit
         turn = Turn("", "", f"{task.config.target_delimiter}{target}", (str(target),), limit)
         return Example(str(doc_id), context, (turn,), facts)
-    # As lm_eval does before it tokenises: spaces at the end of a context belong to what follows.
+    # As lm_eval does before it tokenizes: spaces at the end of a context belong to what follows.
     space = context[len(context.rstrip()) :]
     choices = tuple(space + x.arguments[1] for x in requests)
     if task.OUTPUT_TYPE == "loglikelihood":

@@ -51,7 +51,7 @@ def draw_heatmap(run: Run) -> Markup | None:
 
 
 def _render(spec: Spec, kind: str, runs: Mapping[str, str]) -> Markup:
-    """A chart as SVG that takes its colours from the page; a point of a run says what it is, and leads to its page."""
+    """A chart as SVG that takes its colors from the page; a point of a run says what it is, and leads to its page."""
     spec = _spell(spec)
     root = ET.fromstring(_convert(json.dumps({**spec, "width": WIDTH})))  # noqa: S314  # made here
     for parent in list(root.iter()):

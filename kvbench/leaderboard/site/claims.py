@@ -11,8 +11,8 @@ from typing import get_args
 from kvbench.errors import UserError
 from kvbench.leaderboard.site.entries import Entry
 from kvbench.reproduce.shape import ShapeRecord
-from kvbench.reproduce.standing import list_judgements, read_findings
-from kvbench.reproduce.verdict import Judgement, Verdict, find_unanchored
+from kvbench.reproduce.standing import list_judgments, read_findings
+from kvbench.reproduce.verdict import Judgment, Verdict, find_unanchored
 
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
@@ -23,7 +23,7 @@ class Block:
 
     model: str
     columns: tuple[str, ...]
-    rows: tuple[tuple[str, tuple[Judgement | None, ...]], ...]
+    rows: tuple[tuple[str, tuple[Judgment | None, ...]], ...]
     off: float | None
     """Points between the dense cache here and in the paper; None: as near as it must be, or not run."""
 
@@ -33,7 +33,7 @@ class Source:
     """A paper with the verdicts on its numbers."""
 
     name: str
-    judged: tuple[Judgement, ...]
+    judged: tuple[Judgment, ...]
 
     @property
     def counts(self) -> list[int]:
@@ -42,10 +42,10 @@ class Source:
         return [counts[x] for x in VERDICTS]
 
     @property
-    def tables(self) -> Iterator[tuple[Judgement, list[Block]]]:
+    def tables(self) -> Iterator[tuple[Judgment, list[Block]]]:
         """Any number of each table, and the table by model."""
         off = find_unanchored(self.judged)
-        tables: dict[str, dict[str, list[Judgement]]] = {}
+        tables: dict[str, dict[str, list[Judgment]]] = {}
         for x in self.judged:
             tables.setdefault(x.claim.table.name, {}).setdefault(x.claim.model, []).append(x)
         for name, models in tables.items():
@@ -53,7 +53,7 @@ class Source:
             yield next(iter(models.values()))[0], blocks
 
 
-def _lay_out(model: str, judged: Sequence[Judgement], off: float | None) -> Block:
+def _lay_out(model: str, judged: Sequence[Judgment], off: float | None) -> Block:
     cells = {(x.claim.row, x.claim.column): x for x in judged}
     columns = [x for x in judged[0].claim.table.columns if any(column == x for _, column in cells)]
     rows = dict.fromkeys(row for row, _ in cells)
@@ -75,10 +75,10 @@ class Claims:
 
 def read_claims(results: Path, entries: Sequence[Entry]) -> Claims:
     """How every claim stands by these runs, and by the clocks and the findings of the folder."""
-    papers: dict[str, list[Judgement]] = {}
+    papers: dict[str, list[Judgment]] = {}
     try:
         findings = read_findings(results)
-        for x in list_judgements(results, results=[(x.run.folder, x.result) for x in entries]):
+        for x in list_judgments(results, results=[(x.run.folder, x.result) for x in entries]):
             papers.setdefault(x.claim.paper, []).append(x)
     except UserError as error:
         return Claims((), None, {}, str(error))
@@ -86,7 +86,7 @@ def read_claims(results: Path, entries: Sequence[Entry]) -> Claims:
     return Claims(tuple(Source(name, tuple(judged)) for name, judged in papers.items()), findings, pages)
 
 
-def join_reasons(cells: Sequence[Judgement | None]) -> list[str]:
+def join_reasons(cells: Sequence[Judgment | None]) -> list[str]:
     """What the numbers of a row lack, and what is otherwise than in the paper, each once."""
     judged = [x for x in cells if x is not None]
     missing, differs = (y.why for x in judged for y in x.missing), (y for x in judged for y in x.differs)

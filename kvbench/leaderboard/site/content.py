@@ -85,7 +85,7 @@ def _describe_method(method: Shown) -> dict[str, Any]:
         for key, value in run.method.settings.items():
             settings.setdefault(key, set()).add(write_value(value))
     code = "none" if upstream is None else ", ".join(
-        x for x in (upstream.repo, upstream.commit, upstream.licence) if x is not None
+        x for x in (upstream.repo, upstream.commit, upstream.license) if x is not None
     )
     described = [
         ("family", method.result.method.family), ("version", card.version), ("its budget counts", card.budget.value),

@@ -18,7 +18,7 @@ MOST_CONTAINERS = 10_000
 """Objects and lists of one document: a validator takes kilobytes for each, however empty it is."""
 STRING = re.compile(rb'"(?:[^"\\]+|\\.)*(?:"|\\?\Z)', re.DOTALL)
 MOST_NUMBER = 2**53
-"""Above it neighbouring whole numbers are one and the same in other people's tools."""
+"""Above it neighboring whole numbers are one and the same in other people's tools."""
 
 
 def parse(data: bytes, kind: type[T], what: str) -> T:

@@ -17,7 +17,7 @@ from kvbench.leaderboard.verification.rebuilt import Replay, fit, shapes
 from kvbench.method import Method
 from kvbench.runs.journal import Line
 from kvbench.runs.results import Result, Score
-from kvbench.runs.summary import summarise
+from kvbench.runs.summary import summarize
 
 SUMMED = (
     "status", "error", "n_scored", "n_failed", "score", "scores", "agreement", "output", "memory", "latency",
@@ -36,7 +36,7 @@ def check_summary(replay: Replay, result: Result, lines: Sequence[Line]) -> tupl
         RefusedError: the submitted one is another, with both values.
     """
     with blaming("summary", "its journal cannot be summed up"):
-        ours = summarise(replay.job, lines)
+        ours = summarize(replay.job, lines)
     noted = any(x.kernels for x in lines)
     names: dict[str, Any] = dict.fromkeys((*SUMMED, *(["kernels"] if noted else [])), True)
     names["environment"] = {"started", "seconds"}

@@ -62,7 +62,7 @@ class Replay:
 
     @property
     def job(self) -> Job:
-        """As the functions take it that make examples, judge and summarise: they look at nothing that is not here."""
+        """As the functions take it that make examples, judge and summarize: they look at nothing that is not here."""
         return cast("Job", self)
 
 

@@ -101,7 +101,7 @@ def write_everywhere(results, text):
         method |= {"settings": {text: text}, "family": text, "version": text}
         card |= dict.fromkeys(("title", "idea", "arxiv", "paper_budget", "family"), text)
         card |= {key: [text] for key in ("deviations", "unverified", "limits", "stages")}
-        card["upstream"] = {"repo": text, "commit": text, "licence": text}
+        card["upstream"] = {"repo": text, "commit": text, "license": text}
         result["model"] |= {"id": text, "dtype": text}
         result["task"] |= {"name": text, "suite": text, "scorer": text, "prompt_id": text}
         result["budget"] = {"asked": text, "kind": text, "resolved": {text: text}}

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvbench.errors import UserError
 from kvbench.kernels.pack import packed_width
 from kvbench.method import POSITION_BYTES, Budget, BudgetKind, Card, LayerShape, Phase, Shape, Step
-from kvbench.methods.quantisation.two_precisions import TwoPrecisions
+from kvbench.methods.quantization.two_precisions import TwoPrecisions
 from kvbench.selection import top_rows
 from kvbench.store import LayerKV
 from kvbench.store.tiers import EXACT, Coding, TieredKV
@@ -48,7 +48,7 @@ class MiKV(TwoPrecisions):
         "Important rows stay exact, the others become codes, whose key outliers a channel balancer moves into queries.",
         arxiv="2402.18096",
         year=2024,
-        family="quantisation",
+        family="quantization",
         stages=("generation", "compression"),
         budget=BudgetKind.BITS,
         heads="independent",
@@ -68,7 +68,7 @@ class MiKV(TwoPrecisions):
         ),
         limits=(
             "The low tier and its parameters are a floor: at 2 bits and groups of 64, 15.6 % of 16-bit rows.",
-            "Scores favour early tokens, as H2O's do, and say little in small models.",
+            "Scores favor early tokens, as H2O's do, and say little in small models.",
             "In plain PyTorch on a CPU unpacking costs more than reading exact rows: a step is slower than full's.",
         ),
     )

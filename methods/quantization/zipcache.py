@@ -13,7 +13,7 @@ from kvbench.errors import UserError
 from kvbench.kernels.attention_mass import attention_mass
 from kvbench.kernels.pack import BITS, packed_width
 from kvbench.method import POSITION_BYTES, BudgetKind, Card, LayerShape, Phase, Shape, Step, Upstream
-from kvbench.methods.quantisation.two_precisions import TwoPrecisions
+from kvbench.methods.quantization.two_precisions import TwoPrecisions
 from kvbench.selection import top_rows
 from kvbench.store import LayerKV
 from kvbench.store.segments import SegmentedKV
@@ -35,7 +35,7 @@ class ZipCache(TwoPrecisions):
     """Share of the tokens that are probes because they are the last."""
     random_probes: float = 0.05
     """Share of the tokens that are probes by chance."""
-    normaliser: Literal["visible", "length"] = "visible"
+    normalizer: Literal["visible", "length"] = "visible"
     """What a row's attention is divided by: the probes that see it, or, as in the authors' code, all tokens from it on.
     """
     gap: int = 100
@@ -48,11 +48,11 @@ class ZipCache(TwoPrecisions):
         "Salient tokens get four bits and the others two, with parameters so few that they hardly count.",
         arxiv="2405.14256",
         year=2024,
-        family="quantisation",
+        family="quantization",
         stages=("generation", "compression"),
         budget=BudgetKind.BITS,
         heads="pooled",
-        upstream=Upstream(repo="ThisisBillhe/ZipCache", commit=None, licence=None),
+        upstream=Upstream(repo="ThisisBillhe/ZipCache", commit=None, license=None),
         deviations=(
             ("After the context each block of `gap` tokens is coded once, with parameters of its own; the authors "
             "bring the whole cache back and code it anew."),
@@ -154,7 +154,7 @@ class ZipCache(TwoPrecisions):
     def _encode(self, kv: SegmentedKV, step: Step, count: int, probes: Tensor) -> None:
         """Code the first rows of the tail by their saliency. probes: [P], ascending, as rows of the tail."""
         row = torch.arange(count)
-        if self.normaliser == "length":
+        if self.normalizer == "length":
             seen_by = count - row
         else:
             last = row + (step.window or step.seen)  # the first row too far away to see it

@@ -23,7 +23,7 @@ class FullInt8(Method):
         "Scales fold into logits and weights, so no exact copy of the cache exists after the context.",
         arxiv=None,
         year=None,
-        family="quantisation",
+        family="quantization",
         stages=("compression",),
         budget=BudgetKind.BITS,
         heads="independent",
@@ -44,8 +44,8 @@ class FullInt8(Method):
 
     def evict(self, kv: LayerKV, step: Step) -> None:
         """The end of the context: exact rows become codes."""
-        if isinstance(kv, Int8KV) and step.compress and not kv.quantised:
-            kv.quantise()
+        if isinstance(kv, Int8KV) and step.compress and not kv.quantized:
+            kv.quantize()
 
     def row_bytes(self, layer: LayerShape, shape: Shape, *, holes: bool) -> int:
         """One byte per element and two scales."""

@@ -9,8 +9,8 @@ from kvbench.budget import BUDGET_TOLERANCE
 from kvbench.errors import UserError
 from kvbench.kernels.pack import BITS
 from kvbench.method import Budget, BudgetKind, Card, Method, Shape, Upstream
-from kvbench.methods.quantisation.around import go_around
-from kvbench.methods.quantisation.packed import PackedMethod
+from kvbench.methods.quantization.around import go_around
+from kvbench.methods.quantization.packed import PackedMethod
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Kivi(PackedMethod):
         "of tokens, values per token over groups of channels, and the last rows stay exact.",
         arxiv="2402.02750",
         year=2024,
-        family="quantisation",
+        family="quantization",
         stages=("compression",),
         budget=BudgetKind.BITS,
         heads="independent",
-        upstream=Upstream(repo="jy-yuan/KIVI", commit=None, licence="MIT"),
+        upstream=Upstream(repo="jy-yuan/KIVI", commit=None, license="MIT"),
         deviations=(
             ("Minima are rounded down and scales up to float16, so that codes cover their range and every element is "
             "within half a scale; the authors' code rounds both to nearest."),

@@ -13,7 +13,7 @@ from kvbench.method import Budget, BudgetKind, Card, Method, Shape
 from kvbench.methods.allocation.adakv import HeadAllocation
 from kvbench.methods.heads.groups import HeadMethod
 from kvbench.methods.heads.store import HeadGroupsKV
-from kvbench.methods.quantisation.packed import PackedMethod
+from kvbench.methods.quantization.packed import PackedMethod
 from kvbench.selection import ScoredMethod
 from kvbench.store import LayerKV
 from kvbench.store.packed import PackedKV, Packing
