@@ -108,7 +108,7 @@ def find_option(text: str, options: Sequence[str]) -> str | None:
     for option in options:
         if re.match("[A-G] ", option):
             plain = re.sub(re.escape(option), "", plain, flags=re.IGNORECASE)
-    said = f" {normalise(text)} "
-    places = {i: said.find(f" {normalise(option)} ") for i, option in enumerate(options) if normalize(option)}
+    said = f" {normalize(text)} "
+    places = {i: said.find(f" {normalize(option)} ") for i, option in enumerate(options) if normalize(option)}
     named = [(place, -len(options[i]), i) for i, place in places.items() if place >= 0]
     return find_letter(plain) or (string.ascii_uppercase[min(named)[2]] if named else None)

@@ -75,7 +75,7 @@ def extend(path: Path) -> Callable[[], object]:
     ("full-int8", "selection.py", set()),
     ("knorm+adakv", "methods/eviction/knorm.py", {"method"}),
     ("knorm+adakv", "methods/allocation/adakv.py", {"method"}),
-    ("snapkv", "compare.py", set()),
+    ("snapkv", "analysis/compare.py", set()),
     ("snapkv", "cli/run.py", set()),
     ("snapkv", "sweep/local.py", set()),
     ("snapkv", "errors.py", set()),
