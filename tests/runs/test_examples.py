@@ -169,7 +169,7 @@ def test_two_processes_make_the_same_examples_at_once(toy, cache):
     processes = [context.Process(target=_make, args=(job, results)) for _ in range(2)]
     for x in processes:
         x.start()
-    found = [results.get(timeout=60) for _ in processes]
+    found = [results.get(timeout=300) for _ in processes]
     for x in processes:
         x.join()
     assert found[0] == found[1] == [(i, e.context, ids.context) for i, e, ids in make_examples(job, range(8))]

@@ -121,7 +121,7 @@ def start(command: list[str]) -> subprocess.Popen[str]:
 def strike(processes: dict[signal.Signals, subprocess.Popen[str]], tmp_path: Path) -> dict[signal.Signals, str]:
     """Send each its signal once its first sample is saved. Their standard errors."""
     waiting = dict(processes)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while waiting:
         assert time.monotonic() < deadline
         for how, process in list(waiting.items()):
