@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -159,36 +158,3 @@ def test_kernels_folder_does_not_harm_transformers():
     code = "from transformers.utils import is_kernels_available as f; import kernels; print(f(), kernels.__version__)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "0.0.0"]
-
-
-def test_wheel_through_an_sdist_holds_everything(tmp_path):
-    """A wheel built from the sdist has every module, as files and not as links, and the bundled models."""
-    build = "import sys; from setuptools import build_meta as b; print(b.build_sdist(sys.argv[1]))"
-    clone = tmp_path / "clone"
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True,
-        check=True,
-    ).stdout.splitlines()
-    for name in listed:  # a copy: a build writes beside the sources
-        source, target = ROOT / name, clone / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if source.is_symlink():
-            target.symlink_to(source.readlink())
-        elif source.is_file():
-            target.write_bytes(source.read_bytes())
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", build, str(tmp_path)], cwd=clone, capture_output=True, check=True
-    )
-    (sdist,) = tmp_path.glob("*.tar.gz")
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w",
-         str(tmp_path), str(sdist)],
-        capture_output=True, check=True,
-    )
-    (wheel,) = tmp_path.glob("*.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
-    expected = {path if path.startswith("kvbench/") else f"kvbench/{path}" for path in MODULES} | {"kvbench/py.typed"}
-    kinds = {".json", ".safetensors", ".md"}
-    models = {x for x in listed if x.startswith("kvbench/models/") and Path(x).suffix in kinds}
-    assert expected | models <= names
-    assert not {x for x in names if x.split("/")[0] in {*LINKS, "tests"}}
