@@ -21,10 +21,10 @@ class MyMethod(ScoredMethod):
     card: ClassVar[Card] = Card(
         name="my-method", title="Small keys stay", arxiv="2406.11430", year=2024, family="eviction",
         idea="Rows with a small key norm tend to receive much attention. They stay, and so do the last rows.",
-        stages=("compression",), budget=BudgetKind.HELD, heads="independent", upstream=None,
+        stages=("compression",), budget=BudgetKind.STORED, heads="independent", upstream=None,
     )
 
-    def minimum_rows(self) -> int:
+    def minimum_entries(self) -> int:
         """The window and a row to choose."""
         return self.window + 1
 

@@ -13,7 +13,7 @@ from kvbench.errors import UserError
 class BudgetKind(StrEnum):
     """What a method's budget counts. Held and read bytes never share an axis."""
 
-    HELD = "held"
+    STORED = "stored"
     READ = "read"
     BITS = "bits"
     NONE = "none"
@@ -88,6 +88,6 @@ class Shape:
         return self.length if layer.window is None else min(self.length, layer.window)
 
     @property
-    def dense_bytes(self) -> int:
+    def full_bytes(self) -> int:
         """Bytes of a native GQA cache of the same tokens, sliding layers at most their window."""
         return sum(self.rows(x) * x.kv_heads * (x.key_dim + x.value_dim) * self.itemsize for x in self.layers)

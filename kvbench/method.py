@@ -199,7 +199,7 @@ class Method:
                 raise UserError(f"{card.name} takes no budget, got {budget}: it holds every row. Leave --budget out.")
             return self
         if card.budget is BudgetKind.BITS:
-            reached = self.declared_bytes(shape) / shape.dense_bytes
+            reached = self.declared_bytes(shape) / shape.full_bytes
             if budget is not None and abs(budget.value - reached) > BUDGET_TOLERANCE:
                 raise UserError(
                     f"{card.name} cannot reach a budget of {budget}: its settings come to {reached:.1%} of the dense "
@@ -214,7 +214,7 @@ class Method:
         if budget == Budget("fraction", 1.0):
             return replace(self, rows=None, length=shape.length)
         rows = round(budget.value * shape.length) if budget.kind == "fraction" else int(budget.value)
-        least = min(self.minimum_rows(), shape.length)
+        least = min(self.minimum_entries(), shape.length)
         if rows < least:
             raise UserError(
                 f"budget {budget} is {rows} rows per KV head of {shape.length}, and {card.name} needs at least {least} "
@@ -222,16 +222,16 @@ class Method:
             )
         return replace(self, rows=rows, length=shape.length)
 
-    def minimum_rows(self) -> int:
+    def minimum_entries(self) -> int:
         """The fewest rows per KV head that the settings allow."""
         return 1
 
-    def rows_in(self, layer: int, window: int | None) -> int | None:
+    def entries_in(self, layer: int, window: int | None) -> int | None:
         """The budget in rows per KV head of a layer; sliding layers keep the same share of what they hold."""
         del layer  # equal for all, unless a method allocates
         if self.rows is None or self.length is None or window is None or self.sees_context(window):
             return self.rows
-        return min(window, max(self.minimum_rows(), math.ceil(self.rows * window / self.length)))
+        return min(window, max(self.minimum_entries(), math.ceil(self.rows * window / self.length)))
 
     def sees_context(self, window: int | None) -> bool:
         """Whether a layer sees the whole context: there is no window, or the context is no longer than it."""
@@ -248,7 +248,7 @@ class Method:
         total = 0
         for index, layer in enumerate(shape.layers):
             held = shape.rows(layer)
-            budget = self.rows_in(index, layer.window)
+            budget = self.entries_in(index, layer.window)
             total += self.layer_bytes(layer, shape, rows=held if budget is None else min(held, budget))
         return total
 
@@ -270,9 +270,9 @@ class Method:
         """Declared bytes of so many rows of every KV head of a layer."""
         holes = rows < shape.rows(layer)
         offsets = (layer.kv_heads + 1) * OFFSET_BYTES if self.ragged and holes else 0
-        return rows * layer.kv_heads * self.row_bytes(layer, shape, holes=holes) + offsets
+        return rows * layer.kv_heads * self.entry_bytes(layer, shape, holes=holes) + offsets
 
-    def row_bytes(self, layer: LayerShape, shape: Shape, *, holes: bool) -> int:
+    def entry_bytes(self, layer: LayerShape, shape: Shape, *, holes: bool) -> int:
         """Declared bytes of one row of one KV head: keys, values, and a position where a window must count holes."""
         position = POSITION_BYTES if holes and layer.window is not None else 0
         return (layer.key_dim + layer.value_dim) * shape.itemsize + position

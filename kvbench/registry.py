@@ -280,7 +280,7 @@ def _assigned(node: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
 
 def _literal(node: ast.expr | None) -> object:
     if isinstance(node, ast.Attribute):
-        return node.attr.lower()  # BudgetKind.HELD
+        return node.attr.lower()  # BudgetKind.STORED
     try:
         return None if node is None else ast.literal_eval(node)
     except ValueError:

@@ -33,7 +33,7 @@ class ScoredMethod(Method):
         if not step.compress:
             return
         kv.refuse_frozen()
-        rows = self.rows_in(step.layer, step.window)
+        rows = self.entries_in(step.layer, step.window)
         if rows is None or rows >= kv.n:
             return
         scores = hide_unseen(self.score(kv, step), kv, step)
@@ -43,7 +43,7 @@ class ScoredMethod(Method):
 
     def select(self, kv: LayerKV, scores: Tensor, rows: int) -> None:
         """Keep the best rows of every head, equally many; allocations over heads do otherwise."""
-        kv.keep(top_rows(scores, rows))
+        kv.keep(top_entries(scores, rows))
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,17 @@ class RollingMethod(Method):
 
     def evict(self, kv: LayerKV, step: Step) -> None:
         """Down to the budget: the context's rows into a block of their own, later ones in place."""
-        rows = self.rows_in(step.layer, step.window)
+        rows = self.entries_in(step.layer, step.window)
         if rows is None or rows >= kv.n or not step.last:
             return
         scores = hide_unseen(self.score(kv, step, rows), kv, step)
         if step.phase is Phase.CONTEXT:
-            kv.keep(top_rows(scores, rows))
+            kv.keep(top_entries(scores, rows))
         else:
             kv.drop(scores.topk(kv.n - rows, dim=-1, largest=False).indices)
 
 
-def top_rows(scores: Tensor, rows: int) -> Tensor:
+def top_entries(scores: Tensor, rows: int) -> Tensor:
     """Indices of the best rows of every head, in the order of rows; of equal ones the first. [B, H_kv, rows]"""
     return scores.argsort(dim=-1, descending=True, stable=True)[..., :rows].sort(dim=-1).values
 

@@ -48,7 +48,7 @@ class Turn:
 
     question: text after the context, without its leading separator.
     prefix: start of the answer, put after the assistant header of a chat template.
-    answer: golden continuation of the prefix, as history for the next turn (leading space included).
+    answer: reference continuation of the prefix, as history for the next turn (leading space included).
     references: what the scorer compares with.
     limit: most new tokens; 0 with `choices`, which are weighed in place of generating.
     choices: continuations of the prefix; the prediction is the one with the greatest log-probability, and the
@@ -206,7 +206,7 @@ class Encoded:
 
     @property
     def prompt_hash(self) -> str:
-        """Hash of every id the model can be shown, golden answers included."""
+        """Hash of every id the model can be shown, reference answers included."""
         parts = [
             self.context,
             *(ids for turn in self.turns for ids in (turn.first, turn.later, turn.answer, *turn.choices)),

@@ -39,7 +39,7 @@ Row = dict[str, Any]
 
 @torch.inference_mode()
 def answered(model: Qwen3ForCausalLM, asked: Sequence[int], answer: Sequence[int], cache: DynamicCache) -> bool:
-    """Whether greedy decoding says the golden answer after these ids, on top of the cache, which then holds both."""
+    """Whether greedy decoding says the reference answer after these ids, on top of the cache, which then holds both."""
     logits = model(torch.tensor([[*asked, *answer]]), past_key_values=cache).logits[0]
     said: list[int] = logits[len(asked) - 1 : -1].argmax(-1).tolist()
     return said == list(answer)

@@ -1,8 +1,8 @@
 """The text `mini` is trained on: its tokenizer, the tasks' own examples, and the forms that lead up to them.
 
 The text is made by the tasks (`compose`) and encoded by `kvbench.task.encode`, the way evaluation shows it: single
-questions and several with golden history. Loss is on answers only, and after the last token of an answer the label is
-the end of text even where the conversation goes on, so that generation stops by itself. Keys are asked with
+questions and several with reference history. Loss is on answers only, and after the last token of an answer the label
+is the end of text even where the conversation goes on, so that generation stops by itself. Keys are asked with
 replacement and there are more keys than questions: otherwise the model answers by elimination.
 """
 
@@ -81,7 +81,7 @@ def corpus() -> Iterator[str]:
 
 
 def show(example: Example) -> str:
-    """An example and its golden answers as one text."""
+    """An example and its reference answers as one text."""
     return example.context + "".join(f"\n{turn.question}{turn.prefix}{turn.answer}" for turn in example.turns)
 
 
@@ -111,7 +111,7 @@ Item = tuple[list[int], list[int], int]
 
 
 def item(encoded: Encoded) -> Item:
-    """A conversation with golden history as ids, with labels on the answers and the end of text after each."""
+    """A conversation with reference history as ids, with labels on the answers and the end of text after each."""
     ids, labels = list(encoded.context), [-100] * len(encoded.context)
     for i, turn in enumerate(encoded.turns):
         asked = turn.first if i == 0 else turn.later

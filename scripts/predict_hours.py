@@ -80,7 +80,7 @@ def seconds(request: Request, model: Prediction) -> float:
     width = layer.query_heads * layer.key_dim
     prompt = 2 * model.params * size.prompt + 2 * len(model.shape.layers) * width * size.prompt**2
     twice = 1 if request.method == "full" else 2
-    floor = (model.weight_bytes + replace(model.shape, length=int(size.prompt)).dense_bytes) / (
+    floor = (model.weight_bytes + replace(model.shape, length=int(size.prompt)).full_bytes) / (
         GPUS[GPU].bandwidth * COPY_SHARE
     )
     step = max(len(model.shape.layers) * PYTHON_SECONDS, floor)
@@ -100,7 +100,7 @@ def main() -> None:
         shape = found[0].claim.block.shape
         model = predict(f"random:{shape}", requests[0].dtype)
         longest = max(x.length or 131_072 for x in requests)
-        memory = model.weight_bytes + replace(model.shape, length=longest).dense_bytes
+        memory = model.weight_bytes + replace(model.shape, length=longest).full_bytes
         hours = sum(seconds(x, model) for x in requests) / 3600
         samples = sum(x.samples for x in requests)
         print(f"| `{claim}` | {len(requests)} | {samples:,} | {memory / 1e9:.0f} GB | {hours:.1f} |")

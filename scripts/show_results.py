@@ -29,7 +29,7 @@ ANCHORS = ("full", "full-int8")
 SEEN = {"hidden": "no question seen", "first-turn": "first of five questions seen"}
 IN_README = "25%"
 IN_ONE_BLOCK = ("0b8334c74ef9", "a731f91b7a14")
-"""Commits at which golden answers were forced in one block, also where methods drop or round rows in every step."""
+"""Commits at which reference answers were forced in one block, also where methods drop or round rows in every step."""
 
 
 def read_results() -> list[Result]:
@@ -49,7 +49,7 @@ def ratio(result: Result) -> float:
 def read(result: Result) -> str:
     """Bytes that a decode step reads, by the dense cache's."""
     assert result.memory is not None, result.run_id
-    return f"{result.memory.read_bytes_per_step / result.memory.dense_bytes:.1%}"
+    return f"{result.memory.read_bytes_per_step / result.memory.full_bytes:.1%}"
 
 
 def setting(result: Result) -> str:
@@ -148,10 +148,10 @@ def write_page(results: Sequence[Result]) -> None:
     made = (
         "Written by `python scripts/show_results.py` from the runs under `results/cpu-2-cores`, which "
         "`kvbench sweep scripts/sweeps/curated.toml` makes.\n"
-        f"Model `mini`, task `{first.task.name}`, {first.n_samples} contexts x {first.spec.turns} questions, golden "
+        f"Model `mini`, task `{first.task.name}`, {first.n_samples} contexts x {first.spec.turns} questions, reference "
         f"history, seed {first.spec.seed}, on {first.environment.cpu} (2 cores), {_name_commits(results)}.\n"
         "Bytes are measured, host memory included. Intervals are 95 %, by context. Agreement (top-1, KL) is with the "
-        f"dense cache on the golden answers.{early}\n"
+        f"dense cache on the reference answers.{early}\n"
         "In the charts the solid line joins rows that no other beats in both, the dashed line is the full cache, the "
         "dotted one rows kept by chance.\n"
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-PEOPLE = """the teacher|the old farmer|a young doctor|my neighbor|the captain|her brother|the painter|a quiet student|
+PEOPLE = """the teacher|the old farmer|a young doctor|my neighbour|the captain|her brother|the painter|a quiet student|
 the engineer|our guide|the baker|a tired traveller|the librarian|his daughter|the gardener|a famous writer|the judge|
 two sailors|the children|several visitors|the mayor|a clever merchant|the musician|their uncle|the clerk|many readers|
 the people of the town|a group of friends|the carpenter|nobody|everyone|the new owner""".replace("\n", "").split("|")
@@ -18,7 +18,7 @@ THINGS = """the garden|an old letter|the wooden bridge|a small boat|the broken c
 the first chapter|a basket of apples|the kitchen door|the city map|a simple idea|the winter coat|a heavy stone|
 the yellow house|a strange question|the village school|the best road|a box of books|the empty room|the river bank|
 a cup of tea|the town market|an open window|the evening train|a piece of bread|the company|the program|a good reason|
-the tall tower|a quiet street|the northern coast|the last page|a warm fire|the plan|a useful tool|the harbor|
+the tall tower|a quiet street|the northern coast|the last page|a warm fire|the plan|a useful tool|the harbour|
 a field of wheat|the stone wall|the answer""".replace("\n", "").split("|")
 VERBS = """found|painted|remembered|described|carried|watched|repaired|studied|sold|visited|built|forgot|opened|liked|
 moved|borrowed|noticed|measured|crossed|cleaned|understood|drew|lost|bought|explained|followed|changed|kept""".replace(

@@ -29,7 +29,7 @@ def llama():
 
 @pytest.mark.parametrize("name", ["niah_single_1", "kv-short"])
 def test_no_space_is_put_between_pieces(llama, name):
-    """Context, question, golden answer and the next question decode to their text and nothing else."""
+    """Context, question, reference answer and the next question decode to their text and nothing else."""
     task = find_task(name)()
     (example,) = task.examples(
         seed=0, split=Split.TEST, n=1, length=1500, turns=2, mode=Mode.MULTI_TURN, tokenizer=llama

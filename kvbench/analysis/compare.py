@@ -229,7 +229,7 @@ def foretell(samples: int, turns: int, full: Result | None = None) -> str:
 
 def is_full(result: Result) -> bool:
     """Of a method that takes no budget and is declared to lose nothing."""
-    return result.budget.kind == "none" and result.certificate is not None and result.certificate.n == 0
+    return result.budget.kind == "none" and result.effect is not None and result.effect.n == 0
 
 
 def _pair(first: Run, other: Run) -> dict[tuple[str, int], tuple[float, float]]:

@@ -49,7 +49,7 @@ class Flip:
 
 
 @dataclass(frozen=True)
-class Effect:
+class Shift:
     """How far the score moves."""
 
     mean: float
@@ -77,11 +77,11 @@ def find_again(first: Run) -> Flip:
     return _try("run again", "the code of then", "the code of now", write_request(first.result.spec))
 
 
-def measure(first: Run, other: Run) -> Effect | None:
+def measure(first: Run, other: Run) -> Shift | None:
     """The other's score minus the first's: paired where they were asked the same; None: one failed or has none."""
     found = compare_pair(first, other)
     if found.mean is not None and found.ci95 is not None:
-        return Effect(found.mean, found.ci95, found.n)
+        return Shift(found.mean, found.ci95, found.n)
     a, b = first.result.score, other.result.score
     failed = "failed" in (first.result.status, other.result.status)
     if failed or a.mean is None or b.mean is None or a.ci95 is None or b.ci95 is None:
@@ -89,10 +89,10 @@ def measure(first: Run, other: Run) -> Effect | None:
     mean = b.mean - a.mean
     down = math.hypot(b.mean - b.ci95[0], a.ci95[1] - a.mean)
     up = math.hypot(b.ci95[1] - b.mean, a.mean - a.ci95[0])
-    return Effect(mean, (mean - down, mean + up), 0)
+    return Shift(mean, (mean - down, mean + up), 0)
 
 
-def rescore(first: Run, scorer: str) -> Effect | None:
+def rescore(first: Run, scorer: str) -> Shift | None:
     """What another scorer of the task says of the same answers; None: it was not there when they were scored."""
     contexts: dict[str, list[tuple[float, float]]] = {}
     for line in read_lines(first.folder / "samples.jsonl"):
@@ -101,7 +101,7 @@ def rescore(first: Run, scorer: str) -> Effect | None:
     if not contexts:
         return None
     found = compare_scores(list(contexts.values()))
-    return Effect(found.mean, found.ci95, found.n)
+    return Shift(found.mean, found.ci95, found.n)
 
 
 def _differ(first: Request, other: Request) -> Iterator[tuple[str, object, object, Request]]:

@@ -38,7 +38,7 @@ def _printable(text: str) -> str:
 
 def print_result(result: Result, folder: Path) -> None:
     """The summary of one run."""
-    spec, memory, latency, certificate = result.spec, result.memory, result.latency, result.certificate
+    spec, memory, latency, effect = result.spec, result.memory, result.latency, result.effect
     settings = " ".join(f"{key}={value}" for key, value in spec.method.settings.items())
     rows = [
         ("method", f"{spec.method.name} {settings}".strip()),
@@ -52,7 +52,7 @@ def print_result(result: Result, folder: Path) -> None:
         rows.append(("by turn", "  ".join("-" if x.mean is None else f"{x.mean:.3f}" for x in result.score.by_turn)))
     if result.agreement is not None:
         near = f"top-1 {result.agreement.top1:.3f}, KL {result.agreement.kl:.3g} nats"
-        rows.append(("agreement", f"{near} to the dense cache on {result.agreement.n} golden tokens"))
+        rows.append(("agreement", f"{near} to the dense cache on {result.agreement.n} reference tokens"))
         if result.agreement.by_distance:
             far = "  ".join(f"from {x.start}: {x.top1:.3f}" for x in result.agreement.by_distance)
             rows.append(("top-1 by answer token", far))
@@ -62,13 +62,13 @@ def print_result(result: Result, folder: Path) -> None:
     if memory is not None:
         measured = f"measured {memory.ratio:.1%} of the dense cache"
         if result.budget.kind == "read":
-            share = memory.read_bytes_per_step / memory.dense_bytes
+            share = memory.read_bytes_per_step / memory.full_bytes
             measured = f"a decode step reads {share:.1%} of the dense cache; {memory.ratio_total:.1%} held"
         host = f" and {format_bytes(memory.host_bytes)} in host memory" if memory.host_bytes else ""
         rows += [
             ("budget", f"asked {asked}, {measured}"),
             ("cache", (
-                f"{format_bytes(memory.cache_bytes)}{host} of {format_bytes(memory.dense_bytes)} dense, "
+                f"{format_bytes(memory.stored_bytes)}{host} of {format_bytes(memory.full_bytes)} dense, "
                 f"peak {format_bytes(memory.peak_bytes)}, {memory.bytes_per_token:,.0f} bytes per token"
             )),
         ]
@@ -79,12 +79,12 @@ def print_result(result: Result, folder: Path) -> None:
         rows.append(("time", f"{compression}, {format_seconds(latency.tpot_s)} per token"))
     if result.diffusion is not None:
         rows += _denoising(result.diffusion, latency)
-    if certificate is not None:
+    if effect is not None:
         acted = "nothing to do, by declaration"
-        if certificate.n:
-            acted = f"acted in {certificate.n_acted} of {certificate.n} samples"
+        if effect.n:
+            acted = f"acted in {effect.n_acted} of {effect.n} samples"
         done = "kept" if result.diffusion is None else "computed in a pass"
-        rows.append(("certificate", f"{acted}, {certificate.rows_kept:,.0f} of {certificate.rows_seen:,} rows {done}"))
+        rows.append(("effect", f"{acted}, {effect.entries_kept:,.0f} of {effect.entries_seen:,} rows {done}"))
     rows.append(("run", str(folder)))
     if result.error:
         rows.append(("FAILED", result.error))

@@ -13,14 +13,15 @@ from kvbench.runs.files import finished_samples, read_file, read_lines, saving, 
 from kvbench.runs.journal import Line
 from kvbench.runs.request import find_scorer
 from kvbench.runs.results import Score
-from kvbench.runs.spec import SCHEMA_VERSION, Record, RunSpec
+from kvbench.runs.schema import SCHEMA_VERSION
+from kvbench.runs.spec import Record, RunSpec
 from kvbench.runs.summary import score_lines
 
 
 class Rescored(Record):
     """scores/<scorer>.json"""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
     run_id: str
     task: str
     task_version: str

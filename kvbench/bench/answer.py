@@ -17,7 +17,7 @@ from kvbench.engine.timing import now
 from kvbench.kernels.choice import using
 from kvbench.log import say
 from kvbench.method import Method
-from kvbench.runs.journal import Bytes
+from kvbench.runs.journal import CacheBytes
 
 STEPS = 128
 """Decode steps of an answer; no token ends it."""
@@ -30,7 +30,7 @@ class Answers:
     """Seconds of every round by quantity, and what was held in the last one."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    memory: Bytes | None = None
+    memory: CacheBytes | None = None
     device_memory: DeviceMemory | None = None
     kernels: dict[str, str] = field(default_factory=dict)
 
@@ -98,8 +98,8 @@ def _denoise(setting: Setting, method: Method, length: int, batch: int, answers:
     seconds = now(device) - started
     answers.add(token=seconds / STEPS, answer=seconds)
     shape = setting.model.shape(made.total)
-    answers.memory = Bytes(
-        dense_bytes=batch * shape.dense_bytes, cache_bytes=made.peak_bytes, tail_bytes=0, host_bytes=0,
+    answers.memory = CacheBytes(
+        full_bytes=batch * shape.full_bytes, stored_bytes=made.peak_bytes, spare_bytes=0, host_bytes=0,
         end_bytes=made.peak_bytes, peak_bytes=made.peak_bytes,
         read_bytes_per_step=round(made.read_bytes / made.passes),
     )

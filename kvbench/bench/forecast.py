@@ -85,14 +85,14 @@ class Need:
     @property
     def tail(self) -> int:
         """Room for a sequence's later tokens, at most: exact rows, and what a method keeps beside them."""
-        dense = self.model.shape.dense_bytes
+        dense = self.model.shape.full_bytes
         return -(-self.later * max(dense, self.cache) // self.model.shape.length)
 
     @property
     def rows_while_running(self) -> int:
         """What a sequence holds while its context runs, at most: the exact cache, room for later tokens, and notes."""
         twice = 2 if type(self.method).prefill is not Method.prefill else 1  # it may run the context again
-        rows = max(self.model.shape.dense_bytes, self.cache) + self.tail
+        rows = max(self.model.shape.full_bytes, self.cache) + self.tail
         return twice * rows + self.method.running_bytes(self.model.shape)
 
     @property
@@ -144,9 +144,9 @@ class Forecast(Record):
     method: str
     held: float
     """Of the dense cache's bytes, those in host memory included."""
-    cache_bytes: int
+    stored_bytes: int
     host_bytes: int
-    tail_bytes: int
+    spare_bytes: int
     peak_bytes: int
     fits: bool
     step_bytes: int
@@ -177,14 +177,14 @@ class Plan(Record):
     budget: str | None
     params: int
     weight_bytes: int
-    dense_bytes: int
+    full_bytes: int
     """Of the dense caches of all sequences."""
     forecasts: tuple[Forecast, ...]
 
 
 def read_budget(text: str | None, method: Method) -> Budget | None:
     """The budget of a method that is given one, 25 % where none was asked for; others hold what their settings say."""
-    if method.card.budget not in (BudgetKind.HELD, BudgetKind.READ):
+    if method.card.budget not in (BudgetKind.STORED, BudgetKind.READ):
         return None
     return DEFAULT_BUDGET if text is None else Budget.parse(text)
 
@@ -240,7 +240,7 @@ def make_plan(
     return Plan(
         model=model, gpu=card.title, memory_bytes=card.memory_bytes, bandwidth=card.bandwidth * COPY_SHARE,
         length=length, batch=batch, chunk=chunk, budget=budget, params=outline.params,
-        weight_bytes=outline.weight_bytes, dense_bytes=batch * outline.shape.dense_bytes,
+        weight_bytes=outline.weight_bytes, full_bytes=batch * outline.shape.full_bytes,
         forecasts=tuple(_forecast(name, need, next(iter(needs.values())), card, batch) for name, need in needs.items()),
     )
 
@@ -258,8 +258,8 @@ def _forecast(name: str, need: Need, dense: Need, gpu: Gpu, batch: int) -> Forec
 
     layers = len(shape.layers)
     return Forecast(
-        method=name, held=(need.cache + host) / shape.dense_bytes, cache_bytes=batch * need.cache,
-        host_bytes=batch * host, tail_bytes=batch * need.tail, peak_bytes=need.peak(batch, "prefill"),
+        method=name, held=(need.cache + host) / shape.full_bytes, stored_bytes=batch * need.cache,
+        host_bytes=batch * host, spare_bytes=batch * need.tail, peak_bytes=need.peak(batch, "prefill"),
         fits=batch <= need.largest_batch(gpu.memory_bytes, "prefill"), step_bytes=need.step_bytes(batch),
         floor_s=seconds(need, 0.0, 0.0), gain=gain(),
         gain_captured=None if need.method.graphable is not None else gain(kernels=layers * KERNEL_SECONDS),

@@ -94,7 +94,7 @@ def _predict(job: Job, method: Method | None, length: int, batch: int) -> Predic
         return None
     need = job.need(method, length)
     return Predicted(
-        cache_bytes=batch * need.cache, peak_bytes=need.peak(batch, job.setting.state),
+        stored_bytes=batch * need.cache, peak_bytes=need.peak(batch, job.setting.state),
         largest_batch=need.largest_batch(job.memory, job.setting.state),
     )
 

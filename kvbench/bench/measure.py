@@ -18,7 +18,7 @@ from kvbench.bench.timing import WARM_UPS, Call, interleave, make_cold, time_cal
 from kvbench.kernels.choice import using
 from kvbench.log import say
 from kvbench.method import Method
-from kvbench.runs.journal import Bytes
+from kvbench.runs.journal import CacheBytes
 
 T = TypeVar("T")
 STEPS = 128
@@ -41,7 +41,7 @@ class Measured:
     """As if of the same batch: seconds for as many sequences."""
     paired: bool
     """Whether anchors ran in turn with it."""
-    memory: Bytes | None
+    memory: CacheBytes | None
     device_memory: DeviceMemory | None
     read_bytes: int | None
     """Of caches, by a decode step."""

@@ -7,8 +7,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from kvbench.bench.forecast import State
-from kvbench.runs.journal import Bytes
+from kvbench.runs.journal import CacheBytes
 from kvbench.runs.results import Environment
+from kvbench.runs.schema import SCHEMA_VERSION
 from kvbench.runs.spec import Implementation, MethodSpec, ModelSpec, Record
 
 Clock = Literal["kernel", "step", "user"]
@@ -63,7 +64,7 @@ class DeviceMemory(Record):
 class Predicted(Record):
     """By `kvbench plan`, before the cell ran."""
 
-    cache_bytes: int
+    stored_bytes: int
     peak_bytes: int
     largest_batch: int
     """Sequences that fit what was free when the cell began."""
@@ -95,7 +96,7 @@ class Cell(Record):
     the prompt's first token to the answer's last) on the user clock."""
     tokens_per_s: float | None = None
     """Of all sequences, by the step or the token."""
-    memory: Bytes | None = None
+    memory: CacheBytes | None = None
     """By the stores' ledger."""
     device_memory: DeviceMemory | None = None
     predicted: Predicted | None = None
@@ -114,7 +115,7 @@ class Ruler(Record):
 class Bench(Record):
     """The file of one job."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = SCHEMA_VERSION
     status: Literal["running", "done"]
     command: dict[str, Any]
     """What was asked for."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from kvbench.engine.session import Session
 from kvbench.engine.timing import now
 from kvbench.hf import Model, attached, catch_steps
 from kvbench.method import Method, Step
-from kvbench.runs.journal import Bytes
+from kvbench.runs.journal import CacheBytes
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,6 @@ def make_rows(setting: Setting, length: int, batch: int) -> Iterator[Step]:
         )
 
 
-def count_bytes(session: Session) -> Bytes:
+def count_bytes(session: Session) -> CacheBytes:
     """The ledger's account, as a record."""
-    return Bytes(**asdict(session.memory()))
+    return session.memory()

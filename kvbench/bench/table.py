@@ -56,7 +56,7 @@ def _list_numbers(cell: Cell, quantity: str, time: Time) -> dict[str, str]:
         found |= {"moved": format_bytes(time.bytes_moved), "of copy": f"{time.bandwidth_share:.0%}"}
     if cell.memory is not None:
         peak = cell.memory.peak_bytes if cell.device_memory is None else cell.device_memory.peak_bytes
-        held = (cell.memory.cache_bytes + cell.memory.host_bytes) / cell.memory.dense_bytes
+        held = (cell.memory.stored_bytes + cell.memory.host_bytes) / cell.memory.full_bytes
         found |= {"held": f"{held:.1%}", "peak": format_bytes(peak)}
     return found
 

@@ -18,11 +18,11 @@ from kvbench.check.trial import (
     random_ids,
     talk,
 )
-from kvbench.engine.ledger import Certificate
 from kvbench.engine.session import Session
 from kvbench.hf import Model
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Method
+from kvbench.runs.journal import Effect
 from kvbench.store import LayerKV
 
 
@@ -32,26 +32,27 @@ def acts_at_its_budget(method: Method) -> str:
     with open_at_budget(method, model) as session:
         session.prefill(CONTEXT)
         talk(session)
-        proof = session.certificate()
+        proof = session.effect()
     if method.card.budget is BudgetKind.NONE:
         raise NotApplicableError("its card declares that it loses nothing")
     assert not proof.identity, "its budget counts as its declared identity"
-    assert proof.acted, f"rows kept {proof.rows_kept} of {proof.rows_seen}, facts {proof.facts}: it never acted"
+    assert proof.acted, f"rows kept {proof.entries_kept} of {proof.entries_seen}, facts {proof.facts}: it never acted"
     inert = _inert(method, model)
     assert not inert.acted, f"a twin that does nothing is certified as well: {inert.facts}"
     assert not inert.identity, "a twin that does nothing counts as its declared identity"
-    return f"kept {sum(proof.rows_kept) / len(proof.rows_kept):.0f} of {proof.rows_seen} rows; an inert twin is caught"
+    kept = sum(proof.entries_kept) / len(proof.entries_kept)
+    return f"kept {kept:.0f} of {proof.entries_seen} entries; a method that does nothing is caught"
 
 
-def _inert(method: Method, model: Model) -> Certificate:
-    """The certificate of the same settings when nothing is stored, read or kept differently."""
+def _inert(method: Method, model: Model) -> Effect:
+    """The effect of the same settings when nothing is stored, read or kept differently."""
     hooks = ("layer", "attend", "evict", "end_of_context", "prefill", "generate")
     plain = {name: getattr(Method, name) for name in hooks}
     twin = type("Inert", (type(method),), plain)(**method.settings)
     with open_at_budget(twin, model) as session:
         session.prefill(CONTEXT)
         talk(session)
-        return session.certificate()
+        return session.effect()
 
 
 def measured_bytes_are_declared(method: Method) -> str:
@@ -61,11 +62,11 @@ def measured_bytes_are_declared(method: Method) -> str:
         model = tiny_model(*shape)
         with open_at_budget(method, model) as session:
             session.prefill(CONTEXT)
-            measured, declared = session.memory().cache_bytes, session.method.declared_bytes(model.shape(LENGTH))
+            measured, declared = session.memory().stored_bytes, session.method.declared_bytes(model.shape(LENGTH))
             assert measured == declared, f"{name}: measured {measured} bytes, declared {declared}"
             host, told = session.memory().host_bytes, session.method.declared_host_bytes(model.shape(LENGTH))
             assert host == told, f"{name}: measured {host} bytes on the host, declared {told}"
-            found.append(f"{measured / session.memory().dense_bytes:.1%}")
+            found.append(f"{measured / session.memory().full_bytes:.1%}")
     return f"{', '.join(found)} of the dense bytes for {', '.join(shapes)}"
 
 

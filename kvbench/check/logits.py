@@ -49,7 +49,7 @@ def _full(method: Method) -> Budget | None:
     budget = None if method.card.budget is BudgetKind.NONE else FULL
     with open_session(method, tiny_model(), budget) as session:
         session.prefill(CONTEXT)
-        proof = session.certificate()
+        proof = session.effect()
     if not proof.identity:
         assert has_rounded(proof), "at its full budget it is no identity, and its stores show no row that was rounded"
         raise NotApplicableError("every row is kept, and rounded")
@@ -76,7 +76,7 @@ def chunks_do_not_matter(method: Method) -> str:
         with open_at_budget(method, model, track=True) as whole:
             logits, kept = whole.prefill(CONTEXT), find_rows(whole)
             scores = whole.score(FORCED)
-            rounds = method.card.budget is BudgetKind.BITS or has_rounded(whole.certificate())
+            rounds = method.card.budget is BudgetKind.BITS or has_rounded(whole.effect())
         for chunk in sizes:
             what = f"{name}, chunks of {chunk}"
             with open_at_budget(method, model, chunk=chunk, track=True) as parts:

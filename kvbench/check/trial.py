@@ -11,12 +11,12 @@ from torch import Tensor
 
 from kvbench.budget import Budget, BudgetKind
 from kvbench.engine.agreement import Dense
-from kvbench.engine.ledger import Certificate
 from kvbench.engine.session import Session, Tokens
 from kvbench.errors import UserError
 from kvbench.hf import Model
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Method
+from kvbench.runs.journal import Effect
 
 
 class NotApplicableError(Exception):
@@ -54,7 +54,7 @@ def choose_budget(method: Method) -> Budget | None:
     if method.card.budget in (BudgetKind.NONE, BudgetKind.BITS):
         return None
     usual = LENGTH * 3 // 4 if method.card.heads == "indexed" else LENGTH // 4
-    return Budget("rows", min(LENGTH - 1, max(usual, method.minimum_rows() + 4)))
+    return Budget("rows", min(LENGTH - 1, max(usual, method.minimum_entries() + 4)))
 
 
 def find_shapes(method: Method) -> dict[str, tuple[int, int, int | None]]:
@@ -85,11 +85,11 @@ def open_at_budget(
     return open_session(method, model, choose_budget(method), chunk=chunk, track=track)
 
 
-def talk(session: Session, *, golden: bool = True) -> list[Tokens]:
+def talk(session: Session, *, reference: bool = True) -> list[Tokens]:
     """Three turns of different lengths."""
     return [
         session.ask(random_ids(5 + 4 * turn, seed=turn + 10), LIMIT,
-                    history=random_ids(3, seed=turn + 20) if golden else None, stop=NEVER_STOP)
+                    history=random_ids(3, seed=turn + 20) if reference else None, stop=NEVER_STOP)
         for turn in range(TURNS)
     ]
 
@@ -135,6 +135,6 @@ def are_same_rows(found: list[list[Tensor]], wanted: list[list[Tensor]]) -> bool
     )
 
 
-def has_rounded(proof: Certificate) -> bool:
+def has_rounded(proof: Effect) -> bool:
     """Whether the stores say that rows became codes."""
-    return bool(proof.facts.get("rows_quantized"))
+    return bool(proof.facts.get("entries_quantized"))

@@ -42,11 +42,11 @@ def three_turns_go_on(method: Method) -> str:
         assert all(store.seen == tokens for store in session.layers), "a layer lost count of the tokens"
     with open_at_budget(method, tiny_model()) as session:
         session.prefill(CONTEXT)
-        own = talk(session, golden=False)
+        own = talk(session, reference=False)
         made = LENGTH + sum(5 + 4 * turn for turn in range(TURNS)) + LIMIT * TURNS - 1
         assert session.seen == made, f"own history: {session.seen} tokens seen, {made} were run"
     assert own[0].ids == answers[0].ids, "the first answer depends on what comes after it"
-    return f"{tokens} tokens with golden history, {made} with its own"
+    return f"{tokens} tokens with reference history, {made} with its own"
 
 
 def fork_is_a_fresh_run(method: Method) -> str:
@@ -92,7 +92,7 @@ def forced_tokens_are_decode_steps(method: Method) -> str:
         session.question(random_ids(5), len(ANSWER))
         steps = [session.logits, *(step_logits(session, torch.tensor([[x]])) for x in ANSWER[:-1])]
         wanted = torch.cat([x for x in steps if x is not None])
-        rounds = method.card.budget is BudgetKind.BITS or has_rounded(session.certificate())
+        rounds = method.card.budget is BudgetKind.BITS or has_rounded(session.effect())
     cost = allow_rounding(model, force, wanted) if rounds else 0.0
     worst = require_close(forced, wanted, f"{len(ANSWER)} tokens", max(10 * TOLERANCE, cost))
     return f"{len(ANSWER)} tokens, worst logit difference {worst:.1e}"
@@ -100,7 +100,7 @@ def forced_tokens_are_decode_steps(method: Method) -> str:
 
 def short_prompts_run(method: Method) -> str:
     """Contexts of 1, 7 and about the window's tokens run, and none holds more rows than it has tokens."""
-    edge = method.minimum_rows()
+    edge = method.minimum_entries()
     lengths = sorted({1, 7, *(x for x in (edge - 1, edge, edge + 1, edge + 2) if x > 0)})
     model = tiny_model()
     for length in lengths:
@@ -109,8 +109,8 @@ def short_prompts_run(method: Method) -> str:
             logits = session.prefill(random_ids(length))
             talk(session)
             assert logits.isfinite().all(), f"{length} tokens: logits are not finite"
-            proof = session.certificate()
-            assert max(proof.rows_kept) <= length, f"{length} tokens: {max(proof.rows_kept)} rows kept"
+            proof = session.effect()
+            assert max(proof.entries_kept) <= length, f"{length} tokens: {max(proof.entries_kept)} rows kept"
             assert proof.acted or proof.identity or length <= edge, f"{length} tokens: it did not act"
     return f"{', '.join(map(str, lengths))} tokens"
 

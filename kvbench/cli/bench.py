@@ -116,12 +116,13 @@ def _print_plan(plan: Plan) -> None:
 
     print_rows(
         f"{plan.model}, {plan.length:,} tokens x {plan.batch} on {plan.gpu}: {format_bytes(plan.weight_bytes)} of "
-        f"weights, {format_bytes(plan.dense_bytes)} of dense caches, {format_bytes(plan.bandwidth)}/s",
+        f"weights, {format_bytes(plan.full_bytes)} of dense caches, {format_bytes(plan.bandwidth)}/s",
         ("method", "held", "caches", "on the host", "+ answer", "peak", "fits", "step reads", "floor", "gain",
          "as a graph", "from Python", "most", "prefilled"),
         [[
-            x.method, f"{x.held:.1%}", format_bytes(x.cache_bytes), format_bytes(x.host_bytes) if x.host_bytes else "-",
-            format_bytes(x.tail_bytes), format_bytes(x.peak_bytes), "yes" if x.fits else "no",
+            x.method, f"{x.held:.1%}", format_bytes(x.stored_bytes),
+            format_bytes(x.host_bytes) if x.host_bytes else "-",
+            format_bytes(x.spare_bytes), format_bytes(x.peak_bytes), "yes" if x.fits else "no",
             format_bytes(x.step_bytes), format_seconds(x.floor_s), f"{x.gain:.2f}", seen(x.gain_captured),
             seen(x.gain_python), str(x.largest_batch), str(x.largest_batch_prefill),
         ] for x in plan.forecasts],

@@ -12,7 +12,7 @@ from kvbench.cli.judge import Json, Out
 from kvbench.cli.output import print_json
 
 if TYPE_CHECKING:
-    from kvbench.analysis.explain import Effect, Flip
+    from kvbench.analysis.explain import Flip, Shift
     from kvbench.analysis.finished import Run
 
 
@@ -57,7 +57,7 @@ def explain_command(
     return 0
 
 
-def _measure(mine: Run, flips: list[Flip], out: Path) -> tuple[dict[str, Effect], dict[str, str]]:
+def _measure(mine: Run, flips: list[Flip], out: Path) -> tuple[dict[str, Shift], dict[str, str]]:
     """The effect of every flip that can be run, and what became of the others.
 
     What is flipped is run by the code that is here. So the first run is run again where it is of other code, and what
@@ -102,11 +102,11 @@ def _note(flip: Flip, *, run: bool) -> str:
     return "no score" if run else "add --run"
 
 
-def _effect(effect: Effect | None) -> tuple[str, str]:
+def _effect(effect: Shift | None) -> tuple[str, str]:
     if effect is None:
         return "-", "-"
     return f"{effect.mean:+.3f}", f"[{effect.ci95[0]:+.3f}, {effect.ci95[1]:+.3f}]"
 
 
-def _json(effect: Effect | None) -> dict[str, object] | None:
+def _json(effect: Shift | None) -> dict[str, object] | None:
     return None if effect is None else {"mean": effect.mean, "ci95": list(effect.ci95), "paired": effect.n}

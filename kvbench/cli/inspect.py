@@ -161,7 +161,7 @@ def _describe_bytes(kind: type[Method]) -> str:
     from kvbench.budget import LayerShape, Shape
 
     shape = Shape(length=8192, layers=(LayerShape(8, 32, 128, 128, None),) * 32, itemsize=2)
-    dense = shape.dense_bytes // shape.length
+    dense = shape.full_bytes // shape.length
     try:
         method = kind().fit(None, shape)
         held, host = method.declared_bytes(shape), method.declared_host_bytes(shape)
@@ -169,7 +169,7 @@ def _describe_bytes(kind: type[Method]) -> str:
         return f"depends on its settings: {error}"
     beside = f" and {host / shape.length:,.0f} in host memory" if host else ""
     return (
-        f"{held / shape.length:,.0f} bytes per token{beside}, {(held + host) / shape.dense_bytes:.1%} of the dense "
+        f"{held / shape.length:,.0f} bytes per token{beside}, {(held + host) / shape.full_bytes:.1%} of the dense "
         f"{dense:,}: 32 layers, 8 KV heads of 128, 16 bits, 8,192 tokens, the default budget"
     )
 
@@ -188,7 +188,9 @@ def _describe_model(name: str) -> dict[str, Any]:
         "max_position_embeddings", "vocab_size", "dtype",
     )
     facts = {key: config[key] for key in keys if key in config}
-    return {**facts, "params": need.params, "weight_bytes": need.weight_bytes, "cache_bytes_at_1024": need.cache_bytes}
+    return {
+        **facts, "params": need.params, "weight_bytes": need.weight_bytes, "stored_bytes_at_1024": need.stored_bytes,
+    }
 
 
 def _settings(kind: Any) -> list[dict[str, Any]]:

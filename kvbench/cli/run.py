@@ -37,7 +37,7 @@ def run_command(
     visibility: Annotated[
         Text, typer.Option(help="What the method sees when it compresses: visible, hidden or first-turn.")
     ] = None,
-    history: Annotated[Text, typer.Option(help="Earlier answers of multi-turn: golden or own.")] = None,
+    history: Annotated[Text, typer.Option(help="Earlier answers of multi-turn: reference or own.")] = None,
     recompress: Annotated[bool, typer.Option("--recompress", help="Compress again at every turn.")] = False,
     template: Annotated[
         Text, typer.Option(help="own: the tokenizer's chat template, where it has one; none: the text alone.")

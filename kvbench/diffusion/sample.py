@@ -23,7 +23,7 @@ from kvbench.engine.timing import now
 from kvbench.errors import UserError
 from kvbench.method import Card
 from kvbench.runs.job import Job, limit_of
-from kvbench.runs.journal import Baseline, Bytes, Evidence, Line, Times, TokenCounts
+from kvbench.runs.journal import Baseline, CacheBytes, Effect, Line, Times, TokenCounts
 from kvbench.runs.journal import Denoising as DenoisingLine
 from kvbench.runs.sample import SampleFailedError, fail, judge, note
 from kvbench.task import Encoded, Example, Turn
@@ -94,7 +94,7 @@ def _fill(
     scores = {name: judge(job, example, number, text, {}) for name, text in texts.items()}
     answer, (ours, seconds) = answers["method"], made["method"]
     facts = Counter(ours.facts)  # of the conversation, as a store's would be
-    if earlier and (before := earlier[-1].evidence) is not None:
+    if earlier and (before := earlier[-1].effect) is not None:
         facts.update(before.facts)
     shape = model.shape(ours.total)
     return Line(
@@ -104,14 +104,14 @@ def _fill(
         tokens=TokenCounts(context=len(prompt), query=0, generated=len(answer)),
         stop_reason="stop" if answer and answer[-1] in job.stop_ids else "length",
         times=Times(prefill_s=None, compress_s=None, ttft_s=seconds, decode_s=seconds, steps=len(answer)),
-        bytes=Bytes(
-            dense_bytes=shape.dense_bytes, cache_bytes=ours.peak_bytes, tail_bytes=0, host_bytes=0,
+        bytes=CacheBytes(
+            full_bytes=shape.full_bytes, stored_bytes=ours.peak_bytes, spare_bytes=0, host_bytes=0,
             end_bytes=ours.peak_bytes, peak_bytes=ours.peak_bytes,
             read_bytes_per_step=round(ours.read_bytes / ours.passes),
         ),
-        evidence=Evidence(
-            acted=any(ours.facts.values()), identity=job.method.identity(shape), rows_seen=ours.total,
-            rows_kept=(ours.rows,), facts=dict(facts),
+        effect=Effect(
+            acted=any(ours.facts.values()), identity=job.method.identity(shape), entries_seen=ours.total,
+            entries_kept=(ours.rows,), facts=dict(facts),
         ),
         agreement=None,
         denoising=DenoisingLine(
@@ -130,7 +130,7 @@ def _fill(
 
 
 def _prompt(job: Job, encoded: Encoded, earlier: list[Line]) -> list[int]:
-    """Context, questions and the answers before the next one: golden, or the model's own without its stop tokens."""
+    """Context, questions and the answers before the next one: reference, or the model's own without its stop tokens."""
     ids = [*encoded.context, *encoded.turns[0].first]
     for line, turn, following in zip(earlier, encoded.turns, encoded.turns[1:], strict=False):
         ids += [x for x in line.ids if x not in job.stop_ids] if job.spec.history == "own" else turn.answer

@@ -1,8 +1,8 @@
-"""How far a method's next-token distributions are from the dense cache's, on the golden answers as forced tokens.
+"""How far a method's next-token distributions are from the dense cache's, on the reference answers as forced tokens.
 
 Accuracy saturates; agreement does not. The dense cache runs the same conversation once more, after the method's own
-session is closed, and generates nothing: one extra pass over the prompt. With golden history that conversation is the
-same under every method, so its logits are kept for the next run on the same model (a sweep asks again and again).
+session is closed, and generates nothing: one extra pass over the prompt. With reference history that conversation is
+the same under every method, so its logits are kept for the next run on the same model (a sweep asks again and again).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def force_answer(talk: Session, answer: Sequence[int], *, counts: bool = False) 
 def run_dense(
     model: Model, encoded: Encoded, spec: RunSpec, own: Sequence[Sequence[int]], capacity: int
 ) -> list[Tensor]:
-    """The dense cache's logits on the golden answers of the same conversation, by turn. [T, V] each
+    """The dense cache's logits on the reference answers of the same conversation, by turn. [T, V] each
 
     own: the method's answers without their stop token, which later turns see where the history is its own.
     """

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from kvbench.budget import Shape
-from kvbench.engine.ledger import Certificate, Ledger, Memory
+from kvbench.engine.ledger import Ledger
 from kvbench.engine.timing import now
 from kvbench.errors import UserError
 from kvbench.hf import Forward, Model, attached
 from kvbench.method import Method, Phase, Step
+from kvbench.runs.journal import CacheBytes, Effect
 from kvbench.store import LayerKV
 
 SCORE_CHUNK = 512
@@ -131,7 +132,7 @@ class Session:
     ) -> Tokens:
         """Run a question (none, if the context held it) and generate at most `limit` tokens.
 
-        With a golden `history` the answer is generated on a fork, and the history stands in its place from the next
+        With a reference `history` the answer is generated on a fork, and the history stands in its place from the next
         question on. Without it the generated rows stay; the last token, which no forward has seen, goes before the
         next question unless it is a stop token.
         """
@@ -302,13 +303,13 @@ class Session:
 
     # Counting
 
-    def memory(self) -> Memory:
+    def memory(self) -> CacheBytes:
         """Bytes after the context and now."""
         return self._ledger.memory()
 
-    def certificate(self) -> Certificate:
+    def effect(self) -> Effect:
         """What the stores say happened."""
-        return self._ledger.certificate()
+        return self._ledger.effect()
 
 
 def _attend_to_nothing(step: Step) -> Tensor:

@@ -37,9 +37,9 @@ class Prediction:
     kind: ModelKind
 
     @property
-    def cache_bytes(self) -> int:
+    def stored_bytes(self) -> int:
         """Dense cache of one sequence."""
-        return self.shape.dense_bytes
+        return self.shape.full_bytes
 
 
 def predict_memory(name: str, dtype: str | None = None, length: int = 1024) -> Prediction:

@@ -51,11 +51,11 @@ class Grid:
         memory = self.result.memory
         if memory is None:
             return "no bytes measured"
-        held = f"{memory.ratio_total:.1%} of the dense cache held, {format_bytes(memory.cache_bytes)}"
+        held = f"{memory.ratio_total:.1%} of the dense cache held, {format_bytes(memory.stored_bytes)}"
         if memory.host_bytes:
             held += f" and {format_bytes(memory.host_bytes)} in host memory"
         if self.result.budget.kind == "read":
-            held += f", {memory.read_bytes_per_step / memory.dense_bytes:.1%} read per step"
+            held += f", {memory.read_bytes_per_step / memory.full_bytes:.1%} read per step"
         return held
 
     @property

@@ -83,7 +83,7 @@ def held_share(result: Result) -> float | None:
 def read_share(result: Result) -> float | None:
     """Bytes that a decode step reads, by those of the dense cache of the context."""
     memory = result.memory
-    return None if memory is None else memory.read_bytes_per_step / memory.dense_bytes
+    return None if memory is None else memory.read_bytes_per_step / memory.full_bytes
 
 
 def find_frontier(points: Sequence[tuple[float, float]], *, higher_is_better: bool) -> list[int]:

@@ -131,7 +131,7 @@ def write_group(entries: Sequence[Entry], name: str) -> str:
 def list_cells(entry: Entry) -> list[Cell]:
     """The cells of a row, under HEAD."""
     result, difference = entry.result, entry.difference
-    score, memory, latency, certificate = result.score, result.memory, result.latency, result.certificate
+    score, memory, latency, effect = result.score, result.memory, result.latency, result.effect
     shown = number(score.mean, ".3f")
     if not entry.measured:
         shown = Cell(result.error or "random weights have no score", kind="text failed")
@@ -145,7 +145,7 @@ def list_cells(entry: Entry) -> list[Cell]:
         milliseconds(latency.tpot_s), milliseconds(latency.ttft_s),
         number(None if result.agreement is None else result.agreement.top1, ".3f"),
         number(None if result.agreement is None else result.agreement.kl, ".3g"),
-        NONE if certificate is None else Cell(f"{certificate.n_acted} of {certificate.n}"),
+        NONE if effect is None else Cell(f"{effect.n_acted} of {effect.n}"),
         Cell(result.run_id, kind="text"),
     ]
 

@@ -108,7 +108,7 @@ def _predict(model: str, dtype: str | None) -> Prediction:
 def _bytes(size: Prediction, request: Request) -> int:
     """Of the weights and a dense cache of the longest prompt and answer."""
     length = request.length or find_task(request.task).default_length
-    return size.weight_bytes + replace(size.shape, length=length).dense_bytes
+    return size.weight_bytes + replace(size.shape, length=length).full_bytes
 
 
 def _open_data(name: str, settings: tuple[str, ...]) -> str | None:

@@ -18,7 +18,8 @@ from kvbench.runs.files import read_file, read_lines
 from kvbench.runs.journal import Line
 from kvbench.runs.request import Request
 from kvbench.runs.results import Environment, Result
-from kvbench.runs.spec import SCHEMA_VERSION, ModelSpec, Record
+from kvbench.runs.schema import SCHEMA_VERSION
+from kvbench.runs.spec import ModelSpec, Record
 from kvbench.runs.stats import bootstrap_interval
 from kvbench.sweep.file import File, expand
 from kvbench.toml import STRICT, read_toml
@@ -140,7 +141,7 @@ class FindingRecord(Record):
 class ShapeRecord(Record):
     """results/shape/findings.json"""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
     findings: tuple[FindingRecord, ...]
     runs: dict[str, str]
     """Ids by the name that the file gives them."""

@@ -45,7 +45,7 @@ def write_command(spec: RunSpec) -> str:
     words = ["kvbench", "run"]
     for field in fields(Request):
         value = getattr(request, field.name)
-        if value == field.default or field.name == "suite" or (field.name, value) == ("history", "golden"):
+        if value == field.default or field.name == "suite" or (field.name, value) == ("history", "reference"):
             continue
         option = OPTIONS.get(field.name, f"--{field.name}")
         if isinstance(value, tuple):

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from kvbench.errors import UserError
 from kvbench.log import say
 from kvbench.runs.journal import Answer, Line
-from kvbench.runs.spec import SCHEMA_VERSION
+from kvbench.runs.schema import SCHEMA_VERSION, upgrade
 
 T = TypeVar("T", bound=BaseModel)
 L = TypeVar("L", Line, Answer)
@@ -159,16 +159,16 @@ def read_file(path: Path, kind: type[T]) -> T:
 
 
 def _migrate(data: Any, path: Path) -> Any:
-    """Bring older schema versions up to this one. There is none yet."""
+    """Bring a document of schema version 1 to this one, and refuse unknown versions."""
     if not isinstance(data, dict) or "schema_version" not in data:
         raise ValueError("no schema_version")
     version = data["schema_version"]
-    if version != SCHEMA_VERSION:
+    if version not in (1, SCHEMA_VERSION):
         raise UserError(
-            f"{path} has schema version {version!r}; this kvbench reads {SCHEMA_VERSION}. "
+            f"{path} has schema version {version!r}; this kvbench reads 1 and {SCHEMA_VERSION}. "
             "Use the kvbench that wrote it."
         )
-    return data
+    return upgrade(data)
 
 
 def _reason(error: Exception) -> str:

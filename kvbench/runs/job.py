@@ -170,7 +170,7 @@ def _load(request: Request, device: str, length: int) -> Model:
     where = f"{free / GB:.1f} GB free on {device}" if request.device_map is None else f"spread by {request.device_map}"
     say(
         f"{request.model}: {need.params / 1e6:,.1f} M parameters; predicted {need.weight_bytes / GB:.2f} GB of weights "
-        f"and {need.cache_bytes / GB:.3f} GB of dense cache at {length} tokens; {where}."
+        f"and {need.stored_bytes / GB:.3f} GB of dense cache at {length} tokens; {where}."
     )
     if request.device_map is not None:
         model = load_model(request.model, dtype=request.dtype, device_map=read_device_map(request.device_map))

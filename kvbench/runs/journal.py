@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvbench.runs.spec import SCHEMA_VERSION, Record
+from kvbench.runs.schema import SCHEMA_VERSION
+from kvbench.runs.spec import Record
 
 
 class TokenCounts(Record):
@@ -34,25 +35,35 @@ class Times(Record):
     """Tokens that took `decode_s`: forward passes of decoding; of a diffusion model the answer's up to its end."""
 
 
-class Bytes(Record):
-    """Bytes of the cache at one turn, counted from storages."""
+class CacheBytes(Record):
+    """Bytes of the cache of one conversation, counted from storages."""
 
-    dense_bytes: int
-    cache_bytes: int
-    tail_bytes: int
-    host_bytes: int
+    full_bytes: int
+    """The full cache of the same context."""
+    stored_bytes: int
+    """What holds the context right after compression, spare room excluded."""
+    spare_bytes: int
+    """Room allocated for later tokens, at that moment."""
     end_bytes: int
+    """All of it at the end of the turn, host memory excluded."""
     peak_bytes: int
+    """The most held at once, between operations, host memory excluded."""
+    host_bytes: int
+    """Bytes in host memory; on a CPU, a tier that the store declares as such."""
     read_bytes_per_step: int
+    """Bytes of KV entries that one decode step reads; 0 where a method that reads a part made no step."""
 
 
-class Evidence(Record):
-    """What the stores say happened to the rows of one turn's conversation."""
+class Effect(Record):
+    """Counters, kept by the stores, of what a method did to the KV entries of one conversation."""
 
     acted: bool
     identity: bool
-    rows_seen: int
-    rows_kept: tuple[float, ...]
+    """The settings are the method's declared identity: nothing has to change."""
+    entries_seen: int
+    """Entries per KV head that the full cache of the context holds, in the layer with the most."""
+    entries_kept: tuple[float, ...]
+    """Mean entries per KV head after compression, by layer."""
     facts: dict[str, int]
 
 
@@ -72,7 +83,7 @@ class AgreementPart(Record):
 
 
 class Agreement(Record):
-    """Next-token distributions against the dense cache's, on the golden answers as forced tokens."""
+    """Next-token distributions against the dense cache's, on the reference answers as forced tokens."""
 
     top1: float
     """Share of positions with the same most likely token."""
@@ -126,7 +137,7 @@ class Machine(Record):
 class Line(Record):
     """One (sample, turn) of samples.jsonl. A failed sample ends with a line that has an error."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
     sample: str
     index: int
     turn: int
@@ -141,8 +152,8 @@ class Line(Record):
     tokens: TokenCounts | None
     stop_reason: str | None
     times: Times | None
-    bytes: Bytes | None
-    evidence: Evidence | None
+    bytes: CacheBytes | None
+    effect: Effect | None
     agreement: Agreement | None
     """None: the dense cache itself, random weights, or no memory for a dense cache."""
     denoising: Denoising | None = None
@@ -164,7 +175,7 @@ class Answer(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[1, 2] = SCHEMA_VERSION
     sample: str
     index: int
     turn: int

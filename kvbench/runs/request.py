@@ -250,4 +250,4 @@ def _resolve_budget(asked: Budget | None, method: Method) -> Budget | None:
         )
     if asked is not None and asked.kind == "paper" and card.paper_budget is None:
         raise UserError(f"{card.name} has no paper budget on its card. Use a share (25%) or rows (1024).")
-    return DEFAULT_BUDGET if asked is None and card.budget in (BudgetKind.HELD, BudgetKind.READ) else asked
+    return DEFAULT_BUDGET if asked is None and card.budget in (BudgetKind.STORED, BudgetKind.READ) else asked

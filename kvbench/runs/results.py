@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from kvbench.runs.journal import Agreement
-from kvbench.runs.spec import SCHEMA_VERSION, History, ModelSpec, Record, RunSpec, TaskSpec, Visibility
+from kvbench.runs.journal import Agreement, CacheBytes
+from kvbench.runs.schema import SCHEMA_VERSION
+from kvbench.runs.spec import History, ModelSpec, Record, RunSpec, TaskSpec, Visibility
 from kvbench.task import Mode
 
 
@@ -48,18 +49,11 @@ class MethodResult(Record):
     card: dict[str, Any]
 
 
-class MemoryResult(Record):
+class MemoryResult(CacheBytes):
     """Means over samples."""
 
-    dense_bytes: int
-    cache_bytes: int
     ratio: float
     ratio_total: float
-    read_bytes_per_step: int
-    tail_bytes: int
-    host_bytes: int
-    end_bytes: int
-    peak_bytes: int
     bytes_per_token: float
 
 
@@ -124,7 +118,7 @@ class Output(Record):
     """Samples whose prompt lost its middle; the fact `cut_tokens` says how much."""
 
 
-class CertificateResult(Record):
+class EffectResult(Record):
     """n_acted of n: the samples in which the method had something to do, and in which it did."""
 
     kind: str
@@ -132,10 +126,10 @@ class CertificateResult(Record):
     n: int
     n_identity: int
     """Samples at which these settings are the method's declared identity."""
-    rows_seen: int
-    rows_kept: float
+    entries_seen: int
+    entries_kept: float
     """Mean over samples, layers and heads."""
-    rows_kept_by_layer: tuple[float, ...]
+    entries_kept_by_layer: tuple[float, ...]
     facts: dict[str, int]
     """Sums over samples."""
 
@@ -175,9 +169,9 @@ class Environment(Record):
 
 
 class Result(Record):
-    """result.json, schema version 1."""
+    """result.json, schema version 2."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
     run_id: str
     status: Literal["ok", "failed"]
     error: str | None
@@ -201,6 +195,6 @@ class Result(Record):
     memory: MemoryResult | None
     latency: Latency
     diffusion: DiffusionResult | None = None
-    certificate: CertificateResult | None
+    effect: EffectResult | None
     kernels: Kernels
     environment: Environment

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from math import isfinite
 
@@ -18,7 +18,7 @@ from kvbench.engine.session import Session, Tokens
 from kvbench.engine.timing import now
 from kvbench.errors import UserError
 from kvbench.runs.job import Job, check_reach, limit_of, reach
-from kvbench.runs.journal import Bytes, Evidence, Line, Times, TokenCounts
+from kvbench.runs.journal import Line, Times, TokenCounts
 from kvbench.runs.spec import RunSpec
 from kvbench.task import Encoded, EncodedTurn, Example, Mode, Turn
 
@@ -115,7 +115,7 @@ def fail(
     return Line(
         sample=example.id, index=index, turn=turn, turns=len(example.turns), prompt_hash=prompt_hash, prediction=None,
         ids=(), references=example.turns[turn].references, score=None, scores={}, tokens=None, stop_reason=None,
-        times=None, bytes=None, evidence=None, agreement=None, facts=note(example, turn), started=started,
+        times=None, bytes=None, effect=None, agreement=None, facts=note(example, turn), started=started,
         seconds=seconds, error=f"{kind}{first}",
     )
 
@@ -153,9 +153,9 @@ def _query(ids: EncodedTurn, turn: int, spec: RunSpec) -> tuple[int, ...]:
 
 
 def _history(spec: RunSpec, example: Example, turn: int, ids: EncodedTurn) -> tuple[int, ...] | None:
-    """The golden answer, where a turn follows that would see it."""
+    """The reference answer, where a turn follows that would see it."""
     follows = spec.mode is Mode.MULTI_TURN and turn + 1 < len(example.turns)
-    return ids.answer if follows and spec.history == "golden" else None
+    return ids.answer if follows and spec.history == "reference" else None
 
 
 def note(example: Example, turn: int) -> dict[str, object]:
@@ -204,7 +204,6 @@ def _line(
 ) -> Line:
     references = example.turns[turn].references
     scores = judge(job, example, turn, reply.text, reply.facts)
-    certificate = talk.certificate()
     shape = talk.shape
     assert shape is not None
     return Line(
@@ -220,11 +219,8 @@ def _line(
             ttft_s=(clock.prefill_s or 0.0) + talk.answer_started - clock.asked,
             decode_s=done - talk.answer_started, steps=reply.steps,
         ),
-        bytes=Bytes(**asdict(talk.memory())),
-        evidence=Evidence(
-            acted=certificate.acted, identity=certificate.identity, rows_seen=certificate.rows_seen,
-            rows_kept=certificate.rows_kept, facts=certificate.facts,
-        ),
+        bytes=talk.memory(),
+        effect=talk.effect(),
         agreement=None, facts={**note(example, turn), **reply.facts}, started=started,
         seconds=time.perf_counter() - clock.wall,
         error=None,

@@ -12,11 +12,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from kvbench.errors import UserError, unknown
+from kvbench.runs.schema import SCHEMA_VERSION
 from kvbench.task import Mode
 
-SCHEMA_VERSION: Literal[1] = 1
 Visibility = Literal["visible", "hidden", "first-turn"]
-History = Literal["golden", "own"]
+History = Literal["reference", "own"]
 Implementation = Literal["torch", "triton", "flash"]
 """Of operations: `kernels.choice.IMPLEMENTATIONS`."""
 VISIBILITIES: dict[Mode, tuple[Visibility, ...]] = {
@@ -116,10 +116,19 @@ class Sources(Record):
     harness: str
 
 
+PROTOCOL_VERSION: Literal[1] = 1
+"""Raised when a change of the harness changes numbers: how prompts run, what is counted, how scores are averaged."""
+NOT_IDENTITY: dict[str, Any] = {
+    "schema_version": True, "versions": True, "sources": True, "method": {"family"}, "task": {"suite"},
+}
+"""Fields of a spec that two runs of one identity may differ in."""
+
+
 class RunSpec(Record):
     """A run. Two runs of one spec have the same scores."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
+    protocol_version: Literal[1] = PROTOCOL_VERSION
     suite: str | None
     method: MethodSpec
     task: TaskSpec
@@ -145,10 +154,11 @@ class RunSpec(Record):
 
     @property
     def run_id(self) -> str:
-        """A name one can read, and the hash of all the rest."""
-        document = self.model_dump(mode="json")
-        if document["generation"]["denoising"] is None:  # rows from before there were diffusion models keep their names
-            del document["generation"]["denoising"]
+        """A readable name and the hash of the identity: versions, settings, and hashes of model and data.
+
+        The code that computed it (`versions`, `sources`) is provenance: recorded beside the identity, not part of it.
+        """
+        document = self.model_dump(mode="json", exclude=NOT_IDENTITY)
         canonical = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         digest = hashlib.sha256(canonical.encode()).hexdigest()[:12]
         prefix = re.sub(r"[^a-z0-9_.+-]+", "-", f"{self.method.name}-{self.task.name}".lower()).strip("-.")
@@ -189,8 +199,8 @@ def resolve_protocol(
         raise UserError(
             f"visibility '{visibility}' has no meaning in mode {mode}: {reason}. Allowed: {', '.join(allowed)}."
         )
-    if history is not None and history not in ("golden", "own"):
-        raise unknown("history", history, ["golden", "own"])
+    if history is not None and history not in ("reference", "own"):
+        raise unknown("history", history, ["reference", "own"])
     if kind is not Mode.MULTI_TURN and history == "own":
         raise UserError(f"history 'own' has no meaning in mode {mode}: no turn follows another. Use --mode multi-turn.")
     if kind is not Mode.MULTI_TURN and recompress:
@@ -205,7 +215,7 @@ def resolve_protocol(
     return Protocol(
         mode=kind,
         visibility=next(x for x in allowed if visibility in (None, x)),
-        history="own" if history == "own" else "golden",
+        history="own" if history == "own" else "reference",
         recompress=recompress,
         turns=1 if kind is Mode.SINGLE else turns or default_turns,
     )

@@ -8,12 +8,12 @@ from statistics import fmean, median
 
 from kvbench.machine import find_environment
 from kvbench.runs.job import Job
-from kvbench.runs.journal import Agreement, AgreementPart, Evidence, Line, Machine, add_facts
+from kvbench.runs.journal import Agreement, AgreementPart, Effect, Line, Machine, add_facts
 from kvbench.runs.results import (
     BaselineResult,
     BudgetResult,
-    CertificateResult,
     DiffusionResult,
+    EffectResult,
     Kernels,
     Latency,
     MemoryResult,
@@ -34,13 +34,13 @@ def summarize(job: Job, lines: Sequence[Line]) -> Result:
     lines = sorted(lines, key=lambda x: (x.index, x.turn))
     failed = {x.index: x.error for x in lines if x.error is not None}
     good = [x for x in lines if x.index not in failed]
-    certificate = certify(job.method.card.budget.value, good)
+    effect = certify(job.method.card.budget.value, good)
     error = None
     if failed:
         error = f"{len(failed)} of {spec.samples} samples failed; the first: {failed[min(failed)]}"
-    elif certificate is not None and certificate.n_acted < _least(spec, certificate.n):
+    elif effect is not None and effect.n_acted < _least(spec, effect.n):
         error = (
-            f"{spec.method.name} acted in {certificate.n_acted} of {certificate.n} samples, and its settings are not "
+            f"{spec.method.name} acted in {effect.n_acted} of {effect.n} samples, and its settings are not "
             "the ones at which it is declared to lose nothing: this is not a measurement of it."
         )
     others = {} if failed or job.model.random else {
@@ -60,7 +60,7 @@ def summarize(job: Job, lines: Sequence[Line]) -> Result:
             stop_reasons=dict(Counter(x.stop_reason for x in good if x.stop_reason)),
             truncated=sum(bool(x.facts.get("cut_tokens")) for x in good if x.turn == 0),
         ),
-        memory=_memory(good), latency=_latency(good), diffusion=_diffusion(job, good), certificate=certificate,
+        memory=_memory(good), latency=_latency(good), diffusion=_diffusion(job, good), effect=effect,
         kernels=_kernels(spec.kernels, lines), environment=find_environment(
             spec.device, started=min((x.started for x in lines), default=""), seconds=sum(x.seconds for x in lines),
             device_map=job.model.device_map,
@@ -118,27 +118,27 @@ def score_lines(scorer: Scorer, lines: Sequence[Line], value: Callable[[Line], f
     )
 
 
-def certify(kind: str, lines: Sequence[Line]) -> CertificateResult | None:
+def certify(kind: str, lines: Sequence[Line]) -> EffectResult | None:
     """In how many samples the method had something to do, and did it. A sample acted if any of its turns did.
 
     Settings that lose nothing of a context may lose rows later, where a question or an answer goes beyond the budget.
     """
-    samples: dict[int, list[Evidence]] = {}
+    samples: dict[int, list[Effect]] = {}
     for x in lines:
-        if x.evidence is not None:
-            samples.setdefault(x.index, []).append(x.evidence)
+        if x.effect is not None:
+            samples.setdefault(x.index, []).append(x.effect)
     if not samples:
         return None
     bound = [x for x in samples.values() if not all(turn.identity and not turn.acted for turn in x)]
-    kept = [x[0].rows_kept for x in samples.values()]
+    kept = [x[0].entries_kept for x in samples.values()]
     layers = tuple(fmean(layer) for layer in zip(*kept, strict=True))
     facts: dict[str, int] = {}
-    for evidence in samples.values():
-        add_facts(facts, evidence[-1].facts)
-    return CertificateResult(
+    for effect in samples.values():
+        add_facts(facts, effect[-1].facts)
+    return EffectResult(
         kind=kind, n_acted=sum(any(turn.acted for turn in x) for x in bound), n=len(bound),
-        n_identity=len(samples) - len(bound), rows_seen=round(fmean(x[0].rows_seen for x in samples.values())),
-        rows_kept=fmean(layers), rows_kept_by_layer=layers, facts=facts,
+        n_identity=len(samples) - len(bound), entries_seen=round(fmean(x[0].entries_seen for x in samples.values())),
+        entries_kept=fmean(layers), entries_kept_by_layer=layers, facts=facts,
     )
 
 
@@ -176,7 +176,7 @@ def _diffusion(job: Job, lines: Sequence[Line]) -> DiffusionResult | None:
 def _memory(lines: Sequence[Line]) -> MemoryResult | None:
     """Means over samples; within a sample, the turn with the most."""
     names = (
-        "dense_bytes", "cache_bytes", "tail_bytes", "host_bytes", "end_bytes", "peak_bytes", "read_bytes_per_step"
+        "full_bytes", "stored_bytes", "spare_bytes", "host_bytes", "end_bytes", "peak_bytes", "read_bytes_per_step"
     )
     samples: dict[int, dict[str, int]] = {}
     tokens: dict[int, int] = {}
@@ -192,9 +192,9 @@ def _memory(lines: Sequence[Line]) -> MemoryResult | None:
     means = {name: round(value / len(samples)) for name, value in total.items()}
     return MemoryResult(
         **means,
-        ratio=total["cache_bytes"] / total["dense_bytes"],
-        ratio_total=(total["cache_bytes"] + total["host_bytes"]) / total["dense_bytes"],
-        bytes_per_token=total["cache_bytes"] / sum(tokens.values()),
+        ratio=total["stored_bytes"] / total["full_bytes"],
+        ratio_total=(total["stored_bytes"] + total["host_bytes"]) / total["full_bytes"],
+        bytes_per_token=total["stored_bytes"] / sum(tokens.values()),
     )
 
 

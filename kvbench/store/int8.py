@@ -39,6 +39,6 @@ class Int8KV(LayerKV):
 
     def facts(self) -> dict[str, int]:
         """Rows in 8 bits and the distinct key codes among them."""
-        rows = self.n * len(self.rows_kept()) if self.quantized else 0
+        rows = self.n * len(self.entries_kept()) if self.quantized else 0
         codes = int(torch.bincount(self.keys.flatten().to(torch.int64) + 128).count_nonzero()) if rows else 0
-        return {**super().facts(), "rows_quantized": rows, "distinct_codes": codes}
+        return {**super().facts(), "entries_quantized": rows, "distinct_codes": codes}

@@ -43,7 +43,7 @@ class LayerKV:
     seen: int = field(default=0, init=False)
     """Tokens so far."""
     dropped: int = field(default=0, init=False)
-    """Rows evicted so far, over all heads: evidence for the certificate."""
+    """Rows evicted so far, over all heads: effect for the effect."""
     capacity: int = field(default=0, init=False)
     """Tokens the conversation may come to, so that decode never reallocates."""
     recent_queries: Tensor | None = field(default=None, init=False)
@@ -342,7 +342,7 @@ class LayerKV:
         held = storage_bytes(self._buffer.tensors.values())
         return held - held * self.n // self._buffer.capacity if self._buffer.capacity else 0
 
-    def rows_kept(self) -> list[int]:
+    def entries_kept(self) -> list[int]:
         """Rows held by each (batch, KV head)."""
         if self._buffer is None:
             return []
@@ -351,5 +351,5 @@ class LayerKV:
         return [count + self.n for count in ragged]
 
     def facts(self) -> dict[str, int]:
-        """Evidence of what happened to the rows, for the certificate."""
-        return {"rows_dropped": self.dropped}
+        """Effect of what happened to the rows, for the effect."""
+        return {"entries_dropped": self.dropped}

@@ -181,9 +181,9 @@ class LowRankKV(SelectiveKV):
         """The values of the chunks stored apart."""
         return [] if self._chunks is None else [self._chunks.values.rows]
 
-    def rows_kept(self) -> list[int]:
+    def entries_kept(self) -> list[int]:
         """Rows held by each (batch, KV head), in whatever form."""
-        return [count + self._rows_apart() for count in super().rows_kept()]
+        return [count + self._rows_apart() for count in super().entries_kept()]
 
     def _rows_apart(self) -> int:
         return 0 if self._chunks is None else self._chunks.number.shape[2] * self._chunks.size
@@ -192,6 +192,6 @@ class LowRankKV(SelectiveKV):
         """Rows stored apart, on what kind of host, and layers that stayed dense."""
         if self._chunks is None:
             return {**super().facts(), "layers_dense": 1}
-        rows = self._rows_apart() * len(super().rows_kept())
-        tier = "rows_on_simulated_host" if self._chunks.values.simulated else "rows_on_host"
-        return {**super().facts(), "rows_factored": rows, tier: rows}
+        rows = self._rows_apart() * len(super().entries_kept())
+        tier = "entries_on_simulated_host" if self._chunks.values.simulated else "entries_on_host"
+        return {**super().facts(), "entries_factored": rows, tier: rows}

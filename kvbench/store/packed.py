@@ -243,19 +243,19 @@ class PackedKV(LayerKV):
         """Bytes that hold no row."""
         return super().spare_bytes() if self.packed is None else self.packed.spare_bytes()
 
-    def rows_kept(self) -> list[int]:
+    def entries_kept(self) -> list[int]:
         """Rows held by each (batch, KV head)."""
         if self.packed is None:
-            return super().rows_kept()
+            return super().entries_kept()
         batch, heads = self.packed.last_keys.block.shape[:2]
         return [self.n] * (batch * heads)
 
     def facts(self) -> dict[str, int]:
         """Rows whose keys are packed, and the distinct codes of keys and of values, at most 2 ** bits."""
-        facts = {**super().facts(), "rows_quantized": 0}
+        facts = {**super().facts(), "entries_quantized": 0}
         if self.packed is not None:
             keys, values = self.packed.codes()
-            facts["rows_quantized"] = keys.packed.shape[2] * len(self.rows_kept())
+            facts["entries_quantized"] = keys.packed.shape[2] * len(self.entries_kept())
             facts |= {"distinct_key_codes": distinct(keys), "distinct_value_codes": distinct(values)}
         return facts
 

@@ -109,11 +109,11 @@ class PagedKV(SelectiveKV):
         first = [0 if step.window is None else max(0, row - step.window + 1) // self.page for row in seen]
         skipped = sum(max(0, row // self.page + 1 - low - chosen) for row, low in zip(seen, first, strict=True))
         key, value = self._buffer.tensors["key"], self._buffer.tensors["value"]
-        row_bytes = key.shape[3] * key.itemsize + value.shape[3] * value.itemsize
+        entry_bytes = key.shape[3] * key.itemsize + value.shape[3] * value.itemsize
         bound_bytes = batch * kv_heads * self._pages * self._bounds.shape[3] * self._bounds.itemsize
         self.reads.update({
             "queries": n_query, "pages_read": pages.numel(), "pages_skipped": skipped * batch * heads,
-            "bytes": pages.numel() * self.page * row_bytes + n_query * bound_bytes,
+            "bytes": pages.numel() * self.page * entry_bytes + n_query * bound_bytes,
         })
         by_group = pages.unflatten(1, (kv_heads, -1)).transpose(2, 3).flatten(3)  # [B, H_kv, T, G * k]
         marks = pages.new_zeros((*by_group.shape[:3], self._bounds.shape[2] + 1), dtype=torch.bool)

@@ -120,14 +120,14 @@ class SegmentedKV(LayerKV):
         held = [x for segment in self.segments for rows in segment.rows for x in rows.tensors()]
         return super().tensors() + held + [segment.channel for segment in self.segments]
 
-    def rows_kept(self) -> list[int]:
+    def entries_kept(self) -> list[int]:
         """Rows of segments and tail."""
         coded = sum(segment.n for segment in self.segments)
-        return [x + coded for x in super().rows_kept()]
+        return [x + coded for x in super().entries_kept()]
 
     def facts(self) -> dict[str, int]:
         """Rows that are codes, and the distinct bytes among their keys."""
         packed = [rows.key.packed.flatten() for segment in self.segments for rows in segment.rows]
-        coded = sum(segment.n for segment in self.segments) * len(self.rows_kept())
+        coded = sum(segment.n for segment in self.segments) * len(self.entries_kept())
         distinct = int(torch.bincount(torch.cat(packed)).count_nonzero()) if packed else 0
-        return {**super().facts(), "rows_quantized": coded, "distinct_codes": distinct}
+        return {**super().facts(), "entries_quantized": coded, "distinct_codes": distinct}

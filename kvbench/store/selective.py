@@ -15,7 +15,7 @@ class SelectiveKV(LayerKV):
     selective: bool = field(default=False, init=False)
     """Whether a part is read; before that, everything."""
     reads: Counter[str] = field(default_factory=Counter, init=False)
-    """`bytes` that `queries` tokens read, each as a step of its own, and what else is evidence."""
+    """`bytes` that `queries` tokens read, each as a step of its own, and what else is effect."""
 
     def read_bytes(self) -> int:
         """Bytes that a step read on average; 0 before the first."""

@@ -212,10 +212,10 @@ class TieredKV(LayerKV):
         """Bytes of both tiers that hold no row yet."""
         return super().spare_bytes() + (self.demoted.spare_bytes() if self.demoted is not None else 0)
 
-    def rows_kept(self) -> list[int]:
+    def entries_kept(self) -> list[int]:
         """Rows of both tiers."""
         low = self.demoted.n if self.demoted is not None else 0
-        return [x + low for x in super().rows_kept()]
+        return [x + low for x in super().entries_kept()]
 
     def facts(self) -> dict[str, int]:
         """Rows that are codes, and the distinct bytes among those of the low tier's keys."""
@@ -225,4 +225,4 @@ class TieredKV(LayerKV):
             heads = packed.shape[0] * packed.shape[1]
             rows = (self.demoted.n + (0 if self.high is None else self.n)) * heads
             distinct = int(torch.bincount(packed.flatten(), minlength=1).count_nonzero())
-        return {**super().facts(), "rows_quantized": rows, "distinct_codes": distinct}
+        return {**super().facts(), "entries_quantized": rows, "distinct_codes": distinct}

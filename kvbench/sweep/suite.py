@@ -16,7 +16,8 @@ from kvbench.errors import UserError, unknown
 from kvbench.registry import HERE
 from kvbench.runs.files import saving, write_record
 from kvbench.runs.results import Result
-from kvbench.runs.spec import SCHEMA_VERSION, Record
+from kvbench.runs.schema import SCHEMA_VERSION
+from kvbench.runs.spec import Record
 from kvbench.sweep.cell import Cell, Report
 from kvbench.sweep.file import File, as_text, expand, flatten
 from kvbench.toml import STRICT, read_toml
@@ -68,7 +69,7 @@ class Suite(BaseModel):
 class SuiteRecord(Record):
     """suite.json"""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
     name: str
     version: str
     runs: tuple[str, ...]

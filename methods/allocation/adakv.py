@@ -53,7 +53,7 @@ class AdaKV(HeadAllocation, SnapKV):
         year=2024,
         family="allocation",
         stages=("compression",),
-        budget=BudgetKind.HELD,
+        budget=BudgetKind.STORED,
         paper_budget="1024",
         heads="pooled",
         upstream=Upstream(repo="FFY0/AdaKV", commit=None, license="MIT"),

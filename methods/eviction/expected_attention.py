@@ -42,7 +42,7 @@ class ExpectedAttention(ScoredMethod):
         year=2025,
         family="eviction",
         stages=("compression",),
-        budget=BudgetKind.HELD,
+        budget=BudgetKind.STORED,
         heads="independent",
         upstream=Upstream(repo="NVIDIA/kvpress", commit="8bb29b9", license="Apache-2.0"),
         deviations=(
@@ -60,7 +60,7 @@ class ExpectedAttention(ScoredMethod):
                 f"expected-attention: future must be 1 or more and sinks 0 or more, got {self.future} and {self.sinks}."
             )
 
-    def minimum_rows(self) -> int:
+    def minimum_entries(self) -> int:
         """The sinks and a row to choose."""
         return self.sinks + 1
 

@@ -31,7 +31,7 @@ class H2O(RollingMethod):
         year=2023,
         family="eviction",
         stages=("generation", "compression"),
-        budget=BudgetKind.HELD,
+        budget=BudgetKind.STORED,
         paper_budget="20%",
         heads="independent",
         upstream=Upstream(repo="FMInference/H2O", commit=None, license=None),
@@ -48,7 +48,7 @@ class H2O(RollingMethod):
         super().__post_init__()
         self.require_share("recent")
 
-    def minimum_rows(self) -> int:
+    def minimum_entries(self) -> int:
         """A heavy hitter and a recent row."""
         return 2
 
@@ -57,7 +57,7 @@ class H2O(RollingMethod):
         del index
         return LayerKV(column_sums=True, track=True, bounded=True)
 
-    def row_bytes(self, layer: LayerShape, shape: Shape, *, holes: bool) -> int:
+    def entry_bytes(self, layer: LayerShape, shape: Shape, *, holes: bool) -> int:
         """Keys, values, a score and a position."""
         del holes
         return (layer.key_dim + layer.value_dim) * shape.itemsize + SCORE_BYTES + POSITION_BYTES

@@ -26,7 +26,7 @@ class KeyDiff(ScoredMethod):
         year=2025,
         family="eviction",
         stages=("compression",),
-        budget=BudgetKind.HELD,
+        budget=BudgetKind.STORED,
         heads="independent",
         upstream=None,
         deviations=(

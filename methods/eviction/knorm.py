@@ -26,7 +26,7 @@ class Knorm(ScoredMethod):
         year=2024,
         family="eviction",
         stages=("compression",),
-        budget=BudgetKind.HELD,
+        budget=BudgetKind.STORED,
         heads="independent",
         upstream=Upstream(repo="alessiodevoto/l2compress", commit=None, license=None),
         deviations=(

@@ -13,7 +13,7 @@ from kvbench.engine.timing import now
 from kvbench.errors import UserError
 from kvbench.kernels.column_sums import column_maxima
 from kvbench.method import BudgetKind, Card, LayerShape, Method, Phase, Step, Upstream
-from kvbench.selection import top_rows
+from kvbench.selection import top_entries
 from kvbench.store import LayerKV
 from kvbench.task import Frame
 
@@ -47,7 +47,7 @@ class KVzip(Method):
         year=2025,
         family="eviction",
         stages=("compression",),
-        budget=BudgetKind.HELD,
+        budget=BudgetKind.STORED,
         paper_budget="30%",
         heads="pooled",
         upstream=Upstream(repo="snu-mllab/KVzip", commit=None, license=None),
@@ -82,7 +82,7 @@ class KVzip(Method):
                 f"{self.chunk_size}, {self.hint} and {self.sinks}. The defaults are 2048, 8 and 4."
             )
 
-    def minimum_rows(self) -> int:
+    def minimum_entries(self) -> int:
         """The sinks and a row to choose."""
         return self.sinks + 1
 
@@ -145,7 +145,7 @@ class KVzip(Method):
             kinds.setdefault(shape, []).append(index)
         for shape, layers in kinds.items():
             scores = [session.layers[x].state.pop("score") for x in layers]
-            rows = self.rows_in(layers[0], shape.window)
+            rows = self.entries_in(layers[0], shape.window)
             assert rows is not None
             if rows >= scores[0].shape[2]:
                 continue
@@ -153,7 +153,7 @@ class KVzip(Method):
                 store = session.layers[index]
                 x[store.logical_positions().expand_as(x) < self.sinks] = torch.inf
             pool = torch.stack([x.to(scores[0].device) for x in scores], dim=1)  # [B, layers, H_kv, n]
-            best = top_rows(pool.flatten(1), rows * len(layers) * shape.kv_heads)
+            best = top_entries(pool.flatten(1), rows * len(layers) * shape.kv_heads)
             masks = torch.zeros_like(pool, dtype=torch.bool).flatten(1).scatter_(1, best, True).view_as(pool)
             for i, index in enumerate(layers):
                 store = session.layers[index]

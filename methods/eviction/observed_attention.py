@@ -25,7 +25,7 @@ class ObservedAttention(ScoredMethod):
         year=2024,
         family="eviction",
         stages=("compression",),
-        budget=BudgetKind.HELD,
+        budget=BudgetKind.STORED,
         heads="independent",
         upstream=Upstream(repo="NVIDIA/kvpress", commit="8bb29b9", license="Apache-2.0"),
         deviations=("Sums are taken block by block; kvpress materializes the attention matrix.",),

@@ -29,7 +29,7 @@ class PyramidKV(SnapKV):
         year=2024,
         family="eviction",
         stages=("compression",),
-        budget=BudgetKind.HELD,
+        budget=BudgetKind.STORED,
         paper_budget="2048",
         heads="independent",
         upstream=Upstream(repo="Zefan-Cai/KVCache-Factory", commit="c97f9d7", license="MIT"),
@@ -54,11 +54,11 @@ class PyramidKV(SnapKV):
         rows = schedule(fitted.rows, self.window, self.beta, len(shape.layers), shape.length)
         return replace(fitted, layer_rows=rows)
 
-    def rows_in(self, layer: int, window: int | None) -> int | None:
+    def entries_in(self, layer: int, window: int | None) -> int | None:
         """The layer's own budget; sliding layers keep the same share of what they hold."""
         if self.layer_rows is None:
-            return super().rows_in(layer, window)
-        return replace(self, rows=self.layer_rows[layer], layer_rows=None).rows_in(layer, window)
+            return super().entries_in(layer, window)
+        return replace(self, rows=self.layer_rows[layer], layer_rows=None).entries_in(layer, window)
 
 
 def schedule(rows: int, window: int, beta: int, layers: int, length: int) -> tuple[int, ...]:

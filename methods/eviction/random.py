@@ -29,7 +29,7 @@ class Random(ScoredMethod):
         year=None,
         family="eviction",
         stages=("compression",),
-        budget=BudgetKind.HELD,
+        budget=BudgetKind.STORED,
         heads="indexed",
         upstream=None,
     )
@@ -40,7 +40,7 @@ class Random(ScoredMethod):
         if self.window < 0:
             raise UserError(f"random: window must be 0 or more, got {self.window}.")
 
-    def minimum_rows(self) -> int:
+    def minimum_entries(self) -> int:
         """The window and a row to choose."""
         return self.window + 1
 

@@ -31,7 +31,7 @@ class SnapKV(ScoredMethod):
         year=2024,
         family="eviction",
         stages=("compression",),
-        budget=BudgetKind.HELD,
+        budget=BudgetKind.STORED,
         paper_budget="1024",
         heads="independent",
         upstream=Upstream(repo="FasterDecoding/SnapKV", commit="e216ddc8", license="MIT"),
@@ -52,7 +52,7 @@ class SnapKV(ScoredMethod):
         if self.kernel < 1 or self.kernel % 2 == 0:
             raise UserError(f"snapkv: kernel must be odd and 1 or more, got {self.kernel}; the default is 7.")
 
-    def minimum_rows(self) -> int:
+    def minimum_entries(self) -> int:
         """The window and a row to choose."""
         return self.window + 1
 

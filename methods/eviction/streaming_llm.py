@@ -33,7 +33,7 @@ class StreamingLLM(Method):
         year=2023,
         family="eviction",
         stages=("compression",),
-        budget=BudgetKind.HELD,
+        budget=BudgetKind.STORED,
         paper_budget="2004",
         heads="pooled",
         upstream=Upstream(repo="mit-han-lab/streaming-llm", commit=None, license="MIT"),
@@ -59,7 +59,7 @@ class StreamingLLM(Method):
         if self.sinks < 0:
             raise UserError(f"streaming-llm: sinks must be 0 or more, got {self.sinks}.")
 
-    def minimum_rows(self) -> int:
+    def minimum_entries(self) -> int:
         """The sinks and a recent row."""
         return self.sinks + 1
 
@@ -77,7 +77,7 @@ class StreamingLLM(Method):
         del index
         return LayerKV(track=True, bounded=True)
 
-    def row_bytes(self, layer: LayerShape, shape: Shape, *, holes: bool) -> int:
+    def entry_bytes(self, layer: LayerShape, shape: Shape, *, holes: bool) -> int:
         """Keys, values and a position."""
         del holes
         return (layer.key_dim + layer.value_dim) * shape.itemsize + POSITION_BYTES
@@ -103,7 +103,7 @@ class StreamingLLM(Method):
 
     def evict(self, kv: LayerKV, step: Step) -> None:
         """The oldest rows after the sinks, at the end of the context and after every later forward."""
-        rows = self.rows_in(step.layer, step.window)
+        rows = self.entries_in(step.layer, step.window)
         if rows is None or rows >= kv.n or not step.last:
             return
         batch, heads = kv.keys.shape[:2]

@@ -26,7 +26,7 @@ class TOVA(RollingMethod):
         year=2024,
         family="eviction",
         stages=("generation", "compression"),
-        budget=BudgetKind.HELD,
+        budget=BudgetKind.STORED,
         paper_budget="512",
         heads="pooled",
         upstream=Upstream(repo="schwartz-lab-NLP/TOVA", commit=None, license=None),

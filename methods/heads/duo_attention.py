@@ -41,7 +41,7 @@ class DuoAttention(HeadMethod):
         year=2024,
         family="heads",
         stages=("compression",),
-        budget=BudgetKind.HELD,
+        budget=BudgetKind.STORED,
         paper_budget="the share `sparsity` of the heads holds `sinks` and `recent` rows, the others every row",
         heads="indexed",
         upstream=Upstream(repo="mit-han-lab/duo-attention", commit="03dca842639c64ed0d0daf9042da845cdea44637",
@@ -87,7 +87,7 @@ class DuoAttention(HeadMethod):
             )
         object.__setattr__(self, "gates_sha256", found)
 
-    def minimum_rows(self) -> int:
+    def minimum_entries(self) -> int:
         """A recent row, and one to choose."""
         return 2
 

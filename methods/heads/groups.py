@@ -107,7 +107,7 @@ class HeadMethod(Method):
         fitted = super().fit(budget, shape)
         if fitted.rows is None or fitted.rows >= shape.length:
             return replace(fitted, retrieval=None, streaming=None)
-        target = shape.dense_bytes * fitted.rows / shape.length
+        target = shape.full_bytes * fitted.rows / shape.length
         least = self.least_window(fitted.rows)
 
         def needs(retrieval: int, streaming: int) -> int:
@@ -116,7 +116,7 @@ class HeadMethod(Method):
         most = range(self.most_retrieval(heads) + 1)
         retrieval = bisect.bisect_right(most, target, key=lambda x: needs(x, least)) - 1
         if retrieval < 0:
-            reachable = math.ceil(needs(0, least) / shape.dense_bytes * shape.length)
+            reachable = math.ceil(needs(0, least) / shape.full_bytes * shape.length)
             raise UserError(
                 f"budget {budget} is {fitted.rows} rows per KV head of {shape.length}, and {self.card.name} needs at "
                 f"least {reachable} with its settings. Use --budget {reachable} or more, or smaller settings."
@@ -133,16 +133,16 @@ class HeadMethod(Method):
     def declared_bytes(self, shape: Shape) -> int:
         """Rows of both kinds of heads, and what streaming heads hold beside theirs."""
         if self.streaming is None:
-            return shape.dense_bytes
+            return shape.full_bytes
         whole = self.whole_heads(shape)
         total = 0
         for index, layer in enumerate(shape.layers):
             held = shape.rows(layer)
             rows = min(held, self._trimmed(layer.window) or held)
-            head = rows * self.row_bytes(layer, shape, holes=rows < held)
+            head = rows * self.entry_bytes(layer, shape, holes=rows < held)
             head += self.extra_bytes(layer, shape) if rows < held and self.sees_context(layer.window) else 0
             total += (layer.kv_heads - whole[index]) * head
-            total += whole[index] * held * self.row_bytes(layer, shape, holes=False)
+            total += whole[index] * held * self.entry_bytes(layer, shape, holes=False)
         return total
 
     def whole_heads(self, shape: Shape) -> Counter[int]:

@@ -41,7 +41,7 @@ class RazorAttention(HeadMethod):
         year=2024,
         family="heads",
         stages=("compression",),
-        budget=BudgetKind.HELD,
+        budget=BudgetKind.STORED,
         paper_budget="15 % of the heads keep every row, the others sinks and max(buffer, length / compression) rows",
         heads="indexed",
         upstream=None,
@@ -85,7 +85,7 @@ class RazorAttention(HeadMethod):
                 f"{self.buffer} and {self.compression}. The paper's are 4000 and 5."
             )
 
-    def minimum_rows(self) -> int:
+    def minimum_entries(self) -> int:
         """The sinks, a recent row, and the mean, which takes two rows in 16 bits."""
         return self.sinks + 3
 

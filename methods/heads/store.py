@@ -88,13 +88,13 @@ class StreamingKV(LayerKV):
         lse = logits + rows.float().log()
         return Partial(value.expand(*logits.shape, -1).flatten(1, 2), lse.flatten(1, 2))
 
-    def rows_kept(self) -> list[int]:
+    def entries_kept(self) -> list[int]:
         """Rows held by each (batch, KV head), the mean among them."""
-        return [x + bool(self.merged) for x in super().rows_kept()]
+        return [x + bool(self.merged) for x in super().entries_kept()]
 
     def facts(self) -> dict[str, int]:
         """Rows that were dropped, and those of them that live on in a mean."""
-        merged = {"rows_merged": self.merged * self.keys.shape[0] * self.keys.shape[1]} if self.merged else {}
+        merged = {"entries_merged": self.merged * self.keys.shape[0] * self.keys.shape[1]} if self.merged else {}
         return super().facts() | merged
 
 
@@ -183,14 +183,14 @@ class HeadGroupsKV(LayerKV):
         """Bytes that hold no row yet."""
         return sum(store.spare_bytes() for store in self._stores())
 
-    def rows_kept(self) -> list[int]:
+    def entries_kept(self) -> list[int]:
         """Rows held by each (batch, KV head)."""
         order = torch.cat([heads for heads, _ in self.groups]).argsort().tolist() if self.groups else []
-        split = [torch.tensor(store.rows_kept()).view(-1, len(heads)) for heads, store in self.groups]
+        split = [torch.tensor(store.entries_kept()).view(-1, len(heads)) for heads, store in self.groups]
         return torch.cat(split, dim=1)[:, order].flatten().tolist() if split else []
 
     def facts(self) -> dict[str, int]:
-        """Evidence of what happened to the rows of both."""
+        """Effect of what happened to the rows of both."""
         totals: dict[str, int] = {}
         for store in self._stores():
             for name, value in store.facts().items():

@@ -14,7 +14,7 @@ from kvbench.budget import BUDGET_TOLERANCE
 from kvbench.errors import UndeclaredError, UserError
 from kvbench.kernels.merge_sets import merge_sets
 from kvbench.method import Budget, BudgetKind, Card, LayerShape, Method, Shape, Step, resolved
-from kvbench.selection import top_rows
+from kvbench.selection import top_entries
 from kvbench.store import LayerKV
 
 PAPER_SKIP = (0, 1, -1)
@@ -35,7 +35,7 @@ class MergingKV(LayerKV):
 
     def facts(self) -> dict[str, int]:
         """Rows that are held no more, all of them merged."""
-        return {**super().facts(), "rows_merged": self.dropped}
+        return {**super().facts(), "entries_merged": self.dropped}
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class KVMerger(Method):
         year=2024,
         family="merging",
         stages=("compression",),
-        budget=BudgetKind.HELD,
+        budget=BudgetKind.STORED,
         paper_budget="50%",
         heads="independent",
         upstream=None,
@@ -146,7 +146,7 @@ class KVMerger(Method):
         fitted = replace(super().fit(budget, shape), skipped=skipped)
         if fitted.rows is None or fitted.rows >= shape.length:
             return fitted
-        dense, whole = shape.dense_bytes, sum(_dense_bytes(shape, x) for x in skipped)
+        dense, whole = shape.full_bytes, sum(_full_bytes(shape, x) for x in skipped)
         least = 1 + self._borders(shape.length)
         # What the skipped layers hold comes off the total, and the others divide the rest.
         rows = 0 if whole == dense else (fitted.rows * dense - whole * shape.length) // (dense - whole)
@@ -159,11 +159,11 @@ class KVMerger(Method):
             )
         return replace(fitted, merged_rows=rows, protected=self._shares(fitted.rows / shape.length))
 
-    def rows_in(self, layer: int, window: int | None) -> int | None:
+    def entries_in(self, layer: int, window: int | None) -> int | None:
         """What the skipped layers leave of the budget; sliding layers keep the same share of what they hold."""
         if self.merged_rows is None:
-            return super().rows_in(layer, window)
-        return None if self._skips(layer) else replace(self, rows=self.merged_rows, merged_rows=None).rows_in(
+            return super().entries_in(layer, window)
+        return None if self._skips(layer) else replace(self, rows=self.merged_rows, merged_rows=None).entries_in(
             layer, window
         )
 
@@ -177,10 +177,10 @@ class KVMerger(Method):
             raise UndeclaredError("kvmerger cannot say with mode=eps how many bytes it will hold: the text decides.")
         return super().declared_bytes(shape)
 
-    def row_bytes(self, layer: LayerShape, shape: Shape, *, holes: bool) -> int:
+    def entry_bytes(self, layer: LayerShape, shape: Shape, *, holes: bool) -> int:
         """Keys and values, and on merged layers the log of the rows that a row stands for, if that is stored."""
         bias = BIAS_BYTES if holes and self.value_mode == "bias" else 0
-        return super().row_bytes(layer, shape, holes=holes) + bias
+        return super().entry_bytes(layer, shape, holes=holes) + bias
 
     def layer(self, index: int) -> LayerKV:
         """Rows with the attention that they received, which chooses the pivots."""
@@ -191,7 +191,7 @@ class KVMerger(Method):
         if not step.compress:
             return
         kv.refuse_frozen()
-        rows = self.rows_in(step.layer, step.window)
+        rows = self.entries_in(step.layer, step.window)
         if self._skips(step.layer) or (self.mode == "exact" and (rows is None or rows >= kv.n)):
             return
         joins = self.join(kv, rows)
@@ -209,7 +209,7 @@ class KVMerger(Method):
             allowed &= torch.arange(1, count, device=keys.device) % self.max_run != 0
         if rows is None:
             return allowed & (similarity >= self.eps)
-        best = top_rows(similarity.masked_fill(~allowed, -torch.inf), count - rows)
+        best = top_entries(similarity.masked_fill(~allowed, -torch.inf), count - rows)
         return torch.zeros_like(allowed).scatter_(-1, best, True)
 
     def _protected(self, kv: LayerKV, rows: int | None) -> Tensor:
@@ -222,7 +222,7 @@ class KVMerger(Method):
         mass = kv.scores.clone()
         mass[..., kv.n - recent :] = -torch.inf
         protected = mass == -torch.inf
-        return protected.scatter_(-1, top_rows(mass, heavy), True)
+        return protected.scatter_(-1, top_entries(mass, heavy), True)
 
     def _shares(self, budget: float) -> tuple[float, float] | None:
         """The protected shares at a budget of so many rows, the paper's where they are not set; None: both are."""
@@ -263,5 +263,5 @@ class KVMerger(Method):
         return 0 if self.max_run is None else (rows - 1) // self.max_run
 
 
-def _dense_bytes(shape: Shape, layer: int) -> int:
-    return replace(shape, layers=(shape.layers[layer],)).dense_bytes
+def _full_bytes(shape: Shape, layer: int) -> int:
+    return replace(shape, layers=(shape.layers[layer],)).full_bytes

@@ -104,16 +104,16 @@ class Around(PackedMethod):
 
     def packed_rows(self, shape: Shape) -> list[int]:
         """Rows of the KV heads that are packed, by layer that has some; the last of them stay exact."""
-        budgets = [(shape.rows(x), self.rows_in(i, x.window)) for i, x in enumerate(shape.layers)]
+        budgets = [(shape.rows(x), self.entries_in(i, x.window)) for i, x in enumerate(shape.layers)]
         return [held if rows is None else min(held, rows) for held, rows in budgets]
 
-    def rows_in(self, layer: int, window: int | None) -> int | None:
+    def entries_in(self, layer: int, window: int | None) -> int | None:
         """The other method's."""
-        return cast("int | None", self.plain().rows_in(layer, window))
+        return cast("int | None", self.plain().entries_in(layer, window))
 
-    def minimum_rows(self) -> int:
+    def minimum_entries(self) -> int:
         """As many as a block that is packed."""
-        return max(super().minimum_rows(), self.residual)
+        return max(super().minimum_entries(), self.residual)
 
     def identity(self, shape: Shape) -> bool:
         """Only where the other method drops nothing and nothing is packed."""
@@ -149,7 +149,7 @@ class AroundHeads(Around):
         for index, heads in plain.whole_heads(shape).items():
             layer = shape.layers[index]
             rows = shape.rows(layer)
-            exact = rows * plain.row_bytes(layer, shape, holes=False)
+            exact = rows * plain.entry_bytes(layer, shape, holes=False)
             total += heads * (self.head_bytes(rows, layer, shape) - exact)
         return total
 

@@ -47,7 +47,7 @@ class FullInt8(Method):
         if isinstance(kv, Int8KV) and step.compress and not kv.quantized:
             kv.quantize()
 
-    def row_bytes(self, layer: LayerShape, shape: Shape, *, holes: bool) -> int:
+    def entry_bytes(self, layer: LayerShape, shape: Shape, *, holes: bool) -> int:
         """One byte per element and two scales."""
         del shape, holes
         return layer.key_dim + layer.value_dim + 2 * SCALE_BYTES

@@ -62,7 +62,7 @@ class Kivi(PackedMethod):
 
     def ratio(self, shape: Shape) -> float:
         """Declared bytes as a share of the dense ones."""
-        return self.declared_bytes(shape) / shape.dense_bytes
+        return self.declared_bytes(shape) / shape.full_bytes
 
     def _reaches(self, share: float, shape: Shape) -> bool:
         """Whether a share is reached at this length, or by as many whole blocks of keys: samples differ in length."""

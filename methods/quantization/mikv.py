@@ -12,7 +12,7 @@ from kvbench.errors import UserError
 from kvbench.kernels.pack import packed_width
 from kvbench.method import POSITION_BYTES, Budget, BudgetKind, Card, LayerShape, Phase, Shape, Step
 from kvbench.methods.quantization.two_precisions import TwoPrecisions
-from kvbench.selection import top_rows
+from kvbench.selection import top_entries
 from kvbench.store import LayerKV
 from kvbench.store.tiers import EXACT, Coding, TieredKV
 
@@ -91,7 +91,7 @@ class MiKV(TwoPrecisions):
 
     # What it comes to
 
-    def high_rows(self, rows: int) -> int:
+    def high_entries(self, rows: int) -> int:
         """The nearest whole number."""
         return round(self.high_share * rows)
 
@@ -114,7 +114,7 @@ class MiKV(TwoPrecisions):
 
     def layer_bytes(self, layer: LayerShape, shape: Shape, *, rows: int) -> int:
         """Both tiers; scores and positions of the high one, balancers, and positions where there is a window."""
-        high = self.high_rows(rows)
+        high = self.high_entries(rows)
         exact = (layer.key_dim + layer.value_dim) * shape.itemsize
         high_bytes = exact if self.high_bits == EXACT else self._code_bytes(layer, self.high_bits)
         high_bytes += SCORE_BYTES + POSITION_BYTES
@@ -150,14 +150,14 @@ class MiKV(TwoPrecisions):
         if not step.last:
             return
         rows = step.seen if step.window is None else min(step.seen, step.window)
-        high = self.high_rows(rows)
+        high = self.high_entries(rows)
         recent = kv.positions >= step.seen - round(high * self.recent)
         scores = kv.scores.masked_fill(recent, torch.inf)
         if step.window is not None:
             scores = scores.masked_fill(kv.positions <= step.seen - step.window, -torch.inf)
         if step.phase is Phase.CONTEXT:
             most = kv.capacity if step.window is None else min(kv.capacity, step.window)
-            kv.split(top_rows(scores, high), self._balancer(kv), self.high_rows(most))
+            kv.split(top_entries(scores, high), self._balancer(kv), self.high_entries(most))
         elif kv.n > high:
             kv.demote(scores.topk(kv.n - high, dim=-1, largest=False).indices)
 

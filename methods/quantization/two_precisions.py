@@ -29,7 +29,7 @@ class TwoPrecisions(Method):
         self.require_share("important")
 
     @abstractmethod
-    def high_rows(self, rows: int) -> int:
+    def high_entries(self, rows: int) -> int:
         """How many of the rows of a KV head are in the higher precision."""
 
     @property
@@ -49,7 +49,7 @@ class TwoPrecisions(Method):
         full, none = replace(own, share=1.0), replace(own, share=0.0)
         if asked >= 1 and full.identity(shape):
             return full
-        least, reached, most = (x.declared_bytes(shape) / shape.dense_bytes for x in (none, own, full))
+        least, reached, most = (x.declared_bytes(shape) / shape.full_bytes for x in (none, own, full))
         if abs(reached - asked) <= BUDGET_TOLERANCE:
             return own
         if self.important != type(self)().important:
@@ -66,7 +66,7 @@ class TwoPrecisions(Method):
         low, high = 0, shape.length  # important rows: so many fit, or none is the least
         while low < high:
             middle = (low + high + 1) // 2
-            if replace(own, share=middle / shape.length).declared_bytes(shape) <= asked * shape.dense_bytes:
+            if replace(own, share=middle / shape.length).declared_bytes(shape) <= asked * shape.full_bytes:
                 low = middle
             else:
                 high = middle - 1

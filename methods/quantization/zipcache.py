@@ -14,7 +14,7 @@ from kvbench.kernels.attention_mass import attention_mass
 from kvbench.kernels.pack import BITS, packed_width
 from kvbench.method import POSITION_BYTES, BudgetKind, Card, LayerShape, Phase, Shape, Step, Upstream
 from kvbench.methods.quantization.two_precisions import TwoPrecisions
-from kvbench.selection import top_rows
+from kvbench.selection import top_entries
 from kvbench.store import LayerKV
 from kvbench.store.segments import SegmentedKV
 
@@ -84,14 +84,14 @@ class ZipCache(TwoPrecisions):
 
     # What it comes to
 
-    def high_rows(self, rows: int) -> int:
+    def high_entries(self, rows: int) -> int:
         """All but the whole number of unimportant rows."""
         return rows - math.floor((1 - self.high_share) * rows + 1e-9)  # 0.4 of 5 rows is 2, whatever 1 - 0.6 is
 
     def layer_bytes(self, layer: LayerShape, shape: Shape, *, rows: int) -> int:
         """Codes; a scale and a minimum per channel and precision, and per row; channels; positions for a window."""
         del shape
-        high = self.high_rows(rows)
+        high = self.high_entries(rows)
         head = layer.value_dim * CHANNEL_BYTES + (0 if layer.window is None else rows * POSITION_BYTES)
         for count, bits in ((high, self.high_bits), (rows - high, self.low_bits)):
             head += count * (packed_width(layer.key_dim, bits) + packed_width(layer.value_dim, bits))
@@ -160,5 +160,5 @@ class ZipCache(TwoPrecisions):
             last = row + (step.window or step.seen)  # the first row too far away to see it
             seen_by = torch.searchsorted(probes, last) - torch.searchsorted(probes, row)
         saliency = kv.scores[:, :, :count] / seen_by.clamp_min(1).to(kv.scores.device)  # no probe may see a row
-        important = top_rows(saliency, self.high_rows(count))
+        important = top_entries(saliency, self.high_entries(count))
         kv.encode(count, important, self.high_bits, self.low_bits, self.gap)

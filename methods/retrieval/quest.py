@@ -54,7 +54,7 @@ class Quest(Method):
         limits=(
             "Saves reads, not memory: every row is held, and the bounds beside them.",
             "The prompt itself is run with full attention.",
-            ("A page that two heads of a group select is read for both; `pages_distinct` of the certificate counts it "
+            ("A page that two heads of a group select is read for both; `pages_distinct` of the effect counts it "
             "once."),
         ),
     )
@@ -67,7 +67,7 @@ class Quest(Method):
         if self.skip_layers is not None and self.skip_layers < 0:
             raise UserError(f"quest: skip_layers must be 0 or more, got {self.skip_layers}; the paper has 2.")
 
-    def minimum_rows(self) -> int:
+    def minimum_entries(self) -> int:
         """Three pages."""
         return LEAST_PAGES * self.page
 
@@ -93,14 +93,14 @@ class Quest(Method):
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:
         """Attention over each query head's top pages, and over everything before the context is complete."""
-        rows = self.rows_in(step.layer, step.window)
+        rows = self.entries_in(step.layer, step.window)
         if rows is None or not isinstance(kv, PagedKV) or not kv.selective:
             return kv.attend(step)
         return kv.attend_pages(step, kv.select(step, max(LEAST_PAGES, rows // self.page)))
 
     def declared_bytes(self, shape: Shape) -> int:
         """Every row, two bounds per page, and the store's counter."""
-        total = shape.dense_bytes
+        total = shape.full_bytes
         for layer in shape.layers[self.dense_layers or 0 :]:
             if self.rows is not None:
                 pages = shape.rows(layer) // self.page
@@ -111,7 +111,7 @@ class Quest(Method):
         """All bounds, and every query head's own pages; dense layers whole."""
         total = 0
         for index, layer in enumerate(shape.layers):
-            row, rows = (layer.key_dim + layer.value_dim) * shape.itemsize, self.rows_in(index, layer.window)
+            row, rows = (layer.key_dim + layer.value_dim) * shape.itemsize, self.entries_in(index, layer.window)
             if index < (self.dense_layers or 0) or rows is None:
                 total += shape.rows(layer) * layer.kv_heads * row
                 continue

@@ -72,7 +72,7 @@ class ShadowKV(Method):
             ("The budget counts the rows selected per token. Outlier chunks, the context's last rows and all later "
             "rows are read beside them."),
             ("A context whose chunks could all be selected is held dense: these are declared settings of no loss, and "
-            "the certificate counts them (`n_identity`, `layers_dense`)."),
+            "the effect counts them (`n_identity`, `layers_dense`)."),
             "Sliding-window layers stay dense. Generated rows and later questions are not compressed.",
             "Needs rotary embeddings that kvbench understands.",
             ("On a CPU the host is simulated, and a step is slower than a dense one: turning thousands of rebuilt keys "
@@ -93,7 +93,7 @@ class ShadowKV(Method):
             if value is not None and value < least:
                 raise UserError(f"shadowkv: {name} must be {least} or more, got {value}; the paper has {paper}.")
 
-    def minimum_rows(self) -> int:
+    def minimum_entries(self) -> int:
         """One chunk."""
         return self.chunk
 

@@ -4,14 +4,14 @@ The context is a shuffled list of links between names, `amber-fox -> tall-lamp`,
 question gives the first name of a chain and asks for those that follow, one per line, to its end. Each turn follows
 another chain; beside the one that is asked for there is at least one other.
 
-The length counts the first prompt and its limit of new tokens, which are those of the golden answer and SLACK more. As
-many steps are asked for as fit.
+The length counts the first prompt and its limit of new tokens, which are those of the reference answer and SLACK more.
+As many steps are asked for as fit.
 
-`chain` compares position by position: the share of steps whose line, empty ones not counted, is that of the golden
+`chain` compares position by position: the share of steps whose line, empty ones not counted, is that of the reference
 chain. After a wrong step the rest is wrong too, unless the answer finds back to the same place of the chain. `chain_q1`
-to `chain_q4` are the same over the quarters of the golden answer: the error as a function of output position. `steps`
-asks of each line whether it is where the link of the line before it leads, be that right or wrong: one slip costs one
-step, and what was lost while decoding shows apart from what followed from it.
+to `chain_q4` are the same over the quarters of the reference answer: the error as a function of output position.
+`steps` asks of each line whether it is where the link of the line before it leads, be that right or wrong: one slip
+costs one step, and what was lost while decoding shows apart from what followed from it.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def read_steps(prediction: str, n: int) -> list[str]:
 
 
 def match_chain(prediction: str, references: Sequence[str]) -> list[bool]:
-    """Of each golden step, whether the prediction has it in its place."""
-    return [step == golden for step, golden in zip(read_steps(prediction, len(references)), references, strict=True)]
+    """Of each reference step, whether the prediction has it in its place."""
+    steps = read_steps(prediction, len(references))
+    return [step == reference for step, reference in zip(steps, references, strict=True)]
 
 
 def match_links(prediction: str, references: Sequence[str], *, start: str, links: Mapping[str, str]) -> list[bool]:

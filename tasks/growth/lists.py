@@ -5,13 +5,13 @@ the same lines from the last to the first. With one turn the answer is the whole
 tokens. With several turns each asks for half of the list, half of the lines rounded up; the halves begin at evenly
 spaced lines from the first to the last possible, so that all lines are asked for, and come in random order.
 
-The length counts the first prompt and its limit of new tokens, which are those of the golden answer and SLACK more. As
-many lines are shown as fit.
+The length counts the first prompt and its limit of new tokens, which are those of the reference answer and SLACK more.
+As many lines are shown as fit.
 
-A predicted line belongs to the golden line whose number it begins with; the first with that number counts. It is right
-if it is that line, white space apart, and stands after the line before it in the golden order too: a list copied
-forwards is not reversed. `lines` is the share of golden lines that are right, `lines_q1` to `lines_q4` are the same
-over the quarters of the golden answer, which is the error as a function of output position.
+A predicted line belongs to the reference line whose number it begins with; the first with that number counts. It is
+right if it is that line, white space apart, and stands after the line before it in the reference order too: a list
+copied forwards is not reversed. `lines` is the share of reference lines that are right, `lines_q1` to `lines_q4` are
+the same over the quarters of the reference answer, which is the error as a function of output position.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 INTRO = "Below is a numbered list. You will be asked to write it down again.\n\n"
 SLACK = 8
-"""New tokens beyond the golden answer's: the end of text, and room to show that a model goes on."""
+"""New tokens beyond the reference answer's: the end of text, and room to show that a model goes on."""
 SHORT = 6
 """Most letters of either word of an item."""
 MIN_LINE_TOKENS = 5
@@ -42,10 +42,10 @@ MIN_LINE_TOKENS = 5
 
 
 def right_lines(prediction: str, references: Sequence[str]) -> list[bool]:
-    """Of each golden line, whether the prediction holds it."""
-    golden = [" ".join(line.split()) for line in references]
-    places = {line.partition(".")[0]: i for i, line in enumerate(golden)}
-    right = [False] * len(golden)
+    """Of each reference line, whether the prediction holds it."""
+    reference = [" ".join(line.split()) for line in references]
+    places = {line.partition(".")[0]: i for i, line in enumerate(reference)}
+    right = [False] * len(reference)
     seen: set[int] = set()
     before = -1
     for line in prediction.split("\n"):
@@ -54,7 +54,7 @@ def right_lines(prediction: str, references: Sequence[str]) -> list[bool]:
         place = places.get(number[0]) if number else None
         if place is None or place in seen:
             continue
-        right[place] = text == golden[place] and place > before
+        right[place] = text == reference[place] and place > before
         seen.add(place)
         before = place
     return right
@@ -90,7 +90,7 @@ class NumberedList(Task):
         """`n` items with distinct words, numbers from 100 to 999."""
         return [f"{key} {rng.randrange(100, 1000)}" for key in draw_keys(rng, n, SHORT)]
 
-    def golden(self, items: Sequence[str], first: int, last: int) -> tuple[str, ...]:
+    def reference(self, items: Sequence[str], first: int, last: int) -> tuple[str, ...]:
         """The lines of the answer, where these items are asked for (from 1)."""
         return tuple(f"{i}. {items[i - 1]}" for i in range(first, last + 1))[:: self.step]
 
@@ -107,10 +107,10 @@ class NumberedList(Task):
         turns = []
         for first, last in ranges:
             wording = self.whole if (first, last) == (1, len(lines)) else self.part
-            golden = self.golden(items, first, last)
-            answer = "\n".join(golden)
+            reference = self.reference(items, first, last)
+            answer = "\n".join(reference)
             limit = len(tokenizer(answer, add_special_tokens=False).input_ids) + SLACK
-            turns.append(Turn(wording.format(first=first, last=last), "", answer, golden, limit))
+            turns.append(Turn(wording.format(first=first, last=last), "", answer, reference, limit))
         facts = {"lines": len(lines), "ranges": [list(pair) for pair in ranges]}
         return Example(id, self.intro + "\n".join(lines), tuple(turns), facts)
 

@@ -1,4 +1,4 @@
-"""Scores of long answers over their parts: all of the golden answer, and each quarter of it, by output position."""
+"""Scores of long answers over their parts: all of the reference answer, and each quarter of it, by output position."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Right = Callable[..., list[bool]]
 def share(
     right: Right, prediction: str, references: Sequence[str], quarters: tuple[int, int] = (0, QUARTERS), **facts: object
 ) -> float:
-    """The share of right parts among the golden ones from one quarter of them up to another."""
+    """The share of right parts among the reference ones from one quarter of them up to another."""
     first, last = (len(references) * quarter // QUARTERS for quarter in quarters)
     found = right(prediction, references, **facts)[first:last]
     return sum(found) / len(found)

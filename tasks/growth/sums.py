@@ -50,7 +50,7 @@ class RunningSums(NumberedList):
         del tokenizer
         return "7"
 
-    def golden(self, items: Sequence[str], first: int, last: int) -> tuple[str, ...]:
+    def reference(self, items: Sequence[str], first: int, last: int) -> tuple[str, ...]:
         """The sums, from the first line asked for."""
         sums = accumulate(map(int, items[first - 1 : last]))
         return tuple(f"{i}. {total % 10}" for i, total in enumerate(sums, first))

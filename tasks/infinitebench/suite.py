@@ -78,15 +78,15 @@ class InfiniteBench(FilledPrompt):
     def compose(self, row: Row, *, mode: Mode, turns: int, frame: Frame) -> Example:  # noqa: ARG002  # there is one turn
         """The filled prompt; the right letter and the options are facts where there are some."""
         answers, facts = find_answers(row), dict[str, object]()
-        golden = answers[0]
+        reference = answers[0]
         if self.kind in CHOICES:
             letter = find_letter(answers, row["options"])
             assert letter is not None, "`fault` has seen to it"
-            golden, answers, facts = letter, answers[:1], {"letter": letter, "options": row["options"]}
+            reference, answers, facts = letter, answers[:1], {"letter": letter, "options": row["options"]}
         elif self.kind == "math_calc":
-            golden = f"[{', '.join(answers)}]"
+            reference = f"[{', '.join(answers)}]"
         return fill(
-            PROMPTS[self.kind], self.find_words(row), prefix=PREFIXES[self.kind], answer=golden, references=answers,
+            PROMPTS[self.kind], self.find_words(row), prefix=PREFIXES[self.kind], answer=reference, references=answers,
             limit=LIMITS[self.kind], frame=frame, facts=facts,
         )
 

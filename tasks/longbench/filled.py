@@ -101,7 +101,7 @@ def fill(
 
     words: a text for each name in braces.
     prefix: the template's last words, where they start the answer.
-    answer: the golden one, put after a space where the text before it does not end in one.
+    answer: the reference one, put after a space where the text before it does not end in one.
     """
     head, _, tail = template.partition("{context}")
     body = tail.lstrip("\n")

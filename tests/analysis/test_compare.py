@@ -28,7 +28,7 @@ from kvbench.analysis.significance import adjust
 from kvbench.runs.files import read_file, write_record
 from kvbench.runs.journal import Line
 from kvbench.runs.request import Plan, Request, check
-from kvbench.runs.results import BudgetResult, CertificateResult, Output, Result, Score
+from kvbench.runs.results import BudgetResult, EffectResult, Output, Result, Score
 from kvbench.runs.spec import RunSpec
 
 CURATED = Path(__file__).parents[2] / "results" / "cpu-2-cores"
@@ -46,17 +46,17 @@ def run(
         (f"s{index}", turn): Line(
             sample=f"s{index}", index=index, turn=turn, turns=TURNS, prompt_hash=f"{prompt}{index}", prediction="x",
             ids=(1,), references=("x",), score=score, scores={}, tokens=None, stop_reason="stop", times=None,
-            bytes=None, evidence=None, agreement=None, facts={}, started="", seconds=0.0, error=None,
+            bytes=None, effect=None, agreement=None, facts={}, started="", seconds=0.0, error=None,
         )
         for (index, turn), score in scores.items()
     }
-    certificate = CertificateResult(
-        kind="none" if full else "held", n_acted=0, n=0 if full else len(lines), n_identity=len(lines) if full else 0,
-        rows_seen=9, rows_kept=9, rows_kept_by_layer=(9,), facts={},
+    effect = EffectResult(
+        kind="none" if full else "stored", n_acted=0, n=0 if full else len(lines), n_identity=len(lines) if full else 0,
+        entries_seen=9, entries_kept=9, entries_kept_by_layer=(9,), facts={},
     )
     result = Result.model_construct(
-        run_id=name, status=status, certificate=certificate,
-        budget=BudgetResult(asked=None, kind="none" if full else "held", resolved={}),
+        run_id=name, status=status, effect=effect,
+        budget=BudgetResult(asked=None, kind="none" if full else "stored", resolved={}),
         score=Score(
             metric="m", higher_is_better=higher, mean=sum(found) / len(found) if (found := _known(scores)) else None,
             partial_mean=None, ci95=None, by_turn=(),
@@ -111,10 +111,10 @@ def test_each_run_meets_the_full_cache_of_its_own_questions():
 
 
 def test_a_method_without_a_budget_that_loses_rows_is_no_full_cache():
-    """The certificate decides, not the name: it had something to do."""
+    """The effect decides, not the name: it had something to do."""
     merging = run("merging", FULL, full=True)
-    certificate = merging.result.certificate.model_copy(update={"n": 5, "n_identity": 0})
-    merging = Run(merging.folder, merging.result.model_copy(update={"certificate": certificate}), merging.lines)
+    effect = merging.result.effect.model_copy(update={"n": 5, "n_identity": 0})
+    merging = Run(merging.folder, merging.result.model_copy(update={"effect": effect}), merging.lines)
     assert find_regressions([merging, run("a", dict.fromkeys(FULL, 0.0))]) == []
 
 
@@ -144,7 +144,7 @@ def test_a_difference_is_drawn_by_context():
     assert (found.n, found.contexts, found.mean, found.ci95, found.p) == (20, 5, -1.0, (-1.0, -1.0), 2 / 32)
 
 
-def test_more_runs_need_more_evidence():
+def test_more_runs_need_more_effect():
     """p-values are adjusted over those that are compared with the first; a failed run is none of them."""
     asked = [(i, 0) for i in range(20)]
     first = run("first", dict.fromkeys(asked, 1.0))

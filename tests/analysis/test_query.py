@@ -191,7 +191,7 @@ def test_a_journals_row_can_be_read_back(folders):
     """As the record that it was."""
     line = read_lines(folders[0] / "samples.jsonl")[0]
     row = flatten(line)
-    assert (row["times_ttft_s"], row["bytes_cache_bytes"]) == (line.times.ttft_s, line.bytes.cache_bytes)
+    assert (row["times_ttft_s"], row["bytes_stored_bytes"]) == (line.times.ttft_s, line.bytes.stored_bytes)
     assert tuple(row["ids"]) == line.ids and json.loads(row["facts"]) == line.facts
 
 

@@ -186,7 +186,7 @@ def test_groups_never_contradict_the_order():
     assert group_ties("abc", lambda x, y: p_values[x, y]) == [["a"], ["b", "c"]]
 
 
-def test_more_rows_need_more_evidence():
+def test_more_rows_need_more_effect():
     """A p-value of 0.03 parts two rows, and is to be expected among five."""
     assert group_ties("ab", lambda x, y: 0.03) == [["a"], ["b"]]
     assert group_ties("abcde", lambda x, y: 0.03) == [["a", "b", "c", "d", "e"]]

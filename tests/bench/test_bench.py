@@ -60,8 +60,8 @@ def fitted(name, length=LENGTH, model=None):
     """A method at a quarter of a short context."""
     model = model or tiny_model()
     made = find_method(name)().bind(model)
-    held = made.card.budget in (BudgetKind.HELD, BudgetKind.READ)
-    return made.fit(Budget("rows", max(made.minimum_rows(), length // 4)) if held else None, model.shape(length))
+    held = made.card.budget in (BudgetKind.STORED, BudgetKind.READ)
+    return made.fit(Budget("rows", max(made.minimum_entries(), length // 4)) if held else None, model.shape(length))
 
 
 def setting(**options):
@@ -344,7 +344,7 @@ def test_made_up_rows_take_what_real_ones_do(name):
             return
         with open_stand(job, fitted(name), LENGTH, 2) as stand:
             memory = stand.session.memory()
-            found[state] = memory.cache_bytes, memory.host_bytes, sum(stand.session.certificate().rows_kept)
+            found[state] = memory.stored_bytes, memory.host_bytes, sum(stand.session.effect().entries_kept)
             assert (stand.prefill_s is None) == (state == "synthetic")
             with open_steps(job, stand.session, graph=True) as timed:
                 timed.call()
@@ -356,7 +356,7 @@ def test_windows_are_kept_to_in_made_up_rows():
     model = tiny_model(window=16)
     job = Setting(model=model, state="synthetic", later=LATER)
     with open_stand(job, Full(), LENGTH, 1) as stand:
-        assert stand.session.memory().cache_bytes == model.shape(LENGTH).dense_bytes
+        assert stand.session.memory().stored_bytes == model.shape(LENGTH).full_bytes
 
 
 # Operations that are wrong
@@ -502,7 +502,7 @@ def test_a_batch_that_memory_cannot_hold_is_not_tried_on_a_cpu(bench):
     (first, *_) = bench("--method", "full", "--clock", "step", "--batch", "100000", "--memory", 0.1).json["cells"]
     assert first["outcome"] == "out of memory"
     assert first["reason"].startswith("not tried: ")
-    assert first["predicted"]["peak_bytes"] > 100_000_000 > first["predicted"]["cache_bytes"] / 100
+    assert first["predicted"]["peak_bytes"] > 100_000_000 > first["predicted"]["stored_bytes"] / 100
 
 
 # Jobs
@@ -531,7 +531,7 @@ def test_cells_say_what_was_timed_and_beside_what(bench, tmp_path):
         assert all(x.seconds.n == 2 for x in cell.times.values())
         assert cell.steps == (8 if cell.clock == "user" else 4)
         assert cell.kernels["dense_attention" if cell.method.name != "full-int8" else "int8_attention"] == "torch"
-        assert cell.memory.cache_bytes == cell.predicted.cache_bytes
+        assert cell.memory.stored_bytes == cell.predicted.stored_bytes
         assert cell.device_memory is None
         assert cell.budget == ("50%" if cell.method.name == "snapkv" else None)
     assert "compression, " in answer.out and "% of it" in answer.out
@@ -708,7 +708,7 @@ def test_on_a_gpu_steps_and_attention_are_graphs(kvbench, kernels):
     graphs = {x["method"]["name"]: x["graph"] for x in cells if x["clock"] == "step"}
     assert graphs == {"full": True, "full-int8": True, "snapkv": True, "h2o": False}
     for cell in cells:
-        assert cell["device_memory"]["steady_bytes"] >= cell["memory"]["cache_bytes"]
+        assert cell["device_memory"]["steady_bytes"] >= cell["memory"]["stored_bytes"]
         assert cell["device_memory"]["peak_bytes"] >= cell["device_memory"]["steady_bytes"]
         for name, time in cell["times"].items():
             assert 0 < time["seconds"]["median"] < 10

@@ -46,9 +46,9 @@ def test_what_is_predicted_is_what_the_ledger_measures(mini, name):
             fork.answer(STEPS + 1, stop=frozenset())
             read = sum(store.read_bytes() for store in fork.layers)
         memory = session.memory()
-    assert abs(memory.cache_bytes - BATCH * need.cache) <= 0.001 * memory.cache_bytes
+    assert abs(memory.stored_bytes - BATCH * need.cache) <= 0.001 * memory.stored_bytes
     assert memory.host_bytes == BATCH * need.method.declared_host_bytes(need.model.shape)
-    assert memory.tail_bytes <= BATCH * need.tail
+    assert memory.spare_bytes <= BATCH * need.tail
     assert memory.peak_bytes <= BATCH * need.rows_while_running
     declared, later = need.step_bytes(BATCH) - need.model.step_bytes, STEPS * BATCH * need.tail // LATER
     least = 0.5 if need.method.card.budget is BudgetKind.READ else 0.999  # what is found again is not read again
@@ -64,8 +64,8 @@ def test_a_floor_by_hand():
     assert full.step_bytes == weights + cache
     assert full.floor_s == pytest.approx((weights + cache) / 4.32e12)
     assert full.gain == full.gain_captured == full.gain_python == 1
-    assert int8.cache_bytes == cache * (128 + 2) // 256  # a byte per element, and a scale of two for 128
-    assert kivi.gain == pytest.approx((weights + cache) / (weights + kivi.cache_bytes))
+    assert int8.stored_bytes == cache * (128 + 2) // 256  # a byte per element, and a scale of two for 128
+    assert kivi.gain == pytest.approx((weights + cache) / (weights + kivi.stored_bytes))
 
 
 @pytest.mark.parametrize(("length", "batch", "gain", "seen"), [

@@ -285,7 +285,7 @@ def test_the_method_of_a_real_task_runs_by_name(kvbench, arguments):
     assert answer.code == 0, answer.err
     assert answer.json["spec"]["method"]["settings"]["window"] == 4
     assert answer.json["output"]["tokens"] <= 2
-    assert answer.json["budget"] == {**answer.json["budget"], "asked": "25%", "kind": "held"}
+    assert answer.json["budget"] == {**answer.json["budget"], "asked": "25%", "kind": "stored"}
 
 
 def test_a_failed_run_is_compared_with_nothing(kvbench, arguments, tmp_path):

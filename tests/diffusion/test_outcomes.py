@@ -49,7 +49,7 @@ def test_a_policy_that_never_acts_fails_its_run(kvbench, arguments, method, how)
 def test_a_threshold_may_leave_a_sample_nothing_to_reuse(kvbench, arguments, how, status):
     """Where texts decide how many passes there are, acting in some samples is enough; the row still counts them."""
     result = kvbench(*arguments, "--method", f"{TOYS}:Moody", "--gen", how).json
-    assert 0 < result["certificate"]["n_acted"] < result["certificate"]["n"] == 4
+    assert 0 < result["effect"]["n_acted"] < result["effect"]["n"] == 4
     assert result["status"] == status
 
 

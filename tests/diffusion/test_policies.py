@@ -57,7 +57,7 @@ def one(prompts):
     (DkvCacheDecode(refresh=1), {"temperature": 0.8}), (FastDllmPrefix(), {"block": 1}), (FastDllmDual(), {"block": 1}),
     (SparseDllm(delay=NEVER), {"block": 4}),
 ])
-def test_all_rows_in_every_pass_is_no_cache(model, fill, method, how):
+def test_all_entries_in_every_pass_is_no_cache(model, fill, method, how):
     """Token for token, whatever the schedule."""
     found = fill(model, method, **how)
     assert found.ids == fill(model, NoCache(), **how).ids
@@ -200,7 +200,7 @@ def test_elastic_with_nothing_tracked_resets_no_layer(unshifted, one, fill):
     assert high == low
 
 
-def test_elastic_with_all_rows_in_every_pass_is_no_cache(model, one, fill):
+def test_elastic_with_all_entries_in_every_pass_is_no_cache(model, one, fill):
     """The exact limit of its card (oracle a)."""
 
     class Whole(ElasticCache):

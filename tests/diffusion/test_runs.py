@@ -33,7 +33,7 @@ def filled(monkeypatch):
 
 
 def test_a_run_measures_what_it_computes(kvbench, arguments, tmp_path):
-    """Rows and passes as the policy's rule gives them, certificate and baselines beside it."""
+    """Rows and passes as the policy's rule gives them, effect and baselines beside it."""
     answer = kvbench(*arguments, "--method", "dkv-cache-decode", "--gen", "steps=8")
     assert answer.code == 0, answer.err
     result = answer.json
@@ -45,10 +45,10 @@ def test_a_run_measures_what_it_computes(kvbench, arguments, tmp_path):
     assert found["rows_per_step"] == pytest.approx(rows / 8)
     assert found["rows_share"] == pytest.approx(rows / (8 * n))
     assert found["recomputed_rows"] == pytest.approx(rows - n)
-    assert result["certificate"]["n_acted"] == result["certificate"]["n"] == 4
-    assert result["certificate"]["facts"] == {"rows_skipped": 4 * (8 * n - rows), "rows_unread": 0, "tokens_early": 0}
+    assert result["effect"]["n_acted"] == result["effect"]["n"] == 4
+    assert result["effect"]["facts"] == {"rows_skipped": 4 * (8 * n - rows), "rows_unread": 0, "tokens_early": 0}
     bytes_per_row = 2 * 2 * 8 * 4 * 2  # keys and values, 2 heads of 8, float32, 2 layers
-    assert result["memory"]["cache_bytes"] == result["memory"]["dense_bytes"] == n * bytes_per_row
+    assert result["memory"]["stored_bytes"] == result["memory"]["full_bytes"] == n * bytes_per_row
     assert result["memory"]["read_bytes_per_step"] == n * bytes_per_row
     assert result["memory"]["bytes_per_token"] == bytes_per_row
     assert (result["model"]["kind"], result["visibility"], result["agreement"]) == ("diffusion", "visible", None)
@@ -70,10 +70,10 @@ def test_no_cache_is_its_own_baseline(kvbench, arguments):
     """The same tokens and scores; it is its declared identity, so nothing is to be proved."""
     result = kvbench(*arguments, "--method", "none").json
     beside = result["diffusion"]["baselines"]["none"]
-    assert (result["status"], result["certificate"]["n"], result["certificate"]["n_identity"]) == ("ok", 0, 4)
+    assert (result["status"], result["effect"]["n"], result["effect"]["n_identity"]) == ("ok", 0, 4)
     assert (beside["same_tokens"], beside["mean"]) == (1.0, result["score"]["mean"])
-    assert (result["diffusion"]["rows_share"], result["memory"]["cache_bytes"]) == (1.0, 0)
-    assert result["memory"]["read_bytes_per_step"] == result["memory"]["dense_bytes"]
+    assert (result["diffusion"]["rows_share"], result["memory"]["stored_bytes"]) == (1.0, 0)
+    assert result["memory"]["read_bytes_per_step"] == result["memory"]["full_bytes"]
 
 
 @pytest.mark.parametrize(("other", "same"), [
@@ -100,9 +100,9 @@ def test_what_fills_the_canvas_behind_two_answers_is_no_likeness(kvbench, argume
     assert found["same_tokens"] == 0
 
 
-@pytest.mark.parametrize("history", ["golden", "own"])
+@pytest.mark.parametrize("history", ["reference", "own"])
 def test_a_prompt_holds_the_whole_conversation(kvbench, arguments, filled, folder, tmp_path, history):
-    """Context, questions, and golden answers or the model's own up to their ends, rebuilt by hand."""
+    """Context, questions, and reference answers or the model's own up to their ends, rebuilt by hand."""
     assert kvbench(*arguments, "--method", "none", "--mode", "multi-turn", "--history", history).code == 0
     tokenizer = load_tokenizer(str(folder))
     prompts = [prompt for name, prompt, *_ in filled if name == "none"]

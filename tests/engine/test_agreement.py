@@ -90,7 +90,7 @@ class Protocol:
 
     mode: Mode = Mode.MULTI_TURN
     visibility: str = "hidden"
-    history: str = "golden"
+    history: str = "reference"
     chunk: int | None = None
     kernels: str = "torch"
 
@@ -117,17 +117,17 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_the_dense_cache_runs_a_conversation_once_per_model(runs: list[Any]) -> None:
     """Asked again it is known; another context, protocol, history or model is another conversation."""
-    model, golden, own = tiny_model(), Protocol(), Protocol(history="own")
-    first = find_dense(model, conversation(1), golden, [[9], [9]], 200)
-    again = find_dense(model, conversation(1), golden, [[8], [8]], 300)
+    model, reference, own = tiny_model(), Protocol(), Protocol(history="own")
+    first = find_dense(model, conversation(1), reference, [[9], [9]], 200)
+    again = find_dense(model, conversation(1), reference, [[8], [8]], 300)
     assert len(runs) == 1
     assert all(x.equal(y) for x, y in zip(first, again, strict=True))
 
-    find_dense(model, conversation(2), golden, [[9], [9]], 200)
+    find_dense(model, conversation(2), reference, [[9], [9]], 200)
     find_dense(model, conversation(1), Protocol(visibility="first-turn"), [[9], [9]], 200)
     find_dense(model, conversation(1), own, [[9], [9]], 200)
     find_dense(model, conversation(1), own, [[8], [8]], 200)
-    find_dense(tiny_model(seed=1), conversation(1), golden, [[9], [9]], 200)
+    find_dense(tiny_model(seed=1), conversation(1), reference, [[9], [9]], 200)
     assert len(runs) == 6
 
 

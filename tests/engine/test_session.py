@@ -36,7 +36,7 @@ def ids(count, seed=1):
 
 def fitted(method, model, length, rows=16):
     """The method at a budget in rows, where it takes one."""
-    return method.fit(Budget("rows", rows) if method.card.budget == "held" else None, model.shape(length))
+    return method.fit(Budget("rows", rows) if method.card.budget == "stored" else None, model.shape(length))
 
 
 def plain_logits(model, tokens):
@@ -59,16 +59,16 @@ CONTEXT, FIRST, SECOND = ids(40), ids(7, 2), ids(5, 3)
 # What a conversation consists of
 
 
-def test_golden_history_stands_in_the_answer_s_place():
-    """With golden history every question is answered after the context, the questions and the true answers."""
-    model, golden = tiny_model(), ids(3, 4)
+def test_reference_history_stands_in_the_answer_s_place():
+    """With reference history every question is answered after the context, the questions and the true answers."""
+    model, reference = tiny_model(), ids(3, 4)
     first = plain_answer(model, CONTEXT + FIRST, 4)
-    second = plain_answer(model, CONTEXT + FIRST + golden + SECOND, 4)
+    second = plain_answer(model, CONTEXT + FIRST + reference + SECOND, 4)
     with Session(model, Full(), capacity=90) as session:
         session.prefill(CONTEXT)
-        assert session.ask(FIRST, 4, history=golden, stop=NO_STOP).ids == [first]
-        assert session.ask(SECOND, 4, history=golden, stop=NO_STOP).ids == [second]
-        assert session.seen == len(CONTEXT + FIRST + golden + SECOND)
+        assert session.ask(FIRST, 4, history=reference, stop=NO_STOP).ids == [first]
+        assert session.ask(SECOND, 4, history=reference, stop=NO_STOP).ids == [second]
+        assert session.seen == len(CONTEXT + FIRST + reference + SECOND)
 
 
 def test_own_history_has_every_token_once():
@@ -108,12 +108,12 @@ def test_a_visible_question_is_part_of_the_context():
 
 
 def test_history_counts_although_no_question_follows():
-    """Asking for more without a question goes on after the golden history, not before it."""
-    model, golden = tiny_model(), ids(3, 4)
+    """Asking for more without a question goes on after the reference history, not before it."""
+    model, reference = tiny_model(), ids(3, 4)
     with Session(model, Full(), capacity=90) as session:
         session.prefill(CONTEXT)
-        session.ask(FIRST, 4, history=golden, stop=NO_STOP)
-        assert session.ask([], 4, stop=NO_STOP).ids == [plain_answer(model, CONTEXT + FIRST + golden, 4)]
+        session.ask(FIRST, 4, history=reference, stop=NO_STOP)
+        assert session.ask([], 4, stop=NO_STOP).ids == [plain_answer(model, CONTEXT + FIRST + reference, 4)]
 
 
 @pytest.mark.parametrize("chunk", [None, 3])
@@ -130,7 +130,7 @@ def test_scores_are_log_probabilities(chunk):
     assert torch.allclose(found, wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize("history", [None, ids(3, 4)], ids=["own", "golden"])
+@pytest.mark.parametrize("history", [None, ids(3, 4)], ids=["own", "reference"])
 def test_scores_come_after_the_whole_history(history):
     """`score` after an answer counts that answer, the token that was never run included."""
     model, answer = tiny_model(), ids(4, 5)
@@ -207,7 +207,7 @@ def test_recompression_chooses_with_the_question():
         with Session(model, fitted(SNAPKV, model, 40), capacity=90, recompress=recompress, track=True) as session:
             session.prefill(CONTEXT)
             session.ask(FIRST, 1, stop=NO_STOP)
-            rows[recompress] = session.layers[1].rows_kept()
+            rows[recompress] = session.layers[1].entries_kept()
             assert session.layers[1].positions[0, 0, -4:].tolist() == [43, 44, 45, 46]
     assert rows == {False: [16 + len(FIRST)] * 2, True: [16] * 2}
 
@@ -367,7 +367,7 @@ def test_static_steps_equal_eager_ones(method, shape):
             token = torch.tensor([[x]])
             assert torch.allclose(step_logits(static, token), step_logits(eager, token), atol=1e-5)
         assert static.seen == eager.seen
-        assert static.certificate() == eager.certificate()
+        assert static.effect() == eager.effect()
 
 
 @every_shape

@@ -170,7 +170,7 @@ def test_predicted_memory_is_what_is_taken(name: str, dtype: str, saved: dict[st
     with Session(loaded, Dense()) as session:
         session.prefill(ids)
         memory = session.memory()
-    assert prediction.cache_bytes == memory.cache_bytes == memory.dense_bytes
+    assert prediction.stored_bytes == memory.stored_bytes == memory.full_bytes
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -180,4 +180,4 @@ def test_every_served_architecture_is_predicted(name: str, tmp_path: Path) -> No
     module.config.save_pretrained(tmp_path)
     prediction = predict_memory(str(tmp_path), "float32", 100)
     assert prediction.params == sum(x.numel() for x in module.parameters())
-    assert prediction.cache_bytes == Model.from_module(module).shape(100).dense_bytes
+    assert prediction.stored_bytes == Model.from_module(module).shape(100).full_bytes

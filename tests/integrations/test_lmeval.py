@@ -155,8 +155,8 @@ def test_context_is_compressed_before_a_continuation_is_scored(snapkv, docs):
             assert logprob == pytest.approx(expected.item(), abs=1e-4)
     tally = snapkv.tallies["loglikelihood"]
     assert (tally.requests, tally.acted, tally.whole, tally.cut) == (2, 2, 0, 0)
-    assert tally.dense_bytes == snapkv.model.shape(len(ids)).dense_bytes
-    assert tally.cache_bytes / tally.dense_bytes == pytest.approx(0.25, abs=0.01)
+    assert tally.full_bytes == snapkv.model.shape(len(ids)).full_bytes
+    assert tally.stored_bytes / tally.full_bytes == pytest.approx(0.25, abs=0.01)
 
 
 def test_answers_are_greedy_and_end_at_their_texts(full, plain, docs):
@@ -345,7 +345,7 @@ def test_both_directions_come_to_the_same_scores(run, folder, snapkv, file, metr
     answer = run(file, "--method", "snapkv", "--budget", "25%", "--dtype", "float32")
     assert answer.code == 0, answer.err
     found = answer.json
-    assert found["certificate"]["n_acted"] == 4
+    assert found["effect"]["n_acted"] == 4
     assert {name.split("@")[0]: value for name, value in found["scores"].items()} == {
         ours: results[name] for ours, name in metrics.items()
     }

@@ -28,10 +28,10 @@ def look(method, fitted, budget, monkeypatch, *, held=None, resolved=None, ident
     line = SimpleNamespace(
         turn=0, index=0, denoising=None, tokens=SimpleNamespace(context=GEMMA.length),
         bytes=SimpleNamespace(
-            dense_bytes=GEMMA.dense_bytes, cache_bytes=fitted.declared_bytes(GEMMA) if held is None else held,
+            full_bytes=GEMMA.full_bytes, stored_bytes=fitted.declared_bytes(GEMMA) if held is None else held,
             host_bytes=0,
         ),
-        evidence=SimpleNamespace(identity=identity),
+        effect=SimpleNamespace(identity=identity),
     )
     spec = SimpleNamespace(
         budget=budget, recompress=recompress, model=SimpleNamespace(id="tiny", kind="autoregressive"),

@@ -27,7 +27,7 @@ def asked(monkeypatch):
 
 @pytest.mark.parametrize("path", CURATED[::25], ids=lambda x: x.parent.name)
 def test_a_command_asks_for_its_spec(asked, path):
-    """Typed into a shell, option by option; golden history goes without saying."""
+    """Typed into a shell, option by option; reference history goes without saying."""
     spec = read_file(path, Result).spec
     assert cli.call(shlex.split(write_command(spec))[1:]) == 0
     assert Options(**asked[0]).request(Path("runs")) == replace(write_request(spec), history=None, suite=None)

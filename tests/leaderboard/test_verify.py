@@ -61,7 +61,7 @@ def test_easier_references_are_refused(snapkv, check):
     ({"sample": "<script>"}, "prompts: sample 0 turn 0: no such sample with 2 turns, but 'test-0-0'"),
     ({"ids": (2**31,)}, "answers: sample 0 turn 0 has a token id or log-probabilities that no model gave it"),
     ({"stop_reason": "length"}, "answers: sample 0 turn 0: its token counts or its stop reason"),
-    ({"evidence": None}, "answers: sample 0 turn 0 has an answer, and does not say what it took"),
+    ({"effect": None}, "answers: sample 0 turn 0 has an answer, and does not say what it took"),
 ])
 def test_a_line_that_does_not_fit_its_question_is_refused(snapkv, check, change, reason):
     files = snapkv.with_lines(lambda i, x: x.model_copy(update=change) if i == 0 else x)
@@ -74,7 +74,7 @@ def test_samples_of_another_seed_are_refused(snapkv, check, tmp_path):
     assert "answers to something else" in check(files)["refused"]
 
 
-@pytest.mark.parametrize("name", ["cache_bytes", "dense_bytes", "host_bytes"])
+@pytest.mark.parametrize("name", ["stored_bytes", "full_bytes", "host_bytes"])
 def test_bytes_that_the_method_does_not_declare_are_refused(snapkv, check, name):
     def lower(_, line):
         return line.model_copy(update={"bytes": line.bytes.model_copy(update={name: getattr(line.bytes, name) + 8})})
@@ -93,7 +93,7 @@ def test_a_budget_that_the_run_did_not_have_is_refused(snapkv, check):
     assert check(files)["refused"].startswith("bytes: sample 0: snapkv declares")
 
 
-@pytest.mark.parametrize("name", ["memory", "latency", "output", "certificate", "agreement"])
+@pytest.mark.parametrize("name", ["memory", "latency", "output", "effect", "agreement"])
 def test_a_result_that_its_journal_does_not_give_is_refused(snapkv, check, name):
     def change(result):
         key = next(key for key, value in result[name].items() if isinstance(value, int | float))
@@ -106,17 +106,17 @@ def test_a_result_that_its_journal_does_not_give_is_refused(snapkv, check, name)
 def test_distinct_codes_that_were_added_up_are_flagged(snapkv, check):
     """Results of before have the sum over their four samples, of now the most in one; any other number is refused."""
     def code(_, line):
-        facts = {**line.evidence.facts, "distinct_codes": 4}
-        return line.model_copy(update={"evidence": line.evidence.model_copy(update={"facts": facts})})
+        facts = {**line.effect.facts, "distinct_codes": 4}
+        return line.model_copy(update={"effect": line.effect.model_copy(update={"facts": facts})})
 
     files = snapkv.with_lines(code)
     assert "facts" not in check(files)
     old, wrong = (
-        check(edit(files, RESULT, lambda x, count=count: x["certificate"]["facts"].update(distinct_codes=count)))
+        check(edit(files, RESULT, lambda x, count=count: x["effect"]["facts"].update(distinct_codes=count)))
         for count in (16, 7)
     )
     assert (old["facts"], old["level"]) == ("flag", "L0")
-    assert wrong["refused"] == "summary: its certificate.facts.distinct_codes is 7, its samples give 4"
+    assert wrong["refused"] == "summary: its effect.facts.distinct_codes is 7, its samples give 4"
 
 
 def test_another_run_id_is_refused(snapkv, check):
@@ -240,7 +240,7 @@ def test_a_failed_run_says_so_and_has_no_score(snapkv, check):
     def fail(_, line):
         if (line.index, line.turn) != (3, 1):
             return line
-        names = ("prediction", "score", "tokens", "stop_reason", "times", "bytes", "evidence", "agreement")
+        names = ("prediction", "score", "tokens", "stop_reason", "times", "bytes", "effect", "agreement")
         gone = {**dict.fromkeys(names), "ids": (), "scores": {}}
         return line.model_copy(update={**gone, "error": "OutOfMemoryError: none left"})
 

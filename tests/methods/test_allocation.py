@@ -84,8 +84,8 @@ def test_ragged_rows_are_held_and_nothing_else() -> None:
 
     with Session(model, fitted, capacity=300) as session:
         session.prefill(ids)
-        counts = [store.rows_kept() for store in session.layers]
-        measured = session.memory().cache_bytes
+        counts = [store.entries_kept() for store in session.layers]
+        measured = session.memory().stored_bytes
 
     assert [sum(rows) for rows in counts] == [100, 100]
     assert any(len(set(rows)) > 1 for rows in counts)
@@ -162,9 +162,9 @@ def test_the_ledger_shows_the_schedule() -> None:
         fitted = method.fit(Budget("rows", 32), model.shape(400))
         with Session(model, fitted) as session:
             session.prefill(ids)
-            kept[method.card.name] = [store.rows_kept() for store in session.layers]
-            held[method.card.name] = session.memory().cache_bytes
-            assert fitted.declared_bytes(model.shape(400)) == session.memory().cache_bytes
+            kept[method.card.name] = [store.entries_kept() for store in session.layers]
+            held[method.card.name] = session.memory().stored_bytes
+            assert fitted.declared_bytes(model.shape(400)) == session.memory().stored_bytes
 
     assert kept == {"snapkv": [[32, 32], [32, 32]], "pyramidkv": [[55, 55], [9, 9]]}
     assert held["pyramidkv"] == held["snapkv"]
@@ -188,7 +188,7 @@ def test_a_budget_for_every_row_has_no_schedule(length: int) -> None:
     """A context as long as its budget keeps every row of every layer, also where it is shorter than the window."""
     fitted = PyramidKV(window=32).fit(Budget("rows", length), tiny_model().shape(length))
 
-    assert [fitted.rows_in(layer, None) for layer in range(2)] == [length, length]
+    assert [fitted.entries_in(layer, None) for layer in range(2)] == [length, length]
 
 
 def test_frozen_rows_are_not_compressed_again_in_silence() -> None:

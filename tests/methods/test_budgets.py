@@ -77,7 +77,7 @@ def test_the_message_says_what_is_wrong(text, reason):
        method=st.sampled_from([Random(), SnapKV(), StreamingLLM(), H2O()]))
 def test_a_share_comes_to_its_rows_or_is_refused(length, percent, method):
     """A share gives its rows of the length; below what the settings need it is refused with what would do."""
-    rows, least = round(percent / 100 * length), min(method.minimum_rows(), length)
+    rows, least = round(percent / 100 * length), min(method.minimum_entries(), length)
     fitted, message = attempt(method.fit, Budget("fraction", percent / 100), shape_of(length))
     if fitted is None:
         assert rows < least
@@ -93,7 +93,7 @@ def test_a_share_comes_to_its_rows_or_is_refused(length, percent, method):
 def test_sliding_layers_keep_their_share(length, window, rows):
     """A sliding layer keeps no more than its window, no more than full layers and, rounded up, the same share."""
     method = Random(window=0).fit(Budget("rows", rows), shape_of(length, window))
-    sliding, full = method.rows_in(1, window), method.rows_in(0, None)
+    sliding, full = method.entries_in(1, window), method.entries_in(0, None)
     assert full == rows
     if window < length:
         assert sliding == min(window, math.ceil(rows * window / length))
@@ -108,8 +108,8 @@ def test_declared_bytes_grow_with_the_budget(length, window, rows, method):
     small, large = (method.fit(Budget("rows", x), shape).declared_bytes(shape) for x in (rows, rows + 1))
     holes = 4 * 2 * window  # positions of a sliding layer that lost rows
     assert small <= large + holes
-    assert method.fit(Budget("rows", length), shape).declared_bytes(shape) == shape.dense_bytes
-    assert method.fit(Budget("fraction", 1.0), shape).declared_bytes(shape) == shape.dense_bytes
+    assert method.fit(Budget("rows", length), shape).declared_bytes(shape) == shape.full_bytes
+    assert method.fit(Budget("fraction", 1.0), shape).declared_bytes(shape) == shape.full_bytes
 
 
 def test_paper_budgets_are_the_card_s():

@@ -28,7 +28,7 @@ def test_claim(method_name, claim):
 # Planted faults
 
 
-def card(name="faulty", heads="independent", budget=BudgetKind.HELD):
+def card(name="faulty", heads="independent", budget=BudgetKind.STORED):
     """A card for a method that no one published."""
     return Card(
         name=name, title=name, idea="Has one fault.", arxiv=None, year=None, family="test", stages=(), budget=budget,
@@ -42,7 +42,7 @@ class Honest(ScoredMethod):
 
     card: ClassVar[Card] = card("honest")
 
-    def minimum_rows(self):
+    def minimum_entries(self):
         """The last four and one to choose."""
         return 5
 
@@ -171,9 +171,9 @@ class SaysActed(Honest):
 class Modest(Honest):
     """Declares a byte less per row than it holds."""
 
-    def row_bytes(self, layer, shape, *, holes):
+    def entry_bytes(self, layer, shape, *, holes):
         """Too few."""
-        return super().row_bytes(layer, shape, holes=holes) - 1
+        return super().entry_bytes(layer, shape, holes=holes) - 1
 
 
 @fault("measured bytes are declared", "measured .* bytes, declared")

@@ -90,8 +90,8 @@ def test_each_head_sees_its_own_rows_and_no_other(make_step):
         before += size
         held = {*range(SINKS), *range(before - RECENT, before)}
 
-    assert kv.rows_kept() == [rows, total, rows] * 2
-    assert kv.facts() == {"rows_dropped": 2 * 2 * (total - rows)}
+    assert kv.entries_kept() == [rows, total, rows] * 2
+    assert kv.facts() == {"entries_dropped": 2 * 2 * (total - rows)}
 
 
 @given(
@@ -145,8 +145,8 @@ def test_gates_of_a_file_decide_which_heads_keep_all(tmp_path):
 
     with Session(model, method, capacity=100) as session:
         session.prefill(ids(50))
-        kept = [store.rows_kept() for store in session.layers]
-        measured = session.memory().cache_bytes
+        kept = [store.entries_kept() for store in session.layers]
+        measured = session.memory().stored_bytes
 
     rows = SINKS + RECENT
     assert kept == [[rows, rows], [50, rows]]
@@ -214,7 +214,7 @@ def test_a_budget_is_spent_to_the_last_row(length, share, window):
     except UserError as error:
         assert "Use --budget" in str(error)  # noqa: PT017  # what it says is what is asked for
         return
-    target = shape.dense_bytes * made.rows / length
+    target = shape.full_bytes * made.rows / length
     if made.streaming is None:
         assert made.rows >= length
         return
@@ -251,7 +251,7 @@ def test_a_window_longer_than_the_context_keeps_the_sinks():
         session.prefill(ids(60))
         (_, store), = session.layers[0].groups
         assert sorted(store.positions[0, 0].tolist()) == [*range(SINKS), *range(60 - RECENT, 60)]
-        assert session.memory().cache_bytes == method.declared_bytes(model.shape(60))
+        assert session.memory().stored_bytes == method.declared_bytes(model.shape(60))
 
 
 def test_sinks_go_out_of_sight_with_the_window(make_step):
@@ -276,4 +276,4 @@ def test_sinks_go_out_of_sight_with_the_window(make_step):
         assert torch.allclose(method.attend(kv, step), wanted, atol=1e-5)
         method.evict(kv, step)
         held = {*range(SINKS), *range(before + size - RECENT, before + size)}
-        assert kv.rows_kept() == [SINKS + RECENT]
+        assert kv.entries_kept() == [SINKS + RECENT]

@@ -46,15 +46,15 @@ def test_answers_are_near_the_dense_cache_s():
     assert 1e-5 < error < 0.02
 
 
-def test_bytes_and_evidence():
-    """Two bytes of scale per row beside a byte per element, and the certificate counts rows and codes."""
+def test_bytes_and_effect():
+    """Two bytes of scale per row beside a byte per element, and the effect counts rows and codes."""
     with Session(tiny_model(), FullInt8(), capacity=80) as session:
         session.prefill(ids(40))
-        memory, proof = session.memory(), session.certificate()
-    assert memory.cache_bytes == 2 * 2 * 40 * (16 + 16 + 4)
-    assert memory.cache_bytes / memory.dense_bytes == (16 + 16 + 4) / (4 * 32)
+        memory, proof = session.memory(), session.effect()
+    assert memory.stored_bytes == 2 * 2 * 40 * (16 + 16 + 4)
+    assert memory.stored_bytes / memory.full_bytes == (16 + 16 + 4) / (4 * 32)
     assert proof.acted
-    assert proof.facts["rows_quantized"] == 2 * 2 * 40
+    assert proof.facts["entries_quantized"] == 2 * 2 * 40
     assert 100 < proof.facts["distinct_codes"] <= 255
 
 

@@ -44,7 +44,7 @@ def test_whole_blocks_leave_no_key_behind(length):
             assert store.packed.last_keys.n == length % R
             assert values.packed.shape[2] == max(0, length - R)
             assert store.packed.last_values.n == min(length, R)
-            assert store.rows_kept() == [length, length]
+            assert store.entries_kept() == [length, length]
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -88,7 +88,7 @@ def test_an_outlier_channel_costs_the_other_key_channels_nothing(make_step):
 
 
 def test_a_context_within_the_residual_is_the_dense_cache():
-    """Nothing is packed yet: the same logits over turns, and an identity that the certificate need not prove."""
+    """Nothing is packed yet: the same logits over turns, and an identity that the effect need not prove."""
     model = tiny_model()
     method = Kivi(residual=96)
     assert method.identity(model.shape(60))
@@ -97,7 +97,7 @@ def test_a_context_within_the_residual_is_the_dense_cache():
         assert ours.prefill(ids(60)).equal(full.prefill(ids(60)))
         found, wanted = (x.forward(ids(20, 2), Phase.QUERY, keep=20) for x in (ours, full))
         assert torch.allclose(found, wanted, atol=1e-5)
-        assert ours.certificate().identity
+        assert ours.effect().identity
 
 
 def test_more_bits_are_nearer():
@@ -178,17 +178,17 @@ def test_what_another_method_keeps_is_packed(name):
     with Session(model, alone, track=True) as exact, Session(model, packed, track=True) as ours:
         assert exact.prefill(ids(200)).equal(ours.prefill(ids(200)))
         assert ours.layers[0].positions.equal(exact.layers[0].positions)
-        assert [x.rows_kept() for x in ours.layers] == [x.rows_kept() for x in exact.layers]
+        assert [x.entries_kept() for x in ours.layers] == [x.entries_kept() for x in exact.layers]
         keys, _ = ours.layers[0].packed.codes()
         rows = keys.packed.shape[2]
         assert dequantize(keys).equal(dequantize(quantize(exact.layers[0].keys[:, :, :rows], 2, tokens=32)))
-        assert ours.certificate().facts["rows_quantized"] == sum(
-            n - n % R for store in exact.layers for n in store.rows_kept()
+        assert ours.effect().facts["entries_quantized"] == sum(
+            n - n % R for store in exact.layers for n in store.entries_kept()
         )
     with Session(model, packed) as ours:
         ours.prefill(ids(200))
-        assert ours.memory().cache_bytes == packed.declared_bytes(model.shape(200))
-        assert ours.memory().cache_bytes < 0.6 * alone.declared_bytes(model.shape(200))
+        assert ours.memory().stored_bytes == packed.declared_bytes(model.shape(200))
+        assert ours.memory().stored_bytes < 0.6 * alone.declared_bytes(model.shape(200))
 
 
 def test_heads_that_keep_every_row_are_packed_and_streaming_heads_are_not():
@@ -200,8 +200,8 @@ def test_heads_that_keep_every_row_are_packed_and_streaming_heads_are_not():
     assert alone.streaming == packed.streaming
     with Session(model, alone) as exact, Session(model, packed) as ours:
         assert exact.prefill(ids(200)).equal(ours.prefill(ids(200)))
-        assert ours.memory().cache_bytes == packed.declared_bytes(model.shape(200))
-        assert ours.certificate().facts["rows_quantized"] == packed.retrieval * (200 - 200 % R)
+        assert ours.memory().stored_bytes == packed.declared_bytes(model.shape(200))
+        assert ours.effect().facts["entries_quantized"] == packed.retrieval * (200 - 200 % R)
         for a, b in zip(exact.layers, ours.layers, strict=True):
             for (heads, x), (others, y) in zip(a.groups, b.groups, strict=True):
                 assert heads.equal(others)

@@ -53,7 +53,7 @@ def test_a_threshold_above_one_is_the_dense_cache_bit_for_bit():
     with session_of(KVMerger(mode="eps", eps=1.01), model, None) as ours, Session(model, Dense()) as dense:
         assert ours.prefill(ids(120)).equal(dense.prefill(ids(120)))
         assert ours.score(ids(9, 2)).equal(dense.score(ids(9, 2)))
-        assert ours.certificate().identity
+        assert ours.effect().identity
 
 
 def test_neighbors_above_the_threshold_are_joined(make_step):
@@ -63,7 +63,7 @@ def test_neighbors_above_the_threshold_are_joined(make_step):
     assert joins.int().tolist() == [[[1, 1, 0, 1, 0, 0, 1, 1, 0]]]
     unprotected(mode="eps", eps=0.98).evict(kv, step)
     assert kv.frozen.counts == [10 - 5]
-    assert kv.facts() == {"rows_dropped": 5, "rows_merged": 5}
+    assert kv.facts() == {"entries_dropped": 5, "entries_merged": 5}
 
 
 @pytest.mark.parametrize("rows", range(1, 10))
@@ -76,7 +76,7 @@ def test_a_budget_joins_the_most_similar_neighbors(rows, make_step):
     assert joined.sum() == 10 - rows
     assert rows == 1 or cosines[joined].min() >= cosines[~joined].max()
     method.evict(kv, step)
-    assert kv.rows_kept() == [rows]
+    assert kv.entries_kept() == [rows]
 
 
 def test_protected_rows_keep_every_bit(make_step):
@@ -99,7 +99,7 @@ def test_protection_gives_way_to_the_budget(make_step):
         assert protected.sum() == 3 + 3  # 20 and 20 rows by 9 / 60
         assert protected[-3:].all()
         method.evict(kv, step)
-        assert kv.rows_kept() == [10]
+        assert kv.entries_kept() == [10]
 
 
 def joined_share(method, make_step, budget, rows=400):
@@ -142,7 +142,7 @@ def test_equal_rows_with_a_bias_are_the_dense_cache(settings, make_step):
         kv, step = store_of(make_step, keys, values)
         if mode != "dense":
             unprotected(value_mode=mode, **settings).evict(kv, step)
-            assert kv.rows_kept() == [4]
+            assert kv.entries_kept() == [4]
         kv.append(question)
         outputs[mode] = kv.attend(question)
     assert torch.allclose(outputs["bias"], outputs["dense"], atol=1e-6)
@@ -176,11 +176,11 @@ def test_a_threshold_holds_the_bytes_of_its_rows(value_mode):
     model = tiny_model()
     with session_of(KVMerger(mode="eps", eps=0.3, value_mode=value_mode), model, None) as session:
         session.prefill(ids(120))
-        rows = [sum(store.rows_kept()) for store in session.layers]
+        rows = [sum(store.entries_kept()) for store in session.layers]
         assert max(rows) < 240
         row = 2 * 16 * 4 + (4 if value_mode == "bias" else 0)
-        assert session.memory().cache_bytes == sum(rows) * row + len(rows) * 3 * 4
-        assert session.certificate().acted
+        assert session.memory().stored_bytes == sum(rows) * row + len(rows) * 3 * 4
+        assert session.effect().acted
 
 
 CLAIMED = ("first token is exact", "old rows are freed", "chunks do not matter", "fork is a fresh run")
@@ -231,7 +231,7 @@ def test_the_papers_budgets_have_its_shares(length):
 def test_what_skipped_layers_hold_comes_off_the_others(budget):
     """Layers 0, 1 and 31 of 32 are whole, and the mean over layers is the budget."""
     method = KVMerger().fit(Budget.parse(budget), shape_of(32))
-    rows = [method.rows_in(i, None) for i in range(32)]
+    rows = [method.entries_in(i, None) for i in range(32)]
     assert method.resolution["skipped"] == (0, 1, 31)
     assert [i for i, x in enumerate(rows) if x is None] == [0, 1, 31]
     assert sum(1000 if x is None else x for x in rows) / 32 == pytest.approx(method.rows, abs=1)
@@ -241,7 +241,7 @@ def test_sliding_layers_count_as_what_they_hold():
     """Where layers slide the declared bytes are the budget's share all the same."""
     shape = shape_of(32, window=200)
     method = KVMerger().fit(Budget.parse("50%"), shape)
-    assert method.declared_bytes(shape) / shape.dense_bytes == pytest.approx(0.5, abs=0.01)
+    assert method.declared_bytes(shape) / shape.full_bytes == pytest.approx(0.5, abs=0.01)
 
 
 def test_shallow_models_skip_nothing_unless_told():

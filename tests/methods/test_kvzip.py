@@ -142,7 +142,7 @@ def test_equal_scores_do_not_change_the_number_of_rows():
         for store in session.layers:
             store.state["score"] = torch.full((1, 2, LENGTH), 0.5)
         method._keep(session)
-        assert sum(sum(store.rows_kept()) for store in session.layers) == 20 * 2 * 2
+        assert sum(sum(store.entries_kept()) for store in session.layers) == 20 * 2 * 2
 
 
 def test_the_repeat_leaves_nothing_behind(monkeypatch):
@@ -210,9 +210,9 @@ def test_sliding_layers_share_a_budget_of_their_own():
     method = KVzip(chunk_size=20).fit(Budget("rows", 30), model.shape(LENGTH))
     with Session(model, method, capacity=LENGTH + 40) as session:
         session.prefill(ids(LENGTH))
-        rows = [sum(store.rows_kept()) for store in session.layers]
+        rows = [sum(store.entries_kept()) for store in session.layers]
         assert (rows[0] + rows[1], rows[2] + rows[3]) == (2 * 30, 2 * 12)
-        assert session.memory().cache_bytes == method.declared_bytes(model.shape(LENGTH))
+        assert session.memory().stored_bytes == method.declared_bytes(model.shape(LENGTH))
 
 
 def test_a_visible_question_is_compressed_with_the_context():
@@ -252,7 +252,7 @@ def test_settings_without_a_meaning_are_refused(settings):
         KVzip(**settings)
 
 
-def test_answers_are_given_from_the_rows_kept():
+def test_answers_are_given_from_the_entries_kept():
     """A later turn attends to the frozen rows and its own, as a full cache behind a mask does."""
     model, context, question = tiny_model(), ids(LENGTH), ids(9, 2)
 

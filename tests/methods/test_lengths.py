@@ -12,12 +12,12 @@ from torch import Tensor
 
 from kvbench.check.trial import EDGE, FULL, NEVER_STOP, TOLERANCE, has_rounded
 from kvbench.engine.agreement import Dense
-from kvbench.engine.ledger import Certificate
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Budget, BudgetKind
 from kvbench.registry import find_method
+from kvbench.runs.journal import Effect
 
 LENGTHS = (1, 7, 31, 32, 33, 128, 600)
 SHAPES = {"GQA": (4, 2), "MHA": (2, 2), "MQA": (4, 1)}
@@ -42,7 +42,7 @@ class Talk:
     """Whether rows had been dropped, rounded or left unread when these logits were there."""
     rows: list[list[int]]
     """Rows of each KV head right after the context, by layer."""
-    proof: Certificate
+    proof: Effect
 
 
 @pytest.fixture(params=SHAPES.values(), ids=SHAPES)
@@ -57,18 +57,18 @@ def ids(count, seed):
 
 
 def talk(session, length):
-    """A context and three turns with golden history, every answer on a fork; counts tokens and rows on the way."""
+    """A context and three turns with reference history, every answer on a fork; counts tokens and rows on the way."""
     logits, acted, seen = [], [], length
 
     def note(found):
         assert found.isfinite().all(), "logits are not finite"
         assert [session.seen, *(x.seen for x in session.layers)] == [seen] * (len(session.layers) + 1), "tokens seen"
-        assert max(max(x.rows_kept()) for x in session.layers) <= seen, "more rows than tokens"
+        assert max(max(x.entries_kept()) for x in session.layers) <= seen, "more rows than tokens"
         logits.append(found)
-        acted.append(session.certificate().acted)
+        acted.append(session.effect().acted)
 
     note(session.prefill(ids(length, seed=1))[0])
-    rows = [x.rows_kept() for x in session.layers]
+    rows = [x.entries_kept() for x in session.layers]
     for turn, count in enumerate(QUESTIONS):
         session.ask(ids(count, seed=10 + turn), LIMIT, history=ids(HISTORY, seed=20 + turn), stop=NEVER_STOP)
         seen += count + (HISTORY if turn else 0)
@@ -76,7 +76,7 @@ def talk(session, length):
     with session.fork() as branch:
         forced = branch.force(ids(4, seed=30))[0]
     note(forced)
-    return Talk(logits, acted, rows, session.certificate())
+    return Talk(logits, acted, rows, session.effect())
 
 
 @functools.cache
@@ -111,9 +111,9 @@ def check(method, model, length, chunk=None):
     dense, shape = dense_talk(model, length), model.shape(length)
     with Session(model, method, capacity=length + 100, chunk=chunk) as session:
         found, memory, declared = talk(session, length), session.memory(), method.declared_bytes(shape)
-        assert memory.cache_bytes == declared, f"{memory.cache_bytes} bytes after the context, {declared} declared"
+        assert memory.stored_bytes == declared, f"{memory.stored_bytes} bytes after the context, {declared} declared"
         assert memory.host_bytes == method.declared_host_bytes(shape), "bytes on the host"
-        later = model.shape(length + LATER).dense_bytes - shape.dense_bytes
+        later = model.shape(length + LATER).full_bytes - shape.full_bytes
         held = sum(x.nbytes() - x.spare_bytes() for x in session.layers)
         assert held <= declared + ROW * later, f"{held} bytes after three turns, {declared} after the context"
     equal = max(1, found.acted.index(True)) if any(found.acted) else len(found.acted)  # the context is run exactly
@@ -125,7 +125,7 @@ def check(method, model, length, chunk=None):
 def test_three_turns_at_every_length(method_name, model, length):
     """Tokens, rows and bytes are right, and until a method acts its logits are the dense cache's, chunks or not."""
     method = find_method(method_name)().bind(model)
-    budgeted = method.card.budget in (BudgetKind.HELD, BudgetKind.READ)
+    budgeted = method.card.budget in (BudgetKind.STORED, BudgetKind.READ)
     if budgeted:
         proof = check(method.fit(FULL, model.shape(length)), model, length).proof
         assert has_rounded(proof) or (proof.identity and not proof.acted), "at its full budget it loses something"

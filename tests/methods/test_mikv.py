@@ -62,7 +62,7 @@ class Twin:
 
     def demote(self):
         """The least attended rows, unless they are recent; rows out of the window before all."""
-        high = self.method.high_rows(self.seen if self.window is None else min(self.seen, self.window))
+        high = self.method.high_entries(self.seen if self.window is None else min(self.seen, self.window))
         recent = self.seen - round(high * self.method.recent)
 
         def worth(p):
@@ -178,7 +178,7 @@ def test_everything_important_is_the_dense_cache():
                 a, b = (x.ask(question, 5, stop=frozenset()) for x in (ours, full))
                 assert a.ids == b.ids
             assert torch.allclose(ours.score(ids(9, 7)), full.score(ids(9, 7)), atol=1e-5)
-            assert ours.certificate().identity
+            assert ours.effect().identity
 
 
 def test_nothing_important_is_plain_rounding(make_step):
@@ -258,10 +258,10 @@ def test_the_low_tier_is_packed(bits, group):
             assert store.demoted.n == 45
             assert sum(x.nbytes for x in held.values()) == 2 * 45 * 32 * (bits + 32 / (group or 8)) / 8
             assert store.keys.shape[2] == 5
-        proof = session.certificate()
+        proof = session.effect()
         assert proof.acted
-        assert proof.facts["rows_quantized"] == 2 * 2 * 45
-        assert proof.facts["rows_dropped"] == 0
+        assert proof.facts["entries_quantized"] == 2 * 2 * 45
+        assert proof.facts["entries_dropped"] == 0
 
 
 def test_the_card_s_sizes():
@@ -269,14 +269,14 @@ def test_the_card_s_sizes():
     for bits, share in ((16, 0.325), (8, 0.23125), (4, 0.18125), (2, 0.15625)):
         method = MiKV(high_bits=bits).fit(None, SHAPE)
         extra = 2 * 8 * (200 * (4 + 4) + 128 * 4)  # scores and positions of the high tier, balancers
-        assert method.declared_bytes(SHAPE) == round(share * SHAPE.dense_bytes) + extra
+        assert method.declared_bytes(SHAPE) == round(share * SHAPE.full_bytes) + extra
 
 
 @pytest.mark.parametrize("text", ["20%", "25%", "50%", "400"])
 def test_a_budget_is_met_by_important_rows(text):
     """As many important rows as the bytes allow: one more would be too much."""
     method = MiKV().fit(Budget.parse(text), SHAPE)
-    asked = Budget.parse(text).value * (1 if text.endswith("%") else 1 / 1000) * SHAPE.dense_bytes
+    asked = Budget.parse(text).value * (1 if text.endswith("%") else 1 / 1000) * SHAPE.full_bytes
     assert method.declared_bytes(SHAPE) <= asked
     assert replace(method, share=method.share + 0.001).declared_bytes(SHAPE) > asked
     assert method.settings["important"] == 0.2

@@ -93,7 +93,7 @@ def test_a_question_reads_as_its_tokens_would_one_by_one():
         once.prefill(ids(70)), singly.prefill(ids(70))
         together = once.forward(torch.tensor([ids(20, 2)]), Phase.QUERY, keep=20)
         apart = torch.cat([singly.forward(torch.tensor([[x]]), Phase.QUERY) for x in ids(20, 2)], dim=1)
-        assert once.certificate().facts == singly.certificate().facts
+        assert once.effect().facts == singly.effect().facts
     assert (together - apart).abs().max() < 1e-5
 
 
@@ -105,23 +105,23 @@ def test_enough_pages_are_the_dense_cache():
         for session in (ours, dense):
             session.prefill(ids(90))
         found, wanted = (x.forward(torch.tensor([ids(9, 2)]), Phase.QUERY, keep=9) for x in (ours, dense))
-        proof = ours.certificate()
+        proof = ours.effect()
     assert (found - wanted).abs().max() < 1e-5
     assert proof.facts["pages_skipped"] == 0
     assert proof.facts["pages_read"] > 0
     assert not proof.acted
 
 
-def test_bytes_and_evidence():
+def test_bytes_and_effect():
     """Bounds are an eighth of the keys at pages of 4; a step reads them, and its pages for every query head."""
     model = tiny_model()
     with Session(model, fitted(model, 12, 64), capacity=100) as session:
         session.prefill(ids(64))
         assert session.memory().read_bytes_per_step == 0
         session.method.generate(session, 5, frozenset())
-        memory, facts = session.memory(), session.certificate().facts
+        memory, facts = session.memory(), session.effect().facts
     row = 2 * 16 * 4  # keys and values of one head
-    assert memory.cache_bytes == 2 * (64 * 2 * row + 16 * 2 * row + 8)
+    assert memory.stored_bytes == 2 * (64 * 2 * row + 16 * 2 * row + 8)
     steps, layers, query_heads, kv_heads = 4, 2, 4, 2
     assert facts["queries"] == steps * layers
     assert facts["pages_read"] == steps * layers * query_heads * 3
@@ -133,15 +133,15 @@ def test_bytes_and_evidence():
 
 
 def test_answers_on_a_fork_count():
-    """What an answer read on a fork is in the conversation's certificate; a fork that goes on counts from zero."""
+    """What an answer read on a fork is in the conversation's effect; a fork that goes on counts from zero."""
     model = tiny_model()
     with Session(model, fitted(model, 12, 64), capacity=100) as session:
         session.prefill(ids(64))
         session.ask([], 6, history=ids(3, 2), stop=frozenset())
-        assert session.certificate().facts["queries"] == 5 * 2
-        assert session.certificate().acted
+        assert session.effect().facts["queries"] == 5 * 2
+        assert session.effect().acted
         with session.fork() as branch:
-            assert "queries" not in branch.certificate().facts
+            assert "queries" not in branch.effect().facts
 
 
 def test_first_layers_may_be_dense():
@@ -152,8 +152,8 @@ def test_first_layers_may_be_dense():
     with Session(model, fitted(model, 12, 64, skip_layers=1), capacity=100) as session:
         session.prefill(ids(64))
         session.method.generate(session, 3, frozenset())
-        assert session.certificate().facts["queries"] == 2
-        assert session.memory().cache_bytes == session.method.declared_bytes(model.shape(64))
+        assert session.effect().facts["queries"] == 2
+        assert session.memory().stored_bytes == session.method.declared_bytes(model.shape(64))
 
 
 @pytest.mark.parametrize("window", [None, 48])

@@ -87,7 +87,7 @@ def test_layers_whose_window_is_longer_than_the_context_are_full_ones():
         (_, store), = session.layers[0].groups
         assert sorted(store.positions[0, 0].tolist()) == [*range(4), *range(52, 60)]
         assert store.merged == 60 - 12
-        assert session.memory().cache_bytes == method.declared_bytes(model.shape(60))
+        assert session.memory().stored_bytes == method.declared_bytes(model.shape(60))
 
 
 def test_all_heads_with_every_row_are_a_declared_identity():
@@ -175,7 +175,7 @@ def test_retrieval_heads_hold_all_and_the_others_a_bounded_number():
         session.prefill(ids(60))
         for _ in range(20):
             session.forward(ids(1), Phase.DECODE)
-        kept = [store.rows_kept() for store in session.layers]
+        kept = [store.entries_kept() for store in session.layers]
 
     assert len(retrieval) == 2
     assert kept == [[80 if (layer, head) in retrieval else 4 + 8 + 1 for head in range(2)] for layer in range(2)]
@@ -212,7 +212,7 @@ def test_the_paper_s_budget_is_its_formula():
     assert (long.retrieval, long.streaming) == (39, 4 + 16_000)
     assert (short.retrieval, short.streaming) == (39, 4 + 4000)
     share = 39 / 256
-    ratio = long.declared_bytes(shape_of(80_000)) / shape_of(80_000).dense_bytes
+    ratio = long.declared_bytes(shape_of(80_000)) / shape_of(80_000).full_bytes
     assert math.isclose(ratio, share + (1 - share) * (16_004 + 2) / 80_000)  # the mean takes two rows of 16 bits
 
 
@@ -223,8 +223,8 @@ def test_a_budget_is_the_paper_s_heads_and_what_is_left_for_windows(percent, len
     shape = shape_of(length)
     made = RazorAttention().fit(Budget("fraction", percent / 100), shape)
 
-    spent, target = made.declared_bytes(shape), shape.dense_bytes * made.rows / length
-    assert target - shape.dense_bytes / length <= spent <= target
+    spent, target = made.declared_bytes(shape), shape.full_bytes * made.rows / length
+    assert target - shape.full_bytes / length <= spent <= target
     assert made.streaming >= max(5, made.rows // 5)
     assert made.retrieval <= 39
     assert percent < 20 or made.retrieval == 39

@@ -241,7 +241,7 @@ def test_expected_attention_forgets_its_moments_after_compression() -> None:
         session.prefill(torch.randint(64, (100,), generator=torch.Generator().manual_seed(0)).tolist())
 
         assert all(not store.state for store in session.layers)
-        assert math.isclose(0.3, session.memory().cache_bytes / session.memory().dense_bytes)
+        assert math.isclose(0.3, session.memory().stored_bytes / session.memory().full_bytes)
 
 
 def test_expected_attention_ranks_a_later_turn_by_all_queries_so_far(monkeypatch: pytest.MonkeyPatch) -> None:

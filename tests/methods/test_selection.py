@@ -18,7 +18,7 @@ from kvbench.methods.eviction.pyramidkv import PyramidKV
 from kvbench.methods.eviction.random import Random
 from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.methods.eviction.tova import TOVA
-from kvbench.selection import group_mean, pool_scores, protect_last, top_rows
+from kvbench.selection import group_mean, pool_scores, protect_last, top_entries
 
 
 @pytest.mark.parametrize(
@@ -40,11 +40,11 @@ def test_nothing_is_pooled_to_nothing():
 
 
 @given(scores=st.lists(st.integers(0, 3), min_size=1, max_size=12), data=st.data())
-def test_top_rows_are_the_best_and_of_equal_ones_the_first(scores, data):
+def test_top_entries_are_the_best_and_of_equal_ones_the_first(scores, data):
     """The rows chosen are those of a stable sort by score, in the order of rows."""
     count = data.draw(st.integers(0, len(scores)))
     wanted = sorted(sorted(range(len(scores)), key=lambda i: -scores[i])[:count])
-    assert top_rows(torch.tensor(scores, dtype=torch.float32)[None, None], count)[0, 0].tolist() == wanted
+    assert top_entries(torch.tensor(scores, dtype=torch.float32)[None, None], count)[0, 0].tolist() == wanted
 
 
 @given(rows=st.integers(0, 9), length=st.integers(1, 6))
@@ -103,6 +103,6 @@ def test_what_must_stay_does_in_a_later_turn(method, length, questions, kept):
     with Session(model, fitted, capacity=100, recompress=True, track=True) as session:
         session.prefill(list(range(length)))
         session.question(list(range(questions[0])), 1)
-        assert all(store.rows_kept() == [length + questions[0]] * 2 for store in session.layers)
+        assert all(store.entries_kept() == [length + questions[0]] * 2 for store in session.layers)
         session.question(list(range(questions[1])), 1)
         assert [x.tolist() for store in session.layers for x in store.positions[0]] == [list(kept)] * 4

@@ -52,7 +52,7 @@ def test_full_rank_and_every_chunk_are_the_dense_cache(shape, outliers):
     with Session(model, method, capacity=320) as ours, Session(model, Full(), capacity=320) as dense:
         for session in (ours, dense):
             session.prefill(ids(90))
-        assert ours.certificate().acted
+        assert ours.effect().acted
         for count in (7, 200):
             question = torch.tensor([ids(count, 2)])
             found, wanted = (x.forward(question, Phase.QUERY, keep=count) for x in (ours, dense))
@@ -117,7 +117,7 @@ def test_slots_hold_what_a_fresh_fetch_would():
         session.prefill(torch.tensor([ids(120), ids(120, 4)]))
         for token in ids(30, 2):
             session.forward(torch.tensor([[token], [token]]), Phase.DECODE)
-        facts = session.certificate().facts
+        facts = session.effect().facts
         assert 0 < facts["chunks_reused"] < facts["chunks_selected"] == 2 * 2 * 30 * 2 * 6
         for store in session.layers:
             chunks, slots = store._chunks, store._slots
@@ -154,27 +154,27 @@ def test_a_question_selects_as_its_tokens_would_one_by_one():
         once.prefill(ids(90)), singly.prefill(ids(90))
         together = once.forward(torch.tensor([ids(50, 2)]), Phase.QUERY, keep=50)
         apart = torch.cat([singly.forward(torch.tensor([[x]]), Phase.QUERY) for x in ids(50, 2)], dim=1)
-        assert once.certificate().facts == singly.certificate().facts
+        assert once.effect().facts == singly.effect().facts
     assert (together - apart).abs().max() < 1e-4
 
 
-def test_bytes_by_tier_and_evidence():
+def test_bytes_by_tier_and_effect():
     """Values apart count on the host, all else on the device, and a step reads less than it holds."""
     model = tiny_model()
     with Session(model, fitted(model, 24, 120), capacity=200) as session:
         session.prefill(ids(120))
         session.method.generate(session, 6, frozenset())
-        memory, proof, method = session.memory(), session.certificate(), session.method
+        memory, proof, method = session.memory(), session.effect(), session.method
     shape = model.shape(120)
     layers, heads, width, size = 2, 2, 16, 4
     apart = 120 // 4 - 2 - 2
     assert memory.host_bytes == layers * heads * apart * 4 * width * size == method.declared_host_bytes(shape)
     dense, slots = (120 - apart * 4) * 2 * width * size, 6 * (4 * 2 * width * size + 4)
     head = dense + slots + apart * (width * size + 4) + 20 * width * size
-    assert memory.cache_bytes == layers * (heads * head + 28 * 4 * 20 * size) == method.declared_bytes(shape)
-    assert memory.read_bytes_per_step < memory.cache_bytes
-    assert proof.rows_kept == (120, 120)
-    assert proof.facts["rows_on_simulated_host"] == proof.facts["rows_factored"] == layers * heads * apart * 4
+    assert memory.stored_bytes == layers * (heads * head + 28 * 4 * 20 * size) == method.declared_bytes(shape)
+    assert memory.read_bytes_per_step < memory.stored_bytes
+    assert proof.entries_kept == (120, 120)
+    assert proof.facts["entries_on_simulated_host"] == proof.facts["entries_factored"] == layers * heads * apart * 4
 
 
 def test_short_contexts_stay_dense_and_say_so():
@@ -184,7 +184,7 @@ def test_short_contexts_stay_dense_and_say_so():
         method = fitted(model, rows, length)
         with Session(model, method, capacity=100) as session, Session(model, Full(), capacity=100) as dense:
             assert session.prefill(ids(length)).equal(dense.prefill(ids(length)))
-            proof = session.certificate()
+            proof = session.effect()
             assert proof.identity
             assert proof.facts["layers_dense"] == 2
             assert not proof.acted
@@ -204,7 +204,7 @@ def test_rank_and_outliers_are_the_paper_s_where_its_models_are():
     assert [ShadowKV().fit(Budget("rows", x), shape(8, 128)).outliers for x in (256, 1024, 2048)] == [6, 24, 48]
     assert ShadowKV(outlier_chunks=48).fit(Budget("rows", 256), shape(8, 128)).outliers == 48
     method = ShadowKV().fit(paper, shape(8, 128))
-    ratio = method.declared_bytes(shape(8, 128)) / shape(8, 128).dense_bytes
+    ratio = method.declared_bytes(shape(8, 128)) / shape(8, 128).full_bytes
     assert 0.14 < ratio < 0.17  # the card: about one seventh, and what is brought back
 
 

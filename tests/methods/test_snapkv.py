@@ -96,7 +96,7 @@ def test_later_turns_are_appended_whole():
         session.prefill(torch.arange(40)[None] % 31)
         assert all(store.recent_queries is None for store in session.layers)
         session.ask([1, 2, 3], 5, stop=frozenset())
-        assert all(store.rows_kept() == [12 + 3 + 4] * 2 for store in session.layers)
+        assert all(store.entries_kept() == [12 + 3 + 4] * 2 for store in session.layers)
 
 
 @pytest.mark.parametrize("window", [3, 6, 12, 20])
@@ -108,7 +108,7 @@ def test_windows_about_a_sliding_layer_s(window):
         session.prefill(torch.arange(60)[None] % 31)
         held = min(12, window + 1)
         for store in session.layers:
-            assert store.rows_kept() == [held] * 2
+            assert store.entries_kept() == [held] * 2
             recent = min(held, window)
             assert store.positions[0, 0, -recent:].tolist() == list(range(60 - recent, 60))
         assert session.ask([1, 2, 3], 5, stop=frozenset()).steps == 4

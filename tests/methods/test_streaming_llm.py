@@ -144,7 +144,7 @@ def test_a_window_longer_than_the_context_keeps_the_sinks(positions):
         with Session(model, method, capacity=60) as session:
             session.prefill(ids(40))
             assert sorted(session.layers[0].positions[0, 0].tolist()) == [*range(SINKS), *range(40 - ROWS + SINKS, 40)]
-            assert session.memory().cache_bytes == method.declared_bytes(model.shape(40))
+            assert session.memory().stored_bytes == method.declared_bytes(model.shape(40))
             found[window] = torch.cat([session.forward(ids(1, 10 + i), Phase.DECODE)[0] for i in range(9)])
     assert torch.allclose(found[None], found[4096], atol=1e-5)
 

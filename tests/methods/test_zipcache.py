@@ -101,7 +101,7 @@ class Twin:
     def code(self, tokens):
         """Each head's salient tokens in more bits; the r-th rows of all heads share a scale for their values."""
         method, (_, key, value) = self.method, self.rows
-        high = method.high_rows(len(tokens))
+        high = method.high_entries(len(tokens))
         classes = []
         for head in range(HEADS):
             mean = {j: self.saliency[head, j][0] / max(1, self.saliency[head, j][1]) for j in tokens}
@@ -220,15 +220,15 @@ def test_probes_are_last_and_random_ones():
 
 
 def test_codes_are_all_that_is_stored():
-    """No exact row outlives the context; forks share what is coded; the certificate counts it."""
+    """No exact row outlives the context; forks share what is coded; the effect counts it."""
     model = tiny_model()
     with Session(model, ZipCache().fit(None, model.shape(50)), capacity=300) as session:
         session.prefill(ids(50))
-        assert all(store.n == 0 and store.rows_kept() == [50, 50] for store in session.layers)
-        proof = session.certificate()
+        assert all(store.n == 0 and store.entries_kept() == [50, 50] for store in session.layers)
+        proof = session.effect()
         assert proof.acted
-        assert proof.facts["rows_quantized"] == 2 * 2 * 50
-        assert proof.facts["rows_dropped"] == 0
+        assert proof.facts["entries_quantized"] == 2 * 2 * 50
+        assert proof.facts["entries_dropped"] == 0
         with session.fork() as branch:
             branch.ask(ids(130, 2)[0].tolist(), 3, stop=frozenset())
             for mine, theirs in zip(session.layers, branch.layers, strict=True):
@@ -256,14 +256,14 @@ def test_the_card_s_sizes():
     constant = 8 * (2 * 128 * 4 + 128 * 2)
     assert ZipCache().fit(None, SHAPE).declared_bytes(SHAPE) == 2 * (1000 * (819.2 + 4) + constant)
     assert ZipCache(important=0.0).declared_bytes(SHAPE) == 2 * (1000 * (512 + 4) + constant - 8 * 128 * 4)
-    assert [ZipCache().high_rows(x) for x in (0, 1, 2, 3, 5, 100)] == [0, 1, 2, 2, 3, 60]
+    assert [ZipCache().high_entries(x) for x in (0, 1, 2, 3, 5, 100)] == [0, 1, 2, 2, 3, 60]
 
 
 def test_a_budget_is_met_by_important_rows():
     """As many important rows as the bytes allow; what cannot be reached is refused with what can."""
     method = ZipCache().fit(Budget.parse("18%"), SHAPE)
-    assert method.declared_bytes(SHAPE) <= 0.18 * SHAPE.dense_bytes
-    assert replace(method, share=method.share + 0.001).declared_bytes(SHAPE) > 0.18 * SHAPE.dense_bytes
+    assert method.declared_bytes(SHAPE) <= 0.18 * SHAPE.full_bytes
+    assert replace(method, share=method.share + 0.001).declared_bytes(SHAPE) > 0.18 * SHAPE.full_bytes
     assert ZipCache().fit(Budget.parse("20.3%"), SHAPE).share is None
     with pytest.raises(UserError, match=r"budget of 50%: .* from 12.7% \(no important row\) to 25.2%"):
         ZipCache().fit(Budget.parse("50%"), SHAPE)

@@ -215,7 +215,7 @@ def test_read_bytes_are_not_held_bytes(groups):
         points = draw_cost(entries, cost)["datasets"]["rows"]
         assert [x["cost"] for x in points] == [share(x.result) for x in entries]
     result = entries[0].result
-    assert read_share(result) == result.memory.read_bytes_per_step / result.memory.dense_bytes
+    assert read_share(result) == result.memory.read_bytes_per_step / result.memory.full_bytes
 
 
 def test_a_chart_has_its_anchors_and_leaves_failures_out(groups):

@@ -102,7 +102,7 @@ def test_weights_and_data_that_are_not_here_are_missing():
     (plan,) = look_around([plan_claim(one(QASPER))])
     assert [x.what for x in plan.missing] == ["data", "weights"]
     shape = predict_memory("random:llama-3.1-8b", "float16")
-    dense = replace(shape.shape, length=31_628).dense_bytes
+    dense = replace(shape.shape, length=31_628).full_bytes
     assert plan.predicted_bytes == shape.weight_bytes + dense
 
 

@@ -29,7 +29,7 @@ def ran(mean: float | None, ci95: tuple[float, float] | None = None, **changes: 
     """A run as far as a verdict looks at it: LongBench's TREC, bare, cut to 31,500 tokens, the question seen."""
     facts = {"length": 31_564, "sha": None, "visibility": "visible", "dtype": "bfloat16", "kind": "bits", **changes}
     return SimpleNamespace(folder=Path("runs/x"), result=SimpleNamespace(
-        run_id="x", status="ok", error=None, score=SimpleNamespace(mean=mean, ci95=ci95), history="golden",
+        run_id="x", status="ok", error=None, score=SimpleNamespace(mean=mean, ci95=ci95), history="reference",
         visibility=facts["visibility"], budget=SimpleNamespace(kind=facts["kind"]),
         model=SimpleNamespace(dtype=facts["dtype"]),
         task=SimpleNamespace(name="longbench_trec", chat_template_sha=facts["sha"]),
@@ -109,7 +109,7 @@ def test_a_number_that_nobody_here_has_read_is_not_reproduced():
     """The card's rule: read in a copy, it may be met, and no more."""
     claim = one("kvmerger:longbench/llama2-7b-chat/h2o-50/trec")
     plan = plan_claim(claim)
-    found = judge(plan, {x: ran(0.63, (0.60, 0.66), length=4096, kind="held") for x in plan.requests})
+    found = judge(plan, {x: ran(0.63, (0.60, 0.66), length=4096, kind="stored") for x in plan.requests})
     assert (found.verdict, found.differs) == ("partly", ("the number was read in a copy of the paper",))
 
 

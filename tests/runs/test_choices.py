@@ -28,7 +28,7 @@ EQUAL = [" sky", " elm", " cow", " ink"]
 """As long as one another, so that the greatest is not always the shortest."""
 GOLDEN, OWN = ("--mode", "multi-turn"), ("--mode", "multi-turn", "--history", "own")
 MODES = {
-    "visible": (), "hidden": ("--visibility", "hidden", "--chunk", "7"), "golden": GOLDEN, "own": OWN,
+    "visible": (), "hidden": ("--visibility", "hidden", "--chunk", "7"), "reference": GOLDEN, "own": OWN,
     "requests": ("--mode", "multi-request"),
 }
 
@@ -72,7 +72,7 @@ def encoded_examples(model_folder, turns, **settings):
 
 def before(encoded, turn, name, lines):
     """All ids before the answer of a turn."""
-    if name not in ("golden", "own"):
+    if name not in ("reference", "own"):
         return encoded.context + encoded.turns[turn].first
     ids = encoded.context
     for i, (asked, line) in enumerate(zip(encoded.turns, lines, strict=True)):
@@ -154,8 +154,8 @@ def test_a_conversation_has_room_for_its_longest_choice():
     def most(mode, history):
         return reach(encoded, SimpleNamespace(mode=mode, history=history), [0, 6])
 
-    assert most(Mode.MULTI_REQUEST, "golden") == 100 + 3 + 30
-    assert most(Mode.MULTI_TURN, "golden") == 100 + 3 + 30
+    assert most(Mode.MULTI_REQUEST, "reference") == 100 + 3 + 30
+    assert most(Mode.MULTI_TURN, "reference") == 100 + 3 + 30
     assert most(Mode.MULTI_TURN, "own") == 100 + 3 + 30 + 4 + 6
 
 
@@ -185,14 +185,14 @@ def test_a_method_that_fails_on_choices_is_no_zero(toys):
     assert answer.json["score"]["mean"] is None and answer.json["score"]["partial_mean"] is not None
 
 
-@pytest.mark.parametrize("name", ["golden", "own"])
+@pytest.mark.parametrize("name", ["reference", "own"])
 def test_what_forced_tokens_read_is_counted(toys, name):
     """A method that selects what it reads has acted, though no token was generated."""
     answer, *_ = toys("Weighed", *MODES[name], "--length", "200", "--budget", "64", method="quest")
     assert answer.code == 0, answer.err
-    assert (answer.json["certificate"]["n_acted"], answer.json["certificate"]["n"]) == (4, 4)
+    assert (answer.json["effect"]["n_acted"], answer.json["effect"]["n"]) == (4, 4)
     memory = answer.json["memory"]
-    assert 0 < memory["read_bytes_per_step"] < memory["dense_bytes"]
+    assert 0 < memory["read_bytes_per_step"] < memory["full_bytes"]
 
 
 def test_a_choice_stays_whole_in_the_history(toys, model_folder):

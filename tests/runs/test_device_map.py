@@ -37,7 +37,7 @@ def test_a_spread_run_is_the_same_run(kvbench, arguments, tmp_path, spread):
     assert f"spread by {spread}" in answer.err
     assert answer.json["environment"]["device_map"] == SPREAD
     assert whole["environment"]["device_map"] is None
-    for part in ("run_id", "spec", "score", "scores", "agreement", "output", "memory", "certificate"):
+    for part in ("run_id", "spec", "score", "scores", "agreement", "output", "memory", "effect"):
         assert answer.json[part] == whole[part], part
     folders = [tmp_path / x / whole["run_id"] for x in ("runs", "other")]
     first, second = (read_lines(x / "samples.jsonl") for x in folders)

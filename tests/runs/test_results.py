@@ -17,7 +17,7 @@ from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.registry import find_method
 from kvbench.runs.files import Journal, finished_samples, read_file, read_lines, write_atomic
-from kvbench.runs.journal import Evidence, Line
+from kvbench.runs.journal import Effect, Line
 from kvbench.runs.results import Result
 from kvbench.runs.stats import bootstrap_interval
 from kvbench.runs.summary import certify
@@ -30,7 +30,7 @@ def line(index: int, turn: int, **changes: object) -> Line:
     values: dict[str, object] = {
         "sample": f"s{index}", "index": index, "turn": turn, "turns": TURNS, "prompt_hash": "h", "prediction": "p é\n",
         "ids": (1, 2), "references": ("r",), "score": 0.1, "scores": {"x": 0.1}, "tokens": None, "stop_reason": "stop",
-        "times": None, "bytes": None, "evidence": None, "agreement": None, "facts": {"depths": [0.5]}, "started": "now",
+        "times": None, "bytes": None, "effect": None, "agreement": None, "facts": {"depths": [0.5]}, "started": "now",
         "seconds": 0.25, "error": None,
     }
     return Line.model_validate({**values, **changes})
@@ -167,12 +167,12 @@ def test_the_interval_respects_clusters():
 
 def test_facts_add_up_over_samples_and_distinct_codes_do_not():
     """Two samples in 2 bits have at most 4 distinct codes, as one of them has."""
-    facts = [{"rows_quantized": 7, "distinct_codes": 4}, {"rows_quantized": 5, "distinct_codes": 3}]
+    facts = [{"entries_quantized": 7, "distinct_codes": 4}, {"entries_quantized": 5, "distinct_codes": 3}]
     lines = [
-        line(i, 0, evidence=Evidence(acted=True, identity=False, rows_seen=9, rows_kept=(9.0,), facts=x))
+        line(i, 0, effect=Effect(acted=True, identity=False, entries_seen=9, entries_kept=(9.0,), facts=x))
         for i, x in enumerate(facts)
     ]
-    assert certify("bits", lines).facts == {"rows_quantized": 12, "distinct_codes": 4}
+    assert certify("bits", lines).facts == {"entries_quantized": 12, "distinct_codes": 4}
 
 
 @pytest.mark.parametrize("name", ["h2o", "tova", "streaming-llm"])
@@ -185,9 +185,9 @@ def test_rows_lost_to_a_question_are_not_certified_as_lossless(name):
         session.prefill([x % VOCABULARY for x in range(120)])
         for turn, question in enumerate((1, 20)):
             session.question(list(range(question)), 1)
-            proof = asdict(session.certificate())
+            proof = asdict(session.effect())
             del proof["kind"]
-            lines.append(line(0, turn, evidence=Evidence(**proof)))
-    assert lines[0].evidence.identity
-    found = certify("held", lines)
+            lines.append(line(0, turn, effect=Effect(**proof)))
+    assert lines[0].effect.identity
+    found = certify("stored", lines)
     assert (found.n, found.n_acted, found.n_identity) == (1, 1, 0)

@@ -21,7 +21,7 @@ INERT, LAST = f"{TOYS}:Inert", f"{TOYS}:Last"
 MODES = {
     "visible": ("--mode", "single"),
     "hidden": ("--mode", "single", "--visibility", "hidden", "--chunk", "7"),
-    "golden": ("--mode", "multi-turn"),
+    "reference": ("--mode", "multi-turn"),
     "own": ("--mode", "multi-turn", "--history", "own"),
     "hidden turns": ("--mode", "multi-turn", "--visibility", "hidden", "--turns", "2"),
     "recompress": ("--mode", "multi-turn", "--recompress"),
@@ -29,11 +29,11 @@ MODES = {
 }
 NAMES = {
     "": "schema_version run_id status error suite spec model method task mode visibility history budget n_samples "
-    "n_scored n_failed score scores agreement output memory latency diffusion certificate kernels environment",
+    "n_scored n_failed score scores agreement output memory latency diffusion effect kernels environment",
     "budget": "asked kind resolved",
     "score": "metric higher_is_better mean ci95 by_turn partial_mean",
     "output": "tokens stop_reasons truncated",
-    "memory": "dense_bytes cache_bytes ratio ratio_total read_bytes_per_step tail_bytes host_bytes end_bytes "
+    "memory": "full_bytes stored_bytes ratio ratio_total read_bytes_per_step spare_bytes host_bytes end_bytes "
     "peak_bytes bytes_per_token",
     "latency": "clock prefill_s compress_s ttft_s tpot_s tokens_per_s p50 p95 n mixed",
     "environment": "python torch transformers triton kvbench git cpu gpu threads device_map started seconds",
@@ -55,7 +55,7 @@ def scores(folder: Path) -> list[tuple[object, ...]]:
 
 @pytest.mark.parametrize("name", MODES)
 def test_every_mode_runs_to_a_result(kvbench, arguments, tmp_path, name):
-    """Turns, bytes and evidence are there in every mode, and the file is what was printed."""
+    """Turns, bytes and effect are there in every mode, and the file is what was printed."""
     answer = kvbench(*arguments, "--method", LAST, *MODES[name])
     assert answer.code == 0, answer.err
     folder = only_run(tmp_path)
@@ -63,8 +63,8 @@ def test_every_mode_runs_to_a_result(kvbench, arguments, tmp_path, name):
     result = read_file(folder / "result.json", Result)
     turns = {"visible": 1, "hidden": 1, "hidden turns": 2}.get(name, 3)
     assert (result.status, result.n_scored, len(result.score.by_turn)) == ("ok", 4, turns)
-    assert result.certificate is not None
-    assert (result.certificate.n_acted, result.certificate.n) == (4, 4)
+    assert result.effect is not None
+    assert (result.effect.n_acted, result.effect.n) == (4, 4)
     assert result.memory is not None
     assert 0.2 < result.memory.ratio < 0.3
     assert result.output.tokens <= 4 * turns * 3
@@ -82,7 +82,7 @@ def test_a_result_has_the_documented_names(kvbench, arguments):
     assert {"name", "version", "family", "settings", "card"} <= result["method"].keys()
     task = "name version suite length scorer dataset_revision prompt_id chat_template_sha bos truncation stop"
     assert set(task.split()) <= result["task"].keys()
-    assert {"kind", "n_acted", "n"} <= result["certificate"].keys()
+    assert {"kind", "n_acted", "n"} <= result["effect"].keys()
 
 
 def test_visibility_changes_what_is_run_and_not_what_is_asked(kvbench, arguments, tmp_path):
@@ -157,7 +157,7 @@ def test_a_killed_run_goes_on_to_the_same_scores(kvbench, arguments, tmp_path):
         assert resumed.code == 0
         assert f"resuming: {done} of 4" in resumed.err
         assert scores(folder) == scores(only_run(tmp_path))
-        for part in ("run_id", "score", "scores", "output", "memory", "certificate", "n_scored"):
+        for part in ("run_id", "score", "scores", "output", "memory", "effect", "n_scored"):
             assert resumed.json[part] == whole.json[part], part
 
 
@@ -229,7 +229,7 @@ def test_random_weights_have_no_score(kvbench, arguments, model_folder, tmp_path
     assert answer.code == 0, answer.err
     assert answer.json["score"]["mean"] is None
     assert answer.json["scores"] == {}
-    assert answer.json["memory"]["cache_bytes"] > 0
+    assert answer.json["memory"]["stored_bytes"] > 0
     assert "none: random weights" in answer.out
     again = kvbench("score", tmp_path / "runs" / answer.json["run_id"], "--task", f"{TOYS}:Toy")
     assert again.code == 2

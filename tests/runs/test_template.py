@@ -140,7 +140,7 @@ def test_it_runs_as_a_model_without_a_template(kvbench, chat_mini, tmp_path):
         assert ("in the chat template" in answer.out) == (name == "own")
     chat, mini, own = (
         [
-            (x.prompt_hash, x.ids, x.tokens, x.bytes, x.evidence)
+            (x.prompt_hash, x.ids, x.tokens, x.bytes, x.effect)
             for path in (tmp_path / name).glob("*/samples.jsonl") for x in read_lines(path)
         ]
         for name in ("chat", "mini", "own")

@@ -23,7 +23,7 @@ from kvbench.store.int8 import Int8KV
 HEADS, WIDTH = 2, 3
 CARD = Card(
     name="chosen", title="Chosen rows", idea="For a test.", arxiv=None, year=None, family="test", stages=(),
-    budget=BudgetKind.HELD, heads="indexed", upstream=None,
+    budget=BudgetKind.STORED, heads="indexed", upstream=None,
 )
 
 
@@ -86,7 +86,7 @@ class Lists:
                 assert kv.values[b, h, :, -1].equal(tokens + head + 0.5)
                 if kv.positions is not None:
                     assert kv.positions[b, h].tolist() == self.dense[i]
-        assert kv.rows_kept() == [
+        assert kv.entries_kept() == [
             len(x) + (len(self.frozen[i]) if self.frozen is not None else 0) for i, x in enumerate(self.dense)
         ]
         if self.frozen is not None:
@@ -415,7 +415,7 @@ def test_unwritten_rows_never_leak(kind):
             store.append(step)
             twin.append(step)
             assert torch.allclose(store.attend(step), twin.attend(step), atol=1e-5)
-        assert store.rows_kept() == twin.rows_kept()
+        assert store.entries_kept() == twin.entries_kept()
 
 
 def test_a_static_store_that_is_full_says_so():
@@ -563,7 +563,7 @@ def test_evicted_caches_equal_a_masked_full_one(kind, shape, chunk):
         model, Masked(kind=kind), capacity=90
     ) as oracle:
         assert close(ours.prefill(ids(50, 1)), oracle.prefill(ids(50, 1)))
-        counts = [store.rows_kept() for store in ours.layers]
+        counts = [store.entries_kept() for store in ours.layers]
         assert counts == [x.sum(-1).flatten().tolist() for x in oracle.method.masks.values()]
         for seed, length in ((2, 5), (3, 1)):
             question = ids(length, seed)
@@ -582,11 +582,11 @@ def test_ragged_rows_are_refused_a_second_compression():
             session.ask(ids(5, 2), 2)
 
 
-def test_ragged_bytes_are_the_rows_kept():
+def test_ragged_bytes_are_the_entries_kept():
     """A ragged context takes the bytes of its rows, its offsets and nothing else."""
     with Session(tiny_model(), Chosen(), capacity=90) as session:
         session.prefill(ids(50, 1))
-        rows = sum(sum(store.rows_kept()) for store in session.layers)
+        rows = sum(sum(store.entries_kept()) for store in session.layers)
         offsets = len(session.layers) * (2 * 2 + 1) * 4
         positions = rows * 4
-        assert session.memory().cache_bytes == rows * 2 * 16 * 4 + positions + offsets
+        assert session.memory().stored_bytes == rows * 2 * 16 * 4 + positions + offsets

@@ -92,8 +92,8 @@ def test_the_context_is_packed_but_for_the_residual(length):
     assert values.packed.equal(quantize(value[:, :, :old], 3, channels=GROUP).packed)
     assert kv.packed.last_keys.rows.equal(key[:, :, whole:])
     assert kv.packed.last_values.rows.equal(value[:, :, old:])
-    assert kv.rows_kept() == [length, length]
-    assert kv.facts()["rows_quantized"] == 2 * whole
+    assert kv.entries_kept() == [length, length]
+    assert kv.facts()["entries_quantized"] == 2 * whole
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -271,7 +271,7 @@ def test_packed_rows_are_not_compressed_again_in_silence():
         packed_store(*rows(20)).refuse_frozen()
 
 
-def test_distinct_codes_are_evidence():
+def test_distinct_codes_are_effect():
     """Random rows use every code of their width, and never more."""
     facts = packed_store(*rows(64)).facts()
     assert facts["distinct_key_codes"] == 4

@@ -319,7 +319,7 @@ def test_the_mean_is_of_runs_that_are_asked_alike(kvbench, suite, options, tmp_p
     twin = second.model_copy(update={"task": first.task})
     others = [x for x in results if x.mode != "multi-turn"]
     assert averaged(altered(first, 0.25), altered(twin, 0.5), *others) == [
-        Mean("multi-turn", "first-turn", "golden", False, "own", first.budget.asked, first.task.length, 2, 0.375)
+        Mean("multi-turn", "first-turn", "reference", False, "own", first.budget.asked, first.task.length, 2, 0.375)
     ]
     assert averaged(altered(first, 0.25), altered(twin, 0.5, status="failed")) == []
     assert averaged(altered(first, 0.25), altered(twin, None)) == []

@@ -41,7 +41,7 @@ import torch
 class Killer(Method):
     calls: ClassVar[list[int]] = []
     card: ClassVar[Card] = Card(name="killer", title="t", idea="i. i.", arxiv=None, year=None, family="test",
-                                stages=(), budget=BudgetKind.HELD, heads="independent", upstream=None)
+                                stages=(), budget=BudgetKind.STORED, heads="independent", upstream=None)
 
     def evict(self, kv, step):
         if step.compress:

@@ -21,7 +21,7 @@ TWO = ("icy-bay", "hot-tea", "new-car", "raw-egg", "sad-owl")
 
 
 def test_the_text_is_as_written(chars):
-    """Two turns with golden history, to the byte; the links are those of all chains, shuffled by the seed."""
+    """Two turns with reference history, to the byte; the links are those of all chains, shuffled by the seed."""
     example = TASK.compose([ONE, TWO], 2, seed=3, id="x", tokenizer=chars)
     encoded = encode(TASK, example, chars)
     one, two = encoded.turns
@@ -108,7 +108,7 @@ LINKS = {**dict(pairwise(ONE)), **dict(pairwise(TWO))}
     ],
 )
 def test_steps(prediction, expected):
-    """In place by the golden chain: all and quarters; and by the prediction's own step before."""
+    """In place by the reference chain: all and quarters; and by the prediction's own step before."""
     facts = {"start": "red-fox", "links": LINKS, "other": 1}
     assert [scorer("\n".join(prediction), ONE[1:], facts) for scorer in TASK.scorers] == expected
 

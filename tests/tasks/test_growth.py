@@ -40,7 +40,7 @@ GOLDEN = {
 
 @each_task
 def test_the_text_is_as_written(task: NumberedList, chars):
-    """Two turns with golden history, to the byte; the limit is the answer's tokens and the slack."""
+    """Two turns with reference history, to the byte; the limit is the answer's tokens and the slack."""
     example = task.compose(ITEMS, [(1, 4), (2, 3)], id="x", tokenizer=chars)
     encoded = encode(task, example, chars)
     one, two = encoded.turns
@@ -65,7 +65,7 @@ def test_prompt_and_answer_fill_the_length(task: NumberedList, mini_tokenizer, s
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10**6), turns=st.integers(1, 6))
 def test_turns_ask_for_lines_of_the_list(task: NumberedList, mini_tokenizer, seed, turns):
-    """Lines are numbered from 1 and distinct; each turn's golden lines are those of its range, in its direction."""
+    """Lines are numbered from 1 and distinct; each turn's reference lines are those of its range, in its direction."""
     example = task.example(random.Random(seed), id="x", length=500, turns=turns, tokenizer=mini_tokenizer)
     lines = example.context.removeprefix(INTRO).split("\n")
     assert len(lines) == example.facts["lines"]
@@ -158,7 +158,7 @@ EIGHT = tuple(f"{i}. red-fox {100 + i}" for i in range(1, 9))
     ],
 )
 def test_lines(prediction, expected):
-    """The share of golden lines that the prediction holds, and the same by quarters of the answer."""
+    """The share of reference lines that the prediction holds, and the same by quarters of the answer."""
     assert scores(prediction, EIGHT) == expected
 
 
@@ -183,7 +183,7 @@ def test_scorers_are_versioned():
 @settings(max_examples=60, deadline=None)
 @given(n=st.integers(4, 40), seed=st.integers(0, 10**6), data=st.data())
 def test_a_prefix_of_the_answer_scores_its_share(task: NumberedList, chars, n, seed, data):
-    """The golden answer scores 1 everywhere, and its first k lines score k of n, quarter by quarter."""
+    """The reference answer scores 1 everywhere, and its first k lines score k of n, quarter by quarter."""
     items = task.draw_items(random.Random(seed), n)
     (turn,) = task.compose(items, [(1, n)], id="x", tokenizer=chars).turns
     assert scores(turn.answer, turn.references) == [1, 1, 1, 1, 1]

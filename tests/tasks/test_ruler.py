@@ -147,7 +147,7 @@ GOLDEN = {
 NUMBER_LINE = "One of the special magic numbers for {} is: {}.".format
 UUID_LINE = "One of the special magic uuids for {} is: {}.".format
 NOISE_ONE = NoiseHaystack(random.Random(0))
-# Haystack, units of it, pairs, what is asked for, and the golden answer with its references.
+# Haystack, units of it, pairs, what is asked for, and the reference answer with its references.
 CASES = {
     "niah_single_1": (NOISE_ONE, 19, WORDS[:1], [0], " 1234567.", ("1234567",)),
     "niah_single_2": (Fixed(), 0, WORDS[:1], [0], " 1234567.", ("1234567",)),

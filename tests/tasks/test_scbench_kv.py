@@ -26,7 +26,7 @@ GOLDEN = (
 
 
 def test_the_text_is_scbenchs(chars):
-    """Two turns with golden history are SCBench's text, to the byte."""
+    """Two turns with reference history are SCBench's text, to the byte."""
     task = KeyValueShort()
     example = task.compose([("red-fox", "1234567"), ("old-oak", "7654321")], [1, 0], id="x")
     encoded = encode(task, example, chars)

@@ -29,7 +29,7 @@ TEXT = (
 
 
 def test_the_text_is_as_written(chars):
-    """Two turns with golden history, to the byte; the limit is the answer's tokens and the slack."""
+    """Two turns with reference history, to the byte; the limit is the answer's tokens and the slack."""
     example = TASK.compose(DIGITS, [(1, 5), (3, 5)], id="x", tokenizer=chars)
     encoded = encode(TASK, example, chars)
     one, two = encoded.turns

@@ -67,7 +67,7 @@ class Toy(Task):
 
 CARD = Card(
     name="inert", title="Keeps everything and says otherwise", idea="None. None.", arxiv=None, year=None, family="test",
-    stages=(), budget=BudgetKind.HELD, heads="independent", upstream=None,
+    stages=(), budget=BudgetKind.STORED, heads="independent", upstream=None,
 )
 
 

@@ -261,13 +261,13 @@ class KvbenchModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         with Session(self.model, method, capacity=len(context) + room, chunk=self.chunk) as session:
             session.prefill(context)
             memory = session.memory()
-            tally.dense_bytes += memory.dense_bytes
-            tally.cache_bytes += memory.cache_bytes
+            tally.full_bytes += memory.full_bytes
+            tally.stored_bytes += memory.stored_bytes
             yield session
 
     def _note(self, session: Session, tally: Tally) -> None:
         tally.requests += 1
-        tally.acted += session.certificate().acted
+        tally.acted += session.effect().acted
 
 
 def _text(value: object) -> str:

@@ -26,8 +26,8 @@ class Tally:
     cut: int = 0
     """How many contexts lost tokens on their left, because they were too long."""
     cut_tokens: int = 0
-    dense_bytes: int = 0
-    cache_bytes: int = 0
+    full_bytes: int = 0
+    stored_bytes: int = 0
 
     def finish(self, method: str, kind: str, *, lossless: bool) -> None:
         """Say what the method did.
@@ -38,8 +38,8 @@ class Tally:
             NotMeasuredError: it did nothing, and should have.
         """
         parts = [f"{method} acted in {self.acted} of {self.requests} {kind} requests"]
-        if self.dense_bytes:
-            parts.append(f"caches came to {self.cache_bytes / self.dense_bytes:.1%} of the dense bytes")
+        if self.full_bytes:
+            parts.append(f"caches came to {self.stored_bytes / self.full_bytes:.1%} of the dense bytes")
         if self.whole:
             parts.append(f"{self.whole} contexts were too short for the budget and were held whole")
         if self.cut:

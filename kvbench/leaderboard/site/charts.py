@@ -25,7 +25,7 @@ from kvbench.report.group import Entry
 WIDTH = 560
 """Two stand beside one another on a wide page."""
 SVG = "{http://www.w3.org/2000/svg}"
-CHARTS = {Axis.HELD: "bytes held", Axis.READ: "bytes read", Axis.COMPUTED: "rows computed"}
+CHARTS = {Axis.STORED: "bytes held", Axis.READ: "bytes read", Axis.COMPUTED: "rows computed"}
 """The report's charts by what is saved."""
 BACKSLASH = "\N{REVERSE SOLIDUS OPERATOR}"
 """What looks like a backslash, and escapes nothing."""

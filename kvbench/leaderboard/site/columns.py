@@ -72,7 +72,7 @@ SCORE = Column(
 )
 TIME = Column("Per token", "median seconds of a token", lambda x: x.latency.tpot_s, format_seconds, "ascending")
 COLUMNS = (
-    Column("Held", "bytes that hold the context, of the dense cache's", Axis.HELD.measure, _percent, "ascending",
+    Column("Held", "bytes that hold the context, of the dense cache's", Axis.STORED.measure, _percent, "ascending",
            narrow=True),
     Column("Read", "bytes that a decode step reads, of the dense cache's", Axis.READ.measure, _percent, "ascending"),
     Column("Computed", "rows that a pass computes, of all", Axis.COMPUTED.measure, _percent, "ascending", narrow=True),

@@ -108,7 +108,7 @@ def _write_runs(pages: Pages, group: Group) -> Iterator[tuple[str, bytes]]:
         yield f"{place}/index.html", pages.write(
             "run", root="../../", group=group, row=row, band=bands.get(entry.name), most=MOST,
             difference=_compare(row), scores=[(name, f"{x:.3f}") for name, x in result.scores.items()],
-            memory=facts.list_memory(result), certificate=facts.list_certificate(result),
+            memory=facts.list_memory(result), effect=facts.list_effect(result),
             diffusion=facts.list_diffusion(result), times=facts.list_times(result), place=facts.list_place(result),
             settings=[(key, write_value(x)) for key, x in result.method.settings.items()],
             heatmap=draw_heatmap(entry.run), command=write_command(result.spec), tuned_on=entry.tuned_on,

@@ -169,5 +169,5 @@ def _check_result(result: Result, answers: Mapping[tuple[str, int], Answer]) -> 
     if result.memory is not None:
         amounts = result.memory.model_dump()
         least = min(amounts, key=lambda name: float(amounts[name]))
-        if amounts[least] < 0 or not amounts["dense_bytes"]:
-            raise RefusedError("bytes", f"a dense cache of {amounts['dense_bytes']} bytes, {least} {amounts[least]:g}")
+        if amounts[least] < 0 or not amounts["full_bytes"]:
+            raise RefusedError("bytes", f"a dense cache of {amounts['full_bytes']} bytes, {least} {amounts[least]:g}")

@@ -10,10 +10,10 @@ from kvbench.runs.results import BaselineResult, Result
 
 Facts = list[tuple[str, str]]
 MEMORY = (
-    ("dense_bytes", "a dense cache of the same context"),
-    ("cache_bytes", "held on the device right after compression"),
+    ("full_bytes", "a dense cache of the same context"),
+    ("stored_bytes", "held on the device right after compression"),
     ("host_bytes", "held in host memory"),
-    ("tail_bytes", "room kept for later tokens"),
+    ("spare_bytes", "room kept for later tokens"),
     ("end_bytes", "held on the device when the turn was answered"),
     ("peak_bytes", "the most held on the device at once"),
     ("read_bytes_per_step", "read by a decode step"),
@@ -26,7 +26,7 @@ def list_memory(result: Result) -> list[tuple[str, str, float]]:
     if memory is None:
         return []
     found = ((words, getattr(memory, name)) for name, words in MEMORY)
-    return [(words, format_bytes(count), count / memory.dense_bytes) for words, count in found]
+    return [(words, format_bytes(count), count / memory.full_bytes) for words, count in found]
 
 
 def list_times(result: Result) -> Facts:
@@ -39,16 +39,16 @@ def list_times(result: Result) -> Facts:
     return [(name, format_seconds(value)) for name, value in found if value is not None]
 
 
-def list_certificate(result: Result) -> Facts:
+def list_effect(result: Result) -> Facts:
     """What the stores say the method did."""
-    x = result.certificate
+    x = result.effect
     if x is None:
         return []
     acted = f"in {x.n_acted} of {x.n} contexts" if x.n else "nothing to do, by declaration"
     unit = "computed in a pass" if result.diffusion else "kept"
     return [
         ("it acted", acted), ("contexts at settings that lose nothing", str(x.n_identity)),
-        (f"rows {unit}, mean over layers", f"{x.rows_kept:,.1f} of {x.rows_seen:,}"),
+        (f"rows {unit}, mean over layers", f"{x.entries_kept:,.1f} of {x.entries_seen:,}"),
         *((name.replace("_", " "), f"{count:,}") for name, count in sorted(x.facts.items())),
     ]
 

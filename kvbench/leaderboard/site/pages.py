@@ -32,7 +32,7 @@ SEES = {
     "visible": "question visible", "hidden": "question hidden", "first-turn": "first question visible",
 }
 AXES = {
-    Axis.HELD: "By bytes held", Axis.READ: "By bytes that a decode step reads",
+    Axis.STORED: "By bytes held", Axis.READ: "By bytes that a decode step reads",
     Axis.COMPUTED: "By rows computed in a pass",
 }
 

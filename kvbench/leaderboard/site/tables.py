@@ -26,7 +26,7 @@ EDGES = (0.15, 0.3, 0.6, 1.0)
 class Axis(StrEnum):
     """What a method's budget saves; rows on different axes are never ranked together."""
 
-    HELD = "held"
+    STORED = "stored"
     READ = "read"
     COMPUTED = "computed"
 
@@ -35,13 +35,13 @@ class Axis(StrEnum):
         """A diffusion policy's are rows that no pass computes; a method's whose budget is of reads, reads."""
         if result.model.kind == "diffusion":
             return cls.COMPUTED
-        return cls.READ if result.budget.kind == "read" else cls.HELD
+        return cls.READ if result.budget.kind == "read" else cls.STORED
 
     def measure(self, result: Result) -> float | None:
         """The share of the dense cache's bytes, or of all rows; None: nothing was measured."""
         if self is Axis.COMPUTED:
             return None if result.diffusion is None else result.diffusion.rows_share
-        return held_share(result) if self is Axis.HELD else read_share(result)
+        return held_share(result) if self is Axis.STORED else read_share(result)
 
 
 @dataclass(frozen=True)

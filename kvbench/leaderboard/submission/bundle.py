@@ -167,8 +167,8 @@ def _amounts(line: Line) -> Iterator[float]:
     for part in (line.bytes, line.tokens, line.times):
         if part is not None:
             yield from (x for x in part.model_dump().values() if x is not None)
-    if line.evidence is not None:
-        yield from (line.evidence.rows_seen, *line.evidence.rows_kept)
+    if line.effect is not None:
+        yield from (line.effect.entries_seen, *line.effect.entries_kept)
 
 
 def split_journal(files: Mapping[str, bytes]) -> list[bytes]:

@@ -14,7 +14,8 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints
 
 from kvbench.runs.results import Score
-from kvbench.runs.spec import SCHEMA_VERSION, Record
+from kvbench.runs.schema import SCHEMA_VERSION
+from kvbench.runs.spec import Record
 
 MANIFEST, VERIFICATION = "manifest.json", "verification.json"
 BUNDLED = SPEC, SAMPLES, RESULT = "spec.json", "samples.jsonl.gz", "result.json"
@@ -46,7 +47,7 @@ class FileEntry(Record):
 class Manifest(Record):
     """manifest.json: what was sent, and by whom."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
     run_id: str
     submitter: Handle
     tuned_on: Annotated[tuple[Choice, ...], Field(max_length=64)]
@@ -125,7 +126,7 @@ class HiddenSeed(Record):
 class Verification(Record):
     """verification.json: what was found of one bundle."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
     run_id: str
     content: str
     """Manifest.content of what was looked at: of other files, this record says nothing."""

@@ -21,7 +21,7 @@ from kvbench.runs.summary import summarize
 
 SUMMED = (
     "status", "error", "n_scored", "n_failed", "score", "scores", "agreement", "output", "memory", "latency",
-    "diffusion", "certificate",
+    "diffusion", "effect",
 )
 """Parts of a result that are a function of its journal; `kernels` too, where the journal says what ran."""
 CLOSE = 1e-9
@@ -50,7 +50,7 @@ def check_summary(replay: Replay, result: Result, lines: Sequence[Line]) -> tupl
         raise RefusedError(check, f"its {name} is {show(said)}, its samples give {show(found)}")
     checks = [ok("summary", "the result is what its samples give")]
     if summed:
-        checks.append(flag("facts", "its certificate adds up distinct codes over samples, as kvbench once did"))
+        checks.append(flag("facts", "its effect adds up distinct codes over samples, as kvbench once did"))
     if result.kernels.ops and not noted:
         checks.append(flag("kernels", "which kernels ran is the result's own word: its journal does not say"))
     return ours.score, checks
@@ -59,9 +59,9 @@ def check_summary(replay: Replay, result: Result, lines: Sequence[Line]) -> tupl
 def _sum_distinct(lines: Sequence[Line]) -> dict[str, int]:
     """What results once had for distinct codes, by name in the result: their sums over samples."""
     failed = {x.index for x in lines if x.error is not None}
-    last = {x.index: x.evidence for x in sorted(lines, key=lambda x: x.turn) if x.evidence and x.index not in failed}
+    last = {x.index: x.effect for x in sorted(lines, key=lambda x: x.turn) if x.effect and x.index not in failed}
     facts = [(name, value) for x in last.values() for name, value in x.facts.items() if name.startswith("distinct")]
-    return {f"certificate.facts.{name}": sum(value for x, value in facts if x == name) for name, _ in facts}
+    return {f"effect.facts.{name}": sum(value for x, value in facts if x == name) for name, _ in facts}
 
 
 def differences(said: object, found: object, name: str = "") -> Iterator[tuple[str, object, object]]:
@@ -93,11 +93,11 @@ def check_bytes(replay: Replay, method: Method | None, result: Result, lines: Se
     undeclared: UndeclaredError | None = None
     more = 0
     for x in first:
-        dense = known[lengths[x.index]].dense_bytes
-        if x.bytes is not None and x.bytes.dense_bytes != dense:
+        dense = known[lengths[x.index]].full_bytes
+        if x.bytes is not None and x.bytes.full_bytes != dense:
             raise RefusedError(
                 "bytes", f"sample {x.index}: a dense cache of its {lengths[x.index]} tokens is {dense} bytes, not "
-                f"{x.bytes.dense_bytes}"
+                f"{x.bytes.full_bytes}"
             )
     if method is None or spec.model.kind == "diffusion":
         return (flag if method is None else ok)(
@@ -108,8 +108,8 @@ def check_bytes(replay: Replay, method: Method | None, result: Result, lines: Se
         with blaming("bytes", "what its budget was resolved to"):
             bound = method.rebind(result.budget.resolved, shape)
         fitted = fit(bound, spec, shape)
-        assert x.bytes is not None and x.evidence is not None, "lines with tokens have both"
-        held = x.bytes.cache_bytes, x.bytes.host_bytes
+        assert x.bytes is not None and x.effect is not None, "lines with tokens have both"
+        held = x.bytes.stored_bytes, x.bytes.host_bytes
         with blaming("bytes", f"what {spec.method.name} declares"):
             identity = fitted.identity(shape)
             try:
@@ -122,10 +122,10 @@ def check_bytes(replay: Replay, method: Method | None, result: Result, lines: Se
         if declared != held:
             raise RefusedError(
                 "bytes", f"sample {x.index}: {spec.method.name} declares {declared[0]} bytes (and {declared[1]} on the "
-                f"host) for {shape.length} tokens at this budget, its journal has {x.bytes.cache_bytes} (and "
+                f"host) for {shape.length} tokens at this budget, its journal has {x.bytes.stored_bytes} (and "
                 f"{x.bytes.host_bytes})"
             )
-        if identity != x.evidence.identity:
+        if identity != x.effect.identity:
             raise RefusedError("bytes", f"sample {x.index}: at these settings the method loses nothing: {identity}")
         resolved = to_jsonable_python(fitted.resolution)
         if x.index == 0 and any(result.budget.resolved.get(key) != value for key, value in resolved.items()):

@@ -81,7 +81,7 @@ def check_answers(replay: Replay, lines: Sequence[Line], made: Sequence[Made]) -
             if line.prediction is not None or line.ids or line.score is not None or line.scores:
                 raise RefusedError("answers", f"{where} failed, and has an answer")
             continue
-        if None in (line.tokens, line.times, line.bytes, line.evidence):
+        if None in (line.tokens, line.times, line.bytes, line.effect):
             raise RefusedError("answers", f"{where} has an answer, and does not say what it took")
         if any(not 0 <= x < MOST_ID for x in line.ids) or (LOGPROBS in line.facts) is not bool(turn.choices):
             raise RefusedError("answers", f"{where} has a token id or log-probabilities that no model gave it")

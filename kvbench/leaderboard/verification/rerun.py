@@ -87,8 +87,8 @@ def _judge(found: Rerun, failed: Sequence[int]) -> Iterator[Check]:
 def _weigh(pairs: Sequence[tuple[Line, Line]]) -> Iterator[Check]:
     """The first sample that does not hold as much here."""
     for x, y in pairs:
-        if x.turn == 0 and x.bytes is not None and y.bytes is not None and x.bytes.cache_bytes != y.bytes.cache_bytes:
-            here, there = y.bytes.cache_bytes, x.bytes.cache_bytes
+        if x.turn == 0 and x.bytes is not None and y.bytes is not None and x.bytes.stored_bytes != y.bytes.stored_bytes:
+            here, there = y.bytes.stored_bytes, x.bytes.stored_bytes
             yield flag("rerun", f"sample {x.index} holds {here} bytes here, {there} in its journal")
             return
 

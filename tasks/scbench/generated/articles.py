@@ -120,17 +120,17 @@ class ArticleSummary(Generated):
                 lines.insert(place + before, fact)
             texts.append(f"{article.title}\n{' '.join(lines)}")
         text = "\n\n".join(texts)
-        golden = [articles[i] for i in asked]
+        reference = [articles[i] for i in asked]
         turns = tuple(
             Turn(
                 QUESTION.format(title=x.title), "", "\n".join(x.facts), ("\n".join(x.facts),), self.limit,
                 facts={"details": list(x.details)},
             )
-            for x in golden
+            for x in reference
         )
         places = [text.index(texts[i]) + texts[i].index(fact) for i in asked for fact in articles[i].facts]
         facts = {
-            "keys": [x.title for x in golden], "depths": [round(place / len(text), 4) for place in places],
+            "keys": [x.title for x in reference], "depths": [round(place / len(text), 4) for place in places],
             "articles": len(articles),
         }
         return Example(id, text, turns, facts)

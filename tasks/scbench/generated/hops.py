@@ -51,10 +51,10 @@ class MultiHop(Generated):
         seed: of the places of the chains' lines.
         """
         text = weave(cut(itertools.repeat(NOISE), n), chains, seed)
-        golden = [chains[i] for i in asked]
-        turns = tuple(Turn(x.question, x.prefix, x.answer, x.names, self.limit) for x in golden)
+        reference = [chains[i] for i in asked]
+        turns = tuple(Turn(x.question, x.prefix, x.answer, x.names, self.limit) for x in reference)
         facts = {
-            "keys": [x.value for x in golden], "depths": depths(text, [line for x in golden for line in x.lines]),
+            "keys": [x.value for x in reference], "depths": depths(text, [line for x in reference for line in x.lines]),
             "chains": len(chains),
         }
         return Example(id, INTRO + text, turns, facts)

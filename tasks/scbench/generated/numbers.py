@@ -62,13 +62,13 @@ class MathFind(Generated):
 
     def compose(self, numbers: Sequence[int], targets: Sequence[str], *, id: str) -> Example:
         """The example that lists these numbers and asks for these targets in turn."""
-        golden = [find(target, numbers) for target in targets]
+        reference = [find(target, numbers) for target in targets]
         turns = tuple(
             Turn(QUESTION.format(target=target), "", str(number), (str(number),), self.limit)
-            for target, number in zip(targets, golden, strict=True)
+            for target, number in zip(targets, reference, strict=True)
         )
         facts = {
-            "targets": list(targets), "depths": [round(numbers.index(x) / len(numbers), 4) for x in golden],
+            "targets": list(targets), "depths": [round(numbers.index(x) / len(numbers), 4) for x in reference],
             "numbers": len(numbers),
         }
         return Example(id, str(list(numbers)), turns, facts)

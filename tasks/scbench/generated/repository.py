@@ -55,14 +55,14 @@ class RepoFunction(Generated):
     def compose(self, functions: Sequence[Function], asked: Sequence[int], *, id: str) -> Example:
         """The example that shows all functions in this order and asks for some of them in turn."""
         text = "\n\n\n".join(x.source for x in functions)
-        golden = [functions[i] for i in asked]
+        reference = [functions[i] for i in asked]
         turns = tuple(
             Turn(QUESTION.format(x.description), "", x.source, (x.source,), self.limit, facts={"name": x.name})
-            for x in golden
+            for x in reference
         )
         facts = {
-            "keys": [x.name for x in golden], "depths": depths(text, [x.source for x in golden]),
-            "lang": LANGUAGE, "functions": {x.name: x.source for x in golden}, "shown": len(functions),
+            "keys": [x.name for x in reference], "depths": depths(text, [x.source for x in reference]),
+            "lang": LANGUAGE, "functions": {x.name: x.source for x in reference}, "shown": len(functions),
         }
         return Example(id, CodeRepoQA.intro + text, turns, facts)
 

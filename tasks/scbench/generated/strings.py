@@ -50,15 +50,15 @@ class PrefixSuffix(Generated):
 
     def compose(self, strings: Sequence[str], asked: Sequence[int], *, id: str) -> Example:
         """The example that lists all strings in this order and asks for some of them in turn."""
-        golden = [strings[i] for i in asked]
-        ends = [self.ends(text) for text in golden]
+        reference = [strings[i] for i in asked]
+        ends = [self.ends(text) for text in reference]
         turns = tuple(
             Turn(QUESTION.format(prefix=prefix, suffix=suffix), "", text, (text,), self.limit)
-            for text, (prefix, suffix) in zip(golden, ends, strict=True)
+            for text, (prefix, suffix) in zip(reference, ends, strict=True)
         )
         text = "\n".join(strings)
         facts = {
-            "keys": ["...".join(pair) for pair in ends], "depths": depths(text, golden), "strings": len(strings),
+            "keys": ["...".join(pair) for pair in ends], "depths": depths(text, reference), "strings": len(strings),
         }
         return Example(id, INTRO + text, turns, facts)
 

@@ -36,7 +36,7 @@ class Results:
 
     def add(
         self, place: str, scores: str | Scores = "poor", *, method: str = "snapkv", held: float = 0.25,
-        kind: str = "held", edit: Callable[[dict[str, Any], list[dict[str, Any]]], None] | None = None,
+        kind: str = "stored", edit: Callable[[dict[str, Any], list[dict[str, Any]]], None] | None = None,
     ) -> Path:
         """A run of this method with these scores by context and turn; `edit` changes its result and its lines."""
         result = copy.deepcopy(RESULT)
@@ -54,12 +54,12 @@ class Results:
             "by_turn": [{"mean": fmean(x), "n": len(x)} for x in zip(*scores, strict=True)],
         }
         result["budget"]["kind"] = result["method"]["card"]["budget"] = kind
-        dense = result["memory"]["dense_bytes"]
+        dense = result["memory"]["full_bytes"]
         result["memory"] |= {
-            "cache_bytes": round(held * dense), "ratio": held, "ratio_total": held, "read_bytes_per_step": dense // 5,
+            "stored_bytes": round(held * dense), "ratio": held, "ratio_total": held, "read_bytes_per_step": dense // 5,
         }
         if kind == "none":
-            result["certificate"] |= {"n": 0, "n_acted": 0}
+            result["effect"] |= {"n": 0, "n_acted": 0}
             result["budget"]["asked"] = spec["budget"] = None
         lines = [
             copy.deepcopy(LINE) | {

@@ -107,7 +107,7 @@ def write_everywhere(results, text):
         result["budget"] = {"asked": text, "kind": text, "resolved": {text: text}}
         result["score"]["metric"] = text
         result["scores"] = {text: 0.5, "b": 0.5}
-        result["output"]["stop_reasons"] = result["certificate"]["facts"] = {text: 1}
+        result["output"]["stop_reasons"] = result["effect"]["facts"] = {text: 1}
         result["kernels"] |= {"implementation": text, "ops": [text]}
         result["environment"] |= dict.fromkeys(("python", "torch", "cpu", "gpu", "started"), text)
         for x in lines:

@@ -152,7 +152,7 @@ def test_a_context_says_nothing_of_its_question(tmp_path, mini_tokenizer, kind):
 
 @each_task
 def test_answers(tmp_path, mini_tokenizer, kind):
-    """References are texts, and the golden answer goes on from the prompt."""
+    """References are texts, and the reference answer goes on from the prompt."""
     (turn,) = make(open_task(tmp_path, line(kind), kind=kind), mini_tokenizer).turns
     assert turn.references == REFERENCES.get(kind, ("an answer",))
     assert turn.answer == GOLDEN.get(kind, " an answer")
@@ -173,7 +173,7 @@ def test_a_perfect_answer_scores_one(tmp_path, mini_tokenizer, kind):
 
 
 def test_the_prefix_follows_the_assistant_header(tmp_path, chars):
-    """Where there is a chat template, and the golden answer goes on from there."""
+    """Where there is a chat template, and the reference answer goes on from there."""
     chars.chat_template = CHAT
     try:
         task = open_task(tmp_path, line("passkey"), kind="passkey")

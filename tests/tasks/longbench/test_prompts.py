@@ -152,12 +152,12 @@ def test_tasks_of_examples_get_no_chat_template(open_task, make, chatty, kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "golden"),
+    ("kind", "reference"),
     [("qasper", " One"), ("lcc", "One"), ("passage_count", "One"), ("vcsum", "One"), ("dureader", "One")],
 )
-def test_the_golden_answer_goes_on_from_the_prompt(open_task, make, octets, kind, golden):
+def test_the_reference_answer_goes_on_from_the_prompt(open_task, make, octets, kind, reference):
     """After a space, but not after white space or a Chinese colon."""
-    assert make(open_task(kind), octets).turns[0].answer == golden
+    assert make(open_task(kind), octets).turns[0].answer == reference
 
 
 def test_samsum_stops_at_a_newline_and_is_not_empty(octets):

@@ -126,7 +126,7 @@ def test_no_name_is_scbenchs():
 
 @each_task
 def test_the_text_is_as_written(task: Generated, chars):
-    """A conversation with golden history, to the byte."""
+    """A conversation with reference history, to the byte."""
     encoded = encode(task, EXAMPLES[task.name], chars)
     talk = [encoded.context]
     for i, turn in enumerate(encoded.turns):
@@ -146,7 +146,7 @@ def test_prompt_fills_the_length(task: Generated, mini_tokenizer, seed, turns, e
 
 
 @each_task
-def test_golden_answers_fit_their_limit(task: Generated, mini_tokenizer):
+def test_reference_answers_fit_their_limit(task: Generated, mini_tokenizer):
     """No answer needs more new tokens than a turn has, the end of text included."""
     for seed in range(5):
         example = make(task, mini_tokenizer, seed=seed)
@@ -155,8 +155,8 @@ def test_golden_answers_fit_their_limit(task: Generated, mini_tokenizer):
 
 
 @each_task
-def test_the_official_scorers_take_the_golden_answers(task: Generated, mini_tokenizer):
-    """Every scorer gives 1 to every golden answer, whatever its turn."""
+def test_the_official_scorers_take_the_reference_answers(task: Generated, mini_tokenizer):
+    """Every scorer gives 1 to every reference answer, whatever its turn."""
     example = make(task, mini_tokenizer)
     for turn in example.turns:
         facts = {**example.facts, **turn.facts}

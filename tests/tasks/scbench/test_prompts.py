@@ -196,7 +196,7 @@ def test_all_twelve_are_here():
 @pytest.mark.parametrize(("kind", "expected"), [("mini_tokenizer", TALKS), ("chatty", CHATS)], ids=["text", "chat"])
 @each_task
 def test_multi_turn(name, rows, task_of, kind, expected, request):
-    """Two turns with golden history are the runner's text."""
+    """Two turns with reference history are the runner's text."""
     tokenizer = request.getfixturevalue(kind)
     found = encoded(task_of(name, rows[name]), tokenizer, Mode.MULTI_TURN)
     one, two = found.turns
@@ -269,7 +269,7 @@ def test_mf_shows_its_first_question_to_multi_request():
 
 
 def test_a_template_that_trims_trims_every_message(task_of, rows, chatty):
-    """As Llama-3's does: no white space around what a message holds, golden answers among them."""
+    """As Llama-3's does: no white space around what a message holds, reference answers among them."""
     tokenizer = copy.deepcopy(chatty)
     tokenizer.chat_template = chatty.chat_template.replace("x.content", "x.content | trim")
     row = rows["scbench_kv"]
