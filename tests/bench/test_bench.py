@@ -718,7 +718,7 @@ def test_on_a_gpu_steps_and_attention_are_graphs(kvbench, kernels):
 def test_the_json_line_is_the_file(bench):
     """The last line of standard output, for other programs."""
     answer = bench("--method", "full", "--clock", "step")
-    assert json.loads(answer.out.splitlines()[-1])["schema_version"] == 1
+    assert json.loads(answer.out.splitlines()[-1])["schema_version"] == 2
 
 
 @pytest.mark.parametrize("path", [*ROOT.glob("results/bench/*-steps.json"), *ROOT.glob("results/gpu/*/*.json")])

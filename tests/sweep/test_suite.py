@@ -91,7 +91,7 @@ def test_a_suite_is_its_runs(kvbench, suite, options, tmp_path):
     path = Path(answer.json["file"])
     assert path.parent.parent == tmp_path / "runs" / "suites"
     assert path.parent.name.startswith("toys-last-")
-    assert json.loads(path.read_text()) == {"schema_version": 1, "name": "toys", "version": "2", "runs": ids}
+    assert json.loads(path.read_text()) == {"schema_version": 2, "name": "toys", "version": "2", "runs": ids}
     results = [Result.model_validate_json((tmp_path / "runs" / x / "result.json").read_text()) for x in ids]
     assert {(x.suite, x.spec.suite) for x in results} == {("toys@2", "toys@2")}
     (table,) = [x for x in answer.out.split("┏") if x]

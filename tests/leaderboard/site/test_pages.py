@@ -293,7 +293,7 @@ def test_the_data_have_a_row_for_each_run(results):
     rows = json.loads((folder / "results.json").read_text())["runs"]
     assert pq.read_table(folder / "results.parquet").to_pylist() == rows
     assert {x["method"]: (x["score"], x["rank"], x["axis"], x["band"]) for x in rows} == {
-        "full": (1.0, None, None, None), "snapkv": (0.5, 1, "held", "held: 15% to 30% of the dense cache"),
+        "full": (1.0, None, None, None), "snapkv": (0.5, 1, "stored", "stored: 15% to 30% of the dense cache"),
         "h2o": (None, None, None, None),
     }
     assert all((folder / x["page"]).is_file() for x in rows)

@@ -57,7 +57,7 @@ def test_held_and_read_bytes_are_not_ranked_against_each_other(results):
     results.add("b", "good", method="quest", held=1.05, kind="read")
     (group,) = read_groups(results)
     assert [(x.axis, x.bands[0].title) for x in group.tables] == [
-        ("held", "held: 15% to 30% of the dense cache"), ("read", "read: 15% to 30% of the dense cache")
+        ("stored", "stored: 15% to 30% of the dense cache"), ("read", "read: 15% to 30% of the dense cache")
     ]
     assert ranks(group) == {"snapkv": (1, False), "quest": (1, False)}
 
