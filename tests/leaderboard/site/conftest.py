@@ -19,8 +19,18 @@ from kvbench.leaderboard.submission.records import VERIFICATION, Check, Level, V
 from kvbench.runs.spec import RunSpec
 
 CURATED = Path(__file__).parents[3] / "results" / "cpu-2-cores"
-MODEL = min(CURATED.glob("snapkv-niah_*"))
-RESULT: dict[str, Any] = json.loads((MODEL / "result.json").read_text())
+
+
+def find_template(budget: str, visibility: str, length: int) -> tuple[Path, dict[str, Any]]:
+    """The curated run of snapkv under these options, and its result."""
+    for folder in CURATED.glob("snapkv-niah_*"):
+        result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+        if (result["budget"]["asked"], result["visibility"], result["task"]["length"]) == (budget, visibility, length):
+            return folder, result
+    raise LookupError(f"no curated run of snapkv at {budget}, {visibility}, {length:,} tokens")
+
+
+MODEL, RESULT = find_template("10%", "first-turn", 2048)
 LINE: dict[str, Any] = json.loads(gzip.decompress((MODEL / "samples.jsonl.gz").read_bytes()).splitlines()[0])
 Scores = Sequence[Sequence[float]]
 SCORES: dict[str, Scores] = {"good": [[1.0, 1.0]] * 12, "poor": [[1.0, 0.0]] * 12, "bad": [[0.0, 0.0]] * 12}
