@@ -1,15 +1,17 @@
-"""The tables and charts of the curated results: docs/results.md, its pictures, and the README's table.
+"""Writes the tables and charts of the curated results into docs/results.md and README.md.
 
-The results are made by the command line, so that anybody can make them again; finished runs are not repeated:
+Only the text between the markers `<!-- begin NAME -->` and `<!-- end NAME -->` is replaced. The command line makes the
+results, and does not repeat finished runs:
 
     kvbench sweep scripts/sweeps/curated.toml --workers 2
-    python scripts/show_results.py        # the README's table on standard output
+    python scripts/show_results.py
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -25,9 +27,11 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results" / "cpu-2-cores"
 PICTURES = ROOT / "docs"
 PAGE = PICTURES / "results.md"
+README = ROOT / "README.md"
 ANCHORS = ("full", "full-int8")
-SEEN = {"hidden": "no question seen", "first-turn": "first of five questions seen"}
-IN_README = "25%"
+SEEN = {"hidden": "question hidden", "first-turn": "first of five questions visible"}
+QUARTER = "25%"
+IN_README = ("full", "streaming-llm", "h2o", "snapkv", "keydiff", "kvzip", "kivi, 2/2 bits", "quest")
 IN_ONE_BLOCK = ("0b8334c74ef9", "a731f91b7a14")
 """Commits at which reference answers were forced in one block, also where methods drop or round rows in every step."""
 
@@ -41,13 +45,13 @@ def read_results() -> list[Result]:
 
 
 def ratio(result: Result) -> float:
-    """Bytes that hold the context, by the dense cache's; host memory included."""
+    """Stored bytes as a share of the full cache's, host memory included."""
     assert result.memory is not None, result.run_id
     return result.memory.ratio_total
 
 
 def read(result: Result) -> str:
-    """Bytes that a decode step reads, by the dense cache's."""
+    """Bytes that a decode step reads, as a share of the full cache's."""
     assert result.memory is not None, result.run_id
     return f"{result.memory.read_bytes_per_step / result.memory.full_bytes:.1%}"
 
@@ -88,28 +92,30 @@ def page_table(results: Sequence[Result]) -> str:
         )
         for x in results
     ]
-    return table(("method", "budget", "held", "read", "score", "first turn, then others", "top-1", "KL, nats"), rows)
+    header = ("method", "budget", "stored", "read", "accuracy", "first turn, then others", "top-1", "KL, nats")
+    return table(header, rows)
 
 
-def readme_table(results: Sequence[Result]) -> str:
-    """One row per method: at 25 %, or at the bytes it always has."""
+def quarter_table(results: Sequence[Result], names: Sequence[str] | None = None) -> str:
+    """One line per method, at 25 % or at its fixed size; with names, these in their order."""
     rows: dict[str, dict[tuple[str, int], Result]] = {}
     for x in results:
-        if x.budget.asked in (None, IN_README):
+        if x.budget.asked in (None, QUARTER):
             name = x.method.name if x.budget.asked or setting(x) == "-" else f"{x.method.name}, {setting(x)}"
             rows.setdefault(name, {})[x.visibility, x.task.length] = x
     shown = []
-    for name, cells in rows.items():
+    for name in names or rows:
+        cells = rows[name]
         hidden = [cells["hidden", length] for length in (1024, 2048)]
         seen = cells.get(("first-turn", 2048))
         turns = "not run" if seen is None else by_turn(seen)
         shown.append((name, f"{ratio(hidden[1]):.1%}", read(hidden[1]), *(score(x) for x in hidden), turns))
-    header = ("method", "held", "read", "hidden, 1,024", "hidden, 2,048", "first question seen, 2,048: it, then others")
+    header = ("method", "stored", "read", "hidden, 1,024", "hidden, 2,048", "first-turn, 2,048: first, then others")
     return table(header, shown)
 
 
 def list_pictures() -> list[tuple[Path, str, Cost]]:
-    """The charts: by what may be seen, held bytes apart from those read; the README's first."""
+    """The charts: by what may be seen, stored bytes apart from those read; the README's first."""
     return [
         (PICTURES / f"results{'' if visibility == 'hidden' else f'-{visibility}'}{suffix}.png", visibility, cost)
         for cost, suffix in zip(COSTS[:2], ("", "-read"), strict=True) for visibility in SEEN
@@ -136,39 +142,53 @@ def _name_commits(results: Sequence[Result]) -> str:
     return f"commits {', '.join(f'`{name}` ({count} runs)' for name, count in found.most_common())}"
 
 
-def write_page(results: Sequence[Result]) -> None:
-    """docs/results.md: a table for each length and visibility."""
+def describe(results: Sequence[Result]) -> str:
+    """Where the numbers come from."""
     first = results[0]
     old = sorted({
         x.method.name for x in results
         if x.environment.git is not None and x.environment.git.commit[:12] in IN_ONE_BLOCK
         and find_method(x.method.name).graphable is not None
     })
-    early = f" That of {', '.join(old)} is from before they were forced token by token." if old else ""
-    made = (
-        "Written by `python scripts/show_results.py` from the runs under `results/cpu-2-cores`, which "
-        "`kvbench sweep scripts/sweeps/curated.toml` makes.\n"
-        f"Model `mini`, task `{first.task.name}`, {first.n_samples} contexts x {first.spec.turns} questions, reference "
-        f"history, seed {first.spec.seed}, on {first.environment.cpu} (2 cores), {_name_commits(results)}.\n"
-        "Bytes are measured, host memory included. Intervals are 95 %, by context. Agreement (top-1, KL) is with the "
-        f"dense cache on the reference answers.{early}\n"
-        "In the charts the solid line joins rows that no other beats in both, the dashed line is the full cache, the "
-        "dotted one rows kept by chance.\n"
+    early = f" For {', '.join(old)} it is from before they were forced token by token." if old else ""
+    return (
+        f"Model `mini`, task `{first.task.name}`, `multi-turn`, {first.n_samples} contexts with {first.spec.turns} "
+        f"questions each, reference history, seed {first.spec.seed}, on {first.environment.cpu} (2 cores), "
+        f"{_name_commits(results)}.\n"
+        "Top-1 agreement and KL divergence compare with the full cache, teacher-forced on the reference answers."
+        f"{early}\n"
     )
-    pictures = "\n".join(
-        f"![Accuracy against {cost.name}, {SEEN[visibility]}]({path.name})"
-        for path, visibility, cost in list_pictures()
-    )
-    parts = ["# Curated results\n", made, f"{pictures}\n"]
+
+
+def all_tables(results: Sequence[Result]) -> str:
+    """A table for each length and visibility."""
+    parts = []
     for length in sorted({x.task.length for x in results}):
         for visibility, title in SEEN.items():
             chosen = [x for x in results if (x.task.length, x.visibility) == (length, visibility)]
-            parts.append(f"## {length:,} tokens, {title}\n\n{page_table(chosen)}")
-    PAGE.write_text("\n".join(parts))
+            parts.append(f"### {length:,} tokens, {title}\n\n{page_table(chosen)}")
+    return "\n".join(parts)
+
+
+def make_texts(results: Sequence[Result]) -> dict[Path, dict[str, str]]:
+    """What stands between the markers of each file."""
+    return {
+        README: {"table": quarter_table(results, IN_README)},
+        PAGE: {"source": describe(results), "quarter": quarter_table(results), "tables": all_tables(results)},
+    }
+
+
+def fill(page: str, texts: Mapping[str, str]) -> str:
+    """A page with new text between its markers, each of which it must have once."""
+    for name, text in texts.items():
+        begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
+        page, count = re.subn(f"{begin}.*?{end}", lambda _, t=f"{begin}{text}{end}": t, page, flags=re.DOTALL)
+        assert count == 1, name
+    return page
 
 
 if __name__ == "__main__":
     found = read_results()
     draw_pictures(found)
-    write_page(found)
-    print(readme_table(found), end="")
+    for path, texts in make_texts(found).items():
+        path.write_text(fill(path.read_text(encoding="utf-8"), texts), encoding="utf-8")

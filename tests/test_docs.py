@@ -29,13 +29,6 @@ def code_blocks(name: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(encoding="utf-8"), re.DOTALL)
 
 
-def test_the_readme_shows_the_example_whole() -> None:
-    """The method file in the README is the file that newcomers are told to run."""
-    shown = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-
-    assert shown == [EXAMPLE.read_text(encoding="utf-8")]
-
-
 def kvbench(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run the command as a user does."""
     command = [str(Path(sys.executable).with_name("kvbench")), *args]

@@ -1,0 +1,86 @@
+"""README.md: short, and its numbers, table of methods, commands and output are those of the repository."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from kvbench.cli import app
+from kvbench.registry import list_entries
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+LONGEST = 130
+BLOCKS = re.findall(r"^```\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+COMMANDS = [x.partition("#")[0].strip() for block in BLOCKS for x in block.splitlines() if x.startswith("kvbench ")]
+RESULTS = ROOT / "results" / "cpu-2-cores"
+
+
+def test_it_is_short():
+    """A reader sees all of it."""
+    assert len(README.splitlines()) <= LONGEST
+
+
+def test_the_cache_size_is_arithmetic():
+    """The first sentence: layers x KV heads x channels x 2 x bytes x tokens."""
+    size = r"of ([\d,]+) tokens.* takes ([\d.]+) GB \((\d+) GiB\): (\d+) layers x (\d+) KV heads x (\d+) channels"
+    found = re.search(size, README)
+    assert found is not None
+    tokens, *sizes = (int(x.replace(",", "")) for x in found.group(1, 4, 5, 6))
+    total = tokens * 2 * 2
+    for size in sizes:
+        total *= size
+    assert (f"{total / 1e9:.1f}", f"{total / 2**30:.0f}") == found.group(2, 3)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_is_one_that_kvbench_takes(command):
+    """Parsed by the command line's own parser, and not run."""
+    _, *arguments = shlex.split(command)
+    group = typer.main.get_command(app)
+    context = group.make_context("kvbench", list(arguments))
+    name, found, rest = group.resolve_command(context, [*context._protected_args, *context.args])
+    assert found is not None
+    found.make_context(name, rest, parent=context)
+
+
+def test_the_demo_prints_what_is_shown(kvbench, tmp_path, monkeypatch):
+    """Line by line but for numbers and the run's id: of two samples, because the lines are the same."""
+    monkeypatch.chdir(tmp_path)
+    (shown,) = (x for x in BLOCKS if x.startswith("┏"))
+    answer = kvbench("run", "--method", "snapkv", "--task", "niah", "--samples", "2")
+    assert answer.code == 0, answer.err
+
+    def lines(text: str) -> list[list[str]]:
+        cells = ([cell.strip() for cell in x.split("│")[1:-1]] for x in text.splitlines() if x.startswith("│"))
+        return [[name, re.sub(r"[\d.]+(e-\d+)?", "N", re.sub(r"-\w{12}$", "", value))] for name, value in cells]
+
+    assert lines(answer.out) == lines(shown)
+
+
+def test_every_method_is_in_the_table():
+    """By the name that the command line takes; the papers are those of the cards."""
+    table = README[README.index("## Methods") : README.index("## Related")]
+    papers = {x.name: x.facts.get("arxiv") for x in list_entries("method")}
+    assert set(papers) - set(re.findall(r"`([\w-]+)`", table)) == set()
+    linked = dict(re.findall(r"\[`([\w-]+)`\]\(https://arxiv\.org/abs/([\d.]+)\)", table))
+    assert linked == {name: papers[name] for name in linked}
+    assert {x for name, x in papers.items() if x and name != "none"} == set(linked.values())
+
+
+@pytest.mark.skipif(not RESULTS.exists(), reason="nothing is recorded")
+def test_tables_are_those_of_the_results():
+    """README.md and docs/results.md hold what scripts/show_results.py writes into them."""
+    spec = importlib.util.spec_from_file_location("show_results", ROOT / "scripts" / "show_results.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    for path, texts in script.make_texts(script.read_results()).items():
+        page = path.read_text(encoding="utf-8")
+        assert script.fill(page, texts) == page
