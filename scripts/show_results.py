@@ -37,11 +37,13 @@ IN_ONE_BLOCK = ("0b8334c74ef9", "a731f91b7a14")
 
 
 def read_results() -> list[Result]:
-    """Every result of the folder: anchors first, then by method, length, visibility and bytes."""
+    """Every result of the folder: anchors first, then by method, length, visibility, stored bytes and bytes read."""
     results = [read_file(x, Result) for x in RESULTS.glob("*/result.json")]
     names = {x.method.name for x in results}
     order = [*ANCHORS, *sorted(names - set(ANCHORS))]
-    return sorted(results, key=lambda x: (order.index(x.method.name), x.task.length, x.visibility, ratio(x)))
+    return sorted(
+        results, key=lambda x: (order.index(x.method.name), x.task.length, x.visibility, ratio(x), float(read(x)[:-1]))
+    )
 
 
 def ratio(result: Result) -> float:

@@ -1,1 +1,1 @@
-"""`kvbench bench`: three clocks that are never mixed, each beside the dense cache in the same job (docs/clocks.md)."""
+"""`kvbench bench`: three clocks that are never mixed, each beside the dense cache in the same job (docs/timing.md)."""

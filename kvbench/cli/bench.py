@@ -53,7 +53,7 @@ def bench_command(
     out: Annotated[Path | None, typer.Option(help="File for the result, written anew after every cell.")] = None,
     as_json: Json = False,
 ) -> int:
-    """Time methods beside the dense cache: one attention, one decode step, or whole answers (docs/clocks.md)."""
+    """Time methods beside the dense cache: one attention, one decode step, or whole answers (docs/timing.md)."""
     from kvbench.analysis.format import print_rows
     from kvbench.bench.forecast import ANCHORS
     from kvbench.bench.run import Request, run_bench
@@ -130,7 +130,7 @@ def _print_plan(plan: Plan) -> None:
     say(
         f"peak: with weights, while all prompts are run together. gain: over full, of floors; whether it is seen where "
         f"an attention takes {KERNEL_SECONDS * 1e6:.0f} us at least, and where Python takes {PYTHON_SECONDS * 1e3:.2f} "
-        "ms per layer to launch. most: the largest batch, and with prompts run together (docs/clocks.md)."
+        "ms per layer to launch. most: the largest batch, and with prompts run together (docs/timing.md)."
     )
 
 
