@@ -5,21 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from kvbench.analysis.finished import Run
-from kvbench.analysis.significance import ALPHA, adjust, compare_scores, find_smallest, flip_signs, group_ties
+from kvbench.analysis.load import FinishedRun
+from kvbench.analysis.significance import ALPHA, adjust, compare_scores, flip_signs, group_ties
 from kvbench.errors import UserError
 from kvbench.runs.files import read_file
 from kvbench.runs.results import Result
 from kvbench.runs.spec import RunSpec
-
-if TYPE_CHECKING:
-    from kvbench.runs.request import Plan
 
 ASKED = (
     "task.name", "model.sha256", "model.tokenizer_sha256", "model.dtype", "task.version", "task.settings",
@@ -33,8 +29,6 @@ PROTOCOL = (
     "environment.device_map", "latency.clock",
 )
 """What must be equal before one of times does, too."""
-SIZES = 4
-"""Most sizes of runs that are spoken of one by one before they start."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +74,7 @@ class Regressions:
     """Worst first."""
 
 
-def find_conflicts(runs: Sequence[Run]) -> list[str]:
+def find_conflicts(runs: Sequence[FinishedRun]) -> list[str]:
     """Failures and differences of protocol, one line each.
 
     Raises:
@@ -113,7 +107,7 @@ def _join(document: object, names: Sequence[str]) -> str:
     return json.dumps([look(document, x) for x in names], sort_keys=True)
 
 
-def compare_runs(first: Run, others: Sequence[Run]) -> list[Difference]:
+def compare_runs(first: FinishedRun, others: Sequence[FinishedRun]) -> list[Difference]:
     """Paired differences to the first run, p-values adjusted over all of them; a failed run has none."""
     found = [compare_pair(first, x) for x in others]
     tested = [x.p for x in found if x.p is not None]
@@ -121,7 +115,7 @@ def compare_runs(first: Run, others: Sequence[Run]) -> list[Difference]:
     return [x if x.p is None else replace(x, p_adjusted=next(adjusted)) for x in found]
 
 
-def compare_pair(first: Run, other: Run) -> Difference:
+def compare_pair(first: FinishedRun, other: FinishedRun) -> Difference:
     """The paired difference of scores, whole contexts resampled; a failed run has none."""
     pairs = {} if "failed" in (first.result.status, other.result.status) else _pair(first, other)
     if not pairs:
@@ -130,7 +124,7 @@ def compare_pair(first: Run, other: Run) -> Difference:
     return Difference(other.result.run_id, found.n, found.contexts, found.mean, found.ci95, found.p, found.p)
 
 
-def rank_runs(runs: Sequence[Run]) -> list[int | None]:
+def rank_runs(runs: Sequence[FinishedRun]) -> list[int | None]:
     """The rank of each run of one protocol: one more than the runs in better groups (`group_ties`).
 
     None: it failed, has no score, or was asked other questions than most of them.
@@ -150,7 +144,7 @@ def rank_runs(runs: Sequence[Run]) -> list[int | None]:
     return [ranks.get(id(x)) for x in runs]
 
 
-def _p_value(first: Run, other: Run) -> float:
+def _p_value(first: FinishedRun, other: FinishedRun) -> float:
     return flip_signs([sum(b - a for a, b in x) for x in _by_context(_pair(first, other))])
 
 
@@ -158,7 +152,7 @@ def _by_context(pairs: dict[tuple[str, int], tuple[float, float]]) -> list[list[
     return [[pairs[key] for key in keys] for _, keys in groupby(pairs, key=lambda key: key[0])]
 
 
-def find_regressions(runs: Sequence[Run]) -> list[Regressions]:
+def find_regressions(runs: Sequence[FinishedRun]) -> list[Regressions]:
     """For each whole run, against the first of the full cache that was asked the same; nothing where there is none."""
     whole = [x for x in runs if x.result.status == "ok"]
     full = [x for x in whole if is_full(x.result)]
@@ -166,7 +160,7 @@ def find_regressions(runs: Sequence[Run]) -> list[Regressions]:
     return [_regress(*next(x for x in several if x[2])) for several in pairs if any(x[2] for x in several)]
 
 
-def _regress(full: Run, other: Run, common: dict[tuple[str, int], tuple[float, float]]) -> Regressions:
+def _regress(full: FinishedRun, other: FinishedRun, common: dict[tuple[str, int], tuple[float, float]]) -> Regressions:
     sign = 1 if full.result.score.higher_is_better else -1
     worse = [Regression(*key, a, b) for key, (a, b) in common.items() if sign * (b - a) < 0]
     worse.sort(key=lambda x: (sign * (x.score - x.full), other.lines[x.sample, x.turn].index, x.turn))
@@ -184,55 +178,12 @@ def find_full(spec: RunSpec, out: Path) -> Result | None:
     return None
 
 
-def foretell_all(plans: Sequence[Plan]) -> Iterator[str]:
-    """What `foretell` says of runs to come, a line for each size of them; of many sizes the least and the greatest.
-
-    Runs whose score is no accuracy, or that will have none, are left out.
-    """
-    sizes = Counter(
-        (x.request.samples, x.protocol.turns) for x in plans
-        if x.scorer.higher_is_better and not x.request.model.startswith("random:")
-    )
-    shown = sorted(sizes)
-    between = shown[1:-1] if len(shown) > SIZES else []
-    for size in shown:
-        if size not in between:
-            runs = f"each of {sizes[size]} runs" if sizes[size] > 1 else "1 run"
-            yield f"{runs}: {foretell(*size)}"
-    if between:
-        yield f"{sum(sizes[x] for x in between)} runs of {len(between)} other sizes lie between these."
-
-
-def foretell(samples: int, turns: int, full: Result | None = None) -> str:
-    """The smallest difference that a run of right-or-wrong answers will find, in a line; `full`: what is known."""
-    asked = f"{samples} context{'s' if samples > 1 else ''} x {turns} question{'s' if turns > 1 else ''}"
-    accuracy = None if full is None else full.score.mean
-    together = find_smallest(samples, accuracy)
-    if together is None:
-        return f"{asked} are too few to tell any difference from noise. Ask for more --samples."
-    smallest = f"{100 * together:.0f} points"
-    if turns > 1:
-        apart = find_smallest(samples * turns, accuracy)
-        assert apart is not None, samples
-        smallest = (
-            f"{100 * apart:.0f} points where the questions of a context are answered independently, {smallest} where "
-            "they stand and fall together"
-        )
-    known = "two methods at the accuracies that are hardest to tell apart"
-    if full is not None:
-        known = f"the full cache at {accuracy:.3f}, as in {full.run_id}"
-    return (
-        f"smallest difference that {asked} find 4 times in 5 at the 5 % level: about {smallest} (right-or-wrong "
-        f"answers, {known})."
-    )
-
-
 def is_full(result: Result) -> bool:
     """Of a method that takes no budget and is declared to lose nothing."""
     return result.budget.kind == "none" and result.effect is not None and result.effect.n == 0
 
 
-def _pair(first: Run, other: Run) -> dict[tuple[str, int], tuple[float, float]]:
+def _pair(first: FinishedRun, other: FinishedRun) -> dict[tuple[str, int], tuple[float, float]]:
     """Scores of the questions that both were asked alike, by sample and turn; in a fixed order, as sets have none."""
     pairs = {}
     for key in sorted(first.lines.keys() & other.lines.keys()):

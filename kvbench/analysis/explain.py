@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from kvbench.analysis.compare import PROTOCOL, compare_pair, look
-from kvbench.analysis.finished import Run
+from kvbench.analysis.load import FinishedRun
 from kvbench.analysis.significance import compare_scores
 from kvbench.errors import UserError
 from kvbench.runs.command import write_request
@@ -36,7 +36,7 @@ OPTIONS = {
 
 
 @dataclass(frozen=True)
-class Flip:
+class Change:
     """One thing in which two runs differ."""
 
     name: str
@@ -49,7 +49,7 @@ class Flip:
 
 
 @dataclass(frozen=True)
-class Shift:
+class ScoreShift:
     """How far the score moves."""
 
     mean: float
@@ -58,7 +58,7 @@ class Shift:
     """Questions that both answered; 0: they were asked others, and the interval is of two separate means."""
 
 
-def find_flips(first: Run, other: Run) -> list[Flip]:
+def find_changes(first: FinishedRun, other: FinishedRun) -> list[Change]:
     """What differs, each with the run that has it alone.
 
     Raises:
@@ -68,20 +68,20 @@ def find_flips(first: Run, other: Run) -> list[Flip]:
     if names[0] != names[1]:
         raise UserError(f"these runs are of different tasks ({', '.join(names)}): their scores cannot be compared.")
     asked, wanted = (write_request(x.result.spec) for x in (first, other))
-    flips = [_try(*x) for x in _differ(asked, wanted)]
-    return [*flips, *_find_fixed(first, other, {x.name for x in flips})]
+    changes = [_try(*x) for x in _differ(asked, wanted)]
+    return [*changes, *_find_fixed(first, other, {x.name for x in changes})]
 
 
-def find_again(first: Run) -> Flip:
+def find_rerun(first: FinishedRun) -> Change:
     """The first run as it is: another one where the code has changed since."""
     return _try("run again", "the code of then", "the code of now", write_request(first.result.spec))
 
 
-def measure(first: Run, other: Run) -> Shift | None:
+def measure(first: FinishedRun, other: FinishedRun) -> ScoreShift | None:
     """The other's score minus the first's: paired where they were asked the same; None: one failed or has none."""
     found = compare_pair(first, other)
     if found.mean is not None and found.ci95 is not None:
-        return Shift(found.mean, found.ci95, found.n)
+        return ScoreShift(found.mean, found.ci95, found.n)
     a, b = first.result.score, other.result.score
     failed = "failed" in (first.result.status, other.result.status)
     if failed or a.mean is None or b.mean is None or a.ci95 is None or b.ci95 is None:
@@ -89,10 +89,10 @@ def measure(first: Run, other: Run) -> Shift | None:
     mean = b.mean - a.mean
     down = math.hypot(b.mean - b.ci95[0], a.ci95[1] - a.mean)
     up = math.hypot(b.ci95[1] - b.mean, a.mean - a.ci95[0])
-    return Shift(mean, (mean - down, mean + up), 0)
+    return ScoreShift(mean, (mean - down, mean + up), 0)
 
 
-def rescore(first: Run, scorer: str) -> Shift | None:
+def rescore(first: FinishedRun, scorer: str) -> ScoreShift | None:
     """What another scorer of the task says of the same answers; None: it was not there when they were scored."""
     contexts: dict[str, list[tuple[float, float]]] = {}
     for line in read_lines(first.folder / "samples.jsonl"):
@@ -101,7 +101,7 @@ def rescore(first: Run, scorer: str) -> Shift | None:
     if not contexts:
         return None
     found = compare_scores(list(contexts.values()))
-    return Shift(found.mean, found.ci95, found.n)
+    return ScoreShift(found.mean, found.ci95, found.n)
 
 
 def _differ(first: Request, other: Request) -> Iterator[tuple[str, object, object, Request]]:
@@ -124,24 +124,24 @@ def _differ(first: Request, other: Request) -> Iterator[tuple[str, object, objec
             yield field.name, a, b, replace(first, **{field.name: b})
 
 
-def _try(name: str, first: object, other: object, request: Request) -> Flip:
+def _try(name: str, first: object, other: object, request: Request) -> Change:
     """Whether kvbench would run it; what only the model can tell comes later."""
     try:
         check(request)
     except UserError as error:
         reason = str(error).partition(". ")[0].removesuffix(".")
-        return Flip(name, _text(first), _text(other), None, f"kvbench refuses it: {reason}")
-    return Flip(name, _text(first), _text(other), request)
+        return Change(name, _text(first), _text(other), None, f"kvbench refuses it: {reason}")
+    return Change(name, _text(first), _text(other), request)
 
 
-def _find_fixed(first: Run, other: Run, asked: set[str]) -> Iterator[Flip]:
+def _find_fixed(first: FinishedRun, other: FinishedRun, asked: set[str]) -> Iterator[Change]:
     """What was not asked for and is otherwise all the same."""
     documents = [x.result.model_dump(mode="json") for x in (first, other)]
     code = [f"spec.{group}.{x}" for group in ("versions", "sources") for x in documents[0]["spec"][group]]
     for place in (*PROTOCOL, *code):
         a, b = (look(x, place) for x in documents)
         if a != b and not _follows(place, asked):
-            yield Flip(place, _text(a), _text(b), None, _reason(place) or "it follows from what was asked")
+            yield Change(place, _text(a), _text(b), None, _reason(place) or "it follows from what was asked")
 
 
 def _follows(place: str, asked: set[str]) -> bool:

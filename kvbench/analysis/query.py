@@ -10,14 +10,14 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from kvbench.analysis.flatten import Column, Row, find_columns, flatten, make_table
+from kvbench.analysis.columns import FlatRecord, RecordColumn, find_columns, flatten, make_table
 from kvbench.errors import UserError
 from kvbench.extras import load_extra
 from kvbench.runs.files import read_file, read_lines
 from kvbench.runs.journal import Line
 from kvbench.runs.results import Result
 
-RUN_ID = Column("run_id", (), str, many=False, text=False)
+RUN_ID = RecordColumn("run_id", (), str, many=False, text=False)
 TABLES = {"results": find_columns(Result), "samples": (RUN_ID, *find_columns(Line))}
 """`results` has a row per run, `samples` one per (sample, turn)."""
 LOCKED = {
@@ -29,14 +29,14 @@ HINT = "`DESCRIBE results` and `DESCRIBE samples` list the columns."
 
 
 @dataclass(frozen=True)
-class Found:
+class QueryResult:
     """What a query came to."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Any, ...], ...]
 
 
-def query_runs(sql: str, folders: Sequence[Path]) -> Found:
+def query_runs(sql: str, folders: Sequence[Path]) -> QueryResult:
     """Answer one SELECT about the runs in these folders; a table that it does not name is not read.
 
     Raises:
@@ -56,17 +56,17 @@ def query_runs(sql: str, folders: Sequence[Path]) -> Found:
                 connection.unregister("given")
             cursor = connection.execute(statements[0])
             found = [tuple(map(_plain, row)) for row in cursor.fetchall()]
-            return Found(tuple(x[0] for x in cursor.description), tuple(found))
+            return QueryResult(tuple(x[0] for x in cursor.description), tuple(found))
         except duckdb.Error as error:
             reason = " ".join(str(error).partition("\nLINE ")[0].split())
             raise UserError(f"the query fails: {reason.rstrip('.!')}. {HINT}") from error
 
 
-def _read_results(folders: Sequence[Path]) -> Iterable[Row]:
+def _read_results(folders: Sequence[Path]) -> Iterable[FlatRecord]:
     return (flatten(read_file(x / "result.json", Result)) for x in folders)
 
 
-def _read_samples(folders: Sequence[Path]) -> Iterable[Row]:
+def _read_samples(folders: Sequence[Path]) -> Iterable[FlatRecord]:
     for folder in folders:
         run_id = read_file(folder / "result.json", Result).run_id
         yield from ({"run_id": run_id, **flatten(x)} for x in read_lines(folder / "samples.jsonl"))

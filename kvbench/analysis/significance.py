@@ -18,15 +18,11 @@ from kvbench.runs.stats import bootstrap_interval
 
 ALPHA = 0.05
 """False positives that are accepted, over all rows that are compared with one."""
-POWER = 0.8
-"""How often a run finds the smallest difference that it is said to find."""
 CELLS = 50_000
 DENOMINATOR = 1000
 """Greatest denominator that is looked for in a difference of scores."""
 ROUNDING = 1e-10
 """What sums of scores may have lost as floats."""
-FEWEST = 6
-"""Contexts that must differ before any test by context can find a difference: 2 of 2**6 ways to sign them are 3 %."""
 
 T = TypeVar("T")
 
@@ -122,44 +118,3 @@ def group_ties(best_first: Sequence[T], p_value: Callable[[T, T], float]) -> lis
         groups.append([leader, *tied])
         rest = others[len(tied) :]
     return groups
-
-
-def find_smallest(n: int, accuracy: float | None = None) -> float | None:
-    """The smallest difference of two accuracies that n questions find with probability POWER; None: not even the most.
-
-    Of McNemar's exact test, for right-or-wrong answers whose errors are independent between the methods and between
-    the questions. Graded scores between 0 and 1 vary less than right-or-wrong ones of the same mean, so for them it is
-    smaller.
-
-    accuracy: of one of the methods; the difference is towards the middle, where there is more room for it. None: the
-        two for which a difference is the hardest to find.
-    """
-    best = None if accuracy is None else max(accuracy, 1 - accuracy)
-
-    def power(x: float) -> float:
-        first = (1 + x) / 2 if best is None else best
-        second = first - x
-        return _power(n, first * (1 - second), second * (1 - first))
-
-    low, high = 0.0, 1.0 if best is None else best
-    if power(high) < POWER:
-        return None
-    while high - low > 1e-4:
-        middle = (low + high) / 2
-        low, high = (low, middle) if power(middle) >= POWER else (middle, high)
-    return high
-
-
-def _power(n: int, only_first: float, only_second: float) -> float:
-    """How often McNemar's exact test finds it: the shares of questions that only one of two methods answers."""
-    from scipy.special import bdtr, bdtrik  # type: ignore[import-untyped]  # as scipy.stats.binom, in half the time
-
-    unequal = only_first + only_second
-    if n < FEWEST or not unequal:
-        return 0.0
-    k = np.arange(FEWEST, n + 1)  # questions on which the methods differ
-    fewest = np.floor(bdtrik(ALPHA / 2, k, 0.5))  # for one of the methods to be significantly few
-    share = only_second / unequal
-    found = bdtr(fewest, k, share) + bdtr(fewest, k, 1 - share)
-    chance = np.diff(bdtr(np.arange(FEWEST - 1, n + 1), n, unequal))
-    return float((chance * found).sum())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from kvbench.analysis.format import print_rows
+from kvbench.analysis.formatting import print_table
 from kvbench.bench.records import Bench
 from kvbench.bench.table import list_lines, make_table
 from kvbench.errors import UserError
@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
             if brief:
                 sys.stdout.write("\n".join([title, *list_lines(bench), ""]))
             else:
-                print_rows(title, *make_table(bench))
+                print_table(title, *make_table(bench))
     except UserError as error:
         sys.stderr.write(f"kvbench: {error}\n")
         return 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvbench.analysis.format import format_bytes
+from kvbench.analysis.formatting import format_bytes
 from kvbench.bench.records import FEW, Bench, Cell, Speedup, Time
 
 COLUMNS = (

@@ -9,7 +9,22 @@ from typing import Any
 
 import typer
 
-from kvbench.cli import bench, explain, inspect, judge, leaderboard, query, report, reproduce, run, submit, sweep
+from kvbench.cli import (
+    bench,
+    check,
+    compare,
+    doctor,
+    explain,
+    leaderboard,
+    query,
+    report,
+    reproduce,
+    run,
+    score,
+    show,
+    submit,
+    sweep,
+)
 from kvbench.errors import UserError, unknown
 
 # Newer typers carry a click of their own: its base exception is found through the one class that typer exports.
@@ -22,12 +37,12 @@ app = typer.Typer(
 )
 app.command("run")(run.run_command)
 app.command("sweep")(sweep.sweep_command)
-app.command("list")(inspect.list_command)
-app.command("show")(inspect.show_command)
-app.command("doctor")(inspect.doctor_command)
-app.command("check")(judge.check_command)
-app.command("score")(judge.score_command)
-app.command("compare")(judge.compare_command)
+app.command("list")(show.list_command)
+app.command("show")(show.show_command)
+app.command("doctor")(doctor.doctor_command)
+app.command("check")(check.check_command)
+app.command("score")(score.score_command)
+app.command("compare")(compare.compare_command)
 app.command("bench")(bench.bench_command)
 app.command("plan")(bench.plan_command)
 app.command("report")(report.report_command)

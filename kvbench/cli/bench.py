@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvbench.cli.options import Json
 from kvbench.cli.output import print_json
 from kvbench.errors import UserError
 
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from kvbench.bench.forecast import Plan
 
 Text = str | None
-Json = Annotated[bool, typer.Option("--json", help="End standard output with one JSON line.")]
 Methods = Annotated[
     list[str], typer.Option("--method", metavar="NAME", help="Repeatable; all: every method. Anchors come beside them.")
 ]
@@ -54,7 +54,7 @@ def bench_command(
     as_json: Json = False,
 ) -> int:
     """Time methods beside the dense cache: one attention, one decode step, or whole answers (docs/timing.md)."""
-    from kvbench.analysis.format import print_rows
+    from kvbench.analysis.formatting import print_table
     from kvbench.bench.forecast import ANCHORS
     from kvbench.bench.run import Request, run_bench
     from kvbench.bench.table import make_table
@@ -66,7 +66,7 @@ def bench_command(
     ))
     where = found.environment.gpu or f"{found.environment.cpu}, {found.environment.threads} thread(s)"
     rows = "" if state == "prefill" else "; stores filled with made-up rows, no prompt was run"
-    print_rows(
+    print_table(
         f"{found.model.id} ({found.model.dtype}, {found.kernels} kernels) on {where}; a copy moves "
         f"{found.ruler.before / 1e9:,.0f} GB/s{rows}", *make_table(found),
     )
@@ -104,7 +104,7 @@ def plan_command(
 
 
 def _print_plan(plan: Plan) -> None:
-    from kvbench.analysis.format import format_bytes, print_rows
+    from kvbench.analysis.formatting import format_bytes, print_table
     from kvbench.bench.forecast import KERNEL_SECONDS, PYTHON_SECONDS, VISIBLE
     from kvbench.bench.table import format_seconds
     from kvbench.log import say
@@ -114,7 +114,7 @@ def _print_plan(plan: Plan) -> None:
             return "no graph"
         return f"{gain:.2f}" if gain >= VISIBLE or gain <= 1 / VISIBLE else "no"
 
-    print_rows(
+    print_table(
         f"{plan.model}, {plan.length:,} tokens x {plan.batch} on {plan.gpu}: {format_bytes(plan.weight_bytes)} of "
         f"weights, {format_bytes(plan.full_bytes)} of dense caches, {format_bytes(plan.bandwidth)}/s",
         ("method", "held", "caches", "on the host", "+ answer", "peak", "fits", "step reads", "floor", "gain",

@@ -10,6 +10,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvbench.cli.options import Json
+from kvbench.cli.output import print_json
 from kvbench.machine import cpu_name, find_version, free_bytes
 from kvbench.registry import HERE, list_models
 
@@ -19,7 +21,7 @@ LEAST_DISK = 1.0
 
 
 @dataclass(frozen=True)
-class Finding:
+class Probe:
     """One thing looked at."""
 
     name: str
@@ -27,7 +29,18 @@ class Finding:
     found: str
 
 
-def examine() -> list[Finding]:
+def doctor_command(*, as_json: Json = False) -> int:
+    """Say what this machine can do, and what is wrong with it."""
+    from kvbench.analysis.formatting import print_table
+
+    findings = examine()
+    print_table("", ("", "", "found"), [(x.name, "ok" if x.ok else "WRONG", x.found) for x in findings])
+    if as_json:
+        print_json([{"name": x.name, "ok": x.ok, "found": x.found} for x in findings])
+    return 0 if all(x.ok for x in findings) else 1
+
+
+def examine() -> list[Probe]:
     """Everything that has stopped somebody's run before."""
     return [
         _python(), _package("torch", (2, 11)), _package("transformers", (5, 17)), _triton(), _gpu(), _threads(),
@@ -35,65 +48,65 @@ def examine() -> list[Finding]:
     ]
 
 
-def _python() -> Finding:
+def _python() -> Probe:
     ok = (3, 11) <= sys.version_info[:2] <= (3, 13)
-    return Finding("python", ok, platform.python_version() + ("" if ok else ": kvbench needs 3.11 to 3.13"))
+    return Probe("python", ok, platform.python_version() + ("" if ok else ": kvbench needs 3.11 to 3.13"))
 
 
-def _package(name: str, least: tuple[int, int]) -> Finding:
+def _package(name: str, least: tuple[int, int]) -> Probe:
     version = find_version(name)
     need = ".".join(map(str, least))
     if version is None:
-        return Finding(name, False, f"not installed: pip install '{name}>={need}'")
+        return Probe(name, False, f"not installed: pip install '{name}>={need}'")
     ok = tuple(int(x) for x in version.split("+")[0].split(".")[:2]) >= least
-    return Finding(name, ok, version if ok else f"{version}: kvbench needs {need} or newer")
+    return Probe(name, ok, version if ok else f"{version}: kvbench needs {need} or newer")
 
 
-def _triton() -> Finding:
-    return Finding("triton", True, find_version("triton") or "not installed (only --kernels triton needs it)")
+def _triton() -> Probe:
+    return Probe("triton", True, find_version("triton") or "not installed (only --kernels triton needs it)")
 
 
-def _gpu() -> Finding:
+def _gpu() -> Probe:
     try:
         import torch
     except Exception as error:  # noqa: BLE001  # a broken install raises anything
-        return Finding("gpu", False, f"torch cannot be imported: {error}")
+        return Probe("gpu", False, f"torch cannot be imported: {error}")
     if not torch.cuda.is_available():
-        return Finding("gpu", True, "none (runs use the CPU)")
+        return Probe("gpu", True, "none (runs use the CPU)")
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return Finding("gpu", True, ", ".join(names))
+    return Probe("gpu", True, ", ".join(names))
 
 
-def _threads() -> Finding:
+def _threads() -> Probe:
     usable = len(os.sched_getaffinity(0))
     asked = os.environ.get("OMP_NUM_THREADS")
     ok = asked is None or not asked.isdecimal() or int(asked) <= usable
     text = f"{usable} usable of {os.cpu_count()} on {cpu_name()}"
     if asked is not None:
         text += f", OMP_NUM_THREADS={asked}" + ("" if ok else ": more threads than cores makes every run slow")
-    return Finding("threads", ok, text)
+    return Probe("threads", ok, text)
 
 
-def _memory() -> Finding:
-    return Finding("memory", True, f"{free_bytes('cpu') / GB:.1f} GB free")
+def _memory() -> Probe:
+    return Probe("memory", True, f"{free_bytes('cpu') / GB:.1f} GB free")
 
 
-def _disk() -> Finding:
+def _disk() -> Probe:
     free = shutil.disk_usage(Path.cwd()).free / GB
     ok = free >= LEAST_DISK and os.access(Path.cwd(), os.W_OK)
-    return Finding("disk", ok, f"{free:.1f} GB free in {Path.cwd()}" + ("" if ok else ": too little, or not writable"))
+    return Probe("disk", ok, f"{free:.1f} GB free in {Path.cwd()}" + ("" if ok else ": too little, or not writable"))
 
 
-def _writable_cache() -> Finding:
+def _writable_cache() -> Probe:
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     here = folder
     while not here.exists():
         here = here.parent
     ok = os.access(here, os.W_OK)
-    return Finding("cache", ok, str(folder) + ("" if ok else ": not writable, hashes are computed again for every run"))
+    return Probe("cache", ok, str(folder) + ("" if ok else ": not writable, hashes are computed again for every run"))
 
 
-def _models() -> list[Finding]:
+def _models() -> list[Probe]:
     found = []
     for name in list_models():
         folder = HERE / "models" / name
@@ -104,19 +117,19 @@ def _models() -> list[Finding]:
             missing.append("weights")
         size = sum(x.stat().st_size for x in weights) / 1e6
         text = f"{size:.1f} MB of weights" if not missing else f"missing: {', '.join(missing)}"
-        found.append(Finding(f"model {name}", not missing, text))
-    return found or [Finding("models", False, "none is bundled: install kvbench again, or give --model a folder")]
+        found.append(Probe(f"model {name}", not missing, text))
+    return found or [Probe("models", False, "none is bundled: install kvbench again, or give --model a folder")]
 
 
-def _shadowed() -> Finding:
+def _shadowed() -> Probe:
     """Hugging Face's package `kernels`, and what Python finds under that name from here."""
     spec = importlib.util.find_spec("kernels")
     origin = spec.origin if spec is not None else None
     installed = find_version("kernels")
     if origin is None:
-        return Finding("kernels", True, "no package of this name (kvbench does not need it)")
+        return Probe("kernels", True, "no package of this name (kvbench does not need it)")
     ours = Path(origin).resolve().is_relative_to((HERE / "kernels").resolve())
     if ours and installed is not None:
-        return Finding("kernels", False, f"{origin} shadows the installed kernels {installed}: start elsewhere")
+        return Probe("kernels", False, f"{origin} shadows the installed kernels {installed}: start elsewhere")
     version = f", version {installed}" if installed else " (kvbench's own folder)"
-    return Finding("kernels", True, f"{origin}{version}")
+    return Probe("kernels", True, f"{origin}{version}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvbench.cli.options import Json
 from kvbench.cli.output import print_json
 from kvbench.cli.serve import serve_command, tokens
 from kvbench.errors import UserError
@@ -28,7 +29,6 @@ Results = Annotated[
     typer.Option(help="Where baselines and copies are looked for; repeatable; default: the same paths."),
 ]
 Write = Annotated[bool, typer.Option("--write", help="Write verification.json beside each, for the site.")]
-Json = Annotated[bool, typer.Option("--json", help="End standard output with one JSON line.")]
 
 
 @app.command("verify")
@@ -93,14 +93,14 @@ def build_command(
     as_json: Json = False,
 ) -> int:
     """Build the static site of all runs below a folder."""
-    from kvbench.analysis.format import print_rows
+    from kvbench.analysis.formatting import print_table
     from kvbench.leaderboard.site.build import build_site
     from kvbench.log import say
 
     built = build_site(results, output)
     for x in built.problems:
         say(f"not shown: {x.place}: {x.reason}.")
-    print_rows("", ("", "site"), [
+    print_table("", ("", "site"), [
         ("runs", str(built.runs)), ("protocols", str(built.groups)), ("not shown", str(len(built.problems))),
         ("open", str(built.folder / "index.html")),
     ])
@@ -113,7 +113,7 @@ def _report(
     found: list[tuple[Path, Verification]], *, write: bool, as_json: bool, below: tuple[Level | None, ...]
 ) -> int:
     """A table of a bundle's checks, or a row for each of several; exit code 1 where a level is one of those below."""
-    from kvbench.analysis.format import print_rows
+    from kvbench.analysis.formatting import print_table
     from kvbench.leaderboard.submission.records import VERIFICATION
     from kvbench.runs.files import write_record
 
@@ -121,12 +121,12 @@ def _report(
         (path, record), = found
         print_record(record, str(path))
     else:
-        print_rows("", ("run", "level", "score", "not ok"), [
+        print_table("", ("run", "level", "score", "not ok"), [
             (path.name, x.level or "-", _score(x)[2], ", ".join(f"{y.name} {y.outcome}" for y in _odd(x)))
             for path, x in found
         ])
         counts = Counter((y.outcome, y.name, y.reason) for _, x in found for y in _odd(x))
-        print_rows("", ("runs", "", "", "why"), [(str(n), *key) for key, n in counts.most_common()])
+        print_table("", ("runs", "", "", "why"), [(str(n), *key) for key, n in counts.most_common()])
     for path, record in found if write else ():
         if not path.is_dir():
             raise UserError(f"{path} is a tar: unpack it to have {VERIFICATION} beside it, or leave --write out.")
@@ -138,10 +138,10 @@ def _report(
 
 def print_record(record: Verification, path: str) -> None:
     """Every check of a bundle."""
-    from kvbench.analysis.format import print_rows
+    from kvbench.analysis.formatting import print_table
 
     rows = [(x.name, x.outcome, x.reason) for x in record.checks]
-    print_rows("", (record.level or "no level", "", record.run_id or path), [*rows, _score(record)])
+    print_table("", (record.level or "no level", "", record.run_id or path), [*rows, _score(record)])
 
 
 def _odd(record: Verification) -> list[Check]:

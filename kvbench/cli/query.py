@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvbench.cli.judge import Json
+from kvbench.cli.options import Json
 from kvbench.cli.output import print_json
 from kvbench.errors import UserError
 
@@ -22,8 +22,8 @@ def query_command(
     as_json: Json = False,
 ) -> None:
     """Ask finished runs a question in SQL; DESCRIBE results lists the columns."""
-    from kvbench.analysis.finished import RUNS, find_runs
-    from kvbench.analysis.format import print_rows
+    from kvbench.analysis.formatting import print_table
+    from kvbench.analysis.load import RUNS, find_runs
     from kvbench.analysis.query import query_runs
 
     folders = results or [RUNS]
@@ -31,7 +31,7 @@ def query_command(
         if not folder.is_dir():
             raise UserError(f"there is no folder '{folder}'. Give a folder of runs with --results.")
     found = query_runs(sql, find_runs([str(x) for x in folders]))
-    print_rows("", found.columns, [[_show(x) for x in row] for row in found.rows])
+    print_table("", found.columns, [[_show(x) for x in row] for row in found.rows])
     if as_json:
         print_json([dict(zip(found.columns, row, strict=True)) for row in found.rows])
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvbench.cli.judge import Json, Out
+from kvbench.cli.options import Json, Out
 from kvbench.cli.output import print_json
 from kvbench.errors import UserError, unknown
 
@@ -31,8 +31,8 @@ def report_command(
     kind = output.suffix.lower()
     if kind not in KINDS:
         raise unknown("kind of report", output.suffix or str(output), KINDS, "It is the end of the file's name.")
-    from kvbench.analysis.finished import find_runs, load_run
-    from kvbench.analysis.format import format_score, print_rows
+    from kvbench.analysis.formatting import format_score, print_table
+    from kvbench.analysis.load import find_runs, load_run
     from kvbench.log import say
     from kvbench.report.grid import draw_picture, read_grid
     from kvbench.report.group import group_entries
@@ -57,7 +57,7 @@ def report_command(
     except OSError as error:
         raise UserError(f"report '{output}' cannot be written: {error.strerror}. Give another -o.") from error
     for entries in groups:
-        print_rows(name_group(entries[0].result), ("rank", "row", "held", "score"), [
+        print_table(name_group(entries[0].result), ("rank", "row", "held", "score"), [
             (
                 "-" if x.rank is None else str(x.rank), x.label,
                 "-" if x.result.memory is None else f"{x.result.memory.ratio_total:.1%}",
@@ -66,8 +66,8 @@ def report_command(
             for x in entries
         ])
     for grid in grids:
-        print_rows("", (grid.name, ""), [("bytes", grid.size), ("score", grid.summary)])
-    print_rows("", ("file", str(output)), [("runs", str(len(loaded))), ("bytes", f"{len(content):,}")])
+        print_table("", (grid.name, ""), [("bytes", grid.size), ("score", grid.summary)])
+    print_table("", ("file", str(output)), [("runs", str(len(loaded))), ("bytes", f"{len(content):,}")])
     if as_json:
         print_json({
             "file": str(output), "groups": [[_describe(x) for x in entries] for entries in groups],

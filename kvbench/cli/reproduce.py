@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvbench.reproduce.shape import FindingRecord
     from kvbench.reproduce.verdict import Judgment, Number
     from kvbench.runs.request import Request
-    from kvbench.sweep.cell import Cell, Report
+    from kvbench.sweep.cell import CellReport, SweepCell
 
 Text = str | None
 RECORD = Path("results/shape/findings.json")
@@ -60,7 +60,7 @@ def reproduce_command(
 
 def _list(*, as_json: bool) -> int:
     """One row per table."""
-    from kvbench.analysis.format import print_rows
+    from kvbench.analysis.formatting import print_table
     from kvbench.reproduce.claims import list_claims
     from kvbench.reproduce.paper import list_papers
     from kvbench.reproduce.plan import plan_claim
@@ -71,14 +71,14 @@ def _list(*, as_json: bool) -> int:
         for name, paper in list_papers().items() for table in paper.table
     ]
     findings = read_shape().finding
-    print_rows("numbers", ("claim", "", "numbers", "runs here", "read"), [
+    print_table("numbers", ("claim", "", "numbers", "runs here", "read"), [
         (
             f"{name}:{table.name}", table.title, str(len(plans)), str(sum(not x.missing for x in plans)),
             {"verified": "in the source", "secondary": "in a copy", "memory": "from memory"}[table.evidence],
         )
         for name, _, table, plans in tables
     ])
-    print_rows("findings, for --shape", ("finding", "", "from"), [(x.name, x.statement, x.source) for x in findings])
+    print_table("findings, for --shape", ("finding", "", "from"), [(x.name, x.statement, x.source) for x in findings])
     if as_json:
         print_json({
             "tables": [
@@ -107,24 +107,24 @@ def _count(plans: list[Plan]) -> dict[Missing, int]:
     return found
 
 
-def _cells(plans: list[Plan]) -> list[Cell]:
+def _cells(plans: list[Plan]) -> list[SweepCell]:
     """The runs of the plans that lack nothing, each once."""
     requests = dict.fromkeys(x for plan in plans if not plan.missing for x in plan.requests)
     return [_cell(i, x) for i, x in enumerate(requests)]
 
 
-def _cell(index: int, request: Request) -> Cell:
-    from kvbench.sweep.cell import Cell
+def _cell(index: int, request: Request) -> SweepCell:
+    from kvbench.sweep.cell import SweepCell
 
     options = {"budget": request.budget, "task": request.task, "length": request.length, "model": request.model}
     own = {key: str(value) for key, value in options.items() if value is not None}
     name = " ".join([request.method, *(f"{key}={value}" for key, value in own.items())])
-    return Cell(index=index, grid=1, name=name, request=request, options=own)
+    return SweepCell(index=index, grid=1, name=name, request=request, options=own)
 
 
 def _show_plan(plans: list[Plan], *, as_json: bool) -> int:
     """One row per model and row of a table: runs, memory, time, and what is missing."""
-    from kvbench.analysis.format import format_bytes, print_rows
+    from kvbench.analysis.formatting import format_bytes, print_table
     from kvbench.reproduce.plan import Missing
     from kvbench.sweep.predict import predict
 
@@ -155,7 +155,7 @@ def _show_plan(plans: list[Plan], *, as_json: bool) -> int:
             "samples": sum(x.samples for x in requests), "predicted_bytes": most, "predicted_s": seconds,
             "missing": [{"what": x.what, "why": x.why} for x in _count(group)],
         })
-    print_rows("", ("table", "model", "row", "numbers", "runs", "samples", "memory", "time", "missing"), rows)
+    print_table("", ("table", "model", "row", "numbers", "runs", "samples", "memory", "time", "missing"), rows)
     typer.echo("Predicted: memory for weights and a dense cache; time by a sample of each kind, timed on this machine.")
     if as_json:
         print_json(documents)
@@ -164,7 +164,7 @@ def _show_plan(plans: list[Plan], *, as_json: bool) -> int:
 
 def _run(plans: list[Plan], out: Path, *, as_json: bool) -> int:
     """Run what can be run, then judge every number."""
-    from kvbench.analysis.finished import load_run
+    from kvbench.analysis.load import load_run
     from kvbench.cli.sweep import run_cells
     from kvbench.reproduce.plan import Missing, find_baseline
     from kvbench.reproduce.speed import judge_speed, time_claim
@@ -198,7 +198,7 @@ def _run(plans: list[Plan], out: Path, *, as_json: bool) -> int:
 
 def _print(judged: list[Judgment]) -> None:
     """One row per number that was run; one for all of a row that were not."""
-    from kvbench.analysis.format import print_rows
+    from kvbench.analysis.formatting import print_table
 
     rows: list[tuple[str, ...]] = []
     waiting: dict[tuple[str, str, str], list[Judgment]] = {}
@@ -223,11 +223,11 @@ def _print(judged: list[Judgment]) -> None:
                 f"{_number(x.ours)} on {x.regime}"
             )
     if rows:
-        print_rows("", (
+        print_table("", (
             "model", "row", "column", "paper", "ours  95%", "difference, paper", "ours  95%", "verdict"
         ), rows)
     if waiting:
-        print_rows("not run", ("table", "model", "row", "numbers", "missing"), [
+        print_table("not run", ("table", "model", "row", "numbers", "missing"), [
             (*key, str(len(group)), ", ".join(dict.fromkeys(x.what for y in group for x in y.missing)))
             for key, group in waiting.items()
         ])
@@ -271,7 +271,7 @@ def _test_shape(name: str, samples: int | None, out: Path, *, dry_run: bool, as_
     return 0
 
 
-def _folder(report: Report) -> Path:
+def _folder(report: CellReport) -> Path:
     if report.folder is None or report.result is None:
         raise UserError(f"{report.cell.name}: {report.error}")
     return report.folder
@@ -279,7 +279,7 @@ def _folder(report: Report) -> Path:
 
 def _print_findings(findings: tuple[FindingRecord, ...]) -> None:
     """One row per comparison, under the statement that it is a part of."""
-    from kvbench.analysis.format import format_p, print_rows
+    from kvbench.analysis.formatting import format_p, print_table
 
     rows: list[tuple[str, ...]] = []
     for finding in findings:
@@ -296,4 +296,4 @@ def _print_findings(findings: tuple[FindingRecord, ...]) -> None:
             ))
         if finding.remark and finding.verdict != "holds":
             rows.append(("", finding.remark, "", "", "", ""))
-    print_rows("", ("finding", "", "difference  95%", "p, Holm", "contexts", "verdict"), rows)
+    print_table("", ("finding", "", "difference  95%", "p, Holm", "contexts", "verdict"), rows)

@@ -13,7 +13,7 @@ from kvbench.cli.sweep import run_cells
 from kvbench.errors import UserError
 
 if TYPE_CHECKING:
-    from kvbench.sweep.cell import Report
+    from kvbench.sweep.cell import CellReport
     from kvbench.sweep.suite import Mean
 
 Text = str | None
@@ -95,8 +95,9 @@ def run_command(
 
 
 def _run_task(given: dict[str, Any], trackers: tuple[str, ...], out: Path, *, as_json: bool) -> int:
-    from kvbench.analysis.compare import find_full, foretell
-    from kvbench.analysis.format import print_result
+    from kvbench.analysis.compare import find_full
+    from kvbench.analysis.power import describe_power
+    from kvbench.cli.results import print_result
     from kvbench.integrations.trackers import log_result
     from kvbench.log import say
     from kvbench.runs.job import prepare
@@ -104,7 +105,7 @@ def _run_task(given: dict[str, Any], trackers: tuple[str, ...], out: Path, *, as
 
     job = prepare(replace(Options(**given).request(out), trackers=trackers))
     if job.scorer.higher_is_better and not job.model.random:
-        say(foretell(job.spec.samples, job.spec.turns, find_full(job.spec, out)))
+        say(describe_power(job.spec.samples, job.spec.turns, find_full(job.spec, out)))
     from kvbench.runs.progress import show_progress  # these import torch, which a wrong request need not wait for
     from kvbench.runs.runner import run
 
@@ -147,9 +148,9 @@ def _run_suite(name: str, given: dict[str, Any], trackers: tuple[str, ...], out:
     return 0 if all(x.status == "ok" for x in reports) and not refused else 1
 
 
-def _print(reports: list[Report], means: list[Mean]) -> None:
+def _print(reports: list[CellReport], means: list[Mean]) -> None:
     """One row per run, by what tells it from the others, then the means."""
-    from kvbench.analysis.format import format_score, print_rows
+    from kvbench.analysis.formatting import format_score, print_table
     from kvbench.sweep.file import as_text
 
     keys = list(dict.fromkeys(["task", *(key for x in reports for key in x.cell.options)]))
@@ -172,4 +173,4 @@ def _print(reports: list[Report], means: list[Mean]) -> None:
         group = {key: as_text(value) for key, value in asdict(mean).items() if value is not None}
         alike = [group.get(key, "") for key in keys[1:]]
         rows.append([f"mean of {mean.runs}", *alike, "", f"{mean.mean:.3f}", "", "", ""])
-    print_rows("", (*keys, "", "score", "bytes held", "top-1", "run"), rows)
+    print_table("", (*keys, "", "score", "bytes held", "top-1", "run"), rows)

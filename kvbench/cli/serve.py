@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvbench.cli.options import Json
 from kvbench.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ Url = Annotated[
     str | None, typer.Option("--db", help="Any URL that SQLAlchemy knows; default: SQLite in the server's folder.")
 ]
 Folder = Annotated[Path, typer.Option("--state", help="The server's own folder: database, bundles, site.")]
-Json = Annotated[bool, typer.Option("--json", help="End standard output with one JSON line.")]
 HERE = Path("leaderboard")
 
 
@@ -72,7 +72,7 @@ def create_command(
 def list_command(*, db: Url = None, state: Folder = HERE, as_json: Json = False) -> None:
     """Whose tokens there are; the tokens themselves nobody knows."""
     _, database = _open(db, state)
-    from kvbench.analysis.format import print_rows
+    from kvbench.analysis.formatting import print_table
     from kvbench.leaderboard.server.tokens import list_tokens
 
     found = [
@@ -80,7 +80,7 @@ def list_command(*, db: Url = None, state: Folder = HERE, as_json: Json = False)
         for x in list_tokens(database)
     ]
     columns = ("id", "name", "scope", "created", "revoked")
-    print_rows("", columns, [[str(x[key] or "-") for key in columns] for x in found])
+    print_table("", columns, [[str(x[key] or "-") for key in columns] for x in found])
     if as_json:
         print_json(found)
 

@@ -32,7 +32,7 @@ def submit_command(
     as_json: Annotated[bool, typer.Option("--json", help="End standard output with one JSON line.")] = False,
 ) -> int:
     """Pack a run, verify it as the receiver will, and deliver it."""
-    from kvbench.analysis.finished import find_run
+    from kvbench.analysis.load import find_run
     from kvbench.cli.leaderboard import print_record
     from kvbench.leaderboard.submission.bundle import pack_run
     from kvbench.leaderboard.submission.deliver import HUB, read_token

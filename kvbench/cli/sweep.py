@@ -13,7 +13,7 @@ from kvbench.errors import UserError, unknown
 
 if TYPE_CHECKING:
     from kvbench.runs.request import Request
-    from kvbench.sweep.cell import Cell, Report
+    from kvbench.sweep.cell import CellReport, SweepCell
 
 EXECUTORS = ("local", "ray")
 
@@ -55,8 +55,8 @@ def sweep_command(
 
 
 def run_cells(
-    cells: list[Cell], executor: str = "local", workers: int | None = None, address: str | None = None
-) -> list[Report]:
+    cells: list[SweepCell], executor: str = "local", workers: int | None = None, address: str | None = None
+) -> list[CellReport]:
     """Every cell's report, in the order of the file.
 
     Raises:
@@ -65,41 +65,41 @@ def run_cells(
     """
     from kvbench.runs.runner import InterruptedRunError  # these import torch, which a wrong file need not wait for
     from kvbench.sweep.local import run_local
-    from kvbench.sweep.progress import show_board
+    from kvbench.sweep.progress import show_progress
     from kvbench.sweep.ray import connected, find_device, run_ray
 
-    board = None
+    progress = None
     try:
         if executor == "ray":
             with connected(address):
                 cells = _place(cells, find_device)
-                with show_board(cells) as board:
-                    run_ray(cells, workers, board)
+                with show_progress(cells) as progress:
+                    run_ray(cells, workers, progress)
         else:
             cells = _place(cells)
-            with show_board(cells) as board:
-                run_local(cells, workers or 1, board)
+            with show_progress(cells) as progress:
+                run_local(cells, workers or 1, progress)
     except (KeyboardInterrupt, InterruptedRunError):
-        done = "nothing was run" if board is None else f"{board.counts} are saved in {cells[0].request.out}"
+        done = "nothing was run" if progress is None else f"{progress.counts} are saved in {cells[0].request.out}"
         raise InterruptedRunError(f"interrupted: {done}. Run the same command to go on.") from None
-    return [board.reports[x.index] for x in cells]
+    return [progress.reports[x.index] for x in cells]
 
 
-def _place(cells: list[Cell], *how: Callable[[Request], str]) -> list[Cell]:
+def _place(cells: list[SweepCell], *how: Callable[[Request], str]) -> list[SweepCell]:
     """The cells with their devices; before they run, how small a difference they can find is said."""
-    from kvbench.analysis.compare import foretell_all
+    from kvbench.analysis.power import describe_powers
     from kvbench.log import say
     from kvbench.sweep.check import place_cells
 
     cells, plans = place_cells(cells, *how)
-    for line in foretell_all(plans):
+    for line in describe_powers(plans):
         say(line)
     return cells
 
 
-def _print(reports: list[Report]) -> None:
+def _print(reports: list[CellReport]) -> None:
     """One row per cell."""
-    from kvbench.analysis.format import format_score, print_rows
+    from kvbench.analysis.formatting import format_score, print_table
 
     rows = []
     for report in reports:
@@ -110,12 +110,12 @@ def _print(reports: list[Report]) -> None:
             report.cell.name, report.status, "-" if result is None else format_score(result), ratio,
             where if report.error is None else f"{where}: {report.error}",
         ])
-    print_rows("", ("cell", "", "score", "bytes held", "run"), rows)
+    print_table("", ("cell", "", "score", "bytes held", "run"), rows)
 
 
-def show_prediction(cells: list[Cell], workers: int, *, as_json: bool) -> int:
+def show_prediction(cells: list[SweepCell], workers: int, *, as_json: bool) -> int:
     """One row per cell with the time that it will take."""
-    from kvbench.analysis.format import print_rows
+    from kvbench.analysis.formatting import print_table
     from kvbench.sweep.predict import predict
 
     found = list(predict(_place(cells)))
@@ -123,7 +123,7 @@ def show_prediction(cells: list[Cell], workers: int, *, as_json: bool) -> int:
     for x in found:
         shown = "finished" if x.missing == 0 else "-" if x.seconds is None else f"{x.seconds:.0f} s"
         rows.append([x.cell.name, str(x.missing), shown if x.error is None else f"FAILS: {x.error}"])
-    print_rows("", ("cell", "samples to run", "predicted"), rows)
+    print_table("", ("cell", "samples to run", "predicted"), rows)
     seconds = sum(x.seconds or 0.0 for x in found)
     typer.echo(
         f"{len(found)} cells, {sum(x.missing for x in found)} samples to run; predicted with the dense cache on this "

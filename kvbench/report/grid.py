@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from kvbench.analysis.finished import Run
-from kvbench.analysis.format import format_bytes
+from kvbench.analysis.formatting import format_bytes
+from kvbench.analysis.load import FinishedRun
 from kvbench.extras import load_extra
 from kvbench.report.charts import Point, Spec, color_cells, finish, widen
 from kvbench.runs.journal import Answer
@@ -68,7 +68,7 @@ class Grid:
         return f"mean {self.mean:.3f} of {over}, worst row {self.worst[1]:.3f} at depth {self.worst[0]:.0f} %"
 
 
-def read_grid(run: Run) -> Grid | None:
+def read_grid(run: FinishedRun) -> Grid | None:
     """The grid of a finished run; None: its samples are not of one."""
     places = {x.index: _place(x) for x in run.lines.values() if x.turn == 0}
     found = {x for x in places.values() if x is not None}

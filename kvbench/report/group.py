@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvbench.analysis.compare import Difference, compare_runs, is_full, name_protocol, rank_runs
-from kvbench.analysis.finished import Run
+from kvbench.analysis.load import FinishedRun
 from kvbench.runs.results import Result
 
 
@@ -31,9 +31,9 @@ class Entry:
         return self.result.status == "ok" and self.result.score.mean is not None
 
 
-def group_entries(runs: Sequence[Run]) -> list[list[Entry]]:
+def group_entries(runs: Sequence[FinishedRun]) -> list[list[Entry]]:
     """Groups of one task and one protocol each, by task and length; in a group best rows first, failed ones last."""
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[FinishedRun]] = {}
     for run in runs:
         groups.setdefault(name_protocol(run.result), []).append(run)
     return sorted(map(_enter, groups.values()), key=lambda x: _place(x[0].result))
@@ -43,7 +43,7 @@ def _place(result: Result) -> tuple[str, int, str, str, str]:
     return result.task.name, result.task.length, result.mode, result.visibility, result.model.id
 
 
-def _enter(runs: Sequence[Run]) -> list[Entry]:
+def _enter(runs: Sequence[FinishedRun]) -> list[Entry]:
     results = [x.result for x in runs]
     full = next((x for x in runs if is_full(x.result) and x.result.status == "ok"), None)
     others = [x for x in runs if x is not full]

@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from html import escape
 
-from kvbench.analysis.flatten import find_columns, flatten, write_csv
-from kvbench.analysis.format import format_p
+from kvbench.analysis.columns import find_columns, flatten, write_csv
+from kvbench.analysis.formatting import format_p
 from kvbench.analysis.significance import ALPHA
 from kvbench.report.charts import COSTS, draw_cost, draw_turns
 from kvbench.report.grid import Grid, draw_grid, list_scores

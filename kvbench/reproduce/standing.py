@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from kvbench.analysis.finished import Run, load_run
+from kvbench.analysis.load import FinishedRun, load_run
 from kvbench.errors import UserError
 from kvbench.registry import list_entries
 from kvbench.reproduce.claims import list_claims
@@ -55,7 +55,7 @@ def read_findings(folder: Path) -> ShapeRecord | None:
     return read_file(path, ShapeRecord) if path.exists() else None
 
 
-def _judge(plan: Plan, plans: Mapping[str, Plan], runs: Mapping[Request, Run], folder: Path) -> Judgment:
+def _judge(plan: Plan, plans: Mapping[str, Plan], runs: Mapping[Request, FinishedRun], folder: Path) -> Judgment:
     if plan.claim.table.measure != "score":
         return judge_speed(plan, None if plan.missing else find_timed(plan, folder) or UNRUN)
     if not plan.missing and not any(x in runs for x in plan.requests):
@@ -64,7 +64,7 @@ def _judge(plan: Plan, plans: Mapping[str, Plan], runs: Mapping[Request, Run], f
     return judge(plan, runs, None if baseline is None else plans[baseline.id])
 
 
-def _find_runs(results: Iterable[tuple[Path, Result]], wanted: set[Request]) -> dict[Request, Run]:
+def _find_runs(results: Iterable[tuple[Path, Result]], wanted: set[Request]) -> dict[Request, FinishedRun]:
     """The newest finished run of each request that has one."""
     names = {alias: x.name for x in list_entries("task") for alias in (x.name, *x.aliases)}
     by_kind: dict[tuple[str, str, str], list[Request]] = {}

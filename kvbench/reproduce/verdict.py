@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from kvbench.analysis.compare import compare_pair
-from kvbench.analysis.finished import Run
+from kvbench.analysis.load import FinishedRun
 from kvbench.reproduce.claims import Claim
 from kvbench.reproduce.plan import Missing, Plan, find_baseline
 from kvbench.runs.request import Request
@@ -77,7 +77,7 @@ class Judgment:
         }
 
 
-def judge(plan: Plan, runs: Mapping[Request, Run], baseline: Plan | None = None) -> Judgment:
+def judge(plan: Plan, runs: Mapping[Request, FinishedRun], baseline: Plan | None = None) -> Judgment:
     """The verdict on a number.
 
     Args:
@@ -155,7 +155,7 @@ def _score(result: Result) -> Number:
     return Number(mean, ci95)
 
 
-def _differ(first: Sequence[Run], other: Sequence[Run], scale: float) -> Number | None:
+def _differ(first: Sequence[FinishedRun], other: Sequence[FinishedRun], scale: float) -> Number | None:
     """Ours minus the baseline's, paired by question."""
     pairs = [compare_pair(a, b) for a, b in zip(first, other, strict=True)]
     found = [Number(x.mean, x.ci95) for x in pairs if x.mean is not None and x.ci95 is not None]

@@ -25,7 +25,7 @@ PATIENCE = 20.0
 
 
 @dataclass(frozen=True)
-class Cell:
+class SweepCell:
     """A run of the grid."""
 
     index: int
@@ -45,10 +45,10 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Report:
+class CellReport:
     """What a cell came to."""
 
-    cell: Cell
+    cell: SweepCell
     status: Literal["ok", "failed"]
     error: str | None = None
     folder: Path | None = None
@@ -71,14 +71,14 @@ class Report:
         }
 
 
-class Shelf:
+class ModelCache:
     """The model that was loaded last, for the cells that follow it."""
 
     def __init__(self) -> None:
         self._key: object = None
         self._model: Model | None = None
 
-    def take(self, cell: Cell) -> Model | None:
+    def take(self, cell: SweepCell) -> Model | None:
         """The model of the cell; None: another one, which is let go of first, so that two never stand in memory."""
         if self._key != cell.model_key and self._model is not None:
             import torch
@@ -88,12 +88,12 @@ class Shelf:
             torch.cuda.empty_cache()  # else what it leaves behind counts as taken when the next one is predicted
         return self._model
 
-    def put(self, cell: Cell, model: Model) -> None:
+    def put(self, cell: SweepCell, model: Model) -> None:
         """Keep a model."""
         self._key, self._model = cell.model_key, model
 
 
-class Listener:
+class CountCallback:
     """Passes on how far a run is."""
 
     def __init__(self, hear: Callable[[int], None]) -> None:
@@ -104,7 +104,7 @@ class Listener:
         self._hear(done)
 
 
-class Wire(io.TextIOBase):
+class LineWriter(io.TextIOBase):
     """Standard error of a worker, line by line to whoever shows the progress."""
 
     def __init__(self, send: Callable[[str], object]) -> None:
@@ -118,31 +118,31 @@ class Wire(io.TextIOBase):
         return len(text)
 
 
-def run_cell(cell: Cell, shelf: Shelf, advance: Callable[[int], None]) -> Report:
+def run_cell(cell: SweepCell, cache: ModelCache, advance: Callable[[int], None]) -> CellReport:
     """Run what is missing of a cell. Whatever it raises is its report, Ctrl-C apart.
 
     Args:
         cell: which.
-        shelf: where the last model is.
+        cache: where the last model is.
         advance: told how many samples are done, after each.
     """
     from kvbench.runs.runner import InterruptedRunError, run
 
     job: Job | None = None
     try:
-        job = prepare(cell.request, shelf.take(cell))
-        shelf.put(cell, job.loaded)
+        job = prepare(cell.request, cache.take(cell))
+        cache.put(cell, job.loaded)
         _wait_for(job.folder)
-        outcome = run(job, Listener(advance))
+        outcome = run(job, CountCallback(advance))
     except InterruptedRunError:
         raise
     except UserError as error:
-        return Report(cell, "failed", str(error), None if job is None else job.folder)
+        return CellReport(cell, "failed", str(error), None if job is None else job.folder)
     except Exception as error:  # noqa: BLE001  # a method or a task with a bug must not end the other cells
         say(f"{cell.name}: {traceback.format_exc()}")
-        return Report(cell, "failed", describe(error), None if job is None else job.folder)
+        return CellReport(cell, "failed", describe(error), None if job is None else job.folder)
     result = outcome.result
-    return Report(cell, result.status, result.error, outcome.folder, outcome.existing, result)
+    return CellReport(cell, result.status, result.error, outcome.folder, outcome.existing, result)
 
 
 def describe(error: BaseException) -> str:

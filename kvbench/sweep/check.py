@@ -11,17 +11,17 @@ from kvbench.errors import UserError, unknown
 from kvbench.runs.job import find_device
 from kvbench.runs.request import Plan, Request, check, check_model
 from kvbench.settings import jsonable_settings
-from kvbench.sweep.cell import Cell
+from kvbench.sweep.cell import SweepCell
 
 
-def check_cells(cells: Sequence[Cell]) -> list[Plan]:
+def check_cells(cells: Sequence[SweepCell]) -> list[Plan]:
     """The cells' requests, checked as by `kvbench run`: every name, setting and data set; no two are the same run.
 
     Raises:
         UserError: with the cell's name.
     """
     plans: list[Plan] = []
-    seen: dict[tuple[object, ...], Cell] = {}
+    seen: dict[tuple[object, ...], SweepCell] = {}
     for cell in cells:
         with _naming(cell):
             check_model(cell.request.model)
@@ -37,7 +37,9 @@ def check_cells(cells: Sequence[Cell]) -> list[Plan]:
     return plans
 
 
-def place_cells(cells: Sequence[Cell], find: Callable[[Request], str] = find_device) -> tuple[list[Cell], list[Plan]]:
+def place_cells(
+    cells: Sequence[SweepCell], find: Callable[[Request], str] = find_device
+) -> tuple[list[SweepCell], list[Plan]]:
     """The cells with the device that each will run on, and no two of them the same run there; this waits for torch.
 
     Beside them what `check_cells` made of them.
@@ -61,7 +63,7 @@ def place_cells(cells: Sequence[Cell], find: Callable[[Request], str] = find_dev
 
 
 @contextmanager
-def _naming(cell: Cell) -> Iterator[None]:
+def _naming(cell: SweepCell) -> Iterator[None]:
     try:
         yield
     except UserError as error:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from kvbench.errors import UserError, unknown
 from kvbench.runs.request import Request
-from kvbench.sweep.cell import Cell
+from kvbench.sweep.cell import SweepCell
 from kvbench.toml import STRICT, explain, read_toml
 
 Setting = str | int | float | bool
@@ -72,7 +72,7 @@ TABLES = [x.alias for x in Options.model_fields.values() if x.alias and x.defaul
 """Options whose values are tables of their own."""
 
 
-def read_sweep(path: Path) -> list[Cell]:
+def read_sweep(path: Path) -> list[SweepCell]:
     """The cells of a sweep file, in its order; their names are not looked up yet.
 
     Raises:
@@ -82,7 +82,7 @@ def read_sweep(path: Path) -> list[Cell]:
     return expand(read_toml(path, File, "sweep file", hint))
 
 
-def expand(file: File) -> list[Cell]:
+def expand(file: File) -> list[SweepCell]:
     """One cell per combination of values.
 
     Raises:
@@ -144,7 +144,7 @@ def flatten(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _name(found: list[tuple[int, dict[str, Any], Request]]) -> list[Cell]:
+def _name(found: list[tuple[int, dict[str, Any], Request]]) -> list[SweepCell]:
     """Cells, each called after its method and whatever else is not equal in all of them."""
     flat = [dict(flatten(options)) for _, options, _ in found]
     keys = sorted(dict.fromkeys(key for x in flat for key in x), key=lambda x: NAMES.index(x.partition(".")[0]))
@@ -153,7 +153,7 @@ def _name(found: list[tuple[int, dict[str, Any], Request]]) -> list[Cell]:
     for index, (number, _, request) in enumerate(found):
         own = {x: as_text(flat[index][x]) for x in varying if x in flat[index]}
         name = " ".join([request.method, *(f"{key}={value}" for key, value in own.items())])
-        cells.append(Cell(index=index, grid=number, name=name, request=request, options=own))
+        cells.append(SweepCell(index=index, grid=number, name=name, request=request, options=own))
     return cells
 
 

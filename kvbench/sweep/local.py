@@ -18,8 +18,8 @@ from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvbench.sweep.cell import Cell
-    from kvbench.sweep.progress import Board
+    from kvbench.sweep.cell import SweepCell
+    from kvbench.sweep.progress import SweepProgress
 
 TRIES = 2
 """How often a cell may lose its worker before it is given up."""
@@ -27,23 +27,23 @@ GRACE = 10.0
 """Seconds that a worker without a cell has to leave."""
 
 
-def run_local(cells: Sequence[Cell], workers: int, board: Board) -> None:
-    """Run every cell; what each came to stands on the board.
+def run_local(cells: Sequence[SweepCell], workers: int, progress: SweepProgress) -> None:
+    """Run every cell; what each came to stands on the progress.
 
     Raises:
         KeyboardInterrupt: Ctrl-C, after the workers are gone.
         InterruptedRunError: the same, where a cell ran in this process.
     """
-    from kvbench.sweep.cell import Shelf, run_cell
+    from kvbench.sweep.cell import ModelCache, run_cell
 
     models = list(dict.fromkeys(x.model_key for x in cells))
     ordered = sorted(cells, key=lambda x: models.index(x.model_key))
     if workers == 1:
-        shelf = Shelf()
+        cache = ModelCache()
         for cell in ordered:
-            board.finish(run_cell(cell, shelf, partial(board.hear, cell)))
+            progress.finish(run_cell(cell, cache, partial(progress.hear, cell)))
         return
-    crew = Crew(ordered, min(workers, len(ordered)), board)
+    crew = WorkerPool(ordered, min(workers, len(ordered)), progress)
     try:
         crew.run()
     finally:
@@ -51,22 +51,22 @@ def run_local(cells: Sequence[Cell], workers: int, board: Board) -> None:
 
 
 @dataclass
-class Worker:
+class WorkerProcess:
     """A process, what it is at, and the model that it holds."""
 
     number: int
     process: SpawnProcess
     connection: Connection
-    cell: Cell | None = None
+    cell: SweepCell | None = None
     model_key: object = None
 
 
-class Crew:
+class WorkerPool:
     """Workers and the cells that wait for them. A worker that dies costs its cell one of its tries."""
 
-    def __init__(self, cells: Sequence[Cell], size: int, board: Board) -> None:
-        self.waiting, self.size, self.board = list(cells), size, board
-        self.workers: list[Worker] = []
+    def __init__(self, cells: Sequence[SweepCell], size: int, progress: SweepProgress) -> None:
+        self.waiting, self.size, self.progress = list(cells), size, progress
+        self.workers: list[WorkerProcess] = []
         self.losses: Counter[int] = Counter()
         self.gpus = _find_gpus() if any(x.request.device == "cuda" for x in cells) else []
 
@@ -100,32 +100,32 @@ class Crew:
             if worker is None:
                 if len(self.workers) == self.size:
                     return
-                worker = self._hire()
+                worker = self._start_worker()
             cell = next((x for x in self.waiting if x.model_key == worker.model_key), self.waiting[0])
             self.waiting.remove(cell)
             worker.cell, worker.model_key = cell, cell.model_key
             try:
                 worker.connection.send(cell)
             except OSError:
-                self._bury(worker)
+                self._remove(worker)
 
-    def _hear(self, worker: Worker) -> None:
+    def _hear(self, worker: WorkerProcess) -> None:
         """One message: a line of its log, how many samples are done, or the report."""
         cell = worker.cell
         assert cell is not None
         try:
             message = worker.connection.recv()
         except (EOFError, OSError):
-            self._bury(worker)
+            self._remove(worker)
             return
         if isinstance(message, int | str):
-            self.board.hear(cell, message)
+            self.progress.hear(cell, message)
         else:
             worker.cell = None
-            self.board.finish(message)
+            self.progress.finish(message)
 
-    def _bury(self, worker: Worker) -> None:
-        from kvbench.sweep.cell import Report
+    def _remove(self, worker: WorkerProcess) -> None:
+        from kvbench.sweep.cell import CellReport
 
         cell = worker.cell
         assert cell is not None
@@ -135,19 +135,19 @@ class Crew:
         self.losses[cell.index] += 1
         reason = f"its worker died ({_cause(worker.process.exitcode)})"
         if self.losses[cell.index] < TRIES:
-            self.board.hear(cell, f"{reason}: trying once more.")
+            self.progress.hear(cell, f"{reason}: trying once more.")
             self.waiting.insert(0, cell)
         else:
-            self.board.finish(Report(cell, "failed", f"{reason}, {TRIES} times. Finished samples are kept."))
+            self.progress.finish(CellReport(cell, "failed", f"{reason}, {TRIES} times. Finished samples are kept."))
 
-    def _hire(self) -> Worker:
+    def _start_worker(self) -> WorkerProcess:
         number = next(x for x in range(self.size) if x not in {y.number for y in self.workers})
         here, there = multiprocessing.get_context("spawn").Pipe()
         with _environment(self._settings(number)):
             process = multiprocessing.get_context("spawn").Process(target=_work, args=(there,), daemon=True)
             process.start()
         there.close()  # so that the worker's death closes the last other end
-        worker = Worker(number, process, here)
+        worker = WorkerProcess(number, process, here)
         self.workers.append(worker)
         return worker
 
@@ -194,13 +194,13 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
 def _work(connection: Connection) -> None:
     """A worker: cells come, lines and counts and reports go, until nobody is there any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first process says what happens
-    from kvbench.sweep.cell import Shelf, Wire, run_cell
+    from kvbench.sweep.cell import LineWriter, ModelCache, run_cell
 
-    shelf = Shelf()
-    with redirect_stderr(Wire(connection.send)):
+    cache = ModelCache()
+    with redirect_stderr(LineWriter(connection.send)):
         while True:
             try:
                 cell = connection.recv()
-                connection.send(run_cell(cell, shelf, connection.send))
+                connection.send(run_cell(cell, cache, connection.send))
             except (EOFError, OSError):
                 return

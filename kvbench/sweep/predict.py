@@ -16,7 +16,7 @@ from kvbench.runs.examples import make_examples
 from kvbench.runs.files import finished_samples, read_lines
 from kvbench.runs.job import Job, prepare
 from kvbench.runs.sample import run_sample
-from kvbench.sweep.cell import Cell, Shelf
+from kvbench.sweep.cell import ModelCache, SweepCell
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Dense(Method):
 
 
 @dataclass(frozen=True)
-class Prediction:
+class CellPrediction:
     """What a cell still has to do."""
 
-    cell: Cell
+    cell: SweepCell
     folder: Path | None
     missing: int
     """Samples."""
@@ -42,17 +42,17 @@ class Prediction:
     error: str | None = None
 
 
-def predict(cells: Sequence[Cell]) -> Iterator[Prediction]:
+def predict(cells: Sequence[SweepCell]) -> Iterator[CellPrediction]:
     """Prepare every cell, which says whether it can run, and time a sample of each kind; nothing is written."""
-    shelf = Shelf()
+    cache = ModelCache()
     timed: dict[str, float] = {}
     for cell in cells:
         try:
-            job = prepare(cell.request, shelf.take(cell))
+            job = prepare(cell.request, cache.take(cell))
         except UserError as error:
-            yield Prediction(cell, None, cell.request.samples, None, str(error))
+            yield CellPrediction(cell, None, cell.request.samples, None, str(error))
             continue
-        shelf.put(cell, job.loaded)
+        cache.put(cell, job.loaded)
         missing = _missing(job)
         seconds = 0.0
         if missing:
@@ -60,7 +60,7 @@ def predict(cells: Sequence[Cell]) -> Iterator[Prediction]:
             if kind not in timed:
                 timed[kind] = _time(job, warm=bool(timed))
             seconds = timed[kind] * missing
-        yield Prediction(cell, job.folder, missing, seconds)
+        yield CellPrediction(cell, job.folder, missing, seconds)
 
 
 def _missing(job: Job) -> int:

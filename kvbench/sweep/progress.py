@@ -11,14 +11,14 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from kvbench.log import say
 from kvbench.runs.progress import EVERY
-from kvbench.sweep.cell import Cell, Report
+from kvbench.sweep.cell import CellReport, SweepCell
 
 
-class Board:
+class SweepProgress:
     """What is known of the cells while they run; executors write on it."""
 
-    def __init__(self, cells: Sequence[Cell], show: Callable[[Board], None]) -> None:
-        self.reports: dict[int, Report] = {}
+    def __init__(self, cells: Sequence[SweepCell], show: Callable[[SweepProgress], None]) -> None:
+        self.reports: dict[int, CellReport] = {}
         self.total = sum(x.request.samples for x in cells)
         self.cells = len(cells)
         self.done = dict.fromkeys((x.index for x in cells), 0)
@@ -27,7 +27,7 @@ class Board:
         self._first = 0.0
         self._show = show
 
-    def hear(self, cell: Cell, message: int | str) -> None:
+    def hear(self, cell: SweepCell, message: int | str) -> None:
         """One more sample of a cell was run, which makes so many; or a line of its log."""
         if isinstance(message, str):
             say(f"{cell.name}: {message}")
@@ -38,7 +38,7 @@ class Board:
         self.done[cell.index] = max(self.done[cell.index], message)  # Ray's counts may come after the report
         self._show(self)
 
-    def finish(self, report: Report) -> None:
+    def finish(self, report: CellReport) -> None:
         """A cell is over."""
         cell = report.cell
         self.reports[cell.index] = report
@@ -62,27 +62,27 @@ class Board:
 
 
 @contextmanager
-def show_board(cells: Sequence[Cell]) -> Iterator[Board]:
-    """A board that is seen for as long as the sweep goes on."""
+def show_progress(cells: Sequence[SweepCell]) -> Iterator[SweepProgress]:
+    """A progress that is seen for as long as the sweep goes on."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield Board(cells, _Lines(console))
+        yield SweepProgress(cells, _Lines(console))
         return
     bar = Progress(TextColumn("{task.description}"), BarColumn(), console=console, transient=True)
     with bar:
         task = bar.add_task("", total=None)
-        yield Board(cells, lambda x: bar.update(
+        yield SweepProgress(cells, lambda x: bar.update(
             task, description=x.counts + x.left, completed=sum(x.done.values()), total=x.total
         ))
 
 
 class _Lines:
-    """The board as lines of a log."""
+    """The progress as lines of a log."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._said = console, time.monotonic()
 
-    def __call__(self, board: Board) -> None:
-        if time.monotonic() - self._said >= EVERY or len(board.reports) == board.cells:
+    def __call__(self, progress: SweepProgress) -> None:
+        if time.monotonic() - self._said >= EVERY or len(progress.reports) == progress.cells:
             self._said = time.monotonic()
-            self._console.print(board.counts + board.left, highlight=False)
+            self._console.print(progress.counts + progress.left, highlight=False)

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import UserError, unknown
 from kvbench.log import say
-from kvbench.sweep.cell import Cell, Report, Shelf, Wire, describe, run_cell
+from kvbench.sweep.cell import CellReport, LineWriter, ModelCache, SweepCell, describe, run_cell
 
 if TYPE_CHECKING:
     from kvbench.runs.request import Request
-    from kvbench.sweep.progress import Board
+    from kvbench.sweep.progress import SweepProgress
 
 RETRIES = 3
 """How often Ray starts a cell again whose node or process was lost."""
@@ -30,7 +30,7 @@ SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SETTINGS
 LISTEN = 0.5
 """Seconds between looks at how far the cells are."""
-SHELF = Shelf()
+MODEL_CACHE = ModelCache()
 """Of this process, where it is a worker of Ray's: it lasts from one task to the next."""
 
 
@@ -56,7 +56,7 @@ def connected(address: str | None) -> Iterator[None]:
     ray = load_ray()
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     if address not in ("local", "auto"):
-        _knock(address)
+        _check_address(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=_dashboard(address))
     except Exception as error:
@@ -87,30 +87,30 @@ def find_device(request: Request) -> str:
     return asked or ("cuda" if gpus else "cpu")
 
 
-def run_ray(cells: Sequence[Cell], workers: int | None, board: Board) -> None:
-    """Run every cell as a task; what each came to stands on the board.
+def run_ray(cells: Sequence[SweepCell], workers: int | None, progress: SweepProgress) -> None:
+    """Run every cell as a task; what each came to stands on the progress.
 
     Args:
         cells: of the whole grid.
         workers: most cells at a time; None: as many as the cluster has room for.
-        board: of the whole grid.
+        progress: of the whole grid.
     """
     ray = load_ray()
     cells = [replace(x, request=replace(x.request, out=x.request.out.absolute())) for x in cells]
-    mail = _mailbox()
+    queue = _make_queue()
     models = list(dict.fromkeys(x.model_key for x in cells))
     waiting = sorted(cells, key=lambda x: models.index(x.model_key))
-    running: dict[Any, Cell] = {}
+    running: dict[Any, SweepCell] = {}
     while waiting or running:
         while waiting and (workers is None or len(running) < workers):
             cell = waiting.pop(0)
-            running[_task(cell).remote(cell, Path.cwd(), mail)] = cell
+            running[_task(cell).remote(cell, Path.cwd(), queue)] = cell
         ended, _ = ray.wait(list(running), timeout=LISTEN)
-        _deliver(mail, cells, board)
+        _pass_on(queue, cells, progress)
         for reference in ended:
-            board.finish(_collect(reference, running.pop(reference)))
-    _deliver(mail, cells, board)
-    unseen = [x for x in board.reports.values() if x.folder is not None and not x.folder.exists()]
+            progress.finish(_collect(reference, running.pop(reference)))
+    _pass_on(queue, cells, progress)
+    unseen = [x for x in progress.reports.values() if x.folder is not None and not x.folder.exists()]
     if unseen:
         say(
             f"warning: {len(unseen)} run folders were written by nodes that do not share a disk with this one; `out` "
@@ -118,42 +118,42 @@ def run_ray(cells: Sequence[Cell], workers: int | None, board: Board) -> None:
         )
 
 
-def work(cell: Cell, folder: Path, mail: Any) -> Report:
+def work(cell: SweepCell, folder: Path, queue: Any) -> CellReport:
     """A cell on a node, started where the sweep was started, so that paths mean the same."""
     if folder.is_dir():
         os.chdir(folder)
-    tell = partial(mail.put.remote, cell.index)
-    with redirect_stderr(Wire(tell)):
-        return run_cell(cell, SHELF, tell)
+    tell = partial(queue.put.remote, cell.index)
+    with redirect_stderr(LineWriter(tell)):
+        return run_cell(cell, MODEL_CACHE, tell)
 
 
-def _task(cell: Cell) -> Any:
+def _task(cell: SweepCell) -> Any:
     """What a cell takes. For tasks with a GPU, Ray starts a process each, so that its memory is free again after it."""
     return load_ray().remote(num_cpus=1, num_gpus=int(cell.request.device == "cuda"), max_retries=RETRIES)(work)
 
 
-def _collect(reference: Any, cell: Cell) -> Report:
+def _collect(reference: Any, cell: SweepCell) -> CellReport:
     ray = load_ray()
     try:
-        report: Report = ray.get(reference)
+        report: CellReport = ray.get(reference)
     except ray.exceptions.RayError as error:
-        return Report(cell, "failed", f"lost {RETRIES + 1} times: {describe(error)}. Finished samples are kept.")
+        return CellReport(cell, "failed", f"lost {RETRIES + 1} times: {describe(error)}. Finished samples are kept.")
     return report
 
 
-def _deliver(mail: Any, cells: Sequence[Cell], board: Board) -> None:
-    for index, message in load_ray().get(mail.take.remote()):
-        board.hear(cells[index], message)
+def _pass_on(queue: Any, cells: Sequence[SweepCell], progress: SweepProgress) -> None:
+    for index, message in load_ray().get(queue.take.remote()):
+        progress.hear(cells[index], message)
 
 
-class Mailbox:
-    """Counts of samples and lines of the log, on their way from the nodes to the board."""
+class MessageQueue:
+    """Counts of samples and lines of the log, on their way from the nodes to the progress."""
 
     def __init__(self) -> None:
         self._messages: list[tuple[int, int | str]] = []
 
     def put(self, index: int, message: int | str) -> None:
-        """What the board is to hear of a cell."""
+        """What the progress is to hear of a cell."""
         self._messages.append((index, message))
 
     def take(self) -> list[tuple[int, int | str]]:
@@ -162,19 +162,19 @@ class Mailbox:
         return messages
 
 
-def _mailbox() -> Any:
+def _make_queue() -> Any:
     """A mailbox on the node of the sweep itself: any other can be lost."""
     ray = load_ray()
     strategies = importlib.import_module("ray.util.scheduling_strategies")
     here = strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(num_cpus=0, scheduling_strategy=here)(Mailbox).remote()
+    return ray.remote(num_cpus=0, scheduling_strategy=here)(MessageQueue).remote()
 
 
 def _dashboard(address: str) -> bool | None:
     return False if address == "local" else None
 
 
-def _knock(address: str) -> None:
+def _check_address(address: str) -> None:
     """Refuse an address where no cluster is, which Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal():

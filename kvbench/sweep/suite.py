@@ -18,7 +18,7 @@ from kvbench.runs.files import saving, write_record
 from kvbench.runs.results import Result
 from kvbench.runs.schema import SCHEMA_VERSION
 from kvbench.runs.spec import Record
-from kvbench.sweep.cell import Cell, Report
+from kvbench.sweep.cell import CellReport, SweepCell
 from kvbench.sweep.file import File, as_text, expand, flatten
 from kvbench.toml import STRICT, read_toml
 
@@ -46,7 +46,7 @@ class Suite(BaseModel):
         """Every task of it once."""
         return list(dict.fromkeys(x.request.task for x in self.cells({"method": "full"}, Path("runs"))))
 
-    def cells(self, given: Mapping[str, Any], out: Path) -> list[Cell]:
+    def cells(self, given: Mapping[str, Any], out: Path) -> list[SweepCell]:
         """Its runs under a method. An option picks the runs that have it, and is added where the suite does not say.
 
         Raises:
@@ -168,7 +168,7 @@ def save_suite(suite: Suite, method: str, runs: Sequence[str], out: Path) -> Pat
     return path
 
 
-def average(reports: Sequence[Report]) -> Iterator[Mean]:
+def average(reports: Sequence[CellReport]) -> Iterator[Mean]:
     """The mean score of runs that are asked alike, tasks apart; none where one failed, or where less is better.
 
     Whether a chat template is wanted stands in the request alone: some tasks never use one.

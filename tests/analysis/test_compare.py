@@ -15,16 +15,15 @@ from kvbench.analysis.compare import (
     compare_runs,
     find_full,
     find_regressions,
-    foretell,
-    foretell_all,
     look,
     name_protocol,
     name_questions,
     rank_runs,
 )
-from kvbench.analysis.finished import Run, find_runs
-from kvbench.analysis.format import _output, print_regressions
+from kvbench.analysis.load import FinishedRun, find_runs
+from kvbench.analysis.power import describe_power, describe_powers
 from kvbench.analysis.significance import adjust
+from kvbench.cli.results import format_output, print_regressions
 from kvbench.runs.files import read_file, write_record
 from kvbench.runs.journal import Line
 from kvbench.runs.request import Plan, Request, check
@@ -40,7 +39,7 @@ TURNS = 2
 def run(
     name: str, scores: dict[tuple[int, int], float | None], *, full: bool = False, prompt: str = "p",
     status: str = "ok", higher: bool = True,
-) -> Run:
+) -> FinishedRun:
     """A finished run by hand: scores by sample and turn, and whether it is the full cache."""
     lines = {
         (f"s{index}", turn): Line(
@@ -62,7 +61,7 @@ def run(
             partial_mean=None, ci95=None, by_turn=(),
         ),
     )
-    return Run(Path(name), result, lines)
+    return FinishedRun(Path(name), result, lines)
 
 
 def _known(scores):
@@ -114,7 +113,7 @@ def test_a_method_without_a_budget_that_loses_rows_is_no_full_cache():
     """The effect decides, not the name: it had something to do."""
     merging = run("merging", FULL, full=True)
     effect = merging.result.effect.model_copy(update={"n": 5, "n_identity": 0})
-    merging = Run(merging.folder, merging.result.model_copy(update={"effect": effect}), merging.lines)
+    merging = FinishedRun(merging.folder, merging.result.model_copy(update={"effect": effect}), merging.lines)
     assert find_regressions([merging, run("a", dict.fromkeys(FULL, 0.0))]) == []
 
 
@@ -163,7 +162,7 @@ def test_more_runs_need_more_effect():
 ASKED = [(i, 0) for i in range(20)]
 
 
-def right(name: str, n: int, **more) -> Run:
+def right(name: str, n: int, **more) -> FinishedRun:
     """A run that answers the first `n` of twenty questions."""
     return run(name, {key: float(i < n) for i, key in enumerate(ASKED)}, **more)
 
@@ -232,16 +231,16 @@ def spec_of(result, **change) -> RunSpec:
 
 def test_what_a_run_can_tell_apart_is_said_before_it(result):
     """With the worst assumption, or with the full cache's own score where it is known; between two ways to depend."""
-    assert foretell(20, 1) == (
+    assert describe_power(20, 1) == (
         "smallest difference that 20 contexts x 1 question find 4 times in 5 at the 5 % level: about 49 points "
         "(right-or-wrong answers, two methods at the accuracies that are hardest to tell apart)."
     )
-    assert foretell(40, 5, result) == (
+    assert describe_power(40, 5, result) == (
         "smallest difference that 40 contexts x 5 questions find 4 times in 5 at the 5 % level: about 5 points where "
         "the questions of a context are answered independently, 20 points where they stand and fall together "
         f"(right-or-wrong answers, the full cache at {result.score.mean:.3f}, as in {result.run_id})."
     )
-    assert foretell(5, 5) == (
+    assert describe_power(5, 5) == (
         "5 contexts x 5 questions are too few to tell any difference from noise. Ask for more --samples."
     )
 
@@ -261,25 +260,26 @@ def plans(*sizes: tuple[int, int], model: str = "mini") -> list[Plan]:
 
 def test_runs_of_one_size_are_one_line():
     """As a run says it of itself."""
-    assert list(foretell_all(plans(*50 * [(20, 1)]))) == [f"each of 50 runs: {foretell(20, 1)}"]
-    assert list(foretell_all(plans((20, 1)))) == [f"1 run: {foretell(20, 1)}"]
+    assert list(describe_powers(plans(*50 * [(20, 1)]))) == [f"each of 50 runs: {describe_power(20, 1)}"]
+    assert list(describe_powers(plans((20, 1)))) == [f"1 run: {describe_power(20, 1)}"]
 
 
 def test_a_line_for_each_size_of_runs_and_never_many():
     """From the least to the greatest; of more than four sizes those two."""
-    assert list(foretell_all(plans((40, 5), (5, 1), (40, 1), (40, 5)))) == [
-        f"1 run: {foretell(5, 1)}", f"1 run: {foretell(40, 1)}", f"each of 2 runs: {foretell(40, 5)}",
+    assert list(describe_powers(plans((40, 5), (5, 1), (40, 1), (40, 5)))) == [
+        f"1 run: {describe_power(5, 1)}", f"1 run: {describe_power(40, 1)}", f"each of 2 runs: {describe_power(40, 5)}",
     ]
-    assert len(list(foretell_all(plans(*((x, 1) for x in range(10, 14)))))) == 4
-    assert list(foretell_all(plans(*((x, 1) for x in range(10, 60)), (30, 1)))) == [
-        f"1 run: {foretell(10, 1)}", f"1 run: {foretell(59, 1)}", "49 runs of 48 other sizes lie between these.",
+    assert len(list(describe_powers(plans(*((x, 1) for x in range(10, 14)))))) == 4
+    assert list(describe_powers(plans(*((x, 1) for x in range(10, 60)), (30, 1)))) == [
+        f"1 run: {describe_power(10, 1)}", f"1 run: {describe_power(59, 1)}",
+        "49 runs of 48 other sizes lie between these.",
     ]
 
 
 def test_runs_without_an_accuracy_have_no_smallest_difference():
     """Random weights have no score, and a perplexity is no share of right answers."""
-    assert list(foretell_all(plans((20, 1), model="random:mini"))) == []
-    assert list(foretell_all([check(Request("full", "ppl-stdlib"))])) == []
+    assert list(describe_powers(plans((20, 1), model="random:mini"))) == []
+    assert list(describe_powers([check(Request("full", "ppl-stdlib"))])) == []
 
 
 @pytest.mark.parametrize("dry", [True, False])
@@ -292,7 +292,7 @@ def test_a_sweep_says_it_before_it_starts(kvbench, model_folder, tmp_path, dry):
     )
     answer = kvbench("sweep", path, *["--dry-run"] * dry)
     assert answer.code == 0, answer.err
-    assert answer.err.splitlines()[0] == f"each of 2 runs: {foretell(6, 1)}"
+    assert answer.err.splitlines()[0] == f"each of 2 runs: {describe_power(6, 1)}"
     assert answer.err.count("each of") == 1
 
 
@@ -328,5 +328,5 @@ def test_runs_are_found_in_folders_by_ids_and_in_suites(tmp_path):
 
 def test_how_answers_ended_is_shown():
     """Mean length and the reasons; of no answer, neither."""
-    assert _output(Output(tokens=30, stop_reasons={"stop": 3, "length": 1})) == ("7.5", "length 1, stop 3")
-    assert _output(Output(tokens=0, stop_reasons={})) == ("-", "-")
+    assert format_output(Output(tokens=30, stop_reasons={"stop": 3, "length": 1})) == ("7.5", "length 1, stop 3")
+    assert format_output(Output(tokens=0, stop_reasons={})) == ("-", "-")

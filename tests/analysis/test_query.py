@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.analysis.finished import find_runs
-from kvbench.analysis.flatten import find_columns, flatten, make_table, write_csv
+from kvbench.analysis.columns import find_columns, flatten, make_table, write_csv
+from kvbench.analysis.load import find_runs
 from kvbench.analysis.query import query_runs
 from kvbench.errors import UserError
 from kvbench.runs.files import read_file, read_lines

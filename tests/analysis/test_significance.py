@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest, bootstrap, false_discovery_control, permutation_test
 
-from kvbench.analysis.significance import ALPHA, adjust, compare_scores, find_smallest, flip_signs, group_ties
+from kvbench.analysis.power import find_detectable
+from kvbench.analysis.significance import ALPHA, adjust, compare_scores, flip_signs, group_ties
 from kvbench.runs.stats import bootstrap_interval
 
 scores = st.floats(0, 1, allow_nan=False, width=32)
@@ -236,9 +237,9 @@ def test_intervals_cover_what_they_should():
 
 
 def test_five_questions_tell_nothing():
-    """All five lost is one of 16 ways to flip five coins: 6 %. Six are the fewest."""
-    assert find_smallest(5, 1.0) is None
-    least = find_smallest(6, 1.0)
+    """All five lost is one of 16 ways to change five coins: 6 %. Six are the fewest."""
+    assert find_detectable(5, 1.0) is None
+    least = find_detectable(6, 1.0)
     assert least**6 == pytest.approx(0.8, abs=1e-3)  # all six must be lost, and at this rate they are in 80 %
 
 
@@ -246,7 +247,7 @@ def test_the_smallest_difference_is_found_as_often_as_said():
     """Simulated at that difference and tested with the test that is used."""
     rng = np.random.default_rng(7)
     for n, accuracy in ((20, 1.0), (40, 0.9), (60, None)):
-        x = find_smallest(n, accuracy)
+        x = find_detectable(n, accuracy)
         first = (1 + x) / 2 if accuracy is None else accuracy
         a, b = rng.random((1000, n)) < first, rng.random((1000, n)) < first - x
         found = np.mean([flip_signs(list(d)) < ALPHA for d in a.astype(float) - b])
@@ -257,7 +258,7 @@ def test_the_smallest_difference_is_found_as_often_as_said():
 @settings(max_examples=40, deadline=None)
 def test_the_worst_case_is_the_worst(n, accuracy):
     """Knowing an accuracy never makes it harder; more questions do not either, by more than a step of the test."""
-    worst, known = find_smallest(n), find_smallest(n, accuracy)
+    worst, known = find_detectable(n), find_detectable(n, accuracy)
     assert worst is None or known is None or known <= worst + 0.02
-    more = find_smallest(n + 20, accuracy)
+    more = find_detectable(n + 20, accuracy)
     assert known is None or more <= known + 1e-3

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.analysis.finished import load_run
-from kvbench.analysis.flatten import flatten
+from kvbench.analysis.columns import flatten
+from kvbench.analysis.load import load_run
 from kvbench.cli import call
 from kvbench.errors import UserError
 from kvbench.report import charts, page

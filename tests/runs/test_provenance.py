@@ -24,7 +24,7 @@ PARTS = ("method", "task", "kernels", "harness")
 NEW = ("new.py", "methods/eviction/new.py", "kernels/new/__init__.py", "kernels/window_scores/fast.py")
 SHOWN = (
     "kvbench.cli", "kvbench.runs.progress", "kvbench.analysis.compare", "kvbench.analysis.significance",
-    "kvbench.analysis.finished", "kvbench.analysis.format",
+    "kvbench.analysis.load", "kvbench.analysis.formatting",
     "kvbench.integrations.trackers", "kvbench.sweep", "kvbench.toml",
 )
 """What `kvbench run` loads beside the run: to read what was typed, and to print."""

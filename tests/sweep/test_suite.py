@@ -17,7 +17,7 @@ from kvbench.registry import list_entries
 from kvbench.runs import job, sample
 from kvbench.runs.request import Request, check
 from kvbench.runs.results import Result
-from kvbench.sweep.cell import Cell, Report
+from kvbench.sweep.cell import CellReport, SweepCell
 from kvbench.sweep.suite import FOLDER, Mean, average, find_suite, list_suites, read_suite, save_suite
 
 TOYS = Path(__file__).parents[1] / "toys" / "toy.py"
@@ -308,8 +308,8 @@ def test_the_mean_is_of_runs_that_are_asked_alike(kvbench, suite, options, tmp_p
 
     def averaged(*results: Result, templates: tuple[str, ...] = ("own", "own", "own", "own")) -> list[Mean]:
         requests = [Request("last", x.task.name, template=y) for x, y in zip(results, templates, strict=False)]
-        cells = [Cell(i, 1, "", x, {}) for i, x in enumerate(requests)]
-        return list(average([Report(x, "ok", result=y) for x, y in zip(cells, results, strict=True)]))
+        cells = [SweepCell(i, 1, "", x, {}) for i, x in enumerate(requests)]
+        return list(average([CellReport(x, "ok", result=y) for x, y in zip(cells, results, strict=True)]))
 
     def altered(result: Result, mean: float, **change: object) -> Result:
         return result.model_copy(update={"score": result.score.model_copy(update={"mean": mean}), **change})

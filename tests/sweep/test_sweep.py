@@ -22,8 +22,8 @@ from kvbench.runs import job, sample
 from kvbench.runs.files import locked, read_lines
 from kvbench.sweep.check import check_cells
 from kvbench.sweep.file import NAMES, File, expand, read_sweep
-from kvbench.sweep.local import Crew
-from kvbench.sweep.progress import Board
+from kvbench.sweep.local import WorkerPool
+from kvbench.sweep.progress import SweepProgress
 
 ROOT = Path(__file__).parent.parent.parent
 TOYS = Path(__file__).parents[1] / "toys" / "toy.py"
@@ -348,7 +348,7 @@ def test_workers_share_cores_and_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cells = expand(File(run={"task": "niah"}, grid=[{"method": "full", "device": "cuda", "seed": [1, 2, 3]}]))
-    crew = Crew(cells, 3, Board(cells, lambda _: None))
+    crew = WorkerPool(cells, 3, SweepProgress(cells, lambda _: None))
     assert [crew._settings(i) for i in range(3)] == [
         {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": x} for x in ("4", "6", "4")
     ]

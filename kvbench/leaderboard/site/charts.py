@@ -14,7 +14,7 @@ from xml.etree import ElementTree as ET
 
 from markupsafe import Markup
 
-from kvbench.analysis.finished import Run
+from kvbench.analysis.load import FinishedRun
 from kvbench.extras import load_extra
 from kvbench.leaderboard.site.pages import show_plain
 from kvbench.leaderboard.site.tables import Axis, Group, Row
@@ -44,7 +44,7 @@ def draw_group(group: Group) -> list[Markup]:
     return [_render(x, "points", runs) for x in specs if x is not None]
 
 
-def draw_heatmap(run: Run) -> Markup | None:
+def draw_heatmap(run: FinishedRun) -> Markup | None:
     """Scores by depth and length; None: the run is not of a grid."""
     grid = read_grid(run)
     return None if grid is None else _render(draw_grid(grid, list_scores([grid])), "cells", {})

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
 
-from kvbench.analysis.format import format_seconds
+from kvbench.analysis.formatting import format_seconds
 from kvbench.leaderboard.site.tables import Axis
 from kvbench.runs.results import Result
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.analysis.format import format_difference
+from kvbench.analysis.formatting import format_difference
 from kvbench.leaderboard.site import facts
 from kvbench.leaderboard.site.charts import draw_group, draw_heatmap, trace
 from kvbench.leaderboard.site.claims import Claims

@@ -6,8 +6,7 @@ import io
 import json
 from collections.abc import Sequence
 
-from kvbench.analysis.flatten import Column, find_columns, flatten, make_table
-from kvbench.analysis.flatten import Row as FlatRow
+from kvbench.analysis.columns import FlatRecord, RecordColumn, find_columns, flatten, make_table
 from kvbench.extras import load_extra
 from kvbench.leaderboard.site.entries import Problem
 from kvbench.leaderboard.site.tables import Group
@@ -26,7 +25,7 @@ OWN = {
 """What only the leaderboard knows of a run."""
 
 
-def list_rows(groups: Sequence[Group]) -> list[FlatRow]:
+def list_rows(groups: Sequence[Group]) -> list[FlatRecord]:
     """A flat row for each run, in the order of the site."""
     found = []
     for group in groups:
@@ -46,16 +45,17 @@ def list_rows(groups: Sequence[Group]) -> list[FlatRow]:
     return found
 
 
-def write_json(rows: Sequence[FlatRow], problems: Sequence[Problem]) -> bytes:
+def write_json(rows: Sequence[FlatRecord], problems: Sequence[Problem]) -> bytes:
     """One run in a line, so that two versions can be compared."""
     lines = ",\n".join(json.dumps(x, ensure_ascii=False, allow_nan=False) for x in rows)
     left_out = json.dumps([vars(x) for x in problems], ensure_ascii=False)
     return f'{{"schema_version": 1, "left_out": {left_out}, "runs": [\n{lines}\n]}}\n'.encode()
 
 
-def write_parquet(rows: Sequence[FlatRow]) -> bytes:
+def write_parquet(rows: Sequence[FlatRecord]) -> bytes:
     """The same rows."""
-    columns = [*find_columns(Result), *(Column(x, (), kind, many=False, text=False) for x, (kind, _) in OWN.items())]
+    own = (RecordColumn(x, (), kind, many=False, text=False) for x, (kind, _) in OWN.items())
+    columns = [*find_columns(Result), *own]
     file = io.BytesIO()
     load_extra("pyarrow.parquet", extra="report", what="kvbench leaderboard build").write_table(
         make_table(rows, columns), file

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from kvbench.analysis.finished import Run
+from kvbench.analysis.load import FinishedRun
 from kvbench.errors import UserError
 from kvbench.leaderboard.submission.archive import JOURNAL, find_bundles, read_files, read_regular
 from kvbench.leaderboard.submission.bundle import Head, open_head, split_journal
@@ -34,7 +34,7 @@ class Entry:
     """Of its page: the run's id, and who sent it."""
     place: str
     """Its folder, below the results."""
-    run: Run
+    run: FinishedRun
     sample: tuple[Line, ...]
     """All turns of the first SHOWN contexts."""
     submitter: str | None
@@ -128,7 +128,7 @@ def _read_entry(folder: Path, place: str) -> Entry:
         result = result.model_copy(update={"score": verification.score})  # made again from the answers
     name = head.spec.run_id if head.submitter is None else f"{head.spec.run_id}.{head.submitter}"
     return Entry(
-        name, place, Run(folder, result, answers), tuple(sorted(shown, key=lambda x: (x.index, x.turn))),
+        name, place, FinishedRun(folder, result, answers), tuple(sorted(shown, key=lambda x: (x.index, x.turn))),
         head.submitter, () if head.manifest is None else head.manifest.tuned_on, verification, files,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvbench.analysis.format import format_bytes, format_seconds
+from kvbench.analysis.formatting import format_bytes, format_seconds
 from kvbench.leaderboard.site.pages import write_value
 from kvbench.runs.results import BaselineResult, Result
 

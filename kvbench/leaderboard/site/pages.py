@@ -16,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from kvbench import __version__
-from kvbench.analysis.format import format_bytes, format_interval, format_p
+from kvbench.analysis.formatting import format_bytes, format_interval, format_p
 from kvbench.leaderboard.site.claims import VERDICTS, join_reasons
 from kvbench.leaderboard.site.columns import Column, choose_columns
 from kvbench.leaderboard.site.tables import Axis, Group, Row, name_machine

@@ -16,7 +16,7 @@ RUNS = Path("runs")
 
 
 @dataclass(frozen=True)
-class Run:
+class FinishedRun:
     """A finished run as its files say."""
 
     folder: Path
@@ -66,7 +66,7 @@ def _expand(text: str, out: Path) -> list[Path]:
     return finished
 
 
-def load_run(folder: Path) -> Run:
+def load_run(folder: Path) -> FinishedRun:
     """Read a finished run.
 
     Raises:
@@ -82,4 +82,4 @@ def load_run(folder: Path) -> Run:
                 f"run '{folder}' has two samples called '{x.sample}', numbers {x.index} and {other}: questions are "
                 "paired by name. Give every row of the task an id of its own, and run it again."
             )
-    return Run(folder, read_file(folder / "result.json", Result), named)
+    return FinishedRun(folder, read_file(folder / "result.json", Result), named)

@@ -1,4 +1,4 @@
-"""`kvbench list`, `show` and `doctor`: what there is."""
+"""`kvbench list` and `kvbench show`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvbench.cli.options import Json
 from kvbench.cli.output import print_json
 from kvbench.errors import UserError, unknown
 
@@ -19,26 +20,25 @@ if TYPE_CHECKING:
     from kvbench.task import Task
 
 WHAT = ("methods", "tasks", "models", "suites")
-Json = Annotated[bool, typer.Option("--json", help="End standard output with one JSON line.")]
 
 
 def list_command(
     what: Annotated[str, typer.Argument(help="methods, tasks, models or suites.")], *, as_json: Json = False
 ) -> None:
     """List what can be named."""
-    from kvbench.analysis.format import print_rows
+    from kvbench.analysis.formatting import print_table
 
     if what not in WHAT:
         raise unknown("thing to list", what, WHAT)
     found = _find(what)
     if what == "tasks":
         for heading, tasks in groupby(sorted(found, key=_heading), _heading):
-            print_rows(heading, ("name", "summary"), [
+            print_table(heading, ("name", "summary"), [
                 (", ".join([x["name"], *x["aliases"]]), _text(x["summary"])) for x in tasks
             ])
     else:
         columns = list(dict.fromkeys(key for x in found for key in x))
-        print_rows("", columns or ["name"], [[_text(x.get(key)) for key in columns] for x in found])
+        print_table("", columns or ["name"], [[_text(x.get(key)) for key in columns] for x in found])
     if as_json:
         print_json(found)
 
@@ -51,34 +51,22 @@ def show_command(
     as_json: Json = False,
 ) -> None:
     """Show the card of a method, a task or a model, or the runs of a suite."""
-    from kvbench.analysis.format import print_rows
+    from kvbench.analysis.formatting import print_table
 
     document = _describe(name)
     rows = [(key, _text(value)) for key, value in document.items() if key not in ("settings", "runs")]
-    print_rows("", (str(document["kind"]), name), rows)
+    print_table("", (str(document["kind"]), name), rows)
     if runs := document.get("runs"):
         columns = list(dict.fromkeys(key for x in runs for key in x))
-        print_rows("", columns, [[_text(x.get(key)) for key in columns] for x in runs])
+        print_table("", columns, [[_text(x.get(key)) for key in columns] for x in runs])
     settings = document.get("settings", [])
     if settings:
         option = "--set" if document["kind"] == "method" else "--task-set"
-        print_rows(f"settings ({option} key=value)", ("key", "type", "default"), [
+        print_table(f"settings ({option} key=value)", ("key", "type", "default"), [
             (x["name"], x["type"], _text(x["default"])) for x in settings
         ])
     if as_json:
         print_json(document)
-
-
-def doctor_command(*, as_json: Json = False) -> int:
-    """Say what this machine can do, and what is wrong with it."""
-    from kvbench.analysis.format import print_rows
-    from kvbench.cli.doctor import examine
-
-    findings = examine()
-    print_rows("", ("", "", "found"), [(x.name, "ok" if x.ok else "WRONG", x.found) for x in findings])
-    if as_json:
-        print_json([{"name": x.name, "ok": x.ok, "found": x.found} for x in findings])
-    return 0 if all(x.ok for x in findings) else 1
 
 
 def _heading(task: dict[str, Any]) -> str:

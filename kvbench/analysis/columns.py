@@ -23,7 +23,7 @@ from kvbench.errors import UserError
 from kvbench.extras import load_extra
 from kvbench.runs.results import Result
 
-Row = dict[str, Any]
+FlatRecord = dict[str, Any]
 
 SHORT = {"method_name": "method", "task_name": "task", "model_id": "model", "score_mean": "score"}
 """Columns that are asked for most, under a plain name."""
@@ -33,7 +33,7 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 @dataclass(frozen=True)
-class Column:
+class RecordColumn:
     """A place in a record, and what stands there."""
 
     name: str
@@ -47,12 +47,12 @@ class Column:
 
 
 @functools.cache
-def find_columns(record: type[BaseModel]) -> tuple[Column, ...]:
+def find_columns(record: type[BaseModel]) -> tuple[RecordColumn, ...]:
     """The columns of a record; what a result has both in `spec` and outside it is there once."""
     return tuple(x for x in _walk(record, ()) if x.name not in LEFT_OUT)
 
 
-def _walk(record: type[BaseModel], at: tuple[str, ...]) -> Iterable[Column]:
+def _walk(record: type[BaseModel], at: tuple[str, ...]) -> Iterable[RecordColumn]:
     for field, info in record.model_fields.items():
         kind = _strip(info.annotation)
         place = (*at, field)
@@ -64,7 +64,7 @@ def _walk(record: type[BaseModel], at: tuple[str, ...]) -> Iterable[Column]:
             name = "_".join(place[1:] if at[:1] == ("spec",) else place)
             (single, many) = (get_args(kind)[0], True) if get_origin(kind) is tuple else (kind, False)
             scalar = _scalar(single)
-            yield Column(SHORT.get(name, name), place, scalar or str, many and scalar is not None, scalar is None)
+            yield RecordColumn(SHORT.get(name, name), place, scalar or str, many and scalar is not None, scalar is None)
 
 
 def _strip(annotation: Any) -> Any:
@@ -83,12 +83,12 @@ def _scalar(kind: Any) -> type | None:
     return kind if kind in (str, int, float, bool) else None
 
 
-def flatten(record: BaseModel) -> Row:
+def flatten(record: BaseModel) -> FlatRecord:
     """A record as one row."""
     return {x.name: _read(record, x) for x in find_columns(type(record))}
 
 
-def _read(record: BaseModel, column: Column) -> Any:
+def _read(record: BaseModel, column: RecordColumn) -> Any:
     value: Any = record
     for part in column.place:
         value = getattr(value, part)
@@ -99,7 +99,7 @@ def _read(record: BaseModel, column: Column) -> Any:
     return list(value) if column.many else value
 
 
-def write_csv(rows: Iterable[Row], columns: Iterable[str]) -> str:
+def write_csv(rows: Iterable[FlatRecord], columns: Iterable[str]) -> str:
     """Rows as CSV; text that a spreadsheet would run as a formula has an apostrophe before it."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(columns), lineterminator="\n")
@@ -115,7 +115,7 @@ def _cell(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
 
 
-def make_table(rows: Iterable[Row], columns: Iterable[Column]) -> Any:
+def make_table(rows: Iterable[FlatRecord], columns: Iterable[RecordColumn]) -> Any:
     """Rows as a table of pyarrow.
 
     Raises:

@@ -1,39 +1,26 @@
-"""Tables for people."""
+"""Tables of run results: one run, several side by side, and the answers that became worse."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
+from kvbench.analysis.formatting import (
+    format_bytes,
+    format_difference,
+    format_interval,
+    format_score,
+    format_seconds,
+    print_table,
+)
 
-from kvbench.analysis.compare import Difference, Regressions
-from kvbench.runs.results import DiffusionResult, Latency, Output, Result, Score
+if TYPE_CHECKING:
+    from kvbench.analysis.compare import Difference, Regressions
+    from kvbench.runs.results import DiffusionResult, Latency, Output, Result
 
-WIDEST = 200
-"""Columns of a table that goes to a file or a pipe."""
 LISTED = 10
 """Regressions of a run that are shown; --json has all."""
-
-
-def print_rows(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table on standard output, never cut: without a terminal it takes the width it needs."""
-    table = Table(title=title or None, title_justify="left", header_style="bold")
-    for name in columns:
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*map(_printable, row))
-    console = Console(markup=False, highlight=False)
-    if not console.is_terminal:
-        widest = Console(width=WIDEST).measure(table).maximum
-        console = Console(markup=False, highlight=False, width=widest)
-    console.print(table)
-
-
-def _printable(text: str) -> str:
-    """Text as a terminal may have it: what comes from files could hold sequences that steer it."""
-    return "".join(x if x.isprintable() or x == "\n" else "\N{REPLACEMENT CHARACTER}" for x in text)
 
 
 def print_result(result: Result, folder: Path) -> None:
@@ -88,7 +75,7 @@ def print_result(result: Result, folder: Path) -> None:
     rows.append(("run", str(folder)))
     if result.error:
         rows.append(("FAILED", result.error))
-    print_rows("", ("", result.status), rows)
+    print_table("", ("", result.status), rows)
 
 
 def score_cells(
@@ -108,24 +95,10 @@ def score_cells(
             "-" if memory is None else f"{memory.ratio:.1%}", "-" if rank is None else str(rank),
             "failed" if result.status == "failed" else "-" if score.mean is None else f"{score.mean:.3f}",
             "-" if score.ci95 is None else format_interval(score.ci95), *format_difference(difference, score),
-            "-" if result.agreement is None else f"{result.agreement.top1:.3f}", *_output(result.output),
+            "-" if result.agreement is None else f"{result.agreement.top1:.3f}", *format_output(result.output),
             format_seconds(latency.prefill_s), format_seconds(latency.tpot_s),
         ])
     return columns, rows
-
-
-def format_difference(difference: Difference | None, score: Score) -> tuple[str, str, str, str]:
-    """The mean, its interval, the adjusted p-value and the verdict."""
-    if difference is None or difference.mean is None or difference.ci95 is None or difference.p_adjusted is None:
-        return "-", "-", "-", ""
-    better = (difference.mean > 0) == score.higher_is_better
-    verdict = "within noise" if difference.within_noise else "better" if better else "worse"
-    return f"{difference.mean:+.3f}", format_interval(difference.ci95), format_p(difference.p_adjusted), verdict
-
-
-def format_p(p: float) -> str:
-    """A p-value, as far as it matters."""
-    return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def print_regressions(found: Sequence[Regressions]) -> None:
@@ -136,7 +109,7 @@ def print_regressions(found: Sequence[Regressions]) -> None:
         if run.count > LISTED:
             worst.append(f"{run.count - LISTED} more: see --json")
         rows.append([run.run_id, _short(run.full), f"{run.count} of {run.n}", "\n".join(worst)])
-    print_rows("", ("run", "full cache", "worse answers", "the worst"), rows)
+    print_table("", ("run", "full cache", "worse answers", "the worst"), rows)
 
 
 def _denoising(found: DiffusionResult, latency: Latency) -> list[tuple[str, str]]:
@@ -169,35 +142,11 @@ def _short(run_id: str) -> str:
     return run_id.rpartition("-")[2]
 
 
-def _output(output: Output) -> tuple[str, str]:
+def format_output(output: Output) -> tuple[str, str]:
     """Mean tokens of an answer, and how often each reason ended one."""
     answers = sum(output.stop_reasons.values())
     ended = ", ".join(f"{reason} {count}" for reason, count in sorted(output.stop_reasons.items()))
     return (f"{output.tokens / answers:.1f}", ended) if answers else ("-", "-")
-
-
-def format_interval(ends: tuple[float, float]) -> str:
-    """The ends of an interval of scores."""
-    return f"[{ends[0]:.2f}, {ends[1]:.2f}]"
-
-
-def format_score(result: Result) -> str:
-    """The mean and its interval, or why there is none."""
-    score: Score = result.score
-    if score.mean is not None and score.ci95 is not None:
-        return f"{score.mean:.3f}  [{score.ci95[0]:.3f}, {score.ci95[1]:.3f}] {score.metric}"
-    if score.partial_mean is not None:
-        return f"none: {result.n_failed} samples failed (partial mean {score.partial_mean:.3f})"
-    return "none: random weights" if result.n_failed == 0 else "none: every sample failed"
-
-
-def format_bytes(count: float) -> str:
-    """Bytes with a decimal unit."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"
 
 
 def _mode(result: Result) -> str:
@@ -209,10 +158,3 @@ def _mode(result: Result) -> str:
     if result.task.chat_template_sha is not None:
         parts.append("in the chat template")
     return ", ".join(parts)
-
-
-def format_seconds(value: float | None) -> str:
-    """A duration; a dash where nothing was measured."""
-    if value is None:
-        return "-"
-    return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"

@@ -1,0 +1,80 @@
+"""Tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from kvbench.analysis.compare import Difference
+    from kvbench.runs.results import Result, Score
+
+WIDEST = 200
+"""Columns of a table that goes to a file or a pipe."""
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table on standard output, never cut: without a terminal it takes the width it needs."""
+    table = Table(title=title or None, title_justify="left", header_style="bold")
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*map(_printable, row))
+    console = Console(markup=False, highlight=False)
+    if not console.is_terminal:
+        widest = Console(width=WIDEST).measure(table).maximum
+        console = Console(markup=False, highlight=False, width=widest)
+    console.print(table)
+
+
+def _printable(text: str) -> str:
+    """Text as a terminal may have it: what comes from files could hold sequences that steer it."""
+    return "".join(x if x.isprintable() or x == "\n" else "\N{REPLACEMENT CHARACTER}" for x in text)
+
+
+def format_difference(difference: Difference | None, score: Score) -> tuple[str, str, str, str]:
+    """The mean, its interval, the adjusted p-value and the verdict."""
+    if difference is None or difference.mean is None or difference.ci95 is None or difference.p_adjusted is None:
+        return "-", "-", "-", ""
+    better = (difference.mean > 0) == score.higher_is_better
+    verdict = "within noise" if difference.within_noise else "better" if better else "worse"
+    return f"{difference.mean:+.3f}", format_interval(difference.ci95), format_p(difference.p_adjusted), verdict
+
+
+def format_p(p: float) -> str:
+    """A p-value, as far as it matters."""
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def format_interval(ends: tuple[float, float]) -> str:
+    """The ends of an interval of scores."""
+    return f"[{ends[0]:.2f}, {ends[1]:.2f}]"
+
+
+def format_score(result: Result) -> str:
+    """The mean and its interval, or why there is none."""
+    score: Score = result.score
+    if score.mean is not None and score.ci95 is not None:
+        return f"{score.mean:.3f}  [{score.ci95[0]:.3f}, {score.ci95[1]:.3f}] {score.metric}"
+    if score.partial_mean is not None:
+        return f"none: {result.n_failed} samples failed (partial mean {score.partial_mean:.3f})"
+    return "none: random weights" if result.n_failed == 0 else "none: every sample failed"
+
+
+def format_bytes(count: float) -> str:
+    """Bytes with a decimal unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def format_seconds(value: float | None) -> str:
+    """A duration; a dash where nothing was measured."""
+    if value is None:
+        return "-"
+    return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"

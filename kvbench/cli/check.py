@@ -1,0 +1,99 @@
+"""`kvbench check`: test a method or the examples of a task."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvbench.cli.options import Json
+from kvbench.cli.output import print_json
+from kvbench.errors import UserError
+
+if TYPE_CHECKING:
+    from kvbench.check.audit import Audit
+    from kvbench.task import Task
+
+
+def check_command(
+    name: Annotated[
+        str, typer.Argument(help="A method or task, path/to/file.py:Class of one, or path/to/task.toml.")
+    ],
+    *,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of the method; repeatable.")
+    ] = None,
+    task_settings: Annotated[
+        list[str] | None, typer.Option("--task-set", metavar="KEY=VALUE", help="A setting of the task; repeatable.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Whose tokenizer counts a task's lengths.")] = "mini",
+    samples: Annotated[int, typer.Option(help="Examples of a task to look at; of a .toml, all are.")] = 20,
+    as_json: Json = False,
+) -> int:
+    """Try on a method what every method must do, or look through a task's examples; exit code 1 where a claim fails."""
+    from kvbench.registry import find_either
+    from kvbench.settings import configure, parse_pairs
+    from kvbench.task import Task
+
+    if name.endswith(".toml"):
+        if settings or task_settings:
+            raise UserError(f"{name} has no settings: leave --set and --task-set out.")
+        return _check_rows(Path(name), model, as_json=as_json)
+    found = find_either(name)
+    if issubclass(found, Task):
+        if settings:
+            raise UserError(f"--set is for methods, and {name} is a task. Use --task-set.")
+        task = configure(found, parse_pairs(task_settings or (), "--task-set"), "--task-set", name)
+        return _check_task(task, model, samples, as_json=as_json)
+    if task_settings:
+        raise UserError(f"--task-set is for tasks, and {name} is a method. Use --set.")
+    made = configure(found, parse_pairs(settings or (), "--set"), "--set", name)
+    from kvbench.analysis.formatting import print_table
+    from kvbench.check import check
+
+    claims = check(found, made.settings)
+    print_table("", (found.card.name, "", "found", "seconds"), [
+        (x.name, "ok" if x.passed else "FAILED", x.detail, f"{x.seconds:.2f}") for x in claims
+    ])
+    if as_json:
+        print_json([asdict(x) for x in claims])
+    return 0 if all(x.passed for x in claims) else 1
+
+
+def _check_rows(path: Path, model: str, *, as_json: bool) -> int:
+    from kvbench.check.audit import audit_rows
+    from kvbench.custom import read_parts
+    from kvbench.hf import load_tokenizer
+
+    table, rows = read_parts(path)
+    return _print_audit(table.name, audit_rows(table, rows, load_tokenizer(model)), model, as_json=as_json)
+
+
+def _check_task(task: Task, model: str, samples: int, *, as_json: bool) -> int:
+    from kvbench.check.audit import audit_task
+    from kvbench.hf import load_tokenizer
+
+    if samples < 1:
+        raise UserError(f"samples {samples} must be 1 or more.")
+    return _print_audit(task.name, audit_task(task, load_tokenizer(model), samples), model, as_json=as_json)
+
+
+def _print_audit(name: str, audit: Audit, model: str, *, as_json: bool) -> int:
+    from kvbench.analysis.formatting import print_table
+
+    least, most = audit.tokens or (0, 0)
+    print_table("", (name, "ok" if not audit.findings else "WRONG"), [
+        ("examples", f"{audit.examples} with {audit.turns} questions"),
+        ("first prompt and answer", f"{least:,} to {most:,} tokens of {model}"),
+        ("cut in the middle", str(audit.cut)),
+    ])
+    if audit.findings:
+        print_table("", ("line", "row", "turn", "what is wrong"), [
+            ("-" if x.line is None else str(x.line), x.row or "-", "-" if x.turn is None else str(x.turn), x.what)
+            for x in audit.findings
+        ])
+    if as_json:
+        print_json({"name": name, "model": model, **asdict(audit)})
+    return 1 if audit.findings else 0
