@@ -1,0 +1,48 @@
+"""Outputs change only together with a version: see record.py for how an entry is recorded."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from . import record
+from .record import COMPOSED, METHODS, TASKS, compute, find_version, read
+
+NEXT = "Undo the change, or raise the version and run `python tests/golden/record.py`."
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [*(("methods", x) for x in [*METHODS, *COMPOSED]), *(("tasks", x) for x in TASKS)],
+)
+def test_outputs_change_only_with_the_version(kind, name, cache):
+    """Kept positions, tokens and bytes of a method, and prompts of a task, are those recorded for its version."""
+    entry = read(kind).get(name)
+    assert entry is not None, f"{name} has no golden output. Run `python tests/golden/record.py`."
+    versions = find_version(kind, name)
+    assert {key: entry[key] for key in versions} == versions, f"{name} has a new version. {NEXT}"
+    assert compute(kind, name, entry.get("seed", 0)) == entry["output"], f"{name}: outputs changed. {NEXT}"
+
+
+@pytest.mark.parametrize("kind", ["methods", "tasks"])
+def test_no_entry_is_left_over(kind):
+    """Every entry is of a method or task that exists."""
+    assert list(read(kind)) == sorted(record.find_names(kind))
+
+
+def test_an_entry_of_an_unchanged_version_is_kept(tmp_path, monkeypatch, capsys):
+    """Recording again refuses to overwrite outputs unless the version was raised."""
+    monkeypatch.setattr(record, "HERE", tmp_path)
+    monkeypatch.setattr(record, "find_names", lambda kind: ["niah_single_1"] if kind == "tasks" else [])
+    path = tmp_path / "tasks.json"
+    assert record.update("tasks") == []
+    recorded = json.loads(path.read_text())
+    recorded["niah_single_1"]["output"]["single"] = "another"
+    path.write_text(json.dumps(recorded))
+    assert record.update("tasks") == ["niah_single_1"]
+    assert json.loads(path.read_text()) == recorded
+    recorded["niah_single_1"]["version"] = "0"
+    path.write_text(json.dumps(recorded))
+    assert record.update("tasks") == []
+    assert json.loads(path.read_text()) != recorded
+    capsys.readouterr()
