@@ -1,4 +1,4 @@
-"""Keeps the rows whose keys are smallest, and the last rows. Copy this file and change `score`."""
+"""Keeps the entries with the smallest keys, and the last entries. Copy this file and change `score`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from kvbench.store import LayerKV
 
 @dataclass(frozen=True)
 class MyMethod(ScoredMethod):
-    """Keeps, per KV head, the last `window` rows and the rows with the smallest key norm."""
+    """Keeps, in each KV head, the last `window` entries and the entries with the smallest key norm."""
 
     window: int = 32
 
     card: ClassVar[Card] = Card(
-        name="my-method", title="Small keys stay", arxiv="2406.11430", year=2024, family="eviction",
-        idea="Rows with a small key norm tend to receive much attention. They stay, and so do the last rows.",
+        name="my-method", title="Small keys", arxiv="2406.11430", year=2024, family="eviction",
+        idea="Keys with a small norm tend to receive much attention, so the method keeps them and the last tokens.",
         stages=("compression",), budget=BudgetKind.STORED, heads="independent", upstream=None,
     )
 
     def minimum_entries(self) -> int:
-        """The window and a row to choose."""
+        """The window and one entry to choose."""
         return self.window + 1
 
     def score(self, kv: LayerKV, step: Step) -> Tensor:
-        """How much each row is worth; the highest scores stay. [B, H_kv, n]"""
+        """Score each entry; the entries with the highest scores are kept. [B, H_kv, n]"""
         return protect_last(-kv.keys.float().norm(dim=-1), self.window)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import re
@@ -14,6 +15,7 @@ from pydantic import BaseModel
 from transformers import AutoTokenizer
 
 from kvbench.check import check
+from kvbench.method import Method
 from kvbench.registry import find_method, find_task
 from kvbench.runs.journal import Line
 from kvbench.runs.results import Result
@@ -48,6 +50,16 @@ def field_names(kind: type[BaseModel]) -> set[str]:
 def test_the_method_shown_is_the_file():
     """docs/adding_a_method.md shows examples/my_method.py, whole."""
     assert code_blocks("adding_a_method.md") == [EXAMPLE.read_text(encoding="utf-8")]
+
+
+def test_the_hooks_shown_are_the_hooks():
+    """Those of docs/adding_a_method.md are methods of `Method` with these parameters."""
+    text = (ROOT / "docs" / "adding_a_method.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| `(\w+)\(([^)]*)\)` \|", text[: text.index("### The step")], re.MULTILINE)
+    assert len(shown) > 10
+    for name, parameters in shown:
+        _, *actual = inspect.signature(getattr(Method, name)).parameters
+        assert [x for x in re.split(r",\s*", parameters) if x not in ("", "*")] == actual, name
 
 
 def test_the_example_method_keeps_every_claim():
