@@ -1,4 +1,4 @@
-"""What the README says of mini where an ordering contradicts a paper, measured: `python scripts/explain_results.py`.
+"""Measures why results on mini contradict papers (docs/results.md): `python scripts/explain_results.py`.
 
 Norms: how much those of a head's keys differ, and where the rows of the asked values stand among them (0 smallest,
 1 largest). Heads: the highest induction score that RazorAttention's and DuoAttention's probe finds.
