@@ -27,6 +27,8 @@ from kvbench.task import Scorer, Task
 HERE = Path(__file__).parent
 MODELS = HERE / "models"
 ARCHITECTURES = MODELS / "random"
+FILE_MODULE = "kvbench_file_"
+"""Prefix of the module names of files that are given by their paths."""
 Kind = Literal["method", "task"]
 BASES: dict[Kind, type] = {"method": Method, "task": Task}
 MARKS: dict[Kind, str] = {"method": "card", "task": "name"}
@@ -198,7 +200,7 @@ def _load_file(text: str, *kinds: Kind) -> type:
             f"{kind} file '{path}' does not exist. Give path/to/file.py:Class, or a name of `kvbench list {kinds[0]}s`."
         )
     # Named after the path, so that two files of one name are two modules; registered, because dataclasses look there.
-    name = f"kvbench_file_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    name = f"{FILE_MODULE}{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -92,6 +92,23 @@ def find_conflicts(runs: Sequence[FinishedRun]) -> list[str]:
     return found
 
 
+def describe_code(runs: Sequence[FinishedRun]) -> str | None:
+    """A line about runs that different code computed; None: the same code computed all of them.
+
+    Methods and their kernels are compared between runs of one method only.
+    """
+    values: dict[str, set[str]] = {}
+    for x in runs:
+        spec = x.result.spec
+        for name, value in spec.versions:
+            values.setdefault(name, set()).add(value)
+        for part, value in spec.sources:
+            owner = f" of {spec.method.name}" if part in ("method", "kernels") else ""
+            values.setdefault(f"source of the {part}{owner}", set()).add(value)
+    found = [name for name, several in values.items() if len(several) > 1]
+    return f"different code computed these runs: they differ in {', '.join(found)}" if found else None
+
+
 def name_questions(spec: RunSpec) -> str:
     """Equal for runs that were asked the same, whatever the method."""
     document = spec.model_dump(mode="json")

@@ -20,7 +20,14 @@ def compare_command(
     as_json: Json = False,
 ) -> None:
     """Put runs side by side: paired differences, which of them are noise, and what became worse than the full cache."""
-    from kvbench.analysis.compare import compare_runs, find_conflicts, find_regressions, name_questions, rank_runs
+    from kvbench.analysis.compare import (
+        compare_runs,
+        describe_code,
+        find_conflicts,
+        find_regressions,
+        name_questions,
+        rank_runs,
+    )
     from kvbench.analysis.formatting import print_table
     from kvbench.analysis.load import find_run, load_run
     from kvbench.cli.results import print_regressions, score_cells
@@ -34,6 +41,8 @@ def compare_command(
         say(f"warning: {conflict}")
     if conflicts:
         say("warning: a difference of scores may come from these and not from the methods.")
+    if (code := describe_code(loaded)) is not None:
+        say(f"warning: {code}. `result.json` of each run has the details.")
     results = [x.result for x in loaded]
     ranks: list[int | None] = [None] * len(loaded)
     if len({name_questions(x.spec) for x in results}) == 1:

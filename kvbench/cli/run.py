@@ -112,7 +112,8 @@ def _run_task(given: dict[str, Any], trackers: tuple[str, ...], out: Path, *, as
     with show_progress(job.spec.samples) as progress:
         outcome = run(job, progress)
     if outcome.existing:
-        say(f"this run was already finished: reporting {outcome.folder}. Delete the folder to run it again.")
+        changes = f" Other code computed it ({'; '.join(outcome.code_changes)})." if outcome.code_changes else ""
+        say(f"this run was already finished: reporting {outcome.folder}.{changes} Delete the folder to run it again.")
     print_result(outcome.result, outcome.folder)
     refused = [x for x in trackers if not log_result(x, outcome.result)]
     if as_json:

@@ -14,7 +14,7 @@ from kvbench.log import say
 from kvbench.machine import find_version, free_bytes, ram_bytes
 from kvbench.method import Method
 from kvbench.runs.examples import make_examples
-from kvbench.runs.provenance import find_sources
+from kvbench.runs.provenance import find_sources, hash_own_code
 from kvbench.runs.request import (
     Plan,
     Request,
@@ -235,13 +235,14 @@ def _resolve_spec(plan: Plan, model: Model, frame: Frame) -> RunSpec:
     return RunSpec(
         suite=request.suite,
         method=MethodSpec(
-            name=card.name, version=card.version, family=card.family, settings=jsonable_settings(method)
+            name=card.name, version=card.version, family=card.family, settings=jsonable_settings(method),
+            code=hash_own_code(type(method)),
         ),
         task=TaskSpec(
             name=task.name, version=task.version, suite=task.suite, settings=jsonable_settings(task),
             length=plan.length, scorer=plan.scorer.id, dataset_revision=task.dataset_revision, prompt_id=task.prompt_id,
             chat_template_sha=frame.sha, bos=_bos(model, frame), truncation=task.truncation,
-            stop=tuple(sorted(model.stop_ids | task.stop_ids(model.tokenizer))),
+            stop=tuple(sorted(model.stop_ids | task.stop_ids(model.tokenizer))), code=hash_own_code(type(task)),
         ),
         model=ModelSpec(
             id=model.id, revision=model.revision, kind=model.kind, dtype=model.dtype, params=model.params,

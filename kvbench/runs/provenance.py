@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvbench.method import Method
+from kvbench.registry import FILE_MODULE
 from kvbench.runs.spec import Sources
 from kvbench.task import Task
 
@@ -42,6 +43,18 @@ def find_sources(method: type[Method], task: type[Task]) -> Sources:
         method=_hash(of_method, but=harness | kernels), task=_hash(of_task, but=harness | kernels),
         kernels=_hash(kernels), harness=_hash(harness, but=kernels),
     )
+
+
+def hash_own_code(kind: type[Method | Task]) -> str | None:
+    """SHA-256 of a user's own file and of what it imports outside kvbench; None: the class is registered.
+
+    A registered class has a version that its maintainers raise. A file that its author is still writing has not, so
+    this hash is a part of the run's identity.
+    """
+    modules = list(_modules(kind))
+    if not any(x.startswith(FILE_MODULE) for x in modules):
+        return None
+    return _hash({name: path for name, path in _follow(modules).items() if _root(name) != "kvbench"})
 
 
 def find_ops(method: type[Method]) -> set[str]:

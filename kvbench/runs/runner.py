@@ -39,11 +39,16 @@ class Outcome:
     result: Result
     folder: Path
     existing: bool
+    code_changes: tuple[str, ...] = ()
+    """How the code of an existing run differs from the code of today."""
 
 def find_existing(job: Job) -> Outcome | None:
     """The finished run of this spec, if there is one."""
     path = job.folder / "result.json"
-    return Outcome(read_file(path, Result), job.folder, existing=True) if path.exists() else None
+    if not path.exists():
+        return None
+    result = read_file(path, Result)
+    return Outcome(result, job.folder, existing=True, code_changes=tuple(result.spec.find_code_changes(job.spec)))
 
 def run(job: Job, progress: Progress | None = None) -> Outcome:
     """Run what is missing, and write the result.
@@ -83,11 +88,23 @@ def run(job: Job, progress: Progress | None = None) -> Outcome:
 
 
 def _claim_folder(job: Job) -> None:
-    path = job.folder / "spec.json"
-    if not path.exists():
-        write_record(path, job.spec)
-    elif read_file(path, RunSpec) != job.spec:
-        raise UserError(f"{path} is of another run. Move the folder away, or give another --out.")
+    """Write spec.json, or check that the samples in the folder were computed by the same code.
+
+    Raises:
+        UserError: they were not, or the folder is of another run.
+    """
+    path, journal = job.folder / "spec.json", job.folder / "samples.jsonl"
+    if path.exists():
+        saved = read_file(path, RunSpec)
+        if saved.run_id != job.spec.run_id:
+            raise UserError(f"{path} is of another run. Move the folder away, or give another --out.")
+        changes = saved.find_code_changes(job.spec)
+        if changes and journal.exists() and journal.stat().st_size:
+            raise UserError(
+                f"{job.folder} holds samples that other code computed ({'; '.join(changes)}), and one result cannot "
+                "mix them. Delete the folder to start again, or give another --out."
+            )
+    write_record(path, job.spec)
 
 
 def _run_missing(job: Job, journal: Journal, progress: Progress | None) -> None:

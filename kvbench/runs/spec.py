@@ -40,6 +40,8 @@ class MethodSpec(Record):
     version: str
     family: str
     settings: dict[str, Any]
+    code: str | None = None
+    """SHA-256 of the source of a user's own file; None: a registered method, which its version identifies."""
 
 
 class TaskSpec(Record):
@@ -60,6 +62,8 @@ class TaskSpec(Record):
     """Prompts are made to length; those of data sets that are too long lose their middle."""
     stop: tuple[int, ...]
     """Token ids that end an answer."""
+    code: str | None = None
+    """As of `MethodSpec`."""
 
 
 class ModelSpec(Record):
@@ -159,10 +163,21 @@ class RunSpec(Record):
         The code that computed it (`versions`, `sources`) is provenance: recorded beside the identity, not part of it.
         """
         document = self.model_dump(mode="json", exclude=NOT_IDENTITY)
+        for part in ("method", "task"):
+            if document[part]["code"] is None:  # ids of registered ones are from before this field
+                del document[part]["code"]
         canonical = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         digest = hashlib.sha256(canonical.encode()).hexdigest()[:12]
         prefix = re.sub(r"[^a-z0-9_.+-]+", "-", f"{self.method.name}-{self.task.name}".lower()).strip("-.")
         return f"{prefix[:80]}-{digest}"
+
+    def find_code_changes(self, other: RunSpec) -> list[str]:
+        """Differences between this run's code and another's, usually today's: sources by part, packages by version."""
+        sources, versions = other.sources.model_dump(), other.versions.model_dump()
+        return [
+            *(f"source of the {part}" for part, value in self.sources if value != sources[part]),
+            *(f"{name} {value}, now {versions[name]}" for name, value in self.versions if value != versions[name]),
+        ]
 
 
 class Protocol(Record):

@@ -13,6 +13,7 @@ from kvbench.analysis.compare import (
     Regression,
     compare_pair,
     compare_runs,
+    describe_code,
     find_full,
     find_regressions,
     look,
@@ -330,3 +331,19 @@ def test_how_answers_ended_is_shown():
     """Mean length and the reasons; of no answer, neither."""
     assert format_output(Output(tokens=30, stop_reasons={"stop": 3, "length": 1})) == ("7.5", "length 1, stop 3")
     assert format_output(Output(tokens=0, stop_reasons={})) == ("-", "-")
+
+
+def test_runs_of_different_code_are_pointed_out(result):
+    """Packages and harness between all runs; methods and kernels only between runs of one method."""
+    def change(part, **values):
+        spec = result.spec.model_copy(update={part: getattr(result.spec, part).model_copy(update=values)})
+        return FinishedRun(Path(), result.model_copy(update={"spec": spec}), {})
+
+    same = FinishedRun(Path(), result, {})
+    assert describe_code([same, same]) is None
+    line = describe_code([same, change("sources", harness="0"), change("versions", torch="1.0")])
+    assert "torch" in line and "source of the harness" in line
+    assert "source of the method" in describe_code([same, change("sources", method="0")])
+    other = change("sources", method="0").result.spec
+    other = other.model_copy(update={"method": other.method.model_copy(update={"name": "another"})})
+    assert describe_code([same, FinishedRun(Path(), result.model_copy(update={"spec": other}), {})]) is None

@@ -23,9 +23,8 @@ TOYS = Path(__file__).parents[1] / "toys" / "toy.py"
 PARTS = ("method", "task", "kernels", "harness")
 NEW = ("new.py", "methods/eviction/new.py", "kernels/new/__init__.py", "kernels/window_scores/fast.py")
 SHOWN = (
-    "kvbench.cli", "kvbench.runs.progress", "kvbench.analysis.compare", "kvbench.analysis.significance",
-    "kvbench.analysis.load", "kvbench.analysis.formatting",
-    "kvbench.integrations.trackers", "kvbench.sweep", "kvbench.toml",
+    "kvbench.cli", "kvbench.runs.progress", "kvbench.analysis", "kvbench.integrations",
+    "kvbench.sweep", "kvbench.toml",
 )
 """What `kvbench run` loads beside the run: to read what was typed, and to print."""
 

@@ -275,3 +275,53 @@ def test_two_processes_do_not_share_a_run(kvbench, arguments, tmp_path, monkeypa
     assert answer.code == 2
     assert "another process is working on" in answer.err
     assert not (only_run(tmp_path) / "samples.jsonl").exists()
+
+
+def change_code(path: Path, **versions: str) -> None:
+    """Rewrite the spec in a file of a run as if another harness and these packages had computed it."""
+    document = json.loads(path.read_text())
+    spec = document.get("spec", document)
+    spec["sources"]["harness"] = "0" * 64
+    spec["versions"] |= versions
+    path.write_text(json.dumps(document))
+
+
+def test_a_finished_run_of_other_code_is_reported_with_the_difference(kvbench, arguments, tmp_path):
+    """The id is the same; one line names the parts that differ and how to run again."""
+    first = kvbench(*arguments, "--method", LAST)
+    change_code(only_run(tmp_path) / "result.json", torch="1.0")
+    again = kvbench(*arguments, "--method", LAST)
+    assert again.json["run_id"] == first.json["run_id"]
+    (line,) = [x for x in again.err.splitlines() if "already finished" in x]
+    assert "source of the harness; torch 1.0, now " in line
+    assert "Delete the folder" in line
+
+
+def test_samples_of_other_code_are_not_continued(kvbench, arguments, tmp_path):
+    """An unfinished journal is refused with the next step; a folder without samples is taken over."""
+    kvbench(*arguments, "--method", LAST)
+    folder = only_run(tmp_path)
+    (folder / "result.json").unlink()
+    change_code(folder / "spec.json")
+    refused = kvbench(*arguments, "--method", LAST)
+    assert refused.code == 2
+    assert "source of the harness" in refused.err
+    assert "--out" in refused.err
+    (folder / "samples.jsonl").unlink()
+    assert kvbench(*arguments, "--method", LAST).code == 0
+
+
+def test_an_edited_file_is_a_new_run(kvbench, arguments, tmp_path):
+    """A user's own file has no maintained version: its source is part of the run id. A registered method's is not."""
+    file = tmp_path / "mine.py"
+    file.write_text(TOYS.read_text())
+    ids = []
+    for _ in range(2):
+        answer = kvbench(*arguments, "--method", f"{file}:Last")
+        ids.append(answer.json["run_id"])
+        assert answer.json["spec"]["method"]["code"] is not None
+        file.write_text(file.read_text() + "\n# edited\n")
+    assert len(set(ids)) == 2
+    full = kvbench(*arguments, "--method", "full").json["spec"]
+    assert full["method"]["code"] is None
+    assert full["task"]["code"] is not None
