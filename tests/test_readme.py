@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
+import kvbench as package
 from kvbench.cli import app
 from kvbench.registry import list_entries
 
@@ -61,6 +62,16 @@ def test_the_demo_prints_what_is_shown(kvbench, tmp_path, monkeypatch):
         return [[name, re.sub(r"[\d.]+(e-\d+)?", "N", re.sub(r"-\w{12}$", "", value))] for name, value in cells]
 
     assert lines(answer.out) == lines(shown)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(package, "run"), reason="kvbench.run is not there yet")
+def test_the_python_shown_runs(tmp_path, monkeypatch, capsys):
+    """With two samples instead of twenty; it prints a line for each print."""
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    exec(compile(code.replace("samples=20", "samples=2"), "README.md", "exec"), {})
+    assert len(capsys.readouterr().out.splitlines()) >= code.count("print(")
 
 
 def test_every_method_is_in_the_table():
