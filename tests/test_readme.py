@@ -1,24 +1,20 @@
-"""README.md: short, and its numbers, table of methods, commands and output are those of the repository."""
+"""README.md: short, and its numbers, table of methods, Python and output are those of the repository."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
-import shlex
 from pathlib import Path
 
 import pytest
-import typer
 
 import kvbench as package
-from kvbench.cli import app
 from kvbench.registry import list_entries
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LONGEST = 130
 BLOCKS = re.findall(r"^```\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-COMMANDS = [x.partition("#")[0].strip() for block in BLOCKS for x in block.splitlines() if x.startswith("kvbench ")]
 RESULTS = ROOT / "results" / "cpu-2-cores"
 
 
@@ -37,17 +33,6 @@ def test_the_cache_size_is_arithmetic():
     for size in sizes:
         total *= size
     assert (f"{total / 1e9:.1f}", f"{total / 2**30:.0f}") == found.group(2, 3)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_is_one_that_kvbench_takes(command):
-    """Parsed by the command line's own parser, and not run."""
-    _, *arguments = shlex.split(command)
-    group = typer.main.get_command(app)
-    context = group.make_context("kvbench", list(arguments))
-    name, found, rest = group.resolve_command(context, [*context._protected_args, *context.args])
-    assert found is not None
-    found.make_context(name, rest, parent=context)
 
 
 def test_the_demo_prints_what_is_shown(kvbench, tmp_path, monkeypatch):

@@ -1,20 +1,60 @@
-"""Files that visitors of the repository meet first: their forms are valid, and they agree with pyproject.toml."""
+"""The repository's pages and forms: links, paths and commands in them exist, and they agree with pyproject.toml."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
+
+from kvbench.cli import app
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 FORMS = sorted(x for x in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if x.name != "config.yml")
+FOLDERS = ("docs", "examples", "kernels", "kvbench", "methods", "results", "scripts", "tasks", "tests")
 KINDS = {"input", "textarea", "dropdown", "checkboxes", "markdown"}
 PROSE = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "kernels/README.md"]
 PAGES = [*(ROOT / x for x in PROSE), *(ROOT / "docs").glob("*.md"), *(ROOT / "kvbench" / "models").glob("*/README.md")]
+
+
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def list_commands() -> list[str]:
+    """Every command of ours in a block of a page; its lines go on after a backslash or within a quotation."""
+    found = []
+    for page in PAGES:
+        for kind, block in FENCED.findall(page.read_text(encoding="utf-8")):
+            text = "" if kind else block.replace("\\\n", " ")
+            for start in re.finditer(r"^(?:KVBENCH_TOKEN=\S+ )?(kvbench .*)$", text, re.MULTILINE):
+                command = start[1]
+                if command.count('"') % 2:
+                    command = text[start.start(1) : text.index('"\n', start.end()) + 1]
+                found.append(command)
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("command", list_commands())
+def test_a_command_is_one_that_kvbench_takes(command):
+    """Parsed by the command line's own parser, and not run."""
+    _, *rest = shlex.split(command, comments=True)
+    found, context = typer.main.get_command(app), None
+    while hasattr(found, "resolve_command"):
+        context = found.make_context("kvbench", list(rest), parent=context)
+        _, found, rest = found.resolve_command(context, [*context._protected_args, *context.args])
+    assert found is not None
+    found.make_context("kvbench", rest, parent=context)
+
+
+def test_a_command_that_is_wrong_would_be_found():
+    """An option that is not there is no command, also below a group."""
+    with pytest.raises(Exception, match="--levels"):
+        test_a_command_is_one_that_kvbench_takes("kvbench leaderboard verify NAME/RUN --levels 1")
 
 
 def anchor(heading: str) -> str:
@@ -37,6 +77,13 @@ def test_links_lead_somewhere(page):
             headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
             lost += [] if place in map(anchor, headings) else [target]
     assert lost == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda x: str(x.relative_to(ROOT)))
+def test_paths_are_there(page):
+    """A path in backticks that begins with one of our folders, unless it has a <blank> or a * in it."""
+    named = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+)`", page.read_text(encoding="utf-8"))
+    assert [x for x in named if not (ROOT / x).exists()] == []
 
 
 @pytest.mark.parametrize("path", FORMS, ids=lambda x: x.stem)
