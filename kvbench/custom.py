@@ -1,11 +1,11 @@
-"""Tasks without code: a TOML file about a JSONL file of contexts and turns (docs/adding_a_task.md)."""
+"""Tasks without code: a TOML file with settings and a JSONL file of contexts and turns (docs/adding_a_task.md)."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from kvbench.errors import UserError
-from kvbench.registry import find_scorer
+from kvbench.scorers import SCORERS
 from kvbench.task import Example, Mode, Scorer, Split, Task, Turn, count_prompt
 from kvbench.tokens import cut_middle
 from kvbench.toml import STRICT, explain, read_toml
@@ -23,29 +23,11 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase  # noqa: TID251  # its type
 
+FindScorer = Callable[[str, Iterable[str]], tuple[Scorer, type[Task]]]
+"""`registry.find_scorer`, passed in because the registry imports this module."""
 HINT = "See docs/adding_a_task.md."
-
-
-def contains(prediction: str, references: Sequence[str]) -> float:
-    """1.0 where one of the references is inside the prediction, letter by letter."""
-    return float(any(x in prediction for x in references))
-
-
-def exact(prediction: str, references: Sequence[str]) -> float:
-    """1.0 where the prediction is one of the references, space around them apart."""
-    return float(prediction.strip() in {x.strip() for x in references})
-
-
-def string_match_all(prediction: str, references: Sequence[str]) -> float:
-    """The share of the references that are inside the prediction, upper and lower case alike."""
-    return sum(x.lower() in prediction.lower() for x in references) / len(references)
-
-
-SCORERS = {
-    f"{name}@1": Scorer(f"{name}@1", name, score)
-    for name, score in (("contains", contains), ("exact", exact), ("string-match-all", string_match_all))
-}
-"""Those that are no task's own; the ids of all others are in `kvbench show TASK`."""
+RENAMED = {"limit": "max_new_tokens"}
+"""Keys of older files, and their names now."""
 
 
 def _check_text(text: str) -> str:
@@ -61,11 +43,11 @@ def _check_template(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_check_text)]
-Limit = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1)]
 
 
 class Table(BaseModel):
-    """The TOML file."""
+    """The keys of the TOML file."""
 
     model_config = STRICT
 
@@ -73,117 +55,125 @@ class Table(BaseModel):
     version: Text
     summary: Text
     data: Text
-    """The JSONL file, from the folder of this one."""
+    """Path of the JSONL file, relative to the folder of the TOML file."""
     scorer: str
-    limit: Limit
-    """Most new tokens of an answer, where a turn does not say."""
+    max_new_tokens: Positive = Field(serialization_alias="limit")
+    """Most tokens of an answer, unless the turn has its own. The alias keeps the prompt ids of older files."""
     suite: Text = "custom"
     question: Annotated[str, AfterValidator(_check_template)] = "{question}"
     prefix: str = ""
-    """Start of the answer; may hold {question}."""
+    """Start of the answer; may contain {question}."""
     joint: str = Task.joint
     separator: str = Task.separator
     modes: list[Literal["single", "multi-turn", "multi-request"]] = Field(
         ["single", "multi-turn", "multi-request"], min_length=1
     )
     truncation: Literal["none", "middle"] = "none"
-    length: Limit = Task.default_length
-    """Most tokens of the first prompt and its answer, where a run does not say."""
+    length: Positive = Task.default_length
+    """Default length of a run: most tokens of the first prompt and its answer."""
     answer_in_context: bool = False
-    """Whether every answer stands in its context, which `kvbench check` looks at."""
+    """Whether every context contains its answers; `kvbench check` verifies it."""
 
 
-class TurnRow(BaseModel):
-    """One question of a row."""
+class TurnRecord(BaseModel):
+    """One turn of a record."""
 
     model_config = STRICT
 
     question: Text
     answer: Text
     references: list[Text] | None = Field(None, min_length=1)
-    """What the scorer compares with; without them, the answer without the space around it."""
+    """Texts that the scorer compares the prediction with; None: the stripped answer."""
     prefix: str | None = None
-    limit: Limit | None = None
+    max_new_tokens: Positive | None = None
     choices: list[Text] = []
     answer_in_context: bool | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, keys: object) -> object:
+        for old, new in RENAMED.items():
+            if isinstance(keys, Mapping) and old in keys:
+                raise ValueError(f"has the key {old}, which is now {new}")
+        return keys
+
     @model_validator(mode="after")
     def _check_choices(self) -> Self:
-        if self.choices and self.limit is not None:
-            raise ValueError("choices are weighed and nothing is generated: leave limit out")
+        if self.choices and self.max_new_tokens is not None:
+            raise ValueError("choices are compared and nothing is generated: leave max_new_tokens out")
         if self.choices and self.answer not in self.choices:
             raise ValueError("the answer is none of the choices")
         return self
 
 
-class Row(BaseModel):
+class Record(BaseModel):
     """One line of the JSONL file."""
 
     model_config = STRICT
 
     id: Text | int
     context: Text
-    turns: list[TurnRow] = Field(min_length=1)
+    turns: list[TurnRecord] = Field(min_length=1)
 
 
 @dataclass(frozen=True)
-class Rows:
-    """A JSONL file: its rows, and what is wrong with the others, by line number."""
+class Records:
+    """The content of a JSONL file: valid records and errors of the other lines, by line number from 1."""
 
     path: Path
     sha256: str
-    good: dict[int, Row]
-    wrong: dict[int, str]
+    valid: dict[int, Record]
+    errors: dict[int, str]
 
 
 @dataclass(frozen=True)
 class CustomTask(Task):
-    """What a TOML file and its rows make; each file is a subclass of its own."""
+    """Base class of the tasks that are read from TOML files; `make_task` creates a subclass for each file."""
 
     table: ClassVar[Table]
-    rows: ClassVar[Rows]
+    records: ClassVar[Records]
     owner: ClassVar[type[Task] | None]
-    """The task whose scorer it is: its code is a part of a run's identity."""
+    """The task that defines the scorer; its code is recorded with a run. None: the scorer is one of SCORERS."""
 
     @property
     def prompt_id(self) -> str:
-        """By the hash of what the TOML file says of prompts and answers."""
-        text = self.table.model_dump_json(exclude={"summary", "data", "answer_in_context"})
+        """The prompt's id: a hash of all keys of the TOML file that decide prompts and answers."""
+        text = self.table.model_dump_json(exclude={"summary", "data", "answer_in_context"}, by_alias=True)
         return f"custom/{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
     @property
     def dataset_revision(self) -> str:
-        """The hash of the JSONL file."""
-        return f"sha256:{self.rows.sha256}"
+        """`sha256:` and the hash of the JSONL file."""
+        return f"sha256:{self.records.sha256}"
 
     def minimum_length(self, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:  # noqa: ARG002
-        """One: each row says for itself what it needs."""
+        """Return 1; `examples` refuses records that are too long."""
         return 1
 
     def check_samples(self, samples: int) -> None:
-        """Refuse more samples than rows with a UserError."""
-        total = len(self.rows.good)
+        """Raise a UserError if there are fewer records than samples."""
+        total = len(self.records.valid)
         if samples > total:
-            raise UserError(f"{self.name} has {total} rows, not {samples}. Use --samples {total} or fewer.")
+            raise UserError(f"{self.name} has {total} records, not {samples}. Use --samples {total} or fewer.")
 
-    def compose(self, row: Row, turns: int) -> Example:
-        """A row with its first questions, its context whole."""
+    def compose(self, record: Record, turns: int) -> Example:
+        """Build the example of a record, with its first `turns` turns and its whole context."""
         table = self.table
         made = []
-        for x in row.turns[:turns]:
+        for x in record.turns[:turns]:
             prefix = (table.prefix if x.prefix is None else x.prefix).replace("{question}", x.question)
-            limit = 0 if x.choices else x.limit or table.limit
+            most = 0 if x.choices else x.max_new_tokens or table.max_new_tokens
             references = tuple(x.references or [x.answer.strip()])
             question = table.question.replace("{question}", x.question)
-            made.append(Turn(question, prefix, x.answer, references, limit, tuple(x.choices)))
-        return Example(str(row.id), row.context, tuple(made))
+            made.append(Turn(question, prefix, x.answer, references, most, tuple(x.choices)))
+        return Example(str(record.id), record.context, tuple(made))
 
     def count(self, example: Example, tokenizer: PreTrainedTokenizerBase) -> int:
-        """Tokens of the first prompt and its answer."""
-        return count_prompt(self, example, tokenizer, self.frame(tokenizer)) + example.turns[0].limit
+        """Tokens of the first prompt plus its max_new_tokens."""
+        return count_prompt(self, example, tokenizer, self.frame(tokenizer)) + example.turns[0].max_new_tokens
 
     def cut(self, example: Example, length: int, tokenizer: PreTrainedTokenizerBase) -> Example:
-        """The example with the middle of its context cut out where it is too long.
+        """Cut the middle out of the context if the example is longer than `length`; the fact `cut_tokens` counts it.
 
         Raises:
             UserError: nothing of the context would be left.
@@ -193,8 +183,8 @@ class CustomTask(Task):
         )
         if not text:
             raise UserError(
-                f"row '{example.id}' of {self.rows.path}: its first question and answer leave nothing of {length} "
-                "tokens for the context. Use a greater --length."
+                f"record '{example.id}' of {self.records.path}: its first question and answer leave no room for the "
+                f"context in a length of {length}. Use a greater --length."
             )
         return replace(example, context=text, facts={"cut_tokens": cut})
 
@@ -202,65 +192,65 @@ class CustomTask(Task):
         self, *, seed: int, split: Split, n: int, length: int, turns: int, mode: Mode,  # noqa: ARG002
         tokenizer: PreTrainedTokenizerBase,
     ) -> Iterator[Example]:
-        """The rows in the order of the file for seed 0, in a random one for any other.
+        """Build examples from records, in file order for seed 0 and in a random order for any other seed.
 
         Raises:
-            UserError: the split is dev, there are fewer rows, or one is too long.
+            UserError: the split is dev, there are fewer than `n` records, or one of them is too long.
         """
         if split is Split.DEV:
             raise UserError(f"{self.name} has only a test split. Leave --split out.")
         self.check_samples(n)
-        rows = list(self.rows.good.values())
+        records = list(self.records.valid.values())
         if seed:
-            random.Random(f"{self.name}/{seed}").shuffle(rows)
-        made = [self.compose(row, turns) for row in rows[:n]]
+            random.Random(f"{self.name}/{seed}").shuffle(records)
+        made = [self.compose(record, turns) for record in records[:n]]
         if self.truncation == "middle":
             return (self.cut(x, length, tokenizer) for x in made)
         sizes = [self.count(x, tokenizer) for x in made]
         if max(sizes) > length:
             worst = made[sizes.index(max(sizes))]
             raise UserError(
-                f"row '{worst.id}' of {self.rows.path} comes to {max(sizes)} tokens with its answer, beyond --length "
-                f'{length}. Use --length {max(sizes)}, or write truncation = "middle" into the task\'s file.'
+                f"record '{worst.id}' of {self.records.path} has {max(sizes)} tokens with its answer, more than "
+                f'--length {length}. Use --length {max(sizes)}, or set truncation = "middle" in the task\'s file.'
             )
         return iter(made)
 
 
-def read_task(path: Path) -> type[CustomTask]:
-    """The task of a TOML file.
+def read_task(path: Path, find_scorer: FindScorer) -> type[CustomTask]:
+    """Read a task from a TOML file and its JSONL file.
 
     Raises:
-        UserError: it or its rows cannot be read, or a line is no row.
+        UserError: a file cannot be read, or a line of the JSONL file is not a valid record.
     """
-    table, rows = read_parts(path)
-    for line, what in rows.wrong.items():
-        raise UserError(f"{rows.path}, line {line}: {what}. {HINT}")
-    return make_task(table, rows)
+    table, records = read_parts(path)
+    for line, error in records.errors.items():
+        raise UserError(f"{records.path}, line {line}: {error}. {HINT}")
+    return make_task(table, records, find_scorer)
 
 
-def read_parts(path: Path) -> tuple[Table, Rows]:
-    """A TOML file and its rows, whatever is wrong with single ones.
+def read_parts(path: Path) -> tuple[Table, Records]:
+    """Read a TOML file and its JSONL file; errors of single lines are returned and not raised.
 
     Raises:
-        UserError: one of the two files cannot be read, or there is no row.
+        UserError: one of the two files cannot be read, or the JSONL file has no lines.
     """
-    table = read_toml(path.expanduser(), Table, "task file", HINT)
+    table = read_toml(path.expanduser(), Table, "task file", HINT, RENAMED)
     data = path.expanduser().parent / table.data
     try:
         stat = data.stat()
-        rows = _read_rows(data, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
+        records = _read_records(data, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
     except OSError as error:
         raise UserError(f"{path}: data = '{data}' cannot be read: {error.strerror}. {HINT}") from error
-    if not rows.good and not rows.wrong:
-        raise UserError(f"{data} has no rows. {HINT}")
-    return table, rows
+    if not records.valid and not records.errors:
+        raise UserError(f"{data} has no records. {HINT}")
+    return table, records
 
 
-def make_task(table: Table, rows: Rows) -> type[CustomTask]:
-    """The task of what was read.
+def make_task(table: Table, records: Records, find_scorer: FindScorer) -> type[CustomTask]:
+    """Create the class of a task that was read from files.
 
     Raises:
-        UserError: an unknown scorer, or one that asks for more than rows can have.
+        UserError: the scorer is unknown, or needs facts, which records do not have.
     """
     if table.scorer in SCORERS:
         scorer, owner = SCORERS[table.scorer], None
@@ -268,12 +258,12 @@ def make_task(table: Table, rows: Rows) -> type[CustomTask]:
         scorer, owner = find_scorer(table.scorer, SCORERS)
         if scorer.facts:
             raise UserError(
-                f"scorer {scorer.id} asks for {', '.join(scorer.facts)}, which rows cannot have. Use one of "
+                f"scorer {scorer.id} needs the facts {', '.join(scorer.facts)}, which records cannot have. Use one of "
                 f"{', '.join(SCORERS)}."
             )
-    # Named after its content, so that two files of one task name are two tasks.
-    return type(f"CustomTask_{table.name}_{rows.sha256}", (CustomTask,), {
-        "__module__": __name__, "__doc__": CustomTask.__doc__, "table": table, "rows": rows, "owner": owner,
+    # The class name contains the hash, so that two files with the same task name are two tasks.
+    return type(f"CustomTask_{table.name}_{records.sha256}", (CustomTask,), {
+        "__module__": __name__, "__doc__": CustomTask.__doc__, "table": table, "records": records, "owner": owner,
         "name": table.name, "version": table.version, "suite": table.suite, "summary": table.summary,
         "modes": tuple(Mode(x) for x in table.modes), "scorers": (scorer,), "truncation": table.truncation,
         "default_length": table.length, "joint": table.joint, "separator": table.separator,
@@ -281,13 +271,13 @@ def make_task(table: Table, rows: Rows) -> type[CustomTask]:
 
 
 @functools.lru_cache(maxsize=4)
-def _read_rows(path: Path, stamp: tuple[int, ...]) -> Rows:  # noqa: ARG001  # a file with another one is read again
+def _read_records(path: Path, stamp: tuple[int, ...]) -> Records:  # noqa: ARG001  # part of the cache's key
     data = path.read_bytes()
-    good, wrong = {}, {}
+    valid, errors = {}, {}
     for line, text in enumerate(data.split(b"\n"), 1):
         if text.strip():
             try:
-                good[line] = Row.model_validate_json(text)
+                valid[line] = Record.model_validate_json(text)
             except ValidationError as error:
-                wrong[line] = explain(error).replace(" at line 1 column ", " at column ")
-    return Rows(path, hashlib.sha256(data).hexdigest(), good, wrong)
+                errors[line] = explain(error).replace(" at line 1 column ", " at column ")
+    return Records(path, hashlib.sha256(data).hexdigest(), valid, errors)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast
 
+from kvbench.custom import read_task
 from kvbench.errors import UserError, unknown
 from kvbench.method import Method
 from kvbench.task import Scorer, Task
@@ -111,9 +112,7 @@ def find_task(name: str) -> type[Task]:
         UserError: there is none, or its file cannot be used.
     """
     if name.endswith(".toml"):
-        from kvbench.custom import read_task  # it looks for scorers here
-
-        return read_task(Path(name))
+        return read_task(Path(name), find_scorer)
     if name.startswith("lm-eval:"):
         from kvbench.integrations.lmeval.task import make_task
 

@@ -1,6 +1,6 @@
-"""Token ids of contexts, and what is left of a context that is too long.
+"""Tokenization of contexts, cached in memory, and truncation of contexts that are too long.
 
-Ids are kept in this process, because a search for a length, a run and the next cell ask for the same texts.
+The cache pays because a search for an exact length, a run and the next cell of a sweep tokenize the same texts.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from weakref import WeakKeyDictionary
 from kvbench.errors import UserError
 
 Tokenizer = Callable[..., Any]
-"""One of transformers', as far as it is called here."""
+"""A tokenizer of transformers, as far as it is called here."""
 KEPT_IDS = 16 * 2**20
-"""Most ids that are kept per tokenizer, four bytes each; the texts asked for longest ago go first."""
+"""Most token ids cached per tokenizer, four bytes each; the least recently used texts are dropped first."""
 KEPT_TEXTS = 4096
 PROBES = ("\n", "=", "x")
-"""Texts to put before another one that goes on; the first is the one that merges with the fewest."""
+"""Texts put before a continuation to tokenize it; the first merges with the fewest continuations."""
 _kept: WeakKeyDictionary[Tokenizer, OrderedDict[tuple[bytes, bool], array[int]]] = WeakKeyDictionary()
 _spaced: WeakKeyDictionary[Tokenizer, bool] = WeakKeyDictionary()
 
 
 def tokenize(tokenizer: Tokenizer, text: str, *, special: bool) -> tuple[int, ...]:
-    """The ids of a text, tokenized unless they are still known; none of an empty one.
+    """Token ids of a text, from the cache if it has them; an empty text has none.
 
-    special: whether the tokenizer adds its own special tokens.
+    special: whether the tokenizer adds its special tokens.
     """
     if not text:
         return ()
@@ -45,10 +45,10 @@ def tokenize(tokenizer: Tokenizer, text: str, *, special: bool) -> tuple[int, ..
 
 
 def tokenize_on(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """The ids of a text that goes on from another one.
+    """Token ids of a text that continues another one.
 
-    Tokenizers as Llama-2's put a space before all that they are given; before what goes on there is none. So there a
-    probe stands before the text, and its ids are left out.
+    Tokenizers such as Llama-2's put a space before every text, which a continuation must not have. For these, the text
+    is tokenized after a probe, and the probe's ids are removed.
 
     Raises:
         UserError: every probe merges with the text.
@@ -61,11 +61,14 @@ def tokenize_on(tokenizer: Any, text: str) -> tuple[int, ...]:
         head, whole = (tuple(tokenizer(x, add_special_tokens=False).input_ids) for x in (probe, probe + text))
         if whole[: len(head)] == head:
             return whole[len(head) :]
-    raise UserError(f"the tokenizer merges {text[:20]!r} with whatever stands before it. Use a model with another one.")
+    raise UserError(
+        f"the tokenizer merges {text[:20]!r} with any text before it, so it cannot continue a conversation. Use a "
+        "model with another tokenizer."
+    )
 
 
 def _puts_space(tokenizer: Any) -> bool:
-    """Whether a text that is tokenized alone begins with a space of the tokenizer's own; tried once for each."""
+    """Whether the tokenizer puts a space before every text; tried once per tokenizer."""
     if tokenizer not in _spaced:
         first = tokenizer(PROBES[-1], add_special_tokens=False).input_ids[:1]
         _spaced[tokenizer] = any(str(x).startswith(("▁", "Ġ")) for x in tokenizer.convert_ids_to_tokens(first))
@@ -73,13 +76,13 @@ def _puts_space(tokenizer: Any) -> bool:
 
 
 def cut_middle(tokenizer: Any, text: str, most: int, count: Callable[[str], int] | None = None) -> tuple[str, int]:
-    """The text without as many tokens of its middle as are too many, and their number; empty where nothing fits.
+    """Cut tokens out of the middle of a text until it fits; return the text and the number of tokens cut.
 
-    Both halves are decoded and joined without a mark. What they come to is measured, and shrinks until it fits:
-    text that is put together anew may take more tokens.
+    Both halves are decoded and joined without a mark. The joined text may have more tokens than its halves, so it is
+    measured and shortened until it fits. If nothing fits, the text is empty.
 
     most: tokens allowed.
-    count: tokens of the prompt that a text makes; None: those of the text alone.
+    count: tokens of the prompt with a given text; None: tokens of the text alone.
     """
     count = count or (lambda text: len(tokenize(tokenizer, text, special=False)))
     if count(text) <= most:

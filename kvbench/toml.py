@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ T = TypeVar("T", bound=BaseModel)
 STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-def read_toml(path: Path, form: type[T], what: str, hint: str) -> T:
+def read_toml(path: Path, form: type[T], what: str, hint: str, renamed: Mapping[str, str] | None = None) -> T:
     """The tables of a file.
 
     Args:
@@ -23,6 +24,7 @@ def read_toml(path: Path, form: type[T], what: str, hint: str) -> T:
         form: what must be in it.
         what: it is, e.g. `sweep file`.
         hint: where the form is described, as a sentence.
+        renamed: former names of keys, with the names that they have now.
 
     Raises:
         UserError: it cannot be read, is no TOML, or has another form.
@@ -34,6 +36,8 @@ def read_toml(path: Path, form: type[T], what: str, hint: str) -> T:
     except ValueError as error:  # not TOML, or not UTF-8
         raise UserError(f"{what} '{path}' is not TOML: {error}. {hint}") from error
     for name in document:
+        if renamed and name in renamed:
+            raise UserError(f"{path}: key {name} is now {renamed[name]}. {hint}")
         if name not in form.model_fields:
             raise unknown("key", name, form.model_fields, f"In {path}. {hint}")
     try:

@@ -234,8 +234,8 @@ def gate(folder: Path, samples: int) -> list[dict[str, object]]:
             encoded, turn = encode(task, example, model.tokenizer), example.turns[0]
             prompt = [*encoded.context, *encoded.turns[0].first]
             at_once = min(TOKENS_PER_STEP, task.tokens_per_step or TOKENS_PER_STEP)
-            sampling = Sampling(steps=math.ceil(turn.limit / at_once), block=turn.limit)
-            ids = denoise(model, NoCache(), prompt, turn.limit, sampling).ids[0]
+            sampling = Sampling(steps=math.ceil(turn.max_new_tokens / at_once), block=turn.max_new_tokens)
+            ids = denoise(model, NoCache(), prompt, turn.max_new_tokens, sampling).ids[0]
             answer = ids[: ids.index(EOS)] if EOS in ids else ids
             text = str(model.tokenizer.decode(answer, skip_special_tokens=True))
             scores.append(task.scorers[0](text, turn.references, example.facts))

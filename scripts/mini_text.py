@@ -19,11 +19,12 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from kvbench.task import Encoded, Example, Frame, Task, Turn, encode
+from kvbench.task import Encoded, Example, Task, Turn, encode
 from kvbench.tasks.growth import lists
 from kvbench.tasks.ruler import niah
 from kvbench.tasks.scbench import kv
 from kvbench.tasks.words import draw_keys, draw_numbers, words
+from kvbench.template import Frame
 
 VOCABULARY = 4096
 END, EOS = "<|endoftext|>", 0

@@ -1,4 +1,4 @@
-"""Tasks whose examples are rows of a data set, too long contexts cut in the middle."""
+"""Base class of tasks whose examples are records of a data set; contexts that are too long are cut in the middle."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvbench.errors import UserError
-from kvbench.task import Example, Frame, Mode, Split, Task, count_prompt
-from kvbench.tasks.rows import Columns, Row, Source, check_columns, first_line, open_copy, open_hub
+from kvbench.task import Example, Mode, Split, Task, count_prompt
+from kvbench.tasks.records import Columns, Record, Source, check_columns, first_line, open_copy, open_hub
+from kvbench.template import Frame
 from kvbench.tokens import cut_middle
 
 if TYPE_CHECKING:
@@ -19,87 +20,87 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DatasetTask(Task):
-    """Rows of a data set, in the order of the file for seed 0 and in a random one for any other.
+    """A task over the records of a data set: in file order for seed 0, in a random order for any other seed.
 
-    data: empty for the hub, or the path of a local copy.
+    data: path of a local copy; empty: the hub.
     """
 
     data: str = ""
 
     hub: ClassVar[str]
-    """Repository of the data on the hub."""
+    """Repository of the data set on the hub."""
     revision: ClassVar[str]
-    """Its commit."""
+    """Commit of that repository."""
     config: ClassVar[str | None] = None
-    """Part of the data set; None: it has only one."""
+    """Part of the data set; None if it has only one."""
     split: ClassVar[str] = "test"
     columns: ClassVar[Columns]
-    """What a row must have, and of which type."""
+    """Columns that a record must have, with their types."""
     body: ClassVar[str] = "context"
-    """The column with the context, which must not be empty."""
+    """Column that holds the context; must not be empty."""
     truncation: ClassVar[Literal["none", "middle"]] = "middle"
 
     @abstractmethod
-    def compose(self, row: Row, *, mode: Mode, turns: int, frame: Frame) -> Example:
-        """The example of a row with at most so many turns, its context whole; the id is given later."""
+    def compose(self, record: Record, *, mode: Mode, turns: int, frame: Frame) -> Example:
+        """Build the example of a record with at most `turns` turns and its whole context; `examples` sets the id."""
 
-    def reserve(self, example: Example, *, turns: int, mode: Mode) -> int:  # noqa: ARG002  # some data sets look
-        """Tokens of the length that the first prompt leaves free."""
-        return example.turns[0].limit
+    def reserve(self, example: Example, *, turns: int, mode: Mode) -> int:  # noqa: ARG002  # for overrides
+        """Tokens of `length` that the first prompt must leave free for generation."""
+        return example.turns[0].max_new_tokens
 
     @property
     def dataset_revision(self) -> str:
-        """The pinned commit, or `sha256:` of the files of a local copy."""
+        """The pinned commit, or `sha256:` and the hash of a local copy's files."""
         return self.source.revision
 
     @property
     def source(self) -> Source:
-        """The rows; opened once per process."""
+        """The records, opened once per process."""
         if self.data:
             return open_copy(self.data, self.hub, self.revision, self.config, self.split)
         return open_hub(self.hub, self.revision, self.config, self.split)
 
     @property
     def hint(self) -> str:
-        """What to do about data that is wrong."""
+        """Next step for error messages about wrong data."""
         return f"Give {self.name} the data of {self.hub}, --task-set data=PATH, or leave data out for the hub."
 
-    def row(self, index: int) -> Row:
-        """One row, checked.
+    def record(self, index: int) -> Record:
+        """Read and check one record.
 
         Raises:
             UserError: a column is missing or of another type, or the context is empty.
         """
-        where = f"row {index} of {self.source.name}"
+        where = f"record {index} of {self.source.name}"
         try:
-            row = self.source.rows[index]
+            record = self.source.records[index]
         except (ValueError, RecursionError) as error:
             raise UserError(f"{where} cannot be read: {first_line(error)}. {self.hint}") from error
-        check_columns(row, self.columns, where, self.hint)
-        body = row[self.body]
+        check_columns(record, self.columns, where, self.hint)
+        body = record[self.body]
         if not (body.strip() if isinstance(body, str) else body):
             raise UserError(f"{where}: column {self.body} is empty. {self.hint}")
-        return row
+        return record
 
     def choose(self, n: int, seed: int) -> list[int]:
-        """The rows of the first `n` examples.
+        """Indices of the records of the first `n` examples.
 
         Raises:
-            UserError: there are not so many.
+            UserError: the data set has fewer than `n` records.
         """
-        total = len(self.source.rows)
+        total = len(self.source.records)
         if n > total:
-            raise UserError(f"{self.name} has {total} rows: ask for --samples {total} or fewer.")
+            raise UserError(f"{self.name} has {total} records: ask for --samples {total} or fewer.")
         return list(range(n)) if seed == 0 else random.Random(f"{self.name}/{seed}").sample(range(total), total)[:n]
 
     def examples(
         self, *, seed: int, split: Split, n: int, length: int, turns: int, mode: Mode,
         tokenizer: PreTrainedTokenizerBase,
     ) -> Iterator[Example]:
-        """The rows as examples, each context cut in the middle so that the first prompt and its reserve fit.
+        """Build examples from records; each context is cut in the middle until prompt and reserve fit `length`.
 
         Raises:
-            UserError: the split is dev, rows are too few or wrong, or a question alone does not fit.
+            UserError: the split is dev, the data set has too few records or a wrong one, or a question does not fit.
         """
         if split is Split.DEV:
             raise UserError(
@@ -108,23 +109,23 @@ class DatasetTask(Task):
             )
         frame = self.frame(tokenizer)
         for index in self.choose(n, seed):
-            example = self.compose(self.row(index), mode=mode, turns=turns, frame=frame)
+            example = self.compose(self.record(index), mode=mode, turns=turns, frame=frame)
             reserve = self.reserve(example, turns=turns, mode=mode)
             text, cut = cut_middle(tokenizer, example.context, length - reserve, self._counter(example, tokenizer))
             if not text:
                 raise UserError(
-                    f"row {index} of {self.name}: the first question and {reserve} tokens of generation leave nothing "
-                    f"of {length} for the context. Ask for a greater --length or fewer --turns."
+                    f"record {index} of {self.name}: the first question and {reserve} tokens of generation leave no "
+                    f"room for the context in a length of {length}. Use a greater --length or fewer --turns."
                 )
             yield replace(example, id=f"row-{index}", context=text, facts={**example.facts, "cut_tokens": cut})
 
     def minimum_length(self, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:
-        """Tokens of the first row with a token of its context, generation included; later rows may need more."""
+        """Tokens that the first record needs with one token of context and its generation; others may need more."""
         mode = Mode.MULTI_TURN if turns > 1 else Mode.SINGLE
-        example = self.compose(self.row(0), mode=mode, turns=turns, frame=self.frame(tokenizer))
+        example = self.compose(self.record(0), mode=mode, turns=turns, frame=self.frame(tokenizer))
         return self._counter(example, tokenizer)("") + 1 + self.reserve(example, turns=turns, mode=mode)
 
     def _counter(self, example: Example, tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
-        """Tokens of the example's first prompt with another text as its context."""
+        """A function that counts the tokens of the example's first prompt with a given context."""
         frame = self.frame(tokenizer)
         return lambda text: count_prompt(self, replace(example, context=text), tokenizer, frame)

@@ -1,4 +1,4 @@
-"""A TOML file and a JSONL file are a task: read strictly, checked line by line, cut or refused where too long."""
+"""Tasks from a TOML and a JSONL file: strict reading, errors by line, contexts that are too long."""
 
 from __future__ import annotations
 
@@ -15,23 +15,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kvbench.custom import SCORERS, Row, Table, contains, exact, read_task, string_match_all
+from kvbench.custom import Record, Table
 from kvbench.errors import UserError
 from kvbench.hf import load_tokenizer
 from kvbench.methods.baseline.full import Full
+from kvbench.registry import find_task
 from kvbench.runs.files import read_lines
 from kvbench.runs.provenance import find_sources
+from kvbench.scorers import SCORERS, contains, exact, string_match_all
 from kvbench.task import Mode, Split, Turn, encode, prompt_tokens
 
 pytestmark = pytest.mark.usefixtures("cache")
 
+
+def read(path: Path) -> Any:
+    """The class of a task file."""
+    return find_task(str(path))
+
+
 ROOT = Path(__file__).parents[1]
 TOYS = Path(__file__).parent / "toys" / "toy.py"
 TABLE = {
-    "name": "capitals", "version": "3", "summary": "s", "data": "rows.jsonl", "scorer": "contains@1", "limit": 4,
-    "length": 200,
+    "name": "capitals", "version": "3", "summary": "s", "data": "records.jsonl", "scorer": "contains@1",
+    "max_new_tokens": 4, "length": 200,
 }
-ROWS = [
+RECORDS = [
     {"id": "fr", "context": "Paris is the capital of France.", "turns": [
         {"question": "Of France?", "answer": " Paris"}, {"question": "Of what?", "answer": " France"},
     ]},
@@ -42,11 +50,11 @@ ROWS = [
 
 @pytest.fixture
 def write(tmp_path) -> Callable[..., Path]:
-    """Writes a task's two files; a row may be any text."""
+    """Write the two files of a task; a record may be any text."""
 
-    def make(rows: list[Any] | None = None, **table: Any) -> Path:
-        lines = [x if isinstance(x, str) else json.dumps(x) for x in (ROWS if rows is None else rows)]
-        (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    def make(records: list[Any] | None = None, **table: Any) -> Path:
+        lines = [x if isinstance(x, str) else json.dumps(x) for x in (RECORDS if records is None else records)]
+        (tmp_path / "records.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
         pairs = {key: value for key, value in {**TABLE, **table}.items() if value is not None}
         text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in pairs.items())
         (tmp_path / "task.toml").write_text(text, encoding="utf-8")
@@ -62,17 +70,17 @@ def tokenizer(model_folder):
 
 
 def examples(path: Path, tokenizer: Any, **options: Any) -> list[Any]:
-    """What a run would ask for."""
+    """The examples that a run would use."""
     asked = {"seed": 0, "split": Split.TEST, "n": 3, "length": 1000, "turns": 5, "mode": Mode.MULTI_TURN, **options}
-    return list(read_task(path)().examples(**asked, tokenizer=tokenizer))
+    return list(read(path)().examples(**asked, tokenizer=tokenizer))
 
 
-def test_a_row_becomes_an_example(write, tokenizer):
-    """Templates hold the question, a turn's own prefix and limit go before the table's, references are the answer."""
-    own = {"question": "Q2", "answer": " b", "prefix": "P2", "limit": 9, "references": ["b", "B"]}
+def test_a_record_becomes_an_example(write, tokenizer):
+    """Templates hold the question; a turn's prefix and max_new_tokens override the table's."""
+    own = {"question": "Q2", "answer": " b", "prefix": "P2", "max_new_tokens": 9, "references": ["b", "B"]}
     weighed = {"question": "Q3", "answer": " yes", "choices": [" yes", " no"]}
-    rows = [{"id": "x", "context": "C", "turns": [{"question": "Q1", "answer": " a\n"}, own, weighed]}]
-    path = write(rows, question="Question: {question}", prefix="About {question}:", joint="#", separator="+")
+    records = [{"id": "x", "context": "C", "turns": [{"question": "Q1", "answer": " a\n"}, own, weighed]}]
+    path = write(records, question="Question: {question}", prefix="About {question}:", joint="#", separator="+")
     (found,) = examples(path, tokenizer, n=1)
     assert (found.id, found.context, found.facts, found.joint) == ("x", "C", {}, None)
     assert found.turns == (
@@ -80,13 +88,13 @@ def test_a_row_becomes_an_example(write, tokenizer):
         Turn("Question: Q2", "P2", " b", ("b", "B"), 9),
         Turn("Question: Q3", "About Q3:", " yes", ("yes",), 0, (" yes", " no")),
     )
-    task = read_task(path)
+    task = read(path)
     assert (task.joint, task.separator, task.name, task.version, task.suite) == ("#", "+", "capitals", "3", "custom")
     assert len(examples(path, tokenizer, n=1, turns=2)[0].turns) == 2
 
 
-def test_rows_come_in_the_order_of_the_file_or_of_a_seed(write, tokenizer):
-    """A longer request begins with a shorter one; another seed is another order of the same rows."""
+def test_records_come_in_the_order_of_the_file_or_of_a_seed(write, tokenizer):
+    """A longer request begins with a shorter one; another seed is another order of the same records."""
     orders = [[x.id for x in examples(write(), tokenizer, seed=seed)] for seed in range(9)]
     assert orders[0] == ["fr", "7", "de"]
     assert {tuple(sorted(x)) for x in orders} == {("7", "de", "fr")}
@@ -99,92 +107,92 @@ def test_rows_come_in_the_order_of_the_file_or_of_a_seed(write, tokenizer):
     (exact, " Paris\n", ["Paris"], 1.0), (exact, "Paris.", ["Paris"], 0.0), (exact, "b", ["a", " b"], 1.0),
     (string_match_all, "ROME, paris", ["Paris", "Rome"], 1.0), (string_match_all, "rome", ["Paris", "Rome"], 0.5),
 ])
-def test_the_scorers_of_no_task(score, prediction, references, expected):
-    """By hand."""
+def test_the_scorers_for_tasks_without_code(score, prediction, references, expected):
     assert score(prediction, references) == expected
 
 
 def test_a_scorer_may_be_a_tasks_own(write):
-    """Whose code is a part of the run's identity then; every id says its version."""
-    task = read_task(write(scorer="scbench-kv@1"))
+    """The code of that task is recorded with the run; scorer ids contain versions."""
+    task = read(write(scorer="scbench-kv@1"))
     assert task.scorers[0].id == "scbench-kv@1"
     assert task.owner.name in ("kv", "kv-short")
-    assert find_sources(Full, task).task != find_sources(Full, read_task(write())).task
+    assert find_sources(Full, task).task != find_sources(Full, read(write())).task
     assert sorted(SCORERS) == ["contains@1", "exact@1", "string-match-all@1"]
     with pytest.raises(UserError, match=r"unknown scorer 'contains'\. Did you mean 'contains@1'\?"):
-        read_task(write(scorer="contains"))
+        read(write(scorer="contains"))
 
 
-def test_the_hash_of_the_rows_is_the_revision(write, tmp_path):
-    """And the hash of what the table says of the prompts is in the prompt's id; a summary changes neither."""
-    task = read_task(write())()
-    digest = hashlib.sha256((tmp_path / "rows.jsonl").read_bytes()).hexdigest()
+def test_the_hash_of_the_records_is_the_revision(write, tmp_path):
+    """The prompt's id is a hash of the keys that decide prompts; the summary changes neither."""
+    task = read(write())()
+    digest = hashlib.sha256((tmp_path / "records.jsonl").read_bytes()).hexdigest()
     assert task.dataset_revision == f"sha256:{digest}"
-    for change in ({"prefix": "x"}, {"limit": 5}, {"joint": " "}, {"scorer": "exact@1"}):
-        other = read_task(write(**change))()
+    for change in ({"prefix": "x"}, {"max_new_tokens": 5}, {"joint": " "}, {"scorer": "exact@1"}):
+        other = read(write(**change))()
         assert other.prompt_id != task.prompt_id
         assert other.dataset_revision == task.dataset_revision
-    assert read_task(write(summary="other"))().prompt_id == task.prompt_id
-    assert read_task(write(ROWS[:2]))().dataset_revision != task.dataset_revision
+    assert read(write(summary="other"))().prompt_id == task.prompt_id
+    assert read(write(RECORDS[:2]))().dataset_revision != task.dataset_revision
 
 
 def test_what_is_too_long_is_refused_by_name(write, tokenizer):
-    """The longest row, its tokens and the length that would do; before the first example is given."""
+    """The error names the longest record, its tokens and a sufficient length, before the first example."""
     size = len("Paris is the capital of France.") + len("\nOf France?") + 4
-    with pytest.raises(UserError, match=f"row 'fr' of .* comes to {size} tokens .*beyond --length 40. Use --length "):
-        read_task(write())().examples(
+    with pytest.raises(UserError, match=f"record 'fr' of .* has {size} tokens .*more than --length 40. Use --length "):
+        read(write())().examples(
             seed=0, split=Split.TEST, n=3, length=40, turns=1, mode=Mode.SINGLE, tokenizer=tokenizer
         )
     assert len(examples(write(), tokenizer, length=size)) == 3
 
 
 def test_the_middle_is_cut_where_the_table_says_so(write, tokenizer):
-    """What is left is the start and the end, fills the length, and the fact says how much is gone."""
+    """Start and end of the context fill the length; the fact `cut_tokens` counts the rest."""
     path = write(truncation="middle")
     found = examples(path, tokenizer, length=40, turns=1)
     assert [x.facts for x in found] == [{"cut_tokens": 6}, {"cut_tokens": 3}, {"cut_tokens": 0}]
     assert found[0].context == "Paris is the capital of France."[:13] + "Paris is the capital of France."[19:]
-    assert read_task(path).truncation == "middle"
-    with pytest.raises(UserError, match=r"row 'fr' of .*leave nothing of 15 tokens for the context"):
+    assert read(path).truncation == "middle"
+    with pytest.raises(UserError, match=r"record 'fr' of .*leave no room for the context in a length of 15"):
         examples(path, tokenizer, length=15)
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"n": 4}, r"capitals has 3 rows, not 4\. Use --samples 3 or fewer\."),
+    ({"n": 4}, r"capitals has 3 records, not 4\. Use --samples 3 or fewer\."),
     ({"split": Split.DEV}, "capitals has only a test split. Leave --split out."),
 ])
 def test_what_a_file_does_not_have_is_refused(write, tokenizer, options, message):
-    """Rows, and a second split."""
+    """More samples than records, and the dev split."""
     with pytest.raises(UserError, match=message):
         examples(write(), tokenizer, **options)
 
 
-ROW = {"id": "a", "context": "c", "turns": [{"question": "q", "answer": "a"}]}
-TURN = ROW["turns"][0]
-BAD_ROWS = [
+RECORD = {"id": "a", "context": "c", "turns": [{"question": "q", "answer": "a"}]}
+TURN = RECORD["turns"][0]
+BAD_RECORDS = [
     ("{", "line 2: Invalid JSON: EOF while parsing an object at column 1"),
     ('{"id": "a"}', "line 2: context is missing"),
     ("[1]", "line 2: should be an object"),
-    ({**ROW, "context": " \n"}, "line 2: context = ' \\n' is empty"),
-    ({**ROW, "context": 3}, "line 2: context = 3 should be a valid string"),
-    ({**ROW, "contexts": "c"}, "line 2: contexts is no known key"),
-    ({**ROW, "turns": []}, "line 2: turns = [] list should have at least 1 item"),
-    ({**ROW, "id": None}, "line 2: id"),
-    ({**ROW, "turns": [{"question": "q"}]}, "line 2: turns.0.answer is missing"),
-    ({**ROW, "turns": [TURN, {**TURN, "answer": ""}]}, "line 2: turns.1.answer = '' is empty"),
-    ({**ROW, "turns": [{**TURN, "references": []}]}, "line 2: turns.0.references = []"),
-    ({**ROW, "turns": [{**TURN, "limit": 0}]}, "line 2: turns.0.limit = 0 should be greater than or equal to 1"),
-    ({**ROW, "turns": [{**TURN, "limit": "3"}]}, "line 2: turns.0.limit = '3' should be a valid integer"),
-    ({**ROW, "turns": [{**TURN, "choices": ["b"]}]}, "the answer is none of the choices"),
-    ({**ROW, "turns": [{**TURN, "choices": ["a"], "limit": 3}]}, "nothing is generated: leave limit out"),
+    ({**RECORD, "context": " \n"}, "line 2: context = ' \\n' is empty"),
+    ({**RECORD, "context": 3}, "line 2: context = 3 should be a valid string"),
+    ({**RECORD, "contexts": "c"}, "line 2: contexts is no known key"),
+    ({**RECORD, "turns": []}, "line 2: turns = [] list should have at least 1 item"),
+    ({**RECORD, "id": None}, "line 2: id"),
+    ({**RECORD, "turns": [{"question": "q"}]}, "line 2: turns.0.answer is missing"),
+    ({**RECORD, "turns": [TURN, {**TURN, "answer": ""}]}, "line 2: turns.1.answer = '' is empty"),
+    ({**RECORD, "turns": [{**TURN, "references": []}]}, "line 2: turns.0.references = []"),
+    ({**RECORD, "turns": [{**TURN, "max_new_tokens": 0}]}, "turns.0.max_new_tokens = 0 should be greater than"),
+    ({**RECORD, "turns": [{**TURN, "max_new_tokens": "3"}]}, "turns.0.max_new_tokens = '3' should be a valid integer"),
+    ({**RECORD, "turns": [{**TURN, "limit": 3}]}, "has the key limit, which is now max_new_tokens"),
+    ({**RECORD, "turns": [{**TURN, "choices": ["b"]}]}, "the answer is none of the choices"),
+    ({**RECORD, "turns": [{**TURN, "choices": ["a"], "max_new_tokens": 3}]}, "leave max_new_tokens out"),
     ('{"id": "a", "context": "\\ud800", "turns": []}', "line 2: Invalid JSON"),
 ]
 
 
-@pytest.mark.parametrize(("row", "message"), BAD_ROWS, ids=[x for _, x in BAD_ROWS])
-def test_a_line_that_is_no_row_is_refused(kvbench, arguments, write, tmp_path, row, message):
-    """By a run in one line with its number, and nothing is written; `kvbench check` lists all of them."""
-    path = write([ROW, row, {**ROW, "id": "z"}, row])
+@pytest.mark.parametrize(("record", "message"), BAD_RECORDS, ids=[x for _, x in BAD_RECORDS])
+def test_a_line_that_is_no_record_is_refused(kvbench, arguments, write, tmp_path, record, message):
+    """A run prints one line with the line number and writes nothing; `kvbench check` lists all such lines."""
+    path = write([RECORD, record, {**RECORD, "id": "z"}, record])
     arguments[arguments.index("--task") + 1] = str(path)
     answer = kvbench(*arguments, "--method", "full")
     assert (answer.code, answer.out) == (2, "")
@@ -200,7 +208,9 @@ def test_a_line_that_is_no_row_is_refused(kvbench, arguments, write, tmp_path, r
 
 BAD_TABLES = [
     ({"name": None}, "name is missing"), ({"name": "a b"}, "name = 'a b' string should match"),
-    ({"nam": "x"}, "unknown key 'nam'. Did you mean 'name'?"), ({"limit": 0}, "limit = 0 should be greater"),
+    ({"nam": "x"}, "unknown key 'nam'. Did you mean 'name'?"),
+    ({"max_new_tokens": 0}, "max_new_tokens = 0 should be greater"),
+    ({"limit": 4}, "key limit is now max_new_tokens"),
     ({"question": "Question:"}, "question = 'Question:' has no {question}"),
     ({"modes": ["multi"]}, "modes.0 = 'multi' should be 'single', 'multi-turn' or 'multi-request'"),
     ({"modes": []}, "modes = [] list should have at least 1 item"),
@@ -229,7 +239,7 @@ def test_a_table_that_is_wrong_is_refused(kvbench, arguments, write, command, ta
     ('name = "a"\nversion == 3\n', "is not TOML: Invalid value (at line 2, column 10)"),
 ])
 def test_a_file_that_is_no_toml_is_refused_with_the_line(kvbench, tmp_path, text, message):
-    """And so is one that is not there, or that has no rows."""
+    """A missing file is refused too."""
     path = tmp_path / "task.toml"
     path.write_text(text)
     answer = kvbench("check", path)
@@ -238,28 +248,29 @@ def test_a_file_that_is_no_toml_is_refused_with_the_line(kvbench, tmp_path, text
     assert "cannot be read: No such file" in kvbench("show", tmp_path / "none.toml").err
 
 
-def test_a_file_without_rows_is_refused(write):
-    """Blank lines are none."""
-    with pytest.raises(UserError, match="has no rows"):
-        read_task(write(["", "  "]))
+def test_a_file_without_records_is_refused(write):
+    """Blank lines are not records."""
+    with pytest.raises(UserError, match="has no records"):
+        read(write(["", "  "]))
 
 
 @given(st.recursive(
     st.none() | st.booleans() | st.integers() | st.text() | st.sampled_from(["id", "context", "turns", "question"]),
     lambda x: st.lists(x) | st.dictionaries(st.sampled_from(["id", "context", "turns", "question", "answer"]), x),
 ))
-def test_whatever_a_line_holds_is_a_row_or_an_error(value):
-    """Nothing else is raised, and what is read has text where text must be."""
+def test_whatever_a_line_holds_is_a_record_or_an_error(value):
+    """No other exception is raised, and required texts are not empty."""
     try:
-        row = Row.model_validate_json(json.dumps(value))
+        record = Record.model_validate_json(json.dumps(value))
     except ValidationError:
         return
-    assert row.context.strip() and row.turns and all(x.question.strip() and x.answer.strip() for x in row.turns)
+    assert record.context.strip() and record.turns
+    assert all(x.question.strip() and x.answer.strip() for x in record.turns)
 
 
 def test_a_run_of_a_file(kvbench, arguments, write, tmp_path):
-    """From the command line, in every mode, and again it is finished; a changed row is a new run."""
-    arguments[arguments.index("--task") + 1] = str(write(limit=2))
+    """A run from the command line works in every mode and is not repeated; a changed record makes a new run."""
+    arguments[arguments.index("--task") + 1] = str(write(max_new_tokens=2))
     arguments[arguments.index("--samples") + 1] = "3"
     found = {}
     for mode in ("single", "multi-turn", "multi-request"):
@@ -272,14 +283,14 @@ def test_a_run_of_a_file(kvbench, arguments, write, tmp_path):
     assert found["single"] == [("fr", 0), ("7", 0), ("de", 0)]
     assert found["multi-turn"] == found["multi-request"] == [("fr", 0), ("fr", 1), ("7", 0), ("de", 0)]
     assert "already finished" in kvbench(*arguments, "--method", "full").err
-    write([*ROWS[:2], {**ROWS[2], "context": "Berlin is in Germany!"}], limit=2)
+    write([*RECORDS[:2], {**RECORDS[2], "context": "Berlin is in Germany!"}], max_new_tokens=2)
     assert "already finished" not in kvbench(*arguments, "--method", "full").err
 
 
-def test_choices_are_weighed(kvbench, arguments, write, tmp_path):
-    """The prediction is one of them, and nothing is generated."""
-    rows = [{"id": "a", "context": "c" * 30, "turns": [{"question": "q", "answer": "y", "choices": ["y", "n"]}]}]
-    arguments[arguments.index("--task") + 1] = str(write(rows, scorer="exact@1"))
+def test_the_most_likely_choice_is_the_prediction(kvbench, arguments, write, tmp_path):
+    """Nothing is generated."""
+    records = [{"id": "a", "context": "c" * 30, "turns": [{"question": "q", "answer": "y", "choices": ["y", "n"]}]}]
+    arguments[arguments.index("--task") + 1] = str(write(records, scorer="exact@1"))
     arguments[arguments.index("--samples") + 1] = "1"
     run = kvbench(*arguments, "--method", "full").json
     (line,) = read_lines(tmp_path / "runs" / run["run_id"] / "samples.jsonl")
@@ -287,8 +298,7 @@ def test_choices_are_weighed(kvbench, arguments, write, tmp_path):
     assert line.stop_reason == "choice"
 
 
-def test_a_single_mode_is_all_that_some_files_have(kvbench, arguments, write):
-    """What the table does not name is refused."""
+def test_a_mode_that_the_table_does_not_name_is_refused(kvbench, arguments, write):
     arguments[arguments.index("--task") + 1] = str(write(modes=["single"]))
     answer = kvbench(*arguments, "--method", "full", "--mode", "multi-turn")
     assert answer.code == 2
@@ -296,13 +306,13 @@ def test_a_single_mode_is_all_that_some_files_have(kvbench, arguments, write):
 
 
 def test_two_files_of_one_name_are_two_cells(kvbench, write, tmp_path, model_folder):
-    """A sweep tells them apart by what they hold."""
+    """A sweep tells them apart by their content."""
     paths = []
-    for name, rows in (("one", ROWS[:1]), ("two", ROWS[1:2])):
+    for name, records in (("one", RECORDS[:1]), ("two", RECORDS[1:2])):
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "task.toml").write_text(write(rows).read_text())
-        (folder / "rows.jsonl").write_text((tmp_path / "rows.jsonl").read_text())
+        (folder / "task.toml").write_text(write(records).read_text())
+        (folder / "records.jsonl").write_text((tmp_path / "records.jsonl").read_text())
         paths.append(str(folder / "task.toml"))
     sweep = tmp_path / "sweep.toml"
     sweep.write_text(
@@ -314,9 +324,9 @@ def test_two_files_of_one_name_are_two_cells(kvbench, write, tmp_path, model_fol
     assert len({x["run_id"] for x in answer.json}) == 2
 
 
-def test_check_finds_what_is_wrong(kvbench, write, model_folder):
-    """Each by its line, turn and what it is; a table without a fault is ok."""
-    rows = [
+def test_check_lists_errors_by_line_and_turn(kvbench, write, model_folder):
+    """A correct file has none."""
+    records = [
         {"id": "a", "context": "the word is sky", "turns": [
             {"question": "one?", "answer": " sky"}, {"question": "one?", "answer": " sea"},
             {"question": "Is it sky or sea?", "answer": " sky"},
@@ -329,7 +339,7 @@ def test_check_finds_what_is_wrong(kvbench, write, model_folder):
             {"question": "skyscraper", "answer": " Sk"},
         ]},
     ]
-    path = write(rows, answer_in_context=True, length=80)
+    path = write(records, answer_in_context=True, length=80)
     answer = kvbench("check", path, "--model", model_folder, "--json")
     assert answer.code == 1
     assert [(x["row"], x["line"], x["turn"], x["what"]) for x in answer.json["findings"]] == [
@@ -347,19 +357,19 @@ def test_check_finds_what_is_wrong(kvbench, write, model_folder):
 
 
 def test_check_looks_at_what_a_cut_leaves(kvbench, write, model_folder):
-    """An answer whose context lost it is wrong where it is claimed to be there."""
-    rows = [{"id": "a", "context": "a" * 30 + "sky" + "a" * 30, "turns": [{"question": "q", "answer": " sky"}]}]
-    path = write(rows, answer_in_context=True, length=40, truncation="middle")
+    """With `answer_in_context`, an answer that the cut removed is an error."""
+    records = [{"id": "a", "context": "a" * 30 + "sky" + "a" * 30, "turns": [{"question": "q", "answer": " sky"}]}]
+    path = write(records, answer_in_context=True, length=40, truncation="middle")
     answer = kvbench("check", path, "--model", model_folder, "--json")
     assert [x["what"] for x in answer.json["findings"]] == ["the answer is not in what is left of the context"]
     assert answer.json["cut"] == 1
-    assert kvbench("check", write(rows, length=40, truncation="middle"), "--model", model_folder).code == 0
-    answer = kvbench("check", write(rows, length=6, truncation="middle"), "--model", model_folder, "--json")
-    assert "leave nothing of 6 tokens" in answer.json["findings"][0]["what"]
+    assert kvbench("check", write(records, length=40, truncation="middle"), "--model", model_folder).code == 0
+    answer = kvbench("check", write(records, length=6, truncation="middle"), "--model", model_folder, "--json")
+    assert "in a length of 6" in answer.json["findings"][0]["what"]
 
 
 def test_check_looks_through_a_task(kvbench, tmp_path):
-    """A registered one, or one from a file with a fault of every kind."""
+    """A registered task passes; a task file with several errors has them listed."""
     answer = kvbench("check", "kv-short", "--samples", "3", "--json")
     assert (answer.code, answer.json["name"], answer.json["examples"], answer.json["turns"]) == (0, "kv-short", 3, 15)
     assert answer.json["tokens"][1] <= 1024
@@ -393,7 +403,7 @@ def test_a_check_of_nothing_is_refused(kvbench, line, message):
 
 
 def test_show_tells_a_task_of_a_file(kvbench, write):
-    """Of TOML or Python."""
+    """A TOML file or a Python file."""
     answer = kvbench("show", write(), "--json")
     assert (answer.json["kind"], answer.json["name"], answer.json["scorers"]) == ("task", "capitals", ["contains@1"])
     assert kvbench("show", f"{TOYS}:Toy", "--json").json["name"] == "toy"
@@ -401,27 +411,27 @@ def test_show_tells_a_task_of_a_file(kvbench, write):
 
 
 def test_prompts_are_counted_whole(write, tokenizer):
-    """The first prompt and its answer fill the length that they are refused beyond."""
-    task = read_task(write(question="Q: {question}", prefix=" A:"))()
+    """`count` is the length of the whole first prompt plus its max_new_tokens."""
+    task = read(write(question="Q: {question}", prefix=" A:"))()
     (first, *_) = examples(write(question="Q: {question}", prefix=" A:"), tokenizer)
     assert task.count(first, tokenizer) == prompt_tokens(encode(task, first, tokenizer)) + 4
 
 
 def test_the_files_that_the_documents_show_work(kvbench, tmp_path, model_folder):
-    """docs/adding_a_task.md: the TOML with all its keys and the line of the JSONL, checked without a finding."""
+    """docs/adding_a_task.md shows all keys of the TOML file, and its files pass `kvbench check`."""
     text = (ROOT / "docs" / "adding_a_task.md").read_text(encoding="utf-8")
-    (table,), (row,) = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("toml", "json"))
+    (table,), (record,) = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("toml", "json"))
     (tmp_path / "capitals.toml").write_text(table)
-    (tmp_path / "capitals.jsonl").write_text(row)
+    (tmp_path / "capitals.jsonl").write_text(record)
     answer = kvbench("check", tmp_path / "capitals.toml", "--model", model_folder, "--json")
     assert (answer.code, answer.json["examples"], answer.json["findings"]) == (0, 1, [])
     assert set(tomllib.loads(table)) == set(Table.model_fields)
 
 
-def test_a_row_beyond_the_model_fails_and_is_not_scored(write, run_rows):
-    """Its 512 positions: with its later question the second row does not fit them, so it is no answer of this model."""
-    rows = [make_row("near", 40, "?", "?"), make_row("far", 40, "?", "b" * 600)]
-    answer = run_rows(write(rows), "full", "--mode", "multi-turn", "--turns", "2")
+def test_a_record_beyond_the_model_fails_and_is_not_scored(write, run_records):
+    """The second record, with its second question, exceeds the model's 512 positions and is not scored."""
+    records = [make_record("near", 40, "?", "?"), make_record("far", 40, "?", "b" * 600)]
+    answer = run_records(write(records), "full", "--mode", "multi-turn", "--turns", "2")
     assert answer.code == 1
     assert (answer.json["status"], answer.json["n_scored"], answer.json["n_failed"]) == ("failed", 1, 1)
     assert answer.json["score"]["mean"] is None
@@ -429,32 +439,32 @@ def test_a_row_beyond_the_model_fails_and_is_not_scored(write, run_rows):
     assert "tokens, beyond what model" in answer.json["error"]
 
 
-def test_a_row_too_short_for_the_budget_fails_alone(write, run_rows):
-    """A quarter of it is no row beside the method's sinks: the sample says so, and the run has a result."""
-    answer = run_rows(write([make_row("long", 150, "?"), make_row("short", 1, "?")]), "streaming-llm")
+def test_a_record_too_short_for_the_budget_fails_alone(write, run_records):
+    """A quarter of its tokens is no more than the method's sinks: the sample fails and the run has a result."""
+    answer = run_records(write([make_record("long", 150, "?"), make_record("short", 1, "?")]), "streaming-llm")
     assert answer.code == 1
     assert (answer.json["status"], answer.json["n_scored"], answer.json["n_failed"]) == ("failed", 1, 1)
     assert answer.json["error"].startswith("1 of 2 samples failed; the first: budget 25%")
     assert "sample 1 failed: budget 25%" in answer.err
 
 
-def test_rows_of_one_name_are_not_paired(write, run_rows, kvbench, tmp_path):
-    """Two rows called alike would be one question of a comparison."""
-    found = run_rows(write([make_row("same", 40, "?"), make_row("same", 50, "?")]), "full")
+def test_records_of_one_name_are_not_paired(write, run_records, kvbench, tmp_path):
+    """`kvbench compare` refuses results in which two records have the same id."""
+    found = run_records(write([make_record("same", 40, "?"), make_record("same", 50, "?")]), "full")
     assert found.json["n_scored"] == 2
     answer = kvbench("compare", *[tmp_path / "runs" / found.json["run_id"]] * 2)
     assert answer.code == 2
     assert "has two samples called 'same', numbers 0 and 1" in answer.err
 
 
-def make_row(name: str, letters: int, *questions: str) -> dict[str, Any]:
-    """A context of so many letters, one token each."""
+def make_record(name: str, letters: int, *questions: str) -> dict[str, Any]:
+    """A record whose context has this many letters, one token each."""
     return {"id": name, "context": "a" * letters, "turns": [{"question": x, "answer": "a"} for x in questions]}
 
 
 @pytest.fixture
-def run_rows(kvbench, model_folder, tmp_path) -> Callable[..., Any]:
-    """Runs two rows of a task."""
+def run_records(kvbench, model_folder, tmp_path) -> Callable[..., Any]:
+    """Run two records of a task."""
 
     def make(path: Path, method: str, *more: str) -> Any:
         return kvbench(

@@ -76,7 +76,7 @@ def test_the_task_shown_is_a_task(tmp_path):
     for length in (task.minimum_length(1, tokenizer), 256):
         example = task.example(random.Random(0), id="x", length=length, turns=1, tokenizer=tokenizer)
         assert len(example.turns) == 1
-        assert length - 4 < prompt_tokens(encode(task, example, tokenizer)) + example.turns[0].limit <= length
+        assert length - 4 < prompt_tokens(encode(task, example, tokenizer)) + example.turns[0].max_new_tokens <= length
     done = kvbench("check", str(path), cwd=tmp_path)
     assert done.returncode == 0, done.stdout
 

@@ -106,7 +106,7 @@ def test_imports_are_absolute():
     assert [x for x, tree in MODULES.items() if any(name.startswith(".") for name in imports(tree))] == []
 
 
-def test_transformers_stays_in_its_seam():
+def test_transformers_stays_in_its_adapter():
     """Only kvbench/hf imports transformers; others may name its types."""
     found = [x for folder in ("kvbench", *LINKS) for x in offenders(folder, "transformers")]
     assert [x for x in found if not x.startswith("kvbench/hf/")] == []

@@ -1,4 +1,4 @@
-"""Pieces of a conversation become the ids that the whole text would have."""
+"""The parts of a conversation, tokenized one by one, have the token ids of the whole text."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ MODELS = Path(__file__).parents[1] / "kvbench" / "models"
 
 @pytest.fixture(scope="module")
 def llama():
-    """Llama-2's kind: a space before all that is tokenized, bytes for what has no token."""
+    """A tokenizer like Llama-2's: it puts a space before every text and falls back to bytes."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁"]
     pieces += sorted(set(string.ascii_letters + string.digits + string.punctuation))
     return LlamaTokenizer(vocab={x: i for i, x in enumerate(pieces)}, merges=[])
 
 
 @pytest.mark.parametrize("name", ["niah_single_1", "kv-short"])
-def test_no_space_is_put_between_pieces(llama, name):
-    """Context, question, reference answer and the next question decode to their text and nothing else."""
+def test_no_space_is_put_between_parts(llama, name):
+    """Context, question, reference answer and the next question decode to exactly their own text."""
     task = find_task(name)()
     (example,) = task.examples(
         seed=0, split=Split.TEST, n=1, length=1500, turns=2, mode=Mode.MULTI_TURN, tokenizer=llama
@@ -43,10 +43,9 @@ def test_no_space_is_put_between_pieces(llama, name):
 
 
 @pytest.mark.parametrize("text", ["", "a", " a", "\n\na", "=\n", "</s> a"])
-def test_a_piece_is_the_rest_of_a_longer_text(llama, text):
+def test_a_continuation_has_the_ids_that_it_has_in_the_whole_text(llama, text):
     whole, head = (llama(x, add_special_tokens=False).input_ids for x in (f"b{text}", "b"))
     assert [*head, *tokenize_on(llama, text)] == whole
-
 
 
 def test_a_text_that_merges_with_every_probe_is_refused():
@@ -57,12 +56,12 @@ def test_a_text_that_merges_with_every_probe_is_refused():
         def convert_ids_to_tokens(self, ids):
             return ["▁x" for _ in ids]
 
-    with pytest.raises(UserError, match="merges 'a' with whatever stands before it"):
+    with pytest.raises(UserError, match="merges 'a' with any text before it"):
         tokenize_on(Merging(), "a")
 
 
-def test_a_tokenizer_that_puts_no_space_is_taken_at_its_word():
-    """The bundled model's."""
+def test_a_tokenizer_without_leading_space_tokenizes_the_text_alone():
+    """The bundled model's tokenizer is of this kind."""
     mini = AutoTokenizer.from_pretrained(MODELS / "mini")
     for text in ("a", " a", "\n\na"):
         assert tokenize_on(mini, text) == tuple(mini(text).input_ids)

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvbench.custom import Rows, Table, make_task
+from kvbench.custom import Records, Table, make_task
 from kvbench.errors import UserError
+from kvbench.registry import find_scorer
 from kvbench.task import Example, Mode, Split, Task, Turn, count_prompt
 
 if TYPE_CHECKING:
@@ -41,12 +42,12 @@ class Audit:
     findings: list[Finding]
 
 
-def audit_rows(table: Table, rows: Rows, tokenizer: PreTrainedTokenizerBase) -> Audit:
+def audit_rows(table: Table, rows: Records, tokenizer: PreTrainedTokenizerBase) -> Audit:
     """Every line of a custom task."""
-    task = make_task(table, rows)()
-    findings = [Finding("", line, None, what) for line, what in rows.wrong.items()]
+    task = make_task(table, rows, find_scorer)()
+    findings = [Finding("", line, None, what) for line, what in rows.errors.items()]
     examples, sizes = [], []
-    for line, row in rows.good.items():
+    for line, row in rows.valid.items():
         example = task.compose(row, len(row.turns))
         sizes.append(task.count(example, tokenizer))
         if sizes[-1] > table.length and table.truncation == "none":
@@ -62,7 +63,7 @@ def audit_rows(table: Table, rows: Rows, tokenizer: PreTrainedTokenizerBase) -> 
             claimed = table.answer_in_context if asked.answer_in_context is None else asked.answer_in_context
             if claimed and not any(x in example.context for x in turn.references):
                 findings.append(Finding(example.id, line, index, f"the answer is not in {where}"))
-    findings += _compare(examples, list(rows.good))
+    findings += _compare(examples, list(rows.valid))
     return _sum_up(examples, sizes, sorted(findings, key=lambda x: (x.line or 0, x.turn or 0)))
 
 
@@ -79,7 +80,7 @@ def audit_task(task: Task, tokenizer: PreTrainedTokenizerBase, samples: int) -> 
         seed=0, split=Split.TEST, n=samples, length=length, turns=turns, mode=mode, tokenizer=tokenizer
     ))
     frame = task.frame(tokenizer)
-    sizes = [count_prompt(task, x, tokenizer, frame) + x.turns[0].limit for x in examples]
+    sizes = [count_prompt(task, x, tokenizer, frame) + x.turns[0].max_new_tokens for x in examples]
     findings = [
         Finding(x.id, None, None, _too_long(size, length))
         for x, size in zip(examples, sizes, strict=True) if size > length

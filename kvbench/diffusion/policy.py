@@ -25,8 +25,8 @@ from torch import Tensor
 
 from kvbench.budget import Shape
 from kvbench.diffusion.sampling import Sampling
+from kvbench.hf.adapter import attached
 from kvbench.hf.masked import Blocks
-from kvbench.hf.seam import attached
 from kvbench.method import Method, Step
 from kvbench.store import storage_bytes
 from kvbench.store.positions import PositionKV

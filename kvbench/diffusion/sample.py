@@ -53,7 +53,7 @@ def plan_turn(job: Job, turn: Turn) -> tuple[int, Sampling]:
         )
     asked = job.spec.generation.denoising
     assert asked is not None, "of a diffusion model"
-    canvas, sampling = plan_sampling(asked, limit_of(turn.limit, job.spec.generation))
+    canvas, sampling = plan_sampling(asked, limit_of(turn.max_new_tokens, job.spec.generation))
     cast("Policy", job.method).check(sampling, canvas)
     return canvas, sampling
 
@@ -87,7 +87,7 @@ def _fill(
     model, spec, number = job.model, job.spec, len(earlier)
     turn = example.turns[number]
     canvas, sampling = plan_turn(job, turn)
-    prompt, limit = _prompt(job, encoded, earlier), limit_of(turn.limit, spec.generation)
+    prompt, limit = _prompt(job, encoded, earlier), limit_of(turn.max_new_tokens, spec.generation)
     made = _fill_by_all(job, index, number, prompt, canvas, sampling)
     answers = {name: _cut(x.ids[0][:limit], job.stop_ids) for name, (x, _) in made.items()}
     texts = {name: _read(job, ids) for name, ids in answers.items()}

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from kvbench.budget import LayerShape, Shape
 from kvbench.errors import UserError, unknown
+from kvbench.hf.adapter import Forward, embedding_device, is_attached, run_model
 from kvbench.hf.config import DTYPES, first_line, quiet, read_config, read_document, resolve_dtype
 from kvbench.hf.find import (
     RANDOM,
@@ -28,7 +29,6 @@ from kvbench.hf.find import (
 from kvbench.hf.masked import Masking, native_tokenizer, read_masking, weight_names
 from kvbench.hf.proof import prove, prove_bidirectional, refuse_config
 from kvbench.hf.rope import Rope, max_length
-from kvbench.hf.seam import Forward, embedding_device, is_attached, run_model
 from kvbench.method import ModelKind
 
 HUB_SNAPSHOTS = "snapshots"

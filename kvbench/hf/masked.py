@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen2Tokenizer
 
 from kvbench.errors import UserError
-from kvbench.hf.seam import Forward, attached, serving
+from kvbench.hf.adapter import Forward, attached, serving
 from kvbench.method import Phase, Step
 
 LLADA_ENDS = {"wte": "model.embed_tokens", "ln_f": "model.norm", "ff_out": "lm_head"}

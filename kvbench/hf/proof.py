@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from kvbench.budget import LayerShape
 from kvbench.errors import UserError
+from kvbench.hf.adapter import Forward, attached, embedding_device, keeps_logits, run_model
 from kvbench.hf.masked import prove_blocks
 from kvbench.hf.rope import Rope, max_length, prove_ropes, rope_types
-from kvbench.hf.seam import Forward, attached, embedding_device, keeps_logits, run_model
 from kvbench.method import Phase, Step
 from kvbench.store import LayerKV
 from kvbench.store.positions import attend_rows

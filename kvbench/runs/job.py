@@ -35,7 +35,8 @@ from kvbench.runs.spec import (
     Versions,
 )
 from kvbench.settings import jsonable_settings
-from kvbench.task import Encoded, EncodedTurn, Frame, Mode, Scorer, Task, find_frame, prompt_tokens
+from kvbench.task import Encoded, EncodedTurn, Mode, Scorer, Task, find_frame, prompt_tokens
+from kvbench.template import Frame
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
@@ -288,7 +289,7 @@ def _try_first(job: Job) -> Job:
     bound = job.method.bind(job.model)  # a budget may come to something else for each head
     fitted = bound.fit(job.budget, job.model.shape(context))
     if job.model.masking is None:
-        most = reach(encoded, spec, [limit_of(x.limit, spec.generation) for x in example.turns])
+        most = reach(encoded, spec, [limit_of(x.max_new_tokens, spec.generation) for x in example.turns])
     else:
         from kvbench.diffusion.sample import plan_turn  # it imports this module
 

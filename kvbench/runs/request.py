@@ -17,7 +17,8 @@ from kvbench.registry import find_method, find_task, list_architectures, list_mo
 from kvbench.runs.provenance import find_ops
 from kvbench.runs.spec import GenerationSpec, Protocol, read_generation, resolve_protocol, see_all
 from kvbench.settings import configure, parse_pairs
-from kvbench.task import Mode, Scorer, Split, Task, Template
+from kvbench.task import Mode, Scorer, Split, Task
+from kvbench.template import Template
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 """transformers' own ways to spread a model over the GPUs of a machine, then its memory, then its disk."""

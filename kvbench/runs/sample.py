@@ -64,7 +64,7 @@ def run_sample(job: Job, index: int, example: Example, encoded: Encoded) -> list
     clock = Clock(time.perf_counter())
     prompt_hash = encoded.prompt_hash
     try:
-        limits = [limit_of(x.limit, spec.generation) for x in example.turns]
+        limits = [limit_of(x.max_new_tokens, spec.generation) for x in example.turns]
         visible = () if spec.visibility == "hidden" else encoded.turns[0].first
         method = job.method.fit(job.budget, model.shape(len(encoded.context) + len(visible)))
         capacity = reach(encoded, spec, limits)

@@ -15,7 +15,7 @@ from kvbench.kernels.column_sums import column_maxima
 from kvbench.method import BudgetKind, Card, LayerShape, Method, Phase, Step, Upstream
 from kvbench.selection import top_entries
 from kvbench.store import LayerKV
-from kvbench.task import Frame
+from kvbench.template import Frame
 
 if TYPE_CHECKING:
     from kvbench.engine.session import Session

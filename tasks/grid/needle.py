@@ -24,7 +24,7 @@ from kvbench.errors import UserError
 from kvbench.task import Example, Mode, Split, count_prompt
 from kvbench.tasks.length import largest_fit
 from kvbench.tasks.ruler.haystack import Haystack, ProseHaystack, cut
-from kvbench.tasks.ruler.niah import LIMIT, EssayNiah, measure
+from kvbench.tasks.ruler.niah import MAX_NEW_TOKENS, EssayNiah, measure
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -129,7 +129,7 @@ class NeedleGrid(EssayNiah):
             return count_prompt(self, self.compose(haystack, pairs, [0], n, id=name), tokenizer, frame)
 
         line = measure(self, 1, tokenizer)
-        n = largest_fit(count, size - LIMIT, least=haystack.least(1), line=line, what=self.name)
+        n = largest_fit(count, size - MAX_NEW_TOKENS, least=haystack.least(1), line=line, what=self.name)
         example = self.compose(haystack, pairs, [0], n, id=name)
         facts = {"length": size, "depth": round(depth, 4), "true_depth": round(haystack.true_depth, 4)}
         return replace(example, facts={**example.facts, **facts})

@@ -88,16 +88,16 @@ class Chain(Task):
         asked = []
         for start, *steps in chains[:turns]:
             answer = "\n".join(steps)
-            limit = len(tokenizer(answer, add_special_tokens=False).input_ids) + SLACK
+            most = len(tokenizer(answer, add_special_tokens=False).input_ids) + SLACK
             question = QUESTION.format(start=start, steps=len(steps))
-            asked.append(Turn(question, "", answer, tuple(steps), limit, facts={"start": start}))
+            asked.append(Turn(question, "", answer, tuple(steps), most, facts={"start": start}))
         text = "\n".join(f"{first} -> {second}" for first, second in links)
         return Example(id, INTRO + text, tuple(asked), {"links": dict(links)})
 
     def count(self, chains: Sequence[Sequence[str]], tokenizer: PreTrainedTokenizerBase) -> int:
         """Tokens of the first prompt and its limit."""
         example = self.compose(chains, 1, seed=0, id="", tokenizer=tokenizer)
-        return count_prompt(self, example, tokenizer, self.frame(tokenizer)) + example.turns[0].limit
+        return count_prompt(self, example, tokenizer, self.frame(tokenizer)) + example.turns[0].max_new_tokens
 
     def example(
         self, rng: random.Random, *, id: str, length: int, turns: int, tokenizer: PreTrainedTokenizerBase

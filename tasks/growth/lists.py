@@ -109,15 +109,15 @@ class NumberedList(Task):
             wording = self.whole if (first, last) == (1, len(lines)) else self.part
             reference = self.reference(items, first, last)
             answer = "\n".join(reference)
-            limit = len(tokenizer(answer, add_special_tokens=False).input_ids) + SLACK
-            turns.append(Turn(wording.format(first=first, last=last), "", answer, reference, limit))
+            most = len(tokenizer(answer, add_special_tokens=False).input_ids) + SLACK
+            turns.append(Turn(wording.format(first=first, last=last), "", answer, reference, most))
         facts = {"lines": len(lines), "ranges": [list(pair) for pair in ranges]}
         return Example(id, self.intro + "\n".join(lines), tuple(turns), facts)
 
     def count(self, items: Sequence[str], order: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> int:
         """Tokens of the first prompt and its limit, where all items are listed and the halves come in this order."""
         example = self.compose(items, halves(len(items), order)[:1], id="", tokenizer=tokenizer)
-        return count_prompt(self, example, tokenizer, self.frame(tokenizer)) + example.turns[0].limit
+        return count_prompt(self, example, tokenizer, self.frame(tokenizer)) + example.turns[0].max_new_tokens
 
     def example(
         self, rng: random.Random, *, id: str, length: int, turns: int, tokenizer: PreTrainedTokenizerBase

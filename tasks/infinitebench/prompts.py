@@ -1,4 +1,4 @@
-"""InfiniteBench's prompts for yarn-mistral and limits of new tokens (src/prompt.py and eval_utils.py at 88b3daa)."""
+"""InfiniteBench's prompts for yarn-mistral and max_new_tokens by task (src/prompt.py and eval_utils.py at 88b3daa)."""
 
 # ruff: noqa: RUF001
 from __future__ import annotations
@@ -64,7 +64,7 @@ kvpress puts such words after the assistant header too. Where its own differ (`T
 is:`), as its openings do, some of which are those for GPT-4, the official ones are taken.
 """
 
-LIMITS: Mapping[str, int] = MappingProxyType({
+MAX_NEW_TOKENS: Mapping[str, int] = MappingProxyType({
     "passkey": 6, "number_string": 12, "kv_retrieval": 50, "longbook_sum_eng": 1200, "longbook_choice_eng": 40,
     "longbook_qa_eng": 40, "longbook_qa_chn": 40, "math_find": 3, "math_calc": 30_000, "code_run": 5, "code_debug": 5,
     "longdialogue_qa_eng": 40,

@@ -1,9 +1,9 @@
 """InfiniteBench's twelve tasks, with its prompts for yarn-mistral, an open model without a chat template.
 
-A prompt is the official one byte for byte where there is no chat template; with one, the words that the answer goes on
-from (`The pass key is`) stand after the assistant header, as in kvpress. As in the official code the filled prompt is
-cut in the middle. The code cuts to 131,072 tokens, generation not counted; the default length is the same number with
-generation, because that is where models of 128k end.
+Without a chat template, a prompt equals the official one byte for byte. With one, the words that start the answer
+(`The pass key is`) follow the assistant header, as in kvpress. The filled prompt is cut in the middle, as in the
+official code, which allows 131,072 tokens without generation. The default length is the same number including
+generation, because models of 128k positions have no more.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvbench.task import Example, Frame, Mode
-from kvbench.tasks.infinitebench.prompts import LIMITS, PREFIXES, PROMPTS
+from kvbench.task import Example, Mode
+from kvbench.tasks.infinitebench.prompts import MAX_NEW_TOKENS, PREFIXES, PROMPTS
 from kvbench.tasks.longbench.filled import FilledPrompt, fill
 from kvbench.tasks.longbench.hub import open_file
-from kvbench.tasks.rows import Row, Source
+from kvbench.tasks.records import Record, Source
 from kvbench.tasks.scoring.infinitebench import SCORERS
+from kvbench.template import Frame
 
 LETTERS = "ABCD"
 CHOICES = frozenset({"longbook_choice_eng", "code_debug"})
@@ -26,12 +27,12 @@ NUMBERS = frozenset({"math_find", "math_calc", "code_run"})
 NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 CALL = re.compile(r"func_[0-9]+\(-?[0-9]+\)")
 TARGET = re.compile("The .+ of")
-"""Greedy, as the official one: up to the line's last `of`."""
+"""Greedy, as in the official code: up to the last `of` of the line."""
 
 
 @dataclass(frozen=True)
 class InfiniteBench(FilledPrompt):
-    """What the tasks share; all that differs follows from the name, which is `infinitebench_` and that of the data."""
+    """Base class; a subclass's name is `infinitebench_` plus its data file's name, which selects everything else."""
 
     suite: ClassVar[str] = "infinitebench"
     default_length: ClassVar[int] = 131_072
@@ -48,21 +49,21 @@ class InfiniteBench(FilledPrompt):
 
     @property
     def prompt_id(self) -> str:
-        """The wording, by the model it was made for."""
+        """The prompt's id, with the model that the official prompt was written for."""
         return f"infinitebench/yarn-mistral/{self.kind}@1"
 
     @property
     def source(self) -> Source:
-        """The rows of the local copy, or of the task's file on the hub."""
+        """The records of the local copy, or of the file on the hub."""
         return super().source if self.data else open_file(self.hub, self.revision, f"{self.config}.jsonl")
 
-    def fault(self, row: Row) -> str | None:
-        """What cannot be asked or scored."""
-        answers, asked = find_answers(row), row["input"]
+    def fault(self, record: Record) -> str | None:
+        """Report a record whose question cannot be asked or whose answer cannot be scored."""
+        answers, asked = find_answers(record), record["input"]
         if not answers or not all(answers):
             return "answer must hold a text or number, or several"
         if self.kind in CHOICES:
-            options = row.get("options")
+            options = record.get("options")
             if not isinstance(options, list) or len(options) != 4 or not all(isinstance(x, str) for x in options):
                 return "options must be four texts"
             if find_letter(answers, options) is None:
@@ -75,27 +76,27 @@ class InfiniteBench(FilledPrompt):
             return "input names no number, as in `The largest number of`"
         return None
 
-    def compose(self, row: Row, *, mode: Mode, turns: int, frame: Frame) -> Example:  # noqa: ARG002  # there is one turn
-        """The filled prompt; the right letter and the options are facts where there are some."""
-        answers, facts = find_answers(row), dict[str, object]()
+    def compose(self, record: Record, *, mode: Mode, turns: int, frame: Frame) -> Example:  # noqa: ARG002  # one turn
+        """Fill the prompt; the facts of a multiple-choice question are its options and the right letter."""
+        answers, facts = find_answers(record), dict[str, object]()
         reference = answers[0]
         if self.kind in CHOICES:
-            letter = find_letter(answers, row["options"])
-            assert letter is not None, "`fault` has seen to it"
-            reference, answers, facts = letter, answers[:1], {"letter": letter, "options": row["options"]}
+            letter = find_letter(answers, record["options"])
+            assert letter is not None, "`fault` refuses records without a letter"
+            reference, answers, facts = letter, answers[:1], {"letter": letter, "options": record["options"]}
         elif self.kind == "math_calc":
             reference = f"[{', '.join(answers)}]"
         return fill(
-            PROMPTS[self.kind], self.find_words(row), prefix=PREFIXES[self.kind], answer=reference, references=answers,
-            limit=LIMITS[self.kind], frame=frame, facts=facts,
+            PROMPTS[self.kind], self.find_words(record), prefix=PREFIXES[self.kind], answer=reference,
+            references=answers, max_new_tokens=MAX_NEW_TOKENS[self.kind], frame=frame, facts=facts,
         )
 
-    def find_words(self, row: Row) -> Mapping[str, str]:
-        """A text for each name in the task's templates."""
-        asked = row["input"]
-        words = {"context": row["context"], "input": asked, "question": asked}
+    def find_words(self, record: Record) -> Mapping[str, str]:
+        """A text for each name in braces in the task's templates."""
+        asked = record["input"]
+        words = {"context": record["context"], "input": asked, "question": asked}
         if self.kind in CHOICES:
-            words |= {f"OPTION_{letter}": option for letter, option in zip(LETTERS, row["options"], strict=True)}
+            words |= {f"OPTION_{letter}": option for letter, option in zip(LETTERS, record["options"], strict=True)}
         elif self.kind == "kv_retrieval":
             words["last_line"] = asked.rpartition("\n")[2]
         elif self.kind == "code_run":
@@ -106,12 +107,12 @@ class InfiniteBench(FilledPrompt):
         return words
 
 
-def find_answers(row: Row) -> tuple[str, ...]:
-    """A row's answers as texts, one or several; what is neither text nor number is an empty one.
+def find_answers(record: Record) -> tuple[str, ...]:
+    """The answers of a record as texts; an answer that is neither text nor number becomes an empty text.
 
-    Those of math_calc on the hub are a list in a list.
+    The hub's file of math_calc has its answers as a list in a list.
     """
-    answer = row["answer"]
+    answer = record["answer"]
     several = answer if isinstance(answer, list) else [answer]
     if len(several) == 1 and isinstance(several[0], list):
         several = several[0]
@@ -119,7 +120,7 @@ def find_answers(row: Row) -> tuple[str, ...]:
 
 
 def find_letter(answers: tuple[str, ...], options: Sequence[str]) -> str | None:
-    """The right option's letter: given beside its text, or found by it."""
+    """The letter of the right option: the second of two answers, or found by the option's text."""
     if len(answers) == 2:
         return answers[1] if answers[1] in tuple(LETTERS) else None
     return LETTERS[options.index(answers[0])] if len(answers) == 1 and answers[0] in options else None

@@ -1,6 +1,6 @@
-"""LongBench-E: 13 of the tasks over rows that are spread evenly over lengths; the fact `bucket` says which third.
+"""LongBench-E: 13 LongBench tasks over records of evenly spread lengths; the fact `bucket` is the length class.
 
-Its files are those with `_e` in their name. What their column `dataset` says was not looked up: with `_e` or without.
+Its files have `_e` in their names. Their column `dataset` was not looked up; values with and without `_e` are accepted.
 """
 
 from __future__ import annotations

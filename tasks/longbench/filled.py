@@ -1,8 +1,8 @@
-"""What LongBench and InfiniteBench have in common: a prompt is one template filled with a row, cut as a whole.
+"""Base class of LongBench and InfiniteBench: a prompt is one template filled with a record, and is cut as a whole.
 
-The published code tokenizes the filled prompt, keeps its first and last half where it is too long, and puts what it
-decodes into the chat template. Half of the room is thus the end's, question included, which is why the cut is made here
-and not on the context alone.
+The published code tokenizes the filled prompt; if it is too long, it keeps the first and the last half of the allowed
+tokens, decodes them and puts the text into the chat template. The question belongs to the last half, so the cut must be
+made on the filled prompt and not on the context alone.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from kvbench.errors import UserError
-from kvbench.task import Example, Frame, Mode, Split, Turn, count_prompt
+from kvbench.task import Example, Mode, Split, Turn, count_prompt
 from kvbench.tasks.dataset import DatasetTask
-from kvbench.tasks.rows import Row
+from kvbench.tasks.records import Record
+from kvbench.template import Frame
 from kvbench.tokens import tokenize
 
 if TYPE_CHECKING:
@@ -24,35 +25,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FilledPrompt(DatasetTask):
-    """One question about one text: there is nothing to ask in a second turn."""
+    """A task with one question per text, and so with a single turn."""
 
     version: ClassVar[str] = "1"
     modes: ClassVar[tuple[Mode, ...]] = (Mode.SINGLE,)
     default_turns: ClassVar[int] = 1
 
-    def fault(self, row: Row) -> str | None:  # noqa: ARG002  # every data set looks
-        """What is wrong with a row whose columns are there and of their types."""
+    def fault(self, record: Record) -> str | None:  # noqa: ARG002  # for overrides
+        """Describe what is wrong with a record that has all columns with the right types; None if nothing is."""
         return None
 
-    def row(self, index: int) -> Row:
-        """One row, checked.
+    def record(self, index: int) -> Record:
+        """Read and check one record.
 
         Raises:
-            UserError: a column is missing, of another type or empty, or the row has a fault of its own.
+            UserError: a column is missing, of another type or empty, or `fault` finds a fault.
         """
-        row = super().row(index)
-        if fault := self.fault(row):
-            raise UserError(f"row {index} of {self.source.name}: {fault}. {self.hint}")
-        return row
+        record = super().record(index)
+        if fault := self.fault(record):
+            raise UserError(f"record {index} of {self.source.name}: {fault}. {self.hint}")
+        return record
 
     def examples(
         self, *, seed: int, split: Split, n: int, length: int, turns: int, mode: Mode,
         tokenizer: PreTrainedTokenizerBase,
     ) -> Iterator[Example]:
-        """The rows as examples, each filled prompt cut in the middle so that it and its generation fit.
+        """Build examples from records; each filled prompt is cut in the middle until it and its generation fit.
 
         Raises:
-            UserError: as for every data set, and where the cut would reach the question.
+            UserError: as in `DatasetTask.examples`, or the cut would reach the question.
         """
         whole = super().examples(
             seed=seed, split=split, n=n, length=sys.maxsize, turns=turns, mode=mode, tokenizer=tokenizer
@@ -61,13 +62,13 @@ class FilledPrompt(DatasetTask):
             yield self.cut(example, length, tokenizer)
 
     def cut(self, example: Example, length: int, tokenizer: PreTrainedTokenizerBase) -> Example:
-        """The example without as much of its prompt's middle as is too long; both halves have the same tokens.
+        """Cut the middle of the prompt until it fits; both remaining halves have the same number of tokens.
 
         Raises:
-            UserError: the last half does not hold what follows the context.
+            UserError: the last half does not contain all text after the context.
         """
         frame, (turn,) = self.frame(tokenizer), example.turns
-        most = length - turn.limit
+        most = length - turn.max_new_tokens
         over = count_prompt(self, example, tokenizer, frame) - most
         if over <= 0:
             return example
@@ -89,19 +90,19 @@ class FilledPrompt(DatasetTask):
             half -= (over + 1) // 2
         raise UserError(
             f"{example.id} of {self.name} cannot be cut to {length} tokens: the question must stand whole in the last "
-            "half of the prompt. Ask for a greater --length."
+            "half of the prompt. Use a greater --length."
         )
 
 
 def fill(
-    template: str, words: Mapping[str, str], *, prefix: str, answer: str, references: tuple[str, ...], limit: int,
-    frame: Frame, facts: Mapping[str, object],
+    template: str, words: Mapping[str, str], *, prefix: str, answer: str, references: tuple[str, ...],
+    max_new_tokens: int, frame: Frame, facts: Mapping[str, object],
 ) -> Example:
-    """The example of a template: up to `{context}` and its text is the context, what follows is the question.
+    """Fill a template: the text up to and including `{context}` becomes the context, the rest the question.
 
     words: a text for each name in braces.
-    prefix: the template's last words, where they start the answer.
-    answer: the reference one, put after a space where the text before it does not end in one.
+    prefix: last words of the template, if they start the answer.
+    answer: reference answer; a space is put before it if the preceding text does not end in white space.
     """
     head, _, tail = template.partition("{context}")
     body = tail.lstrip("\n")
@@ -109,5 +110,5 @@ def fill(
     question = body.format(**words).removesuffix(start)
     last = (question + frame.tail + start)[-1:]
     space = " " if last.isascii() and not last.isspace() else ""
-    turn = Turn(question, start, space + answer, references, limit)
+    turn = Turn(question, start, space + answer, references, max_new_tokens)
     return Example("", head.format(**words) + words["context"], (turn,), facts, tail[: len(tail) - len(body)])

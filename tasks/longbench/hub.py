@@ -1,7 +1,7 @@
-"""Single files of a repository on the hub, for data sets that `datasets` cannot load without running their code.
+"""Single files of a hub repository, for data sets that `datasets` cannot load without running their code.
 
-The commits that LongBench (1 and 2) and InfiniteBench are pinned at are those that several public repositories name;
-the hub itself was out of reach when this was written.
+LongBench (1 and 2) and InfiniteBench are pinned at the commits that several public repositories name. The commits were
+not checked against the hub, which could not be reached when this was written.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvbench.errors import UserError
-from kvbench.tasks.rows import Lines, Source, first_line, open_copy
+from kvbench.tasks.records import Lines, Source, first_line, open_copy
 
 
 @functools.cache
 def open_file(hub: str, revision: str, file: str) -> Source:
-    """The rows of a file.
+    """Open the records of one file.
 
     Raises:
-        UserError: it cannot be had, or not be read.
+        UserError: the file cannot be fetched or read.
     """
     path = _fetch(hub, revision, file)
     return replace(open_copy(str(path), hub, revision, None, ""), name=f"{hub} {file}", revision=revision)
@@ -28,10 +28,10 @@ def open_file(hub: str, revision: str, file: str) -> Source:
 
 @functools.cache
 def open_archive(hub: str, revision: str, member: str) -> Source:
-    """The rows of JSON lines in `data.zip`.
+    """Open the records of a JSONL file inside `data.zip`.
 
     Raises:
-        UserError: it cannot be had, or does not have the member.
+        UserError: the archive cannot be fetched or read, or lacks the member.
     """
     path = _fetch(hub, revision, "data.zip", then="unpack data.zip, and ")
     try:
@@ -49,7 +49,7 @@ def _fetch(hub: str, revision: str, file: str, then: str = "") -> Path:
         return Path(hf_hub_download(hub, file, repo_type="dataset", revision=revision))
     except Exception as error:  # the hub's client raises many kinds
         raise UserError(
-            f"{file} of {hub} at {revision[:12]} cannot be had from the hub ({first_line(error)}). Where there is a "
-            f"network, run: hf download {hub} {file} --repo-type dataset --revision {revision} --local-dir DIR, "
-            f"{then}give --task-set data=DIR."
+            f"{file} of {hub} at {revision[:12]} cannot be fetched from the hub ({first_line(error)}). On a machine "
+            f"with network access, run: hf download {hub} {file} --repo-type dataset --revision {revision} "
+            f"--local-dir DIR, {then}give --task-set data=DIR."
         ) from error

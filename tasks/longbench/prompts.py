@@ -1,4 +1,4 @@
-"""LongBench's prompts and limits of new tokens, as its repository has them (commit 2e00731f), faults included."""
+"""LongBench's prompts and max_new_tokens by task, copied from its repository (commit 2e00731f), errors included."""
 
 # ruff: noqa: RUF001
 from __future__ import annotations
@@ -93,15 +93,15 @@ PROMPTS: Mapping[str, str] = MappingProxyType({
     "lcc": "Please complete the code given below. \n{context}Next line of code:\n",
     "repobench-p": "Please complete the code given below. \n{context}{input}Next line of code:\n",
 })
-"""The filled prompt of each task; `{context}` and `{input}` are columns of a row."""
+"""The prompt template of each task; `{context}` and `{input}` are columns of a record."""
 
-LIMITS: Mapping[str, int] = MappingProxyType({
+MAX_NEW_TOKENS: Mapping[str, int] = MappingProxyType({
     "narrativeqa": 128, "qasper": 128, "multifieldqa_en": 64, "multifieldqa_zh": 64, "hotpotqa": 32, "2wikimqa": 32,
     "musique": 32, "dureader": 128, "gov_report": 512, "qmsum": 512, "multi_news": 512, "vcsum": 512, "trec": 64,
     "triviaqa": 32, "samsum": 128, "lsht": 64, "passage_count": 32, "passage_retrieval_en": 32,
     "passage_retrieval_zh": 32, "lcc": 64, "repobench-p": 64,
 })
-"""Most new tokens."""
+"""max_new_tokens of each task."""
 
 BARE = frozenset({"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"})
-"""Tasks that are never put into a chat template: their examples say what an answer looks like."""
+"""Tasks without a chat template: their prompts are few-shot examples or code to be continued."""

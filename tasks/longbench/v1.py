@@ -1,18 +1,18 @@
 """LongBench v1: 21 tasks with its own prompts, its cut of the middle and its rules about chat templates.
 
-A row fills the task's prompt (`prompts.py`). What follows the context, from where the instruction or the question is
-named, is our question, so that the same row can be asked with the question seen or unseen by the method; seen, a prompt
-is the official one byte for byte. A prompt that is too long loses its middle before it is put into the chat template,
-and six tasks are never put into one.
+A record fills the task's prompt template (`prompts.py`). The text after the context, instruction included, is the
+question of the turn, so that a method can compress with or without the question in view. With the question visible, the
+prompt equals the official one byte for byte. A prompt that is too long is cut in the middle before the chat template is
+applied; six tasks never use a chat template.
 
-The official code cuts at a number of tokens that goes with the model, generation and chat template not counted (Llama-2
-3,500; Mistral-0.2 31,500; Llama-3.1 127,500 in papers). A length here counts both. The default is what models of 32k
-hold; for rows to stand beside published ones, give that number and the task's limit and the tokens of the chat template
-in one. Decoding is greedy, as there; a text that is cut is decoded without cleaning up spaces, which transformers used
-to do unasked for some tokenizers.
+The official code cuts at a number of tokens per model, without generation and chat template (in papers: Llama-2 3,500;
+Mistral-0.2 31,500; Llama-3.1 127,500). `--length` here includes both. The default suits models of 32k positions. To
+compare with published results, give the sum of the published number, the task's max_new_tokens and the tokens of the
+chat template. Decoding is greedy, as in the official code. A text that was cut is decoded without cleaning up spaces,
+which older versions of transformers did by default for some tokenizers.
 
-The hub's `data.zip` is read; a local copy is its folder, unpacked. The copy with parquet files (Xnhyacinth/LongBench)
-holds kvpress's prompts, and not the columns that are filled in here.
+The data is the hub's `data.zip`; a local copy is its unpacked folder. The copy with parquet files
+(Xnhyacinth/LongBench) holds kvpress's prompts and lacks the columns that the templates need.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvbench.task import Example, Frame, Mode
+from kvbench.task import Example, Mode
 from kvbench.tasks.longbench.filled import FilledPrompt, fill
 from kvbench.tasks.longbench.hub import open_archive
-from kvbench.tasks.longbench.prompts import BARE, LIMITS, PROMPTS
-from kvbench.tasks.rows import Row, Source
+from kvbench.tasks.longbench.prompts import BARE, MAX_NEW_TOKENS, PROMPTS
+from kvbench.tasks.records import Record, Source
 from kvbench.tasks.scoring.longbench import SCORERS
+from kvbench.template import Frame
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LongBench(FilledPrompt):
-    """What the tasks share; all that differs follows from the name, which is `longbench_` and that of the data."""
+    """Base class; a subclass is named `longbench_` plus the name of its data file, which selects everything else."""
 
     suite: ClassVar[str] = "longbench"
     default_length: ClassVar[int] = 32_768
@@ -55,38 +56,38 @@ class LongBench(FilledPrompt):
 
     @property
     def prompt_id(self) -> str:
-        """The wording, which LongBench-E shares."""
+        """The prompt's id; a LongBench-E task has the id of its LongBench task."""
         return f"longbench/{self.kind}@1"
 
     @property
     def source(self) -> Source:
-        """The rows of the local copy, or of the hub's archive."""
+        """The records of the local copy, or of the archive on the hub."""
         return super().source if self.data else open_archive(self.hub, self.revision, f"data/{self.config}.jsonl")
 
     def frame(self, tokenizer: PreTrainedTokenizerBase) -> Frame:
-        """The chat template, but for tasks that are made of examples."""
+        """The chat template; none for few-shot and code completion tasks (`BARE`)."""
         return Frame.plain() if self.kind in BARE else super().frame(tokenizer)
 
-    def fault(self, row: Row) -> str | None:
-        """Rows of another task, and what cannot be scored."""
-        if row["dataset"].removesuffix("_e") != self.kind:
-            return f"it is of {row['dataset']}"
-        if not row["answers"] or not all(isinstance(x, str) for x in row["answers"]):
+    def fault(self, record: Record) -> str | None:
+        """Report a record of another task, and one that cannot be scored."""
+        if record["dataset"].removesuffix("_e") != self.kind:
+            return f"it is of {record['dataset']}"
+        if not record["answers"] or not all(isinstance(x, str) for x in record["answers"]):
             return "answers must be texts, one at least"
-        if not row["all_classes"] and any("all_classes" in x.facts for x in self.scorers):
+        if not record["all_classes"] and any("all_classes" in x.facts for x in self.scorers):
             return "all_classes must name the classes"
         return None
 
-    def compose(self, row: Row, *, mode: Mode, turns: int, frame: Frame) -> Example:  # noqa: ARG002  # there is one turn
-        """The filled prompt; `bucket` is LongBench-E's of the context's words (Chinese: characters)."""
-        length = row["length"]
-        facts = {x: row[x] for x in ("_id", "length", "language")}
+    def compose(self, record: Record, *, mode: Mode, turns: int, frame: Frame) -> Example:  # noqa: ARG002  # one turn
+        """Fill the prompt; the fact `bucket` is LongBench-E's length class in words (Chinese: characters)."""
+        length = record["length"]
+        facts = {x: record[x] for x in ("_id", "length", "language")}
         facts["bucket"] = "0-4k" if length < 4000 else "4-8k" if length < 8000 else "8k+"
-        if row["all_classes"]:
-            facts["all_classes"] = row["all_classes"]
+        if record["all_classes"]:
+            facts["all_classes"] = record["all_classes"]
         return fill(
-            PROMPTS[self.kind], row, prefix="", answer=row["answers"][0], references=tuple(row["answers"]),
-            limit=LIMITS[self.kind], frame=frame, facts=facts,
+            PROMPTS[self.kind], record, prefix="", answer=record["answers"][0], references=tuple(record["answers"]),
+            max_new_tokens=MAX_NEW_TOKENS[self.kind], frame=frame, facts=facts,
         )
 
 

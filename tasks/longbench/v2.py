@@ -1,21 +1,22 @@
-"""LongBench v2: 503 questions with four choices, asked without a chain of thought.
+"""LongBench v2: 503 questions with four choices, asked without chain of thought.
 
-The prompt is THUDM/LongBench's at 2e00731f (prompts/0shot.txt). As in its code (pred.py), white space around a row's
-texts is left out, and the whole is cut in the middle to 120,000 tokens by default; here the chat template's own tokens
-count among them. Decoding is greedy, where the official runs sample at temperature 0.1; the variant with a chain of
-thought is not offered.
+The prompt is that of THUDM/LongBench at 2e00731f (prompts/0shot.txt). As in its code (pred.py), white space around a
+record's texts is stripped, and the prompt is cut in the middle to 120,000 tokens by default; here these include the
+tokens of the chat template. Decoding is greedy, while the official runs sample at temperature 0.1. The variant with
+chain of thought is not implemented.
 
-With 503 rows a 95% interval is about 4.4 points on either side: smaller differences are noise.
+With 503 records, a 95% confidence interval is about 4.4 points to either side; smaller differences are noise.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from kvbench.task import Example, Frame, Mode, Scorer
+from kvbench.task import Example, Mode, Scorer
 from kvbench.tasks.longbench.filled import FilledPrompt, fill
-from kvbench.tasks.rows import Row
+from kvbench.tasks.records import Record
 from kvbench.tasks.scoring.longbench import VERSION_2
+from kvbench.template import Frame
 
 PROMPT = (
     "Please read the following text and answer the question below.\n\n<text>\n{context}\n</text>\n\n"
@@ -23,11 +24,11 @@ PROMPT = (
     "Choices:\n(A) {choice_A}\n(B) {choice_B}\n(C) {choice_C}\n(D) {choice_D}\n\n"
     'Format your response as follows: "The correct answer is (insert answer here)".'
 )
-LIMIT = 128
+MAX_NEW_TOKENS = 128
 
 
 class LongBench2(FilledPrompt):
-    """Books, papers, code, tables and conversations of 8,000 to 2,000,000 words."""
+    """Multiple choice over books, papers, code, tables and conversations of 8,000 to 2,000,000 words."""
 
     name: ClassVar[str] = "longbench2"
     version: ClassVar[str] = "2"
@@ -35,7 +36,7 @@ class LongBench2(FilledPrompt):
     summary: ClassVar[str] = "LongBench v2: multiple choice over texts of 8,000 to 2,000,000 words"
     needs: ClassVar[str | None] = "LongBench v2's data, a larger model"
     scorers: ClassVar[tuple[Scorer, ...]] = VERSION_2
-    default_length: ClassVar[int] = 120_000 + LIMIT
+    default_length: ClassVar[int] = 120_000 + MAX_NEW_TOKENS
     hub: ClassVar[str] = "THUDM/LongBench-v2"
     revision: ClassVar[str] = "2b48e494f2c7a2f0af81aae178e05c7e1dde0fe9"
     split: ClassVar[str] = "train"
@@ -47,17 +48,18 @@ class LongBench2(FilledPrompt):
 
     @property
     def prompt_id(self) -> str:
-        """Asked at once, without a chain of thought."""
+        """The official zero-shot prompt, without chain of thought."""
         return "longbench2/0shot@2e00731f"
 
-    def fault(self, row: Row) -> str | None:
-        """An answer that is none of the four letters."""
-        return None if row["answer"] in set("ABCD") else f"answer is '{row['answer']}', not A, B, C or D"
+    def fault(self, record: Record) -> str | None:
+        """Report an answer that is not one of the four letters."""
+        return None if record["answer"] in set("ABCD") else f"answer is '{record['answer']}', not A, B, C or D"
 
-    def compose(self, row: Row, *, mode: Mode, turns: int, frame: Frame) -> Example:  # noqa: ARG002  # there is one turn
-        """The filled prompt; what results are told apart by are its facts."""
+    def compose(self, record: Record, *, mode: Mode, turns: int, frame: Frame) -> Example:  # noqa: ARG002  # one turn
+        """Fill the prompt; facts are the columns by which LongBench v2 groups its results."""
         return fill(
-            PROMPT, {name: text.strip() for name, text in row.items()}, prefix="",
-            answer=f"The correct answer is ({row['answer']}).", references=(row["answer"],), limit=LIMIT, frame=frame,
-            facts={x: row[x] for x in ("_id", "domain", "sub_domain", "difficulty", "length")},
+            PROMPT, {name: text.strip() for name, text in record.items()}, prefix="",
+            answer=f"The correct answer is ({record['answer']}).", references=(record["answer"],),
+            max_new_tokens=MAX_NEW_TOKENS, frame=frame,
+            facts={x: record[x] for x in ("_id", "domain", "sub_domain", "difficulty", "length")},
         )

@@ -36,7 +36,7 @@ PREFIX = (
     "{value}, they are: "
 )
 HOPS = 4
-LIMIT = 30
+MAX_NEW_TOKENS = 30
 NAME_LETTERS = 5
 SHOT_LETTERS = 3
 SHOT_TOKENS = 500
@@ -137,7 +137,7 @@ class VariableTracking(Task):
         seed: of the places of the chains' lines.
         """
         text = weave(cut(itertools.repeat(NOISE), n), chains, seed)
-        turns = [Turn(x.question, x.prefix, x.answer, x.names, LIMIT) for x in (chains[i] for i in asked)]
+        turns = [Turn(x.question, x.prefix, x.answer, x.names, MAX_NEW_TOKENS) for x in (chains[i] for i in asked)]
         lines = [line for i in asked for line in chains[i].lines]
         facts = {
             "keys": [chains[i].value for i in asked],
@@ -162,7 +162,7 @@ class VariableTracking(Task):
 
         what = f"{self.name} with {turns} turn{'s' if turns > 1 else ''}"
         line = measure(tokenizer)
-        n = largest_fit(count, length - LIMIT, least=FEWEST_WORDS, line=line, what=what)
+        n = largest_fit(count, length - MAX_NEW_TOKENS, least=FEWEST_WORDS, line=line, what=what)
         return self.compose(shot, chains, asked, n, seed=seed, id=id)
 
     def minimum_length(self, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -170,7 +170,7 @@ class VariableTracking(Task):
         shot = fit_shot(longest(SHOT_LETTERS, tokenizer), 0, 0, tokenizer)
         chains = [longest(NAME_LETTERS, tokenizer)] * turns
         example = self.compose(shot, chains, range(turns), FEWEST_WORDS, seed=0, id="minimum")
-        return count_prompt(self, example, tokenizer, self.frame(tokenizer)) + LIMIT
+        return count_prompt(self, example, tokenizer, self.frame(tokenizer)) + MAX_NEW_TOKENS
 
 
 def fit_shot(chain: Chain, seed: int, length: int, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -36,7 +36,7 @@ CWE_INTRO = (
 )
 CWE_QUESTION = "Question: What are the 10 most common words in the above list?"
 CWE_PREFIX = " Answer: The top 10 words that appear most often in the list are:"
-CWE_LIMIT = 120
+CWE_MAX_NEW_TOKENS = 120
 COMMON = 10
 FEWEST_LISTED = 2 * COMMON
 MIN_ENTRY_TOKENS = 2
@@ -52,7 +52,7 @@ FWE_QUESTION = (
     "What are the three most frequently appeared words in the above coded text?"
 )
 FWE_PREFIX = " Answer: According to the coded text above, the three most frequently appeared words are:"
-FWE_LIMIT = 50
+FWE_MAX_NEW_TOKENS = 50
 DOTS = "..."
 """RULER's most frequent `word`, which is noise."""
 FREQUENT = 3
@@ -143,7 +143,7 @@ class CommonWords(Counting):
         rng = random.Random(seed)
         solved = CWE_INTRO + list_words(shot, repeats.shot_common, repeats.shot_rare, rng) + show_answer(shot)
         common = tuple(items[:COMMON])
-        turn = Turn(CWE_QUESTION, CWE_PREFIX, f" {number(common)}", common, CWE_LIMIT)
+        turn = Turn(CWE_QUESTION, CWE_PREFIX, f" {number(common)}", common, CWE_MAX_NEW_TOKENS)
         text = list_words(items, repeats.common, repeats.rare, rng)
         return Example(id, solved + CWE_INTRO + text, (turn,), {"words": len(items)})
 
@@ -160,7 +160,7 @@ class CommonWords(Counting):
             return count_prompt(self, self.compose(shot, items[:n], repeats, seed=seed, id=id), tokenizer, frame)
 
         line = measure_list(self, repeats, tokenizer)
-        n = largest_fit(count, length - CWE_LIMIT, least=FEWEST_LISTED, line=line, what=self.name)
+        n = largest_fit(count, length - CWE_MAX_NEW_TOKENS, least=FEWEST_LISTED, line=line, what=self.name)
         return self.compose(shot, items[:n], repeats, seed=seed, id=id)
 
     def minimum_length(self, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -169,7 +169,7 @@ class CommonWords(Counting):
         word = longest(tokenizer)
         repeats = Repeats.of(0)
         example = self.compose([word] * repeats.shot_words, [word] * FEWEST_LISTED, repeats, seed=0, id="minimum")
-        return count_prompt(self, example, tokenizer, self.frame(tokenizer)) + CWE_LIMIT
+        return count_prompt(self, example, tokenizer, self.frame(tokenizer)) + CWE_MAX_NEW_TOKENS
 
 
 @cache
@@ -210,7 +210,7 @@ class FrequentWords(Counting):
         text = [word for word, count in zip(coded, counts, strict=True) for _ in range(count)]
         random.Random(seed).shuffle(text)
         frequent = tuple(coded[1 : 1 + FREQUENT])
-        turn = Turn(FWE_QUESTION, FWE_PREFIX, f" {', '.join(frequent)}.", frequent, FWE_LIMIT)
+        turn = Turn(FWE_QUESTION, FWE_PREFIX, f" {', '.join(frequent)}.", frequent, FWE_MAX_NEW_TOKENS)
         return Example(id, FWE_INTRO + " ".join(text), (turn,), {"words": len(text)})
 
     def example(
@@ -224,7 +224,7 @@ class FrequentWords(Counting):
             return count_prompt(self, self.compose(coded, n, seed=seed, id=id), tokenizer, frame)
 
         line = Line.through(count, FEWEST_CODED, 10 * FEWEST_CODED)
-        n = largest_fit(count, length - FWE_LIMIT, least=FEWEST_CODED, line=line, what=self.name)
+        n = largest_fit(count, length - FWE_MAX_NEW_TOKENS, least=FEWEST_CODED, line=line, what=self.name)
         return self.compose(coded, n, seed=seed, id=id)
 
     def minimum_length(self, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -234,12 +234,12 @@ class FrequentWords(Counting):
         sizes = [len(ids) for ids in tokenizer([f" {x}" for x in drawn], add_special_tokens=False).input_ids]
         coded = [DOTS, *[drawn[sizes.index(max(sizes))]] * FEWEST_CODED]
         example = self.compose(coded, FEWEST_CODED, seed=0, id="minimum")
-        return count_prompt(self, example, tokenizer, self.frame(tokenizer)) + FWE_LIMIT
+        return count_prompt(self, example, tokenizer, self.frame(tokenizer)) + FWE_MAX_NEW_TOKENS
 
 
 def draw_coded(rng: random.Random, length: int) -> list[str]:
     """The dots, and as many distinct coded words as RULER has for a length."""
     drawn: dict[str, None] = {DOTS: None}
-    while len(drawn) < max((length - FWE_LIMIT) // TOKENS_PER_WORD, 2 + FREQUENT):
+    while len(drawn) < max((length - FWE_MAX_NEW_TOKENS) // TOKENS_PER_WORD, 2 + FREQUENT):
         drawn["".join(rng.choices(string.ascii_lowercase, k=LETTERS))] = None
     return list(drawn)

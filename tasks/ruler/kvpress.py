@@ -1,11 +1,12 @@
-"""RULER as kvpress runs it: the rows of `simonjegou/ruler`, in kvpress's order of context, question and answer prefix.
+"""RULER as kvpress runs it: records of `simonjegou/ruler`, in kvpress's order of context, question and answer prefix.
 
-The rows are RULER's own samples, made once with Llama-3.1-8B's tokenizer and without a chat template. So 4,096 tokens
-are more or fewer of another model's, with its chat template's on top, and nothing is cut: `--length` must have room for
-the longest row. Where a model has no chat template a line break stands before the answer prefix, as in kvpress.
+The records are RULER's own samples, generated with Llama-3.1-8B's tokenizer and without a chat template. Another
+model's tokenizer makes more or fewer than the nominal 4,096 tokens of them, and its chat template adds some. Nothing is
+cut, so `--length` must have room for the longest record. Without a chat template, a line break precedes the answer
+prefix, as in kvpress.
 
-kvpress turns off the thinking of models whose template can; here the template is taken as it is. The commit is the one
-that public runs of kvpress name; it was not looked up on the hub.
+kvpress turns off the thinking mode of chat templates that have one; here the template is used as it is. The pinned
+commit is the one that public runs of kvpress name; it was not checked on the hub.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvbench.errors import UserError
-from kvbench.task import Example, Frame, Mode, Scorer, Split, Turn
+from kvbench.task import Example, Mode, Scorer, Split, Turn
 from kvbench.tasks.dataset import DatasetTask
-from kvbench.tasks.rows import Columns, Row, Source, open_copy, open_hub
+from kvbench.tasks.records import Columns, Record, Source, open_copy, open_hub
+from kvbench.template import Frame
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,9 +31,9 @@ CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 def string_match(prediction: str, references: Sequence[str], task: str) -> float:
-    """The share of references inside the prediction, or whether any is for questions about documents.
+    """Share of references found in the prediction; for questions about documents, whether any reference is found.
 
-    As RULER's, but that control characters are removed, not replaced by line breaks.
+    Differs from RULER's rule in that control characters are removed instead of replaced by line breaks.
     """
     text = CONTROL.sub("", prediction.strip()).strip().lower()
     found = [reference.lower() in text for reference in references]
@@ -40,7 +42,11 @@ def string_match(prediction: str, references: Sequence[str], task: str) -> float
 
 @dataclass(frozen=True)
 class KvpressRuler(DatasetTask):
-    """kvpress's rows. tokens: which of its three sets; task: one of RULER's thirteen, or all of them mixed."""
+    """kvpress's RULER records.
+
+    tokens: nominal length of the set.
+    task: one of RULER's thirteen tasks, or all of them mixed.
+    """
 
     tokens: Literal[4096, 8192, 16384] = 4096
     task: Literal[
@@ -69,44 +75,45 @@ class KvpressRuler(DatasetTask):
 
     @property
     def prompt_id(self) -> str:
-        """kvpress's order; the set and the task are settings."""
+        """The prompt's id; the set and the task are settings and not part of it."""
         return "ruler-kvpress@1"
 
     @property
     def source(self) -> Source:
-        """The rows of the set; opened once per process."""
+        """The records of the set, opened once per process."""
         part = str(self.tokens)
         if self.data:
             return open_copy(self.data, self.hub, self.revision, part, self.split)
         return open_hub(self.hub, self.revision, part, self.split)
 
     def choose(self, n: int, seed: int) -> list[int]:
-        """The rows of the first `n` examples: of the task, in the order of the file for seed 0."""
-        rows = find_rows(self)
-        if n > len(rows):
+        """Indices of the first `n` records of the task: in file order for seed 0, in a random order otherwise."""
+        records = find_records(self)
+        if n > len(records):
             raise UserError(
-                f"{self.name} has {len(rows)} rows of task {self.task} in {self.source.name}: ask for --samples "
-                f"{len(rows)} or fewer."
+                f"{self.name} has {len(records)} records of task {self.task} in {self.source.name}: ask for --samples "
+                f"{len(records)} or fewer."
             )
-        return list(rows[:n]) if seed == 0 else random.Random(f"{self.name}/{seed}").sample(rows, len(rows))[:n]
+        rng = random.Random(f"{self.name}/{seed}")
+        return list(records[:n]) if seed == 0 else rng.sample(records, len(records))[:n]
 
-    def compose(self, row: Row, *, mode: Mode, turns: int, frame: Frame) -> Example:  # noqa: ARG002  # one question
-        """The example of a row."""
-        answers = row["answer"]
-        if not answers or not all(isinstance(x, str) and x for x in answers) or row["max_new_tokens"] < 1:
-            raise UserError(f"{self.source.name}: a row's answer is no list of texts, or has no tokens. {self.hint}")
-        prefix = row["answer_prefix"] if frame.sha else f"\n{row['answer_prefix']}"
-        turn = Turn(row["question"], prefix, f" {', '.join(answers)}", tuple(answers), row["max_new_tokens"])
-        return Example("", row["context"], (turn,), {"task": row["task"]})
+    def compose(self, record: Record, *, mode: Mode, turns: int, frame: Frame) -> Example:  # noqa: ARG002  # one question
+        """Build the example of a record, with kvpress's own answer prefix and max_new_tokens."""
+        answers = record["answer"]
+        if not answers or not all(isinstance(x, str) and x for x in answers) or record["max_new_tokens"] < 1:
+            raise UserError(f"{self.source.name}: a record's answer is no list of texts, or has no tokens. {self.hint}")
+        prefix = record["answer_prefix"] if frame.sha else f"\n{record['answer_prefix']}"
+        turn = Turn(record["question"], prefix, f" {', '.join(answers)}", tuple(answers), record["max_new_tokens"])
+        return Example("", record["context"], (turn,), {"task": record["task"]})
 
     def examples(
         self, *, seed: int, split: Split, n: int, length: int, turns: int, mode: Mode,
         tokenizer: PreTrainedTokenizerBase,
     ) -> Iterator[Example]:
-        """The rows as examples, whole.
+        """Build examples from records, without cutting.
 
         Raises:
-            UserError: the split is dev, rows are too few or wrong, or one does not fit.
+            UserError: the split is dev, there are too few records, a record is wrong or does not fit `length`.
         """
         found = super().examples(
             seed=seed, split=split, n=n, length=length, turns=turns, mode=mode, tokenizer=tokenizer
@@ -115,13 +122,13 @@ class KvpressRuler(DatasetTask):
             if example.facts["cut_tokens"]:
                 raise UserError(
                     f"{example.id} of {self.name} has {example.facts['cut_tokens']} tokens more than fit {length}, and "
-                    "kvpress cuts nothing. Ask for a greater --length."
+                    "kvpress cuts nothing. Use a greater --length."
                 )
             yield example
 
 
 @cache
-def find_rows(task: KvpressRuler) -> range | tuple[int, ...]:
-    """Numbers of the task's rows."""
-    every = range(len(task.source.rows))
-    return every if task.task == "all" else tuple(i for i in every if task.row(i)["task"] == task.task)
+def find_records(task: KvpressRuler) -> range | tuple[int, ...]:
+    """Indices of the task's records."""
+    every = range(len(task.source.records))
+    return every if task.task == "all" else tuple(i for i in every if task.record(i)["task"] == task.task)

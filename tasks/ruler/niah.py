@@ -41,7 +41,7 @@ QUESTION = "What are all the special magic {type} for {query} mentioned in the p
 PREFIX = " The special magic {type} for {query} mentioned in the provided text are"
 SINGULAR = (("Some", "A"), ("are all", "is"), ("are", "is"))
 """RULER's replacements, in its order, where one value is asked for; the type loses its last letter."""
-LIMIT = 128
+MAX_NEW_TOKENS = 128
 
 
 def enumerate_words(parts: Sequence[str]) -> str:
@@ -123,7 +123,7 @@ class Niah(Task):
             question, prefix = (
                 self.word(template, enumerate_words(keys), singular=one) for template in (QUESTION, PREFIX)
             )
-            turns.append(Turn(question, prefix, f" {enumerate_words(values)}.", values, LIMIT))
+            turns.append(Turn(question, prefix, f" {enumerate_words(values)}.", values, MAX_NEW_TOKENS))
         facts = {
             "keys": asked_keys,
             "depths": [round(places[i] / len(text), 4) for key in asked_keys for i in of[key]],
@@ -147,7 +147,7 @@ class Niah(Task):
 
         what = f"{self.name} with {turns} turn{'s' if turns > 1 else ''}"
         line = measure(self, n_keys, tokenizer)
-        n = largest_fit(count, length - LIMIT, least=haystack.least(len(pairs)), line=line, what=what)
+        n = largest_fit(count, length - MAX_NEW_TOKENS, least=haystack.least(len(pairs)), line=line, what=what)
         return self.compose(haystack, pairs, asked, n, id=id)
 
     def minimum_length(self, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -157,7 +157,7 @@ class Niah(Task):
         pair = longest(self.key_kind, tokenizer), longest(self.value_kind, tokenizer)
         haystack = self.haystack_for(random.Random(0))
         example = self.compose(haystack, [pair] * needles, range(n_asked), haystack.short(needles), id="minimum")
-        return prompt_tokens(encode(self, example, tokenizer)) + LIMIT
+        return prompt_tokens(encode(self, example, tokenizer)) + MAX_NEW_TOKENS
 
 
 @cache

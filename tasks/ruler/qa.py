@@ -34,7 +34,7 @@ INTRO = f"{ASK}\n\nThe following are given documents.\n\n"
 DOCUMENT = "Document {number}:\n{text}"
 QUESTION = f"{ASK}\n\nQuestion: {{query}}"
 PREFIX = " Answer:"
-LIMIT = 32
+MAX_NEW_TOKENS = 32
 STRETCH = 300
 """Words over which tokens are measured, where a search for a length starts."""
 DEV = 5
@@ -90,7 +90,7 @@ class DocumentQa(Task):
         random.Random(pile.seed).shuffle(order)
         text = "\n\n".join(DOCUMENT.format(number=rank, text=found[i]) for rank, i in enumerate(order, 1))
         turns = tuple(
-            Turn(QUESTION.format(query=query), PREFIX, f" {answers[0]}", answers, LIMIT)
+            Turn(QUESTION.format(query=query), PREFIX, f" {answers[0]}", answers, MAX_NEW_TOKENS)
             for query, answers in pile.asked
         )
         facts = {"documents": len(found), "gold": [order.index(i) + 1 for i in range(len(pile.gold))]}
@@ -107,13 +107,13 @@ class DocumentQa(Task):
         what = f"{self.name} with {turns} question{'s' if turns > 1 else ''} of example {id}"
         least = count_words(pile.gold)
         line = Line.through(count, least, least + STRETCH)
-        n = largest_fit(count, length - LIMIT, least=least, line=line, what=what)
+        n = largest_fit(count, length - MAX_NEW_TOKENS, least=least, line=line, what=what)
         return self.compose(pile, n, id=id)
 
     def measure(self, pile: Pile, tokenizer: PreTrainedTokenizerBase) -> int:
         """Tokens of the example with nothing but its gold documents, generation included."""
         example = self.compose(pile, count_words(pile.gold), id="minimum")
-        return count_prompt(self, example, tokenizer, self.frame(tokenizer)) + LIMIT
+        return count_prompt(self, example, tokenizer, self.frame(tokenizer)) + MAX_NEW_TOKENS
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,10 @@
-"""Key-value retrieval in the format of SCBench's Retr.KV, with pairs generated here.
+"""Key-value retrieval in the format of SCBench's Retr.KV, with generated pairs.
 
-`kv` has SCBench's keys and values (36-character UUIDs). `kv-short` has the same text around adjective-noun keys and
-numbers of seven digits, which models of a few million parameters can copy. SCBench fixes 2,500 pairs; here their number
-follows from the length: as many as fit, so that tokens of the first prompt plus the generation limit (150) come
-within one pair of it and never exceed it.
+`kv` has SCBench's keys and values (36-character UUIDs). `kv-short` has the same text with adjective-noun keys and
+numbers of seven digits, which models of a few million parameters can copy. SCBench has 2,500 pairs; here there are as
+many as fit `length`: the first prompt and max_new_tokens (150) come within one pair of it and never exceed it.
 
-The whole question is the user's, as in SCBench: nothing is put after an assistant header.
+As in SCBench, the whole question belongs to the user's message; there is no answer prefix.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ if TYPE_CHECKING:
 
 INTRO = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
 QUESTION = '\nKey: "{key}"\nThe value associated with the specified key is: '
-LIMIT = 150
+MAX_NEW_TOKENS = 150
 MIN_PAIR_TOKENS = 5
-"""No tokenizer needs fewer for two quoted strings and their punctuation."""
+"""Lower bound on the tokens of two quoted strings with punctuation, for any tokenizer."""
 SHORT = 6
-"""Most letters of either word of a short key."""
+"""Most letters in each word of a short key."""
 
 
 @dataclass(frozen=True)
 class KeyValue(Task):
-    """What the variants share; a variant says what keys and values look like."""
+    """Base class of the variants, which differ in their keys and values."""
 
     version: ClassVar[str] = "1"
     suite: ClassVar[str] = "scbench"
@@ -46,13 +45,14 @@ class KeyValue(Task):
     separator: ClassVar[str] = "\n\n"
     @abstractmethod
     def pairs(self, rng: random.Random, n: int) -> list[tuple[str, str]]:
-        """`n` pairs of distinct keys and distinct values."""
+        """Draw `n` pairs with distinct keys and distinct values."""
 
     def compose(self, pairs: Sequence[tuple[str, str]], asked: Sequence[int], *, id: str) -> Example:
-        """The example that holds all pairs in this order and asks for some of them in turn."""
+        """Build the example that holds all pairs in this order and asks for those with the indices `asked`."""
         text = json.dumps(dict(pairs))
         turns = tuple(
-            Turn(QUESTION.format(key=key), "", value, (value,), LIMIT) for key, value in (pairs[i] for i in asked)
+            Turn(QUESTION.format(key=key), "", value, (value,), MAX_NEW_TOKENS)
+            for key, value in (pairs[i] for i in asked)
         )
         facts = {
             "keys": [pairs[i][0] for i in asked],
@@ -64,9 +64,13 @@ class KeyValue(Task):
     def example(
         self, rng: random.Random, *, id: str, length: int, turns: int, tokenizer: PreTrainedTokenizerBase
     ) -> Example:
-        """One example whose first prompt and 150 generated tokens fill `length`; UserError where it is too short."""
-        # The asked pairs come first, so that the first prompt's length depends on how many others follow and on nothing
-        # else; then all are shuffled for the final number.
+        """Generate an example whose first prompt and answer fill `length`.
+
+        Raises:
+            UserError: `length` is too short.
+        """
+        # While searching, the asked pairs come first, so that the prompt's length depends only on the number of pairs.
+        # They are shuffled once that number is known.
         frame = self.frame(tokenizer)
         most = max(turns, length // MIN_PAIR_TOKENS) + 1
         drawn = self.pairs(rng, most)
@@ -75,23 +79,23 @@ class KeyValue(Task):
             return count_prompt(self, self.compose(drawn[:n], range(turns), id=id), tokenizer, frame)
 
         what = f"{self.name} with {turns} turn{'s' if turns > 1 else ''}"
-        n = largest_fit(count, length - LIMIT, least=turns, line=measure(self, tokenizer), what=what)
+        n = largest_fit(count, length - MAX_NEW_TOKENS, least=turns, line=measure(self, tokenizer), what=what)
         order = rng.sample(range(n), n)
         return self.compose([drawn[i] for i in order], [order.index(turn) for turn in range(turns)], id=id)
 
     def minimum_length(self, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:
-        """Tokens of an example that holds the asked pairs only, generation included; the longest of 16 draws."""
+        """Tokens of an example with the asked pairs only, generation included: the most over 16 draws."""
         lengths = []
         for seed in range(16):
             example = self.compose(self.pairs(random.Random(seed), turns), range(turns), id="minimum")
             lengths.append(prompt_tokens(encode(self, example, tokenizer)))
-        # Keys differ in tokens: room for one more pair covers those longer than any of the draws.
-        return max(lengths) + LIMIT + int(measure(self, tokenizer).slope) + 1
+        # Other draws may have longer keys; the tokens of one more pair are a margin for them.
+        return max(lengths) + MAX_NEW_TOKENS + int(measure(self, tokenizer).slope) + 1
 
 
 @cache
 def measure(task: KeyValue, tokenizer: PreTrainedTokenizerBase) -> Line:
-    """Tokens of the task's prompts by pairs."""
+    """Estimate the tokens of the task's prompts as a line over the number of pairs."""
     drawn, frame = task.pairs(random.Random(0), 40), task.frame(tokenizer)
     return Line.through(
         lambda n: count_prompt(task, task.compose(drawn[:n], [0], id=""), tokenizer, frame), 1, len(drawn)
@@ -100,32 +104,32 @@ def measure(task: KeyValue, tokenizer: PreTrainedTokenizerBase) -> Line:
 
 @dataclass(frozen=True)
 class KeyValueUuid(KeyValue):
-    """UUIDs, as in SCBench."""
+    """Key-value retrieval with UUIDs, as in SCBench."""
 
     name: ClassVar[str] = "kv"
     summary: ClassVar[str] = "SCBench Retr.KV format: the value of a key in a JSON object of UUIDs"
     @property
     def prompt_id(self) -> str:
-        """Wording and kind of pairs."""
+        """The prompt's id, with the kind of pairs."""
         return "scbench-kv/uuid@1"
 
     def pairs(self, rng: random.Random, n: int) -> list[tuple[str, str]]:
-        """UUIDs of version 4 from the sample's own generator."""
+        """Draw pairs of UUIDs of version 4 from the sample's own random generator."""
         ids = draw_uuids(rng, 2 * n)
         return list(zip(ids[:n], ids[n:], strict=True))
 
 
 @dataclass(frozen=True)
 class KeyValueShort(KeyValue):
-    """Short words and numbers."""
+    """Key-value retrieval with short words and numbers."""
 
     name: ClassVar[str] = "kv-short"
     summary: ClassVar[str] = "SCBench Retr.KV format with adjective-noun keys and numbers of seven digits"
     @property
     def prompt_id(self) -> str:
-        """Wording and kind of pairs."""
+        """The prompt's id, with the kind of pairs."""
         return "scbench-kv/short@1"
 
     def pairs(self, rng: random.Random, n: int) -> list[tuple[str, str]]:
-        """Adjective-noun keys of at most six letters each, and numbers."""
+        """Draw adjective-noun keys with at most six letters in each word, and numbers of seven digits."""
         return list(zip(draw_keys(rng, n, SHORT), draw_numbers(rng, n), strict=True))

@@ -1,4 +1,4 @@
-"""SCBench's two mixed tasks, whose turns are of two tasks by turns: summaries and needles, functions and values."""
+"""SCBench's two mixed tasks, whose turns alternate between two tasks: summaries and needles, functions and values."""
 
 from __future__ import annotations
 
@@ -7,66 +7,66 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from kvbench.task import Turn
-from kvbench.tasks.rows import Columns, Row
+from kvbench.tasks.records import Columns, Record
 from kvbench.tasks.scbench.official import Place, SCBench
 from kvbench.tasks.scbench.repositories import Repositories
 
 
 @dataclass(frozen=True)
 class Mixed(SCBench):
-    """A turn's `task` says what it is of; the words are the same for both."""
+    """Base class; the column `task` of a turn names the task that it belongs to."""
 
     turn_columns: ClassVar[Columns] = {"input": str, "answer": str, "task": str}
-    limits: ClassVar[Mapping[str, int]]
-    """New tokens of an answer by its task."""
+    max_new_tokens_by_task: ClassVar[Mapping[str, int]]
+    """max_new_tokens by the name of the turn's task."""
 
-    def fault(self, turn: Row) -> str | None:
-        """A turn of another task than the two."""
-        unknown = f"task {turn['task']} is none of {', '.join(self.limits)}"
-        return super().fault(turn) or (None if turn["task"] in self.limits else unknown)
+    def fault(self, turn: Record) -> str | None:
+        """Report a turn of a task other than these two."""
+        unknown = f"task {turn['task']} is none of {', '.join(self.max_new_tokens_by_task)}"
+        return super().fault(turn) or (None if turn["task"] in self.max_new_tokens_by_task else unknown)
 
-    def limit_of(self, asked: Row) -> int:
-        """That of its task."""
-        return self.limits[asked["task"]]
+    def answer_tokens(self, asked: Record) -> int:
+        """max_new_tokens of the turn's task."""
+        return self.max_new_tokens_by_task[asked["task"]]
 
-    def turn(self, asked: Row, place: Place) -> Turn:
-        """The task for the scorers."""
+    def turn(self, asked: Record, place: Place) -> Turn:
+        """Build the turn; its fact `task` tells the scorers which rule applies."""
         return replace(super().turn(asked, place), facts={"task": asked["task"]})
 
     def room(self, turns: int) -> int:
-        """Both limits for every two turns."""
-        return sum(self.limits.values()) * turns // 2
+        """The sum of both tasks' max_new_tokens for every two turns."""
+        return sum(self.max_new_tokens_by_task.values()) * turns // 2
 
 
 @dataclass(frozen=True)
 class MixSumNeedles(Mixed):
-    """Summaries of papers, and numbers that are hidden among them."""
+    """Summaries of papers, and pass keys hidden among the papers."""
 
     name: ClassVar[str] = "scbench_summary_with_needles"
     summary: ClassVar[str] = "SCBench Mix.Sum+NIAH: summaries of papers and pass keys hidden among them, by turns"
     needs: ClassVar[str | None] = "SCBench's data, a larger model"
-    limits: ClassVar[Mapping[str, int]] = {"scbench_summary": 800, "scbench_passkey": 15}
+    max_new_tokens_by_task: ClassVar[Mapping[str, int]] = {"scbench_summary": 800, "scbench_passkey": 15}
 
 
 @dataclass(frozen=True)
 class MixRepoQAKV(Mixed, Repositories):
-    """Functions of a repository, and values of keys that are hidden in its code."""
+    """Functions of a repository, and values of keys hidden in its code."""
 
     name: ClassVar[str] = "scbench_repoqa_and_kv"
     summary: ClassVar[str] = "SCBench Mix.RepoQA+KV: functions of a repository and values hidden in it, by turns"
     needs: ClassVar[str | None] = "SCBench's data, a larger model"
-    limits: ClassVar[Mapping[str, int]] = {"scbench_repoqa": 1024, "scbench_kv": 80}
+    max_new_tokens_by_task: ClassVar[Mapping[str, int]] = {"scbench_repoqa": 1024, "scbench_kv": 80}
 
-    def fault(self, turn: Row) -> str | None:
-        """A function without a name."""
+    def fault(self, turn: Record) -> str | None:
+        """Report a turn that asks for a function and does not name it."""
         named = turn["task"] != "scbench_repoqa" or isinstance(turn.get("name"), str)
         return super().fault(turn) or (None if named else "the function has no name")
 
-    def functions(self, turns: Iterable[Row]) -> Iterator[tuple[str, str]]:
-        """Of the turns that ask for one."""
+    def functions(self, turns: Iterable[Record]) -> Iterator[tuple[str, str]]:
+        """Names and source of the functions, from the turns that ask for one."""
         return super().functions(turn for turn in turns if turn["task"] == "scbench_repoqa")
 
-    def turn(self, asked: Row, place: Place) -> Turn:
-        """The function's name for the scorers; none of a value."""
+    def turn(self, asked: Record, place: Place) -> Turn:
+        """Build the turn; its fact `name` is the function's name, empty for a value."""
         made = super().turn(asked, place)
         return replace(made, facts={**made.facts, "name": asked.get("name") or ""})

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from kvbench.task import Turn
-from kvbench.tasks.rows import Columns, Row
+from kvbench.tasks.records import Columns, Record
 from kvbench.tasks.scbench.official import Place, SCBench
 
 LETTERS = "ABCD"
@@ -16,18 +16,18 @@ LETTERS = "ABCD"
 class BookQA(SCBench):
     """Free questions about a book."""
 
-    limit: ClassVar[int] = 40
+    max_new_tokens: ClassVar[int] = 40
     question: ClassVar[str]
-    """What stands around the turn's input."""
+    """Template around the turn's input."""
 
-    def turn(self, asked: Row, place: Place) -> Turn:
-        """The question in its frame, which it has in every place."""
+    def turn(self, asked: Record, place: Place) -> Turn:
+        """Build the turn; the question has the same template in every place."""
         return replace(super().turn(asked, place), question=self.question.format(asked["input"]))
 
 
 @dataclass(frozen=True)
 class EnQA(BookQA):
-    """English books."""
+    """Questions about English books."""
 
     name: ClassVar[str] = "scbench_qa_eng"
     summary: ClassVar[str] = "SCBench En.QA: short answers about an English book"
@@ -38,7 +38,7 @@ class EnQA(BookQA):
 
 @dataclass(frozen=True)
 class ZhQA(BookQA):
-    """Chinese books, of 1.5M tokens on average."""
+    """Questions about Chinese books of 1.5M tokens on average."""
 
     name: ClassVar[str] = "scbench_qa_chn"
     summary: ClassVar[str] = "SCBench Zh.QA: short answers about a Chinese book"
@@ -49,24 +49,27 @@ class ZhQA(BookQA):
 
 @dataclass(frozen=True)
 class EnMultiChoice(SCBench):
-    """Four options. `The the correct answer is` is the runner's, and only a follow-up without a template has not."""
+    """Questions with four options.
+
+    `The the correct answer is` is the runner's wording for all places but a follow-up without a chat template.
+    """
 
     name: ClassVar[str] = "scbench_choice_eng"
     summary: ClassVar[str] = "SCBench En.MultiChoice: one of four options about an English book"
     needs: ClassVar[str | None] = "SCBench's data, a larger model"
     turn_columns: ClassVar[Columns] = {"input": str, "answer": str, "options": list}
     intro: ClassVar[str] = "Read the book and answer the question.\n\n"
-    limit: ClassVar[int] = 40
+    max_new_tokens: ClassVar[int] = 40
 
-    def fault(self, turn: Row) -> str | None:
-        """Options that are not four, or an answer that is none of them."""
+    def fault(self, turn: Record) -> str | None:
+        """Report options that are not four texts, or an answer that is none of the options."""
         options = turn["options"]
         if len(options) != len(LETTERS) or not all(isinstance(x, str) for x in options):
             return "options are not four texts"
         return super().fault(turn) or (None if turn["answer"] in options else "the answer is none of the options")
 
-    def turn(self, asked: Row, place: Place) -> Turn:
-        """The question with its options by letters."""
+    def turn(self, asked: Record, place: Place) -> Turn:
+        """Build the turn; the question lists its options with letters."""
         options = "".join(f"\n{letter}. {option}" for letter, option in zip(LETTERS, asked["options"], strict=True))
         end = "The letter of the correct answer is" if place is Place.AFTER_TEXT else "The the correct answer is"
         facts = {"options": list(asked["options"]), "letter": LETTERS[asked["options"].index(asked["answer"])]}

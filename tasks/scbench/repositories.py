@@ -1,4 +1,4 @@
-"""SCBench's Code.RepoQA, and what its scorers compare an answer with: the functions of its repository."""
+"""SCBench's Code.RepoQA; its scorers compare an answer with all requested functions of the repository."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvbench.errors import unknown
 from kvbench.task import Example, Mode, Split, Turn
-from kvbench.tasks.rows import Columns, Row
+from kvbench.tasks.records import Columns, Record
 from kvbench.tasks.scbench.official import Place, SCBench
 from kvbench.tasks.scoring.repoqa import FUNCTIONS
 
@@ -18,31 +18,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Repositories(SCBench):
-    """Functions by their description, from the code of a repository."""
+    """Base class of tasks that ask for functions of a repository by their description."""
 
     columns: ClassVar[Columns] = {"context": str, "multi_turns": list, "lang": str, "repo": str}
 
-    def row(self, index: int) -> Row:
-        """One row, checked, in a language that can be scored."""
-        row = super().row(index)
-        if row["lang"] not in FUNCTIONS:
-            raise unknown("language of code", row["lang"], FUNCTIONS, f"In row {index} of {self.source.name}.")
-        return row
+    def record(self, index: int) -> Record:
+        """Read and check one record, whose language must be one that the scorers know."""
+        record = super().record(index)
+        if record["lang"] not in FUNCTIONS:
+            raise unknown("language of code", record["lang"], FUNCTIONS, f"In record {index} of {self.source.name}.")
+        return record
 
-    def facts(self, row: Row) -> Mapping[str, Any]:
-        """The repository and its language."""
-        return {"lang": row["lang"], "repo": row["repo"]}
+    def facts(self, record: Record) -> Mapping[str, Any]:
+        """The repository and its programming language."""
+        return {"lang": record["lang"], "repo": record["repo"]}
 
-    def functions(self, turns: Iterable[Row]) -> Iterator[tuple[str, str]]:
+    def functions(self, turns: Iterable[Record]) -> Iterator[tuple[str, str]]:
         """Names and source of the functions that turns ask for."""
         return ((turn["name"], turn["answer"]) for turn in turns)
 
-    def collect(self, rows: Iterable[int], turns: int | None) -> dict[str, dict[str, str]]:
-        """Functions by repository and name that the first turns of rows ask for; of two of a name the first."""
+    def collect(self, records: Iterable[int], turns: int | None) -> dict[str, dict[str, str]]:
+        """Collect the requested functions by repository and name; of two with the same name, the first counts.
+
+        turns: number of turns to look at in each record; None: all.
+        """
         found: dict[str, dict[str, str]] = {}
-        for row in map(self.row, rows):
-            known = found.setdefault(row["repo"], {})
-            for name, source in self.functions(row["multi_turns"][:turns]):
+        for record in map(self.record, records):
+            known = found.setdefault(record["repo"], {})
+            for name, source in self.functions(record["multi_turns"][:turns]):
                 known.setdefault(name, source)
         return found
 
@@ -50,9 +53,9 @@ class Repositories(SCBench):
         self, *, seed: int, split: Split, n: int, length: int, turns: int, mode: Mode,
         tokenizer: PreTrainedTokenizerBase,
     ) -> Iterator[Example]:
-        """The rows as examples with the functions of their repository: of the `n` rows asked for, and of all."""
+        """Build examples; facts hold the functions of the repository from the `n` evaluated and from all records."""
         evaluated = self.collect(self.choose(n, seed), turns)
-        everything = self.collect(range(len(self.source.rows)), None)
+        everything = self.collect(range(len(self.source.records)), None)
         for example in super().examples(
             seed=seed, split=split, n=n, length=length, turns=turns, mode=mode, tokenizer=tokenizer
         ):
@@ -63,7 +66,7 @@ class Repositories(SCBench):
 
 @dataclass(frozen=True)
 class CodeRepoQA(Repositories):
-    """The function that fits a description, repeated."""
+    """Repeat the function of a repository that fits a description."""
 
     name: ClassVar[str] = "scbench_repoqa"
     summary: ClassVar[str] = "SCBench Code.RepoQA: the function of a repository that fits a description"
@@ -73,8 +76,8 @@ class CodeRepoQA(Repositories):
         "Based on the function description and code context, please retrieve and repeat the exact described function "
         "from the code context in a code block wrapped by ```:\n\n"
     )
-    limit: ClassVar[int] = 1024
+    max_new_tokens: ClassVar[int] = 1024
 
-    def turn(self, asked: Row, place: Place) -> Turn:
-        """The function's name for the scorers."""
+    def turn(self, asked: Record, place: Place) -> Turn:
+        """Build the turn; its fact `name` is the function's name."""
         return replace(super().turn(asked, place), facts={"name": asked["name"]})

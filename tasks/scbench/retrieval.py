@@ -1,4 +1,4 @@
-"""SCBench's string retrieval: a value by its key, a string by its two ends, and variables by what they are assigned."""
+"""SCBench's string retrieval: a value by its key, a string by its two ends, and variables by their assigned value."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from kvbench.task import Turn
-from kvbench.tasks.rows import Columns, Row
+from kvbench.tasks.records import Columns, Record
 from kvbench.tasks.scbench.official import Place, SCBench
 
 
 @dataclass(frozen=True)
 class RetrKV(SCBench):
-    """The value of a key in a JSON object of UUIDs."""
+    """Retrieve the value of a key in a JSON object of UUIDs."""
 
     name: ClassVar[str] = "scbench_kv"
     summary: ClassVar[str] = "SCBench Retr.KV: the value of a key in a JSON object of 2,500 pairs of UUIDs"
     needs: ClassVar[str | None] = "SCBench's data, a larger model"
     intro: ClassVar[str] = "Extract the value corresponding to the specified key in the JSON object below.\n\n"
-    limit: ClassVar[int] = 150
+    max_new_tokens: ClassVar[int] = 150
 
 
 @dataclass(frozen=True)
 class RetrPrefixSuffix(SCBench):
-    """The string with a given beginning and end; the question's words are the data's."""
+    """Retrieve the string with a given prefix and suffix; the question's wording comes from the data."""
 
     name: ClassVar[str] = "scbench_prefix_suffix"
     summary: ClassVar[str] = "SCBench Retr.Prefix-Suffix: the one string with a given beginning and end"
     needs: ClassVar[str | None] = "SCBench's data, a larger model"
-    limit: ClassVar[int] = 150
+    max_new_tokens: ClassVar[int] = 150
 
 
 @dataclass(frozen=True)
 class RetrMultiHop(SCBench):
-    """RULER's variable tracking. A row has no `context`: its `input` is one, and the instruction stands in it.
+    """RULER's variable tracking. A record's context is its column `input`, which includes the instruction.
 
-    The history is the list of names in Python's notation, as the runner writes it.
+    In the history, an answer is the list of names in Python's notation, as the runner writes it.
     """
 
     name: ClassVar[str] = "scbench_vt"
@@ -44,13 +44,13 @@ class RetrMultiHop(SCBench):
     columns: ClassVar[Columns] = {"input": str, "multi_turns": list}
     turn_columns: ClassVar[Columns] = {"input": str, "answer": list}
     body: ClassVar[str] = "input"
-    limit: ClassVar[int] = 30
+    max_new_tokens: ClassVar[int] = 30
 
-    def fault(self, turn: Row) -> str | None:
-        """An answer that is no list of names."""
+    def fault(self, turn: Record) -> str | None:
+        """Report an answer that is not a list of names."""
         named = all(isinstance(name, str) and name for name in turn["answer"])
         return super().fault(turn) or (None if named else "the answer is no list of names")
 
-    def turn(self, asked: Row, place: Place) -> Turn:
-        """Every name is a reference."""
+    def turn(self, asked: Record, place: Place) -> Turn:
+        """Build the turn; every name is a reference."""
         return replace(super().turn(asked, place), references=tuple(asked["answer"]))

@@ -32,8 +32,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING, ClassVar
 
 from kvbench.errors import UserError
-from kvbench.task import Example, Frame, Mode, Scorer, Task, Turn, count_prompt
+from kvbench.task import Example, Mode, Scorer, Task, Turn, count_prompt
 from kvbench.tasks.length import Line, largest_fit
+from kvbench.template import Frame
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,7 +14,7 @@ from kvbench.diffusion import policy as diffusion
 from kvbench.diffusion.policy import Denoising, Plan, denoise, positions_of, top
 from kvbench.diffusion.sampling import Sampling
 from kvbench.errors import UserError
-from kvbench.hf.seam import attached
+from kvbench.hf.adapter import attached
 from kvbench.method import BudgetKind, Card
 from kvbench.methods.diffusion.dkv_cache import DkvCacheDecode, DkvCacheGreedy
 from kvbench.methods.diffusion.none import NoCache

@@ -16,11 +16,11 @@ from kvbench.diffusion.policy import denoise
 from kvbench.diffusion.sampling import Sampling
 from kvbench.errors import UserError
 from kvbench.hf import load_model, predict_memory
+from kvbench.hf.adapter import attached
 from kvbench.hf.masked import Blocks, Masking
-from kvbench.hf.seam import attached
 from kvbench.methods.diffusion.none import NoCache
 from kvbench.store.positions import attend_rows
-from kvbench.task import Frame
+from kvbench.template import Frame
 
 from .published import (
     BYTES,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvbench.diffusion.policy import Denoising, Plan
 from kvbench.diffusion.sampling import Sampling
 from kvbench.errors import UserError
-from kvbench.hf.seam import attached
+from kvbench.hf.adapter import attached
 from kvbench.methods.diffusion.dkv_cache import DkvCacheDecode, DkvCacheGreedy, DkvCachePd, DkvCachePrefill
 from kvbench.methods.diffusion.dllm_cache import DllmCache
 from kvbench.methods.diffusion.elastic_cache import ElasticCache

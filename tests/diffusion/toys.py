@@ -66,9 +66,10 @@ class Uneven(Letters):
     def example(
         self, rng: random.Random, *, id: str, length: int, turns: int, tokenizer: PreTrainedTokenizerBase
     ) -> Example:
-        """As the others, but for one limit."""
+        """The third example has another max_new_tokens than the others."""
         made = super().example(rng, id=id, length=length, turns=turns, tokenizer=tokenizer)
-        return replace(made, turns=tuple(replace(x, limit=16) for x in made.turns)) if id.endswith("-2") else made
+        longer = replace(made, turns=tuple(replace(x, max_new_tokens=16) for x in made.turns))
+        return longer if id.endswith("-2") else made
 
 
 CARD = Card(

@@ -24,8 +24,8 @@ from kvbench.registry import find_method
 from kvbench.store import LayerKV
 
 from .models import SERVED, build, model, save
+from .test_adapter import Dense, served_logits, token_ids
 from .test_proof import position_off_by_one
-from .test_seam import Dense, served_logits, token_ids
 
 hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed: pip install 'kvbench[accelerate]'")
 

@@ -15,7 +15,7 @@ from kvbench.hf import DTYPES, Model, load_model, predict_memory
 from kvbench.store import storage_bytes
 
 from .models import QUERY, SAVED_SEED, SERVED, build, refusal, rewrite, save
-from .test_seam import Dense, token_ids
+from .test_adapter import Dense, token_ids
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])

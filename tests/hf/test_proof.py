@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 import kvbench.kernels.dense_attention.torch as dense
 from kvbench.errors import UserError
 from kvbench.hf import proof
+from kvbench.hf.adapter import Forward
 from kvbench.hf.proof import TOLERANCE, compare, prove
-from kvbench.hf.seam import Forward
 from kvbench.store import layer
 
 from .models import REFUSED, SERVED, VOCABULARY, WINDOW, build, model

@@ -302,7 +302,7 @@ def test_prompts_are_lm_evals_own(folder, docs, mini_tokenizer):
     assert [x.context for x in made] == ["Answer.\n\n" + prompt(x) for x in docs]
     (turn,) = made[0].turns
     assert (turn.question, turn.prefix, turn.answer) == ("", "", f" {docs[0]['number']}")
-    assert (turn.references, turn.limit, turn.choices) == ((docs[0]["number"],), 12, ())
+    assert (turn.references, turn.max_new_tokens, turn.choices) == ((docs[0]["number"],), 12, ())
 
     (task,) = TaskManager(include_defaults=False).load([str(folder / "needles.yaml")])["tasks"].values()
     for seed, theirs in ((0, 1234), (7, 7)):
@@ -330,7 +330,7 @@ def test_choices_are_lm_evals_own(folder, docs, mini_tokenizer):
     (turn,) = examples(find_task(f"lm-eval:{folder / 'choices.yaml'}")(), mini_tokenizer)[2].turns
     number, wrong = docs[2]["number"], docs[2]["wrong"]
     assert turn.choices == (f" {number}", f" {wrong}", f" {wrong}{wrong}")
-    assert (turn.references, turn.answer, turn.limit) == ((f" {number}",), f" {number}", 0)
+    assert (turn.references, turn.answer, turn.max_new_tokens) == ((f" {number}",), f" {number}", 0)
 
 
 @pytest.mark.parametrize(("file", "metrics"), [

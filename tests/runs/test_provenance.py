@@ -60,7 +60,7 @@ def extend(path: Path) -> Callable[[], object]:
     ("snapkv", "kernels/window_scores/torch.py", {"kernels"}),
     ("snapkv", "kernels/dense_attention/torch.py", {"kernels"}),
     ("snapkv", "store/layer.py", {"harness"}),
-    ("snapkv", "hf/seam.py", {"harness"}),
+    ("snapkv", "hf/adapter.py", {"harness"}),
     ("snapkv", "engine/autoregressive.py", {"harness"}),
     ("snapkv", "__init__.py", {"harness"}),
     ("snapkv", "tasks/ruler/niah.py", {"task"}),

@@ -20,7 +20,8 @@ from kvbench.runs.files import read_lines
 from kvbench.runs.job import prepare
 from kvbench.runs.request import Request
 from kvbench.settings import configure
-from kvbench.task import Frame, Template, find_frame
+from kvbench.task import find_frame
+from kvbench.template import Frame, Template
 
 TOY = f"{Path(__file__).parents[1] / 'toys' / 'toy.py'}:Toy"
 CHAT = (

@@ -36,7 +36,7 @@ def test_the_text_is_as_written(chars):
         "Write the name that each step leads to, one per line:\n"
         "hot-tea\nnew-car\nraw-egg\nsad-owl"
     )
-    assert [turn.limit for turn in example.turns] == [len(one.answer) + SLACK, len(two.answer) + SLACK]
+    assert [turn.max_new_tokens for turn in example.turns] == [len(one.answer) + SLACK, len(two.answer) + SLACK]
 
 
 @settings(max_examples=12, deadline=None)
@@ -45,7 +45,7 @@ def test_prompt_and_answer_fill_the_length(mini_tokenizer, seed, turns, extra):
     """Prompt and limit never exceed the length and come within one step of every chain, from the minimum length on."""
     length = TASK.minimum_length(turns, mini_tokenizer) + extra
     example = TASK.example(random.Random(seed), id="x", length=length, turns=turns, tokenizer=mini_tokenizer)
-    used = prompt_tokens(encode(TASK, example, mini_tokenizer)) + example.turns[0].limit
+    used = prompt_tokens(encode(TASK, example, mini_tokenizer)) + example.turns[0].max_new_tokens
     links = example.context.removeprefix(INTRO).split("\n")
     longest = max(len(mini_tokenizer(f"{link}\n").input_ids) for link in links)
     assert length - (max(2, turns) + 1) * longest <= used <= length

@@ -1,4 +1,4 @@
-"""Tasks that are data sets: rows of the hub or of a local copy, contexts cut in the middle, and what is refused."""
+"""Tasks that are data sets: records of the hub or of a local copy, contexts cut in the middle, and what is refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvbench.errors import UserError
 from kvbench.task import Example, Mode, Scorer, Split, Turn, encode, prompt_tokens
-from kvbench.tasks import rows
+from kvbench.tasks import records as sources
 from kvbench.tasks.dataset import DatasetTask, cut_middle
 
 REVISION = "283310bb8c5ba6909dd9a6b1be087d2937f76f6d"
@@ -38,10 +38,10 @@ class Books(DatasetTask):
     columns: ClassVar = {"context": str, "answers": list, "pages": (int, float)}
     prompt_id: ClassVar[str] = "books@1"
 
-    def compose(self, row, *, mode, turns, frame):
+    def compose(self, record, *, mode, turns, frame):
         del mode, frame
-        made = tuple(Turn("Which colour?", "", f" {x}", (x,), 5) for x in row["answers"][:turns])
-        return Example("", row["context"], made, {"pages": row["pages"]})
+        made = tuple(Turn("Which colour?", "", f" {x}", (x,), 5) for x in record["answers"][:turns])
+        return Example("", record["context"], made, {"pages": record["pages"]})
 
 
 def book(i: int = 0, **changes: object) -> dict[str, object]:
@@ -71,9 +71,9 @@ def refusal(task: DatasetTask, tokenizer, **changes: object) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["books.jsonl", "rows.json", "x.parquet"])
-def test_rows_come_from_a_file(tmp_path, chars, name):
-    """A file of each kind gives its rows in order, named by their place, and the file's sha256 names the data."""
+@pytest.mark.parametrize("name", ["books.jsonl", "records.json", "x.parquet"])
+def test_records_come_from_a_file(tmp_path, chars, name):
+    """A file of each kind gives its records in order, named by their place, and the file's sha256 names the data."""
     path = write(tmp_path / name, book(0), book(1))
     task = Books(data=str(path))
     one, two = make(task, chars, n=2)
@@ -92,24 +92,24 @@ def test_rows_come_from_a_file(tmp_path, chars, name):
         ["books/test/0000.parquet", "books/train/0000.parquet", ".cache/books/test.parquet"],
     ],
 )
-def test_rows_come_from_a_folder_as_the_hub_has_them(tmp_path, files):
+def test_records_come_from_a_folder_as_the_hub_has_them(tmp_path, files):
     """The first of these files is the part and split that is asked for; others say other names."""
     for i, name in enumerate(files):
         write(tmp_path / name, book(i))
-    assert Books(data=str(tmp_path)).row(0)["pages"] == 0
+    assert Books(data=str(tmp_path)).record(0)["pages"] == 0
 
 
 def test_a_lone_file_in_a_folder_of_the_parts_name(tmp_path):
     """A folder that is named after the part may hold it under any name."""
     write(tmp_path / "books" / "part.jsonl", book(3))
-    assert Books(data=str(tmp_path / "books")).row(0)["pages"] == 3
+    assert Books(data=str(tmp_path / "books")).record(0)["pages"] == 3
 
 
 def test_shards_are_read_in_order(tmp_path):
     """Two files of one split are one list, hashed together."""
     paths = [write(tmp_path / "books" / f"test-0000{i}-of-00002.parquet", book(i)) for i in range(2)]
     task = Books(data=str(tmp_path))
-    assert [task.row(i)["pages"] for i in range(2)] == [0, 1]
+    assert [task.record(i)["pages"] for i in range(2)] == [0, 1]
     both = b"".join(x.read_bytes() for x in paths)
     assert task.dataset_revision == f"sha256:{hashlib.sha256(both).hexdigest()}"
 
@@ -149,7 +149,7 @@ def test_a_snapshot_of_another_commit_is_refused(tmp_path, chars):
 
 def test_the_hub_is_asked_for_the_pinned_commit(monkeypatch, chars):
     """load_dataset gets the repository, its part, the split and the commit, and nothing else; once."""
-    rows.open_hub.cache_clear()
+    sources.open_hub.cache_clear()
     asked = []
 
     def load(*arguments, **options):
@@ -161,7 +161,7 @@ def test_the_hub_is_asked_for_the_pinned_commit(monkeypatch, chars):
     assert [x.context for x in make(task, chars, n=2)] == ["Book 0 is red.", "Book 1 is red."]
     assert task.dataset_revision == REVISION
     assert asked == [(("people/Library", "books"), {"split": "test", "revision": REVISION})]
-    rows.open_hub.cache_clear()
+    sources.open_hub.cache_clear()
 
 
 def test_a_hub_that_cannot_be_reached_is_said(monkeypatch, chars):
@@ -172,7 +172,7 @@ def test_a_hub_that_cannot_be_reached_is_said(monkeypatch, chars):
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
     said = refusal(Books(), chars)
-    assert "people/Library books at 283310bb8c5b cannot be had from the hub (no route to the hub)" in said
+    assert "people/Library books at 283310bb8c5b cannot be fetched from the hub (no route to the hub)" in said
     assert f"hf download people/Library --repo-type dataset --revision {REVISION} --local-dir DIR" in said
     assert "--task-set data=DIR" in said
 
@@ -184,23 +184,23 @@ def test_a_missing_package_is_named(monkeypatch, chars):
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("record", "said"),
     [
         (
             {"context": "x", "pages": 1},
             "no column answers; it has context, pages, and needs context (str), answers (list), pages (int or float).",
         ),
         ({}, "has no column context, answers, pages; it has none"),
-        (book(context=7), "row 0 of {data}: column context is int, not str."),
+        (book(context=7), "record 0 of {data}: column context is int, not str."),
         (book(pages="7"), "column pages is str, not int or float."),
         (book(answers=None), "column answers is NoneType, not list."),
         (book(context=" \n"), "column context is empty."),
-        ([1], "row 0 of {data} is no object but list."),
+        ([1], "record 0 of {data} is no object but list."),
     ],
 )
-def test_a_wrong_row_is_refused(tmp_path, chars, row, said):
+def test_a_wrong_record_is_refused(tmp_path, chars, record, said):
     """By its number and file, with what is there and what the task reads."""
-    path = write(tmp_path / "books.jsonl", row)
+    path = write(tmp_path / "books.jsonl", record)
     found = refusal(Books(data=str(path)), chars)
     assert said.format(data=path) in found
     assert "Give books the data of people/Library, --task-set data=PATH, or leave data out for the hub." in found
@@ -209,11 +209,11 @@ def test_a_wrong_row_is_refused(tmp_path, chars, row, said):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("x.jsonl", b"", "has no rows in x.jsonl"),
-        ("x.jsonl", b'{"context": \n', "row 0 of "),
+        ("x.jsonl", b"", "has no records in x.jsonl"),
+        ("x.jsonl", b'{"context": \n', "record 0 of "),
         ("x.jsonl", b"[" * 100_000, "cannot be read"),
         ("x.jsonl", b'{"context": "half a character: \\ud83d"}', "surrogates not allowed"),
-        ("x.json", b'{"context": "x"}', "must hold one list of rows"),
+        ("x.json", b'{"context": "x"}', "must hold one list of records"),
         ("x.json", b"\xff\xfe", "cannot be read"),
         ("x.parquet", b"PAR1 no parquet", "cannot be read"),
         ("x.csv", b"context\n", "give files of one kind, .parquet, .jsonl, .json"),
@@ -232,9 +232,9 @@ def test_a_missing_path_is_refused(tmp_path, chars):
 
 
 def test_too_many_samples_are_refused(tmp_path, chars):
-    """Before the first example, with the number of rows."""
+    """Before the first example, with the number of records."""
     path = write(tmp_path / "books.jsonl", book(0), book(1))
-    assert refusal(Books(data=str(path)), chars, n=3) == "books has 2 rows: ask for --samples 2 or fewer."
+    assert refusal(Books(data=str(path)), chars, n=3) == "books has 2 records: ask for --samples 2 or fewer."
 
 
 def test_dev_is_refused(tmp_path, chars):
@@ -270,7 +270,7 @@ def test_a_length_without_room_for_the_context_is_refused(tmp_path, chars):
     task = Books(data=str(path))
     assert task.minimum_length(2, chars) == 1 + 13 + 5 + 1
     assert len(make(task, chars, length=20)[0].context) == 1
-    assert "row 0 of books: the first question and 5 tokens of generation" in refusal(task, chars, length=19)
+    assert "record 0 of books: the first question and 5 tokens of generation" in refusal(task, chars, length=19)
 
 
 TEXT = st.text(st.sampled_from("abc é中文🙂\n ,.=XY"), max_size=80)

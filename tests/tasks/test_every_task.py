@@ -11,8 +11,9 @@ import sys
 import pytest
 
 from kvbench.registry import list_entries
-from kvbench.task import Frame, Mode, Split, Task, encode
+from kvbench.task import Mode, Split, Task, encode
 from kvbench.tasks.prose import sentences
+from kvbench.template import Frame
 
 GENERATED = [x for x in (x.load() for x in list_entries("task")) if x.examples is Task.examples]
 TASKS = tuple(task() for task in GENERATED)

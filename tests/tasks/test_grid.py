@@ -14,7 +14,7 @@ from kvbench.errors import UserError
 from kvbench.task import Mode, Split, encode, prompt_tokens
 from kvbench.tasks.grid.needle import DepthHaystack, NeedleGrid
 from kvbench.tasks.ruler.haystack import ProseHaystack
-from kvbench.tasks.ruler.niah import LIMIT
+from kvbench.tasks.ruler.niah import MAX_NEW_TOKENS
 
 SMALL = NeedleGrid(lengths=3, depths=3, shortest=400)
 TEXT = ("One two three.", "Four five.", "Six seven eight nine.", "Ten.")
@@ -68,7 +68,7 @@ def test_the_prompt_is_rulers(chars):
     (turn,) = example.turns
     assert turn.question == f"What is the special magic number for {key} mentioned in the provided text?"
     assert turn.prefix == f" The special magic number for {key} mentioned in the provided text is"
-    assert (turn.answer, turn.limit, len(value)) == (f" {value}.", 128, 7)
+    assert (turn.answer, turn.max_new_tokens, len(value)) == (f" {value}.", 128, 7)
 
 
 def test_the_cells():
@@ -96,10 +96,10 @@ def test_samples_go_through_the_grid_again_and_again(mini_tokenizer):
 def test_prompts_fill_their_lengths(mini_tokenizer, seed, length):
     """Prompt and limit come within a word of the cell's length; the needle stands within a sentence of its depth."""
     for example in make(SMALL, mini_tokenizer, n=9, length=length, seed=seed):
-        used = prompt_tokens(encode(SMALL, example, mini_tokenizer)) + LIMIT
+        used = prompt_tokens(encode(SMALL, example, mini_tokenizer)) + MAX_NEW_TOKENS
         size, depth, true_depth = (example.facts[x] for x in ("length", "depth", "true_depth"))
         assert size - 8 <= used <= size
-        sentence = 100 * 45 / (size - LIMIT - 150)
+        sentence = 100 * 45 / (size - MAX_NEW_TOKENS - 150)
         assert depth - sentence <= true_depth <= depth
 
 

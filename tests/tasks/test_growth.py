@@ -45,7 +45,7 @@ def test_the_text_is_as_written(task: NumberedList, chars):
     encoded = encode(task, example, chars)
     one, two = encoded.turns
     assert chars.decode(encoded.context + one.first + one.answer + two.later + two.answer) == GOLDEN[task.name]
-    assert [turn.limit for turn in example.turns] == [len(one.answer) + SLACK, len(two.answer) + SLACK]
+    assert [turn.max_new_tokens for turn in example.turns] == [len(one.answer) + SLACK, len(two.answer) + SLACK]
     assert [turn.references for turn in example.turns] == [tuple(turn.answer.split("\n")) for turn in example.turns]
 
 
@@ -56,7 +56,7 @@ def test_prompt_and_answer_fill_the_length(task: NumberedList, mini_tokenizer, s
     """Prompt and limit never exceed the length and come within one line and its copy, from the minimum length on."""
     length = task.minimum_length(turns, mini_tokenizer) + extra
     example = task.example(random.Random(seed), id="x", length=length, turns=turns, tokenizer=mini_tokenizer)
-    used = prompt_tokens(encode(task, example, mini_tokenizer)) + example.turns[0].limit
+    used = prompt_tokens(encode(task, example, mini_tokenizer)) + example.turns[0].max_new_tokens
     longest = max(len(mini_tokenizer(f"{i}{line}\n").input_ids) for i in "12" for line in example.turns[0].references)
     assert length - 3 * longest <= used <= length
 

@@ -189,7 +189,7 @@ def test_one_question_is_rulers_prompt(task: Niah, chars):
     (turn,) = example.turns
     encoded = encode(task, example, chars)
     assert chars.decode(encoded.context + encoded.turns[0].first) == GOLDEN[task.name]
-    assert (turn.answer, turn.references, turn.limit) == (answer, references, 128)
+    assert (turn.answer, turn.references, turn.max_new_tokens) == (answer, references, 128)
 
 
 def test_several_questions_share_a_plural_introduction(chars):
@@ -232,7 +232,7 @@ def test_prompt_fills_the_length(task: Niah, mini_tokenizer, seed, turns, extra)
     """Prompt and generation never exceed the length and come within a unit of it, from the minimum length on."""
     length = task.minimum_length(turns, mini_tokenizer) + extra
     example = task.example(random.Random(seed), id="x", length=length, turns=turns, tokenizer=mini_tokenizer)
-    used = prompt_tokens(encode(task, example, mini_tokenizer)) + example.turns[0].limit
+    used = prompt_tokens(encode(task, example, mini_tokenizer)) + example.turns[0].max_new_tokens
     line = task.needle(longest(task.key_kind, mini_tokenizer), longest(task.value_kind, mini_tokenizer))
     unit = len(mini_tokenizer(f"{line}\n").input_ids) if task in NEEDLES else 8
     assert length - unit <= used <= length

@@ -32,7 +32,7 @@ def test_the_text_is_scbenchs(chars):
     encoded = encode(task, example, chars)
     one, two = encoded.turns
     assert chars.decode(encoded.context + one.first + one.answer + two.later + two.answer) == GOLDEN
-    assert [(turn.references, turn.limit, turn.prefix) for turn in example.turns] == [
+    assert [(turn.references, turn.max_new_tokens, turn.prefix) for turn in example.turns] == [
         (("7654321",), 150, ""),
         (("1234567",), 150, ""),
     ]
@@ -45,7 +45,7 @@ def test_prompt_fills_the_length(task: KeyValue, mini_tokenizer, seed, turns, ex
     """Prompt and generation never exceed the length and come within one pair of it, from the minimum length on."""
     length = task.minimum_length(turns, mini_tokenizer) + extra
     example = task.example(random.Random(seed), id="x", length=length, turns=turns, tokenizer=mini_tokenizer)
-    used = prompt_tokens(encode(task, example, mini_tokenizer)) + example.turns[0].limit
+    used = prompt_tokens(encode(task, example, mini_tokenizer)) + example.turns[0].max_new_tokens
     pair = '"{0}": "{0}", '.format("8-" * 18 if task.name == "kv" else "mmmmmm-mmmmmm")
     assert length - len(mini_tokenizer(pair).input_ids) <= used <= length
 

@@ -35,7 +35,7 @@ def test_the_text_is_as_written(chars):
     one, two = encoded.turns
     assert chars.decode(encoded.context + one.first + one.answer + two.later + two.answer) == TEXT
     assert [turn.references for turn in example.turns] == [SUMS, ("3. 9", "4. 9", "5. 3")]
-    assert [turn.limit for turn in example.turns] == [24 + SLACK, 14 + SLACK]
+    assert [turn.max_new_tokens for turn in example.turns] == [24 + SLACK, 14 + SLACK]
 
 
 @settings(max_examples=20, deadline=None)
@@ -52,7 +52,7 @@ def test_every_line_follows_from_the_one_before(mini_tokenizer, seed, turns, ext
         assert sums[0] == digits[first - 1]
         for number, before, total in zip(numbers[1:], sums[:-1], sums[1:], strict=True):
             assert total == (before + digits[number - 1]) % 10
-    used = prompt_tokens(encode(TASK, example, mini_tokenizer)) + example.turns[0].limit
+    used = prompt_tokens(encode(TASK, example, mini_tokenizer)) + example.turns[0].max_new_tokens
     assert length - 40 < used <= length
 
 

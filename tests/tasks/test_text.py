@@ -80,7 +80,7 @@ def test_the_text_is_as_written(small, chars):
     assert "".join(lines[: start - 1]).endswith(example.context)
     assert turn.answer == "".join(lines[start - 1 :])[: len(turn.answer)]
     assert turn.answer.endswith("\n") and 256 - max(map(len, lines)) < len(turn.answer) <= 256
-    assert (turn.question, turn.prefix, turn.limit) == ("", "", 0)
+    assert (turn.question, turn.prefix, turn.max_new_tokens) == ("", "", 0)
     assert turn.choices == turn.references == (turn.answer,)
 
 

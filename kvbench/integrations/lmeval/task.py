@@ -20,7 +20,8 @@ from kvbench.extras import load_extra
 from kvbench.integrations.lmeval.generation import Generation
 from kvbench.integrations.lmeval.source import PREFIX, hash_doc, load_docs, load_task, mean_metrics, refuse_task
 from kvbench.machine import find_version
-from kvbench.task import Example, Frame, Mode, Scorer, Split, Task, Turn, encode, prompt_tokens
+from kvbench.task import Example, Mode, Scorer, Split, Task, Turn, encode, prompt_tokens
+from kvbench.template import Frame
 
 FEWSHOT_SEED = 1234
 """lm_eval's own default."""
@@ -123,7 +124,7 @@ class LmEvalTask(Task):
             example = _compose(task, doc_id, requests, tokenizer)
             encoded = encode(self, example, tokenizer, frame)
             turn = example.turns[0]
-            most = max(most, prompt_tokens(encoded) + max([turn.limit, *map(len, encoded.turns[0].choices)]))
+            most = max(most, prompt_tokens(encoded) + max([turn.max_new_tokens, *map(len, encoded.turns[0].choices)]))
             made.append(example)
         if most > length:
             raise UserError(

@@ -91,7 +91,7 @@ def check_answers(replay: Replay, lines: Sequence[Line], made: Sequence[Made]) -
             if text != line.prediction or text is None or not _weighs_most(line, ids.choices):
                 raise RefusedError("answers", f"{where}: its answer is not the choice that weighs most")
         else:
-            limit = limit_of(turn.limit, spec.generation)
+            limit = limit_of(turn.max_new_tokens, spec.generation)
             with blaming("answers", f"{where} cannot be decoded"):  # a stop token can only be the last one, as is seen
                 text = str(tokenizer.decode([x for x in line.ids if x not in stop], skip_special_tokens=True))
             generated = len(line.ids)

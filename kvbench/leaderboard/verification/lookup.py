@@ -21,7 +21,8 @@ from kvbench.runs.command import write_setting
 from kvbench.runs.results import Result
 from kvbench.runs.spec import RunSpec
 from kvbench.settings import configure, jsonable_settings, setting_fields, setting_types
-from kvbench.task import Frame, Task, find_frame
+from kvbench.task import Task, find_frame
+from kvbench.template import Frame
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # noqa: TID251  # its type

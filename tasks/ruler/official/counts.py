@@ -15,13 +15,13 @@ from kvbench.errors import UserError
 from kvbench.tasks.ruler.counts import (
     COMMON,
     CWE_INTRO,
-    CWE_LIMIT,
+    CWE_MAX_NEW_TOKENS,
     CWE_PREFIX,
     CWE_QUESTION,
     DOTS,
     FREQUENT,
     FWE_INTRO,
-    FWE_LIMIT,
+    FWE_MAX_NEW_TOKENS,
     FWE_PREFIX,
     FWE_QUESTION,
     LETTERS,
@@ -71,7 +71,7 @@ class OfficialCwe(OfficialTask):
     name: ClassVar[str] = "ruler-official-cwe"
     summary: ClassVar[str] = "RULER's own samples of cwe"
     needs: ClassVar[str | None] = "a larger model"
-    limit: ClassVar[int] = CWE_LIMIT
+    max_new_tokens: ClassVar[int] = CWE_MAX_NEW_TOKENS
 
     @property
     def dataset_revision(self) -> str:
@@ -84,9 +84,9 @@ class OfficialCwe(OfficialTask):
         run.shuffle(words)
         draw = partial(self.draw, run, tuple(words))
         high = max(int(run.room // (run.measure(draw(PROBE)) / PROBE)) * 2, STEP * 2)
-        size = find_size(lambda n: run.measure(draw(n)) + CWE_LIMIT, run.room, STEP, high)
+        size = find_size(lambda n: run.measure(draw(n)) + CWE_MAX_NEW_TOKENS, run.room, STEP, high)
         while True:
-            yield draw_until(draw, lambda x: run.measure(x) + CWE_LIMIT <= run.room, size, STEP)
+            yield draw_until(draw, lambda x: run.measure(x) + CWE_MAX_NEW_TOKENS <= run.room, size, STEP)
 
     def draw(self, run: Run, words: tuple[str, ...], n: int) -> Sample:
         """A solved list and a list of `n` words."""
@@ -129,11 +129,11 @@ class OfficialFwe(OfficialTask):
     name: ClassVar[str] = "ruler-official-fwe"
     summary: ClassVar[str] = "RULER's own samples of fwe"
     needs: ClassVar[str | None] = "a larger model"
-    limit: ClassVar[int] = FWE_LIMIT
+    max_new_tokens: ClassVar[int] = FWE_MAX_NEW_TOKENS
 
     def draw_samples(self, run: Run) -> Iterator[Sample]:
         """Texts that grow by steps until one is too long; every sample is shortened by steps where it has to be."""
-        room = run.room - FWE_LIMIT
+        room = run.room - FWE_MAX_NEW_TOKENS
         step = room // STEPS
         n = room // LETTERS
         coded = draw_coded(run, room)

@@ -21,7 +21,7 @@ from kvbench.machine import find_version
 from kvbench.tasks.ruler.haystack import DEPTHS, NOISE
 from kvbench.tasks.ruler.niah import (
     INTRO,
-    LIMIT,
+    MAX_NEW_TOKENS,
     PREFIX,
     QUESTION,
     Niah,
@@ -162,7 +162,7 @@ class OfficialNiah(OfficialTask):
     name: ClassVar[str] = "ruler-official-niah"
     summary: ClassVar[str] = "RULER's own samples of the needle tasks: --task-set task=niah_single_1 to niah_multiquery"
     needs: ClassVar[str | None] = "the essays' file for five of the eight"
-    limit: ClassVar[int] = LIMIT
+    max_new_tokens: ClassVar[int] = MAX_NEW_TOKENS
 
     @property
     def form(self) -> Niah:
@@ -202,9 +202,9 @@ class OfficialNiah(OfficialTask):
         draw = partial(self.draw, run)
         step = WORDS_STEP if self.in_essays else LINES_STEP if run.length >= SHORT else SHORT_STEP
         high = guess_high(run.measure(draw(step)), step, run.room)
-        size = find_size(lambda n: run.measure(draw(n)) + LIMIT, run.room, step, high)
+        size = find_size(lambda n: run.measure(draw(n)) + MAX_NEW_TOKENS, run.room, step, high)
         while True:
-            yield draw_until(draw, lambda x: run.measure(x) + LIMIT <= run.room, size, step)
+            yield draw_until(draw, lambda x: run.measure(x) + MAX_NEW_TOKENS <= run.room, size, step)
 
     def draw(self, run: Run, n: int) -> Sample:
         """A prompt of `n` units."""

@@ -20,7 +20,7 @@ from kvbench.tasks.ruler.official.script import (
     find_size,
     guess_high,
 )
-from kvbench.tasks.ruler.qa import DOCUMENT, INTRO, LIMIT, PREFIX, QUESTION, FileQa, HotpotQa, SquadQa
+from kvbench.tasks.ruler.qa import DOCUMENT, INTRO, MAX_NEW_TOKENS, PREFIX, QUESTION, FileQa, HotpotQa, SquadQa
 from kvbench.tasks.ruler.scoring import STRING_MATCH_PART
 
 FILES: dict[str, type[FileQa]] = {SquadQa.name: SquadQa, HotpotQa.name: HotpotQa}
@@ -39,7 +39,7 @@ class OfficialQa(OfficialTask):
     needs: ClassVar[str | None] = "SQuAD's or HotpotQA's file, a larger model"
     scorers: ClassVar[tuple[Scorer, ...]] = (STRING_MATCH_PART,)
     joint: ClassVar[str] = "\n\n"
-    limit: ClassVar[int] = LIMIT
+    max_new_tokens: ClassVar[int] = MAX_NEW_TOKENS
 
     @property
     def library(self) -> Library:
@@ -60,12 +60,12 @@ class OfficialQa(OfficialTask):
         """As many documents as fit with the first question, fewer where those of another are longer."""
         first = partial(self.draw, run, 0)
         high = guess_high(run.measure(first(STEP)), STEP, run.room)
-        size = find_size(lambda n: run.measure(first(n)) + LIMIT, run.room, STEP, high)
+        size = find_size(lambda n: run.measure(first(n)) + MAX_NEW_TOKENS, run.room, STEP, high)
         for index in itertools.count():
             if index == len(self.library.questions):
                 raise ScriptError(f"'{self.data}' has {index} questions. Ask for --samples {index} or fewer.")
             yield draw_until(
-                partial(self.draw, run, index), lambda x: run.measure(x) + LIMIT <= run.room, size, STEP
+                partial(self.draw, run, index), lambda x: run.measure(x) + MAX_NEW_TOKENS <= run.room, size, STEP
             )
 
     def draw(self, run: Run, index: int, n: int) -> Sample:

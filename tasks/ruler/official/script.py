@@ -134,7 +134,7 @@ class OfficialTask(Task):
     scorers: ClassVar[tuple[Scorer, ...]] = (STRING_MATCH_ALL,)
     default_length: ClassVar[int] = 4096
     default_turns: ClassVar[int] = 1
-    limit: ClassVar[int]
+    max_new_tokens: ClassVar[int]
     """RULER's tokens_to_generate."""
 
     @property
@@ -165,14 +165,14 @@ class OfficialTask(Task):
         run = Run(seed, length, template, tokenizer, self.joint)
         try:
             for index, sample in enumerate(itertools.islice(self.draw_samples(run), n)):
-                turn = Turn(sample.question, sample.prefix, sample.answer, sample.references, self.limit)
+                turn = Turn(sample.question, sample.prefix, sample.answer, sample.references, self.max_new_tokens)
                 yield Example(f"{split}-{seed}-{index}", sample.context, (turn,))
         except ScriptError as error:
             raise UserError(f"{self.name} at seed {seed} and length {length}: {error}") from error
 
     def minimum_length(self, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:  # noqa: ARG002  # one question
         """A token of prompt: what the draws take is known when they are made."""
-        return self.limit + 1
+        return self.max_new_tokens + 1
 
 
 def name_words() -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
-from kvbench.tasks.ruler.chains import HOPS, INTRO, LIMIT, NAME_LETTERS, SHOT_LETTERS, SHOT_TOKENS, Chain
+from kvbench.tasks.ruler.chains import HOPS, INTRO, MAX_NEW_TOKENS, NAME_LETTERS, SHOT_LETTERS, SHOT_TOKENS, Chain
 from kvbench.tasks.ruler.haystack import NOISE
 from kvbench.tasks.ruler.official.script import (
     SHORT,
@@ -69,7 +69,7 @@ class OfficialVt(OfficialTask):
     name: ClassVar[str] = "ruler-official-vt"
     summary: ClassVar[str] = "RULER's own samples of vt"
     needs: ClassVar[str | None] = "a larger model"
-    limit: ClassVar[int] = LIMIT
+    max_new_tokens: ClassVar[int] = MAX_NEW_TOKENS
 
     def draw_samples(self, run: Run) -> Iterator[Sample]:
         """The solved example is drawn once and renamed for each sample."""
@@ -79,7 +79,7 @@ class OfficialVt(OfficialTask):
         size = find_size(lambda n: run.measure(draw_shot(n)), room, SHOT_STEP, high)
         solved = draw_until(draw_shot, lambda x: run.measure(x) <= room, size, SHOT_STEP)
         shot = f"{run.text(solved)}{solved.answer}\n"
-        step, taken = STEP if run.length >= SHORT else SHOT_STEP, run.count(shot) + LIMIT
+        step, taken = STEP if run.length >= SHORT else SHOT_STEP, run.count(shot) + MAX_NEW_TOKENS
         high = guess_high(run.measure(draw_bare(step)), step, run.room)
         size = find_size(lambda n: run.measure(draw_bare(n)) + taken, run.room, step, high)
 
@@ -88,4 +88,4 @@ class OfficialVt(OfficialTask):
             return replace(sample, context=f"{rename(run, shot)}\n{sample.context}")
 
         while True:
-            yield draw_until(draw_whole, lambda x: run.measure(x) + LIMIT <= run.room, size, step)
+            yield draw_until(draw_whole, lambda x: run.measure(x) + MAX_NEW_TOKENS <= run.room, size, step)

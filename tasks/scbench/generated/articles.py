@@ -92,7 +92,7 @@ class ArticleSummary(Generated):
     )
     default_length: ClassVar[int] = 4096
     needs: ClassVar[str | None] = "a larger model"
-    limit: ClassVar[int] = 200
+    max_new_tokens: ClassVar[int] = 200
     unit_tokens: ClassVar[int] = 6
 
     @property
@@ -123,7 +123,7 @@ class ArticleSummary(Generated):
         reference = [articles[i] for i in asked]
         turns = tuple(
             Turn(
-                QUESTION.format(title=x.title), "", "\n".join(x.facts), ("\n".join(x.facts),), self.limit,
+                QUESTION.format(title=x.title), "", "\n".join(x.facts), ("\n".join(x.facts),), self.max_new_tokens,
                 facts={"details": list(x.details)},
             )
             for x in reference

@@ -35,7 +35,7 @@ class Generated(Task):
     suite: ClassVar[str] = "scbench"
     joint: ClassVar[str] = "\n\n"
     separator: ClassVar[str] = "\n\n"
-    limit: ClassVar[int]
+    max_new_tokens: ClassVar[int]
     """New tokens of an answer."""
     unit_tokens: ClassVar[int]
     """No tokenizer needs fewer for a unit."""
@@ -56,7 +56,7 @@ class Generated(Task):
         make = self.prepare(rng, id=id, turns=turns, most=max(least, length // self.unit_tokens))
         frame = self.frame(tokenizer)
         n = largest_fit(
-            lambda n: count_prompt(self, make(n), tokenizer, frame), length - self.limit, least=least,
+            lambda n: count_prompt(self, make(n), tokenizer, frame), length - self.max_new_tokens, least=least,
             line=measure(self, turns, tokenizer), what=f"{self.name} with {turns} turn{'s' if turns > 1 else ''}",
         )
         return make(n)
@@ -65,7 +65,7 @@ class Generated(Task):
         """Tokens of the longest of many examples with the fewest units and one more, generation included."""
         least, frame = self.least(turns), self.frame(tokenizer)
         makers = (self.prepare(random.Random(seed), id="", turns=turns, most=least + 1) for seed in range(DRAWS))
-        return max(count_prompt(self, make(least + 1), tokenizer, frame) for make in makers) + self.limit
+        return max(count_prompt(self, make(least + 1), tokenizer, frame) for make in makers) + self.max_new_tokens
 
 
 @cache

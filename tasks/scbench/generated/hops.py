@@ -32,7 +32,7 @@ class MultiHop(Generated):
     scorers: ClassVar[tuple[Scorer, ...]] = SCORERS["scbench_vt"]
     default_length: ClassVar[int] = 4096
     needs: ClassVar[str | None] = "a larger model"
-    limit: ClassVar[int] = 30
+    max_new_tokens: ClassVar[int] = 30
     unit_tokens: ClassVar[int] = 1
 
     @property
@@ -52,7 +52,7 @@ class MultiHop(Generated):
         """
         text = weave(cut(itertools.repeat(NOISE), n), chains, seed)
         reference = [chains[i] for i in asked]
-        turns = tuple(Turn(x.question, x.prefix, x.answer, x.names, self.limit) for x in reference)
+        turns = tuple(Turn(x.question, x.prefix, x.answer, x.names, self.max_new_tokens) for x in reference)
         facts = {
             "keys": [x.value for x in reference], "depths": depths(text, [line for x in reference for line in x.lines]),
             "chains": len(chains),

@@ -46,7 +46,7 @@ class MathFind(Generated):
     scorers: ClassVar[tuple[Scorer, ...]] = SCORERS["scbench_mf"]
     default_length: ClassVar[int] = 4096
     needs: ClassVar[str | None] = "a larger model"
-    limit: ClassVar[int] = 12
+    max_new_tokens: ClassVar[int] = 12
     """SCBench's limit is 5, for three digits."""
     unit_tokens: ClassVar[int] = 4
 
@@ -64,7 +64,7 @@ class MathFind(Generated):
         """The example that lists these numbers and asks for these targets in turn."""
         reference = [find(target, numbers) for target in targets]
         turns = tuple(
-            Turn(QUESTION.format(target=target), "", str(number), (str(number),), self.limit)
+            Turn(QUESTION.format(target=target), "", str(number), (str(number),), self.max_new_tokens)
             for target, number in zip(targets, reference, strict=True)
         )
         facts = {

@@ -40,7 +40,7 @@ class RepoFunction(Generated):
     scorers: ClassVar[tuple[Scorer, ...]] = (REPOQA, Scorer("repo-function-edit@1", "edit_similarity", compare))
     default_length: ClassVar[int] = 4096
     needs: ClassVar[str | None] = "kvbench[data], a larger model"
-    limit: ClassVar[int] = 200
+    max_new_tokens: ClassVar[int] = 200
     unit_tokens: ClassVar[int] = 40
 
     @property
@@ -57,7 +57,7 @@ class RepoFunction(Generated):
         text = "\n\n\n".join(x.source for x in functions)
         reference = [functions[i] for i in asked]
         turns = tuple(
-            Turn(QUESTION.format(x.description), "", x.source, (x.source,), self.limit, facts={"name": x.name})
+            Turn(QUESTION.format(x.description), "", x.source, (x.source,), self.max_new_tokens, facts={"name": x.name})
             for x in reference
         )
         facts = {

@@ -80,7 +80,7 @@ class ManyShot(Generated):
     """The official one, which takes any letter of a name for the answer, is the second."""
     default_length: ClassVar[int] = 4096
     needs: ClassVar[str | None] = "a larger model"
-    limit: ClassVar[int] = 10
+    max_new_tokens: ClassVar[int] = 10
     unit_tokens: ClassVar[int] = 20
 
     @property
@@ -101,7 +101,7 @@ class ManyShot(Generated):
         text = "\n\n".join(f"{x.question}{x.answer}" for x in shots)
         alike = [depths(text, [x.question for x in shots if x.group == one.group]) for one in asked]
         turns = tuple(
-            Turn(x.question, "", x.answer, (x.letter, x.group), self.limit, facts={"depths": found})
+            Turn(x.question, "", x.answer, (x.letter, x.group), self.max_new_tokens, facts={"depths": found})
             for x, found in zip(asked, alike, strict=True)
         )
         return Example(id, text, turns, {"keys": [x.word for x in asked], "shots": len(shots)})

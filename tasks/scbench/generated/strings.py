@@ -34,7 +34,7 @@ class PrefixSuffix(Generated):
     """What the variants share; a variant says what strings and their ends look like."""
 
     scorers: ClassVar[tuple[Scorer, ...]] = SCORERS["scbench_prefix_suffix"]
-    limit: ClassVar[int] = 150
+    max_new_tokens: ClassVar[int] = 150
 
     @abstractmethod
     def draw(self, rng: random.Random, n: int) -> list[str]:
@@ -53,7 +53,7 @@ class PrefixSuffix(Generated):
         reference = [strings[i] for i in asked]
         ends = [self.ends(text) for text in reference]
         turns = tuple(
-            Turn(QUESTION.format(prefix=prefix, suffix=suffix), "", text, (text,), self.limit)
+            Turn(QUESTION.format(prefix=prefix, suffix=suffix), "", text, (text,), self.max_new_tokens)
             for text, (prefix, suffix) in zip(reference, ends, strict=True)
         )
         text = "\n".join(strings)

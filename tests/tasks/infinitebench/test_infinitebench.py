@@ -61,8 +61,8 @@ PROMPTS = {
         "The name that has been replaced with $$MASK$$ is likely"
     ),
 }
-"""The official ones for yarn-mistral, filled with the rows below."""
-LIMITS = {
+"""The official ones for yarn-mistral, filled with the records below."""
+MAX_NEW_TOKENS = {
     "passkey": 6, "number_string": 12, "kv_retrieval": 50, "longbook_sum_eng": 1200, "longbook_choice_eng": 40,
     "longbook_qa_eng": 40, "longbook_qa_chn": 40, "math_find": 3, "math_calc": 30_000, "code_run": 5, "code_debug": 5,
     "longdialogue_qa_eng": 40,
@@ -92,7 +92,7 @@ NEW = {
     "code_debug": {"options": OPTIONS, "answer": ["three", "C"]},
     "longdialogue_qa_eng": {"answer": ["ACE", "ACE ROTHSTEIN"]},
 }
-"""Where a task's row differs from that of a book: answers are texts, numbers or lists of them, as on the hub."""
+"""Where a task's record differs from that of a book: answers are texts, numbers or lists of them, as on the hub."""
 REFERENCES = {
     "passkey": ("71432",), "number_string": ("2200012222",), "kv_retrieval": ("v",), "longbook_choice_eng": ("two",),
     "math_find": ("88",), "math_calc": ("12", "-7", "3"), "code_run": ("-4",), "code_debug": ("three",),
@@ -111,8 +111,8 @@ each_task = pytest.mark.parametrize("kind", PROMPTS)
 
 
 def line(kind: str = "longbook_qa_eng", **changes: object) -> dict[str, object]:
-    row = {"id": 0, "context": "The text.", "input": "The question?", "answer": ["an answer"], "options": []}
-    return row | NEW.get(kind, {}) | changes
+    record = {"id": 0, "context": "The text.", "input": "The question?", "answer": ["an answer"], "options": []}
+    return record | NEW.get(kind, {}) | changes
 
 
 def open_task(folder, *found: dict[str, object], kind: str = "longbook_qa_eng"):
@@ -135,7 +135,7 @@ def test_the_prompt_is_the_official_one(tmp_path, mini_tokenizer, kind):
     (turn,) = example.turns
     assert example.context + example.joint + turn.question + turn.prefix == PROMPTS[kind]
     assert example.context.endswith("The text.")
-    assert (turn.prefix, turn.limit) == (PREFIXES[kind], LIMITS[kind])
+    assert (turn.prefix, turn.max_new_tokens) == (PREFIXES[kind], MAX_NEW_TOKENS[kind])
     encoded = encode(task, example, mini_tokenizer)
     assert mini_tokenizer.decode([*encoded.context, *encoded.turns[0].first]) == PROMPTS[kind]
 
@@ -187,7 +187,7 @@ def test_the_prefix_follows_the_assistant_header(tmp_path, chars):
 
 @pytest.mark.parametrize("answer", ["three", ["three"], ["three", "C"]])
 def test_options_are_told_by_letter_and_text(tmp_path, mini_tokenizer, answer):
-    """However the row says which one is right, the scorers get its letter and all texts."""
+    """However the record says which one is right, the scorers get its letter and all texts."""
     task = open_task(tmp_path, line("code_debug", answer=answer), kind="code_debug")
     example = make(task, mini_tokenizer)
     assert example.facts == {"letter": "C", "options": OPTIONS, "cut_tokens": 0}
@@ -243,7 +243,7 @@ def test_all_tasks_are_listed():
 )
 def test_a_wrong_row_is_refused(tmp_path, mini_tokenizer, kind, changes, said):
     """By its number, with what is wrong."""
-    with pytest.raises(UserError, match="row 0 of ") as caught:
+    with pytest.raises(UserError, match="record 0 of ") as caught:
         make(open_task(tmp_path, line(kind, **changes), kind=kind), mini_tokenizer)
     assert said in str(caught.value)
 
@@ -268,7 +268,7 @@ def test_the_hub_is_asked_for_the_tasks_file(tmp_path, monkeypatch, mini_tokeniz
 
 
 def test_a_run(tmp_path, capsys):
-    """Two rows of passkey from a folder to scores."""
+    """Two records of passkey from a folder to scores."""
     noise = "The grass is green. The sky is blue. " * 100
     open_task(tmp_path, *(line("passkey", context=noise) for _ in range(2)), kind="passkey")
     assert call([

@@ -1,4 +1,4 @@
-"""Tokenizers as Llama's, rows of LongBench v1, and examples made of them."""
+"""Tokenizers as Llama's, records of LongBench v1, and examples made of them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def chatty(octets):
 
 @pytest.fixture
 def line() -> Callable[..., dict[str, object]]:
-    """A row of a task."""
+    """A record of a task."""
 
     def make(kind: str = "qasper", **changes: object) -> dict[str, object]:
         return {
@@ -54,7 +54,7 @@ def line() -> Callable[..., dict[str, object]]:
 
 @pytest.fixture
 def write(tmp_path) -> Callable[..., Path]:
-    """Rows in a file of JSON lines."""
+    """Records in a file of JSON lines."""
 
     def write(name: str, *found: object) -> Path:
         path = tmp_path / name
@@ -66,7 +66,7 @@ def write(tmp_path) -> Callable[..., Path]:
 
 @pytest.fixture
 def open_task(write, line) -> Callable[..., Task]:
-    """A task over one row in a file."""
+    """A task over one record in a file."""
     return lambda kind, **changes: find_task(f"longbench_{kind}")(data=str(write("x.jsonl", line(kind, **changes))))
 
 

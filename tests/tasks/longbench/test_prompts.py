@@ -109,7 +109,7 @@ PROMPTS = {
     "repobench-p": "Please complete the code given below. \nThe text.The input?Next line of code:\n",
 }
 """Typed from the card, filled with `The text.` and `The input?`."""
-LIMITS = {
+MAX_NEW_TOKENS = {
     "narrativeqa": 128, "qasper": 128, "multifieldqa_en": 64, "multifieldqa_zh": 64, "hotpotqa": 32, "2wikimqa": 32,
     "musique": 32, "dureader": 128, "gov_report": 512, "qmsum": 512, "multi_news": 512, "vcsum": 512, "trec": 64,
     "triviaqa": 32, "samsum": 128, "lsht": 64, "passage_count": 32, "passage_retrieval_en": 32,
@@ -121,12 +121,12 @@ each_task = pytest.mark.parametrize("kind", PROMPTS)
 
 @each_task
 def test_the_prompt_is_the_official_one(open_task, make, octets, kind):
-    """Context, joint and question are the card's text, the context ends with the row's, and the limit is the card's."""
+    """The prompt is the card's text, the context ends with the record's, and max_new_tokens is the card's."""
     example = make(open_task(kind), octets)
     (turn,) = example.turns
     assert example.context + example.joint + turn.question + turn.prefix == PROMPTS[kind]
     assert example.context.endswith("The text.")
-    assert (turn.limit, turn.references) == (LIMITS[kind], ("One", "1"))
+    assert (turn.max_new_tokens, turn.references) == (MAX_NEW_TOKENS[kind], ("One", "1"))
 
 
 def test_the_question_begins_where_the_prompt_names_it(open_task, make, octets):

@@ -48,7 +48,7 @@ def test_a_long_prompt_is_cut_as_officially(open_task, make, octets, chatty, kin
     task = open_task(kind, context="文a" * 50 + "0123456789" * 80 + "Ende")
     whole = make(task, octets)
     wrapped = 0 if kind == "lcc" else len("<user><assistant>")
-    example = make(task, octets if kind == "lcc" else chatty, most + wrapped + whole.turns[0].limit)
+    example = make(task, octets if kind == "lcc" else chatty, most + wrapped + whole.turns[0].max_new_tokens)
     assert text(example) == cut_officially(octets, text(whole), most)
     assert example.facts["cut_tokens"] == max(0, len(octets(text(whole)).input_ids) - most)
 
@@ -104,7 +104,7 @@ def test_an_extended_task_reads_its_own_file(tmp_path, write, line):
     write("qasper.jsonl", line(context="short"))
     write("qasper_e.jsonl", line(context="spread"))
     both = [find_task(name)(data=str(tmp_path)) for name in ("longbench_qasper", "longbench_qasper_e")]
-    assert [x.row(0)["context"] for x in both] == ["short", "spread"]
+    assert [x.record(0)["context"] for x in both] == ["short", "spread"]
 
 
 def test_averages():
@@ -129,7 +129,7 @@ def test_averages():
 )
 def test_a_wrong_row_is_refused(open_task, make, octets, kind, changes, said):
     """By its number, with what is wrong."""
-    with pytest.raises(UserError, match="row 0 of ") as caught:
+    with pytest.raises(UserError, match="record 0 of ") as caught:
         make(open_task(kind, **changes), octets)
     assert said in str(caught.value)
 
@@ -171,14 +171,14 @@ def test_a_hub_that_cannot_be_reached_is_said(monkeypatch, make, octets, no_memo
     with pytest.raises(UserError) as caught:
         make(find_task("longbench_qasper")(), octets)
     assert str(caught.value) == (
-        "data.zip of THUDM/LongBench at 5e628be450b7 cannot be had from the hub (no route). Where there is a network, "
+        "data.zip of THUDM/LongBench at 5e628be450b7 cannot be fetched from the hub (no route). Where there is a network, "
         "run: hf download THUDM/LongBench data.zip --repo-type dataset --revision "
         f"{REVISION} --local-dir DIR, unpack data.zip, and give --task-set data=DIR."
     )
 
 
 def test_a_run(tmp_path, capsys, write, line):
-    """Two rows of samsum from a folder to scores: cut, stopped at a newline, never empty."""
+    """Two records of samsum from a folder to scores: cut, stopped at a newline, never empty."""
     write("samsum.jsonl", *(line("samsum", context="Dialogue: a\nSummary: b\n" * 200) for _ in range(2)))
     assert call([
         "run", "--method", "full", "--task", "longbench_samsum", "--task-set", f"data={tmp_path}", "--model", "mini",
@@ -196,7 +196,7 @@ def test_a_run(tmp_path, capsys, write, line):
 
 def test_a_run_over_the_wrong_file(tmp_path, capsys, write):
     """One line and exit code 2."""
-    path = write("rows.jsonl", {"question": "?"})
+    path = write("records.jsonl", {"question": "?"})
     assert call([
         "run", "--method", "full", "--task", "longbench_qasper", "--task-set", f"data={path}", "--model", "mini",
         "--length", "400", "--device", "cpu", "--out", str(tmp_path / "runs"),

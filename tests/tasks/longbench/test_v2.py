@@ -41,12 +41,12 @@ def make(task, tokenizer, length: int = 10_000):
 
 
 def test_the_prompt_is_the_official_one(tmp_path, chars):
-    """That of prompts/0shot.txt, white space around a row's texts left out; 128 tokens; the letter is the reference."""
+    """The prompt is prompts/0shot.txt, with the record's texts stripped; 128 tokens; the letter is the reference."""
     example = make(open_task(tmp_path, line()), chars)
     (turn,) = example.turns
     assert example.context + example.joint + turn.question + turn.prefix == PROMPT
     assert example.context.endswith("<text>\nThe text.")
-    assert (turn.limit, turn.references, turn.answer) == (128, ("B",), " The correct answer is (B).")
+    assert (turn.max_new_tokens, turn.references, turn.answer) == (128, ("B",), " The correct answer is (B).")
     assert example.facts == {
         "_id": "abc", "domain": "Code", "sub_domain": "Repositories", "difficulty": "hard", "length": "short",
         "cut_tokens": 0,
@@ -76,7 +76,7 @@ def test_the_middle_is_cut_from_the_whole_prompt(tmp_path, chars):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"answer": "E"}, "row 0 of .*: answer is 'E', not A, B, C or D. Give longbench2 the data of"),
+        ({"answer": "E"}, "record 0 of .*: answer is 'E', not A, B, C or D. Give longbench2 the data of"),
         ({"choice_D": None}, "column choice_D is NoneType"),
         ({"context": ""}, "column context is empty"),
     ],
@@ -87,7 +87,7 @@ def test_a_wrong_row_is_refused(tmp_path, chars, changes, said):
 
 
 def test_a_run(tmp_path, capsys):
-    """Both official scorers, on a row from a file."""
+    """Both official scorers, on a record from a file."""
     open_task(tmp_path, line())
     assert call([
         "run", "--method", "full", "--task", "longbench2", "--task-set", f"data={tmp_path}", "--model", "mini",

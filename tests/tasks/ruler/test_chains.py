@@ -72,7 +72,7 @@ def test_one_question_is_rulers_prompt(chars):
     encoded = encode(TASK, example, chars)
     assert chars.decode(encoded.context + encoded.turns[0].first) == GOLDEN
     (turn,) = example.turns
-    assert (turn.answer, turn.references, turn.limit) == (" AAAAA BBBBB CCCCC DDDDD EEEEE", ONE.names, 30)
+    assert (turn.answer, turn.references, turn.max_new_tokens) == (" AAAAA BBBBB CCCCC DDDDD EEEEE", ONE.names, 30)
     assert example.facts["keys"] == ["12345"]
 
 

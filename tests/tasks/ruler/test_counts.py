@@ -60,7 +60,7 @@ def test_common_words_are_rulers_prompt(chars):
     assert sorted(listed[:10]) == LETTERS and sorted(listed[20:]) == [*LETTERS, "kk"]
     (turn,) = example.turns
     assert turn.answer == " 1. jj 2. ii 3. hh 4. gg 5. ff 6. ee 7. dd 8. cc 9. bb 10. aa"
-    assert (turn.references, turn.limit) == (tuple(LETTERS[::-1]), 120)
+    assert (turn.references, turn.max_new_tokens) == (tuple(LETTERS[::-1]), 120)
 
 
 def test_frequent_words_are_rulers_prompt(chars):
@@ -73,7 +73,7 @@ def test_frequent_words_are_rulers_prompt(chars):
     assert Counter(words) == {"": 44, "a": 11, "b": 4, "c": 2, "d": 1, "e": 1}
     assert text == GOLDEN_FWE.format(" ".join(x * 6 or "..." for x in words))
     (turn,) = example.turns
-    assert (turn.answer, turn.references, turn.limit) == (
+    assert (turn.answer, turn.references, turn.max_new_tokens) == (
         " aaaaaa, bbbbbb, cccccc.", ("aaaaaa", "bbbbbb", "cccccc"), 50,
     )
 
@@ -118,7 +118,7 @@ def test_prompt_fills_the_length(task, slack, mini_tokenizer, seed, extra):
     """Prompt and limit never exceed the length and come within a word of the list, or a few of the coded text."""
     length = task.minimum_length(1, mini_tokenizer) + extra
     example = task.example(random.Random(seed), id="x", length=length, turns=1, tokenizer=mini_tokenizer)
-    used = prompt_tokens(encode(task, example, mini_tokenizer)) + example.turns[0].limit
+    used = prompt_tokens(encode(task, example, mini_tokenizer)) + example.turns[0].max_new_tokens
     assert length - slack <= used <= length
 
 

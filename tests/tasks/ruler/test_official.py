@@ -113,10 +113,10 @@ def test_an_example_is_the_sample_in_parts(make, mini_tokenizer):
         for example, sample in zip(examples, samples, strict=True):
             (turn,) = example.turns
             assert (example.context, turn.question, turn.prefix) == (sample.context, sample.question, sample.prefix)
-            assert (turn.references, turn.limit) == (sample.references, limit)
+            assert (turn.references, turn.max_new_tokens) == (sample.references, limit)
 
 
-def test_rows_say_which_generator_made_them(make):
+def test_samples_say_which_generator_made_them(make):
     """Name, prompt_id and revision are unlike those of our own generator."""
     assert {x: make(x).prompt_id for x in ("niah_single_1", "vt", "cwe", "fwe", "qa_1")} == {
         x: f"ruler-official/{x}@c3f5e3b4" for x in ("niah_single_1", "vt", "cwe", "fwe", "qa_1")

@@ -57,7 +57,7 @@ def test_questions_are_rulers_prompt(chars):
     one, two = encoded.turns
     assert chars.decode(encoded.context + one.first) == GOLDEN
     assert chars.decode(one.answer + two.later + two.answer) == LATER
-    assert [(x.references, x.limit) for x in example.turns] == [(("the cat", "cat"), 32), (("a dog",), 32)]
+    assert [(x.references, x.max_new_tokens) for x in example.turns] == [(("the cat", "cat"), 32), (("a dog",), 32)]
     assert example.facts == {"documents": 2, "gold": [1, 2]}
 
 

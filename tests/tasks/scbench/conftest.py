@@ -1,4 +1,4 @@
-"""Small rows in SCBench's schema, a tokenizer with a chat template, and the tasks on a file of such rows."""
+"""Small records in SCBench's schema, a tokenizer with a chat template, and the tasks on a file of such records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from kvbench.registry import find_task
 
-ROWS = {
+RECORDS = {
     "scbench_kv": {
         "id": 0, "context": 'JSON data:\n{"a": "1", "b": "2"}',
         "multi_turns": [
@@ -97,7 +97,7 @@ ROWS = {
         ],
     },
 }
-"""The tasks' rows by name, two turns each."""
+"""The tasks' records by name, two turns each."""
 TEMPLATE = (
     "{% for x in messages %}[{{ x.role }}]{{ x.content }}[end]{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -105,9 +105,9 @@ TEMPLATE = (
 
 
 @pytest.fixture
-def rows():
-    """A copy of the rows, to be changed."""
-    return copy.deepcopy(ROWS)
+def records():
+    """A copy of the records, to be changed."""
+    return copy.deepcopy(RECORDS)
 
 
 @pytest.fixture(scope="session")
@@ -120,11 +120,11 @@ def chatty(mini_tokenizer):
 
 @pytest.fixture
 def task_of(tmp_path):
-    """The task of a name on rows of the test's own."""
+    """The task of a name on records of the test's own."""
 
     def make(name, *found):
         path = tmp_path / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in found))
+        path.write_text("".join(json.dumps(record) + "\n" for record in found))
         return find_task(name)(data=str(path))
 
     return make

@@ -141,7 +141,7 @@ def test_prompt_fills_the_length(task: Generated, mini_tokenizer, seed, turns, e
     """Prompt and generation never exceed the length and come within one unit of it, from the minimum length on."""
     length = task.minimum_length(turns, mini_tokenizer) + extra
     example = make(task, mini_tokenizer, seed=seed, length=length, turns=turns)
-    used = prompt_tokens(encode(task, example, mini_tokenizer)) + example.turns[0].limit
+    used = prompt_tokens(encode(task, example, mini_tokenizer)) + example.turns[0].max_new_tokens
     assert length - UNITS[task] <= used <= length
 
 
@@ -151,7 +151,7 @@ def test_reference_answers_fit_their_limit(task: Generated, mini_tokenizer):
     for seed in range(5):
         example = make(task, mini_tokenizer, seed=seed)
         answers = [turn.answer for turn in encode(task, example, mini_tokenizer).turns]
-        assert all(len(answer) < turn.limit for answer, turn in zip(answers, example.turns, strict=True))
+        assert all(len(answer) < turn.max_new_tokens for answer, turn in zip(answers, example.turns, strict=True))
 
 
 @each_task
@@ -177,4 +177,4 @@ def test_what_is_asked_for_is_anywhere(task: Generated, mini_tokenizer):
 def test_too_short_a_length_is_the_users_mistake(task: Generated, mini_tokenizer):
     """A length that cannot hold what is asked for is refused with the task's name and what it needs."""
     with pytest.raises(UserError, match=rf"^{task.name} with 5 turns needs \d+ prompt tokens"):
-        make(task, mini_tokenizer, length=task.limit + 30, turns=5)
+        make(task, mini_tokenizer, length=task.max_new_tokens + 30, turns=5)

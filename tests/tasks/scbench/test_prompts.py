@@ -195,42 +195,42 @@ def test_all_twelve_are_here():
 
 @pytest.mark.parametrize(("kind", "expected"), [("mini_tokenizer", TALKS), ("chatty", CHATS)], ids=["text", "chat"])
 @each_task
-def test_multi_turn(name, rows, task_of, kind, expected, request):
+def test_multi_turn(name, records, task_of, kind, expected, request):
     """Two turns with reference history are the runner's text."""
     tokenizer = request.getfixturevalue(kind)
-    found = encoded(task_of(name, rows[name]), tokenizer, Mode.MULTI_TURN)
+    found = encoded(task_of(name, records[name]), tokenizer, Mode.MULTI_TURN)
     one, two = found.turns
     assert tokenizer.decode(found.context + one.first + one.answer + two.later) == expected[name]
 
 
 @each_task
-def test_single_is_the_first_turn(name, rows, task_of, mini_tokenizer):
+def test_single_is_the_first_turn(name, records, task_of, mini_tokenizer):
     """One question is the first of a conversation."""
-    task = task_of(name, rows[name])
+    task = task_of(name, records[name])
     single, talk = encoded(task, mini_tokenizer, Mode.SINGLE, 1), encoded(task, mini_tokenizer, Mode.MULTI_TURN)
     assert single.context == talk.context and single.turns == talk.turns[:1]
 
 
 @each_task
-def test_multi_request(name, rows, task_of, mini_tokenizer):
+def test_multi_request(name, records, task_of, mini_tokenizer):
     """Nothing stands between the context and a request but what the two hold."""
-    found = encoded(task_of(name, rows[name]), mini_tokenizer, Mode.MULTI_REQUEST)
+    found = encoded(task_of(name, records[name]), mini_tokenizer, Mode.MULTI_REQUEST)
     assert [mini_tokenizer.decode(x) for x in (found.context, *(x.first for x in found.turns))] == REQUESTS[name]
 
 
 @each_task
-def test_multi_request_with_a_chat_template(name, rows, task_of, chatty):
+def test_multi_request_with_a_chat_template(name, records, task_of, chatty):
     """Context and request are one message of the user."""
-    found = encoded(task_of(name, rows[name]), chatty, Mode.MULTI_REQUEST)
+    found = encoded(task_of(name, records[name]), chatty, Mode.MULTI_REQUEST)
     context, *requests = REQUESTS[name]
     assert chatty.decode(found.context) == f"[user]{context}"
     assert [chatty.decode(x.first) for x in found.turns] == [f"{x}[end][assistant]" for x in requests]
 
 
-def test_only_a_summary_begins_for_the_model_and_only_in_a_conversation(rows, task_of, chatty):
+def test_only_a_summary_begins_for_the_model_and_only_in_a_conversation(records, task_of, chatty):
     """`This paper` stands on follow-ups of scbench_summary with a template, on no first turn and on no request."""
     for name in TALKS:
-        task = task_of(name, rows[name])
+        task = task_of(name, records[name])
         for mode in (Mode.MULTI_TURN, Mode.MULTI_REQUEST):
             (example,) = task.examples(
                 seed=0, split=Split.TEST, n=1, length=20_000, turns=2, mode=mode, tokenizer=chatty
@@ -241,10 +241,10 @@ def test_only_a_summary_begins_for_the_model_and_only_in_a_conversation(rows, ta
 
 @pytest.mark.parametrize("mode", [Mode.SINGLE, Mode.MULTI_TURN])
 @pytest.mark.parametrize("name", TALKS)
-def test_a_context_says_nothing_of_its_question(task_of, rows, mini_tokenizer, name, mode):
+def test_a_context_says_nothing_of_its_question(task_of, records, mini_tokenizer, name, mode):
     """Asked the other way round it is the same, but where the task says that it is not."""
-    row = rows[name]
-    task = task_of(name, row, row | {"multi_turns": row["multi_turns"][::-1]})
+    record = records[name]
+    task = task_of(name, record, record | {"multi_turns": record["multi_turns"][::-1]})
     one, two = task.examples(
         seed=0, split=Split.TEST, n=2, length=20_000, turns=2, mode=mode, tokenizer=mini_tokenizer
     )
@@ -268,13 +268,13 @@ def test_mf_shows_its_first_question_to_multi_request():
     assert check(Request("full", "scbench_mf", mode="multi-request")).protocol.visibility == "hidden"
 
 
-def test_a_template_that_trims_trims_every_message(task_of, rows, chatty):
+def test_a_template_that_trims_trims_every_message(task_of, records, chatty):
     """As Llama-3's does: no white space around what a message holds, reference answers among them."""
     tokenizer = copy.deepcopy(chatty)
     tokenizer.chat_template = chatty.chat_template.replace("x.content", "x.content | trim")
-    row = rows["scbench_kv"]
-    row["multi_turns"][0]["answer"] = " 1\n"
-    task = task_of("scbench_kv", row)
+    record = records["scbench_kv"]
+    record["multi_turns"][0]["answer"] = " 1\n"
+    task = task_of("scbench_kv", record)
     (example,) = task.examples(
         seed=0, split=Split.TEST, n=1, length=20_000, turns=2, mode=Mode.MULTI_TURN, tokenizer=tokenizer
     )

@@ -118,7 +118,7 @@ def test_passkey(prediction, score):
 
 
 def test_repoqa_compares_with_the_rows_at_hand():
-    """A closer function in a row that is not evaluated is not seen."""
+    """A closer function in a record that is not evaluated is not seen."""
     other = CODE.replace("alpha", "beta")
     facts = {"lang": "python", "name": "alpha", "functions": {"alpha": CODE}}
     facts["functions_all"] = {"alpha": CODE, "beta": other}

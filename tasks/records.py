@@ -1,6 +1,6 @@
-"""The rows of a data set: from the hub at a pinned commit, or from a local copy.
+"""Records of a data set, read from the hub at a pinned commit or from a local copy.
 
-A copy is a folder as `hf download` leaves it, or one file (.parquet, .jsonl, .json).
+A local copy is a folder as `hf download` leaves it, or one file (.parquet, .jsonl, .json).
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from typing import Any, Protocol
 from kvbench.errors import UserError
 from kvbench.extras import load_extra
 
-Row = Mapping[str, Any]
+Record = Mapping[str, Any]
 Columns = Mapping[str, type | tuple[type, ...]]
-"""Names and types."""
+"""Column names and their types."""
 SUFFIXES = (".parquet", ".jsonl", ".json")
 SPLITS = {"train", "validation", "dev", "test"}
-"""Names of splits: a file that says another one is never read."""
+"""Names of splits. A file named after another split is never read."""
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 BLOCK = 2**20
 SURROGATE = re.compile(rb"\\u[dD]")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-class Rows(Protocol):
-    """Rows by number, read when they are asked for."""
+class Records(Protocol):
+    """Records by index, read when they are accessed."""
 
     def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Row: ...
+    def __getitem__(self, index: int, /) -> Record: ...
 
 
 @dataclass(frozen=True)
 class Source:
-    """Rows, where they come from, and what names their content."""
+    """Records, the name of their source, and the commit or hash that identifies their content."""
 
-    rows: Rows
+    records: Records
     name: str
     revision: str
 
 
 @functools.cache
 def open_hub(hub: str, revision: str, config: str | None, split: str) -> Source:
-    """The data at the pinned commit, fetched or from the hub's cache.
+    """Open the data at the pinned commit, from the hub or from its local cache.
 
     Raises:
-        UserError: no package `datasets`, no network, or no such data.
+        UserError: the package `datasets` is missing, or the hub cannot be reached or lacks the data.
     """
     name = hub if config is None else f"{hub} {config}"
     load = load_extra("datasets", extra="data", what=f"data set {name}").load_dataset
@@ -58,20 +58,20 @@ def open_hub(hub: str, revision: str, config: str | None, split: str) -> Source:
         return Source(load(hub, config, split=split, revision=revision), name, revision)
     except Exception as error:  # the hub's clients raise many kinds
         raise UserError(
-            f"data set {name} at {revision[:12]} cannot be had from the hub ({first_line(error)}). Where there is a "
-            f"network, run: hf download {hub} --repo-type dataset --revision {revision} --local-dir DIR, then give "
-            "--task-set data=DIR."
+            f"data set {name} at {revision[:12]} cannot be fetched from the hub ({first_line(error)}). On a machine "
+            f"with network access, run: hf download {hub} --repo-type dataset --revision {revision} --local-dir DIR. "
+            "Then give --task-set data=DIR."
         ) from error
 
 
 @functools.cache
 def open_copy(data: str, hub: str, revision: str, config: str | None, split: str) -> Source:
-    """The data of a local folder or file.
+    """Open the data in a local folder or file.
 
     Raises:
-        UserError: it is not there, cannot be read, is of another commit or does not have this part of the data.
+        UserError: the path does not exist or cannot be read, or has another commit or lacks this part of the data.
     """
-    place = Path(data).expanduser().absolute()  # not resolved: the hub's cache links to nameless files
+    place = Path(data).expanduser().absolute()  # links are not resolved: in the hub's cache they lead to hashed names
     if not place.exists():
         raise UserError(f"data '{data}' does not exist. Give a local copy of {hub}, or leave data out for the hub.")
     named = place.name if place.is_dir() and COMMIT.fullmatch(place.name) else None
@@ -86,23 +86,23 @@ def open_copy(data: str, hub: str, revision: str, config: str | None, split: str
             with path.open("rb") as file:
                 while block := file.read(BLOCK):
                     total.update(block)
-        rows = _read(files)
-    except (OSError, ValueError, RecursionError) as error:  # pyarrow's errors are of the first two
+        records = _read(files)
+    except (OSError, ValueError, RecursionError) as error:  # pyarrow's errors derive from the first two
         raise UserError(f"data '{data}' cannot be read: {first_line(error)}. Download it again.") from error
-    if not len(rows):
-        raise UserError(f"data '{data}' has no rows in {_list(files, place)}. Download it again.")
-    return Source(rows, data, named or f"sha256:{total.hexdigest()}")
+    if not len(records):
+        raise UserError(f"data '{data}' has no records in {_list(files, place)}. Download it again.")
+    return Source(records, data, named or f"sha256:{total.hexdigest()}")
 
 
 def find_files(folder: Path, config: str | None, split: str) -> list[Path]:
-    """The files of a part of the data, by the names of files and folders as the hub has them.
+    """Find the files of a config and split by the hub's conventions for file and folder names.
 
-    A name says a word by a folder, or by its own parts between hyphens: `scbench_kv/test-00000-of-00001.parquet` and
-    `scbench_kv.jsonl` are both of `scbench_kv`. Where there is no config, or the folder is named after it, a lone file
-    needs no name.
+    A file belongs to a config or split if a folder, its whole stem or a part of its stem between hyphens has that name:
+    `scbench_kv/test-00000-of-00001.parquet` and `scbench_kv.jsonl` both belong to `scbench_kv`. If there is no config,
+    or the folder is named after it, a single file may have any name.
 
     Raises:
-        UserError: there are none.
+        UserError: no file matches.
     """
     files = sorted(
         x for x in folder.rglob("*")
@@ -126,7 +126,7 @@ def find_files(folder: Path, config: str | None, split: str) -> list[Path]:
     )
 
 
-def _read(files: Sequence[Path]) -> Rows:
+def _read(files: Sequence[Path]) -> Records:
     if files[0].suffix == ".parquet":
         parquet = load_extra("pyarrow.parquet", extra="data", what=f"data file {files[0].name}")
         return Table(parquet.read_table(files, memory_map=True, partitioning=None))
@@ -134,15 +134,15 @@ def _read(files: Sequence[Path]) -> Rows:
         return Lines([x for path in files for x in path.read_bytes().splitlines() if x.strip()])
     found = [parse(x.read_bytes()) for x in files]
     if not all(isinstance(x, list) for x in found):
-        raise ValueError("a .json file must hold one list of rows")
-    return [row for rows in found for row in rows]
+        raise ValueError("a .json file must hold one list of records")
+    return [record for records in found for record in records]
 
 
 def parse(text: bytes) -> Any:
-    """The JSON value of a text.
+    """Parse a JSON text.
 
     Raises:
-        ValueError: it is none, or one of its texts cannot be encoded, because it has half of a surrogate pair.
+        ValueError: the text is not JSON, or holds half of a surrogate pair, which cannot be encoded.
     """
     found = json.loads(text)
     if SURROGATE.search(text):
@@ -152,57 +152,59 @@ def parse(text: bytes) -> Any:
 
 @dataclass(frozen=True)
 class Lines:
-    """Rows of JSON lines."""
+    """Records of JSON lines."""
 
     lines: Sequence[bytes]
 
     def __len__(self) -> int:
         return len(self.lines)
 
-    def __getitem__(self, index: int) -> Row:
-        found: Row = parse(self.lines[index])
+    def __getitem__(self, index: int) -> Record:
+        found: Record = parse(self.lines[index])
         return found
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of a table of pyarrow, mapped from its files."""
+    """Records of a pyarrow table, memory-mapped from its files."""
 
     table: Any
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
 
-    def __getitem__(self, index: int) -> Row:
-        found: Row = self.table.slice(index, 1).to_pylist()[0]
+    def __getitem__(self, index: int) -> Record:
+        found: Record = self.table.slice(index, 1).to_pylist()[0]
         return found
 
 
 def _list(files: Sequence[Path], folder: Path) -> str:
-    """The first of the files, as an error names them."""
+    """The names of the first files, for an error message."""
     names = [str(x.relative_to(folder)) if x != folder else x.name for x in files[:5]]
     return ", ".join(names + ["..."] * (len(files) > len(names))) or "no .parquet, .jsonl or .json file"
 
 
-def check_columns(row: object, columns: Columns, where: str, hint: str) -> None:
-    """Refuse what is no row with these columns.
+def check_columns(record: object, columns: Columns, where: str, hint: str) -> None:
+    """Check that a record has these columns with values of these types.
+
+    where: the record's place in its source, for the error.
 
     Raises:
-        UserError: says where it stands, what is needed and what is there.
+        UserError: a column is missing or of another type; names the place, the columns needed and those found.
     """
-    if not isinstance(row, Mapping):
-        raise UserError(f"{where} is no object but {type(row).__name__}. {hint}")
+    if not isinstance(record, Mapping):
+        raise UserError(f"{where} is no object but {type(record).__name__}. {hint}")
     kinds = {name: kind if isinstance(kind, tuple) else (kind,) for name, kind in columns.items()}
     wanted = {name: " or ".join(x.__name__ for x in kind) for name, kind in kinds.items()}
-    if missing := ", ".join(name for name in columns if name not in row):
+    if missing := ", ".join(name for name in columns if name not in record):
         needs = ", ".join(f"{name} ({kind})" for name, kind in wanted.items())
-        has = ", ".join(list(row)[:20]) or "none"
+        has = ", ".join(list(record)[:20]) or "none"
         raise UserError(f"{where} has no column {missing}; it has {has}, and needs {needs}. {hint}")
     for name, kind in columns.items():
-        if not isinstance(row[name], kind):
-            raise UserError(f"{where}: column {name} is {type(row[name]).__name__}, not {wanted[name]}. {hint}")
+        if not isinstance(record[name], kind):
+            raise UserError(f"{where}: column {name} is {type(record[name]).__name__}, not {wanted[name]}. {hint}")
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in one line."""
+    """The first line of an error's message, or its class name."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

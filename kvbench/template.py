@@ -1,0 +1,60 @@
+"""Chat templates: a tokenizer's template, cut at the places of the context, the question and the answer."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from itertools import cycle
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase  # noqa: TID251  # its type
+
+Template = Literal["own", "none"]
+"""`own`: use the tokenizer's chat template if it and the task have one; `none`: use the text alone."""
+DATE = "26 Jul 2024"
+"""Today's date for templates that take `date_string`: Llama-3.2's default, so that prompts do not depend on the day."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The text that a chat template puts around the context, the question and the answer of a conversation."""
+
+    head: str
+    """Text before the context."""
+    tail: str
+    """Text between the question and the answer's prefix (the assistant header)."""
+    middle: str | None
+    """Text between an answer and the next question; None: the task's separator."""
+    sha: str | None
+    """Hash of the template and of the text it adds; None without a template."""
+    special: bool
+    """Whether the tokenizer adds its special tokens to the context (only without a template)."""
+    trims: bool = False
+    """Whether the template strips white space around messages (Llama-3)."""
+
+    @classmethod
+    def plain(cls) -> Frame:
+        """A frame without any text, for prompts without a chat template."""
+        return cls("", "", None, None, special=True)
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Frame:
+        """Cut the tokenizer's chat template with markers; without a template, return `plain`."""
+        template = tokenizer.chat_template
+        if template is None:
+            return cls.plain()
+        user, assistant, again = "<kvbench-1>", "<kvbench-2>", "<kvbench-3>"
+
+        def render(*texts: str) -> str:
+            talk = [{"role": role, "content": x} for role, x in zip(cycle(("user", "assistant")), texts, strict=False)]
+            return str(
+                tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True, date_string=DATE)
+            )
+
+        head, _, tail = render(user).partition(user)
+        talk = render(user, assistant, again)
+        middle = talk.partition(assistant)[2].partition(again)[0]
+        trims = render(*(f"\n {x} \n" for x in (user, assistant, again))) == talk
+        sha = hashlib.sha256(repr((str(template), head, middle, tail)).encode()).hexdigest()[:16]
+        return cls(head, tail, middle, sha, special=False, trims=trims)
