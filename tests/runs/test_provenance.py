@@ -24,7 +24,7 @@ PARTS = ("method", "task", "kernels", "harness")
 NEW = ("new.py", "methods/eviction/new.py", "kernels/new/__init__.py", "kernels/window_scores/fast.py")
 SHOWN = (
     "kvbench.cli", "kvbench.runs.progress", "kvbench.analysis", "kvbench.integrations",
-    "kvbench.sweep", "kvbench.toml",
+    "kvbench.sweep", "kvbench.toml", "kvbench.custom", "kvbench.scorers",
 )
 """What `kvbench run` loads beside the run: to read what was typed, and to print."""
 

@@ -171,8 +171,8 @@ def test_a_hub_that_cannot_be_reached_is_said(monkeypatch, make, octets, no_memo
     with pytest.raises(UserError) as caught:
         make(find_task("longbench_qasper")(), octets)
     assert str(caught.value) == (
-        "data.zip of THUDM/LongBench at 5e628be450b7 cannot be fetched from the hub (no route). Where there is a network, "
-        "run: hf download THUDM/LongBench data.zip --repo-type dataset --revision "
+        "data.zip of THUDM/LongBench at 5e628be450b7 cannot be fetched from the hub (no route). On a machine with "
+        "network access, run: hf download THUDM/LongBench data.zip --repo-type dataset --revision "
         f"{REVISION} --local-dir DIR, unpack data.zip, and give --task-set data=DIR."
     )
 
