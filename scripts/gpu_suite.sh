@@ -96,11 +96,11 @@ run_stage() {
     local small=(--model random:two-layers --length 256 --rounds 2)
     case $stage in
       tests) test_kernels tests/kernels/test_choice.py ;;
-      kernels) bench "$file" "${small[@]}" $(methods snapkv kivi) --budget 25% --clock kernel --state synthetic ;;
-      steps) bench "$file" "${small[@]}" $(methods snapkv h2o) --budget 25% --clock step --state synthetic ;;
-      lengths) bench "$file" "${small[@]}" --method snapkv --budget 25% --clock step --batch 1,max --memory 0.02 --state synthetic ;;
-      answers | long | models) bench "$file" "${small[@]}" --method snapkv --budget 25% --clock user ;;
-      diffusion) bench "$file" --model mini-diffusion --method dkv-cache-decode --length 64 --rounds 1 --clock user ;;
+      kernels) bench "$file" "${small[@]}" $(methods snapkv kivi) --budget 25% --timing kernel --state synthetic ;;
+      steps) bench "$file" "${small[@]}" $(methods snapkv h2o) --budget 25% --timing step --state synthetic ;;
+      lengths) bench "$file" "${small[@]}" --method snapkv --budget 25% --timing step --batch 1,max --memory 0.02 --state synthetic ;;
+      answers | long | models) bench "$file" "${small[@]}" --method snapkv --budget 25% --timing end-to-end ;;
+      diffusion) bench "$file" --model mini-diffusion --method dkv-cache-decode --length 64 --rounds 1 --timing end-to-end ;;
     esac
     return
   fi
@@ -108,16 +108,16 @@ run_stage() {
   # shellcheck disable=SC2046
   case $stage in
     tests) test_kernels tests/kernels tests/runs/test_kernels.py ;;
-    kernels) bench "$file" "${llama[@]}" --method all --clock kernel --state synthetic --length 32768 --batch 8 ;;
-    steps) bench "$file" "${llama[@]}" --method all --clock step --state synthetic --length 32768 --batch 4 ;;
-    lengths) bench "$file" "${llama[@]}" $(methods "${CORE[@]}") --clock step --state synthetic --length 4096,131072 --batch 4,max ;;
-    answers) bench "$file" "${llama[@]}" $(methods "${CORE[@]}") --clock user --length 32768 ;;
-    long) bench "$file" "${llama[@]}" --method snapkv --clock user --length 131072 ;;
+    kernels) bench "$file" "${llama[@]}" --method all --timing kernel --state synthetic --length 32768 --batch 8 ;;
+    steps) bench "$file" "${llama[@]}" --method all --timing step --state synthetic --length 32768 --batch 4 ;;
+    lengths) bench "$file" "${llama[@]}" $(methods "${CORE[@]}") --timing step --state synthetic --length 4096,131072 --batch 4,max ;;
+    answers) bench "$file" "${llama[@]}" $(methods "${CORE[@]}") --timing end-to-end --length 32768 ;;
+    long) bench "$file" "${llama[@]}" --method snapkv --timing end-to-end --length 131072 ;;
     models)
       for model in qwen3-8b llama-2-7b qwen2.5-7b; do
-        bench "$out/$model.json" --model "random:$model" --budget 25% $(methods snapkv kivi) --clock step --state synthetic --length 32768 --batch 1,4
+        bench "$out/$model.json" --model "random:$model" --budget 25% $(methods snapkv kivi) --timing step --state synthetic --length 32768 --batch 1,4
       done ;;
-    diffusion) bench "$file" --model random:llada-8b $(methods dkv-cache-decode fast-dllm-dual) --clock user --length 512 ;;
+    diffusion) bench "$file" --model random:llada-8b $(methods dkv-cache-decode fast-dllm-dual) --timing end-to-end --length 512 ;;
   esac
 }
 

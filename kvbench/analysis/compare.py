@@ -26,7 +26,7 @@ ASKED = (
 """What must be equal before a difference of scores speaks of the methods."""
 PROTOCOL = (
     *ASKED, "spec.chunk", "spec.kernels", "environment.cpu", "environment.gpu", "environment.threads",
-    "environment.device_map", "latency.clock",
+    "environment.device_map", "latency.timing",
 )
 """What must be equal before one of times does, too."""
 

@@ -23,7 +23,7 @@ WHERE = ("suite", "device", "device_map", "trackers", "out")
 """Options that no answer depends on, or that are a machine's."""
 FIXED = {
     "spec.versions": "these packages ran", "spec.sources": "this code ran", "spec.device": "this machine ran",
-    "environment": "this machine ran", "latency": "it is a clock", "model": "it comes with the model's files",
+    "environment": "this machine ran", "latency": "times vary", "model": "it comes with the model's files",
     "task.chat_template_sha": "it comes with the model's files", "task.bos": "it comes with the model's files",
     "task.stop": "it comes with the model's files", "task": "it comes with the task and its data",
 }

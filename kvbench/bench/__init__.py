@@ -1,1 +1,1 @@
-"""`kvbench bench`: three clocks that are never mixed, each beside the dense cache in the same job (docs/timing.md)."""
+"""`kvbench bench`: timing at three levels, always next to the full cache in the same job (docs/timing.md)."""

@@ -1,4 +1,4 @@
-"""Files of jobs as tables, or in a line for every time: `python -m kvbench.bench [--brief] FILE...`."""
+"""Print saved bench files: `python -m kvbench.bench [--brief] FILE...`; --brief prints one line per time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvbench.runs.files import read_file
 
 
 def main(arguments: list[str]) -> int:
-    """Print every file's cells."""
+    """Print the cells of every file."""
     brief = arguments[:1] == ["--brief"]
     try:
         for path in arguments[brief:]:

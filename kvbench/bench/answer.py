@@ -1,4 +1,4 @@
-"""What the user's clock times: prompts and answers as they are run, Python and all."""
+"""End-to-end timing: whole prompts and answers as a user runs them, including Python."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
-from kvbench.bench.job import OUT_OF_TIME, Job
+from kvbench.bench.job import OUT_OF_TIME, BenchJob
 from kvbench.bench.outcome import Failure, attempt
 from kvbench.bench.records import DeviceMemory
-from kvbench.bench.state import Setting, count_bytes, open_stand
+from kvbench.bench.state import Setting, open_context
 from kvbench.diffusion.policy import Policy, denoise
 from kvbench.diffusion.sampling import Sampling
 from kvbench.engine.timing import now
@@ -20,14 +20,14 @@ from kvbench.method import Method
 from kvbench.runs.journal import CacheBytes
 
 STEPS = 128
-"""Decode steps of an answer; no token ends it."""
+"""Decode steps of an answer; no stop token ends it."""
 BLOCK = 32
-"""Tokens of a diffusion model's block; it takes a pass for every token."""
+"""Block length of a diffusion model's answer, which is made with one denoising step per token."""
 
 
 @dataclass
 class Answers:
-    """Seconds of every round by quantity, and what was held in the last one."""
+    """Seconds of every round by quantity, and the memory of the last round."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     memory: CacheBytes | None = None
@@ -35,29 +35,30 @@ class Answers:
     kernels: dict[str, str] = field(default_factory=dict)
 
     def add(self, **seconds: float) -> None:
-        """A round."""
+        """Add one round."""
         for name, value in seconds.items():
             self.seconds.setdefault(name, []).append(value)
 
     def forget(self) -> None:
-        """What was timed until now was the warm-up."""
+        """Drop the rounds so far, which were warm-up."""
         self.seconds = {}
 
 
 def time_answers(
-    job: Job, methods: Mapping[str, Method], length: int, batches: Mapping[str, int]
+    job: BenchJob, methods: Mapping[str, Method], length: int, batches: Mapping[str, int]
 ) -> dict[str, Answers | Failure]:
-    """Each method's answers, in turn with the others' from round to round, after one round that does not count.
+    """Time answers of all methods in turn, round by round, after one warm-up round.
 
-    When time is up, no further round is begun.
+    No round is started after the deadline.
     """
     found: dict[str, Answers | Failure] = {name: Answers() for name in methods}
     run = _denoise if job.setting.model.kind == "diffusion" else _answer
     names = list(methods)
-    for number in range(job.rounds["user"] + 1):
+    rounds = job.rounds["end-to-end"]
+    for number in range(rounds + 1):
         if job.late:
             break
-        say(f"user, {length} tokens: round {number} of {job.rounds['user']}{'' if number else ', to warm up'}")
+        say(f"end-to-end, {length} tokens: {f'round {number} of {rounds}' if number else 'warm-up round'}")
         first = number % len(names)
         for name in names[first:] + names[:first]:
             answers = found[name]
@@ -78,16 +79,16 @@ def time_answers(
 
 def _answer(setting: Setting, method: Method, length: int, batch: int, answers: Answers) -> None:
     device = setting.model.device
-    with open_stand(setting, method, length, batch) as stand:
-        assert stand.prefill_s is not None, "the prompt was run"
+    with open_context(setting, method, length, batch) as context:
+        assert context.prefill_s is not None, "end-to-end timing runs the prompt"
         started = now(device)
-        stand.session.answer(STEPS + 1, stop=frozenset())  # the last token is never run
+        context.session.answer(STEPS + 1, stop=frozenset())  # the last token is chosen but not run
         seconds = now(device) - started
         answers.add(
-            prefill=stand.prefill_s, compression=stand.session.compress_seconds, token=seconds / STEPS,
-            answer=stand.prefill_s + seconds,
+            prefill=context.prefill_s, compression=context.session.compress_seconds, token=seconds / STEPS,
+            answer=context.prefill_s + seconds,
         )
-        answers.memory, answers.device_memory = count_bytes(stand.session), stand.device_memory
+        answers.memory, answers.device_memory = context.session.memory(), context.device_memory
 
 
 def _denoise(setting: Setting, method: Method, length: int, batch: int, answers: Answers) -> None:
@@ -97,9 +98,9 @@ def _denoise(setting: Setting, method: Method, length: int, batch: int, answers:
     made = denoise(setting.model, cast("Policy", method), prompt, STEPS, sampling)
     seconds = now(device) - started
     answers.add(token=seconds / STEPS, answer=seconds)
-    shape = setting.model.shape(made.total)
+    shape = setting.model.shape(made.sequence_length)
     answers.memory = CacheBytes(
         full_bytes=batch * shape.full_bytes, stored_bytes=made.peak_bytes, spare_bytes=0, host_bytes=0,
         end_bytes=made.peak_bytes, peak_bytes=made.peak_bytes,
-        read_bytes_per_step=round(made.read_bytes / made.passes),
+        read_bytes_per_step=round(made.read_bytes / made.nfe),
     )

@@ -1,7 +1,7 @@
-"""What the kernel and the step clock time: the attention of a decode step alone, and the whole step.
+"""Timed calls for kernel timing and decode step timing: the attention of one decode step alone, or the whole step.
 
-Every method runs the same tokens. Where it can be, a step is a captured CUDA graph: it takes its token from a list on
-the device and counts there, so that a replay is the next step. What it is compared with is timed in the same way.
+Every method runs the same tokens. Where possible, a step is a captured CUDA graph: it reads its token from a list on
+the device and advances a position there, so each replay is the next step. Anchors are timed in the same way.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ from kvbench.hf import Forward
 from kvbench.method import Phase, Step
 
 ROTATED = 4
-"""Queries that the attention's calls take in turn, so that what one selected is no answer to the next."""
-BESIDE = "what it is beside is no graph"
+"""Queries that calls of the attention use in turn, so that one call's selection does not fit the next call."""
+NO_GRAPHS_COMPARED = "the method it is compared with is no graph"
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-"""Of the largest logit, as of the proof at load: between a captured step and the same step run as it comes."""
+"""Allowed difference between a captured and a normal step, relative to the largest logit, as in the proof at load."""
 
 
 class WrongStepError(Exception):
-    """A captured step gives other logits than the step itself."""
+    """A captured step gives other logits than the same step without capture."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Something to call again and again, whether as a graph, and if not why not."""
+    """A call to time, as a graph or not."""
 
     call: Call
     prepare: Call
-    """What each call needs first; not timed."""
+    """Runs before each call; not timed."""
     reason: str | None
-    """Why it is no graph; None: it is one."""
+    """Explains why the call is no graph; None if it is one."""
     session: Session
-    """The fork that it runs on; its stores say what was read."""
+    """The fork that the call runs on; its stores count the bytes read."""
 
 
 @contextmanager
 def open_steps(setting: Setting, base: Session, *, graph: bool) -> Iterator[Timed]:
-    """Whole decode steps on a fork, from the end of the context on.
+    """Whole decode steps on a fork of a session, starting at the end of its context.
 
     Raises:
-        WrongStepError: the captured step is not the step.
+        WrongStepError: the captured step gives other logits than the normal step.
     """
     device = setting.model.device
-    reason = BESIDE if not graph else base.method.graphable or why_no_graph(device)
+    reason = NO_GRAPHS_COMPARED if not graph else base.method.graphable or why_no_graph(device)
     if reason is None:
         wanted = _run_plainly(setting, base, CAPTURED_CALLS + 1)
         with base.fork() as fork:
             try:
                 fork.make_static()
-            except UserError as error:  # its store cannot, and its method did not say so
+            except UserError as error:  # the store does not support it, although its method is declared graphable
                 reason = str(error)
             else:
                 steps = _Steps(setting, fork)
@@ -74,14 +74,14 @@ def open_steps(setting: Setting, base: Session, *, graph: bool) -> Iterator[Time
 
 
 def why_no_graph(device: torch.device) -> str | None:
-    """Why nothing on a device can be a graph; None: something may be."""
+    """The reason why a device has no CUDA graphs; None if it has."""
     return None if device.type == "cuda" else "there is no CUDA graph on a CPU"
 
 
 def _run_plainly(setting: Setting, base: Session, count: int) -> Tensor:
-    """Logits of the last of so many steps, run as they come. [B, V]
+    """Logits of the last of `count` steps without capture. [B, V]
 
-    On a fork that is closed before another one is static: that one takes all the room there is.
+    They run on a fork that is closed before another fork becomes static, because that one takes all spare room.
     """
     with base.fork() as fork:
         steps = _Steps(setting, fork)
@@ -91,21 +91,21 @@ def _run_plainly(setting: Setting, base: Session, count: int) -> Tensor:
 
 
 def _compare(logits: Tensor, wanted: Tensor) -> None:
-    """Of a replayed step, and of the same step run as it comes."""
+    """Compare the logits of a replayed step with those of the same step without capture."""
     allowed = TOLERANCE[wanted.dtype] * wanted.abs().max().item()
     worst = (logits - wanted).abs().max().item()
     if not worst <= allowed:
         raise WrongStepError(
-            f"the captured step's logits differ by {worst:.2g} from the step's own, allowed {allowed:.2g}"
+            f"the captured step's logits differ by {worst:.2g} from those of the normal step, allowed {allowed:.2g}"
         )
 
 
 def _nothing() -> None:
-    """A step takes its own token."""
+    """Steps need no preparation."""
 
 
 class _Steps:
-    """Decode steps of one session over the setting's tokens."""
+    """Consecutive decode steps of one session over the setting's tokens."""
 
     def __init__(self, setting: Setting, session: Session) -> None:
         self.session = session
@@ -123,9 +123,9 @@ class _Steps:
 
 @contextmanager
 def open_attention(setting: Setting, base: Session, *, graph: bool) -> Iterator[Timed]:
-    """The attention of one decode step in all layers, over what a fork holds after a few tokens, and nothing else.
+    """The attention of one decode step in all layers, over the entries that a fork holds after ROTATED tokens.
 
-    What a method does beside it in a step (adding, scoring, evicting rows) is in the whole step alone.
+    Everything else that a method does in a step (appending, scoring, evicting entries) is in decode step timing only.
     """
     device = setting.model.device
     with base.fork() as fork:
@@ -135,14 +135,14 @@ def open_attention(setting: Setting, base: Session, *, graph: bool) -> Iterator[
             for step, last in zip(recorded[0], recorded[-1], strict=True)
         ]
         attention = _Attention(fork, steps, recorded)
-        call, reason = attention.run, why_no_graph(device) if graph else BESIDE
+        call, reason = attention.run, why_no_graph(device) if graph else NO_GRAPHS_COMPARED
         if reason is None:
             call, reason = capture(attention.run, device)
         yield Timed(call, attention.turn, reason, fork)
 
 
 def _record(setting: Setting, fork: Session, token: Tensor) -> list[Step]:
-    """Every layer's step of one token, which is added and attends; nothing is evicted."""
+    """Run one token, appending its entries without evicting any, and return the step of every layer."""
     steps: list[Step] = []
 
     def attend(step: Step) -> Tensor:
@@ -159,14 +159,14 @@ def _record(setting: Setting, fork: Session, token: Tensor) -> list[Step]:
 
 
 class _Attention:
-    """Calls of every layer's attention; queries stand in buffers that never move."""
+    """The attention of every layer; queries are copied into fixed buffers, because a graph replays fixed addresses."""
 
     def __init__(self, session: Session, steps: list[Step], recorded: list[list[Step]]) -> None:
         self.session, self.steps, self.recorded = session, steps, recorded
         self.turns = 0
 
     def turn(self) -> None:
-        """Put the next token's queries in."""
+        """Copy the next token's queries into the buffers."""
         self.turns += 1
         for step, other in zip(self.steps, self.recorded[self.turns % ROTATED], strict=True):
             step.query.copy_(other.query)

@@ -1,8 +1,8 @@
-"""What a clock's cell will take, told from configurations alone: bytes, the floor of a step, the largest batch.
+"""Predicts memory, a lower bound of the decode step time and the largest batch from model configurations alone.
 
-A step cannot be faster than its bytes through the memory: the weights once, and what every sequence's cache gives to
-read. Bytes of a cache are the method's own account, which the conformance suite holds to the ledger. Work space of a
-pass is an estimate, and so is what launching costs.
+The lower bound is the bandwidth roofline: a step reads the weights once and, for every sequence, the part of the cache
+that the method reads. Cache bytes are those that the method declares, which `kvbench check` compares with the measured
+ones. Work space of a forward pass and launch times are estimates.
 """
 
 from __future__ import annotations
@@ -22,31 +22,29 @@ from kvbench.settings import configure
 State = Literal["prefill", "synthetic"]
 ALL = "all"
 ANCHORS: dict[ModelKind, tuple[str, ...]] = {"autoregressive": ("full", "full-int8"), "diffusion": ("none",)}
-"""What every method is measured beside: the dense cache, and the dense cache in 8 bits, the baseline to beat; no cache
-where a model fills masks in."""
+"""Baselines of every comparison: the full cache and the full cache in 8 bits; no cache for diffusion models."""
 LATER = 144
-"""Tokens that stores have room for after the context: 128 measured steps, and those of the warm-up."""
+"""Tokens after the context for which stores allocate room: 128 measured steps and the warm-up."""
 GIB = 1 << 30
 COPY_SHARE = 0.9
-"""Of a memory's nominal bandwidth, what a copy reaches: 4.3 of 4.8 TB/s on an H200; assumed of the others."""
+"""Share of the nominal memory bandwidth that a copy reaches: 4.3 of 4.8 TB/s on an H200; assumed for other GPUs."""
 SPARE_BYTES = 2 * GIB
-"""Kept free on a GPU: its context, libraries' work space, graphs, and what the allocator cannot use. A twentieth of a
-small memory."""
+"""Memory kept free for CUDA's context, libraries, graphs and fragmentation; at most 1/20 of the memory."""
 LAYER_COPIES = 4
-"""Of the layer that is compressed: as it comes, in the store, and as the method works on it. In plain PyTorch 4.2 for
-snapkv and 4.1 for full-int8, and up to 35 for others, of which fewer sequences than predicted will fit."""
+"""Copies of one layer's entries during its compression: input, store and work space. Measured in plain PyTorch: 4.2
+for snapkv, 4.1 for full-int8, up to 35 for others, for which fewer sequences than predicted fit."""
 PYTHON_SECONDS = 0.64e-3
-"""Of a step per layer, where Python launches it: 20.5 ms for 32 tiny layers by this repository's own loop, the fastest
-of 60 steps on one core of an AMD EPYC; 7.2 ms by transformers' own on another machine. A GPU's host will differ."""
+"""Python's launch time of a decode step, per layer: 20.5 ms for 32 tiny layers in kvbench's own loop, the fastest of
+60 steps on one core of an AMD EPYC; 7.2 ms in transformers' own loop on another machine. GPU hosts will differ."""
 KERNEL_SECONDS = 11e-6
-"""Of an attention at its least, in a graph too: one sequence of 1,024 rows on an H200 took vLLM so long (#43232)."""
+"""Minimum attention latency per layer inside a CUDA graph: 1,024 tokens, batch 1, on an H200 (vLLM #43232)."""
 VISIBLE = 1.05
-"""Gain from which a comparison of medians is expected to tell it from none."""
+"""The smallest speed-up that a comparison of medians is expected to detect."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU's memory."""
+    """Memory size and bandwidth of a GPU."""
 
     title: str
     memory_bytes: int
@@ -63,109 +61,109 @@ GPUS = {
     "l40s": Gpu("NVIDIA L40S", 48 * GIB, 0.864e12),
     "rtx-4090": Gpu("NVIDIA GeForce RTX 4090", 24 * GIB, 1.008e12),
 }
-"""By NVIDIA's datasheets; the H200's memory as nvidia-smi shows it."""
+"""From NVIDIA's datasheets; the H200's memory size as nvidia-smi shows it."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes on the device that a number of sequences of one length take under a method."""
+    """Predicted bytes of sequences of one length under a method."""
 
     model: Prediction
     method: Method
-    """With its budget fitted to the model's shape."""
+    """Fitted to the model's shape and the length."""
     chunk: int | None = None
-    """Most tokens of a prompt per pass; None: all."""
+    """Prompt tokens per forward pass; None: all."""
     later: int = LATER
 
     @property
     def cache(self) -> int:
-        """What holds a sequence's context after compression."""
+        """Stored bytes of one sequence's compressed context."""
         return self.method.declared_bytes(self.model.shape)
 
     @property
-    def tail(self) -> int:
-        """Room for a sequence's later tokens, at most: exact rows, and what a method keeps beside them."""
-        dense = self.model.shape.full_bytes
-        return -(-self.later * max(dense, self.cache) // self.model.shape.length)
+    def spare(self) -> int:
+        """Upper bound of one sequence's room for later tokens: full-precision entries and the method's own data."""
+        full = self.model.shape.full_bytes
+        return -(-self.later * max(full, self.cache) // self.model.shape.length)
 
     @property
-    def rows_while_running(self) -> int:
-        """What a sequence holds while its context runs, at most: the exact cache, room for later tokens, and notes."""
-        twice = 2 if type(self.method).prefill is not Method.prefill else 1  # it may run the context again
-        rows = max(self.model.shape.full_bytes, self.cache) + self.tail
-        return twice * rows + self.method.running_bytes(self.model.shape)
+    def bytes_while_running(self) -> int:
+        """Upper bound of one sequence's bytes during prefill: the full cache, room for later tokens, statistics."""
+        twice = 2 if type(self.method).prefill is not Method.prefill else 1  # it may run the context twice
+        entries = max(self.model.shape.full_bytes, self.cache) + self.spare
+        return twice * entries + self.method.running_bytes(self.model.shape)
 
     @property
     def prefill(self) -> int:
-        """The most that a sequence holds while its prompt is run, a pass's work space included."""
+        """Peak bytes of one sequence during prefill, including the work space of a forward pass."""
         length = self.model.shape.length
-        return self.rows_while_running + self._work(min(self.chunk or length, length))
+        return self.bytes_while_running + self._work(min(self.chunk or length, length))
 
     @property
     def decode(self) -> int:
-        """What a sequence holds while it decodes."""
-        return self.cache + self.tail + self._work(1)
+        """Bytes of one sequence while it decodes."""
+        return self.cache + self.spare + self._work(1)
 
     def _work(self, tokens: int) -> int:
-        """Of a pass: hidden states, a feed-forward part, and the last token's logits in float32 beside the model's."""
+        """Work space of a forward pass: hidden states, a feed-forward layer, and the last logits, also in float32."""
         size = self.model.shape.itemsize
         return tokens * (6 * self.model.hidden + 3 * self.model.inner) * size + self.model.vocabulary * (4 + size)
 
     @property
     def _layer(self) -> int:
-        """What the layer that is being compressed takes beside its rows: LAYER_COPIES of its exact rows."""
+        """Work space of compressing the largest layer: LAYER_COPIES copies of its full entries."""
         shape = self.model.shape
         return LAYER_COPIES * max(
             shape.rows(x) * x.kv_heads * (x.key_dim + x.value_dim) * shape.itemsize for x in shape.layers
         )
 
-    def rows(self, batch: int, state: State) -> int:
-        """The most bytes at once, without the weights."""
+    def device_bytes(self, batch: int, state: State) -> int:
+        """Peak bytes without the weights."""
         most = self.prefill if state == "prefill" else self.decode + self._layer
         return batch * max(most, self.decode)
 
     def peak(self, batch: int, state: State) -> int:
-        """The most bytes at once."""
-        return self.model.weight_bytes + self.rows(batch, state)
+        """Peak bytes, including the weights."""
+        return self.model.weight_bytes + self.device_bytes(batch, state)
 
-    def largest_batch(self, memory: int, state: State) -> int:
-        """The most sequences that fit; 0: not one does."""
+    def max_batch(self, memory: int, state: State) -> int:
+        """The largest number of sequences that fit; 0 if not even one fits."""
         weights, spare = self.model.weight_bytes, min(SPARE_BYTES, memory // 20)
-        return max(0, (memory - spare - weights) // self.rows(1, state))
+        return max(0, (memory - spare - weights) // self.device_bytes(1, state))
 
     def step_bytes(self, batch: int) -> int:
-        """What a decode step reads of weights and caches."""
+        """Bytes of weights and caches that a decode step reads."""
         return self.model.step_bytes + batch * self.method.declared_read_bytes(self.model.shape)
 
 
-class Forecast(Record):
-    """What one method will take."""
+class MethodForecast(Record):
+    """The forecast for one method."""
 
     method: str
-    held: float
-    """Of the dense cache's bytes, those in host memory included."""
+    stored_share: float
+    """Stored bytes over the full cache's, including those in host memory."""
     stored_bytes: int
     host_bytes: int
     spare_bytes: int
     peak_bytes: int
     fits: bool
     step_bytes: int
-    floor_s: float
-    """Of a decode step."""
-    gain: float
-    """The dense cache's floor over this one's."""
-    gain_captured: float | None
-    """The same where each attention takes at least as long as a kernel does at its least; null: it is no graph."""
-    gain_python: float
-    """The same where a step takes at least as long as Python takes to launch it."""
-    largest_batch: int
-    """From stores that were filled without running the prompt."""
-    largest_batch_prefill: int
-    """With the prompts of the whole batch run together."""
+    bound_s: float
+    """Lower bound of a decode step's time: `step_bytes` over the bandwidth that a copy reaches."""
+    speedup_bound: float
+    """The full cache's bound over this method's."""
+    speedup_graph: float | None
+    """The same if each layer's attention takes at least KERNEL_SECONDS; null if the method cannot be a CUDA graph."""
+    speedup_python: float
+    """The same if a step takes at least PYTHON_SECONDS per layer, because Python launches it."""
+    max_batch: int
+    """Largest batch if contexts are synthetic."""
+    max_batch_prefill: int
+    """Largest batch if the prompts of the whole batch are prefilled together."""
 
 
-class Plan(Record):
-    """What a cell will take, for every method."""
+class Forecast(Record):
+    """The forecast of a cell for every method."""
 
     model: str
     gpu: str
@@ -178,19 +176,19 @@ class Plan(Record):
     params: int
     weight_bytes: int
     full_bytes: int
-    """Of the dense caches of all sequences."""
-    forecasts: tuple[Forecast, ...]
+    """Bytes of the full caches of all sequences."""
+    methods: tuple[MethodForecast, ...]
 
 
 def read_budget(text: str | None, method: Method) -> Budget | None:
-    """The budget of a method that is given one, 25 % where none was asked for; others hold what their settings say."""
+    """Parse the budget of a method, 25 % by default; None for methods whose settings decide what they store."""
     if method.card.budget not in (BudgetKind.STORED, BudgetKind.READ):
         return None
     return DEFAULT_BUDGET if text is None else Budget.parse(text)
 
 
 def name_methods(asked: Sequence[str], kind: ModelKind) -> list[str]:
-    """The anchors, and then the methods asked for, each once; `all` are those registered for this kind of model."""
+    """The anchors and then the requested methods, each once; `all` stands for all registered for this kind of model."""
     names = list(ANCHORS[kind])
     for name in asked:
         names += [name] if name != ALL else [x.name for x in list_entries("method") if x.models == kind]
@@ -200,13 +198,13 @@ def name_methods(asked: Sequence[str], kind: ModelKind) -> list[str]:
 def make_methods(
     asked: Sequence[str], settings: dict[str, str], model: str, kind: ModelKind
 ) -> dict[str, Method]:
-    """The anchors and the methods asked for, unfitted; settings are of the one that was asked for.
+    """Create the anchors and the requested methods, unfitted. Settings belong to the one requested method.
 
     Raises:
         UserError: an unknown name or setting, or a method for the other kind of model.
     """
     if settings and len(asked) != 1:
-        raise UserError("--set is for one method: leave it out, or give one --method.")
+        raise UserError("--set applies to one method: leave it out, or give one --method.")
     made = {}
     for name in name_methods(asked, kind):
         made[name] = configure(find_method(name), settings if name in asked else {}, "--set", name)
@@ -215,14 +213,14 @@ def make_methods(
     return made
 
 
-def make_plan(
+def make_forecast(
     model: str, methods: Sequence[str], *, gpu: str, length: int, batch: int, budget: str | None = None,
     settings: dict[str, str] | None = None, chunk: int | None = None, dtype: str | None = None,
-) -> Plan:
-    """Predict every method beside the anchors. Settings are of the one method that is no anchor.
+) -> Forecast:
+    """Predict every method and the anchors. Settings belong to the one requested method.
 
     Raises:
-        UserError: an unknown name, or a budget or setting that cannot be.
+        UserError: an unknown name, or an invalid budget or setting.
     """
     if gpu not in GPUS:
         raise unknown("gpu", gpu, GPUS)
@@ -231,21 +229,21 @@ def make_plan(
             raise UserError(f"{name} {value} must be 1 or more.")
     outline = predict_memory(model, dtype, length)
     if outline.kind == "diffusion":
-        raise UserError(f"{model} is a diffusion model, whose stores live as long as one answer: nothing to plan.")
+        raise UserError(f"{model} is a diffusion model, whose caches last for one answer only: nothing to plan.")
     card = GPUS[gpu]
     needs = {
         name: Need(outline, x.fit(read_budget(budget, x), outline.shape), chunk)
         for name, x in make_methods(methods, settings or {}, model, outline.kind).items()
     }
-    return Plan(
+    return Forecast(
         model=model, gpu=card.title, memory_bytes=card.memory_bytes, bandwidth=card.bandwidth * COPY_SHARE,
         length=length, batch=batch, chunk=chunk, budget=budget, params=outline.params,
         weight_bytes=outline.weight_bytes, full_bytes=batch * outline.shape.full_bytes,
-        forecasts=tuple(_forecast(name, need, next(iter(needs.values())), card, batch) for name, need in needs.items()),
+        methods=tuple(_forecast(name, need, next(iter(needs.values())), card, batch) for name, need in needs.items()),
     )
 
 
-def _forecast(name: str, need: Need, dense: Need, gpu: Gpu, batch: int) -> Forecast:
+def _forecast(name: str, need: Need, full: Need, gpu: Gpu, batch: int) -> MethodForecast:
     shape, bandwidth = need.model.shape, gpu.bandwidth * COPY_SHARE
     host = need.method.declared_host_bytes(shape)
 
@@ -253,17 +251,17 @@ def _forecast(name: str, need: Need, dense: Need, gpu: Gpu, batch: int) -> Forec
         caches = max(kernels, (x.step_bytes(batch) - x.model.step_bytes) / bandwidth)
         return max(least, x.model.step_bytes / bandwidth + caches)
 
-    def gain(kernels: float = 0.0, least: float = 0.0) -> float:
-        return seconds(dense, kernels, least) / seconds(need, kernels, least)
+    def speedup(kernels: float = 0.0, least: float = 0.0) -> float:
+        return seconds(full, kernels, least) / seconds(need, kernels, least)
 
     layers = len(shape.layers)
-    return Forecast(
-        method=name, held=(need.cache + host) / shape.full_bytes, stored_bytes=batch * need.cache,
-        host_bytes=batch * host, spare_bytes=batch * need.tail, peak_bytes=need.peak(batch, "prefill"),
-        fits=batch <= need.largest_batch(gpu.memory_bytes, "prefill"), step_bytes=need.step_bytes(batch),
-        floor_s=seconds(need, 0.0, 0.0), gain=gain(),
-        gain_captured=None if need.method.graphable is not None else gain(kernels=layers * KERNEL_SECONDS),
-        gain_python=gain(least=layers * PYTHON_SECONDS),
-        largest_batch=need.largest_batch(gpu.memory_bytes, "synthetic"),
-        largest_batch_prefill=need.largest_batch(gpu.memory_bytes, "prefill"),
+    return MethodForecast(
+        method=name, stored_share=(need.cache + host) / shape.full_bytes, stored_bytes=batch * need.cache,
+        host_bytes=batch * host, spare_bytes=batch * need.spare, peak_bytes=need.peak(batch, "prefill"),
+        fits=batch <= need.max_batch(gpu.memory_bytes, "prefill"), step_bytes=need.step_bytes(batch),
+        bound_s=seconds(need, 0.0, 0.0), speedup_bound=speedup(),
+        speedup_graph=None if need.method.graphable is not None else speedup(kernels=layers * KERNEL_SECONDS),
+        speedup_python=speedup(least=layers * PYTHON_SECONDS),
+        max_batch=need.max_batch(gpu.memory_bytes, "synthetic"),
+        max_batch_prefill=need.max_batch(gpu.memory_bytes, "prefill"),
     )

@@ -1,16 +1,16 @@
-"""Cells of a job, one after the other: every method at every length and batch on every clock."""
+"""Runs the cells of a job in order: every method at every length, batch and timing level."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
-from kvbench.bench.job import Job
+from kvbench.bench.job import BenchJob
 from kvbench.bench.measure import Measured, measure
 from kvbench.bench.outcome import Failure, attempt
-from kvbench.bench.records import Cell, Predicted, Time
+from kvbench.bench.records import BenchCell, Predicted, Time
+from kvbench.bench.references import compare_operations
 from kvbench.bench.timing import compare, find_median
-from kvbench.bench.twins import check_twins
 from kvbench.budget import Budget
 from kvbench.kernels.choice import using
 from kvbench.method import Method
@@ -21,8 +21,8 @@ MAX = "max"
 CHECKED_LENGTH = 4096
 
 
-def run_cells(job: Job, emit: Callable[[Cell], None]) -> None:
-    """Time every cell; each is handed over when it is done."""
+def run_cells(job: BenchJob, emit: Callable[[BenchCell], None]) -> None:
+    """Time every cell, and pass each to `emit` when it is done."""
     wrong = {name: found for name in job.methods if (found := _check(job, name)) is not None}
     for length in job.lengths:
         for asked in job.batches:
@@ -30,20 +30,20 @@ def run_cells(job: Job, emit: Callable[[Cell], None]) -> None:
                 emit(cell)
 
 
-def _check(job: Job, name: str) -> Failure | None:
-    """Why nothing of a method is timed: an operation of it is wrong, at the first length that its budget allows."""
+def _check(job: BenchJob, name: str) -> Failure | None:
+    """Compare a method's operations with torch, at the first length that its budget allows; None if they agree."""
     if job.kernels == "torch" or job.setting.model.kind == "diffusion":
         return None
     for length in sorted({min(CHECKED_LENGTH, *job.lengths), *job.lengths}):
         method = attempt(partial(job.fit, name, length))
         if not isinstance(method, Failure):
             with using(job.kernels):
-                return attempt(partial(check_twins, job.setting, method, length))
+                return attempt(partial(compare_operations, job.setting, method, length))
     return None
 
 
-def _cells(job: Job, wrong: Mapping[str, Failure], length: int, asked: str) -> Iterator[Cell]:
-    """All methods at a length and a batch, on every clock."""
+def _cells(job: BenchJob, wrong: Mapping[str, Failure], length: int, asked: str) -> Iterator[BenchCell]:
+    """All methods at one length and batch, at every timing level."""
     fitted: dict[str, Method] = {}
     failures = {name: wrong[name] for name in job.methods if name in wrong}
     batches = {name: 0 if asked == MAX else int(asked) for name in job.methods}
@@ -54,30 +54,30 @@ def _cells(job: Job, wrong: Mapping[str, Failure], length: int, asked: str) -> I
             continue
         fitted[name] = method
         if asked == MAX:
-            batches[name] = job.need(method, length).largest_batch(job.memory, job.setting.state)
+            batches[name] = job.need(method, length).max_batch(job.memory, job.setting.state)
         if (why := _foresee(job, method, length, batches[name])) is not None:
             failures.setdefault(name, why)
     ready = {name: x for name, x in fitted.items() if name not in failures}
-    for clock in job.clocks:
+    for timing in job.timings:
         cells = {
-            name: Cell(
-                method=_describe(job.methods[name]), budget=_name(job.budget_of(name)), clock=clock,
+            name: BenchCell(
+                method=_describe(job.methods[name]), budget=_name(job.budget_of(name)), timing=timing,
                 length=length, batch=batches[name], asked_batch=asked, state=job.setting.state, outcome="ok",
                 predicted=_predict(job, fitted.get(name), length, batches[name]),
             ) for name in job.methods
         }
         yield from (_fill(job, cells[name], failure) for name, failure in failures.items())
         if ready:
-            found = measure(job, clock, ready, length, batches, alone=asked == MAX)
+            found = measure(job, timing, ready, length, batches, alone=asked == MAX)
             yield from (_fill(job, cells[name], x) for name, x in found)
 
 
-def _foresee(job: Job, method: Method, length: int, batch: int) -> Failure | None:
-    """What is not tried: a batch of none and, where the system would end the process, what memory cannot hold."""
+def _foresee(job: BenchJob, method: Method, length: int, batch: int) -> Failure | None:
+    """A failure without a try: no sequence fits or, on a CPU, the system would kill the process for its memory."""
     peak = job.need(method, length).peak(max(1, batch), job.setting.state)
     if batch and (job.device.type == "cuda" or peak <= job.memory):
         return None
-    return Failure("out of memory", f"not tried: {peak / 1e9:.2f} GB predicted, {job.memory / 1e9:.2f} GB there")
+    return Failure("out of memory", f"not tried: {peak / 1e9:.2f} GB predicted, {job.memory / 1e9:.2f} GB available")
 
 
 def _describe(method: Method) -> MethodSpec:
@@ -89,18 +89,18 @@ def _name(budget: Budget | None) -> str | None:
     return None if budget is None else str(budget)
 
 
-def _predict(job: Job, method: Method | None, length: int, batch: int) -> Predicted | None:
+def _predict(job: BenchJob, method: Method | None, length: int, batch: int) -> Predicted | None:
     if method is None:
         return None
     need = job.need(method, length)
     return Predicted(
         stored_bytes=batch * need.cache, peak_bytes=need.peak(batch, job.setting.state),
-        largest_batch=need.largest_batch(job.memory, job.setting.state),
+        max_batch=need.max_batch(job.memory, job.setting.state),
     )
 
 
-def _fill(job: Job, cell: Cell, ours: Measured | Failure) -> Cell:
-    """A cell with what was found: times, ratios and bytes, or why there are none."""
+def _fill(job: BenchJob, cell: BenchCell, ours: Measured | Failure) -> BenchCell:
+    """Fill a cell with times, speed-ups and bytes, or with the reason why there are none."""
     if isinstance(ours, Failure):
         return cell.model_copy(update={"outcome": ours.outcome, "reason": ours.reason})
     times = {quantity: _time(job, quantity, seconds, ours) for quantity, seconds in ours.rounds.items()}
@@ -113,7 +113,7 @@ def _fill(job: Job, cell: Cell, ours: Measured | Failure) -> Cell:
     })
 
 
-def _time(job: Job, quantity: str, seconds: list[float], ours: Measured) -> Time:
+def _time(job: BenchJob, quantity: str, seconds: list[float], ours: Measured) -> Time:
     median = find_median(seconds)
     moved = ours.read_bytes
     if quantity not in ("attention", "step", "token") or job.setting.model.kind == "diffusion":
@@ -124,7 +124,7 @@ def _time(job: Job, quantity: str, seconds: list[float], ours: Measured) -> Time
         seconds=median, bytes_moved=moved,
         speedups={
             other: compare(rounds[quantity], seconds, paired=ours.paired) for other, rounds in ours.anchors.items()
-            if quantity != "compression"  # an anchor's is nothing
+            if quantity != "compression"  # anchors do not compress
         },
-        bandwidth_share=None if moved is None else moved / median.median / job.ruler,
+        bandwidth_share=None if moved is None else moved / median.median / job.copy_bandwidth,
     )

@@ -1,4 +1,4 @@
-"""A job of `kvbench bench` that can start: the model loaded, the methods made, and what is to be timed."""
+"""A job of `kvbench bench`: the loaded model, the methods, and the grid of cells to time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvbench.bench.forecast import Need, read_budget
-from kvbench.bench.records import Clock
+from kvbench.bench.records import Timing
 from kvbench.bench.state import Setting
 from kvbench.budget import Budget
 from kvbench.hf import Prediction
@@ -21,47 +21,48 @@ OUT_OF_TIME = "no time was left for it"
 
 
 @dataclass(frozen=True)
-class Job:
-    """What is to be timed. Methods are by name as they were asked for, the anchors first."""
+class BenchJob:
+    """A grid of cells that is ready to be timed."""
 
     setting: Setting
     outline: Prediction
     methods: dict[str, Method]
+    """By name; the anchors come first."""
     anchors: tuple[str, ...]
     lengths: Sequence[int]
     batches: Sequence[str]
     """Numbers, or `max`."""
-    clocks: Sequence[Clock]
+    timings: Sequence[Timing]
     budget: str | None
     kernels: Implementation
-    rounds: dict[Clock, int]
+    rounds: dict[Timing, int]
     memory: int
     """Bytes that weights and caches may take together."""
-    ruler: float
-    """Bytes per second of a copy."""
+    copy_bandwidth: float
+    """Bytes per second, read plus written, of a large copy on the device."""
     deadline: float = math.inf
-    """When nothing more is begun, by perf_counter."""
+    """No cell is started after this time (perf_counter, seconds)."""
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """The model's device."""
         return self.setting.model.device
 
     @property
     def late(self) -> bool:
-        """Whether nothing more is begun."""
+        """True after the deadline."""
         return time.perf_counter() > self.deadline
 
     def fit(self, name: str, length: int) -> Method:
-        """A method bound to the model, with its budget at a length."""
+        """Bind a method to the model and fit its budget to a context length."""
         method = self.methods[name].bind(self.setting.model)
         return method.fit(self.budget_of(name), self.setting.model.shape(length))
 
     def budget_of(self, name: str) -> Budget | None:
-        """What a method is given."""
+        """The budget of a method; None for a method without one."""
         return read_budget(self.budget, self.methods[name])
 
     def need(self, method: Method, length: int) -> Need:
-        """What a fitted method will take."""
+        """The predicted memory of a fitted method at a length."""
         outline = replace(self.outline, shape=replace(self.outline.shape, length=length))
         return Need(outline, method, self.setting.chunk, self.setting.later)

@@ -1,4 +1,4 @@
-"""Rounds of every method at one length and batch: beside the anchors, or by itself where they would not fit."""
+"""Times every method at one length and batch: in turn with the anchors, or alone where they do not fit together."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TypeVar
 
 from kvbench.bench.answer import time_answers
 from kvbench.bench.decode import Timed, open_attention, open_steps
-from kvbench.bench.job import OUT_OF_TIME, Job
+from kvbench.bench.job import OUT_OF_TIME, BenchJob
 from kvbench.bench.outcome import Failure, attempt
-from kvbench.bench.records import Clock, DeviceMemory
-from kvbench.bench.state import Stand, count_bytes, open_stand
+from kvbench.bench.records import DeviceMemory, Timing
+from kvbench.bench.state import OpenContext, open_context
 from kvbench.bench.timing import WARM_UPS, Call, interleave, make_cold, time_calls
 from kvbench.kernels.choice import using
 from kvbench.log import say
@@ -22,104 +22,105 @@ from kvbench.runs.journal import CacheBytes
 
 T = TypeVar("T")
 STEPS = 128
-"""Decode steps that are timed at least, or calls of the attention."""
+"""Decode steps, or calls of the attention, that are timed at least."""
 TRIES = 4
-"""Of the largest batch, which plan predicts."""
+"""Attempts at the largest batch, each with three quarters of the sequences of the one before."""
 OPENERS = {"kernel": ("attention", open_attention), "step": ("step", open_steps)}
-"""Of the clocks that go step by step: what they time, and how it is opened."""
+"""Quantity and opener of the timing levels that time single steps."""
 Rounds = dict[str, list[float]]
 """Seconds by quantity."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One method's rounds, those of the anchors that ran in turn with it, and what else its cell says."""
+    """One method's rounds, the anchors' rounds, and everything else that its cell reports."""
 
     batch: int
     rounds: Rounds
     anchors: dict[str, Rounds]
-    """As if of the same batch: seconds for as many sequences."""
+    """Scaled to the same batch."""
     paired: bool
-    """Whether anchors ran in turn with it."""
+    """True if the anchors ran in turn with the method."""
     memory: CacheBytes | None
     device_memory: DeviceMemory | None
     read_bytes: int | None
-    """Of caches, by a decode step."""
+    """Bytes of caches that one decode step reads."""
     steps: int
     graph: bool | None
     graph_reason: str | None
     kernels: dict[str, str]
     eager: Rounds | None = None
-    """Of an anchor by itself, without a graph: for those beside it that cannot be one."""
+    """An anchor's rounds without a graph, for comparison with methods that cannot be a graph."""
 
     def scaled(self, batch: int, *, graph: bool) -> Rounds | None:
-        """Its rounds as an anchor's: seconds for so many sequences, with a graph or without."""
+        """An anchor's rounds scaled to a batch, with a graph or without; None if there are none."""
         rounds = self.rounds if self.graph is None or self.graph == graph else self.eager
         return rounds and {quantity: [x * batch / self.batch for x in seconds] for quantity, seconds in rounds.items()}
 
 
 def measure(
-    job: Job, clock: Clock, methods: Mapping[str, Method], length: int, batches: Mapping[str, int], *, alone: bool
+    job: BenchJob, timing: Timing, methods: Mapping[str, Method], length: int, batches: Mapping[str, int], *,
+    alone: bool,
 ) -> Iterator[tuple[str, Measured | Failure]]:
-    """Every method by name, at a batch of its own, as soon as it is measured.
+    """Yield each method's name and measurement, each at its own batch, as soon as it is done.
 
-    In turn with the anchors, which hold their contexts meanwhile. Alone, or where memory would not hold a method beside
-    them, by itself: then the anchors' own rounds stand beside it.
+    A method runs in turn with the anchors, whose contexts stay in memory. If `alone` is set, or if memory cannot hold
+    method and anchors together, it runs alone and is compared with the anchors' earlier rounds.
     """
-    if clock == "user":
+    if timing == "end-to-end":
         yield from _measure_answers(job, methods, length, batches)
         return
     needs = {name: job.need(method, length) for name, method in methods.items()}
     left = job.memory - job.outline.weight_bytes
-    most = {name: need.rows(batches[name], job.setting.state) for name, need in needs.items()}
-    held: list[str] = []
+    most = {name: need.device_bytes(batches[name], job.setting.state) for name, need in needs.items()}
+    opened: list[str] = []
     for name in () if alone else job.anchors:
         if name in methods and most[name] <= left:
-            held.append(name)
+            opened.append(name)
             left -= batches[name] * needs[name].decode
-    beside = [x for x in methods if x in held or (held and most[x] <= left)]
+    together = [x for x in methods if x in opened or (opened and most[x] <= left)]
     found: dict[str, Measured | Failure] = {}
     with ExitStack() as stack:
-        anchors: dict[str, Stand] = {}
-        for name in held:
-            stand = _attempt(job, partial(_enter, stack, job, methods[name], length, batches[name]))
-            if isinstance(stand, Failure):
-                found[name] = stand
+        anchors: dict[str, OpenContext] = {}
+        for name in opened:
+            context = _attempt(job, partial(_enter, stack, job, methods[name], length, batches[name]))
+            if isinstance(context, Failure):
+                found[name] = context
             else:
-                anchors[name] = stand
-        for name in beside:
+                anchors[name] = context
+        for name in together:
             if name not in found:
-                step = partial(_measure_steps, job, clock, name, methods[name], length, batches[name], anchors)
+                step = partial(_measure_steps, job, timing, name, methods[name], length, batches[name], anchors)
                 found[name] = _attempt(job, step)
             yield name, found[name]
     for name, method in methods.items():
         if name not in found:
-            found[name] = _measure_alone(job, clock, name, method, length, batches[name], tries=TRIES if alone else 1)
-            yield name, _set_beside(job, name, found[name], found)
+            found[name] = _measure_alone(job, timing, name, method, length, batches[name], tries=TRIES if alone else 1)
+            yield name, _add_anchors(job, name, found[name], found)
 
 
 def _measure_alone(
-    job: Job, clock: Clock, name: str, method: Method, length: int, batch: int, tries: int
+    job: BenchJob, timing: Timing, name: str, method: Method, length: int, batch: int, tries: int
 ) -> Measured | Failure:
-    """A method by itself; where so many sequences do not fit and several tries are allowed, three quarters of them."""
+    """Measure a method alone. While tries are left, an out-of-memory error repeats it with 3/4 of the sequences."""
     while True:
-        found = _attempt(job, partial(_measure_steps, job, clock, name, method, length, batch, {}))
+        found = _attempt(job, partial(_measure_steps, job, timing, name, method, length, batch, {}))
         tries, smaller = tries - 1, batch * 3 // 4
         if not isinstance(found, Failure) or found.outcome != "out of memory" or not tries or not smaller:
             return found
-        say(f"{clock} {name}, {length} tokens x {batch}: {found.reason}; trying {smaller}")
+        say(f"{timing} {name}, {length} tokens x {batch}: {found.reason}; trying {smaller}")
         batch = smaller
 
 
-def _attempt(job: Job, make: Callable[[], T]) -> T | Failure:
-    """What a call returns, unless there is no time for it."""
+def _attempt(job: BenchJob, make: Callable[[], T]) -> T | Failure:
+    """The result of a call, unless the deadline has passed."""
     return Failure("skipped", OUT_OF_TIME) if job.late else attempt(make)
 
 
-def _set_beside(
-    job: Job, name: str, ours: Measured | Failure, found: Mapping[str, Measured | Failure]
+def _add_anchors(
+    job: BenchJob, name: str, ours: Measured | Failure, found: Mapping[str, Measured | Failure]
 ) -> Measured | Failure:
-    """With the rounds of the anchors before it that were timed in the same way."""
+    """Add the rounds of the anchors before it that were timed in the same way."""
     if isinstance(ours, Failure):
         return ours
     anchors = {}
@@ -132,42 +133,43 @@ def _set_beside(
     return replace(ours, anchors=anchors)
 
 
-def _enter(stack: ExitStack, job: Job, method: Method, length: int, batch: int) -> Stand:
+def _enter(stack: ExitStack, job: BenchJob, method: Method, length: int, batch: int) -> OpenContext:
     with using(job.kernels):
-        return stack.enter_context(open_stand(job.setting, method, length, batch))
+        return stack.enter_context(open_context(job.setting, method, length, batch))
 
 
 def _measure_steps(
-    job: Job, clock: Clock, name: str, method: Method, length: int, batch: int, anchors: Mapping[str, Stand]
+    job: BenchJob, timing: Timing, name: str, method: Method, length: int, batch: int,
+    anchors: Mapping[str, OpenContext],
 ) -> Measured:
-    """A method's steps, or their attention, in turn with those of the anchors before it."""
-    quantity, opener = OPENERS[clock]
+    """Time a method's steps, or their attention, in turn with the anchors before it."""
+    quantity, opener = OPENERS[timing]
     with ExitStack() as stack, using(job.kernels) as ran:
-        stand = anchors.get(name) or _enter(stack, job, method, length, batch)
+        context = anchors.get(name) or _enter(stack, job, method, length, batch)
         eager = None
         if name in job.anchors and not anchors and job.device.type == "cuda":
-            with opener(job.setting, stand.session, graph=False) as plain:
+            with opener(job.setting, context.session, graph=False) as plain:
                 _warm_up(plain)
-                eager = {quantity: _time(job, clock, {name: plain})[name]}
-        ours = stack.enter_context(opener(job.setting, stand.session, graph=True))
+                eager = {quantity: _time(job, timing, {name: plain})[name]}
+        ours = stack.enter_context(opener(job.setting, context.session, graph=True))
         _warm_up(ours)
         timed = {name: ours}
-        with using(job.kernels):  # what anchors run is none of the method's own
+        with using(job.kernels):  # keeps the anchors' operations out of the method's list
             for other, anchor in anchors.items():
                 if other == name:
                     break
-                beside = stack.enter_context(opener(job.setting, anchor.session, graph=ours.reason is None))
-                if (beside.reason is None) == (ours.reason is None):  # a graph is compared with graphs alone
-                    _warm_up(beside)
-                    timed[other] = beside
-            rounds = _time(job, clock, timed)
+                theirs = stack.enter_context(opener(job.setting, anchor.session, graph=ours.reason is None))
+                if (theirs.reason is None) == (ours.reason is None):  # a graph is compared with graphs only
+                    _warm_up(theirs)
+                    timed[other] = theirs
+            rounds = _time(job, timing, timed)
         read = sum(store.read_bytes() for store in ours.session.layers)
-        stand.session.credit(ours.session)
+        context.session.credit(ours.session)
         return Measured(
             batch=batch, rounds={quantity: rounds.pop(name)}, eager=eager,
             anchors={other: {quantity: x} for other, x in rounds.items()}, paired=bool(anchors),
-            memory=count_bytes(stand.session), device_memory=stand.device_memory, read_bytes=read,
-            steps=job.rounds[clock] * _calls(job, clock), graph=ours.reason is None, graph_reason=ours.reason,
+            memory=context.session.memory(), device_memory=context.device_memory, read_bytes=read,
+            steps=job.rounds[timing] * _calls(job, timing), graph=ours.reason is None, graph_reason=ours.reason,
             kernels=dict(sorted(ran.items())),
         )
 
@@ -178,19 +180,19 @@ def _warm_up(timed: Timed) -> None:
         timed.call()
 
 
-def _calls(job: Job, clock: Clock) -> int:
-    """Of a round."""
-    return -(-STEPS // job.rounds[clock])
+def _calls(job: BenchJob, timing: Timing) -> int:
+    """Calls per round."""
+    return -(-STEPS // job.rounds[timing])
 
 
-def _time(job: Job, clock: Clock, timed: Mapping[str, Timed]) -> Rounds:
-    """Seconds per call by name."""
-    cold = make_cold(job.device) if clock == "kernel" else None
+def _time(job: BenchJob, timing: Timing, timed: Mapping[str, Timed]) -> Rounds:
+    """Seconds per call, by name and round."""
+    cold = make_cold(job.device) if timing == "kernel" else None
     timers = {
-        name: partial(time_calls, job.device, x.call, _calls(job, clock), partial(_prepare, x, cold))
+        name: partial(time_calls, job.device, x.call, _calls(job, timing), partial(_prepare, x, cold))
         for name, x in timed.items()
     }
-    return interleave(timers, job.rounds[clock])
+    return interleave(timers, job.rounds[timing])
 
 
 def _prepare(timed: Timed, cold: Call | None) -> None:
@@ -200,9 +202,9 @@ def _prepare(timed: Timed, cold: Call | None) -> None:
 
 
 def _measure_answers(
-    job: Job, methods: Mapping[str, Method], length: int, batches: Mapping[str, int]
+    job: BenchJob, methods: Mapping[str, Method], length: int, batches: Mapping[str, int]
 ) -> Iterator[tuple[str, Measured | Failure]]:
-    """Whole answers of all methods in turn."""
+    """Time whole answers of all methods in turn."""
     answers = time_answers(job, methods, length, batches)
     found: dict[str, Measured | Failure] = {
         name: x if isinstance(x, Failure) else Measured(
@@ -212,4 +214,4 @@ def _measure_answers(
             kernels=dict(sorted(x.kernels.items())),
         ) for name, x in answers.items()
     }
-    yield from ((name, _set_beside(job, name, x, found)) for name, x in found.items())
+    yield from ((name, _add_anchors(job, name, x, found)) for name, x in found.items())

@@ -1,4 +1,4 @@
-"""What becomes of a cell that does not come to a time: an outcome and its reason, never a crash."""
+"""Outcomes of cells without a time: every error becomes an outcome with a reason, never a crash of the job."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import torch
 
 from kvbench.bench.decode import WrongStepError
 from kvbench.bench.records import Outcome
-from kvbench.bench.twins import WrongKernelError
+from kvbench.bench.references import WrongKernelError
 from kvbench.errors import UserError
 from kvbench.log import say
 
 T = TypeVar("T")
-TOLD = (WrongStepError, WrongKernelError)
-"""Failures whose message says all."""
+EXPLAINED = (WrongStepError, WrongKernelError)
+"""Errors whose message suffices; no traceback is printed."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no time."""
+    """The reason for a missing time."""
 
     outcome: Outcome
     reason: str
 
 
 def attempt(make: Callable[[], T]) -> T | Failure:
-    """What a call returns, or what it failed with; memory that it held is free again."""
+    """Return the result of a call, or its failure. After a failure, the call's memory is freed."""
     failure = None
     try:
         return make()
@@ -38,11 +38,11 @@ def attempt(make: Callable[[], T]) -> T | Failure:
         failure = Failure("out of memory", _first_line(error))
     except (UserError, NotImplementedError) as error:
         failure = Failure("refused", _first_line(error))
-    except Exception as error:  # noqa: BLE001  # somebody's method may raise anything
-        if not isinstance(error, TOLD):
+    except Exception as error:  # noqa: BLE001  # a third-party method may raise anything
+        if not isinstance(error, EXPLAINED):
             say(traceback.format_exc())
         failure = Failure("failed", _first_line(error))
-    gc.collect()  # after the exception: its frames held what the call had
+    gc.collect()  # outside the except block, whose traceback would keep the call's tensors alive
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return failure

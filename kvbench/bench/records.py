@@ -1,4 +1,4 @@
-"""What `kvbench bench` writes: one file per job, one cell per method, clock, length and batch."""
+"""Records of `kvbench bench`: one file per job, one cell per method, timing level, length and batch."""
 
 from __future__ import annotations
 
@@ -12,100 +12,101 @@ from kvbench.runs.results import Environment
 from kvbench.runs.schema import SCHEMA_VERSION
 from kvbench.runs.spec import Implementation, MethodSpec, ModelSpec, Record
 
-Clock = Literal["kernel", "step", "user"]
+Timing = Literal["kernel", "step", "end-to-end"]
 Outcome = Literal["ok", "out of memory", "refused", "failed", "skipped"]
 FEW = 5
-"""Rounds below which the ends of an interval are no 95 %, but the rounds themselves."""
+"""With fewer rounds, the reported interval is just the range of the rounds, not a 95 % interval."""
 
 
 class Median(Record):
-    """A median of rounds and its 95 % bootstrap interval."""
+    """A median over rounds and its 95 % bootstrap interval."""
 
     median: float
     low: float
     high: float
     n: int
-    """Rounds."""
+    """Number of rounds."""
 
 
 class Speedup(Median):
-    """An anchor's time over the method's; above 1 the method is faster."""
+    """An anchor's time divided by the method's time; above 1 the method is faster."""
 
     paired: bool
-    """Whether both were timed in turn, round by round; else they ran one after the other."""
+    """True if both were timed in turn, round by round; false if one was timed after the other."""
 
     @property
     def within_noise(self) -> bool:
-        """Whether the interval holds 1, or there are too few rounds to say."""
+        """True if the interval contains 1 or there are fewer than FEW rounds."""
         return self.n < FEW or self.low <= 1 <= self.high
 
 
 class Time(Record):
-    """One quantity of one method on one clock."""
+    """The time of one quantity."""
 
     seconds: Median
     bytes_moved: int | None = None
-    """That it must move at least, by the stores' account and the weights' size."""
+    """Bytes that must be read at least, from the stores' counters and the size of the weights."""
     bandwidth_share: float | None = None
-    """`bytes_moved` over the seconds, as a share of the copy bandwidth of the same job."""
+    """`bytes_moved` per second, as a share of the copy bandwidth of the same job."""
     speedups: dict[str, Speedup] = Field(default_factory=dict)
-    """By anchor."""
+    """Speed-up over each anchor, by the anchor's name."""
 
 
 class DeviceMemory(Record):
-    """By the GPU's allocator, without what was there before (weights, anchors)."""
+    """Bytes of the GPU's allocator, less those allocated before the cell (weights, anchors)."""
 
     steady_bytes: int
-    """After the context was compressed."""
+    """After compression of the context."""
     peak_bytes: int
-    """The most while the context came to be."""
+    """Maximum during prefill and compression."""
 
 
 class Predicted(Record):
-    """By `kvbench plan`, before the cell ran."""
+    """The forecast of `kvbench plan`, made before the cell ran."""
 
     stored_bytes: int
     peak_bytes: int
-    largest_batch: int
-    """Sequences that fit what was free when the cell began."""
+    max_batch: int
+    """Sequences that fit into the memory that was free at the start of the job."""
 
 
-class Cell(Record):
-    """One method at one length and batch, on one clock."""
+class BenchCell(Record):
+    """One method at one length and batch, at one timing level."""
 
     method: MethodSpec
     budget: str | None
-    """That it was given; null for a method that takes none."""
-    clock: Clock
+    """Null for a method without a budget."""
+    timing: Timing
     length: int
     batch: int
+    """Sequences timed. For `max`: as predicted, or fewer after an out-of-memory error."""
     asked_batch: str
-    """As asked for: a number, or `max`, the largest that fits: as predicted, or less where that ran out of memory."""
+    """As requested: a number, or `max` for the largest batch that fits."""
     state: State
     outcome: Outcome
     reason: str | None = None
-    """Of an outcome that is not ok."""
+    """Explains an outcome other than ok."""
     graph: bool | None = None
-    """Whether it was timed as a captured CUDA graph, and its anchors too; null on the user clock."""
+    """True if method and anchors were timed as captured CUDA graphs; null for end-to-end timing."""
     graph_reason: str | None = None
-    """Why not."""
+    """Explains why no graph was used."""
     steps: int = 0
     """Decode steps timed."""
     times: dict[str, Time] = Field(default_factory=dict)
-    """`attention` on the kernel clock, `step` on the step clock; `prefill`, `compression`, `token` and `answer` (from
-    the prompt's first token to the answer's last) on the user clock."""
+    """By quantity. Kernel timing: `attention`. Decode step timing: `step`. End-to-end timing: `prefill`, `compression`,
+    `token`, and `answer` (prefill and all decode steps)."""
     tokens_per_s: float | None = None
-    """Of all sequences, by the step or the token."""
+    """Of all sequences together, from `step` or `token`."""
     memory: CacheBytes | None = None
-    """By the stores' ledger."""
+    """Counted by the stores' ledger."""
     device_memory: DeviceMemory | None = None
     predicted: Predicted | None = None
     kernels: dict[str, str] = Field(default_factory=dict)
-    """What each operation ran as."""
+    """The implementation that ran, by operation."""
 
 
-class Ruler(Record):
-    """A copy on the device before the cells and after them, bytes read and written per second."""
+class CopyBandwidth(Record):
+    """Bandwidth of a large copy on the device, before and after the cells; bytes read plus written, per second."""
 
     copied_bytes: int
     before: float
@@ -118,12 +119,12 @@ class Bench(Record):
     schema_version: Literal[2] = SCHEMA_VERSION
     status: Literal["running", "done"]
     command: dict[str, Any]
-    """What was asked for."""
+    """The options of the command."""
     model: ModelSpec
     kernels: Implementation
     weight_bytes: int
     memory_bytes: int
-    """Of the device."""
-    ruler: Ruler
-    cells: tuple[Cell, ...]
+    """Bytes that weights and caches may take together."""
+    copy_bandwidth: CopyBandwidth
+    cells: tuple[BenchCell, ...]
     environment: Environment

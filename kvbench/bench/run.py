@@ -1,4 +1,4 @@
-"""From what was typed to the file of a job."""
+"""Runs a job of `kvbench bench`, from the typed options to its file."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 
 from kvbench.bench.forecast import ANCHORS, LATER, State, make_methods
 from kvbench.bench.grid import MAX, run_cells
-from kvbench.bench.job import Job
+from kvbench.bench.job import BenchJob
 from kvbench.bench.measure import STEPS
 from kvbench.bench.outcome import Failure, attempt
-from kvbench.bench.records import Bench, Cell, Clock, Ruler
+from kvbench.bench.records import Bench, BenchCell, CopyBandwidth, Timing
 from kvbench.bench.state import Setting
 from kvbench.bench.timing import COPIED_BYTES, measure_copy
 from kvbench.errors import UserError, unknown
@@ -29,20 +29,20 @@ from kvbench.runs.request import check_kernels, check_kernels_device, check_kern
 from kvbench.runs.spec import Implementation, ModelSpec
 from kvbench.settings import parse_pairs
 
-ROUNDS: dict[Clock, int] = {"kernel": 16, "step": 16, "user": 5}
+ROUNDS: dict[Timing, int] = {"kernel": 16, "step": 16, "end-to-end": 5}
 MARGIN = LATER - STEPS
-"""Tokens beside those timed: warm-ups, and what is recorded and compared."""
+"""Tokens in addition to the timed ones: warm-ups, recorded queries and the comparison of a captured step."""
 
 
 @dataclass(frozen=True)
-class Request:
-    """The options of `kvbench bench`, as typed; None: the default."""
+class BenchRequest:
+    """The options of `kvbench bench` as typed; None selects the default."""
 
     methods: tuple[str, ...]
     model: str = "mini"
     lengths: tuple[int, ...] = (4096,)
     batches: tuple[str, ...] = ("1",)
-    clocks: tuple[str, ...] = get_args(Clock)
+    timings: tuple[str, ...] = get_args(Timing)
     state: str = "prefill"
     budget: str | None = None
     settings: tuple[str, ...] = ()
@@ -50,42 +50,45 @@ class Request:
     chunk: int | None = None
     rounds: int | None = None
     memory: float | None = None
-    """GB that weights and caches may take together; None: what is free."""
+    """GB that weights and caches may take together; None: all free memory."""
     seconds: float | None = None
-    """When nothing more is begun; what is left is said in its cell."""
+    """No cell is started after this many seconds; the remaining cells are `skipped`."""
     device: str | None = None
     dtype: str | None = None
     out: Path | None = None
 
 
-def run_bench(request: Request) -> Bench:
-    """Time what was asked for; the file, if any, is written anew after every cell.
+def run_bench(request: BenchRequest) -> Bench:
+    """Time all cells of a request. The file, if one is requested, is rewritten after every cell.
 
     Raises:
-        UserError: a request that cannot be; what fails within it is a cell's outcome.
+        UserError: the request is invalid. Failures of single cells are outcomes of these cells.
     """
     started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
     job = replace(_prepare(request), deadline=began + (request.seconds or math.inf))
     model, device = job.setting.model, job.device
     where = find_environment(device.type, started=started, seconds=0.0, device_map=model.device_map)
-    cells: list[Cell] = []
+    cells: list[BenchCell] = []
 
     def save(status: Literal["running", "done"], after: float | None) -> Bench:
         bench = Bench(
             status=status, command={key: x for key, x in asdict(request).items() if key != "out"},
             model=_describe(model), kernels=job.kernels,
             weight_bytes=job.outline.weight_bytes, memory_bytes=job.memory,
-            ruler=Ruler(copied_bytes=COPIED_BYTES[device.type], before=job.ruler, after=after), cells=tuple(cells),
+            copy_bandwidth=CopyBandwidth(
+                copied_bytes=COPIED_BYTES[device.type], before=job.copy_bandwidth, after=after
+            ),
+            cells=tuple(cells),
             environment=where.model_copy(update={"seconds": time.perf_counter() - began}),
         )
         if request.out is not None:
             write_record(request.out, bench)
         return bench
 
-    def emit(cell: Cell) -> None:
+    def emit(cell: BenchCell) -> None:
         cells.append(cell)
-        said = cell.outcome if cell.reason is None else f"{cell.outcome}: {cell.reason}"
-        say(f"{cell.clock} {cell.method.name}, {cell.length} tokens x {cell.batch}: {said}")
+        outcome = cell.outcome if cell.reason is None else f"{cell.outcome}: {cell.reason}"
+        say(f"{cell.timing} {cell.method.name}, {cell.length} tokens x {cell.batch}: {outcome}")
         save("running", None)
 
     run_cells(job, emit)
@@ -93,48 +96,51 @@ def run_bench(request: Request) -> Bench:
     return save("done", None if isinstance(after, Failure) else after)
 
 
-def _prepare(request: Request) -> Job:
-    """Check everything, load the model and measure the ruler."""
-    clocks = _check(request)
+def _prepare(request: BenchRequest) -> BenchJob:
+    """Check the request, load the model and measure the copy bandwidth."""
+    timings = _check(request)
     outline = predict_memory(request.model, request.dtype)
     made = make_methods(request.methods, parse_pairs(request.settings, "--set"), request.model, outline.kind)
     device = request.device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
     check_kernels(request.kernels)
     check_kernels_device(request.kernels, device.partition(":")[0])
-    if outline.kind == "diffusion" and clocks != ["user"]:
-        raise UserError("a diffusion model's passes change from step to step: use --clock user.")
+    if outline.kind == "diffusion" and timings != ["end-to-end"]:
+        raise UserError(
+            "the steps of a diffusion model differ in shape, so only whole answers are timed: "
+            "use --timing end-to-end."
+        )
     free = free_bytes(device.partition(":")[0])
     if outline.weight_bytes > free:
         raise UserError(
-            f"model '{request.model}' needs {outline.weight_bytes / 1e9:.1f} GB for its weights alone, and "
+            f"model '{request.model}' needs {outline.weight_bytes / 1e9:.1f} GB for its weights, but "
             f"{free / 1e9:.1f} GB are free on {device}. Use a smaller --dtype or a smaller model."
         )
     model = load_model(request.model, device, request.dtype)
     check_kernels_dtype(request.kernels, model.device.type, model.dtype)
     check_positions(request, model)
-    rounds = {clock: request.rounds or ROUNDS[clock] for clock in clocks}
-    return Job(
+    rounds = {timing: request.rounds or ROUNDS[timing] for timing in timings}
+    return BenchJob(
         setting=Setting(
             model=model, state=cast("State", request.state), chunk=request.chunk,
             later=max(-(-STEPS // x) * x for x in rounds.values()) + MARGIN,
         ),
         outline=outline, methods=made,
         anchors=ANCHORS[outline.kind], lengths=request.lengths, batches=request.batches,
-        clocks=clocks, budget=request.budget, kernels=cast("Implementation", request.kernels),
+        timings=timings, budget=request.budget, kernels=cast("Implementation", request.kernels),
         rounds=rounds, memory=free if request.memory is None else int(request.memory * 1e9),
-        ruler=measure_copy(model.device),
+        copy_bandwidth=measure_copy(model.device),
     )
 
 
-def _check(request: Request) -> list[Clock]:
-    for clock in request.clocks:
-        if clock not in get_args(Clock):
-            raise unknown("clock", clock, get_args(Clock))
+def _check(request: BenchRequest) -> list[Timing]:
+    for timing in request.timings:
+        if timing not in get_args(Timing):
+            raise unknown("timing level", timing, get_args(Timing))
     if request.state not in get_args(State):
         raise unknown("state", request.state, get_args(State))
-    if request.state == "synthetic" and "user" in request.clocks:
-        raise UserError("the user's clock runs the prompt: leave --state out, or use --clock kernel,step.")
+    if request.state == "synthetic" and "end-to-end" in request.timings:
+        raise UserError("end-to-end timing runs the prompt: leave --state out, or use --timing kernel,step.")
     numbers = {
         "length": request.lengths, "rounds": (request.rounds,), "chunk": (request.chunk,),
         "seconds": (request.seconds,),
@@ -145,25 +151,27 @@ def _check(request: Request) -> list[Clock]:
     if request.memory is not None and request.memory <= 0:
         raise UserError(f"memory {request.memory} must be above 0 GB.")
     if request.out is not None and (request.out.is_dir() or not request.out.absolute().parent.is_dir()):
-        raise UserError(f"--out '{request.out}' must be a file in a folder that is there.")
+        raise UserError(f"--out '{request.out}' must be a file in an existing folder.")
     for batch in request.batches:
         if batch != MAX and not (batch.isdecimal() and int(batch)):
-            raise UserError(f"batch '{batch}' must be a number of 1 or more, or max: the most that fit.")
-    return [cast("Clock", x) for x in dict.fromkeys(request.clocks)]
+            raise UserError(f"batch '{batch}' must be a number of 1 or more, or max (the largest that fits).")
+    return [cast("Timing", x) for x in dict.fromkeys(request.timings)]
 
 
-def check_positions(request: Request, model: Model) -> None:
-    """Beyond what a model was made for only time is asked for, but its layers must be able to compute there.
+def check_positions(request: BenchRequest, model: Model) -> None:
+    """Check that the model can compute at the positions of a request.
+
+    Lengths beyond the model's training length are allowed if its positions are rotations, since only time is measured.
 
     Raises:
-        UserError: they cannot.
+        UserError: the model cannot compute there.
     """
     longest = max(request.lengths) + STEPS + MARGIN
     anywhere = bool(model.ropes) and all(x.trusted and x.movable for x in model.ropes)
     if longest > model.max_length and not anywhere:
         raise UserError(
-            f"length {max(request.lengths)} with {STEPS} tokens after it is beyond what {model.id} can compute, "
-            f"{model.max_length} positions. Use a smaller --length."
+            f"length {max(request.lengths)} and {STEPS} more tokens are beyond the {model.max_length} positions that "
+            f"{model.id} can compute. Use a smaller --length."
         )
 
 

@@ -1,4 +1,4 @@
-"""Sessions at a length and a batch: their context run, or their stores filled with rows that no pass made."""
+"""Sessions that hold a context: from a prefill, or from synthetic KV entries without a forward pass."""
 
 from __future__ import annotations
 
@@ -15,40 +15,39 @@ from kvbench.engine.session import Session
 from kvbench.engine.timing import now
 from kvbench.hf import Model, attached, catch_steps
 from kvbench.method import Method, Step
-from kvbench.runs.journal import CacheBytes
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What the cells of a job share."""
+    """What all cells of a job share."""
 
     model: Model
     state: State = "prefill"
     chunk: int | None = None
     seed: int = 0
     later: int = LATER
-    """Tokens that stores have room for after the context."""
+    """Tokens after the context for which stores allocate room."""
 
     def tokens(self, batch: int, count: int, seed: int) -> Tensor:
-        """Seeded ids, the same for every method. [B, count]"""
+        """Seeded random token ids, the same for every method. [B, count]"""
         generator = torch.Generator().manual_seed(self.seed + seed)
         ids = torch.randint(len(self.model.tokenizer), (batch, count), generator=generator)
         return ids.to(self.model.device)
 
 
 @dataclass(frozen=True)
-class Stand:
-    """A session that holds its context, and what that took."""
+class OpenContext:
+    """A session with a compressed context, and what the prefill took."""
 
     session: Session
     prefill_s: float | None
-    """None: the context was not run."""
+    """None if the context is synthetic."""
     device_memory: DeviceMemory | None
 
 
 @contextmanager
-def open_stand(setting: Setting, method: Method, length: int, batch: int) -> Iterator[Stand]:
-    """A session with a context of so many tokens, compressed. The method's budget is fitted to the length."""
+def open_context(setting: Setting, method: Method, length: int, batch: int) -> Iterator[OpenContext]:
+    """Open a session with a compressed context of `length` tokens. The method must be fitted to this length."""
     device = setting.model.device
     ids = setting.tokens(batch, length, seed=1)
     before = _start_counting(device)
@@ -57,9 +56,9 @@ def open_stand(setting: Setting, method: Method, length: int, batch: int) -> Ite
         if setting.state == "prefill":
             session.prefill(ids)
         else:
-            session.fill(make_rows(setting, length, batch))
+            session.fill(make_entries(setting, length, batch))
         seconds = now(device) - started
-        yield Stand(
+        yield OpenContext(
             session, seconds if setting.state == "prefill" else None,
             None if device.type != "cuda" else DeviceMemory(
                 steady_bytes=torch.cuda.memory_allocated(device) - before,
@@ -69,36 +68,31 @@ def open_stand(setting: Setting, method: Method, length: int, batch: int) -> Ite
 
 
 def _start_counting(device: torch.device) -> int:
-    """Bytes allocated now; the peak counts from here."""
+    """Reset the allocator's peak and return the bytes allocated now."""
     if device.type != "cuda":
         return 0
     torch.cuda.reset_peak_memory_stats(device)
     return torch.cuda.memory_allocated(device)
 
 
-def make_rows(setting: Setting, length: int, batch: int) -> Iterator[Step]:
-    """Normally distributed rows of a whole context, a layer at a time, in steps as the model's own layers make them.
+def make_entries(setting: Setting, length: int, batch: int) -> Iterator[Step]:
+    """Yield normally distributed KV entries of a whole context, one step per layer, shaped as the model's own steps.
 
-    One query stands for all of them: values do not matter to a clock, and 32 times the queries of a long context would
-    not fit.
+    One query is expanded to all positions: values do not change the time, and the queries of a long context in every
+    layer would not fit into memory.
     """
     with attached(setting.model.module):
-        asked = catch_steps(setting.model.module, ropes=setting.model.ropes)
-    for step in asked:
+        caught = catch_steps(setting.model.module, ropes=setting.model.ropes)
+    for step in caught:
         device = step.key.device
         generator = torch.Generator(device).manual_seed(setting.seed + step.layer)
         query, key, value = (
             torch.randn(
-                (batch, x.shape[1], rows, x.shape[3]), dtype=x.dtype, device=device, generator=generator
-            ) for x, rows in ((step.query, 1), (step.key, length), (step.value, length))
+                (batch, x.shape[1], count, x.shape[3]), dtype=x.dtype, device=device, generator=generator
+            ) for x, count in ((step.query, 1), (step.key, length), (step.value, length))
         )
         yield replace(
             step, compress=True, observe=True, seen=length,
             positions=torch.arange(length, device=device).expand(batch, -1),
             query=query.expand(-1, -1, length, -1), key=key, value=value,
         )
-
-
-def count_bytes(session: Session) -> CacheBytes:
-    """The ledger's account, as a record."""
-    return session.memory()

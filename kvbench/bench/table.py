@@ -1,70 +1,71 @@
-"""A job's cells as a table for people."""
+"""Formats the cells of a job as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from kvbench.analysis.formatting import format_bytes
-from kvbench.bench.records import FEW, Bench, Cell, Speedup, Time
+from kvbench.bench.records import FEW, Bench, BenchCell, Speedup, Time
 
 COLUMNS = (
-    "clock", "tokens x batch", "method", "of", "time", "over full", "over full-int8", "over none", "tokens/s", "moved",
-    "of copy", "held", "peak", "graph", "why",
+    "timing", "tokens x batch", "method", "quantity", "time", "over full", "over full-int8", "over none", "tokens/s",
+    "bytes moved", "of copy", "stored", "peak", "graph", "reason",
 )
 ON_A_GPU = ("time", "tokens/s")
-"""Columns of absolute numbers: seconds of a CPU are nobody's claim."""
+"""Columns of absolute times, left out on a CPU, where they depend on other load."""
 
 
 def make_table(bench: Bench) -> tuple[list[str], list[list[str]]]:
-    """Those columns that say something, and a row for every time of every cell."""
+    """The columns that are not empty, and one row per time of every cell."""
     gpu = bench.environment.gpu is not None
     rows = [x for cell in bench.cells for x in _list_cells(cell, gpu=gpu)]
     columns = [x for x in COLUMNS if any(row.get(x) for row in rows) and (gpu or x not in ON_A_GPU)]
     return columns, [[row.get(x, "") for x in columns] for row in rows]
 
 
-def _list_cells(cell: Cell, *, gpu: bool) -> Iterator[dict[str, str]]:
+def _list_cells(cell: BenchCell, *, gpu: bool) -> Iterator[dict[str, str]]:
     start = {
-        "clock": cell.clock, "tokens x batch": f"{cell.length:,} x {cell.batch}{' max' * (cell.asked_batch == 'max')}",
+        "timing": cell.timing,
+        "tokens x batch": f"{cell.length:,} x {cell.batch}{' max' * (cell.asked_batch == 'max')}",
         "method": cell.method.name,
     }
     if cell.outcome != "ok":
-        yield {**start, "of": cell.outcome, "why": cell.reason or ""}
+        yield {**start, "quantity": cell.outcome, "reason": cell.reason or ""}
     for quantity, time in cell.times.items():
         yield {
-            **start, "of": _label(cell, quantity), "time": format_seconds(time.seconds.median),
+            **start, "quantity": _label(cell, quantity), "time": format_seconds(time.seconds.median),
             **{f"over {name}": format_speedup(x) for name, x in time.speedups.items()},
             **_list_numbers(cell, quantity, time), "graph": "" if cell.graph is None else "yes" if cell.graph else "no",
-            **({"why": cell.graph_reason} if gpu and cell.graph_reason else {}),
+            **({"reason": cell.graph_reason} if gpu and cell.graph_reason else {}),
         }
 
 
-def _label(cell: Cell, quantity: str) -> str:
-    """A quantity; compression by its share of the prefill, which any machine's seconds tell."""
+def _label(cell: BenchCell, quantity: str) -> str:
+    """Name of a quantity; for compression with its share of the prefill."""
     if quantity != "compression":
         return quantity
     share = cell.times[quantity].seconds.median / cell.times["prefill"].seconds.median
-    return f"{quantity}, {share:.0%} of it"
+    return f"{quantity}, {share:.0%} of prefill"
 
 
-def _list_numbers(cell: Cell, quantity: str, time: Time) -> dict[str, str]:
-    """Throughput, bytes moved and held, and the most at once: by the GPU's allocator where there is one."""
+def _list_numbers(cell: BenchCell, quantity: str, time: Time) -> dict[str, str]:
+    """Throughput, bytes moved, stored bytes and peak bytes (the allocator's on a GPU, the ledger's on a CPU)."""
     found = {}
     if cell.tokens_per_s is not None and quantity in ("step", "token"):
         found["tokens/s"] = f"{cell.tokens_per_s:,.0f}"
     if time.bytes_moved is not None and time.bandwidth_share is not None:
-        found |= {"moved": format_bytes(time.bytes_moved), "of copy": f"{time.bandwidth_share:.0%}"}
+        found |= {"bytes moved": format_bytes(time.bytes_moved), "of copy": f"{time.bandwidth_share:.0%}"}
     if cell.memory is not None:
         peak = cell.memory.peak_bytes if cell.device_memory is None else cell.device_memory.peak_bytes
-        held = (cell.memory.stored_bytes + cell.memory.host_bytes) / cell.memory.full_bytes
-        found |= {"held": f"{held:.1%}", "peak": format_bytes(peak)}
+        stored = (cell.memory.stored_bytes + cell.memory.host_bytes) / cell.memory.full_bytes
+        found |= {"stored": f"{stored:.1%}", "peak": format_bytes(peak)}
     return found
 
 
 def list_lines(bench: Bench) -> Iterator[str]:
-    """A short line for every time, for the end of a log."""
+    """One short line per time, for logs."""
     for cell in bench.cells:
-        start = f"{cell.clock:6} {cell.length:>7,} x {cell.batch:<3} {cell.method.name:20}"
+        start = f"{cell.timing:10} {cell.length:>7,} x {cell.batch:<3} {cell.method.name:20}"
         if cell.outcome != "ok":
             yield f"{start} {cell.outcome}: {cell.reason}"[:150]
         for quantity, time in cell.times.items():
@@ -77,15 +78,15 @@ def list_lines(bench: Bench) -> Iterator[str]:
 
 
 def format_speedup(found: Speedup | None) -> str:
-    """A ratio with its interval, and why it is no finding."""
+    """A speed-up with its interval, marked if it is within noise or of few rounds."""
     if found is None:
         return "-"
-    doubt = f" of {found.n}" if found.n < FEW else " noise" if found.within_noise else ""
+    doubt = f" of {found.n} rounds" if found.n < FEW else " noise" if found.within_noise else ""
     return f"{found.median:.2f} [{found.low:.2f}, {found.high:.2f}]{doubt}"
 
 
 def format_seconds(value: float) -> str:
-    """Seconds with a unit that leaves three digits or so."""
+    """Seconds in s, ms or us, with three significant digits."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if value >= size:
             return f"{value / size:.3g} {unit}"

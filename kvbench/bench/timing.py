@@ -1,4 +1,4 @@
-"""What everything is timed with: device events, a cold cache, captured graphs, a copy as the ruler; and medians."""
+"""Timing tools: device events, a cold L2 cache, CUDA graph capture, copy bandwidth, medians and speed-ups."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from kvbench.bench.records import Median, Speedup
 Call = Callable[[], None]
 WARM_UPS = 3
 CAPTURED_CALLS = WARM_UPS + 1
-"""Calls that are made before one is captured."""
+"""Calls made before the captured one."""
 COPIES = 20
 COPIED_BYTES = {"cpu": 64 << 20, "cuda": 2 << 30}
-"""Of the ruler's source: many times a cache."""
+"""Size of the copied tensor, many times the size of a last-level cache."""
 DRAWS = 2000
 
 
 def time_calls(device: torch.device, call: Call, count: int, before: Call | None = None) -> float:
-    """Seconds of a call, the mean of several one after the other; what runs before each is not in it.
+    """Mean seconds per call over `count` consecutive calls; `before` runs before each call and is not timed.
 
-    On a GPU by events, so that it is the device's time: where Python is slower than the device, Python's.
+    On a GPU, CUDA events measure the device's time. If Python launches more slowly than the device runs, they measure
+    Python's time.
     """
     total = 0.0
     marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -51,7 +52,7 @@ def time_calls(device: torch.device, call: Call, count: int, before: Call | None
 
 
 def interleave(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Seconds by name and round: in each round every one once, and another one goes first."""
+    """Seconds by name and round. Each round runs every timer once, starting with a different one."""
     names = list(timers)
     found: dict[str, list[float]] = {name: [] for name in names}
     with _no_collection():
@@ -64,7 +65,7 @@ def interleave(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[s
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """The garbage collector stops a timed loop at moments of its own."""
+    """Disable the garbage collector, which would interrupt a timed loop at random."""
     gc.collect()
     gc.disable()
     try:
@@ -74,9 +75,9 @@ def _no_collection() -> Iterator[None]:
 
 
 def make_cold(device: torch.device) -> Call | None:
-    """A call that leaves nothing of ours in the GPU's L2 cache; None where there is no GPU.
+    """A call that evicts the GPU's L2 cache; None on a CPU.
 
-    It reads twice the cache's size: what it would write had to be written back within the next timed call.
+    It reads twice the size of the cache. Writing instead would cause write-backs during the next timed call.
     """
     if device.type != "cuda":
         return None
@@ -90,10 +91,10 @@ def _read(scratch: Tensor) -> None:
 
 
 def capture(call: Call, device: torch.device) -> tuple[Call, str | None]:
-    """The call as a CUDA graph that is replayed; or the call itself, and why it cannot be one.
+    """Capture a call as a CUDA graph. Returns the replay and None, or the call itself and the reason for the failure.
 
-    CAPTURED_CALLS are made before: what is compiled or allocated once must not be within a graph, and a call that
-    waits for the device is found while it can still be told.
+    The call runs CAPTURED_CALLS times before the capture, so that compilation and one-time allocations stay outside the
+    graph, and so that a call that synchronizes is detected before the capture.
     """
     stream = torch.cuda.current_stream(device)
     try:
@@ -104,20 +105,20 @@ def capture(call: Call, device: torch.device) -> tuple[Call, str | None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        torch.cuda.set_stream(stream)  # a capture that broke off leaves its own
+        torch.cuda.set_stream(stream)  # a failed capture leaves its own stream current
         torch.cuda.synchronize(device)
         return call, (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     return graph.replay, None
 
 
 def _try_alone(call: Call, device: torch.device) -> None:
-    """On a stream of its own, as a capture is; the last call may not wait for the device (RuntimeError)."""
+    """Run the call on a side stream, as a capture does. The last call raises RuntimeError if it synchronizes."""
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         for _ in range(WARM_UPS):
             call()
-        with warnings.catch_warnings(action="ignore"):  # that the mode is a prototype
+        with warnings.catch_warnings(action="ignore"):  # "synchronization debug mode is a prototype"
             torch.cuda.set_sync_debug_mode("error")
         try:
             call()
@@ -127,9 +128,9 @@ def _try_alone(call: Call, device: torch.device) -> None:
 
 
 def measure_copy(device: torch.device) -> float:
-    """Bytes per second, read and written, that a large copy on the device moves: the median of several."""
+    """Median bandwidth of a large copy on the device; bytes read plus written, per second."""
     size = COPIED_BYTES[device.type]
-    source = torch.randint(256, (size,), dtype=torch.uint8, device=device)  # zeros may be moved faster
+    source = torch.randint(256, (size,), dtype=torch.uint8, device=device)  # zeros may be copied faster
     target = torch.empty_like(source)
     seconds = [time_calls(device, lambda: _copy(target, source), 1) for _ in range(WARM_UPS + COPIES)]
     return 2 * size / float(np.median(seconds[WARM_UPS:]))
@@ -140,13 +141,13 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 
 def find_median(values: Sequence[float]) -> Median:
-    """The median and its 95 % percentile bootstrap over rounds."""
+    """The median and its 95 % percentile bootstrap interval over rounds."""
     median, low, high = _bootstrap(np.asarray(values)[_draws(len(values), seed=0)], float(np.median(values)))
     return Median(median=median, low=low, high=high, n=len(values))
 
 
 def compare(anchor: Sequence[float], ours: Sequence[float], *, paired: bool) -> Speedup:
-    """How many times as fast as an anchor: the median over rounds of their ratio, or the ratio of their medians."""
+    """Speed-up over an anchor: the median of the ratios by round if paired, else the ratio of the medians."""
     theirs, mine = np.asarray(anchor), np.asarray(ours)
     if paired:
         ratios = theirs / mine

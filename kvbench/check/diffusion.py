@@ -109,7 +109,7 @@ def answers_are_complete(policy: Policy) -> str:
 
         d = _follow(policy, model, sampling, commit=look)
         assert not bool((d.ids == VOCABULARY - 1).any()), f"{name}: masks are left"
-        passes.append(d.passes)
+        passes.append(d.nfe)
     return f"{min(passes)} to {max(passes)} passes for {ANSWER} tokens"
 
 

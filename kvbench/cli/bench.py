@@ -1,4 +1,4 @@
-"""`kvbench bench` and `kvbench plan`: what takes how long, and what will."""
+"""`kvbench bench` and `kvbench plan`: measure and predict speed and memory."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from kvbench.cli.output import print_json
 from kvbench.errors import UserError
 
 if TYPE_CHECKING:
-    from kvbench.bench.forecast import Plan
+    from kvbench.bench.forecast import Forecast
 
 Text = str | None
 Methods = Annotated[
-    list[str], typer.Option("--method", metavar="NAME", help="Repeatable; all: every method. Anchors come beside them.")
+    list[str], typer.Option("--method", metavar="NAME", help="Repeatable; all: every method. Anchors are always added.")
 ]
-Budget = Annotated[Text, typer.Option(help="For methods that are given one: a share, rows, or paper; default: 25%.")]
+Budget = Annotated[Text, typer.Option(help="25%, 1024 (tokens per KV head), or paper; ignored by methods without one.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of the one method; repeatable.")
 ]
 ModelName = Annotated[
-    str, typer.Option(help="A bundled model, a folder, a hub id, or a shape such as random:llama-3.1-8b.")
+    str, typer.Option(help="A bundled model, a folder, a hub id, or random:llama-3.1-8b for random weights.")
 ]
-Chunk = Annotated[int | None, typer.Option(help="Most prompt tokens per forward pass; default: all.")]
+Chunk = Annotated[int | None, typer.Option(help="Prompt tokens per forward pass; default: all.")]
 Dtype = Annotated[Text, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")]
 
 
@@ -34,41 +34,41 @@ def bench_command(
     method: Methods,
     model: ModelName = "mini",
     length: Annotated[str, typer.Option(help="Tokens of the context: 4096, or 4096,32768.")] = "4096",
-    batch: Annotated[str, typer.Option(help="Sequences: 1, or 1,4,max; max: as many as plan says fit.")] = "1",
-    clock: Annotated[str, typer.Option(help="Of kernel, step and user, which are never mixed.")] = "kernel,step,user",
-    state: Annotated[str, typer.Option(help="prefill, or synthetic: stores filled without running the prompt.")] = (
+    batch: Annotated[str, typer.Option(help="Sequences: 1, or 1,4,max; max: the largest that fits by forecast.")] = "1",
+    timing: Annotated[str, typer.Option(help="Timing levels: kernel, step, end-to-end.")] = "kernel,step,end-to-end",
+    state: Annotated[str, typer.Option(help="prefill, or synthetic: random KV entries instead of a prefill.")] = (
         "prefill"
     ),
     budget: Budget = None,
     settings: Settings = None,
     kernels: Annotated[str, typer.Option(help="torch, triton or flash.")] = "torch",
     chunk: Chunk = None,
-    rounds: Annotated[int | None, typer.Option(help="Default: 16; of the user clock 5.")] = None,
-    memory: Annotated[float | None, typer.Option(help="GB to fill with weights and caches; default: what is free.")] = (
+    rounds: Annotated[int | None, typer.Option(help="Default: 16; for end-to-end timing 5.")] = None,
+    memory: Annotated[float | None, typer.Option(help="GB for weights and caches; default: all free memory.")] = (
         None
     ),
-    seconds: Annotated[float | None, typer.Option(help="Begin nothing more after so many.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Start no cell after this many seconds.")] = None,
     device: Annotated[Text, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
     dtype: Dtype = None,
-    out: Annotated[Path | None, typer.Option(help="File for the result, written anew after every cell.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File for the result, rewritten after every cell.")] = None,
     as_json: Json = False,
 ) -> int:
-    """Time methods beside the dense cache: one attention, one decode step, or whole answers (docs/timing.md)."""
+    """Time methods and the full cache: attention kernels, decode steps, or whole answers (docs/timing.md)."""
     from kvbench.analysis.formatting import print_table
     from kvbench.bench.forecast import ANCHORS
-    from kvbench.bench.run import Request, run_bench
+    from kvbench.bench.run import BenchRequest, run_bench
     from kvbench.bench.table import make_table
 
-    found = run_bench(Request(
+    found = run_bench(BenchRequest(
         methods=tuple(method), model=model, lengths=_numbers(length, "--length"), batches=_split(batch),
-        clocks=_split(clock), state=state, budget=budget, settings=tuple(settings or ()), kernels=kernels, chunk=chunk,
-        rounds=rounds, memory=memory, seconds=seconds, device=device, dtype=dtype, out=out,
+        timings=_split(timing), state=state, budget=budget, settings=tuple(settings or ()), kernels=kernels,
+        chunk=chunk, rounds=rounds, memory=memory, seconds=seconds, device=device, dtype=dtype, out=out,
     ))
     where = found.environment.gpu or f"{found.environment.cpu}, {found.environment.threads} thread(s)"
-    rows = "" if state == "prefill" else "; stores filled with made-up rows, no prompt was run"
+    context = "" if state == "prefill" else "; synthetic contexts, no prompt was run"
     print_table(
         f"{found.model.id} ({found.model.dtype}, {found.kernels} kernels) on {where}; a copy moves "
-        f"{found.ruler.before / 1e9:,.0f} GB/s{rows}", *make_table(found),
+        f"{found.copy_bandwidth.before / 1e9:,.0f} GB/s{context}", *make_table(found),
     )
     if as_json:
         print_json(found.model_dump(mode="json"))
@@ -90,11 +90,11 @@ def plan_command(
     dtype: Dtype = None,
     as_json: Json = False,
 ) -> None:
-    """Predict bytes, the floor of a decode step and the largest batch, before a GPU is paid for."""
-    from kvbench.bench.forecast import make_plan
+    """Predict memory, the fastest possible decode step and the largest batch on a GPU, without running anything."""
+    from kvbench.bench.forecast import make_forecast
     from kvbench.settings import parse_pairs
 
-    plan = make_plan(
+    plan = make_forecast(
         model, method, gpu=gpu, length=length, batch=batch, budget=budget,
         settings=parse_pairs(settings or (), "--set"), chunk=chunk, dtype=dtype,
     )
@@ -103,35 +103,41 @@ def plan_command(
         print_json(plan.model_dump(mode="json"))
 
 
-def _print_plan(plan: Plan) -> None:
+def _print_plan(plan: Forecast) -> None:
     from kvbench.analysis.formatting import format_bytes, print_table
     from kvbench.bench.forecast import KERNEL_SECONDS, PYTHON_SECONDS, VISIBLE
     from kvbench.bench.table import format_seconds
     from kvbench.log import say
 
-    def seen(gain: float | None) -> str:
-        if gain is None:
+    def visible(speedup: float | None) -> str:
+        if speedup is None:
             return "no graph"
-        return f"{gain:.2f}" if gain >= VISIBLE or gain <= 1 / VISIBLE else "no"
+        return f"{speedup:.2f}" if speedup >= VISIBLE or speedup <= 1 / VISIBLE else "no"
 
     print_table(
         f"{plan.model}, {plan.length:,} tokens x {plan.batch} on {plan.gpu}: {format_bytes(plan.weight_bytes)} of "
-        f"weights, {format_bytes(plan.full_bytes)} of dense caches, {format_bytes(plan.bandwidth)}/s",
-        ("method", "held", "caches", "on the host", "+ answer", "peak", "fits", "step reads", "floor", "gain",
-         "as a graph", "from Python", "most", "prefilled"),
+        f"weights, {format_bytes(plan.full_bytes)} of full caches, {format_bytes(plan.bandwidth)}/s",
+        ("method", "stored", "cache", "host", "spare", "peak", "fits", "step_reads", "bound", "speedup_bound",
+         "speedup_graph", "speedup_python", "max_batch", "max_batch_prefill"),
         [[
-            x.method, f"{x.held:.1%}", format_bytes(x.stored_bytes),
+            x.method, f"{x.stored_share:.1%}", format_bytes(x.stored_bytes),
             format_bytes(x.host_bytes) if x.host_bytes else "-",
             format_bytes(x.spare_bytes), format_bytes(x.peak_bytes), "yes" if x.fits else "no",
-            format_bytes(x.step_bytes), format_seconds(x.floor_s), f"{x.gain:.2f}", seen(x.gain_captured),
-            seen(x.gain_python), str(x.largest_batch), str(x.largest_batch_prefill),
-        ] for x in plan.forecasts],
+            format_bytes(x.step_bytes), format_seconds(x.bound_s), f"{x.speedup_bound:.2f}", visible(x.speedup_graph),
+            visible(x.speedup_python), str(x.max_batch), str(x.max_batch_prefill),
+        ] for x in plan.methods],
     )
-    say(
-        f"peak: with weights, while all prompts are run together. gain: over full, of floors; whether it is seen where "
-        f"an attention takes {KERNEL_SECONDS * 1e6:.0f} us at least, and where Python takes {PYTHON_SECONDS * 1e3:.2f} "
-        "ms per layer to launch. most: the largest batch, and with prompts run together (docs/timing.md)."
-    )
+    for line in (
+        ("stored: compressed context over the full cache. cache, host, spare: its bytes on the device, in host memory, "
+        "and room for later tokens."),
+        "peak, fits: weights, caches and work space if all prompts are prefilled together; whether the GPU holds it.",
+        "step_reads, bound: bytes that a decode step reads, and its least time at the bandwidth of a copy.",
+        "speedup_bound: the full cache's bound over the method's.",
+        f"speedup_graph: the same if a layer's attention takes {KERNEL_SECONDS * 1e6:.0f} us or more; `no`: below 5 %.",
+        f"speedup_python: the same if Python takes {PYTHON_SECONDS * 1e3:.2f} ms per layer to launch a step.",
+        "max_batch, max_batch_prefill: largest batch with synthetic contexts; with all prompts prefilled together.",
+    ):
+        say(line)
 
 
 def _split(text: str) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from kvbench.cli.output import print_json
 from kvbench.errors import UserError
 
 if TYPE_CHECKING:
-    from kvbench.reproduce.plan import Missing, Plan
+    from kvbench.reproduce.plan import ClaimPlan, Missing
     from kvbench.reproduce.shape import FindingRecord
     from kvbench.reproduce.verdict import Judgment, Number
     from kvbench.runs.request import Request
@@ -92,7 +92,7 @@ def _list(*, as_json: bool) -> int:
     return 0
 
 
-def _say_missing(plans: list[Plan]) -> None:
+def _say_missing(plans: list[ClaimPlan]) -> None:
     """Before anything starts: what is missing, each once."""
     from kvbench.log import say
 
@@ -100,14 +100,14 @@ def _say_missing(plans: list[Plan]) -> None:
         say(f"missing for {count} of {len(plans)} numbers, {missing.what}: {missing.why.rstrip('.')}.")
 
 
-def _count(plans: list[Plan]) -> dict[Missing, int]:
+def _count(plans: list[ClaimPlan]) -> dict[Missing, int]:
     found: dict[Missing, int] = {}
     for missing in (x for plan in plans for x in plan.missing):
         found[missing] = found.get(missing, 0) + 1
     return found
 
 
-def _cells(plans: list[Plan]) -> list[SweepCell]:
+def _cells(plans: list[ClaimPlan]) -> list[SweepCell]:
     """The runs of the plans that lack nothing, each once."""
     requests = dict.fromkeys(x for plan in plans if not plan.missing for x in plan.requests)
     return [_cell(i, x) for i, x in enumerate(requests)]
@@ -122,7 +122,7 @@ def _cell(index: int, request: Request) -> SweepCell:
     return SweepCell(index=index, grid=1, name=name, request=request, options=own)
 
 
-def _show_plan(plans: list[Plan], *, as_json: bool) -> int:
+def _show_plan(plans: list[ClaimPlan], *, as_json: bool) -> int:
     """One row per model and row of a table: runs, memory, time, and what is missing."""
     from kvbench.analysis.formatting import format_bytes, print_table
     from kvbench.reproduce.plan import Missing
@@ -135,7 +135,7 @@ def _show_plan(plans: list[Plan], *, as_json: bool) -> int:
         replace(x, missing=(*x.missing, *dict.fromkeys(refused[y] for y in x.requests if y in refused))) for x in plans
     ]
     _say_missing(plans)
-    groups: dict[tuple[str, str, str], list[Plan]] = {}
+    groups: dict[tuple[str, str, str], list[ClaimPlan]] = {}
     for plan in plans:
         groups.setdefault((plan.claim.table.name, plan.claim.model, plan.claim.row), []).append(plan)
     rows, documents = [], []
@@ -162,7 +162,7 @@ def _show_plan(plans: list[Plan], *, as_json: bool) -> int:
     return 0
 
 
-def _run(plans: list[Plan], out: Path, *, as_json: bool) -> int:
+def _run(plans: list[ClaimPlan], out: Path, *, as_json: bool) -> int:
     """Run what can be run, then judge every number."""
     from kvbench.analysis.load import load_run
     from kvbench.cli.sweep import run_cells

@@ -119,10 +119,10 @@ def _denoising(found: DiffusionResult, latency: Latency) -> list[tuple[str, str]
     )
     noise = f", temperature {found.temperature:g}" if found.temperature else ""
     rows = [
-        ("canvas", f"{found.canvas:.0f} tokens in blocks of {found.block:.0f}, {how}{noise}"),
+        ("response block", f"{found.response_length:.0f} tokens in blocks of {found.block:.0f}, {how}{noise}"),
         ("passes", (
-            f"{found.nfe:.1f} per answer, {found.rows_per_step:,.0f} rows each: {found.rows_share:.1%} of those "
-            f"without a cache; {_per_second(latency.tokens_per_s)}"
+            f"{found.nfe:.1f} per answer, {found.computed_tokens_per_step:,.0f} tokens each: "
+            f"{found.computed_share:.1%} of those without a cache; {_per_second(latency.tokens_per_s)}"
         )),
     ]
     for name, x in found.baselines.items():

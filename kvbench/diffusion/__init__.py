@@ -1,1 +1,1 @@
-"""Denoising of masked diffusion models, and the cache policies in it."""
+"""Masked diffusion models: the denoising loop, and the interface of cache policies."""

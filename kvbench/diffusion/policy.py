@@ -1,16 +1,16 @@
-"""The decoding loop of masked diffusion models, and what a cache policy says in it.
+"""The denoising loop of masked diffusion models, and the hooks through which a cache policy changes it.
 
-An answer begins as masks. Every step computes some rows, looks at the distributions of masked tokens, and commits the
-ones that it is surest of; what is committed never changes. Blocks of the answer are finished one after the other. A
-policy says which rows a step computes and which it looks at; without one every step computes them all.
+An answer begins as a response block of mask tokens. Each denoising step computes some tokens, predicts the masked ones,
+and commits the most confident predictions; a committed token never changes. Blocks of the answer are finished one after
+the other. A policy selects the tokens that a step computes and those that its attention reads; without a policy, each
+step computes all of them.
 
-One loop serves every policy: the schedule, the confidences (float32, in every policy), the order of random reveals and
-the noise are the same, so that policies differ by their caches alone. Rows are computed once, the head only where a
-token may be committed.
+One loop serves every policy. Schedule, confidences (float32), order of random reveals and noise are equal, so policies
+differ by their caches only. Each step computes a token at most once, and logits only where a token may be committed.
 
-Source: LLaDA's sampler (arXiv 2502.09992, generate.py); the threshold is Fast-dLLM's (arXiv 2505.22618). Departures: a
-mask is never sampled (LLaDA's own sampler may, and leaves it masked); confidences are in float32, where codes differ
-between bfloat16 and float64.
+Source: LLaDA's sampler (arXiv 2502.09992, generate.py); the threshold is Fast-dLLM's (arXiv 2505.22618). Deviations: a
+mask token is never sampled (LLaDA's sampler may sample it, and leaves the position masked); confidences are float32,
+where published codes use bfloat16 or float64.
 """
 
 from __future__ import annotations
@@ -34,58 +34,58 @@ from kvbench.store.positions import PositionKV
 if TYPE_CHECKING:
     from kvbench.hf import Model
 
-HEAD_ROWS = 1024
-"""Rows whose logits exist at a time."""
+HEAD_TOKENS = 1024
+"""Tokens whose logits exist at the same time."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a policy wants of a step.
+class PassPlan:
+    """The tokens that one forward pass computes and reads.
 
-    rows: places that are computed [B, N]; None: all.
-    read: places that attention looks at, those computed among them [B, N]; None: all.
-    keep: whether the computed rows go into the stores; without, they attend to each other alone.
+    compute: positions to compute [B, N]; None: all.
+    read: positions that attention reads, including the computed ones [B, N]; None: all.
+    keep: True: write the computed entries into the stores. False: the computed tokens attend to each other only.
     """
 
-    rows: Tensor | None = None
+    compute: Tensor | None = None
     read: Tensor | None = None
     keep: bool = True
 
 
 @dataclass(frozen=True)
 class Policy(Method):
-    """A cache policy of diffusion models; this one has no cache. An author overrides what the paper changes."""
+    """A cache policy of diffusion models. The base class has no cache; override the hooks that a paper changes."""
 
-    graphable: ClassVar[str | None] = "the rows that a step computes change from step to step"
+    graphable: ClassVar[str | None] = "the number of computed tokens changes from step to step"
 
     def identity(self, shape: Shape) -> bool:
-        """Whether these settings are declared to compute all that a pass without a cache does."""
+        """True if these settings compute everything that a run without a cache computes."""
         del shape
         return False
 
     def store(self, length: int) -> PositionKV:
-        """WHAT IS STORED: an empty store for one layer and so many positions."""
+        """STORAGE: an empty store for one layer of a sequence of `length` positions."""
         return PositionKV(length)
 
     def check(self, sampling: Sampling, answer: int) -> None:
-        """WHERE IT APPLIES: raise a `UserError` at settings of the run that make no sense with it."""
+        """APPLICABILITY: raise a UserError for settings of the run that the policy does not support."""
 
     def begin(self, d: Denoising) -> None:
-        """A block begins: `d.start` and `d.end` are its places."""
+        """Called when a block begins, at positions `d.start` to `d.end`."""
 
-    def plan(self, d: Denoising) -> Plan:
-        """WHICH ROWS are computed and read in this step: all, and nothing is kept."""
+    def plan(self, d: Denoising) -> PassPlan:
+        """SELECTION: the tokens to compute and read in this step. By default all, and nothing is kept."""
         del d
-        return Plan(keep=False)
+        return PassPlan(keep=False)
 
-    def run(self, d: Denoising, plan: Plan, rows: Tensor) -> Tensor:
-        """HOW ROWS PASS the layers: hidden states after the last one. rows: positions [B, m]. Returns [B, m, D]"""
+    def run(self, d: Denoising, plan: PassPlan, index: Tensor) -> Tensor:
+        """FORWARD PASS: hidden states after the last layer. index: positions to compute [B, m]. Returns [B, m, D]"""
         return d.blocks.run(
-            d.blocks.embed(d.ids.gather(1, rows)), rows, lambda step: self.look(d, d.stores[step.layer], plan, step)
+            d.blocks.embed(d.ids.gather(1, index)), index, lambda step: self.look(d, d.stores[step.layer], plan, step)
         )
 
-    def look(self, d: Denoising, kv: PositionKV, plan: Plan, step: Step) -> Tensor:
-        """WHAT IS READ: the attention output of the step's rows. [B, H_q, m, D_v]"""
+    def look(self, d: Denoising, kv: PositionKV, plan: PassPlan, step: Step) -> Tensor:
+        """ATTENTION: the output of the computed tokens over the entries that they read. [B, H_q, m, D_v]"""
         del d
         if not plan.keep:
             return kv.attend_over(step, step.key, step.value)
@@ -93,32 +93,32 @@ class Policy(Method):
         return kv.attend(step, plan.read)
 
     def open(self, d: Denoising) -> Tensor:
-        """Places whose tokens may be committed in this step: the masks of the block. [B, N]"""
+        """Positions that may be committed in this step: the masks of the block. [B, N]"""
         return d.masked & d.within(d.start, d.end)
 
     def accept(self, d: Denoising, confidence: Tensor) -> Tensor:
-        """WHICH TOKENS are committed. confidence: [B, N], -inf where there is no candidate. Returns [B, N]"""
+        """ACCEPTANCE: the tokens to commit. confidence: [B, N], -inf where there is no candidate. Returns [B, N]"""
         if d.sampling.threshold is None:
             return top(confidence, d.quota)
         return (confidence >= d.sampling.threshold) | top(confidence, torch.ones_like(d.quota))
 
     def commit(self, d: Denoising, accepted: Tensor) -> None:
-        """Tokens were committed: places [B, N], already in `d.ids`."""
+        """Called after tokens at these positions [B, N] were committed to `d.ids`."""
 
 
 class Denoising:
-    """An answer in the making: a batch of sequences of one length, prompt first.
+    """State of the denoising loop: a batch of sequences of one length, each a prompt and a response block.
 
     Attributes:
-        ids: [B, N]. prompt: places before the answer.
-        start, end: the block's places. step: forward passes made in this block.
+        ids: [B, N]. prompt: length of the prompt.
+        start, end: positions of the current block. step: forward passes in this block. nfe: forward passes so far.
         quota: tokens to commit in this step, by sequence [B].
-        known: places that were decoded when this step began, the prompt among them [B, N].
-        before: the same of the step before, within this block; at its first step equal to `known`.
-        order: random numbers of this block by place, after which tokens are revealed where remasking is random [B, N].
-        notes: what a policy keeps from step to step beside its stores.
-        facts: what was done otherwise than without a cache: rows that passes left out (mean over layers), rows that
-            attention did not look at, tokens committed before their turn.
+        known: positions decoded when this step began, including the prompt [B, N].
+        before: the same for the previous step of this block; equal to `known` at the first step.
+        order: random numbers by position, which order the reveals of this block if remasking is random [B, N].
+        notes: tensors that a policy keeps from step to step, in addition to its stores.
+        facts: differences from a run without a cache: tokens that passes did not compute (mean over layers), entries
+            that attention did not read, tokens committed earlier than the schedule says.
     """
 
     def __init__(
@@ -136,32 +136,32 @@ class Denoising:
         masks = prompt.new_full((len(prompt), answer), self.masking.mask_id)
         self.ids = torch.cat([prompt, masks], dim=1)
         self.stores = [method.store(self.ids.shape[1]) for _ in self.blocks.layers]
-        self.places = torch.arange(self.ids.shape[1], device=self.ids.device)  # [N]
+        self.positions = torch.arange(self.ids.shape[1], device=self.ids.device)  # [N]
         self.seed = seed
-        self.orders = torch.Generator(self.ids.device).manual_seed(seed)  # of nothing else: every policy's are the same
+        self.orders = torch.Generator(self.ids.device).manual_seed(seed)  # used for nothing else
         self.known = self.before = ~self.masked
         self.start = self.end = self.prompt
-        self.step = self.passes = self.peak_bytes = 0
+        self.step = self.nfe = self.peak_bytes = 0
         self.quota = torch.zeros(len(prompt), dtype=torch.long, device=self.ids.device)
         self.order = torch.empty(0)
         self.notes: dict[str, Tensor] = {}
-        self.facts = {"rows_skipped": 0, "rows_unread": 0, "tokens_early": 0}
+        self.facts = {"tokens_skipped": 0, "entries_unread": 0, "tokens_early": 0}
 
     @property
     def masked(self) -> Tensor:
-        """Places that are still masks. [B, N]"""
-        return (self.ids == self.masking.mask_id) & (self.places >= self.prompt)
+        """Positions that are still masks. [B, N]"""
+        return (self.ids == self.masking.mask_id) & (self.positions >= self.prompt)
 
     def within(self, start: int, end: int) -> Tensor:
-        """Places from start up to end. [N]"""
-        return (self.places >= start) & (self.places < end)
+        """Positions from start to before end. [N]"""
+        return (self.positions >= start) & (self.positions < end)
 
-    def predictors(self, places: Tensor) -> Tensor:
-        """Rows that predict the tokens at these places: themselves, or the ones before them. [B, N] -> [B, N]"""
-        return places if not self.masking.shifted else torch.cat([places[:, 1:], places[:, :1]], dim=1)
+    def predictors(self, mask: Tensor) -> Tensor:
+        """Positions whose outputs predict these: themselves, or the previous ones if the head is shifted. [B, N]"""
+        return mask if not self.masking.shifted else torch.cat([mask[:, 1:], mask[:, :1]], dim=1)
 
     def denoise(self) -> None:
-        """Make the answer, block by block."""
+        """Denoise the response block, block by block."""
         with attached(self.model.module), torch.no_grad():
             for start in range(self.prompt, self.ids.shape[1], self.sampling.block):
                 self._begin(start)
@@ -180,41 +180,41 @@ class Denoising:
     def _advance(self) -> None:
         self.quota = self.left // self.steps + (self.step < self.left % self.steps)
         plan = self.method.plan(self)
-        rows = positions_of(plan.rows) if plan.rows is not None else self.places.expand(len(self.ids), -1)
-        hidden = self.method.run(self, plan, rows)
-        self.passes, self.peak_bytes = self.passes + 1, max(self.peak_bytes, self.nbytes())
+        index = indices_of(plan.compute) if plan.compute is not None else self.positions.expand(len(self.ids), -1)
+        hidden = self.method.run(self, plan, index)
+        self.nfe, self.peak_bytes = self.nfe + 1, max(self.peak_bytes, self.nbytes())
         slots = torch.full_like(self.ids, -1).scatter_(
-            1, rows, torch.arange(rows.shape[1], device=rows.device).expand(len(rows), -1)
+            1, index, torch.arange(index.shape[1], device=index.device).expand(len(index), -1)
         )
-        slots = slots.roll(int(self.masking.shifted), dims=1)  # of the row that predicts each place
-        sequence, place = (self.method.open(self) & (slots >= 0)).nonzero(as_tuple=True)
-        tokens, confidence = self._sample(hidden[sequence, slots[sequence, place]], sequence, place)
+        slots = slots.roll(int(self.masking.shifted), dims=1)  # index of the output that predicts each position
+        sequence, position = (self.method.open(self) & (slots >= 0)).nonzero(as_tuple=True)
+        tokens, confidence = self._sample(hidden[sequence, slots[sequence, position]], sequence, position)
         if self.sampling.remasking == "random":
-            confidence = self.order[sequence, place]
+            confidence = self.order[sequence, position]
         scores = torch.full(self.ids.shape, float("-inf"), device=self.ids.device)
-        scores[sequence, place] = confidence
+        scores[sequence, position] = confidence
         drawn = self.ids.clone()
-        drawn[sequence, place] = tokens
+        drawn[sequence, position] = tokens
         accepted = self.method.accept(self, scores)
         self.facts["tokens_early"] += int((accepted & ~Policy.accept(self.method, self, scores)).sum())
-        self.facts["rows_skipped"] = self.passes * self.ids.numel() - self.blocks.rows // len(self.stores)
+        self.facts["tokens_skipped"] = self.nfe * self.ids.numel() - self.blocks.rows // len(self.stores)
         if plan.read is not None:
-            self.facts["rows_unread"] += int((~plan.read).sum())
+            self.facts["entries_unread"] += int((~plan.read).sum())
         if not accepted.any():
-            raise RuntimeError(f"{self.method.card.name} computed no row that could be committed at step {self.step}")
+            raise RuntimeError(f"{self.method.card.name} computed no token that could be committed at step {self.step}")
         self.before, self.known = self.known, self.known | accepted
         self.ids = torch.where(accepted, drawn, self.ids)
         self.method.commit(self, accepted)
         self.step += 1
 
-    def _sample(self, hidden: Tensor, sequence: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and the probabilities that they have without noise.
+    def _sample(self, hidden: Tensor, sequence: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Sampled tokens and their probabilities without noise.
 
-        hidden: [M, D]. sequence, place: where they will stand [M]. Returns [M], [M]
+        hidden: [M, D]. sequence, position: where the tokens belong [M]. Returns [M], [M]
         """
         tokens, probabilities = [], []
         noise = self._noise() if self.sampling.temperature > 0 else None
-        for part, where, at in zip(*(x.split(HEAD_ROWS) for x in (hidden, sequence, place)), strict=True):
+        for part, where, at in zip(*(x.split(HEAD_TOKENS) for x in (hidden, sequence, position)), strict=True):
             begins = at == self.prompt
             logits = self.blocks.head(part).float()
             logits[:, self.masking.mask_id] = float("-inf")
@@ -230,33 +230,33 @@ class Denoising:
         return torch.cat(tokens), torch.cat(probabilities)
 
     def _noise(self) -> Tensor:
-        """Numbers from 0 to 1 of this pass, for all places of the block, whichever of them a policy computed. [B, K, V]
+        """Uniform random numbers of this pass for all positions of the block. [B, K, V]
 
-        They are a function of seed and pass, so policies that compute other rows meet the same.
+        They depend on seed and pass only, so they are equal for policies that compute different tokens.
         """
         device = self.ids.device
-        passing = torch.Generator(device).manual_seed(random.Random(f"{self.seed}/{self.passes}").getrandbits(63))
+        passing = torch.Generator(device).manual_seed(random.Random(f"{self.seed}/{self.nfe}").getrandbits(63))
         shape = len(self.ids), self.sampling.block, len(self.blocks.module.lm_head.weight)
         return torch.rand(shape, generator=passing, device=device, dtype=torch.float64)
 
     def nbytes(self) -> int:
-        """Bytes of the stores, and of what the policy keeps beside them."""
+        """Bytes of the stores and of `notes`."""
         return sum(x.nbytes() for x in self.stores) + storage_bytes(self.notes.values())
 
 
 @dataclass(frozen=True)
 class Denoised:
-    """An answer and what it took.
+    """An answer and its cost.
 
-    ids: tokens of the answer, by sequence; masks none. passes: forward passes. rows: rows computed per pass, mean over
-    layers, sequences and passes. total: positions of a sequence. peak_bytes: of the stores, over all sequences.
-    read_bytes: of the keys and values that attention looked at, over all passes. facts: as of `Denoising`.
+    ids: tokens of the answer by sequence, without masks. nfe: forward passes. computed_tokens: per pass, mean over
+    layers, sequences and passes. sequence_length: tokens of prompt and response block. peak_bytes: of the stores, over
+    all sequences. read_bytes: of the keys and values that attention read, over all passes. facts: see `Denoising`.
     """
 
     ids: list[list[int]]
-    passes: int
-    rows: float
-    total: int
+    nfe: int
+    computed_tokens: float
+    sequence_length: int
     peak_bytes: int
     read_bytes: int
     facts: dict[str, int]
@@ -266,25 +266,25 @@ def denoise(
     model: Model, method: Policy, prompt: Sequence[int] | Tensor, answer: int, sampling: Sampling, seed: int = 0,
     never_first: Sequence[int] = (),
 ) -> Denoised:
-    """Make an answer of so many tokens.
+    """Generate an answer of `answer` tokens.
 
-    prompt: ids of one sequence, or of several of one length [B, P]. never_first: tokens that no answer begins with.
+    prompt: ids of one sequence, or of several of one length [B, P]. never_first: tokens that may not begin an answer.
 
     Raises:
-        UserError: steps and blocks that do not fit the answer.
+        UserError: steps or blocks do not fit the length of the answer.
     """
     ids = torch.as_tensor(prompt, dtype=torch.long, device=model.device)
     d = Denoising(model, method, ids[None] if ids.dim() == 1 else ids, answer, sampling, seed, never_first)
     d.denoise()
-    rows = d.blocks.rows / (d.passes * len(d.stores) * len(d.ids))
+    computed = d.blocks.rows / (d.nfe * len(d.stores) * len(d.ids))
     return Denoised(
-        ids=d.ids[:, d.prompt :].tolist(), passes=d.passes, rows=rows, total=d.ids.shape[1], peak_bytes=d.peak_bytes,
-        read_bytes=sum(x.read_bytes for x in d.stores), facts=d.facts,
+        ids=d.ids[:, d.prompt :].tolist(), nfe=d.nfe, computed_tokens=computed, sequence_length=d.ids.shape[1],
+        peak_bytes=d.peak_bytes, read_bytes=sum(x.read_bytes for x in d.stores), facts=d.facts,
     )
 
 
 def top(scores: Tensor, n: Tensor) -> Tensor:
-    """The n greatest finite scores of each sequence; of equal ones the first. scores: [B, N]. n: [B]. Returns [B, N]"""
+    """The n greatest finite scores of each sequence; ties go to the first. scores: [B, N]. n: [B]. Returns [B, N]"""
     order = scores.argsort(dim=-1, descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(
         1, order, torch.arange(scores.shape[1], device=scores.device).expand_as(order)
@@ -292,9 +292,9 @@ def top(scores: Tensor, n: Tensor) -> Tensor:
     return (rank < n[:, None]) & scores.isfinite()
 
 
-def positions_of(places: Tensor) -> Tensor:
-    """Positions of the places that are set, ascending; shorter rows repeat their first one. [B, N] -> [B, m]"""
-    counts = places.sum(-1)
-    order = (~places).to(torch.uint8).argsort(dim=-1, stable=True)[:, : int(counts.max())]
-    spare = torch.arange(order.shape[1], device=places.device) >= counts[:, None]
+def indices_of(mask: Tensor) -> Tensor:
+    """Positions set in a mask, ascending; sequences with fewer repeat their first one. [B, N] -> [B, m]"""
+    counts = mask.sum(-1)
+    order = (~mask).to(torch.uint8).argsort(dim=-1, stable=True)[:, : int(counts.max())]
+    spare = torch.arange(order.shape[1], device=mask.device) >= counts[:, None]
     return torch.where(spare, order[:, :1], order)

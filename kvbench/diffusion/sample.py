@@ -1,10 +1,9 @@
-"""One sample on a diffusion model: every turn's answer filled in, and the same without a cache beside it.
+"""One sample on a diffusion model: the answer of every turn by the policy and by baselines without a cache.
 
-A pass runs the whole conversation so far, so nothing is prefilled and nothing carried from turn to turn. The baselines
-run in the same job, turn by turn beside the method: no cache in the same regime, which is as many passes unless a
-threshold decides, and, because the real competitor of a cache that doubles the speed is half as many passes, no cache
-with half of them. Who goes first changes from turn to turn, so that what only the first one pays (memory, caches of the
-machine) is not always the method's.
+Every forward pass runs the whole conversation so far, so there is no prefill, and turns share no cache. The baselines
+run in the same job, turn by turn: no cache with the same settings, and, because half as many denoising steps are the
+real alternative to a cache that doubles the speed, no cache with half of the steps. The order rotates from turn to
+turn, so first-run costs (memory allocation, CPU caches) do not always fall on the policy.
 """
 
 from __future__ import annotations
@@ -23,53 +22,52 @@ from kvbench.engine.timing import now
 from kvbench.errors import UserError
 from kvbench.method import Card
 from kvbench.runs.job import Job, limit_of
-from kvbench.runs.journal import Baseline, CacheBytes, Effect, Line, Times, TokenCounts
-from kvbench.runs.journal import Denoising as DenoisingLine
+from kvbench.runs.journal import BaselineLine, CacheBytes, DenoisingLine, Effect, Line, Times, TokenCounts
 from kvbench.runs.sample import SampleFailedError, fail, judge, note
 from kvbench.task import Encoded, Example, Turn
 
 
 @dataclass(frozen=True)
 class Uncached(Policy):
-    """No cache, as the reference of comparisons; the row that users run is the method `none`."""
+    """No cache, for the baselines of a run. Users select the method `none`."""
 
     card: ClassVar[Card] = Card(
-        name="uncached-reference", title="No cache", models="diffusion", idea="All rows in every pass. Exact.",
-        arxiv=None, year=None, family="diffusion", stages=(), budget=BudgetKind.NONE, heads="independent",
-        upstream=None,
+        name="uncached-reference", title="No cache", models="diffusion",
+        idea="Computes every token in every pass. Exact.", arxiv=None, year=None, family="diffusion",
+        stages=(), budget=BudgetKind.NONE, heads="independent", upstream=None,
     )
 
 
 def plan_turn(job: Job, turn: Turn) -> tuple[int, Sampling]:
-    """Tokens of an answer's canvas, and how it is filled.
+    """Length of a turn's response block and its sampling settings.
 
     Raises:
-        UserError: the answer is no text, or the settings of the run do not fit it or the method.
+        UserError: the turn has choices, or the settings do not fit the answer or the method.
     """
     if turn.choices:
         raise UserError(
-            f"{job.spec.task.name} weighs choices by their log-probabilities, which a diffusion model does not have. "
+            f"{job.spec.task.name} compares choices by log-probability, which a diffusion model does not have. "
             "Use an autoregressive model."
         )
     asked = job.spec.generation.denoising
-    assert asked is not None, "of a diffusion model"
-    canvas, sampling = plan_sampling(asked, limit_of(turn.max_new_tokens, job.spec.generation))
-    cast("Policy", job.method).check(sampling, canvas)
-    return canvas, sampling
+    assert asked is not None, "runs of diffusion models have these settings"
+    length, sampling = plan_sampling(asked, limit_of(turn.max_new_tokens, job.spec.generation))
+    cast("Policy", job.method).check(sampling, length)
+    return length, sampling
 
 
 def fill_sample(job: Job, index: int, example: Example, encoded: Encoded) -> list[Line]:
-    """The journal lines of one sample.
+    """Run one sample and return its journal lines.
 
     Raises:
-        SampleFailedError: from what a turn raised.
+        SampleFailedError: a turn raised an error.
     """
     lines: list[Line] = []
     started = datetime.now(UTC).isoformat(timespec="seconds")
     for number in range(len(example.turns)):
         wall = time.perf_counter()
         try:
-            line = _fill(job, index, example, encoded, lines, started)
+            line = _run_turn(job, index, example, encoded, lines, started)
         except UserError:
             raise
         except Exception as error:
@@ -80,23 +78,23 @@ def fill_sample(job: Job, index: int, example: Example, encoded: Encoded) -> lis
     return lines
 
 
-def _fill(
+def _run_turn(
     job: Job, index: int, example: Example, encoded: Encoded, earlier: list[Line], started: str
 ) -> Line:
-    """The turn after these."""
+    """Run the turn after `earlier`."""
     model, spec, number = job.model, job.spec, len(earlier)
     turn = example.turns[number]
-    canvas, sampling = plan_turn(job, turn)
+    length, sampling = plan_turn(job, turn)
     prompt, limit = _prompt(job, encoded, earlier), limit_of(turn.max_new_tokens, spec.generation)
-    made = _fill_by_all(job, index, number, prompt, canvas, sampling)
+    made = _denoise_all(job, index, number, prompt, length, sampling)
     answers = {name: _cut(x.ids[0][:limit], job.stop_ids) for name, (x, _) in made.items()}
     texts = {name: _read(job, ids) for name, ids in answers.items()}
     scores = {name: judge(job, example, number, text, {}) for name, text in texts.items()}
     answer, (ours, seconds) = answers["method"], made["method"]
-    facts = Counter(ours.facts)  # of the conversation, as a store's would be
+    facts = Counter(ours.facts)  # accumulated over the conversation, as in stores
     if earlier and (before := earlier[-1].effect) is not None:
         facts.update(before.facts)
-    shape = model.shape(ours.total)
+    shape = model.shape(ours.sequence_length)
     return Line(
         sample=example.id, index=index, turn=number, turns=len(example.turns), prompt_hash=encoded.prompt_hash,
         prediction=texts["method"], ids=tuple(answer), references=tuple(turn.references),
@@ -107,20 +105,21 @@ def _fill(
         bytes=CacheBytes(
             full_bytes=shape.full_bytes, stored_bytes=ours.peak_bytes, spare_bytes=0, host_bytes=0,
             end_bytes=ours.peak_bytes, peak_bytes=ours.peak_bytes,
-            read_bytes_per_step=round(ours.read_bytes / ours.passes),
+            read_bytes_per_step=round(ours.read_bytes / ours.nfe),
         ),
         effect=Effect(
-            acted=any(ours.facts.values()), identity=job.method.identity(shape), entries_seen=ours.total,
-            entries_kept=(ours.rows,), facts=dict(facts),
+            acted=any(ours.facts.values()), identity=job.method.identity(shape), entries_seen=ours.sequence_length,
+            entries_kept=(ours.computed_tokens,), facts=dict(facts),
         ),
         agreement=None,
         denoising=DenoisingLine(
-            canvas=canvas, steps=None if sampling.threshold is not None else sampling.steps, block=sampling.block,
-            passes=ours.passes, rows=ours.rows, total=ours.total, committed=len(answer),
+            response_length=length, steps=None if sampling.threshold is not None else sampling.steps,
+            block=sampling.block, nfe=ours.nfe, computed_tokens=ours.computed_tokens,
+            sequence_length=ours.sequence_length, committed_tokens=len(answer),
             baselines={
-                name: Baseline(
-                    score=scores[name].get(job.scorer.id), seconds=took, passes=plain.passes,
-                    committed=len(answers[name]), same=_likeness(answer, answers[name], job.stop_ids),
+                name: BaselineLine(
+                    score=scores[name].get(job.scorer.id), seconds=took, nfe=plain.nfe,
+                    committed_tokens=len(answers[name]), same_tokens=_likeness(answer, answers[name], job.stop_ids),
                 )
                 for name, (plain, took) in made.items() if name != "method"
             },
@@ -130,7 +129,7 @@ def _fill(
 
 
 def _prompt(job: Job, encoded: Encoded, earlier: list[Line]) -> list[int]:
-    """Context, questions and the answers before the next one: reference, or the model's own without its stop tokens."""
+    """Context, questions and earlier answers: the reference answers, or the model's own without stop tokens."""
     ids = [*encoded.context, *encoded.turns[0].first]
     for line, turn, following in zip(earlier, encoded.turns, encoded.turns[1:], strict=False):
         ids += [x for x in line.ids if x not in job.stop_ids] if job.spec.history == "own" else turn.answer
@@ -138,14 +137,14 @@ def _prompt(job: Job, encoded: Encoded, earlier: list[Line]) -> list[int]:
     return ids
 
 
-def _fill_by_all(
-    job: Job, index: int, number: int, prompt: list[int], canvas: int, sampling: Sampling
+def _denoise_all(
+    job: Job, index: int, number: int, prompt: list[int], length: int, sampling: Sampling
 ) -> dict[str, tuple[Denoised, float]]:
-    """An answer and its seconds by the method, without a cache, and with half of the passes where that is possible."""
+    """Answer and seconds of the method, of no cache, and of no cache with half of the steps where that is possible."""
     ways: list[tuple[str, Policy, Sampling]] = [
         ("method", cast("Policy", job.method), sampling), ("none", Uncached(), sampling)
     ]
-    if (half := sampling.halved(canvas)) is not None:
+    if (half := sampling.halved(length)) is not None:
         ways.append(("half-steps", Uncached(), half))
     seed = random.Random(f"{job.spec.seed}/{index}/{number}").getrandbits(63)
     banned = sorted(job.stop_ids) if job.task.nonempty else ()
@@ -153,21 +152,21 @@ def _fill_by_all(
     made = {}
     for name, method, how in ways[first:] + ways[:first]:
         before = now(job.model.device)
-        found = denoise(job.model, method, prompt, canvas, how, seed, never_first=banned)
+        found = denoise(job.model, method, prompt, length, how, seed, never_first=banned)
         made[name] = found, now(job.model.device) - before
     return {name: made[name] for name, _, _ in ways}
 
 
 def _read(job: Job, ids: list[int]) -> str:
-    """An answer as text."""
+    """Decode an answer to text."""
     text = job.model.tokenizer.decode([x for x in ids if x not in job.stop_ids], skip_special_tokens=True)
     return str(text)
 
 
 def _likeness(ids: list[int], others: list[int], stop: frozenset[int]) -> float:
-    """Share of the longer answer's places where both have the same token, the stop token apart; 1 of two empty ones.
+    """Share of the longer answer's positions with the same token, stop tokens excluded; 1 for two empty answers.
 
-    What a canvas holds behind its stop token is alike whatever the answers are, and no part of them.
+    Padding after the stop token does not count: it is equal for all answers.
     """
     ours, theirs = ([x for x in answer if x not in stop] for answer in (ids, others))
     longer = max(len(ours), len(theirs))
@@ -175,7 +174,7 @@ def _likeness(ids: list[int], others: list[int], stop: frozenset[int]) -> float:
 
 
 def _cut(ids: list[int], stop: frozenset[int]) -> list[int]:
-    """An answer up to its first stop token, which is part of it."""
+    """An answer up to and including its first stop token."""
     for i, x in enumerate(ids):
         if x in stop:
             return ids[: i + 1]

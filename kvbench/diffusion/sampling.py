@@ -1,4 +1,4 @@
-"""How a diffusion model's answers are made: settings of the run, the same for every policy."""
+"""Sampling settings of diffusion models, equal for every policy of a run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvbench.runs.spec import DenoisingSpec
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of one answer are made.
+    """Sampling settings of one answer.
 
-    steps: forward passes for the whole answer, shared evenly by its blocks. Without a meaning beside a threshold.
-    block: tokens of a block; the answer's length is a multiple.
-    remasking: `low-confidence` commits the surest tokens first, `random` in an order drawn for each block.
-    temperature: 0: the most likely token; else Gumbel noise on the logits over it.
-    threshold: commit every token whose probability reaches it (and always the surest one), however many; None: as many
-        as the schedule says.
+    steps: denoising steps for the whole answer, divided evenly among its blocks. Ignored if there is a threshold.
+    block: tokens per block; divides the length of the answer.
+    remasking: `low-confidence` commits the most probable tokens first, `random` in an order drawn for each block.
+    temperature: 0: the most probable token; otherwise Gumbel noise is added to the logits divided by it.
+    threshold: commit every token with at least this probability, and always the most probable one; None: commit as
+        many tokens per step as the schedule says.
     """
 
     steps: int
@@ -29,10 +29,10 @@ class Sampling:
     threshold: float | None = None
 
     def check(self, answer: int) -> None:
-        """Refuse what does not fit an answer of this length.
+        """Check the settings against the length of an answer.
 
         Raises:
-            UserError: with what does.
+            UserError: they do not fit; the message has values that do.
         """
         if self.block < 1 or answer % self.block:
             fit = [x for x in range(1, answer + 1) if answer % x == 0]
@@ -40,35 +40,38 @@ class Sampling:
         blocks = answer // self.block
         if self.steps < blocks:
             raise UserError(
-                f"--gen steps={self.steps} is less than one for each of {blocks} blocks of {self.block} tokens. Use "
-                f"--gen steps={blocks} or more, or larger blocks."
+                f"--gen steps={self.steps} is less than one step for each of {blocks} blocks of {self.block} tokens. "
+                f"Use --gen steps={blocks} or more, or larger blocks."
             )
         if self.threshold is not None and self.remasking == "random":
             raise UserError("--gen threshold needs confidences: use --gen remasking=low-confidence, or leave it out.")
 
     def halved(self, answer: int) -> Sampling | None:
-        """The same with half of the passes; None where steps do not decide, or there would be too few."""
+        """The same settings with half of the steps; None if a threshold decides or too few steps would be left."""
         steps = self.steps // 2
         return None if self.threshold is not None or steps * self.block < answer else replace(self, steps=steps)
 
 
 def plan_sampling(asked: DenoisingSpec, limit: int) -> tuple[int, Sampling]:
-    """Tokens of an answer's canvas, its limit rounded up to whole blocks, and how it is filled.
+    """Length of the response block and its sampling settings.
 
-    A block longer than the answer is the whole answer, and more steps than tokens are one for each token.
+    The length is the limit rounded up to whole blocks. Blocks are at most as long as the limit, and steps at most as
+    many as tokens.
 
     Raises:
         UserError: fewer steps than blocks, or settings that exclude each other.
     """
     if asked.threshold is not None and asked.steps is not None:
-        raise UserError("--gen steps has no meaning beside threshold, which alone decides how many passes there are.")
+        raise UserError(
+            "--gen steps cannot be combined with threshold, which decides the number of steps. Leave one out."
+        )
     block = min(asked.block or limit, limit)
     blocks = math.ceil(limit / block)
-    canvas = blocks * block
-    steps = asked.steps or max(blocks, math.ceil(canvas / asked.tokens_per_step))
+    length = blocks * block
+    steps = asked.steps or max(blocks, math.ceil(length / asked.tokens_per_step))
     sampling = Sampling(
-        steps=canvas if asked.threshold is not None else min(steps, canvas), block=block, remasking=asked.remasking,
+        steps=length if asked.threshold is not None else min(steps, length), block=block, remasking=asked.remasking,
         temperature=asked.temperature, threshold=asked.threshold,
     )
-    sampling.check(canvas)
-    return canvas, sampling
+    sampling.check(length)
+    return length, sampling

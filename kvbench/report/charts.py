@@ -45,7 +45,7 @@ COSTS = (
     Cost("time to first token", "ms to the first token, compression included (median)", ",~f",
          lambda x: _milli(x.latency.ttft_s)),
     Cost("rows computed", "rows computed, share of those without a cache", ".0%",
-         lambda x: None if x.diffusion is None else x.diffusion.rows_share),
+         lambda x: None if x.diffusion is None else x.diffusion.computed_share),
 )
 """Held and read bytes are costs of their own: they never share an axis."""
 

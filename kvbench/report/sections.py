@@ -80,7 +80,7 @@ def list_protocol(result: Result) -> list[tuple[str, str]]:
     generation = spec.generation.model_dump(mode="json", exclude_none=True)
     better = "more" if result.score.higher_is_better else "less"
     threads = "1 thread" if where.threads == 1 else f"{where.threads} threads"
-    machine = f"{where.gpu or where.cpu}, {threads}, {result.latency.clock} clock"
+    machine = f"{where.gpu or where.cpu}, {threads}, {result.latency.timing} timing"
     return [
         ("task", f"{task.name} {task.version} ({task.suite}) {settings}".strip()),
         ("prompts", (

@@ -9,7 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvbench.errors import UserError, unknown
-from kvbench.reproduce.paper import FOLDER, Block, Column, Evidence, Note, Paper, Protocol, Row, Table, read_paper
+from kvbench.reproduce.paper import (
+    FOLDER,
+    Block,
+    Evidence,
+    Note,
+    Paper,
+    PaperColumn,
+    PaperProtocol,
+    PaperRow,
+    PaperTable,
+    read_paper,
+)
 
 
 @dataclass(frozen=True)
@@ -19,7 +30,7 @@ class Claim:
     paper: str
     """Name of the file."""
     source: Paper = field(repr=False)
-    table: Table = field(repr=False)
+    table: PaperTable = field(repr=False)
     model: str
     row: str
     column: str
@@ -41,7 +52,7 @@ class Claim:
         return self.table.models[self.model]
 
     @property
-    def method(self) -> Row:
+    def method(self) -> PaperRow:
         """The row's method."""
         return self.table.rows[self.row]
 
@@ -62,14 +73,14 @@ class Claim:
         return list(self.table.columns).index(self.column)
 
     @property
-    def cell(self) -> Column:
+    def cell(self) -> PaperColumn:
         """The column's tasks."""
         return self.table.columns[self.column]
 
     @property
-    def protocol(self) -> Protocol:
+    def protocol(self) -> PaperProtocol:
         """What the paper says of how the number was measured."""
-        return Protocol(differs=self.method.differs).under(self.block.protocol.under(self.table.protocol))
+        return PaperProtocol(differs=self.method.differs).under(self.block.protocol.under(self.table.protocol))
 
     @property
     def notes(self) -> list[Note]:

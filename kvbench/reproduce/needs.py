@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from kvbench.errors import UserError
 from kvbench.log import say
 from kvbench.registry import find_task
-from kvbench.reproduce.plan import Missing, Plan
+from kvbench.reproduce.plan import ClaimPlan, Missing
 from kvbench.runs.request import Request, check
 from kvbench.settings import configure, parse_pairs
 
@@ -27,7 +27,7 @@ PATIENCE = 3.0
 GB = 1e9
 
 
-def look_around(plans: Sequence[Plan]) -> list[Plan]:
+def look_around(plans: Sequence[ClaimPlan]) -> list[ClaimPlan]:
     """The plans with what is missing here, and the memory that is predicted."""
     if any(x.requests for x in plans):
         _reach_hub()
@@ -52,7 +52,7 @@ class _Seen:
         return self._found[key]  # type: ignore[return-value]  # of this find
 
 
-def _look(plan: Plan, seen: _Seen) -> Plan:
+def _look(plan: ClaimPlan, seen: _Seen) -> ClaimPlan:
     found = {x: None for request in plan.requests for x in _missing(request, seen)}
     if plan.timing is not None and not has_gpu():
         found[Missing("GPU", "a speed is measured on a GPU, and none is here")] = None
@@ -92,7 +92,7 @@ def _missing(request: Request, seen: _Seen) -> Iterator[Missing]:
         ))
 
 
-def _predicted(plan: Plan, request: Request, seen: _Seen) -> int | None:
+def _predicted(plan: ClaimPlan, request: Request, seen: _Seen) -> int | None:
     """Bytes by the model's own configuration, or by that of an architecture of its shape."""
     names = [request.model, *([f"random:{plan.claim.block.shape}"] if plan.claim.block.shape else [])]
     sizes = (seen.once(_predict, x, request.dtype) for x in names)

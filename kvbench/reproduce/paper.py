@@ -24,7 +24,7 @@ Measure = Literal["score", "tokens/s", "ms", "times", "bytes"]
 """A task's score, two clocks, a factor over the dense cache, or a share of its bytes."""
 
 
-class Protocol(BaseModel):
+class PaperProtocol(BaseModel):
     """What is known to change scores, as far as the paper says it."""
 
     model_config = STRICT
@@ -41,13 +41,13 @@ class Protocol(BaseModel):
     differs: list[str] = []
     """What is otherwise than in kvbench and has no field here."""
 
-    def under(self, common: Protocol) -> Protocol:
+    def under(self, common: PaperProtocol) -> PaperProtocol:
         """This one, and what the common one says besides."""
         given = {name: getattr(self, name) for name in self.model_fields_set}
         return common.model_copy(update={**given, "differs": [*common.differs, *self.differs]})
 
 
-class Column(BaseModel):
+class PaperColumn(BaseModel):
     """A column: which tasks of kvbench at which lengths it is the mean of, or why it is none."""
 
     model_config = STRICT
@@ -59,13 +59,13 @@ class Column(BaseModel):
     """Tokens of an answer, which a length of kvbench has in it and a truncation has not."""
     run: dict[str, Any] = {}
     """Options of the runs."""
-    clock: Literal["kernel", "step", "user"] | None = None
+    timing: Literal["kernel", "step", "end-to-end"] | None = None
     """Of `kvbench bench`, for a speed."""
     lacks: str | None = None
     """What kvbench does not have for it."""
 
 
-class Row(BaseModel):
+class PaperRow(BaseModel):
     """A row: the method of kvbench that it is, with its options."""
 
     model_config = STRICT
@@ -95,7 +95,7 @@ class Block(BaseModel):
     shape: str | None = None
     """The architecture of `kvbench list models` that has its shape."""
     lacks: str | None = None
-    protocol: Protocol = Protocol()
+    protocol: PaperProtocol = PaperProtocol()
     batch: dict[str, list[float]] = {}
     """Sequences at a time by row and column, of speeds."""
     values: dict[str, list[float]]
@@ -115,7 +115,7 @@ class Note(BaseModel):
     text: str
 
 
-class Table(BaseModel):
+class PaperTable(BaseModel):
     """A table of a paper."""
 
     model_config = STRICT
@@ -141,9 +141,9 @@ class Table(BaseModel):
     """The row that a difference is taken to, where a row names no other."""
     run: dict[str, Any] = {}
     """Options of all runs."""
-    protocol: Protocol = Protocol()
-    columns: dict[str, Column] = Field(min_length=1)
-    rows: dict[str, Row] = Field(min_length=1)
+    protocol: PaperProtocol = PaperProtocol()
+    columns: dict[str, PaperColumn] = Field(min_length=1)
+    rows: dict[str, PaperRow] = Field(min_length=1)
     models: dict[str, Block] = Field(min_length=1)
     notes: list[Note] = []
 
@@ -183,7 +183,7 @@ class Paper(BaseModel):
 
     title: str
     arxiv: str | None = None
-    table: list[Table] = Field(min_length=1)
+    table: list[PaperTable] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -15,7 +15,7 @@ from kvbench.runs.request import Request
 from kvbench.sweep.file import File, as_text, expand
 from kvbench.sweep.suite import find_suite
 
-Ingredient = Literal["method", "task", "checkpoint", "clock", "weights", "data", "GPU", "memory", "run"]
+Ingredient = Literal["method", "task", "checkpoint", "timing", "weights", "data", "GPU", "memory", "run"]
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,20 @@ class Missing:
 
 
 @dataclass(frozen=True)
-class Timing:
+class SpeedRequest:
     """A cell of `kvbench bench`."""
 
     method: str
     model: str
     length: int
     batch: int
-    clock: Literal["kernel", "step", "user"]
+    timing: Literal["kernel", "step", "end-to-end"]
     budget: str | None
     settings: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Plan:
+class ClaimPlan:
     """The runs whose mean score stands beside a printed number, or the cell whose time does."""
 
     claim: Claim
@@ -48,12 +48,14 @@ class Plan:
     whole: bool
     """Whether these are the paper's model and all of its samples: anything else shows a shape, and no more."""
     missing: tuple[Missing, ...]
-    timing: Timing | None = None
+    timing: SpeedRequest | None = None
     predicted_bytes: int | None = None
     """Of weights and one dense cache, from the model's configuration; None: not known."""
 
 
-def plan_claim(claim: Claim, model: str | None = None, samples: int | None = None, out: Path = Path("runs")) -> Plan:
+def plan_claim(
+    claim: Claim, model: str | None = None, samples: int | None = None, out: Path = Path("runs")
+) -> ClaimPlan:
     """The runs of a number, and what kvbench lacks for them. This is quick: no model, no data, no network.
 
     Args:
@@ -72,10 +74,10 @@ def plan_claim(claim: Claim, model: str | None = None, samples: int | None = Non
         wanted = claim.block.lacks or f"the name of the checkpoint {claim.model}"
         missing.append(Missing("checkpoint", f"needs {wanted}"))
     if missing or name is None:
-        return Plan(claim, (), whole=False, missing=tuple(missing))
+        return ClaimPlan(claim, (), whole=False, missing=tuple(missing))
     asked = tuple(_requests(claim, name, out))
     requests = tuple(x if samples is None else replace(x, samples=min(samples, x.samples)) for x in asked)
-    return Plan(claim, requests, whole=name == claim.block.id and requests == asked, missing=())
+    return ClaimPlan(claim, requests, whole=name == claim.block.id and requests == asked, missing=())
 
 
 def find_baseline(claim: Claim) -> Claim | None:
@@ -93,20 +95,20 @@ def with_baselines(claims: Sequence[Claim]) -> list[Claim]:
     return list({x.id: x for claim in claims for x in (find_baseline(claim), claim) if x is not None}.values())
 
 
-def _plan_speed(claim: Claim, missing: list[Missing]) -> Plan:
+def _plan_speed(claim: Claim, missing: list[Missing]) -> ClaimPlan:
     column, shape = claim.cell, claim.block.shape
-    if column.clock is None and column.lacks is None:
-        missing.append(Missing("clock", f"needs a clock of {claim.table.measure} over those of kvbench bench"))
+    if column.timing is None and column.lacks is None:
+        missing.append(Missing("timing", f"needs a timing of {claim.table.measure} over those of kvbench bench"))
     if shape is None:
         missing.append(Missing("checkpoint", f"kvbench has no architecture of {claim.model}'s shape"))
-    if missing or column.clock is None or shape is None or not isinstance(column.length, int):
-        return Plan(claim, (), whole=False, missing=tuple(missing))
-    timing = Timing(
+    if missing or column.timing is None or shape is None or not isinstance(column.length, int):
+        return ClaimPlan(claim, (), whole=False, missing=tuple(missing))
+    timing = SpeedRequest(
         method=claim.method.method, model=f"random:{shape}", length=column.length, batch=claim.batch,
-        clock=column.clock, budget=claim.budget,
+        timing=column.timing, budget=claim.budget,
         settings=tuple(f"{key}={as_text(x)}" for key, x in claim.method.set.items()),
     )
-    return Plan(claim, (), whole=False, missing=(), timing=timing)
+    return ClaimPlan(claim, (), whole=False, missing=(), timing=timing)
 
 
 def _requests(claim: Claim, model: str, out: Path) -> Iterator[Request]:

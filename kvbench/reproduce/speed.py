@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 from kvbench.errors import UserError
 from kvbench.reproduce.claims import Claim, slug
-from kvbench.reproduce.plan import Missing, Plan
+from kvbench.reproduce.plan import ClaimPlan, Missing
 from kvbench.reproduce.verdict import Judgment, Number, Verdict
 from kvbench.runs.files import read_file
 
 if TYPE_CHECKING:
-    from kvbench.bench.records import Bench, Cell
-    from kvbench.bench.run import Request
+    from kvbench.bench.records import Bench, BenchCell
+    from kvbench.bench.run import BenchRequest
 
-QUANTITY = {"kernel": "attention", "step": "step", "user": "answer"}
-"""What a cell of each clock times."""
+QUANTITY = {"kernel": "attention", "step": "step", "end-to-end": "answer"}
+"""What a cell of each timing times."""
 ENGINE = "the code and kernels are kvbench's, and the weights are random"
 
 
@@ -25,7 +25,7 @@ ENGINE = "the code and kernels are kvbench's, and the weights are random"
 class Timed:
     """A number's cell, and the job that it is from."""
 
-    cell: Cell
+    cell: BenchCell
     bench: Bench
 
     @property
@@ -35,11 +35,11 @@ class Timed:
         how = "" if cell.graph is None else ", as a CUDA graph" if cell.graph else ", launched from Python"
         return (
             f"{bench.environment.gpu or bench.environment.cpu}: {bench.model.id} in {bench.model.dtype}, "
-            f"{cell.length:,} tokens x {cell.batch}, {cell.clock} clock{how}, {bench.kernels} kernels"
+            f"{cell.length:,} tokens x {cell.batch}, {cell.timing} timing{how}, {bench.kernels} kernels"
         )
 
 
-def time_claim(plan: Plan, out: Path) -> Timed | Missing:
+def time_claim(plan: ClaimPlan, out: Path) -> Timed | Missing:
     """Time what a number is about, unless it was before; every number has a job and a file of its own."""
     from kvbench.bench.run import run_bench
 
@@ -53,7 +53,7 @@ def time_claim(plan: Plan, out: Path) -> Timed | Missing:
     return found
 
 
-def find_timed(plan: Plan, out: Path) -> Timed | Missing | None:
+def find_timed(plan: ClaimPlan, out: Path) -> Timed | Missing | None:
     """What was timed before; None: nothing, or something else.
 
     Raises:
@@ -70,23 +70,23 @@ def find_timed(plan: Plan, out: Path) -> Timed | Missing | None:
     return _pick(plan, bench) if bench.status == "done" and bench.command == asked else None
 
 
-def _request(plan: Plan, out: Path) -> Request:
-    from kvbench.bench.run import Request
+def _request(plan: ClaimPlan, out: Path) -> BenchRequest:
+    from kvbench.bench.run import BenchRequest
 
     timing = plan.timing
     assert timing is not None
-    return Request(
+    return BenchRequest(
         methods=(timing.method,), model=timing.model, lengths=(timing.length,), batches=(str(timing.batch),),
-        clocks=(timing.clock,), state="prefill" if timing.clock == "user" else "synthetic", budget=timing.budget,
-        settings=timing.settings, out=_job_file(plan, out),
+        timings=(timing.timing,), state="prefill" if timing.timing == "end-to-end" else "synthetic",
+        budget=timing.budget, settings=timing.settings, out=_job_file(plan, out),
     )
 
 
-def _job_file(plan: Plan, out: Path) -> Path:
+def _job_file(plan: ClaimPlan, out: Path) -> Path:
     return out / "bench" / f"{slug(plan.claim.id)}.json"
 
 
-def _pick(plan: Plan, bench: Bench) -> Timed | Missing:
+def _pick(plan: ClaimPlan, bench: Bench) -> Timed | Missing:
     """The method's own cell among the anchors'."""
     assert plan.timing is not None
     cell = next((x for x in bench.cells if x.method.name == plan.timing.method), None)
@@ -95,7 +95,7 @@ def _pick(plan: Plan, bench: Bench) -> Timed | Missing:
     return Timed(cell, bench)
 
 
-def judge_speed(plan: Plan, timed: Timed | Missing | None) -> Judgment:
+def judge_speed(plan: ClaimPlan, timed: Timed | Missing | None) -> Judgment:
     """The verdict on a speed: on another GPU than the paper's it is a shape, however near it is."""
     claim = plan.claim
     missing = (*plan.missing, *((timed,) if isinstance(timed, Missing) else ()))
@@ -110,9 +110,9 @@ def judge_speed(plan: Plan, timed: Timed | Missing | None) -> Judgment:
     return Judgment(claim, verdict, ours, differs=(ENGINE, *claim.protocol.differs), regime=timed.regime)
 
 
-def _number(claim: Claim, cell: Cell) -> Number | None:
+def _number(claim: Claim, cell: BenchCell) -> Number | None:
     """The cell's time in the unit of the table."""
-    time = cell.times[QUANTITY[cell.clock]]
+    time = cell.times[QUANTITY[cell.timing]]
     if claim.table.measure == "times":
         found = time.speedups.get("full") or time.speedups.get("none")
         return None if found is None else Number(found.median, (found.low, found.high))

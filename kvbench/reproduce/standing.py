@@ -11,7 +11,7 @@ from kvbench.errors import UserError
 from kvbench.registry import list_entries
 from kvbench.reproduce.claims import list_claims
 from kvbench.reproduce.paper import Paper, list_papers
-from kvbench.reproduce.plan import Missing, Plan, find_baseline, plan_claim
+from kvbench.reproduce.plan import ClaimPlan, Missing, find_baseline, plan_claim
 from kvbench.reproduce.shape import ShapeRecord
 from kvbench.reproduce.speed import find_timed, judge_speed
 from kvbench.reproduce.verdict import Judgment, judge
@@ -41,11 +41,11 @@ def list_judgments(
 
 
 @functools.cache
-def _plan_all() -> dict[str, Plan]:
+def _plan_all() -> dict[str, ClaimPlan]:
     return _plan(list_papers())
 
 
-def _plan(papers: Mapping[str, Paper]) -> dict[str, Plan]:
+def _plan(papers: Mapping[str, Paper]) -> dict[str, ClaimPlan]:
     return {x.id: plan_claim(x) for name, paper in papers.items() for x in list_claims(name, paper)}
 
 
@@ -55,7 +55,9 @@ def read_findings(folder: Path) -> ShapeRecord | None:
     return read_file(path, ShapeRecord) if path.exists() else None
 
 
-def _judge(plan: Plan, plans: Mapping[str, Plan], runs: Mapping[Request, FinishedRun], folder: Path) -> Judgment:
+def _judge(
+    plan: ClaimPlan, plans: Mapping[str, ClaimPlan], runs: Mapping[Request, FinishedRun], folder: Path
+) -> Judgment:
     if plan.claim.table.measure != "score":
         return judge_speed(plan, None if plan.missing else find_timed(plan, folder) or UNRUN)
     if not plan.missing and not any(x in runs for x in plan.requests):

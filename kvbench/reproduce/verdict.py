@@ -12,7 +12,7 @@ from typing import Any, Literal
 from kvbench.analysis.compare import compare_pair
 from kvbench.analysis.load import FinishedRun
 from kvbench.reproduce.claims import Claim
-from kvbench.reproduce.plan import Missing, Plan, find_baseline
+from kvbench.reproduce.plan import ClaimPlan, Missing, find_baseline
 from kvbench.runs.request import Request
 from kvbench.runs.results import Result
 
@@ -77,7 +77,7 @@ class Judgment:
         }
 
 
-def judge(plan: Plan, runs: Mapping[Request, FinishedRun], baseline: Plan | None = None) -> Judgment:
+def judge(plan: ClaimPlan, runs: Mapping[Request, FinishedRun], baseline: ClaimPlan | None = None) -> Judgment:
     """The verdict on a number.
 
     Args:

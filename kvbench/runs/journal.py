@@ -22,7 +22,7 @@ class TokenCounts(Record):
 
 
 class Times(Record):
-    """Seconds on the user's clock."""
+    """Seconds, end-to-end timing."""
 
     prefill_s: float | None
     """Context to first logits, compression included; on the first turn only."""
@@ -95,34 +95,35 @@ class Agreement(Record):
     """Of answers of 64 tokens and more: how it changes with the distance from the question."""
 
 
-class Baseline(Record):
-    """The same answer without a cache, in the same job: in the same regime, or with half of its passes."""
+class BaselineLine(Record):
+    """The same answer without a cache, in the same job: with the same settings, or with half of the denoising steps."""
 
     score: float | None
     seconds: float
-    passes: int
-    committed: int
-    """Tokens of its answer up to the end."""
-    same: float
-    """Share of the places of the longer answer, stop tokens apart, where it has the policy's token."""
+    nfe: int
+    committed_tokens: int
+    """Tokens of its answer up to the stop token."""
+    same_tokens: float
+    """Share of positions of the longer answer, stop tokens excluded, that have the policy's token."""
 
 
-class Denoising(Record):
-    """What an answer of a diffusion model took."""
+class DenoisingLine(Record):
+    """Settings and cost of an answer of a diffusion model."""
 
-    canvas: int
-    """Tokens of the answer's room."""
+    response_length: int
+    """Tokens of the response block."""
     steps: int | None
-    """Passes that were asked for; None: a threshold decides."""
+    """Denoising steps requested; None: a threshold decides."""
     block: int
-    passes: int
-    rows: float
-    """Computed per pass, mean over layers."""
-    total: int
-    """Rows of a pass that computes all."""
-    committed: int
-    """Tokens of the answer up to its end."""
-    baselines: dict[str, Baseline]
+    nfe: int
+    """Forward passes."""
+    computed_tokens: float
+    """Tokens computed per forward pass, mean over layers."""
+    sequence_length: int
+    """Tokens of prompt and response block, all of which a pass without a cache computes."""
+    committed_tokens: int
+    """Tokens of the answer up to the stop token."""
+    baselines: dict[str, BaselineLine]
     """`none`, and `half-steps` where steps decide."""
 
 
@@ -156,7 +157,7 @@ class Line(Record):
     effect: Effect | None
     agreement: Agreement | None
     """None: the dense cache itself, random weights, or no memory for a dense cache."""
-    denoising: Denoising | None = None
+    denoising: DenoisingLine | None = None
     """Of a diffusion model."""
     kernels: dict[str, str] = Field(default_factory=dict)
     """What implementation ran, by operation, in the whole sample; on the line of its first turn."""

@@ -60,7 +60,7 @@ class MemoryResult(CacheBytes):
 class Latency(Record):
     """Medians over samples; p50 and p95 are of the time per output token, n the turns it was measured on."""
 
-    clock: Literal["user"]
+    timing: Literal["end-to-end"]
     prefill_s: float | None
     compress_s: float | None
     ttft_s: float | None
@@ -81,31 +81,31 @@ class BaselineResult(Record):
     tokens_per_s: float | None
     """None: as in `Latency`."""
     speedup: float
-    """Of the policy over it: the ratio of all seconds."""
+    """Of the policy over the baseline: the ratio of the sums of seconds."""
     nfe: float
     same_tokens: float
-    """Of the longer answer's places, stop tokens apart, the share that is the policy's token; mean over answers."""
+    """Share of the longer answer's positions, stop tokens excluded, with the policy's token; mean over answers."""
 
 
 class DiffusionResult(Record):
-    """Means over answers; the regime of a diffusion run, and what it took."""
+    """Settings and cost of a diffusion run; means over answers."""
 
     steps: float | None
-    """Passes asked for; None: a threshold decides."""
+    """Denoising steps requested; None: a threshold decides."""
     block: float
-    canvas: float
+    response_length: float
     remasking: str
     threshold: float | None
     temperature: float
     nfe: float
-    """Forward passes of an answer."""
-    rows_per_step: float
-    rows_share: float
-    """Of the rows that passes without a cache compute."""
-    recomputed_rows: float
-    """Rows of an answer computed again after the first time."""
+    """Forward passes per answer."""
+    computed_tokens_per_step: float
+    computed_share: float
+    """Computed tokens over those that passes without a cache compute."""
+    recomputed_tokens: float
+    """Tokens per answer that were computed again after the first time."""
     committed_tokens: float
-    """Up to the end of the answer."""
+    """Tokens up to the stop token."""
     baselines: dict[str, BaselineResult]
 
 

@@ -1,7 +1,8 @@
-"""The schema version of a run's files, and how files of version 1 are read."""
+"""The schema version of a run's files, and the upgrade of files with earlier names."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 SCHEMA_VERSION: Literal[2] = 2
@@ -11,27 +12,48 @@ NAMES = {
     "rows_kept_by_layer": "entries_kept_by_layer", "rows_dropped": "entries_dropped",
     "rows_quantised": "entries_quantized", "rows_factored": "entries_factored", "rows_merged": "entries_merged",
     "rows_on_host": "entries_on_host", "rows_on_simulated_host": "entries_on_simulated_host", "licence": "license",
+    "rows_skipped": "tokens_skipped", "rows_unread": "entries_unread",
 }
-"""Names of version 1, by their names in version 2."""
+"""Current names by earlier ones, anywhere in a document."""
+NAMES_WITHIN: dict[object, dict[str, str]] = {
+    None: {"ruler": "copy_bandwidth"},
+    "latency": {"clock": "timing"}, "cells": {"clock": "timing"}, "command": {"clocks": "timings"},
+    "predicted": {"largest_batch": "max_batch"},
+    "diffusion": {
+        "canvas": "response_length", "rows_per_step": "computed_tokens_per_step", "rows_share": "computed_share",
+        "recomputed_rows": "recomputed_tokens",
+    },
+    "denoising": {
+        "canvas": "response_length", "passes": "nfe", "rows": "computed_tokens", "total": "sequence_length",
+        "committed": "committed_tokens", "same": "same_tokens",
+    },
+}
+"""The same within the value of one name; None: at the top of a document."""
 VALUES: dict[tuple[object, str], str] = {
     ("history", "golden"): "reference", ("kind", "held"): "stored", ("budget", "held"): "stored",
-    ("family", "quantisation"): "quantization",
+    ("family", "quantisation"): "quantization", ("timing", "user"): "end-to-end", ("timings", "user"): "end-to-end",
 }
-"""Values of version 1 under a name, by their values in version 2."""
+"""Current values by current name and earlier value."""
 
 
 def upgrade(document: Any) -> Any:
-    """A document of version 1 in the terms of version 2; any other document as it is."""
-    old = isinstance(document, dict) and document.get("schema_version") == 1
-    return _translate(document) if old else document
+    """A document in the current names.
+
+    Version 2 was renamed in parts before its release, so documents of version 2 are translated like those of version 1.
+    No earlier name has a new meaning, so current documents stay as they are.
+    """
+    old = isinstance(document, dict) and document.get("schema_version") in (1, SCHEMA_VERSION)
+    return _translate(document, None, NAMES | NAMES_WITHIN[None]) if old else document
 
 
-def _translate(found: Any, name: object = None) -> Any:
-    """A value that stands under a name, in the terms of version 2."""
+def _translate(found: Any, name: object, names: Mapping[str, str]) -> Any:
+    """Translate the value of a name."""
     if isinstance(found, dict):
-        return {NAMES.get(key, key): _translate(value, NAMES.get(key, key)) for key, value in found.items()}
+        names = {**names, **NAMES_WITHIN[name]} if name is not None and name in NAMES_WITHIN else names
+        inner = NAMES if name is None else names
+        return {names.get(key, key): _translate(value, names.get(key, key), inner) for key, value in found.items()}
     if isinstance(found, list):
-        return [_translate(x) for x in found]
+        return [_translate(x, name, names) for x in found]
     if name == "schema_version":
         return SCHEMA_VERSION
     return VALUES.get((name, found), found) if isinstance(found, str) else found

@@ -150,7 +150,7 @@ def _diffusion(job: Job, lines: Sequence[Line]) -> DiffusionResult | None:
         return None
     answers = [x for x, _ in made]
     seconds = sum(x for _, x in made)
-    passes, computed = sum(x.passes for x in answers), sum(x.rows * x.passes for x in answers)
+    passes, computed = sum(x.nfe for x in answers), sum(x.computed_tokens * x.nfe for x in answers)
     alone = describe_mixed(find_machines(lines)) is None
     baselines = {}
     for name in answers[0].baselines:
@@ -160,16 +160,18 @@ def _diffusion(job: Job, lines: Sequence[Line]) -> DiffusionResult | None:
         scores, took = [x.score for x in found if x.score is not None], sum(x.seconds for x in found)
         baselines[name] = BaselineResult(
             mean=fmean(scores) if scores else None,
-            tokens_per_s=sum(x.committed for x in found) / took if alone else None,
-            speedup=took / seconds, nfe=fmean(x.passes for x in found), same_tokens=fmean(x.same for x in found),
+            tokens_per_s=sum(x.committed_tokens for x in found) / took if alone else None,
+            speedup=took / seconds, nfe=fmean(x.nfe for x in found),
+            same_tokens=fmean(x.same_tokens for x in found),
         )
     return DiffusionResult(
         steps=None if asked.threshold is not None else fmean(x.steps or 0 for x in answers),
-        block=fmean(x.block for x in answers), canvas=fmean(x.canvas for x in answers), remasking=asked.remasking,
-        threshold=asked.threshold, temperature=asked.temperature, nfe=passes / len(answers),
-        rows_per_step=computed / passes, rows_share=computed / sum(x.total * x.passes for x in answers),
-        recomputed_rows=(computed - sum(x.total for x in answers)) / len(answers),
-        committed_tokens=fmean(x.committed for x in answers), baselines=baselines,
+        block=fmean(x.block for x in answers), response_length=fmean(x.response_length for x in answers),
+        remasking=asked.remasking, threshold=asked.threshold, temperature=asked.temperature, nfe=passes / len(answers),
+        computed_tokens_per_step=computed / passes,
+        computed_share=computed / sum(x.sequence_length * x.nfe for x in answers),
+        recomputed_tokens=(computed - sum(x.sequence_length for x in answers)) / len(answers),
+        committed_tokens=fmean(x.committed_tokens for x in answers), baselines=baselines,
     )
 
 
@@ -185,7 +187,7 @@ def _memory(lines: Sequence[Line]) -> MemoryResult | None:
             continue
         most = samples.setdefault(x.index, dict.fromkeys(names, 0))
         most.update({name: max(most[name], getattr(x.bytes, name)) for name in names})
-        tokens[x.index] = x.tokens.context if x.denoising is None else x.denoising.total
+        tokens[x.index] = x.tokens.context if x.denoising is None else x.denoising.sequence_length
     if not samples:
         return None
     total = {name: sum(x[name] for x in samples.values()) for name in names}
@@ -219,7 +221,7 @@ def _latency(lines: Sequence[Line]) -> Latency:
     per_token = [x.decode_s / x.steps for x in times if x.steps]
     seconds, steps = sum(x.decode_s for x in times), sum(x.steps for x in times)
     return Latency(
-        clock="user",
+        timing="end-to-end",
         prefill_s=_middle([x.prefill_s for x in first if x.prefill_s is not None]),
         compress_s=_middle([x.compress_s for x in first if x.compress_s is not None]),
         ttft_s=_middle([x.ttft_s for x in first]), tpot_s=_middle(per_token),

@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvbench.diffusion.policy import Denoising, Plan, Policy, top
+from kvbench.diffusion.policy import Denoising, PassPlan, Policy, top
 from kvbench.diffusion.sampling import Sampling
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Shape, Upstream
@@ -74,13 +74,13 @@ class DkvCacheDecode(Refreshing):
         if self.first is not None and self.first < 1:
             raise UserError(f"{self.card.name}: first {self.first} must be 1 or more full passes.")
 
-    def plan(self, d: Denoising) -> Plan:
+    def plan(self, d: Denoising) -> PassPlan:
         """Everything, or all but what was decoded before the last step began."""
         first = (1 if d.masking.shifted else 2) if self.first is None else self.first
         if d.step < first or d.step % self.refresh == 0:
-            return Plan()
+            return PassPlan()
         kept = d.predictors(d.before)
-        return Plan(rows=~(kept & d.before if self.shift == "un_right" else kept))
+        return PassPlan(compute=~(kept & d.before if self.shift == "un_right" else kept))
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,14 @@ class DkvCacheGreedy(Refreshing):
         if sampling.remasking != "random":
             raise UserError("dkv-cache-greedy needs to know which tokens come next: add --gen remasking=random.")
 
-    def plan(self, d: Denoising) -> Plan:
+    def plan(self, d: Denoising) -> PassPlan:
         """Everything, or last step's tokens, this step's, and their windows."""
         if d.step % self.refresh == 0:
-            return Plan()
+            return PassPlan()
         coming = top(d.order.masked_fill(~self.open(d), float("-inf")), d.quota)
         rows = (d.known & ~d.before) | coming
-        near = self._near(coming, rows, ~d.before & (d.places >= d.prompt))
-        return Plan(rows=rows | d.predictors(coming) | near)
+        near = self._near(coming, rows, ~d.before & (d.positions >= d.prompt))
+        return PassPlan(compute=rows | d.predictors(coming) | near)
 
     def _near(self, coming: Tensor, taken: Tensor, masks: Tensor) -> Tensor:
         """Of every token to come the nearest masks that are not taken, left and right by turns. [B, N]"""
@@ -150,9 +150,9 @@ class DkvCachePrefill(Policy):
         heads="independent", upstream=UPSTREAM, deviations=(DREAM,),
     )
 
-    def plan(self, d: Denoising) -> Plan:
+    def plan(self, d: Denoising) -> PassPlan:
         """All, then the answer and the row that predicts its first token."""
-        return Plan() if d.passes == 0 else Plan(rows=answer_rows(d))
+        return PassPlan() if d.nfe == 0 else PassPlan(compute=answer_rows(d))
 
 
 @dataclass(frozen=True)
@@ -174,15 +174,15 @@ class DkvCachePd(DkvCacheDecode):
         del shape
         return False
 
-    def plan(self, d: Denoising) -> Plan:
+    def plan(self, d: Denoising) -> PassPlan:
         """As Decode, the prompt left out after the first pass."""
-        rows = super().plan(d).rows
-        if d.passes == 0:
-            return Plan()
-        return Plan(rows=answer_rows(d) if rows is None else rows & answer_rows(d))
+        rows = super().plan(d).compute
+        if d.nfe == 0:
+            return PassPlan()
+        return PassPlan(compute=answer_rows(d) if rows is None else rows & answer_rows(d))
 
 
 def answer_rows(d: Denoising) -> Tensor:
     """The answer's places, and the row that predicts the first of them. [B, N]"""
-    answer = (d.places >= d.prompt).expand_as(d.ids)
+    answer = (d.positions >= d.prompt).expand_as(d.ids)
     return answer | d.predictors(answer)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.diffusion.policy import Denoising, Plan, Policy
+from kvbench.diffusion.policy import Denoising, PassPlan, Policy
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Shape, Upstream
 from kvbench.store.positions import PositionKV, sequences
@@ -52,17 +52,17 @@ class DllmCache(Policy):
         del shape
         return self.prompt == self.answer == 1
 
-    def plan(self, d: Denoising) -> Plan:
+    def plan(self, d: Denoising) -> PassPlan:
         """Every row passes; what is computed for it is decided in each layer."""
         del d
-        return Plan()
+        return PassPlan()
 
-    def run(self, d: Denoising, plan: Plan, rows: Tensor) -> Tensor:
+    def run(self, d: Denoising, plan: PassPlan, rows: Tensor) -> Tensor:
         """All rows through all layers, most of them on what their branches added before."""
         hidden = d.blocks.embed(d.ids)
-        in_prompt = (d.places < d.prompt).expand_as(d.ids)
+        in_prompt = (d.positions < d.prompt).expand_as(d.ids)
         for layer, kv in enumerate(d.stores):
-            whole_prompt, whole_answer = (layer == 0 or d.passes % every == 0 for every in (self.prompt, self.answer))
+            whole_prompt, whole_answer = (layer == 0 or d.nfe % every == 0 for every in (self.prompt, self.answer))
             chosen = in_prompt if whole_prompt else torch.zeros_like(in_prompt)
             if whole_answer:
                 chosen = chosen | ~in_prompt

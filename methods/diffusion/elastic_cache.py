@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvbench.diffusion.policy import Denoising, Plan, Policy
+from kvbench.diffusion.policy import Denoising, PassPlan, Policy
 from kvbench.diffusion.sampling import Sampling
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Step, Upstream
@@ -105,16 +105,16 @@ class ElasticCache(Policy):
         """The first masks, wherever they are."""
         return d.masked & (d.masked.cumsum(-1) <= self.window)
 
-    def plan(self, d: Denoising) -> Plan:
+    def plan(self, d: Denoising) -> PassPlan:
         """All, then what is watched, what was just decoded, and the window."""
-        if d.passes == 0:
-            return Plan()
-        return Plan(rows=d.notes["tracked"] | (d.known & ~d.before) | d.predictors(self.open(d)))
+        if d.nfe == 0:
+            return PassPlan()
+        return PassPlan(compute=d.notes["tracked"] | (d.known & ~d.before) | d.predictors(self.open(d)))
 
-    def run(self, d: Denoising, plan: Plan, rows: Tensor) -> Tensor:
+    def run(self, d: Denoising, plan: PassPlan, rows: Tensor) -> Tensor:
         """The rows, and from the layer above a drift on all of them."""
-        everything = d.places[None]
-        reset = -1 if plan.rows is None else len(d.stores)
+        everything = d.positions[None]
+        reset = -1 if plan.compute is None else len(d.stores)
         current = rows
         hidden = d.blocks.embed(d.ids.gather(1, rows))
         angles = d.blocks.angles(hidden, rows)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvbench.diffusion.policy import Denoising, Plan, Policy
+from kvbench.diffusion.policy import Denoising, PassPlan, Policy
 from kvbench.method import BudgetKind, Card, Upstream
 
 UPSTREAM = Upstream(repo="NVlabs/Fast-dLLM", commit="24cc59e", license="Apache-2.0")
@@ -32,12 +32,12 @@ class FastDllmPrefix(Policy):
         limits=("without --gen block the whole answer is one block, and only the prompt is reused",),
     )
 
-    def plan(self, d: Denoising) -> Plan:
+    def plan(self, d: Denoising) -> PassPlan:
         """All, then from the block on."""
         if d.step == 0:
-            return Plan()
-        rows = (d.places >= d.start).expand_as(d.ids)
-        return Plan(rows=rows | d.predictors(rows))
+            return PassPlan()
+        rows = (d.positions >= d.start).expand_as(d.ids)
+        return PassPlan(compute=rows | d.predictors(rows))
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class FastDllmDual(Policy):
         limits=("without --gen block the whole answer is one block: then it is fast-dllm-prefix",),
     )
 
-    def plan(self, d: Denoising) -> Plan:
+    def plan(self, d: Denoising) -> PassPlan:
         """All, then the block."""
         if d.step == 0:
-            return Plan()
+            return PassPlan()
         rows = d.within(d.start, d.end).expand_as(d.ids)
-        return Plan(rows=rows | d.predictors(rows))
+        return PassPlan(compute=rows | d.predictors(rows))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvbench.diffusion.policy import Denoising, Plan, Policy
+from kvbench.diffusion.policy import Denoising, PassPlan, Policy
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Shape, Step, Upstream
 from kvbench.store.positions import PositionKV
@@ -68,14 +68,14 @@ class SparseDllm(Policy):
             assert isinstance(kv, KeptKV)
             kv.kept = None
 
-    def plan(self, d: Denoising) -> Plan:
+    def plan(self, d: Denoising) -> PassPlan:
         """Everything up to the pass that chooses, then the block."""
-        return Plan() if d.step <= self.delay else Plan(rows=self._block(d))
+        return PassPlan() if d.step <= self.delay else PassPlan(compute=self._block(d))
 
-    def look(self, d: Denoising, kv: PositionKV, plan: Plan, step: Step) -> Tensor:
+    def look(self, d: Denoising, kv: PositionKV, plan: PassPlan, step: Step) -> Tensor:
         """Full passes over themselves, the others over the kept rows and themselves."""
         assert isinstance(kv, KeptKV)
-        if plan.rows is None:
+        if plan.compute is None:
             if d.step == self.delay:
                 kv.kept = self._choose(d, kv, step)
             return kv.attend_over(step, step.key, step.value)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvbench.diffusion.policy import Denoising, Plan, Policy
+from kvbench.diffusion.policy import Denoising, PassPlan, Policy
 from kvbench.diffusion.sampling import Sampling
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Shape, Upstream
@@ -66,11 +66,11 @@ class WindowDiffusion(Policy):
                 f"window-diffusion computes {self.active} masks in a step, and {most} are to be committed. Use more "
                 f"--gen steps, or --set active={most} or more."
             )
-    def plan(self, d: Denoising) -> Plan:
+    def plan(self, d: Denoising) -> PassPlan:
         """All, or the first masks and what this phase decoded; the window is fixed after the full pass."""
-        turn = d.passes % self.refresh
+        turn = d.nfe % self.refresh
         if turn == 0:
-            return Plan()
+            return PassPlan()
         if turn == 1:
             d.notes["window"] = self._first(d, self.window) | d.known
             d.notes["fresh"] = d.known & ~d.before  # of the full pass, computed once with their tokens
@@ -78,11 +78,11 @@ class WindowDiffusion(Policy):
         active = self._first(d, self.active) | (d.known & ~d.notes["phase"])
         if turn == 1:
             active |= d.notes["fresh"]
-        return Plan(rows=active | d.predictors(self._first(d, self.active)), read=d.notes["window"] | active)
+        return PassPlan(compute=active | d.predictors(self._first(d, self.active)), read=d.notes["window"] | active)
 
     def open(self, d: Denoising) -> Tensor:
         """All masks in a full pass, then those computed."""
-        full = (d.passes - 1) % self.refresh == 0  # this pass is counted
+        full = (d.nfe - 1) % self.refresh == 0  # this pass is counted
         return d.masked if full else self._first(d, self.active)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""kvbench bench: what is timed and what is not, what a cell says where nothing could be, and the file of a job."""
+"""kvbench bench: what is timed, outcomes of cells that fail, and the file of a job."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from kvbench.bench.answer import time_answers
 from kvbench.bench.decode import WrongStepError, open_attention, open_steps
 from kvbench.bench.outcome import Failure, attempt
 from kvbench.bench.records import Bench
-from kvbench.bench.run import Request, check_positions
-from kvbench.bench.state import Setting, open_stand
+from kvbench.bench.references import WrongKernelError, compare_operations, measure
+from kvbench.bench.run import BenchRequest, check_positions
+from kvbench.bench.state import Setting, open_context
 from kvbench.bench.timing import CAPTURED_CALLS, capture, compare, find_median, interleave, measure_copy, time_calls
-from kvbench.bench.twins import WrongKernelError, check_twins, measure
 from kvbench.errors import UserError
 from kvbench.hf.rope import NO_ROPE
 from kvbench.hf.tiny import tiny_model
@@ -72,34 +72,34 @@ def setting(**options):
 # Time
 
 
-class Clock:
-    """A clock that moves when it is told to."""
+class FakeTime:
+    """A clock under the control of the test."""
 
     seconds = 0.0
 
     def spend(self, seconds):
-        """A call that takes so long."""
+        """A call that takes this many seconds."""
         def call():
             self.seconds += seconds
         return call
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    """Instead of the machine's."""
-    found = Clock()
+def fake_time(monkeypatch):
+    """Replaces time.perf_counter."""
+    found = FakeTime()
     monkeypatch.setattr(timing.time, "perf_counter", lambda: found.seconds)
     return found
 
 
-def test_what_comes_before_a_call_is_not_its_time(clock):
+def test_preparation_is_not_timed(fake_time):
     """Three calls of two seconds, each after a preparation of five."""
-    assert time_calls(CPU, clock.spend(2.0), 3, before=clock.spend(5.0)) == 2.0
-    assert clock.seconds == 21.0
+    assert time_calls(CPU, fake_time.spend(2.0), 3, before=fake_time.spend(5.0)) == 2.0
+    assert fake_time.seconds == 21.0
 
 
-def test_on_a_gpu_events_stand_right_around_the_call(monkeypatch):
-    """The flush before it is outside, and nothing is read before the device has come to the end."""
+def test_gpu_events_enclose_only_the_call(monkeypatch):
+    """The flush is outside, and times are read only after a synchronization."""
     log = []
 
     class Event:
@@ -120,8 +120,8 @@ def test_on_a_gpu_events_stand_right_around_the_call(monkeypatch):
     assert seconds == 0.004
 
 
-def test_everyone_goes_first_in_turn_and_nothing_is_collected_meanwhile():
-    """A, B, C, then B, C, A: what only the first one pays is not always the same one's."""
+def test_rounds_rotate_and_garbage_collection_is_off():
+    """A, B, C, then B, C, A: every timer goes first equally often."""
     order = []
     timers = {name: lambda name=name: order.append((name, gc.isenabled())) or 1.0 for name in "abc"}
     assert interleave(timers, 4) == {name: [1.0] * 4 for name in "abc"}
@@ -131,7 +131,7 @@ def test_everyone_goes_first_in_turn_and_nothing_is_collected_meanwhile():
 
 
 def test_medians_and_ratios_by_hand():
-    """A machine that slows down changes seconds and not the ratio of what ran in turn; that of medians it may."""
+    """A machine that slows down changes seconds but not paired ratios; unpaired ratios may change."""
     ours = [1.0, 2.0, 4.0, 8.0, 16.0]
     theirs = [2 * x for x in ours]
     assert find_median(ours).median == 4.0
@@ -141,15 +141,15 @@ def test_medians_and_ratios_by_hand():
     assert apart.median == 2.0
     assert apart.low < 1 < apart.high
     assert (paired.within_noise, apart.within_noise) == (False, True)
-    assert compare(theirs[:4], ours[:4], paired=True).within_noise  # four rounds are too few to say
+    assert compare(theirs[:4], ours[:4], paired=True).within_noise  # four rounds are too few
 
 
 @settings(deadline=None)
 @given(
     st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=20), st.floats(0.1, 10), st.booleans(),
 )
-def test_intervals_hold_their_median_and_ratios_know_no_unit(seconds, factor, paired):
-    """Whatever was measured; twice the time of both is the same ratio."""
+def test_intervals_contain_their_median_and_ratios_are_scale_free(seconds, factor, paired):
+    """For arbitrary times; scaling both sides leaves the ratio unchanged."""
     found = find_median(seconds)
     assert found.low <= found.median <= found.high
     theirs = list(reversed(seconds))
@@ -159,9 +159,9 @@ def test_intervals_hold_their_median_and_ratios_know_no_unit(seconds, factor, pa
     assert (other.low, other.high) == (pytest.approx(one.low), pytest.approx(one.high))
 
 
-def test_a_copy_is_read_and_written(few, clock, monkeypatch):
-    """A copy of a mebibyte in a second moves two of them."""
-    monkeypatch.setattr(timing, "_copy", lambda *_: clock.spend(1.0)())
+def test_copy_bandwidth_counts_reads_and_writes(few, fake_time, monkeypatch):
+    """A copy of 1 MiB per second moves 2 MiB per second."""
+    monkeypatch.setattr(timing, "_copy", lambda *_: fake_time.spend(1.0)())
     assert measure_copy(CPU) == 2 * (1 << 20)
 
 
@@ -170,7 +170,7 @@ def test_a_copy_is_read_and_written(few, clock, monkeypatch):
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """As much of torch.cuda as a capture asks for; `log` is what happened, `fault` what goes wrong where."""
+    """A fake of the torch.cuda functions that a capture uses. `log` records calls, `fault` raises errors by place."""
     state = SimpleNamespace(log=[], fault={}, stream="main", mode="default")
 
     @contextmanager
@@ -209,7 +209,7 @@ def cuda(monkeypatch):
 
 
 def test_a_graph_is_captured_after_warm_ups_on_another_stream(cuda):
-    """The last of which may not wait for the device; what comes back is the replay."""
+    """The last warm-up runs in synchronization debug mode; the returned call is the replay."""
     call, reason = capture(cuda.call, GPU)
     call()
     assert reason is None
@@ -220,8 +220,8 @@ def test_a_graph_is_captured_after_warm_ups_on_another_stream(cuda):
 
 
 @pytest.mark.parametrize("where", ["error", "capture"])
-def test_what_cannot_be_captured_says_why_and_runs_as_it_is(cuda, where):
-    """Found by a wait for the device, or by the capture itself; the stream and the mode are as before."""
+def test_a_failed_capture_returns_the_call_and_the_reason(cuda, where):
+    """Detected by a synchronization or by the capture itself; stream and mode are restored."""
     cuda.fault[where] = RuntimeError("called a synchronizing CUDA operation.\nmore")
     call, reason = capture(cuda.call, GPU)
     assert reason == "called a synchronizing CUDA operation"
@@ -229,8 +229,8 @@ def test_what_cannot_be_captured_says_why_and_runs_as_it_is(cuda, where):
     assert (cuda.stream, cuda.mode) == ("main", "default")
 
 
-def test_out_of_memory_in_a_capture_is_no_reason_to_go_without(cuda):
-    """It is the cell's outcome."""
+def test_out_of_memory_in_a_capture_is_raised(cuda):
+    """It becomes the outcome of the cell."""
     cuda.fault["capture"] = torch.OutOfMemoryError("CUDA out of memory")
     with pytest.raises(torch.OutOfMemoryError):
         capture(cuda.call, GPU)
@@ -238,7 +238,7 @@ def test_out_of_memory_in_a_capture_is_no_reason_to_go_without(cuda):
 
 @pytest.fixture
 def taped(monkeypatch, new_tape):
-    """Steps are captured, on a tape; recording one is a call too."""
+    """Replaces CUDA graphs by a tape of torch operations; recording one runs the call."""
     def tape_capture(call, device):
         for _ in range(CAPTURED_CALLS):
             call()
@@ -252,10 +252,10 @@ def taped(monkeypatch, new_tape):
 
 
 @pytest.mark.parametrize("name", ["full", "full-int8", "snapkv", "quest"])
-def test_replays_are_the_steps_that_follow(taped, name):
-    """Ten replays go on through the tokens and through the rows as ten plain steps do."""
+def test_replays_are_consecutive_steps(taped, name):
+    """Ten replays advance tokens and cache entries as ten normal steps do."""
     job = setting()
-    with open_stand(job, fitted(name), LENGTH, 2) as stand:
+    with open_context(job, fitted(name), LENGTH, 2) as stand:
         wanted = decode._run_plainly(job, stand.session, CAPTURED_CALLS + 2 + 10)
         with open_steps(job, stand.session, graph=True) as timed:
             assert timed.reason is None
@@ -269,25 +269,25 @@ def test_replays_are_the_steps_that_follow(taped, name):
             assert torch.allclose(logits, wanted, atol=1e-4)
 
 
-def test_a_capture_of_something_else_is_not_timed(taped, monkeypatch):
-    """A replay that writes its row where the first one did gives other logits, and that is the end of it."""
+def test_a_capture_with_other_logits_is_not_timed(taped, monkeypatch):
+    """A replay that writes its entry to the same place every time gives other logits: WrongStepError."""
     def stuck(call, device):
         for _ in range(CAPTURED_CALLS + 1):
             call()
         return lambda: None, None  # a graph in which nothing happens
 
     monkeypatch.setattr(decode, "capture", stuck)
-    with open_stand(setting(), fitted("full"), LENGTH, 1) as stand, pytest.raises(WrongStepError, match="logits"):
+    with open_context(setting(), fitted("full"), LENGTH, 1) as stand, pytest.raises(WrongStepError, match="logits"):
         open_steps(setting(), stand.session, graph=True).__enter__()
 
 
 @pytest.mark.parametrize(("name", "graph", "reason"), [
     ("full", True, "no CUDA graph on a CPU"), ("h2o", True, "a row is dropped in every step"),
-    ("full", False, "what it is beside is no graph"),
+    ("full", False, "the method it is compared with is no graph"),
 ])
-def test_who_is_no_graph_says_why(name, graph, reason):
+def test_the_reason_for_no_graph(name, graph, reason):
     """The method's own reason where it has one."""
-    with open_stand(setting(), fitted(name), LENGTH, 1) as stand:
+    with open_context(setting(), fitted(name), LENGTH, 1) as stand:
         with open_steps(setting(), stand.session, graph=graph) as timed:
             timed.call()
         assert reason in timed.reason
@@ -295,14 +295,14 @@ def test_who_is_no_graph_says_why(name, graph, reason):
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 WAITING = {"shadowkv", "zipcache"}
-"""One waits for what it selected; the other draws on the host which queries say what they look at."""
+"""shadowkv waits for its selection; zipcache draws its probe tokens on the host."""
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_attention_of_a_step_needs_no_value_from_the_device(name):
-    """So that it can be a graph, also where the whole step cannot; those that wait for the device are known."""
+    """So it can be a graph even if the whole step cannot. Methods that synchronize are listed."""
     job = setting()
-    with open_stand(job, fitted(name), LENGTH, 2) as stand, open_attention(job, stand.session, graph=True) as timed:
+    with open_context(job, fitted(name), LENGTH, 2) as stand, open_attention(job, stand.session, graph=True) as timed:
         timed.prepare()
         timed.call()
         expected = pytest.raises(NEEDS_VALUES) if name in WAITING else nullcontext()
@@ -311,9 +311,9 @@ def test_the_attention_of_a_step_needs_no_value_from_the_device(name):
 
 
 def test_attention_is_called_for_every_layer_with_other_queries_in_turn(monkeypatch):
-    """Once per layer and call, over rows that no call changes; the queries come back after four calls."""
+    """Once per layer and call, over entries that no call changes; queries repeat after four calls."""
     job = setting()
-    with open_stand(job, fitted("full"), LENGTH, 1) as stand, open_attention(job, stand.session, graph=True) as timed:
+    with open_context(job, fitted("full"), LENGTH, 1) as stand, open_attention(job, stand.session, graph=True) as timed:
         seen = []
         attend = Full.attend
         monkeypatch.setattr(Full, "attend", lambda self, kv, step: (
@@ -326,23 +326,23 @@ def test_attention_is_called_for_every_layer_with_other_queries_in_turn(monkeypa
     queries = [query for layer, query, _ in seen if layer == 0]
     assert queries[: decode.ROTATED] == queries[decode.ROTATED :]
     assert len(set(queries)) == decode.ROTATED
-    assert {rows for _, _, rows in seen} == {LENGTH + decode.ROTATED}
+    assert {entries for _, _, entries in seen} == {LENGTH + decode.ROTATED}
 
 
 # States
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_made_up_rows_take_what_real_ones_do(name):
-    """Bytes after compression are equal, layer for layer as many rows are kept, and steps can be decoded."""
+def test_synthetic_contexts_take_as_many_bytes_as_real_ones(name):
+    """Stored bytes and entries kept by layer are equal, and steps can be decoded."""
     found = {}
     for state in ("prefill", "synthetic"):
         job = setting(state=state)
         if name == "kvzip" and state == "synthetic":
-            with pytest.raises(UserError, match="made-up rows do not do"), open_stand(job, fitted(name), LENGTH, 2):
+            with pytest.raises(UserError, match="made-up rows do not do"), open_context(job, fitted(name), LENGTH, 2):
                 pass
             return
-        with open_stand(job, fitted(name), LENGTH, 2) as stand:
+        with open_context(job, fitted(name), LENGTH, 2) as stand:
             memory = stand.session.memory()
             found[state] = memory.stored_bytes, memory.host_bytes, sum(stand.session.effect().entries_kept)
             assert (stand.prefill_s is None) == (state == "synthetic")
@@ -351,11 +351,11 @@ def test_made_up_rows_take_what_real_ones_do(name):
     assert found["prefill"] == found["synthetic"]
 
 
-def test_windows_are_kept_to_in_made_up_rows():
-    """A sliding layer holds its window, as after a prefill."""
+def test_synthetic_contexts_respect_sliding_windows():
+    """A sliding-window layer holds its window only, as after a prefill."""
     model = tiny_model(window=16)
     job = Setting(model=model, state="synthetic", later=LATER)
-    with open_stand(job, Full(), LENGTH, 1) as stand:
+    with open_context(job, Full(), LENGTH, 1) as stand:
         assert stand.session.memory().stored_bytes == model.shape(LENGTH).full_bytes
 
 
@@ -364,15 +364,15 @@ def test_windows_are_kept_to_in_made_up_rows():
 
 @pytest.fixture
 def triton_is(monkeypatch):
-    """What operations run as where triton was asked for: torch's own, changed for one of them."""
-    tiny_model()  # proved before anything is wrong
+    """Replaces the triton implementations by torch's, with one of them altered."""
+    tiny_model()  # proved before an operation is altered
 
     def replace(operation, change):
         def find(package, implementation, name):
             module = __import__(f"{package}.torch", fromlist=[name])
             function = getattr(module, name)
             alter = change if package.endswith(operation) else lambda x: x
-            changed = lambda *x, **y: alter(function(*x, **y))  # noqa: E731  # it gets a module of its own
+            changed = lambda *x, **y: alter(function(*x, **y))  # noqa: E731  # it needs a __module__ of its own
             changed.__module__ = f"{package}.triton"
             return changed
         monkeypatch.setattr(choice, "_find", find)
@@ -380,29 +380,29 @@ def triton_is(monkeypatch):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (lambda x: x * 1.01, "dense_attention differs from its torch twin by 0.01, allowed 0.0001: not timed"),
-    (lambda x: x.masked_fill(x == x.max(), torch.nan), "differs from its torch twin by inf"),
+    (lambda x: x * 1.01, "dense_attention differs from its torch implementation by 0.01, allowed 0.0001: not timed"),
+    (lambda x: x.masked_fill(x == x.max(), torch.nan), "differs from its torch implementation by inf"),
     (lambda x: x[:, :, :, :-1], "inf"),
 ])
-def test_nothing_is_timed_of_an_operation_that_is_wrong(triton_is, change, message):
-    """A percent off, a NaN, or another shape: the operation is named."""
+def test_a_method_with_a_wrong_operation_is_not_timed(triton_is, change, message):
+    """1 % off, a NaN, or another shape: the error names the operation."""
     triton_is("dense_attention", change)
     with using("triton"), pytest.raises(WrongKernelError, match="dense_attention") as error:
-        check_twins(setting(), Full(), LENGTH)
+        compare_operations(setting(), Full(), LENGTH)
     assert message in str(error.value)
 
 
-def test_rounding_is_no_fault(triton_is):
-    """Nor is what runs as torch's own."""
+def test_rounding_is_allowed(triton_is):
+    """Under torch, nothing is compared."""
     triton_is("dense_attention", lambda x: x * (1 + 1e-6))
     with using("triton"):
-        check_twins(setting(), Full(), LENGTH)
+        compare_operations(setting(), Full(), LENGTH)
     with using("torch"):
-        check_twins(setting(), Full(), LENGTH)
+        compare_operations(setting(), Full(), LENGTH)
 
 
 def test_differences_by_hand():
-    """Numbers by their relative RMS, codes by the share that differ, infinities by where they are."""
+    """Floats by relative RMS, integers by the share that differs, infinities by their places."""
     one = torch.tensor([3.0, 4.0, -torch.inf])
     assert measure(one, one) == 0
     assert measure(torch.tensor([3.0, 4.5, -torch.inf]), one) == pytest.approx(0.1)
@@ -413,13 +413,13 @@ def test_differences_by_hand():
 # Outcomes
 
 
-def test_memory_of_what_failed_is_free_again():
-    """An exception's frames hold what was computed in them; they are gone when the outcome is there."""
+def test_the_memory_of_a_failed_call_is_freed():
+    """The frames of the exception hold tensors; they are gone when attempt returns."""
     refs = []
 
     def fail():
-        rows = torch.empty(10)
-        refs.append(weakref.ref(rows))
+        tensor = torch.empty(10)
+        refs.append(weakref.ref(tensor))
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nsee there")
 
     found = attempt(fail)
@@ -468,38 +468,38 @@ def bench(kvbench, few):
 
 
 @pytest.mark.parametrize(("kind", "outcome", "code"), [("memory", "out of memory", 0), ("other", "failed", 1)])
-def test_what_fails_is_its_own_cell_s_outcome(bench, greedy, kind, outcome, code):
-    """On every clock, with its reason; the anchors' cells are whole. Out of memory is a finding, an error is not."""
-    clocks = ("kernel", "step", "user") if kind == "memory" else ("step",)
-    answer = bench("--method", greedy, "--set", f"kind={kind}", "--clock", ",".join(clocks))
+def test_a_failure_is_the_outcome_of_its_own_cell(bench, greedy, kind, outcome, code):
+    """At every timing level, with its reason. Running out of memory is a result (code 0), an error is not (code 1)."""
+    timings = ("kernel", "step", "end-to-end") if kind == "memory" else ("step",)
+    answer = bench("--method", greedy, "--set", f"kind={kind}", "--timing", ",".join(timings))
     assert answer.code == code
     cells = answer.json["cells"]
-    assert [(x["clock"], x["method"]["name"], x["outcome"]) for x in cells] == [
-        (clock, name, outcome if name == "greedy" else "ok")
-        for clock in clocks for name in ("full", "full-int8", "greedy")
+    assert [(x["timing"], x["method"]["name"], x["outcome"]) for x in cells] == [
+        (level, name, outcome if name == "greedy" else "ok")
+        for level in timings for name in ("full", "full-int8", "greedy")
     ]
     failed = [x for x in cells if x["outcome"] != "ok"]
     assert {x["reason"] for x in failed} == {"no room" if kind == "memory" else "no reason"}
     assert all(x["times"] == {} and x["tokens_per_s"] is None for x in failed)
 
 
-def test_a_budget_that_cannot_be_is_refused_in_its_cell_alone(bench):
-    """The message is the one of `kvbench run`."""
-    cells = bench("--method", "snapkv", "--method", "streaming-llm", "--budget", "20", "--clock", "step").json["cells"]
+def test_an_invalid_budget_is_refused_in_its_cell_only(bench):
+    """With the message of `kvbench run`."""
+    cells = bench("--method", "snapkv", "--method", "streaming-llm", "--budget", "20", "--timing", "step").json["cells"]
     outcomes = {x["method"]["name"]: x["outcome"] for x in cells}
     assert outcomes == {"full": "ok", "full-int8": "ok", "snapkv": "refused", "streaming-llm": "ok"}
-    assert "snapkv needs at least" in cells[0]["reason"]  # it is told before anything is timed
+    assert "snapkv needs at least" in cells[0]["reason"]  # refused cells come before timed ones
 
 
-def test_a_command_of_which_all_is_refused_fails(bench):
-    """Anchors are no answer to what was asked."""
+def test_a_command_fails_if_every_requested_method_is_refused(bench):
+    """Cells of anchors do not count."""
     for methods, code in (("snapkv", 1), ("streaming-llm", 0)):
-        assert bench("--method", methods, "--budget", "20", "--clock", "step").code == code
+        assert bench("--method", methods, "--budget", "20", "--timing", "step").code == code
 
 
 def test_a_batch_that_memory_cannot_hold_is_not_tried_on_a_cpu(bench):
-    """There the system would end the process; what was predicted is said."""
-    (first, *_) = bench("--method", "full", "--clock", "step", "--batch", "100000", "--memory", 0.1).json["cells"]
+    """The system would kill the process; the reason has the prediction."""
+    (first, *_) = bench("--method", "full", "--timing", "step", "--batch", "100000", "--memory", 0.1).json["cells"]
     assert first["outcome"] == "out of memory"
     assert first["reason"].startswith("not tried: ")
     assert first["predicted"]["peak_bytes"] > 100_000_000 > first["predicted"]["stored_bytes"] / 100
@@ -508,56 +508,58 @@ def test_a_batch_that_memory_cannot_hold_is_not_tried_on_a_cpu(bench):
 # Jobs
 
 
-def test_cells_say_what_was_timed_and_beside_what(bench, tmp_path):
-    """Every clock's quantities with ratios to the anchors before it, bytes, memory, and how it ran."""
+def test_cells_of_all_timing_levels(bench, tmp_path):
+    """Quantities, speed-ups over the anchors before the method, bytes, memory and kernels."""
     out = tmp_path / "bench.json"
     answer = bench("--method", "snapkv", "--budget", "50%", "--batch", "2", "--out", out)
     assert answer.code == 0
     found = Bench.model_validate_json(out.read_text())
     assert found.model_dump(mode="json") == answer.json
     assert (found.status, found.environment.gpu, found.command["methods"]) == ("done", None, ["snapkv"])
-    assert found.ruler.before > 0 and found.ruler.after > 0
-    assert [(x.batch, x.clock, x.method.name) for x in found.cells] == [
-        (2, clock, name) for clock in ("kernel", "step", "user") for name in ("full", "full-int8", "snapkv")
+    assert found.copy_bandwidth.before > 0 and found.copy_bandwidth.after > 0
+    assert [(x.batch, x.timing, x.method.name) for x in found.cells] == [
+        (2, level, name) for level in ("kernel", "step", "end-to-end") for name in ("full", "full-int8", "snapkv")
     ]
     for name in choice.IMPLEMENTATIONS:
         assert Bench.model_validate(answer.json | {"kernels": name}).kernels == name
-    quantities = {"kernel": {"attention"}, "step": {"step"}, "user": {"prefill", "compression", "token", "answer"}}
+    answer_parts = {"prefill", "compression", "token", "answer"}
+    quantities = {"kernel": {"attention"}, "step": {"step"}, "end-to-end": answer_parts}
     for cell in found.cells:
-        assert cell.times.keys() == quantities[cell.clock]
-        assert cell.graph is (None if cell.clock == "user" else False)
+        assert cell.times.keys() == quantities[cell.timing]
+        assert cell.graph is (None if cell.timing == "end-to-end" else False)
         anchors = {"full": set(), "full-int8": {"full"}, "snapkv": {"full", "full-int8"}}[cell.method.name]
         assert all(x.speedups.keys() == anchors for name, x in cell.times.items() if name != "compression")
         assert all(x.seconds.n == 2 for x in cell.times.values())
-        assert cell.steps == (8 if cell.clock == "user" else 4)
+        assert cell.steps == (8 if cell.timing == "end-to-end" else 4)
         assert cell.kernels["dense_attention" if cell.method.name != "full-int8" else "int8_attention"] == "torch"
         assert cell.memory.stored_bytes == cell.predicted.stored_bytes
         assert cell.device_memory is None
         assert cell.budget == ("50%" if cell.method.name == "snapkv" else None)
-    assert "compression, " in answer.out and "% of it" in answer.out
+    assert "compression, " in answer.out and "% of prefill" in answer.out
     answered = found.cells[8].times
     assert answered["answer"].seconds.median > answered["prefill"].seconds.median > answered["compression"].seconds.low
 
 
 def test_bytes_of_a_step_by_hand(bench):
-    """The attention reads the rows held; a step reads the weights too, but for the table that tokens are found in."""
-    found = bench("--method", "full", "--clock", "kernel,step", "--batch", 2).json
+    """The attention reads the stored entries; a step also reads the weights, except the embedding table."""
+    found = bench("--method", "full", "--timing", "kernel,step", "--batch", 2).json
     cells = found["cells"]
-    row = 2 * 2 * 2 * 64 * 2  # layers, keys and values, heads, channels, bytes
-    moved = {x["clock"]: next(iter(x["times"].values()))["bytes_moved"] for x in cells if x["method"]["name"] == "full"}
-    assert moved["kernel"] == 2 * (LENGTH + decode.ROTATED) * row
+    entry = 2 * 2 * 2 * 64 * 2  # layers, keys and values, heads, channels, bytes
+    full = [x for x in cells if x["method"]["name"] == "full"]
+    moved = {x["timing"]: next(iter(x["times"].values()))["bytes_moved"] for x in full}
+    assert moved["kernel"] == 2 * (LENGTH + decode.ROTATED) * entry
     weights = 2 * (1_443_072 - 512 * 256)
-    rows = (moved["step"] - weights) / (2 * row)
-    assert LENGTH < rows <= LENGTH + 4 + timing.WARM_UPS
+    entries = (moved["step"] - weights) / (2 * entry)
+    assert LENGTH < entries <= LENGTH + 4 + timing.WARM_UPS
     attention = cells[0]["times"]["attention"]
     achieved = moved["kernel"] / attention["seconds"]["median"]
-    assert attention["bandwidth_share"] == pytest.approx(achieved / found["ruler"]["before"])
-def test_the_largest_batch_is_each_method_s_own(bench):
-    """As plan predicts it; the ratio is of the time of a token, and not of rounds in turn."""
-    found = bench("--method", "snapkv", "--budget", "50%", "--batch", "max", "--clock", "step", "--memory", "0.006")
+    assert attention["bandwidth_share"] == pytest.approx(achieved / found["copy_bandwidth"]["before"])
+def test_every_method_has_its_own_largest_batch(bench):
+    """As predicted; the speed-up is of the time per token and not paired."""
+    found = bench("--method", "snapkv", "--budget", "50%", "--batch", "max", "--timing", "step", "--memory", "0.006")
     full, _, snapkv = found.json["cells"]
     assert full["asked_batch"] == snapkv["asked_batch"] == "max"
-    assert [x["batch"] == x["predicted"]["largest_batch"] for x in (full, snapkv)] == [True, True]
+    assert [x["batch"] == x["predicted"]["max_batch"] for x in (full, snapkv)] == [True, True]
     speedup = snapkv["times"]["step"]["speedups"]["full"]
     assert speedup["paired"] is False
     per_token = [x["times"]["step"]["seconds"]["median"] / x["batch"] for x in (full, snapkv)]
@@ -565,23 +567,23 @@ def test_the_largest_batch_is_each_method_s_own(bench):
     assert snapkv["tokens_per_s"] == pytest.approx(1 / per_token[1])
 
 
-def test_a_largest_batch_that_does_not_fit_is_made_smaller(bench, tmp_path):
-    """By a quarter at a time; the cell has the batch that ran, and beside it the one that was predicted."""
+def test_a_largest_batch_that_does_not_fit_is_reduced(bench, tmp_path):
+    """By a quarter at a time; the cell has the batch that ran and the predicted one."""
     path = tmp_path / "greedy.py"
     path.write_text(FAULTY.replace("kv.seen > 97", "step.key.shape[0] > 3"))
-    answer = bench("--method", f"{path}:Greedy", "--batch", "max", "--clock", "step", "--memory", "0.009")
+    answer = bench("--method", f"{path}:Greedy", "--batch", "max", "--timing", "step", "--memory", "0.009")
     full, _, greedy = answer.json["cells"]
-    assert full["batch"] == full["predicted"]["largest_batch"] > 3
+    assert full["batch"] == full["predicted"]["max_batch"] > 3
     assert greedy["outcome"] == "ok"
     assert greedy["batch"] in (2, 3)
-    assert greedy["predicted"]["largest_batch"] == full["batch"]
+    assert greedy["predicted"]["max_batch"] == full["batch"]
     assert "no room; trying" in answer.err
 
 
-def test_who_does_not_fit_beside_the_anchors_is_timed_by_itself(bench):
-    """Out of memory would be the anchors' bytes' fault; the ratio is of rounds that were not in turn."""
+def test_a_method_that_does_not_fit_with_the_anchors_is_timed_alone(bench):
+    """Its speed-ups are not paired."""
     answer = bench(
-        "--method", "quest", "--budget", "64", "--set", "page=8", "--batch", 64, "--clock", "step",
+        "--method", "quest", "--budget", "64", "--set", "page=8", "--batch", 64, "--timing", "step",
         "--state", "synthetic", "--memory", 0.033,  # weights of 3 MB, anchors of 8 and 5, and 22 for the method
     )
     found = answer.json["cells"]
@@ -592,8 +594,8 @@ def test_who_does_not_fit_beside_the_anchors_is_timed_by_itself(bench):
     assert paired == [[], [True], [False, False]]
 
 
-def test_a_job_that_is_ended_keeps_its_cells(few, tmp_path, monkeypatch):
-    """The file is whole after every cell and says that the job was running."""
+def test_an_interrupted_job_keeps_its_cells(few, tmp_path, monkeypatch):
+    """The file is complete after every cell, with status `running`."""
     from kvbench.bench import run
 
     def interrupted(job, emit):
@@ -603,36 +605,38 @@ def test_a_job_that_is_ended_keeps_its_cells(few, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "run_cells", interrupted)
     out = tmp_path / "bench.json"
     with pytest.raises(KeyboardInterrupt):
-        run.run_bench(run.Request(
-            methods=("full",), model="random:two-layers", lengths=(LENGTH,), clocks=("step",), rounds=1, out=out
+        run.run_bench(run.BenchRequest(
+            methods=("full",), model="random:two-layers", lengths=(LENGTH,), timings=("step",), rounds=1, out=out
         ))
     found = Bench.model_validate_json(out.read_text())
     assert (found.status, len(found.cells), found.cells[0].outcome) == ("running", 1, "ok")
 
 
-def test_seconds_of_a_cpu_are_not_shown(bench):
-    """Ratios are; that the state is synthetic is said."""
-    answer = bench("--method", "full", "--clock", "step", "--state", "synthetic")
+def test_absolute_times_of_a_cpu_are_not_printed(bench):
+    """Speed-ups are; a synthetic state is stated."""
+    answer = bench("--method", "full", "--timing", "step", "--state", "synthetic")
     table = answer.out.splitlines()[:-1]
     assert not any(x in " ".join(table) for x in (" ms ", " us ", "tokens/s"))
     assert {x["graph_reason"] for x in answer.json["cells"]} == {"there is no CUDA graph on a CPU"}
     assert {x["state"] for x in answer.json["cells"]} == {"synthetic"}
-    assert "stores filled with made-up rows, no prompt was run" in " ".join(answer.out.split())
+    assert "synthetic contexts, no prompt was run" in " ".join(answer.out.split())
 
 
 @pytest.mark.parametrize(("line", "message"), [
-    ("--clock wall", "unknown clock 'wall'"), ("--state synthetic", "the user's clock runs the prompt"),
-    ("--state warm --clock step", "unknown state 'warm'"), ("--batch 0", "batch '0' must be a number"),
+    ("--timing wall", "unknown timing level 'wall'"),
+    ("--state synthetic", "end-to-end timing runs the prompt"),
+    ("--state warm --timing step", "unknown state 'warm'"), ("--batch 0", "batch '0' must be a number"),
     ("--batch many", "batch 'many' must be a number"), ("--length 1k", "must be whole numbers"),
     ("--length 0", "length 0 must be 1 or more"), ("--seconds 0", "seconds 0.0 must be 1 or more"),
-    ("--memory 0", "memory 0.0 must be above 0 GB"), ("--out nowhere/bench.json", "in a folder that is there"),
+    ("--memory 0", "memory 0.0 must be above 0 GB"), ("--out nowhere/bench.json", "in an existing folder"),
     ("--kernels cuda", "unknown kernels 'cuda'"),
     ("--kernels flash", "flash"), ("--method nope", "unknown method 'nope'"),
-    ("--set window=3 --method h2o", "--set is for one method"), ("--method none", "none is for diffusion models"),
-    ("--model random:llada-8b --method none", "use --clock user"), ("--device cuda:77", "not on this machine"),
+    ("--set window=3 --method h2o", "--set applies to one method"), ("--method none", "none is for diffusion models"),
+    ("--model random:llada-8b --method none", "use --timing end-to-end"),
+    ("--device cuda:77", "not on this machine"),
 ])
 def test_wrong_requests_are_refused_before_anything_runs(kvbench, few, line, message):
-    """In one line, with what to do; nothing is loaded."""
+    """In one line, with the next step; no model is loaded."""
     answer = kvbench("bench", "--method", "snapkv" if "none" not in line else "none", *line.split())
     assert answer.code == 2
     assert message in answer.err
@@ -640,18 +644,18 @@ def test_wrong_requests_are_refused_before_anything_runs(kvbench, few, line, mes
 
 
 def test_positions_that_a_model_cannot_compute_are_refused(few):
-    """Where they are learned, the table ends; a rotation has no end, and time is all that is asked for."""
-    request = Request(methods=("full",), lengths=(100,))
+    """Learned positions end with their table; rotations do not end."""
+    request = BenchRequest(methods=("full",), lengths=(100,))
     learned = SimpleNamespace(ropes=(NO_ROPE, replace(NO_ROPE, movable=False)), max_length=100, id="opt")
-    with pytest.raises(UserError, match="length 100 with 4 tokens after it is beyond what opt can compute"):
+    with pytest.raises(UserError, match="length 100 and 4 more tokens are beyond the 100 positions"):
         check_positions(request, learned)
     check_positions(request, SimpleNamespace(ropes=(NO_ROPE,), max_length=100, id="llama"))
 
 
 def test_a_diffusion_model_is_timed_by_whole_answers(kvbench, few):
-    """Beside no cache, in as many passes."""
+    """Compared with no cache at the same number of denoising steps."""
     answer = kvbench(
-        "bench", "--model", "mini-diffusion", "--method", "dkv-cache-decode", "--clock", "user", "--length", 32,
+        "bench", "--model", "mini-diffusion", "--method", "dkv-cache-decode", "--timing", "end-to-end", "--length", 32,
         "--rounds", 2, "--json",
     )
     assert answer.code == 0
@@ -662,15 +666,15 @@ def test_a_diffusion_model_is_timed_by_whole_answers(kvbench, few):
 
 
 def answers_of(job, **options):
-    """A job of the user's clock alone."""
+    """Times two methods end to end."""
     methods = {"full": Full(), "snapkv": fitted("snapkv")}
     return time_answers(SimpleNamespace(
-        **{"setting": job, "kernels": "torch", "rounds": {"user": 3}, "late": False, **options}
+        **{"setting": job, "kernels": "torch", "rounds": {"end-to-end": 3}, "late": False, **options}
     ), methods, LENGTH, {"full": 1, "snapkv": 1})
 
 
-def test_users_rounds_go_in_turn_after_one_that_does_not_count(few):
-    """Each method's answers are of equal length, with the prompt's time in them."""
+def test_end_to_end_rounds_follow_one_warm_up_round(few):
+    """Answers have equal length and include the prompt's time."""
     for answers in answers_of(setting()).values():
         seconds = answers.seconds
         assert {name: len(x) for name, x in seconds.items()} == {
@@ -682,22 +686,22 @@ def test_users_rounds_go_in_turn_after_one_that_does_not_count(few):
         )
 
 
-def test_when_time_is_up_nothing_more_is_begun(bench, monkeypatch):
-    """What was not timed says so, on every clock; that is no failure. Here time is up after the first cell."""
-    clock = itertools.chain([0.0] * 3, itertools.repeat(math.inf))  # two anchors and a cell
-    monkeypatch.setattr("kvbench.bench.job.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+def test_no_cell_is_started_after_the_deadline(bench, monkeypatch):
+    """The rest are `skipped` at every timing level, which is no failure. Here time is up after the first cell."""
+    times = itertools.chain([0.0] * 3, itertools.repeat(math.inf))  # two anchors and a cell
+    monkeypatch.setattr("kvbench.bench.job.time", SimpleNamespace(perf_counter=lambda: next(times)))
     answer = bench("--method", "snapkv", "--budget", "50%", "--seconds", 1)
     assert answer.code == 0
     first, *late = answer.json["cells"]
     assert (first["outcome"], {x["outcome"] for x in late}) == ("ok", {"skipped"})
-    assert {x["clock"] for x in late} == {"kernel", "step", "user"}
+    assert {x["timing"] for x in late} == {"kernel", "step", "end-to-end"}
     assert {x["reason"] for x in late} == {"no time was left for it"}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 def test_on_a_gpu_steps_and_attention_are_graphs(kvbench, kernels):
-    """Of what can be one, and its anchors with it; memory is the allocator's."""
+    """If the method allows it, and then its anchors too; memory is the allocator's."""
     answer = kvbench(
         "bench", "--model", "random:two-layers", "--method", "snapkv", "--method", "h2o", "--budget", "25%", "--length",
         2048, "--batch", "2,max", "--memory", 1, "--kernels", kernels, "--device", "cuda", "--rounds", 5, "--json",
@@ -705,7 +709,7 @@ def test_on_a_gpu_steps_and_attention_are_graphs(kvbench, kernels):
     assert answer.code == 0, answer.err
     cells = answer.json["cells"]
     assert {x["outcome"] for x in cells} == {"ok"}
-    graphs = {x["method"]["name"]: x["graph"] for x in cells if x["clock"] == "step"}
+    graphs = {x["method"]["name"]: x["graph"] for x in cells if x["timing"] == "step"}
     assert graphs == {"full": True, "full-int8": True, "snapkv": True, "h2o": False}
     for cell in cells:
         assert cell["device_memory"]["steady_bytes"] >= cell["memory"]["stored_bytes"]
@@ -716,14 +720,14 @@ def test_on_a_gpu_steps_and_attention_are_graphs(kvbench, kernels):
 
 
 def test_the_json_line_is_the_file(bench):
-    """The last line of standard output, for other programs."""
-    answer = bench("--method", "full", "--clock", "step")
+    """--json prints the same document."""
+    answer = bench("--method", "full", "--timing", "step")
     assert json.loads(answer.out.splitlines()[-1])["schema_version"] == 2
 
 
 @pytest.mark.parametrize("path", [*ROOT.glob("results/bench/*-steps.json"), *ROOT.glob("results/gpu/*/*.json")])
-def test_what_is_kept_can_be_read(path):
-    """Files of results are whole jobs of this schema, and nothing in them failed."""
+def test_committed_results_can_be_read(path):
+    """Every committed file is a complete job of this schema without failed cells."""
     found = Bench.model_validate_json(path.read_text())
     assert found.status == "done"
     assert {x.outcome for x in found.cells} <= {"ok", "out of memory", "refused", "skipped"}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvbench.check import POLICY_CLAIMS, NotApplicableError, check
-from kvbench.diffusion.policy import Plan, Policy
+from kvbench.diffusion.policy import PassPlan, Policy
 from kvbench.hf.tiny import tiny_diffusion
 from kvbench.methods.diffusion.none import NoCache
 from kvbench.registry import find_method, list_entries
@@ -46,15 +46,15 @@ class Lagging(Policy):
     card: ClassVar = CARD
 
     def plan(self, d):
-        answer = (d.places >= d.prompt).expand_as(d.ids)
-        return Plan() if d.passes == 0 else Plan(rows=answer | d.predictors(answer))
+        answer = (d.positions >= d.prompt).expand_as(d.ids)
+        return PassPlan() if d.nfe == 0 else PassPlan(compute=answer | d.predictors(answer))
 
 
 class Forgetful(Lagging):
     """Computes the masks and not what predicts them."""
 
     def plan(self, d):
-        return Plan() if d.passes == 0 else Plan(rows=d.masked)
+        return PassPlan() if d.nfe == 0 else PassPlan(compute=d.masked)
 
 
 class Correcting(Lagging):

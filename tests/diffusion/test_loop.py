@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.diffusion import policy as diffusion
-from kvbench.diffusion.policy import Denoising, Plan, denoise, positions_of, top
+from kvbench.diffusion.policy import Denoising, PassPlan, denoise, indices_of, top
 from kvbench.diffusion.sampling import Sampling
 from kvbench.errors import UserError
 from kvbench.hf.adapter import attached
@@ -47,8 +47,8 @@ def test_the_loop_is_lladas_sampler(model, prompts, fill, steps, block):
     """Token for token, in blocks and with fewer steps than tokens, for both kinds of heads."""
     found = fill(model, NoCache(), steps=steps, block=block)
     assert found.ids == [by_hand(model, prompt, 16, steps, block) for prompt in prompts]
-    assert found.passes == steps
-    assert found.rows == found.total == 36
+    assert found.nfe == steps
+    assert found.computed_tokens == found.sequence_length == 36
     assert found.peak_bytes == 0
 
 
@@ -115,8 +115,8 @@ def test_a_threshold_above_all_probabilities_is_one_token_per_pass(model, fill):
     """And one of 0 commits a block per pass."""
     one = fill(model, NoCache(), threshold=1.0, prompt=torch.arange(20)[None])
     assert one.ids == fill(model, NoCache(), prompt=torch.arange(20)[None]).ids
-    assert one.passes == 16
-    assert fill(model, NoCache(), threshold=0.0, block=4).passes == 4
+    assert one.nfe == 16
+    assert fill(model, NoCache(), threshold=0.0, block=4).nfe == 4
 
 
 def test_random_remasking_reveals_in_one_order_whatever_the_steps(model, fill):
@@ -156,7 +156,7 @@ def test_noise_belongs_to_a_pass_and_a_place(unshifted, prompts):
     among, _ = d._sample(hidden, sequence, places)
     alone = [d._sample(hidden[:1], sequence[:1], place[None])[0] for place in places]
     assert torch.equal(torch.cat(alone), among)
-    d.passes += 1
+    d.nfe += 1
     assert not torch.equal(d._sample(hidden, sequence, places)[0], among)
 
 
@@ -210,7 +210,7 @@ def test_a_policy_that_computes_nothing_needed_is_stopped(model, fill):
         card: ClassVar[Card] = NoCache.card.model_copy(update={"name": "blind", "budget": BudgetKind.NONE})
 
         def plan(self, d):
-            return Plan() if d.passes == 0 else Plan(rows=(d.places < 3).expand_as(d.ids))
+            return PassPlan() if d.nfe == 0 else PassPlan(compute=(d.positions < 3).expand_as(d.ids))
 
     with pytest.raises(RuntimeError, match="blind computed no row that could be committed at step 1"):
         fill(model, Blind())
@@ -245,7 +245,7 @@ def test_top_takes_the_greatest_and_never_more_than_there_are(scores, counts):
 ))
 def test_positions_repeat_the_first_where_rows_are_short(rows):
     """As many in every sequence, each place that is set among them."""
-    found = positions_of(torch.tensor(rows)).tolist()
+    found = indices_of(torch.tensor(rows)).tolist()
     for row, places in zip(rows, found, strict=True):
         wanted = [i for i, x in enumerate(row) if x]
         assert places == wanted + [wanted[0]] * (len(places) - len(wanted))

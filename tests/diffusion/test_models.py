@@ -125,7 +125,7 @@ class Touched(NoCache):
         return hidden
 
     def accept(self, d, confidence):
-        if d.passes == 1:
+        if d.nfe == 1:
             type(self).seen = confidence[0]
         return super().accept(d, confidence)
 

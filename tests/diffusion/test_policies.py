@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.diffusion.policy import Denoising, Plan
+from kvbench.diffusion.policy import Denoising, PassPlan
 from kvbench.diffusion.sampling import Sampling
 from kvbench.errors import UserError
 from kvbench.hf.adapter import attached
@@ -61,22 +61,22 @@ def test_all_entries_in_every_pass_is_no_cache(model, fill, method, how):
     """Token for token, whatever the schedule."""
     found = fill(model, method, **how)
     assert found.ids == fill(model, NoCache(), **how).ids
-    assert found.rows == found.total
+    assert found.computed_tokens == found.sequence_length
 
 
 @each_policy
 def test_a_policy_leaves_work_out(model, one, fill, method, how):
     """Fewer rows than no cache, or fewer passes; what is counted says so."""
     plain, found = (fill(model, x, prompt=one, **how) for x in (NoCache(), method))
-    assert plain.facts == {"rows_skipped": 0, "rows_unread": 0, "tokens_early": 0}
+    assert plain.facts == {"tokens_skipped": 0, "entries_unread": 0, "tokens_early": 0}
     if method.card.name == "none":
         assert found == plain
     elif method.card.name == "local-leap":
-        assert found.passes < plain.passes
+        assert found.nfe < plain.nfe
         assert found.facts["tokens_early"] > 0
     else:
-        assert found.rows < plain.rows
-        assert found.facts["rows_skipped"] == round((plain.rows - found.rows) * found.passes)
+        assert found.computed_tokens < plain.computed_tokens
+        assert found.facts["tokens_skipped"] == round((plain.computed_tokens - found.computed_tokens) * found.nfe)
         assert found.peak_bytes > 0
 
 
@@ -167,7 +167,7 @@ def test_sparse_with_everything_kept_is_the_dual_cache(unshifted, fill):
     """keep 1 and no delay: the rows outside the block as the first pass left them (card 1.9, oracle)."""
     dual, sparse = (fill(unshifted, x, block=4) for x in (FastDllmDual(), SparseDllm(keep=1.0, delay=0)))
     assert sparse.ids == dual.ids
-    assert sparse.rows == dual.rows
+    assert sparse.computed_tokens == dual.computed_tokens
 
 
 def test_sparse_frees_what_it_does_not_keep(unshifted, fill):
@@ -182,7 +182,7 @@ def test_elastic_without_drift_is_dkv_without_refresh(unshifted, one, fill):
     ours = fill(unshifted, ElasticCache(gamma=-1.0, tracked=0, window=NEVER), prompt=one)
     theirs = fill(unshifted, DkvCacheDecode(refresh=NEVER, first=1), prompt=one)
     assert ours.ids == theirs.ids
-    assert ours.rows == theirs.rows
+    assert ours.computed_tokens == theirs.computed_tokens
 
 
 def test_elastic_resets_above_the_first_layer_where_gamma_is_above_1(model, one, fill):
@@ -191,7 +191,7 @@ def test_elastic_resets_above_the_first_layer_where_gamma_is_above_1(model, one,
     steps = [len(rows) for rows, _, _ in rows_by_step(model, method, one)]
     found = fill(model, method, prompt=one)
     assert steps[0] == 36
-    assert found.rows * found.passes == 36 + sum((rows + 36) / 2 for rows in steps[1:])
+    assert found.computed_tokens * found.nfe == 36 + sum((rows + 36) / 2 for rows in steps[1:])
 
 
 def test_elastic_with_nothing_tracked_resets_no_layer(unshifted, one, fill):
@@ -205,11 +205,11 @@ def test_elastic_with_all_entries_in_every_pass_is_no_cache(model, one, fill):
 
     class Whole(ElasticCache):
         def plan(self, d):
-            return Plan()
+            return PassPlan()
 
     found, plain = (fill(model, x, prompt=one) for x in (Whole(window=NEVER), NoCache()))
     assert found.ids == plain.ids
-    assert found.rows == plain.rows
+    assert found.computed_tokens == plain.computed_tokens
 
 
 def test_elastic_watches_the_row_that_the_window_looks_at(unshifted, one):
@@ -298,4 +298,4 @@ def test_settings_without_meaning_are_refused(make):
 def test_dllm_cache_computes_the_share_that_changed(unshifted, fill):
     """Between full passes: layer 0 whole, and a quarter of the 16 answer rows above it."""
     found = fill(unshifted, DllmCache(prompt=NEVER, answer=NEVER, share=0.25))
-    assert found.rows == pytest.approx((36 * 2 + 15 * (36 + 4)) / 2 / 16)
+    assert found.computed_tokens == pytest.approx((36 * 2 + 15 * (36 + 4)) / 2 / 16)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.diffusion import sample as canvas
+from kvbench.diffusion import sample
 from kvbench.hf import load_model, load_tokenizer
 from kvbench.runs.job import prepare
 from kvbench.runs.request import Request
@@ -22,13 +22,13 @@ CHOICES = Path(__file__).parents[1] / "toys" / "choices.py"
 def filled(monkeypatch):
     """Every answer that was made: the policy's name, the prompt, and all else that `denoise` was given."""
     seen = []
-    denoise = canvas.denoise
+    denoise = sample.denoise
 
     def spy(model, method, prompt, answer, sampling, seed, never_first):
         seen.append((method.card.name, list(prompt), answer, sampling, seed, list(never_first)))
         return denoise(model, method, prompt, answer, sampling, seed, never_first)
 
-    monkeypatch.setattr(canvas, "denoise", spy)
+    monkeypatch.setattr(sample, "denoise", spy)
     return seen
 
 
@@ -40,13 +40,13 @@ def test_a_run_measures_what_it_computes(kvbench, arguments, tmp_path):
     found = result["diffusion"]
     n = 60  # letters, question and canvas fill the length: one token per byte
     rows = 2 * n + sum(range(2, 8))  # two full passes, then the masks of the step before
-    assert (found["steps"], found["block"], found["canvas"], found["nfe"]) == (8, 8, 8, 8)
+    assert (found["steps"], found["block"], found["response_length"], found["nfe"]) == (8, 8, 8, 8)
     assert (found["remasking"], found["threshold"], found["temperature"]) == ("low-confidence", None, 0)
-    assert found["rows_per_step"] == pytest.approx(rows / 8)
-    assert found["rows_share"] == pytest.approx(rows / (8 * n))
-    assert found["recomputed_rows"] == pytest.approx(rows - n)
+    assert found["computed_tokens_per_step"] == pytest.approx(rows / 8)
+    assert found["computed_share"] == pytest.approx(rows / (8 * n))
+    assert found["recomputed_tokens"] == pytest.approx(rows - n)
     assert result["effect"]["n_acted"] == result["effect"]["n"] == 4
-    assert result["effect"]["facts"] == {"rows_skipped": 4 * (8 * n - rows), "rows_unread": 0, "tokens_early": 0}
+    assert result["effect"]["facts"] == {"tokens_skipped": 4 * (8 * n - rows), "entries_unread": 0, "tokens_early": 0}
     bytes_per_row = 2 * 2 * 8 * 4 * 2  # keys and values, 2 heads of 8, float32, 2 layers
     assert result["memory"]["stored_bytes"] == result["memory"]["full_bytes"] == n * bytes_per_row
     assert result["memory"]["read_bytes_per_step"] == n * bytes_per_row
@@ -60,7 +60,7 @@ def test_a_run_measures_what_it_computes(kvbench, arguments, tmp_path):
     for name, x in found["baselines"].items():
         took = sum(line["denoising"]["baselines"][name]["seconds"] for line in lines)
         assert x["speedup"] == pytest.approx(took / sum(line["times"]["decode_s"] for line in lines))
-        committed = sum(line["denoising"]["baselines"][name]["committed"] for line in lines)
+        committed = sum(line["denoising"]["baselines"][name]["committed_tokens"] for line in lines)
         assert x["tokens_per_s"] == pytest.approx(committed / took)
     assert found["committed_tokens"] == sum(len(line["ids"]) for line in lines) / 4
     assert "8 tokens in blocks of 8, 8 steps, low-confidence" in answer.out
@@ -72,7 +72,7 @@ def test_no_cache_is_its_own_baseline(kvbench, arguments):
     beside = result["diffusion"]["baselines"]["none"]
     assert (result["status"], result["effect"]["n"], result["effect"]["n_identity"]) == ("ok", 0, 4)
     assert (beside["same_tokens"], beside["mean"]) == (1.0, result["score"]["mean"])
-    assert (result["diffusion"]["rows_share"], result["memory"]["stored_bytes"]) == (1.0, 0)
+    assert (result["diffusion"]["computed_share"], result["memory"]["stored_bytes"]) == (1.0, 0)
     assert result["memory"]["read_bytes_per_step"] == result["memory"]["full_bytes"]
 
 
@@ -83,19 +83,19 @@ def test_no_cache_is_its_own_baseline(kvbench, arguments):
 def test_likeness_is_the_share_of_the_longer_answers_places(other, same):
     """Beside 3 4; a stop token is no part of an answer, and two empty answers are the same."""
     stop = frozenset({END})
-    assert canvas._likeness([3, 4, END], other, stop) == canvas._likeness(other, [3, 4, END], stop) == same
-    assert canvas._likeness([END], [], stop) == 1
+    assert sample._likeness([3, 4, END], other, stop) == sample._likeness(other, [3, 4, END], stop) == same
+    assert sample._likeness([END], [], stop) == 1
 
 
 def test_what_fills_the_canvas_behind_two_answers_is_no_likeness(kvbench, arguments, monkeypatch):
     """3 4 and 5 6 have no token in common, and six places after their ends."""
-    denoise = canvas.denoise
+    denoise = sample.denoise
 
     def fixed(model, method, *rest, **more):
         ids = [3, 4] if method.card.name == "dkv-cache-decode" else [5, 6]
         return replace(denoise(model, method, *rest, **more), ids=[ids + [END] * 6])
 
-    monkeypatch.setattr(canvas, "denoise", fixed)
+    monkeypatch.setattr(sample, "denoise", fixed)
     found = kvbench(*arguments, "--method", "dkv-cache-decode").json["diffusion"]["baselines"]["none"]
     assert found["same_tokens"] == 0
 
@@ -142,7 +142,7 @@ def test_the_noise_of_a_turn_is_its_own(kvbench, arguments, filled):
 def test_a_canvas_is_whole_blocks_and_an_answer_no_longer_than_its_limit(kvbench, arguments, tmp_path):
     """Eight tokens in blocks of three fill nine places."""
     found = kvbench(*arguments, "--method", "fast-dllm-dual", "--gen", "block=3").json["diffusion"]
-    assert (found["canvas"], found["block"], found["steps"]) == (9, 3, 9)
+    assert (found["response_length"], found["block"], found["steps"]) == (9, 3, 9)
     assert {len(x["ids"]) for x in read_lines(tmp_path / "runs")} == {8}
 
 
@@ -164,11 +164,11 @@ REFUSED = [
     ("none", "--budget 25%", "none takes no budget"),
     ("none", "--gen steps=0", "--gen steps=0 must be a whole number, 1 or more"),
     ("none", "--gen steps=two", "--gen steps=two must be a whole number"),
-    ("none", "--gen steps=2 --gen block=2", "steps=2 is less than one for each of 4 blocks of 2 tokens"),
+    ("none", "--gen steps=2 --gen block=2", "steps=2 is less than one step for each of 4 blocks of 2 tokens"),
     ("none", "--gen remasking=high", "unknown remasking 'high'"),
     ("none", "--gen temperature=-1", "--gen temperature=-1 must be a number from 0 on"),
     ("none", "--gen threshold=1.5", "--gen threshold=1.5 must be a number from 0 to 1"),
-    ("none", "--gen threshold=0.9 --gen steps=4", "--gen steps has no meaning beside threshold"),
+    ("none", "--gen threshold=0.9 --gen steps=4", "--gen steps cannot be combined with threshold"),
     ("none", "--gen threshold=0.9 --gen remasking=random", "--gen threshold needs confidences"),
     ("none", "--gen beams=4", "unknown generation setting 'beams'"),
     ("none", "--device-map auto", "no device map can spread"),
@@ -181,8 +181,8 @@ REFUSED = [
     ("dkv-cache-decode", "--set shift=right", "--set shift=right"),
     ("snapkv", "", "snapkv needs an autoregressive model; "),
     ("full", "", "is a diffusion model. `kvbench list methods` shows what works on which; without a cache method use"),
-    ("none", f"--task {TOYS}:Uneven --gen steps=2 --gen block=4", "less than one for each of 4 blocks of 4 tokens"),
-    ("none", f"--task {CHOICES}:Mixed", "mixed weighs choices by their log-probabilities"),
+    ("none", f"--task {TOYS}:Uneven --gen steps=2 --gen block=4", "less than one step for each of 4 blocks of 4 tokens"),
+    ("none", f"--task {CHOICES}:Mixed", "mixed compares choices by log-probability"),
 ]
 
 

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from kvbench.diffusion.policy import Denoising, Plan, Policy
+from kvbench.diffusion.policy import Denoising, PassPlan, Policy
 from kvbench.method import BudgetKind, Card
 from kvbench.task import Example, Scorer, Task, Turn
 
@@ -84,10 +84,10 @@ class Thoughtless(Policy):
 
     card: ClassVar[Card] = CARD
 
-    def plan(self, d: Denoising) -> Plan:
+    def plan(self, d: Denoising) -> PassPlan:
         """Everything."""
         del d
-        return Plan()
+        return PassPlan()
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,10 @@ class Moody(Thoughtless):
 
     card: ClassVar[Card] = CARD.model_copy(update={"name": "moody"})
 
-    def plan(self, d: Denoising) -> Plan:
+    def plan(self, d: Denoising) -> PassPlan:
         """All, then all but one or still all."""
-        acts = d.passes > 0 and int(d.ids[0, 0]) % 2 == 0
-        return Plan(rows=(d.places > 0).expand_as(d.ids)) if acts else Plan()
+        acts = d.nfe > 0 and int(d.ids[0, 0]) % 2 == 0
+        return PassPlan(compute=(d.positions > 0).expand_as(d.ids)) if acts else PassPlan()
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,6 @@ class Breaking(Thoughtless):
         if len(self.answers) == 2:
             raise ValueError("a bug\nsecond line")
 
-    def plan(self, d: Denoising) -> Plan:
+    def plan(self, d: Denoising) -> PassPlan:
         """All, then all but one."""
-        return Plan() if d.passes == 0 else Plan(rows=(d.places > 0).expand_as(d.ids))
+        return PassPlan() if d.nfe == 0 else PassPlan(compute=(d.positions > 0).expand_as(d.ids))

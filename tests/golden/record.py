@@ -94,8 +94,8 @@ def compute_policy(name: str, seed: int, model: Model) -> Output:
             continue
         made = denoise(model, policy, [x % (VOCABULARY - 1) for x in random_ids(PROMPT, seed)], CANVAS, sampling)
         found[regime] = {
-            "tokens": made.ids[0], "passes": made.passes,
-            "computed": round(made.rows * made.passes * len(model.layers)),
+            "tokens": made.ids[0], "passes": made.nfe,
+            "computed": round(made.computed_tokens * made.nfe * len(model.layers)),
             "bytes": {"peak": made.peak_bytes, "read": made.read_bytes},
         }
     return found

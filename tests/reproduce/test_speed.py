@@ -11,17 +11,17 @@ from kvbench.errors import UserError
 from kvbench.reproduce import needs, speed
 from kvbench.reproduce.claims import find_claims
 from kvbench.reproduce.needs import look_around
-from kvbench.reproduce.plan import Missing, Plan, Timing, plan_claim
+from kvbench.reproduce.plan import ClaimPlan, Missing, SpeedRequest, plan_claim
 from kvbench.reproduce.speed import Timed, judge_speed, time_claim
 
 
-def one(claim: str) -> Plan:
+def one(claim: str) -> ClaimPlan:
     """The plan of the number of this id."""
     (found,) = find_claims(claim)
     return plan_claim(found)
 
 
-def tiny(claim: str, **changes: object) -> Plan:
+def tiny(claim: str, **changes: object) -> ClaimPlan:
     """The same timed on two random layers at 64 tokens, on the CPU."""
     plan = one(claim)
     assert plan.timing is not None
@@ -32,7 +32,9 @@ def tiny(claim: str, **changes: object) -> Plan:
 def test_a_throughput_is_of_the_batch_that_the_paper_ran():
     """ShadowKV at 122K: 24 sequences under a budget of 2048, the dense cache 4."""
     asked = one("shadowkv:throughput/llama-3.1-8b/shadowkv/122k").timing
-    assert asked == Timing("shadowkv", "random:llama-3.1-8b", 124_928, 24, "step", "2048", ("chunk=8", "rank=160"))
+    assert asked == SpeedRequest(
+        "shadowkv", "random:llama-3.1-8b", 124_928, 24, "step", "2048", ("chunk=8", "rank=160")
+    )
     dense = one("shadowkv:throughput/llama-3.1-8b/full-attention/122k").timing
     assert dense is not None
     assert (dense.batch, dense.budget) == (4, None)
@@ -87,7 +89,7 @@ def test_on_another_machine_a_speed_is_a_shape(timed):
     assert judged.ours.value == pytest.approx(1e3 * seconds.median)
     assert judged.ours.ci95 == pytest.approx((1e3 * seconds.low, 1e3 * seconds.high))
     assert "two-layers" in judged.regime
-    assert "64 tokens x 1, step clock" in judged.regime
+    assert "64 tokens x 1, step timing" in judged.regime
 
 
 def test_on_the_paper_s_gpu_a_speed_is_partly_reproduced_at_most(timed, monkeypatch):

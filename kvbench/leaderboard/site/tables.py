@@ -40,7 +40,7 @@ class Axis(StrEnum):
     def measure(self, result: Result) -> float | None:
         """The share of the dense cache's bytes, or of all rows; None: nothing was measured."""
         if self is Axis.COMPUTED:
-            return None if result.diffusion is None else result.diffusion.rows_share
+            return None if result.diffusion is None else result.diffusion.computed_share
         return held_share(result) if self is Axis.STORED else read_share(result)
 
 
@@ -119,7 +119,7 @@ def make_groups(entries: Iterable[Entry]) -> list[Group]:
     """Every entry in the one group that it belongs to."""
     found: dict[str, list[Entry]] = {}
     for x in entries:
-        found.setdefault(f"{name_questions(x.result.spec)} {x.result.latency.clock}", []).append(x)
+        found.setdefault(f"{name_questions(x.result.spec)} {x.result.latency.timing}", []).append(x)
     return sorted((_make_group(protocol, members) for protocol, members in found.items()), key=_order)
 
 

@@ -88,7 +88,9 @@ def check_bytes(replay: Replay, method: Method | None, result: Result, lines: Se
     """
     spec = replay.spec
     first = [x for x in lines if x.turn == 0 and x.bytes is not None and x.tokens is not None]
-    lengths = {x.index: x.tokens.context if x.denoising is None else x.denoising.total for x in first if x.tokens}
+    lengths = {
+        x.index: x.tokens.context if x.denoising is None else x.denoising.sequence_length for x in first if x.tokens
+    }
     known = shapes(spec, folder, list(lengths.values()))
     undeclared: UndeclaredError | None = None
     more = 0
