@@ -181,7 +181,8 @@ REFUSED = [
     ("dkv-cache-decode", "--set shift=right", "--set shift=right"),
     ("snapkv", "", "snapkv needs an autoregressive model; "),
     ("full", "", "is a diffusion model. `kvbench list methods` shows what works on which; without a cache method use"),
-    ("none", f"--task {TOYS}:Uneven --gen steps=2 --gen block=4", "less than one step for each of 4 blocks of 4 tokens"),
+    ("none", f"--task {TOYS}:Uneven --gen steps=2 --gen block=4",
+     "less than one step for each of 4 blocks of 4 tokens"),
     ("none", f"--task {CHOICES}:Mixed", "mixed compares choices by log-probability"),
 ]
 

@@ -19,7 +19,8 @@ NEW = {
     },
     "diffusion": {"response_length": 8, "computed_share": 0.5}, "budget": {"resolved": {"rows": 64}},
     "copy_bandwidth": {"before": 1.0}, "scores": {"ruler": 1.0},
-    "cells": [{"timing": "end-to-end", "predicted": {"max_batch": 3}}], "command": {"timings": ["kernel", "end-to-end"]},
+    "cells": [{"timing": "end-to-end", "predicted": {"max_batch": 3}}],
+    "command": {"timings": ["kernel", "end-to-end"]},
 }
 
 
