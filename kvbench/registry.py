@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from kvbench.custom import read_task
-from kvbench.errors import UserError, unknown
+from kvbench.errors import UserError, suggest_file, unknown
 from kvbench.method import Method
 from kvbench.task import Scorer, Task
 
@@ -196,7 +196,8 @@ def _load_file(text: str, *kinds: Kind) -> type:
     path = Path(location if location.endswith(".py") else f"{location}.py").expanduser()
     if not path.is_file():
         raise UserError(
-            f"{kind} file '{path}' does not exist. Give path/to/file.py:Class, or a name of `kvbench list {kinds[0]}s`."
+            f"{kind} file '{path}' does not exist.{suggest_file(path)} Give path/to/file.py:Class, or a name of "
+            f"`kvbench list {kinds[0]}s`."
         )
     # Named after the path, so that two files of one name are two modules; registered, because dataclasses look there.
     name = f"{FILE_MODULE}{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"

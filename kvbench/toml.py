@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from kvbench.errors import UserError, unknown
+from kvbench.errors import UserError, suggest_file, unknown
 
 T = TypeVar("T", bound=BaseModel)
 STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -32,7 +32,7 @@ def read_toml(path: Path, form: type[T], what: str, hint: str, renamed: Mapping[
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"{what} '{path}' cannot be read: {error.strerror}. {hint}") from error
+        raise UserError(f"{what} '{path}' cannot be read: {error.strerror}.{suggest_file(path)} {hint}") from error
     except ValueError as error:  # not TOML, or not UTF-8
         raise UserError(f"{what} '{path}' is not TOML: {error}. {hint}") from error
     for name in document:

@@ -454,7 +454,7 @@ def test_records_of_one_name_are_not_paired(write, run_records, kvbench, tmp_pat
     assert found.json["n_scored"] == 2
     answer = kvbench("compare", *[tmp_path / "runs" / found.json["run_id"]] * 2)
     assert answer.code == 2
-    assert "has two samples called 'same', numbers 0 and 1" in answer.err
+    assert "has two samples with the id 'same', numbers 0 and 1" in answer.err
 
 
 def make_record(name: str, letters: int, *questions: str) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Finished runs: found, compared, queried, scored again."""
+"""Analysis of finished runs: load, compare, query and rescore them."""

@@ -1,7 +1,7 @@
-"""Records as flat rows: what `kvbench query` reads, and what a report and the leaderboard give to download.
+"""Flattens records into columns, for `kvbench query` and for the downloads of reports and the leaderboard.
 
-A column is named after its place in the file, with an underscore for every step: `memory.ratio` is `memory_ratio`.
-Lists of single values stay lists; settings, counts by name and records in lists are JSON text.
+A column is named after its path in the file, joined by underscores: `memory.ratio` is `memory_ratio`.
+Lists of scalars stay lists; settings, counts by name and lists of records become JSON text.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ from kvbench.runs.results import Result
 FlatRecord = dict[str, Any]
 
 SHORT = {"method_name": "method", "task_name": "task", "model_id": "model", "score_mean": "score"}
-"""Columns that are asked for most, under a plain name."""
+"""Short names of the columns that are used most."""
 LEFT_OUT = ("method_card", "schema_version")
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
-"""What a spreadsheet takes for the start of a formula."""
+"""Characters that start a formula in a spreadsheet."""
 
 
 @dataclass(frozen=True)
 class RecordColumn:
-    """A place in a record, and what stands there."""
+    """A field of a record, as a column of a table."""
 
     name: str
     place: tuple[str, ...]
+    """Path of the field."""
     kind: type
-    """str, int, float or bool; str also of JSON."""
+    """str, int, float or bool; str for JSON."""
     many: bool
-    """Whether it is a list of these."""
+    """True for a list of `kind`."""
     text: bool
-    """Whether it is JSON."""
+    """True for JSON text."""
 
 
 @functools.cache
 def find_columns(record: type[BaseModel]) -> tuple[RecordColumn, ...]:
-    """The columns of a record; what a result has both in `spec` and outside it is there once."""
+    """The columns of a record type; a field that a result has both in `spec` and at the top appears once."""
     return tuple(x for x in _walk(record, ()) if x.name not in LEFT_OUT)
 
 
@@ -68,14 +69,14 @@ def _walk(record: type[BaseModel], at: tuple[str, ...]) -> Iterable[RecordColumn
 
 
 def _strip(annotation: Any) -> Any:
-    """The type that is not None."""
+    """The type of an annotation without its None."""
     if get_origin(annotation) in (Union, UnionType):
         return next(x for x in get_args(annotation) if x is not NoneType)
     return annotation
 
 
 def _scalar(kind: Any) -> type | None:
-    """The type of a single value; None: it is none."""
+    """str, int, float or bool for a scalar type; None for any other."""
     if get_origin(kind) is Literal:
         return type(get_args(kind)[0])
     if isinstance(kind, type) and issubclass(kind, Enum):
@@ -84,7 +85,7 @@ def _scalar(kind: Any) -> type | None:
 
 
 def flatten(record: BaseModel) -> FlatRecord:
-    """A record as one row."""
+    """The values of a record by column name."""
     return {x.name: _read(record, x) for x in find_columns(type(record))}
 
 
@@ -100,7 +101,7 @@ def _read(record: BaseModel, column: RecordColumn) -> Any:
 
 
 def write_csv(rows: Iterable[FlatRecord], columns: Iterable[str]) -> str:
-    """Rows as CSV; text that a spreadsheet would run as a formula has an apostrophe before it."""
+    """Records as CSV; text that a spreadsheet would run as a formula gets a leading apostrophe."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(columns), lineterminator="\n")
     writer.writeheader()
@@ -116,10 +117,10 @@ def _cell(value: Any) -> Any:
 
 
 def make_table(rows: Iterable[FlatRecord], columns: Iterable[RecordColumn]) -> Any:
-    """Rows as a table of pyarrow.
+    """Records as a pyarrow table.
 
     Raises:
-        UserError: pyarrow is missing, or a number of a file is too large for any table.
+        UserError: pyarrow is not installed, or a number is too large for its column.
     """
     arrow = load_extra("pyarrow", extra="report", what="a table of runs")
     types = {str: arrow.string(), int: arrow.int64(), float: arrow.float64(), bool: arrow.bool_()}
@@ -129,4 +130,4 @@ def make_table(rows: Iterable[FlatRecord], columns: Iterable[RecordColumn]) -> A
     try:
         return arrow.Table.from_pylist(list(rows), schema)
     except (arrow.ArrowException, OverflowError, ValueError) as error:
-        raise UserError(f"a value of these runs fits no table: {error}.") from error
+        raise UserError(f"a value of these runs does not fit into a table: {error}.") from error

@@ -1,4 +1,4 @@
-"""Runs side by side, and whether a difference is more than noise: paired on the questions that both answered."""
+"""Compares finished runs, paired on the questions that both answered."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ ASKED = (
     "task.truncation", "task.stop", "mode", "visibility", "history", "spec.recompress", "spec.split", "spec.seed",
     "spec.samples", "spec.turns", "spec.generation", "spec.device",
 )
-"""What must be equal before a difference of scores speaks of the methods."""
+"""Fields of a result that must be equal for scores to be comparable."""
 PROTOCOL = (
     *ASKED, "spec.chunk", "spec.kernels", "environment.cpu", "environment.gpu", "environment.threads",
     "environment.device_map", "latency.timing",
 )
-"""What must be equal before one of times does, too."""
+"""Fields of a result that must be equal for times to be comparable, too."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A run minus the first, on their common questions; null where one of them failed or they have none."""
+    """The score of a run minus the baseline's on their common questions; None if one failed or none is common."""
 
     run_id: str
     n: int
@@ -43,17 +43,17 @@ class Difference:
     ci95: tuple[float, float] | None
     p: float | None
     p_adjusted: float | None
-    """Holm's, over all runs that are compared with the first."""
+    """Holm-adjusted over all runs that are compared with the baseline."""
 
     @property
     def within_noise(self) -> bool | None:
-        """Whether the adjusted p-value is 5 % or more."""
+        """True if the adjusted p-value is 5 % or more."""
         return None if self.p_adjusted is None else self.p_adjusted >= ALPHA
 
 
 @dataclass(frozen=True)
 class Regression:
-    """A question that the full cache answered better."""
+    """A question with a lower score than with the full cache."""
 
     sample: str
     turn: int
@@ -63,26 +63,30 @@ class Regression:
 
 @dataclass(frozen=True)
 class Regressions:
-    """What became worse in a run than with the full cache, on their common questions."""
+    """The questions of a run with lower scores than with the full cache."""
 
     run_id: str
     full: str
-    """The run of the full cache."""
+    """Id of the run with the full cache."""
     n: int
+    """Common questions."""
     count: int
     samples: tuple[Regression, ...]
     """Worst first."""
 
 
 def find_conflicts(runs: Sequence[FinishedRun]) -> list[str]:
-    """Failures and differences of protocol, one line each.
+    """Reasons why the runs are not comparable, one line each: failures and differences of protocol.
 
     Raises:
-        UserError: the runs are of different tasks.
+        UserError: the runs belong to different tasks.
     """
     tasks = sorted({x.result.task.name for x in runs})
     if len(tasks) > 1:
-        raise UserError(f"these runs are of different tasks ({', '.join(tasks)}): their scores cannot be compared.")
+        raise UserError(
+            f"the runs belong to different tasks ({', '.join(tasks)}), so their scores cannot be compared. Give runs "
+            "of one task."
+        )
     found = [f"{x.result.run_id} failed: {x.result.error}" for x in runs if x.result.status == "failed"]
     documents = [x.result.model_dump(mode="json") for x in runs]
     for name in PROTOCOL:
@@ -93,9 +97,9 @@ def find_conflicts(runs: Sequence[FinishedRun]) -> list[str]:
 
 
 def describe_code(runs: Sequence[FinishedRun]) -> str | None:
-    """A line about runs that different code computed; None: the same code computed all of them.
+    """Differences in source code and package versions, in one line; None if there are none.
 
-    Methods and their kernels are compared between runs of one method only.
+    The source of methods and kernels is compared only between runs of the same method.
     """
     values: dict[str, set[str]] = {}
     for x in runs:
@@ -106,17 +110,17 @@ def describe_code(runs: Sequence[FinishedRun]) -> str | None:
             owner = f" of {spec.method.name}" if part in ("method", "kernels") else ""
             values.setdefault(f"source of the {part}{owner}", set()).add(value)
     found = [name for name, several in values.items() if len(several) > 1]
-    return f"different code computed these runs: they differ in {', '.join(found)}" if found else None
+    return f"the runs used different code: {', '.join(found)}" if found else None
 
 
 def name_questions(spec: RunSpec) -> str:
-    """Equal for runs that were asked the same, whatever the method."""
+    """A key that is equal for runs with the same questions and protocol, whatever the method."""
     document = spec.model_dump(mode="json")
     return _join(document | {"spec": document}, ASKED)
 
 
 def name_protocol(result: Result) -> str:
-    """Equal for rows that may share a ranking, and for no others."""
+    """A key that is equal for runs that may share a ranking."""
     return _join(result.model_dump(mode="json"), PROTOCOL)
 
 
@@ -125,7 +129,7 @@ def _join(document: object, names: Sequence[str]) -> str:
 
 
 def compare_runs(first: FinishedRun, others: Sequence[FinishedRun]) -> list[Difference]:
-    """Paired differences to the first run, p-values adjusted over all of them; a failed run has none."""
+    """Paired differences to the baseline, p-values adjusted over all of them."""
     found = [compare_pair(first, x) for x in others]
     tested = [x.p for x in found if x.p is not None]
     adjusted = iter(adjust(tested))
@@ -133,7 +137,7 @@ def compare_runs(first: FinishedRun, others: Sequence[FinishedRun]) -> list[Diff
 
 
 def compare_pair(first: FinishedRun, other: FinishedRun) -> Difference:
-    """The paired difference of scores, whole contexts resampled; a failed run has none."""
+    """The paired difference of two runs' scores; n = 0 if one failed."""
     pairs = {} if "failed" in (first.result.status, other.result.status) else _pair(first, other)
     if not pairs:
         return Difference(other.result.run_id, 0, 0, None, None, None, None)
@@ -142,9 +146,9 @@ def compare_pair(first: FinishedRun, other: FinishedRun) -> Difference:
 
 
 def rank_runs(runs: Sequence[FinishedRun]) -> list[int | None]:
-    """The rank of each run of one protocol: one more than the runs in better groups (`group_ties`).
+    """Ranks of runs of one protocol; runs that do not differ significantly share a rank (`group_ties`).
 
-    None: it failed, has no score, or was asked other questions than most of them.
+    None for a run that failed, has no score, or has other questions than most of the runs.
     """
     whole = [x for x in runs if x.result.status == "ok" and x.result.score.mean is not None]
     asked = {id(x): frozenset((key, line.prompt_hash) for key, line in x.lines.items()) for x in whole}
@@ -170,7 +174,7 @@ def _by_context(pairs: dict[tuple[str, int], tuple[float, float]]) -> list[list[
 
 
 def find_regressions(runs: Sequence[FinishedRun]) -> list[Regressions]:
-    """For each whole run, against the first of the full cache that was asked the same; nothing where there is none."""
+    """Regressions of each run against the first run of the full cache that shares questions with it."""
     whole = [x for x in runs if x.result.status == "ok"]
     full = [x for x in whole if is_full(x.result)]
     pairs = ([(x, other, _pair(x, other)) for x in full] for other in whole if other not in full)
@@ -184,11 +188,16 @@ def _regress(full: FinishedRun, other: FinishedRun, common: dict[tuple[str, int]
     return Regressions(other.result.run_id, full.result.run_id, len(common), len(worse), tuple(worse))
 
 
+def find_baseline(runs: Sequence[FinishedRun]) -> int:
+    """Index of the run that the others are compared with: the first one of the full cache, else the first one."""
+    return next((i for i, x in enumerate(runs) if x.result.status == "ok" and is_full(x.result)), 0)
+
+
 def find_full(spec: RunSpec, out: Path) -> Result | None:
-    """A finished run of the full cache below `out` that was asked the same; None: there is none."""
+    """A finished run of the full cache in `out` with the same questions and protocol; None if there is none."""
     wanted = name_questions(spec)
     for path in sorted(out.glob("*/result.json")):
-        with contextlib.suppress(UserError):  # another run's damage is not this one's concern
+        with contextlib.suppress(UserError):  # skip damaged runs
             result = read_file(path, Result)
             if is_full(result) and result.score.mean is not None and name_questions(result.spec) == wanted:
                 return result
@@ -196,12 +205,12 @@ def find_full(spec: RunSpec, out: Path) -> Result | None:
 
 
 def is_full(result: Result) -> bool:
-    """Of a method that takes no budget and is declared to lose nothing."""
+    """True for a method without a budget that declares no effect on the outputs."""
     return result.budget.kind == "none" and result.effect is not None and result.effect.n == 0
 
 
 def _pair(first: FinishedRun, other: FinishedRun) -> dict[tuple[str, int], tuple[float, float]]:
-    """Scores of the questions that both were asked alike, by sample and turn; in a fixed order, as sets have none."""
+    """Both scores of each common question (equal prompt hash), by sample and turn in sorted order."""
     pairs = {}
     for key in sorted(first.lines.keys() & other.lines.keys()):
         a, b = first.lines[key], other.lines[key]
@@ -211,7 +220,7 @@ def _pair(first: FinishedRun, other: FinishedRun) -> dict[tuple[str, int], tuple
 
 
 def look(document: object, name: str) -> object:
-    """A field of a document by its dotted name; None: not there."""
+    """A field of a document by its dotted name; None if it is missing."""
     for part in name.split("."):
         document = document[part] if isinstance(document, dict) else None
     return document

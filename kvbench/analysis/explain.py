@@ -1,4 +1,4 @@
-"""Why two runs of a task score differently: what was asked otherwise, and how much each of it alone moves the score."""
+"""Explains a score difference of two runs: which settings differ, and the effect of each one alone."""
 
 from __future__ import annotations
 
@@ -18,67 +18,70 @@ from kvbench.runs.request import Request, check
 from kvbench.settings import parse_pairs
 
 PAIRS = ("method_settings", "task_settings", "generation")
-"""Options of a request that are several settings."""
+"""Options of a request that hold several settings."""
 WHERE = ("suite", "device", "device_map", "trackers", "out")
-"""Options that no answer depends on, or that are a machine's."""
+"""Options that do not affect answers, or that depend on the machine."""
 FIXED = {
-    "spec.versions": "these packages ran", "spec.sources": "this code ran", "spec.device": "this machine ran",
-    "environment": "this machine ran", "latency": "times vary", "model": "it comes with the model's files",
-    "task.chat_template_sha": "it comes with the model's files", "task.bos": "it comes with the model's files",
-    "task.stop": "it comes with the model's files", "task": "it comes with the task and its data",
+    "spec.versions": "package version", "spec.sources": "source code", "spec.device": "set by the machine",
+    "environment": "set by the machine", "latency": "times vary", "model": "part of the model's files",
+    "task.chat_template_sha": "part of the model's files", "task.bos": "part of the model's files",
+    "task.stop": "part of the model's files", "task": "part of the task and its data",
 }
-"""Why something is as it was, by the beginning of its name in a result."""
+"""Why a field of a result cannot be requested, by the start of its name."""
 OPTIONS = {
     "task.settings": "task_settings", "spec.generation": "generation", "task.chat_template_sha": "template",
     "task.bos": "template",
 }
-"""What was asked for to have it, where a result has another name for it."""
+"""The option of a request that sets a field of a result, where the names differ."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One thing in which two runs differ."""
+    """One setting in which two runs differ."""
 
     name: str
     first: str
     other: str
     request: Request | None
-    """The first run with the other's value; None: there is no such run."""
+    """The first run's request with the other run's value; None if no such run is possible."""
     why: str = ""
-    """Why not."""
+    """Why it is not possible."""
 
 
 @dataclass(frozen=True)
 class ScoreShift:
-    """How far the score moves."""
+    """A difference of scores."""
 
     mean: float
     ci95: tuple[float, float]
     n: int
-    """Questions that both answered; 0: they were asked others, and the interval is of two separate means."""
+    """Common questions; 0: there are none, and the interval is that of two independent means."""
 
 
 def find_changes(first: FinishedRun, other: FinishedRun) -> list[Change]:
-    """What differs, each with the run that has it alone.
+    """The settings in which two runs differ, each with a request that changes only that one.
 
     Raises:
-        UserError: the runs are of different tasks.
+        UserError: the runs belong to different tasks.
     """
     names = [first.result.task.name, other.result.task.name]
     if names[0] != names[1]:
-        raise UserError(f"these runs are of different tasks ({', '.join(names)}): their scores cannot be compared.")
+        raise UserError(
+            f"the runs belong to different tasks ({', '.join(names)}), so their scores cannot be compared. Give runs "
+            "of one task."
+        )
     asked, wanted = (write_request(x.result.spec) for x in (first, other))
     changes = [_try(*x) for x in _differ(asked, wanted)]
     return [*changes, *_find_fixed(first, other, {x.name for x in changes})]
 
 
 def find_rerun(first: FinishedRun) -> Change:
-    """The first run as it is: another one where the code has changed since."""
-    return _try("run again", "the code of then", "the code of now", write_request(first.result.spec))
+    """The first run with the current code."""
+    return _try("rerun", "original code", "current code", write_request(first.result.spec))
 
 
 def measure(first: FinishedRun, other: FinishedRun) -> ScoreShift | None:
-    """The other's score minus the first's: paired where they were asked the same; None: one failed or has none."""
+    """The other run's score minus the first's, paired on common questions; None if one has no score."""
     found = compare_pair(first, other)
     if found.mean is not None and found.ci95 is not None:
         return ScoreShift(found.mean, found.ci95, found.n)
@@ -92,8 +95,8 @@ def measure(first: FinishedRun, other: FinishedRun) -> ScoreShift | None:
     return ScoreShift(mean, (mean - down, mean + up), 0)
 
 
-def rescore(first: FinishedRun, scorer: str) -> ScoreShift | None:
-    """What another scorer of the task says of the same answers; None: it was not there when they were scored."""
+def measure_scorer(first: FinishedRun, scorer: str) -> ScoreShift | None:
+    """The effect of another scorer of the task on the same answers; None if the journal lacks its scores."""
     contexts: dict[str, list[tuple[float, float]]] = {}
     for line in read_lines(first.folder / "samples.jsonl"):
         if line.score is not None and scorer in line.scores:
@@ -105,13 +108,13 @@ def rescore(first: FinishedRun, scorer: str) -> ScoreShift | None:
 
 
 def _differ(first: Request, other: Request) -> Iterator[tuple[str, object, object, Request]]:
-    """Options with both values, and the first request with the other's; several settings one by one."""
+    """Differing options: name, both values, and the first request with the other's value."""
     same_method = first.method == other.method
     for field in fields(Request):
         a, b = getattr(first, field.name), getattr(other, field.name)
         if a == b or field.name in WHERE or (field.name == "method_settings" and not same_method):
             continue
-        if field.name == "method":  # with its settings, which are no other method's
+        if field.name == "method":  # together with its settings, which other methods do not have
             yield "method", a, b, replace(first, method=b, method_settings=other.method_settings)
         elif field.name in PAIRS:
             mine, theirs = parse_pairs(a, field.name), parse_pairs(b, field.name)
@@ -125,27 +128,27 @@ def _differ(first: Request, other: Request) -> Iterator[tuple[str, object, objec
 
 
 def _try(name: str, first: object, other: object, request: Request) -> Change:
-    """Whether kvbench would run it; what only the model can tell comes later."""
+    """A change, with its request if that passes all checks that need no model."""
     try:
         check(request)
     except UserError as error:
         reason = str(error).partition(". ")[0].removesuffix(".")
-        return Change(name, _text(first), _text(other), None, f"kvbench refuses it: {reason}")
+        return Change(name, _text(first), _text(other), None, f"not allowed: {reason}")
     return Change(name, _text(first), _text(other), request)
 
 
 def _find_fixed(first: FinishedRun, other: FinishedRun, asked: set[str]) -> Iterator[Change]:
-    """What was not asked for and is otherwise all the same."""
+    """Differing fields of the results that no option of the request explains."""
     documents = [x.result.model_dump(mode="json") for x in (first, other)]
     code = [f"spec.{group}.{x}" for group in ("versions", "sources") for x in documents[0]["spec"][group]]
     for place in (*PROTOCOL, *code):
         a, b = (look(x, place) for x in documents)
         if a != b and not _follows(place, asked):
-            yield Change(place, _text(a), _text(b), None, _reason(place) or "it follows from what was asked")
+            yield Change(place, _text(a), _text(b), None, _reason(place) or "follows from another difference")
 
 
 def _follows(place: str, asked: set[str]) -> bool:
-    """Whether a place in a result says again what was asked for, or what comes with a model that was."""
+    """True if a field of a result repeats a differing option, or belongs to a differing model or method."""
     option = OPTIONS.get(place, place.rpartition(".")[2])
     said = any(x == option or x.startswith(f"{option}.") for x in asked)
     by_method = "method" in asked and place in ("spec.sources.method", "spec.sources.kernels")
@@ -157,6 +160,6 @@ def _reason(place: str) -> str | None:
 
 
 def _text(value: Any) -> str:
-    """A value, of a hash the beginning."""
+    """A value as text; hashes are shortened."""
     text = "-" if value is None else str(value)
     return text[:12] if re.fullmatch(r"[0-9a-f]{64}", text) else text

@@ -1,4 +1,4 @@
-"""Tables for people."""
+"""Formats numbers, and prints tables on standard output."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from kvbench.runs.results import Result, Score
 
 WIDEST = 200
-"""Columns of a table that goes to a file or a pipe."""
+"""Most characters per line of a table that goes to a file or a pipe."""
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table on standard output, never cut: without a terminal it takes the width it needs."""
+    """Print a table on standard output; cells are folded, never truncated."""
     table = Table(title=title or None, title_justify="left", header_style="bold")
     for name in columns:
         table.add_column(name, overflow="fold")
@@ -31,12 +31,12 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 
 def _printable(text: str) -> str:
-    """Text as a terminal may have it: what comes from files could hold sequences that steer it."""
+    """Text without control characters: untrusted text could contain terminal escape sequences."""
     return "".join(x if x.isprintable() or x == "\n" else "\N{REPLACEMENT CHARACTER}" for x in text)
 
 
 def format_difference(difference: Difference | None, score: Score) -> tuple[str, str, str, str]:
-    """The mean, its interval, the adjusted p-value and the verdict."""
+    """Mean, confidence interval, adjusted p-value and verdict of a difference."""
     if difference is None or difference.mean is None or difference.ci95 is None or difference.p_adjusted is None:
         return "-", "-", "-", ""
     better = (difference.mean > 0) == score.higher_is_better
@@ -45,27 +45,27 @@ def format_difference(difference: Difference | None, score: Score) -> tuple[str,
 
 
 def format_p(p: float) -> str:
-    """A p-value, as far as it matters."""
+    """A p-value with three decimals."""
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def format_interval(ends: tuple[float, float]) -> str:
-    """The ends of an interval of scores."""
+    """A confidence interval of scores."""
     return f"[{ends[0]:.2f}, {ends[1]:.2f}]"
 
 
 def format_score(result: Result) -> str:
-    """The mean and its interval, or why there is none."""
+    """Mean and confidence interval of the score, or the reason why there is none."""
     score: Score = result.score
     if score.mean is not None and score.ci95 is not None:
         return f"{score.mean:.3f}  [{score.ci95[0]:.3f}, {score.ci95[1]:.3f}] {score.metric}"
     if score.partial_mean is not None:
-        return f"none: {result.n_failed} samples failed (partial mean {score.partial_mean:.3f})"
+        return f"none: {result.n_failed} samples failed (mean of the others {score.partial_mean:.3f})"
     return "none: random weights" if result.n_failed == 0 else "none: every sample failed"
 
 
 def format_bytes(count: float) -> str:
-    """Bytes with a decimal unit."""
+    """A number of bytes with a decimal unit."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
@@ -74,7 +74,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(value: float | None) -> str:
-    """A duration; a dash where nothing was measured."""
+    """A duration; a dash for None."""
     if value is None:
         return "-"
     return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"

@@ -1,4 +1,4 @@
-"""Finished runs: found by folder or id, read with the answers that comparisons need."""
+"""Finds and loads finished runs, by folder or id."""
 
 from __future__ import annotations
 
@@ -17,32 +17,36 @@ RUNS = Path("runs")
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished run as its files say."""
+    """A finished run, read from its files."""
 
     folder: Path
     result: Result
     lines: dict[tuple[str, int], Answer]
-    """By sample and turn."""
+    """Answers by sample and turn."""
 
 
 def find_run(text: str, out: Path = RUNS) -> Path:
-    """The folder of a run, by its path or by its id below `out`.
+    """The folder of a run, from its path or its id in `out`.
 
     Raises:
-        UserError: there is none.
+        UserError: no such run.
     """
     for folder in (Path(text), out / text):
         if (folder / "spec.json").is_file():
             return folder
     known = [x.parent.name for x in out.glob("*/spec.json")] if out.is_dir() else []
-    raise unknown("run", text, known[-20:], f"Give the folder of a run, or its id below {out}/.")
+    raise unknown("run", text, known[-20:], f"Give the folder of a run, or the id of a run in {out}/.")
 
 
 def find_runs(texts: Sequence[str], out: Path = RUNS) -> list[Path]:
-    """Folders of finished runs, each once: runs by path or id, the runs of a suite's folder, all below another folder.
+    """Folders of finished runs, without duplicates.
+
+    Args:
+        texts: each the path or id of a run, the folder of a suite, or a folder with runs at any depth.
+        out: where ids are looked up.
 
     Raises:
-        UserError: a text names none of these, or a folder has no finished run in it.
+        UserError: a text names none of these, or a folder contains no finished run.
     """
     found = [folder for text in texts for folder in _expand(text, out)]
     return list({x.resolve(): x for x in found}.values())
@@ -54,15 +58,15 @@ def _expand(text: str, out: Path) -> list[Path]:
     folder = Path(text)
     if (folder / "suite.json").is_file():
         ids = read_file(folder / "suite.json", SuiteRecord).runs
-        return [find_run(x, folder.parent.parent) for x in ids]  # it lies in runs/suites/
+        return [find_run(x, folder.parent.parent) for x in ids]  # suite.json is in <out>/suites/<name>/
     if not folder.is_dir() or (folder / "spec.json").is_file():
         return [find_run(text, out)]
     every = sorted(x.parent for x in folder.rglob("spec.json"))
     finished = [x for x in every if (x / "result.json").is_file()]
     if not finished:
-        raise UserError(f"no finished run lies below '{text}'. Give the folder of a run, or one with runs in it.")
+        raise UserError(f"there is no finished run in '{text}'. Give the folder of a run, or a folder with runs.")
     if len(finished) < len(every):
-        say(f"{text}: {len(every) - len(finished)} unfinished runs are left out.")
+        say(f"{text}: skipped {len(every) - len(finished)} unfinished runs.")
     return finished
 
 
@@ -70,7 +74,7 @@ def load_run(folder: Path) -> FinishedRun:
     """Read a finished run.
 
     Raises:
-        UserError: it is not finished, or damaged.
+        UserError: the run is not finished, or its files are damaged.
     """
     if not (folder / "result.json").is_file():
         raise UserError(f"run '{folder}' is not finished: it has no result.json. Run its command again to finish it.")
@@ -79,7 +83,7 @@ def load_run(folder: Path) -> FinishedRun:
     for x in lines:
         if (other := named[x.sample, x.turn].index) != x.index:
             raise UserError(
-                f"run '{folder}' has two samples called '{x.sample}', numbers {x.index} and {other}: questions are "
-                "paired by name. Give every row of the task an id of its own, and run it again."
+                f"run '{folder}' has two samples with the id '{x.sample}', numbers {x.index} and {other}; questions "
+                "are paired by id. Give every record of the task its own id, and run it again."
             )
     return FinishedRun(folder, read_file(folder / "result.json", Result), named)

@@ -15,17 +15,18 @@ if TYPE_CHECKING:
     from kvbench.runs.results import Result
 
 POWER = 0.8
-"""How often a run finds the smallest difference that it is said to find."""
+"""Probability of detecting the minimum detectable effect."""
 FEWEST = 6
-"""Contexts that must differ before any test by context can find a difference: 2 of 2**6 ways to sign them are 3 %."""
+"""Contexts that must differ before a test by context can reach p < 0.05: with n contexts the least p-value is
+2 / 2**n."""
 SIZES = 4
-"""Most sizes of runs that are spoken of one by one before they start."""
+"""Most run sizes that are reported one by one before a sweep."""
 
 
 def describe_powers(plans: Sequence[Plan]) -> Iterator[str]:
-    """`describe_power` for several runs: one line per size; of many sizes only the smallest and the largest.
+    """One line per size of the runs to come; of many sizes only the smallest and the largest.
 
-    Runs whose score is no accuracy, or that will have none, are left out.
+    Runs without an accuracy are left out: random weights, and scores of which lower is better.
     """
     sizes = Counter(
         (x.request.samples, x.protocol.turns) for x in plans
@@ -38,42 +39,46 @@ def describe_powers(plans: Sequence[Plan]) -> Iterator[str]:
             runs = f"each of {sizes[size]} runs" if sizes[size] > 1 else "1 run"
             yield f"{runs}: {describe_power(*size)}"
     if between:
-        yield f"{sum(sizes[x] for x in between)} runs of {len(between)} other sizes lie between these."
+        yield f"{sum(sizes[x] for x in between)} runs of {len(between)} sizes in between are not listed."
 
 
 def describe_power(samples: int, turns: int, full: Result | None = None) -> str:
-    """The smallest difference that a run of right-or-wrong answers will find, in a line; `full`: what is known."""
-    asked = f"{samples} context{'s' if samples > 1 else ''} x {turns} question{'s' if turns > 1 else ''}"
+    """The minimum detectable effect of a run, in one line.
+
+    Args:
+        samples: contexts.
+        turns: questions per context. With several, the effect depends on how correlated the answers of one context
+            are, so both extremes are given.
+        full: a run of the full cache on the same questions, whose accuracy is used; None: the worst case.
+    """
+    size = f"{samples} sample{'s' if samples > 1 else ''}" if turns == 1 else f"{samples} contexts x {turns} questions"
     accuracy = None if full is None else full.score.mean
-    together = find_detectable(samples, accuracy)
-    if together is None:
-        return f"{asked} are too few to tell any difference from noise. Ask for more --samples."
-    smallest = f"{100 * together:.0f} points"
+    correlated = find_detectable(samples, accuracy)
+    if correlated is None:
+        return f"{size} cannot detect any difference at p < 0.05. Use more --samples."
+    points = f"{100 * correlated:.0f} points"
     if turns > 1:
-        apart = find_detectable(samples * turns, accuracy)
-        assert apart is not None, samples
-        smallest = (
-            f"{100 * apart:.0f} points where the questions of a context are answered independently, {smallest} where "
-            "they stand and fall together"
-        )
-    known = "two methods at the accuracies that are hardest to tell apart"
-    if full is not None:
-        known = f"the full cache at {accuracy:.3f}, as in {full.run_id}"
-    return (
-        f"smallest difference that {asked} find 4 times in 5 at the 5 % level: about {smallest} (right-or-wrong "
-        f"answers, {known})."
-    )
+        independent = find_detectable(samples * turns, accuracy)
+        assert independent is not None, samples
+        points = f"{100 * independent:.0f} (answers independent) to {points} (answers correlated within a context)"
+    assumed = "worst case" if full is None else f"full cache at {accuracy:.3f} in {full.run_id}"
+    return f"{size} can detect a difference of about {points} (80 % power, p < 0.05, {assumed})."
 
 
 def find_detectable(n: int, accuracy: float | None = None) -> float | None:
-    """The smallest difference of two accuracies that n questions find with probability POWER; None: not even the most.
+    """The smallest difference of two accuracies that McNemar's exact test detects with probability POWER.
 
-    Of McNemar's exact test, for right-or-wrong answers whose errors are independent between the methods and between
-    the questions. Graded scores between 0 and 1 vary less than right-or-wrong ones of the same mean, so for them it is
+    The answers are right or wrong, with errors independent between the methods and between the questions. Graded
+    scores between 0 and 1 vary less than right-or-wrong ones of the same mean, so their detectable difference is
     smaller.
 
-    accuracy: of one of the methods; the difference is towards the middle, where there is more room for it. None: the
-        two for which a difference is the hardest to find.
+    Args:
+        n: questions.
+        accuracy: of one of the methods; the other's is on the side with more room. None: the pair of accuracies for
+            which a difference is hardest to detect.
+
+    Returns:
+        The difference, between 0 and 1; None where n questions cannot detect any.
     """
     best = None if accuracy is None else max(accuracy, 1 - accuracy)
 
@@ -92,15 +97,15 @@ def find_detectable(n: int, accuracy: float | None = None) -> float | None:
 
 
 def _power(n: int, only_first: float, only_second: float) -> float:
-    """How often McNemar's exact test finds it: the shares of questions that only one of two methods answers."""
+    """Power of McNemar's exact test, from the shares of questions that only one of the two methods answers."""
     from scipy.special import bdtr, bdtrik  # type: ignore[import-untyped]  # as scipy.stats.binom, in half the time
 
     unequal = only_first + only_second
     if n < FEWEST or not unequal:
         return 0.0
     k = np.arange(FEWEST, n + 1)  # questions on which the methods differ
-    fewest = np.floor(bdtrik(ALPHA / 2, k, 0.5))  # for one of the methods to be significantly few
+    critical = np.floor(bdtrik(ALPHA / 2, k, 0.5))  # the largest count of one method's wins that is significant
     share = only_second / unequal
-    found = bdtr(fewest, k, share) + bdtr(fewest, k, 1 - share)
+    found = bdtr(critical, k, share) + bdtr(critical, k, 1 - share)
     chance = np.diff(bdtr(np.arange(FEWEST - 1, n + 1), n, unequal))
     return float((chance * found).sum())

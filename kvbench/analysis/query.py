@@ -1,4 +1,4 @@
-"""SQL over finished runs: their files as two tables of a database that lives in memory and reaches nothing else."""
+"""SQL over finished runs, as two tables of an in-memory DuckDB without access to files or network."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from kvbench.runs.results import Result
 
 RUN_ID = RecordColumn("run_id", (), str, many=False, text=False)
 TABLES = {"results": find_columns(Result), "samples": (RUN_ID, *find_columns(Line))}
-"""`results` has a row per run, `samples` one per (sample, turn)."""
+"""`results` has one row per run, `samples` one per (sample, turn)."""
 LOCKED = {
     "enable_external_access": False, "autoinstall_known_extensions": False, "autoload_known_extensions": False,
     "temp_directory": "", "lock_configuration": True,
 }
-"""No file, no network, no extension, and no statement that changes that."""
+"""DuckDB settings: no files, no network, no extensions, and no way for a query to change that."""
 HINT = "`DESCRIBE results` and `DESCRIBE samples` list the columns."
 
 
 @dataclass(frozen=True)
 class QueryResult:
-    """What a query came to."""
+    """Columns and rows that a query returned."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Any, ...], ...]
 
 
 def query_runs(sql: str, folders: Sequence[Path]) -> QueryResult:
-    """Answer one SELECT about the runs in these folders; a table that it does not name is not read.
+    """Run one SELECT over the runs in these folders; a table that the query does not name is not read.
 
     Raises:
-        UserError: DuckDB refuses it, it is none or more than one statement, or it would change something.
+        UserError: DuckDB rejects the query, it is not exactly one statement, or not a SELECT.
     """
     duckdb = load_extra("duckdb", extra="query", what="kvbench query")
     words = set(re.findall(r"\w+", sql.lower()))
@@ -48,7 +48,7 @@ def query_runs(sql: str, folders: Sequence[Path]) -> QueryResult:
         try:
             statements = connection.extract_statements(sql)
             if [x.type.name for x in statements] not in (["SELECT"], ["EXPLAIN"]):
-                raise UserError(f"a query is one SELECT, or an EXPLAIN or DESCRIBE of one. {HINT}")
+                raise UserError(f"a query must be one SELECT, EXPLAIN or DESCRIBE statement. {HINT}")
             for name in words & TABLES.keys() or TABLES:
                 rows = _read_results(folders) if name == "results" else _read_samples(folders)
                 connection.register("given", make_table(rows, TABLES[name]))
@@ -59,7 +59,7 @@ def query_runs(sql: str, folders: Sequence[Path]) -> QueryResult:
             return QueryResult(tuple(x[0] for x in cursor.description), tuple(found))
         except duckdb.Error as error:
             reason = " ".join(str(error).partition("\nLINE ")[0].split())
-            raise UserError(f"the query fails: {reason.rstrip('.!')}. {HINT}") from error
+            raise UserError(f"the query failed: {reason.rstrip('.!')}. {HINT}") from error
 
 
 def _read_results(folders: Sequence[Path]) -> Iterable[FlatRecord]:
@@ -73,7 +73,7 @@ def _read_samples(folders: Sequence[Path]) -> Iterable[FlatRecord]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it: what is no number is null, what has no JSON is text."""
+    """A value as JSON: NaN and infinity become null, other types without a JSON form become text."""
     if isinstance(value, list | tuple):
         return [_plain(x) for x in value]
     if isinstance(value, dict):

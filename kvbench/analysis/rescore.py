@@ -1,4 +1,4 @@
-"""Scores a finished or unfinished run again from its journal: no model, and nothing of the run is changed."""
+"""Scores the answers of a run again from its journal, without a model and without changing the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Rescored(Record):
     run_id: str
     task: str
     task_version: str
-    """Of the installed task: its scorer did the work."""
+    """Version of the installed task, whose scorer was used."""
     scorer: str
     n_samples: int
     n_scored: int
@@ -33,25 +33,35 @@ class Rescored(Record):
 
 
 def rescore(folder: Path, scorer_id: str | None = None, task_name: str | None = None) -> tuple[Rescored, Path]:
-    """Score every prediction of the journal again; None: with the run's own scorer, from its own task.
+    """Score every prediction in the journal again.
+
+    Args:
+        folder: of a run, finished or not.
+        scorer_id: None: the run's own scorer.
+        task_name: a name, or path/to/file.py:Class; None: the run's own task.
+
+    Returns:
+        The record and the path it was written to, `scores/<scorer>.json`.
 
     Raises:
-        UserError: no such run, task or scorer, no predictions, or none of the facts that the scorer needs.
+        UserError: no such run, task or scorer; no predictions; or facts that the scorer needs are missing.
     """
     spec = read_file(folder / "spec.json", RunSpec)
     if spec.model.id.startswith("random:"):
-        raise UserError(f"run {folder} is of random weights: its answers have no score.")
+        raise UserError(f"run {folder} used random weights, so its answers have no score.")
     task = find_task(task_name or spec.task.name)
     if task.name != spec.task.name:
-        raise UserError(f"run {folder} is of task {spec.task.name}, not of {task.name}. Give the file of its own task.")
+        raise UserError(
+            f"run {folder} belongs to task {spec.task.name}, not to {task.name}. Give the file of its own task."
+        )
     if task.version != spec.task.version:
-        say(f"the run is of {task.name} version {spec.task.version}, scored with that of version {task.version}.")
+        say(f"warning: the run used {task.name} version {spec.task.version}; it is scored with version {task.version}.")
     scorer = find_scorer(task, scorer_id or spec.task.scorer)
     lines = read_lines(folder / "samples.jsonl")
     finished = finished_samples(lines)
     lines = [x for x in lines if x.index in finished]
     if not lines:
-        raise UserError(f"run {folder} has no samples yet. Run its command again to go on.")
+        raise UserError(f"run {folder} has no samples yet. Run its command again to continue it.")
     of_example = {x.index: x.facts for x in lines if x.turn == 0}
 
     def judge(line: Line) -> float | None:
@@ -60,8 +70,8 @@ def rescore(folder: Path, scorer_id: str | None = None, task_name: str | None = 
         facts = {**of_example[line.index], **line.facts}
         if missing := [x for x in scorer.facts if x not in facts]:
             raise UserError(
-                f"run {folder} has no {', '.join(missing)} in its journal, which scorer {scorer.id} needs: it is of "
-                "another version of the task. Run it again."
+                f"run {folder} has no {', '.join(missing)} in its journal, which scorer {scorer.id} needs; it was made "
+                "with another version of the task. Run it again."
             )
         return scorer(line.prediction, line.references, facts)
 

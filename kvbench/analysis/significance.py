@@ -1,6 +1,6 @@
-"""Whether a difference is more than noise: paired by question, drawn by context, held to 5 % over all rows at once.
+"""Significance of score differences: paired tests by context, Holm adjustment, and groups of ties.
 
-`stats.py` has what a run writes into its result; nothing here is part of a run, so nothing here changes one.
+The confidence interval in a run's own result is computed in `kvbench/runs/stats.py`.
 """
 
 from __future__ import annotations
@@ -17,32 +17,37 @@ import numpy as np
 from kvbench.runs.stats import bootstrap_interval
 
 ALPHA = 0.05
-"""False positives that are accepted, over all rows that are compared with one."""
+"""Family-wise error rate, over all runs that are compared with one baseline."""
 CELLS = 50_000
+"""Most sums in the exact distribution of `flip_signs`."""
 DENOMINATOR = 1000
-"""Greatest denominator that is looked for in a difference of scores."""
+"""Largest denominator tried when a score difference is written as a fraction."""
 ROUNDING = 1e-10
-"""What sums of scores may have lost as floats."""
+"""Tolerance for rounding errors in sums of scores."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Paired:
-    """The second of two methods minus the first, over the questions that both answered."""
+    """The paired difference of two methods, second minus first, over the questions that both answered."""
 
     n: int
     """Questions."""
     contexts: int
     mean: float
     ci95: tuple[float, float]
-    """Paired bootstrap: contexts are drawn, with both methods' answers to all their questions."""
+    """Paired bootstrap over contexts: each draw takes both methods' answers to all questions of a context."""
     p: float
-    """Of `flip_signs`."""
+    """From `flip_signs`."""
 
 
 def compare_scores(contexts: Sequence[Sequence[tuple[float, float]]]) -> Paired:
-    """Paired scores (first, second) of the questions of each context; at least one of each."""
+    """Compare two methods.
+
+    Args:
+        contexts: for each context the paired scores (first, second) of its questions; none is empty.
+    """
     differences = [[b - a for a, b in pairs] for pairs in contexts]
     sums = [sum(x) for x in differences]
     n = sum(map(len, differences))
@@ -50,15 +55,20 @@ def compare_scores(contexts: Sequence[Sequence[tuple[float, float]]]) -> Paired:
 
 
 def flip_signs(differences: Sequence[float]) -> float:
-    """Two-sided p-value of differences by context: how often random signs bring a sum as far from 0 as theirs.
+    """Two-sided p-value of the sign-flip permutation test on differences by context.
 
-    Where two methods do not differ, their names could be swapped in any context. Unlike the bootstrap's own p-value it
-    promises no more than it keeps with few contexts, or where methods disagree in few of them. With one right-or-wrong
-    question per context it is McNemar's exact test. Every combination of signs counts, without drawing any: the
-    distribution of the sum is built up context by context (Fisher 1935; Pagano and Tritchler 1983). It is exact for
-    scores that share a denominator which leaves no more than CELLS sums. Others are rounded to one of CELLS parts of
-    what they sum to, and a sum that rounding alone may keep from reaching theirs counts as reaching it: the p-value
-    comes out too large, never too small.
+    Under the null hypothesis the two methods are exchangeable in each context, so each difference may change its sign.
+    The p-value is the share of all sign combinations whose sum is at least as far from 0 as the observed one. Unlike
+    the bootstrap's p-value it keeps its level with few contexts, and where methods disagree in few of them. With one
+    right-or-wrong question per context it is McNemar's exact test.
+
+    No combination is sampled: the distribution of the sum is built up context by context (Fisher 1935; Pagano and
+    Tritchler 1983). It is exact for scores with a common denominator that leaves at most CELLS sums. Other scores are
+    rounded to 1 / CELLS of their total, and a sum within the rounding error of the observed one counts as reaching it,
+    so the p-value can be too large but never too small.
+
+    Args:
+        differences: one sum of score differences per context.
     """
     values = abs(np.array(differences, dtype=float))
     total = float(values.sum())
@@ -68,11 +78,11 @@ def flip_signs(differences: Sequence[float]) -> float:
     if shared is None:
         scaled = values * (CELLS / total)
         steps = np.rint(scaled).astype(np.int64)
-        slack = int(2 * abs(scaled - steps).sum()) + 1  # theirs and another sum, each as wrong as it can be
+        slack = int(2 * abs(scaled - steps).sum()) + 1  # the rounding error of two sums at most
     else:
         steps, slack = np.array(shared), 0
     middle = int(steps.sum())
-    chance = np.zeros(2 * middle + 1)  # of every sum from -middle to middle
+    chance = np.zeros(2 * middle + 1)  # the probability of each sum from -middle to middle
     chance[middle] = 1.0
     for step in steps[steps > 0]:
         chance = (np.roll(chance, step) + np.roll(chance, -step)) / 2
@@ -83,18 +93,18 @@ def flip_signs(differences: Sequence[float]) -> float:
 
 
 def _share_denominator(values: Sequence[float]) -> list[int] | None:
-    """The values as whole numbers of one part; None: there is none with which they sum to no more than CELLS."""
+    """The values as multiples of a common fraction; None if there is none with which they sum to at most CELLS."""
     exact = [Fraction(x).limit_denominator(DENOMINATOR) for x in values]
     if any(abs(x - y) > ROUNDING for x, y in zip(values, exact, strict=True)):
         return None
     part = math.lcm(*(x.denominator for x in exact))
     parts = [int(x * part) for x in exact]
-    least = math.gcd(*parts) or 1  # rounding alone is no difference
+    least = math.gcd(*parts) or 1  # all values are 0 after rounding
     return [x // least for x in parts] if sum(parts) <= CELLS * least else None
 
 
 def adjust(p_values: Sequence[float]) -> list[float]:
-    """Holm's adjustment: rejecting those below ALPHA errs at all with probability ALPHA at most (Holm 1979)."""
+    """Holm-adjusted p-values, in the order given; p < ALPHA bounds the family-wise error rate (Holm 1979)."""
     adjusted = [0.0] * len(p_values)
     most = 0.0
     for tested, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
@@ -104,10 +114,10 @@ def adjust(p_values: Sequence[float]) -> list[float]:
 
 
 def group_ties(best_first: Sequence[T], p_value: Callable[[T, T], float]) -> list[list[T]]:
-    """Groups that share a rank.
+    """Split a ranking into groups that share a rank.
 
-    The best leads the first group, and those below it are in it, up to the first one that differs from the leader
-    (p-values adjusted over all that are left); that one leads the next group.
+    The best item leads the first group. The items below it join, up to the first one that differs significantly from
+    the leader (p-values adjusted over all remaining items). That item leads the next group.
     """
     groups = []
     rest = list(best_first)

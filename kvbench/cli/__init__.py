@@ -1,14 +1,15 @@
-"""The command line: it parses, calls and prints. Results go to standard output, everything else to standard error."""
+"""The command line. Results go to standard output, log lines and errors to standard error."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from kvbench import __version__
 from kvbench.cli import (
     bench,
     check,
@@ -27,14 +28,31 @@ from kvbench.cli import (
 )
 from kvbench.errors import UserError, unknown
 
-# Newer typers carry a click of their own: its base exception is found through the one class that typer exports.
+# Newer versions of typer contain their own click; its base exception is reached through a class that typer exports.
 CLICK_ERROR: type[Exception] = next(x for x in typer.BadParameter.__mro__ if x.__name__ == "ClickException")
 INTERRUPTED = 130
 
 app = typer.Typer(
-    name="kvbench", help="A benchmark harness for KV-cache techniques of language models.",
-    add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    name="kvbench", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvbench {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def callback(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """A benchmark harness for KV-cache techniques of language models."""
+
+
 app.command("run")(run.run_command)
 app.command("sweep")(sweep.sweep_command)
 app.command("list")(show.list_command)
@@ -55,14 +73,18 @@ app.add_typer(leaderboard.app, name="leaderboard")
 
 def main() -> None:
     """Entry point of the `kvbench` command."""
-    # On a busy CPU, OpenMP threads that spin while they wait for each other cost thirty times the work itself. It must
-    # be said before torch is imported.
+    # On a busy CPU, OpenMP threads that spin while waiting cost up to thirty times the work itself. OpenMP reads this
+    # variable when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     sys.exit(call(sys.argv[1:]))
 
 
 def call(arguments: Sequence[str]) -> int:
-    """Run a command line. Exit code 0 done, 1 failed with a reason, 2 a wrong request, 130 interrupted."""
+    """Run a command line.
+
+    Returns:
+        The exit code: 0 success, 1 failure with a printed reason, 2 bad input, 130 interrupted.
+    """
     command = typer.main.get_command(app)
     try:
         code = command.main(list(arguments), prog_name="kvbench", standalone_mode=False)
@@ -70,10 +92,10 @@ def call(arguments: Sequence[str]) -> int:
         return _stop(str(error), getattr(error, "exit_code", 2))
     except CLICK_ERROR as error:
         return _stop(_explain(error), 2)
-    except typer.Abort:  # what older typers make of Ctrl-C; newer ones return the code
+    except typer.Abort:  # Ctrl-C with older versions of typer; newer ones return the code
         code = INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more can be printed, at exit neither
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit does not fail, too
         return 1
     if code == INTERRUPTED:
         return _stop("interrupted.", code)
@@ -86,7 +108,7 @@ def _stop(message: str, code: int) -> int:
 
 
 def _explain(error: Exception) -> str:
-    """One line, with the nearest name and where to look."""
+    """A click error in one line, with the nearest valid name and a hint."""
     context: Any = getattr(error, "ctx", None)
     if context is None:
         return str(error)

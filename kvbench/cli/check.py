@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def check_command(
     name: Annotated[
-        str, typer.Argument(help="A method or task, path/to/file.py:Class of one, or path/to/task.toml.")
+        str, typer.Argument(help="A method or task: its name, path/to/file.py:Class, or path/to/task.toml.")
     ],
     *,
     settings: Annotated[
@@ -28,19 +28,19 @@ def check_command(
     task_settings: Annotated[
         list[str] | None, typer.Option("--task-set", metavar="KEY=VALUE", help="A setting of the task; repeatable.")
     ] = None,
-    model: Annotated[str, typer.Option(help="Whose tokenizer counts a task's lengths.")] = "mini",
-    samples: Annotated[int, typer.Option(help="Examples of a task to look at; of a .toml, all are.")] = 20,
+    model: Annotated[str, typer.Option(help="Model whose tokenizer counts the lengths of a task's prompts.")] = "mini",
+    samples: Annotated[int, typer.Option(help="Examples of a task to check; a .toml is checked whole.")] = 20,
     as_json: Json = False,
 ) -> int:
-    """Try on a method what every method must do, or look through a task's examples; exit code 1 where a claim fails."""
+    """Test the invariants of a method, or check the examples of a task. Exit code 1 if a check fails."""
     from kvbench.registry import find_either
     from kvbench.settings import configure, parse_pairs
     from kvbench.task import Task
 
     if name.endswith(".toml"):
         if settings or task_settings:
-            raise UserError(f"{name} has no settings: leave --set and --task-set out.")
-        return _check_rows(Path(name), model, as_json=as_json)
+            raise UserError(f"{name} has no settings. Leave out --set and --task-set.")
+        return _check_records(Path(name), model, as_json=as_json)
     found = find_either(name)
     if issubclass(found, Task):
         if settings:
@@ -53,16 +53,16 @@ def check_command(
     from kvbench.analysis.formatting import print_table
     from kvbench.check import check
 
-    claims = check(found, made.settings)
-    print_table("", (found.card.name, "", "found", "seconds"), [
-        (x.name, "ok" if x.passed else "FAILED", x.detail, f"{x.seconds:.2f}") for x in claims
+    results = check(found, made.settings)
+    print_table("", (found.card.name, "", "detail", "seconds"), [
+        (x.name, "ok" if x.passed else "FAILED", x.detail, f"{x.seconds:.2f}") for x in results
     ])
     if as_json:
-        print_json([asdict(x) for x in claims])
-    return 0 if all(x.passed for x in claims) else 1
+        print_json([asdict(x) for x in results])
+    return 0 if all(x.passed for x in results) else 1
 
 
-def _check_rows(path: Path, model: str, *, as_json: bool) -> int:
+def _check_records(path: Path, model: str, *, as_json: bool) -> int:
     from kvbench.check.audit import audit_rows
     from kvbench.custom import read_parts
     from kvbench.hf import load_tokenizer
@@ -84,13 +84,13 @@ def _print_audit(name: str, audit: Audit, model: str, *, as_json: bool) -> int:
     from kvbench.analysis.formatting import print_table
 
     least, most = audit.tokens or (0, 0)
-    print_table("", (name, "ok" if not audit.findings else "WRONG"), [
+    print_table("", (name, "ok" if not audit.findings else "FAILED"), [
         ("examples", f"{audit.examples} with {audit.turns} questions"),
         ("first prompt and answer", f"{least:,} to {most:,} tokens of {model}"),
-        ("cut in the middle", str(audit.cut)),
+        ("truncated in the middle", str(audit.cut)),
     ])
     if audit.findings:
-        print_table("", ("line", "row", "turn", "what is wrong"), [
+        print_table("", ("line", "record", "turn", "problem"), [
             ("-" if x.line is None else str(x.line), x.row or "-", "-" if x.turn is None else str(x.turn), x.what)
             for x in audit.findings
         ])

@@ -1,4 +1,4 @@
-"""`kvbench compare`: runs of one task side by side."""
+"""`kvbench compare`: compare runs of one task."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from kvbench.errors import UserError
 
 
 def compare_command(
-    runs: Annotated[list[str], typer.Argument(help="Folders or ids of runs; the first is the one compared with.")],
+    runs: Annotated[list[str], typer.Argument(
+        help="Folders or ids of two or more runs. The baseline is the first run of the full cache, else the first run."
+    )],
     *,
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """Put runs side by side: paired differences, which of them are noise, and what became worse than the full cache."""
+    """Compare runs of one task: paired differences to a baseline with p-values, ranks, and worse answers."""
     from kvbench.analysis.compare import (
         compare_runs,
         describe_code,
+        find_baseline,
         find_conflicts,
         find_regressions,
         name_questions,
@@ -34,28 +37,30 @@ def compare_command(
     from kvbench.log import say
 
     if len(runs) < 2:
-        raise UserError("compare needs two runs or more. Give their folders or ids, the baseline first.")
+        raise UserError("compare needs two or more runs. Give their folders or ids.")
     loaded = [load_run(find_run(x, out)) for x in runs]
     conflicts = find_conflicts(loaded)
     for conflict in conflicts:
         say(f"warning: {conflict}")
     if conflicts:
-        say("warning: a difference of scores may come from these and not from the methods.")
+        say("warning: score differences may be due to these and not to the methods.")
     if (code := describe_code(loaded)) is not None:
-        say(f"warning: {code}. `result.json` of each run has the details.")
+        say(f"warning: {code}. See result.json of each run for details.")
     results = [x.result for x in loaded]
     ranks: list[int | None] = [None] * len(loaded)
     if len({name_questions(x.spec) for x in results}) == 1:
         ranks = rank_runs(loaded)
-    differences = compare_runs(loaded[0], loaded[1:])
-    columns, rows = score_cells(results, ranks, [None, *differences])
-    print_table("", columns, rows)
+    base = find_baseline(loaded)
+    differences = compare_runs(loaded[base], [*loaded[:base], *loaded[base + 1 :]])
+    columns, rows = score_cells(results, ranks, [*differences[:base], None, *differences[base:]])
+    print_table(f"baseline: {results[base].run_id}", columns, rows)
     regressions = find_regressions(loaded)
     if regressions:
         print_regressions(regressions)
     if as_json:
         shown = {"run_id", "status", "method", "score", "output", "memory", "latency"}
         print_json({
+            "baseline": results[base].run_id,
             "runs": [
                 run.model_dump(mode="json", include=shown) | {"rank": rank}
                 for run, rank in zip(results, ranks, strict=True)

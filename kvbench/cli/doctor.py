@@ -1,4 +1,4 @@
-"""What a machine has for kvbench, and what will go wrong on it."""
+"""`kvbench doctor`: check that this machine can run kvbench."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kvbench.registry import HERE, list_models
 
 GB = 1e9
 LEAST_DISK = 1.0
-"""GB that a few runs and a small model need."""
+"""GB that a few runs with a small model need."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """One thing looked at."""
+    """The result of one check."""
 
     name: str
     ok: bool
@@ -30,18 +30,18 @@ class Probe:
 
 
 def doctor_command(*, as_json: Json = False) -> int:
-    """Say what this machine can do, and what is wrong with it."""
+    """Check Python, packages, hardware, disk and bundled models. Exit code 1 if something is wrong."""
     from kvbench.analysis.formatting import print_table
 
     findings = examine()
-    print_table("", ("", "", "found"), [(x.name, "ok" if x.ok else "WRONG", x.found) for x in findings])
+    print_table("", ("check", "", "found"), [(x.name, "ok" if x.ok else "WRONG", x.found) for x in findings])
     if as_json:
         print_json([{"name": x.name, "ok": x.ok, "found": x.found} for x in findings])
     return 0 if all(x.ok for x in findings) else 1
 
 
 def examine() -> list[Probe]:
-    """Everything that has stopped somebody's run before."""
+    """All checks: packages, hardware, disk, cache and bundled models."""
     return [
         _python(), _package("torch", (2, 11)), _package("transformers", (5, 17)), _triton(), _gpu(), _threads(),
         _memory(), _disk(), _writable_cache(), *_models(), _shadowed(),
@@ -81,9 +81,9 @@ def _threads() -> Probe:
     usable = len(os.sched_getaffinity(0))
     asked = os.environ.get("OMP_NUM_THREADS")
     ok = asked is None or not asked.isdecimal() or int(asked) <= usable
-    text = f"{usable} usable of {os.cpu_count()} on {cpu_name()}"
+    text = f"{usable} of {os.cpu_count()} usable, {cpu_name()}"
     if asked is not None:
-        text += f", OMP_NUM_THREADS={asked}" + ("" if ok else ": more threads than cores makes every run slow")
+        text += f", OMP_NUM_THREADS={asked}" + ("" if ok else ": more threads than cores slow every run down")
     return Probe("threads", ok, text)
 
 
@@ -94,7 +94,8 @@ def _memory() -> Probe:
 def _disk() -> Probe:
     free = shutil.disk_usage(Path.cwd()).free / GB
     ok = free >= LEAST_DISK and os.access(Path.cwd(), os.W_OK)
-    return Probe("disk", ok, f"{free:.1f} GB free in {Path.cwd()}" + ("" if ok else ": too little, or not writable"))
+    text = f"{free:.1f} GB free in {Path.cwd()}"
+    return Probe("disk", ok, text + ("" if ok else ": too little, or not writable"))
 
 
 def _writable_cache() -> Probe:
@@ -103,7 +104,7 @@ def _writable_cache() -> Probe:
     while not here.exists():
         here = here.parent
     ok = os.access(here, os.W_OK)
-    return Probe("cache", ok, str(folder) + ("" if ok else ": not writable, hashes are computed again for every run"))
+    return Probe("cache", ok, str(folder) + ("" if ok else ": not writable, so every run hashes its files again"))
 
 
 def _models() -> list[Probe]:
@@ -118,18 +119,19 @@ def _models() -> list[Probe]:
         size = sum(x.stat().st_size for x in weights) / 1e6
         text = f"{size:.1f} MB of weights" if not missing else f"missing: {', '.join(missing)}"
         found.append(Probe(f"model {name}", not missing, text))
-    return found or [Probe("models", False, "none is bundled: install kvbench again, or give --model a folder")]
+    return found or [Probe("models", False, "no bundled model found: install kvbench again, or use --model FOLDER")]
 
 
 def _shadowed() -> Probe:
-    """Hugging Face's package `kernels`, and what Python finds under that name from here."""
+    """Whether kvbench's folder `kernels` shadows Hugging Face's package of that name in the working directory."""
     spec = importlib.util.find_spec("kernels")
     origin = spec.origin if spec is not None else None
     installed = find_version("kernels")
     if origin is None:
-        return Probe("kernels", True, "no package of this name (kvbench does not need it)")
+        return Probe("kernels", True, "not installed (not needed)")
     ours = Path(origin).resolve().is_relative_to((HERE / "kernels").resolve())
     if ours and installed is not None:
-        return Probe("kernels", False, f"{origin} shadows the installed kernels {installed}: start elsewhere")
-    version = f", version {installed}" if installed else " (kvbench's own folder)"
+        text = f"{origin} shadows the installed package kernels {installed}: start in another folder"
+        return Probe("kernels", False, text)
+    version = f", version {installed}" if installed else " (kvbench's folder)"
     return Probe("kernels", True, f"{origin}{version}")

@@ -1,4 +1,4 @@
-"""`kvbench explain`: why two runs of a task score differently."""
+"""`kvbench explain`: which settings make two runs of a task score differently."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def explain_command(
-    first: Annotated[str, typer.Argument(help="The folder or id of a run.")],
-    other: Annotated[str, typer.Argument(help="Another run of the same task.")],
+    first: Annotated[str, typer.Argument(help="Folder or id of a run.")],
+    other: Annotated[str, typer.Argument(help="Folder or id of another run of the same task.")],
     *,
     run: Annotated[bool, typer.Option("--run", help="Run the first with each difference alone.")] = False,
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> int:
-    """Say what was asked otherwise and, with --run, how much each of it alone moves the score of the first run."""
+    """List the settings in which two runs differ and, with --run, the effect of each one on the score."""
     from kvbench.analysis.explain import find_changes, find_rerun, measure
     from kvbench.analysis.formatting import print_table
     from kvbench.analysis.load import find_run, load_run
@@ -37,15 +37,14 @@ def explain_command(
         (x.name, x.first, x.other, *_effect(effects.get(x.name)), notes.get(x.name) or _note(x, run=run))
         for x in changes
     ]
-    again = find_rerun(mine)
-    if again.name in notes:
-        rows.append((again.name, again.first, again.other, *_effect(effects.get(again.name)), notes[again.name]))
-    rows.append(("all of it", mine.folder.name, theirs.folder.name, *_effect(total), ""))
+    rerun = find_rerun(mine)
+    if rerun.name in notes:
+        rows.append((rerun.name, rerun.first, rerun.other, *_effect(effects.get(rerun.name)), notes[rerun.name]))
+    rows.append(("total", mine.folder.name, theirs.folder.name, *_effect(total), ""))
     if run and total is not None and effects:
         alone = sum(x.mean for x in effects.values())
-        note = "what was not flipped, and what acts together"
-        rows.append(("the rest", "", "", f"{total.mean - alone:+.3f}", "", note))
-    print_table("", ("differs", "first", "other", "moves the score", "95%", ""), rows)
+        rows.append(("remainder", "", "", f"{total.mean - alone:+.3f}", "", "differences not run, and interactions"))
+    print_table("", ("difference", "first", "other", "effect on score", "95% CI", ""), rows)
     if as_json:
         print_json({
             "first": mine.result.run_id, "other": theirs.result.run_id, "total": _json(total),
@@ -58,48 +57,50 @@ def explain_command(
     return 0
 
 
-def _measure(mine: FinishedRun, changes: list[Change], out: Path) -> tuple[dict[str, ScoreShift], dict[str, str]]:
-    """The effect of every change that can be run, and what became of the others.
+def _measure(
+    mine: FinishedRun, changes: list[Change], out: Path
+) -> tuple[dict[str, ScoreShift], dict[str, str]]:
+    """Effect and note of every change, by name; a change that cannot be run has only a note.
 
-    What is flipped is run by the code that is here. So the first run is run again where it is of other code, and what
-    is flipped is measured against that.
+    The new runs use the current code. If that differs from the first run's code, the first run is repeated, and
+    effects are measured against the repetition.
     """
-    from kvbench.analysis.explain import find_rerun, measure, rescore
+    from kvbench.analysis.explain import find_rerun, measure, measure_scorer
     from kvbench.analysis.load import load_run
     from kvbench.cli.sweep import run_cells
     from kvbench.sweep.cell import SweepCell
 
     effects, notes = {}, {}
-    again = find_rerun(mine)
-    asked = {x.name: x.request for x in (again, *changes) if x.request is not None}
-    if again.request is None:
-        notes[again.name] = f"cannot be run, {again.why}"
-    if "scorer" in asked and (found := rescore(mine, asked["scorer"].scorer or "")) is not None:
-        effects["scorer"], notes["scorer"] = found, f"the same {found.n} answers"
-        del asked["scorer"]
-    cells = [SweepCell(i, 1, name, replace(x, out=out), {}) for i, (name, x) in enumerate(asked.items())]
-    reports = dict(zip(asked, run_cells(cells) if cells else [], strict=True))
+    rerun = find_rerun(mine)
+    requests = {x.name: x.request for x in (rerun, *changes) if x.request is not None}
+    if rerun.request is None:
+        notes[rerun.name] = f"cannot be run, {rerun.why}"
+    if "scorer" in requests and (found := measure_scorer(mine, requests["scorer"].scorer or "")) is not None:
+        effects["scorer"], notes["scorer"] = found, f"on the same {found.n} answers"
+        del requests["scorer"]
+    cells = [SweepCell(i, 1, name, replace(x, out=out), {}) for i, (name, x) in enumerate(requests.items())]
+    reports = dict(zip(requests, run_cells(cells) if cells else [], strict=True))
     base = mine
     for name, report in reports.items():
         if report.folder is None or report.status != "ok":
             notes[name] = f"cannot be run: {report.error}"
             continue
-        flipped = load_run(report.folder)
-        found = measure(base, flipped)
-        if name == again.name:
-            base = flipped
-        if name != again.name and flipped.result.run_id == base.result.run_id:
-            notes[name] = "changes nothing: the same run"
-        elif found is not None and flipped.result.run_id != mine.result.run_id:
+        changed = load_run(report.folder)
+        found = measure(base, changed)
+        if name == rerun.name:
+            base = changed
+        if name != rerun.name and changed.result.run_id == base.result.run_id:
+            notes[name] = "no effect: the same run"
+        elif found is not None and changed.result.run_id != mine.result.run_id:
             effects[name] = found
-            alike = f"paired, {found.n} questions" if found.n else "other questions: not paired"
-            notes[name] = f"{alike}; {report.folder.name}"
+            pairing = f"paired on {found.n} questions" if found.n else "different questions, not paired"
+            notes[name] = f"{pairing}; {report.folder.name}"
     return effects, notes
 
 
 def _note(change: Change, *, run: bool) -> str:
     if change.request is None:
-        return f"cannot be flipped: {change.why}"
+        return f"cannot be run alone: {change.why}"
     return "no score" if run else "add --run"
 
 

@@ -1,4 +1,4 @@
-"""`kvbench leaderboard`: submissions verified, and shown."""
+"""`kvbench leaderboard`: verify submissions and build the site."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
     from kvbench.leaderboard.submission.records import Check, Level, Verification
 
 app = typer.Typer(
-    help="Verify submissions, and show them.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+    help="Verify submissions, build the leaderboard site, and serve it.", no_args_is_help=True, add_completion=False,
+    rich_markup_mode=None,
 )
 app.command("serve")(serve_command)
 app.add_typer(tokens, name="token")
-Paths = Annotated[list[Path], typer.Argument(help="Bundles (folders or .tar), runs, or folders of them.")]
+Paths = Annotated[list[Path], typer.Argument(help="Submissions (folders or .tar), runs, or folders that contain them.")]
 Results = Annotated[
     list[Path] | None,
-    typer.Option(help="Where baselines and copies are looked for; repeatable; default: the same paths."),
+    typer.Option(help="Folders in which baselines and duplicates are looked up; repeatable; default: PATHS."),
 ]
-Write = Annotated[bool, typer.Option("--write", help="Write verification.json beside each, for the site.")]
+Write = Annotated[bool, typer.Option("--write", help="Write verification.json into each submission, for the site.")]
 
 
 @app.command("verify")
 def verify_command(
     paths: Paths, *, results: Results = None, write: Write = False, as_json: Json = False
 ) -> int:
-    """Check submissions, level L0.
+    """Verify submissions without running a model (level L0).
 
-    Nothing is run and nothing is believed: prompts, scores and sums are made again. Exit code 1 where one is refused
-    or cannot be verified.
+    Prompts, scores and sums are recomputed. Exit code 1 if a submission is refused or cannot be verified.
     """
     from kvbench.leaderboard.submission.archive import find_bundles
     from kvbench.leaderboard.submission.repository import Repository
@@ -46,7 +46,7 @@ def verify_command(
 
     bundles = [x for path in paths for x in find_bundles(path)]
     if not bundles:
-        raise UserError(f"'{paths[0]}' holds no run. Give the folder of a run, a bundle, or a folder of them.")
+        raise UserError(f"'{paths[0]}' contains no run. Give the folder of a run, a submission, or a folder of them.")
     repository = Repository(results or paths)
     found = [(x, verify(x, repository).conclude()) for x in bundles]
     return _report(found, write=write, as_json=as_json, below=(None,))
@@ -54,23 +54,24 @@ def verify_command(
 
 @app.command("rerun")
 def rerun_command(
-    path: Annotated[Path, typer.Argument(help="A bundle (a folder or a .tar) or a run.")],
+    path: Annotated[Path, typer.Argument(help="A submission (a folder or .tar) or a run.")],
     *,
     share: Annotated[
-        str | None, typer.Option(help="Of its samples: 10% (L1), 100% (L2); default: 10%, or none with a hidden seed.")
+        str | None,
+        typer.Option(help="Share of samples to run again: 10% (L1) or 100% (L2); default: 10%, 0 with --hidden-seed."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Draws the samples; default: one that nobody can foresee.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed that selects the samples; default: random.")] = None,
     hidden_seed: Annotated[
         str | None,
-        typer.Option(metavar="FILE|env:NAME", help="A secret of yours: run fresh samples that it makes, too (L3)."),
+        typer.Option(metavar="FILE|env:NAME", help="Secret seed: also run new samples generated from it (L3)."),
     ] = None,
     results: Results = None,
     write: Write = False,
     as_json: Json = False,
 ) -> int:
-    """Run samples again, levels L1 to L3.
+    """Verify a submission by running samples again (levels L1 to L3).
 
-    Token is compared with token, or a fresh mean with the submitted one. Exit code 1 where it does not hold.
+    L1 and L2 compare tokens, L3 compares the mean score on new samples. Exit code 1 if the results disagree.
     """
     from kvbench.leaderboard.submission.repository import Repository
     from kvbench.leaderboard.verification.levels import Wish, raise_level, read_secret, read_share
@@ -89,17 +90,17 @@ def rerun_command(
 def build_command(
     results: Annotated[Path, typer.Argument(help="Folder with runs at any depth.")],
     *,
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder of the site; an older site is replaced.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the site; an existing site is replaced.")],
     as_json: Json = False,
 ) -> int:
-    """Build the static site of all runs below a folder."""
+    """Build a static site of all runs in a folder."""
     from kvbench.analysis.formatting import print_table
     from kvbench.leaderboard.site.build import build_site
     from kvbench.log import say
 
     built = build_site(results, output)
     for x in built.problems:
-        say(f"not shown: {x.place}: {x.reason}.")
+        say(f"warning: {x.place} is not shown: {x.reason}.")
     print_table("", ("", "site"), [
         ("runs", str(built.runs)), ("protocols", str(built.groups)), ("not shown", str(len(built.problems))),
         ("open", str(built.folder / "index.html")),
@@ -112,7 +113,7 @@ def build_command(
 def _report(
     found: list[tuple[Path, Verification]], *, write: bool, as_json: bool, below: tuple[Level | None, ...]
 ) -> int:
-    """A table of a bundle's checks, or a row for each of several; exit code 1 where a level is one of those below."""
+    """Print the checks of one submission, or one row for each of several; exit code 1 if a level is in `below`."""
     from kvbench.analysis.formatting import print_table
     from kvbench.leaderboard.submission.records import VERIFICATION
     from kvbench.runs.files import write_record
@@ -126,10 +127,10 @@ def _report(
             for path, x in found
         ])
         counts = Counter((y.outcome, y.name, y.reason) for _, x in found for y in _odd(x))
-        print_table("", ("runs", "", "", "why"), [(str(n), *key) for key, n in counts.most_common()])
+        print_table("", ("runs", "outcome", "check", "reason"), [(str(n), *key) for key, n in counts.most_common()])
     for path, record in found if write else ():
         if not path.is_dir():
-            raise UserError(f"{path} is a tar: unpack it to have {VERIFICATION} beside it, or leave --write out.")
+            raise UserError(f"--write needs a folder, and {path} is a .tar file. Unpack it, or leave out --write.")
         write_record(path / VERIFICATION, record)
     if as_json:
         print_json([{"path": str(path), **record.model_dump(mode="json")} for path, record in found])
@@ -137,7 +138,7 @@ def _report(
 
 
 def print_record(record: Verification, path: str) -> None:
-    """Every check of a bundle."""
+    """Print every check of a submission."""
     from kvbench.analysis.formatting import print_table
 
     rows = [(x.name, x.outcome, x.reason) for x in record.checks]
@@ -149,7 +150,7 @@ def _odd(record: Verification) -> list[Check]:
 
 
 def _score(record: Verification) -> tuple[str, str, str]:
-    """The verified score as a row."""
+    """The verified score, as a table row."""
     score = record.score
     if score is None or score.mean is None or score.ci95 is None:
         return "score", "", "not verified" if score is None else "none"

@@ -7,5 +7,5 @@ from typing import Annotated
 
 import typer
 
-Json = Annotated[bool, typer.Option("--json", help="End standard output with one JSON line.")]
-Out = Annotated[Path, typer.Option(help="Folder of runs, where a run is given by its id.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON line, last on standard output.")]
+Out = Annotated[Path, typer.Option(help="Folder in which run ids are looked up.")]

@@ -1,4 +1,4 @@
-"""What every command prints alike."""
+"""Output that all commands share."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import typer
 
 
 def print_json(document: Any) -> None:
-    """One JSON document on one line, the last of standard output."""
+    """Print a JSON document on one line; commands call this last."""
     typer.echo(json.dumps(document, ensure_ascii=False))

@@ -1,4 +1,4 @@
-"""`kvbench query`."""
+"""`kvbench query`: SQL over finished runs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvbench.errors import UserError
 
 
 def query_command(
-    sql: Annotated[str, typer.Argument(help="One SELECT, of the tables results and samples.")],
+    sql: Annotated[str, typer.Argument(help="One SELECT statement over the tables results and samples.")],
     *,
     results: Annotated[
-        list[Path] | None, typer.Option("--results", help="A folder of runs; repeatable; default: runs.")
+        list[Path] | None, typer.Option("--results", help="Folder of runs; repeatable; default: runs.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Ask finished runs a question in SQL; DESCRIBE results lists the columns."""
+    """Query finished runs with SQL; 'DESCRIBE results' lists the columns."""
     from kvbench.analysis.formatting import print_table
     from kvbench.analysis.load import RUNS, find_runs
     from kvbench.analysis.query import query_runs
@@ -29,7 +29,7 @@ def query_command(
     folders = results or [RUNS]
     for folder in folders:
         if not folder.is_dir():
-            raise UserError(f"there is no folder '{folder}'. Give a folder of runs with --results.")
+            raise UserError(f"folder '{folder}' does not exist. Give a folder of runs with --results.")
     found = query_runs(sql, find_runs([str(x) for x in folders]))
     print_table("", found.columns, [[_show(x) for x in row] for row in found.rows])
     if as_json:
@@ -37,7 +37,7 @@ def query_command(
 
 
 def _show(value: Any) -> str:
-    """A cell; --json has numbers whole."""
+    """A value as text; --json has all digits."""
     if value is None:
         return "-"
     if isinstance(value, float):

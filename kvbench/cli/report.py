@@ -1,4 +1,4 @@
-"""`kvbench report`: finished runs as a page, needle grids also as a picture."""
+"""`kvbench report`: write finished runs to an HTML page, or needle grids to a PNG."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ KINDS = (".png", ".html")
 
 
 def report_command(
-    runs: Annotated[list[str], typer.Argument(help="Runs, folders that hold some, suites: by path, runs also by id.")],
+    runs: Annotated[
+        list[str], typer.Argument(help="Ids or folders of runs, folders of suites, or folders with runs at any depth.")
+    ],
     *,
     output: Annotated[
-        Path, typer.Option("-o", "--output", help="The file to write: .html, or .png of runs of needle-grid.")
+        Path, typer.Option("-o", "--output", help="File to write: .html, or .png for runs of needle-grid.")
     ],
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """Write finished runs to a page of one file: tables with ranks, charts of scores against bytes and time."""
+    """Write finished runs to one HTML file: tables with ranks, and charts of score against bytes and time."""
     kind = output.suffix.lower()
     if kind not in KINDS:
-        raise unknown("kind of report", output.suffix or str(output), KINDS, "It is the end of the file's name.")
+        raise unknown("report format", output.suffix or str(output), KINDS, "Change the file name given with -o.")
     from kvbench.analysis.formatting import format_score, print_table
     from kvbench.analysis.load import find_runs, load_run
     from kvbench.log import say
@@ -47,17 +49,17 @@ def report_command(
     if kind == ".png" and None in found:
         result = loaded[found.index(None)].result
         raise UserError(
-            f"run {result.run_id} is of task {result.task.name}, which is no grid of lengths and depths. A .png shows "
-            "runs of needle-grid; give -o report.html for others."
+            f"run {result.run_id} belongs to task {result.task.name}, which has no grid of lengths and depths. A .png "
+            "shows runs of needle-grid only; use -o report.html for others."
         )
     groups = group_entries(loaded)
     content = draw_picture(grids) if kind == ".png" else write_report(groups, grids)
     try:
         output.write_bytes(content)
     except OSError as error:
-        raise UserError(f"report '{output}' cannot be written: {error.strerror}. Give another -o.") from error
+        raise UserError(f"report '{output}' cannot be written: {error.strerror}. Give another path with -o.") from error
     for entries in groups:
-        print_table(name_group(entries[0].result), ("rank", "row", "held", "score"), [
+        print_table(name_group(entries[0].result), ("rank", "method", "stored", "score"), [
             (
                 "-" if x.rank is None else str(x.rank), x.label,
                 "-" if x.result.memory is None else f"{x.result.memory.ratio_total:.1%}",

@@ -1,4 +1,4 @@
-"""`kvbench reproduce`: printed numbers and findings of papers, beside what is measured here."""
+"""`kvbench reproduce`: compare published numbers and findings with measurements."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvbench.cli.options import Json
 from kvbench.cli.output import print_json
 from kvbench.errors import UserError
 
@@ -25,27 +26,33 @@ RECORD = Path("results/shape/findings.json")
 
 def reproduce_command(
     claim: Annotated[
-        Text, typer.Argument(help="paper:table/model/row/column of `--list`, or less of it; see docs/reproducing.md.")
+        Text, typer.Argument(help="paper:table/model/row/column from --list, or a prefix; see docs/reproducing.md.")
     ] = None,
     *,
-    listed: Annotated[bool, typer.Option("--list", help="Say what there is.")] = False,
-    shape: Annotated[Text, typer.Option(help="A finding to test on the bundled models, or all.")] = None,
-    model: Annotated[Text, typer.Option(help="In the paper's model's place; what comes of it is a shape.")] = None,
-    samples: Annotated[int | None, typer.Option(help="At most so many of each task; as --model.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what is missing; predict time and memory.")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="List the published tables and findings.")] = False,
+    shape: Annotated[Text, typer.Option(help="Finding to test on the bundled models, or all.")] = None,
+    model: Annotated[
+        Text, typer.Option(help="Use this model instead of the paper's; only the direction is compared.")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="Most samples per task; only the direction is compared.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List what is missing, and predict time and memory; run nothing.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="End standard output with one JSON line.")] = False,
+    as_json: Json = False,
 ) -> int:
-    """Put a paper's numbers beside our own, with a verdict for each; again, it goes on where it stopped."""
+    """Compare a paper's numbers with measured ones, with a verdict for each. The same command resumes."""
     if sum((claim is not None, listed, shape is not None)) != 1:
-        raise UserError("reproduce takes one of: a claim, --list, --shape. See `kvbench reproduce --help`.")
+        raise UserError("reproduce takes exactly one of: a claim, --list, --shape. See `kvbench reproduce --help`.")
     if samples is not None and samples < 1:
         raise UserError(f"samples {samples} must be 1 or more.")
     if listed:
         return _list(as_json=as_json)
     if shape is not None:
         if model is not None:
-            raise UserError("--shape is about the bundled models: leave --model out.")
+            raise UserError("--shape uses the bundled models. Leave out --model.")
         return _test_shape(shape, samples, out, dry_run=dry_run, as_json=as_json)
     from kvbench.reproduce.claims import find_claims
     from kvbench.reproduce.needs import look_around
@@ -59,7 +66,7 @@ def reproduce_command(
 
 
 def _list(*, as_json: bool) -> int:
-    """One row per table."""
+    """Print one row per published table and per finding."""
     from kvbench.analysis.formatting import print_table
     from kvbench.reproduce.claims import list_claims
     from kvbench.reproduce.paper import list_papers
@@ -71,14 +78,16 @@ def _list(*, as_json: bool) -> int:
         for name, paper in list_papers().items() for table in paper.table
     ]
     findings = read_shape().finding
-    print_table("numbers", ("claim", "", "numbers", "runs here", "read"), [
+    print_table("numbers", ("claim", "title", "numbers", "runnable here", "copied from"), [
         (
             f"{name}:{table.name}", table.title, str(len(plans)), str(sum(not x.missing for x in plans)),
-            {"verified": "in the source", "secondary": "in a copy", "memory": "from memory"}[table.evidence],
+            {"verified": "the paper", "secondary": "a secondary source", "memory": "memory"}[table.evidence],
         )
         for name, _, table, plans in tables
     ])
-    print_table("findings, for --shape", ("finding", "", "from"), [(x.name, x.statement, x.source) for x in findings])
+    print_table("findings, for --shape", ("finding", "statement", "source"), [
+        (x.name, x.statement, x.source) for x in findings
+    ])
     if as_json:
         print_json({
             "tables": [
@@ -93,11 +102,11 @@ def _list(*, as_json: bool) -> int:
 
 
 def _say_missing(plans: list[ClaimPlan]) -> None:
-    """Before anything starts: what is missing, each once."""
+    """Log what is missing, each requirement once."""
     from kvbench.log import say
 
     for missing, count in _count(plans).items():
-        say(f"missing for {count} of {len(plans)} numbers, {missing.what}: {missing.why.rstrip('.')}.")
+        say(f"missing for {count} of {len(plans)} numbers: {missing.what}: {missing.why.rstrip('.')}.")
 
 
 def _count(plans: list[ClaimPlan]) -> dict[Missing, int]:
@@ -108,7 +117,7 @@ def _count(plans: list[ClaimPlan]) -> dict[Missing, int]:
 
 
 def _cells(plans: list[ClaimPlan]) -> list[SweepCell]:
-    """The runs of the plans that lack nothing, each once."""
+    """The runs of all plans without missing requirements, without duplicates."""
     requests = dict.fromkeys(x for plan in plans if not plan.missing for x in plan.requests)
     return [_cell(i, x) for i, x in enumerate(requests)]
 
@@ -123,7 +132,7 @@ def _cell(index: int, request: Request) -> SweepCell:
 
 
 def _show_plan(plans: list[ClaimPlan], *, as_json: bool) -> int:
-    """One row per model and row of a table: runs, memory, time, and what is missing."""
+    """Print runs, memory, time and missing requirements for each row of a published table."""
     from kvbench.analysis.formatting import format_bytes, print_table
     from kvbench.reproduce.plan import Missing
     from kvbench.sweep.predict import predict
@@ -156,14 +165,14 @@ def _show_plan(plans: list[ClaimPlan], *, as_json: bool) -> int:
             "missing": [{"what": x.what, "why": x.why} for x in _count(group)],
         })
     print_table("", ("table", "model", "row", "numbers", "runs", "samples", "memory", "time", "missing"), rows)
-    typer.echo("Predicted: memory for weights and a dense cache; time by a sample of each kind, timed on this machine.")
+    typer.echo("Predicted memory: weights and a full cache. Predicted time: one sample of each kind on this machine.")
     if as_json:
         print_json(documents)
     return 0
 
 
 def _run(plans: list[ClaimPlan], out: Path, *, as_json: bool) -> int:
-    """Run what can be run, then judge every number."""
+    """Run all plans without missing requirements, then judge every number."""
     from kvbench.analysis.load import load_run
     from kvbench.cli.sweep import run_cells
     from kvbench.reproduce.plan import Missing, find_baseline
@@ -189,7 +198,7 @@ def _run(plans: list[ClaimPlan], out: Path, *, as_json: bool) -> int:
         judged.append(judge(replace(plan, missing=(*plan.missing, *failed)), runs, beside))
     _print(judged)
     for (paper, table, model), points in find_unanchored(judged).items():
-        typer.echo(f"{paper}:{table}, {model}: not anchored. Our dense cache is {points:.2f} points from theirs.")
+        typer.echo(f"{paper}:{table}, {model}: not anchored, the full cache is {points:.2f} points from the paper's.")
     if as_json:
         print_json([x.document for x in judged])
     whole = all(x.status == "ok" for x in reports.values())
@@ -197,7 +206,7 @@ def _run(plans: list[ClaimPlan], out: Path, *, as_json: bool) -> int:
 
 
 def _print(judged: list[Judgment]) -> None:
-    """One row per number that was run; one for all of a row that were not."""
+    """Print one row per measured number, and one per table row that was not run."""
     from kvbench.analysis.formatting import print_table
 
     rows: list[tuple[str, ...]] = []
@@ -210,7 +219,7 @@ def _print(judged: list[Judgment]) -> None:
             continue
         printed = f"{claim.printed:.{claim.table.decimals}f}"
         if claim.value != claim.printed:
-            printed += f", should be {claim.value:.{claim.table.decimals}f}"
+            printed += f", corrected {claim.value:.{claim.table.decimals}f}"
         beside = ["", ""]
         if x.printed_difference is not None:
             beside = [f"{x.printed_difference:+.2f}", "-" if x.difference is None else _number(x.difference, sign="+")]
@@ -219,12 +228,13 @@ def _print(judged: list[Judgment]) -> None:
         differs |= dict.fromkeys(x.differs)
         if x.regime:
             typer.echo(
-                f"{claim.id}: claimed {printed} ({claim.table.hardware or 'hardware not said'}), measured "
+                f"{claim.id}: claimed {printed} ({claim.table.hardware or 'hardware not stated'}), measured "
                 f"{_number(x.ours)} on {x.regime}"
             )
     if rows:
         print_table("", (
-            "model", "row", "column", "paper", "ours  95%", "difference, paper", "ours  95%", "verdict"
+            "model", "row", "column", "paper",
+            "measured, 95% CI", "paper - full", "measured - full, 95% CI", "verdict"
         ), rows)
     if waiting:
         print_table("not run", ("table", "model", "row", "numbers", "missing"), [
@@ -232,7 +242,7 @@ def _print(judged: list[Judgment]) -> None:
             for key, group in waiting.items()
         ])
     for text in differs:
-        typer.echo(f"not as in the paper: {text}")
+        typer.echo(f"differs from the paper: {text}")
 
 
 def _number(number: Number, sign: str = "") -> str:
@@ -241,7 +251,7 @@ def _number(number: Number, sign: str = "") -> str:
 
 
 def _test_shape(name: str, samples: int | None, out: Path, *, dry_run: bool, as_json: bool) -> int:
-    """Run what the findings need, test them, and write the record of all of them."""
+    """Run and test findings; with `all`, write the record of all findings."""
     from kvbench.cli.sweep import run_cells, show_prediction
     from kvbench.reproduce.shape import Finished, find_findings, make_record, read_shape
 
@@ -265,7 +275,7 @@ def _test_shape(name: str, samples: int | None, out: Path, *, dry_run: bool, as_
         with saving(RECORD):
             RECORD.parent.mkdir(parents=True, exist_ok=True)
         write_record(RECORD, record)
-        typer.echo(f"{RECORD}: {len(record.runs)} runs, {record.environment.seconds:.0f} s in all.")
+        typer.echo(f"{RECORD}: {len(record.runs)} runs, {record.environment.seconds:.0f} s.")
     if as_json:
         print_json(record.model_dump(mode="json"))
     return 0
@@ -278,7 +288,7 @@ def _folder(report: CellReport) -> Path:
 
 
 def _print_findings(findings: tuple[FindingRecord, ...]) -> None:
-    """One row per comparison, under the statement that it is a part of."""
+    """Print each finding with its comparisons, one row each."""
     from kvbench.analysis.formatting import format_p, print_table
 
     rows: list[tuple[str, ...]] = []
@@ -286,14 +296,14 @@ def _print_findings(findings: tuple[FindingRecord, ...]) -> None:
         rows.append((finding.name, finding.statement, "", "", "", finding.verdict))
         for x in finding.comparisons:
             low, high = x.ci95
-            held = ""
+            stored = ""
             if x.equal_bytes and x.bytes_more is not None and x.bytes_less is not None:
-                held = f", in {x.bytes_more:.1%} and {x.bytes_less:.1%} of the bytes"
+                stored = f", at {x.bytes_more:.1%} and {x.bytes_less:.1%} of the bytes"
             rows.append((
-                "", f"{x.more} {x.mean_more:.2f} - {x.less} {x.mean_less:.2f} > {x.by:+.2f}{held}",
+                "", f"{x.more} {x.mean_more:.2f} - {x.less} {x.mean_less:.2f} > {x.by:+.2f}{stored}",
                 f"{x.mean_more - x.mean_less:+.2f}  [{low:+.2f}, {high:+.2f}]", format_p(x.p_adjusted),
                 str(len(x.contexts)), x.verdict,
             ))
         if finding.remark and finding.verdict != "holds":
             rows.append(("", finding.remark, "", "", "", ""))
-    print_table("", ("finding", "", "difference  95%", "p, Holm", "contexts", "verdict"), rows)
+    print_table("", ("finding", "", "difference, 95% CI", "p (Holm)", "contexts", "verdict"), rows)

@@ -1,4 +1,4 @@
-"""`kvbench run`."""
+"""`kvbench run`: run a method on a task or a suite."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def run_command(
         bool, typer.Option("--json", help="End standard output with the result as one JSON line.")
     ] = False,
 ) -> int:
-    """Run a task or a suite under a method; again, it goes on where it stopped."""
+    """Run a method on a task or a suite. The same command resumes an interrupted run."""
     from kvbench.settings import parse_pairs
 
     options = {
@@ -106,14 +106,14 @@ def _run_task(given: dict[str, Any], trackers: tuple[str, ...], out: Path, *, as
     job = prepare(replace(Options(**given).request(out), trackers=trackers))
     if job.scorer.higher_is_better and not job.model.random:
         say(describe_power(job.spec.samples, job.spec.turns, find_full(job.spec, out)))
-    from kvbench.runs.progress import show_progress  # these import torch, which a wrong request need not wait for
+    from kvbench.runs.progress import show_progress  # imports torch; requests are checked first
     from kvbench.runs.runner import run
 
     with show_progress(job.spec.samples) as progress:
         outcome = run(job, progress)
     if outcome.existing:
-        changes = f" Other code computed it ({'; '.join(outcome.code_changes)})." if outcome.code_changes else ""
-        say(f"this run was already finished: reporting {outcome.folder}.{changes} Delete the folder to run it again.")
+        changes = f" It was computed by other code ({'; '.join(outcome.code_changes)})." if outcome.code_changes else ""
+        say(f"already finished: showing {outcome.folder}.{changes} Delete the folder to run it again.")
     print_result(outcome.result, outcome.folder)
     refused = [x for x in trackers if not log_result(x, outcome.result)]
     if as_json:
@@ -139,7 +139,7 @@ def _run_suite(name: str, given: dict[str, Any], trackers: tuple[str, ...], out:
         path = save_suite(suite, results[0].method.name, [x.run_id for x in results], out)
         say(f"{suite.label}: {path}")
     else:
-        say(f"{suite.label}: {len(results)} of its {whole} runs have a result, so no suite.json is written.")
+        say(f"{suite.label}: {len(results)} of {whole} runs have a result, so suite.json was not written.")
     refused = [x for x in trackers for result in results if not log_result(x, result)]
     if as_json:
         print_json({
@@ -150,7 +150,7 @@ def _run_suite(name: str, given: dict[str, Any], trackers: tuple[str, ...], out:
 
 
 def _print(reports: list[CellReport], means: list[Mean]) -> None:
-    """One row per run, by what tells it from the others, then the means."""
+    """Print one row per run with the options in which the runs differ, then the means."""
     from kvbench.analysis.formatting import format_score, print_table
     from kvbench.sweep.file import as_text
 
@@ -174,4 +174,4 @@ def _print(reports: list[CellReport], means: list[Mean]) -> None:
         group = {key: as_text(value) for key, value in asdict(mean).items() if value is not None}
         alike = [group.get(key, "") for key in keys[1:]]
         rows.append([f"mean of {mean.runs}", *alike, "", f"{mean.mean:.3f}", "", "", ""])
-    print_table("", (*keys, "", "score", "bytes held", "top-1", "run"), rows)
+    print_table("", (*keys, "", "score", "stored", "top-1", "run"), rows)

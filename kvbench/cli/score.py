@@ -12,16 +12,16 @@ from kvbench.cli.output import print_json
 
 
 def score_command(
-    run: Annotated[str, typer.Argument(help="The folder or id of a run.")],
+    run: Annotated[str, typer.Argument(help="Folder or id of a run.")],
     *,
     scorer: Annotated[str | None, typer.Option(help="A scorer of the task; default: the run's.")] = None,
     task: Annotated[
-        str | None, typer.Option(help="path/to/file.py:Class, where the run's task came from a file.")
+        str | None, typer.Option(help="path/to/file.py:Class, if the run's task came from a file.")
     ] = None,
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """Score the answers of a run again, without a model; the run stays as it is."""
+    """Score the answers of a run again, without a model and without changing the run."""
     from kvbench.analysis.formatting import print_table
     from kvbench.analysis.load import find_run
     from kvbench.analysis.rescore import rescore
@@ -30,7 +30,7 @@ def score_command(
     mean, interval = record.score.mean, record.score.ci95
     print_table("", (record.scorer, record.run_id), [
         (record.score.metric, "none: samples failed" if mean is None else f"{mean:.3f}"),
-        ("95%", "-" if interval is None else f"[{interval[0]:.3f}, {interval[1]:.3f}]"),
+        ("95% CI", "-" if interval is None else f"[{interval[0]:.3f}, {interval[1]:.3f}]"),
         ("samples", f"{record.n_scored} of {record.n_samples}"),
         ("file", str(path)),
     ])

@@ -1,4 +1,4 @@
-"""`kvbench leaderboard serve` and `token`: a leaderboard that takes submissions."""
+"""`kvbench leaderboard serve` and `token`: the leaderboard server and its access tokens."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from kvbench.leaderboard.server.state import State
     from kvbench.leaderboard.server.tables import Database
 
-tokens = typer.Typer(help="Who may submit to `kvbench leaderboard serve`.", no_args_is_help=True, rich_markup_mode=None)
+tokens = typer.Typer(
+    help="Manage the access tokens of `kvbench leaderboard serve`.", no_args_is_help=True, rich_markup_mode=None
+)
 Url = Annotated[
-    str | None, typer.Option("--db", help="Any URL that SQLAlchemy knows; default: SQLite in the server's folder.")
+    str | None, typer.Option("--db", help="Database as an SQLAlchemy URL; default: SQLite in the --state folder.")
 ]
-Folder = Annotated[Path, typer.Option("--state", help="The server's own folder: database, bundles, site.")]
+Folder = Annotated[Path, typer.Option("--state", help="Folder for the database, submissions and site.")]
 HERE = Path("leaderboard")
 
 
@@ -26,13 +28,13 @@ def serve_command(
     *,
     db: Url = None,
     state: Folder = HERE,
-    results: Annotated[Path, typer.Option(help="Rows that are shown, and where accepted ones are added.")] = Path(
-        "results"
-    ),
+    results: Annotated[
+        Path, typer.Option(help="Folder of the runs shown; accepted submissions are added to it.")
+    ] = Path("results"),
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
 ) -> None:
-    """Show the site and take submissions, until Ctrl-C."""
+    """Serve the leaderboard site and accept submissions, until Ctrl-C."""
     from kvbench.extras import load_extra
     from kvbench.log import say
 
@@ -44,21 +46,23 @@ def serve_command(
 
     with saving(results):
         results.mkdir(parents=True, exist_ok=True)
-    say(f"serving {results} on http://{host}:{port}; submissions are kept in {place.folder}. Ctrl-C ends it.")
+    say(f"serving {results} on http://{host}:{port}; submissions are stored in {place.folder}. Press Ctrl-C to stop.")
     uvicorn.run(create_app(database, place), host=host, port=port, log_level="warning")
     database.close()
 
 
 @tokens.command("create")
 def create_command(
-    name: Annotated[str, typer.Argument(help="The submitter whose token it is.")],
+    name: Annotated[str, typer.Argument(help="Submitter that the token belongs to.")],
     *,
-    scope: Annotated[str, typer.Option(help="submit: under this name; admin: for all, and the audit log.")] = "submit",
+    scope: Annotated[
+        str, typer.Option(help="submit: submit under this name; admin: act for every name, read the audit log.")
+    ] = "submit",
     db: Url = None,
     state: Folder = HERE,
     as_json: Json = False,
 ) -> None:
-    """Make a token and show it, this once: only its hash is kept."""
+    """Create a token and print it once; only its hash is stored."""
     _, database = _open(db, state)
     from kvbench.leaderboard.server.tokens import create_token
 
@@ -70,7 +74,7 @@ def create_command(
 
 @tokens.command("list")
 def list_command(*, db: Url = None, state: Folder = HERE, as_json: Json = False) -> None:
-    """Whose tokens there are; the tokens themselves nobody knows."""
+    """List the tokens by owner; the tokens themselves are not stored."""
     _, database = _open(db, state)
     from kvbench.analysis.formatting import print_table
     from kvbench.leaderboard.server.tokens import list_tokens
@@ -87,22 +91,22 @@ def list_command(*, db: Url = None, state: Folder = HERE, as_json: Json = False)
 
 @tokens.command("revoke")
 def revoke_command(
-    number: Annotated[int, typer.Argument(help="Its id in `kvbench leaderboard token list`.")],
+    number: Annotated[int, typer.Argument(help="Id of the token in `kvbench leaderboard token list`.")],
     *,
     db: Url = None,
     state: Folder = HERE,
 ) -> None:
-    """Make a token worthless, at once and for good; what it submitted stays."""
+    """Revoke a token permanently; its submissions stay."""
     _, database = _open(db, state)
     from kvbench.leaderboard.server.tokens import revoke_token
 
-    typer.echo(f"token {number} of {revoke_token(database, number).name} is revoked.")
+    typer.echo(f"token {number} of {revoke_token(database, number).name} was revoked.")
 
 
 def _open(url: str | None, folder: Path, results: Path = Path("results")) -> tuple[State, Database]:
     from kvbench.extras import load_extra
 
-    load_extra("sqlalchemy", extra="server", what="the leaderboard's server")
+    load_extra("sqlalchemy", extra="server", what="the leaderboard server")
     from kvbench.leaderboard.server.state import State
     from kvbench.leaderboard.server.tables import Database
     from kvbench.runs.files import saving

@@ -23,13 +23,13 @@ WHAT = ("methods", "tasks", "models", "suites")
 
 
 def list_command(
-    what: Annotated[str, typer.Argument(help="methods, tasks, models or suites.")], *, as_json: Json = False
+    what: Annotated[str, typer.Argument(help="One of: methods, tasks, models, suites.")], *, as_json: Json = False
 ) -> None:
-    """List what can be named."""
+    """List the available methods, tasks, models or suites."""
     from kvbench.analysis.formatting import print_table
 
     if what not in WHAT:
-        raise unknown("thing to list", what, WHAT)
+        raise unknown("list", what, WHAT)
     found = _find(what)
     if what == "tasks":
         for heading, tasks in groupby(sorted(found, key=_heading), _heading):
@@ -45,12 +45,12 @@ def list_command(
 
 def show_command(
     name: Annotated[str, typer.Argument(
-        help="A method, task, suite or model, path/to/file.py:Class, or path/to/task.toml."
+        help="A method, task, suite or model: its name, path/to/file.py:Class, or path/to/task.toml."
     )],
     *,
     as_json: Json = False,
 ) -> None:
-    """Show the card of a method, a task or a model, or the runs of a suite."""
+    """Show the card and settings of a method, task or model, or the runs of a suite."""
     from kvbench.analysis.formatting import print_table
 
     document = _describe(name)
@@ -70,7 +70,7 @@ def show_command(
 
 
 def _heading(task: dict[str, Any]) -> str:
-    """Of the table of all tasks that are in one suite and need the same."""
+    """Heading of a table of tasks: their suite and the data they need."""
     return f"{task['suite']}: needs {task['needs']}" if task["needs"] else str(task["suite"])
 
 
@@ -94,7 +94,7 @@ def _find(what: str) -> list[dict[str, Any]]:
     if what == "models":
         shapes = [f"random:{x}" for x in list_architectures()]
         return [{"name": x, "weights": "trained"} for x in list_models()] + [
-            {"name": x, "weights": "random, for bench and plan"} for x in shapes
+            {"name": x, "weights": "random, for timing"} for x in shapes
         ]
     needs = {y: x.facts["needs"] for x in list_entries("task") if "needs" in x.facts for y in (x.name, *x.aliases)}
     return [
@@ -118,7 +118,8 @@ def _describe(name: str) -> dict[str, Any]:
         if issubclass(found, Task):
             return _describe_task(found)
         card = found.card.model_dump(mode="json")
-        stored = {} if found.card.models == "diffusion" else {"stored": _describe_bytes(found)}  # runs measure theirs
+        # Diffusion methods do not declare their bytes.
+        stored = {} if found.card.models == "diffusion" else {"stored": _describe_bytes(found)}
         return {"kind": "method", **card, **stored, "settings": _settings(found)}
     if name in models or "/" in name:
         return {"kind": "model", "name": name, **_describe_model(name)}
@@ -127,7 +128,7 @@ def _describe(name: str) -> dict[str, Any]:
 
 
 def _describe_suite(suite: Suite) -> dict[str, Any]:
-    """The options of every run, but for the method."""
+    """A suite, with the options of each run except the method."""
     cells = suite.cells({"method": "METHOD"}, Path("runs"))
     return {
         "kind": "suite", "name": suite.name, "version": suite.version, "summary": suite.summary,
@@ -145,20 +146,20 @@ def _describe_task(task: type[Task]) -> dict[str, Any]:
 
 
 def _describe_bytes(kind: type[Method]) -> str:
-    """What a method declares to hold of a token at its defaults, on a model that people know."""
+    """Bytes per token that a method with default settings declares for a Llama-3.1-8B cache of 8,192 tokens."""
     from kvbench.budget import LayerShape, Shape
 
     shape = Shape(length=8192, layers=(LayerShape(8, 32, 128, 128, None),) * 32, itemsize=2)
-    dense = shape.full_bytes // shape.length
+    full = shape.full_bytes // shape.length
     try:
         method = kind().fit(None, shape)
-        held, host = method.declared_bytes(shape), method.declared_host_bytes(shape)
+        stored, host = method.declared_bytes(shape), method.declared_host_bytes(shape)
     except (TypeError, UserError) as error:
         return f"depends on its settings: {error}"
-    beside = f" and {host / shape.length:,.0f} in host memory" if host else ""
+    extra = f" and {host / shape.length:,.0f} in host memory" if host else ""
     return (
-        f"{held / shape.length:,.0f} bytes per token{beside}, {(held + host) / shape.full_bytes:.1%} of the dense "
-        f"{dense:,}: 32 layers, 8 KV heads of 128, 16 bits, 8,192 tokens, the default budget"
+        f"{stored / shape.length:,.0f} bytes per token{extra}, {(stored + host) / shape.full_bytes:.1%} of the full "
+        f"cache's {full:,} (32 layers, 8 KV heads of 128, 16 bits, 8,192 tokens, default budget)"
     )
 
 
@@ -195,7 +196,7 @@ def _settings(kind: Any) -> list[dict[str, Any]]:
 
 
 def _text(value: Any) -> str:
-    """A JSON value for a table."""
+    """A JSON value as text for a table."""
     if value is None:
         return "-"
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""`kvbench submit`: a run on its way to a leaderboard."""
+"""`kvbench submit`: pack, verify and deliver a run to a leaderboard."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvbench.cli.options import Json
 from kvbench.cli.output import print_json
 from kvbench.errors import UserError
 
@@ -15,23 +16,25 @@ if TYPE_CHECKING:
 
 
 def submit_command(
-    run: Annotated[str, typer.Argument(help="The folder or id of a finished run.")],
+    run: Annotated[str, typer.Argument(help="Folder or id of a finished run.")],
     *,
-    submitter: Annotated[str, typer.Option(help="Your name there: plain letters, digits, '.', '_' and '-'.")],
+    submitter: Annotated[
+        str, typer.Option(help="Your name on the leaderboard: ASCII letters, digits, '.', '_' and '-'.")
+    ],
     to: Annotated[
-        str, typer.Option(help="A folder of a results repository, hf:OWNER/DATASET, or the URL of a leaderboard.")
+        str, typer.Option(help="Folder of a results repository, hf:OWNER/DATASET, or URL of a leaderboard.")
     ] = "results",
     tuned_on: Annotated[
         list[str] | None,
-        typer.Option(metavar="TASK[:SPLIT]", help="What the settings were chosen on; repeatable; default: nothing."),
+        typer.Option(metavar="TASK[:SPLIT]", help="Task on which the settings were tuned; repeatable; default: none."),
     ] = None,
     token_file: Annotated[
-        Path | None, typer.Option(help="Holds the token for a URL; default: $KVBENCH_TOKEN.")
+        Path | None, typer.Option(help="File with the token for a URL; default: $KVBENCH_TOKEN.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of runs, where a run is given by its id.")] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="End standard output with one JSON line.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder in which run ids are looked up.")] = Path("runs"),
+    as_json: Json = False,
 ) -> int:
-    """Pack a run, verify it as the receiver will, and deliver it."""
+    """Pack a run, verify it locally (level L0), and deliver it to a leaderboard."""
     from kvbench.analysis.load import find_run
     from kvbench.cli.leaderboard import print_record
     from kvbench.leaderboard.submission.bundle import pack_run
@@ -42,7 +45,7 @@ def submit_command(
 
     remote = to.startswith((HUB, "https://", "http://"))
     if not remote and "://" in to:
-        raise UserError(f"--to {to} is no place that kvbench knows. Give a folder, hf:OWNER/DATASET, or http(s)://...")
+        raise UserError(f"--to {to} is not a supported destination. Give a folder, hf:OWNER/DATASET, or http(s)://...")
     token = read_token(token_file) if to.startswith("http") and remote else ""
     folder = find_run(run, out)
     try:
@@ -56,7 +59,7 @@ def submit_command(
     if not record.refused and found.bundle is not None and found.bundle.manifest is not None:
         delivered = _deliver(files, found.bundle.manifest, to, token)
     else:
-        typer.echo("It would be refused, so it was not delivered.", err=True)
+        typer.echo("not delivered: the submission would be refused.", err=True)
     if as_json:
         print_json({"delivered": delivered, **record.model_dump(mode="json")})
     return 0 if delivered is not None else 1

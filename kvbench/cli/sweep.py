@@ -1,4 +1,4 @@
-"""`kvbench sweep`."""
+"""`kvbench sweep`: run a grid of runs from a file."""
 
 from __future__ import annotations
 
@@ -19,19 +19,23 @@ EXECUTORS = ("local", "ray")
 
 
 def sweep_command(
-    file: Annotated[Path, typer.Argument(help="A grid of runs in TOML; see docs/sweeps.md.")],
+    file: Annotated[Path, typer.Argument(help="Sweep file in TOML; see docs/sweeps.md.")],
     *,
     executor: Annotated[str, typer.Option(help="local or ray.")] = "local",
     workers: Annotated[
-        int | None, typer.Option(help="Cells at a time; default: 1, or all that a Ray cluster has room for.")
+        int | None, typer.Option(help="Cells to run in parallel; default: 1, or as many as fit on the Ray cluster.")
     ] = None,
-    address: Annotated[str | None, typer.Option(help="HOST:PORT of a Ray cluster; default: one made here.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what there is to do and predict how long.")] = False,
+    address: Annotated[
+        str | None, typer.Option(help="HOST:PORT of a Ray cluster; default: start one on this machine.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the cells and predict their time; run nothing.")
+    ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="End standard output with all cells as one JSON line.")
+        bool, typer.Option("--json", help="Print all cells as one JSON line, last on standard output.")
     ] = False,
 ) -> int:
-    """Run every cell of a grid; again, it goes on where it stopped. Exit code 1 where a cell failed."""
+    """Run every cell of a sweep file. The same command resumes it. Exit code 1 if a cell failed."""
     from kvbench.sweep.check import check_cells
     from kvbench.sweep.file import read_sweep
 
@@ -40,11 +44,11 @@ def sweep_command(
     if workers is not None and workers < 1:
         raise UserError(f"workers {workers} must be 1 or more.")
     if address is not None and executor != "ray":
-        raise UserError(f"--address {address} has no meaning for executor {executor}. Use --executor ray.")
+        raise UserError(f"--address {address} has no effect with --executor {executor}. Use --executor ray.")
     cells = read_sweep(file)
     check_cells(cells)
     if (workers or 1) > 1 and any(x.request.device_map is not None for x in cells):
-        raise UserError("a cell with a device map may take every GPU there is. Use --workers 1.")
+        raise UserError("a cell with a device map may use all GPUs. Use --workers 1.")
     if dry_run:
         return show_prediction(cells, workers or 1, as_json=as_json)
     reports = run_cells(cells, executor, workers, address)
@@ -57,13 +61,13 @@ def sweep_command(
 def run_cells(
     cells: list[SweepCell], executor: str = "local", workers: int | None = None, address: str | None = None
 ) -> list[CellReport]:
-    """Every cell's report, in the order of the file.
+    """Run the cells and return their reports in the same order.
 
     Raises:
-        InterruptedRunError: Ctrl-C, with how far the cells are.
+        InterruptedRunError: Ctrl-C; the message says how many cells are done.
         UserError: a cell's device, or Ray, cannot be used.
     """
-    from kvbench.runs.runner import InterruptedRunError  # these import torch, which a wrong file need not wait for
+    from kvbench.runs.runner import InterruptedRunError  # these import torch; the file is checked first
     from kvbench.sweep.local import run_local
     from kvbench.sweep.progress import show_progress
     from kvbench.sweep.ray import connected, find_device, run_ray
@@ -80,13 +84,13 @@ def run_cells(
             with show_progress(cells) as progress:
                 run_local(cells, workers or 1, progress)
     except (KeyboardInterrupt, InterruptedRunError):
-        done = "nothing was run" if progress is None else f"{progress.counts} are saved in {cells[0].request.out}"
-        raise InterruptedRunError(f"interrupted: {done}. Run the same command to go on.") from None
+        done = "nothing was run" if progress is None else f"saved {progress.counts} in {cells[0].request.out}"
+        raise InterruptedRunError(f"interrupted: {done}. Run the same command to continue.") from None
     return [progress.reports[x.index] for x in cells]
 
 
 def _place(cells: list[SweepCell], *how: Callable[[Request], str]) -> list[SweepCell]:
-    """The cells with their devices; before they run, how small a difference they can find is said."""
+    """The cells with their devices; logs their minimum detectable effect."""
     from kvbench.analysis.power import describe_powers
     from kvbench.log import say
     from kvbench.sweep.check import place_cells
@@ -98,7 +102,7 @@ def _place(cells: list[SweepCell], *how: Callable[[Request], str]) -> list[Sweep
 
 
 def _print(reports: list[CellReport]) -> None:
-    """One row per cell."""
+    """Print one row per cell."""
     from kvbench.analysis.formatting import format_score, print_table
 
     rows = []
@@ -110,11 +114,11 @@ def _print(reports: list[CellReport]) -> None:
             report.cell.name, report.status, "-" if result is None else format_score(result), ratio,
             where if report.error is None else f"{where}: {report.error}",
         ])
-    print_table("", ("cell", "", "score", "bytes held", "run"), rows)
+    print_table("", ("cell", "", "score", "stored", "run"), rows)
 
 
 def show_prediction(cells: list[SweepCell], workers: int, *, as_json: bool) -> int:
-    """One row per cell with the time that it will take."""
+    """Print the predicted time of every cell; exit code 1 if a cell cannot run."""
     from kvbench.analysis.formatting import print_table
     from kvbench.sweep.predict import predict
 
@@ -126,8 +130,8 @@ def show_prediction(cells: list[SweepCell], workers: int, *, as_json: bool) -> i
     print_table("", ("cell", "samples to run", "predicted"), rows)
     seconds = sum(x.seconds or 0.0 for x in found)
     typer.echo(
-        f"{len(found)} cells, {sum(x.missing for x in found)} samples to run; predicted with the dense cache on this "
-        f"machine: {seconds / workers:.0f} s with {workers} worker{'s' if workers > 1 else ''}."
+        f"{len(found)} cells, {sum(x.missing for x in found)} samples to run; predicted time {seconds / workers:.0f} s "
+        f"with {workers} worker{'s' if workers > 1 else ''} (measured with the full cache on this machine)."
     )
     if as_json:
         print_json([

@@ -1,4 +1,4 @@
-"""Grids of runs: a file of cells, what each comes to, and who runs them (docs/sweeps.md).
+"""Sweeps: grids of runs from one file, executed on local workers or on Ray (docs/sweeps.md).
 
-Nothing in this room can change what a sample comes to: a cell is one `kvbench run`.
+Each cell of a sweep is one `kvbench run` with the same results.
 """

@@ -1,4 +1,4 @@
-"""One cell of a sweep is one `kvbench run`: same spec, same folder; what it came to is a report."""
+"""One cell of a sweep: a request to run, and the report of its result."""
 
 from __future__ import annotations
 
@@ -21,45 +21,45 @@ if TYPE_CHECKING:
     from kvbench.runs.results import Result
 
 PATIENCE = 20.0
-"""Seconds to wait for a folder that is locked: a worker that was given up may be finishing a sample in it."""
+"""Seconds to wait for a locked folder, in which a lost worker may still be finishing a sample."""
 
 
 @dataclass(frozen=True)
 class SweepCell:
-    """A run of the grid."""
+    """One run of a sweep."""
 
     index: int
     grid: int
-    """Which [[grid]] of the file it is from, counted from 1."""
+    """Number of its [[grid]] in the file, from 1."""
     name: str
-    """Its method and what else tells it from the other cells."""
+    """Its method, and the options in which it differs from the other cells."""
     request: Request
     options: dict[str, str]
-    """What else that is, by option."""
+    """Those options with their values."""
 
     @property
     def model_key(self) -> tuple[str | None, ...]:
-        """Equal where one loaded model serves both."""
+        """Equal for cells that can share a loaded model."""
         request = self.request
         return request.model, request.device, request.dtype, request.device_map
 
 
 @dataclass(frozen=True)
 class CellReport:
-    """What a cell came to."""
+    """The outcome of a cell."""
 
     cell: SweepCell
     status: Literal["ok", "failed"]
     error: str | None = None
     folder: Path | None = None
-    """None: it did not come as far as having one."""
+    """The run's folder; None if the cell failed before it had one."""
     existing: bool = False
-    """The run was finished before: its result was only read."""
+    """True if the run was already finished and only its result was read."""
     result: Result | None = None
 
     @property
     def document(self) -> dict[str, Any]:
-        """What `kvbench sweep --json` says of it."""
+        """The report as JSON, for `kvbench sweep --json`."""
         result, request = self.result, self.cell.request
         return {
             "cell": self.cell.name, "run_id": None if self.folder is None else self.folder.name,
@@ -72,20 +72,20 @@ class CellReport:
 
 
 class ModelCache:
-    """The model that was loaded last, for the cells that follow it."""
+    """Keeps the last loaded model for the cells that follow."""
 
     def __init__(self) -> None:
         self._key: object = None
         self._model: Model | None = None
 
     def take(self, cell: SweepCell) -> Model | None:
-        """The model of the cell; None: another one, which is let go of first, so that two never stand in memory."""
+        """The cell's model if it is loaded; else None, after freeing the other model so that only one is in memory."""
         if self._key != cell.model_key and self._model is not None:
             import torch
 
             self._model = None
             gc.collect()
-            torch.cuda.empty_cache()  # else what it leaves behind counts as taken when the next one is predicted
+            torch.cuda.empty_cache()  # so that the next memory prediction counts it as free
         return self._model
 
     def put(self, cell: SweepCell, model: Model) -> None:
@@ -94,24 +94,24 @@ class ModelCache:
 
 
 class CountCallback:
-    """Passes on how far a run is."""
+    """Forwards the progress of a run to a callback."""
 
-    def __init__(self, hear: Callable[[int], None]) -> None:
-        self._hear = hear
+    def __init__(self, callback: Callable[[int], None]) -> None:
+        self._callback = callback
 
     def advance(self, done: int) -> None:
-        """So many samples are done."""
-        self._hear(done)
+        """Report the number of finished samples."""
+        self._callback(done)
 
 
 class LineWriter(io.TextIOBase):
-    """Standard error of a worker, line by line to whoever shows the progress."""
+    """A stream that sends a worker's standard error line by line."""
 
     def __init__(self, send: Callable[[str], object]) -> None:
         self._send, self._rest = send, ""
 
     def write(self, text: str) -> int:
-        """Send the lines that are whole."""
+        """Send all complete lines."""
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
             self._send(line)
@@ -119,12 +119,12 @@ class LineWriter(io.TextIOBase):
 
 
 def run_cell(cell: SweepCell, cache: ModelCache, advance: Callable[[int], None]) -> CellReport:
-    """Run what is missing of a cell. Whatever it raises is its report, Ctrl-C apart.
+    """Run the missing samples of a cell; every exception except Ctrl-C becomes a failed report.
 
     Args:
-        cell: which.
-        cache: where the last model is.
-        advance: told how many samples are done, after each.
+        cell: the cell.
+        cache: holds the last loaded model.
+        advance: called with the number of finished samples after each sample.
     """
     from kvbench.runs.runner import InterruptedRunError, run
 
@@ -138,7 +138,7 @@ def run_cell(cell: SweepCell, cache: ModelCache, advance: Callable[[int], None])
         raise
     except UserError as error:
         return CellReport(cell, "failed", str(error), None if job is None else job.folder)
-    except Exception as error:  # noqa: BLE001  # a method or a task with a bug must not end the other cells
+    except Exception as error:  # noqa: BLE001  # a bug in a method or task must not stop the other cells
         say(f"{cell.name}: {traceback.format_exc()}")
         return CellReport(cell, "failed", describe(error), None if job is None else job.folder)
     result = outcome.result
@@ -146,7 +146,7 @@ def run_cell(cell: SweepCell, cache: ModelCache, advance: Callable[[int], None])
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line."""
+    """An exception as one line."""
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 

@@ -1,4 +1,4 @@
-"""What can be said of the cells before a model is loaded, so that a mistake ends a sweep before its first hour."""
+"""Checks of a sweep's cells before any model is loaded."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvbench.sweep.cell import SweepCell
 
 
 def check_cells(cells: Sequence[SweepCell]) -> list[Plan]:
-    """The cells' requests, checked as by `kvbench run`: every name, setting and data set; no two are the same run.
+    """Check every request as `kvbench run` does, and that no two cells are the same run.
 
     Raises:
-        UserError: with the cell's name.
+        UserError: bad input; the message names the cell.
     """
     plans: list[Plan] = []
     seen: dict[tuple[object, ...], SweepCell] = {}
@@ -27,12 +27,12 @@ def check_cells(cells: Sequence[SweepCell]) -> list[Plan]:
             check_model(cell.request.model)
             plans.append(check(cell.request))
             facts = _describe(plans[-1])
-        request = cell.request  # where the parts of its model are makes no other run of it
+        request = cell.request  # without the device map, which is not part of a run's identity
         first = seen.setdefault((facts, request.model, request.device, request.dtype), cell)
         if first is not cell:
             raise UserError(
                 f"cells '{first.name}' ([[grid]] {first.grid}) and '{cell.name}' ([[grid]] {cell.grid}) are the same "
-                "run. Leave one of them out."
+                "run. Remove one of them."
             )
     return plans
 
@@ -40,16 +40,17 @@ def check_cells(cells: Sequence[SweepCell]) -> list[Plan]:
 def place_cells(
     cells: Sequence[SweepCell], find: Callable[[Request], str] = find_device
 ) -> tuple[list[SweepCell], list[Plan]]:
-    """The cells with the device that each will run on, and no two of them the same run there; this waits for torch.
-
-    Beside them what `check_cells` made of them.
+    """Resolve the device of every cell, and check the cells again. Imports torch.
 
     Args:
-        cells: checked.
-        find: a device, from what a cell asks for.
+        cells: checked cells.
+        find: returns the device for a request.
+
+    Returns:
+        The cells with their devices, and the result of `check_cells`.
 
     Raises:
-        UserError: with the cell's name.
+        UserError: bad input; the message names the cell.
     """
     from kvbench.hf import DTYPES
 
@@ -71,7 +72,7 @@ def _naming(cell: SweepCell) -> Iterator[None]:
 
 
 def _describe(plan: Plan) -> str:
-    """All that decides a run, the model and the device apart."""
+    """The identity of a run as text, without the model and the device."""
     request, method, task = plan.request, plan.method, plan.task
     return json.dumps([
         [type(x).__module__, type(x).__qualname__, name, jsonable_settings(x)]

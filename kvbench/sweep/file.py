@@ -1,4 +1,4 @@
-"""A sweep file: options common to all cells, and grids in which a list means one cell per value."""
+"""Reads sweep files: common options, and grids in which a list means one cell per value."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class File(BaseModel):
 
 
 class Options(BaseModel):
-    """The options of one cell, called as `kvbench run` calls them; what is left out has its default there."""
+    """Options of one cell, with the names and defaults of `kvbench run`."""
 
     model_config = STRICT
 
@@ -57,7 +57,7 @@ class Options(BaseModel):
     generation: dict[str, Setting] = Field({}, alias="gen")
 
     def request(self, out: Path) -> Request:
-        """What `kvbench run` would make of them."""
+        """The request that `kvbench run` makes from the same options."""
         given: dict[str, Any] = {}
         for name in self.model_fields_set:
             value = getattr(self, name)
@@ -69,16 +69,16 @@ class Options(BaseModel):
 
 NAMES = [x.alias or name for name, x in Options.model_fields.items()]
 TABLES = [x.alias for x in Options.model_fields.values() if x.alias and x.default == {}]
-"""Options whose values are tables of their own."""
+"""Options whose values are tables."""
 
 
 def read_sweep(path: Path) -> list[SweepCell]:
-    """The cells of a sweep file, in its order; their names are not looked up yet.
+    """The cells of a sweep file, in order. Names of methods and tasks are not checked yet.
 
     Raises:
-        UserError: it cannot be read, or says something that no sweep can mean.
+        UserError: the file cannot be read or is not a valid sweep.
     """
-    hint = "Options of runs stand in [run] or [[grid]]; see docs/sweeps.md."
+    hint = "Put run options in [run] or [[grid]]; see docs/sweeps.md."
     return expand(read_toml(path, File, "sweep file", hint))
 
 
@@ -91,9 +91,9 @@ def expand(file: File) -> list[SweepCell]:
     _check_names(file.run, "[run]")
     for key, value in flatten(file.run):
         if isinstance(value, list):
-            raise UserError(f"[run]: {key} is a list. One value per cell: put the list into a [[grid]].")
+            raise UserError(f"[run]: {key} is a list. Put lists in a [[grid]].")
     if not file.grid:
-        raise UserError("the sweep has no [[grid]]: add one, with at least a method in it.")
+        raise UserError("the sweep has no [[grid]]. Add one with at least a method.")
     found: list[tuple[int, dict[str, Any], Request]] = []
     for number, table in enumerate(file.grid, 1):
         where = f"[[grid]] {number}"
@@ -115,14 +115,14 @@ def expand(file: File) -> list[SweepCell]:
 
 
 def _combine(table: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
-    """The cross product of the lists in a grid; the last one written changes first."""
+    """The cross product of the lists in a grid; the last list varies fastest."""
     axes: list[tuple[str, list[Any]]] = []
     for key, value in flatten(table):
         if value == []:
-            raise UserError(f"{where}: {key} is an empty list, which makes no cell. Give values, or leave it out.")
+            raise UserError(f"{where}: {key} is an empty list, which makes no cell. Give values, or remove it.")
         values = value if isinstance(value, list) else [value]
         if twice := [x for i, x in enumerate(values) if x in values[:i]]:
-            raise UserError(f"{where}: {key} has {twice[0]!r} twice, which are the same run. Leave one out.")
+            raise UserError(f"{where}: {key} has {twice[0]!r} twice, which is the same run. Remove one.")
         axes.append((key, values))
     for combination in itertools.product(*(x for _, x in axes)):
         cell: dict[str, Any] = {}
@@ -136,7 +136,7 @@ def _combine(table: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
 
 
 def flatten(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Options as they are, settings of a table in a table as `set.window`."""
+    """Options by name; entries of nested tables as `set.window`."""
     for key, value in table.items():
         if key in TABLES and isinstance(value, dict):
             yield from ((f"{key}.{setting}", x) for setting, x in value.items())
@@ -145,7 +145,7 @@ def flatten(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _name(found: list[tuple[int, dict[str, Any], Request]]) -> list[SweepCell]:
-    """Cells, each called after its method and whatever else is not equal in all of them."""
+    """Cells, each named after its method and the options that vary between cells."""
     flat = [dict(flatten(options)) for _, options, _ in found]
     keys = sorted(dict.fromkeys(key for x in flat for key in x), key=lambda x: NAMES.index(x.partition(".")[0]))
     varying = [x for x in keys if x != "method" and any(y.get(x) != flat[0].get(x) for y in flat)]
@@ -164,5 +164,5 @@ def _check_names(table: Mapping[str, Any], where: str) -> None:
 
 
 def as_text(value: object) -> str:
-    """A value as the command line would take it."""
+    """A value as it is written on the command line."""
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,6 +1,6 @@
-"""Cells on this machine: in this process, or by workers that each keep a model.
+"""Runs cells on this machine: in this process, or in worker processes that each keep a model.
 
-A worker's imports wait until it runs, so that it can be told first what it may use and what it must ignore.
+Imports are local because a worker must set its environment variables and signal handlers before it imports torch.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from kvbench.sweep.progress import SweepProgress
 
 TRIES = 2
-"""How often a cell may lose its worker before it is given up."""
+"""Attempts per cell: a cell whose worker dies this often fails."""
 GRACE = 10.0
-"""Seconds that a worker without a cell has to leave."""
+"""Seconds that an idle worker has to exit."""
 
 
 def run_local(cells: Sequence[SweepCell], workers: int, progress: SweepProgress) -> None:
-    """Run every cell; what each came to stands on the progress.
+    """Run every cell and report to `progress`.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C, after the workers are gone.
-        InterruptedRunError: the same, where a cell ran in this process.
+        KeyboardInterrupt: Ctrl-C, after all workers have ended.
+        InterruptedRunError: Ctrl-C while a cell ran in this process.
     """
     from kvbench.sweep.cell import ModelCache, run_cell
 
@@ -41,18 +41,18 @@ def run_local(cells: Sequence[SweepCell], workers: int, progress: SweepProgress)
     if workers == 1:
         cache = ModelCache()
         for cell in ordered:
-            progress.finish(run_cell(cell, cache, partial(progress.hear, cell)))
+            progress.finish(run_cell(cell, cache, partial(progress.receive, cell)))
         return
-    crew = WorkerPool(ordered, min(workers, len(ordered)), progress)
+    pool = WorkerPool(ordered, min(workers, len(ordered)), progress)
     try:
-        crew.run()
+        pool.run()
     finally:
-        crew.close()
+        pool.close()
 
 
 @dataclass
 class WorkerProcess:
-    """A process, what it is at, and the model that it holds."""
+    """A process, the cell it runs, and the key of the model it has loaded."""
 
     number: int
     process: SpawnProcess
@@ -62,7 +62,7 @@ class WorkerProcess:
 
 
 class WorkerPool:
-    """Workers and the cells that wait for them. A worker that dies costs its cell one of its tries."""
+    """Distributes cells to worker processes; a cell whose worker dies is retried."""
 
     def __init__(self, cells: Sequence[SweepCell], size: int, progress: SweepProgress) -> None:
         self.waiting, self.size, self.progress = list(cells), size, progress
@@ -71,7 +71,7 @@ class WorkerPool:
         self.gpus = _find_gpus() if any(x.request.device == "cuda" for x in cells) else []
 
     def run(self) -> None:
-        """Until no cell is waiting and no worker is busy."""
+        """Run until no cell is waiting and no worker is busy."""
         while True:
             self._assign()
             busy = {x.connection: x for x in self.workers if x.cell is not None}
@@ -79,14 +79,14 @@ class WorkerPool:
                 return
             for connection in wait(list(busy)):
                 assert isinstance(connection, Connection)
-                self._hear(busy[connection])
+                self._receive(busy[connection])
 
     def close(self) -> None:
-        """End every worker; one without a cell goes by itself when nobody speaks to it any more."""
+        """End all workers; an idle worker exits when its connection closes."""
         for worker in self.workers:
             worker.connection.close()
             if worker.cell is not None:
-                worker.process.terminate()  # what it has saved is whole
+                worker.process.terminate()  # finished samples are saved
         for worker in self.workers:
             worker.process.join(GRACE)
             if worker.process.is_alive():
@@ -94,7 +94,7 @@ class WorkerPool:
                 worker.process.join()
 
     def _assign(self) -> None:
-        """A cell for whoever has none, of the model that the worker holds if there is one."""
+        """Give every idle worker a cell, preferably one of the model that it has loaded."""
         while self.waiting:
             worker = next((x for x in self.workers if x.cell is None), None)
             if worker is None:
@@ -109,8 +109,8 @@ class WorkerPool:
             except OSError:
                 self._remove(worker)
 
-    def _hear(self, worker: WorkerProcess) -> None:
-        """One message: a line of its log, how many samples are done, or the report."""
+    def _receive(self, worker: WorkerProcess) -> None:
+        """Handle one message of a worker: a log line, a number of finished samples, or the report."""
         cell = worker.cell
         assert cell is not None
         try:
@@ -119,7 +119,7 @@ class WorkerPool:
             self._remove(worker)
             return
         if isinstance(message, int | str):
-            self.progress.hear(cell, message)
+            self.progress.receive(cell, message)
         else:
             worker.cell = None
             self.progress.finish(message)
@@ -133,12 +133,12 @@ class WorkerPool:
         worker.connection.close()
         self.workers.remove(worker)
         self.losses[cell.index] += 1
-        reason = f"its worker died ({_cause(worker.process.exitcode)})"
+        reason = f"the worker died ({_cause(worker.process.exitcode)})"
         if self.losses[cell.index] < TRIES:
-            self.progress.hear(cell, f"{reason}: trying once more.")
+            self.progress.receive(cell, f"{reason}; retrying.")
             self.waiting.insert(0, cell)
         else:
-            self.progress.finish(CellReport(cell, "failed", f"{reason}, {TRIES} times. Finished samples are kept."))
+            self.progress.finish(CellReport(cell, "failed", f"{reason} {TRIES} times. Finished samples are saved."))
 
     def _start_worker(self) -> WorkerProcess:
         number = next(x for x in range(self.size) if x not in {y.number for y in self.workers})
@@ -146,13 +146,13 @@ class WorkerPool:
         with _environment(self._settings(number)):
             process = multiprocessing.get_context("spawn").Process(target=_work, args=(there,), daemon=True)
             process.start()
-        there.close()  # so that the worker's death closes the last other end
+        there.close()  # so that the connection closes when the worker dies
         worker = WorkerProcess(number, process, here)
         self.workers.append(worker)
         return worker
 
     def _settings(self, number: int) -> dict[str, str]:
-        """What a worker must know before it imports torch."""
+        """Environment variables that a worker needs before it imports torch."""
         found = {}
         if "OMP_NUM_THREADS" not in os.environ:
             found["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // self.size))
@@ -162,7 +162,7 @@ class WorkerPool:
 
 
 def _find_gpus() -> list[str]:
-    """Names of the GPUs that may be used, as CUDA_VISIBLE_DEVICES takes them."""
+    """The visible GPUs, in the form of CUDA_VISIBLE_DEVICES."""
     import torch
 
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -173,12 +173,12 @@ def _cause(code: int | None) -> str:
     if code is None or code >= 0:
         return f"exit code {code}"
     name = signal.Signals(-code).name
-    return f"{name}, often a lack of memory" if name == "SIGKILL" else name
+    return f"{name}, often out of memory" if name == "SIGKILL" else name
 
 
 @contextmanager
 def _environment(changes: dict[str, str]) -> Iterator[None]:
-    """Variables for the processes that are started meanwhile."""
+    """Set environment variables for processes that start within the context."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -192,8 +192,8 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
 
 
 def _work(connection: Connection) -> None:
-    """A worker: cells come, lines and counts and reports go, until nobody is there any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first process says what happens
+    """Main function of a worker: receive cells and send messages until the connection closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; only the main one handles it
     from kvbench.sweep.cell import LineWriter, ModelCache, run_cell
 
     cache = ModelCache()

@@ -1,4 +1,4 @@
-"""How long a grid will take: one sample of each kind, timed with the dense cache, times what is missing."""
+"""Predicts the time of a sweep from one timed sample of each kind with the full cache."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
 
-from kvbench.budget import BudgetKind
 from kvbench.diffusion.sample import Uncached, fill_sample
 from kvbench.errors import UserError
-from kvbench.method import Card, Method
+from kvbench.registry import find_method
 from kvbench.runs.examples import make_examples
 from kvbench.runs.files import finished_samples, read_lines
 from kvbench.runs.job import Job, prepare
@@ -20,30 +18,20 @@ from kvbench.sweep.cell import ModelCache, SweepCell
 
 
 @dataclass(frozen=True)
-class Dense(Method):
-    """Keeps every row; what a time is measured with."""
-
-    card: ClassVar[Card] = Card(
-        name="dense", title="Dense cache", idea="Every row stays. For predictions.", arxiv=None, year=None,
-        family="baseline", stages=(), budget=BudgetKind.NONE, heads="independent", upstream=None,
-    )
-
-
-@dataclass(frozen=True)
 class CellPrediction:
-    """What a cell still has to do."""
+    """The missing samples of a cell and their predicted time."""
 
     cell: SweepCell
     folder: Path | None
     missing: int
-    """Samples."""
+    """Samples to run."""
     seconds: float | None
-    """Of all of them, predicted; None: it cannot run."""
+    """Predicted time of the missing samples; None if the cell cannot run."""
     error: str | None = None
 
 
 def predict(cells: Sequence[SweepCell]) -> Iterator[CellPrediction]:
-    """Prepare every cell, which says whether it can run, and time a sample of each kind; nothing is written."""
+    """Prepare every cell, and time a sample of each kind; nothing is written."""
     cache = ModelCache()
     timed: dict[str, float] = {}
     for cell in cells:
@@ -72,7 +60,7 @@ def _missing(job: Job) -> int:
 
 
 def _kind(job: Job) -> str:
-    """Cells that agree in this take the same time, as far as it is predicted."""
+    """A key that is equal for cells with the same predicted time per sample."""
     return job.spec.model_dump_json(exclude={
         "method": True, "sources": {"method", "kernels"}, "budget": True, "seed": True, "samples": True,
         "recompress": True,
@@ -80,12 +68,12 @@ def _kind(job: Job) -> str:
 
 
 def _time(job: Job, *, warm: bool) -> float:
-    """Seconds of one sample; the first of all is run once before, because it pays for what is set up once."""
-    run, method = (run_sample, Dense()) if job.model.masking is None else (fill_sample, Uncached())
-    dense = replace(job, method=method, budget=None)
+    """Seconds of one sample; a first untimed run warms up, unless one has been timed before."""
+    run, method = (run_sample, find_method("full")()) if job.model.masking is None else (fill_sample, Uncached())
+    baseline = replace(job, method=method, budget=None)
     sample = next(make_examples(job, [0]))
     if not warm:
-        run(dense, *sample)
+        run(baseline, *sample)
     before = time.perf_counter()
-    run(dense, *sample)
+    run(baseline, *sample)
     return time.perf_counter() - before

@@ -1,4 +1,4 @@
-"""How far a whole grid is, on standard error: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of a sweep on standard error: a bar on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ from kvbench.sweep.cell import CellReport, SweepCell
 
 
 class SweepProgress:
-    """What is known of the cells while they run; executors write on it."""
+    """State of all cells while they run, updated by the executors."""
 
     def __init__(self, cells: Sequence[SweepCell], show: Callable[[SweepProgress], None]) -> None:
         self.reports: dict[int, CellReport] = {}
         self.total = sum(x.request.samples for x in cells)
         self.cells = len(cells)
         self.done = dict.fromkeys((x.index for x in cells), 0)
-        """Samples by cell."""
+        """Finished samples by cell."""
         self._new = 0
         self._first = 0.0
         self._show = show
 
-    def hear(self, cell: SweepCell, message: int | str) -> None:
-        """One more sample of a cell was run, which makes so many; or a line of its log."""
+    def receive(self, cell: SweepCell, message: int | str) -> None:
+        """Handle a message of a cell: the number of its finished samples, or a log line."""
         if isinstance(message, str):
             say(f"{cell.name}: {message}")
             return
         self._new += 1
         if self._new == 1:
-            self._first = time.monotonic()  # the time before it went into loading
-        self.done[cell.index] = max(self.done[cell.index], message)  # Ray's counts may come after the report
+            self._first = time.monotonic()  # the time before includes loading
+        self.done[cell.index] = max(self.done[cell.index], message)  # counts from Ray may arrive after the report
         self._show(self)
 
     def finish(self, report: CellReport) -> None:
-        """A cell is over."""
+        """Record the report of a cell."""
         cell = report.cell
         self.reports[cell.index] = report
         self.done[cell.index] = cell.request.samples
-        what = "was finished before" if report.existing else "done"
-        self.hear(cell, what if report.status == "ok" else f"FAILED: {report.error}")
+        what = "already finished" if report.existing else "done"
+        self.receive(cell, what if report.status == "ok" else f"FAILED: {report.error}")
         self._show(self)
 
     @property
     def counts(self) -> str:
-        """What is over."""
+        """Finished cells and samples, as text."""
         return f"{len(self.reports)}/{self.cells} cells, {sum(self.done.values())}/{self.total} samples"
 
     @property
     def left(self) -> str:
-        """How long the rest will take at the pace so far; nothing where there is none."""
+        """Estimated time left, as text; empty if unknown."""
         missing = self.total - sum(self.done.values())
         if self._new < 2 or not missing:
             return ""
@@ -63,7 +63,7 @@ class SweepProgress:
 
 @contextmanager
 def show_progress(cells: Sequence[SweepCell]) -> Iterator[SweepProgress]:
-    """A progress that is seen for as long as the sweep goes on."""
+    """The progress of a sweep, shown while the context is open."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield SweepProgress(cells, _Lines(console))
@@ -77,7 +77,7 @@ def show_progress(cells: Sequence[SweepCell]) -> Iterator[SweepProgress]:
 
 
 class _Lines:
-    """The progress as lines of a log."""
+    """Shows the progress as log lines."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._said = console, time.monotonic()

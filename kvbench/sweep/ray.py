@@ -1,4 +1,4 @@
-"""Cells on a Ray cluster: one task each, started again elsewhere when its node is lost; the journal keeps samples."""
+"""Runs cells on a Ray cluster, one task each; a task whose node is lost restarts from its saved samples."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
     from kvbench.sweep.progress import SweepProgress
 
 RETRIES = 3
-"""How often Ray starts a cell again whose node or process was lost."""
+"""How often Ray restarts a cell whose node or process was lost."""
 REACH = 5.0
-"""Seconds that a cluster has to take a connection."""
+"""Seconds to wait for a connection to a cluster."""
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"
-"""A frame of HTTP/2 with the settings of one side: Ray answers with one, Redis, which has the same port, does not."""
+"""An empty HTTP/2 SETTINGS frame. Ray replies with one; Redis, which uses the same port, does not."""
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SETTINGS
 LISTEN = 0.5
-"""Seconds between looks at how far the cells are."""
+"""Seconds between updates of the progress."""
 MODEL_CACHE = ModelCache()
-"""Of this process, where it is a worker of Ray's: it lasts from one task to the next."""
+"""The model cache of a Ray worker process, which lasts from one task to the next."""
 
 
 def load_ray() -> Any:
-    """The package, which is an extra.
+    """The package ray.
 
     Raises:
-        UserError: it is not installed.
+        UserError: ray is not installed.
     """
     if importlib.util.find_spec("ray") is None:
         raise UserError("--executor ray needs the package ray. Install it: pip install 'kvbench[ray]'")
@@ -47,12 +47,12 @@ def load_ray() -> Any:
 
 @contextmanager
 def connected(address: str | None) -> Iterator[None]:
-    """A connection to a cluster, or to one made on this machine for as long as the sweep goes on.
+    """A connection to a cluster, or to a temporary one on this machine.
 
     Raises:
-        UserError: Ray is not installed, or nothing answers there.
+        UserError: ray is not installed, or the address does not respond.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere unasked
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry
     ray = load_ray()
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     if address not in ("local", "auto"):
@@ -61,8 +61,8 @@ def connected(address: str | None) -> Iterator[None]:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=_dashboard(address))
     except Exception as error:
         raise UserError(
-            f"Ray at '{address}' cannot be used: {describe(error).rstrip('.')}. Look with `ray status`; a cluster that "
-            "asks for a token wants RAY_AUTH_MODE=token and RAY_AUTH_TOKEN here as on its nodes."
+            f"Ray at '{address}' cannot be used: {describe(error).rstrip('.')}. Check it with `ray status`; a cluster "
+            "with token authentication needs RAY_AUTH_MODE=token and RAY_AUTH_TOKEN here, too."
         ) from error
     try:
         yield
@@ -71,29 +71,29 @@ def connected(address: str | None) -> Iterator[None]:
 
 
 def find_device(request: Request) -> str:
-    """The device of a cell on the cluster: cuda where it has GPUs.
+    """The device of a cell on the cluster; default: cuda if it has GPUs.
 
     Raises:
-        UserError: an unknown one, GPUs that the cluster does not have, or more of them than a cell is given.
+        UserError: an unknown device, no GPU on the cluster, or a device map.
     """
     asked = request.device
     if request.device_map is not None:
-        raise UserError("a cell on Ray has one GPU, and a device map is for several. Use --executor local.")
+        raise UserError("a cell on Ray has one GPU, and a device map needs several. Use --executor local.")
     gpus = load_ray().cluster_resources().get("GPU", 0)
     if asked not in (None, "cpu", "cuda"):
         raise unknown("device", asked, ["cpu", "cuda"])
     if asked == "cuda" and not gpus:
-        raise UserError("device 'cuda' is not on this Ray cluster: it has no GPU. Use cpu, or add nodes with GPUs.")
+        raise UserError("device 'cuda' is not available: this Ray cluster has no GPU. Use cpu, or add nodes with GPUs.")
     return asked or ("cuda" if gpus else "cpu")
 
 
 def run_ray(cells: Sequence[SweepCell], workers: int | None, progress: SweepProgress) -> None:
-    """Run every cell as a task; what each came to stands on the progress.
+    """Run every cell as a task and report to `progress`.
 
     Args:
-        cells: of the whole grid.
-        workers: most cells at a time; None: as many as the cluster has room for.
-        progress: of the whole grid.
+        cells: all cells of the sweep.
+        workers: most cells in parallel; None: as many as fit on the cluster.
+        progress: of the sweep.
     """
     ray = load_ray()
     cells = [replace(x, request=replace(x.request, out=x.request.out.absolute())) for x in cells]
@@ -113,22 +113,22 @@ def run_ray(cells: Sequence[SweepCell], workers: int | None, progress: SweepProg
     unseen = [x for x in progress.reports.values() if x.folder is not None and not x.folder.exists()]
     if unseen:
         say(
-            f"warning: {len(unseen)} run folders were written by nodes that do not share a disk with this one; `out` "
-            f"must be a folder that every node sees under the same path: {cells[0].request.out}"
+            f"warning: {len(unseen)} run folders were written to nodes that do not share {cells[0].request.out} with "
+            "this one. Set `out` to a folder that every node sees under the same path."
         )
 
 
 def work(cell: SweepCell, folder: Path, queue: Any) -> CellReport:
-    """A cell on a node, started where the sweep was started, so that paths mean the same."""
+    """Run a cell on a node, in the sweep's working directory so that relative paths agree."""
     if folder.is_dir():
         os.chdir(folder)
-    tell = partial(queue.put.remote, cell.index)
-    with redirect_stderr(LineWriter(tell)):
-        return run_cell(cell, MODEL_CACHE, tell)
+    send = partial(queue.put.remote, cell.index)
+    with redirect_stderr(LineWriter(send)):
+        return run_cell(cell, MODEL_CACHE, send)
 
 
 def _task(cell: SweepCell) -> Any:
-    """What a cell takes. For tasks with a GPU, Ray starts a process each, so that its memory is free again after it."""
+    """The Ray task of a cell. Ray runs each task with a GPU in its own process, which frees the GPU memory."""
     return load_ray().remote(num_cpus=1, num_gpus=int(cell.request.device == "cuda"), max_retries=RETRIES)(work)
 
 
@@ -137,33 +137,33 @@ def _collect(reference: Any, cell: SweepCell) -> CellReport:
     try:
         report: CellReport = ray.get(reference)
     except ray.exceptions.RayError as error:
-        return CellReport(cell, "failed", f"lost {RETRIES + 1} times: {describe(error)}. Finished samples are kept.")
+        return CellReport(cell, "failed", f"lost {RETRIES + 1} times: {describe(error)}. Finished samples are saved.")
     return report
 
 
 def _pass_on(queue: Any, cells: Sequence[SweepCell], progress: SweepProgress) -> None:
     for index, message in load_ray().get(queue.take.remote()):
-        progress.hear(cells[index], message)
+        progress.receive(cells[index], message)
 
 
 class MessageQueue:
-    """Counts of samples and lines of the log, on their way from the nodes to the progress."""
+    """Collects messages from the nodes: numbers of finished samples and log lines."""
 
     def __init__(self) -> None:
         self._messages: list[tuple[int, int | str]] = []
 
     def put(self, index: int, message: int | str) -> None:
-        """What the progress is to hear of a cell."""
+        """Add a message of a cell."""
         self._messages.append((index, message))
 
     def take(self) -> list[tuple[int, int | str]]:
-        """What came since the last time."""
+        """Return and remove all messages."""
         messages, self._messages = self._messages, []
         return messages
 
 
 def _make_queue() -> Any:
-    """A mailbox on the node of the sweep itself: any other can be lost."""
+    """A queue on the node of the sweep itself, because other nodes can be lost."""
     ray = load_ray()
     strategies = importlib.import_module("ray.util.scheduling_strategies")
     here = strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -175,11 +175,11 @@ def _dashboard(address: str) -> bool | None:
 
 
 def _check_address(address: str) -> None:
-    """Refuse an address where no cluster is, which Ray itself would try for minutes."""
+    """Fail fast if no cluster responds at the address; Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal():
-        raise UserError(f"Ray address '{address}' is not HOST:PORT. Write for example --address 10.0.0.1:6379.")
-    hint = "Start one with `ray start --head`, or leave --address out for a cluster on this machine alone."
+        raise UserError(f"Ray address '{address}' is not HOST:PORT. Use for example --address 10.0.0.1:6379.")
+    hint = "Start one with `ray start --head`, or leave out --address to start a cluster on this machine."
     try:
         with socket.create_connection((host, int(port)), timeout=REACH) as line:
             line.sendall(HELLO)
@@ -187,4 +187,4 @@ def _check_address(address: str) -> None:
     except (OSError, OverflowError) as error:
         raise UserError(f"Ray at '{address}' cannot be reached: {error}. {hint}") from error
     if answer[3:4] != SETTINGS[3:4]:
-        raise UserError(f"what answers at '{address}' is not Ray. {hint}")
+        raise UserError(f"the server at '{address}' is not Ray. {hint}")

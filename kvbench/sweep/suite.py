@@ -1,4 +1,4 @@
-"""Suites: named lists of runs that lack a method only, as TOML files in tasks/suites/ or of a user's own."""
+"""Suites: named sweeps without a method, as TOML files in tasks/suites/ or elsewhere."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FOLDER = HERE / "tasks" / "suites"
 
 
 class Suite(BaseModel):
-    """A suite's file: what it is called, and a sweep without a method."""
+    """A suite file: name, version, and the tables of a sweep without a method."""
 
     model_config = STRICT
 
@@ -38,19 +38,21 @@ class Suite(BaseModel):
 
     @property
     def label(self) -> str:
-        """What the rows of its runs carry."""
+        """Name and version, as recorded in the suite's runs."""
         return f"{self.name}@{self.version}"
 
     @property
     def tasks(self) -> list[str]:
-        """Every task of it once."""
+        """Its tasks, without duplicates."""
         return list(dict.fromkeys(x.request.task for x in self.cells({"method": "full"}, Path("runs"))))
 
     def cells(self, given: Mapping[str, Any], out: Path) -> list[SweepCell]:
-        """Its runs under a method. An option picks the runs that have it, and is added where the suite does not say.
+        """The runs of the suite with the options of a command.
+
+        An option selects the runs that have its value, and is added to runs that do not set it.
 
         Raises:
-            UserError: no run has one of the options, or the suite's tables are no sweep.
+            UserError: no run matches the options, or the suite's tables are not a valid sweep.
         """
         grid = [_merge(self.run, table) for table in self.grid]
         for key, value in flatten(given):
@@ -58,8 +60,8 @@ class Suite(BaseModel):
             if not found:
                 values = {as_text(x): None for table in grid for x in _listed(dict(flatten(table))[key])}
                 raise UserError(
-                    f"suite {self.name} has no run with {key} = {value}, only with {', '.join(values)}. Copy its file, "
-                    "change that, and give --suite path/to/file.toml."
+                    f"suite {self.name} has no run with {key} = {value}, only with {', '.join(values)}. To change it, "
+                    "copy the suite's file and use --suite path/to/file.toml."
                 )
             grid = found
         cells = expand(File(out=str(out), grid=grid))
@@ -78,7 +80,7 @@ class SuiteRecord(Record):
 
 @dataclass(frozen=True)
 class Mean:
-    """The mean score of runs that are asked alike."""
+    """Mean score of runs with the same protocol, over tasks."""
 
     mode: str
     visibility: str
@@ -92,19 +94,19 @@ class Mean:
 
 
 def list_suites() -> list[Suite]:
-    """Those that come with kvbench, by name.
+    """The bundled suites, by name.
 
     Raises:
-        UserError: a file is not one.
+        UserError: a file is not a valid suite.
     """
     return sorted((read_suite(path) for path in FOLDER.glob("*.toml")), key=lambda x: x.name)
 
 
 def find_suite(name: str) -> Suite:
-    """A suite by its name or by the path of its file.
+    """A suite by its name or the path of its file.
 
     Raises:
-        UserError: there is none, the file cannot be used, or it has the name of one that comes with kvbench.
+        UserError: no such suite, the file is not valid, or it uses the name of a bundled suite.
     """
     known = {x.stem: x for x in FOLDER.glob("*.toml")}
     if not name.endswith(".toml"):
@@ -114,34 +116,34 @@ def find_suite(name: str) -> Suite:
     path = Path(name).expanduser()
     suite = read_suite(path)
     if suite.name in known and not path.samefile(known[suite.name]):
-        raise UserError(f"{path}: suite '{suite.name}' comes with kvbench. Give yours another name.")
+        raise UserError(f"{path}: '{suite.name}' is the name of a bundled suite. Choose another name.")
     return suite
 
 
 def read_suite(path: Path) -> Suite:
-    """The suite of a file.
+    """Read a suite file.
 
     Raises:
-        UserError: it cannot be read, names a method, or says something that no suite can mean.
+        UserError: the file cannot be read, names a method, or is not a valid suite.
     """
     suite = read_toml(path, Suite, "suite file", "See docs/suites.md.")
     for key, value in flatten(suite.run):
         if isinstance(value, list):
-            raise UserError(f"{path}: {key} in [run] is a list. Put it into a [[grid]].")
+            raise UserError(f"{path}: {key} in [run] is a list. Put lists in a [[grid]].")
     if any("method" in table for table in (suite.run, *suite.grid)):
-        raise UserError(f"{path}: a suite names no method, it is given with --method. Leave it out.")
+        raise UserError(f"{path}: a suite must not name a method. Remove it, and use --method.")
     return suite
 
 
 def _merge(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """A grid with the options of [run] before its own."""
+    """A grid with the options of [run]; its own options take precedence."""
     tables = {key: {**common[key], **value} for key, value in own.items()
               if isinstance(value, dict) and isinstance(common.get(key), dict)}
     return {**common, **own, **tables}
 
 
 def _narrow(table: Mapping[str, Any], key: str, value: Any) -> dict[str, Any] | None:
-    """A grid with one value of an option; None: it has others."""
+    """A grid restricted to one value of an option; None if it has only other values."""
     own = [x for x in _listed(dict(flatten(table)).get(key, value)) if as_text(x) == as_text(value)]
     option, _, setting = key.partition(".")
     if not own:
@@ -154,10 +156,10 @@ def _listed(value: Any) -> list[Any]:
 
 
 def save_suite(suite: Suite, method: str, runs: Sequence[str], out: Path) -> Path:
-    """Write suite.json into a folder of its own, which is the same one for the same runs.
+    """Write suite.json into a folder whose name is derived from the run ids.
 
     Raises:
-        SaveError: it cannot be written.
+        SaveError: the file cannot be written.
     """
     name = re.sub(r"[^a-z0-9_.+-]+", "-", method.lower()).strip("-.")
     digest = hashlib.sha256("\n".join(runs).encode()).hexdigest()[:12]
@@ -169,9 +171,10 @@ def save_suite(suite: Suite, method: str, runs: Sequence[str], out: Path) -> Pat
 
 
 def average(reports: Sequence[CellReport]) -> Iterator[Mean]:
-    """The mean score of runs that are asked alike, tasks apart; none where one failed, or where less is better.
+    """Mean scores over tasks, of runs with the same protocol.
 
-    Whether a chat template is wanted stands in the request alone: some tasks never use one.
+    A group with a failed run, or with a score of which lower is better, has no mean. The template is taken from the
+    request, because some tasks never use one.
     """
     groups: dict[tuple[str, str, str, bool, str, str | None, int], list[Result]] = {}
     for report in reports:
@@ -181,9 +184,9 @@ def average(reports: Sequence[CellReport]) -> Iterator[Mean]:
                 x.task.length,
             )
             groups.setdefault(key, []).append(x)
-    for asked, runs in groups.items():
+    for protocol, runs in groups.items():
         means = [
             x.score.mean for x in runs if x.status == "ok" and x.score.mean is not None and x.score.higher_is_better
         ]
         if len(means) == len(runs) > 1:
-            yield Mean(*asked, len(means), fmean(means))
+            yield Mean(*protocol, len(means), fmean(means))

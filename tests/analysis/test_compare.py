@@ -126,7 +126,7 @@ def test_ten_are_shown_and_the_rest_counted(capsys):
     shown = capsys.readouterr().out
     assert "25 of 25" in shown
     assert shown.count("1.000 -> 0.000") == 10
-    assert "15 more: see --json" in shown
+    assert "15 more with --json" in shown
     assert len(found[0].samples) == 25
 
 
@@ -230,27 +230,26 @@ def spec_of(result, **change) -> RunSpec:
     return result.spec.model_copy(update=change)
 
 
-def test_what_a_run_can_tell_apart_is_said_before_it(result):
-    """With the worst assumption, or with the full cache's own score where it is known; between two ways to depend."""
+def test_the_minimum_detectable_effect_is_described(result):
+    """In the worst case, or at the full cache's accuracy where it is known; both extremes for several questions."""
     assert describe_power(20, 1) == (
-        "smallest difference that 20 contexts x 1 question find 4 times in 5 at the 5 % level: about 49 points "
-        "(right-or-wrong answers, two methods at the accuracies that are hardest to tell apart)."
+        "20 samples can detect a difference of about 49 points (80 % power, p < 0.05, worst case)."
     )
     assert describe_power(40, 5, result) == (
-        "smallest difference that 40 contexts x 5 questions find 4 times in 5 at the 5 % level: about 5 points where "
-        "the questions of a context are answered independently, 20 points where they stand and fall together "
-        f"(right-or-wrong answers, the full cache at {result.score.mean:.3f}, as in {result.run_id})."
+        "40 contexts x 5 questions can detect a difference of about 5 (answers independent) to 20 points "
+        "(answers correlated within a context) "
+        f"(80 % power, p < 0.05, full cache at {result.score.mean:.3f} in {result.run_id})."
     )
     assert describe_power(5, 5) == (
-        "5 contexts x 5 questions are too few to tell any difference from noise. Ask for more --samples."
+        "5 contexts x 5 questions cannot detect any difference at p < 0.05. Use more --samples."
     )
 
 
-def test_a_run_says_it_on_standard_error(kvbench, arguments):
+def test_a_run_logs_its_minimum_detectable_effect(kvbench, arguments):
     """Before its first sample."""
     answer = kvbench(*arguments, "--method", "full")
     assert answer.code == 0, answer.err
-    said = answer.err.index("4 contexts x 1 question are too few to tell any difference from noise")
+    said = answer.err.index("4 samples cannot detect any difference")
     assert said < answer.err.index("samples, about")
 
 
@@ -259,33 +258,33 @@ def plans(*sizes: tuple[int, int], model: str = "mini") -> list[Plan]:
     return [check(Request("full", "niah", model=model, mode="multi-turn", samples=x, turns=y)) for x, y in sizes]
 
 
-def test_runs_of_one_size_are_one_line():
-    """As a run says it of itself."""
+def test_runs_of_one_size_share_a_line():
+    """The line that `kvbench run` prints, with a count."""
     assert list(describe_powers(plans(*50 * [(20, 1)]))) == [f"each of 50 runs: {describe_power(20, 1)}"]
     assert list(describe_powers(plans((20, 1)))) == [f"1 run: {describe_power(20, 1)}"]
 
 
-def test_a_line_for_each_size_of_runs_and_never_many():
-    """From the least to the greatest; of more than four sizes those two."""
+def test_each_size_of_runs_has_a_line_up_to_four():
+    """In ascending order; of more than four sizes only the smallest and the largest."""
     assert list(describe_powers(plans((40, 5), (5, 1), (40, 1), (40, 5)))) == [
         f"1 run: {describe_power(5, 1)}", f"1 run: {describe_power(40, 1)}", f"each of 2 runs: {describe_power(40, 5)}",
     ]
     assert len(list(describe_powers(plans(*((x, 1) for x in range(10, 14)))))) == 4
     assert list(describe_powers(plans(*((x, 1) for x in range(10, 60)), (30, 1)))) == [
         f"1 run: {describe_power(10, 1)}", f"1 run: {describe_power(59, 1)}",
-        "49 runs of 48 other sizes lie between these.",
+        "49 runs of 48 sizes in between are not listed.",
     ]
 
 
-def test_runs_without_an_accuracy_have_no_smallest_difference():
-    """Random weights have no score, and a perplexity is no share of right answers."""
+def test_runs_without_an_accuracy_have_no_detectable_effect():
+    """Random weights have no score, and a perplexity is not an accuracy."""
     assert list(describe_powers(plans((20, 1), model="random:mini"))) == []
     assert list(describe_powers([check(Request("full", "ppl-stdlib"))])) == []
 
 
 @pytest.mark.parametrize("dry", [True, False])
-def test_a_sweep_says_it_before_it_starts(kvbench, model_folder, tmp_path, dry):
-    """Once for all of its runs."""
+def test_a_sweep_logs_its_minimum_detectable_effect(kvbench, model_folder, tmp_path, dry):
+    """One line for all runs of one size."""
     path = tmp_path / "runs.toml"
     path.write_text(
         f'out = "{tmp_path / "runs"}"\n[run]\nmodel = "{model_folder}"\nsamples = 6\ntask = "{TOY}"\n'
@@ -297,8 +296,8 @@ def test_a_sweep_says_it_before_it_starts(kvbench, model_folder, tmp_path, dry):
     assert answer.err.count("each of") == 1
 
 
-def test_the_full_cache_that_was_asked_the_same_is_found(result, tmp_path):
-    """Among other runs and damaged ones."""
+def test_the_full_cache_run_on_the_same_questions_is_found(result, tmp_path):
+    """Among other and damaged runs."""
     assert find_full(result.spec, tmp_path) is None
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

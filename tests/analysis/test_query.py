@@ -92,7 +92,7 @@ def test_a_row_per_answer(folders):
 ])
 def test_nothing_else_can_be_reached(folders, sql):
     """No file, no address, no variable of the process."""
-    with pytest.raises(UserError, match="the query fails: "):
+    with pytest.raises(UserError, match="the query failed: "):
         query_runs(sql, folders)
 
 
@@ -103,7 +103,7 @@ def test_nothing_else_can_be_reached(folders, sql):
 ])
 def test_a_query_only_asks(folders, sql):
     """One SELECT, or what describes one."""
-    with pytest.raises(UserError, match="a query is one SELECT"):
+    with pytest.raises(UserError, match="a query must be one SELECT"):
         query_runs(sql, folders)
 
 
@@ -119,8 +119,8 @@ def test_what_cannot_be_asked(kvbench, folders, tmp_path):
     here = ("--results", folders[0])
     assert 'syntax error at or near "SELEC". `DESCRIBE results`' in refuse("SELEC 1", *here)
     assert 'Referenced column "sore" not found' in refuse("SELECT sore FROM results", *here)
-    assert "there is no folder 'nowhere'" in refuse("SELECT 1", "--results", "nowhere")
-    assert "no finished run lies below" in refuse("SELECT 1", "--results", tmp_path)
+    assert "folder 'nowhere' does not exist" in refuse("SELECT 1", "--results", "nowhere")
+    assert "there is no finished run in" in refuse("SELECT 1", "--results", tmp_path)
 
 
 def test_without_duckdb_the_extra_is_named(folders, monkeypatch):
@@ -158,7 +158,7 @@ def test_numbers_that_no_table_holds_are_refused(changed):
     result = json.loads((changed / "result.json").read_text())
     result["model"]["params"] = result["spec"]["model"]["params"] = 10**30
     (changed / "result.json").write_text(json.dumps(result))
-    with pytest.raises(UserError, match="a value of these runs fits no table"):
+    with pytest.raises(UserError, match="a value of these runs does not fit into a table"):
         query_runs("SELECT 1 FROM results", [changed])
 
 

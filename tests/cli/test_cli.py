@@ -109,12 +109,12 @@ def test_a_model_that_does_not_fit_is_refused(kvbench, arguments, monkeypatch):
         ("", "Missing command"),
         ("rum", "unknown command 'rum'. Did you mean 'run'?"),
         ("run --task niah", "Missing option '--method'"),
-        ("list method", "unknown thing to list 'method'. Did you mean 'methods'?"),
+        ("list method", "unknown list 'method'. Did you mean 'methods'?"),
         ("show snapkw", "unknown name 'snapkw'. Did you mean 'snapkv'?"),
         ("check snapkw", "unknown method or task 'snapkw'. Did you mean 'snapkv'?"),
         ("score nothing", "unknown run 'nothing'"),
         ("compare nothing else", "unknown run 'nothing'"),
-        ("compare one", "compare needs two runs or more"),
+        ("compare one", "compare needs two or more runs"),
     ],
 )
 def test_wrong_commands_are_refused(kvbench, tmp_path, monkeypatch, line, message):
@@ -146,12 +146,12 @@ def test_show_tells_the_card_and_the_settings(kvbench, name, key, value):
 
 
 @pytest.mark.parametrize(("name", "stored"), [
-    ("full", "131,072 bytes per token, 100.0% of the dense 131,072"),
-    ("snapkv", "32,768 bytes per token, 25.0% of the dense"),
+    ("full", "131,072 bytes per token, 100.0% of the full cache's 131,072"),
+    ("snapkv", "32,768 bytes per token, 25.0% of the full cache"),
     ("shadowkv", "in host memory"),
 ])
 def test_show_tells_what_is_stored(kvbench, name, stored):
-    """Of 32 layers with 8 KV heads of 128 in 16 bits: 2 x 32 x 8 x 128 x 2 bytes are dense, and the default is 25 %."""
+    """Of 32 layers with 8 KV heads of 128 in 16 bits: 2 x 32 x 8 x 128 x 2 bytes per token, and the default is 25 %."""
     assert stored in kvbench("show", name, "--json").json["stored"]
 
 
@@ -189,7 +189,7 @@ def test_score_writes_beside_the_run(kvbench, arguments, tmp_path):
     assert sorted(x.name for x in (folder / "scores").iterdir()) == ["toy-length@1.json", "toy-odd@1.json"]
     assert (folder / "result.json").read_bytes() == before
     assert kvbench("score", folder, "--task", TOY, "--scorer", "x").code == 2
-    assert "is of task toy, not of kv" in kvbench("score", folder, "--task", "kv").err
+    assert "belongs to task toy, not to kv" in kvbench("score", folder, "--task", "kv").err
 
 
 def test_compare_pairs_what_was_asked_alike(kvbench, arguments, tmp_path):
@@ -203,7 +203,7 @@ def test_compare_pairs_what_was_asked_alike(kvbench, arguments, tmp_path):
     assert answer.code == 0
     assert answer.json["warnings"] == []
     assert all(x["output"]["tokens"] > 0 for x in answer.json["runs"])
-    assert "ended by" in answer.out
+    assert "stop reasons" in answer.out
     same, other = answer.json["differences"]
     assert (same["mean"], same["ci95"], same["within_noise"], same["n"]) == (0.0, [0.0, 0.0], True, 4)
     assert other["n"] == 4

@@ -225,13 +225,13 @@ def test_what_would_be_refused_is_not_sent(kvbench, snapkv, stand, monkeypatch, 
     monkeypatch.setenv("KVBENCH_TOKEN", TOKEN)
     done = kvbench("submit", tmp_path, "--submitter", "ada", "--to", stand.url)
     assert (done.code, stand.asked) == (1, [])
-    assert "It would be refused" in done.err
+    assert "not delivered: the submission would be refused" in done.err
 
 
 @pytest.mark.parametrize(("options", "reason"), [
     (["--submitter", "a b"], "--submitter 'a b' cannot stand in a manifest"),
     (["--submitter", "ada", "--tuned-on", "a b"], "--tuned-on 'a b' cannot stand in a manifest"),
-    (["--submitter", "ada", "--to", "ftp://x"], "--to ftp://x is no place that kvbench knows"),
+    (["--submitter", "ada", "--to", "ftp://x"], "--to ftp://x is not a supported destination"),
     (["--submitter", "ada", "--to", "https://x"], "Set KVBENCH_TOKEN, or give --token-file."),
     (["--submitter", "ada", "--to", "https://x", "--token-file", "/no"], "--token-file /no cannot be read"),
 ])

@@ -381,8 +381,8 @@ def test_what_a_report_cannot_be(kvbench, folder, arguments, tmp_path):
 
     png = tmp_path / "grid.png"
     other = refuse(folder, "-o", tmp_path / "grid.pdf")
-    assert "unknown kind of report '.pdf'. Did you mean '.png'? Allowed: .html, .png." in other
-    assert "unknown kind of report" in refuse(folder, "-o", tmp_path / "grid")
+    assert "unknown report format '.pdf'. Did you mean '.png'? Allowed: .html, .png." in other
+    assert "unknown report format" in refuse(folder, "-o", tmp_path / "grid")
     assert "unknown run 'nowhere'" in refuse("nowhere", "-o", png)
     assert "No such file or directory. Give another -o." in refuse(folder, "-o", tmp_path / "no" / "grid.png")
     (tmp_path / "taken.png").mkdir()
@@ -394,7 +394,7 @@ def test_what_a_report_cannot_be(kvbench, folder, arguments, tmp_path):
     )
     (folder / "result.json").rename(tmp_path / "result.json")
     assert "is not finished" in refuse(folder, "-o", png)
-    assert "no finished run lies below" in refuse(tmp_path / "taken.png", "-o", png)
+    assert "there is no finished run in" in refuse(tmp_path / "taken.png", "-o", png)
     assert not png.exists()
 
 

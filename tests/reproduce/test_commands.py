@@ -68,15 +68,15 @@ def test_a_table_is_run_and_judged(kvbench, paper, out):
         "full/needles": "reproduced", "knorm/needles": "not reproduced", "knorm/other": "not run",
         "rocket/needles": "not run", "rocket/other": "not run",
     }
-    assert "missing for 2 of 5 numbers, method: method rocketkv is not in kvbench." in answer.err
-    assert "missing for 2 of 5 numbers, task: needs a task that nobody has." in answer.err
+    assert "missing for 2 of 5 numbers: method: method rocketkv is not in kvbench." in answer.err
+    assert "missing for 2 of 5 numbers: task: needs a task that nobody has." in answer.err
     assert answer.err.index("missing for") < answer.err.index("done")
     knorm = next(x for x in answer.json if x["id"].endswith("knorm/needles"))
     assert knorm["printed_difference"] == -5
     assert knorm["difference"]["ci95"][1] < -5
     again = kvbench("reproduce", f"{paper}:scores", *out)
     assert again.json == answer.json
-    assert "was finished before" in again.err
+    assert "already finished" in again.err
 
 
 @pytest.mark.parametrize(("said", "prompted", "verdict"), [
@@ -215,8 +215,8 @@ def test_what_cannot_be_flipped_says_why(kvbench, pair, tmp_path):
     path.write_text(json.dumps(document))
     answer = kvbench("explain", *names, "--out", tmp_path / "runs", "--json")
     notes = {x["name"]: x["note"] for x in answer.json["differences"]}
-    assert notes["spec.versions.torch"] == "cannot be flipped: these packages ran"
-    assert notes["mode"].startswith("cannot be flipped: kvbench refuses it: visibility 'visible' has no meaning")
+    assert notes["spec.versions.torch"] == "cannot be run alone: package version"
+    assert notes["mode"].startswith("cannot be run alone: not allowed: visibility 'visible' has no meaning")
 
 
 def test_how_claims_stand_is_read_off_a_folder(kvbench, paper, tmp_path):

@@ -233,7 +233,7 @@ def test_random_weights_have_no_score(kvbench, arguments, model_folder, tmp_path
     assert "none: random weights" in answer.out
     again = kvbench("score", tmp_path / "runs" / answer.json["run_id"], "--task", f"{TOYS}:Toy")
     assert again.code == 2
-    assert "is of random weights: its answers have no score." in again.err
+    assert "used random weights, so its answers have no score." in again.err
 
 
 @pytest.mark.parametrize("full_after", [0, 2])

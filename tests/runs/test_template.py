@@ -194,4 +194,4 @@ def test_what_the_template_does_to_a_score_is_explained(kvbench, chat_mini, tmp_
     answer = kvbench("explain", ids[2], ids[1], "--run", *out)
     notes = {x["name"]: x["note"] for x in answer.json["differences"]}
     assert notes.keys() == {"model", "template"}
-    assert notes["template"] == "changes nothing: the same run"
+    assert notes["template"] == "no effect: the same run"

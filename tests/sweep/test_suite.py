@@ -86,7 +86,7 @@ def test_a_suite_is_its_runs(kvbench, suite, options, tmp_path):
     assert [(x["mode"], x["existing"]) for x in answer.json["runs"]] == [
         ("multi-turn", False), ("multi-turn", False), ("multi-request", False), ("multi-request", False)
     ]
-    assert answer.err.startswith("each of 4 runs: 2 contexts x 3 questions are too few to tell any difference")
+    assert answer.err.startswith("each of 4 runs: 2 contexts x 3 questions cannot detect any difference")
     ids = [x["run_id"] for x in answer.json["runs"]]
     path = Path(answer.json["file"])
     assert path.parent.parent == tmp_path / "runs" / "suites"
@@ -158,7 +158,7 @@ def test_an_interrupted_suite_goes_on(kvbench, suite, options, monkeypatch, tmp_
     monkeypatch.setattr("kvbench.runs.runner.run_sample", interrupted)
     answer = kvbench("run", "--suite", suite(), "--method", LAST, *options)
     assert (answer.code, answer.out) == (130, "")
-    assert "interrupted: 2/4 cells, 5/8 samples are saved in" in answer.err.splitlines()[-1]
+    assert "interrupted: saved 2/4 cells, 5/8 samples in" in answer.err.splitlines()[-1]
     assert not (tmp_path / "runs" / "suites").exists()
     again = kvbench("run", "--suite", suite(), "--method", LAST, *options)
     assert [x["existing"] for x in again.json["runs"]] == [True, True, False, False]
@@ -172,7 +172,7 @@ def test_a_suite_with_a_cell_that_cannot_run_is_not_whole(kvbench, suite, option
     assert answer.code == 1
     assert [x["status"] for x in answer.json["runs"]] == ["ok", "failed"]
     assert answer.json["file"] is None
-    assert "1 of its 2 runs have a result, so no suite.json is written" in answer.err
+    assert "1 of 2 runs have a result, so suite.json was not written" in answer.err
     assert not (tmp_path / "runs" / "suites").exists()
 
 
@@ -237,7 +237,7 @@ def test_a_part_of_a_suite_is_not_the_suite(kvbench, suite, options, tmp_path):
     """Its runs are the suite's, and continue it; the file that names all of them is written when all are there."""
     part = kvbench("run", "--suite", suite(), "--method", LAST, "--mode", "multi-turn", *options)
     assert part.code == 0
-    assert "2 of its 4 runs have a result, so no suite.json is written" in part.err
+    assert "2 of 4 runs have a result, so suite.json was not written" in part.err
     assert not (tmp_path / "runs" / "suites").exists()
     whole = kvbench("run", "--suite", suite(), "--method", LAST, *options)
     assert [x["existing"] for x in whole.json["runs"]] == [True, True, False, False]
@@ -249,15 +249,15 @@ GRID = '[[grid]]\ntask = "kv"\n'
 BAD = [
     ("", GRID, "name is missing"), (HEAD, "", "grid is missing"), (HEAD, "grid = []\n", "grid = [] list should have"),
     (HEAD.replace("toys", "Toys!"), GRID, "name = 'Toys!' string should match pattern"),
-    (HEAD, f"{GRID}method = 'full'\n", "a suite names no method"),
-    (HEAD, f"[run]\nmethod = 'full'\n{GRID}", "a suite names no method"),
+    (HEAD, f"{GRID}method = 'full'\n", "a suite must not name a method"),
+    (HEAD, f"[run]\nmethod = 'full'\n{GRID}", "a suite must not name a method"),
     (HEAD, f"[rum]\n{GRID}", "unknown key 'rum'. Did you mean 'run'?"),
     (HEAD, "[[grid]]\nseed = 1\n", "task is missing"),
     (HEAD, "[[grid]]\ntaks = 'kv'\n", "unknown option 'taks'. Did you mean 'task'?"),
     (HEAD, "[[grid]]\ntask = 'kw'\n", "unknown task 'kw'. Did you mean 'kv'?"),
     (HEAD, f"{GRID}length = '3'\n", "length = '3' should be a valid integer"),
     (HEAD, f"{GRID}{GRID}", "are the same run"), (HEAD, f"[run]\nseed = [1]\n{GRID}", "seed in [run] is a list"),
-    (HEAD.replace("toys", "ruler-mini"), GRID, "suite 'ruler-mini' comes with kvbench. Give yours another name."),
+    (HEAD.replace("toys", "ruler-mini"), GRID, "'ruler-mini' is the name of a bundled suite. Choose another name."),
     ("name = \n", GRID, "is not TOML: Invalid value (at line 1, column 8)"),
 ]
 
@@ -278,7 +278,7 @@ def test_a_bad_suite_is_refused(kvbench, tmp_path, options, head, tables, messag
     ("--suite ruler-min", "unknown suite 'ruler-min'. Did you mean 'ruler-mini'?"),
     ("--suite none.toml", "suite file 'none.toml' cannot be read: No such file"),
     ("--suite ruler-mini --task niah", "run takes a --task or a --suite"), ("", "run takes a --task or a --suite"),
-    ("--suite ruler-mini --length 9", "suite ruler-mini has no run with length = 9, only with 1024, 2048. Copy its"),
+    ("--suite ruler-mini --length 9", "suite ruler-mini has no run with length = 9, only with 1024, 2048. To"),
     ("--suite ruler", "cell 'full task=qa_1 length=4096 task-set.data=dev-v2.0.json' ([[grid]] 1): "),
     ("--suite ruler-mini --budget 10%", "full takes no budget"),
 ])

@@ -296,8 +296,8 @@ def test_an_interrupted_sweep_goes_on(kvbench, sweep, monkeypatch):
     monkeypatch.setattr("kvbench.runs.runner.run_sample", interrupted)
     answer = kvbench("sweep", path, "--json")
     assert (answer.code, answer.out) == (130, "")
-    assert "interrupted: 1/2 cells, 6/8 samples are saved in" in answer.err.splitlines()[-1]
-    assert "Run the same command to go on." in answer.err
+    assert "interrupted: saved 1/2 cells, 6/8 samples in" in answer.err.splitlines()[-1]
+    assert "Run the same command to continue." in answer.err
     again = kvbench("sweep", path, "--json")
     assert again.code == 0
     assert [x["existing"] for x in again.json] == [True, False]
@@ -348,12 +348,12 @@ def test_workers_share_cores_and_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cells = expand(File(run={"task": "niah"}, grid=[{"method": "full", "device": "cuda", "seed": [1, 2, 3]}]))
-    crew = WorkerPool(cells, 3, SweepProgress(cells, lambda _: None))
-    assert [crew._settings(i) for i in range(3)] == [
+    pool = WorkerPool(cells, 3, SweepProgress(cells, lambda _: None))
+    assert [pool._settings(i) for i in range(3)] == [
         {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": x} for x in ("4", "6", "4")
     ]
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert "OMP_NUM_THREADS" not in crew._settings(0)
+    assert "OMP_NUM_THREADS" not in pool._settings(0)
 
 
 def write_killers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
@@ -374,8 +374,8 @@ def test_workers_that_die_cost_their_own_cells(kvbench, sweep, tmp_path, monkeyp
     answer = kvbench("sweep", sweep(grids), "--workers", "2", "--json")
     assert answer.code == 1, answer.err
     assert [x["status"] for x in answer.json] == ["failed", "ok", "ok", "failed", "ok"]
-    assert "its worker died (exit code 3), 2 times" in answer.json[0]["error"]
-    assert "its worker died (SIGKILL, often a lack of memory): trying once more." in answer.err
+    assert "the worker died (exit code 3) 2 times" in answer.json[0]["error"]
+    assert "the worker died (SIGKILL, often out of memory); retrying." in answer.err
     assert "resuming: 2 of 4 samples" in answer.err
     assert not (tmp_path / "kill").exists()
     whole = kvbench("sweep", sweep(grids, out="whole"), "--json")
