@@ -312,8 +312,8 @@ class Method:
         """HOW A PROMPT IS RUN: the last position's logits. [B, V]"""
         return session.run_chunks(chunks, Phase.CONTEXT, compress=True)
 
-    def generate(self, session: Session, limit: int, stop: frozenset[int]) -> Tokens:
+    def generate(self, session: Session, max_new_tokens: int, stop: frozenset[int]) -> Tokens:
         """HOW TOKENS ARE MADE, from the session's last logits; greedy."""
         from kvbench.engine.autoregressive import greedy
 
-        return greedy(session, limit, stop)
+        return greedy(session, max_new_tokens, stop)

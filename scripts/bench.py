@@ -36,7 +36,7 @@ from kvbench.methods.eviction.h2o import H2O
 from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.registry import find_task
 from kvbench.runs.job import prepare
-from kvbench.runs.request import Request
+from kvbench.runs.options import Request
 from kvbench.runs.runner import run
 from kvbench.task import Mode, Split, encode
 

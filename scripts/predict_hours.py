@@ -18,7 +18,7 @@ from kvbench.bench.forecast import COPY_SHARE, GPUS, PYTHON_SECONDS
 from kvbench.hf import Prediction, predict_memory
 from kvbench.reproduce.claims import find_claims
 from kvbench.reproduce.plan import plan_claim
-from kvbench.runs.request import Request
+from kvbench.runs.options import Request
 
 GPU = "h100"
 PEAK = 989e12

@@ -14,7 +14,8 @@ from kvbench.analysis.significance import compare_scores
 from kvbench.errors import UserError
 from kvbench.runs.command import write_request
 from kvbench.runs.files import read_lines
-from kvbench.runs.request import Request, check
+from kvbench.runs.options import Request
+from kvbench.runs.request import check
 from kvbench.settings import parse_pairs
 
 PAIRS = ("method_settings", "task_settings", "generation")

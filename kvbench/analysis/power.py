@@ -11,7 +11,7 @@ import numpy as np
 from kvbench.analysis.significance import ALPHA
 
 if TYPE_CHECKING:
-    from kvbench.runs.request import Plan
+    from kvbench.runs.request import ResolvedRequest
     from kvbench.runs.results import Result
 
 POWER = 0.8
@@ -23,7 +23,7 @@ SIZES = 4
 """Most run sizes that are reported one by one before a sweep."""
 
 
-def describe_powers(plans: Sequence[Plan]) -> Iterator[str]:
+def describe_powers(plans: Sequence[ResolvedRequest]) -> Iterator[str]:
     """One line per size of the runs to come; of many sizes only the smallest and the largest.
 
     Runs without an accuracy are left out: random weights, and scores of which lower is better.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvbench.reproduce.plan import ClaimPlan, Missing
     from kvbench.reproduce.shape import FindingRecord
     from kvbench.reproduce.verdict import Judgment, Number
-    from kvbench.runs.request import Request
+    from kvbench.runs.options import Request
     from kvbench.sweep.cell import CellReport, SweepCell
 
 Text = str | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,87 +12,63 @@ import typer
 from kvbench.cli.output import print_json
 from kvbench.cli.sweep import run_cells
 from kvbench.errors import UserError
+from kvbench.runs.options import list_options
 
 if TYPE_CHECKING:
     from kvbench.sweep.cell import CellReport
     from kvbench.sweep.suite import Mean
 
-Text = str | None
-Pairs = list[str] | None
+TRACKERS = {"wandb": "Weights & Biases", "trackio": "Trackio"}
+"""Packages that `--<name>` logs a result with."""
 
-
-def run_command(
-    *,
-    method: Annotated[str, typer.Option(help="A name of `kvbench list methods`, or path/to/file.py:Class.")],
-    task: Annotated[
-        Text, typer.Option(help="A name of `kvbench list tasks`, path/to/file.py:Class, or path/to/task.toml.")
-    ] = None,
-    suite: Annotated[
-        Text, typer.Option(help="In place of a task, a name of `kvbench list suites`, or path/to/suite.toml.")
-    ] = None,
-    model: Annotated[
-        Text, typer.Option(help="A bundled model, a local folder, a hub id, or random: before one; default: mini.")
-    ] = None,
-    budget: Annotated[Text, typer.Option(help="A share such as 25%, rows per KV head such as 1024, or paper.")] = None,
-    mode: Annotated[Text, typer.Option(help="single, multi-turn or multi-request; default: single.")] = None,
-    visibility: Annotated[
-        Text, typer.Option(help="What the method sees when it compresses: visible, hidden or first-turn.")
-    ] = None,
-    history: Annotated[Text, typer.Option(help="Earlier answers of multi-turn: reference or own.")] = None,
-    recompress: Annotated[bool, typer.Option("--recompress", help="Compress again at every turn.")] = False,
-    template: Annotated[
-        Text, typer.Option(help="own: the tokenizer's chat template, where it has one; none: the text alone.")
-    ] = None,
-    scorer: Annotated[Text, typer.Option(help="A scorer of the task; see `kvbench show TASK`.")] = None,
-    split: Annotated[Text, typer.Option(help="test, or dev to choose settings on; default: test.")] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens of prompt and answer; default: the task's.")] = None,
-    samples: Annotated[int | None, typer.Option(help="Contexts; default: 20.")] = None,
-    turns: Annotated[int | None, typer.Option(help="Questions per context; default: the task's.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the samples; default: 0.")] = None,
-    settings: Annotated[
-        Pairs, typer.Option("--set", metavar="KEY=VALUE", help="A setting of the method; repeatable.")
-    ] = None,
-    task_settings: Annotated[
-        Pairs, typer.Option("--task-set", metavar="KEY=VALUE", help="A setting of the task; repeatable.")
-    ] = None,
-    gen: Annotated[
-        Pairs,
-        typer.Option("--gen", metavar="KEY=VALUE", help="limit=N caps new tokens per turn; see docs/diffusion.md."),
-    ] = None,
-    chunk: Annotated[int | None, typer.Option(help="Most prompt tokens per forward pass.")] = None,
-    kernels: Annotated[
-        Text, typer.Option(help="torch, triton, or flash: torch, and flash-attn for prompts; default: torch.")
-    ] = None,
-    device: Annotated[Text, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
-    device_map: Annotated[
-        Text, typer.Option(help="Spread a model over GPUs, memory and disk: auto, balanced, ... or a .json file.")
-    ] = None,
-    dtype: Annotated[Text, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")] = None,
-    wandb: Annotated[bool, typer.Option("--wandb", help="Log the result to Weights & Biases.")] = False,
-    trackio: Annotated[bool, typer.Option("--trackio", help="Log the result to Trackio.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("runs"),
-    as_json: Annotated[
-        bool, typer.Option("--json", help="End standard output with the result as one JSON line.")
-    ] = False,
-) -> int:
+def run_command(**given: Any) -> int:
     """Run a method on a task or a suite. The same command resumes an interrupted run."""
     from kvbench.settings import parse_pairs
 
-    options = {
-        "method": method, "task": task, "model": model, "budget": budget, "mode": mode, "visibility": visibility,
-        "history": history, "recompress": recompress or None, "template": template, "scorer": scorer, "split": split,
-        "length": length, "samples": samples, "turns": turns, "seed": seed, "chunk": chunk, "kernels": kernels,
-        "device": device, "device-map": device_map, "dtype": dtype, "set": parse_pairs(settings or (), "--set") or None,
-        "task-set": parse_pairs(task_settings or (), "--task-set") or None,
-        "gen": parse_pairs(gen or (), "--gen") or None,
-    }
-    given = {key: value for key, value in options.items() if value is not None}
-    trackers = tuple(name for name, wanted in (("wandb", wandb), ("trackio", trackio)) if wanted)
-    if (task is None) == (suite is None):
+    suite, out, as_json = given["suite"], given["out"], given["as_json"]
+    trackers = tuple(name for name in TRACKERS if given[name])
+    options: dict[str, Any] = {}
+    for option in list_options():
+        value = given[option.name]
+        if option.repeatable:
+            value = parse_pairs(value or (), option.flag) or None
+        if value is not None and value is not False:
+            options[option.key] = value
+    if ("task" in options) == (suite is not None):
         raise UserError("run takes a --task or a --suite. See `kvbench list tasks` and `kvbench list suites`.")
     if suite is None:
-        return _run_task(given, trackers, out, as_json=as_json)
-    return _run_suite(suite, given, trackers, out, as_json=as_json)
+        return _run_task(options, trackers, out, as_json=as_json)
+    return _run_suite(suite, options, trackers, out, as_json=as_json)
+
+
+def _make_signature() -> inspect.Signature:
+    """The options of the table, and those of the command alone, as typer reads them."""
+    found = []
+
+    def add(name: str, kind: Any, default: Any, *flags: str, text: str, metavar: str | None = None) -> None:
+        hint = Annotated[kind, typer.Option(*flags, help=text, metavar=metavar)]
+        found.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint))
+
+    for option in list_options():
+        if option.name == "method":
+            add(option.name, option.kind, inspect.Parameter.empty, option.flag, text=option.help)
+        elif option.repeatable:
+            add(option.name, list[str] | None, None, option.flag, text=option.help, metavar="KEY=VALUE")
+        elif option.kind is bool:
+            add(option.name, bool, False, option.flag, text=option.help)
+        else:
+            add(option.name, option.kind | None, None, option.flag, text=option.help)
+        if option.name == "task":
+            text = "Instead of a task, a name of `kvbench list suites`, or path/to/suite.toml."
+            add("suite", str | None, None, "--suite", text=text)
+    for name, title in TRACKERS.items():
+        add(name, bool, False, f"--{name}", text=f"Log the result to {title}.")
+    add("out", Path, Path("runs"), "--out", text="Folder of runs.")
+    add("as_json", bool, False, "--json", text="End standard output with the result as one JSON line.")
+    return inspect.Signature(found)
+
+
+run_command.__signature__ = _make_signature()  # type: ignore[attr-defined]  # what inspect.signature returns
 
 
 def _run_task(given: dict[str, Any], trackers: tuple[str, ...], out: Path, *, as_json: bool) -> int:
@@ -101,9 +78,9 @@ def _run_task(given: dict[str, Any], trackers: tuple[str, ...], out: Path, *, as
     from kvbench.integrations.trackers import log_result
     from kvbench.log import say
     from kvbench.runs.job import prepare
-    from kvbench.sweep.file import Options
+    from kvbench.sweep.file import make_request
 
-    job = prepare(replace(Options(**given).request(out), trackers=trackers))
+    job = prepare(replace(make_request(given, out), trackers=trackers))
     if job.scorer.higher_is_better and not job.model.random:
         say(describe_power(job.spec.samples, job.spec.turns, find_full(job.spec, out)))
     from kvbench.runs.progress import show_progress  # imports torch; requests are checked first

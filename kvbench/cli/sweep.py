@@ -12,7 +12,7 @@ from kvbench.cli.output import print_json
 from kvbench.errors import UserError, unknown
 
 if TYPE_CHECKING:
-    from kvbench.runs.request import Request
+    from kvbench.runs.options import Request
     from kvbench.sweep.cell import CellReport, SweepCell
 
 EXECUTORS = ("local", "ray")

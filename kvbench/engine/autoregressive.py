@@ -9,26 +9,26 @@ from kvbench.errors import UserError
 from kvbench.method import Phase
 
 
-def greedy(session: Session, limit: int, stop: frozenset[int]) -> Tokens:
-    """The most likely token, again and again, until every sequence stopped or `limit` tokens are made.
+def greedy(session: Session, max_new_tokens: int, stop: frozenset[int]) -> Tokens:
+    """The most likely token, again and again, until every sequence stopped or `max_new_tokens` are made.
 
     The token that ends an answer is part of it, and the last token is never run.
 
     Raises:
-        UserError: a limit below 1.
+        UserError: max_new_tokens below 1.
     """
-    if limit < 1:
-        raise UserError(f"limit {limit} must be 1 or more new tokens.")
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens {max_new_tokens} must be 1 or more.")
     assert session.logits is not None, "prefill first"
     ids: list[list[int]] = [[] for _ in range(session.batch)]
     done = [False] * session.batch
-    for made in range(1, limit + 1):
+    for made in range(1, max_new_tokens + 1):
         token = session.logits.argmax(-1)  # [B]
         for i, x in enumerate(token.tolist()):
             if not done[i]:
                 ids[i].append(x)
                 done[i] = x in stop
-        if all(done) or made == limit:
+        if all(done) or made == max_new_tokens:
             break
         session.logits = session.forward(token[:, None], Phase.DECODE)[:, -1]
     return Tokens(ids, ["stop" if x else "length" for x in done], steps=made - 1)

@@ -127,43 +127,43 @@ class Session:
         self._ledger.note_context(self.method, self.shape, self.batch)
 
     def ask(
-        self, query: Sequence[int] | Tensor, limit: int, *, history: Sequence[int] | None = None,
+        self, query: Sequence[int] | Tensor, max_new_tokens: int, *, history: Sequence[int] | None = None,
         stop: frozenset[int] | None = None,
     ) -> Tokens:
-        """Run a question (none, if the context held it) and generate at most `limit` tokens.
+        """Run a question (none, if the context held it) and generate at most `max_new_tokens` tokens.
 
         With a reference `history` the answer is generated on a fork, and the history stands in its place from the next
         question on. Without it the generated rows stay; the last token, which no forward has seen, goes before the
         next question unless it is a stop token.
         """
-        self.question(query, limit)
-        return self.answer(limit, history=history, stop=stop)
+        self.question(query, max_new_tokens)
+        return self.answer(max_new_tokens, history=history, stop=stop)
 
-    def question(self, query: Sequence[int] | Tensor, limit: int) -> None:
-        """Run what stands before a question and the question, and make room for `limit` tokens of its answer."""
+    def question(self, query: Sequence[int] | Tensor, max_new_tokens: int) -> None:
+        """Run a pending answer and the question, and reserve room for `max_new_tokens` tokens of its answer."""
         ids = torch.cat([self._ids(self._pending), self._ids(query)], dim=1)
         if ids.shape[1]:
             if self.recompress:
                 self.method.require_recompressible()
-            self.reserve(ids.shape[1] + limit, ids.shape[1])
+            self.reserve(ids.shape[1] + max_new_tokens, ids.shape[1])
             chunks = ids.split(self.chunk or ids.shape[1], dim=1)
             self.logits = self.run_chunks(chunks, Phase.QUERY, compress=self.recompress)
             self._pending = []
 
     def answer(
-        self, limit: int, *, history: Sequence[int] | None = None, stop: frozenset[int] | None = None
+        self, max_new_tokens: int, *, history: Sequence[int] | None = None, stop: frozenset[int] | None = None
     ) -> Tokens:
-        """Generate at most `limit` tokens after the last question; see `ask`."""
+        """Generate at most `max_new_tokens` tokens after the last question; see `ask`."""
         stop = self.model.stop_ids if stop is None else stop
         if history is not None:
             with self.fork() as branch:
                 self.answer_started = now(self.model.device)
-                tokens = self.method.generate(branch, limit, stop)
+                tokens = self.method.generate(branch, max_new_tokens, stop)
                 self.credit(branch)
             self.remember(history)
             return tokens
         self.answer_started = now(self.model.device)
-        tokens = self.method.generate(self, limit, stop)
+        tokens = self.method.generate(self, max_new_tokens, stop)
         last = [[x for x in ids[-1:] if x not in stop] for ids in tokens.ids]
         if len({len(x) for x in last}) > 1:
             raise UserError("sequences of one batch ended differently: own history needs batch 1.")

@@ -13,7 +13,8 @@ from kvbench.errors import UserError
 from kvbench.log import say
 from kvbench.registry import find_task
 from kvbench.reproduce.plan import ClaimPlan, Missing
-from kvbench.runs.request import Request, check
+from kvbench.runs.options import Request
+from kvbench.runs.request import check
 from kvbench.settings import configure, parse_pairs
 
 if TYPE_CHECKING:

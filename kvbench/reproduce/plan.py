@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from kvbench.registry import list_entries
 from kvbench.reproduce.claims import Claim
-from kvbench.runs.request import Request
+from kvbench.runs.options import Request
 from kvbench.sweep.file import File, as_text, expand
 from kvbench.sweep.suite import find_suite
 

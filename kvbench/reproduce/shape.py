@@ -16,7 +16,7 @@ from kvbench.registry import HERE
 from kvbench.reproduce.paper import HINT
 from kvbench.runs.files import read_file, read_lines
 from kvbench.runs.journal import Line
-from kvbench.runs.request import Request
+from kvbench.runs.options import Request
 from kvbench.runs.results import Environment, Result
 from kvbench.runs.schema import SCHEMA_VERSION
 from kvbench.runs.spec import ModelSpec, Record

@@ -16,7 +16,8 @@ from kvbench.reproduce.shape import ShapeRecord
 from kvbench.reproduce.speed import find_timed, judge_speed
 from kvbench.reproduce.verdict import Judgment, judge
 from kvbench.runs.files import read_file
-from kvbench.runs.request import Request, check
+from kvbench.runs.options import Request
+from kvbench.runs.request import check
 from kvbench.runs.results import Result
 from kvbench.runs.spec import DenoisingSpec, Protocol, RunSpec
 from kvbench.settings import jsonable_settings

@@ -13,7 +13,7 @@ from kvbench.analysis.compare import compare_pair
 from kvbench.analysis.load import FinishedRun
 from kvbench.reproduce.claims import Claim
 from kvbench.reproduce.plan import ClaimPlan, Missing, find_baseline
-from kvbench.runs.request import Request
+from kvbench.runs.options import Request
 from kvbench.runs.results import Result
 
 Verdict = Literal["reproduced", "partly", "not reproduced", "not run", "shape only"]

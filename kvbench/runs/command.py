@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import fields
 
-from kvbench.runs.request import Request
+from kvbench.runs.options import Request, list_options
 from kvbench.runs.spec import RunSpec
-
-OPTIONS = {"method_settings": "--set", "task_settings": "--task-set", "generation": "--gen"}
-"""Of those that may come more than once."""
 
 
 def write_request(spec: RunSpec) -> Request:
     """What makes a run of this spec, as `kvbench run` would be asked."""
     filling = spec.generation.denoising
-    generation: dict[str, object] = {"limit": spec.generation.limit}
+    generation: dict[str, object] = {"max_new_tokens": spec.generation.max_new_tokens}
     if filling is not None:
         generation |= filling.model_dump(exclude={"tokens_per_step"})
     return Request(
@@ -43,13 +39,12 @@ def write_command(spec: RunSpec) -> str:
     """The command line, without what is a default; a shell takes it as it stands, whatever the names hold."""
     request = write_request(spec)
     words = ["kvbench", "run"]
-    for field in fields(Request):
-        value = getattr(request, field.name)
-        if value == field.default or field.name == "suite" or (field.name, value) == ("history", "reference"):
+    for option in list_options():
+        value = getattr(request, option.name)
+        if (value == option.default and not option.required) or (option.name, value) == ("history", "reference"):
             continue
-        option = OPTIONS.get(field.name, f"--{field.name}")
-        if isinstance(value, tuple):
-            words += [word for x in value for word in (option, x)]
+        if option.repeatable:
+            words += [word for x in value for word in (option.flag, x)]
         else:
-            words += [option] if value is True else [option, str(value)]
+            words += [option.flag] if value is True else [option.flag, str(value)]
     return shlex.join(words)

@@ -14,10 +14,10 @@ from kvbench.log import say
 from kvbench.machine import find_version, free_bytes, ram_bytes
 from kvbench.method import Method
 from kvbench.runs.examples import make_examples
+from kvbench.runs.options import Request
 from kvbench.runs.provenance import find_sources, hash_own_code
 from kvbench.runs.request import (
-    Plan,
-    Request,
+    ResolvedRequest,
     check,
     check_kernels_device,
     check_kernels_dtype,
@@ -158,7 +158,7 @@ def most_new(turn: EncodedTurn, limit: int) -> int:
 
 def limit_of(asked: int, generation: GenerationSpec) -> int:
     """New tokens allowed in a turn: the task's limit, or the cap where that is less."""
-    return asked if generation.limit is None else min(asked, generation.limit)
+    return asked if generation.max_new_tokens is None else min(asked, generation.max_new_tokens)
 
 
 def _load(request: Request, device: str, length: int) -> Model:
@@ -190,7 +190,7 @@ def _load(request: Request, device: str, length: int) -> Model:
     return load_model(request.model, device, request.dtype)
 
 
-def resolve_generation(plan: Plan, model: Model) -> GenerationSpec:
+def resolve_generation(plan: ResolvedRequest, model: Model) -> GenerationSpec:
     """How this kind of model makes answers, from what was asked.
 
     Raises:
@@ -206,14 +206,14 @@ def resolve_generation(plan: Plan, model: Model) -> GenerationSpec:
         )
     if model.masking is None:
         if generation.denoising is not None:
-            raise UserError(f"{model.id} is autoregressive: of the --gen settings only limit has a meaning on it.")
+            raise UserError(f"{model.id} is autoregressive: of the --gen settings it takes max_new_tokens only.")
         return generation
     at_once = min(model.masking.tokens_per_step, plan.task.tokens_per_step or model.masking.tokens_per_step)
     denoising = (generation.denoising or DenoisingSpec()).model_copy(update={"tokens_per_step": at_once})
     return generation.model_copy(update={"decoding": "denoising", "denoising": denoising})
 
 
-def _check_length(plan: Plan, model: Model) -> None:
+def _check_length(plan: ResolvedRequest, model: Model) -> None:
     task, length, turns = plan.task, plan.length, plan.protocol.turns
     least = task.minimum_length(turns, model.tokenizer)
     if length < least:
@@ -228,7 +228,7 @@ def _check_length(plan: Plan, model: Model) -> None:
         )
 
 
-def _resolve_spec(plan: Plan, model: Model, frame: Frame) -> RunSpec:
+def _resolve_spec(plan: ResolvedRequest, model: Model, frame: Frame) -> RunSpec:
     import torch
 
     request, task, method, protocol, budget = plan.request, plan.task, plan.method, plan.protocol, plan.budget

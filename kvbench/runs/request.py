@@ -14,6 +14,7 @@ from kvbench.errors import UserError, unknown
 from kvbench.kernels.choice import IMPLEMENTATIONS, REST
 from kvbench.method import Method
 from kvbench.registry import find_method, find_task, list_architectures, list_models, list_ops
+from kvbench.runs.options import Request
 from kvbench.runs.provenance import find_ops
 from kvbench.runs.spec import GenerationSpec, Protocol, read_generation, resolve_protocol, see_all
 from kvbench.settings import configure, parse_pairs
@@ -25,40 +26,7 @@ DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 @dataclass(frozen=True)
-class Request:
-    """The options of `kvbench run`, as typed; None: the default."""
-
-    method: str
-    task: str
-    model: str = "mini"
-    budget: str | None = None
-    mode: str = "single"
-    visibility: str | None = None
-    history: str | None = None
-    recompress: bool = False
-    template: str = "own"
-    scorer: str | None = None
-    split: str = "test"
-    length: int | None = None
-    samples: int = 20
-    turns: int | None = None
-    seed: int = 0
-    method_settings: tuple[str, ...] = ()
-    task_settings: tuple[str, ...] = ()
-    generation: tuple[str, ...] = ()
-    chunk: int | None = None
-    kernels: str = "torch"
-    device: str | None = None
-    device_map: str | None = None
-    dtype: str | None = None
-    suite: str | None = None
-    """The suite that this run is a part of, `name@version`."""
-    trackers: tuple[str, ...] = ()
-    out: Path = Path("runs")
-
-
-@dataclass(frozen=True)
-class Plan:
+class ResolvedRequest:
     """A request whose every name and setting is found; only what the model has to say is open."""
 
     request: Request
@@ -72,7 +40,7 @@ class Plan:
     length: int
 
 
-def check(request: Request) -> Plan:
+def check(request: Request) -> ResolvedRequest:
     """Look up every name and read every setting; methods, which import torch, come last.
 
     Raises:
@@ -110,7 +78,8 @@ def check(request: Request) -> Plan:
         method.require_recompressible()
     if method.card.models == "diffusion":
         protocol = see_all(protocol, request.visibility, request.chunk)
-    return Plan(request, task, method, protocol, template, scorer, _resolve_budget(budget, method), generation, length)
+    budget = _resolve_budget(budget, method)
+    return ResolvedRequest(request, task, method, protocol, template, scorer, budget, generation, length)
 
 
 def find_scorer(task: Task | type[Task], name: str | None) -> Scorer:

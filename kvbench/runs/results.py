@@ -46,6 +46,7 @@ class MethodResult(Record):
     version: str
     family: str
     settings: dict[str, Any]
+    code: str | None = None
     card: dict[str, Any]
 
 

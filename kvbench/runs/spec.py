@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from kvbench.errors import UserError, unknown
 from kvbench.runs.schema import SCHEMA_VERSION
@@ -97,8 +97,8 @@ class GenerationSpec(Record):
     """How answers are made."""
 
     decoding: Literal["greedy", "denoising"] = "greedy"
-    limit: int | None = None
-    """A cap on the task's own limits of new tokens per turn."""
+    max_new_tokens: int | None = Field(None, validation_alias=AliasChoices("max_new_tokens", "limit"))
+    """A cap on the number of tokens that the task allows for an answer; earlier files say `limit`."""
     denoising: DenoisingSpec | None = None
     """Of a diffusion model."""
 
@@ -166,6 +166,8 @@ class RunSpec(Record):
         for part in ("method", "task"):
             if document[part]["code"] is None:  # ids of registered ones are from before this field
                 del document[part]["code"]
+        generation = document["generation"]
+        generation["limit"] = generation.pop("max_new_tokens")  # as in version 1: ids of earlier runs stay the same
         canonical = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         digest = hashlib.sha256(canonical.encode()).hexdigest()[:12]
         prefix = re.sub(r"[^a-z0-9_.+-]+", "-", f"{self.method.name}-{self.task.name}".lower()).strip("-.")
@@ -267,8 +269,8 @@ def read_generation(given: dict[str, str]) -> GenerationSpec:
         if key not in GENERATION:
             raise unknown("generation setting", key, GENERATION, "Autoregressive decoding is greedy.")
     read = {key: GENERATION[key](key, text) for key, text in given.items()}
-    limit = read.pop("limit", None)
-    return GenerationSpec(limit=limit, denoising=DenoisingSpec(**read) if read else None)
+    most = read.pop("max_new_tokens", None)
+    return GenerationSpec(max_new_tokens=most, denoising=DenoisingSpec(**read) if read else None)
 
 
 def _whole(key: str, text: str) -> int:
@@ -295,7 +297,7 @@ def _remasking(key: str, text: str) -> str:
 
 
 GENERATION: dict[str, Callable[[str, str], Any]] = {
-    "limit": _whole, "steps": _whole, "block": _whole, "remasking": _remasking, "temperature": _number,
+    "max_new_tokens": _whole, "steps": _whole, "block": _whole, "remasking": _remasking, "temperature": _number,
     "threshold": _number,
 }
-"""`--gen` settings; all but the limit are of diffusion models."""
+"""`--gen` settings; all but max_new_tokens are for diffusion models."""

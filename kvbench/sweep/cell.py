@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvbench.errors import UserError
 from kvbench.log import say
 from kvbench.runs.job import Job, prepare
-from kvbench.runs.request import Request
+from kvbench.runs.options import Request
 
 if TYPE_CHECKING:
     from kvbench.hf import Model

@@ -9,18 +9,19 @@ from dataclasses import replace
 
 from kvbench.errors import UserError, unknown
 from kvbench.runs.job import find_device
-from kvbench.runs.request import Plan, Request, check, check_model
+from kvbench.runs.options import Request
+from kvbench.runs.request import ResolvedRequest, check, check_model
 from kvbench.settings import jsonable_settings
 from kvbench.sweep.cell import SweepCell
 
 
-def check_cells(cells: Sequence[SweepCell]) -> list[Plan]:
+def check_cells(cells: Sequence[SweepCell]) -> list[ResolvedRequest]:
     """Check every request as `kvbench run` does, and that no two cells are the same run.
 
     Raises:
         UserError: bad input; the message names the cell.
     """
-    plans: list[Plan] = []
+    plans: list[ResolvedRequest] = []
     seen: dict[tuple[object, ...], SweepCell] = {}
     for cell in cells:
         with _naming(cell):
@@ -39,7 +40,7 @@ def check_cells(cells: Sequence[SweepCell]) -> list[Plan]:
 
 def place_cells(
     cells: Sequence[SweepCell], find: Callable[[Request], str] = find_device
-) -> tuple[list[SweepCell], list[Plan]]:
+) -> tuple[list[SweepCell], list[ResolvedRequest]]:
     """Resolve the device of every cell, and check the cells again. Imports torch.
 
     Args:
@@ -71,7 +72,7 @@ def _naming(cell: SweepCell) -> Iterator[None]:
         raise UserError(f"cell '{cell.name}' ([[grid]] {cell.grid}): {error}") from error
 
 
-def _describe(plan: Plan) -> str:
+def _describe(plan: ResolvedRequest) -> str:
     """The identity of a run as text, without the model and the device."""
     request, method, task = plan.request, plan.method, plan.task
     return json.dumps([

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ValidationError, create_model
 
 from kvbench.errors import UserError, unknown
-from kvbench.runs.request import Request
+from kvbench.runs.options import Request, list_options
 from kvbench.sweep.cell import SweepCell
 from kvbench.toml import STRICT, explain, read_toml
 
@@ -27,49 +27,39 @@ class File(BaseModel):
     grid: list[dict[str, Any]] = []
 
 
-class Options(BaseModel):
-    """Options of one cell, with the names and defaults of `kvbench run`."""
-
-    model_config = STRICT
-
-    method: str
-    task: str
-    model: str | None = None
-    budget: str | int | float | None = None
-    mode: str | None = None
-    visibility: str | None = None
-    history: str | None = None
-    recompress: bool | None = None
-    template: str | None = None
-    scorer: str | None = None
-    split: str | None = None
-    length: int | None = None
-    samples: int | None = None
-    turns: int | None = None
-    seed: int | None = None
-    chunk: int | None = None
-    kernels: str | None = None
-    device: str | None = None
-    device_map: str | None = Field(None, alias="device-map")
-    dtype: str | None = None
-    method_settings: dict[str, Setting] = Field({}, alias="set")
-    task_settings: dict[str, Setting] = Field({}, alias="task-set")
-    generation: dict[str, Setting] = Field({}, alias="gen")
-
-    def request(self, out: Path) -> Request:
-        """The request that `kvbench run` makes from the same options."""
-        given: dict[str, Any] = {}
-        for name in self.model_fields_set:
-            value = getattr(self, name)
-            given[name] = tuple(f"{k}={as_text(x)}" for k, x in value.items()) if isinstance(value, dict) else value
-        if self.budget is not None:
-            given["budget"] = str(self.budget)
-        return Request(**given, out=out)
+def _list_fields() -> Iterator[tuple[str, Any]]:
+    """Options of a cell by their keys in a sweep file, with their types there; left out, each has its own default."""
+    for option in list_options():
+        if option.repeatable:
+            yield option.key, (dict[str, Setting], {})
+        elif option.required:
+            yield option.key, (option.kind, ...)
+        else:
+            yield option.key, (option.kind | (int | float if option.numeric else None) | None, None)
 
 
-NAMES = [x.alias or name for name, x in Options.model_fields.items()]
-TABLES = [x.alias for x in Options.model_fields.values() if x.alias and x.default == {}]
+CellOptions: type[BaseModel] = create_model("CellOptions", __config__=STRICT, **dict(_list_fields()))
+"""The options of one cell, generated from the table of options."""
+NAMES = list(CellOptions.model_fields)
+TABLES = [x.key for x in list_options() if x.repeatable]
 """Options whose values are tables."""
+
+
+def make_request(options: Mapping[str, Any], out: Path) -> Request:
+    """The request of a cell, from values by their keys in a sweep file.
+
+    Raises:
+        ValidationError: an unknown key, or a value of the wrong type.
+    """
+    cell = CellOptions(**options)
+    given: dict[str, Any] = {}
+    for option in list_options():
+        if option.key in cell.model_fields_set:
+            value = getattr(cell, option.key)
+            if option.repeatable:
+                value = tuple(f"{key}={as_text(x)}" for key, x in value.items())
+            given[option.name] = as_text(value) if option.numeric else value
+    return Request(**given, out=out)
 
 
 def read_sweep(path: Path) -> list[SweepCell]:
@@ -107,7 +97,7 @@ def expand(file: File) -> list[SweepCell]:
                 if isinstance(common, dict) and isinstance(own, dict):
                     options[name] = {**common, **own}
             try:
-                request = Options(**options).request(Path(file.out))
+                request = make_request(options, Path(file.out))
             except ValidationError as error:
                 raise UserError(f"{where}, [run] included: {explain(error)}. See `kvbench run --help`.") from error
             found.append((number, options, request))

@@ -18,7 +18,7 @@ from kvbench.log import say
 from kvbench.sweep.cell import CellReport, LineWriter, ModelCache, SweepCell, describe, run_cell
 
 if TYPE_CHECKING:
-    from kvbench.runs.request import Request
+    from kvbench.runs.options import Request
     from kvbench.sweep.progress import SweepProgress
 
 RETRIES = 3

@@ -27,7 +27,8 @@ from kvbench.analysis.significance import adjust
 from kvbench.cli.results import format_output, print_regressions
 from kvbench.runs.files import read_file, write_record
 from kvbench.runs.journal import Line
-from kvbench.runs.request import Plan, Request, check
+from kvbench.runs.options import Request
+from kvbench.runs.request import ResolvedRequest, check
 from kvbench.runs.results import BudgetResult, EffectResult, Output, Result, Score
 from kvbench.runs.spec import RunSpec
 
@@ -253,7 +254,7 @@ def test_a_run_logs_its_minimum_detectable_effect(kvbench, arguments):
     assert said < answer.err.index("samples, about")
 
 
-def plans(*sizes: tuple[int, int], model: str = "mini") -> list[Plan]:
+def plans(*sizes: tuple[int, int], model: str = "mini") -> list[ResolvedRequest]:
     """Requests that were checked, by their contexts and questions."""
     return [check(Request("full", "niah", model=model, mode="multi-turn", samples=x, turns=y)) for x, y in sizes]
 

@@ -58,8 +58,8 @@ BAD_REQUESTS = [
     ("--history=mine", "unknown history 'mine'"),
     ("--recompress", "--recompress has no meaning in mode single"),
     ("--gen=beams=4", "unknown generation setting 'beams'"),
-    ("--gen=temperature=1", "is autoregressive: of the --gen settings only limit has a meaning on it"),
-    ("--gen=limit=0", "--gen limit=0 must be a whole number"),
+    ("--gen=temperature=1", "is autoregressive: of the --gen settings it takes max_new_tokens only"),
+    ("--gen=max_new_tokens=0", "--gen max_new_tokens=0 must be a whole number"),
     ("--bugdet=5%", "unknown option '--bugdet'. Did you mean '--budget'?"),
     ("extra", "unexpected extra argument"),
 ]
@@ -280,8 +280,8 @@ def test_the_name_of_a_run_is_its_content(kvbench, arguments, tmp_path):
 def test_the_method_of_a_real_task_runs_by_name(kvbench, arguments):
     """The registry's own method and task, end to end."""
     arguments[arguments.index("--task") + 1] = "kv-short"
-    answer = kvbench(*arguments, "--method", "snapkv", "--set", "window=4", "--gen", "limit=2", "--length", "500",
-                     "--samples", "1")
+    answer = kvbench(*arguments, "--method", "snapkv", "--set", "window=4", "--gen", "max_new_tokens=2",
+                     "--length", "500", "--samples", "1")
     assert answer.code == 0, answer.err
     assert answer.json["spec"]["method"]["settings"]["window"] == 4
     assert answer.json["output"]["tokens"] <= 2

@@ -35,7 +35,8 @@ def test_a_run_that_was_killed_comes_to_the_same(kvbench, arguments, tmp_path, m
 
 
 @pytest.mark.parametrize(("method", "how"), [
-    (f"{TOYS}:Thoughtless", "limit=8"), ("dkv-cache-decode", "limit=2"), ("dkv-cache-decode", "threshold=0"),
+    (f"{TOYS}:Thoughtless", "max_new_tokens=8"), ("dkv-cache-decode", "max_new_tokens=2"),
+    ("dkv-cache-decode", "threshold=0"),
 ])
 def test_a_policy_that_never_acts_fails_its_run(kvbench, arguments, method, how):
     """Whether it is written so, or its canvas is filled by the full passes that begin a block."""

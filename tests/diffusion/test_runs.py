@@ -10,7 +10,7 @@ import pytest
 from kvbench.diffusion import sample
 from kvbench.hf import load_model, load_tokenizer
 from kvbench.runs.job import prepare
-from kvbench.runs.request import Request
+from kvbench.runs.options import Request
 from kvbench.runs.results import BaselineResult, DiffusionResult
 
 from .conftest import END, TOYS, read_lines
@@ -216,9 +216,10 @@ def test_every_setting_of_generation_is_another_run(folder, tmp_path):
             method, f"{TOYS}:Letters", str(folder), generation=generation, samples=1, out=tmp_path, device="cpu"
         ), model).spec
 
-    settings = ["steps=4", "steps=2", "block=4", "remasking=random", "temperature=0.5", "threshold=0.9", "limit=4"]
+    settings = ["steps=4", "steps=2", "block=4", "remasking=random", "temperature=0.5", "threshold=0.9",
+                "max_new_tokens=4"]
     assert len({spec(*x).run_id for x in [(), *([y] for y in settings)]}) == len(settings) + 1
-    assert spec("steps=4", "limit=4").run_id == spec("limit=4", "steps=4").run_id
+    assert spec("steps=4", "max_new_tokens=4").run_id == spec("max_new_tokens=4", "steps=4").run_id
     assert spec().generation.decoding == "denoising"
     assert spec().generation.denoising.tokens_per_step == 1
 

@@ -21,7 +21,7 @@ from kvbench.leaderboard.submission.repository import Repository
 from kvbench.leaderboard.verification.verify import verify
 from kvbench.runs.job import Job, prepare
 from kvbench.runs.journal import Line
-from kvbench.runs.request import Request
+from kvbench.runs.options import Request
 from kvbench.runs.results import Git
 from kvbench.runs.runner import run
 from kvbench.runs.spec import RunSpec

@@ -12,7 +12,7 @@ from kvbench import cli
 from kvbench.runs.command import write_command, write_request
 from kvbench.runs.files import read_file
 from kvbench.runs.results import Result
-from kvbench.sweep.file import Options
+from kvbench.sweep.file import make_request
 
 CURATED = sorted((Path(__file__).parents[2] / "results" / "cpu-2-cores").glob("*/result.json"))
 
@@ -30,7 +30,7 @@ def test_a_command_asks_for_its_spec(asked, path):
     """Typed into a shell, option by option; reference history goes without saying."""
     spec = read_file(path, Result).spec
     assert cli.call(shlex.split(write_command(spec))[1:]) == 0
-    assert Options(**asked[0]).request(Path("runs")) == replace(write_request(spec), history=None, suite=None)
+    assert make_request(asked[0], Path("runs")) == replace(write_request(spec), history=None, suite=None)
 
 
 @pytest.mark.parametrize("text", ["a b", "'", '"$(touch x)"', "`id`", "a;b", "ä\u202e", "--json"])

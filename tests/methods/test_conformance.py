@@ -323,9 +323,9 @@ class CountsRows(Honest):
 class RunsLastToken(Honest):
     """Runs the token that ends an answer as well, so the next question finds it twice."""
 
-    def generate(self, session, limit, stop):
+    def generate(self, session, max_new_tokens, stop):
         """One forward too many."""
-        tokens = super().generate(session, limit, stop)
+        tokens = super().generate(session, max_new_tokens, stop)
         session.forward(torch.tensor([[x[-1]] for x in tokens.ids]), Phase.DECODE)
         return tokens
 

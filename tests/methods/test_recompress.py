@@ -10,7 +10,8 @@ from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Budget
 from kvbench.registry import find_method
-from kvbench.runs.request import Request, check
+from kvbench.runs.options import Request
+from kvbench.runs.request import check
 
 pytestmark = pytest.mark.usefixtures("profile_cache")
 

@@ -12,7 +12,7 @@ from kvbench.registry import find_task
 from kvbench.reproduce.claims import find_claims
 from kvbench.reproduce.plan import plan_claim
 from kvbench.reproduce.standing import _answers
-from kvbench.runs.request import Request
+from kvbench.runs.options import Request
 from kvbench.runs.spec import DenoisingSpec, GenerationSpec, MethodSpec, ModelSpec, RunSpec, Sources, TaskSpec, Versions
 from kvbench.task import Mode
 
@@ -65,7 +65,7 @@ def test_a_run_that_was_asked_otherwise_does_not(change):
 
 @pytest.mark.parametrize("change", [
     {"method__settings": SNAPKV | {"kernel": 9}}, {"task__settings": {"data": "mine.jsonl"}},
-    {"task__scorer": "another@1"}, {"generation": GenerationSpec(limit=4)}, {"model__dtype": "float32"},
+    {"task__scorer": "another@1"}, {"generation": GenerationSpec(max_new_tokens=4)}, {"model__dtype": "float32"},
     {"mode": Mode.MULTI_TURN}, {"turns": 5}, {"history": "own"}, {"recompress": True},
 ])
 def test_what_was_left_out_is_at_its_default(change):

@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from kvbench.errors import UserError
 from kvbench.registry import list_entries
 from kvbench.runs import job, sample
-from kvbench.runs.request import Request, check
+from kvbench.runs.options import Request
+from kvbench.runs.request import check
 from kvbench.runs.results import Result
 from kvbench.sweep.cell import CellReport, SweepCell
 from kvbench.sweep.suite import FOLDER, Mean, average, find_suite, list_suites, read_suite, save_suite

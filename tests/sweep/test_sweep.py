@@ -169,7 +169,7 @@ BAD = [
     (f'{LAST_GRID}budget = "paper"\n', "", "has no paper budget"),
     (f"{LAST_GRID}turns = 2\n", "", "turns 2 has no meaning in mode single"),
     (f"{LAST_GRID}samples = 0\n", "", "samples 0 must be 1 or more"),
-    (f"{LAST_GRID}gen.limit = 0\n", "", "--gen limit=0 must be"),
+    (f"{LAST_GRID}gen.max_new_tokens = 0\n", "", "--gen max_new_tokens=0 must be"),
     (f'{LAST_GRID}kernels = "cuda"\n', "", "unknown kernels 'cuda'"),
     (f'{LAST_GRID}device = "tpu"\n', "", "unknown device 'tpu'"),
     (f'{LAST_GRID}device = "cuda:99"\n', "", "device 'cuda:99'"),

@@ -101,7 +101,7 @@ def name_group(result: Result) -> str:
     """What the rows of a protocol were asked, and how answers are made where that was chosen."""
     asked = f"{result.task.name}, {result.task.length:,} tokens, {result.mode}, {SEES[result.visibility]}"
     generation = result.spec.generation
-    chosen = {"limit": generation.limit} if generation.limit is not None else {}
+    chosen = {"max_new_tokens": generation.max_new_tokens} if generation.max_new_tokens is not None else {}
     if generation.denoising is not None:
         chosen |= generation.denoising.model_dump(exclude_defaults=True)
     return ", ".join([asked, *(f"{name.replace('_', ' ')} {value}" for name, value in chosen.items())])

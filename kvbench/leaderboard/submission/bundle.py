@@ -127,7 +127,7 @@ def _repeated(spec: RunSpec, result: Result) -> dict[str, tuple[object, object]]
     return {
         "spec": (result.spec, spec), "run_id": (result.run_id, spec.run_id), "suite": (result.suite, spec.suite),
         "model": (result.model, spec.model), "task": (result.task, spec.task),
-        "method": (result.method.model_dump(exclude={"card"}), spec.method.model_dump(exclude={"code"})),
+        "method": (result.method.model_dump(exclude={"card"}), spec.method.model_dump()),
         "mode": (result.mode, spec.mode), "visibility": (result.visibility, spec.visibility),
         "history": (result.history, spec.history), "budget": (result.budget.asked, spec.budget),
         "n_samples": (result.n_samples, spec.samples),

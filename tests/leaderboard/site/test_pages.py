@@ -143,7 +143,7 @@ def test_a_difference_that_few_contexts_do_not_show_is_not_called_small(results)
 
 def test_protocols_that_differ_in_how_answers_are_made_are_called_differently(results):
     def limit(result, lines):
-        result["spec"]["generation"]["limit"] = 7
+        result["spec"]["generation"]["max_new_tokens"] = 7
 
     results.add("a")
     results.add("b", edit=limit)

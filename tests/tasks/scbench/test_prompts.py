@@ -7,7 +7,8 @@ import copy
 import pytest
 
 from kvbench.errors import UserError
-from kvbench.runs.request import Request, check
+from kvbench.runs.options import Request
+from kvbench.runs.request import check
 from kvbench.task import Mode, Split, encode
 
 TALKS = {
