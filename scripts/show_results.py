@@ -19,7 +19,7 @@ import vl_convert
 
 from kvbench.registry import find_method
 from kvbench.report.charts import COSTS, Cost, draw_cost
-from kvbench.report.group import Entry, label_results
+from kvbench.report.group import GroupedRun, label_results
 from kvbench.runs.files import read_file
 from kvbench.runs.results import Result
 
@@ -129,7 +129,7 @@ def draw_pictures(results: Sequence[Result]) -> None:
     longest = max(x.task.length for x in results)
     for path, visibility, cost in list_pictures():
         chosen = [x for x in results if (x.task.length, x.visibility) == (longest, visibility)]
-        entries = [Entry(*x) for x in zip(chosen, label_results(chosen), strict=True)]
+        entries = [GroupedRun(*x) for x in zip(chosen, label_results(chosen), strict=True)]
         spec = draw_cost(entries, cost)
         assert spec is not None, path
         title = f"{SEEN[visibility]}, {longest:,} tokens"

@@ -74,15 +74,15 @@ def rerun_command(
     L1 and L2 compare tokens, L3 compares the mean score on new samples. Exit code 1 if the results disagree.
     """
     from kvbench.leaderboard.submission.repository import Repository
-    from kvbench.leaderboard.verification.levels import Wish, raise_level, read_secret, read_share
+    from kvbench.leaderboard.verification.levels import RerunOptions, read_secret, read_share, rerun_levels
     from kvbench.leaderboard.verification.verify import verify
     from kvbench.runs.progress import show_progress
 
     wanted = read_share(share or "10%") if share is not None or hidden_seed is None else None
     secret = None if hidden_seed is None else read_secret(hidden_seed)
-    wish = Wish(wanted, secrets.randbits(32) if seed is None else seed, secret)
+    options = RerunOptions(wanted, secrets.randbits(32) if seed is None else seed, secret)
     found = verify(path, Repository(results or [path]))
-    raise_level(found, wish, show_progress)
+    rerun_levels(found, options, show_progress)
     return _report([(path, found.conclude())], write=write, as_json=as_json, below=(None, "L0"))
 
 

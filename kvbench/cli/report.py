@@ -13,7 +13,7 @@ from kvbench.errors import UserError, unknown
 
 if TYPE_CHECKING:
     from kvbench.report.grid import Grid
-    from kvbench.report.group import Entry
+    from kvbench.report.group import GroupedRun
 
 KINDS = (".png", ".html")
 
@@ -37,7 +37,7 @@ def report_command(
     from kvbench.analysis.load import find_runs, load_run
     from kvbench.log import say
     from kvbench.report.grid import draw_picture, read_grid
-    from kvbench.report.group import group_entries
+    from kvbench.report.group import group_runs
     from kvbench.report.sections import name_group, write_report
 
     loaded = [load_run(x) for x in find_runs(runs, out)]
@@ -52,7 +52,7 @@ def report_command(
             f"run {result.run_id} belongs to task {result.task.name}, which has no grid of lengths and depths. A .png "
             "shows runs of needle-grid only; use -o report.html for others."
         )
-    groups = group_entries(loaded)
+    groups = group_runs(loaded)
     content = draw_picture(grids) if kind == ".png" else write_report(groups, grids)
     try:
         output.write_bytes(content)
@@ -77,7 +77,7 @@ def report_command(
         })
 
 
-def _describe(entry: Entry) -> dict[str, Any]:
+def _describe(entry: GroupedRun) -> dict[str, Any]:
     return {
         "run_id": entry.result.run_id, "label": entry.label, "rank": entry.rank, "status": entry.result.status,
         "score": entry.result.score.mean,

@@ -1,1 +1,1 @@
-"""Submissions: what is sent, what is verified of it, and where it is shown."""
+"""Submissions of runs, their verification, the leaderboard's static site, and its server."""

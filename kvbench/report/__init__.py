@@ -1,1 +1,1 @@
-"""Finished runs as charts, tables and a page of one file."""
+"""Reports of finished runs: charts, tables, and an HTML page in one file."""

@@ -1,4 +1,4 @@
-"""Charts as Vega-Lite specifications, made by Altair: what a group of rows scores against bytes, time and turns."""
+"""Charts as Vega-Lite specifications (through Altair): scores against bytes, against time, and by turn."""
 
 from __future__ import annotations
 
@@ -8,56 +8,56 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.extras import load_extra
-from kvbench.report.group import Entry, find_frontier, held_share, read_share
+from kvbench.report.group import GroupedRun, find_frontier, read_share, stored_share
 from kvbench.runs.results import Result
 
 Spec = dict[str, Any]
 Point = dict[str, Any]
 
-CHANCE = "random"
-"""The method that keeps rows by chance: its line is what any other must be above."""
-NEAR = (0.12, 0.05)
-"""Shares of a chart's width and height within which a second name would cover the first."""
+RANDOM = "random"
+"""The method that keeps random entries; every method should score above its line."""
+LABEL_SPACING = (0.12, 0.05)
+"""Shares of a chart's width and height within which two labels would overlap."""
 COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666", "#9a6324", "#b8a800"]
-"""Apart for color-blind eyes too (Okabe and Ito), and more for more families."""
+"""The colors of Okabe and Ito, safe for color-blind readers, and further ones for more families."""
 TOOLTIP = {
-    "label": "row", "family": "family", "shown": "score", "rank": "rank", "held": "held", "read": "read",
+    "label": "method", "family": "family", "shown": "score", "rank": "rank", "stored": "stored", "read": "read",
     "token": "per token", "first": "first token", "run": "run",
 }
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a score is drawn against."""
+    """A quantity against which scores are drawn."""
 
     name: str
     axis: str
     format: str
-    """Of the axis, as d3 writes it."""
+    """Number format of the axis, in d3 notation."""
     read: Callable[[Result], float | None]
-    """Its number in a result; None: not measured."""
+    """Reads the number from a result; None: not measured."""
 
 
 COSTS = (
-    Cost("bytes held", "bytes held, share of the dense cache", ".0%", held_share),
-    Cost("bytes read", "bytes that a decode step reads, share of the dense cache", ".0%", read_share),
+    Cost("stored bytes", "stored bytes, share of the full cache", ".0%", stored_share),
+    Cost("bytes read", "bytes read per decode step, share of the full cache", ".0%", read_share),
     Cost("time per token", "ms per output token (median)", ",~f", lambda x: _milli(x.latency.tpot_s)),
-    Cost("time to first token", "ms to the first token, compression included (median)", ",~f",
+    Cost("time to first token", "ms to first token, compression included (median)", ",~f",
          lambda x: _milli(x.latency.ttft_s)),
-    Cost("rows computed", "rows computed, share of those without a cache", ".0%",
+    Cost("positions computed", "positions computed, share of those without a cache", ".0%",
          lambda x: None if x.diffusion is None else x.diffusion.computed_share),
 )
-"""Held and read bytes are costs of their own: they never share an axis."""
+"""Stored bytes and bytes read have separate charts and never share an axis."""
 
 
-def draw_cost(entries: Sequence[Entry], cost: Cost) -> Spec | None:
-    """Scores against one cost, of rows that may share a ranking; None: fewer than two rows have both.
+def draw_cost(entries: Sequence[GroupedRun], cost: Cost) -> Spec | None:
+    """Draw scores against one cost for runs of one group. Returns None if fewer than two runs have both numbers.
 
-    Rows that no other beats in both are joined and named. The full cache is a dashed line over the whole width, chance
-    a dotted one through its budgets.
+    The Pareto frontier is drawn as a line and labeled. The full cache is a dashed horizontal line, the method `random`
+    a dotted line through its budgets.
 
     Raises:
-        UserError: Altair is not there.
+        UserError: Altair is not installed.
     """
     rows = [x for x in entries if x.measured and cost.read(x.result) is not None]
     if len(rows) < 2:
@@ -67,23 +67,23 @@ def draw_cost(entries: Sequence[Entry], cost: Cost) -> Spec | None:
     best = find_frontier([(x["cost"], x["score"]) for x in points], higher_is_better=score.higher_is_better)
     ends = [end for x in points for end in (x["low"], x["high"])]
     families = tuple(sorted({x["family"] for x in points}))
-    metric = score.metric if score.higher_is_better else f"{score.metric} (less is better)"
+    metric = score.metric if score.higher_is_better else f"{score.metric} (lower is better)"
     return _outline(cost, metric, families, bounded=0 <= min(ends) <= max(ends) <= 1) | {"datasets": {
         "rows": points, "frontier": [points[i] for i in best], **_name([points[i] for i in reversed(best)], points),
         "full": [x for x, row in zip(points, rows, strict=True) if row.full][:1],
-        "chance": [x for x in points if x["method"] == CHANCE],
+        "chance": [x for x in points if x["method"] == RANDOM],
     }}
 
 
 @functools.cache
 def _outline(cost: Cost, metric: str, families: tuple[str, ...], *, bounded: bool) -> Spec:
-    """The chart without its data, which groups of the same families share: Altair takes its time."""
+    """The chart without its data; cached, because Altair is slow and groups with the same families share it."""
     alt = load_extra("altair", extra="report", what="a chart")
     scale = alt.Scale(domain=[0, 1]) if bounded else alt.Scale(zero=False)
     family = alt.selection_point(name="family", fields=["family"], bind="legend")
     method = alt.selection_point(name="method", fields=["method"], on="pointerover", empty=False)
     legend = alt.Legend(title=None, orient="bottom", columns=4, symbolOpacity=1)
-    # The domain is said of both, so that colors and shapes share a legend.
+    # The same domain for both, so that colors and shapes share a legend.
     color = alt.Color("family:N", scale=alt.Scale(domain=list(families), range=COLORS), legend=legend)
     shape = alt.Shape("family:N", scale=alt.Scale(domain=list(families)), legend=legend)
 
@@ -117,41 +117,44 @@ def _outline(cost: Cost, metric: str, families: tuple[str, ...], *, bounded: boo
     return finish(widen(chart, f"{metric} against {cost.name}; the numbers are in the table."))
 
 
-def _place(entry: Entry, cost: Cost) -> Point:
-    """A row as a point."""
+def _place(entry: GroupedRun, cost: Cost) -> Point:
+    """A run as a point."""
     result = entry.result
     mean, ends = result.score.mean, result.score.ci95
     assert mean is not None, result.run_id
     low, high = ends or (mean, mean)
-    held, read = held_share(result), read_share(result)
+    stored, read = stored_share(result), read_share(result)
     return {
         "label": entry.label, "method": result.method.name, "family": result.method.family, "score": mean, "low": low,
         "high": high, "cost": cost.read(result), "run": result.run_id, "rank": entry.rank,
         "shown": f"{mean:.3f} [{low:.3f}, {high:.3f}]",
-        "held": "-" if held is None else f"{held:.1%}", "read": "-" if read is None else f"{read:.1%}",
+        "stored": "-" if stored is None else f"{stored:.1%}", "read": "-" if read is None else f"{read:.1%}",
         "token": _show(result.latency.tpot_s), "first": _show(result.latency.ttft_s),
     }
 
 
 def _name(points: Sequence[Point], every: Sequence[Point]) -> dict[str, list[Point]]:
-    """Points whose names cover no other's, the first ones first; those far on the right have theirs on the left."""
+    """Choose points whose labels do not overlap, in order; points on the right have their label on the left."""
     wide = max(x["cost"] for x in every) or 1.0
     high = max(1.0, *(x["score"] for x in every)) - min(0.0, *(x["score"] for x in every))
     kept: list[Point] = []
     for x in points:
-        if all(abs(x["cost"] - y["cost"]) > NEAR[0] * wide or abs(x["score"] - y["score"]) > NEAR[1] * high
-               for y in kept):
+        if all(
+            abs(x["cost"] - y["cost"]) > LABEL_SPACING[0] * wide
+            or abs(x["score"] - y["score"]) > LABEL_SPACING[1] * high
+            for y in kept
+        ):
             kept.append(x)
     return {
         "names": [x for x in kept if x["cost"] <= 0.6 * wide], "far": [x for x in kept if x["cost"] > 0.6 * wide],
     }
 
 
-def draw_turns(entries: Sequence[Entry]) -> Spec | None:
-    """Mean score of each turn, a line of cells per row; None: no row has more than one turn.
+def draw_turns(entries: Sequence[GroupedRun]) -> Spec | None:
+    """Draw the mean score of each turn, one line of cells per run. Returns None if no run has more than one turn.
 
     Raises:
-        UserError: Altair is not there.
+        UserError: Altair is not installed.
     """
     alt = load_extra("altair", extra="report", what="a chart")
     cells = [
@@ -173,9 +176,9 @@ def draw_turns(entries: Sequence[Entry]) -> Spec | None:
 
 
 def color_cells(base: Any, scores: Sequence[float]) -> Any:
-    """Cells colored by the field `score`, light where it is high, each with its number in it.
+    """Color cells by the field `score`, light for high scores, and print the score in each.
 
-    scores: all that share the colors.
+    scores: all scores that share the color scale.
     """
     alt = load_extra("altair", extra="report", what="a chart")
     low, high = min([0.0, *scores]), max([1.0, *scores])
@@ -189,12 +192,12 @@ def color_cells(base: Any, scores: Sequence[float]) -> Any:
 
 
 def widen(chart: Any, about: str) -> Any:
-    """A chart as wide as its place on a page; `about`: what it shows, for those who cannot see it."""
+    """Make a chart as wide as its container; `about` is its description for screen readers."""
     return chart.properties(width="container", description=about, autosize={"type": "fit-x", "contains": "padding"})
 
 
 def finish(chart: Any) -> Spec:
-    """The specification of a chart; its data come to it by name, in `datasets`."""
+    """Return the specification of a chart. Its data are added by name under `datasets`."""
     spec: Spec = chart.configure_view(strokeOpacity=0.3).configure_axis(
         labelFontSize=11, titleFontSize=11, titleFontWeight="normal"
     ).to_dict()

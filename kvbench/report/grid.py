@@ -1,4 +1,4 @@
-"""Runs over a grid of lengths and depths: read from their journals, and drawn as heat maps."""
+"""Runs over a grid of lengths and needle depths: read from their journals and drawn as heat maps."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from kvbench.report.charts import Point, Spec, color_cells, finish, widen
 from kvbench.runs.journal import Answer
 from kvbench.runs.results import Result
 
-ACROSS = 3
-"""Most panels beside one another."""
-LETTER = 5
-"""Pixels of a title's letter."""
+MAX_COLUMNS = 3
+"""Maximum number of panels side by side."""
+PIXELS_PER_LETTER = 5
+"""Pixels per letter of a title."""
 
-LONGEST = 2**31
-"""Tokens of a sample; what a stranger's journal has beyond is no place on a chart."""
-DEEPEST = 100
-"""Per cent of the context."""
+MAX_LENGTH = 2**31
+"""Tokens of a sample; untrusted journals may hold larger values, which are ignored."""
+MAX_DEPTH = 100
+"""Percent of the context."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """One run: a score for each depth (rows) and length (columns), None where no sample of the cell has one."""
+    """One run: a score for each depth (rows) and length (columns); None for a cell without a score."""
 
     result: Result
     lengths: tuple[int, ...]
@@ -37,11 +37,11 @@ class Grid:
     mean: float | None
     """Over the samples that have a score."""
     worst: tuple[float, float] | None
-    """The depth whose samples did worst, and their mean."""
+    """The depth with the worst mean score, and that mean."""
 
     @property
     def name(self) -> str:
-        """What was run, and the end of the run's id."""
+        """Method, budget, visibility, and the end of the run id."""
         budget = "" if self.result.budget.asked is None else f" {self.result.budget.asked}"
         return f"{self.result.method.name}{budget}, question {self.result.visibility} ({self.result.run_id[-12:]})"
 
@@ -51,25 +51,25 @@ class Grid:
         memory = self.result.memory
         if memory is None:
             return "no bytes measured"
-        held = f"{memory.ratio_total:.1%} of the dense cache held, {format_bytes(memory.stored_bytes)}"
+        text = f"stores {memory.ratio_total:.1%} of the full cache, {format_bytes(memory.stored_bytes)}"
         if memory.host_bytes:
-            held += f" and {format_bytes(memory.host_bytes)} in host memory"
+            text += f" and {format_bytes(memory.host_bytes)} in host memory"
         if self.result.budget.kind == "read":
-            held += f", {memory.read_bytes_per_step / memory.full_bytes:.1%} read per step"
-        return held
+            text += f", {memory.read_bytes_per_step / memory.full_bytes:.1%} read per step"
+        return text
 
     @property
     def summary(self) -> str:
-        """Mean and worst row, and what is missing."""
+        """Mean score, worst depth, and the number of missing samples."""
         if self.mean is None or self.worst is None:
             return "no sample has a score"
         found, n = self.result.n_scored, self.result.n_samples
         over = f"{n} samples" if found == n else f"{found} of {n} samples"
-        return f"mean {self.mean:.3f} of {over}, worst row {self.worst[1]:.3f} at depth {self.worst[0]:.0f} %"
+        return f"mean {self.mean:.3f} of {over}, worst mean {self.worst[1]:.3f} at depth {self.worst[0]:.0f} %"
 
 
 def read_grid(run: FinishedRun) -> Grid | None:
-    """The grid of a finished run; None: its samples are not of one."""
+    """Read the grid of a finished run. Returns None if its samples do not form a grid."""
     places = {x.index: _place(x) for x in run.lines.values() if x.turn == 0}
     found = {x for x in places.values() if x is not None}
     lengths, depths = sorted({length for length, _ in found}), sorted({depth for _, depth in found})
@@ -96,20 +96,22 @@ def read_grid(run: FinishedRun) -> Grid | None:
 
 
 def _place(line: Answer) -> tuple[int, float] | None:
-    """Length and depth of a sample, where its facts name them."""
+    """Length and depth of a sample, if its facts contain both."""
     length, depth = line.facts.get("length"), line.facts.get("depth")
     if isinstance(length, bool) or isinstance(depth, bool):
         return None
-    if isinstance(length, int) and 0 < length < LONGEST and isinstance(depth, int | float) and 0 <= depth <= DEEPEST:
+    if isinstance(length, int) and 0 < length < MAX_LENGTH and isinstance(depth, int | float) and (
+        0 <= depth <= MAX_DEPTH
+    ):
         return length, float(depth)
     return None
 
 
 def draw_cells(scores: Sequence[float]) -> Any:
-    """The cells of a grid as a chart of Altair's without data or width; `scores`: all that share its colors.
+    """Draw the cells of a grid as an Altair chart without data or width; `scores` share its color scale.
 
     Raises:
-        UserError: Altair is not there.
+        UserError: Altair is not installed.
     """
     alt = load_extra("altair", extra="report", what="a heat map")
     base = alt.Chart().encode(
@@ -124,7 +126,7 @@ def draw_cells(scores: Sequence[float]) -> Any:
 
 
 def draw_grid(grid: Grid, scores: Sequence[float]) -> Spec:
-    """A grid for a page."""
+    """Draw a grid for a page."""
     alt = load_extra("altair", extra="report", what="a heat map")
     chart = draw_cells(scores).properties(data=alt.NamedData("cells"), height=max(150, 26 * len(grid.depths)))
     spec = finish(widen(chart, "Mean score by depth and length; the numbers are in the table."))
@@ -132,7 +134,7 @@ def draw_grid(grid: Grid, scores: Sequence[float]) -> Spec:
 
 
 def list_cells(grid: Grid) -> list[Point]:
-    """A point for each cell."""
+    """List one point per cell."""
     return [
         {"length": length, "depth": depth, "score": score}
         for depth, row in zip(grid.depths, grid.cells, strict=True)
@@ -141,15 +143,15 @@ def list_cells(grid: Grid) -> list[Point]:
 
 
 def list_scores(grids: Sequence[Grid]) -> list[float]:
-    """Every score of every grid."""
+    """List the scores of all grids."""
     return [x for grid in grids for row in grid.cells for x in row if x is not None]
 
 
 def draw_picture(grids: Sequence[Grid]) -> bytes:
-    """A PNG with a panel for each grid, all on one scale of colors.
+    """Draw a PNG with one panel per grid, all on one color scale.
 
     Raises:
-        UserError: Altair or vl-convert is not there.
+        UserError: Altair or vl-convert is not installed.
     """
     alt, convert = (load_extra(x, extra="report", what="a picture") for x in ("altair", "vl_convert"))
     scores = list_scores(grids)
@@ -157,12 +159,12 @@ def draw_picture(grids: Sequence[Grid]) -> bytes:
     for i, grid in enumerate(grids):
         wide = max(320, 40 * len(grid.lengths))
         lines = [grid.name, grid.size, grid.summary, *([f"FAILED: {grid.result.error}"] if grid.result.error else [])]
-        text = [part for line in lines for part in textwrap.wrap(line, wide // LETTER)]
+        text = [part for line in lines for part in textwrap.wrap(line, wide // PIXELS_PER_LETTER)]
         panels.append(draw_cells(scores).properties(
             data=alt.NamedData(str(i)), width=wide, height=max(150, 26 * len(grid.depths)),
             title=alt.Title(text, anchor="start", fontSize=11, fontWeight="normal"),
         ))
-    across = -(-len(grids) // -(-len(grids) // ACROSS))
+    across = -(-len(grids) // -(-len(grids) // MAX_COLUMNS))
     spec = finish(alt.concat(*panels, columns=across, spacing=30))
     data = {str(i): list_cells(x) for i, x in enumerate(grids)}
     picture: bytes = convert.vegalite_to_png(spec | {"datasets": data}, scale=2)

@@ -1,4 +1,4 @@
-"""Rows that may share a ranking, each with a name that tells it from the others, its rank and its difference."""
+"""Groups runs of one task and protocol, with labels, ranks and differences to the full cache."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvbench.runs.results import Result
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A row: a result, and what can only be said of it beside the others."""
+class GroupedRun:
+    """A run within its group; one row of a table."""
 
     result: Result
     label: str
-    """Method and budget, and the settings in which it differs from other rows of the method."""
+    """Method, budget, and the settings that differ between runs of the method."""
     rank: int | None = None
     """None: it failed, or has no score."""
     difference: Difference | None = None
@@ -27,12 +27,12 @@ class Entry:
 
     @property
     def measured(self) -> bool:
-        """Whether it may stand in a chart of scores."""
+        """Whether it has a score and may appear in a chart."""
         return self.result.status == "ok" and self.result.score.mean is not None
 
 
-def group_entries(runs: Sequence[FinishedRun]) -> list[list[Entry]]:
-    """Groups of one task and one protocol each, by task and length; in a group best rows first, failed ones last."""
+def group_runs(runs: Sequence[FinishedRun]) -> list[list[GroupedRun]]:
+    """Group runs by task and protocol, sorted by task and length; best runs first, failed ones last."""
     groups: dict[str, list[FinishedRun]] = {}
     for run in runs:
         groups.setdefault(name_protocol(run.result), []).append(run)
@@ -43,23 +43,23 @@ def _place(result: Result) -> tuple[str, int, str, str, str]:
     return result.task.name, result.task.length, result.mode, result.visibility, result.model.id
 
 
-def _enter(runs: Sequence[FinishedRun]) -> list[Entry]:
+def _enter(runs: Sequence[FinishedRun]) -> list[GroupedRun]:
     results = [x.result for x in runs]
     full = next((x for x in runs if is_full(x.result) and x.result.status == "ok"), None)
     others = [x for x in runs if x is not full]
     differences = {} if full is None else dict(zip(map(id, others), compare_runs(full, others), strict=True))
     entries = [
-        Entry(run.result, label, rank, differences.get(id(run)), full=is_full(run.result))
+        GroupedRun(run.result, label, rank, differences.get(id(run)), full=is_full(run.result))
         for run, label, rank in zip(runs, label_results(results), rank_runs(runs), strict=True)
     ]
     sign = -1 if results[0].score.higher_is_better else 1
     return sorted(entries, key=lambda x: (
-        x.rank is None, x.rank or 0, sign * (x.result.score.mean or 0.0), held_share(x.result) or 0.0, x.label
+        x.rank is None, x.rank or 0, sign * (x.result.score.mean or 0.0), stored_share(x.result) or 0.0, x.label
     ))
 
 
 def label_results(results: Sequence[Result]) -> list[str]:
-    """A name for each of several rows, no two alike unless the runs are."""
+    """Label each of several results; labels are unique unless the runs are identical."""
     labels = []
     for result in results:
         same = [x.method.settings for x in results if x.method.name == result.method.name]
@@ -75,19 +75,19 @@ def label_results(results: Sequence[Result]) -> list[str]:
     ]
 
 
-def held_share(result: Result) -> float | None:
-    """Bytes that hold the context, host memory included, by the dense cache's."""
+def stored_share(result: Result) -> float | None:
+    """Stored bytes, host memory included, as a share of the full cache."""
     return None if result.memory is None else result.memory.ratio_total
 
 
 def read_share(result: Result) -> float | None:
-    """Bytes that a decode step reads, by those of the dense cache of the context."""
+    """Bytes read per decode step, as a share of the full cache."""
     memory = result.memory
     return None if memory is None else memory.read_bytes_per_step / memory.full_bytes
 
 
 def find_frontier(points: Sequence[tuple[float, float]], *, higher_is_better: bool) -> list[int]:
-    """Which points no other beats: none costs as little (first number) and scores as well (second); cheapest first."""
+    """Indices of the Pareto frontier of (cost, score) points, cheapest first."""
     sign = 1 if higher_is_better else -1
     order = sorted(range(len(points)), key=lambda i: (points[i][0], -sign * points[i][1]))
     best: list[int] = []

@@ -1,4 +1,4 @@
-"""An HTML page in one file: its scripts come from Python packages, nothing is fetched, what is not ours is escaped."""
+"""HTML pages in one file: scripts come from Python packages, nothing is fetched, all untrusted text is escaped."""
 
 from __future__ import annotations
 
@@ -69,18 +69,19 @@ for (const table of document.querySelectorAll("table.rows")) {
   scroll.ariaLabel = table.caption.textContent;
 }
 """
-"""Charts are drawn when they come near the screen; tables are there without it, and are sorted and filtered by it.
+"""Draws charts when they scroll into view, and makes tables sortable. Without it, tables are still shown.
 
-`ast`: expressions are interpreted, so that the page needs no `eval`. `logLevel` 1: errors, no warnings of empty layers.
+`ast`: expressions are interpreted, so that the page needs no `eval`. `logLevel` 1: errors only, since empty layers
+cause warnings.
 """
 
 
 @functools.cache
 def read_vega() -> str:
-    """Vega, Vega-Lite and Vega-Embed as one script, with an interpreter in place of `eval`.
+    """Vega, Vega-Lite and Vega-Embed as one script, with an expression interpreter in place of `eval`.
 
     Raises:
-        UserError: vl-convert is not there.
+        UserError: vl-convert is not installed.
     """
     script: str = load_extra("vl_convert", extra="report", what="a page").javascript_bundle()
     return script
@@ -88,10 +89,10 @@ def read_vega() -> str:
 
 @functools.cache
 def read_datatables() -> tuple[str, str]:
-    """DataTables as a script and a style sheet; a script of a page has nobody to export to, so it names the class.
+    """DataTables as a script and a style sheet. The module's export becomes a global, for use in an inline script.
 
     Raises:
-        UserError: itables is not there, or its bundle has no DataTables where it was.
+        UserError: itables is not installed, or its bundle does not contain DataTables as expected.
     """
     folder = Path(load_extra("itables", extra="report", what="a page").__file__).parent / "html"
     script, style = ((folder / name).read_text(encoding="utf-8") for name in ("dt_bundle.js", "dt_bundle.css"))
@@ -102,10 +103,10 @@ def read_datatables() -> tuple[str, str]:
 
 
 def write_page(title: str, body: str) -> bytes:
-    """A page around a body of HTML; no script but its own runs, by their hashes, and nothing can be fetched.
+    """Write a page around an HTML body. Its policy allows its own scripts by hash, and no network access.
 
     Raises:
-        UserError: a package of the extra is not there.
+        UserError: a package of the extra is not installed.
     """
     tables, style = read_datatables()
     scripts = [x.replace("</script", "<\\/script") for x in (read_vega(), tables, SCRIPT)]
@@ -119,11 +120,11 @@ def write_page(title: str, body: str) -> bytes:
         f"<title>{escape(title)}</title>\n<style>{style}{STYLE}</style>\n<h1>{escape(title)}</h1>\n{body}"
         f"{code}</html>\n"
     )
-    return page.encode("utf-8", "replace")  # half a surrogate pair is no text of any file
+    return page.encode("utf-8", "replace")  # half of a surrogate pair cannot be encoded
 
 
 def write_chart(spec: dict[str, Any] | None, name: str, title: str = "") -> str:
-    """A place for a chart, and its specification where no text of it can end the script; nothing of None."""
+    """A container for a chart and its escaped specification; empty for None."""
     if spec is None:
         return ""
     data = json.dumps(spec, separators=(",", ":")).replace("<", "\\u003c")
@@ -135,7 +136,7 @@ def write_chart(spec: dict[str, Any] | None, name: str, title: str = "") -> str:
 
 
 def write_download(name: str, media: str, content: str) -> str:
-    """A link that saves a file which is in the page."""
+    """A link that saves a file embedded in the page."""
     data = _encode(content.encode("utf-8", "replace"))
     return f'<a download="{escape(name)}" href="data:{media};base64,{data}">{escape(name)}</a>'
 

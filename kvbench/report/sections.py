@@ -1,4 +1,4 @@
-"""The parts of a report: a group of rows with its protocol, charts and table; a grid with its heat map and table."""
+"""The sections of a report: groups with protocol, charts and table; grids with heat map and table."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from kvbench.analysis.formatting import format_p
 from kvbench.analysis.significance import ALPHA
 from kvbench.report.charts import COSTS, draw_cost, draw_turns
 from kvbench.report.grid import Grid, draw_grid, list_scores
-from kvbench.report.group import Entry, held_share, read_share
+from kvbench.report.group import GroupedRun, read_share, stored_share
 from kvbench.report.page import write_chart, write_download, write_page
-from kvbench.report.table import NONE, Cell, interval, milliseconds, number, write_table
+from kvbench.report.table import NONE, TableCell, interval, milliseconds, number, write_table
 from kvbench.runs.results import Result
 
 ABOUT = f"""
-<p>Rows stand together where task, model, protocol and machine are the same; only they are ranked against one another.
-Intervals are 95 %, by context. Ranks: the best row leads the first group, and every row that a paired test by context
-cannot tell from it (p of {ALPHA:g} and more, Holm-adjusted over all rows below) shares its rank; the first one that it
-can tell leads the next group. Differences to the full cache are on the same questions, their p-values adjusted over
-the rows that stand together. Bytes are measured. Failed runs have no rank and no score.</p>
-<p class="note">In the charts: the solid line joins rows that no other beats in both, the dashed one is the full cache,
-the dotted one rows kept by chance (where these were run). Click a family in a legend to see it alone.</p>
+<p>Each table holds runs of one task, model, protocol and machine; only these are ranked against each other. Intervals
+are 95 %, by context. Ranks: the best run leads the first rank, and every run that a paired test by context does not
+distinguish from it (p of {ALPHA:g} or more, Holm-adjusted over all runs below) shares its rank; the first run that
+differs leads the next rank. Differences to the full cache are on the same questions, with p-values adjusted over the
+runs of the table. Bytes are measured. Failed runs have no rank and no score.</p>
+<p class="note">Charts: the solid line is the Pareto frontier, the dashed line the full cache, and the dotted line the
+method `random` (if it was run). Click a family in a legend to show only that family.</p>
 """
 HEAD = (
-    Cell("rank"), Cell("row", kind="text"), Cell("family", kind="pick text"),
-    Cell("score"), Cell("95 %"), Cell("minus full"), Cell("95 %"), Cell("p"), Cell("budget", kind="pick"),
-    Cell("held"), Cell("bytes/token"), Cell("read"), Cell("per token"), Cell("first token"), Cell("top-1"),
-    Cell("KL, nats"), Cell("acted"), Cell("run", kind="text"),
+    TableCell("rank"), TableCell("method", kind="text"), TableCell("family", kind="pick text"), TableCell("score"),
+    TableCell("95 %"), TableCell("vs. full"), TableCell("95 %"), TableCell("p"), TableCell("budget", kind="pick"),
+    TableCell("stored"), TableCell("bytes/token"), TableCell("read"), TableCell("per token"), TableCell("first token"),
+    TableCell("top-1"), TableCell("KL, nats"), TableCell("effect in"), TableCell("run", kind="text"),
 )
 RUN_HEAD = (
     "run", "settings", "budget", "prefill", "kernels", "kvbench", "torch", "transformers", "commit", "started",
@@ -37,11 +37,11 @@ RUN_HEAD = (
 )
 
 
-def write_report(groups: Sequence[Sequence[Entry]], grids: Sequence[Grid]) -> bytes:
-    """The page of one file.
+def write_report(groups: Sequence[Sequence[GroupedRun]], grids: Sequence[Grid]) -> bytes:
+    """Write the report as one HTML page.
 
     Raises:
-        UserError: a package of the extra is not there.
+        UserError: a package of the extra is not installed.
     """
     results = [x.result for entries in groups for x in entries]
     rows = [flatten(x) for x in results]
@@ -65,7 +65,7 @@ def write_report(groups: Sequence[Sequence[Entry]], grids: Sequence[Grid]) -> by
 
 
 def name_group(result: Result) -> str:
-    """What tells the group of a row from others, in a line."""
+    """One line that distinguishes the group of a run from others."""
     turns = result.spec.turns
     return ", ".join([
         result.task.name, f"{result.task.length:,} tokens", str(result.mode), f"question {result.visibility}",
@@ -74,18 +74,18 @@ def name_group(result: Result) -> str:
 
 
 def list_protocol(result: Result) -> list[tuple[str, str]]:
-    """What all rows of a group have in common, for people."""
+    """The fields that all runs of a group share, as text."""
     task, model, spec, where = result.task, result.model, result.spec, result.environment
     settings = " ".join(f"{key}={value}" for key, value in task.settings.items())
     generation = spec.generation.model_dump(mode="json", exclude_none=True)
-    better = "more" if result.score.higher_is_better else "less"
+    better = "higher" if result.score.higher_is_better else "lower"
     threads = "1 thread" if where.threads == 1 else f"{where.threads} threads"
     machine = f"{where.gpu or where.cpu}, {threads}, {result.latency.timing} timing"
     return [
         ("task", f"{task.name} {task.version} ({task.suite}) {settings}".strip()),
         ("prompts", (
-            f"{task.prompt_id}, {task.length:,} tokens, chat template {task.chat_template_sha or 'none'}, first token "
-            f"by {task.bos}, cut: {task.truncation}, data {task.dataset_revision or 'generated'}"
+            f"{task.prompt_id}, {task.length:,} tokens, chat template {task.chat_template_sha or 'none'}, "
+            f"BOS token from {task.bos}, truncation {task.truncation}, data {task.dataset_revision or 'generated'}"
         )),
         ("scorer", f"{task.scorer} ({result.score.metric}, {better} is better)"),
         ("samples", f"{spec.samples} contexts x {spec.turns} questions, split {spec.split}, seed {spec.seed}"),
@@ -102,8 +102,8 @@ def list_protocol(result: Result) -> list[tuple[str, str]]:
     ]
 
 
-def write_group(entries: Sequence[Entry], name: str) -> str:
-    """A section of rows that may share a ranking; `name` is its anchor."""
+def write_group(entries: Sequence[GroupedRun], name: str) -> str:
+    """Write the section of a group; `name` is its anchor."""
     result = entries[0].result
     costs = "".join(
         write_chart(draw_cost(entries, cost), f"{name}-cost-{i}", f"Score against {cost.name}")
@@ -111,48 +111,49 @@ def write_group(entries: Sequence[Entry], name: str) -> str:
     )
     turns = write_chart(draw_turns(entries), f"{name}-turns", "Score by turn")
     slow = "" if result.spec.device != "cpu" else (
-        '<p class="note">On a CPU that other work shares, times of different runs say little.</p>\n'
+        '<p class="note">Times on a shared CPU are not comparable between runs.</p>\n'
     )
     terms = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>\n" for key, value in list_protocol(result))
     ranks = sorted({x.rank for x in entries if x.rank is not None})
     rows = write_table(
-        "Rows, best first; those that share a rank share a ground", HEAD, [list_cells(x) for x in entries], named_by=1,
+        "Runs, best first; runs of one rank share a background", HEAD, [list_cells(x) for x in entries], named_by=1,
         shaded=[x.rank is not None and ranks.index(x.rank) % 2 == 0 for x in entries], sortable=True,
     )
-    runs = write_table("Runs", [Cell(x, kind="text") for x in RUN_HEAD], [_describe_run(x.result) for x in entries])
+    runs = write_table("Runs", [TableCell(x, kind="text") for x in RUN_HEAD],
+                       [_describe_run(x.result) for x in entries])
     return (
         f'<section id="{name}">\n<h2>{escape(name_group(result))}</h2>\n'
-        f"<details><summary>Protocol of these rows</summary>\n<dl>{terms}</dl></details>\n"
+        f"<details><summary>Protocol of these runs</summary>\n<dl>{terms}</dl></details>\n"
         f'<div class="charts">\n{costs}</div>\n{slow}{rows}<div class="narrow">{turns}</div>\n'
         f"<details><summary>Settings, versions and commits of these runs</summary>\n{runs}</details>\n</section>\n"
     )
 
 
-def list_cells(entry: Entry) -> list[Cell]:
-    """The cells of a row, under HEAD."""
+def list_cells(entry: GroupedRun) -> list[TableCell]:
+    """The cells of a row, in the order of HEAD."""
     result, difference = entry.result, entry.difference
     score, memory, latency, effect = result.score, result.memory, result.latency, result.effect
     shown = number(score.mean, ".3f")
     if not entry.measured:
-        shown = Cell(result.error or "random weights have no score", kind="text failed")
+        shown = TableCell(result.error or "random weights have no score", kind="text failed")
     p = None if difference is None else difference.p_adjusted
     return [
-        number(entry.rank, "d"), Cell(entry.label), Cell(result.method.family, kind="text"), shown,
+        number(entry.rank, "d"), TableCell(entry.label), TableCell(result.method.family, kind="text"), shown,
         interval(score.ci95), number(None if difference is None else difference.mean, "+.3f"),
-        interval(None if difference is None else difference.ci95), NONE if p is None else Cell(format_p(p), p),
-        Cell(result.budget.asked or "-"), number(held_share(result), ".1%"),
+        interval(None if difference is None else difference.ci95), NONE if p is None else TableCell(format_p(p), p),
+        TableCell(result.budget.asked or "-"), number(stored_share(result), ".1%"),
         number(None if memory is None else memory.bytes_per_token, ",.0f"), number(read_share(result), ".1%"),
         milliseconds(latency.tpot_s), milliseconds(latency.ttft_s),
         number(None if result.agreement is None else result.agreement.top1, ".3f"),
         number(None if result.agreement is None else result.agreement.kl, ".3g"),
-        NONE if effect is None else Cell(f"{effect.n_acted} of {effect.n}"),
-        Cell(result.run_id, kind="text"),
+        NONE if effect is None else TableCell(f"{effect.n_acted} of {effect.n}"),
+        TableCell(result.run_id, kind="text"),
     ]
 
 
-def _describe_run(result: Result) -> list[Cell]:
+def _describe_run(result: Result) -> list[TableCell]:
     where = result.environment
-    commit = "-" if where.git is None else f"{where.git.commit[:12]}{' (changed)' if where.git.dirty else ''}"
+    commit = "-" if where.git is None else f"{where.git.commit[:12]}{' (uncommitted)' if where.git.dirty else ''}"
     resolved = " ".join(f"{key}={value}" for key, value in result.budget.resolved.items())
     texts = (
         result.run_id, " ".join(f"{key}={value}" for key, value in result.method.settings.items()) or "-",
@@ -161,19 +162,19 @@ def _describe_run(result: Result) -> list[Cell]:
         " ".join([result.kernels.implementation, *result.kernels.ops]), where.kvbench, where.torch,
         where.transformers, commit, where.started, f"{where.seconds:,.0f}",
     )
-    return [Cell(x, kind="text") for x in texts]
+    return [TableCell(x, kind="text") for x in texts]
 
 
 def write_grid(grid: Grid, name: str, scores: Sequence[float]) -> str:
-    """A section for a run over lengths and depths; `scores`: all that share its colors."""
+    """Write the section of a run over lengths and depths; `scores` share its color scale."""
     result = grid.result
     lines = (f"{result.task.name} on {result.model.id}, scored by {result.score.metric}", grid.size, grid.summary)
     said = "".join(f"<p>{escape(x)}</p>\n" for x in lines)
     failure = f'<p class="failed">Failed: {escape(result.error)}</p>\n' if result.error else ""
     numbers = write_table(
         "Mean score by depth of the needle (rows) and tokens (columns)",
-        [Cell(""), *(Cell(f"{x:,}") for x in grid.lengths)],
-        [[Cell(f"{depth:.0f} %"), *(number(x, ".3f") for x in row)]
+        [TableCell(""), *(TableCell(f"{x:,}") for x in grid.lengths)],
+        [[TableCell(f"{depth:.0f} %"), *(number(x, ".3f") for x in row)]
          for depth, row in zip(grid.depths, grid.cells, strict=True)],
     )
     return (

@@ -1,4 +1,4 @@
-"""Tables in HTML: there without a script, sorted and filtered by DataTables where it runs."""
+"""HTML tables, readable without a script; DataTables adds sorting and filters."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from html import escape
 
 
 @dataclass(frozen=True)
-class Cell:
-    """What stands in a cell, not yet escaped."""
+class TableCell:
+    """One cell of a table, not yet escaped."""
 
     text: str
     order: float | str | None = None
-    """What it is sorted by, where that is not its text; "" comes before every number."""
+    """Sort key, if it is not the text; "" sorts before every number."""
     kind: str = ""
-    """Classes: `text` is not a number; in a head, `pick` has its column filtered by a list of values."""
+    """CSS classes: `text` is not a number; `pick`, in a head, filters its column by a list of values."""
     link: str = ""
-    """Where it leads, an address of ours."""
+    """Target of a link, within our own pages."""
 
 
-def number(value: float | None, how: str) -> Cell:
-    """A number in a format; None: a dash."""
-    return NONE if value is None else Cell(format(value, how), value)
+def number(value: float | None, how: str) -> TableCell:
+    """A formatted number; a dash for None."""
+    return NONE if value is None else TableCell(format(value, how), value)
 
 
-def milliseconds(seconds: float | None) -> Cell:
-    """A time; None: a dash."""
-    return NONE if seconds is None else Cell(f"{1000 * seconds:,.1f} ms", seconds)
+def milliseconds(seconds: float | None) -> TableCell:
+    """A time in milliseconds; a dash for None."""
+    return NONE if seconds is None else TableCell(f"{1000 * seconds:,.1f} ms", seconds)
 
 
-def interval(ends: tuple[float, float] | None) -> Cell:
-    """An interval, sorted by its lower end; None: a dash."""
-    return NONE if ends is None else Cell(f"[{ends[0]:.2f}, {ends[1]:.2f}]", ends[0])
+def interval(ends: tuple[float, float] | None) -> TableCell:
+    """An interval, sorted by its lower end; a dash for None."""
+    return NONE if ends is None else TableCell(f"[{ends[0]:.2f}, {ends[1]:.2f}]", ends[0])
 
 
-NONE = Cell("-", "")
+NONE = TableCell("-", "")
 
 
 def write_table(
-    caption: str, head: Sequence[Cell], rows: Sequence[Sequence[Cell]], *, named_by: int = 0,
+    caption: str, head: Sequence[TableCell], rows: Sequence[Sequence[TableCell]], *, named_by: int = 0,
     shaded: Sequence[bool] = (), sortable: bool = False,
 ) -> str:
-    """A table; every text is escaped.
+    """Write a table; all text is escaped.
 
-    named_by: the column whose cells are the names of their rows.
-    shaded: rows with a ground of their own.
+    named_by: index of the column whose cells head their rows.
+    shaded: rows with a shaded background.
     """
     columns = "".join(f'<th scope="col"{_class(x.kind)}>{escape(x.text)}</th>' for x in head)
     lines = ("".join(_write(x, name=i == named_by) for i, x in enumerate(row)) for row in rows)
@@ -57,7 +57,7 @@ def write_table(
     )
 
 
-def _write(cell: Cell, *, name: bool) -> str:
+def _write(cell: TableCell, *, name: bool) -> str:
     tag, scope = ("th", ' scope="row"') if name else ("td", "")
     order = "" if cell.order is None else f' data-order="{cell.order}"'
     text = f'<a href="{escape(cell.link)}">{escape(cell.text)}</a>' if cell.link else escape(cell.text)

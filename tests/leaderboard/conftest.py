@@ -1,4 +1,4 @@
-"""Two finished runs on the bundled model, and what somebody could make of their files."""
+"""Fixtures: two finished runs on the bundled model, and functions that tamper with their files."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from kvbench.runs.spec import RunSpec
 from kvbench.runs.summary import summarize
 
 if TYPE_CHECKING:
-    from .house import House
+    from .local_server import LocalServer
 
 
 @dataclass(frozen=True)
 class Done:
-    """A run and its folder."""
+    """A finished run and its folder."""
 
     job: Job
     folder: Path
@@ -44,16 +44,16 @@ class Done:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """As packed, once: a second later its manifest would name another time."""
+        """The packed files, cached because a manifest holds the time of packing."""
         return dict(self._packed)
 
     @property
     def bundle(self) -> Bundle:
-        """As opened."""
+        """The parsed bundle."""
         return open_bundle(self.files)
 
     def with_lines(self, edit: Callable[[int, Line], Line]) -> dict[str, bytes]:
-        """A bundle of other lines, with the result and the hashes that go with them: a careful forger's."""
+        """A bundle with edited lines and a matching result and manifest, as a careful forger would make it."""
         lines = [edit(number, line) for number, line in enumerate(self.bundle.lines)]
         files = self.files
         return repack(files, {
@@ -64,14 +64,14 @@ class Done:
 
 @pytest.fixture(scope="session", autouse=True)
 def _clean_tree():
-    """Runs of these tests come from a commit, whatever the checkout is like."""
+    """Make all runs of these tests come from a clean commit, whatever the checkout's state."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "find_git", lambda: Git(commit="c" * 40, dirty=False))
         yield
 
 
 def make_run(out: Path, method: str, **options: Any) -> Done:
-    """A finished run of four contexts with two questions."""
+    """Make a run of four contexts with two questions each."""
     asked = Request(
         method, "niah", samples=4, length=384, turns=2, mode="multi-turn", visibility="hidden", device="cpu", out=out,
     )
@@ -81,20 +81,20 @@ def make_run(out: Path, method: str, **options: Any) -> Done:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory) -> dict[str, Done]:
-    """By method."""
+    """Finished runs by method."""
     out = tmp_path_factory.mktemp("runs")
     return {name: make_run(out, name) for name in ("snapkv", "full")}
 
 
 @pytest.fixture
 def snapkv(runs) -> Done:
-    """Some of its answers are wrong."""
+    """A run with some wrong answers."""
     return runs["snapkv"]
 
 
 @pytest.fixture
 def check(runs):
-    """Outcomes of a bundle's checks by name, where nothing else is known; the first refusal is `refused`."""
+    """Returns outcomes by check name, against an empty repository by default; the first refusal is `refused`."""
 
     def found(files: dict[str, bytes], repository: Repository | None = None) -> dict[str, str]:
         record = verify(files, repository or Repository()).conclude()
@@ -106,7 +106,7 @@ def check(runs):
 
 
 def repack(files: dict[str, bytes], changed: dict[str, bytes]) -> dict[str, bytes]:
-    """Other files under a manifest that is true of them."""
+    """Replace files and update the manifest."""
     files = {**files, **changed}
     manifest = json.loads(files[MANIFEST])
     listed = _list({name: data for name, data in files.items() if name != MANIFEST})
@@ -115,14 +115,14 @@ def repack(files: dict[str, bytes], changed: dict[str, bytes]) -> dict[str, byte
 
 
 def edit(files: dict[str, bytes], name: str, change: Callable[[Any], object]) -> dict[str, bytes]:
-    """A JSON file changed in place, under a manifest that is true of it."""
+    """Edit a JSON file and update the manifest."""
     document = json.loads(files[name])
     change(document)
     return repack(files, {name: json.dumps(document).encode()})
 
 
 def edit_spec(files: dict[str, bytes], change: Callable[[Any], object]) -> dict[str, bytes]:
-    """The spec changed wherever it stands, with the run id that is then its own: a consistent lie."""
+    """Edit the spec in all files and update the run id: a consistent forgery."""
     spec = json.loads(files[SPEC])
     change(spec)
     run_id = RunSpec.model_validate(spec).run_id
@@ -138,14 +138,14 @@ def edit_spec(files: dict[str, bytes], change: Callable[[Any], object]) -> dict[
 
 
 def tar(files: dict[str, bytes]) -> bytes:
-    """A bundle as it is sent."""
+    """The bundle as an uploaded tar."""
     out = io.BytesIO()
     write_tar(files, out)
     return out.getvalue()
 
 
 def later(done: Done, seconds: float, submitter: str = "ada") -> dict[str, bytes]:
-    """The same run with other times: another bundle."""
+    """The same run with other times, which makes another bundle."""
 
     def slow(_: int, line: Line) -> Line:
         assert line.times is not None
@@ -156,8 +156,8 @@ def later(done: Done, seconds: float, submitter: str = "ada") -> dict[str, bytes
 
 
 @pytest.fixture
-def house(tmp_path) -> House:
-    """A server without its threads."""
-    from .house import House
+def server(tmp_path) -> LocalServer:
+    """A server without its background threads."""
+    from .local_server import LocalServer
 
-    return House(tmp_path)
+    return LocalServer(tmp_path)

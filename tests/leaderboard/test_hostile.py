@@ -1,4 +1,4 @@
-"""Bundles with something changed at random: never a traceback, and never another score that counts as verified."""
+"""Randomly mutated bundles: no traceback, and no wrong score counts as verified."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ HOSTILE = [
 
 
 def places(document: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Paths of everything in a document."""
+    """Paths of all values in a document."""
     keys = document if isinstance(document, dict) else range(len(document)) if isinstance(document, list) else ()
     return [path, *(x for key in keys for x in places(document[key], (*path, key)))]
 
 
 def change(document: Any, draw: Any) -> Any:
-    """One thing in it replaced, removed, added or exchanged for another."""
+    """Replace, remove, add or swap one value."""
     path = draw(st.sampled_from(places(document)[1:]))
     holder = document
     for key in path[:-1]:
@@ -54,12 +54,12 @@ def change(document: Any, draw: Any) -> Any:
 
 
 def write(document: Any) -> bytes:
-    """As JSON that may not be JSON."""
+    """JSON text, possibly with values that JSON does not allow."""
     return json.dumps(document).encode()
 
 
-def judge(files: dict[str, bytes], true: float) -> None:
-    """It is looked at without a traceback; a level means the true score, and a refusal means none."""
+def verify_mutated(files: dict[str, bytes], true: float) -> None:
+    """Verify without a traceback; a level implies the true score, and a refusal implies no level."""
     found = verify(files, Repository()).conclude()
     assert found.checks
     assert all(x.reason.isascii() and x.reason.isprintable() for x in found.checks)
@@ -70,46 +70,46 @@ def judge(files: dict[str, bytes], true: float) -> None:
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_spec_with_something_changed_everywhere(runs, data):
-    """A lie that is told alike in all files, under the name that it gives the run if it still is a spec."""
+def test_a_mutated_spec_in_all_files(runs, data):
+    """The same mutation in all files, with a matching run id where the spec stays valid."""
     files, true = runs["snapkv"].files, runs["snapkv"].bundle.result.score.mean
     changed = change(json.loads(files[SPEC]), data.draw)
     try:
         RunSpec.model_validate(changed).run_id.encode()
     except ValueError:
-        judge(repack(files, {SPEC: write(changed)}), true)
+        verify_mutated(repack(files, {SPEC: write(changed)}), true)
     else:
-        judge(edit_spec(files, lambda spec: (spec.clear(), spec.update(changed))), true)
+        verify_mutated(edit_spec(files, lambda spec: (spec.clear(), spec.update(changed))), true)
 
 
 @pytest.mark.parametrize("name", [SPEC, RESULT, MANIFEST])
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_document_with_something_changed(runs, name, data):
+def test_a_mutated_document(runs, name, data):
     files = runs["snapkv"].files
     changed = write(change(json.loads(files[name]), data.draw))
     true = runs["snapkv"].bundle.result.score.mean
-    judge({**files, MANIFEST: changed} if name == MANIFEST else repack(files, {name: changed}), true)
+    verify_mutated({**files, MANIFEST: changed} if name == MANIFEST else repack(files, {name: changed}), true)
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_journal_with_something_changed(runs, data):
-    """Whatever a line says, the answers that are verified are those of its tokens, and the result must be theirs."""
+def test_a_mutated_journal(runs, data):
+    """Whatever the line contains, verified answers come from its token ids and the result must follow from them."""
     files = runs["snapkv"].files
     lines = [json.loads(x) for x in gzip.decompress(files[SAMPLES]).splitlines()]
     number = data.draw(st.integers(0, len(lines) - 1))
     lines[number] = change(lines[number], data.draw)
     packed = gzip.compress(b"".join(write(x) + b"\n" for x in lines))
-    judge(repack(files, {SAMPLES: packed}), runs["snapkv"].bundle.result.score.mean)
+    verify_mutated(repack(files, {SAMPLES: packed}), runs["snapkv"].bundle.result.score.mean)
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_file_cut_or_overwritten_anywhere(runs, data):
+def test_a_truncated_or_overwritten_file(runs, data):
     files = runs["snapkv"].files
     name = data.draw(st.sampled_from([SPEC, RESULT, SAMPLES]))
     at = data.draw(st.integers(0, len(files[name])))
     changed = files[name][:at] + data.draw(st.binary(max_size=3))
     changed += files[name][len(changed):] if data.draw(st.booleans()) else b""
-    judge(repack(files, {name: changed}), runs["snapkv"].bundle.result.score.mean)
+    verify_mutated(repack(files, {name: changed}), runs["snapkv"].bundle.result.score.mean)

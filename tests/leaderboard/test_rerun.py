@@ -1,4 +1,4 @@
-"""Levels above L0: what was computed comes out again, and what was made up does not."""
+"""Levels above L0: honest runs pass, fabricated answers are refused."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import pytest
 
 from kvbench.leaderboard.submission.deliver import put_in_folder
 from kvbench.leaderboard.submission.repository import Repository
-from kvbench.leaderboard.verification import fresh_seed as hidden
-from kvbench.leaderboard.verification import levels
-from kvbench.leaderboard.verification.fresh_seed import _chance
-from kvbench.leaderboard.verification.levels import Wish, raise_level
-from kvbench.leaderboard.verification.lookup import StrangerError
-from kvbench.leaderboard.verification.runnable import load_again, prepare_again
+from kvbench.leaderboard.verification import fresh_seed, levels
+from kvbench.leaderboard.verification.fresh_seed import _permutation_p
+from kvbench.leaderboard.verification.levels import RerunOptions, rerun_levels
+from kvbench.leaderboard.verification.lookup import UnverifiableError
+from kvbench.leaderboard.verification.rerun_job import load_rerun_model, prepare_rerun
 from kvbench.leaderboard.verification.verify import verify
 from kvbench.runs.progress import show_progress
 
@@ -24,17 +23,17 @@ SECRET = "correct horse battery staple"
 
 @pytest.fixture(autouse=True)
 def _loaded(snapkv, monkeypatch):
-    """The model that the runs had: loading it again takes longer than running."""
-    monkeypatch.setattr(levels, "load_again", lambda _: snapkv.job.model)
+    """Reuse the model of the runs, since loading takes longer than running."""
+    monkeypatch.setattr(levels, "load_rerun_model", lambda _: snapkv.job.model)
 
 
 @pytest.fixture
-def raised():
-    """The record of a bundle after a wish."""
+def verify_with():
+    """Verifies a bundle with these rerun options."""
 
     def record(files, share=None, secret=None):
         found = verify(files, Repository())
-        raise_level(found, Wish(share, 0, secret), show_progress)
+        rerun_levels(found, RerunOptions(share, 0, secret), show_progress)
         return found.conclude()
 
     return record
@@ -42,7 +41,7 @@ def raised():
 
 @pytest.fixture
 def forged(runs, snapkv):
-    """The dense cache's answers, all right, in the place of the method's own, and every number that follows."""
+    """The full cache's right answers in place of the method's, with all numbers adjusted."""
     right = runs["full"].bundle.lines
 
     def answer(number, line):
@@ -52,66 +51,66 @@ def forged(runs, snapkv):
     return snapkv.with_lines(answer)
 
 
-def test_a_share_run_again_is_l1(snapkv, raised):
-    record = raised(snapkv.files, 0.5)
+def test_rerunning_a_share_gives_l1(snapkv, verify_with):
+    record = verify_with(snapkv.files, 0.5)
     assert record.level == "L1" and record.rerun is not None
     assert (record.rerun.samples, record.rerun.answers, record.rerun.same_answers) == (2, 4, 4)
     assert record.rerun.same_tokens == record.rerun.tokens > 0
     assert record.rerun.mean == record.rerun.submitted_mean
 
 
-def test_all_samples_run_again_is_l2(snapkv, raised):
-    assert raised(snapkv.files, 1.0).level == "L2"
+def test_rerunning_all_samples_gives_l2(snapkv, verify_with):
+    assert verify_with(snapkv.files, 1.0).level == "L2"
 
 
-def test_a_small_share_is_one_sample_at_least(snapkv, raised):
-    rerun = raised(snapkv.files, 0.001).rerun
+def test_a_small_share_draws_one_sample(snapkv, verify_with):
+    rerun = verify_with(snapkv.files, 0.001).rerun
     assert (rerun.samples, rerun.share) == (1, 0.25)
 
 
-def test_forged_answers_pass_l0_and_fall_when_they_are_run(forged, raised):
-    """What is consistent in itself can only be refuted by computing it, and then both numbers are told."""
-    assert raised(forged).level == "L0"
-    record = raised(forged, 1.0)
+def test_consistent_forged_answers_pass_l0_and_fail_l2(forged, verify_with):
+    """Only a rerun can refute a consistent forgery; the reason states both means."""
+    assert verify_with(forged).level == "L0"
+    record = verify_with(forged, 1.0)
     assert (record.level, record.refused) == (None, True)
     assert record.rerun.same_tokens < 0.95 * record.rerun.tokens
     assert record.rerun.mean < record.rerun.submitted_mean == 1.0
     assert "at least 95% of the tokens must be" in record.checks[-1].reason
 
 
-def test_older_code_is_named_and_no_reason_to_refuse(snapkv, raised):
+def test_differing_source_hashes_are_named_and_not_refused(snapkv, verify_with):
     files = edit_spec(snapkv.files, lambda x: x["sources"].update(method="0" * 64))
-    record = raised(files, 0.25)
+    record = verify_with(files, 0.25)
     assert record.level == "L1" and "sources.method" in record.rerun.differs
 
 
-def test_a_protocol_that_is_not_the_one_here_is_refused(snapkv, raised):
-    """L0 cannot see which tokens end an answer; a rerun does."""
+def test_a_changed_stop_token_is_refused_by_a_rerun(snapkv, verify_with):
+    """L0 does not know which tokens end an answer."""
     files = edit_spec(snapkv.files, lambda x: x["task"].update(stop=[0, 255]))
-    assert "its task.stop" in raised(files, 0.25).checks[-1].reason
+    assert "its task.stop" in verify_with(files, 0.25).checks[-1].reason
 
 
-def test_a_file_of_the_submitters_is_never_opened(snapkv):
+def test_a_rerun_opens_no_file_of_the_submitter(snapkv):
     gated = {"name": "duo-attention", "settings": {"gates": "/etc/passwd", "gates_sha256": "0" * 64}}
     spec = snapkv.bundle.spec
     spec = spec.model_copy(update={"method": spec.method.model_copy(update=gated)})
-    with pytest.raises(StrangerError, match="setting gates of duo-attention names a file of the submitter's"):
-        prepare_again(spec, snapkv.job.model)
+    with pytest.raises(UnverifiableError, match="setting gates of duo-attention may name a file of the submitter"):
+        prepare_rerun(spec, snapkv.job.model)
 
 
-def test_the_model_is_the_one_of_that_name_here(snapkv):
-    spec, model = snapkv.bundle.spec, load_again(snapkv.bundle.spec)
+def test_the_rerun_uses_the_installed_model_of_that_name(snapkv):
+    spec, model = snapkv.bundle.spec, load_rerun_model(snapkv.bundle.spec)
     assert (model.id, model.sha256, model.dtype) == ("mini", spec.model.sha256, spec.model.dtype)
-    with pytest.raises(StrangerError, match="model '/etc' is not on this machine"):
-        load_again(spec.model_copy(update={"model": spec.model.model_copy(update={"id": "/etc"})}))
+    with pytest.raises(UnverifiableError, match="model '/etc' is not on this machine"):
+        load_rerun_model(spec.model_copy(update={"model": spec.model.model_copy(update={"id": "/etc"})}))
 
 
-def test_a_score_that_holds_under_a_secret_seed_is_l3(snapkv, raised, monkeypatch):
-    """And the secret and its seed stay with the verifier."""
+def test_a_fresh_seed_gives_l3_and_stays_secret(snapkv, verify_with, monkeypatch):
+    """Neither secret nor seed is written to the record."""
     seeds = []
-    original = hidden.prepare_again
-    monkeypatch.setattr(hidden, "prepare_again", lambda *x: seeds.append(x[2]) or original(*x))
-    record = raised(snapkv.files, None, SECRET)
+    original = fresh_seed.prepare_rerun
+    monkeypatch.setattr(fresh_seed, "prepare_rerun", lambda *x: seeds.append(x[2]) or original(*x))
+    record = verify_with(snapkv.files, None, SECRET)
     assert record.level == "L3" and record.hidden is not None
     assert record.hidden.submitted_mean == snapkv.bundle.result.score.mean
     assert 0.01 <= record.hidden.p_value <= 1
@@ -120,21 +119,21 @@ def test_a_score_that_holds_under_a_secret_seed_is_l3(snapkv, raised, monkeypatc
     assert SECRET not in written and str(seeds[0]) not in written
 
 
-def test_chance_is_the_share_of_dealings_that_are_as_bad():
-    """Of the six ways to deal 1, 1, 0, 0 one has both ones first; equal means are as bad in all of them."""
-    assert _chance([1, 1], [0, 0]) == pytest.approx(1 / 6)
-    assert _chance([1, 0], [1, 0]) == pytest.approx(5 / 6)
-    assert _chance([0, 0], [1, 1]) == 1
-    assert _chance([1.0] * 40, [0.9] * 40) < 0.001
-    assert _chance([1.0] * 40, [1.0] * 39 + [0.0]) > 0.4
+def test_permutation_p_values_of_small_cases():
+    """One of six assignments of 1, 1, 0, 0 is as extreme; equal means are exceeded by most."""
+    assert _permutation_p([1, 1], [0, 0]) == pytest.approx(1 / 6)
+    assert _permutation_p([1, 0], [1, 0]) == pytest.approx(5 / 6)
+    assert _permutation_p([0, 0], [1, 1]) == 1
+    assert _permutation_p([1.0] * 40, [0.9] * 40) < 0.001
+    assert _permutation_p([1.0] * 40, [1.0] * 39 + [0.0]) > 0.4
 
 
-def test_a_score_that_does_not_hold_is_refused(forged, raised, monkeypatch):
-    """Eight contexts cannot refute much; chance is set to what 40 would give."""
-    monkeypatch.setattr(hidden, "_chance", lambda *_: 0.001)
-    record = raised(forged, None, SECRET)
+def test_a_significantly_worse_fresh_mean_is_refused(forged, verify_with, monkeypatch):
+    """Few contexts have no power, so the p-value is set to that of 40."""
+    monkeypatch.setattr(fresh_seed, "_permutation_p", lambda *_: 0.001)
+    record = verify_with(forged, None, SECRET)
     assert (record.level, record.hidden.submitted_mean) == (None, 1.0)
-    assert "does not hold on examples that nobody has seen" in record.checks[-1].reason
+    assert "does not hold on new examples" in record.checks[-1].reason
 
 
 def test_rerun_on_the_command_line(kvbench, snapkv, tmp_path):
@@ -146,7 +145,7 @@ def test_rerun_on_the_command_line(kvbench, snapkv, tmp_path):
     assert kvbench("leaderboard", "verify", tmp_path).code == 0, "what a verifier wrote is no part of the bundle"
 
 
-def test_samples_are_drawn_so_that_nobody_can_foresee_them(kvbench, snapkv):
+def test_samples_are_drawn_with_a_random_seed(kvbench, snapkv):
     seeds = {kvbench("leaderboard", "rerun", snapkv.folder, "--json").json[0]["rerun"]["seed"] for _ in range(2)}
     assert len(seeds) == 2
 
@@ -159,6 +158,6 @@ def test_samples_are_drawn_so_that_nobody_can_foresee_them(kvbench, snapkv):
     (["--hidden-seed", "/no/file"], "--hidden-seed /no/file cannot be read"),
     (["--hidden-seed", "env:SHORT"], "--hidden-seed env:SHORT holds fewer than 16 characters"),
 ])
-def test_wrong_requests(kvbench, snapkv, options, reason):
+def test_invalid_options_are_user_errors(kvbench, snapkv, options, reason):
     done = kvbench("leaderboard", "rerun", snapkv.folder, *options)
     assert (done.code, reason in done.err) == (2, True)

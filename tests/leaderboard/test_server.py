@@ -1,10 +1,10 @@
-"""The server: who may do what, what is taken in, and what becomes of it."""
+"""The HTTP API: permissions, uploads, and the life cycle of submissions."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvbench.leaderboard.server import intake, submissions
+from kvbench.leaderboard.server import submissions, upload
 from kvbench.leaderboard.server.tokens import find_token, revoke_token
 from kvbench.leaderboard.submission.archive import read_files, write_folder
 from kvbench.leaderboard.submission.bundle import open_bundle
@@ -15,71 +15,71 @@ from kvbench.leaderboard.verification.verify import verify
 from .conftest import edit, later, tar
 
 
-def test_a_bundle_goes_from_the_queue_to_a_row(house, snapkv):
-    answer = house.send(snapkv.files)
+def test_a_queued_bundle_is_verified_and_published(server, snapkv):
+    answer = server.send(snapkv.files)
     number = answer.json()["id"]
     assert (answer.status_code, answer.json()["status"]) == (202, "queued")
-    house.work()
-    shown = house.client.get(f"/api/submissions/{number}").json()
+    server.work()
+    shown = server.client.get(f"/api/submissions/{number}").json()
     assert (shown["status"], shown["level"], shown["submitter"]) == ("accepted", "L0", "ada")
-    folder = house.state.results / "ada" / snapkv.bundle.spec.run_id
+    folder = server.state.results / "ada" / snapkv.bundle.spec.run_id
     assert (folder / VERIFICATION).is_file()
     assert verify(folder, Repository()).level == "L0"
-    assert house.events(number) == ["sent", "queued", "verifying", "accepted"]
+    assert server.events(number) == ["sent", "queued", "verifying", "accepted"]
 
 
-def test_what_is_refused_is_told_and_not_shown(house, snapkv):
+def test_a_refused_bundle_is_reported_and_not_published(server, snapkv):
     files = snapkv.with_lines(lambda _, x: x.model_copy(update={"prompt_hash": "0" * 16}))
-    number = house.send(files).json()["id"]
-    house.work()
-    shown = house.client.get(f"/api/submissions/{number}").json()
+    number = server.send(files).json()["id"]
+    server.work()
+    shown = server.client.get(f"/api/submissions/{number}").json()
     assert (shown["status"], shown["checks"][-1]["name"]) == ("refused", "prompts")
-    assert not (house.state.results / "ada").exists()
+    assert not (server.state.results / "ada").exists()
 
 
-def test_the_same_bundle_twice_is_one_submission(house, snapkv):
-    first, again = house.send(snapkv.files), house.send(snapkv.files)
+def test_the_same_bundle_twice_is_one_submission(server, snapkv):
+    first, again = server.send(snapkv.files), server.send(snapkv.files)
     assert (first.status_code, again.status_code) == (202, 200)
     assert first.json()["id"] == again.json()["id"]
-    house.work()
-    assert house.send(snapkv.files).json()["status"] == "accepted"
-    assert len(submissions.list_submissions(house.database)) == 1
+    server.work()
+    assert server.send(snapkv.files).json()["status"] == "accepted"
+    assert len(submissions.list_submissions(server.database)) == 1
 
 
-def test_who_may_send(house, snapkv):
+def test_only_the_submitters_token_may_send(server, snapkv):
     def post(**headers):
-        return house.client.post("/api/submissions", content=tar(snapkv.files), headers=headers).status_code
+        return server.client.post("/api/submissions", content=tar(snapkv.files), headers=headers).status_code
 
     assert post() == 401
     assert post(Authorization="Bearer kvb_wrong") == 401
-    assert post(Authorization=f"Basic {house.tokens['ada']}") == 401
-    assert house.send(snapkv.files, "bob").status_code == 403, "the submitter is ada"
-    assert house.send(snapkv.files, "root").status_code == 202
-    revoke_token(house.database, 1)
-    assert house.send(snapkv.files).status_code == 401
+    assert post(Authorization=f"Basic {server.tokens['ada']}") == 401
+    assert server.send(snapkv.files, "bob").status_code == 403, "the submitter is ada"
+    assert server.send(snapkv.files, "root").status_code == 202
+    revoke_token(server.database, 1)
+    assert server.send(snapkv.files).status_code == 401
 
 
-def test_tokens_are_kept_as_hashes(house):
-    data = b"".join(x.read_bytes() for x in house.state.folder.glob("leaderboard.db*"))
-    assert house.tokens["ada"].encode() not in data
-    assert house.tokens["ada"].removeprefix("kvb_").encode() not in data
-    found = find_token(house.database, house.tokens["ada"])
+def test_tokens_are_kept_as_hashes(server):
+    data = b"".join(x.read_bytes() for x in server.state.folder.glob("leaderboard.db*"))
+    assert server.tokens["ada"].encode() not in data
+    assert server.tokens["ada"].removeprefix("kvb_").encode() not in data
+    found = find_token(server.database, server.tokens["ada"])
     assert found is not None and found.name == "ada"
 
 
 @pytest.mark.parametrize(("content", "status", "detail"), [
-    (b"", 422, "files: no readable tar"),
-    (b"x" * 1024, 422, "files: no readable tar"),
+    (b"", 422, "files: not a readable tar"),
+    (b"x" * 1024, 422, "files: not a readable tar"),
     (b"\0" * 10240, 422, "files: manifest.json is missing"),
 ])
-def test_what_is_no_bundle_is_refused_at_the_door(house, content, status, detail):
-    answer = house.send(content)
+def test_an_invalid_upload_is_refused_at_once(server, content, status, detail):
+    answer = server.send(content)
     assert (answer.status_code, answer.json()["detail"].startswith(detail)) == (status, True)
-    assert list(house.state.uploads.iterdir()) == list((house.state.folder / "bundles").iterdir()) == []
+    assert list(server.state.uploads.iterdir()) == list((server.state.folder / "bundles").iterdir()) == []
 
 
-def test_what_is_too_large_is_not_read_to_its_end(house, snapkv, monkeypatch):
-    monkeypatch.setattr(intake, "LARGEST_TAR", 1 << 20)
+def test_a_large_upload_is_not_read_to_its_end(server, snapkv, monkeypatch):
+    monkeypatch.setattr(upload, "MAX_TAR_BYTES", 1 << 20)
     read = []
 
     def parts():
@@ -88,111 +88,113 @@ def test_what_is_too_large_is_not_read_to_its_end(house, snapkv, monkeypatch):
             yield b"\0" * (1 << 19)
 
     for content in (b"\0" * (2 << 20), parts()):
-        answer = house.client.post("/api/submissions", content=content, headers=house.head("ada"))
+        answer = server.client.post("/api/submissions", content=content, headers=server.head("ada"))
         assert answer.status_code == 413
-    assert list(house.state.uploads.iterdir()) == []
-    assert house.send(snapkv.files).status_code == 202
+    assert list(server.state.uploads.iterdir()) == []
+    assert server.send(snapkv.files).status_code == 202
 
 
-def test_no_more_than_so_many_in_an_hour(house, snapkv, monkeypatch):
-    monkeypatch.setattr(intake, "MOST_PER_HOUR", 2)
-    answers = [house.send(snapkv.files) for _ in range(3)]
+def test_uploads_per_hour_are_limited(server, snapkv, monkeypatch):
+    monkeypatch.setattr(upload, "MAX_PER_HOUR", 2)
+    answers = [server.send(snapkv.files) for _ in range(3)]
     assert [x.status_code for x in answers] == [202, 200, 429]
     assert answers[2].headers["retry-after"]
-    assert house.send(edit(snapkv.files, MANIFEST, lambda x: x.update(submitter="bob")), "bob").status_code == 202
+    assert server.send(edit(snapkv.files, MANIFEST, lambda x: x.update(submitter="bob")), "bob").status_code == 202
 
 
-def test_what_is_refused_at_the_door_counts_too(house, monkeypatch):
-    monkeypatch.setattr(intake, "MOST_PER_HOUR", 2)
-    assert [house.send(b"x" * 1024).status_code for _ in range(3)] == [422, 422, 429]
+def test_refused_uploads_count_toward_the_limit(server, monkeypatch):
+    monkeypatch.setattr(upload, "MAX_PER_HOUR", 2)
+    assert [server.send(b"x" * 1024).status_code for _ in range(3)] == [422, 422, 429]
 
 
-def test_withdrawn_is_gone_and_may_come_again(house, snapkv):
-    number = house.send(snapkv.files).json()["id"]
-    house.work()
-    assert house.withdraw(number, "bob").status_code == 409
-    assert house.withdraw(number).json()["status"] == "withdrawn"
-    house.work()
-    assert not (house.state.results / "ada" / snapkv.bundle.spec.run_id).exists()
-    assert house.send(snapkv.files).status_code == 202
-    house.work()
-    assert house.status(number) == "accepted"
-    assert (house.state.results / "ada" / snapkv.bundle.spec.run_id).exists()
+def test_a_withdrawn_submission_can_be_sent_again(server, snapkv):
+    number = server.send(snapkv.files).json()["id"]
+    server.work()
+    assert server.withdraw(number, "bob").status_code == 409
+    assert server.withdraw(number).json()["status"] == "withdrawn"
+    server.work()
+    assert not (server.state.results / "ada" / snapkv.bundle.spec.run_id).exists()
+    assert server.send(snapkv.files).status_code == 202
+    server.work()
+    assert server.status(number) == "accepted"
+    assert (server.state.results / "ada" / snapkv.bundle.spec.run_id).exists()
 
 
-def test_another_bundle_of_a_run_must_say_that_it_replaces_the_first(house, snapkv):
-    first = house.send(snapkv.files).json()["id"]
-    house.work()
+def test_another_bundle_of_a_run_needs_supersedes(server, snapkv):
+    first = server.send(snapkv.files).json()["id"]
+    server.work()
     other = later(snapkv, 0.001)
-    answer = house.send(other)
+    answer = server.send(other)
     assert (answer.status_code, first in answer.json()["detail"]) == (409, True)
-    assert house.send(other, supersedes="nothing").status_code == 409
-    second = house.send(other, supersedes=first).json()["id"]
-    house.work()
-    assert (house.status(first), house.status(second)) == ("superseded", "accepted")
-    folder = house.state.results / "ada" / snapkv.bundle.spec.run_id
+    assert server.send(other, supersedes="nothing").status_code == 409
+    second = server.send(other, supersedes=first).json()["id"]
+    server.work()
+    assert (server.status(first), server.status(second)) == ("superseded", "accepted")
+    folder = server.state.results / "ada" / snapkv.bundle.spec.run_id
     assert verify(folder, Repository()).bundle.content == open_bundle(other).content
 
 
-def test_a_run_with_another_word_on_what_it_was_tuned_on_is_another_bundle(house, snapkv):
-    first = house.send(snapkv.files).json()["id"]
-    house.work()
+def test_other_tuning_data_make_another_bundle(server, snapkv):
+    first = server.send(snapkv.files).json()["id"]
+    server.work()
     other = edit(snapkv.files, MANIFEST, lambda x: x.update(tuned_on=["niah:dev"]))
-    answer = house.send(other)
+    answer = server.send(other)
     assert (answer.status_code, first in answer.json()["detail"]) == (409, True)
-    second = house.send(other, supersedes=first).json()["id"]
-    folder = house.state.results / "ada" / snapkv.bundle.spec.run_id
+    second = server.send(other, supersedes=first).json()["id"]
+    folder = server.state.results / "ada" / snapkv.bundle.spec.run_id
     for _ in range(2):
-        house.work()
-        assert (house.status(first), house.status(second)) == ("superseded", "accepted")
+        server.work()
+        assert (server.status(first), server.status(second)) == ("superseded", "accepted")
         assert verify(folder, Repository()).bundle.manifest.tuned_on == ("niah:dev",)
 
 
-def test_a_row_is_replaced_by_one_bundle_and_never_by_itself(house, snapkv):
-    first = house.send(snapkv.files).json()["id"]
-    house.work()
-    second = house.send(later(snapkv, 0.001), supersedes=first).json()["id"]
-    answer = house.send(later(snapkv, 0.002), supersedes=first)
+def test_a_submission_is_superseded_once_and_not_by_itself(server, snapkv):
+    first = server.send(snapkv.files).json()["id"]
+    server.work()
+    second = server.send(later(snapkv, 0.001), supersedes=first).json()["id"]
+    answer = server.send(later(snapkv, 0.002), supersedes=first)
     assert (answer.status_code, second in answer.json()["detail"]) == (409, True)
-    house.work()
-    assert (house.status(first), house.status(second)) == ("superseded", "accepted")
-    house.withdraw(second)
-    answer = house.send(later(snapkv, 0.001), supersedes=second)
+    server.work()
+    assert (server.status(first), server.status(second)) == ("superseded", "accepted")
+    server.withdraw(second)
+    answer = server.send(later(snapkv, 0.001), supersedes=second)
     assert (answer.status_code, "without ?supersedes=" in answer.json()["detail"]) == (409, True)
-    assert house.send(later(snapkv, 0.001)).status_code == 202
-    house.work()
-    assert house.status(second) == "accepted"
+    assert server.send(later(snapkv, 0.001)).status_code == 202
+    server.work()
+    assert server.status(second) == "accepted"
 
 
-def test_a_submitter_called_as_a_folder_of_curated_runs_replaces_none_of_them(house, snapkv):
-    folder = house.state.results / "ada" / snapkv.bundle.spec.run_id
+def test_curated_runs_are_never_replaced(server, snapkv):
+    folder = server.state.results / "ada" / snapkv.bundle.spec.run_id
     curated = {name: data for name, data in later(snapkv, 0.001).items() if name != MANIFEST}
     write_folder(curated, folder)
-    house.send(snapkv.files)
-    house.work()
+    server.send(snapkv.files)
+    server.work()
     assert read_files(folder) == curated
 
 
-def test_what_is_refused_replaces_nothing(house, snapkv):
-    first = house.send(snapkv.files).json()["id"]
-    house.work()
+def test_a_refused_bundle_supersedes_nothing(server, snapkv):
+    first = server.send(snapkv.files).json()["id"]
+    server.work()
     forged = snapkv.with_lines(lambda _, x: x.model_copy(update={"references": ("",)}))
-    second = house.send(forged, supersedes=first).json()["id"]
-    house.work()
-    assert (house.status(first), house.status(second)) == ("accepted", "refused")
+    second = server.send(forged, supersedes=first).json()["id"]
+    server.work()
+    assert (server.status(first), server.status(second)) == ("accepted", "refused")
 
 
-def test_only_administrators_read_the_log_and_everybody_only_their_own(house, snapkv):
-    house.send(snapkv.files)
-    assert house.client.get("/api/audit", headers=house.head("ada")).status_code == 403
-    assert house.client.get("/api/audit").status_code == 401
-    seen = {name: len(house.client.get("/api/submissions", headers=house.head(name)).json()) for name in house.tokens}
+def test_only_administrators_see_the_log_and_all_submissions(server, snapkv):
+    server.send(snapkv.files)
+    assert server.client.get("/api/audit", headers=server.head("ada")).status_code == 403
+    assert server.client.get("/api/audit").status_code == 401
+    seen = {
+        name: len(server.client.get("/api/submissions", headers=server.head(name)).json()) for name in server.tokens
+    }
     assert seen == {"ada": 1, "bob": 0, "root": 1}
-    assert house.client.get("/api/submissions/nothing").status_code == 404
+    assert server.client.get("/api/submissions/nothing").status_code == 404
 
 
-def test_the_api_describes_itself(house):
-    document = house.client.get("/openapi.json").json()
+def test_the_openapi_document(server):
+    document = server.client.get("/openapi.json").json()
     assert set(document["paths"]) == {
         "/api/health", "/api/submissions", "/api/submissions/{number}", "/api/submissions/{number}/withdraw",
         "/api/audit",
@@ -202,14 +204,14 @@ def test_the_api_describes_itself(house):
     assert post["security"] == [{"HTTPBearer": []}]
 
 
-def test_the_site_is_served_and_nothing_beside_it(house):
-    assert house.client.get("/").status_code == 503
-    house.state.site.mkdir()
-    (house.state.site / "index.html").write_text("<h1>rows</h1>")
-    assert house.client.get("/").text == "<h1>rows</h1>"
-    assert house.client.get("/").headers["x-content-type-options"] == "nosniff"
+def test_only_the_site_is_served(server):
+    assert server.client.get("/").status_code == 503
+    server.state.site.mkdir()
+    (server.state.site / "index.html").write_text("<h1>rows</h1>")
+    assert server.client.get("/").text == "<h1>rows</h1>"
+    assert server.client.get("/").headers["x-content-type-options"] == "nosniff"
     for path in ("/../leaderboard.db", "/%2e%2e/leaderboard.db", "/..%2fleaderboard.db", "//etc/passwd"):
-        assert house.client.get(path).status_code == 404
+        assert server.client.get(path).status_code == 404
 
 
 def test_tokens_on_the_command_line(kvbench, tmp_path):
@@ -222,7 +224,7 @@ def test_tokens_on_the_command_line(kvbench, tmp_path):
     assert kvbench("leaderboard", "token", "revoke", 1, *state).out == "token 1 of ada is revoked.\n"
     assert kvbench("leaderboard", "token", "list", *state, "--json").json[0]["revoked"]
     for arguments, reason in (
-        (("revoke", "7"), "there is no token 7"), (("create", "a b"), "'a b' cannot be a submitter"),
+        (("revoke", "7"), "there is no token 7"), (("create", "a b"), "'a b' is not a valid submitter"),
         (("create", "ada", "--scope", "all"), "unknown scope 'all'"),
     ):
         done = kvbench("leaderboard", "token", *arguments, *state)

@@ -1,4 +1,4 @@
-"""The server as a process: killed at any moment it loses nothing, and many submitters at once are each counted once."""
+"""The server as a process: kills lose nothing, and concurrent submitters are each counted once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 
 class Server:
-    """A `kvbench leaderboard serve`."""
+    """A running `kvbench leaderboard serve`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.state = folder, State(folder / "state", folder / "results")
@@ -43,7 +43,7 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        """Until it answers."""
+        """Start it and wait until it responds."""
         self.process = subprocess.Popen(
             [str(Path(sys.executable).with_name("kvbench")), "leaderboard", "serve", "--state", self.state.folder,
              "--results", self.state.results, "--port", str(self.port)], stderr=subprocess.DEVNULL,
@@ -51,12 +51,12 @@ class Server:
         self.wait(lambda: self.get("/api/health"))
 
     def kill(self) -> None:
-        """As the power would."""
+        """Kill it without warning."""
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def get(self, path: str):
-        """JSON, or None."""
+        """The JSON response, or None."""
         request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {self.admin}"})
         try:
             with urllib.request.urlopen(request, timeout=30) as reply:
@@ -65,20 +65,20 @@ class Server:
             return None
 
     def wait(self, condition, seconds: float = 240) -> None:
-        """Until it holds."""
+        """Wait until a condition holds."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, self.get("/api/submissions")
             time.sleep(0.1)
 
     def done(self) -> int:
-        """Submissions that are accepted."""
+        """Number of accepted submissions."""
         found = self.get("/api/submissions") or []
         assert not {x["status"] for x in found} & {"refused", "failed"}, found
         return sum(x["status"] == "accepted" for x in found)
 
     def counts(self, action: str) -> Counter[str]:
-        """How often something was done to each submission."""
+        """Number of audit entries of an action, by submission."""
         return Counter(x["subject"] for x in self.get("/api/audit?most=1000") if x["action"] == action)
 
 
@@ -89,8 +89,8 @@ def server(tmp_path):
     running.kill()
 
 
-def test_fifty_at_once_and_each_counts_once(server, snapkv):
-    """Every one of them sends its bundle twice at the same moment."""
+def test_fifty_concurrent_submitters_are_each_accepted_once(server, snapkv):
+    """Each sends its bundle twice at the same time."""
     names = [f"s{i}" for i in range(50)]
     tokens = {name: create_token(server.database, name, "submit") for name in names}
     bundles = {name: later(snapkv, 1e-3 * (i + 1), name) for i, name in enumerate(names)}
@@ -107,7 +107,7 @@ def test_fifty_at_once_and_each_counts_once(server, snapkv):
     assert sorted(published) == sorted(names)
 
 
-def test_killed_again_and_again_it_loses_nothing_and_verifies_nothing_twice(server, snapkv):
+def test_repeated_kills_lose_and_repeat_no_verification(server, snapkv):
     names = [f"s{i}" for i in range(8)]
     tokens = {name: create_token(server.database, name, "submit") for name in names}
     numbers = {}
@@ -129,13 +129,13 @@ def test_killed_again_and_again_it_loses_nothing_and_verifies_nothing_twice(serv
     assert set(begun) == set(numbers.values()) and begun.total() <= 8 + 2, "one verification per kill is begun again"
 
 
-def test_a_verification_ends_with_its_server(server, snapkv):
-    """No child is left that verifies what the next server verifies too."""
+def test_the_verification_process_ends_with_its_server(server, snapkv):
+    """No child is left that verifies the same bundle as the next server."""
     send_to_server(later(snapkv, 1e-3, "root"), server.url, server.admin)
 
     def children() -> list[str]:
         listed = subprocess.run(["ps", "-o", "pid=,args=", "-A"], capture_output=True, text=True, check=True).stdout
-        return [x for x in listed.splitlines() if "leaderboard.server.judge" in x]
+        return [x for x in listed.splitlines() if "leaderboard.server.verifier" in x]
 
     server.wait(lambda: server.done() == 1)
     before = children()

@@ -1,4 +1,4 @@
-"""`kvbench submit`: packed, verified as the receiver will, and delivered to each of the three places."""
+"""`kvbench submit`: packs, verifies and delivers to a folder, the hub or a server."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from kvbench.leaderboard.submission.records import MANIFEST, RESULT, SAMPLES, SP
 TOKEN = "kvb_it-is-a-secret"
 
 
-class Stand(ThreadingHTTPServer):
-    """A server that remembers what it was asked, and answers what it was told to."""
+class FakeServer(ThreadingHTTPServer):
+    """An HTTP server that records requests and returns prepared replies."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Desk)
+        super().__init__(("127.0.0.1", 0), FakeHandler)
         self.asked: list[tuple[str, str, bytes, str | None]] = []
         self.status, self.answer = 200, {}
 
@@ -33,7 +33,7 @@ class Stand(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def reply(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
-        """What the hub answers to the calls of its client, and a leaderboard to ours."""
+        """Imitates the hub's upload API; returns the prepared reply to all other requests."""
         if "/preupload/" in path:
             modes = {x["path"]: "lfs" if x["path"].endswith(".gz") else "regular" for x in json.loads(body)["files"]}
             return 200, {"files": [{"path": x, "uploadMode": y, "shouldIgnore": False} for x, y in modes.items()]}
@@ -50,10 +50,10 @@ class Stand(ThreadingHTTPServer):
         return self.status, self.answer
 
 
-class Desk(BaseHTTPRequestHandler):
-    """Its front."""
+class FakeHandler(BaseHTTPRequestHandler):
+    """Its request handler."""
 
-    server: Stand
+    server: FakeServer
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
@@ -71,26 +71,26 @@ class Desk(BaseHTTPRequestHandler):
     do_PUT = do_GET = do_POST  # noqa: N815  # as http.server calls them
 
     def log_message(self, *_: object) -> None:
-        """Not on the screen."""
+        """Print nothing."""
 
 
 @pytest.fixture
-def stand() -> Iterator[Stand]:
-    """Running."""
-    with Stand() as server:
+def fake_server() -> Iterator[FakeServer]:
+    """A running server."""
+    with FakeServer() as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
 
 
 def git(folder: Path, *words: str) -> str:
-    """Its output."""
+    """Run git and return its output."""
     names = ("-c", "user.name=ada", "-c", "user.email=ada@example.org")
     done = subprocess.run(["git", "-C", str(folder), *names, *words], check=True, capture_output=True, text=True)
     return done.stdout
 
 
-def test_to_a_folder(kvbench, snapkv, tmp_path):
+def test_submission_to_a_folder(kvbench, snapkv, tmp_path):
     done = kvbench("submit", snapkv.folder, "--submitter", "ada", "--to", tmp_path, "--tuned-on", "niah:dev", "--json")
     folder = tmp_path / "ada" / snapkv.bundle.spec.run_id
     assert (done.code, done.json["level"], done.json["delivered"]) == (0, "L0", {"folder": str(folder)})
@@ -101,7 +101,7 @@ def test_to_a_folder(kvbench, snapkv, tmp_path):
     assert kvbench("leaderboard", "verify", tmp_path).code == 0
 
 
-def test_twice_is_once_and_another_run_in_its_place_is_a_wrong_request(kvbench, snapkv, tmp_path):
+def test_submitting_twice_is_idempotent_and_another_bundle_is_refused(kvbench, snapkv, tmp_path):
     arguments = ("submit", snapkv.folder, "--submitter", "ada", "--to", tmp_path)
     assert [kvbench(*arguments).code for _ in range(2)] == [0, 0]
     (tmp_path / "ada" / snapkv.bundle.spec.run_id / RESULT).write_text("{}")
@@ -109,22 +109,22 @@ def test_twice_is_once_and_another_run_in_its_place_is_a_wrong_request(kvbench, 
     assert (done.code, "holds another bundle of this run" in done.err) == (2, True)
 
 
-def test_what_it_was_tuned_on_is_not_changed_silently(kvbench, snapkv, tmp_path):
+def test_other_tuning_data_do_not_replace_a_bundle(kvbench, snapkv, tmp_path):
     arguments = ("submit", snapkv.folder, "--submitter", "ada", "--to", tmp_path)
     assert kvbench(*arguments).code == 0
     done = kvbench(*arguments, "--tuned-on", "niah:dev")
-    assert (done.code, "holds this run as tuned on nothing, not on niah:dev. Remove it" in done.err) == (2, True)
+    assert (done.code, "settings tuned on nothing, not on niah:dev. Remove it" in done.err) == (2, True)
 
 
-def test_a_folder_is_there_whole_or_not_at_all(snapkv, tmp_path, monkeypatch):
+def test_a_failed_write_leaves_no_files(snapkv, tmp_path, monkeypatch):
     monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(Exception, match="No space left"):
         put_in_folder(snapkv.files, snapkv.bundle.manifest, tmp_path)
     assert [x for x in tmp_path.rglob("*") if x.is_file()] == []
 
 
-def test_by_a_pull_request_on_a_results_repository(kvbench, snapkv, runs, tmp_path):
-    """As docs/submitting.md has it: a checkout, a branch, a push; the maintainer fetches, verifies and merges."""
+def test_submission_by_pull_request(kvbench, snapkv, runs, tmp_path):
+    """The workflow of docs/submitting.md: branch and push; the maintainer fetches, verifies and merges."""
     central, mine, theirs = (tmp_path / x for x in ("central.git", "mine", "theirs"))
     git(tmp_path, "init", "-q", "--bare", "-b", "main", str(central))
     git(tmp_path, "clone", "-q", str(central), str(mine))
@@ -149,38 +149,38 @@ def test_by_a_pull_request_on_a_results_repository(kvbench, snapkv, runs, tmp_pa
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning")  # of the hub's client
-def test_to_the_hub_as_a_pull_request(kvbench, snapkv, stand, monkeypatch):
-    for name, value in (("HF_HUB_OFFLINE", False), ("ENDPOINT", stand.url), ("HF_HUB_DISABLE_XET", True)):
+def test_submission_to_the_hub(kvbench, snapkv, fake_server, monkeypatch):
+    for name, value in (("HF_HUB_OFFLINE", False), ("ENDPOINT", fake_server.url), ("HF_HUB_DISABLE_XET", True)):
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     done = kvbench("submit", snapkv.folder, "--submitter", "ada", "--to", "hf:org/rows", "--json")
     assert done.code == 0, done.err
-    assert done.json["delivered"] == {"pull_request": f"{stand.url}/datasets/org/rows/discussions/7"}
-    asked = [x for x in stand.asked if "/org/rows" in x[1] or x[0] == "PUT"]
+    assert done.json["delivered"] == {"pull_request": f"{fake_server.url}/datasets/org/rows/discussions/7"}
+    asked = [x for x in fake_server.asked if "/org/rows" in x[1] or x[0] == "PUT"]
     assert [(method, path.partition("?")[2]) for method, path, _, _ in asked] == [
         ("POST", "create_pr=1"), ("POST", ""), ("PUT", ""), ("POST", "create_pr=1"),
     ]
     assert asked[2][2] == snapkv.files[SAMPLES]
     header, *rest = [json.loads(x) for x in asked[3][2].splitlines()]
     place = f"ada/{snapkv.bundle.spec.run_id}"
-    assert header["value"]["summary"] == f"{snapkv.bundle.spec.run_id} of ada"
+    assert header["value"]["summary"] == f"{snapkv.bundle.spec.run_id} by ada"
     assert sorted(x["value"]["path"] for x in rest) == [f"{place}/{x}" for x in sorted(snapkv.files)]
     assert "hf_secret" not in done.out + done.err
 
 
-def test_a_hub_that_refuses_is_a_failure_with_its_reason(kvbench, snapkv, stand, monkeypatch):
+def test_a_refusal_by_the_hub_is_reported(kvbench, snapkv, fake_server, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     done = kvbench("submit", snapkv.folder, "--submitter", "ada", "--to", "hf:org/rows")
     assert done.code == 1
-    assert "the hub did not take it for org/rows" in done.err
+    assert "the hub did not accept it for org/rows" in done.err
 
 
-def test_to_a_running_leaderboard(kvbench, snapkv, stand, monkeypatch, tmp_path):
-    stand.status, stand.answer = 202, {"id": "abc", "status": "queued"}
+def test_submission_to_a_server(kvbench, snapkv, fake_server, monkeypatch, tmp_path):
+    fake_server.status, fake_server.answer = 202, {"id": "abc", "status": "queued"}
     monkeypatch.setenv("KVBENCH_TOKEN", TOKEN)
-    done = kvbench("submit", snapkv.folder, "--submitter", "ada", "--to", f"{stand.url}/", "--json")
-    assert (done.code, done.json["delivered"]) == (0, stand.answer)
-    (method, path, body, token), = stand.asked
+    done = kvbench("submit", snapkv.folder, "--submitter", "ada", "--to", f"{fake_server.url}/", "--json")
+    assert (done.code, done.json["delivered"]) == (0, fake_server.answer)
+    (method, path, body, token), = fake_server.asked
     assert (method, path, token) == ("POST", "/api/submissions", f"Bearer {TOKEN}")
     (tmp_path / "x.tar").write_bytes(body)
     sent = open_bundle(read_files(tmp_path / "x.tar"))
@@ -188,54 +188,55 @@ def test_to_a_running_leaderboard(kvbench, snapkv, stand, monkeypatch, tmp_path)
     assert TOKEN not in done.out + done.err
 
 
-def test_a_token_may_stand_in_a_file(kvbench, snapkv, stand, tmp_path):
+def test_a_token_is_read_from_a_file(kvbench, snapkv, fake_server, tmp_path):
     (tmp_path / "token").write_text(f"{TOKEN}\n")
-    kvbench("submit", snapkv.folder, "--submitter", "ada", "--to", stand.url, "--token-file", tmp_path / "token")
-    assert stand.asked[0][3] == f"Bearer {TOKEN}"
+    kvbench("submit", snapkv.folder, "--submitter", "ada", "--to", fake_server.url, "--token-file", tmp_path / "token")
+    assert fake_server.asked[0][3] == f"Bearer {TOKEN}"
 
 
-def test_a_token_does_not_follow_a_redirect(kvbench, snapkv, stand, monkeypatch):
-    stand.status = 307
+def test_a_token_does_not_follow_a_redirect(kvbench, snapkv, fake_server, monkeypatch):
+    fake_server.status = 307
     monkeypatch.setenv("KVBENCH_TOKEN", TOKEN)
-    done = kvbench("submit", snapkv.folder, "--submitter", "ada", "--to", stand.url)
-    assert (done.code, len(stand.asked)) == (1, 1)
+    done = kvbench("submit", snapkv.folder, "--submitter", "ada", "--to", fake_server.url)
+    assert (done.code, len(fake_server.asked)) == (1, 1)
     assert TOKEN not in done.err
 
 
 @pytest.mark.parametrize(("status", "detail"), [(401, "unknown token"), (413, "too large"), (429, "too many")])
-def test_what_a_leaderboard_says_is_passed_on(kvbench, snapkv, stand, monkeypatch, status, detail):
-    stand.status, stand.answer = status, {"detail": detail}
+def test_the_servers_reason_is_reported(kvbench, snapkv, fake_server, monkeypatch, status, detail):
+    fake_server.status, fake_server.answer = status, {"detail": detail}
     monkeypatch.setenv("KVBENCH_TOKEN", TOKEN)
-    done = kvbench("submit", snapkv.folder, "--submitter", "ada", "--to", stand.url)
-    assert (done.code, done.err.splitlines()[-1]) == (1, f"kvbench: {stand.url} did not accept it ({status}): {detail}")
+    done = kvbench("submit", snapkv.folder, "--submitter", "ada", "--to", fake_server.url)
+    last = f"kvbench: {fake_server.url} did not accept it ({status}): {detail}"
+    assert (done.code, done.err.splitlines()[-1]) == (1, last)
 
 
-def test_a_server_that_is_not_there_is_a_failure(kvbench, snapkv, monkeypatch):
+def test_an_unreachable_server_is_reported(kvbench, snapkv, monkeypatch):
     monkeypatch.setenv("KVBENCH_TOKEN", TOKEN)
     done = kvbench("submit", snapkv.folder, "--submitter", "ada", "--to", "http://127.0.0.1:1")
     assert (done.code, "cannot be reached: [Errno 111] Connection refused" in done.err) == (1, True)
 
 
-def test_what_would_be_refused_is_not_sent(kvbench, snapkv, stand, monkeypatch, tmp_path):
+def test_a_run_that_would_be_refused_is_not_sent(kvbench, snapkv, fake_server, monkeypatch, tmp_path):
     for name in ("spec.json", "samples.jsonl", "result.json"):
         (tmp_path / name).write_bytes((snapkv.folder / name).read_bytes())
     document = json.loads((tmp_path / "result.json").read_text())
     document["score"]["mean"] = 1.0
     (tmp_path / "result.json").write_text(json.dumps(document))
     monkeypatch.setenv("KVBENCH_TOKEN", TOKEN)
-    done = kvbench("submit", tmp_path, "--submitter", "ada", "--to", stand.url)
-    assert (done.code, stand.asked) == (1, [])
+    done = kvbench("submit", tmp_path, "--submitter", "ada", "--to", fake_server.url)
+    assert (done.code, fake_server.asked) == (1, [])
     assert "not delivered: the submission would be refused" in done.err
 
 
 @pytest.mark.parametrize(("options", "reason"), [
-    (["--submitter", "a b"], "--submitter 'a b' cannot stand in a manifest"),
-    (["--submitter", "ada", "--tuned-on", "a b"], "--tuned-on 'a b' cannot stand in a manifest"),
+    (["--submitter", "a b"], "--submitter 'a b' is not allowed in a manifest"),
+    (["--submitter", "ada", "--tuned-on", "a b"], "--tuned-on 'a b' is not allowed in a manifest"),
     (["--submitter", "ada", "--to", "ftp://x"], "--to ftp://x is not a supported destination"),
     (["--submitter", "ada", "--to", "https://x"], "Set KVBENCH_TOKEN, or give --token-file."),
     (["--submitter", "ada", "--to", "https://x", "--token-file", "/no"], "--token-file /no cannot be read"),
 ])
-def test_wrong_requests(kvbench, snapkv, monkeypatch, options, reason):
+def test_invalid_options_are_user_errors(kvbench, snapkv, monkeypatch, options, reason):
     monkeypatch.delenv("KVBENCH_TOKEN", raising=False)
     done = kvbench("submit", snapkv.folder, *options)
     assert (done.code, reason in done.err) == (2, True)

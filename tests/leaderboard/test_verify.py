@@ -1,4 +1,4 @@
-"""Level L0: what is true passes, and what is not is refused for the reason that it is not."""
+"""Level L0: honest runs pass, and each forgery is refused for the right reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvbench.leaderboard.submission.repository import Repository
 from .conftest import edit, edit_spec, later, make_run
 
 
-def test_a_true_run_reaches_l0(snapkv, check):
+def test_an_honest_run_reaches_l0(snapkv, check):
     assert check(snapkv.files) == {
         "files": "ok", "split": "ok", "machine": "ok", "method": "ok", "model": "ok", "prompts": "ok",
         "answers": "ok", "scores": "ok", "summary": "ok", "bytes": "ok", "baseline": "flag", "copies": "ok",
@@ -24,46 +24,46 @@ def test_a_true_run_reaches_l0(snapkv, check):
     }
 
 
-def test_a_run_that_nobody_submitted_says_so(snapkv, check):
+def test_a_run_without_manifest_is_flagged(snapkv, check):
     files = {name: data for name, data in snapkv.files.items() if name != MANIFEST}
     assert check(files)["files"] == "flag"
     assert check(files)["level"] == "L0"
 
 
-def test_a_better_score_in_the_result_is_refused_with_both_numbers(snapkv, check):
+def test_a_changed_score_in_the_result_is_refused_with_both_numbers(snapkv, check):
     true = snapkv.bundle.result.score.mean
     found = check(edit(snapkv.files, RESULT, lambda x: x["score"].update(mean=1.0, partial_mean=1.0)))
-    assert found["refused"] == f"scores: its score.mean is 1.0, its samples give {true}"
+    assert found["refused"] == f"scores: its score.mean is 1.0, its journal gives {true}"
 
 
-def test_a_better_score_in_the_journal_is_refused_with_both_numbers(snapkv, check):
+def test_a_changed_score_in_the_journal_is_refused_with_both_numbers(snapkv, check):
     wrong = next(i for i, x in enumerate(snapkv.bundle.lines) if x.score == 0)
     better = {"score": 1.0, "scores": {"ruler-string-match-all@1": 1.0}}
     files = snapkv.with_lines(lambda i, x: x.model_copy(update=better) if i == wrong else x)
-    assert "its ruler-string-match-all@1 is 1.0, scored again 0.0" in check(files)["refused"].replace("'", "")
+    assert "its ruler-string-match-all@1 is 1.0, recomputed 0.0" in check(files)["refused"].replace("'", "")
 
 
-def test_a_right_text_that_no_tokens_say_is_refused(snapkv, check):
+def test_a_text_that_is_not_of_its_token_ids_is_refused(snapkv, check):
     files = snapkv.with_lines(lambda _, x: x.model_copy(update={
         "prediction": x.references[0], "score": 1.0, "scores": {"ruler-string-match-all@1": 1.0},
     }))
     assert check(files)["refused"].startswith("answers: sample 0 turn 0: its text")
 
 
-def test_easier_references_are_refused(snapkv, check):
+def test_changed_reference_answers_are_refused(snapkv, check):
     files = snapkv.with_lines(lambda _, x: x.model_copy(update={"references": ("",), "score": 1.0}))
-    assert check(files)["refused"] == "prompts: sample 0 turn 0: its references are not the task's"
+    assert check(files)["refused"] == "prompts: sample 0 turn 0: its reference answers differ from the task's"
 
 
 @pytest.mark.parametrize(("change", "reason"), [
-    ({"facts": {}}, "prompts: sample 0 turn 0: its facts are not the task's"),
-    ({"prompt_hash": "0" * 16}, "prompts: sample 0 turn 0: its prompt is '0000000000000000', the task's with seed 0"),
-    ({"sample": "<script>"}, "prompts: sample 0 turn 0: no such sample with 2 turns, but 'test-0-0'"),
-    ({"ids": (2**31,)}, "answers: sample 0 turn 0 has a token id or log-probabilities that no model gave it"),
+    ({"facts": {}}, "prompts: sample 0 turn 0: its facts differ from the task's"),
+    ({"prompt_hash": "0" * 16}, "prompts: sample 0 turn 0: its prompt hash is '0000000000000000', the task's"),
+    ({"sample": "<script>"}, "prompts: sample 0 turn 0: its sample is '<script>' with 2 turns, the task's is"),
+    ({"ids": (2**31,)}, "answers: sample 0 turn 0 has a token id out of range, or misplaced log-probabilities"),
     ({"stop_reason": "length"}, "answers: sample 0 turn 0: its token counts or its stop reason"),
-    ({"effect": None}, "answers: sample 0 turn 0 has an answer, and does not say what it took"),
+    ({"effect": None}, "answers: sample 0 turn 0 has an answer, but lacks tokens, times, bytes or effect"),
 ])
-def test_a_line_that_does_not_fit_its_question_is_refused(snapkv, check, change, reason):
+def test_a_line_that_contradicts_its_question_is_refused(snapkv, check, change, reason):
     files = snapkv.with_lines(lambda i, x: x.model_copy(update=change) if i == 0 else x)
     assert check(files)["refused"].startswith(reason)
 
@@ -71,30 +71,30 @@ def test_a_line_that_does_not_fit_its_question_is_refused(snapkv, check, change,
 def test_samples_of_another_seed_are_refused(snapkv, check, tmp_path):
     other = make_run(tmp_path, "snapkv", seed=1)
     files = edit_spec(other.files, lambda x: x.update(seed=0))
-    assert "answers to something else" in check(files)["refused"]
+    assert "it answers another prompt" in check(files)["refused"]
 
 
 @pytest.mark.parametrize("name", ["stored_bytes", "full_bytes", "host_bytes"])
-def test_bytes_that_the_method_does_not_declare_are_refused(snapkv, check, name):
+def test_bytes_other_than_the_declared_ones_are_refused(snapkv, check, name):
     def lower(_, line):
         return line.model_copy(update={"bytes": line.bytes.model_copy(update={name: getattr(line.bytes, name) + 8})})
 
     assert check(snapkv.with_lines(lower))["bytes"] == "refused"
 
 
-def test_a_run_that_compresses_again_reaches_l0(check, tmp_path):
+def test_a_run_with_recompress_reaches_l0(check, tmp_path):
     found = check(make_run(tmp_path, "snapkv", recompress=True).files)
     assert (found["level"], found["refused"]) == ("L0", "")
 
 
-def test_a_budget_that_the_run_did_not_have_is_refused(snapkv, check):
-    """The bytes are those of 25 %: at 50 % the method declares twice as many."""
+def test_a_changed_budget_is_refused(snapkv, check):
+    """The run has the bytes of 25 %; at 50 % the method declares twice as many."""
     files = edit_spec(snapkv.files, lambda x: x.update(budget="50%"))
     assert check(files)["refused"].startswith("bytes: sample 0: snapkv declares")
 
 
 @pytest.mark.parametrize("name", ["memory", "latency", "output", "effect", "agreement"])
-def test_a_result_that_its_journal_does_not_give_is_refused(snapkv, check, name):
+def test_a_result_that_contradicts_its_journal_is_refused(snapkv, check, name):
     def change(result):
         key = next(key for key, value in result[name].items() if isinstance(value, int | float))
         result[name][key] = 7
@@ -103,8 +103,8 @@ def test_a_result_that_its_journal_does_not_give_is_refused(snapkv, check, name)
     assert found["refused"].startswith(f"summary: its {name}.")
 
 
-def test_distinct_codes_that_were_added_up_are_flagged(snapkv, check):
-    """Results of before have the sum over their four samples, of now the most in one; any other number is refused."""
+def test_summed_distinct_codes_are_flagged(snapkv, check):
+    """Old results sum them over samples, new ones take the maximum; other numbers are refused."""
     def code(_, line):
         facts = {**line.effect.facts, "distinct_codes": 4}
         return line.model_copy(update={"effect": line.effect.model_copy(update={"facts": facts})})
@@ -116,21 +116,21 @@ def test_distinct_codes_that_were_added_up_are_flagged(snapkv, check):
         for count in (16, 7)
     )
     assert (old["facts"], old["level"]) == ("flag", "L0")
-    assert wrong["refused"] == "summary: its effect.facts.distinct_codes is 7, its samples give 4"
+    assert wrong["refused"] == "summary: its effect.facts.distinct_codes is 7, its journal gives 4"
 
 
-def test_another_run_id_is_refused(snapkv, check):
+def test_a_changed_run_id_is_refused(snapkv, check):
     found = check(edit(snapkv.files, RESULT, lambda x: x.update(run_id="x-0")))
-    assert found["refused"] == "schema: result.json: its run_id is not what spec.json has"
+    assert found["refused"] == "schema: result.json: its run_id differs from spec.json"
 
 
-def test_code_that_no_commit_has_is_refused(snapkv, check):
+def test_uncommitted_code_is_refused(snapkv, check):
     found = check(edit(snapkv.files, RESULT, lambda x: x["environment"]["git"].update(dirty=True)))
-    assert found["refused"].startswith("machine: it ran from code that differs from commit")
+    assert found["refused"].startswith("machine: it ran uncommitted code on top of commit")
     assert found["scores"] == "ok", "the rest is still looked at"
 
 
-def test_the_split_that_settings_are_chosen_on_has_no_rows(snapkv, check):
+def test_runs_on_the_dev_split_are_refused(snapkv, check):
     assert check(edit_spec(snapkv.files, lambda x: x.update(split="dev")))["split"] == "refused"
 
 
@@ -138,8 +138,8 @@ def test_the_split_that_settings_are_chosen_on_has_no_rows(snapkv, check):
     ("niah_multikey_1:test", "flag"), ("niah_multikey_1", "flag"), ("niah", "flag"), ("niah:test", "flag"),
     ("niah:dev", "ok"), ("niah_single_1", "ok"),
 ])
-def test_settings_that_were_chosen_on_the_rows_examples_are_flagged(snapkv, check, said, outcome):
-    """By whatever name of the task."""
+def test_tuning_on_the_test_split_is_flagged(snapkv, check, said, outcome):
+    """Under every alias of the task."""
     files = edit(snapkv.files, MANIFEST, lambda x: x.update(tuned_on=["kv:dev", said]))
     assert check(files)["split"] == outcome
 
@@ -151,11 +151,11 @@ def test_settings_that_were_chosen_on_the_rows_examples_are_flagged(snapkv, chec
     (lambda x: x["model"].update(kind="diffusion"), "model: snapkv is for autoregressive models"),
     (lambda x: x["model"].update(dtype="float4"), "model: mini in 'float4'"),
     (lambda x: x.update(visibility="first-turn"), "prompts: sample 0 turn 0: "),
-    (lambda x: x["task"].update(prompt_id="mine"), "task: its prompt_id is not one of niah_multikey_1"),
-    (lambda x: x["task"].update(scorer="mine@1"), "task: its scorer is not one of niah_multikey_1"),
-    (lambda x: x["method"].update(settings={"window": -1}), "method: snapkv cannot have its settings"),
+    (lambda x: x["task"].update(prompt_id="mine"), "task: its prompt_id does not fit niah_multikey_1"),
+    (lambda x: x["task"].update(scorer="mine@1"), "task: its scorer does not fit niah_multikey_1"),
+    (lambda x: x["method"].update(settings={"window": -1}), "method: snapkv does not accept its settings"),
 ])
-def test_what_is_said_of_known_things_must_be_true(snapkv, check, change, reason):
+def test_wrong_statements_about_registered_names_are_refused(snapkv, check, change, reason):
     assert check(edit_spec(snapkv.files, change))["refused"].startswith(reason)
 
 
@@ -168,13 +168,13 @@ def test_what_is_said_of_known_things_must_be_true(snapkv, check, change, reason
     lambda x: x["model"].update(id="org/model", revision="a" * 40),
     lambda x: x["model"].update(id="org/..", revision="../../.."),
 ])
-def test_what_is_not_here_is_neither_looked_for_nor_verified(snapkv, check, change):
+def test_unknown_names_and_paths_are_not_followed_and_not_verified(snapkv, check, change):
     found = check(edit_spec(snapkv.files, change))
     assert (found["prompts"], found["level"], found["refused"]) == ("flag", None, "")
 
 
-def test_a_file_that_a_method_would_read_is_not_read(snapkv, check, tmp_path):
-    """Some methods read their files when they are made."""
+def test_a_file_named_by_a_setting_is_not_read(snapkv, check, tmp_path):
+    """Some methods read such files in their constructor."""
     (tmp_path / "gates.tsv").write_text("secret")
     files = edit_spec(snapkv.files, lambda x: x["method"].update(
         name="duo-attention", family="heads", settings={"gates": str(tmp_path / "gates.tsv")},
@@ -189,7 +189,7 @@ def test_other_weights_under_the_same_name_are_flagged(snapkv, check):
     assert (found["model"], found["level"]) == ("flag", "L0")
 
 
-def test_a_method_of_the_submitters_is_scored_and_never_run(snapkv, check, tmp_path):
+def test_the_submitters_code_is_never_run(snapkv, check, tmp_path):
     trap = tmp_path / "trap.py"
     trap.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     files = edit_spec(snapkv.files, lambda x: x["method"].update(name=f"{trap}:Trap"))
@@ -200,16 +200,16 @@ def test_a_method_of_the_submitters_is_scored_and_never_run(snapkv, check, tmp_p
 
 
 @pytest.mark.parametrize(("name", "value"), [("budget", "none"), ("models", "diffusion"), ("name", "knorm")])
-def test_a_card_that_changes_what_a_row_means_is_refused(snapkv, check, name, value):
+def test_a_card_with_other_budget_kind_models_or_name_is_refused(snapkv, check, name, value):
     found = check(edit(snapkv.files, RESULT, lambda x: x["method"]["card"].update({name: value})))
     assert found["refused"].startswith("method: ")
 
 
-def test_a_method_that_is_declared_to_lose_nothing_need_not_act(runs, check):
+def test_the_full_cache_reaches_l0_without_an_effect(runs, check):
     assert check(runs["full"].files)["level"] == "L0"
 
 
-def test_the_dense_cache_asked_the_same_is_the_baseline(snapkv, runs, check, tmp_path):
+def test_the_full_cache_of_the_same_protocol_is_the_baseline(snapkv, runs, check, tmp_path):
     full = runs["full"]
     put_in_folder(full.files, full.bundle.manifest, tmp_path)
     assert check(snapkv.files, Repository([tmp_path]))["baseline"] == "ok"
@@ -219,7 +219,7 @@ def test_the_dense_cache_asked_the_same_is_the_baseline(snapkv, runs, check, tmp
     assert check(other, Repository([tmp_path]))["baseline"] == "flag"
 
 
-def test_a_stranger_who_says_to_lose_nothing_is_no_baseline(snapkv, runs, check, tmp_path):
+def test_an_unregistered_lossless_method_is_not_a_baseline(snapkv, runs, check, tmp_path):
     full = runs["full"]
     files = edit_spec(full.files, lambda x: x["method"].update(name="mine"))
     files = edit(files, RESULT, lambda x: x["method"]["card"].update(name="mine"))
@@ -233,10 +233,10 @@ def test_a_copy_under_another_name_is_refused(snapkv, check, tmp_path):
     assert check(snapkv.files, Repository([tmp_path]))["copies"] == "ok", "it is no copy of itself"
     files = edit(snapkv.files, MANIFEST, lambda x: x.update(submitter="eve"))
     found = check(files, Repository([tmp_path]))
-    assert found["refused"] == f"copies: its times are those of {snapkv.bundle.spec.run_id} of ada: a copy of it"
+    assert found["refused"] == f"copies: its times equal those of {snapkv.bundle.spec.run_id} by ada: it is a copy"
 
 
-def test_a_failed_run_says_so_and_has_no_score(snapkv, check):
+def test_a_failed_run_is_flagged_and_has_no_score(snapkv, check):
     def fail(_, line):
         if (line.index, line.turn) != (3, 1):
             return line
@@ -250,24 +250,24 @@ def test_a_failed_run_says_so_and_has_no_score(snapkv, check):
     assert json.loads(files[RESULT])["score"]["mean"] is None
 
 
-def test_a_run_that_somebody_repeats_is_no_copy(snapkv, check, tmp_path):
+def test_a_repeated_run_with_other_times_is_not_a_copy(snapkv, check, tmp_path):
     put_in_folder(snapkv.files, snapkv.bundle.manifest, tmp_path)
     assert check(later(snapkv, 0.001, "eve"), Repository([tmp_path]))["copies"] == "ok"
 
 
-def test_another_methods_answers_with_their_mistakes_are_flagged(snapkv, check, tmp_path, monkeypatch):
-    """At other times, as somebody would write who knows how copies are found."""
-    monkeypatch.setattr(repository, "TELLING", 1)
+def test_the_wrong_answers_of_another_method_are_flagged(snapkv, check, tmp_path, monkeypatch):
+    """Even with other times."""
+    monkeypatch.setattr(repository, "MIN_SHARED_ERRORS", 1)
     put_in_folder(snapkv.files, snapkv.bundle.manifest, tmp_path)
     files = edit_spec(later(snapkv, 0.001, "eve"), lambda x: x["method"]["settings"].update(pool="avg"))
     assert check(files, Repository([tmp_path]))["copies"] == "flag"
 
 
-def test_choices_are_told_apart_by_what_they_weigh(snapkv):
-    """Where there is but one choice, every method chooses it."""
+def test_fingerprints_of_choices_include_log_probabilities(snapkv):
+    """With a single choice all methods give the same answer."""
 
     def weigh(value):
         lines = [x.model_copy(update={"facts": {"logprobs": [[value]]}}) for x in snapkv.bundle.lines]
-        return repository.Trace.of(replace(snapkv.bundle, lines=tuple(lines))).answers
+        return repository.JournalFingerprint.of(replace(snapkv.bundle, lines=tuple(lines))).answers
 
     assert weigh(-1.0) == weigh(-1.0) != weigh(-2.0)

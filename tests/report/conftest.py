@@ -1,4 +1,4 @@
-"""Every test has a cache folder of its own, so that no example is read from another test."""
+"""Gives every test its own cache folder, so that no example comes from another test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports show what the files of runs hold: what failed as failed, what is hostile as text, and nothing made up."""
+"""Reports: failed runs are shown as failed, hostile text is escaped, and every number comes from a file."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from kvbench.errors import UserError
 from kvbench.report import charts, page
 from kvbench.report.charts import COSTS, draw_cost, draw_turns
 from kvbench.report.grid import draw_grid, draw_picture, list_cells, read_grid
-from kvbench.report.group import Entry, find_frontier, group_entries, held_share, label_results, read_share
+from kvbench.report.group import GroupedRun, find_frontier, group_runs, label_results, read_share, stored_share
 from kvbench.report.sections import HEAD, write_report
 from kvbench.report.sections import list_cells as list_row
-from kvbench.report.table import Cell, write_table
+from kvbench.report.table import TableCell, write_table
 from kvbench.runs.results import Result
 
 GRID = f"{Path(__file__).parents[1] / 'toys' / 'grid.py'}:Cells"
 LAST = f"{Path(__file__).parents[1] / 'toys' / 'toy.py'}:Last"
 CURATED = Path(__file__).parents[2] / "results" / "cpu-2-cores"
 DRAWN = len(COSTS) - 1
-"""Costs of a model that is no diffusion model: all but the rows computed."""
+"""Number of costs of an autoregressive model: all but the positions computed."""
 HOSTILE = '</script><img src=x onerror=alert(1)>&"\'<!--'
 
 
@@ -51,12 +51,12 @@ def finished(model_folder, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(finished, tmp_path) -> Path:
-    """The run, in a folder of the test's own."""
+    """A copy of the run for one test."""
     return Path(shutil.copytree(finished, tmp_path / "runs" / finished.name))
 
 
 def change(folder, edit_line=lambda _: None, **result):
-    """Another run like this one."""
+    """A changed copy of the run."""
     other = folder.with_name("changed")
     shutil.copytree(folder, other)
     lines = [json.loads(x) for x in (other / "samples.jsonl").read_text().splitlines()]
@@ -69,13 +69,13 @@ def change(folder, edit_line=lambda _: None, **result):
 
 
 def fail_first(line):
-    """The cell of 60 tokens and depth 0 has no sample that did not fail, that of depth 50 has one."""
+    """Fail all samples of the cell (60 tokens, depth 0), and one of the cell (60, 50)."""
     if line["index"] in (0, 6, 7):
         line.update(score=None, prediction=None, error="MemoryError: none left")
 
 
 def fail(folder):
-    """A run of which three samples failed."""
+    """A copy of the run with three failed samples."""
     return change(folder, fail_first, status="failed", error="3 of 12 samples failed", n_failed=3, n_scored=9)
 
 
@@ -83,52 +83,52 @@ def fail(folder):
 
 
 def test_a_grid_is_read_from_the_journal(folder):
-    """A score for each depth and length; the worst row is over all lengths."""
+    """One score per depth and length; the worst mean is over all lengths."""
     grid = read_grid(load_run(folder))
     assert (grid.lengths, grid.depths) == ((50, 60), (0, 50, 100))
     assert grid.cells == ((1, 0), (1, 0.5), (1, 1))
     assert (grid.mean, grid.worst) == (0.75, (0, 0.5))
-    assert grid.summary == "mean 0.750 of 12 samples, worst row 0.500 at depth 0 %"
+    assert grid.summary == "mean 0.750 of 12 samples, worst mean 0.500 at depth 0 %"
     assert re.fullmatch(r"last 50%, question visible \([0-9a-f]{12}\)", grid.name)
-    assert re.fullmatch(r"\d\d\.\d% of the dense cache held, \d+\.\d\d kB", grid.size)
+    assert re.fullmatch(r"stores \d\d\.\d% of the full cache, \d+\.\d\d kB", grid.size)
 
 
-def test_of_a_loss_the_worst_row_is_the_highest(folder):
-    """Where lower is better."""
+def test_for_losses_the_worst_depth_has_the_highest_mean(folder):
+    """For scores where lower is better."""
     score = {**json.loads((folder / "result.json").read_text())["score"], "higher_is_better": False}
     assert read_grid(load_run(change(folder, score=score))).worst == (100, 1)
 
 
 def test_a_cell_whose_samples_failed_has_no_score(folder):
-    """It is no zero, in the chart neither, and the mean says of how many samples it is."""
+    """It is not zero, and the mean states its number of samples."""
     grid = read_grid(load_run(fail(folder)))
     assert grid.cells == ((1, None), (1, 0.5), (1, 1))
     assert grid.worst == (50, pytest.approx(2.5 / 3))
-    assert grid.summary == "mean 0.944 of 9 of 12 samples, worst row 0.833 at depth 50 %"
+    assert grid.summary == "mean 0.944 of 9 of 12 samples, worst mean 0.833 at depth 50 %"
     assert {"length": 60, "depth": 0, "score": None} in list_cells(grid)
     assert draw_grid(grid, [1.0])["datasets"] == {"cells": list_cells(grid)}
 
 
-def test_no_scores_at_all(folder):
-    """Random weights have none, and it says so."""
+def test_a_grid_without_scores(folder):
+    """Models with random weights have no scores."""
     grid = read_grid(load_run(change(folder, lambda line: line.update(score=None), n_scored=0)))
     assert (grid.mean, grid.worst, grid.summary) == (None, None, "no sample has a score")
     assert draw_picture([grid]).startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("depth", [None, "50", float("nan"), float("inf"), [1]])
-def test_facts_that_are_no_places_are_no_grid(folder, depth):
-    """A journal may hold anything."""
+def test_invalid_depths_give_no_grid(folder, depth):
+    """A journal may contain any value."""
     assert read_grid(load_run(change(folder, lambda line: line["facts"].update(depth=depth)))) is None
 
 
-def test_scattered_places_are_no_grid(folder):
-    """More cells than samples: nothing that could be drawn."""
+def test_scattered_depths_give_no_grid(folder):
+    """More cells than samples."""
     assert read_grid(load_run(change(folder, lambda line: line["facts"].update(depth=line["index"])))) is None
 
 
 def test_every_grid_has_a_panel(folder):
-    """Four are two by two; names are drawn as they are."""
+    """Four panels form a square; long names are wrapped."""
     grid = read_grid(load_run(folder))
     method = grid.result.method.model_copy(update={"name": HOSTILE * 9})
     object.__setattr__(grid, "result", grid.result.model_copy(update={"method": method}))
@@ -141,7 +141,7 @@ def test_every_grid_has_a_panel(folder):
 
 @pytest.fixture(scope="module")
 def runs():
-    """Curated runs of one group: the full cache, random rows at two budgets, KIVI twice, H2O; and one of another."""
+    """Curated runs of one group (full cache, random at two budgets, KIVI twice, H2O), and one run of another group."""
     found = []
     for name in ("full", "random", "kivi", "h2o"):
         here = [load_run(x) for x in sorted(CURATED.glob(f"{name}-niah_multikey_1-*"))]
@@ -153,11 +153,11 @@ def runs():
 
 @pytest.fixture(scope="module")
 def groups(runs):
-    return group_entries(runs)
+    return group_runs(runs)
 
 
-def edit(entry: Entry, **document) -> Entry:
-    """The entry with other things in its result: `method__name="x"`."""
+def edit(entry: GroupedRun, **document) -> GroupedRun:
+    """The run with edited fields of its result: `method__name="x"`."""
     whole = entry.result.model_dump(mode="json")
     for key, value in document.items():
         *parents, last = key.split("__")
@@ -168,15 +168,15 @@ def edit(entry: Entry, **document) -> Entry:
     return replace(entry, result=Result.model_validate(whole))
 
 
-def test_only_rows_of_one_protocol_stand_together(groups, runs):
-    """The one that saw a question stands alone."""
+def test_groups_hold_one_protocol(groups, runs):
+    """The run with another visibility has its own group."""
     assert sorted(map(len, groups)) == [1, len(runs) - 1]
     for entries in groups:
         assert len({(x.result.visibility, x.result.task.length) for x in entries}) == 1
 
 
-def test_rows_come_best_first_with_ranks_and_differences(groups):
-    """The full cache and four bits share the first rank; the full cache differs from nothing."""
+def test_runs_are_sorted_with_ranks_and_differences(groups):
+    """The full cache and 4-bit KIVI share the first rank; the full cache has no difference."""
     entries = max(groups, key=len)
     scores = [x.result.score.mean for x in entries]
     assert scores == sorted(scores, reverse=True)
@@ -190,8 +190,8 @@ def test_rows_come_best_first_with_ranks_and_differences(groups):
             assert x.difference.mean == pytest.approx(x.result.score.mean - full.result.score.mean)
 
 
-def test_labels_tell_rows_apart(runs):
-    """By what differs between rows of a method; two runs that differ in nothing of these by their ids."""
+def test_labels_distinguish_runs(runs):
+    """By settings that differ between runs of a method, or by id if none differ."""
     kivi = [x.result for x in runs if x.result.method.name == "kivi"]
     assert sorted(label_results(kivi)) == ["kivi key_bits=2 value_bits=2", "kivi key_bits=4 value_bits=4"]
     assert label_results(kivi[:1]) == ["kivi"]
@@ -200,18 +200,18 @@ def test_labels_tell_rows_apart(runs):
     assert label_results([x.result for x in runs if x.result.method.name == "random"][:1])[0].startswith("random ")
 
 
-def test_the_frontier_is_what_nothing_beats():
-    """Cheapest first, each better than all that cost less; equal costs and equal scores leave one."""
+def test_the_pareto_frontier():
+    """Cheapest first, each better than all cheaper ones; duplicates are dropped."""
     points = [(0.5, 0.9), (0.1, 0.2), (0.5, 0.8), (0.3, 0.2), (1.0, 0.9), (0.2, 0.5)]
     assert find_frontier(points, higher_is_better=True) == [1, 5, 0]
     assert find_frontier(points, higher_is_better=False) == [1]
     assert find_frontier([], higher_is_better=True) == []
 
 
-def test_read_bytes_are_not_held_bytes(groups):
-    """Each has a chart of its own with its own measured number."""
+def test_read_and_stored_bytes_have_separate_charts(groups):
+    """Each shows its own measured number."""
     entries = max(groups, key=len)
-    for cost, share in ((COSTS[0], held_share), (COSTS[1], read_share)):
+    for cost, share in ((COSTS[0], stored_share), (COSTS[1], read_share)):
         points = draw_cost(entries, cost)["datasets"]["rows"]
         assert [x["cost"] for x in points] == [share(x.result) for x in entries]
     result = entries[0].result
@@ -219,7 +219,7 @@ def test_read_bytes_are_not_held_bytes(groups):
 
 
 def test_a_chart_has_its_anchors_and_leaves_failures_out(groups):
-    """The full cache, chance, and the frontier; failed rows and rows without a score are no points."""
+    """Full cache, random method and frontier; runs without a score are not drawn."""
     entries = max(groups, key=len)
     failed = edit(entries[0], status="failed", error="out of memory")
     spec = draw_cost([*entries, failed, edit(entries[0], score__mean=None)], COSTS[0])
@@ -233,20 +233,20 @@ def test_a_chart_has_its_anchors_and_leaves_failures_out(groups):
     assert draw_cost(entries[:1], COSTS[0]) is None
 
 
-def test_turns_are_those_of_the_result(groups):
-    """A cell for each row and turn; rows of one turn have no chart."""
+def test_turn_chart_shows_every_turn(groups):
+    """One cell per run and turn; runs of one turn have no chart."""
     entries = max(groups, key=len)
     cells = draw_turns(entries)["datasets"]["cells"]
     assert [x["score"] for x in cells] == [part.mean for x in entries for part in x.result.score.by_turn]
     single = entries[0].result.score.model_copy(update={"by_turn": entries[0].result.score.by_turn[:1]})
-    assert draw_turns([Entry(entries[0].result.model_copy(update={"score": single}), "x")]) is None
+    assert draw_turns([GroupedRun(entries[0].result.model_copy(update={"score": single}), "x")]) is None
 
 
 # Pages
 
 
 class Tags(HTMLParser):
-    """What a browser would make of a page: its elements, the attributes of each, and the text of data blocks."""
+    """The parsed page: elements with attributes, text, and the content of data blocks."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -270,8 +270,8 @@ class Tags(HTMLParser):
             self.text += data
 
 
-def test_nothing_in_a_file_becomes_part_of_the_page(groups):
-    """Names, settings, errors and labels of every kind: all text, in cells and in the data of charts."""
+def test_submitted_text_never_becomes_markup(groups):
+    """Names, settings, errors and labels, in table cells and chart data."""
     fields = (
         "run_id", "method__name", "method__family", "task__name", "task__suite", "task__prompt_id", "task__scorer",
         "model__id", "model__dtype", "model__sha256", "score__metric", "environment__cpu", "environment__kvbench",
@@ -280,7 +280,7 @@ def test_nothing_in_a_file_becomes_part_of_the_page(groups):
     entry = edit(max(groups, key=len)[1], **dict.fromkeys(fields, HOSTILE), method__settings={HOSTILE: HOSTILE},
                  task__settings={HOSTILE: HOSTILE}, budget__resolved={HOSTILE: HOSTILE}, kernels__ops=[HOSTILE])
     failed = edit(entry, status="failed", error=HOSTILE)
-    entries = [Entry(x.result, HOSTILE, 1) for x in (entry, entry, failed)]
+    entries = [GroupedRun(x.result, HOSTILE, 1) for x in (entry, entry, failed)]
     found = Tags(write_report([entries], []).decode())
     tags = [tag for tag, _ in found.tags]
     assert "img" not in tags and tags.count("script") == DRAWN + 1 + 3
@@ -289,8 +289,8 @@ def test_nothing_in_a_file_becomes_part_of_the_page(groups):
     assert json.loads(found.data[0])["datasets"]["rows"][0]["label"] == HOSTILE
 
 
-def test_a_page_fetches_nothing_and_runs_only_its_own(groups):
-    """One policy, strict; every script by its hash; every link leads into the page."""
+def test_a_page_fetches_nothing_and_runs_only_its_own_scripts(groups):
+    """A strict policy with script hashes; all links stay inside the page."""
     found = Tags(write_report(groups, []).decode())
     (policy,) = [x["content"] for tag, x in found.tags if tag == "meta" and "http-equiv" in x]
     assert policy.startswith("default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-")
@@ -301,7 +301,7 @@ def test_a_page_fetches_nothing_and_runs_only_its_own(groups):
 
 
 def test_the_data_of_a_page_are_the_results(groups):
-    """As CSV and JSON, a row per run, in the order of the page."""
+    """CSV and JSON have one row per run, in the order of the page."""
     found = re.findall(r'download="([^"]*)" href="data:[^,]*;base64,([^"]*)"', write_report(groups, []).decode())
     files = {name: base64.b64decode(data).decode() for name, data in found}
     rows = [flatten(x.result) for entries in groups for x in entries]
@@ -311,23 +311,25 @@ def test_the_data_of_a_page_are_the_results(groups):
     assert [float(x["score"]) for x in read] == [x["score"] for x in rows]
 
 
-def test_a_row_says_what_its_result_says(groups):
-    """Under the right head; a failed one says why and has no number in its place."""
+def test_a_row_shows_its_result(groups):
+    """Under the right heads; a failed run shows its error in place of a score."""
     entry = max(groups, key=len)[-1]
     heads = [x.text for x in HEAD]
     shown = dict(zip(heads[:4], list_row(entry), strict=False))
-    assert shown["score"] == Cell(f"{entry.result.score.mean:.3f}", entry.result.score.mean)
-    assert shown["row"] == Cell(entry.label)
+    assert shown["score"] == TableCell(f"{entry.result.score.mean:.3f}", entry.result.score.mean)
+    assert shown["method"] == TableCell(entry.label)
     assert len(list_row(entry)) == len(heads)
-    failed = Entry(edit(entry, status="failed", error="out of memory", score__mean=None, score__ci95=None).result, "x")
+    failed = edit(entry, status="failed", error="out of memory", score__mean=None, score__ci95=None)
+    failed = GroupedRun(failed.result, "x")
     assert [x.text for x in list_row(failed)][:8] == [
         "-", "x", entry.result.method.family, "out of memory", "-", "-", "-", "-"
     ]
 
 
-def test_a_table_is_escaped_and_sorted_by_numbers():
-    """The name of a row is its head; a cell keeps what it is sorted by."""
-    table = write_table("<c>", [Cell("a", kind="pick"), Cell("b")], [[Cell("<b>"), Cell("1 %", 0.01)]], shaded=[True])
+def test_tables_are_escaped_and_sort_by_number():
+    """One cell per row is its head; sort keys are kept."""
+    head, row = [TableCell("a", kind="pick"), TableCell("b")], [TableCell("<b>"), TableCell("1 %", 0.01)]
+    table = write_table("<c>", head, [row], shaded=[True])
     assert table == (
         '<div class="scroll"><table>\n<caption>&lt;c&gt;</caption>\n'
         '<thead><tr><th scope="col" class="pick">a</th><th scope="col">b</th></tr></thead>\n<tbody>\n'
@@ -339,17 +341,17 @@ def test_a_table_is_escaped_and_sorted_by_numbers():
 # The command
 
 
-def test_a_picture(kvbench, folder, tmp_path):
-    """The mean and the worst row are printed too; runs may be named by their ids."""
+def test_report_as_picture(kvbench, folder, tmp_path):
+    """Mean and worst depth are printed; runs can be given by id."""
     path = tmp_path / "grid.png"
     answer = kvbench("report", folder.name, "--out", folder.parent, "-o", path)
     assert answer.code == 0, answer.err
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert "mean 0.750 of 12 samples, worst row 0.500 at depth 0 %" in answer.out
+    assert "mean 0.750 of 12 samples, worst mean 0.500 at depth 0 %" in answer.out
 
 
-def test_a_page_of_a_folder(kvbench, folder, tmp_path):
-    """All its runs: in tables, and grids with their numbers; a missing score is a dash, and why is said."""
+def test_report_of_a_folder(kvbench, folder, tmp_path):
+    """Tables and grids of all runs; a missing score is a dash, with the reason."""
     path = tmp_path / "report.html"
     fail(folder)
     answer = kvbench("report", folder.parent, "-o", path, "--json")
@@ -370,7 +372,7 @@ def test_a_page_of_a_folder(kvbench, folder, tmp_path):
     assert [(x["rank"], x["status"]) for x in entries] == [(1, "ok"), (None, "failed")]
 
 
-def test_what_a_report_cannot_be(kvbench, folder, arguments, tmp_path):
+def test_invalid_report_requests(kvbench, folder, arguments, tmp_path):
     """One line each, exit code 2, and no file."""
 
     def refuse(*more):
@@ -399,7 +401,7 @@ def test_what_a_report_cannot_be(kvbench, folder, arguments, tmp_path):
 
 
 @pytest.mark.parametrize("package", ["altair", "vl_convert", "itables"])
-def test_without_a_package_the_extra_is_named(groups, package, monkeypatch):
+def test_a_missing_package_names_the_extra(groups, package, monkeypatch):
     """In one line."""
     for kept in (charts._outline, page.read_vega, page.read_datatables):
         kept.cache_clear()
@@ -413,14 +415,14 @@ def test_without_a_package_the_extra_is_named(groups, package, monkeypatch):
 
 @pytest.mark.slow
 def test_a_page_works_in_a_browser(open_page, groups, tmp_path):
-    """Charts are drawn without `eval`, rows sorted and filtered, also by keyboard and where names are hostile.
+    """Charts without `eval`, sorting and filtering, also by keyboard and with hostile names.
 
-    Nothing is logged as an error, nothing fetched, no dialog opens (`open_page` looks).
+    `open_page` fails on console errors, requests and dialogs.
     """
     entries = max(groups, key=len)
     hostile = edit(entries[1], run_id=HOSTILE, method__name=HOSTILE, method__family=HOSTILE, budget__asked=HOSTILE)
     path = tmp_path / "report.html"
-    path.write_bytes(write_report([[*entries, Entry(hostile.result, HOSTILE, 1)]], []))
+    path.write_bytes(write_report([[*entries, GroupedRun(hostile.result, HOSTILE, 1)]], []))
     page = open_page(path)
     for chart in page.locator(".chart").all():
         chart.scroll_into_view_if_needed()
@@ -454,8 +456,8 @@ def test_a_page_works_in_a_browser(open_page, groups, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_page_fits_a_phone(open_page, groups, tmp_path):
-    """Nothing is wider than the screen but tables, which scroll by themselves and by keyboard."""
+def test_a_page_fits_a_narrow_screen(open_page, groups, tmp_path):
+    """Only tables are wider than the screen; they scroll, also by keyboard."""
     path = tmp_path / "report.html"
     path.write_bytes(write_report(groups, []))
     page = open_page(path, width=390)

@@ -1,1 +1,1 @@
-"""A leaderboard that takes submissions: an HTTP API, a worker that verifies, and the site of what was accepted."""
+"""A leaderboard server: an HTTP API for submissions, a verification worker, and the site of accepted runs."""

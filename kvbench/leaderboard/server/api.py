@@ -1,4 +1,4 @@
-"""What the server answers to, below /api."""
+"""The HTTP routes below /api."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pydantic import BaseModel
 
 from kvbench import __version__
 from kvbench.leaderboard.server import submissions
-from kvbench.leaderboard.server.intake import receive
 from kvbench.leaderboard.server.publisher import Publisher
 from kvbench.leaderboard.server.state import State
 from kvbench.leaderboard.server.submissions import ConflictError
 from kvbench.leaderboard.server.tables import Database, Event, Scope, Status, Submission, Token
 from kvbench.leaderboard.server.tokens import find_token
+from kvbench.leaderboard.server.upload import receive
 from kvbench.leaderboard.server.worker import Worker
 from kvbench.leaderboard.submission.records import Check, Level, Verification
 
@@ -25,13 +25,13 @@ TAR = {"requestBody": {
     "required": True, "content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}},
     "description": "A plain tar of spec.json, samples.jsonl.gz, result.json and manifest.json (`kvbench submit`).",
 }}
-MOST_EVENTS = 1000
+MAX_EVENTS = 1000
 bearer = HTTPBearer(auto_error=False, description="A token of `kvbench leaderboard token create`.")
 
 
 @dataclass(frozen=True)
-class House:
-    """Whom requests are passed on to."""
+class Services:
+    """The objects that request handlers use."""
 
     database: Database
     state: State
@@ -39,8 +39,8 @@ class House:
     publisher: Publisher
 
 
-class Answer(BaseModel):
-    """A submission as its submitter sees it."""
+class SubmissionStatus(BaseModel):
+    """The status of a submission, as the API returns it."""
 
     id: str
     run_id: str
@@ -53,8 +53,8 @@ class Answer(BaseModel):
     error: str | None
 
     @classmethod
-    def of(cls, found: Submission) -> Answer:
-        """What is told of it."""
+    def of(cls, found: Submission) -> SubmissionStatus:
+        """Build the response from the database row."""
         record = None if found.verification is None else Verification.model_validate_json(found.verification)
         return cls(
             id=found.id, run_id=found.run_id, submitter=found.submitter, status=found.status, received=found.received,
@@ -63,8 +63,8 @@ class Answer(BaseModel):
         )
 
 
-class Logged(BaseModel):
-    """A row of the audit log."""
+class AuditEntry(BaseModel):
+    """One line of the audit log."""
 
     time: str
     actor: str
@@ -73,88 +73,89 @@ class Logged(BaseModel):
     detail: str
 
     @classmethod
-    def of(cls, event: Event) -> Logged:
-        """What is told of it."""
+    def of(cls, event: Event) -> AuditEntry:
+        """Build the response from the database row."""
         return cls(**{name: getattr(event, name) for name in cls.model_fields})
 
 
-def find_house(request: Request) -> House:
-    """Of the application that was asked."""
-    house: House = request.app.state.house
-    return house
+def find_services(request: Request) -> Services:
+    """Return the services of the application that handles this request."""
+    services: Services = request.app.state.services
+    return services
 
 
 def identify(
-    house: Annotated[House, Depends(find_house)],
+    services: Annotated[Services, Depends(find_services)],
     credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)],
 ) -> Token:
-    """Whose token it is."""
-    token = None if credentials is None else find_token(house.database, credentials.credentials)
+    """Return the token of this request, or answer 401."""
+    token = None if credentials is None else find_token(services.database, credentials.credentials)
     if token is None:
         raise HTTPException(401, "no token, or one that is unknown or revoked", {"WWW-Authenticate": "Bearer"})
     return token
 
 
-Own = Annotated[House, Depends(find_house)]
+Own = Annotated[Services, Depends(find_services)]
 Known = Annotated[Token, Depends(identify)]
 
 
 @router.get("/health")
 def tell_health() -> dict[str, str]:
-    """Whether the server answers."""
+    """Report that the server is up, and its version."""
     return {"status": "ok", "version": __version__}
 
 
 @router.post("/submissions", status_code=202, openapi_extra=TAR, responses={
-    200: {"model": Answer, "description": "It was here already."}, 401: {"description": "No token."},
-    403: {"description": "The token is another submitter's."}, 408: {"description": "It took too long."},
-    409: {"description": "Another submission of this run stands."}, 413: {"description": "It is too large."},
-    422: {"description": "It is no bundle."}, 429: {"description": "Too many in an hour."},
+    200: {"model": SubmissionStatus, "description": "The same bundle was submitted before."},
+    401: {"description": "No valid token."},
+    403: {"description": "The token belongs to another submitter."}, 408: {"description": "The upload took too long."},
+    409: {"description": "Another bundle of this run is active."}, 413: {"description": "The bundle is too large."},
+    422: {"description": "The upload is not a valid bundle."}, 429: {"description": "Too many uploads in an hour."},
 })
 async def send(
-    request: Request, response: Response, house: Own, token: Known,
+    request: Request, response: Response, services: Own, token: Known,
     supersedes: Annotated[str | None, Query(max_length=64, description="A submission of yours to replace.")] = None,
-) -> Answer:
-    """Send a bundle; the same one again is no second submission."""
-    found, queued = await receive(request, house.database, house.state, token, supersedes)
+) -> SubmissionStatus:
+    """Send a bundle. Sending the same bundle again does not create a second submission."""
+    found, queued = await receive(request, services.database, services.state, token, supersedes)
     if queued:
-        house.worker.wake()
+        services.worker.wake()
     else:
         response.status_code = 200
-    return Answer.of(found)
+    return SubmissionStatus.of(found)
 
 
 @router.get("/submissions")
-def show_all(house: Own, token: Known) -> list[Answer]:
-    """Your submissions; an administrator sees all."""
-    return [Answer.of(x) for x in submissions.list_submissions(house.database, token)]
+def show_all(services: Own, token: Known) -> list[SubmissionStatus]:
+    """List your submissions; an administrator sees all."""
+    return [SubmissionStatus.of(x) for x in submissions.list_submissions(services.database, token)]
 
 
-@router.get("/submissions/{number}", responses={404: {"description": "There is none of this id."}})
-def show(number: str, house: Own) -> Answer:
-    """Where a submission is, and what its verification found."""
-    found = submissions.find(house.database, number)
+@router.get("/submissions/{number}", responses={404: {"description": "Unknown id."}})
+def show(number: str, services: Own) -> SubmissionStatus:
+    """Show the status of a submission and the checks of its verification."""
+    found = submissions.find(services.database, number)
     if found is None:
         raise HTTPException(404, "there is no such submission")
-    return Answer.of(found)
+    return SubmissionStatus.of(found)
 
 
-@router.post("/submissions/{number}/withdraw", responses={409: {"description": "It is not yours."}})
-def withdraw(number: str, house: Own, token: Known) -> Answer:
-    """Take a submission back: its row goes, its bundle and the audit log stay."""
+@router.post("/submissions/{number}/withdraw", responses={409: {"description": "Not yours, or unknown."}})
+def withdraw(number: str, services: Own, token: Known) -> SubmissionStatus:
+    """Withdraw a submission: its row is removed; its bundle and the audit log are kept."""
     try:
-        found = submissions.withdraw(house.database, token, number)
+        found = submissions.withdraw(services.database, token, number)
     except ConflictError as error:
         raise HTTPException(409, str(error)) from error
-    house.publisher.wake()
-    return Answer.of(found)
+    services.publisher.wake()
+    return SubmissionStatus.of(found)
 
 
 @router.get("/audit")
 def show_audit(
-    house: Own, token: Known, most: Annotated[int, Query(ge=1, le=MOST_EVENTS)] = 100
-) -> list[Logged]:
-    """What was done, newest first; for administrators."""
+    services: Own, token: Known, most: Annotated[int, Query(ge=1, le=MAX_EVENTS)] = 100
+) -> list[AuditEntry]:
+    """List the audit log, newest first. Administrators only."""
     if token.scope is not Scope.ADMIN:
-        raise HTTPException(403, "this is for tokens of scope admin")
-    return [Logged.of(x) for x in submissions.list_events(house.database, most)]
+        raise HTTPException(403, "this requires a token of scope admin")
+    return [AuditEntry.of(x) for x in submissions.list_events(services.database, most)]

@@ -1,4 +1,4 @@
-"""The leaderboard as one application: the API, the site, and the threads that work behind them."""
+"""The server as one FastAPI application: the API, the site, and the background threads."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from kvbench import __version__
-from kvbench.leaderboard.server.api import House, router
+from kvbench.leaderboard.server.api import Services, router
 from kvbench.leaderboard.server.publisher import Publisher
 from kvbench.leaderboard.server.state import State
 from kvbench.leaderboard.server.tables import Database
 from kvbench.leaderboard.server.worker import Worker
 
-BUILDING = "<!doctype html><title>kvbench</title><p>The leaderboard is being built. Come again in a minute.</p>"
+BUILDING = "<!doctype html><title>kvbench</title><p>The leaderboard is being built. Reload the page in a minute.</p>"
 
 
 class Site(StaticFiles):
-    """The site's folder, which comes with the first build."""
+    """Serves the folder of the site, which does not exist before the first build."""
 
     async def check_config(self) -> None:
-        """It need not be there yet."""
+        """Accept a folder that does not exist yet."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
-        """A file of it."""
+        """Serve one file, or 503 while the first build is running."""
         try:
             return await super().get_response(path, scope)
         except HTTPException:
-            if self.directory is None or not Path(self.directory).is_dir():  # noqa: ASYNC240  # a look
+            if self.directory is None or not Path(self.directory).is_dir():  # noqa: ASYNC240  # a quick look
                 return HTMLResponse(BUILDING, 503, headers={"Retry-After": "10"})
             raise
 
 
 def create_app(database: Database, state: State) -> FastAPI:
-    """The application; its threads live as long as it does."""
+    """Create the application. Its threads start and stop with it."""
     publisher = Publisher(database, state)
     worker = Worker(database, state, publisher.wake)
 
@@ -53,9 +53,9 @@ def create_app(database: Database, state: State) -> FastAPI:
 
     app = FastAPI(
         title="kvbench leaderboard", version=__version__, lifespan=live, docs_url=None, redoc_url=None,
-        description="Takes runs in, verifies them, and shows what was accepted.",
+        description="Receives submissions, verifies them, and shows the accepted runs.",
     )
-    app.state.house = House(database, state, worker, publisher)
+    app.state.services = Services(database, state, worker, publisher)
     app.include_router(router)
 
     @app.middleware("http")

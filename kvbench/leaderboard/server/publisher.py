@@ -1,4 +1,4 @@
-"""The thread that makes folders follow the database: accepted bundles among the results, and the site of them all."""
+"""The thread that copies accepted bundles into the results folder and rebuilds the site."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kvbench.leaderboard.verification.outcome import RefusedError
 from kvbench.log import say
 
 BUILD = "import sys; from kvbench.cli import call; sys.exit(call(sys.argv[1:]))"
-GONE = (Status.WITHDRAWN, Status.SUPERSEDED)
-AGAIN_S = 10.0
-"""Until the next try, where something stood in the way: the build of a server that was killed, say."""
+REMOVED = (Status.WITHDRAWN, Status.SUPERSEDED)
+RETRY_S = 10.0
+"""Seconds until the next attempt after a failure, for example while another process builds the site."""
 
 
 class Publisher(threading.Thread):
-    """Publishes at its start, and whenever something was concluded or withdrawn."""
+    """Publishes when it starts, and whenever a verification ends or a submission is withdrawn."""
 
     def __init__(self, database: Database, state: State) -> None:
         super().__init__(name="publisher", daemon=True)
@@ -34,11 +34,11 @@ class Publisher(threading.Thread):
         self._build: subprocess.Popen[bytes] | None = None
 
     def wake(self) -> None:
-        """Something changed."""
+        """Signal that something changed."""
         self._woken.set()
 
     def stop(self) -> None:
-        """End; a build that is not done is left, the old site stays."""
+        """Stop the thread and kill a running build; the old site stays."""
         self._stopped.set()
         self.wake()
         if self._build is not None:
@@ -46,19 +46,19 @@ class Publisher(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        """Publish again and again."""
+        """Publish after each change, until stopped."""
         while not self._stopped.is_set():
             self._woken.clear()
             done = False
             try:
-                follow(self._database, self._state)
+                publish_accepted(self._database, self._state)
                 done = self._build_site()
-            except Exception as error:  # noqa: BLE001  # of the database, or the disk: the next time may be better
+            except Exception as error:  # noqa: BLE001  # errors of the database or the disk may pass
                 say(f"publishing: {type(error).__name__}: {error}.")
-            self._woken.wait(None if done else AGAIN_S)
+            self._woken.wait(None if done else RETRY_S)
 
     def _build_site(self) -> bool:
-        """In a process of its own: charts take a while, and requests must not wait for them."""
+        """Build the site in a separate process, so that drawing charts does not delay requests."""
         command = [sys.executable, "-c", BUILD, "leaderboard", "build", str(self._state.results), "-o"]
         self._build = subprocess.Popen(  # noqa: S603  # our own command
             [*command, str(self._state.site)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
@@ -70,18 +70,18 @@ class Publisher(threading.Thread):
         return self._build.returncode == 0
 
 
-def follow(database: Database, state: State) -> None:
-    """Put accepted bundles with their verification among the results, and take away what was withdrawn or replaced."""
+def publish_accepted(database: Database, state: State) -> None:
+    """Copy accepted bundles with their verification to the results; remove withdrawn and superseded ones."""
     for x in list_submissions(database):
         folder = state.results / x.submitter / x.run_id
-        if x.status in GONE and _find_identity(folder) == x.id:
+        if x.status in REMOVED and _find_identity(folder) == x.id:
             _remove(folder)
     for x in list_submissions(database):
         folder = state.results / x.submitter / x.run_id
         if x.status is not Status.ACCEPTED or _find_identity(folder) == x.id:
             continue
         if _is_curated(folder):
-            say(f"{folder} is no submission and stays: {x.id}, whose submitter is called as its folder, is not shown.")
+            say(f"{folder} is a curated run and is kept: submission {x.id} has the same folder and is not shown.")
         else:
             _remove(folder)
             write_folder(_gather(state, x), folder)
@@ -93,7 +93,7 @@ def _gather(state: State, found: Submission) -> dict[str, bytes]:
 
 
 def _is_curated(folder: Path) -> bool:
-    """Whether a whole run is there that nobody submitted; half a submission is none."""
+    """Whether the folder holds a complete run without a manifest; an incomplete submission does not count."""
     try:
         return open_head(read_files(folder)).manifest is None
     except RefusedError:
@@ -109,7 +109,7 @@ def _find_identity(folder: Path) -> str | None:
 
 
 def _remove(folder: Path) -> None:
-    """At once for who looks, then for good."""
+    """Rename first, so that readers never see half a folder, then delete."""
     trash = folder.with_name(f".{folder.name}.gone")
     with contextlib.suppress(FileNotFoundError):
         folder.rename(trash)

@@ -1,4 +1,4 @@
-"""Where a server keeps what: its own folder with database, bundles and site, and the results that it adds to."""
+"""The folders of a server: its own state (database, bundles, site) and the results to which it adds."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ class State:
 
     @property
     def database(self) -> str:
-        """The URL of the database, where no other is given."""
+        """URL of the default database."""
         return f"sqlite:///{self.folder / 'leaderboard.db'}"
 
     @property
     def uploads(self) -> Path:
-        """What is still coming in."""
+        """Unfinished uploads."""
         return self.folder / "uploads"
 
     @property
     def site(self) -> Path:
-        """What visitors see."""
+        """The site that visitors see."""
         return self.folder / "site"
 
     def bundle(self, submission: str) -> Path:
-        """A bundle as it came, whatever became of it."""
+        """The bundle of a submission as it was uploaded; kept whatever its status."""
         return self.folder / "bundles" / submission
 
     def make(self) -> None:
-        """Make its own folders."""
+        """Create the server's own folders."""
         for path in (self.uploads, self.folder / "bundles"):
             path.mkdir(parents=True, exist_ok=True)

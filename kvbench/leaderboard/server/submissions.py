@@ -1,4 +1,4 @@
-"""What becomes of submissions, each step one transaction: taken in, claimed by a worker, concluded, withdrawn."""
+"""Life cycle of a submission: queued, claimed by a worker, concluded, withdrawn. Each step is one transaction."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from kvbench.leaderboard.server.tables import Database, Event, Scope, Status, Su
 from kvbench.leaderboard.submission.records import Manifest, Verification
 
 LEASE_S = 15.0
-"""A worker that has not been heard of for so long is dead, and its submission is another's."""
-MOST_ATTEMPTS = 3
-"""Verifications that are begun before a submission counts as one that cannot be verified."""
-MOST_PER_HOUR = 60
-"""Uploads of one token, whatever comes of them."""
+"""Seconds after which a worker that does not renew its claim counts as dead; others may then claim its submission."""
+MAX_ATTEMPTS = 3
+"""Attempts at verification before a submission counts as failed."""
+MAX_PER_HOUR = 60
+"""Uploads per token and hour, accepted or not."""
 STANDING = (Status.QUEUED, Status.VERIFYING, Status.ACCEPTED)
 
 
 class ConflictError(Exception):
-    """It cannot be done to this submission; the message says why."""
+    """The operation does not apply to this submission; the message says why."""
 
 
-def admit(database: Database, token: Token, most: int) -> bool:
-    """Note that this token uploads something; False: it did so as often as it may within an hour."""
+def record_upload(database: Database, token: Token, most: int) -> bool:
+    """Record an upload of this token. Returns False if the token has reached its limit per hour."""
     start = (datetime.now(UTC) - timedelta(hours=1)).isoformat(timespec="milliseconds")
     with database.begin() as session:
         count = session.scalar(select(func.count()).where(
@@ -38,13 +38,13 @@ def admit(database: Database, token: Token, most: int) -> bool:
         return count < most
 
 
-def take_in(database: Database, token: Token, manifest: Manifest, supersedes: str | None) -> tuple[Submission, bool]:
-    """Queue a bundle that lies in its folder; one that is there already stays as it is, unless it was withdrawn.
+def enqueue(database: Database, token: Token, manifest: Manifest, supersedes: str | None) -> tuple[Submission, bool]:
+    """Queue a bundle that lies in its folder; a known bundle keeps its status unless it was withdrawn or failed.
 
     Returns: the submission, and whether it was queued.
 
     Raises:
-        ConflictError: the submitter has another bundle of this run, or may not supersede what it names.
+        ConflictError: the submitter has another bundle of this run, or may not supersede the one that it names.
     """
     number = manifest.identity
     try:
@@ -55,11 +55,11 @@ def take_in(database: Database, token: Token, manifest: Manifest, supersedes: st
                 return found, False
             if supersedes is not None:
                 if supersedes == number:
-                    raise ConflictError(f"this is {number} itself: send it without ?supersedes=")
-                _own(session, token, supersedes)
+                    raise ConflictError(f"this is submission {number} itself: send it without ?supersedes=")
+                _find_own(session, token, supersedes)
             rival = _find_rival(session, (number, supersedes), manifest)
             if rival is not None:
-                raise ConflictError(f"{rival.id} is of this run already: to replace it, send this with ?supersedes=")
+                raise ConflictError(f"{rival.id} is a submission of this run: replace it with ?supersedes=")
             if found is None:
                 found = Submission(
                     id=number, content=manifest.content, submitter=manifest.submitter, run_id=manifest.run_id,
@@ -69,18 +69,18 @@ def take_in(database: Database, token: Token, manifest: Manifest, supersedes: st
             found.status, found.supersedes, found.attempts, found.error = Status.QUEUED, supersedes, 0, None
             note(session, _actor(token), "queued", number, "" if supersedes is None else f"supersedes {supersedes}")
             return found, True
-    except IntegrityError:  # another process took the same bundle in at the same moment
-        return take_in(database, token, manifest, supersedes)
+    except IntegrityError:  # another process queued the same bundle at the same time
+        return enqueue(database, token, manifest, supersedes)
 
 
 def withdraw(database: Database, token: Token, number: str) -> Submission:
-    """Take a submission back, whatever its status.
+    """Withdraw a submission of any status.
 
     Raises:
-        ConflictError: there is none of that id that this token may withdraw.
+        ConflictError: no submission of that id that this token may withdraw.
     """
     with database.begin() as session:
-        found = _own(session, token, number)
+        found = _find_own(session, token, number)
         if found.status is not Status.WITHDRAWN:
             found.status, found.owner = Status.WITHDRAWN, None
             note(session, _actor(token), "withdrawn", number)
@@ -88,14 +88,14 @@ def withdraw(database: Database, token: Token, number: str) -> Submission:
 
 
 def claim(database: Database, owner: str) -> Submission | None:
-    """The oldest submission that nobody verifies, now this worker's; None: there is nothing to do."""
+    """Claim the oldest submission that waits for verification. Returns None if there is none."""
     late = and_(Submission.status == Status.VERIFYING, Submission.until < time.time())
     waiting = select(Submission).where(or_(Submission.status == Status.QUEUED, late)).order_by(Submission.received)
     with database.begin() as session:
         found = session.scalar(waiting.limit(1).with_for_update(skip_locked=True))
         if found is None:
             return None
-        if found.attempts >= MOST_ATTEMPTS:
+        if found.attempts >= MAX_ATTEMPTS:
             _fail(session, owner, found, f"its verification ended {found.attempts} times without a result")
             return None
         found.status, found.owner, found.until = Status.VERIFYING, owner, time.time() + LEASE_S
@@ -105,18 +105,18 @@ def claim(database: Database, owner: str) -> Submission | None:
 
 
 def renew(database: Database, owner: str, number: str) -> bool:
-    """Say that the worker lives; False: the submission is no longer its own."""
+    """Renew the claim of a worker. Returns False if the submission no longer belongs to it."""
     with database.begin() as session:
-        found = _held(session, owner, number)
+        found = _find_claimed(session, owner, number)
         if found is not None:
             found.until = time.time() + LEASE_S
         return found is not None
 
 
 def release(database: Database, owner: str, number: str) -> None:
-    """Give a submission back whose verification was stopped, as if it had not begun."""
+    """Return a submission to the queue after its verification was stopped; the attempt does not count."""
     with database.begin() as session:
-        found = _held(session, owner, number)
+        found = _find_claimed(session, owner, number)
         if found is not None:
             found.status, found.owner = Status.QUEUED, None
             found.attempts -= 1
@@ -124,9 +124,9 @@ def release(database: Database, owner: str, number: str) -> None:
 
 
 def conclude(database: Database, owner: str, number: str, record: Verification) -> bool:
-    """Write down what came of a verification; False: the submission is no longer this worker's."""
+    """Store the result of a verification. Returns False if the submission no longer belongs to this worker."""
     with database.begin() as session:
-        found = _held(session, owner, number)
+        found = _find_claimed(session, owner, number)
         if found is None:
             return False
         found.status = Status.REFUSED if record.refused else Status.ACCEPTED
@@ -141,22 +141,22 @@ def conclude(database: Database, owner: str, number: str, record: Verification) 
 
 
 def fail(database: Database, owner: str, number: str, reason: str) -> bool:
-    """Write down why nothing came of a verification; False: the submission is no longer this worker's."""
+    """Store the reason why a verification failed. Returns False if the submission no longer belongs to this worker."""
     with database.begin() as session:
-        found = _held(session, owner, number)
+        found = _find_claimed(session, owner, number)
         if found is not None:
             _fail(session, owner, found, reason)
         return found is not None
 
 
 def find(database: Database, number: str) -> Submission | None:
-    """A submission by its id."""
+    """Find a submission by its id."""
     with database.begin() as session:
         return session.get(Submission, number)
 
 
 def list_submissions(database: Database, token: Token | None = None) -> Sequence[Submission]:
-    """In the order in which they came: all, or those that a token may see."""
+    """List submissions by time of receipt: all, or those that a token may see."""
     wanted = select(Submission).order_by(Submission.received)
     if token is not None and token.scope is not Scope.ADMIN:
         wanted = wanted.where(Submission.submitter == token.name)
@@ -165,7 +165,7 @@ def list_submissions(database: Database, token: Token | None = None) -> Sequence
 
 
 def list_events(database: Database, most: int) -> Sequence[Event]:
-    """The newest of the audit log."""
+    """List the newest entries of the audit log."""
     with database.begin() as session:
         return session.scalars(select(Event).order_by(Event.id.desc()).limit(most)).all()
 
@@ -174,13 +174,13 @@ def _actor(token: Token) -> str:
     return f"token {token.id} of {token.name}"
 
 
-def _held(session: Session, owner: str, number: str) -> Submission | None:
-    """A submission that this worker verifies."""
+def _find_claimed(session: Session, owner: str, number: str) -> Submission | None:
+    """Return the submission if this worker has claimed it."""
     found = session.get(Submission, number, with_for_update=True)
     return found if found is not None and (found.owner, found.status) == (owner, Status.VERIFYING) else None
 
 
-def _own(session: Session, token: Token, number: str) -> Submission:
+def _find_own(session: Session, token: Token, number: str) -> Submission:
     found = session.get(Submission, number, with_for_update=True)
     if found is None or (token.scope is not Scope.ADMIN and found.submitter != token.name):
         raise ConflictError(f"{token.name} has no submission {number}")
@@ -188,7 +188,7 @@ def _own(session: Session, token: Token, number: str) -> Submission:
 
 
 def _find_rival(session: Session, besides: Sequence[str | None], manifest: Manifest) -> Submission | None:
-    """A further bundle of the same run and submitter that stands: only one can be a row."""
+    """Find another active bundle of the same run and submitter: only one of them can have a row."""
     return session.scalar(select(Submission).where(
         Submission.submitter == manifest.submitter, Submission.run_id == manifest.run_id,
         Submission.id.not_in([x for x in besides if x is not None]), Submission.status.in_(STANDING),

@@ -1,4 +1,4 @@
-"""What the server remembers, in any database that SQLAlchemy knows. The database is the truth; folders follow it."""
+"""The database tables of the server, through SQLAlchemy. Folders are derived from the database, never the reverse."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from kvbench.errors import UserError
 
 BUSY_S = 30
-"""Most that a writer of SQLite waits for another one."""
+"""Seconds that a writer waits for another writer of a SQLite database."""
 
 
 class Scope(StrEnum):
-    """What a token may do: send and withdraw under its own name, or all."""
+    """Rights of a token: send and withdraw under its own name, or administrate."""
 
     SUBMIT = "submit"
     ADMIN = "admin"
 
 
 class Status(StrEnum):
-    """Where a submission is."""
+    """Status of a submission."""
 
     QUEUED = "queued"
     VERIFYING = "verifying"
     ACCEPTED = "accepted"
     REFUSED = "refused"
     FAILED = "failed"
-    """Its verification could not be finished: it took too long, or too much."""
+    """The verification crashed, or exceeded its time or memory."""
     WITHDRAWN = "withdrawn"
     SUPERSEDED = "superseded"
 
 
 class Base(DeclarativeBase):
-    """All tables."""
+    """Base class of all tables."""
 
 
 class Token(Base):
-    """Who may send. The token itself is not kept, only its hash."""
+    """An access token, stored as a hash only."""
 
     __tablename__ = "tokens"
 
@@ -56,12 +56,12 @@ class Token(Base):
 
 
 class Submission(Base):
-    """One bundle of one submitter, once."""
+    """One bundle of one submitter."""
 
     __tablename__ = "submissions"
 
     id: Mapped[str] = mapped_column(primary_key=True)
-    """Manifest.identity: the same bundle has the same one."""
+    """Manifest.identity: the same bundle has the same id."""
     content: Mapped[str]
     submitter: Mapped[str] = mapped_column(index=True)
     run_id: Mapped[str] = mapped_column(index=True)
@@ -69,19 +69,19 @@ class Submission(Base):
     received: Mapped[str]
     supersedes: Mapped[str | None] = mapped_column(ForeignKey("submissions.id"), default=None)
     attempts: Mapped[int] = mapped_column(default=0)
-    """Verifications that were begun."""
+    """Verifications that were started."""
     owner: Mapped[str | None] = mapped_column(default=None)
     """The worker that verifies it."""
     until: Mapped[float] = mapped_column(default=0.0)
-    """When that worker counts as dead, in seconds of the epoch; it says so again and again that it is not."""
+    """Time in seconds since the epoch at which the worker's claim expires; the worker renews it."""
     verification: Mapped[str | None] = mapped_column(default=None)
-    """verification.json."""
+    """Content of verification.json."""
     error: Mapped[str | None] = mapped_column(default=None)
-    """Why it failed."""
+    """Reason of a failure."""
 
 
 class Event(Base):
-    """The audit log: what was done, by whom. Rows are added, and never changed."""
+    """The audit log: who did what. Rows are only added, never changed."""
 
     __tablename__ = "audit"
 
@@ -106,22 +106,22 @@ class Database:
 
     @contextmanager
     def begin(self) -> Iterator[Session]:
-        """All or nothing of what is done inside."""
+        """Open a transaction: everything inside is committed, or nothing."""
         with Session(self._engine, expire_on_commit=False) as session, session.begin():
             yield session
 
     def close(self) -> None:
-        """Let go of all connections."""
+        """Close all connections."""
         self._engine.dispose()
 
 
 def note(session: Session, actor: str, action: str, subject: str | None, detail: str = "") -> None:
-    """Add to the audit log, in the same transaction as what it tells of."""
+    """Add an entry to the audit log, in the transaction of the action that it records."""
     session.add(Event(time=now(), actor=actor, action=action, subject=subject, detail=detail))
 
 
 def now() -> str:
-    """The time, for people and for order."""
+    """Current time in UTC, as ISO 8601, which sorts by time."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
@@ -130,7 +130,7 @@ def _connect(url: str) -> Engine:
         return create_engine(url, pool_pre_ping=True)
     engine = create_engine(url, connect_args={"timeout": BUSY_S})
 
-    # Python's sqlite3 begins transactions late, and then two readers that want to write lock each other out.
+    # By default sqlite3 begins a transaction at the first write, and two readers that want to write then deadlock.
     @event.listens_for(engine, "connect")
     def _(connection: Any, _: object) -> None:
         connection.isolation_level = None

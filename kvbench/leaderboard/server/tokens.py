@@ -1,4 +1,4 @@
-"""Tokens: made on the command line, kept as hashes, revoked at any time."""
+"""Access tokens: created on the command line, stored as hashes, revocable."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from kvbench.leaderboard.server.tables import Database, Scope, Token, note, now
 from kvbench.leaderboard.submission.records import Handle
 
 PREFIX = "kvb_"
-"""By which people and scanners see what it is."""
+"""Marks the text as a token of kvbench, for people and for secret scanners."""
 
 
 def create_token(database: Database, name: str, scope: str) -> str:
-    """A new token for a submitter: the one time that it is seen.
+    """Create a token for a submitter. It is returned here and never again.
 
     Raises:
-        UserError: a name or a scope that cannot be.
+        UserError: the name or the scope is not valid.
     """
     try:
         TypeAdapter(Handle).validate_python(name)
     except ValidationError as error:
-        raise UserError(f"'{name}' cannot be a submitter: plain letters, digits, '.', '_' and '-' only.") from error
+        raise UserError(f"'{name}' is not a valid submitter: use ASCII letters, digits, '.', '_' and '-'.") from error
     if scope not in tuple(Scope):
         raise unknown("scope", scope, [str(x) for x in Scope])
     token = PREFIX + secrets.token_urlsafe(32)
@@ -37,13 +37,13 @@ def create_token(database: Database, name: str, scope: str) -> str:
 
 
 def list_tokens(database: Database) -> Sequence[Token]:
-    """All of them, revoked ones too."""
+    """List all tokens, including revoked ones."""
     with database.begin() as session:
         return session.scalars(select(Token).order_by(Token.id)).all()
 
 
 def revoke_token(database: Database, number: int) -> Token:
-    """From now on it opens nothing.
+    """Revoke a token.
 
     Raises:
         UserError: there is no such token.
@@ -58,7 +58,7 @@ def revoke_token(database: Database, number: int) -> Token:
 
 
 def find_token(database: Database, token: str) -> Token | None:
-    """Who this is; None: nobody, or nobody any more. What is compared is hashes of 256 random bits."""
+    """Find the token that matches, or None if it is unknown or revoked. Compares hashes of 256 random bits."""
     with database.begin() as session:
         return session.scalar(select(Token).where(Token.digest == _digest(token), Token.revoked.is_(None)))
 

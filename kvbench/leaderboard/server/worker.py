@@ -1,4 +1,4 @@
-"""The thread that has submissions verified, one after the other, by a process of its own."""
+"""The thread that verifies queued submissions one at a time, in a child process."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from kvbench.leaderboard.submission.records import Verification
 from kvbench.log import say
 
 IDLE_S = 1.0
-"""Between looks at the database, where other servers may queue things too."""
+"""Seconds between polls of the database, to which other servers may add submissions."""
 LIMIT_S = 900.0
-"""Most that a verification may take."""
-JUDGE = ("-m", "kvbench.leaderboard.server.judge")
-LIVING = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-"""A verification fetches nothing and computes nothing."""
+"""Seconds that one verification may take."""
+VERIFIER = ("-m", "kvbench.leaderboard.server.verifier")
+CHILD_ENV = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+"""Environment of the child: no downloads and no GPU."""
 
 
 class StoppedError(Exception):
-    """The server ends, or the submission was withdrawn."""
+    """The server is stopping, or the submission was withdrawn."""
 
 
 class Worker(threading.Thread):
-    """Verifies what is queued until it is told to stop."""
+    """Verifies queued submissions until it is stopped."""
 
     def __init__(self, database: Database, state: State, concluded: Callable[[], None]) -> None:
         super().__init__(name="verification", daemon=True)
@@ -44,17 +44,17 @@ class Worker(threading.Thread):
         self._stopped, self._woken = threading.Event(), threading.Event()
 
     def wake(self) -> None:
-        """Something was queued."""
+        """Signal that a submission was queued."""
         self._woken.set()
 
     def stop(self) -> None:
-        """Give back what is being verified, and end."""
+        """Return the current submission to the queue, and stop."""
         self._stopped.set()
         self.wake()
         self.join()
 
     def run(self) -> None:
-        """Verify what is queued."""
+        """Verify queued submissions."""
         try:
             while not self._stopped.is_set():
                 self._woken.clear()
@@ -63,7 +63,7 @@ class Worker(threading.Thread):
                     if found is not None:
                         self._verify(found)
                         continue
-                except Exception as error:  # noqa: BLE001  # a database that is away may come back
+                except Exception as error:  # noqa: BLE001  # the database may come back
                     say(f"verification: {type(error).__name__}: {error}. Trying again.")
                 self._woken.wait(IDLE_S)
         finally:
@@ -84,10 +84,10 @@ class Worker(threading.Thread):
             submissions.release(self._database, self._owner, found.id)
 
     def _ask(self, found: Submission) -> dict[str, object]:
-        """The child's answer; while it is awaited, the database hears that the worker lives.
+        """Send a submission to the child and wait for its reply, renewing the claim while it runs.
 
         Raises:
-            StoppedError: it is no longer wanted.
+            StoppedError: the server is stopping, or the claim is lost.
         """
         child = self._start()
         assert child.stdin is not None and child.stdout is not None
@@ -114,7 +114,8 @@ class Worker(threading.Thread):
     def _start(self) -> subprocess.Popen[bytes]:
         if self._child is None or self._child.poll() is not None:
             self._child = subprocess.Popen(  # noqa: S603  # our own module
-                [sys.executable, *JUDGE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **LIVING},
+                [sys.executable, *VERIFIER], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                env={**os.environ, **CHILD_ENV},
             )
         return self._child
 

@@ -1,4 +1,4 @@
-"""What papers print, and how it stands by the runs that are here, laid out as their tables are."""
+"""Numbers that papers print and their verdicts by the runs at hand, laid out as in the papers' tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 from kvbench.errors import UserError
-from kvbench.leaderboard.site.entries import Entry
+from kvbench.leaderboard.site.listed import ListedRun
 from kvbench.reproduce.shape import ShapeRecord
 from kvbench.reproduce.standing import list_judgments, read_findings
 from kvbench.reproduce.verdict import Judgment, Verdict, find_unanchored
@@ -18,18 +18,18 @@ VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 
 @dataclass(frozen=True)
-class Block:
-    """The numbers of one model in one table, by row and column; None where none is printed."""
+class ModelTable:
+    """The numbers of one model in one table, by row and column; None where the paper prints none."""
 
     model: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, tuple[Judgment | None, ...]], ...]
     off: float | None
-    """Points between the dense cache here and in the paper; None: as near as it must be, or not run."""
+    """Points between our full cache and the paper's; None if they are close enough, or if ours was not run."""
 
 
 @dataclass(frozen=True)
-class Source:
+class PaperVerdicts:
     """A paper with the verdicts on its numbers."""
 
     name: str
@@ -37,13 +37,13 @@ class Source:
 
     @property
     def counts(self) -> list[int]:
-        """Numbers with each verdict, in the order of VERDICTS."""
+        """Count of each verdict, in the order of VERDICTS."""
         counts = Counter(x.verdict for x in self.judged)
         return [counts[x] for x in VERDICTS]
 
     @property
-    def tables(self) -> Iterator[tuple[Judgment, list[Block]]]:
-        """Any number of each table, and the table by model."""
+    def tables(self) -> Iterator[tuple[Judgment, list[ModelTable]]]:
+        """One number of each table as an example, with the table split by model."""
         off = find_unanchored(self.judged)
         tables: dict[str, dict[str, list[Judgment]]] = {}
         for x in self.judged:
@@ -53,41 +53,42 @@ class Source:
             yield next(iter(models.values()))[0], blocks
 
 
-def _lay_out(model: str, judged: Sequence[Judgment], off: float | None) -> Block:
+def _lay_out(model: str, judged: Sequence[Judgment], off: float | None) -> ModelTable:
     cells = {(x.claim.row, x.claim.column): x for x in judged}
     columns = [x for x in judged[0].claim.table.columns if any(column == x for _, column in cells)]
     rows = dict.fromkeys(row for row, _ in cells)
-    return Block(model, tuple(columns), tuple((row, tuple(cells.get((row, x)) for x in columns)) for row in rows), off)
+    lines = tuple((row, tuple(cells.get((row, x)) for x in columns)) for row in rows)
+    return ModelTable(model, tuple(columns), lines, off)
 
 
 @dataclass(frozen=True)
-class Claims:
-    """Printed numbers by paper, and findings put to the bundled models."""
+class ClaimsReport:
+    """Verdicts on printed numbers by paper, and findings tested on the bundled models."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[PaperVerdicts, ...]
     findings: ShapeRecord | None
-    """None: they were not tested here."""
+    """None: the findings were not tested in this folder."""
     pages: Mapping[Path, str]
-    """Of runs, by their folders."""
+    """Page names of runs by folder."""
     problem: str | None = None
-    """Why there are none."""
+    """The reason why nothing can be shown."""
 
 
-def read_claims(results: Path, entries: Sequence[Entry]) -> Claims:
-    """How every claim stands by these runs, and by the clocks and the findings of the folder."""
+def read_claims(results: Path, runs: Sequence[ListedRun]) -> ClaimsReport:
+    """Judge every claim by the runs, benchmarks and findings of a results folder."""
     papers: dict[str, list[Judgment]] = {}
     try:
         findings = read_findings(results)
-        for x in list_judgments(results, results=[(x.run.folder, x.result) for x in entries]):
+        for x in list_judgments(results, results=[(x.run.folder, x.result) for x in runs]):
             papers.setdefault(x.claim.paper, []).append(x)
     except UserError as error:
-        return Claims((), None, {}, str(error))
-    pages = {x.run.folder: x.name for x in entries}
-    return Claims(tuple(Source(name, tuple(judged)) for name, judged in papers.items()), findings, pages)
+        return ClaimsReport((), None, {}, str(error))
+    pages = {x.run.folder: x.name for x in runs}
+    return ClaimsReport(tuple(PaperVerdicts(name, tuple(judged)) for name, judged in papers.items()), findings, pages)
 
 
 def join_reasons(cells: Sequence[Judgment | None]) -> list[str]:
-    """What the numbers of a row lack, and what is otherwise than in the paper, each once."""
+    """List what the numbers of a row lack and where they differ from the paper, without duplicates."""
     judged = [x for x in cells if x is not None]
     missing, differs = (y.why for x in judged for y in x.missing), (y for x in judged for y in x.differs)
     return list(dict.fromkeys([*missing, *differs]))

@@ -1,4 +1,4 @@
-"""The numbers that a table shows of a run, one column each."""
+"""The columns of a table."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from kvbench.runs.results import Result
 
 
 @dataclass(frozen=True)
-class Column:
-    """What it is called, where its number is, and how that is written."""
+class TableColumn:
+    """One column: its name, how to read its number from a result, and how to format it."""
 
     name: str
     about: str
     read: Callable[[Result], float | None]
     write: Callable[[float], str]
     first: Literal["ascending", "descending"]
-    """The order in which it is sorted at first."""
+    """Sort order at the first click."""
     narrow: bool = False
-    """Whether a telephone has room for it."""
+    """Whether it is also shown on a narrow screen."""
 
     def cell(self, result: Result) -> tuple[float | None, str]:
-        """The number, and as text."""
+        """The number and its text."""
         value = self.read(result)
         return value, "-" if value is None else self.write(value)
 
 
-def choose_columns(axis: Axis, results: Iterable[Result], *, timed: bool) -> list[Column]:
-    """Those in which these results have anything, what the axis measures first; `timed`: times can be compared."""
+def choose_columns(axis: Axis, results: Iterable[Result], *, timed: bool) -> list[TableColumn]:
+    """Columns with at least one number, the axis first; `timed`: whether times are comparable."""
     results = list(results)
     upwards = all(x.score.higher_is_better for x in results)
     score = SCORE if upwards else replace(SCORE, first="ascending")
@@ -62,27 +62,34 @@ def _later(result: Result) -> float | None:
 
 
 def _speedup(result: Result) -> float | None:
-    beside = None if result.diffusion is None else result.diffusion.baselines.get("none")
-    return None if beside is None else beside.speedup
+    baseline = None if result.diffusion is None else result.diffusion.baselines.get("none")
+    return None if baseline is None else baseline.speedup
 
 
-SCORE = Column(
+SCORE = TableColumn(
     "Score", "mean over all answers, with its 95 % interval", lambda x: x.score.mean, _decimal, "descending",
     narrow=True,
 )
-TIME = Column("Per token", "median seconds of a token", lambda x: x.latency.tpot_s, format_seconds, "ascending")
+TIME = TableColumn("Per token", "median time per output token", lambda x: x.latency.tpot_s, format_seconds, "ascending")
 COLUMNS = (
-    Column("Held", "bytes that hold the context, of the dense cache's", Axis.STORED.measure, _percent, "ascending",
-           narrow=True),
-    Column("Read", "bytes that a decode step reads, of the dense cache's", Axis.READ.measure, _percent, "ascending"),
-    Column("Computed", "rows that a pass computes, of all", Axis.COMPUTED.measure, _percent, "ascending", narrow=True),
-    Column("Passes", "forward passes of an answer", lambda x: None if x.diffusion is None else x.diffusion.nfe,
+    TableColumn(
+        "Stored", "stored bytes of the context, as a share of the full cache", Axis.STORED.measure, _percent,
+        "ascending", narrow=True,
+    ),
+    TableColumn(
+        "Read", "bytes read per decode step, as a share of the full cache", Axis.READ.measure, _percent, "ascending",
+    ),
+    TableColumn(
+        "Computed", "positions computed per denoising step, as a share of all", Axis.COMPUTED.measure, _percent,
+        "ascending", narrow=True,
+    ),
+    TableColumn("NFE", "denoising steps per answer", lambda x: None if x.diffusion is None else x.diffusion.nfe,
            "{:.1f}".format, "ascending"),
     SCORE,
-    Column("First turn", "mean over the first question of each context", _first, _decimal, "descending"),
-    Column("Later turns", "mean over the turns after it", _later, _decimal, "descending"),
-    Column("Top-1", "share of tokens that are the dense cache's most likely ones too",
+    TableColumn("First turn", "mean over the first question of each context", _first, _decimal, "descending"),
+    TableColumn("Later turns", "mean over the turns after it", _later, _decimal, "descending"),
+    TableColumn("Top-1", "share of answer tokens that method and full cache predict alike",
            lambda x: None if x.agreement is None else x.agreement.top1, _decimal, "descending"),
-    Column("Speed-up", "over no cache in the same job", _speedup, "{:.2f} x".format, "descending"),
+    TableColumn("Speed-up", "over running without a cache, in the same job", _speedup, "{:.2f} x".format, "descending"),
     TIME,
 )

@@ -1,4 +1,4 @@
-"""Templates and what they ask of a result; whatever a page shows is escaped, short, and of characters that one sees."""
+"""Renders the templates. Every value on a page is escaped, limited in length, and free of invisible characters."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from markupsafe import Markup
 from kvbench import __version__
 from kvbench.analysis.formatting import format_bytes, format_interval, format_p
 from kvbench.leaderboard.site.claims import VERDICTS, join_reasons
-from kvbench.leaderboard.site.columns import Column, choose_columns
-from kvbench.leaderboard.site.tables import Axis, Group, Row, name_machine
+from kvbench.leaderboard.site.columns import TableColumn, choose_columns
+from kvbench.leaderboard.site.tables import Axis, Group, RankedRun, name_machine
 from kvbench.leaderboard.submission.records import LEVELS
 from kvbench.registry import list_models
 from kvbench.report.sections import list_protocol
 from kvbench.runs.results import Result
 
 TEMPLATES = Path(__file__).parent / "templates"
-LONGEST = 2000
+MAX_VALUE_CHARS = 2000
 """Characters of one value that a page shows."""
 SEES = {
     "visible": "question visible", "hidden": "question hidden", "first-turn": "first question visible",
 }
 AXES = {
-    Axis.STORED: "By bytes held", Axis.READ: "By bytes that a decode step reads",
-    Axis.COMPUTED: "By rows computed in a pass",
+    Axis.STORED: "By stored bytes", Axis.READ: "By bytes read per decode step",
+    Axis.COMPUTED: "By positions computed per denoising step",
 }
 
 
 @dataclass(frozen=True)
 class Script:
-    """The script that stands in a page, and the hash by which the page allows it and no other."""
+    """The inline script of a page, and its hash for the Content-Security-Policy."""
 
     text: Markup
     hash: Markup
 
     @classmethod
     def read(cls) -> Script:
-        """The one beside the templates."""
+        """Read the script next to the templates."""
         text = (TEMPLATES / "site.js").read_text(encoding="utf-8")
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         return cls(Markup(text), Markup(f"'sha256-{digest}'"))  # noqa: S704  # our own file
@@ -54,12 +54,12 @@ class Script:
 
 @dataclass(frozen=True)
 class Pages:
-    """The templates, with what all pages of a site share."""
+    """The templates, with the values that all pages share."""
 
     shared: Mapping[str, Any]
 
     def write(self, name: str, **context: Any) -> bytes:
-        """A page by the name of its template."""
+        """Render the template of this name."""
         template = _read_templates().get_template(f"{name}.html")
         return template.render({"root": "", "here": name, **self.shared, **context}).encode()
 
@@ -68,47 +68,48 @@ class Pages:
 def _read_templates() -> Environment:
     templates = Environment(
         loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True, finalize=show_plain, auto_reload=False,
+        lstrip_blocks=True, finalize=sanitize, auto_reload=False,
     )
     templates.globals |= {
         "version": __version__, "levels": LEVELS, "verdicts": VERDICTS, "script": Script.read(),
     }
     templates.filters |= {
         "heading": name_group, "subtitle": describe_group, "baseline": name_baseline, "protocol": list_protocol,
-        "machine": name_machine, "tags": tag_group, "tables": lay_out, "small_model": warn_of_model, "after": cut_name,
+        "machine": name_machine, "tags": tag_group, "tables": list_tables, "small_model": warn_of_model,
+        "after": cut_name,
         "arxiv": is_arxiv, "percent": "{:.1%}".format, "bytes": format_bytes, "interval": format_interval,
         "p": format_p, "reasons": join_reasons,
     }
     return templates
 
 
-def show_plain(value: Any) -> Any:
-    """A value without characters that nobody sees or that turn text around, and not longer than LONGEST."""
+def sanitize(value: Any) -> Any:
+    """Escape invisible characters and characters that reverse text, and cut the value at MAX_VALUE_CHARS."""
     if isinstance(value, Markup) or not isinstance(value, str):
         return value
-    more = len(value) - LONGEST
-    return spell_out(value if more <= 0 else f"{value[:LONGEST]} ... ({more:,} more characters)")
+    more = len(value) - MAX_VALUE_CHARS
+    return escape_invisible(value if more <= 0 else f"{value[:MAX_VALUE_CHARS]} ... ({more:,} more characters)")
 
 
-def spell_out(text: str) -> str:
-    """A text in which what nobody sees is written as Python writes it."""
+def escape_invisible(text: str) -> str:
+    """Write unprintable characters as Python escapes."""
     if text.isprintable():
         return text
     return "".join(x if x.isprintable() or x == "\n" else x.encode("unicode_escape").decode() for x in text)
 
 
 def name_group(result: Result) -> str:
-    """What the rows of a protocol were asked, and how answers are made where that was chosen."""
+    """Heading of a protocol: task, length, mode, visibility, and generation settings that were chosen."""
     asked = f"{result.task.name}, {result.task.length:,} tokens, {result.mode}, {SEES[result.visibility]}"
     generation = result.spec.generation
     chosen = {"max_new_tokens": generation.max_new_tokens} if generation.max_new_tokens is not None else {}
     if generation.denoising is not None:
         chosen |= generation.denoising.model_dump(exclude_defaults=True)
-    return ", ".join([asked, *(f"{name.replace('_', ' ')} {value}" for name, value in chosen.items())])
+    return ", ".join([asked, *(f"{name} {value}" for name, value in chosen.items())])
 
 
 def describe_group(group: Group) -> str:
-    """The rest of a protocol that a reader wants to know at once."""
+    """One line with the rest of a protocol: model, contexts, scorer, machine."""
     result, machines = group.example, group.machines
     spec = result.spec
     where = machines[0] if len(machines) == 1 else f"{len(machines)} machines"
@@ -123,27 +124,29 @@ def describe_group(group: Group) -> str:
 
 
 def name_baseline(result: Result) -> str:
-    """What all rows of a protocol are compared with."""
-    return "no cache" if result.model.kind == "diffusion" else "the dense cache"
+    """Name of the run that all others of a protocol are compared with."""
+    return "no cache" if result.model.kind == "diffusion" else "the full cache"
 
 
 def write_value(value: object) -> str:
-    """A field as its file has it, text without quotation marks."""
+    """A field as in its file, text without quotation marks."""
     if value is None:
         return "none"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def tag_group(result: Result) -> dict[str, str]:
-    """What groups are filtered by."""
+    """Values by which groups are filtered."""
     return {
         "model": result.model.id, "suite": result.task.suite, "task": result.task.name, "mode": result.mode,
         "visibility": result.visibility,
     }
 
 
-def lay_out(group: Group, method: str | None = None) -> list[tuple[str, list[Column], list[tuple[str, list[Row]]]]]:
-    """The tables of a group: label, columns and bands, the dense cache first; of one method, only its rows."""
+def list_tables(
+    group: Group, method: str | None = None
+) -> list[tuple[str, list[TableColumn], list[tuple[str, list[RankedRun]]]]]:
+    """The tables of a group: title, columns and bands, the full cache first; limited to one method if given."""
     tables = []
     axes = {x.axis: [(band.title, list(band.rows)) for band in x.bands] for x in group.tables}
     for axis, bands in (axes or {Axis.of(group.example): []}).items():
@@ -158,25 +161,25 @@ def lay_out(group: Group, method: str | None = None) -> list[tuple[str, list[Col
 
 
 def warn_of_model(result: Result) -> str:
-    """What every table of a bundled model says."""
+    """The note on every table of a bundled model."""
     name = result.model.id
     if name not in list_models():
         return ""
-    return f"{name} is small and was trained on these tasks: it separates methods, and is no claim about 8B models"
+    return f"{name} is a small model trained on these tasks and says nothing about 8B models"
 
 
 def cut_name(label: str, name: str) -> str:
-    """What a label says after the method's name."""
+    """A label without the method's name."""
     return label.removeprefix(name).strip()
 
 
 def is_arxiv(text: str | None) -> bool:
-    """Whether it is a number of arXiv, and so safe in a link."""
+    """Whether the text is an arXiv number, and so safe in a link."""
     return text is not None and re.fullmatch(r"\d{4}\.\d{4,5}", text, re.ASCII) is not None
 
 
 def name_pages(names: Iterable[str]) -> Mapping[str, str]:
-    """A file name for each name, of plain characters, and none like another where case does not count."""
+    """A plain file name for each method name, unique on file systems that ignore case."""
     return {name: _name_page(name) for name in sorted(set(names))}
 
 

@@ -1,7 +1,7 @@
-"""Which rows stand together: one table per protocol and axis, in bands of like size, ranked within a band.
+"""Groups runs into tables: one per protocol and axis, in bands of similar size, ranked within a band.
 
-A rank of a method that keeps a tenth of the cache against one that keeps half would be a rank of budgets. Machines may
-differ: what is ranked, answers and bytes, does not depend on them. Times do, and are not ranked.
+Ranking a method that keeps a tenth of the cache against one that keeps half would rank budgets. Runs of different
+machines share a table, because answers and bytes do not depend on the machine. Times do, so they are not ranked.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from kvbench.analysis.compare import Difference, compare_runs, name_questions, rank_runs
-from kvbench.leaderboard.site.entries import Entry
+from kvbench.leaderboard.site.listed import ListedRun
 from kvbench.leaderboard.verification.lookup import is_known_full
-from kvbench.report.group import held_share, label_results, read_share
+from kvbench.report.group import label_results, read_share, stored_share
 from kvbench.runs.results import Result
 
 EDGES = (0.15, 0.3, 0.6, 1.0)
-"""Between bands, as shares of the dense cache: a round budget falls inside of one, with the bytes that come on top."""
+"""Limits of the bands as shares of the full cache, chosen so that usual budgets lie inside a band."""
 
 
 class Axis(StrEnum):
-    """What a method's budget saves; rows on different axes are never ranked together."""
+    """The quantity that a method's budget limits. Runs of different axes are never ranked together."""
 
     STORED = "stored"
     READ = "read"
@@ -32,50 +32,51 @@ class Axis(StrEnum):
 
     @classmethod
     def of(cls, result: Result) -> Axis:
-        """A diffusion policy's are rows that no pass computes; a method's whose budget is of reads, reads."""
+        """Axis of a run: computed positions for diffusion policies, bytes read for read budgets, else stored bytes."""
         if result.model.kind == "diffusion":
             return cls.COMPUTED
         return cls.READ if result.budget.kind == "read" else cls.STORED
 
     def measure(self, result: Result) -> float | None:
-        """The share of the dense cache's bytes, or of all rows; None: nothing was measured."""
+        """The measured share of the full cache's bytes, or of all positions; None if nothing was measured."""
         if self is Axis.COMPUTED:
             return None if result.diffusion is None else result.diffusion.computed_share
-        return held_share(result) if self is Axis.STORED else read_share(result)
+        return stored_share(result) if self is Axis.STORED else read_share(result)
 
 
 @dataclass(frozen=True)
-class Row:
-    """An entry among others of its protocol."""
+class RankedRun:
+    """A run among others of its protocol; one row of a table."""
 
-    entry: Entry
+    listed: ListedRun
     label: str
-    """Method and budget, and what else tells it from the others."""
+    """Method, budget, and the settings that distinguish it from the other runs."""
     difference: Difference | None
-    """To the dense cache; None: it is the dense cache, there is none, or the row does not count."""
+    """To the full cache; None: it is the full cache, there is none, or the run is not counted."""
     rank: int | None = None
-    """In its band; None: an anchor, failed, without a score, asked other questions than most of the band, or sent in
-    and not verified."""
+    """Within its band; None: full cache, failed, without a score, on other questions than most of the band, or an
+    unverified submission.
+    """
     tied: bool = False
-    """Others have this rank too."""
+    """Whether others share the rank."""
 
     @property
     def result(self) -> Result:
-        """What the run came to."""
-        return self.entry.result
+        """The run's result."""
+        return self.listed.result
 
 
 @dataclass(frozen=True)
 class Band:
-    """Rows of like size, the best first."""
+    """Runs of similar size, best first."""
 
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[RankedRun, ...]
 
 
 @dataclass(frozen=True)
-class Table:
-    """The rows of one protocol on one axis."""
+class AxisTable:
+    """The runs of one protocol on one axis."""
 
     axis: Axis
     bands: tuple[Band, ...]
@@ -83,42 +84,42 @@ class Table:
 
 @dataclass(frozen=True)
 class Group:
-    """All rows of one protocol."""
+    """All runs of one protocol."""
 
     key: str
-    """Of its place on the page."""
-    anchors: tuple[Row, ...]
-    """Runs of the dense cache, first the one that differences are taken to."""
-    tables: tuple[Table, ...]
-    failed: tuple[Row, ...]
+    """Anchor on the page."""
+    anchors: tuple[RankedRun, ...]
+    """Runs of the full cache; differences are taken to the first."""
+    tables: tuple[AxisTable, ...]
+    failed: tuple[RankedRun, ...]
 
     @property
-    def rows(self) -> list[Row]:
-        """All of them, as they come on the page."""
+    def rows(self) -> list[RankedRun]:
+        """All runs in page order."""
         ranked = [row for table in self.tables for band in table.bands for row in band.rows]
         return [*self.anchors, *ranked, *self.failed]
 
     @property
     def example(self) -> Result:
-        """Any of them, for what they have in common."""
+        """Any of the runs, for the fields that they share."""
         return self.rows[0].result
 
     @property
     def machines(self) -> list[str]:
-        """Where they ran."""
+        """Machines on which the runs were made."""
         return sorted({name_machine(x.result) for x in self.rows})
 
 
 def name_machine(result: Result) -> str:
-    """Where it ran."""
+    """GPU, or CPU and threads, of a run."""
     place = result.environment
     return place.gpu or f"{place.cpu}, {place.threads} thread{'s' if place.threads != 1 else ''}"
 
 
-def make_groups(entries: Iterable[Entry]) -> list[Group]:
-    """Every entry in the one group that it belongs to."""
-    found: dict[str, list[Entry]] = {}
-    for x in entries:
+def make_groups(runs: Iterable[ListedRun]) -> list[Group]:
+    """Sort the runs into groups by protocol."""
+    found: dict[str, list[ListedRun]] = {}
+    for x in runs:
         found.setdefault(f"{name_questions(x.result.spec)} {x.result.latency.timing}", []).append(x)
     return sorted((_make_group(protocol, members) for protocol, members in found.items()), key=_order)
 
@@ -131,31 +132,31 @@ def _order(group: Group) -> tuple[object, ...]:
     )
 
 
-def _make_group(protocol: str, members: Sequence[Entry]) -> Group:
+def _make_group(protocol: str, members: Sequence[ListedRun]) -> Group:
     members = sorted(members, key=lambda x: x.name)
     full = [x for x in members if x.counted and x.result.status == "ok" and is_known_full(x.result)]
-    full.sort(key=lambda x: x.trust, reverse=True)
+    full.sort(key=lambda x: x.priority, reverse=True)
     others = [x for x in members if x.counted and x not in full[:1]]
     differences = compare_runs(full[0].run, [x.run for x in others]) if full else []
     to_full = {x.name: y for x, y in zip(others, differences, strict=False)}
     rows = [
-        Row(x, label, to_full.get(x.name))
+        RankedRun(x, label, to_full.get(x.name))
         for x, label in zip(members, label_results([x.result for x in members]), strict=True)
     ]
-    by_axis: dict[Axis, list[Row]] = {}
+    by_axis: dict[Axis, list[RankedRun]] = {}
     for x in rows:
-        if x.result.status == "ok" and x.entry not in full:
+        if x.result.status == "ok" and x.listed not in full:
             by_axis.setdefault(Axis.of(x.result), []).append(x)
     return Group(
         key=hashlib.sha256(protocol.encode()).hexdigest()[:8],
-        anchors=tuple(row for x in full for row in rows if row.entry is x),
-        tables=tuple(Table(axis, _make_bands(axis, by_axis[axis])) for axis in Axis if axis in by_axis),
+        anchors=tuple(row for x in full for row in rows if row.listed is x),
+        tables=tuple(AxisTable(axis, _make_bands(axis, by_axis[axis])) for axis in Axis if axis in by_axis),
         failed=tuple(x for x in rows if x.result.status == "failed"),
     )
 
 
-def _make_bands(axis: Axis, rows: Sequence[Row]) -> tuple[Band, ...]:
-    bands: dict[int, list[Row]] = {}
+def _make_bands(axis: Axis, rows: Sequence[RankedRun]) -> tuple[Band, ...]:
+    bands: dict[int, list[RankedRun]] = {}
     for x in rows:
         size = axis.measure(x.result)
         bands.setdefault(len(EDGES) + 1 if size is None else sum(size > edge for edge in EDGES), []).append(x)
@@ -163,7 +164,7 @@ def _make_bands(axis: Axis, rows: Sequence[Row]) -> tuple[Band, ...]:
 
 
 def _name_band(axis: Axis, band: int) -> str:
-    whole = "the rows" if axis is Axis.COMPUTED else "the dense cache"
+    whole = "all positions" if axis is Axis.COMPUTED else "the full cache"
     if band > len(EDGES):
         return "nothing measured"
     if band == len(EDGES):
@@ -172,15 +173,15 @@ def _name_band(axis: Axis, band: int) -> str:
     return f"{axis}: {low} {EDGES[band]:.0%} of {whole}"
 
 
-def _rank(axis: Axis, rows: Sequence[Row]) -> tuple[Row, ...]:
-    counted = [x for x in rows if x.entry.counted]
-    ranks = rank_runs([x.entry.run for x in counted])
+def _rank(axis: Axis, rows: Sequence[RankedRun]) -> tuple[RankedRun, ...]:
+    counted = [x for x in rows if x.listed.counted]
+    ranks = rank_runs([x.listed.run for x in counted])
     count = Counter(ranks)
     ranked = [replace(x, rank=rank, tied=count[rank] > 1) for x, rank in zip(counted, ranks, strict=True)]
     return tuple(sorted([*ranked, *(x for x in rows if x not in counted)], key=lambda x: _best_first(axis, x)))
 
 
-def _best_first(axis: Axis, row: Row) -> tuple[float, float, float, str]:
+def _best_first(axis: Axis, row: RankedRun) -> tuple[float, float, float, str]:
     score = row.result.score
     mean = (score.mean or 0.0) * (-1 if score.higher_is_better else 1)
-    return math.inf if row.rank is None else row.rank, mean, axis.measure(row.result) or 0.0, row.entry.name
+    return math.inf if row.rank is None else row.rank, mean, axis.measure(row.result) or 0.0, row.listed.name

@@ -1,1 +1,1 @@
-"""Submissions: packed, read, delivered."""
+"""Submissions: packing, reading and delivering bundles."""

@@ -1,4 +1,4 @@
-"""The files of a bundle, in a folder or in a plain tar: read from whoever sent them, and written."""
+"""Reads and writes the files of a bundle, as a folder or a plain tar. Everything read is untrusted."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import IO
 
 from kvbench.leaderboard.submission.records import BUNDLED, MANIFEST, RESULT, SAMPLES, SPEC, VERIFICATION
-from kvbench.leaderboard.verification.outcome import RefusedError, show
+from kvbench.leaderboard.verification.outcome import RefusedError, quote
 from kvbench.runs.files import saving
 
 JOURNAL = "samples.jsonl"
-"""As a run writes it; a bundle has it packed."""
+"""The journal's name in a run's folder; a bundle holds it compressed."""
 MIB = 1 << 20
-LARGEST = {SPEC: MIB, RESULT: MIB, MANIFEST: MIB, VERIFICATION: MIB, SAMPLES: 64 * MIB, JOURNAL: 256 * MIB}
-"""Most bytes of each file."""
-LARGEST_TAR = 68 * MIB
+MAX_BYTES = {SPEC: MIB, RESULT: MIB, MANIFEST: MIB, VERIFICATION: MIB, SAMPLES: 64 * MIB, JOURNAL: 256 * MIB}
+"""Maximum bytes of each file."""
+MAX_TAR_BYTES = 68 * MIB
 PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)
 
 
 def find_bundles(path: Path) -> Iterator[Path]:
-    """A bundle, or all below a folder; links are not followed, and folders whose name begins with a dot not entered."""
+    """Yield the bundles below a path. Links are not followed, and folders whose names begin with a dot are skipped."""
     if path.is_file():
         yield path
     for folder, inner, names in os.walk(path):
@@ -37,10 +37,10 @@ def find_bundles(path: Path) -> Iterator[Path]:
 
 
 def read_files(path: Path) -> dict[str, bytes]:
-    """The files of a bundle by name, from its folder or its tar; of a run that was never packed, those that matter.
+    """Read the files of a bundle from a folder or a tar; of an unpacked run, only spec, result and journal.
 
     Raises:
-        RefusedError: one is missing, too large, a link, or not to be there.
+        RefusedError: a file is missing, too large, a link, or does not belong to a bundle.
     """
     try:
         return _read_folder(path) if path.is_dir() else _read_tar(path)
@@ -49,7 +49,7 @@ def read_files(path: Path) -> dict[str, bytes]:
 
 
 def write_tar(files: Mapping[str, bytes], out: IO[bytes]) -> None:
-    """A bundle's files as one plain tar, the same bytes for the same files."""
+    """Write a bundle as a plain tar; the same files give the same bytes."""
     with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for name in (*BUNDLED, MANIFEST):
             member = tarfile.TarInfo(name)
@@ -58,7 +58,7 @@ def write_tar(files: Mapping[str, bytes], out: IO[bytes]) -> None:
 
 
 def write_folder(files: Mapping[str, bytes], folder: Path) -> None:
-    """A folder with these files, whole or not at all, and on the disk when this returns; there is none yet.
+    """Write a new folder atomically: complete and synced to disk, or absent.
 
     Raises:
         SaveError: it cannot be written.
@@ -89,14 +89,14 @@ def _sync(folder: Path) -> None:
         os.close(handle)
 
 
-def within(name: str, data: bytes) -> bytes:
-    """The data of a file.
+def check_size(name: str, data: bytes) -> bytes:
+    """Return the data of a file, within its size limit.
 
     Raises:
         RefusedError: it is larger than such a file may be.
     """
-    if len(data) > LARGEST[name]:
-        raise RefusedError("files", f"{name} has more than {LARGEST[name] // MIB} MiB")
+    if len(data) > MAX_BYTES[name]:
+        raise RefusedError("files", f"{name} is larger than {MAX_BYTES[name] // MIB} MiB")
     return data
 
 
@@ -107,17 +107,17 @@ def _read_folder(folder: Path) -> dict[str, bytes]:
     if MANIFEST in names:
         wanted |= {MANIFEST}
         if extra := names - wanted - {VERIFICATION}:
-            raise RefusedError("files", f"{show(min(extra))} is no file of a bundle")
+            raise RefusedError("files", f"{quote(min(extra))} is not a file of a bundle")
     if missing := wanted - names:
         raise RefusedError("files", f"{min(missing)} is missing")
     return {name: read_regular(folder / name) for name in sorted(wanted)}
 
 
 def read_regular(path: Path) -> bytes:
-    """A regular file of one of the names in LARGEST, whatever the name has become since it was looked at.
+    """Read a regular file of a name in MAX_BYTES, safe against replacement of the file between check and read.
 
     Raises:
-        RefusedError: it is a link or no regular file, or larger than such a file may be.
+        RefusedError: it is a link, not a regular file, or too large.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -125,28 +125,28 @@ def read_regular(path: Path) -> bytes:
         raise RefusedError("files", f"{path.name} is a link, or cannot be read") from error
     with os.fdopen(handle, "rb") as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise RefusedError("files", f"{path.name} is no regular file")
-        return within(path.name, file.read(LARGEST[path.name] + 1))
+            raise RefusedError("files", f"{path.name} is not a regular file")
+        return check_size(path.name, file.read(MAX_BYTES[path.name] + 1))
 
 
 def _read_tar(path: Path) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
-    if path.stat().st_size > LARGEST_TAR:
-        raise RefusedError("files", f"the tar has more than {LARGEST_TAR // MIB} MiB")
+    if path.stat().st_size > MAX_TAR_BYTES:
+        raise RefusedError("files", f"the tar is larger than {MAX_TAR_BYTES // MIB} MiB")
     try:
         with tarfile.open(path, "r:") as tar:
             for member in tar:
                 if member.name not in {*BUNDLED, MANIFEST} or member.name in files:
-                    raise RefusedError("files", f"{show(member.name)} is no file of a bundle, or comes twice")
+                    raise RefusedError("files", f"{quote(member.name)} is not a file of a bundle, or occurs twice")
                 file = tar.extractfile(member) if member.type in PLAIN and member.sparse is None else None
                 if file is None:
-                    raise RefusedError("files", f"{member.name} is no regular file")
-                data = file.read(LARGEST[member.name] + 1)
-                if len(data) < min(member.size, LARGEST[member.name]):
-                    raise RefusedError("files", f"{member.name} is cut off")
-                files[member.name] = within(member.name, data)
-    except (tarfile.TarError, ValueError, EOFError, RecursionError) as error:  # headers of headers of headers
-        raise RefusedError("files", f"no readable tar: {show(str(error))}") from error
+                    raise RefusedError("files", f"{member.name} is not a regular file")
+                data = file.read(MAX_BYTES[member.name] + 1)
+                if len(data) < min(member.size, MAX_BYTES[member.name]):
+                    raise RefusedError("files", f"{member.name} is incomplete")
+                files[member.name] = check_size(member.name, data)
+    except (tarfile.TarError, ValueError, EOFError, RecursionError) as error:  # of nested extended headers
+        raise RefusedError("files", f"not a readable tar: {quote(str(error))}") from error
     if missing := {*BUNDLED, MANIFEST} - files.keys():
         raise RefusedError("files", f"{min(missing)} is missing")
     return files

@@ -1,4 +1,4 @@
-"""A run as it is submitted: packed with its manifest, and read back as records that agree with one another."""
+"""Bundles: packs a run with its manifest, and reads it back as records that agree with each other."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from pydantic import ValidationError
 
 from kvbench import __version__
 from kvbench.errors import UserError
-from kvbench.leaderboard.submission.archive import JOURNAL, LARGEST, read_files, within
-from kvbench.leaderboard.submission.documents import parse
-from kvbench.leaderboard.submission.records import MANIFEST, RESULT, SAMPLES, SPEC, FileEntry, Manifest, hash_content
-from kvbench.leaderboard.verification.outcome import RefusedError, show
+from kvbench.leaderboard.submission.archive import JOURNAL, MAX_BYTES, check_size, read_files
+from kvbench.leaderboard.submission.records import MANIFEST, RESULT, SAMPLES, SPEC, BundledFile, Manifest, hash_content
+from kvbench.leaderboard.submission.strict_json import parse
+from kvbench.leaderboard.verification.outcome import RefusedError, quote
 from kvbench.runs.files import finished_samples
 from kvbench.runs.journal import Line
 from kvbench.runs.results import Result
 from kvbench.runs.spec import RunSpec
 
-MOST = {"samples": 10_000, "turns": 1_000, "length": 1 << 21}
-"""Of a spec; what is more is nothing that a verifier could make again."""
-MOST_LINES = 100_000
-LONGEST_LINE = 4 << 20
-"""Bytes of a journal's line."""
+LIMITS = {"samples": 10_000, "turns": 1_000, "length": 1 << 21}
+"""Limits of a spec; a verifier cannot reproduce larger runs."""
+MAX_LINES = 100_000
+MAX_LINE_BYTES = 4 << 20
+"""Bytes of one line of the journal."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """What stands in the files beside the journal, its parts agreeing with one another."""
+    """The files of a bundle without the journal, parsed and consistent."""
 
     files: Mapping[str, bytes]
-    """By name, the manifest's among them."""
+    """By name, including the manifest."""
     manifest: Manifest | None
-    """None: a run that nobody submitted."""
+    """None: a run that is not a submission."""
     content: str
     """As Manifest.content."""
     spec: RunSpec
@@ -46,24 +46,24 @@ class Head:
 
     @property
     def submitter(self) -> str | None:
-        """Who sent it."""
+        """Name of the submitter, if it is a submission."""
         return None if self.manifest is None else self.manifest.submitter
 
 
 @dataclass(frozen=True)
 class Bundle(Head):
-    """All of it."""
+    """A bundle with its journal."""
 
     lines: tuple[Line, ...]
-    """By sample and turn."""
+    """Sorted by sample and turn."""
 
 
 def pack_run(folder: Path, submitter: str, tuned_on: tuple[str, ...]) -> dict[str, bytes]:
-    """The files of a finished run, and their manifest.
+    """Pack a finished run and its manifest.
 
     Raises:
         RefusedError: a file is missing or too large.
-        UserError: no such name can stand in a manifest.
+        UserError: the submitter or the tuning data has a name that a manifest does not allow.
     """
     files = read_files(folder)
     if JOURNAL in files:
@@ -78,52 +78,55 @@ def pack_run(folder: Path, submitter: str, tuned_on: tuple[str, ...]) -> dict[st
     except ValidationError as error:
         option = f"--{str(error.errors()[0]['loc'][0]).replace('_', '-')}"
         raise UserError(
-            f"{option} {error.errors()[0]['input']!r} cannot stand in a manifest. A submitter is a name of plain "
-            "letters, digits, '.', '_' and '-'; what settings were tuned on is TASK, TASK:dev or TASK:test."
+            f"{option} {error.errors()[0]['input']!r} is not allowed in a manifest. A submitter consists of "
+            "ASCII letters, digits, '.', '_' and '-'; tuning data are TASK, TASK:dev or TASK:test."
         ) from error
     return {**files, MANIFEST: f"{manifest.model_dump_json(indent=1)}\n".encode()}
 
 
 def open_bundle(files: Mapping[str, bytes]) -> Bundle:
-    """The records in the files.
+    """Parse the files of a bundle, journal included.
 
     Raises:
-        RefusedError: the manifest lies, a file is not what it should be, or one does not agree with another.
+        RefusedError: the manifest does not match, a file is invalid, or files contradict each other.
     """
     head = open_head(files)
     return Bundle(head.files, head.manifest, head.content, head.spec, head.result, _read_lines(files, head.spec))
 
 
 def open_head(files: Mapping[str, bytes]) -> Head:
-    """As `open_bundle`, but for the journal, which takes a hundred times as long.
+    """Parse the files of a bundle without the journal, which takes a hundred times as long.
 
     Raises:
-        RefusedError: as there.
+        RefusedError: as for `open_bundle`.
     """
     manifest = parse(files[MANIFEST], Manifest, MANIFEST) if MANIFEST in files else None
     found = _list({name: data for name, data in files.items() if name != MANIFEST})
     if manifest is not None and manifest.files != found:
         wrong = [x for x in sorted(manifest.files | found) if manifest.files.get(x) != found.get(x)]
-        raise RefusedError("manifest", f"the manifest is not of these files: {show(wrong[0])} differs")
+        raise RefusedError("manifest", f"the manifest does not match the files: {quote(wrong[0])} differs")
     spec, result = parse(files[SPEC], RunSpec, SPEC), parse(files[RESULT], Result, RESULT)
     for name, value in (("samples", spec.samples), ("turns", spec.turns), ("length", spec.task.length)):
-        if not 1 <= value <= MOST[name]:
-            raise RefusedError("schema", f"{SPEC}: {name} {value} is not in 1 to {MOST[name]:,}")
-    if wrong := [name for name, (said, true) in _repeated(spec, result).items() if said != true]:
-        raise RefusedError("schema", f"{RESULT}: its {wrong[0]} is not what {SPEC} has")
+        if not 1 <= value <= LIMITS[name]:
+            raise RefusedError("schema", f"{SPEC}: {name} {value} is not between 1 and {LIMITS[name]:,}")
+    if wrong := [name for name, (stated, true) in _list_copied_fields(spec, result).items() if stated != true]:
+        raise RefusedError("schema", f"{RESULT}: its {wrong[0]} differs from {SPEC}")
     if manifest is not None and manifest.run_id != spec.run_id:
-        raise RefusedError("schema", f"{MANIFEST}: run_id {show(manifest.run_id)} is not the spec's, {spec.run_id}")
+        raise RefusedError(
+            "schema", f"{MANIFEST}: run_id {quote(manifest.run_id)} differs from the spec's, {spec.run_id}"
+        )
     return Head(files, manifest, hash_content(found), spec, result)
 
 
-def _list(files: Mapping[str, bytes]) -> dict[str, FileEntry]:
+def _list(files: Mapping[str, bytes]) -> dict[str, BundledFile]:
     return {
-        name: FileEntry(sha256=hashlib.sha256(data).hexdigest(), size=len(data)) for name, data in sorted(files.items())
+        name: BundledFile(sha256=hashlib.sha256(data).hexdigest(), size=len(data))
+        for name, data in sorted(files.items())
     }
 
 
-def _repeated(spec: RunSpec, result: Result) -> dict[str, tuple[object, object]]:
-    """What a result repeats of its spec, with what the spec says."""
+def _list_copied_fields(spec: RunSpec, result: Result) -> dict[str, tuple[object, object]]:
+    """Fields that a result copies from its spec, each with both values."""
     return {
         "spec": (result.spec, spec), "run_id": (result.run_id, spec.run_id), "suite": (result.suite, spec.suite),
         "model": (result.model, spec.model), "task": (result.task, spec.task),
@@ -135,10 +138,10 @@ def _repeated(spec: RunSpec, result: Result) -> dict[str, tuple[object, object]]
 
 
 def _read_lines(files: Mapping[str, bytes], spec: RunSpec) -> tuple[Line, ...]:
-    """All lines, each (sample, turn) once, and every sample whole.
+    """Parse all lines: each (sample, turn) once, and every sample complete.
 
     Raises:
-        RefusedError: they are not.
+        RefusedError: a line is invalid, repeated or missing.
     """
     lines = sorted(
         (parse(part, Line, f"{JOURNAL} line {number}") for number, part in enumerate(split_journal(files), 1)),
@@ -148,21 +151,21 @@ def _read_lines(files: Mapping[str, bytes], spec: RunSpec) -> tuple[Line, ...]:
     ended: set[int] = set()
     for x in lines:
         where = f"sample {x.index} turn {x.turn}"
-        if not (0 <= x.index < spec.samples and 0 <= x.turn < x.turns <= MOST["turns"]):
-            raise RefusedError("journal", f"{where} is none of the run's")
+        if not (0 <= x.index < spec.samples and 0 <= x.turn < x.turns <= LIMITS["turns"]):
+            raise RefusedError("journal", f"{where} is not part of the run")
         if (x.index, x.turn) in seen or x.index in ended:
-            raise RefusedError("journal", f"{where} comes twice, or after the error that ended its sample")
-        if (least := min(_amounts(x))) < 0:
+            raise RefusedError("journal", f"{where} occurs twice, or after the error that ended its sample")
+        if (least := min(_list_amounts(x))) < 0:
             raise RefusedError("journal", f"{where} has a negative amount, {least:g}")
         seen.add((x.index, x.turn))
         ended |= {x.index} if x.error is not None else set()
     if missing := set(range(spec.samples)) - finished_samples(lines):
-        raise RefusedError("journal", f"sample {min(missing)} is not there with all of its turns")
+        raise RefusedError("journal", f"sample {min(missing)} is missing, or lacks some of its turns")
     return tuple(lines)
 
 
-def _amounts(line: Line) -> Iterator[float]:
-    """Numbers of a line that count or measure something."""
+def _list_amounts(line: Line) -> Iterator[float]:
+    """All numbers of a line that count or measure something."""
     yield line.seconds
     for part in (line.bytes, line.tokens, line.times):
         if part is not None:
@@ -172,29 +175,29 @@ def _amounts(line: Line) -> Iterator[float]:
 
 
 def split_journal(files: Mapping[str, bytes]) -> list[bytes]:
-    """The journal's lines, each not yet looked at.
+    """Split the journal into lines without parsing them.
 
     Raises:
-        RefusedError: they are too many or too long, the last is cut off, or the journal cannot be unpacked.
+        RefusedError: too many or too long lines, an incomplete last line, or a journal that cannot be decompressed.
     """
-    *parts, tail = _read_journal(files).split(b"\n", MOST_LINES)
+    *parts, tail = _read_journal(files).split(b"\n", MAX_LINES)
     if tail:
-        raise RefusedError("journal", f"its last line is cut off, or it has more than {MOST_LINES:,}")
-    if (longest := max(map(len, parts), default=0)) > LONGEST_LINE:
-        raise RefusedError("journal", f"a line of {longest:,} bytes; at most {LONGEST_LINE:,} are read")
+        raise RefusedError("journal", f"its last line is incomplete, or it has more than {MAX_LINES:,} lines")
+    if (longest := max(map(len, parts), default=0)) > MAX_LINE_BYTES:
+        raise RefusedError("journal", f"a line has {longest:,} bytes; the limit is {MAX_LINE_BYTES:,}")
     return parts
 
 
 def _read_journal(files: Mapping[str, bytes]) -> bytes:
-    """The journal's text, packed or not.
+    """Return the decompressed journal.
 
     Raises:
-        RefusedError: it cannot be unpacked, or comes to too much.
+        RefusedError: it cannot be decompressed, or is too large.
     """
     if JOURNAL in files:
         return files[JOURNAL]
     try:
         with gzip.open(io.BytesIO(files[SAMPLES])) as file:
-            return within(JOURNAL, file.read(LARGEST[JOURNAL] + 1))
+            return check_size(JOURNAL, file.read(MAX_BYTES[JOURNAL] + 1))
     except (OSError, EOFError, zlib.error) as error:
-        raise RefusedError("files", f"{SAMPLES} cannot be unpacked") from error
+        raise RefusedError("files", f"{SAMPLES} cannot be decompressed") from error

@@ -1,4 +1,4 @@
-"""Where a bundle goes: a folder of a results repository, a data set repository on the hub, or a running leaderboard."""
+"""Delivers a bundle to a results folder, a data set repository on the Hugging Face hub, or a leaderboard server."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from kvbench.log import say
 HUB = "hf:"
 TOKEN = "KVBENCH_TOKEN"  # noqa: S105  # the name of a variable
 WAIT_S = 60
-MOST_REPLY = 1 << 20
+MAX_REPLY = 1 << 20
 
 
 class DeliveryError(UserError):
-    """It did not arrive. Nothing is wrong with the request: it can be made again."""
+    """The delivery failed for a reason outside the request; it can be repeated."""
 
     exit_code = 1
 
 
 def find_place(manifest: Manifest) -> Path:
-    """The folder of a bundle in a results repository: two submitters may send one run each."""
+    """Folder of a bundle in a results repository; named by submitter and run, as two people may submit one run."""
     return Path(manifest.submitter) / manifest.run_id
 
 
 def put_in_folder(files: Mapping[str, bytes], manifest: Manifest, root: Path) -> Path:
-    """Write the bundle into its folder below `root`, whole or not at all; the same bundle again changes nothing.
+    """Write the bundle into its folder below `root`, atomically; an identical bundle is left as it is.
 
     Raises:
-        UserError: another bundle stands there.
+        UserError: the folder holds another bundle.
         SaveError: it cannot be written.
     """
     folder = root / find_place(manifest)
@@ -52,7 +52,7 @@ def put_in_folder(files: Mapping[str, bytes], manifest: Manifest, root: Path) ->
             raise UserError(f"{folder} holds another bundle of this run. Remove it first, if this one replaces it.")
         if there.identity != manifest.identity:
             raise UserError(
-                f"{folder} holds this run as tuned on {', '.join(there.tuned_on) or 'nothing'}, not on "
+                f"{folder} holds this run with settings tuned on {', '.join(there.tuned_on) or 'nothing'}, not on "
                 f"{', '.join(manifest.tuned_on) or 'nothing'}. Remove it first, if this one replaces it."
             )
         return folder
@@ -61,15 +61,15 @@ def put_in_folder(files: Mapping[str, bytes], manifest: Manifest, root: Path) ->
 
 
 def find_checkout(folder: Path) -> Path | None:
-    """The git checkout that a folder is in."""
+    """The git checkout that contains a folder, if any."""
     return next((x for x in (folder.resolve(), *folder.resolve().parents) if (x / ".git").exists()), None)
 
 
 def send_to_hub(files: Mapping[str, bytes], manifest: Manifest, repository: str) -> str:
-    """Open a pull request on a data set repository; its address.
+    """Open a pull request on a data set repository; returns its URL.
 
     Raises:
-        DeliveryError: the hub does not take it.
+        DeliveryError: the hub refuses it or cannot be reached.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
@@ -77,27 +77,27 @@ def send_to_hub(files: Mapping[str, bytes], manifest: Manifest, repository: str)
     operations = [CommitOperationAdd(f"{place}/{name}", io.BytesIO(data)) for name, data in files.items()]
     try:
         done = HfApi().create_commit(
-            repository, operations, commit_message=f"{manifest.run_id} of {manifest.submitter}", repo_type="dataset",
+            repository, operations, commit_message=f"{manifest.run_id} by {manifest.submitter}", repo_type="dataset",
             create_pr=True,
         )
-    except Exception as error:  # the hub's client raises many kinds
+    except Exception as error:  # the hub's client raises many types
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        hint = "Where it asks who you are: 'hf auth login'."
-        raise DeliveryError(f"the hub did not take it for {repository}: {reason}. {hint}") from error
+        hint = "If it asks for a login, run 'hf auth login'."
+        raise DeliveryError(f"the hub did not accept it for {repository}: {reason}. {hint}") from error
     return str(done.pr_url)
 
 
 def send_to_server(files: Mapping[str, bytes], url: str, token: str) -> dict[str, Any]:
-    """Post the bundle to a running leaderboard; what it answers.
+    """Upload the bundle to a leaderboard server; returns the server's reply.
 
     Raises:
-        DeliveryError: it is not reached, or does not accept it.
+        DeliveryError: the server refuses it or cannot be reached.
     """
     body = io.BytesIO()
     write_tar(files, body)
     if url.startswith("http://") and not url.startswith(("http://127.0.0.1", "http://localhost", "http://[::1]")):
-        say(f"{url} is not encrypted: whoever listens has your token. Use https where the server has it.")
-    request = urllib.request.Request(  # noqa: S310  # the caller looked at the scheme
+        say(f"{url} is not encrypted: others on the network can read your token. Use https if the server offers it.")
+    request = urllib.request.Request(  # noqa: S310  # the caller checked the scheme
         f"{url.rstrip('/')}/api/submissions", data=body.getvalue(), method="POST",
         headers={"Authorization": f"Bearer {token}", "Content-Type": "application/x-tar"},
     )
@@ -110,26 +110,28 @@ def send_to_server(files: Mapping[str, bytes], url: str, token: str) -> dict[str
         raise DeliveryError(f"{url} did not accept it ({error.code}): {answer.get('detail', error.reason)}") from error
     except OSError as error:
         reason = getattr(error, "reason", error)
-        raise DeliveryError(f"{url} cannot be reached: {reason}. Sent again, it is no second submission.") from error
+        raise DeliveryError(
+            f"{url} cannot be reached: {reason}. Try again: a repeated upload is not a second submission."
+        ) from error
 
 
 def read_token(file: Path | None) -> str:
-    """The token for a server, from a file or the environment; it is never printed.
+    """Read the server token from a file or the environment; it is never printed.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no token.
     """
     try:
         token = os.environ.get(TOKEN, "") if file is None else file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--token-file {file} cannot be read: {type(error).__name__}.") from error
     if not token.strip() or not token.strip().isascii() or not token.strip().isprintable():
-        raise UserError(f"a server takes bundles with a token only. Set {TOKEN}, or give --token-file.")
+        raise UserError(f"a server requires a token. Set {TOKEN}, or give --token-file.")
     return token.strip()
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A token goes to the server that it was given for."""
+    """Does not follow redirects, which could send the token to another host."""
 
     def redirect_request(self, *_: object) -> None:
         return None
@@ -141,7 +143,7 @@ def _opener() -> urllib.request.OpenerDirector:
 
 def _read(reply: IO[bytes]) -> dict[str, Any]:
     try:
-        found = json.loads(reply.read(MOST_REPLY))
+        found = json.loads(reply.read(MAX_REPLY))
     except (ValueError, RecursionError):
         found = None
     return found if isinstance(found, dict) else {}

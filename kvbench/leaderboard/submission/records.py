@@ -1,8 +1,7 @@
-"""The files that stand beside a run on the leaderboard: manifest.json, by who submits, and verification.json.
+"""The records of a submission: manifest.json, written by the submitter, and verification.json, written by the verifier.
 
 A bundle is a folder, or a plain tar, of spec.json, samples.jsonl.gz, result.json and manifest.json.
-verification.json is written by who verifies, never by who submits: it is no part of a bundle, and is believed as far
-as its writer is.
+verification.json is not part of a bundle. It deserves as much trust as the verifier who wrote it.
 """
 
 from __future__ import annotations
@@ -19,100 +18,100 @@ from kvbench.runs.spec import Record
 
 MANIFEST, VERIFICATION = "manifest.json", "verification.json"
 BUNDLED = SPEC, SAMPLES, RESULT = "spec.json", "samples.jsonl.gz", "result.json"
-"""The files that a manifest names."""
+"""The files that a manifest lists."""
 Level = Literal["L0", "L1", "L2", "L3"]
 LEVELS: dict[Level, str] = {
-    "L0": "scored again from its samples, on prompts made again",
-    "L1": "a random share of its samples run again",
-    "L2": "all of its samples run again",
-    "L3": "run afresh under a seed that only the verifier knows",
+    "L0": "answers rescored on regenerated prompts",
+    "L1": "a random share of its samples rerun",
+    "L2": "all of its samples rerun",
+    "L3": "run on new examples under a secret seed",
 }
-"""What each level says, in the words of a badge."""
+"""Meaning of each level, as badges show it."""
 Outcome = Literal["ok", "flag", "refused"]
 Handle = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?$")]
-"""Plain letters only, so that no name can be written to look like another."""
+"""ASCII letters only, so that no name can imitate another."""
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Choice = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+:/-]{0,99}$")]
 """`TASK`, `TASK:dev` or `TASK:test`."""
 
 
-class FileEntry(Record):
+class BundledFile(Record):
     """One file of a bundle."""
 
     sha256: Sha256
     size: Annotated[int, Field(ge=0)]
-    """In bytes, as it lies there."""
+    """In bytes."""
 
 
 class Manifest(Record):
-    """manifest.json: what was sent, and by whom."""
+    """manifest.json: the content of a submission and its submitter."""
 
     schema_version: Literal[2] = SCHEMA_VERSION
     run_id: str
     submitter: Handle
     tuned_on: Annotated[tuple[Choice, ...], Field(max_length=64)]
-    """What the settings were chosen on; empty: nothing was tuned."""
+    """Data on which the settings were chosen; empty if nothing was tuned."""
     created: str
     kvbench: str
-    """The version that made the bundle."""
-    files: dict[str, FileEntry]
-    """By name; all of BUNDLED and no other."""
+    """Version that packed the bundle."""
+    files: dict[str, BundledFile]
+    """By name: exactly the files in BUNDLED."""
 
     @property
     def content(self) -> str:
-        """`hash_content` of the files: equal for equal runs, whoever sends them and when."""
+        """`hash_content` of the files: equal for equal runs, independent of submitter and time."""
         return hash_content(self.files)
 
     @property
     def identity(self) -> str:
-        """Equal where the same is said of the same run by the same submitter: sent again, it is nothing new."""
-        said = f"{self.content} {self.submitter} {' '.join(sorted(set(self.tuned_on)))}"
-        return hashlib.sha256(said.encode()).hexdigest()[:24]
+        """Hash of content, submitter and tuning data: a bundle that is sent again has the same one."""
+        stated = f"{self.content} {self.submitter} {' '.join(sorted(set(self.tuned_on)))}"
+        return hashlib.sha256(stated.encode()).hexdigest()[:24]
 
 
-def hash_content(files: Mapping[str, FileEntry]) -> str:
-    """sha256 over the names and hashes of files."""
+def hash_content(files: Mapping[str, BundledFile]) -> str:
+    """SHA-256 over the names and hashes of files."""
     lines = "".join(f"{files[name].sha256} {name}\n" for name in sorted(files))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
 class Check(Record):
-    """One thing that was looked at."""
+    """The outcome of one check."""
 
     name: str
-    """One word, e.g. `prompts`."""
+    """One word, for example `prompts`."""
     outcome: Outcome
-    """`flag`: shown with the row; `refused`: no row."""
+    """`flag`: shown next to the row; `refused`: not listed."""
     reason: str
-    """One line of plain text; of what is ok, what was seen."""
+    """One line of plain text."""
 
 
-class Rerun(Record):
-    """The same samples under the verifier's hands."""
+class RerunResult(Record):
+    """Comparison of submitted samples with a rerun by the verifier."""
 
     share: float
-    """Of the run's samples, above 0 to 1."""
+    """Share of the run's samples, above 0 and at most 1."""
     seed: int
-    """That drew them."""
+    """Seed of the draw."""
     samples: int
     answers: int
     same_answers: int
-    """Equal in every token."""
+    """Answers that are equal in every token."""
     tokens: int
-    """Generated, of the longer of both answers each."""
+    """Generated tokens, counting the longer answer of each pair."""
     same_tokens: int
-    """Equal to the submitted token at the same place."""
+    """Tokens that are equal at the same position."""
     submitted_mean: float | None
-    """Over these samples, by the run's scorer."""
+    """Mean submitted score of these samples."""
     mean: float | None
     differs: tuple[str, ...]
-    """What of the spec is not what the run had: versions, sources, the device."""
+    """Fields of the spec that differ in the rerun: versions, sources, device."""
     cpu: str
     gpu: str | None
 
 
-class HiddenSeed(Record):
-    """The same spec on examples that nobody but the verifier has seen."""
+class FreshSeedResult(Record):
+    """Comparison of the submitted mean with a run of the same spec on new examples under a secret seed."""
 
     samples: int
     submitted_mean: float
@@ -120,32 +119,32 @@ class HiddenSeed(Record):
     mean: float
     ci95: tuple[float, float]
     p_value: float
-    """How often chance alone makes the fresh mean as much worse as it is."""
+    """One-sided permutation test: probability of a fresh mean this much worse by chance."""
 
 
 class Verification(Record):
-    """verification.json: what was found of one bundle."""
+    """verification.json: the checks of one bundle."""
 
     schema_version: Literal[2] = SCHEMA_VERSION
     run_id: str
     content: str
-    """Manifest.content of what was looked at: of other files, this record says nothing."""
+    """Manifest.content of the verified files; the record does not apply to any others."""
     submitter: str | None
-    """None: no manifest, a curated run."""
+    """None: a curated run without a manifest."""
     level: Level | None
-    """The highest that was reached; None: not even L0, see the checks."""
+    """Highest level reached; None: not even L0, see the checks."""
     checks: tuple[Check, ...]
     score: Score | None
-    """Made again from the samples by the verifier's scorer; None where that was not possible."""
-    rerun: Rerun | None = None
-    hidden: HiddenSeed | None = None
+    """Recomputed by the verifier from the answers; None if that was not possible."""
+    rerun: RerunResult | None = None
+    hidden: FreshSeedResult | None = None
     kvbench: str
-    """The verifier's version."""
+    """Version of the verifier."""
     commit: str | None
-    """The verifier's, `-dirty` behind it where its tree was."""
+    """Commit of the verifier; ends in `-dirty` if its tree was changed."""
     created: str
 
     @property
     def refused(self) -> bool:
-        """Whether there is no row of it."""
+        """Whether any check refused it, so that it is not listed."""
         return any(x.outcome == "refused" for x in self.checks)

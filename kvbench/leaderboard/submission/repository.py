@@ -1,4 +1,4 @@
-"""The rows that are there already: whether a run has its baseline among them, and whether it is one of them again."""
+"""Compares a submission with the runs already present: is its baseline there, and is it a copy of another run?"""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, ref
 from kvbench.log import say
 from kvbench.runs.journal import Line
 
-TELLING = 10
-"""Wrong answers that two methods do not have in common by chance."""
+MIN_SHARED_ERRORS = 10
+"""Wrong answers in common that two different methods do not reach by chance."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """What the files beside a run's journal say of it."""
+class RunIdentity:
+    """The identity of a run, read without its journal."""
 
     run_id: str
     submitter: str | None
     method: str
-    """With its settings and its budget."""
+    """With settings and budget."""
     questions: str
-    """Equal where the same was asked in the same way."""
+    """Equal for runs that were asked the same questions in the same way."""
     protocol: str
-    """Equal where times compare, too."""
+    """Equal for runs whose times are comparable, too."""
     prompts: str
-    """Equal where the examples are the same."""
+    """Equal for runs on the same examples."""
     full: bool
-    """Whether it is the dense cache's."""
+    """Whether it is a run of the full cache."""
 
     @classmethod
-    def of(cls, head: Head) -> Row:
-        """The row of this run."""
+    def of(cls, head: Head) -> RunIdentity:
+        """Read the identity of a run."""
         spec = head.spec
         prompts = spec.model_dump(mode="json", include={
             "task": {"name", "version", "settings", "length"}, "split": True, "seed": True, "turns": True,
@@ -55,24 +55,24 @@ class Row:
         )
 
     def __str__(self) -> str:
-        """For a reason."""
-        return f"{self.run_id} of {self.submitter}" if self.submitter else self.run_id
+        """Run id and submitter, for the reason of a check."""
+        return f"{self.run_id} by {self.submitter}" if self.submitter else self.run_id
 
 
 @dataclass(frozen=True)
-class Trace:
-    """What tells a journal from another one."""
+class JournalFingerprint:
+    """Hashes that identify a journal."""
 
     answers: Mapping[int, str]
-    """Hash of each sample's answers: of their token ids, and of the log-probabilities of choices."""
+    """Hash of each sample's answers: token ids, and log-probabilities of choices."""
     times: frozenset[str]
-    """Hashes of each sample's times: no two runs have one in common."""
+    """Hash of each sample's times; no two runs share one."""
     wrong: int
-    """Answers that are not entirely right: those that are, are the same under any method that loses nothing."""
+    """Number of wrong answers. Right answers are the same for every lossless method, so they prove no copy."""
 
     @classmethod
-    def of(cls, bundle: Bundle) -> Trace:
-        """The trace of this journal."""
+    def of(cls, bundle: Bundle) -> JournalFingerprint:
+        """Compute the fingerprint of a bundle's journal."""
         best = 1.0 if bundle.result.score.higher_is_better else 0.0
         samples: dict[int, list[Line]] = {}
         for line in bundle.lines:
@@ -85,59 +85,61 @@ class Trace:
 
 
 class Repository:
-    """The runs below some folders; a journal is read when a run on the same prompts is to be told from it."""
+    """The runs below some folders. Journals are read only for runs on the same prompts."""
 
     def __init__(self, folders: Iterable[Path] = ()) -> None:
-        self._rows: dict[Path, Row] = {}
-        self._traces: dict[Path, Trace] = {}
+        self._runs: dict[Path, RunIdentity] = {}
+        self._fingerprints: dict[Path, JournalFingerprint] = {}
         for path in (x for folder in folders for x in find_bundles(folder)):
             try:
-                self._rows[path] = Row.of(open_head(read_files(path)))
+                self._runs[path] = RunIdentity.of(open_head(read_files(path)))
             except RefusedError as error:
-                say(f"{path} is not used: {error}.")
+                say(f"{path} is ignored: {error}.")
 
     def check_baseline(self, head: Head) -> Check:
-        """Whether the dense cache was asked the same; a difference of protocol is no merit of a method."""
-        row = Row.of(head)
-        if row.full:
-            return ok("baseline", "it is the baseline")
+        """Flag a run if no full-cache run of the same protocol is known."""
+        identity = RunIdentity.of(head)
+        if identity.full:
+            return ok("baseline", "it is a run of the full cache")
         if head.result.diffusion is not None and head.result.diffusion.baselines:
-            return ok("baseline", f"in the same job: {', '.join(sorted(head.result.diffusion.baselines))}")
-        found = [x for x in self._rows.values() if x.full and x.questions == row.questions]
+            return ok("baseline", f"baselines in the same job: {', '.join(sorted(head.result.diffusion.baselines))}")
+        found = [x for x in self._runs.values() if x.full and x.questions == identity.questions]
         if not found:
-            return flag("baseline", "no run of the dense cache that was asked the same is known")
-        best = max(found, key=lambda x: x.protocol == row.protocol)
-        apart = "" if best.protocol == row.protocol else ", on another machine: its times are no baseline"
+            return flag("baseline", "no run of the full cache under this protocol is known")
+        best = max(found, key=lambda x: x.protocol == identity.protocol)
+        apart = "" if best.protocol == identity.protocol else ", on another machine, so times are not comparable"
         return ok("baseline", f"{best}{apart}")
 
     def check_copies(self, bundle: Bundle) -> Check:
-        """Whether it is another run under another name; refused where it has another run's times."""
-        row, trace = Row.of(bundle), Trace.of(bundle)
+        """Refuse a run with the times of another; flag one that repeats another method's wrong answers."""
+        identity, fingerprint = RunIdentity.of(bundle), JournalFingerprint.of(bundle)
         others = [
-            (x, self._read(path)) for path, x in self._rows.items()
-            if x.prompts == row.prompts and (x.run_id, x.submitter) != (row.run_id, row.submitter)
+            (x, self._read(path)) for path, x in self._runs.items()
+            if x.prompts == identity.prompts and (x.run_id, x.submitter) != (identity.run_id, identity.submitter)
         ]
         for x, other in others:
-            if other.times & trace.times:
-                return refuse("copies", f"its times are those of {x}: a copy of it")
+            if other.times & fingerprint.times:
+                return refuse("copies", f"its times equal those of {x}: it is a copy")
         for x, other in others:
-            common = trace.answers.keys() & other.answers.keys()
-            if not common or any(trace.answers[i] != other.answers[i] for i in common):
+            common = fingerprint.answers.keys() & other.answers.keys()
+            if not common or any(fingerprint.answers[i] != other.answers[i] for i in common):
                 continue
-            if x.method == row.method:
-                return ok("copies", f"the answers of {x}, at other times: it repeats that run")
-            if min(trace.wrong, other.wrong) >= TELLING:
-                return flag("copies", f"its answers, {trace.wrong} wrong ones too, are those of {x}, another method")
-        return ok("copies", f"unlike {len(others)} others on the same prompts")
+            if x.method == identity.method:
+                return ok("copies", f"its answers equal those of {x}, its times do not: it repeats that run")
+            if min(fingerprint.wrong, other.wrong) >= MIN_SHARED_ERRORS:
+                return flag(
+                    "copies", f"its answers, {fingerprint.wrong} of them wrong, equal those of {x}, another method"
+                )
+        return ok("copies", f"differs from {len(others)} other runs on the same prompts")
 
-    def _read(self, path: Path) -> Trace:
-        if path not in self._traces:
+    def _read(self, path: Path) -> JournalFingerprint:
+        if path not in self._fingerprints:
             try:
-                self._traces[path] = Trace.of(open_bundle(read_files(path)))
+                self._fingerprints[path] = JournalFingerprint.of(open_bundle(read_files(path)))
             except RefusedError as error:
-                say(f"{path} is not used: {error}.")
-                self._traces[path] = Trace({}, frozenset(), 0)
-        return self._traces[path]
+                say(f"{path} is ignored: {error}.")
+                self._fingerprints[path] = JournalFingerprint({}, frozenset(), 0)
+        return self._fingerprints[path]
 
 
 def _hash(document: object) -> str:

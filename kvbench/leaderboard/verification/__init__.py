@@ -1,1 +1,1 @@
-"""Checks of a submission, from its records alone up to running it again."""
+"""Verification of a submission: checks of its records (L0), reruns (L1, L2) and a fresh seed (L3)."""

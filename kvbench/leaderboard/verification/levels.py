@@ -1,4 +1,4 @@
-"""Beyond L0: what a verifier runs of a bundle that passed, and the level that it comes to."""
+"""Levels L1 to L3: reruns a bundle that passed L0, and adds the checks to its findings."""
 
 from __future__ import annotations
 
@@ -10,61 +10,63 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbench.errors import UserError
-from kvbench.leaderboard.verification.fresh_seed import run_hidden
-from kvbench.leaderboard.verification.lookup import StrangerError
+from kvbench.leaderboard.verification.fresh_seed import run_fresh_seed
+from kvbench.leaderboard.verification.lookup import UnverifiableError
 from kvbench.leaderboard.verification.outcome import RefusedError, flag
-from kvbench.leaderboard.verification.rerun import draw, rerun
-from kvbench.leaderboard.verification.runnable import load_again
+from kvbench.leaderboard.verification.rerun import draw_samples, rerun
+from kvbench.leaderboard.verification.rerun_job import load_rerun_model
 from kvbench.leaderboard.verification.verify import Findings
 
 if TYPE_CHECKING:
     from kvbench.runs.runner import Progress
 
-SHORTEST = 16
-"""Characters of a secret, so that nobody finds it by trying."""
+MIN_SECRET = 16
+"""Minimum characters of a secret, so that it cannot be guessed."""
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What to run."""
+class RerunOptions:
+    """Which reruns to make."""
 
     share: float | None
-    """Of the samples, again; None: none."""
+    """Share of the samples; None: no rerun of samples."""
     seed: int
-    """That draws them."""
+    """Draws the samples."""
     secret: str | None
-    """That makes a fresh seed; None: no such run."""
+    """Determines the fresh seed; None: no run under a fresh seed."""
 
 
-def raise_level(found: Findings, wish: Wish, show_progress: Callable[[int], AbstractContextManager[Progress]]) -> None:
-    """Run what is wished of a bundle that was not refused, and add what came of it."""
+def rerun_levels(
+    found: Findings, options: RerunOptions, show_progress: Callable[[int], AbstractContextManager[Progress]]
+) -> None:
+    """Rerun a bundle that was not refused, and add the checks to its findings."""
     bundle = found.bundle
     if bundle is None or found.level is None:
         return
     check = "rerun"
     try:
-        model = load_again(bundle.spec)
-        if wish.share is not None:
-            wanted = draw(bundle.spec.samples, wish.share, wish.seed)
+        model = load_rerun_model(bundle.spec)
+        if options.share is not None:
+            wanted = draw_samples(bundle.spec.samples, options.share, options.seed)
             with show_progress(len(wanted)) as progress:
-                found.rerun, checks = rerun(bundle, model, wanted, wish.seed, progress)
+                found.rerun, checks = rerun(bundle, model, wanted, options.seed, progress)
             found.checks += checks
         check = "hidden"
-        if wish.secret is not None:
+        if options.secret is not None:
             with show_progress(bundle.spec.samples) as progress:
-                found.hidden, concluded = run_hidden(bundle, model, wish.secret, progress)
+                found.hidden, concluded = run_fresh_seed(bundle, model, options.secret, progress)
             found.checks.append(concluded)
-    except StrangerError as error:
-        found.checks.append(flag(check, f"{error}: it was not run again"))
+    except UnverifiableError as error:
+        found.checks.append(flag(check, f"{error}: it was not rerun"))
     except RefusedError as error:
-        found.checks.append(error.verdict)
+        found.checks.append(error.check)
 
 
 def read_share(text: str) -> float:
-    """`10%` as 0.1.
+    """Parse a percentage: `10%` gives 0.1.
 
     Raises:
-        UserError: not a percentage above 0.
+        UserError: not a percentage above 0 and up to 100.
     """
     try:
         value = float(text.removesuffix("%")) / 100 if text.endswith("%") else 0.0
@@ -76,16 +78,16 @@ def read_share(text: str) -> float:
 
 
 def read_secret(where: str) -> str:
-    """The secret of hidden seeds, from a file or, as `env:NAME`, from an environment variable.
+    """Read the secret of the fresh seed from a file, or from an environment variable given as `env:NAME`.
 
     Raises:
-        UserError: there is none, or it is too short.
+        UserError: it cannot be read, or is too short.
     """
     name = where.removeprefix("env:")
     try:
         found = os.environ.get(name, "") if where.startswith("env:") else Path(where).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--hidden-seed {where} cannot be read: {error}. Give a file, or env:NAME.") from error
-    if len(found.strip()) < SHORTEST:
-        raise UserError(f"--hidden-seed {where} holds fewer than {SHORTEST} characters: others could guess it.")
+    if len(found.strip()) < MIN_SECRET:
+        raise UserError(f"--hidden-seed {where} holds fewer than {MIN_SECRET} characters: others could guess it.")
     return found.strip()

@@ -1,7 +1,7 @@
-"""What a submission names, found among what is here: its method, its task, its tokenizer. Nothing it brings is run.
+"""Finds the method, task, tokenizer and model that a submission names among those installed here.
 
-Names are looked up in the lists that `kvbench list` shows. What looks like a path is nobody's: neither a file of code
-nor a file of data is ever read because a stranger wrote where it is.
+Names are looked up in the lists that `kvbench list` shows. Paths in a submission are never followed, and none of its
+code is run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 from kvbench.analysis.compare import is_full
 from kvbench.errors import UserError
 from kvbench.leaderboard.submission.records import Check
-from kvbench.leaderboard.verification.outcome import RefusedError, blaming, flag, ok, show
+from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, quote, refusing_errors
 from kvbench.method import BudgetKind, Card, Method
 from kvbench.registry import Kind, find_method, find_task, list_entries
 from kvbench.runs.command import write_setting
@@ -30,161 +30,165 @@ if TYPE_CHECKING:
     from kvbench.hf import Prediction
 
 
-class StrangerError(Exception):
-    """What a submission names is not here: no fault of its own, but what rests on it cannot be verified."""
+class UnverifiableError(Exception):
+    """Something that the submission names is not installed here, so the parts that depend on it are not verified."""
 
 
 def find_known_method(spec: RunSpec) -> tuple[Method, list[str]]:
-    """The method with the run's settings, and the settings that it has got since.
+    """Return the method with the run's settings, and the names of settings added to the method since.
 
     Raises:
-        StrangerError: it is none of those here, of another version, or reads a file of the submitter's.
-        RefusedError: it is one of those here, and cannot have these settings.
+        UnverifiableError: it is not registered, has another version, or a setting is a path.
+        RefusedError: it is registered, and does not accept these settings.
     """
     name, version = spec.method.name, spec.method.version
     if not set(name.split("+")) <= _names("method"):
-        raise StrangerError(f"no method {show(name)} is here")
-    with blaming("method", name):
+        raise UnverifiableError(f"method {quote(name)} is not registered here")
+    with refusing_errors("method", name):
         found = _method(name)
     if found.card.version != version:
-        raise StrangerError(f"{name} is of version {show(version)}, and the one here of {found.card.version}")
-    if file := _own_file(found, spec.method.settings):  # some methods read theirs when they are made
-        raise StrangerError(f"setting {file} of {name} names a file of the submitter's")
+        raise UnverifiableError(f"{name} has version {quote(version)}, here it has {found.card.version}")
+    if file := _find_path_setting(found, spec.method.settings):  # some methods read theirs when they are made
+        raise UnverifiableError(f"setting {file} of {name} may name a file of the submitter")
     made = _configure(found, spec.method.settings, "method")
     return made, sorted(jsonable_settings(made).keys() - spec.method.settings.keys())
 
 
 def check_card(result: Result, method: Method | None) -> tuple[Card, Check]:
-    """The card that counts, ours where the method is here, and what is to be said of the result's.
+    """Return the card that counts (ours if the method is registered), and the check of the submitted one.
 
     Raises:
-        RefusedError: the result's is no card, of another method, or wrong where it decides what a row means.
+        RefusedError: the card is invalid, of another method, or differs from ours in family, budget kind or models.
     """
-    with blaming("method", "its card"):
-        said = Card.model_validate(result.method.card)
+    with refusing_errors("method", "its card"):
+        stated = Card.model_validate(result.method.card)
     named = result.method.name, result.method.version, result.method.family
-    if (said.name, said.version, said.family) != named:
-        raise RefusedError("method", f"its card is of {show(said.name)} version {show(said.version)}")
+    if (stated.name, stated.version, stated.family) != named:
+        raise RefusedError("method", f"its card describes {quote(stated.name)} version {quote(stated.version)}")
     if method is None:
-        return said, flag("method", "its card is the submitter's own")
+        return stated, flag("method", "its card is the submitter's and was not checked")
     ours = method.card
     for key in ("family", "budget", "models"):
-        if getattr(said, key) != getattr(ours, key):
-            raise RefusedError("method", f"{key} on its card is {show(getattr(said, key))}, not {getattr(ours, key)}")
-    changed = sorted(key for key, value in ours if value != getattr(said, key))
-    words = f"; what its card says has changed since in {', '.join(changed)}" if changed else ""
-    return ours, ok("method", f"{ours.name} version {ours.version} is here{words}")
+        if getattr(stated, key) != getattr(ours, key):
+            raise RefusedError(
+                "method", f"{key} on its card is {quote(getattr(stated, key))}, not {getattr(ours, key)}"
+            )
+    changed = sorted(key for key, value in ours if value != getattr(stated, key))
+    words = f"; its card has changed since in {', '.join(changed)}" if changed else ""
+    return ours, ok("method", f"{ours.name} version {ours.version} is registered{words}")
 
 
 def is_known_full(result: Result) -> bool:
-    """Whether it is the dense cache's: of a method that is here under its name, and of as many bytes.
+    """Whether the run is of the full cache: a registered method without a budget, and as many bytes as the full cache.
 
-    Anybody can write on a card that a method takes no budget and loses nothing, and into a journal what it holds.
+    Card and journal alone prove nothing, since the submitter writes both.
     """
     if not is_full(result):
         return False
     try:
         method, _ = find_known_method(result.spec)
-    except (StrangerError, RefusedError):
+    except (UnverifiableError, RefusedError):
         return False
-    dense = result.model.kind == "diffusion" or (result.memory is not None and result.memory.ratio_total == 1)
-    return method.card.budget is BudgetKind.NONE and dense
+    whole = result.model.kind == "diffusion" or (result.memory is not None and result.memory.ratio_total == 1)
+    return method.card.budget is BudgetKind.NONE and whole
 
 
 def find_known_task(spec: RunSpec) -> Task:
-    """The task with the run's settings.
+    """Return the task with the run's settings.
 
     Raises:
-        StrangerError: it is none of those here, of another version, or its data are.
-        RefusedError: it is here, and what the spec says of it is not true.
+        UnverifiableError: it is not registered, has another version, or other data.
+        RefusedError: it is registered, and the spec contradicts it.
     """
-    said = spec.task
-    if said.name not in _names("task"):
-        raise StrangerError(f"no task {show(said.name)} is here")
-    found = _task(said.name)
-    if found.version != said.version:
-        raise StrangerError(f"{said.name} is of version {show(said.version)}, and the one here of {found.version}")
-    if file := _own_file(found, said.settings):
-        raise StrangerError(f"setting {file} of {said.name} names a file of the submitter's")
-    task: Task = _configure(found, said.settings, "task")
-    with blaming("task", said.name):
+    stated = spec.task
+    if stated.name not in _names("task"):
+        raise UnverifiableError(f"task {quote(stated.name)} is not registered here")
+    found = _task(stated.name)
+    if found.version != stated.version:
+        raise UnverifiableError(f"{stated.name} has version {quote(stated.version)}, here it has {found.version}")
+    if file := _find_path_setting(found, stated.settings):
+        raise UnverifiableError(f"setting {file} of {stated.name} may name a file of the submitter")
+    task: Task = _configure(found, stated.settings, "task")
+    with refusing_errors("task", stated.name):
         pairs: dict[str, tuple[object, object]] = {
-            "suite": (said.suite, task.suite), "truncation": (said.truncation, task.truncation),
-            "prompt_id": (said.prompt_id, task.prompt_id), "mode": (spec.mode in task.modes, True),
-            "scorer": (said.scorer in {x.id for x in task.scorers}, True),
-            "settings": (said.settings, jsonable_settings(task)),
+            "suite": (stated.suite, task.suite), "truncation": (stated.truncation, task.truncation),
+            "prompt_id": (stated.prompt_id, task.prompt_id), "mode": (spec.mode in task.modes, True),
+            "scorer": (stated.scorer in {x.id for x in task.scorers}, True),
+            "settings": (stated.settings, jsonable_settings(task)),
         }
         revision = task.dataset_revision
-    if revision != said.dataset_revision:
-        raise StrangerError(f"its data are {show(said.dataset_revision)}, and those here {show(revision)}")
+    if revision != stated.dataset_revision:
+        raise UnverifiableError(f"its data revision is {quote(stated.dataset_revision)}, here it is {quote(revision)}")
     if wrong := [key for key, (one, other) in pairs.items() if one != other]:
-        raise RefusedError("task", f"its {wrong[0]} is not one of {said.name} version {said.version}")
+        raise RefusedError("task", f"its {wrong[0]} does not fit {stated.name} version {stated.version}")
     return task
 
 
-def is_own_split(said: str, task: str) -> bool:
-    """Whether settings were chosen on the very examples of a row: `TASK` or `TASK:test`, by any name of its task."""
-    if said.endswith(":dev"):
+def is_tuned_on_test(stated: str, task: str) -> bool:
+    """Whether settings were chosen on the test examples of this task: `TASK` or `TASK:test`, under any alias."""
+    if stated.endswith(":dev"):
         return False
-    name = said.removesuffix(":test")
+    name = stated.removesuffix(":test")
     return any(name in (x.name, *x.aliases) for x in list_entries("task") if x.name == task) or name == task
 
 
 def find_known_tokenizer(spec: RunSpec, task: Task) -> tuple[PreTrainedTokenizerBase, Frame, Path]:
-    """The tokenizer of the run's model, how it frames a prompt, and the folder that it is from.
+    """Return the tokenizer of the run's model, its chat frame, and its folder.
 
     Raises:
-        StrangerError: it is not here.
-        RefusedError: it is, and is not the run's.
+        UnverifiableError: it is not on this machine.
+        RefusedError: it is, and differs from the run's.
     """
     from kvbench.hf import find_copy
 
-    said = spec.model
-    folder = find_copy(said.id, said.revision)
+    stated = spec.model
+    folder = find_copy(stated.id, stated.revision)
     if folder is None:
-        raise StrangerError(f"model {show(said.id)} at {show(said.revision)} is not on this machine")
+        raise UnverifiableError(f"model {quote(stated.id)} at {quote(stated.revision)} is not on this machine")
     try:
         tokenizer, found = _load(folder)
     except UserError as error:
-        raise StrangerError(str(error)) from error
-    if found != said.tokenizer_sha256:
+        raise UnverifiableError(str(error)) from error
+    if found != stated.tokenizer_sha256:
         raise RefusedError(
-            "tokenizer", f"the tokenizer of {show(said.id)} is {found[:12]}, the run's {show(said.tokenizer_sha256)}"
+            "tokenizer",
+            f"the tokenizer of {quote(stated.id)} is {found[:12]}, the run's {quote(stated.tokenizer_sha256)}",
         )
     tokenizer, frame = find_frame(task, tokenizer, "none" if spec.task.chat_template_sha is None else "own")
     if frame.sha != spec.task.chat_template_sha:
         raise RefusedError(
-            "tokenizer", f"the chat template of {show(said.id)} is {frame.sha}, the run's "
-            f"{show(spec.task.chat_template_sha)}"
+            "tokenizer", f"the chat template of {quote(stated.id)} is {frame.sha}, the run's "
+            f"{quote(spec.task.chat_template_sha)}"
         )
     return tokenizer, frame, folder
 
 
 def check_model(spec: RunSpec, card: Card, folder: Path) -> Check:
-    """Whether the run's weights are those that are here under its model's name.
+    """Compare the run's model with the installed one of that name.
 
     Raises:
-        RefusedError: no such model has so many parameters, or the method is for another kind.
+        RefusedError: other number of parameters, or a method for the other kind of model.
     """
     from kvbench.hf.find import hash_model
 
-    said = spec.model
-    if card.models != said.kind:
-        raise RefusedError("model", f"{spec.method.name} is for {card.models} models, and its model is {said.kind}")
-    with blaming("model", f"{said.id} in {show(said.dtype)}"):
-        params = predict(folder, said.dtype).params
-    if params != said.params:
-        raise RefusedError("model", f"{said.id} has {params} parameters, not {said.params}")
-    if not any(folder.glob("*.safetensors")) and not said.id.startswith("random:"):
-        return flag("model", f"the weights of {said.id} are not on this machine: not compared")
-    found = hash_model(said.id, folder)
-    if found != said.sha256:
-        return flag("model", f"the weights of {said.id} are {found[:12]} here, the run's {show(said.sha256[:12])}")
-    return ok("model", f"{said.id} is here, with the run's weights")
+    stated = spec.model
+    if card.models != stated.kind:
+        raise RefusedError("model", f"{spec.method.name} is for {card.models} models, and its model is {stated.kind}")
+    with refusing_errors("model", f"{stated.id} in {quote(stated.dtype)}"):
+        params = predict(folder, stated.dtype).params
+    if params != stated.params:
+        raise RefusedError("model", f"{stated.id} has {params} parameters, not {stated.params}")
+    if not any(folder.glob("*.safetensors")) and not stated.id.startswith("random:"):
+        return flag("model", f"the weights of {stated.id} are not on this machine: not compared")
+    found = hash_model(stated.id, folder)
+    if found != stated.sha256:
+        there = quote(stated.sha256[:12])
+        return flag("model", f"the weights of {stated.id} have hash {found[:12]} here, {there} in the run")
+    return ok("model", f"{stated.id} with the run's weights is on this machine")
 
 
-def _own_file(kind: type[Method | Task], settings: Mapping[str, Any]) -> str | None:
-    """The first setting with free text of the submitter's, which is where kvbench takes paths."""
+def _find_path_setting(kind: type[Method | Task], settings: Mapping[str, Any]) -> str | None:
+    """Name of the first setting that holds free text and thus may be a path; None if there is none."""
     types, fields = setting_types(kind), setting_fields(kind)
     for name, value in settings.items():
         if name in types and value is not None and value != fields[name].default and _is_text(types[name]):
@@ -193,23 +197,23 @@ def _own_file(kind: type[Method | Task], settings: Mapping[str, Any]) -> str | N
 
 
 def _is_text(kind: Any) -> bool:
-    """Whether a setting of this type can hold any text, and not only words that the type lists."""
+    """Whether a setting of this type accepts arbitrary text, not only listed words."""
     return kind in (str, Path) or (get_origin(kind) is not Literal and any(_is_text(x) for x in get_args(kind)))
 
 
 def _configure(found: type[Any], settings: Mapping[str, Any], kind: Kind) -> Any:
-    """An instance that has these settings, and where they are silent its own."""
+    """Create an instance with these settings and the defaults for all others."""
     name = found.card.name if kind == "method" else found.name
-    with blaming(kind, f"{name} cannot have its settings"):
+    with refusing_errors(kind, f"{name} does not accept its settings"):
         made = configure(found, {key: write_setting(x) for key, x in settings.items()}, "setting", name)
     if wrong := [key for key, value in jsonable_settings(made).items() if settings.get(key, value) != value]:
-        raise RefusedError(kind, f"{name} cannot have its settings: {wrong[0]} is not {show(settings[wrong[0]])}")
+        raise RefusedError(kind, f"{name} does not accept its settings: {wrong[0]} is not {quote(settings[wrong[0]])}")
     return made
 
 
 @functools.cache
 def predict(folder: Path, dtype: str) -> Prediction:
-    """The size and the shape of a model in this element type."""
+    """Size and shape of a model in this element type, from its configuration."""
     from kvbench.hf import predict_memory
 
     return predict_memory(str(folder), dtype)

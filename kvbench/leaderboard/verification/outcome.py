@@ -1,4 +1,4 @@
-"""How a check ends: well, with something to be shown beside the row, or with no row. Always in one plain line."""
+"""Check outcomes: ok, flag (shown next to the row), refused (not listed). Each has a reason of one plain line."""
 
 from __future__ import annotations
 
@@ -7,44 +7,44 @@ from contextlib import contextmanager
 
 from kvbench.leaderboard.submission.records import Check, Outcome
 
-SHOWN = 60
-"""Characters of a stranger's value that a reason shows."""
-LONGEST = 500
+MAX_VALUE_CHARS = 60
+"""Characters of a submitted value that a reason shows."""
+MAX_REASON_CHARS = 500
 """Characters of a reason."""
 
 
 class RefusedError(Exception):
-    """A submission that is no row, and the check that it failed."""
+    """A check refused the submission."""
 
     def __init__(self, check: str, reason: str) -> None:
         super().__init__(reason)
-        self.verdict = refuse(check, reason)
+        self.check = refuse(check, reason)
 
 
 def ok(check: str, reason: str) -> Check:
-    """What was looked at is as it should be; the reason says what was seen."""
+    """The check passed; the reason states the observed values."""
     return _conclude(check, "ok", reason)
 
 
 def flag(check: str, reason: str) -> Check:
-    """Readers of the row must know this."""
+    """The check found something that readers of the row must know."""
     return _conclude(check, "flag", reason)
 
 
 def refuse(check: str, reason: str) -> Check:
-    """There is no row, and what else was found is still told."""
+    """The check failed: the submission is not listed. Other checks may still run."""
     return _conclude(check, "refused", reason)
 
 
-def show(value: object) -> str:
-    """A stranger's value for a reason: short, and nothing but plain characters."""
+def quote(value: object) -> str:
+    """Format a submitted value for a reason: short, in printable ASCII."""
     text = ascii(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}..."
 
 
 @contextmanager
-def blaming(check: str, what: str) -> Iterator[None]:
-    """Refuse for whatever a submission's values make our own code raise."""
+def refusing_errors(check: str, what: str) -> Iterator[None]:
+    """Turn any error that a submission's values cause in our code into a refusal by this check."""
     try:
         yield
     except RefusedError:
@@ -54,7 +54,9 @@ def blaming(check: str, what: str) -> Iterator[None]:
 
 
 def _conclude(check: str, outcome: Outcome, reason: str) -> Check:
-    """Nothing of a stranger's moves a cursor, breaks a line or fills a page."""
+    """Restrict the reason to printable ASCII on one line of limited length."""
     text = " ".join(reason.split()).encode("ascii", "backslashreplace").decode()
     text = "".join(x if x.isprintable() else ascii(x)[1:-1] for x in text)
-    return Check(name=check, outcome=outcome, reason=text if len(text) <= LONGEST else f"{text[:LONGEST]}...")
+    if len(text) > MAX_REASON_CHARS:
+        text = f"{text[:MAX_REASON_CHARS]}..."
+    return Check(name=check, outcome=outcome, reason=text)

@@ -1,4 +1,4 @@
-"""What can be said of a bundle without running it again: level L0, or why not."""
+"""Level L0: verifies a bundle without running the method."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from pathlib import Path
 from kvbench import __version__
 from kvbench.leaderboard.submission.archive import read_files
 from kvbench.leaderboard.submission.bundle import Bundle, open_bundle
-from kvbench.leaderboard.submission.records import Check, HiddenSeed, Level, Rerun, Verification
+from kvbench.leaderboard.submission.records import Check, FreshSeedResult, Level, RerunResult, Verification
 from kvbench.leaderboard.submission.repository import Repository
-from kvbench.leaderboard.verification.account import check_bytes, check_machine, check_summary
-from kvbench.leaderboard.verification.answers import LOGPROBS, check_answers, check_prompts, check_scores, score_again
+from kvbench.leaderboard.verification.answers import LOGPROBS, check_answers, check_prompts, check_scores, rescore
 from kvbench.leaderboard.verification.lookup import (
-    StrangerError,
+    UnverifiableError,
     check_card,
     check_model,
     find_known_method,
     find_known_task,
     find_known_tokenizer,
-    is_own_split,
+    is_tuned_on_test,
 )
 from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, refuse
-from kvbench.leaderboard.verification.rebuilt import Account, Outline, Replay, make_again
+from kvbench.leaderboard.verification.replay import MethodStub, ModelStub, Replay, remake_examples
+from kvbench.leaderboard.verification.result import check_bytes, check_machine, check_summary
 from kvbench.machine import find_git
 from kvbench.method import Method
 from kvbench.runs.results import Score
 
-BASIS = {"prompts", "answers", "scores", "summary"}
-"""What L0 rests on, beside that nothing was refused."""
+REQUIRED_FOR_L0 = {"prompts", "answers", "scores", "summary"}
+"""Checks that must be ok for L0, in addition to no refusal."""
 
 
 @dataclass
 class Findings:
-    """What is known of a bundle so far."""
+    """The checks of a bundle so far."""
 
     checks: list[Check] = field(default_factory=list)
     bundle: Bundle | None = None
     score: Score | None = None
-    rerun: Rerun | None = None
-    hidden: HiddenSeed | None = None
+    rerun: RerunResult | None = None
+    hidden: FreshSeedResult | None = None
 
     @property
     def level(self) -> Level | None:
-        """The highest that was reached."""
+        """Highest level reached."""
         reached = {x.name for x in self.checks if x.outcome == "ok"}
-        if any(x.outcome == "refused" for x in self.checks) or not reached >= BASIS:
+        if any(x.outcome == "refused" for x in self.checks) or not reached >= REQUIRED_FOR_L0:
             return None
         if self.hidden is not None:
             return "L3"
@@ -57,7 +57,7 @@ class Findings:
         return "L0"
 
     def conclude(self) -> Verification:
-        """The record."""
+        """Build the verification record."""
         bundle, git = self.bundle, find_git()
         return Verification(
             run_id="" if bundle is None else bundle.spec.run_id, content="" if bundle is None else bundle.content,
@@ -69,31 +69,31 @@ class Findings:
 
 
 def verify(source: Path | Mapping[str, bytes], repository: Repository) -> Findings:
-    """Look at a bundle, by its place or its files, as far as what it is refused for lets one look."""
+    """Check a bundle, given by path or files. A refusal ends the checks that depend on it."""
     found = Findings()
     try:
         found.bundle = open_bundle(read_files(source) if isinstance(source, Path) else source)
-        for check in chain(_look_at_claims(found.bundle), _look_at_answers(found, found.bundle)):
+        for check in chain(_check_records(found.bundle), _check_content(found, found.bundle)):
             found.checks.append(check)
         found.checks += [repository.check_baseline(found.bundle), repository.check_copies(found.bundle)]
     except RefusedError as error:
-        found.checks.append(error.verdict)
+        found.checks.append(error.check)
     return found
 
 
-def _look_at_claims(bundle: Bundle) -> Iterator[Check]:
-    """What stands in its files about itself."""
+def _check_records(bundle: Bundle) -> Iterator[Check]:
+    """Check manifest, split, status and environment."""
     spec, manifest = bundle.spec, bundle.manifest
     if manifest is None:
-        yield flag("files", "no manifest: nobody submitted it")
+        yield flag("files", "no manifest: it is not a submission")
     else:
         size = sum(map(len, bundle.files.values()))
-        yield ok("files", f"{size:,} bytes, as the manifest of {manifest.submitter} has them")
+        yield ok("files", f"{size:,} bytes match the manifest of {manifest.submitter}")
     tuned = () if manifest is None else manifest.tuned_on
     if spec.split != "test":
-        yield refuse("split", f"it ran on split {spec.split}: settings are chosen there, rows are of split test")
-    elif any(is_own_split(x, spec.task.name) for x in tuned):
-        yield flag("split", f"its settings were chosen on {spec.task.name}, on the very examples of the row")
+        yield refuse("split", f"it ran on split {spec.split}: the leaderboard shows runs on split test only")
+    elif any(is_tuned_on_test(x, spec.task.name) for x in tuned):
+        yield flag("split", f"its settings were chosen on the test examples of {spec.task.name}")
     else:
         yield ok("split", f"test{', settings chosen on ' if tuned else ''}{', '.join(tuned)}")
     if bundle.result.status == "failed":
@@ -101,38 +101,38 @@ def _look_at_claims(bundle: Bundle) -> Iterator[Check]:
     yield check_machine(bundle.result, datetime.now(UTC))
 
 
-def _look_at_answers(found: Findings, bundle: Bundle) -> Iterator[Check]:
-    """Its answers, scores and bytes, by the method, the task and the tokenizer that are here."""
+def _check_content(found: Findings, bundle: Bundle) -> Iterator[Check]:
+    """Check answers, scores and bytes with the installed method, task and tokenizer."""
     spec, result = bundle.spec, bundle.result
     method: Method | None = None
     since: list[str] = []
     try:
         method, since = find_known_method(spec)
-    except StrangerError as error:
-        yield flag("method", f"{error}: nothing is said of its code")
+    except UnverifiableError as error:
+        yield flag("method", f"{error}: its code was not checked")
     card, check = check_card(result, method)
     yield check
     if since:
-        yield flag("method", f"it ran before {spec.method.name} had {', '.join(since)}")
+        yield flag("method", f"it ran before {spec.method.name} got the settings {', '.join(since)}")
     try:
         task = find_known_task(spec)
         tokenizer, frame, folder = find_known_tokenizer(spec, task)
-    except StrangerError as error:
-        yield flag("prompts", f"{error}: its prompts cannot be made again, and so its scores are not verified")
+    except UnverifiableError as error:
+        yield flag("prompts", f"{error}: its prompts cannot be regenerated, so its scores are not verified")
         return
     yield check_model(spec, card, folder)
     scorer = next(x for x in task.scorers if x.id == spec.task.scorer)
     random = spec.model.id.startswith("random:")
     replay = Replay(
-        spec, Account(card), task, scorer, Outline(tokenizer, random, result.environment.device_map), frame
+        spec, MethodStub(card), task, scorer, ModelStub(tokenizer, random, result.environment.device_map), frame
     )
-    made, check = check_prompts(replay, bundle.lines, make_again(replay))
+    made, check = check_prompts(replay, bundle.lines, remake_examples(replay))
     yield check
     yield check_answers(replay, bundle.lines, made)
-    again = score_again(replay, bundle.lines, made)
+    again = rescore(replay, bundle.lines, made)
     yield check_scores(bundle.lines, again)
     if any(LOGPROBS in x.facts for x in bundle.lines):
-        yield flag("logprobs", "its answers rest on the log-probabilities in its journal, which only a rerun can tell")
+        yield flag("logprobs", "its answers depend on log-probabilities in its journal, which only a rerun can check")
     found.score, checks = check_summary(replay, result, again)
     yield from checks
     yield check_bytes(replay, method, result, again, folder)

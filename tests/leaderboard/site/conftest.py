@@ -1,4 +1,4 @@
-"""Small made-up runs: one of the curated ones, edited."""
+"""Fixtures: small results folders, made by editing a curated run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CURATED = Path(__file__).parents[3] / "results" / "cpu-2-cores"
 
 
 def find_template(budget: str, visibility: str, length: int) -> tuple[Path, dict[str, Any]]:
-    """The curated run of snapkv under these options, and its result."""
+    """Find the curated run of snapkv with these options, and its result."""
     for folder in CURATED.glob("snapkv-niah_*"):
         result: dict[str, Any] = json.loads((folder / "result.json").read_text())
         if (result["budget"]["asked"], result["visibility"], result["task"]["length"]) == (budget, visibility, length):
@@ -34,7 +34,7 @@ MODEL, RESULT = find_template("10%", "first-turn", 2048)
 LINE: dict[str, Any] = json.loads(gzip.decompress((MODEL / "samples.jsonl.gz").read_bytes()).splitlines()[0])
 Scores = Sequence[Sequence[float]]
 SCORES: dict[str, Scores] = {"good": [[1.0, 1.0]] * 12, "poor": [[1.0, 0.0]] * 12, "bad": [[0.0, 0.0]] * 12}
-"""By context and turn."""
+"""Scores by context and turn."""
 
 
 class Results:
@@ -45,10 +45,10 @@ class Results:
         self.folder.mkdir(parents=True)
 
     def add(
-        self, place: str, scores: str | Scores = "poor", *, method: str = "snapkv", held: float = 0.25,
+        self, place: str, scores: str | Scores = "poor", *, method: str = "snapkv", stored: float = 0.25,
         kind: str = "stored", edit: Callable[[dict[str, Any], list[dict[str, Any]]], None] | None = None,
     ) -> Path:
-        """A run of this method with these scores by context and turn; `edit` changes its result and its lines."""
+        """Add a run of this method with these scores by context and turn; `edit` changes its result and lines."""
         result = copy.deepcopy(RESULT)
         spec = result["spec"]
         scores = SCORES[scores] if isinstance(scores, str) else scores
@@ -64,9 +64,10 @@ class Results:
             "by_turn": [{"mean": fmean(x), "n": len(x)} for x in zip(*scores, strict=True)],
         }
         result["budget"]["kind"] = result["method"]["card"]["budget"] = kind
-        dense = result["memory"]["full_bytes"]
+        full = result["memory"]["full_bytes"]
         result["memory"] |= {
-            "stored_bytes": round(held * dense), "ratio": held, "ratio_total": held, "read_bytes_per_step": dense // 5,
+            "stored_bytes": round(stored * full), "ratio": stored, "ratio_total": stored,
+            "read_bytes_per_step": full // 5,
         }
         if kind == "none":
             result["effect"] |= {"n": 0, "n_acted": 0}
@@ -92,7 +93,7 @@ class Results:
         return folder
 
     def send(self, folder: Path, submitter: str) -> None:
-        """Make a submission of it."""
+        """Turn a run into a submission."""
         files = pack_run(folder, submitter, ("niah:dev",))
         for path in folder.iterdir():
             path.unlink()
@@ -103,7 +104,7 @@ class Results:
         self, folder: Path, level: Level | None, *checks: Check, content: str | None = None,
         interval: tuple[float, float] | None = None,
     ) -> None:
-        """Write what a verifier would have, with its own interval."""
+        """Write a verification.json, optionally with its own interval."""
         head = open_head(read_files(folder))
         score = None if interval is None else head.result.score.model_copy(update={"ci95": interval})
         record = Verification(
@@ -113,13 +114,13 @@ class Results:
         (folder / VERIFICATION).write_text(record.model_dump_json())
 
     def build(self) -> Built:
-        """The site beside the folder."""
+        """Build the site next to the folder."""
         return build_site(self.folder, self.folder.with_name("site"))
 
 
 @pytest.fixture
 def make_results(tmp_path: Path) -> Callable[[str], Results]:
-    """Empty folders of results by name, each in a folder of its own."""
+    """Makes empty results folders by name."""
     def make(name: str) -> Results:
         return Results(tmp_path / name / "results")
 
@@ -128,5 +129,5 @@ def make_results(tmp_path: Path) -> Callable[[str], Results]:
 
 @pytest.fixture
 def results(make_results: Callable[[str], Results]) -> Results:
-    """An empty folder of results."""
+    """An empty results folder."""
     return make_results("one")

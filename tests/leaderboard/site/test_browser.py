@@ -1,4 +1,4 @@
-"""The site in a real browser, opened from the disk: Debian's chromium, driven by Playwright."""
+"""The site in Debian's chromium, opened from disk and driven by Playwright."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def browser():
 
 @pytest.fixture
 def site(results):
-    """Two protocols; methods that hold and that read; a hostile name."""
-    results.add("full", "good", method="full", held=1.0, kind="none")
-    results.add("a", "poor", held=0.1)
-    results.add("b", "good", method="kvzip", held=0.101)
-    results.add("c", "bad", method="h2o", held=0.104)
-    results.add("d", "good", method="quest", held=1.05, kind="read")
+    """Two protocols, methods with stored and read budgets, and a hostile name."""
+    results.add("full", "good", method="full", stored=1.0, kind="none")
+    results.add("a", "poor", stored=0.1)
+    results.add("b", "good", method="kvzip", stored=0.101)
+    results.add("c", "bad", method="h2o", stored=0.104)
+    results.add("d", "good", method="quest", stored=1.05, kind="read")
 
     def hide(result, lines):
         result["visibility"] = "hidden"
@@ -48,7 +48,7 @@ def site(results):
 
 @pytest.fixture
 def page(browser, site):
-    """The index; whatever the browser complains of, or asks for outside of the site, fails the test at its end."""
+    """The index page. Console errors and requests outside the site fail the test at its end."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     page = context.new_page()
     said, asked = [], []
@@ -63,14 +63,14 @@ def page(browser, site):
 
 
 def visible_methods(page):
-    """Names of the methods in rows that can be seen, in their order."""
+    """Method names of the visible rows, in order."""
     return page.locator("tr.row:visible th[scope=row] a").all_inner_texts()
 
 
-def test_filters_leave_what_was_asked_for(page):
-    """By what a method sees, by family and by text; the address says so, and opens the same view again."""
+def test_filters_hide_other_runs(page):
+    """Filters by visibility, family and text are kept in the URL, which restores the view."""
     assert page.locator("#shown").inner_text().startswith("7 of 7 runs, in 2 of 2 protocols.")
-    page.get_by_label("What a method sees").select_option("first-turn")
+    page.get_by_label("Visibility").select_option("first-turn")
     assert page.locator("#shown").inner_text().startswith("5 of 7 runs, in 1 of 2 protocols.")
     assert page.locator("section.group:visible").count() == 1
     page.get_by_label("Find").fill("kvzip")
@@ -88,12 +88,12 @@ def test_filters_leave_what_was_asked_for(page):
 
 
 def test_sorting_stays_within_a_band(page):
-    """Pressed once, twice and a third time; the head says the order, and the dense cache stays where it is."""
-    page.get_by_label("What a method sees").select_option("first-turn")
+    """Three clicks: two orders, then the initial one. The full cache stays first."""
+    page.get_by_label("Visibility").select_option("first-turn")
     table = page.locator("table.rows:visible").first
     names = table.locator("tr.row th[scope=row] a")
-    button = table.get_by_role("button", name="Held")
-    head = table.locator("thead th", has=page.get_by_role("button", name="Held"))
+    button = table.get_by_role("button", name="Stored")
+    head = table.locator("thead th", has=page.get_by_role("button", name="Stored"))
     assert names.all_inner_texts() == ["full", "kvzip", "snapkv", "h2o"]
     button.click()
     assert (head.get_attribute("aria-sort"), names.all_inner_texts()) == (
@@ -108,12 +108,12 @@ def test_sorting_stays_within_a_band(page):
 
 
 def test_everything_is_reached_by_keyboard(page):
-    """Past the head by the first link, into the filters, onto a head that sorts; where one is can be seen."""
+    """The skip link, the filters and a sorting head have a visible focus."""
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.textContent") == "Skip to the content"
     page.keyboard.press("Enter")
     assert page.evaluate("document.activeElement.id") == "main"
-    page.get_by_label("What a method sees").focus()
+    page.get_by_label("Visibility").focus()
     page.keyboard.press("f")  # as in first-turn
     assert page.locator("section.group:visible").count() == 1
     page.locator("table.rows:visible thead button").first.focus()
@@ -126,8 +126,8 @@ def test_everything_is_reached_by_keyboard(page):
     assert unnamed == 0
 
 
-def test_a_method_and_a_run_are_a_press_away(page, site):
-    """From the index to a method, from there to a run and to its files."""
+def test_links_lead_to_methods_runs_and_files(page, site):
+    """Links lead from the index to a method, to a run, and to its files."""
     page.get_by_role("link", name="kvzip", exact=True).first.click()
     assert page.locator("h1").inner_text() == "kvzip"
     assert page.locator(".curve circle").count() == 1
@@ -139,8 +139,8 @@ def test_a_method_and_a_run_are_a_press_away(page, site):
     assert page.locator("pre").inner_text() == (run / "result.json").read_text()
 
 
-def test_hostile_names_are_shown_as_text(page, site):
-    """On every page that has them, and nothing of them runs."""
+def test_hostile_names_are_escaped(page, site):
+    """No script of a name runs on any page."""
     for path in sorted(site.rglob("*.html")):
         page.goto(path.as_uri())
         assert page.locator("img").count() == 0
@@ -151,8 +151,8 @@ def test_hostile_names_are_shown_as_text(page, site):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_telephone_is_wide_enough_for_every_page(browser, site, scheme):
-    """Nothing but a table or a chart that says so is wider than 390 pixels, and a table shows what matters."""
+def test_pages_fit_a_narrow_screen(browser, site, scheme):
+    """At 390 pixels only tables and charts scroll, and tables show the main columns."""
     context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme=scheme)
     page = context.new_page()
     for path in sorted(site.rglob("*.html")):
@@ -160,17 +160,17 @@ def test_a_telephone_is_wide_enough_for_every_page(browser, site, scheme):
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, path
     page.goto((site / "index.html").as_uri())
     heads = page.locator("table.rows").first.locator("thead th:visible").all_inner_texts()
-    assert [x.split()[0] for x in heads] == ["Rank", "Method", "Held", "Score", "Run"]
+    assert [x.split()[0] for x in heads] == ["Rank", "Method", "Stored", "Score", "Run"]
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert ground == {"light": "rgb(253, 253, 252)", "dark": "rgb(20, 23, 26)"}[scheme]
     context.close()
 
 
-def test_without_scripts_all_rows_are_there(browser, site):
-    """Filters and sorting go; nothing else does."""
+def test_pages_work_without_scripts(browser, site):
+    """Only filters and sorting are missing."""
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()
     page.goto((site / "index.html").as_uri())
-    assert len(visible_methods(page)) == 8  # the dense cache stands in both tables
+    assert len(visible_methods(page)) == 8  # the full cache stands in both tables
     assert not page.locator("#filters").is_visible()
     context.close()

@@ -1,4 +1,4 @@
-"""The page of claims: every printed number, every verdict."""
+"""The page of claims."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_claims(results):
 
 
 def test_every_printed_number_has_its_verdict(results):
-    """The matrix of papers against verdicts counts each once, and each stands in a table of its paper."""
+    """The matrix counts each number once, and each appears in a table of its paper."""
     page = read_claims(results)
     claims = [x for name, paper in list_papers().items() for x in list_claims(name, paper)]
     matrix = re.findall(r'<td class="n" data-sort="(\d+)">', page)
@@ -37,7 +37,7 @@ def test_every_printed_number_has_its_verdict(results):
 
 @pytest.fixture
 def findings(results):
-    """A record of three findings, made by hand."""
+    """A record of three findings."""
     def compare(verdict):
         return Compared(
             more="a/later", less="b/later", by=0.1, mean_more=0.75, mean_less=0.5, ci95=(0.125, 0.375), p=0.004,
@@ -59,8 +59,8 @@ def findings(results):
     return path
 
 
-def test_findings_stand_with_their_comparisons(results, findings):
-    """The statement, the verdict, the numbers, and where it does not hold, why."""
+def test_findings_show_their_comparisons(results, findings):
+    """Each finding shows statement, verdict and numbers, and a remark if it does not hold."""
     page = read_claims(results)
     assert "2 runs on mini" in page
     assert "Rows &lt;b&gt;go&lt;/b&gt;." in page
@@ -69,9 +69,9 @@ def test_findings_stand_with_their_comparisons(results, findings):
     assert "Not tested here yet" not in page
 
 
-def test_a_damaged_record_costs_the_claims_and_nothing_else(results, findings):
-    """The page says why it is empty, and the leaderboard has its run."""
+def test_a_damaged_record_empties_only_the_claims(results, findings):
+    """The claims page states the reason; the leaderboard still has its run."""
     findings.write_text("{")
     built = results.build()
     assert built.runs == 1
-    assert "They cannot be shown: " in (built.folder / "claims.html").read_text()
+    assert "The verdicts cannot be shown: " in (built.folder / "claims.html").read_text()

@@ -1,4 +1,4 @@
-"""What the pages say, and what they make of what strangers write."""
+"""The pages of the site, also for runs with hostile content."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from pydantic import ValidationError
 
 from kvbench.errors import UserError
-from kvbench.leaderboard.submission.archive import LARGEST
+from kvbench.leaderboard.submission.archive import MAX_BYTES
 from kvbench.leaderboard.submission.records import VERIFICATION, Check
 
 SCRIPT = "<script>alert(1)</script>"
@@ -25,7 +25,7 @@ IMAGE = "\"'><img src=x onerror=alert(2)>"
 
 
 class Page(HTMLParser):
-    """The tags, attributes and texts of a page."""
+    """Tags, attributes and text of a page."""
 
     def __init__(self, path):
         super().__init__()
@@ -42,13 +42,13 @@ class Page(HTMLParser):
 
 
 def read_pages(folder):
-    """Every page of a site."""
+    """All pages of a site."""
     return {x: Page(x) for x in sorted(folder.rglob("*.html"))}
 
 
 def fill(results):
-    """A dense cache, a method and a failed run of one protocol."""
-    results.add("full", "good", method="full", held=1.0, kind="none")
+    """Add a full cache, a method and a failed run of one protocol."""
+    results.add("full", "good", method="full", stored=1.0, kind="none")
     results.add("a/b", "poor")
 
     def fail(result, lines):
@@ -58,8 +58,8 @@ def fill(results):
     results.add("failed", "good", method="h2o", edit=fail)
 
 
-def test_every_link_leads_somewhere(results):
-    """Pages, anchors and downloads are all in the folder, and no page asks for anything outside of it."""
+def test_all_links_resolve(results):
+    """Pages, anchors and downloads exist, and no page links resources outside the site."""
     fill(results)
     built = results.build()
     pages = read_pages(built.folder)
@@ -78,7 +78,7 @@ def test_every_link_leads_somewhere(results):
 
 
 def test_the_policy_of_every_page_allows_its_own_script_and_nothing_else(results):
-    """By hash: not even a file of the site, which may be a stranger's, can become a script."""
+    """By hash, so that a submitted file on the site can never run as a script."""
     fill(results)
     for path in sorted(results.build().folder.rglob("*.html")):
         text = path.read_text()
@@ -94,7 +94,7 @@ def test_the_policy_of_every_page_allows_its_own_script_and_nothing_else(results
 
 
 def write_everywhere(results, text):
-    """A run that has a text in every field that its maker can write, and one whose method is called so."""
+    """Add a run with this text in every field that a submitter controls, and one whose method has this name."""
     def write(result, lines):
         method, card = result["method"], result["method"]["card"]
         result["suite"] = result["spec"]["suite"] = result["spec"]["budget"] = text
@@ -118,8 +118,8 @@ def write_everywhere(results, text):
 
 
 @pytest.mark.parametrize("text", [SCRIPT, IMAGE, "{{ 7 * 7 }}", f"</title></style>{SCRIPT}", f"</script>{SCRIPT}"])
-def test_whatever_a_run_says_is_shown_as_text(results, make_results, text):
-    """The pages have the very tags and attributes that they have where the text is an innocent one."""
+def test_submitted_text_is_escaped(results, make_results, text):
+    """Tags and attributes are the same as for a harmless text."""
     found = []
     for folder, said in ((make_results("other"), "innocent"), (results, text)):
         fill(folder)
@@ -131,28 +131,28 @@ def test_whatever_a_run_says_is_shown_as_text(results, make_results, text):
     assert found[0] == found[1]
 
 
-def test_a_difference_that_few_contexts_do_not_show_is_not_called_small(results):
-    """Five of five: no test by context can find any difference there."""
-    results.add("full", [[1.0]] * 5, method="full", held=1.0, kind="none")
+def test_an_insignificant_difference_is_labeled_as_such(results):
+    """With five contexts even the largest difference is not significant."""
+    results.add("full", [[1.0]] * 5, method="full", stored=1.0, kind="none")
     results.add("a", [[0.0]] * 5)
     folder = results.build().folder
     text = " ".join(Page(next(folder.glob("runs/snapkv-*/index.html"))).text.split())
-    assert "-1.000 to the dense cache" in text
-    assert "p 0.062: not shown by 5 contexts, corrected for the number of rows" in text
+    assert "-1.000 against the full cache" in text
+    assert "p 0.062: not significant with 5 contexts, adjusted for the number of rows" in text
 
 
-def test_protocols_that_differ_in_how_answers_are_made_are_called_differently(results):
+def test_headings_show_generation_settings(results):
     def limit(result, lines):
         result["spec"]["generation"]["max_new_tokens"] = 7
 
     results.add("a")
     results.add("b", edit=limit)
     page = Page(results.build().folder / "index.html")
-    assert page.text.count("first question visible, limit 7") == 2  # its heading, and the list of tables
+    assert page.text.count("first question visible, max_new_tokens 7") == 2  # its heading, and the list of tables
 
 
-def test_a_submission_says_who_sent_it(results):
-    """In its row and on its page, with what its settings were chosen on; its manifest is among its files."""
+def test_a_submission_shows_its_submitter(results):
+    """Row and page show the submitter, the page also the tuning data; the manifest can be downloaded."""
     results.send(results.add("a"), "ada")
     folder = results.build().folder
     assert "10% by ada" in Page(folder / "index.html").text
@@ -163,8 +163,8 @@ def test_a_submission_says_who_sent_it(results):
     ]
 
 
-def test_characters_that_nobody_sees_are_spelled_out(results):
-    """Text that runs backwards, and a name that looks like another."""
+def test_invisible_characters_are_escaped(results):
+    """Characters that reverse text, and names that imitate others."""
     results.add("a", method="snap\u202ekv\u200b")
     results.add("b", edit=lambda result, lines: result["method"].update(family="evic\u202etion"))
     page = read_pages(results.build().folder)
@@ -175,8 +175,8 @@ def test_characters_that_nobody_sees_are_spelled_out(results):
 
 
 @pytest.mark.parametrize(("text", "shown"), [("a\x01b", "a\u29f5x01b"), ('a\\"+(((', "a\u29f5&quot;+(((")])
-def test_what_no_picture_can_hold_is_spelled_out(results, text, shown):
-    """In a chart's legend, axis, points and description: a stranger's family or metric stops nobody's site."""
+def test_characters_that_charts_cannot_hold_are_escaped(results, text, shown):
+    """In legend, axis, points and description; such a family or metric does not stop the build."""
     def write(result, lines):
         result["method"]["family"] = result["method"]["card"]["family"] = result["score"]["metric"] = text
 
@@ -189,14 +189,14 @@ def test_what_no_picture_can_hold_is_spelled_out(results, text, shown):
     assert f"snap{shown}kv 10%" in chart
 
 
-def test_a_long_value_is_cut_and_says_so(results):
-    """A page does not grow with what one field holds."""
+def test_long_values_are_cut_with_a_note(results):
+    """Long fields do not make long pages."""
     results.add("a", edit=lambda result, lines: result["method"]["card"].update(idea="x" * 300_000))
     assert "298,000 more characters" in Page(results.build().folder / "methods" / "snapkv.html").text
 
 
-def test_what_is_no_run_is_listed_and_harms_no_other(results):
-    """Each with its reason."""
+def test_invalid_folders_are_listed_and_others_built(results):
+    """Each is listed with its reason."""
     fill(results)
     bad = {
         "cut": ("result.json", '{"schema_version": 1, "run'), "empty": ("samples.jsonl", ""),
@@ -217,10 +217,10 @@ def test_what_is_no_run_is_listed_and_harms_no_other(results):
         assert x.reason in text
 
 
-def test_a_verification_is_a_file_of_some_size_or_the_run_is_left_out(results, monkeypatch):
-    """Neither a link to a file without end nor a pipe that nobody writes into holds the site up."""
+def test_invalid_verification_files_exclude_the_run(results, monkeypatch):
+    """Links to endless files and pipes without a writer do not block the build."""
     fill(results)
-    monkeypatch.setitem(LARGEST, VERIFICATION, 1 << 10)
+    monkeypatch.setitem(MAX_BYTES, VERIFICATION, 1 << 10)
     paths = [results.add(x, method=x) / VERIFICATION for x in ("large", "link", "pipe", "text")]
     paths[0].write_bytes(b" " * (1 << 11))
     paths[1].symlink_to("/dev/zero")
@@ -231,8 +231,8 @@ def test_a_verification_is_a_file_of_some_size_or_the_run_is_left_out(results, m
 
 
 @pytest.mark.parametrize("depth", [10**400, 1e300, -1, True], ids=["whole", "real", "negative", "bool"])
-def test_a_place_that_is_none_is_in_no_heat_map(results, depth):
-    """In a line of which the page shows nothing: the run has its page without."""
+def test_an_invalid_depth_gives_no_heat_map(results, depth):
+    """The run keeps its page, without a heat map."""
     def place(result, lines):
         for x in lines:
             x["facts"] = {"length": 1024, "depth": 10}
@@ -244,63 +244,63 @@ def test_a_place_that_is_none_is_in_no_heat_map(results, depth):
     assert "By depth and length" not in next(built.folder.glob("runs/*/index.html")).read_text()
 
 
-def test_a_score_that_is_not_of_its_answers_is_not_shown(results):
-    """The rank would be of the answers, the number of its maker."""
+def test_a_mean_that_contradicts_the_answers_is_not_shown(results):
+    """Otherwise rank and shown score could disagree."""
     results.add("a", edit=lambda result, lines: result["score"].update(mean=0.99))
     built = results.build()
     assert built.runs == 0
-    assert built.problems[0].reason == "its mean is 0.99, which is not that of its 24 scored answers"
+    assert built.problems[0].reason == "its mean is 0.99, which is not the mean of its 24 scored answers"
 
 
-def test_badges_are_of_the_very_files(results):
-    """A level that was reached, with its flags; a record of other files says nothing; what was refused is not shown."""
+def test_badges_apply_to_the_verified_files_only(results):
+    """Shows level and flags; ignores records of other files; hides refused runs."""
     flag = Check(name="machine", outcome="flag", reason="from no commit")
-    refused = Check(name="bytes", outcome="refused", reason="a dense cache is smaller")
+    refused = Check(name="bytes", outcome="refused", reason="a full cache is smaller")
     results.verify(results.add("a"), "L1", flag)
     results.verify(results.add("b", method="h2o"), "L2", content="0" * 64)
     results.verify(results.add("c", method="tova"), None, refused)
     built = results.build()
     pages = {x.parent.name: Page(x) for x in built.folder.glob("runs/*/index.html")}
     snapkv, h2o = (next(x for name, x in pages.items() if name.startswith(method)) for method in ("snapkv", "h2o"))
-    assert "L1: a random share of its samples run again" in snapkv.text
+    assert "L1: a random share of its samples rerun" in snapkv.text
     assert "from no commit" in snapkv.text
-    assert "Nobody verified these files" in h2o.text
-    assert [x.reason for x in built.problems] == ["refused when it was verified: a dense cache is smaller"]
+    assert "These files have not been verified" in h2o.text
+    assert [x.reason for x in built.problems] == ["refused by its verification: a full cache is smaller"]
 
 
-def test_the_score_that_is_shown_is_the_verifiers(results):
-    """The submitted interval is not looked at where the verifier made one."""
+def test_verified_runs_show_the_verifiers_score(results):
+    """The verifier's interval replaces the submitted one."""
     folder = results.add("a")
     results.verify(folder, "L0", interval=(0.4, 0.625))
     folder = results.build().folder
     assert json.loads((folder / "results.json").read_text())["runs"][0]["score_ci95"] == [0.4, 0.625]
 
 
-def test_every_table_of_a_bundled_model_says_what_it_is_no_claim_about(results):
-    """On the index and on the methods' pages; a table of another model does not say so."""
+def test_tables_of_bundled_models_carry_a_note(results):
+    """On the index and the methods' pages; tables of other models have none."""
     fill(results)
     results.add("other", edit=lambda result, lines: result["model"].update(id="big", sha256="0" * 64))
     folder = results.build().folder
-    captions = re.findall(r"<caption>(By bytes.*?)</caption>", (folder / "index.html").read_text())
-    assert sorted("no claim about 8B models" in x for x in captions) == [False, True]
-    assert "no claim about 8B models" in Page(folder / "methods" / "full.html").text
+    captions = re.findall(r"<caption>(By stored bytes.*?)</caption>", (folder / "index.html").read_text())
+    assert sorted("says nothing about 8B models" in x for x in captions) == [False, True]
+    assert "says nothing about 8B models" in Page(folder / "methods" / "full.html").text
 
 
-def test_the_data_have_a_row_for_each_run(results):
-    """JSON and Parquet hold the same; a failed run has no score and no rank."""
+def test_exports_have_one_row_per_run(results):
+    """JSON and Parquet agree; a failed run has neither score nor rank."""
     fill(results)
     folder = results.build().folder
     rows = json.loads((folder / "results.json").read_text())["runs"]
     assert pq.read_table(folder / "results.parquet").to_pylist() == rows
     assert {x["method"]: (x["score"], x["rank"], x["axis"], x["band"]) for x in rows} == {
-        "full": (1.0, None, None, None), "snapkv": (0.5, 1, "stored", "stored: 15% to 30% of the dense cache"),
+        "full": (1.0, None, None, None), "snapkv": (0.5, 1, "stored", "stored: 15% to 30% of the full cache"),
         "h2o": (None, None, None, None),
     }
     assert all((folder / x["page"]).is_file() for x in rows)
 
 
 def test_the_same_runs_give_the_same_bytes(results):
-    """Nothing on a page is of the moment when it was made."""
+    """Pages do not contain the time of building."""
     fill(results)
     contents = []
     for _ in range(2):
@@ -309,18 +309,19 @@ def test_the_same_runs_give_the_same_bytes(results):
     assert contents[0] == contents[1]
 
 
-def test_the_points_of_a_chart_lead_to_their_runs(results):
-    """Each says what it is; the frontier's labels and the lines are no points."""
+def test_chart_points_link_to_their_runs(results):
+    """Each point has a label; lines and frontier labels are not links."""
     fill(results)
-    results.add("quest", "good", method="quest", held=1.05, kind="read")
+    results.add("quest", "good", method="quest", stored=1.05, kind="read")
     folder = results.build().folder
-    links = re.findall(r'<a href="(runs/[^"]*)" aria-label="row: ([^;]*); score: ', (folder / "index.html").read_text())
+    index = (folder / "index.html").read_text()
+    links = re.findall(r'<a href="(runs/[^"]*)" aria-label="method: ([^;]*); score: ', index)
     assert sorted(name for _, name in links) == sorted(2 * ["full", "quest 10%", "snapkv 10%"])
     assert all(x.startswith(f"runs/{name.split()[0]}-") for x, name in links)
 
 
-def test_a_site_replaces_the_one_before(results):
-    """What is gone from the results is gone from the site, and nothing is left beside it."""
+def test_a_build_replaces_the_old_site(results):
+    """Removed runs disappear, and no temporary files remain."""
     fill(results)
     folder = results.build().folder
     for x in (results.folder / "failed").iterdir():
@@ -331,33 +332,33 @@ def test_a_site_replaces_the_one_before(results):
     assert sorted(x.name for x in folder.parent.iterdir()) == ["results", "site"]
 
 
-def test_nothing_else_is_ever_replaced(results):
-    """A folder with something in it, a link, and a folder that holds the results."""
+def test_other_folders_are_never_replaced(results):
+    """A folder with other files, a link, and a folder that contains the results."""
     site = results.folder.with_name("site")
     site.mkdir()
     (site / "thesis.tex").write_text("years")
-    with pytest.raises(UserError, match="holds something that is no site of kvbench's"):
+    with pytest.raises(UserError, match="is not empty and is not a site of kvbench"):
         results.build()
     assert (site / "thesis.tex").read_text() == "years"
     (site / "thesis.tex").unlink()
     site.rmdir()
     site.symlink_to(results.folder)
-    with pytest.raises(UserError, match="lie in one another"):
+    with pytest.raises(UserError, match="contain one another"):
         results.build()
 
 
-def test_a_leaderboard_starts_empty(results):
-    """And says how to begin."""
+def test_an_empty_leaderboard_is_built(results):
+    """It explains how to submit."""
     built = results.build()
     assert built.runs == 0
-    assert "No run is here yet" in Page(built.folder / "index.html").text
+    assert "There are no runs yet" in Page(built.folder / "index.html").text
 
 
 VALUES = (None, 0, -1, 1, 2**53, -(2**53), 0.5, 1e-300, 1e15, -0.0, "", "x", "\u202e", [], {})
 
 
 def find_places(document, at=()):
-    """The place of every value in a document, parts with others in them included."""
+    """The path of every value in a document, containers included."""
     if at:
         yield at
     if isinstance(document, dict | list):
@@ -368,8 +369,8 @@ def find_places(document, at=()):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
-def test_no_value_of_a_run_breaks_the_build(results, seed):
-    """Up to four places of a result or a line hold something else; the run is shown or not, and the other one is."""
+def test_mutated_runs_never_break_the_build(results, seed):
+    """With up to four values replaced, the run is shown or listed as a problem, and the other run is shown."""
     draw = random.Random(seed)
 
     def spoil(result, lines):
@@ -381,7 +382,7 @@ def test_no_value_of_a_run_breaks_the_build(results, seed):
             same = [x for x in VALUES if type(x) is type(document[last])]
             document[last] = draw.choice(same if same and draw.random() < 0.9 else VALUES)
 
-    results.add("good", "good", method="full", held=1.0, kind="none")
+    results.add("good", "good", method="full", stored=1.0, kind="none")
     try:
         results.add("spoilt", edit=spoil)
     except ValidationError:

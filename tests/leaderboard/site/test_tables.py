@@ -1,15 +1,15 @@
-"""Which rows stand together, and which of them are ranked."""
+"""Grouping and ranking of runs."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvbench.leaderboard.site.entries import read_entries
+from kvbench.leaderboard.site.listed import read_listed
 from kvbench.leaderboard.site.tables import make_groups
 
 
 def read_groups(results):
-    entries, problems = read_entries(results.folder)
+    entries, problems = read_listed(results.folder)
     assert problems == []
     return make_groups(entries)
 
@@ -30,8 +30,8 @@ def ranks(group):
         ("task", "name", "kv"),
     ],
 )
-def test_rows_of_another_protocol_are_in_another_table(results, part, field, value):
-    """One difference of what was asked or of the model is enough."""
+def test_runs_of_another_protocol_are_in_another_table(results, part, field, value):
+    """One different field of protocol or model suffices."""
     results.add("a")
 
     def edit(result, lines):
@@ -41,41 +41,41 @@ def test_rows_of_another_protocol_are_in_another_table(results, part, field, val
     assert [len(x.rows) for x in read_groups(results)] == [1, 1]
 
 
-def test_rows_of_one_protocol_share_a_table(results):
-    """Method, settings, budget and bytes are what is compared; the machine changes neither answers nor bytes."""
+def test_runs_of_one_protocol_share_a_table(results):
+    """Methods, budgets and machines may differ within a table."""
     results.add("a")
-    results.add("b", method="h2o", held=0.26, edit=lambda result, lines: result["environment"].update(cpu="other"))
+    results.add("b", method="h2o", stored=0.26, edit=lambda result, lines: result["environment"].update(cpu="other"))
     (group,) = read_groups(results)
     assert group.machines == ["AMD EPYC, 1 thread", "other, 1 thread"]
     assert len(group.tables) == 1
     assert ranks(group) == {"snapkv": (1, True), "h2o": (1, True)}
 
 
-def test_held_and_read_bytes_are_not_ranked_against_each_other(results):
-    """A method that holds all and reads a part has a table of its own, in bands of what it reads."""
+def test_stored_and_read_bytes_are_ranked_separately(results):
+    """Methods with a read budget have a table of their own, in bands of bytes read."""
     results.add("a", "bad")
-    results.add("b", "good", method="quest", held=1.05, kind="read")
+    results.add("b", "good", method="quest", stored=1.05, kind="read")
     (group,) = read_groups(results)
     assert [(x.axis, x.bands[0].title) for x in group.tables] == [
-        ("stored", "stored: 15% to 30% of the dense cache"), ("read", "read: 15% to 30% of the dense cache")
+        ("stored", "stored: 15% to 30% of the full cache"), ("read", "read: 15% to 30% of the full cache")
     ]
     assert ranks(group) == {"snapkv": (1, False), "quest": (1, False)}
 
 
-def test_ranks_count_within_a_band_of_like_size(results):
-    """Half of the cache does not outrank a tenth of it."""
-    results.add("a", "poor", held=0.10)
-    results.add("b", "bad", method="h2o", held=0.104)
-    results.add("c", "good", method="kvzip", held=0.5)
+def test_ranks_count_within_a_band(results):
+    """Half of the cache is not ranked against a tenth of it."""
+    results.add("a", "poor", stored=0.10)
+    results.add("b", "bad", method="h2o", stored=0.104)
+    results.add("c", "good", method="kvzip", stored=0.5)
     (group,) = read_groups(results)
     assert [band.title.partition(": ")[2] for band in group.tables[0].bands] == [
-        "up to 15% of the dense cache", "30% to 60% of the dense cache"
+        "up to 15% of the full cache", "30% to 60% of the full cache"
     ]
     assert ranks(group) == {"snapkv": (1, False), "h2o": (2, False), "kvzip": (1, False)}
 
 
-def test_what_a_test_cannot_tell_apart_shares_a_rank(results):
-    """One wrong answer of twenty-four is no difference; twelve are, in twelve contexts: p is 2 of 2**12."""
+def test_insignificant_differences_share_a_rank(results):
+    """One wrong answer of 24 is not significant; twelve in twelve contexts are, with p = 2 / 2**12."""
     results.add("a", "good", method="kvzip")
     results.add("b", [[1.0, 0.0], *[[1.0, 1.0]] * 11], method="mikv")
     results.add("c", "poor")
@@ -83,9 +83,9 @@ def test_what_a_test_cannot_tell_apart_shares_a_rank(results):
     assert ranks(group) == {"kvzip": (1, True), "mikv": (1, True), "snapkv": (3, False)}
 
 
-def test_the_dense_cache_is_an_anchor_without_a_rank(results):
-    """It heads the tables, and the others have their difference to it."""
-    results.add("a", "good", method="full", held=1.0, kind="none")
+def test_the_full_cache_is_an_anchor_without_a_rank(results):
+    """It is the first row, and all others have a difference to it."""
+    results.add("a", "good", method="full", stored=1.0, kind="none")
     results.add("b", "poor")
     (group,) = read_groups(results)
     assert [(x.result.method.name, x.rank, x.difference) for x in group.anchors] == [("full", None, None)]
@@ -94,10 +94,10 @@ def test_the_dense_cache_is_an_anchor_without_a_rank(results):
     assert row.difference.p_adjusted == 2 / 2**12
 
 
-def test_what_is_not_the_dense_cache_heads_no_table(results):
-    """A stranger's method that is said to take no budget and to lose nothing, and a dense cache of half the bytes."""
-    results.add("a", "good", method="mine", held=0.05, kind="none")
-    results.add("b", "good", method="full", held=0.5, kind="none")
+def test_only_verified_full_caches_are_anchors(results):
+    """Neither an unregistered method declared lossless, nor `full` with half of the bytes."""
+    results.add("a", "good", method="mine", stored=0.05, kind="none")
+    results.add("b", "good", method="full", stored=0.5, kind="none")
     results.add("c", "poor")
     (group,) = read_groups(results)
     assert (group.anchors, [x.difference for x in group.rows]) == ((), [None] * 3)
@@ -105,7 +105,7 @@ def test_what_is_not_the_dense_cache_heads_no_table(results):
 
 
 def test_a_failed_run_has_no_rank(results):
-    """Its partial mean may be the best of all."""
+    """Even if its partial mean is the best."""
     def fail(result, lines):
         result["score"]["mean"] = result["score"]["ci95"] = None
         result |= {"status": "failed", "error": "out of memory", "n_failed": 1}
@@ -117,8 +117,8 @@ def test_a_failed_run_has_no_rank(results):
     assert [(x.result.method.name, x.rank) for x in group.failed] == [("h2o", None)]
 
 
-def test_a_run_that_was_asked_something_else_has_no_rank(results):
-    """One protocol, other prompts: its journal is of another version of the task's data."""
+def test_a_run_on_other_prompts_has_no_rank(results):
+    """Same protocol, but its journal has prompts of other data."""
     def swap(result, lines):
         for x in lines:
             x["prompt_hash"] = "f" * 16
@@ -130,32 +130,32 @@ def test_a_run_that_was_asked_something_else_has_no_rank(results):
     assert ranks(group)["kvzip"] == (None, False)
 
 
-def test_differences_are_taken_to_the_most_trusted_dense_cache(results):
-    """A submitted one that is said to be dense and does badly moves no difference."""
-    results.add("a", "good", method="full", held=1.0, kind="none")
+def test_differences_are_taken_to_the_most_trusted_full_cache(results):
+    """A submitted full-cache run with a bad score does not change the differences."""
+    results.add("a", "good", method="full", stored=1.0, kind="none")
 
     def submit(result, lines):
         result["environment"]["started"] = "2030-01-01T00:00:00+00:00"
 
-    folder = results.add("0", "bad", method="full", held=1.0, kind="none", edit=submit)
+    folder = results.add("0", "bad", method="full", stored=1.0, kind="none", edit=submit)
     results.send(folder, "mallory")
     results.add("b", "poor")
     (group,) = read_groups(results)
-    assert [x.entry.submitter for x in group.anchors] == [None]
+    assert [x.listed.submitter for x in group.anchors] == [None]
     assert group.tables[0].bands[0].rows[0].difference.mean == -0.5
     results.verify(folder, "L0")
     (group,) = read_groups(results)
-    assert [x.entry.submitter for x in group.anchors] == [None, "mallory"]
+    assert [x.listed.submitter for x in group.anchors] == [None, "mallory"]
     assert group.tables[0].bands[0].rows[0].difference.mean == -0.5
 
 
-def test_what_was_sent_in_and_not_verified_is_shown_and_not_ranked(results):
-    """Nor is anything ranked by it: its answers stand for nothing, and neither does how many of it there are."""
+def test_unverified_submissions_are_shown_and_not_ranked(results):
+    """Nor do they affect the ranks of others."""
     def swap(result, lines):
         for x in lines:
             x["prompt_hash"] = "f" * 16
 
-    results.add("a", "good", method="full", held=1.0, kind="none")
+    results.add("a", "good", method="full", stored=1.0, kind="none")
     results.add("b", "poor")
     sent = results.add("c", "good", method="kvzip")
     results.send(sent, "eve")

@@ -1,7 +1,6 @@
 "use strict";
 
-// Sorting: inside of each band, so that rows stay among those that they are ranked with. A third press brings the
-// first order back. What has no value comes last either way.
+// Sorts rows within their band. A third click restores the initial order. Rows without a value come last.
 for (const button of document.querySelectorAll("table.rows thead button")) {
   const head = button.closest("th");
   const table = head.closest("table");
@@ -26,12 +25,12 @@ function compare(a, b, direction) {
   return direction === "ascending" ? order : -order;
 }
 
-// Filters: of groups by what all their rows share, of rows by family and text. They stand in the address, so that a
-// view can be sent to somebody.
+// Filters groups by the fields that their runs share, and rows by family, machine and text. The URL holds the filters,
+// so that a view can be shared.
 const form = document.getElementById("filters");
 if (form) {
   const groups = [...document.querySelectorAll("section.group")];
-  const count = (rows) => new Set([...rows].map((row) => row.dataset.run)).size; // the dense cache stands in every table
+  const count = (rows) => new Set([...rows].map((row) => row.dataset.run)).size; // the full cache appears in every table
   const every = count(document.querySelectorAll("section.group .row"));
 
   const apply = () => {
@@ -54,14 +53,14 @@ if (form) {
       rows += here;
       tables += here > 0;
     }
-    document.getElementById("shown").textContent = `${rows} of ${every} runs, in ${tables} of ${groups.length} protocols. Ranks stay those among all rows.`;
+    document.getElementById("shown").textContent = `${rows} of ${every} runs, in ${tables} of ${groups.length} protocols. Filters do not change ranks.`;
     document.getElementById("nothing").hidden = rows > 0;
     const address = new URLSearchParams(wanted).toString();
     if (address || location.hash.includes("=")) history.replaceState(null, "", address ? `#${address}` : location.pathname + location.search);
   };
 
   const read = () => {
-    if (location.hash.includes("=")) { // and not the place of a table
+    if (location.hash.includes("=")) { // not the anchor of a table
       const wanted = new URLSearchParams(location.hash.slice(1));
       for (const element of form.elements) if (element.name) element.value = wanted.get(element.name) ?? "";
       apply();
@@ -75,7 +74,7 @@ if (form) {
   addEventListener("hashchange", read);
   const filters = document.getElementById("filtering");
   filters.hidden = false;
-  filters.open = matchMedia("(min-width: 44rem)").matches; // a telephone shows rows first
+  filters.open = matchMedia("(min-width: 44rem)").matches; // closed on narrow screens
   if (location.hash.includes("=")) read();
   else apply();
 }

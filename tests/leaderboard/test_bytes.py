@@ -1,4 +1,4 @@
-"""Bytes against a method's own account, where the account needs what only the run has found, or where there is none."""
+"""The check of bytes for methods whose declaration depends on the run, or that cannot declare bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from pydantic_core import to_jsonable_python
 
 from kvbench.budget import Budget, LayerShape, Shape
-from kvbench.leaderboard.verification import account
+from kvbench.leaderboard.verification import result as result_checks
 from kvbench.leaderboard.verification.outcome import RefusedError
 from kvbench.methods.heads.duo_attention import DuoAttention
 from kvbench.methods.heads.razor_attention import RazorAttention
@@ -17,18 +17,18 @@ from kvbench.methods.merging.kvmerger import KVMerger
 
 FULL = LayerShape(4, 8, 256, 256, None)
 GEMMA = Shape(8000, (replace(FULL, window=4096), FULL) * 3, 2)
-"""Sliding and full layers in turn, as Gemma-2 has them."""
+"""Alternating sliding and full layers, as in Gemma-2."""
 ORDER = tuple(sorted(((layer, head) for layer in range(6) for head in range(4)), key=lambda x: (x[1], -x[0])))
-"""The heads of a model as `bind` may rank them: whole ones in every layer, not in the costly ones first."""
+"""A ranking of heads as `bind` may return it: full heads spread over layers, not in the most expensive ones first."""
 
 
-def look(method, fitted, budget, monkeypatch, *, held=None, resolved=None, identity=False, recompress=False):
-    """What the check says of a run of one sample that held so many bytes, what its method declares if not said."""
-    monkeypatch.setattr(account, "shapes", lambda *_: {GEMMA.length: GEMMA})
+def look(method, fitted, budget, monkeypatch, *, stored=None, resolved=None, identity=False, recompress=False):
+    """Run the check on one sample with these stored bytes; default: the bytes that the method declares."""
+    monkeypatch.setattr(result_checks, "find_shapes", lambda *_: {GEMMA.length: GEMMA})
     line = SimpleNamespace(
         turn=0, index=0, denoising=None, tokens=SimpleNamespace(context=GEMMA.length),
         bytes=SimpleNamespace(
-            full_bytes=GEMMA.full_bytes, stored_bytes=fitted.declared_bytes(GEMMA) if held is None else held,
+            full_bytes=GEMMA.full_bytes, stored_bytes=fitted.declared_bytes(GEMMA) if stored is None else stored,
             host_bytes=0,
         ),
         effect=SimpleNamespace(identity=identity),
@@ -39,54 +39,54 @@ def look(method, fitted, budget, monkeypatch, *, held=None, resolved=None, ident
     )
     found = to_jsonable_python(fitted.resolution) if resolved is None else resolved
     result = SimpleNamespace(budget=SimpleNamespace(resolved=found))
-    return account.check_bytes(SimpleNamespace(spec=spec), method, result, [line], None)
+    return result_checks.check_bytes(SimpleNamespace(spec=spec), method, result, [line], None)
 
 
 @pytest.mark.parametrize("kind", [DuoAttention, RazorAttention])
 @pytest.mark.parametrize("budget", ["25%", "50%", "75%"])
-def test_the_order_of_heads_is_the_runs(kind, budget, monkeypatch):
-    """Which layers the whole heads are in decides the bytes, and only who had the model knows the order."""
+def test_declared_bytes_use_the_head_order_of_the_run(kind, budget, monkeypatch):
+    """The layers of the full heads determine the bytes, and only the run knows their order."""
     method = kind()
     fitted = replace(method, order=ORDER).fit(Budget.parse(budget), GEMMA)
     assert look(method, fitted, budget, monkeypatch).outcome == "ok"
     with pytest.raises(RefusedError) as refusal:
-        look(method, fitted, budget, monkeypatch, held=fitted.declared_bytes(GEMMA) - 2)
-    assert "declares" in refusal.value.verdict.reason
+        look(method, fitted, budget, monkeypatch, stored=fitted.declared_bytes(GEMMA) - 2)
+    assert "declares" in refusal.value.check.reason
 
 
 @pytest.mark.parametrize("order", [
     [[1, 0]] * 24, [list(x) for x in ORDER[1:]], [[9, 9], *(list(x) for x in ORDER[1:])], "x", [1], [[0, "a"]],
 ])
-def test_an_order_that_is_none_is_refused(order, monkeypatch):
-    """Every head of the model must be in it once."""
+def test_an_invalid_head_order_is_refused(order, monkeypatch):
+    """Every head must occur exactly once."""
     fitted = replace(DuoAttention(), order=ORDER).fit(Budget.parse("50%"), GEMMA)
     found = to_jsonable_python({**fitted.resolution, "order": order})
-    with pytest.raises(RefusedError, match="what its budget was resolved to"):
+    with pytest.raises(RefusedError, match="its resolved budget"):
         look(DuoAttention(), fitted, "50%", monkeypatch, resolved=found)
 
 
-def test_bytes_that_nobody_can_declare_are_flagged(monkeypatch):
-    """Under a threshold the text decides: the rest is still checked."""
+def test_undeclarable_bytes_are_flagged(monkeypatch):
+    """With a threshold the bytes depend on the text; everything else is still checked."""
     method = KVMerger(mode="eps")
     fitted = method.fit(None, GEMMA)
-    found = look(method, fitted, None, monkeypatch, held=12345)
+    found = look(method, fitted, None, monkeypatch, stored=12345)
     assert (found.outcome, "the text decides" in found.reason) == ("flag", True)
-    with pytest.raises(RefusedError, match="the method loses nothing"):
-        look(method, fitted, None, monkeypatch, held=12345, identity=True)
+    with pytest.raises(RefusedError, match="its journal has identity"):
+        look(method, fitted, None, monkeypatch, stored=12345, identity=True)
 
 
-def test_what_was_compared_with_nothing_is_flagged(monkeypatch):
-    """Between compressions a method may hold more than it declares; of what it does declare, all is still checked."""
+def test_excess_bytes_under_recompress_are_flagged(monkeypatch):
+    """Between compressions a method may store more than declared, never less."""
     method = DuoAttention()
     fitted = replace(method, order=ORDER).fit(Budget.parse("50%"), GEMMA)
     declared = fitted.declared_bytes(GEMMA)
 
-    def found(held, **said):
-        return look(method, fitted, "50%", monkeypatch, held=held, recompress=True, **said)
+    def found(stored, **said):
+        return look(method, fitted, "50%", monkeypatch, stored=stored, recompress=True, **said)
 
     assert found(declared).outcome == "ok"
-    assert (found(declared + 2).outcome, "1 of 1 samples hold more" in found(declared + 2).reason) == ("flag", True)
+    assert (found(declared + 2).outcome, "1 of 1 samples store more" in found(declared + 2).reason) == ("flag", True)
     with pytest.raises(RefusedError, match="declares"):
         found(declared - 2)
-    with pytest.raises(RefusedError, match="the method loses nothing"):
+    with pytest.raises(RefusedError, match="its journal has identity"):
         found(declared, identity=True)

@@ -1,4 +1,4 @@
-"""The folder of a site: written whole beside the old one, which it then replaces; nothing else is ever replaced."""
+"""Writes the site: built next to the old one, then swapped in. Any other folder is left alone."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from kvbench.errors import UserError
 from kvbench.runs.files import locked, saving
 
 MARK = ".kvbench-site"
-"""A file by which a folder is known as a site of ours."""
+"""File that marks a folder as a site of kvbench."""
 
 
 def check_output(results: Path, output: Path) -> None:
-    """Refuse to write where something else is.
+    """Refuse to overwrite anything but a site.
 
     Raises:
-        UserError: the output is a file, a folder of something else, or one that holds the results or lies in them.
+        UserError: the output is a file or another folder, or it and the results contain one another.
     """
     here, there = output.resolve(), results.resolve()
     if here == there or here in there.parents or there in here.parents:
-        raise UserError(f"the site '{output}' and the results '{results}' lie in one another. Give another -o.")
+        raise UserError(f"the site '{output}' and the results '{results}' contain one another. Give another -o.")
     if output.is_symlink() or (output.exists() and not output.is_dir()):
-        raise UserError(f"'{output}' is no folder. Give another -o.")
+        raise UserError(f"'{output}' is not a folder. Give another -o.")
     if output.is_dir() and any(output.iterdir()) and not (output / MARK).is_file():
         raise UserError(
-            f"'{output}' holds something that is no site of kvbench's, and is left as it is. Give another -o, or "
+            f"'{output}' is not empty and is not a site of kvbench. Give another -o, or "
             "remove it yourself."
         )
 
 
 def write_site(files: Iterable[tuple[str, bytes]], output: Path) -> None:
-    """Write all files, then put them in the place of what was there: nobody sees half a site.
+    """Write all files to a temporary folder, then replace the old site in one step.
 
     Raises:
         SaveError: the disk is full or read-only; the old site stays.
-        UserError: somebody else is building there.
+        UserError: another process is building there.
     """
     output = output.resolve()
     work = output.parent / f".{output.name}.building"
@@ -44,7 +44,7 @@ def write_site(files: Iterable[tuple[str, bytes]], output: Path) -> None:
     with locked(work), saving(output):
         try:
             for left in (old, new):
-                shutil.rmtree(left, ignore_errors=True)  # of a build that was killed
+                shutil.rmtree(left, ignore_errors=True)  # left by a build that was killed
             for name, content in files:
                 path = new / name
                 path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A finished run in the place of the job that made it: its examples made again, its lines summed up again, no model."""
+"""Rebuilds the job of a finished run without its model, to regenerate examples and recompute the summary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvbench import __version__
 from kvbench.budget import Budget, Shape
 from kvbench.engine.agreement import Dense
 from kvbench.leaderboard.verification.lookup import predict
-from kvbench.leaderboard.verification.outcome import blaming
+from kvbench.leaderboard.verification.outcome import refusing_errors
 from kvbench.machine import find_version
 from kvbench.method import Card, Method
 from kvbench.runs.examples import Made, make_examples
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
     from kvbench.runs.job import Job
 
-KEPT = 4
-"""Sets of examples that are kept in memory: runs that are verified together mostly have the same."""
-_kept: OrderedDict[str, list[Made]] = OrderedDict()
+CACHE_SIZE = 4
+"""Sets of examples kept in memory: runs that are verified together mostly share them."""
+_cache: OrderedDict[str, list[Made]] = OrderedDict()
 
 
 @dataclass(frozen=True)
-class Account:
-    """Of a method, what a summary asks: its card."""
+class MethodStub:
+    """The part of a method that a summary needs: its card."""
 
     card: Card
 
 
 @dataclass(frozen=True)
-class Outline:
-    """Of a model, what examples, scores and a summary ask."""
+class ModelStub:
+    """The part of a model that examples, scores and summaries need."""
 
     tokenizer: PreTrainedTokenizerBase
     random: bool
@@ -51,71 +51,71 @@ class Outline:
 
 @dataclass(frozen=True)
 class Replay:
-    """What stands for a job where nothing runs."""
+    """Stands in for a job without a model."""
 
     spec: RunSpec
-    method: Account
+    method: MethodStub
     task: Task
     scorer: Scorer
-    model: Outline
+    model: ModelStub
     frame: Frame
     resolution: dict[str, object] = field(default_factory=dict)
 
     @property
     def job(self) -> Job:
-        """As the functions take it that make examples, judge and summarize: they look at nothing that is not here."""
+        """Typed as a job, for functions that make examples, score or summarize: they use only these fields."""
         return cast("Job", self)
 
 
-def make_again(replay: Replay) -> Iterator[Made]:
-    """The run's examples, made by the code that is here, one after the other: the first may be proof enough.
+def remake_examples(replay: Replay) -> Iterator[Made]:
+    """Regenerate the run's examples one at a time, so that a wrong first one ends the check early.
 
     Raises:
-        RefusedError: with this spec they cannot be.
+        RefusedError: the spec allows no examples.
     """
     spec = replay.spec.model_copy(update={"versions": _versions(), "sources": _sources(type(replay.task))})
     key = json.dumps(spec.model_dump(mode="json", include={
         "task": True, "split": True, "seed": True, "turns": True, "samples": True, "mode": True, "sources": {"task"},
         "model": {"tokenizer_sha256"},
     }))
-    if key not in _kept:
+    if key not in _cache:
         made = []
-        with blaming("prompts", "its prompts cannot be made"):
+        with refusing_errors("prompts", "its prompts cannot be generated"):
             for _, example, encoded in make_examples(replace(replay, spec=spec).job, range(spec.samples)):
                 made.append((example, encoded))
                 yield example, encoded
-        _kept[key] = made
-        if len(_kept) > KEPT:
-            _kept.popitem(last=False)
+        _cache[key] = made
+        if len(_cache) > CACHE_SIZE:
+            _cache.popitem(last=False)
     else:
-        _kept.move_to_end(key)
-        yield from _kept[key]
+        _cache.move_to_end(key)
+        yield from _cache[key]
 
 
-def fit(method: Method, spec: RunSpec, shape: Shape) -> Method:
-    """The method at the run's budget on a context of this shape.
+def fit_budget(method: Method, spec: RunSpec, shape: Shape) -> Method:
+    """Fit the method to the run's budget on a context of this shape.
 
     Raises:
         RefusedError: the budget cannot be reached.
     """
-    with blaming("bytes", f"{spec.method.name} cannot have budget {spec.budget}"):
+    with refusing_errors("bytes", f"{spec.method.name} cannot reach budget {spec.budget}"):
         return method.fit(None if spec.budget is None else Budget.parse(spec.budget), shape)
 
 
-def shapes(spec: RunSpec, folder: Path, lengths: Sequence[int]) -> dict[int, Shape]:
-    """The dense cache of contexts of these lengths, from the model's configuration.
+def find_shapes(spec: RunSpec, folder: Path, lengths: Sequence[int]) -> dict[int, Shape]:
+    """Shapes of the full cache for contexts of these lengths, from the model's configuration.
 
     Raises:
-        RefusedError: it has none with this element type.
+        RefusedError: the model has no shape in this element type.
     """
-    with blaming("bytes", f"{spec.model.id} in {spec.model.dtype}"):
+    with refusing_errors("bytes", f"{spec.model.id} in {spec.model.dtype}"):
         shape = predict(folder, spec.model.dtype).shape
     return {length: replace(shape, length=length) for length in lengths}
 
 
 @functools.cache
 def _sources(task: type[Task]) -> Sources:
-    """Examples have no part of a method."""
+    """Cached; examples do not depend on the method, so any method will do."""
     return find_sources(Dense, task)
 
 

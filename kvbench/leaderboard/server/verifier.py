@@ -1,6 +1,6 @@
-"""The process that verifies: a child of the server, which nothing that is sent can take down with it.
+"""The verification process: a child of the server, so that no bundle can crash the server.
 
-It reads one request per line and answers with one line. Where the server ends, however it ends, so does this: no
+It reads one request per line and writes one line in reply. It ends when the server ends, however that happens, so no
 bundle is verified twice at the same time.
 """
 
@@ -14,31 +14,31 @@ import sys
 import threading
 from pathlib import Path
 
-MOST_MEMORY = 16 << 30
-"""Bytes of address space, most of which torch reserves and never uses."""
+MAX_MEMORY = 16 << 30
+"""Bytes of address space; torch reserves most of it without using it."""
 
 
 def main() -> None:
-    """Answer until the server is gone."""
+    """Answer requests until the server ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever else is printed is no answer
+    os.dup2(2, 1)  # keep all other output out of the replies
     requests: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_listen, args=(requests,), daemon=True).start()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = MOST_MEMORY if hard == resource.RLIM_INFINITY else min(MOST_MEMORY, hard)
+    most = MAX_MEMORY if hard == resource.RLIM_INFINITY else min(MAX_MEMORY, hard)
     resource.setrlimit(resource.RLIMIT_AS, (most if soft == resource.RLIM_INFINITY else min(most, soft), hard))
     while True:
         bundle, results = json.loads(requests.get())
         try:
-            answer = judge(Path(bundle), Path(results))
-        except Exception as error:  # noqa: BLE001  # the reason is told, and the next one is looked at
+            answer = verify_bundle(Path(bundle), Path(results))
+        except Exception as error:  # noqa: BLE001  # reply with the error, then take the next request
             answer = json.dumps({"error": f"{type(error).__name__}: {error}"})
         answers.write(f"{answer}\n")
         answers.flush()
 
 
-def judge(bundle: Path, results: Path) -> str:
-    """verification.json of a bundle among the rows that are there, on one line."""
+def verify_bundle(bundle: Path, results: Path) -> str:
+    """Verify a bundle against the published results; returns verification.json as one line."""
     from kvbench.leaderboard.submission.repository import Repository
     from kvbench.leaderboard.verification.verify import verify
 

@@ -1,4 +1,4 @@
-"""The rows of the leaderboard for machines: results.json and results.parquet."""
+"""The leaderboard as data: results.json and results.parquet."""
 
 from __future__ import annotations
 
@@ -8,54 +8,54 @@ from collections.abc import Sequence
 
 from kvbench.analysis.columns import FlatRecord, RecordColumn, find_columns, flatten, make_table
 from kvbench.extras import load_extra
-from kvbench.leaderboard.site.entries import Problem
+from kvbench.leaderboard.site.listed import Problem
 from kvbench.leaderboard.site.tables import Group
 from kvbench.runs.results import Result
 
-OWN = {
-    "table": (str, "which rows stand together: a name for their protocol"),
-    "axis": (str, "held, read or computed: what the rank's band is a size of"),
-    "band": (str, "rows of like size"),
-    "rank": (int, "in the band; none: an anchor, failed, without a score, or sent in and not verified"),
-    "tied": (bool, "whether others have this rank"),
-    "submitter": (str, "who sent it; none: it was not sent"),
-    "level": (str, "of verification"),
-    "page": (str, "of the run, below the site"),
+ADDED_FIELDS = {
+    "table": (str, "name of the protocol: runs of one table are comparable"),
+    "axis": (str, "stored, read or computed: the quantity that defines the bands"),
+    "band": (str, "runs of similar size"),
+    "rank": (int, "within the band; none: full cache, failed, without a score, or an unverified submission"),
+    "tied": (bool, "whether others share the rank"),
+    "submitter": (str, "name of the submitter; none: not a submission"),
+    "level": (str, "verification level"),
+    "page": (str, "page of the run, relative to the site"),
 }
-"""What only the leaderboard knows of a run."""
+"""Fields that only the leaderboard adds to a run."""
 
 
 def list_rows(groups: Sequence[Group]) -> list[FlatRecord]:
-    """A flat row for each run, in the order of the site."""
+    """One flat row per run, in the order of the site."""
     found = []
     for group in groups:
         places = {
-            row.entry.name: (table.axis, band.title)
+            row.listed.name: (table.axis, band.title)
             for table in group.tables for band in table.bands for row in band.rows
         }
         for row in group.rows:
-            axis, band = places.get(row.entry.name, (None, None))
-            verification = row.entry.verification
+            axis, band = places.get(row.listed.name, (None, None))
+            verification = row.listed.verification
             found.append({
                 **flatten(row.result), "table": group.key, "axis": axis, "band": band, "rank": row.rank,
-                "tied": row.tied, "submitter": row.entry.submitter,
+                "tied": row.tied, "submitter": row.listed.submitter,
                 "level": None if verification is None else verification.level,
-                "page": f"runs/{row.entry.name}/index.html",
+                "page": f"runs/{row.listed.name}/index.html",
             })
     return found
 
 
 def write_json(rows: Sequence[FlatRecord], problems: Sequence[Problem]) -> bytes:
-    """One run in a line, so that two versions can be compared."""
+    """Write one run per line, so that versions can be compared with diff."""
     lines = ",\n".join(json.dumps(x, ensure_ascii=False, allow_nan=False) for x in rows)
     left_out = json.dumps([vars(x) for x in problems], ensure_ascii=False)
     return f'{{"schema_version": 1, "left_out": {left_out}, "runs": [\n{lines}\n]}}\n'.encode()
 
 
 def write_parquet(rows: Sequence[FlatRecord]) -> bytes:
-    """The same rows."""
-    own = (RecordColumn(x, (), kind, many=False, text=False) for x, (kind, _) in OWN.items())
-    columns = [*find_columns(Result), *own]
+    """Write the same rows as Parquet."""
+    added = (RecordColumn(x, (), kind, many=False, text=False) for x, (kind, _) in ADDED_FIELDS.items())
+    columns = [*find_columns(Result), *added]
     file = io.BytesIO()
     load_extra("pyarrow.parquet", extra="report", what="kvbench leaderboard build").write_table(
         make_table(rows, columns), file

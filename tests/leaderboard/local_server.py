@@ -1,11 +1,11 @@
-"""A server without its threads, and who knocks at its door."""
+"""A leaderboard server in the test's process, without its background threads, and its clients."""
 
 from __future__ import annotations
 
 from fastapi.testclient import TestClient
 
 from kvbench.leaderboard.server.app import create_app
-from kvbench.leaderboard.server.publisher import follow
+from kvbench.leaderboard.server.publisher import publish_accepted
 from kvbench.leaderboard.server.state import State
 from kvbench.leaderboard.server.submissions import claim, conclude
 from kvbench.leaderboard.server.tables import Database
@@ -16,8 +16,8 @@ from kvbench.leaderboard.verification.verify import verify
 from .conftest import tar
 
 
-class House:
-    """A server without its threads, and who knocks at it."""
+class LocalServer:
+    """A server without its background threads, and three tokens."""
 
     def __init__(self, folder) -> None:
         self.state = State(folder / "state", folder / "results")
@@ -46,8 +46,8 @@ class House:
         return [x["action"] for x in reversed(found) if x["subject"] == subject]
 
     def work(self, owner="w"):
-        """Verify everything that is queued, and publish."""
+        """Verify everything that is queued, and publish it."""
         while (found := claim(self.database, owner)) is not None:
             record = verify(self.state.bundle(found.id), Repository([self.state.results])).conclude()
             conclude(self.database, owner, found.id, record)
-        follow(self.database, self.state)
+        publish_accepted(self.database, self.state)

@@ -1,4 +1,4 @@
-"""What lies below a folder of results, read as from strangers: runs, and what is none, with the reason."""
+"""Reads the runs below a results folder as untrusted input. Invalid folders are listed with a reason."""
 
 from __future__ import annotations
 
@@ -14,102 +14,102 @@ from kvbench.analysis.load import FinishedRun
 from kvbench.errors import UserError
 from kvbench.leaderboard.submission.archive import JOURNAL, find_bundles, read_files, read_regular
 from kvbench.leaderboard.submission.bundle import Head, open_head, split_journal
-from kvbench.leaderboard.submission.documents import MOST_NUMBER, check_containers, parse
 from kvbench.leaderboard.submission.records import VERIFICATION, Verification
-from kvbench.leaderboard.verification.outcome import RefusedError, blaming, show
+from kvbench.leaderboard.submission.strict_json import MAX_NUMBER, check_containers, parse
+from kvbench.leaderboard.verification.outcome import RefusedError, quote, refusing_errors
 from kvbench.method import Card
 from kvbench.runs.journal import Answer, Line
 from kvbench.runs.results import Result
 
-SHOWN = 3
+CONTEXTS_SHOWN = 3
 """Contexts whose answers a run's page shows."""
-CLOSE = 1e-6
+TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A run with a page."""
+class ListedRun:
+    """A run that has a page."""
 
     name: str
-    """Of its page: the run's id, and who sent it."""
+    """Name of its page: run id and submitter."""
     place: str
-    """Its folder, below the results."""
+    """Its folder, relative to the results."""
     run: FinishedRun
     sample: tuple[Line, ...]
-    """All turns of the first SHOWN contexts."""
+    """All turns of the first CONTEXTS_SHOWN contexts."""
     submitter: str | None
-    """None: nobody sent it."""
+    """None: not a submission."""
     tuned_on: tuple[str, ...]
-    """What its sender says the settings were chosen on."""
+    """Data on which the settings were chosen, as the submitter states."""
     verification: Verification | None
-    """Of these very files; None: there is none."""
+    """None if there is none for these exact files."""
     files: Mapping[str, bytes]
 
     @property
     def result(self) -> Result:
-        """What the run came to."""
+        """The run's result."""
         return self.run.result
 
     @property
     def counted(self) -> bool:
-        """Whether others are compared with it: of what was sent in, only what was verified."""
+        """Whether it is ranked and compared: submissions only after verification."""
         return self.submitter is None or (self.verification is not None and self.verification.level is not None)
 
     @property
     def flags(self) -> list[str]:
-        """What its verifier wants readers to know; that a curated run has no sender is nothing of the kind."""
+        """Reasons of all flagged checks; the missing manifest of a curated run is left out."""
         checks = () if self.verification is None else self.verification.checks
         return [x.reason for x in checks if x.outcome == "flag" and (self.submitter is not None or x.name != "files")]
 
     @property
-    def trust(self) -> tuple[bool, bool, str, str]:
-        """The greater, the more it is to be believed: not sent in, then verified, then new."""
+    def priority(self) -> tuple[bool, bool, str, str]:
+        """Sort key, most trusted last: curated runs, then verified ones, then newer ones."""
         verified = self.verification is not None and self.verification.level is not None
         return self.submitter is None, verified, self.result.environment.started, self.name
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A folder that is no run to be shown."""
+    """A folder that is not shown, with the reason."""
 
     place: str
     reason: str
 
 
-def read_entries(results: Path) -> tuple[list[Entry], list[Problem]]:
-    """All runs below the folder by their place, and what is none: the one never hides the other.
+def read_listed(results: Path) -> tuple[list[ListedRun], list[Problem]]:
+    """Read all runs below a folder, and the folders that are not valid runs.
 
     Raises:
         UserError: there is no such folder.
     """
     if not results.is_dir():
-        raise UserError(f"'{results}' is no folder. Give the folder that holds the runs, such as results/.")
-    entries: dict[str, Entry] = {}
+        raise UserError(f"'{results}' is not a folder. Give the folder that holds the runs, such as results/.")
+    runs: dict[str, ListedRun] = {}
     problems = []
     for folder in _find(results):
         place = folder.relative_to(results).as_posix().encode(errors="backslashreplace").decode()
         try:
-            entry = _read_entry(folder, place)
-            if entry.name in entries:
-                raise RefusedError("copies", f"the same run as {show(entries[entry.name].place)}")
-            entries[entry.name] = entry
+            run = _read_run(folder, place)
+            if run.name in runs:
+                raise RefusedError("copies", f"the same run as {quote(runs[run.name].place)}")
+            runs[run.name] = run
         except RefusedError as error:
             problems.append(Problem(place, str(error)))
-    return list(entries.values()), problems
+    return list(runs.values()), problems
 
 
 def _find(results: Path) -> Iterator[Path]:
     try:
         yield from find_bundles(results)
-    except UserError:  # nothing yet: a leaderboard starts empty
+    except UserError:  # no runs yet: an empty leaderboard is valid
         return
 
 
-def _read_entry(folder: Path, place: str) -> Entry:
-    """One run.
+def _read_run(folder: Path, place: str) -> ListedRun:
+    """Read one run.
 
     Raises:
-        RefusedError: it is none, it was refused when it was verified, or its parts do not agree.
+        RefusedError: the run is invalid, inconsistent, or was refused by its verification.
     """
     files = dict(read_files(folder))
     head = open_head(files)
@@ -117,17 +117,17 @@ def _read_entry(folder: Path, place: str) -> Entry:
     parts = split_journal(files)
     answers = {(x.sample, x.turn): x for x in map(_read_answer, parts)}
     if len(answers) < len(parts):
-        raise RefusedError("journal", "it has a turn of a sample twice")
+        raise RefusedError("journal", "a turn of a sample occurs twice")
     _check_result(head.result, answers)
-    first = sorted({x.index for x in answers.values()})[:SHOWN]
+    first = sorted({x.index for x in answers.values()})[:CONTEXTS_SHOWN]
     shown = [
         parse(part, Line, JOURNAL) for part, x in zip(parts, answers.values(), strict=True) if x.index in first
     ]
     result = head.result
     if verification is not None and verification.score is not None:
-        result = result.model_copy(update={"score": verification.score})  # made again from the answers
+        result = result.model_copy(update={"score": verification.score})  # recomputed by the verifier
     name = head.spec.run_id if head.submitter is None else f"{head.spec.run_id}.{head.submitter}"
-    return Entry(
+    return ListedRun(
         name, place, FinishedRun(folder, result, answers), tuple(sorted(shown, key=lambda x: (x.index, x.turn))),
         head.submitter, () if head.manifest is None else head.manifest.tuned_on, verification, files,
     )
@@ -140,7 +140,7 @@ def _read_verification(folder: Path, head: Head) -> Verification | None:
     found = parse(read_regular(path), Verification, VERIFICATION)
     if found.refused:
         refused = next(x for x in found.checks if x.outcome == "refused")
-        raise RefusedError(refused.name, f"refused when it was verified: {refused.reason}")
+        raise RefusedError(refused.name, f"refused by its verification: {refused.reason}")
     return found if found.content == head.content else None
 
 
@@ -149,25 +149,25 @@ def _read_answer(part: bytes) -> Answer:
     try:
         found = Answer.model_validate_json(part)
     except ValidationError as error:
-        raise RefusedError("journal", f"a line is none: {error.errors(include_url=False)[0]['msg']}") from error
-    if found.score is not None and abs(found.score) > MOST_NUMBER:
+        raise RefusedError("journal", f"a line is invalid: {error.errors(include_url=False)[0]['msg']}") from error
+    if found.score is not None and abs(found.score) > MAX_NUMBER:
         raise RefusedError("journal", f"score {found.score:g} is too large")
     return found
 
 
 def _check_result(result: Result, answers: Mapping[tuple[str, int], Answer]) -> None:
-    """Refuse what a page would have to be wrong about.
+    """Refuse a result that a page could not show correctly.
 
-    A rank is of the answers, and the score beside it is of the result: they must not be two things.
+    Ranks come from the answers and the shown score from the result, so the two must agree.
     """
-    with blaming("method", "its card"):
+    with refusing_errors("method", "its card"):
         Card.model_validate(result.method.card)
     scores = [x.score for x in answers.values() if x.score is not None]
-    said = result.score.mean
-    if said is not None and not (scores and math.isclose(said, math.fsum(scores) / len(scores), abs_tol=CLOSE)):
-        raise RefusedError("scores", f"its mean is {said}, which is not that of its {len(scores)} scored answers")
+    stated = result.score.mean
+    if stated is not None and not (scores and math.isclose(stated, math.fsum(scores) / len(scores), abs_tol=TOLERANCE)):
+        raise RefusedError("scores", f"its mean is {stated}, which is not the mean of its {len(scores)} scored answers")
     if result.memory is not None:
         amounts = result.memory.model_dump()
         least = min(amounts, key=lambda name: float(amounts[name]))
         if amounts[least] < 0 or not amounts["full_bytes"]:
-            raise RefusedError("bytes", f"a dense cache of {amounts['full_bytes']} bytes, {least} {amounts[least]:g}")
+            raise RefusedError("bytes", f"a full cache of {amounts['full_bytes']} bytes, {least} {amounts[least]:g}")

@@ -1,4 +1,4 @@
-"""An upload on its way to the queue: streamed to the disk within limits, looked at, kept in a folder of its own."""
+"""Receives an upload: streams it to disk within limits, checks it, stores the bundle, and queues it."""
 
 from __future__ import annotations
 
@@ -13,87 +13,88 @@ from starlette.requests import ClientDisconnect
 
 from kvbench.leaderboard.server.state import State
 from kvbench.leaderboard.server.submissions import (
-    MOST_PER_HOUR,
+    MAX_PER_HOUR,
     ConflictError,
-    admit,
+    enqueue,
     find,
-    take_in,
+    record_upload,
 )
 from kvbench.leaderboard.server.tables import Database, Scope, Submission, Token
-from kvbench.leaderboard.submission.archive import LARGEST_TAR, read_files, write_folder
+from kvbench.leaderboard.submission.archive import MAX_TAR_BYTES, read_files, write_folder
 from kvbench.leaderboard.submission.bundle import open_head
 from kvbench.leaderboard.verification.outcome import RefusedError
 from kvbench.runs.files import SaveError
 
 UPLOAD_S = 600
-"""Most that an upload may take."""
-LEAST_FREE = 1 << 30
-"""Bytes of disk below which nothing is taken in."""
+"""Seconds that one upload may take."""
+MIN_FREE = 1 << 30
+"""Bytes of free disk below which uploads are refused."""
 
 
 async def receive(
     request: Request, database: Database, state: State, token: Token, supersedes: str | None
 ) -> tuple[Submission, bool]:
-    """The submission that came of an upload, and whether it was queued.
+    """Receive an upload. Returns the submission and whether it was queued.
 
     Raises:
-        HTTPException: with the reason for the sender.
+        HTTPException: the upload is refused; the detail states the reason.
     """
-    if not await run_in_threadpool(admit, database, token, MOST_PER_HOUR):
-        detail = f"more than {MOST_PER_HOUR} uploads in an hour: come again later"
+    if not await run_in_threadpool(record_upload, database, token, MAX_PER_HOUR):
+        detail = f"more than {MAX_PER_HOUR} uploads in an hour: try again later"
         raise HTTPException(429, detail, headers={"Retry-After": "600"})
-    if shutil.disk_usage(state.folder).free < LEAST_FREE:
-        raise HTTPException(507, "there is no room for submissions just now: come again later")
+    if shutil.disk_usage(state.folder).free < MIN_FREE:
+        raise HTTPException(507, "the server's disk is almost full: try again later")
     path = state.uploads / f"{uuid.uuid4().hex}.tar"
     try:
         async with asyncio.timeout(UPLOAD_S):
             await _stream(request, path)
-        return await run_in_threadpool(_take, path, database, state, token, supersedes)
+        return await run_in_threadpool(_store, path, database, state, token, supersedes)
     except TimeoutError:
         raise HTTPException(408, f"the upload took more than {UPLOAD_S} s") from None
     except ClientDisconnect:
-        raise HTTPException(400, "the upload was cut off") from None
+        raise HTTPException(400, "the upload was interrupted") from None
     finally:
         path.unlink(missing_ok=True)
 
 
 async def _stream(request: Request, path: Path) -> None:
     declared = request.headers.get("content-length", "0")
-    size = int(declared) if declared.isdecimal() and len(declared) < 20 else LARGEST_TAR + 1
+    size = int(declared) if declared.isdecimal() and len(declared) < 20 else MAX_TAR_BYTES + 1
     with path.open("xb") as file:
-        if size <= LARGEST_TAR:
+        if size <= MAX_TAR_BYTES:
             size = 0
             async for part in request.stream():
                 size += len(part)
-                if size > LARGEST_TAR:
+                if size > MAX_TAR_BYTES:
                     break
                 await run_in_threadpool(file.write, part)
-    if size > LARGEST_TAR:
-        raise HTTPException(413, f"a bundle has at most {LARGEST_TAR >> 20} MiB", headers={"Connection": "close"})
+    if size > MAX_TAR_BYTES:
+        raise HTTPException(413, f"a bundle has at most {MAX_TAR_BYTES >> 20} MiB", headers={"Connection": "close"})
 
 
-def _take(
+def _store(
     path: Path, database: Database, state: State, token: Token, supersedes: str | None
 ) -> tuple[Submission, bool]:
-    """First the files, then the row: what was answered for is there."""
+    """Write the files before the database row, so that every submission in the database has its bundle."""
     try:
         files = read_files(path)
         manifest = open_head(files).manifest
     except RefusedError as error:
-        raise HTTPException(422, f"{error.verdict.name}: {error.verdict.reason}") from error
+        raise HTTPException(422, f"{error.check.name}: {error.check.reason}") from error
     assert manifest is not None, "a tar without a manifest was refused"
     if manifest.submitter != token.name and token.scope is not Scope.ADMIN:
-        raise HTTPException(403, f"this token is {token.name}'s, and the bundle's submitter is {manifest.submitter}")
+        detail = f"this token belongs to {token.name}, but the bundle's submitter is {manifest.submitter}"
+        raise HTTPException(403, detail)
     number = manifest.identity
     folder = state.bundle(number)
     if not folder.exists():
         try:
             write_folder(files, folder)
         except SaveError:
-            if not folder.exists():  # the same bundle came twice at once: the other one is as good
+            if not folder.exists():  # the same bundle was uploaded twice at the same time: keep the other copy
                 raise
     try:
-        return take_in(database, token, manifest, supersedes)
+        return enqueue(database, token, manifest, supersedes)
     except ConflictError as error:
         if find(database, number) is None:
             shutil.rmtree(folder, ignore_errors=True)
