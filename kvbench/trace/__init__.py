@@ -1,0 +1,1 @@
+"""Trace simulation: cache policies on recorded requests, without a model."""

@@ -1,0 +1,116 @@
+"""Hit rates of a simulation, by name, with intervals over stretches of time."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from kvbench.errors import UserError, unknown
+from kvbench.runs.stats import bootstrap_interval
+from kvbench.trace.cache import Simulation
+from kvbench.trace.requests import Trace
+
+STRETCHES = 20
+"""Contiguous parts of a trace, drawn with replacement for the interval: neighbors in time are not independent."""
+
+
+@dataclass(frozen=True)
+class HitRates:
+    """Three definitions of one simulation's hit rate; papers use all three and rarely say which."""
+
+    block: float
+    """Blocks found over blocks asked for."""
+    token: float
+    """Prompt tokens found over prompt tokens."""
+    request: float
+    """Mean over requests of the share of prompt tokens found."""
+    interval: tuple[float, float]
+    """95 % interval of `block`, bootstrap over 20 contiguous stretches of the trace."""
+    reused_tokens: int
+
+
+def measure(trace: Trace, simulation: Simulation) -> HitRates:
+    """Hit rates of a simulation over all requests of its trace."""
+    size = trace.block_tokens or 0
+    found = simulation.hits
+    tokens = [min(n * size, x.input_tokens) for n, x in zip(found, trace.requests, strict=True)]
+    shares = [n / x.input_tokens for n, x in zip(tokens, trace.requests, strict=True) if x.input_tokens]
+    prompt = sum(x.input_tokens for x in trace.requests)
+    return HitRates(
+        block=sum(found) / max(1, trace.references), token=sum(tokens) / max(1, prompt),
+        request=sum(shares) / max(1, len(shares)), interval=_find_interval(trace, simulation),
+        reused_tokens=sum(tokens),
+    )
+
+
+def _find_interval(trace: Trace, simulation: Simulation) -> tuple[float, float]:
+    """Whole stretches are drawn; within one, each request counts with its blocks."""
+    count = len(trace.requests)
+    edges = sorted({count * i // STRETCHES for i in range(STRETCHES + 1)})
+    rates = []
+    for start, end in zip(edges, edges[1:], strict=False):
+        asked = sum(len(x.blocks) for x in trace.requests[start:end])
+        if asked:
+            rates.append([sum(simulation.hits[start:end]) / asked])
+    return bootstrap_interval(rates) if rates else (0.0, 0.0)
+
+
+def bytes_per_token(model: str) -> int:
+    """Bytes of KV entries that a published architecture stores per token, in 16 bits.
+
+    Raises:
+        UserError: an unknown architecture.
+    """
+    from kvbench.registry import ARCHITECTURES, list_architectures
+
+    if model not in list_architectures():
+        raise unknown("model", model, list_architectures())
+    config = json.loads((ARCHITECTURES / model / "config.json").read_text(encoding="utf-8"))
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return int(2 * config["num_hidden_layers"] * heads * width * 2)
+
+
+def read_capacity(text: str, trace: Trace) -> float:
+    """Blocks from `10000`, `10%` of the trace's distinct blocks, or `infinite`.
+
+    Raises:
+        UserError: anything else, or a negative number.
+    """
+    allowed = "Allowed: blocks such as 10000, a share of the trace's distinct blocks such as 10%, or infinite."
+    if text == "infinite":
+        return math.inf
+    try:
+        value = float(text.removesuffix("%"))
+    except ValueError:
+        raise UserError(f"capacity '{text}' is not a number. {allowed}") from None
+    if not math.isfinite(value) or value < 0:
+        raise UserError(f"capacity '{text}' must be 0 or more. {allowed}")
+    if text.endswith("%"):
+        return float(int(len(trace.parents) * value / 100))
+    if value != int(value):
+        raise UserError(f"capacity '{text}' must be a whole number of blocks. {allowed}")
+    return value
+
+
+def read_settings(pairs: list[str], fields: dict[str, Any], policy: str) -> dict[str, Any]:
+    """`key=value` settings of a policy, by the types of its defaults.
+
+    Raises:
+        UserError: an unknown key, or a value of another type.
+    """
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or key not in fields:
+            raise unknown(f"setting of policy '{policy}'", key, fields)
+        kind = type(fields[key])
+        try:
+            found[key] = kind(text)
+        except ValueError:
+            raise UserError(f"--set {pair}: must be {kind.__name__}, as {fields[key]!r}.") from None
+        if isinstance(found[key], float) and not math.isfinite(found[key]):
+            raise UserError(f"--set {pair}: must be a finite number.")
+    return found

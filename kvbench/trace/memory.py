@@ -1,0 +1,201 @@
+"""Memory of running requests under allocation schemes: reserved and used room, contiguous copies, rejected requests."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvbench.errors import UserError, unknown
+from kvbench.trace.requests import Trace
+
+PAGE = 16
+"""Tokens of a page in the schemes below that use pages."""
+GROUP_BYTES = (64 << 10, 2 << 20)
+"""vAttention's page groups: 64 KiB and 2 MiB of one layer's keys or values."""
+
+
+@dataclass(frozen=True)
+class Waste:
+    """One scheme over all requests of a trace, each at its full length."""
+
+    scheme: str
+    share: float
+    """Reserved room that is never used."""
+
+
+def measure_waste(trace: Trace, most: int = 16_384, layer_token_bytes: int = 2048) -> list[Waste]:
+    """Internal fragmentation by scheme.
+
+    Args:
+        trace: lengths are enough.
+        most: tokens that a contiguous scheme reserves for every request.
+        layer_token_bytes: keys (or values) of one token in one layer; 2,048 for 8 heads of 128 in 16 bits.
+    """
+    lengths = [x.input_tokens + x.output_tokens for x in trace.requests]
+    schemes: list[tuple[str, Callable[[int], int]]] = [
+        (f"contiguous, {most:,} tokens", lambda n: max(n, most)),
+        ("contiguous, next power of two", lambda n: 1 << max(0, n - 1).bit_length()),
+        (f"paged, {PAGE} tokens", lambda n: -(-n // PAGE) * PAGE),
+        *(
+            (f"page groups of {size >> 10:,} KiB", lambda n, page=size // layer_token_bytes: -(-n // page) * page)
+            for size in GROUP_BYTES
+        ),
+    ]
+    return [Waste(name, 1 - sum(lengths) / max(1, sum(map(reserve, lengths)))) for name, reserve in schemes]
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Contiguous copies that moving a request's pages out takes, at the moment when it ends."""
+
+    scheme: str
+    copies: float
+    """Mean per request."""
+    pages: float
+    """Mean pages of a copy."""
+
+
+def count_copies(trace: Trace, pages: int, seconds: tuple[float, float] = (1e-4, 0.02)) -> list[Copies]:
+    """Copies under single pages from a queue (vLLM) and under contiguous groups where there are any (FastSwitch).
+
+    Args:
+        trace: lengths and arrivals.
+        pages: of the pool; a request that does not fit is left out.
+        seconds: per prompt and output token, a declared model of how long a request runs.
+    """
+    return [
+        _summarize("pages from a queue", _run_pool(trace, pages, seconds, _QueuePool(pages))),
+        _summarize("contiguous groups", _run_pool(trace, pages, seconds, _RangePool(pages))),
+    ]
+
+
+def _summarize(scheme: str, runs: Sequence[tuple[int, int]]) -> Copies:
+    copies, pages = sum(x[0] for x in runs), sum(x[1] for x in runs)
+    return Copies(scheme, copies / max(1, len(runs)), pages / max(1, copies))
+
+
+class _QueuePool:
+    """Free pages in a queue: freed ones go to its end."""
+
+    def __init__(self, pages: int) -> None:
+        self.free = deque(range(pages))
+
+    def take(self, count: int) -> list[int] | None:
+        return None if count > len(self.free) else [self.free.popleft() for _ in range(count)]
+
+    def give(self, pages: list[int]) -> None:
+        self.free.extend(pages)
+
+
+class _RangePool:
+    """Free pages as ranges: the smallest range that fits, or the largest ones one after the other."""
+
+    def __init__(self, pages: int) -> None:
+        self.ranges = [(0, pages)]  # (start, count), by start
+
+    def take(self, count: int) -> list[int] | None:
+        if sum(x[1] for x in self.ranges) < count:
+            return None
+        found: list[int] = []
+        while count:
+            fitting = [x for x in self.ranges if x[1] >= count]
+            start, size = min(fitting, key=lambda x: (x[1], x[0])) if fitting else max(
+                self.ranges, key=lambda x: (x[1], -x[0])
+            )
+            taken = min(size, count)
+            self.ranges.remove((start, size))
+            if size > taken:
+                bisect.insort(self.ranges, (start + taken, size - taken))
+            found += range(start, start + taken)
+            count -= taken
+        return found
+
+    def give(self, pages: list[int]) -> None:
+        for page, count in _find_runs(pages):
+            bisect.insort(self.ranges, (page, count))
+        merged: list[tuple[int, int]] = []
+        for start, count in self.ranges:
+            if merged and merged[-1][0] + merged[-1][1] == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + count)
+            else:
+                merged.append((start, count))
+        self.ranges = merged
+
+
+def _find_runs(pages: Sequence[int]) -> list[tuple[int, int]]:
+    """Contiguous runs of pages, as (start, count)."""
+    runs: list[tuple[int, int]] = []
+    for page in sorted(pages):
+        if runs and runs[-1][0] + runs[-1][1] == page:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((page, 1))
+    return runs
+
+
+def _run_pool(
+    trace: Trace, pages: int, seconds: tuple[float, float], pool: _QueuePool | _RangePool
+) -> list[tuple[int, int]]:
+    """(copies, pages) of every request that ran."""
+    if pages < 1:
+        raise UserError(f"pages {pages} must be 1 or more.")
+    running: list[tuple[float, int, list[int]]] = []
+    found = []
+    for index, x in enumerate(trace.requests):
+        while running and running[0][0] <= x.time:
+            pool.give(heapq.heappop(running)[2])
+        taken = pool.take(-(-(x.input_tokens + x.output_tokens) // PAGE))
+        if taken:
+            found.append((len(_find_runs(taken)), len(taken)))
+            end = x.time + x.input_tokens * seconds[0] + x.output_tokens * seconds[1]
+            heapq.heappush(running, (end, index, taken))
+    return found
+
+
+@dataclass(frozen=True)
+class Rejections:
+    """Requests that found no room."""
+
+    scheme: str
+    instances: int
+    share: float
+
+
+def count_rejections(
+    trace: Trace, instances: int, pages: int, scheme: str, seconds: tuple[float, float] = (1e-4, 0.02)
+) -> Rejections:
+    """Serve requests on instances of `pages` pages each; with `borrow` a request may use pages of several (Infinite-LLM).
+
+    Raises:
+        UserError: an unknown scheme, or no instance.
+    """
+    if scheme not in ("own", "borrow"):
+        raise unknown("memory scheme", scheme, ("own", "borrow"))
+    if instances < 1 or pages < 1:
+        raise UserError(f"{instances} instances of {pages} pages: both must be 1 or more.")
+    free = [pages] * instances
+    running: list[tuple[float, int, list[tuple[int, int]]]] = []
+    rejected = 0
+    for index, x in enumerate(trace.requests):
+        while running and running[0][0] <= x.time:
+            for place, count in heapq.heappop(running)[2]:
+                free[place] += count
+        need = -(-(x.input_tokens + x.output_tokens) // PAGE)
+        taken: list[tuple[int, int]] = []
+        places = sorted(range(instances), key=lambda i: (-free[i], i))
+        for place in places if scheme == "borrow" else places[:1]:
+            if need and free[place]:
+                count = min(need, free[place])
+                taken.append((place, count))
+                need -= count
+        if need:
+            rejected += 1
+            continue
+        for place, count in taken:
+            free[place] -= count
+        end = x.time + x.input_tokens * seconds[0] + x.output_tokens * seconds[1]
+        heapq.heappush(running, (end, index, taken))
+    return Rejections(scheme, instances, rejected / max(1, len(trace.requests)))
