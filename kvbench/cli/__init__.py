@@ -25,6 +25,7 @@ from kvbench.cli import (
     show,
     submit,
     sweep,
+    trace,
 )
 from kvbench.errors import UserError, unknown
 
@@ -69,6 +70,7 @@ app.command("reproduce")(reproduce.reproduce_command)
 app.command("explain")(explain.explain_command)
 app.command("submit")(submit.submit_command)
 app.add_typer(leaderboard.app, name="leaderboard")
+app.add_typer(trace.app, name="trace")
 
 
 def main() -> None:

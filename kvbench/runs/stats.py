@@ -11,11 +11,15 @@ DRAWS = 2000
 
 def bootstrap_interval(clusters: Sequence[Sequence[float]], seed: int = 0) -> tuple[float, float]:
     """Percentile bootstrap 95 % interval of the mean of all values, whole clusters drawn with replacement."""
-    sums = np.array([sum(x) for x in clusters], dtype=float)
-    counts = np.array([len(x) for x in clusters], dtype=float)
-    drawn = np.random.default_rng(seed).integers(0, len(clusters), size=(DRAWS, len(clusters)))
-    means = sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
-    low, high = np.percentile(means, [2.5, 97.5])
+    return bootstrap_ratio([sum(x) for x in clusters], [len(x) for x in clusters], seed)
+
+
+def bootstrap_ratio(sums: Sequence[float], counts: Sequence[float], seed: int = 0) -> tuple[float, float]:
+    """Percentile bootstrap 95 % interval of the ratio of two totals, whole clusters drawn with replacement."""
+    parts = np.array([sums, counts], dtype=float)  # [2, clusters]
+    drawn = np.random.default_rng(seed).integers(0, len(sums), size=(DRAWS, len(sums)))
+    totals = parts[:, drawn].sum(axis=2)  # [2, DRAWS]
+    low, high = np.percentile(totals[0] / totals[1], [2.5, 97.5])
     return float(low), float(high)
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import heapq
-import math
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.trace.policies import Policy
+from kvbench.trace.policies.base import Policy
 from kvbench.trace.requests import ROOT, Request, Trace
 
 
@@ -119,9 +118,13 @@ class PrefixCache:
         if not self.policy.bypasses and end != ROOT:
             self._offer(end)
 
+    def _is_free(self, block: int) -> bool:
+        """Whether a block is a cached leaf of no running request."""
+        return bool(self.cached[block]) and not self.children[block] and not self.pins[block]
+
     def _offer(self, block: int) -> None:
         """Make a leaf a candidate for eviction, by its priority of now."""
-        if not self.cached[block] or self.children[block] or self.pins[block]:
+        if not self._is_free(block):
             return
         self._stamps[block] += 1
         self._order += 1
@@ -132,7 +135,7 @@ class PrefixCache:
         """The first candidate of a queue; entries that are out of date are removed."""
         while heap:
             _, _, block, stamp = heap[0]
-            if stamp == self._stamps[block] and self.cached[block] and not self.children[block] and not self.pins[block]:
+            if stamp == self._stamps[block] and self._is_free(block):
                 return block
             heapq.heappop(heap)
         return None
@@ -189,5 +192,3 @@ def simulate(
         trace.name, policy.name, policy.settings, capacity, tuple(hits), cache.evictions, cache.rejected
     )
 
-
-INFINITE = math.inf

@@ -161,7 +161,8 @@ def _in_order(requests: Iterable[tuple[_Line, Request]]) -> list[Request]:
             start = before = request.time
         if request.time < before:
             raise UserError(
-                f"{line.where}: its time {request.time:g} s is before {before:g} s of the request above. Sort the trace."
+                f"{line.where}: its time {request.time:g} s is before the {before:g} s of the request above. "
+                "Sort the trace."
             )
         before = request.time
         values = {name: getattr(request, name) for name in Request.__slots__}

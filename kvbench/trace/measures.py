@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import dataclass
 from typing import Any
 
 from kvbench.errors import UserError, unknown
-from kvbench.runs.stats import bootstrap_interval
+from kvbench.runs.stats import bootstrap_ratio
 from kvbench.trace.cache import Simulation
 from kvbench.trace.requests import Trace
 
@@ -46,15 +47,14 @@ def measure(trace: Trace, simulation: Simulation) -> HitRates:
 
 
 def _find_interval(trace: Trace, simulation: Simulation) -> tuple[float, float]:
-    """Whole stretches are drawn; within one, each request counts with its blocks."""
+    """Whole stretches are drawn. Where one asks for no block, the trace is too short to tell: 0 to 1."""
     count = len(trace.requests)
     edges = sorted({count * i // STRETCHES for i in range(STRETCHES + 1)})
-    rates = []
-    for start, end in zip(edges, edges[1:], strict=False):
-        asked = sum(len(x.blocks) for x in trace.requests[start:end])
-        if asked:
-            rates.append([sum(simulation.hits[start:end]) / asked])
-    return bootstrap_interval(rates) if rates else (0.0, 0.0)
+    hits, asked = [], []
+    for start, end in itertools.pairwise(edges):
+        hits.append(sum(simulation.hits[start:end]))
+        asked.append(sum(len(x.blocks) for x in trace.requests[start:end]))
+    return bootstrap_ratio(hits, asked) if all(asked) else (0.0, 1.0)
 
 
 def bytes_per_token(model: str) -> int:

@@ -167,7 +167,7 @@ class Rejections:
 def count_rejections(
     trace: Trace, instances: int, pages: int, scheme: str, seconds: tuple[float, float] = (1e-4, 0.02)
 ) -> Rejections:
-    """Serve requests on instances of `pages` pages each; with `borrow` a request may use pages of several (Infinite-LLM).
+    """Serve requests on instances of `pages` pages each; with `borrow` a request may use several (Infinite-LLM).
 
     Raises:
         UserError: an unknown scheme, or no instance.

@@ -22,7 +22,7 @@ class Workload:
     block_tokens: int = 512
     tenants: int = 8
     prefix_blocks: int = 4
-    """Blocks of a tenant's system prompt, the mean."""
+    """Mean blocks of a tenant's system prompt; the first one is common to all tenants."""
     popularity: float = 1.1
     """Zipf exponent of tenants."""
     turns: float = 4.0
@@ -75,7 +75,7 @@ def _converse(
         tokens += 1 + int(draw.expovariate(1 / x.growth))
         output = 1 + int(draw.expovariate(1 / x.answer))
         think = draw.expovariate(1 / x.think)
-        head: list[Hashable] = [(agent or f"tenant{tenant}", i) for i in range(prefix)]
+        head: list[Hashable] = ["common", *((agent or f"tenant{tenant}", i) for i in range(prefix - 1))]
         own: list[Hashable] = [(number, i) for i in range(tokens // x.block_tokens - prefix)]
         last = turn + 1 == turns
         requests.append(Request(

@@ -1,0 +1,160 @@
+"""The cache and its policies, against a cache that is written to be read and against limits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbench.errors import UserError
+from kvbench.trace.cache import PrefixCache, simulate
+from kvbench.trace.measures import measure
+from kvbench.trace.policies import LRU, POLICIES, Optimum, order_by_prefix
+from kvbench.trace.requests import PrefixTree, Request, Trace
+from kvbench.trace.synthetic import Workload, make_trace
+
+PROMPTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=25)
+SMALL = Workload(sessions=60, block_tokens=256)
+EVERY = sorted(POLICIES)
+
+
+def build(prompts):
+    """A trace of prompts, one per second, with the fields that policies ask for."""
+    tree = PrefixTree()
+    requests = tuple(
+        Request(
+            time=float(i), blocks=tree.add(x), input_tokens=10 * len(x), output_tokens=1, session=f"s{i % 3}",
+            tool="t", tool_seconds=1.0, agent=f"a{i % 2}", fixed_blocks=1, upcoming=(f"a{(i + 1) % 2}",),
+        )
+        for i, x in enumerate(prompts)
+    )
+    return Trace("test", requests, 10, tuple(tree.parents))
+
+
+def plain_lru(trace, capacity):
+    """Hits of LRU over leaves, by looking through everything."""
+    last, hits = {}, []
+    parents = trace.parents
+    for now, request in enumerate(trace.requests):
+        found = 0
+        for block in request.blocks:
+            if block not in last:
+                break
+            found += 1
+        hits.append(found if capacity else 0)
+        for block in request.blocks:
+            last[block] = now
+        while len(last) > capacity:
+            leaves = [x for x in last if not any(parents[y] == x for y in last)]
+            others = [x for x in leaves if x not in request.blocks]
+            victim = min(others, key=lambda x: last[x]) if others else max(leaves)
+            del last[victim]
+    return hits
+
+
+@given(PROMPTS, st.integers(0, 12))
+def test_lru_finds_what_a_plain_lru_finds(prompts, capacity):
+    """Heaps and stamps change nothing."""
+    trace = build(prompts)
+    assert list(simulate(trace, LRU(), capacity).hits) == plain_lru(trace, capacity)
+
+
+@given(PROMPTS, st.integers(1, 12), st.sampled_from(EVERY))
+def test_no_policy_beats_the_optimum(prompts, capacity, name):
+    """The optimum is an upper bound for every policy."""
+    trace = build(prompts)
+    best = sum(simulate(trace, Optimum(), capacity).hits)
+    assert sum(simulate(trace, POLICIES[name](), capacity).hits) <= best
+
+
+@given(PROMPTS, st.integers(1, 12), st.sampled_from(EVERY))
+def test_the_cache_is_a_tree_within_its_capacity(prompts, capacity, name):
+    """After every request no block is cached without its parent, and no more than fit."""
+    trace = build(prompts)
+    policy = POLICIES[name]()
+    policy.prepare(trace, capacity)
+    cache = PrefixCache(trace, capacity, policy)
+    for index, request in enumerate(trace.requests):
+        cache.serve(index, request)
+        held = [x for x in range(len(trace.parents)) if cache.cached[x]]
+        assert len(held) == cache.used <= capacity
+        assert all(trace.parents[x] == -1 or cache.cached[trace.parents[x]] for x in held)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_limits(name):
+    """No room finds nothing; endless room finds every block that was seen, unless blocks expire."""
+    trace = make_trace(1, SMALL)
+    assert sum(simulate(trace, POLICIES[name](), 0).hits) == 0
+    seen, possible = set(), 0
+    for request in trace.requests:
+        possible += sum(x in seen for x in request.blocks)
+        seen.update(request.blocks)
+    found = sum(simulate(trace, POLICIES[name](), math.inf).hits)
+    assert found < possible if POLICIES[name].expires else found == possible
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_same_simulation_gives_the_same_hits(name):
+    """Ties and draws are deterministic."""
+    trace = make_trace(2, SMALL)
+    first, again = (simulate(trace, POLICIES[name](), 100) for _ in range(2))
+    assert first == again and first.evictions > 0
+
+
+def test_running_requests_are_not_evicted(make_trace):
+    """A request that still runs keeps its blocks; the next prompt is cut where there is no room."""
+    trace = make_trace([[1, 2], [3, 4], [1, 2]])
+    pinned = simulate(trace, LRU(), 2, seconds_per_token=(1.0, 1.0))
+    assert pinned.hits == (0, 0, 2) and pinned.rejected == 2
+    assert simulate(trace, LRU(), 2).hits == (0, 0, 0)
+
+
+def test_a_policy_without_its_fields_is_refused(make_trace):
+    """A policy that needs workflows means nothing on a trace without them."""
+    with pytest.raises(UserError, match="policy 'kvflow' needs the field agent"):
+        simulate(make_trace([[1]]), POLICIES["kvflow"](), 1)
+
+
+@given(PROMPTS)
+def test_prefix_order_needs_room_for_the_longest_prompt_only(prompts):
+    """BatchLLM: depth first, the hit rate of an infinite cache."""
+    trace = build(prompts)
+    ordered = trace.reordered(order_by_prefix(trace), "ordered")
+    endless = sum(simulate(trace, LRU(), math.inf).hits)
+    assert sum(simulate(ordered, LRU(), trace.longest).hits) == endless
+
+
+def test_predictions_help_less_the_more_of_them_are_wrong():
+    """Right predictions find more than LRU; every share of wrong ones costs hits."""
+    trace = make_trace(3, SMALL)
+    kind = POLICIES["succinct"]
+    found = [sum(simulate(trace, kind(error=x), 150).hits) for x in (0.0, 0.2, 0.5, 1.0)]
+    assert found == sorted(found, reverse=True) and len(set(found)) == len(found)
+    assert found[0] > 1.4 * sum(simulate(trace, LRU(), 150).hits)
+
+
+def test_arc_and_s3_fifo_keep_what_is_used_again_through_a_scan(make_trace):
+    """One pass over blocks that are used once evicts the working set from LRU, and not from these."""
+    working = [[100 + i] for i in range(4)]
+    scan = [[i] for i in range(12)]
+    prompts = [*working, *working, *working, *scan, *working]
+    trace = make_trace(prompts)
+    late = {name: sum(simulate(trace, POLICIES[name](), 8).hits[-4:]) for name in ("lru", "arc", "s3-fifo")}
+    assert late["lru"] == 0 and late["arc"] > 0 and late["s3-fifo"] > 0
+
+
+def test_a_fixed_time_drops_blocks_although_there_is_room(make_trace):
+    """Two seconds after its last use a block is gone."""
+    trace = make_trace([[1], [1], [2], [3], [1]])
+    assert simulate(trace, POLICIES["ttl"](seconds=2.5), 10).hits == (0, 1, 0, 0, 0)
+    assert simulate(trace, POLICIES["ttl"](seconds=5.0), 10).hits == (0, 1, 0, 0, 1)
+
+
+def test_hit_rates_by_hand(make_trace):
+    """Two of four blocks, 20 of 40 tokens, and the mean over requests of 0 and 2/2."""
+    trace = make_trace([[1, 2], [1, 2]])
+    rates = measure(trace, simulate(trace, LRU(), 2))
+    assert (rates.block, rates.token, rates.request, rates.reused_tokens) == (0.5, 0.5, 0.5, 20)

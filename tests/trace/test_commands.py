@@ -1,0 +1,72 @@
+"""`kvbench trace` as a user types it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _fresh_cache(cache):
+    """No trace is added."""
+
+
+@pytest.mark.parametrize("arguments", [
+    ["list"], ["run", "--blocks", "10%"], ["run", "--policy", "all", "--blocks", "200"],
+    ["run", "--policy", "ttl", "--set", "seconds=30", "--order", "prefix", "--blocks", "infinite"],
+    ["tiers"], ["route", "--instances", "2"], ["memory"], ["isolate"], ["claims"],
+])
+def test_every_command_works_on_a_fresh_machine(kvbench, arguments):
+    """The default trace needs no file and no network."""
+    answer = kvbench("trace", *arguments, "--json")
+    assert (answer.code == 0 and "trace simulation" in answer.out) or arguments == ["list"]
+    assert answer.json
+
+
+def test_rows_say_that_they_are_a_simulation(kvbench):
+    """Their JSON has a kind of its own, so that no table mixes them with runs of models."""
+    found = kvbench("trace", "run", "--policy", "lru", "--blocks", "200", "--json").json
+    assert found["kind"] == "trace simulation"
+    (row,) = found["rows"]
+    assert row["low"] <= row["high"] and 0 < row["of_optimum"] <= 1
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["run", "--policy", "lur"], "unknown policy 'lur'. Did you mean 'lru'?"),
+    (["run", "--blocks", "-5"], "capacity '-5' must be 0 or more"),
+    (["run", "--blocks", "nan"], "capacity 'nan' must be 0 or more"),
+    (["run", "--blocks", "2.5"], "must be a whole number of blocks"),
+    (["run", "--trace", "mooncake-conversation"], "Run `kvbench trace add mooncake-conversation` first"),
+    (["run", "--trace", "sinthetic"], "unknown trace 'sinthetic'. Did you mean 'synthetic'?"),
+    (["run", "--policy", "ttl", "--set", "seconds=x"], "--set seconds=x: must be float"),
+    (["run", "--policy", "ttl", "--set", "second=1"], "Did you mean 'seconds'?"),
+    (["run", "--seconds-per-token", "1"], "must be two numbers such as 1e-4,0.02"),
+    (["run", "--order", "dfs"], "unknown order 'dfs'"),
+    (["run", "--model", "llama"], "unknown model 'llama'"),
+    (["run", "-o", "x.txt"], "must end in .html"),
+    (["add", "azure"], "unknown trace 'azure'"),
+    (["add", "azure-2023-conv", "--from", "/nowhere"], "holds neither azure_2023_conv.csv nor"),
+])
+def test_wrong_requests_end_with_one_line(kvbench, arguments, message):
+    """Value, rule, next step; exit code 2."""
+    answer = kvbench("trace", *arguments)
+    assert answer.code == 2 and message in answer.err and len(answer.err.splitlines()) == 1
+
+
+def test_a_page_draws_the_policies(kvbench, tmp_path):
+    """One file, with the word on every page that no model ran."""
+    page = tmp_path / "x.html"
+    answer = kvbench("trace", "run", "--policy", "lru", "--blocks", "100", "--blocks", "500", "-o", page)
+    assert answer.code == 0 and "No model ran" in page.read_text()
+
+
+def test_no_torch_is_loaded():
+    """A simulation needs no tensor."""
+    code = (
+        "import sys; from kvbench.cli import call; call(['trace', 'run', '--blocks', '100']); "
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
