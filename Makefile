@@ -14,7 +14,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 export HF_HUB_DISABLE_TELEMETRY := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint bench site constraints
+.PHONY: help setup demo test test-slow test-all lint bench site constraints
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -35,8 +35,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## Run SnapKV on the needle task with the bundled model, under 90 s
 	$(ONE_THREAD) $(BIN)/kvbench run --method snapkv --task niah
 
-test: $(STAMP) ## Run the tests except the slow ones, in about ten minutes
+test: $(STAMP) ## Run the fast tests, under 3 minutes: every method, task, kernel operation and command once
 	$(ONE_THREAD) $(BIN)/pytest -n $(JOBS) -m "not slow"
+
+test-slow: $(STAMP) ## Run the tests that `make test` leaves out
+	$(ONE_THREAD) $(BIN)/pytest -n $(JOBS) -m slow
 
 test-all: $(STAMP) ## Run every test
 	$(ONE_THREAD) $(BIN)/pytest -n $(JOBS)

@@ -182,9 +182,21 @@ def open_page() -> Iterator[Callable[..., Any]]:
     assert seen == []
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` is applied
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    """Without a GPU: skip what needs one, and mark cases beyond those of `few` as slow.
+
+    With one, kernels are compiled and every case is quick.
+    """
+    if torch.cuda.is_available():
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        elif item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for same in cases.values():
+        count = next(iter(same[0].get_closest_marker("few").args), 1)
+        for item in same[:-count]:
+            item.add_marker(pytest.mark.slow)

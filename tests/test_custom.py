@@ -189,6 +189,7 @@ BAD_RECORDS = [
 ]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("record", "message"), BAD_RECORDS, ids=[x for _, x in BAD_RECORDS])
 def test_a_line_that_is_no_record_is_refused(kvbench, arguments, write, tmp_path, record, message):
     """A run prints one line with the line number and writes nothing; `kvbench check` lists all such lines."""
@@ -222,6 +223,7 @@ BAD_TABLES = [
 ]
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(("table", "message"), BAD_TABLES, ids=[x for _, x in BAD_TABLES])
 @pytest.mark.parametrize("command", ["run", "check", "show"])
 def test_a_table_that_is_wrong_is_refused(kvbench, arguments, write, command, table, message):
@@ -254,6 +256,7 @@ def test_a_file_without_records_is_refused(write):
         read(write(["", "  "]))
 
 
+@pytest.mark.slow
 @given(st.recursive(
     st.none() | st.booleans() | st.integers() | st.text() | st.sampled_from(["id", "context", "turns", "question"]),
     lambda x: st.lists(x) | st.dictionaries(st.sampled_from(["id", "context", "turns", "question", "answer"]), x),

@@ -66,6 +66,7 @@ def test_the_example_method_keeps_every_claim():
     assert [x for x in check(find_method(str(EXAMPLE))) if not x.passed] == []
 
 
+@pytest.mark.slow
 def test_the_task_shown_is_a_task(tmp_path):
     """The file in docs/adding_a_task.md makes examples of exact length, and `kvbench check` finds no fault."""
     (code,) = code_blocks("adding_a_task.md")

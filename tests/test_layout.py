@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,13 +13,17 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LINKS = ("kernels", "methods", "tasks")
-MODULES = {
-    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
-    for folder in ("kvbench", *LINKS)
-    for path in sorted((ROOT / folder).rglob("*.py"))
-    if not any(path.is_relative_to(ROOT / "kvbench" / link) for link in LINKS)
-}
-"""Every module once, by its path in the repository."""
+
+
+@functools.cache
+def modules() -> dict[str, ast.Module]:
+    """Every module once, by its path in the repository."""
+    return {
+        path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+        for folder in ("kvbench", *LINKS)
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if not any(path.is_relative_to(ROOT / "kvbench" / link) for link in LINKS)
+    }
 
 
 def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
@@ -52,7 +57,7 @@ def offenders(folder: str, *packages: str, allow: tuple[str, ...] = ()) -> list[
     """Imports of the packages in a folder, but for what is allowed."""
     return [
         f"{path} imports {name}"
-        for path, tree in MODULES.items()
+        for path, tree in modules().items()
         if path.startswith(f"{folder}/")
         for name in sorted(imports(tree))
         if within(name, *packages) and not within(name, *allow)
@@ -62,8 +67,8 @@ def offenders(folder: str, *packages: str, allow: tuple[str, ...] = ()) -> list[
 def test_modules_are_found():
     """The other tests look at something: every folder holds modules, and no module is read twice through a link."""
     for folder in ("kvbench", *LINKS):
-        assert any(path.startswith(f"{folder}/") for path in MODULES), folder
-    assert not any(path.startswith("kvbench/methods/") for path in MODULES)
+        assert any(path.startswith(f"{folder}/") for path in modules()), folder
+    assert not any(path.startswith("kvbench/methods/") for path in modules())
 
 
 def test_planted_imports_are_seen():
@@ -103,7 +108,7 @@ def test_no_bare_imports_of_the_folders():
 
 def test_imports_are_absolute():
     """Relative imports would hide from the tests above."""
-    assert [x for x, tree in MODULES.items() if any(name.startswith(".") for name in imports(tree))] == []
+    assert [x for x, tree in modules().items() if any(name.startswith(".") for name in imports(tree))] == []
 
 
 def test_transformers_stays_in_its_adapter():
@@ -116,7 +121,7 @@ def method_classes() -> set[str]:
     """Names of Method and of every class that derives from it, wherever it stands."""
     bases = {
         node.name: {ast.unparse(base).split(".")[-1].split("[")[0] for base in node.bases}
-        for tree in MODULES.values()
+        for tree in modules().values()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
     }
@@ -132,7 +137,7 @@ def test_nobody_asks_which_method_it_is():
     assert {"Method", "ScoredMethod", "SnapKV"} <= classes
     found = [
         f"{path}:{node.lineno}"
-        for path, tree in MODULES.items()
+        for path, tree in modules().items()
         if not path.startswith("methods/")
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance"
@@ -143,7 +148,7 @@ def test_nobody_asks_which_method_it_is():
 
 def test_no_drawer_for_odds_and_ends():
     """A module is named after what it holds."""
-    assert [path for path in MODULES if Path(path).stem in {"utils", "util", "helpers", "misc", "common"}] == []
+    assert [path for path in modules() if Path(path).stem in {"utils", "util", "helpers", "misc", "common"}] == []
 
 
 @pytest.mark.parametrize("name", LINKS)

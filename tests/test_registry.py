@@ -58,6 +58,7 @@ def test_reading_the_folders_finds_what_importing_them_would(kind, package, base
             assert entry.facts["title"] == found.card.title
 
 
+@pytest.mark.slow
 def test_listing_imports_no_torch():
     """A list of names is there at once."""
     code = (

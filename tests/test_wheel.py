@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 LINKS = ("kernels", "methods", "tasks")
 FILES = subprocess.run(
@@ -57,7 +58,6 @@ def test_a_wheel_through_an_sdist_holds_everything(wheel):
     assert not {x for x in names if x.split("/")[0] in {*LINKS, "tests"}}
 
 
-@pytest.mark.slow
 def test_an_installed_wheel_runs_outside_the_repository(wheel, tmp_path):
     """In a new environment that borrows this one's packages, the demo's command runs with the bundled model."""
     home = tmp_path / "venv"

@@ -265,6 +265,7 @@ def test_runs_of_one_size_share_a_line():
     assert list(describe_powers(plans((20, 1)))) == [f"1 run: {describe_power(20, 1)}"]
 
 
+@pytest.mark.slow
 def test_each_size_of_runs_has_a_line_up_to_four():
     """In ascending order; of more than four sizes only the smallest and the largest."""
     assert list(describe_powers(plans((40, 5), (5, 1), (40, 1), (40, 5)))) == [

@@ -119,6 +119,7 @@ def test_the_surest_difference_is_as_sure_as_its_contexts():
     assert flip_signs([-1e-9] * 6) == pytest.approx(2**-5)
 
 
+@pytest.mark.slow
 @given(pairs, st.randoms())
 @settings(max_examples=50, deadline=None)
 def test_a_comparison_does_not_depend_on_order(sampled, random):
@@ -203,6 +204,7 @@ def draw(rng, sims, n, turns, differ, together):
     return np.where(u < differ / 2, 1, np.where(u < differ, -1, 0))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("n", "turns", "differ"), [(10, 5, 0.3), (20, 1, 0.8), (20, 5, 0.1), (40, 5, 0.3)])
 def test_equal_methods_rarely_differ(n, turns, differ):
     """Of 500 simulated pairs of equal methods 5 % are found to differ, or fewer; turns err together or not."""
@@ -243,6 +245,7 @@ def test_five_questions_tell_nothing():
     assert least**6 == pytest.approx(0.8, abs=1e-3)  # all six must be lost, and at this rate they are in 80 %
 
 
+@pytest.mark.slow
 def test_the_smallest_difference_is_found_as_often_as_said():
     """Simulated at that difference and tested with the test that is used."""
     rng = np.random.default_rng(7)
@@ -254,6 +257,7 @@ def test_the_smallest_difference_is_found_as_often_as_said():
         assert found == pytest.approx(0.8, abs=0.04)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 300), st.floats(0, 1))
 @settings(max_examples=40, deadline=None)
 def test_the_worst_case_is_the_worst(n, accuracy):

@@ -298,6 +298,7 @@ WAITING = {"shadowkv", "zipcache"}
 """shadowkv waits for its selection; zipcache draws its probe tokens on the host."""
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", METHODS)
 def test_the_attention_of_a_step_needs_no_value_from_the_device(name):
     """So it can be a graph even if the whole step cannot. Methods that synchronize are listed."""
@@ -332,6 +333,7 @@ def test_attention_is_called_for_every_layer_with_other_queries_in_turn(monkeypa
 # States
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", METHODS)
 def test_synthetic_contexts_take_as_many_bytes_as_real_ones(name):
     """Stored bytes and entries kept by layer are equal, and steps can be decoded."""
@@ -467,6 +469,7 @@ def bench(kvbench, few):
     return call
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("kind", "outcome", "code"), [("memory", "out of memory", 0), ("other", "failed", 1)])
 def test_a_failure_is_the_outcome_of_its_own_cell(bench, greedy, kind, outcome, code):
     """At every timing level, with its reason. Running out of memory is a result (code 0), an error is not (code 1)."""
@@ -483,6 +486,7 @@ def test_a_failure_is_the_outcome_of_its_own_cell(bench, greedy, kind, outcome, 
     assert all(x["times"] == {} and x["tokens_per_s"] is None for x in failed)
 
 
+@pytest.mark.slow
 def test_an_invalid_budget_is_refused_in_its_cell_only(bench):
     """With the message of `kvbench run`."""
     cells = bench("--method", "snapkv", "--method", "streaming-llm", "--budget", "20", "--timing", "step").json["cells"]
@@ -491,6 +495,7 @@ def test_an_invalid_budget_is_refused_in_its_cell_only(bench):
     assert "snapkv needs at least" in cells[0]["reason"]  # refused cells come before timed ones
 
 
+@pytest.mark.slow
 def test_a_command_fails_if_every_requested_method_is_refused(bench):
     """Cells of anchors do not count."""
     for methods, code in (("snapkv", 1), ("streaming-llm", 0)):
@@ -540,6 +545,7 @@ def test_cells_of_all_timing_levels(bench, tmp_path):
     assert answered["answer"].seconds.median > answered["prefill"].seconds.median > answered["compression"].seconds.low
 
 
+@pytest.mark.slow
 def test_bytes_of_a_step_by_hand(bench):
     """The attention reads the stored entries; a step also reads the weights, except the embedding table."""
     found = bench("--method", "full", "--timing", "kernel,step", "--batch", 2).json
@@ -567,6 +573,7 @@ def test_every_method_has_its_own_largest_batch(bench):
     assert snapkv["tokens_per_s"] == pytest.approx(1 / per_token[1])
 
 
+@pytest.mark.slow
 def test_a_largest_batch_that_does_not_fit_is_reduced(bench, tmp_path):
     """By a quarter at a time; the cell has the batch that ran and the predicted one."""
     path = tmp_path / "greedy.py"
@@ -580,6 +587,7 @@ def test_a_largest_batch_that_does_not_fit_is_reduced(bench, tmp_path):
     assert "no room; trying" in answer.err
 
 
+@pytest.mark.slow
 def test_a_method_that_does_not_fit_with_the_anchors_is_timed_alone(bench):
     """Its speed-ups are not paired."""
     answer = bench(
@@ -612,6 +620,7 @@ def test_an_interrupted_job_keeps_its_cells(few, tmp_path, monkeypatch):
     assert (found.status, len(found.cells), found.cells[0].outcome) == ("running", 1, "ok")
 
 
+@pytest.mark.slow
 def test_absolute_times_of_a_cpu_are_not_printed(bench):
     """Speed-ups are; a synthetic state is stated."""
     answer = bench("--method", "full", "--timing", "step", "--state", "synthetic")
@@ -622,6 +631,7 @@ def test_absolute_times_of_a_cpu_are_not_printed(bench):
     assert "synthetic contexts, no prompt was run" in " ".join(answer.out.split())
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("line", "message"), [
     ("--timing wall", "unknown timing level 'wall'"),
     ("--state synthetic", "end-to-end timing runs the prompt"),
@@ -719,6 +729,7 @@ def test_on_a_gpu_steps_and_attention_are_graphs(kvbench, kernels):
             assert name == "compression" or cell["method"]["name"] == "full" or "full" in time["speedups"]
 
 
+@pytest.mark.slow
 def test_the_json_line_is_the_file(bench):
     """--json prints the same document."""
     answer = bench("--method", "full", "--timing", "step")

@@ -33,6 +33,7 @@ def needed(model, name, budget="50%", length=LENGTH):
     return Need(predict_memory("mini", length=length), made.fit(read_budget(budget, made), model.shape(length)))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.slow) if x in PROFILED else x for x in METHODS + COMPOSED]
 )
@@ -90,6 +91,7 @@ def test_minimum_kernel_latency_hides_a_small_speedup():
     assert h2o.speedup_graph is None  # it is no graph
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(
     gigabytes=st.integers(8, 200), length=st.sampled_from([1024, 32_768]), budget=st.sampled_from(["10%", "50%"]),
@@ -132,6 +134,7 @@ def test_methods_that_repeat_the_context_need_twice_the_entries():
     assert peaks[1] == 2 * peaks[0]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("line", "message"), [
     ("--gpu b300", "unknown gpu 'b300'"), ("--length 0", "length 0 must be 1 or more"),
     ("--budget 1%", "h2o needs at least"), ("--set window=3 --method kivi", "--set applies to one method"),
@@ -156,6 +159,7 @@ def test_the_command_prints_a_row_per_method_and_ends_in_json(kvbench):
     assert "speedup_graph: " in answer.err and "11 us" in answer.err
 
 
+@pytest.mark.slow
 def test_every_method_can_be_planned_for():
     """`all` stands for the anchors and every registered method, each once; no weights are created."""
     plan = make_forecast("random:qwen2.5-7b", ["all"], gpu="rtx-4090", length=4096, batch=1)

@@ -65,6 +65,7 @@ BAD_REQUESTS = [
 ]
 
 
+@pytest.mark.few(15)
 @pytest.mark.parametrize(("options", "message"), BAD_REQUESTS, ids=[x for x, _ in BAD_REQUESTS])
 def test_a_bad_request_is_refused(kvbench, arguments, tmp_path, options, message):
     """Exit code 2, one message with the value and the next step, nothing on standard output or the disk."""

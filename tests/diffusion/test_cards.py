@@ -45,6 +45,7 @@ def text(request):
     return torch.randint(WORDS, (20,), generator=torch.Generator().manual_seed(request.param))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("shifted", [False, True], ids=["llada", "dream"])
 @pytest.mark.parametrize(("method", "by_hand", "settings", "steps"), CASES.values(), ids=CASES)
 def test_a_policy_writes_what_its_card_writes(deep, text, fill, shifted, method, by_hand, settings, steps):

@@ -96,6 +96,7 @@ def test_one_token_per_step_where_steps_are_tokens(model, fill):
     assert counts == list(range(1, 17))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("how", [{}, {"remasking": "random"}, {"temperature": 0.7}, {"threshold": 0.3}])
 def test_the_same_seed_is_the_same_answer(model, fill, how):
     """Determinism; another seed changes what is drawn at random, and nothing else."""

@@ -11,6 +11,7 @@ from kvbench.runs import runner
 from .conftest import TOYS, read_lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [["temperature=0.9"], ["remasking=random"]])
 def test_a_run_that_was_killed_comes_to_the_same(kvbench, arguments, tmp_path, monkeypatch, how):
     """Also what is drawn: answers of a sample do not depend on those before it in the process."""
@@ -34,6 +35,7 @@ def test_a_run_that_was_killed_comes_to_the_same(kvbench, arguments, tmp_path, m
     assert (resumed["run_id"], resumed["score"]) == (whole["run_id"], whole["score"])
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("method", "how"), [
     (f"{TOYS}:Thoughtless", "max_new_tokens=8"), ("dkv-cache-decode", "max_new_tokens=2"),
     ("dkv-cache-decode", "threshold=0"),
@@ -96,6 +98,7 @@ def test_a_sweep_runs_and_is_predicted(kvbench, arguments, folder, tmp_path):
     assert [x["status"] for x in swept.json] == ["ok"] * 4
 
 
+@pytest.mark.slow
 def test_runs_are_scored_again_and_compared(kvbench, arguments, tmp_path):
     """As any other; a difference of regimes is said."""
     out = tmp_path / "runs"

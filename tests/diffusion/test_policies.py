@@ -50,6 +50,7 @@ def one(prompts):
     return prompts[:1]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("method", "how"), [
     (DkvCacheDecode(refresh=1), {}), (DkvCacheDecode(refresh=1), {"block": 4}), (DkvCacheGreedy(refresh=1), RANDOM),
     (WindowDiffusion(refresh=1, active=16), {}), (DllmCache(prompt=1, answer=1), {}),
@@ -64,6 +65,7 @@ def test_all_entries_in_every_pass_is_no_cache(model, fill, method, how):
     assert found.computed_tokens == found.sequence_length
 
 
+@pytest.mark.few(6)
 @each_policy
 def test_a_policy_leaves_work_out(model, one, fill, method, how):
     """Fewer rows than no cache, or fewer passes; what is counted says so."""

@@ -100,6 +100,7 @@ def test_what_fills_the_canvas_behind_two_answers_is_no_likeness(kvbench, argume
     assert found["same_tokens"] == 0
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("history", ["reference", "own"])
 def test_a_prompt_holds_the_whole_conversation(kvbench, arguments, filled, folder, tmp_path, history):
     """Context, questions, and reference answers or the model's own up to their ends, rebuilt by hand."""
@@ -130,6 +131,7 @@ def test_who_goes_first_changes(kvbench, arguments, filled):
     assert [x[3].steps for x in filled[::3]] == [8, 8, 4, 8]
 
 
+@pytest.mark.slow
 def test_the_noise_of_a_turn_is_its_own(kvbench, arguments, filled):
     """Seeds are a function of the run's seed, sample and turn: shared by the baselines, and never met twice."""
     kvbench(*arguments, "--method", "dkv-cache-decode", "--mode", "multi-turn", "--gen", "temperature=0.5")
@@ -146,6 +148,7 @@ def test_a_canvas_is_whole_blocks_and_an_answer_no_longer_than_its_limit(kvbench
     assert {len(x["ids"]) for x in read_lines(tmp_path / "runs")} == {8}
 
 
+@pytest.mark.slow
 def test_an_answer_that_may_not_be_empty_begins_with_no_end(kvbench, arguments, filled):
     """A task says so; others may answer nothing."""
     kvbench(*arguments, "--method", "none")
@@ -187,6 +190,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("method", "options", "message"), REFUSED, ids=[f"{a} {b}"[:60] for a, b, _ in REFUSED])
 def test_what_has_no_meaning_is_refused(kvbench, arguments, tmp_path, method, options, message):
     """Exit code 2, one line with the next step, and nothing written."""

@@ -271,6 +271,7 @@ def test_the_model_is_given_back():
     assert model.module(torch.tensor([CONTEXT])).logits.equal(wanted)
 
 
+@pytest.mark.few
 @every_method
 def test_a_session_leaves_nothing_behind(method):
     """With the garbage collector off, neither the rows nor the session outlive their use."""

@@ -117,6 +117,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama-dynamic": ("llama", {"rope_parameters": DYNAMIC}, "'dynamic' rotary embeddings"),
 }
 """By name: model type, options, and what the refusal says."""
+COMMON = {"llama", "gemma2", "mixtral", "gpt_oss"}
+"""Between them: windows, soft caps, sinks and experts."""
+ARCHITECTURES = [x if x in COMMON else pytest.param(x, marks=pytest.mark.slow) for x in SERVED]
+"""Every name of SERVED; `make test` runs the common ones."""
 
 
 @cache

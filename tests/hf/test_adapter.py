@@ -14,7 +14,7 @@ from kvbench.engine.session import Session
 from kvbench.hf import Model, attached
 from kvbench.method import BudgetKind, Card, Method, Phase
 
-from .models import SERVED, VOCABULARY, build, model
+from .models import ARCHITECTURES, VOCABULARY, build, model
 
 LENGTH, PROMPT, LIMIT = 26, 23, 6
 FORMS = {"whole prompt": [0, PROMPT], "chunks": [*range(0, PROMPT, 5), PROMPT], "step by step": list(range(PROMPT + 1))}
@@ -63,7 +63,7 @@ def stock_logits(model: Model, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_logits_equal_stock_attention(name: str, batch: int) -> None:
     """Every position's logits are within 1e-5 of stock cached decoding, however the prompt is cut."""
     tiny, ids = model(name), token_ids(batch)
@@ -75,7 +75,7 @@ def test_logits_equal_stock_attention(name: str, batch: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", [None, 5])
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_greedy_tokens_equal_generate(name: str, chunk: int | None) -> None:
     """A session's greedy answers of a batch of two are those of transformers' `generate`."""
     tiny, prompts = model(name), token_ids(2)[:, :PROMPT]

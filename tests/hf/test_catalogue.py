@@ -46,6 +46,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "ARCHITECTURES", tmp_path / "random")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_sizes_are_the_published_ones(name: str) -> None:
     """Built without memory, a shape has its checkpoint's number of parameters and its cache's bytes per token."""

@@ -36,6 +36,7 @@ FAKES = {"first": ("cpu", "meta"), "second": ("meta", "cpu")}
 """Each of two fake devices holds the embedding once: an index may lie on the CPU whatever it points into."""
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("places", [SPREAD, AWAY], ids=["one layer", "nearly all"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_weights_on_disk(name: str, places: dict[str, str], tmp_path: Path) -> None:
@@ -156,6 +157,7 @@ METHODS = [
 ]
 
 
+@pytest.mark.few
 def test_rows_lie_where_their_layers_do(fake: tuple[Model, tuple[str, str]]) -> None:
     """Prefill in chunks, a fork, a question and a step: no operation meets two devices, and answers come back."""
     spread, devices = fake
@@ -170,6 +172,7 @@ def test_rows_lie_where_their_layers_do(fake: tuple[Model, tuple[str, str]]) -> 
                     assert {x.device.type for x in kv.tensors()} == {device}
 
 
+@pytest.mark.few
 def test_positions_left_behind_are_seen(fake: tuple[Model, tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: a step whose positions stayed with the model's input raises."""
     spread, devices = fake
@@ -183,6 +186,7 @@ def test_positions_left_behind_are_seen(fake: tuple[Model, tuple[str, str]], mon
         session.prefill(torch.zeros(1, 20, dtype=torch.long, device=devices[0]))
 
 
+@pytest.mark.few
 def test_the_proof_runs_on_two_devices(fake: tuple[Model, tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides of its comparison, chunks and single steps, and the rotations that it tries."""
     spread, devices = fake

@@ -14,7 +14,7 @@ from kvbench.errors import UserError
 from kvbench.hf import DTYPES, Model, load_model, predict_memory
 from kvbench.store import storage_bytes
 
-from .models import QUERY, SAVED_SEED, SERVED, build, refusal, rewrite, save
+from .models import ARCHITECTURES, QUERY, SAVED_SEED, SERVED, build, refusal, rewrite, save
 from .test_adapter import Dense, token_ids
 
 
@@ -173,7 +173,7 @@ def test_predicted_memory_is_what_is_taken(name: str, dtype: str, saved: dict[st
     assert prediction.stored_bytes == memory.stored_bytes == memory.full_bytes
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_served_architecture_is_predicted(name: str, tmp_path: Path) -> None:
     """The shapes found without weights are those of the loaded model."""
     module = build(*SERVED[name])

@@ -19,7 +19,7 @@ from kvbench.hf.adapter import Forward
 from kvbench.hf.proof import TOLERANCE, compare, prove
 from kvbench.store import layer
 
-from .models import REFUSED, SERVED, VOCABULARY, WINDOW, build, model
+from .models import ARCHITECTURES, COMMON, REFUSED, SERVED, VOCABULARY, WINDOW, build, model
 
 MARGIN = 20
 """Faults stand this far above what is tolerated, and honest differences this far below it."""
@@ -63,7 +63,10 @@ def faults() -> list[Any]:
     windowed = [name for name, (_, options) in SERVED.items() if options.get("sliding_window") == WINDOW]
     planted += [(name, fault) for name in windowed for fault in (without("window"), window_one_too_wide)]
     planted += [("gpt_oss", without("sinks")), ("gemma2", without("softcap"))]
-    return [pytest.param(name, fault, id=f"{name}-{fault.__name__}") for name, fault in planted]
+    return [
+        pytest.param(name, fault, id=f"{name}-{fault.__name__}", marks=() if name in COMMON else pytest.mark.slow)
+        for name, fault in planted
+    ]
 
 
 @pytest.mark.parametrize(("name", "plant"), faults())
@@ -75,7 +78,7 @@ def test_planted_fault_is_refused(name: str, plant: Callable[..., None], monkeyp
         prove(module)
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_tolerance_has_margins(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Honest differences stay a factor of 20 below the bound; a wrong mask goes as far above it."""
     module = model(name).module

@@ -44,6 +44,7 @@ def filled(value: int) -> Tensor:
     return torch.full((2, 1), value)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(("start", "distance"), [(0, 1), (3, 200), (300, -290)])
 @pytest.mark.parametrize("name", ROTATED)
 def test_shift_moves_keys_and_queries_as_the_model_does(name: str, start: int, distance: int) -> None:

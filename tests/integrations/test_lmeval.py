@@ -333,6 +333,7 @@ def test_choices_are_lm_evals_own(folder, docs, mini_tokenizer):
     assert (turn.references, turn.answer, turn.max_new_tokens) == ((f" {number}",), f" {number}", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "metrics"), [
     ("needles.yaml", {"lm-eval-trimmed-exact_match": "exact_match,trimmed", "lm-eval-digits-exact_match":
                       "exact_match,digits"}),
@@ -354,6 +355,7 @@ def test_both_directions_come_to_the_same_scores(run, folder, snapkv, file, metr
     assert theirs["config"]["kvbench"]["requests"].popitem()[1]["cut"] == 0
 
 
+@pytest.mark.slow
 def test_a_run_is_scored_again_from_its_journal(run, kvbench, folder, tmp_path):
     """Without a model the score is the same; what stands after a stop text does not count."""
     found = run("needles.yaml", "--method", "full").json
@@ -371,6 +373,7 @@ def test_a_run_is_scored_again_from_its_journal(run, kvbench, folder, tmp_path):
     assert found["task"]["name"] == "lm-eval:needles" and found["task"]["version"] == "3"
 
 
+@pytest.mark.slow
 def test_likelihood_of_a_target_is_asked_as_a_greedy_answer(run, folder):
     """lm_eval's accuracy of a target is whether greedy decoding gives it."""
     lines = CHOSEN.format(data=folder, kind="loglikelihood").splitlines(keepends=True)
@@ -382,6 +385,7 @@ def test_likelihood_of_a_target_is_asked_as_a_greedy_answer(run, folder):
         assert (found["score"]["metric"], found["score"]["mean"]) == ("acc", expected)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("options", "message"), [
     (["--length", 64], "comes to"),
     (["--samples", 5], "has 4 documents: ask for --samples 4 or fewer"),

@@ -29,6 +29,11 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("precision", [torch.float32, torch.float16, bfloat16], ids=str)
 
 
+def pytest_itemcollected(item):
+    """Every test here has many cases, and the interpreter takes up to seconds for one: `make test` runs one of each."""
+    item.add_marker(pytest.mark.few)
+
+
 @pytest.fixture(params=OPTIONS.values(), ids=OPTIONS)
 def options(request):
     """What an attention may be asked for, one by one and together; `sinks: True` stands for a logit per query head."""

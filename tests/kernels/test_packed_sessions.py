@@ -43,7 +43,8 @@ def ids(count, seed=1):
     return torch.randint(VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow if "," in x else ()) for x in METHODS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
 def test_triton_gives_the_tokens_of_torch(name, triton):
     """A context, a question of several tokens and an answer; every operation ran as it was asked to."""
     shape, settings, budget, wanted = METHODS[name]

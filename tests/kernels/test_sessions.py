@@ -74,6 +74,7 @@ def test_triton_gives_the_logits_of_torch(name, model, static):
     assert ran == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [(4, 2, None)], ids=["GQA"], indirect=True)
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_triton_gives_the_tokens_and_stores_of_torch(name, model):

@@ -53,6 +53,7 @@ def tar(tmp_path):
     return write
 
 
+@pytest.mark.slow
 def test_folder_and_tar_give_the_same_bundle(snapkv, folder, tmp_path):
     path = tmp_path / "bundle.tar"
     with path.open("wb") as out:

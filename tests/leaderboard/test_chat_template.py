@@ -26,6 +26,7 @@ def done(request, tmp_path_factory, chat_mini) -> Done:
     return make_run(tmp_path_factory.mktemp("runs"), "full", model=str(chat_mini), template=request.param)
 
 
+@pytest.mark.few
 def test_runs_with_and_without_template_are_verified(done, check):
     found = check(done.files)
     assert (found["prompts"], found["level"], found["refused"]) == ("ok", "L0", "")
@@ -44,6 +45,7 @@ def test_an_unknown_template_hash_is_refused(done, check):
     assert found["refused"].startswith("tokenizer: the chat template of ")
 
 
+@pytest.mark.few
 def test_a_rerun_uses_the_same_template(done, chat_mini):
     model = replace(load_model(str(chat_mini), dtype="bfloat16"), id=done.job.spec.model.id)
     job, differs = prepare_rerun(done.job.spec, model)

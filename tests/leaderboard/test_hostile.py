@@ -68,6 +68,7 @@ def verify_mutated(files: dict[str, bytes], true: float) -> None:
         assert found.score is not None and found.score.mean == true
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_mutated_spec_in_all_files(runs, data):
@@ -82,6 +83,7 @@ def test_a_mutated_spec_in_all_files(runs, data):
         verify_mutated(edit_spec(files, lambda spec: (spec.clear(), spec.update(changed))), true)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", [SPEC, RESULT, MANIFEST])
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())

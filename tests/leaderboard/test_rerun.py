@@ -59,6 +59,7 @@ def test_rerunning_a_share_gives_l1(snapkv, verify_with):
     assert record.rerun.mean == record.rerun.submitted_mean
 
 
+@pytest.mark.slow
 def test_rerunning_all_samples_gives_l2(snapkv, verify_with):
     assert verify_with(snapkv.files, 1.0).level == "L2"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from fastapi.testclient import TestClient
 
 from kvbench.leaderboard.server import submissions, upload
 from kvbench.leaderboard.server.tokens import find_token, revoke_token
@@ -231,3 +232,14 @@ def test_tokens_on_the_command_line(kvbench, tmp_path):
         assert (done.code, reason in done.err) == (2, True)
     done = kvbench("leaderboard", "token", "list", *state, "--db", "nothing://x")
     assert (done.code, "--db cannot be opened" in done.err) == (2, True)
+
+
+def test_the_command_serves_results_and_keeps_submissions(kvbench, tmp_path, monkeypatch):
+    served = []
+    monkeypatch.setattr("uvicorn.run", lambda app, **options: served.append((app, options)))
+    place = ("--state", tmp_path / "state", "--results", tmp_path / "results")
+    assert kvbench("leaderboard", "serve", *place, "--port", 8123).code == 0
+    ((app, options),) = served
+    assert (options["host"], options["port"]) == ("127.0.0.1", 8123)
+    assert TestClient(app).get("/api/health").status_code == 200
+    assert (tmp_path / "results").is_dir() and (tmp_path / "state").is_dir()

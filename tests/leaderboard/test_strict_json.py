@@ -86,6 +86,7 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.sampled_from(["name", "number", "count", "free", "x"]), json_values))
 def test_any_object_is_parsed_or_refused(document):
     """A parsed record equals its document."""

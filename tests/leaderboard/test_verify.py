@@ -68,6 +68,7 @@ def test_a_line_that_contradicts_its_question_is_refused(snapkv, check, change, 
     assert check(files)["refused"].startswith(reason)
 
 
+@pytest.mark.slow
 def test_samples_of_another_seed_are_refused(snapkv, check, tmp_path):
     other = make_run(tmp_path, "snapkv", seed=1)
     files = edit_spec(other.files, lambda x: x.update(seed=0))

@@ -16,7 +16,8 @@ COMPOSED = ["snapkv+adakv", "snapkv+kivi", "razor-attention+kivi"]
 def pytest_generate_tests(metafunc):
     """Every method of caches goes in for a test that asks for `method_name`: those registered, and compositions."""
     if "method_name" in metafunc.fixturenames:
-        metafunc.parametrize("method_name", AUTOREGRESSIVE + COMPOSED)
+        composed = [pytest.param(x, marks=pytest.mark.slow) for x in COMPOSED]
+        metafunc.parametrize("method_name", AUTOREGRESSIVE + composed)
 
 
 @pytest.fixture

@@ -15,8 +15,14 @@ from kvbench.registry import find_method
 from kvbench.selection import ScoredMethod, protect_last
 from kvbench.store import LayerKV
 
+LONG = {
+    "chunks do not matter", "runs are equal and apart", "short prompts run", "fork is a fresh run",
+    "forced tokens are decode steps",
+}
+"""Claims that take longer than all others together: `make test` leaves them out."""
 
-@pytest.mark.parametrize("claim", CLAIMS)
+
+@pytest.mark.parametrize("claim", [pytest.param(x, marks=pytest.mark.slow) if x in LONG else x for x in CLAIMS])
 def test_claim(method_name, claim):
     """The claim holds for the method, or does not apply and says why."""
     try:
@@ -474,6 +480,7 @@ def clean():
     tiny_model.cache_clear()
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(
     ("claim", "kind", "message"), fault.planted, ids=[f"{claim}-{kind.__name__}" for claim, kind, _ in fault.planted]
 )

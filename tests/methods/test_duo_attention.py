@@ -46,6 +46,7 @@ def fitted(model, length, sparsity):
     return method.bind(model).fit(PAPER, model.shape(length))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("length", [60, 17, 16, 9])
 @pytest.mark.parametrize("shape", [(4, 2, None), (2, 2, None), (4, 1, None)], ids=["GQA", "MHA", "MQA"])
 def test_sparsity_0_is_the_full_cache_and_1_is_streaming(shape, length):
@@ -243,6 +244,7 @@ def test_all_heads_with_every_row_are_a_declared_identity():
     assert not fitted(model, 60, 0.5).identity(model.shape(60))
 
 
+@pytest.mark.slow
 def test_a_window_longer_than_the_context_keeps_the_sinks():
     """It hides nothing of the context, so streaming heads have their sinks, and the bytes are as declared."""
     model = tiny_model(4, 2, 4096)

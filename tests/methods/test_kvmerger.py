@@ -190,6 +190,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("claim", [*CLAIMED, "measured bytes are declared"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_settings_keep_the_claims(variant, claim):

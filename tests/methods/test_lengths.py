@@ -21,6 +21,8 @@ from kvbench.runs.journal import Effect
 
 LENGTHS = (1, 7, 31, 32, 33, 128, 600)
 SHAPES = {"GQA": (4, 2), "MHA": (2, 2), "MQA": (4, 1)}
+FAST = {33, "GQA"}
+"""What `make test` runs: every method at one length and for one head layout."""
 QUESTIONS, LIMIT, HISTORY = (5, 1, 9), 2, 2
 """Tokens of each turn's question, of each answer, and of what stands in the answer's place from then on."""
 LATER = sum(QUESTIONS) + HISTORY * (len(QUESTIONS) - 1)
@@ -45,10 +47,15 @@ class Talk:
     proof: Effect
 
 
-@pytest.fixture(params=SHAPES.values(), ids=SHAPES)
+def rest_slow(cases):
+    """The cases, marked as slow where they are not among FAST."""
+    return [x if x in FAST else pytest.param(x, marks=pytest.mark.slow) for x in cases]
+
+
+@pytest.fixture(params=rest_slow(SHAPES))
 def model(request):
     """A tiny model of each head layout."""
-    return tiny_model(*request.param)
+    return tiny_model(*SHAPES[request.param])
 
 
 def ids(count, seed):
@@ -121,7 +128,7 @@ def check(method, model, length, chunk=None):
     return found
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", rest_slow(LENGTHS))
 def test_three_turns_at_every_length(method_name, model, length):
     """Tokens, rows and bytes are right, and until a method acts its logits are the dense cache's, chunks or not."""
     method = find_method(method_name)().bind(model)

@@ -78,6 +78,7 @@ def test_a_window_longer_than_the_context_hides_what_leaves_it_later(make_step, 
     assert torch.allclose(kv.attend(step), wanted, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_layers_whose_window_is_longer_than_the_context_are_full_ones():
     """They have the sinks and the mean, and their bytes are as declared."""
     model = tiny_model(4, 2, 4096)

@@ -37,6 +37,7 @@ class EveryChunk(ShadowKV):
         return length // self.chunk - self.local_chunks
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("shape", [(4, 2), (2, 2), (4, 1)], ids=["GQA", "MHA", "MQA"])
 @pytest.mark.parametrize("outliers", [0, 3])
 def test_full_rank_and_every_chunk_are_the_dense_cache(shape, outliers):

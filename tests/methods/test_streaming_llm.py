@@ -70,6 +70,7 @@ def fitted(model, length, **settings):
     return StreamingLLM(sinks=SINKS, **settings).fit(Budget("rows", ROWS), model.shape(length))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("length", [40, 17, 16, 12, 8])
 @pytest.mark.parametrize("positions", ["cache", "original"])
 def test_equals_the_card_s_algorithm(positions, length):

@@ -123,6 +123,7 @@ class Twin:
         self.coded, self.blocks = tokens.stop, self.blocks + 1
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("window", [None, 16])
 @pytest.mark.parametrize(
     "settings",

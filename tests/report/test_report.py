@@ -109,6 +109,7 @@ def test_a_cell_whose_samples_failed_has_no_score(folder):
     assert draw_grid(grid, [1.0])["datasets"] == {"cells": list_cells(grid)}
 
 
+@pytest.mark.slow
 def test_a_grid_without_scores(folder):
     """Models with random weights have no scores."""
     grid = read_grid(load_run(change(folder, lambda line: line.update(score=None), n_scored=0)))
@@ -127,6 +128,7 @@ def test_scattered_depths_give_no_grid(folder):
     assert read_grid(load_run(change(folder, lambda line: line["facts"].update(depth=line["index"])))) is None
 
 
+@pytest.mark.slow
 def test_every_grid_has_a_panel(folder):
     """Four panels form a square; long names are wrapped."""
     grid = read_grid(load_run(folder))
@@ -270,6 +272,7 @@ class Tags(HTMLParser):
             self.text += data
 
 
+@pytest.mark.slow
 def test_submitted_text_never_becomes_markup(groups):
     """Names, settings, errors and labels, in table cells and chart data."""
     fields = (
@@ -372,6 +375,7 @@ def test_report_of_a_folder(kvbench, folder, tmp_path):
     assert [(x["rank"], x["status"]) for x in entries] == [(1, "ok"), (None, "failed")]
 
 
+@pytest.mark.slow
 def test_invalid_report_requests(kvbench, folder, arguments, tmp_path):
     """One line each, exit code 2, and no file."""
 
@@ -400,6 +404,7 @@ def test_invalid_report_requests(kvbench, folder, arguments, tmp_path):
     assert not png.exists()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("package", ["altair", "vl_convert", "itables"])
 def test_a_missing_package_names_the_extra(groups, package, monkeypatch):
     """In one line."""

@@ -143,6 +143,7 @@ def test_what_is_known_from_memory_says_so():
     }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("table", TABLES)
 def test_what_can_be_run_is_what_kvbench_takes(table):
     """Every row of every table that kvbench has all of: methods, settings, tasks and protocol are known."""

@@ -79,6 +79,7 @@ def test_a_table_is_run_and_judged(kvbench, paper, out):
     assert "already finished" in again.err
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("said", "prompted", "verdict"), [
     ("none", "none", "reproduced"), ("own", "none", "partly"), ("none", "own", "not run"),
 ])
@@ -96,6 +97,7 @@ def test_a_paper_without_a_template_is_met_without(kvbench, paper, out, chat_min
         assert [x["verdict"] for x in kvbench("reproduce", f"{paper}:scores/mini/full", *out).json] == [verdict]
 
 
+@pytest.mark.slow
 def test_fewer_samples_show_a_shape_only(kvbench, paper, out):
     """Nothing is called reproduced on a part."""
     answer = kvbench("reproduce", f"{paper}:scores/mini/full", "--samples", "2", *out)
@@ -156,6 +158,7 @@ def test_a_wrong_request_is_refused(kvbench, arguments, said):
     assert said in answer.err
 
 
+@pytest.mark.slow
 def test_a_finding_is_tested_and_only_all_of_them_are_recorded(kvbench, out, tmp_path, monkeypatch):
     """One finding on two contexts: numbers, a verdict, no file. All of them with all samples: a file."""
     monkeypatch.chdir(tmp_path)
@@ -187,6 +190,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return runs, sorted((x.name for x in runs.iterdir()), reverse=True)
 
 
+@pytest.mark.slow
 def test_what_differs_is_said_and_flipped_one_by_one(kvbench, pair):
     """Method, budget and visibility alone; their own runs are kept, and the rest is what they do together."""
     runs, names = pair
@@ -219,6 +223,7 @@ def test_what_cannot_be_flipped_says_why(kvbench, pair, tmp_path):
     assert notes["mode"].startswith("cannot be run alone: not allowed: visibility 'visible' has no meaning")
 
 
+@pytest.mark.slow
 def test_how_claims_stand_is_read_off_a_folder(kvbench, paper, tmp_path):
     """What was run is judged as the command does it, wherever it lies; nothing else is begun or claimed."""
     answer = kvbench("reproduce", f"{paper}:scores/mini/full", "--out", tmp_path / "results" / "here", "--json")

@@ -61,6 +61,7 @@ def test_the_form_that_is_shown_is_a_claims_file(tmp_path):
     assert read_paper(path).table[0].rows["SnapKV 1024"].budget == "1024"
 
 
+@pytest.mark.slow
 def test_hours_are_the_arithmetic_s(capsys):
     """The table is what scripts/predict_hours.py prints."""
     path = ROOT / "scripts" / "predict_hours.py"

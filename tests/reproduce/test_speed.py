@@ -67,6 +67,7 @@ def timed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Timed]:
     return out, found
 
 
+@pytest.mark.slow
 def test_a_speed_is_timed_once(timed, monkeypatch):
     """The same question again reads the file; another one does not."""
     out, found = timed
@@ -79,6 +80,7 @@ def test_a_speed_is_timed_once(timed, monkeypatch):
         time_claim(replace(plan, timing=replace(plan.timing, length=128)), out)
 
 
+@pytest.mark.slow
 def test_on_another_machine_a_speed_is_a_shape(timed):
     """In the unit of the table, with the regime beside it."""
     _, found = timed
@@ -92,6 +94,7 @@ def test_on_another_machine_a_speed_is_a_shape(timed):
     assert "64 tokens x 1, step timing" in judged.regime
 
 
+@pytest.mark.slow
 def test_on_the_paper_s_gpu_a_speed_is_partly_reproduced_at_most(timed, monkeypatch):
     """The code is another, whatever the number says."""
     _, found = timed

@@ -84,6 +84,7 @@ def before(encoded, turn, name, lines):
     return ids
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("method", [("full",), (LAST, "--budget", "100%")], ids=["full", "compared"])
 @pytest.mark.parametrize("name", MODES)
 def test_the_choice_with_the_greatest_log_probability_wins(toys, plain, model_folder, name, method):
@@ -134,6 +135,7 @@ def test_prompts_that_lost_their_middle_are_counted(toys):
     assert f"{cut} of 4 prompts were too long and lost their middle" in answer.out
 
 
+@pytest.mark.slow
 def test_a_stop_token_of_the_task_ends_an_answer(toys):
     """It stands in the spec beside the model's own; as the first token it is banned where answers are not empty."""
     _, lines, _ = toys("Mixed", *GOLDEN, "--turns", "2")
@@ -210,6 +212,7 @@ def test_a_choice_stays_whole_in_the_history(toys, model_folder):
 # Rescoring
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("name", "scorer"), [("Mixed", "right@1"), ("Mixed", "letters@1"), ("Weighed", "weight@1")])
 def test_rescoring_has_the_facts_that_scoring_had(toys, kvbench, name, scorer):
     """Those of the example, of the turn and of what was weighed; turns of the other half stay out."""

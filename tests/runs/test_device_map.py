@@ -28,6 +28,7 @@ def spread(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_spread_run_is_the_same_run(kvbench, arguments, tmp_path, spread):
     """One id, and answers, scores, rows and bytes are equal; where it was is in its environment and is compared."""
     whole = kvbench(*arguments, "--method", LAST, "--mode", "multi-turn").json
@@ -97,6 +98,7 @@ def sweep_file(folder: Path, model: Path, cells: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_sweep_spreads_models_too(kvbench, model_folder, tmp_path, spread):
     """Each map is a load of its own; a cell that differs in its map alone is the same run."""
     cells = f'[[grid]]\ndevice-map = "{spread}"\n[[grid]]\nseed = 1\n'

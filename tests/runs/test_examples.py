@@ -54,6 +54,7 @@ def kept(cache: Path) -> dict[str, bytes]:
     return {str(x.relative_to(cache)): x.read_bytes() for x in cache.rglob("*.json.gz")}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", GENERATED)
 def test_a_kept_example_is_the_example(name, mini, cache, monkeypatch, tmp_path):
     """Of every task that generates: made anew, kept and read again are equal, facts and token ids included."""
@@ -92,6 +93,7 @@ def test_what_changes_an_example_is_another_file(toy, cache):
     assert len(kept(cache)) == before + 2
 
 
+@pytest.mark.slow
 def test_what_changes_no_example_is_the_same_file(toy, cache):
     """Methods, budgets and modes share what was made."""
     options = {"mode": "multi-turn"}, {"mode": "multi-request"}, {"mode": "multi-turn", "method": "streaming-llm"}
@@ -111,6 +113,7 @@ def test_a_changed_source_of_the_task_is_another_file(toy, cache, tmp_path):
     assert len(kept(cache)) == 2
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("harm", ["cut", "flipped", "empty", "text", "folder", "foreign", "other number"])
 def test_a_broken_or_foreign_file_is_made_again(harm, toy, cache):
     """Whatever lies there: the examples are those of the task, and the file is whole again."""

@@ -75,6 +75,7 @@ def test_flash_attn_needs_its_package_a_gpu_and_sixteen_bits(kvbench, arguments,
     assert "kernels 'flash' compute in 16 bits" in answer.err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs on a CPU need the interpreter")
 def test_a_result_says_what_ran(kvbench, arguments, tmp_path):
     """By operation, on the first line of a sample and in the result; the answers are the same."""

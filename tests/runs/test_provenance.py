@@ -54,6 +54,7 @@ def extend(path: Path) -> Callable[[], object]:
     return lambda: path.write_text((path.read_text() if path.exists() else "") + "\n# changed\n")
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("method", "path", "expected"), [
     ("snapkv", "methods/eviction/snapkv.py", {"method"}),
     ("snapkv", "selection.py", {"method"}),

@@ -53,6 +53,7 @@ def scores(folder: Path) -> list[tuple[object, ...]]:
     return [(x.index, x.turn, x.prompt_hash, x.ids, x.prediction, x.score, x.error) for x in lines]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODES)
 def test_every_mode_runs_to_a_result(kvbench, arguments, tmp_path, name):
     """Turns, bytes and effect are there in every mode, and the file is what was printed."""
@@ -132,6 +133,7 @@ def strike(processes: dict[signal.Signals, subprocess.Popen[str]], tmp_path: Pat
     return {how: process.communicate()[1] for how, process in processes.items()}
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_scores(kvbench, arguments, tmp_path):
     """Signals to real processes after their first samples; the same command ends as if nothing had happened."""
     command = [*arguments, "--method", LAST, "--mode", "multi-turn"]
@@ -161,6 +163,7 @@ def test_a_killed_run_goes_on_to_the_same_scores(kvbench, arguments, tmp_path):
             assert resumed.json[part] == whole.json[part], part
 
 
+@pytest.mark.slow
 def test_times_of_two_machines_are_not_mixed(kvbench, arguments, tmp_path):
     """Half of the samples with one more thread, the rest here: nothing finished is lost, and there are no medians."""
     whole = kvbench(*arguments, "--method", LAST).json
@@ -194,6 +197,7 @@ def test_a_method_that_does_nothing_fails_its_run(kvbench, arguments):
     assert kvbench(*arguments, "--method", INERT, "--budget", "100%").code == 0  # there it is no lie
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("kind", "error"), [("memory", "MemoryError: out of memory"), ("bug", "ValueError: a bug")])
 def test_a_failed_sample_is_no_zero(kvbench, arguments, tmp_path, kind, error):
     """The run goes on, its mean is null, and the traceback is kept."""
@@ -236,6 +240,7 @@ def test_random_weights_have_no_score(kvbench, arguments, model_folder, tmp_path
     assert "used random weights, so its answers have no score." in again.err
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("full_after", [0, 2])
 def test_a_full_disk_ends_the_run_and_loses_nothing(kvbench, arguments, tmp_path, monkeypatch, full_after):
     """One clear line and exit code 1; with room again the run goes on and its scores are whole."""

@@ -129,6 +129,7 @@ def test_a_job_leaves_the_model_as_it_was(job_of, model):
     assert job_of(template="none").model.tokenizer is none.model.tokenizer
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_model_without_a_template(kvbench, chat_mini, tmp_path):
     """Prompts, answers and all that is held, under a method that has its own use for the template."""
     asked = ["run", "--method", "kvzip", *NIAH, "--visibility", "hidden", "--json"]
@@ -150,6 +151,7 @@ def test_it_runs_as_a_model_without_a_template(kvbench, chat_mini, tmp_path):
     assert [x[0] for x in own] != [x[0] for x in chat]
 
 
+@pytest.mark.slow
 def test_a_grid_of_both_loads_its_model_once(kvbench, chat_mini, tmp_path, monkeypatch):
     """Each cell is the run of its own command, in whatever order they come."""
     loads = []
@@ -180,6 +182,7 @@ def test_another_word_is_refused(kvbench, arguments):
     assert "Allowed: none, own" in answer.err
 
 
+@pytest.mark.slow
 def test_what_the_template_does_to_a_score_is_explained(kvbench, chat_mini, tmp_path):
     """It is flipped like any option; on a model that has none the flip is said to change nothing."""
     out = ["--out", tmp_path / "runs", "--json"]

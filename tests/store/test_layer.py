@@ -553,6 +553,7 @@ def ids(count, seed, batch=2):
     return torch.randint(VOCABULARY, (batch, count), generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("chunk", [None, 7])
 @pytest.mark.parametrize("shape", [(4, 2, None), (4, 4, None), (4, 1, None), (8, 4, 16)], ids=str)
 @pytest.mark.parametrize("kind", ["ragged", "uniform", "drop"])

@@ -111,6 +111,7 @@ def test_one_by_one_equals_bulk(start, length):
         assert kv.n == start + length
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("size", [1, 5, 20])
 @pytest.mark.parametrize(
     "options", [{}, {"window": 9}, {"window": 40}, {"softcap": 1.5}, {"sinks": torch.linspace(-2, 3, 4)}],
@@ -215,6 +216,7 @@ def test_a_long_turn_makes_room_once():
     assert same(kv, packed_store(key, value))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("length", [5, 20])
 def test_bytes_are_counted_from_storages(length):
     """Codes, scales, minima and exact rows by hand, room apart; exact rows of the context are freed."""

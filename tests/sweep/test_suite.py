@@ -47,6 +47,7 @@ def options(model_folder, tmp_path):
     return ["--model", str(model_folder), "--samples", "2", "--device", "cpu", "--out", runs, "--json"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_suite_that_comes_with_kvbench_can_run(name):
     """Its file is called after it, and every name and setting in it is known; an offline one needs nothing else."""
@@ -106,6 +107,7 @@ def test_a_suite_is_its_runs(kvbench, suite, options, tmp_path):
     assert single.json["run_id"] not in ids  # it is a part of no suite, and says so
 
 
+@pytest.mark.slow
 def test_one_model_serves_a_suite(kvbench, suite, options, monkeypatch):
     """Loaded once, however many runs."""
     loaded, load = [], job._load
@@ -114,6 +116,7 @@ def test_one_model_serves_a_suite(kvbench, suite, options, monkeypatch):
     assert len(loaded) == 1
 
 
+@pytest.mark.slow
 def test_a_tracker_gets_every_result_of_a_suite(kvbench, suite, options, monkeypatch):
     """One run of the tracker for each."""
     names = []
@@ -147,6 +150,7 @@ def test_a_context_of_a_data_set_is_tokenized_once_in_a_suite(kvbench, suite, op
     assert [texts.count(x) for x in contexts] == [1, 1]
 
 
+@pytest.mark.slow
 def test_an_interrupted_suite_goes_on(kvbench, suite, options, monkeypatch, tmp_path):
     """Ctrl-C leaves what is done, and no suite.json; the same command ends it."""
     run_sample, calls = sample.run_sample, itertools.count()
@@ -234,6 +238,7 @@ def test_an_option_picks_runs_where_the_suite_does_say(suite):
             cells(path, **given)
 
 
+@pytest.mark.slow
 def test_a_part_of_a_suite_is_not_the_suite(kvbench, suite, options, tmp_path):
     """Its runs are the suite's, and continue it; the file that names all of them is written when all are there."""
     part = kvbench("run", "--suite", suite(), "--method", LAST, "--mode", "multi-turn", *options)
@@ -301,6 +306,7 @@ def test_suites_are_listed_and_shown(kvbench):
     assert shown["runs"][0] == {"task": "niah_single_1", "mode": "single", "length": "1024"}
 
 
+@pytest.mark.slow
 def test_the_mean_is_of_runs_that_are_asked_alike(kvbench, suite, options, tmp_path):
     """All of the protocol, the budget and the length; none over one run, over a run that failed, or of errors."""
     kvbench("run", "--suite", suite(), "--method", LAST, *options)

@@ -180,6 +180,7 @@ BAD = [
 ]
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(("grids", "run", "message"), BAD, ids=[x[2] for x in BAD])
 def test_a_bad_file_is_refused(kvbench, sweep, tmp_path, grids, run, message):
     """Exit code 2, one message, and nothing is written."""
@@ -191,6 +192,7 @@ def test_a_bad_file_is_refused(kvbench, sweep, tmp_path, grids, run, message):
     assert sorted(x.name for x in tmp_path.iterdir()) == ["runs.toml"]
 
 
+@pytest.mark.slow
 def test_a_device_that_is_the_default_makes_no_other_cell(kvbench, sweep, tmp_path, monkeypatch):
     """Without CUDA, cpu is what a cell runs on that names no device: refused once torch has said so."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -217,6 +219,7 @@ def test_bad_options_are_refused(kvbench, sweep, tmp_path, options, message):
     assert "cannot be read" in kvbench("sweep", tmp_path / "none.toml").err
 
 
+@pytest.mark.slow
 def test_the_sweep_of_the_curated_results_can_run(monkeypatch):
     """Every name and setting in it is known, whether or not the bundled model is there yet."""
     monkeypatch.setattr("kvbench.sweep.check.check_model", lambda name: None)
@@ -256,6 +259,7 @@ def test_a_cell_is_a_run(kvbench, sweep, arguments, tmp_path):
     assert {x: x.read_bytes() for x in (tmp_path / "runs").rglob("*.json*")} == before
 
 
+@pytest.mark.slow
 def test_one_model_serves_the_cells_that_follow_each_other(kvbench, sweep, model_folder, monkeypatch):
     """Loaded twice for six cells of two models, whatever their order in the file."""
     loaded, load = [], job._load
@@ -326,6 +330,7 @@ def test_a_dry_run_predicts_and_writes_nothing(kvbench, sweep, tmp_path):
     assert kvbench("sweep", sweep(f'{LAST_GRID}budget = "10%"\n'), "--dry-run", "--json").json[0]["missing"] == 3
 
 
+@pytest.mark.slow
 def test_a_locked_cell_is_waited_for(kvbench, sweep, monkeypatch):
     """A worker that was given up may still be in it; if it never leaves, that is the cell's report."""
     path = sweep(LAST_GRID)
@@ -367,6 +372,7 @@ def write_killers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path
     return killer, dead
 
 
+@pytest.mark.slow
 def test_workers_that_die_cost_their_own_cells(kvbench, sweep, tmp_path, monkeypatch):
     """One killed in the middle of a cell and one dying at its start; the rest is what one process comes to."""
     killer, dead = write_killers(tmp_path, monkeypatch)

@@ -33,6 +33,7 @@ def test_examples_are_a_function_of_their_arguments(task, mini_tokenizer):
     assert some(task, mini_tokenizer, n=4)[:3] == some(task, mini_tokenizer, n=3)
 
 
+@pytest.mark.slow
 @each_task
 def test_every_argument_changes_the_text(task, mini_tokenizer):
     """Another seed, split, length or number of turns is another text: dev and test share no value and no key."""
@@ -44,6 +45,7 @@ def test_every_argument_changes_the_text(task, mini_tokenizer):
             assert not set(one.facts.get("keys", ())) & set(two.facts.get("keys", ()))
 
 
+@pytest.mark.slow
 @each_task
 def test_samples_differ(task, mini_tokenizer):
     """No two samples of a request are alike, in id, context or question."""
@@ -63,6 +65,7 @@ def test_context_and_questions_are_encoded_apart(task, mini_tokenizer):
         assert mini_tokenizer.decode(ids.answer) == turn.answer
 
 
+@pytest.mark.few(5)
 @each_task
 def test_a_context_says_as_much_of_every_question(task, mini_tokenizer):
     """The keys that questions about one context name stand in it equally often: the first is not known beforehand.

@@ -225,6 +225,7 @@ def test_values_stand_in_the_order_of_the_context():
     assert example.facts["depths"] == sorted(example.facts["depths"]) and len(example.facts["depths"]) == 4
 
 
+@pytest.mark.few(3)
 @each_task
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10**6), turns=st.integers(1, 6), extra=st.integers(0, 700))
@@ -238,6 +239,7 @@ def test_prompt_fills_the_length(task: Niah, mini_tokenizer, seed, turns, extra)
     assert length - unit <= used <= length
 
 
+@pytest.mark.few(3)
 @each_task
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10**6), turns=st.integers(1, 5))
@@ -337,6 +339,7 @@ def test_too_short_a_length_is_the_users_mistake(task: Niah, mini_tokenizer):
         task.example(random.Random(0), id="x", length=200, turns=5, tokenizer=mini_tokenizer)
 
 
+@pytest.mark.few(3)
 @each_task
 def test_needles_move(task: Niah, mini_tokenizer):
     """The answer's depth differs from sample to sample (RULER's own shuffle is the same in all of them)."""

@@ -77,6 +77,18 @@ def test_all_links_resolve(results):
                 assert anchor in pages[found].ids, (path, link)
 
 
+def test_the_command_builds_the_site(results, kvbench, tmp_path):
+    """Its numbers are those of the folder, and the page to open is there."""
+    fill(results)
+    (results.folder / "broken").mkdir()
+    (results.folder / "broken" / "result.json").write_text("{}")
+    answer = kvbench("leaderboard", "build", results.folder, "-o", tmp_path / "site", "--json")
+    assert answer.code == 0
+    assert (answer.json["runs"], answer.json["groups"], len(answer.json["problems"])) == (3, 1, 1)
+    assert (tmp_path / "site" / "index.html").is_file()
+    assert "not shown: broken" in answer.err
+
+
 def test_the_policy_of_every_page_allows_its_own_script_and_nothing_else(results):
     """By hash, so that a submitted file on the site can never run as a script."""
     fill(results)
@@ -117,6 +129,7 @@ def write_everywhere(results, text):
     results.add("y", method=text)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("text", [SCRIPT, IMAGE, "{{ 7 * 7 }}", f"</title></style>{SCRIPT}", f"</script>{SCRIPT}"])
 def test_submitted_text_is_escaped(results, make_results, text):
     """Tags and attributes are the same as for a harmless text."""

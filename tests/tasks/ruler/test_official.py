@@ -95,6 +95,7 @@ def digest(samples):
     return hashlib.sha256(json.dumps(samples).encode()).hexdigest()[:32]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("name", "length", "seed", "template"), PUBLISHED)
 def test_samples_are_the_published_ones(make, mini_tokenizer, name, length, seed, template):
     """Prompts and answers are those that RULER's script writes, to the byte."""

@@ -116,6 +116,7 @@ def test_hotpot_keeps_both_supporting_paragraphs(hotpot, mini_tokenizer):
             assert example.turns[0].references == (f"answer {own}",)
 
 
+@pytest.mark.slow
 def test_no_question_comes_twice_and_dev_has_its_own(squad, mini_tokenizer):
     """Each fifth question of the file is of the split dev; a seed orders a split's questions without repeating one."""
     task = SquadQa(data=squad)
@@ -133,6 +134,7 @@ def test_no_question_comes_twice_and_dev_has_its_own(squad, mini_tokenizer):
         some(task, mini_tokenizer, n=27, turns=2)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kind", [SquadQa, FactsQa], ids=lambda kind: kind.name)
 def test_the_answer_moves(kind, squad, mini_tokenizer):
     """Gold documents stand at ranks all over; RULER's own stand at one rank for a number of documents."""

@@ -134,6 +134,7 @@ def test_the_text_is_as_written(task: Generated, chars):
     assert "".join(map(chars.decode, talk)) == GOLDEN[task.name]
 
 
+@pytest.mark.few(2)
 @each_task
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 10**6), turns=st.integers(1, 6), extra=st.integers(0, 900))
@@ -163,6 +164,7 @@ def test_the_official_scorers_take_the_reference_answers(task: Generated, mini_t
         assert [scorer(turn.answer, turn.references, facts) for scorer in task.scorers] == [1.0] * len(task.scorers)
 
 
+@pytest.mark.few(2)
 @each_task
 def test_what_is_asked_for_is_anywhere(task: Generated, mini_tokenizer):
     """Depths of what a turn asks for are spread over the whole context, and the first turn is no exception."""

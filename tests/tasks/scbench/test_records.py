@@ -58,6 +58,7 @@ def test_the_twelve_are_listed():
         assert task.revision == "283310bb8c5ba6909dd9a6b1be087d2937f76f6d"
 
 
+@pytest.mark.few(8)
 @each_task
 @pytest.mark.parametrize(("mode", "more"), [(Mode.MULTI_TURN, 0), (Mode.MULTI_REQUEST, 1000)])
 def test_the_first_prompt_leaves_room_for_five_answers(name, records, task_of, mini_tokenizer, mode, more):
@@ -189,6 +190,7 @@ def test_another_tasks_data_is_refused(records, task_of, tmp_path, mini_tokenize
         make(find_task("scbench_kv")(data=str(path)), mini_tokenizer)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("name", "mode"), [("scbench_kv", "multi-request"), ("scbench_choice_eng", "multi-turn")])
 def test_a_run_from_the_command_line(records, task_of, tmp_path, capsys, name, mode):
     """A record's two turns are answered, scored and written down, and the result names the data and what was cut."""

@@ -17,8 +17,8 @@ from kvbench.tasks.scoring.text import (
     find_letter,
     find_option,
     first_number,
-    normalise,
-    normalise_chinese,
+    normalize,
+    normalize_chinese,
     segment,
     word_f1,
 )
@@ -26,14 +26,14 @@ from kvbench.tasks.scoring.text import (
 WORDS = st.lists(st.sampled_from(["the", "a", "An", "cat", "Cat,", "sat.", "--", "there", "mat"]), max_size=8)
 
 
-def test_normalise():
+def test_normalize():
     """Case, ASCII punctuation, articles and white space go; a hyphen joins what it stood between."""
-    assert normalise(" The  Well-known\nman, an A-team. ") == "wellknown man ateam"
+    assert normalize(" The  Well-known\nman, an A-team. ") == "wellknown man ateam"
 
 
-def test_normalise_chinese():
+def test_normalize_chinese():
     """Punctuation of both scripts and all white space go; the opening 《 is not in the list and stays."""
-    assert normalise_chinese("《红楼梦》、 第 1 回。 OK!") == "《红楼梦第1回ok"
+    assert normalize_chinese("《红楼梦》、 第 1 回。 OK!") == "《红楼梦第1回ok"
 
 
 def test_word_f1_by_hand():
