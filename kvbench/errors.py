@@ -1,4 +1,4 @@
-"""One exception for everything a user can put right."""
+"""The exception for errors that users can correct, and helpers for its messages."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ FILE = re.compile(r"\w\.[A-Za-z]{2,4}$")
 
 
 class UserError(Exception):
-    """A wrong request: printed as one message without a traceback, exit code 2.
+    """Bad input. The command line prints the message without a traceback and exits with code 2.
 
-    The message names the value, what is allowed and the next step.
+    A message names the value, the rule and the next step.
     """
 
 
 class UndeclaredError(UserError):
-    """A method cannot say how many bytes it will hold: the text decides."""
+    """A method cannot declare its stored bytes in advance because they depend on the text."""
 
 
 def unknown(kind: str, name: str, allowed: Iterable[str], hint: str = "") -> UserError:
-    """The error for a name that is not in a list, with the nearest name and the list itself.
+    """The error for an unknown name, with the nearest allowed name and the list of all.
 
-    For a name that looks like a file the suggestion is a file of the same folder, and the list is left out.
+    For a name that looks like a file name, it suggests a file of the same folder instead.
     """
     names = sorted(allowed)
     message = f"unknown {kind} '{name}'."

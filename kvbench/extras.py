@@ -1,4 +1,4 @@
-"""Packages that come with an extra: imported where they are needed, and named where they are missing."""
+"""Import optional packages, with an error that names the extra to install."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kvbench.errors import UserError
 
 
 def load_extra(module: str, *, extra: str, what: str) -> Any:
-    """A module of a package that kvbench runs without; what it warns of as it is imported is not the user's concern.
+    """Import a module of an optional package, without the warnings of its import.
 
-    what: what needs it, as the subject of a sentence.
+    what: the feature that needs it, as the subject of the error message.
 
     Raises:
         UserError: it cannot be imported.

@@ -1,4 +1,4 @@
-"""The log: standard error, so that standard output holds results only."""
+"""The log. It goes to standard error: standard output is for results only."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import sys
 
 
 def say(message: str) -> None:
-    """One line for the log."""
+    """Print one line to the log."""
     print(message, file=sys.stderr, flush=True)  # noqa: T201  # this is the log

@@ -1,4 +1,4 @@
-"""TOML files that people write: read strictly, and what is wrong in them said in one line."""
+"""Read TOML files that users write, strictly; errors are one line."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 def read_toml(path: Path, form: type[T], what: str, hint: str, renamed: Mapping[str, str] | None = None) -> T:
-    """The tables of a file.
+    """Read and validate a file.
 
     Args:
-        path: of the file.
-        form: what must be in it.
-        what: it is, e.g. `sweep file`.
-        hint: where the form is described, as a sentence.
-        renamed: former names of keys, with the names that they have now.
+        path: the file.
+        form: the model of its tables.
+        what: the kind of file in error messages, e.g. `sweep file`.
+        hint: a sentence that points to the documentation.
+        renamed: current names of keys by their former names.
 
     Raises:
-        UserError: it cannot be read, is no TOML, or has another form.
+        UserError: the file cannot be read, is not TOML, or does not match the model.
     """
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -47,12 +47,12 @@ def read_toml(path: Path, form: type[T], what: str, hint: str, renamed: Mapping[
 
 
 def explain(error: ValidationError) -> str:
-    """The first thing that is wrong: where it stands, what is there, what should be."""
+    """The first validation error as text: place, value, rule."""
     first = error.errors()[0]
     place = ".".join(str(x) for x in first["loc"])
     if first["type"] == "missing":
         return f"{place} is missing"
     if first["type"] == "extra_forbidden":
-        return f"{place} is no known key"
+        return f"{place} is an unknown key"
     message = first["msg"].removeprefix("Input ").removeprefix("Value error, ")
     return f"{place} = {reprlib.repr(first['input'])} {message[0].lower()}{message[1:]}" if place else message

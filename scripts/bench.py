@@ -30,11 +30,12 @@ from transformers import DynamicCache
 from kvbench.engine.session import Session
 from kvbench.hf import Model, load, load_model
 from kvbench.hf.tiny import tiny_model
-from kvbench.machine import cpu_name, find_git, find_version
+from kvbench.machine import cpu_name, find_version
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.eviction.h2o import H2O
 from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.registry import find_task
+from kvbench.runs.environment import find_git
 from kvbench.runs.job import prepare
 from kvbench.runs.options import Request
 from kvbench.runs.runner import run

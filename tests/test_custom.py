@@ -174,7 +174,7 @@ BAD_RECORDS = [
     ("[1]", "line 2: should be an object"),
     ({**RECORD, "context": " \n"}, "line 2: context = ' \\n' is empty"),
     ({**RECORD, "context": 3}, "line 2: context = 3 should be a valid string"),
-    ({**RECORD, "contexts": "c"}, "line 2: contexts is no known key"),
+    ({**RECORD, "contexts": "c"}, "line 2: contexts is an unknown key"),
     ({**RECORD, "turns": []}, "line 2: turns = [] list should have at least 1 item"),
     ({**RECORD, "id": None}, "line 2: id"),
     ({**RECORD, "turns": [{"question": "q"}]}, "line 2: turns.0.answer is missing"),

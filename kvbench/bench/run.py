@@ -23,7 +23,8 @@ from kvbench.bench.timing import COPIED_BYTES, measure_copy
 from kvbench.errors import UserError, unknown
 from kvbench.hf import Model, check_device, load_model, predict_memory
 from kvbench.log import say
-from kvbench.machine import find_environment, free_bytes
+from kvbench.machine import free_bytes
+from kvbench.runs.environment import find_environment
 from kvbench.runs.files import write_record
 from kvbench.runs.request import check_kernels, check_kernels_device, check_kernels_dtype
 from kvbench.runs.spec import Implementation, ModelSpec

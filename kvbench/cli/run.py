@@ -89,8 +89,7 @@ def _run_task(given: dict[str, Any], trackers: tuple[str, ...], out: Path, *, as
     with show_progress(job.spec.samples) as progress:
         outcome = run(job, progress)
     if outcome.existing:
-        changes = f" It was computed by other code ({'; '.join(outcome.code_changes)})." if outcome.code_changes else ""
-        say(f"already finished: showing {outcome.folder}.{changes} Delete the folder to run it again.")
+        say(outcome.describe_existing())
     print_result(outcome.result, outcome.folder)
     refused = [x for x in trackers if not log_result(x, outcome.result)]
     if as_json:

@@ -76,7 +76,6 @@ def _heading(task: dict[str, Any]) -> str:
 
 def _find(what: str) -> list[dict[str, Any]]:
     from kvbench.registry import list_architectures, list_entries, list_models
-    from kvbench.sweep.suite import list_suites
 
     if what == "methods":
         return [
@@ -96,6 +95,8 @@ def _find(what: str) -> list[dict[str, Any]]:
         return [{"name": x, "weights": "trained"} for x in list_models()] + [
             {"name": x, "weights": "random, for timing"} for x in shapes
         ]
+    from kvbench.sweep.suite import list_suites  # imports all that runs need
+
     needs = {y: x.facts["needs"] for x in list_entries("task") if "needs" in x.facts for y in (x.name, *x.aliases)}
     return [
         {"name": x.name, "version": x.version, "tasks": x.tasks, "summary": x.summary,

@@ -11,7 +11,7 @@ from kvbench.diffusion.sample import fill_sample
 from kvbench.errors import UserError
 from kvbench.kernels.choice import using
 from kvbench.log import say
-from kvbench.machine import find_machine
+from kvbench.runs.environment import find_machine
 from kvbench.runs.examples import make_examples
 from kvbench.runs.files import Journal, locked, read_file, saving, write_record
 from kvbench.runs.job import Job
@@ -41,6 +41,11 @@ class Outcome:
     existing: bool
     code_changes: tuple[str, ...] = ()
     """How the code of an existing run differs from the code of today."""
+
+    def describe_existing(self) -> str:
+        """A line for the log: the run was finished before, possibly by other code."""
+        other = f" It was computed by other code ({'; '.join(self.code_changes)})." if self.code_changes else ""
+        return f"already finished: showing {self.folder}.{other} Delete the folder to run it again."
 
 def find_existing(job: Job) -> Outcome | None:
     """The finished run of this spec, if there is one."""

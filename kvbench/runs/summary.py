@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import fmean, median
 
-from kvbench.machine import find_environment
+from kvbench.runs.environment import find_environment
 from kvbench.runs.job import Job
 from kvbench.runs.journal import Agreement, AgreementPart, Effect, Line, Machine, add_facts
 from kvbench.runs.results import (

@@ -187,7 +187,7 @@ def test_a_claim_that_is_not_there_is_refused(claim, said):
     ('needles = { task = "niah" }', "needles = {}", "names no task"),
     ('evidence = "verified"', 'evidence = "hearsay"', "evidence"),
     ('title = "A paper"', 'titel = "A paper"', "unknown key 'titel'"),
-    ('method = "full"', 'method = "full", color = "red"', "is no known key"),
+    ('method = "full"', 'method = "full", color = "red"', "is an unknown key"),
     ('id = "mini"', 'id = "mini"\nprotocol.template = "some"', "template"),
 ])
 def test_a_file_that_says_something_else_is_refused(tmp_path, old, new, said):

@@ -26,8 +26,8 @@ from kvbench.leaderboard.verification.lookup import (
 from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, refuse
 from kvbench.leaderboard.verification.replay import MethodStub, ModelStub, Replay, remake_examples
 from kvbench.leaderboard.verification.result import check_bytes, check_machine, check_summary
-from kvbench.machine import find_git
 from kvbench.method import Method
+from kvbench.runs.environment import find_git
 from kvbench.runs.results import Score
 
 REQUIRED_FOR_L0 = {"prompts", "answers", "scores", "summary"}

@@ -1,0 +1,81 @@
+"""The Python entry point: `kvbench.run` and `kvbench.compare`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvbench.analysis.compare import Difference, compare_runs, describe_code, find_conflicts
+from kvbench.analysis.load import find_run, load_run
+from kvbench.errors import UserError
+from kvbench.log import say
+from kvbench.runs.command import write_setting
+from kvbench.runs.job import prepare
+from kvbench.runs.options import Request, list_options
+from kvbench.runs.results import Result
+from kvbench.runs.runner import run as run_job
+
+if TYPE_CHECKING:
+    from kvbench.hf import Model
+
+Settings = Mapping[str, object]
+NONE: Settings = {}
+
+
+def run(
+    *, method: str, task: str, model: str | Model = "mini", budget: str | int | None = None, mode: str = "single",
+    visibility: str | None = None, history: str | None = None, recompress: bool = False, template: str = "own",
+    scorer: str | None = None, split: str = "test", length: int | None = None, samples: int = 20,
+    turns: int | None = None, seed: int = 0, method_settings: Settings = NONE, task_settings: Settings = NONE,
+    generation: Settings = NONE, chunk: int | None = None, kernels: str = "torch", device: str | None = None,
+    device_map: str | None = None, dtype: str | None = None, out: str | Path = "runs",
+) -> Result:
+    """Run a method on a task, as `kvbench run` does: resume an interrupted run, or return a finished one.
+
+    `kvbench run --help` describes each option; method_settings, task_settings and generation are its `--set`,
+    `--task-set` and `--gen`. `model` is a name or a loaded model. Files are written to `out/<run_id>/`.
+
+    Raises:
+        UserError: bad input, or a file cannot be written.
+    """
+    given = dict(locals())
+    loaded = None if isinstance(model, str) else model
+    if loaded is not None:
+        given["model"] = loaded.id
+    outcome = run_job(prepare(_make_request(given, Path(out)), loaded))
+    if outcome.existing:
+        say(outcome.describe_existing())
+    return outcome.result
+
+
+def _make_request(given: Mapping[str, Any], out: Path) -> Request:
+    values: dict[str, Any] = {}
+    for option in list_options():
+        value = given[option.name]
+        if option.repeatable:
+            value = tuple(f"{key}={write_setting(x)}" for key, x in value.items())
+        elif option.numeric and value is not None:
+            value = str(value)
+        values[option.name] = value
+    return Request(**values, out=out)
+
+
+def compare(*runs: Result | str | Path, out: str | Path = "runs") -> list[Difference]:
+    """Paired differences of scores between each run and the first one, as `kvbench compare` computes them.
+
+    Args:
+        runs: two or more: results of `kvbench.run`, folders of runs, or run ids; the first is the baseline.
+        out: the folder that results and ids are looked up in.
+
+    Raises:
+        UserError: fewer than two runs, a missing or unfinished run, or runs of different tasks.
+    """
+    if len(runs) < 2:
+        raise UserError(f"compare needs two runs or more, got {len(runs)}. Give the baseline first.")
+    names = [x.run_id if isinstance(x, Result) else str(x) for x in runs]
+    first, *others = [load_run(find_run(x, Path(out))) for x in names]
+    for warning in [*find_conflicts([first, *others]), describe_code([first, *others])]:
+        if warning is not None:
+            say(f"warning: {warning}")
+    return compare_runs(first, others)
