@@ -129,7 +129,7 @@ def edit_spec(files: dict[str, bytes], change: Callable[[Any], object]) -> dict[
 
     def follow(result: Any) -> None:
         result.update({"spec": spec, "run_id": run_id, "model": spec["model"], "task": spec["task"]})
-        result["method"].update({key: value for key, value in spec["method"].items() if key != "code"})
+        result["method"].update(spec["method"])
         result.update({key: spec[key] for key in ("mode", "visibility", "history", "suite")})
         result["budget"]["asked"], result["n_samples"] = spec["budget"], spec["samples"]
 

@@ -48,7 +48,7 @@ def find_known_method(spec: RunSpec) -> tuple[Method, list[str]]:
         found = _method(name)
     if found.card.version != version:
         raise UnverifiableError(f"{name} has version {quote(version)}, here it has {found.card.version}")
-    if file := _find_path_setting(found, spec.method.settings):  # some methods read theirs when they are made
+    if file := _find_path_setting(found, spec.method.settings):  # some methods read such a file in their constructor
         raise UnverifiableError(f"setting {file} of {name} may name a file of the submitter")
     made = _configure(found, spec.method.settings, "method")
     return made, sorted(jsonable_settings(made).keys() - spec.method.settings.keys())
