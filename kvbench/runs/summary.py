@@ -14,6 +14,7 @@ from kvbench.runs.results import (
     BudgetResult,
     DiffusionResult,
     EffectResult,
+    Environment,
     Kernels,
     Latency,
     MemoryResult,
@@ -28,9 +29,17 @@ from kvbench.runs.stats import bootstrap_interval, quantile
 from kvbench.task import Scorer
 
 
-def summarize(job: Job, lines: Sequence[Line]) -> Result:
-    """The result of a run whose samples are all in the journal."""
+def summarize(job: Job, lines: Sequence[Line], environment: Environment | None = None) -> Result:
+    """The result of a run whose samples are all in the journal.
+
+    environment: where the run was made, if not here. This machine is then not asked: it may have no such device.
+    """
     spec = job.spec
+    started, seconds = min((x.started for x in lines), default=""), sum(x.seconds for x in lines)
+    if environment is None:
+        environment = find_environment(
+            spec.device, started=started, seconds=seconds, device_map=job.model.device_map
+        )
     lines = sorted(lines, key=lambda x: (x.index, x.turn))
     failed = {x.index: x.error for x in lines if x.error is not None}
     good = [x for x in lines if x.index not in failed]
@@ -61,10 +70,8 @@ def summarize(job: Job, lines: Sequence[Line]) -> Result:
             truncated=sum(bool(x.facts.get("cut_tokens")) for x in good if x.turn == 0),
         ),
         memory=_memory(good), latency=_latency(good), diffusion=_diffusion(job, good), effect=effect,
-        kernels=_kernels(spec.kernels, lines), environment=find_environment(
-            spec.device, started=min((x.started for x in lines), default=""), seconds=sum(x.seconds for x in lines),
-            device_map=job.model.device_map,
-        ),
+        kernels=_kernels(spec.kernels, lines),
+        environment=environment.model_copy(update={"started": started, "seconds": seconds}),
     )
 
 

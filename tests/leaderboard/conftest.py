@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from .local_server import LocalServer
 
 
+GPU = "NVIDIA H200"
+
+
 @dataclass(frozen=True)
 class Done:
     """A finished run and its folder."""
@@ -153,6 +156,15 @@ def later(done: Done, seconds: float, submitter: str = "ada") -> dict[str, bytes
         return line.model_copy(update={"times": times})
 
     return edit(done.with_lines(slow), MANIFEST, lambda x: x.update(submitter=submitter))
+
+
+def on_gpu(done: Done) -> dict[str, bytes]:
+    """The run as if it had been made on a GPU, in all files."""
+    lines = [json.loads(x) for x in gzip.decompress(done.files[SAMPLES]).splitlines()]
+    for line in lines:
+        line["machine"] = line["machine"] and {**line["machine"], "gpu": GPU}
+    files = repack(done.files, {SAMPLES: gzip.compress("".join(f"{json.dumps(x)}\n" for x in lines).encode(), mtime=0)})
+    return edit(edit_spec(files, lambda x: x.update(device="cuda")), RESULT, lambda x: x["environment"].update(gpu=GPU))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from kvbench.leaderboard.verification.rerun_job import load_rerun_model, prepare
 from kvbench.leaderboard.verification.verify import verify
 from kvbench.runs.progress import show_progress
 
-from .conftest import edit_spec
+from .conftest import edit_spec, on_gpu
 
 SECRET = "correct horse battery staple"
 
@@ -83,6 +83,11 @@ def test_differing_source_hashes_are_named_and_not_refused(snapkv, verify_with):
     files = edit_spec(snapkv.files, lambda x: x["sources"].update(method="0" * 64))
     record = verify_with(files, 0.25)
     assert record.level == "L1" and "sources.method" in record.rerun.differs
+
+
+def test_a_run_of_a_gpu_is_rerun_on_a_cpu(snapkv, verify_with):
+    record = verify_with(on_gpu(snapkv), 0.25)
+    assert record.level == "L1" and "device" in record.rerun.differs
 
 
 def test_a_changed_stop_token_is_refused_by_a_rerun(snapkv, verify_with):

@@ -13,7 +13,7 @@ from kvbench.leaderboard.submission.deliver import put_in_folder
 from kvbench.leaderboard.submission.records import MANIFEST, RESULT
 from kvbench.leaderboard.submission.repository import Repository
 
-from .conftest import edit, edit_spec, later, make_run
+from .conftest import edit, edit_spec, later, make_run, on_gpu
 
 
 def test_an_honest_run_reaches_l0(snapkv, check):
@@ -129,6 +129,32 @@ def test_uncommitted_code_is_refused(snapkv, check):
     found = check(edit(snapkv.files, RESULT, lambda x: x["environment"]["git"].update(dirty=True)))
     assert found["refused"].startswith("machine: it ran uncommitted code on top of commit")
     assert found["scores"] == "ok", "the rest is still looked at"
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """A machine without a GPU, where asking for one is an error."""
+    def refuse():
+        raise AssertionError("the verifier looked at its own GPU")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.get_device_name", refuse)
+
+
+def test_a_run_of_a_gpu_is_verified_without_one(snapkv, check, no_gpu):
+    found = check(on_gpu(snapkv))
+    assert (found["level"], found["machine"], found["summary"], found["refused"]) == ("L0", "ok", "ok", "")
+
+
+@pytest.mark.parametrize(("device", "gpu"), [("cpu", "NVIDIA H200"), ("cuda", None)])
+def test_a_device_without_its_hardware_is_refused(snapkv, check, device, gpu):
+    files = edit_spec(snapkv.files, lambda x: x.update(device=device))
+    found = check(edit(files, RESULT, lambda x: x["environment"].update(gpu=gpu)))
+    assert found["refused"] == f"machine: it ran on device '{device}', its environment names GPU {gpu!r}"
+
+
+def test_another_machine_than_the_journals_is_flagged(snapkv, check):
+    assert check(edit(snapkv.files, RESULT, lambda x: x["environment"].update(cpu="other")))["machine"] == "flag"
 
 
 def test_runs_on_the_dev_split_are_refused(snapkv, check):

@@ -17,7 +17,7 @@ from kvbench.leaderboard.verification.replay import Replay, find_shapes, fit_bud
 from kvbench.method import Method
 from kvbench.runs.journal import Line
 from kvbench.runs.results import Result, Score
-from kvbench.runs.summary import summarize
+from kvbench.runs.summary import find_machines, summarize
 
 RECOMPUTED = (
     "status", "error", "n_scored", "n_failed", "score", "scores", "agreement", "output", "memory", "latency",
@@ -36,7 +36,7 @@ def check_summary(replay: Replay, result: Result, lines: Sequence[Line]) -> tupl
         RefusedError: a number differs; the reason states both.
     """
     with refusing_errors("summary", "its journal cannot be summarized"):
-        ours = summarize(replay.job, lines)
+        ours = summarize(replay.job, lines, result.environment)
     noted = any(x.kernels for x in lines)
     names: dict[str, Any] = dict.fromkeys((*RECOMPUTED, *(["kernels"] if noted else [])), True)
     names["environment"] = {"started", "seconds"}
@@ -144,12 +144,18 @@ def check_bytes(replay: Replay, method: Method | None, result: Result, lines: Se
     return ok("bytes", f"stored bytes of {len(first)} samples equal those that {spec.method.name} declares")
 
 
-def check_machine(result: Result, now: datetime) -> Check:
-    """Check versions, commit and start time; refuse uncommitted code and impossible times."""
+def check_machine(result: Result, lines: Sequence[Line], now: datetime) -> Check:
+    """Check versions, commit, device and start time; refuse uncommitted code and impossible times.
+
+    Reads the submission only: this machine need not have the run's device.
+    """
     place, versions = result.environment, result.spec.versions
     stated = (place.kvbench, place.torch, place.transformers)
     if stated != (versions.kvbench, versions.torch, versions.transformers):
         return refuse("machine", "the versions in its environment differ from its spec")
+    device = result.spec.device
+    if (device == "cuda") != (place.gpu is not None):
+        return refuse("machine", f"it ran on device {quote(device)}, its environment names GPU {quote(place.gpu)}")
     if place.git is not None and place.git.dirty:
         commit = quote(place.git.commit)
         return refuse("machine", f"it ran uncommitted code on top of commit {commit}: commit, and run it again")
@@ -160,6 +166,9 @@ def check_machine(result: Result, now: datetime) -> Check:
     if late:
         return refuse("machine", f"it started at {quote(place.started)}, which is in the future")
     where = place.cpu if place.gpu is None else place.gpu
+    machines = {x.gpu or x.cpu for x in find_machines(lines)}
+    if machines and where not in machines:
+        return flag("machine", f"its result names {quote(where)}, its journal {quote(', '.join(sorted(machines)))}")
     if place.git is None:
         return flag("machine", f"kvbench {place.kvbench} on {where}, without a git commit: only hashes show its code")
     return ok("machine", f"kvbench {place.kvbench} at {place.git.commit[:12]} on {where}")

@@ -98,7 +98,7 @@ def _check_records(bundle: Bundle) -> Iterator[Check]:
         yield ok("split", f"test{', settings chosen on ' if tuned else ''}{', '.join(tuned)}")
     if bundle.result.status == "failed":
         yield flag("status", f"the run failed: {bundle.result.error}")
-    yield check_machine(bundle.result, datetime.now(UTC))
+    yield check_machine(bundle.result, bundle.lines, datetime.now(UTC))
 
 
 def _check_content(found: Findings, bundle: Bundle) -> Iterator[Check]:
