@@ -1,73 +1,30 @@
-"""What the author of a method reads and imports: Method, Step, Phase, Card, and the names of budgets and shapes."""
+"""What the author of a method reads and imports: Method, Step, Moment, Card, and the names of budgets and shapes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
 from kvbench.budget import BUDGET_TOLERANCE, DEFAULT_BUDGET, Budget, BudgetKind, LayerShape, Shape
 from kvbench.errors import UserError
+from kvbench.step import Moment, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvbench.engine.session import Session, Tokens
-    from kvbench.hf import Model, Rope
+    from kvbench.engine.autoregressive import Tokens
+    from kvbench.engine.session import Session
+    from kvbench.hf import Model
     from kvbench.store import LayerKV
 
 __all__ = [
-    "POSITION_BYTES", "Budget", "BudgetKind", "Card", "LayerShape", "Method", "ModelKind", "Phase", "Shape", "Step",
+    "POSITION_BYTES", "Budget", "BudgetKind", "Card", "LayerShape", "Method", "ModelKind", "Moment", "Shape", "Step",
     "Upstream", "resolved",
 ]
-
-
-class Phase(StrEnum):
-    """What a forward pass is for. The harness says; nobody guesses from shapes."""
-
-    CONTEXT = "context"
-    QUERY = "query"
-    DECODE = "decode"
-    DENOISE = "denoise"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One layer in one forward pass; read-only."""
-
-    layer: int
-    phase: Phase
-    compress: bool
-    """This is the moment to decide what stays."""
-    last: bool
-    """The last chunk of its phase: who evicts all the time does so now, so that chunks do not matter."""
-    observe: bool
-    """A moment to compress is still to come (or is now): keep what scoring will need."""
-    positions: Tensor
-    """Logical positions of the new rows. [B, T]"""
-    seen: int
-    """Tokens so far, this forward included; never the rows held."""
-    query: Tensor
-    """Rotated. [B, H_q, T, D]"""
-    key: Tensor
-    """Rotated, new rows only. [B, H_kv, T, D]"""
-    value: Tensor
-    """New rows only. [B, H_kv, T, D_v]"""
-    scale: float
-    window: int | None
-    """A query sees keys at distances below this; None: all."""
-    softcap: float | None
-    sinks: Tensor | None
-    """Learned attention-sink logits. [H_q]"""
-    causal: bool
-    hidden: Tensor | None
-    """The layer's input, only for methods that ask. [B, T, hidden]"""
-    rope: Rope
-    """Rotary embedding of this layer."""
 
 
 ModelKind = Literal["autoregressive", "diffusion"]
@@ -134,6 +91,9 @@ class Method:
     """None: one decode step has static shapes, and many at once are the same. Otherwise the reason why not."""
     recompressible: ClassVar[str | None] = None
     """None: it may be asked to compress again after every question. Otherwise why that is refused."""
+    replays_context: ClassVar[bool] = False
+    """Whether `prefill` does more than run the context once, chunk by chunk. A subclass that overrides `prefill` has
+    True unless it says otherwise."""
     ragged: ClassVar[bool] = False
     """Whether heads keep unequal numbers of rows, so that a layer with holes stores where each head's begin."""
 
@@ -141,6 +101,11 @@ class Method:
     """Rows per KV head of a full-attention layer that the budget comes to; None: all."""
     length: int | None = resolved()
     """Tokens of the context that the budget was fitted to."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "prefill" in vars(cls) and "replays_context" not in vars(cls):
+            cls.replays_context = True
 
     def __post_init__(self) -> None:
         """Refuse settings without a meaning (`UserError`); a subclass that does calls its parent's."""
@@ -293,7 +258,7 @@ class Method:
 
     def layer(self, index: int) -> LayerKV:
         """WHAT IS STORED: an empty store for one layer."""
-        from kvbench.store import LayerKV  # the store imports this module
+        from kvbench.store import LayerKV  # here, so that listing methods does not import torch
 
         del index
         return LayerKV()
@@ -303,17 +268,15 @@ class Method:
         return kv.attend(step)
 
     def evict(self, kv: LayerKV, step: Step) -> None:
-        """WHAT IS KEPT: called after every attention; `step.compress` marks the end of the context."""
+        """WHAT IS KEPT: called after every attention; `step.moment.compresses` at the end of the context."""
 
     def end_of_context(self, session: Session) -> None:
         """Decisions across layers, after the last layer of the context's last chunk."""
 
     def prefill(self, session: Session, chunks: Iterable[Tensor]) -> Tensor:
         """HOW A PROMPT IS RUN: the last position's logits. [B, V]"""
-        return session.run_chunks(chunks, Phase.CONTEXT, compress=True)
+        return session.run_chunks(chunks, Moment.CONTEXT_END)
 
     def generate(self, session: Session, max_new_tokens: int, stop: frozenset[int]) -> Tokens:
         """HOW TOKENS ARE MADE, from the session's last logits; greedy."""
-        from kvbench.engine.autoregressive import greedy
-
-        return greedy(session, max_new_tokens, stop)
+        return session.greedy(max_new_tokens, stop)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
-from kvbench.method import Method, Phase
+from kvbench.method import Method
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvbench.method import Step
+    from kvbench.step import Step
     from kvbench.store import LayerKV
 
 Pool = Literal["avg", "max"]
@@ -30,14 +30,14 @@ class ScoredMethod(Method):
 
     def evict(self, kv: LayerKV, step: Step) -> None:
         """Once, after the attention of the context's last chunk, so that the prefill itself is exact."""
-        if not step.compress:
+        if not step.moment.compresses:
             return
         kv.refuse_frozen()
         rows = self.entries_in(step.layer, step.window)
         if rows is None or rows >= kv.n:
             return
         scores = hide_unseen(self.score(kv, step), kv, step)
-        if step.phase is Phase.QUERY:  # a later turn, compressed to the rows of a context that may have been shorter
+        if not step.moment.in_context:  # a later turn, compressed to the rows of a context that may have been shorter
             rows = max(rows, int((scores == torch.inf).sum(-1).max()))  # what must stay does
         self.select(kv, scores, rows)
 
@@ -60,10 +60,10 @@ class RollingMethod(Method):
     def evict(self, kv: LayerKV, step: Step) -> None:
         """Down to the budget: the context's rows into a block of their own, later ones in place."""
         rows = self.entries_in(step.layer, step.window)
-        if rows is None or rows >= kv.n or not step.last:
+        if rows is None or rows >= kv.n or not step.moment.is_last:
             return
         scores = hide_unseen(self.score(kv, step, rows), kv, step)
-        if step.phase is Phase.CONTEXT:
+        if step.moment.in_context:
             kv.keep(top_entries(scores, rows))
         else:
             kv.drop(scores.topk(kv.n - rows, dim=-1, largest=False).indices)

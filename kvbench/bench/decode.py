@@ -19,7 +19,7 @@ from kvbench.engine.autoregressive import step_logits
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf import Forward
-from kvbench.method import Phase, Step
+from kvbench.step import Moment, Step
 
 ROTATED = 4
 """Queries that calls of the attention use in turn, so that one call's selection does not fit the next call."""
@@ -153,7 +153,7 @@ def _record(setting: Setting, fork: Session, token: Tensor) -> list[Step]:
     fork.seen += 1
     positions = torch.full_like(token, fork.seen - 1)
     setting.model.run(token, Forward(
-        phase=Phase.DECODE, positions=positions, seen=fork.seen, attend=attend, ropes=setting.model.ropes
+        moment=Moment.DECODE, positions=positions, seen=fork.seen, attend=attend, ropes=setting.model.ropes
     ))
     return sorted(steps, key=lambda step: step.layer)
 

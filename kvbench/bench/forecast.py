@@ -89,7 +89,7 @@ class Need:
     @property
     def bytes_while_running(self) -> int:
         """Upper bound of one sequence's bytes during prefill: the full cache, room for later tokens, statistics."""
-        twice = 2 if type(self.method).prefill is not Method.prefill else 1  # it may run the context twice
+        twice = 2 if self.method.replays_context else 1
         entries = max(self.model.shape.full_bytes, self.cache) + self.spare
         return twice * entries + self.method.running_bytes(self.model.shape)
 

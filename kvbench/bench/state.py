@@ -14,7 +14,8 @@ from kvbench.bench.records import DeviceMemory
 from kvbench.engine.session import Session
 from kvbench.engine.timing import now
 from kvbench.hf import Model, attached, catch_steps
-from kvbench.method import Method, Step
+from kvbench.method import Method
+from kvbench.step import Moment, Step
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def make_entries(setting: Setting, length: int, batch: int) -> Iterator[Step]:
             ) for x, count in ((step.query, 1), (step.key, length), (step.value, length))
         )
         yield replace(
-            step, compress=True, observe=True, seen=length,
+            step, moment=Moment.CONTEXT_END, seen=length,
             positions=torch.arange(length, device=device).expand(batch, -1),
             query=query.expand(-1, -1, length, -1), key=key, value=value,
         )

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kvbench.budget import Budget, BudgetKind
 from kvbench.engine.agreement import Dense
-from kvbench.engine.session import Session, Tokens
+from kvbench.engine.autoregressive import Tokens
+from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf import Model
 from kvbench.hf.tiny import VOCABULARY, tiny_model

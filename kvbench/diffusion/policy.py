@@ -27,7 +27,8 @@ from kvbench.budget import Shape
 from kvbench.diffusion.sampling import Sampling
 from kvbench.hf.adapter import attached
 from kvbench.hf.masked import Blocks
-from kvbench.method import Method, Step
+from kvbench.method import Method
+from kvbench.step import Step
 from kvbench.store import storage_bytes
 from kvbench.store.positions import PositionKV
 

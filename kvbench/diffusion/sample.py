@@ -109,7 +109,7 @@ def _run_turn(
         ),
         effect=Effect(
             acted=any(ours.facts.values()), identity=job.method.identity(shape), entries_seen=ours.sequence_length,
-            entries_kept=(ours.computed_tokens,), facts=dict(facts),
+            entries_kept=(ours.computed_tokens,), facts=dict(facts), maxima=(),
         ),
         agreement=None,
         denoising=DenoisingLine(

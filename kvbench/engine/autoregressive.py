@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import torch
 
-from kvbench.engine.session import Session, Tokens
 from kvbench.errors import UserError
-from kvbench.method import Phase
+from kvbench.step import Moment
+
+if TYPE_CHECKING:
+    from kvbench.engine.session import Session
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A generated answer: ids per sequence, and why each ended (`stop` or `length`)."""
+
+    ids: list[list[int]]
+    stop_reasons: list[str]
+    steps: int
+    """Forward passes made."""
 
 
 def greedy(session: Session, max_new_tokens: int, stop: frozenset[int]) -> Tokens:
@@ -30,10 +45,10 @@ def greedy(session: Session, max_new_tokens: int, stop: frozenset[int]) -> Token
                 done[i] = x in stop
         if all(done) or made == max_new_tokens:
             break
-        session.logits = session.forward(token[:, None], Phase.DECODE)[:, -1]
+        session.logits = session.forward(token[:, None], Moment.DECODE)[:, -1]
     return Tokens(ids, ["stop" if x else "length" for x in done], steps=made - 1)
 
 
 def step_logits(session: Session, token: torch.Tensor) -> torch.Tensor:
     """One decode step without the loop: what a CUDA graph captures. token: [B, 1]. Logits [B, V]."""
-    return session.forward(token, Phase.DECODE)[:, -1]
+    return session.forward(token, Moment.DECODE)[:, -1]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 from kvbench.budget import Shape
 from kvbench.method import Method
-from kvbench.runs.journal import CacheBytes, Effect, add_facts
+from kvbench.runs.journal import CacheBytes, Effect
 from kvbench.store import LayerKV, storage_bytes
-
-CHANGED = ("entries_dropped", "entries_quantized", "pages_skipped", "entries_factored")
-"""Facts that prove that a method acted: rows evicted, rows stored otherwise, pages that attention did not read."""
+from kvbench.store.facts import add_facts
 
 
 class Ledger:
@@ -39,7 +39,7 @@ class Ledger:
         self._context = (shape.full_bytes * batch, total - spare, spare)
         kept = tuple(sum(rows) / len(rows) for rows in (store.entries_kept() for store in self._layers))
         self._effect = Effect(
-            acted=False, identity=method.identity(shape), facts={},
+            acted=False, identity=method.identity(shape), facts={}, maxima=(),
             entries_seen=max(shape.rows(x) for x in shape.layers), entries_kept=kept,
         )
 
@@ -57,10 +57,12 @@ class Ledger:
     def effect(self) -> Effect:
         """What the stores say happened."""
         assert self._effect is not None, "prefill first"
-        facts: dict[str, int] = {}
-        for store in self._layers:
-            add_facts(facts, store.facts())
-        return self._effect.model_copy(update={"acted": any(facts.get(name) for name in CHANGED), "facts": facts})
+        facts = reduce(add_facts, (store.facts() for store in self._layers))
+        return self._effect.model_copy(update={
+            "acted": any(x.changed and x.value for x in facts.values()),
+            "facts": {name: x.value for name, x in facts.items()},
+            "maxima": tuple(name for name, x in facts.items() if x.maximum),
+        })
 
     def fork(self, layers: list[LayerKV]) -> Ledger:
         """The same account, going on by itself over forks of the stores."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -12,26 +11,18 @@ import torch
 from torch import Tensor
 
 from kvbench.budget import Shape
+from kvbench.engine.autoregressive import Tokens, greedy
 from kvbench.engine.ledger import Ledger
 from kvbench.engine.timing import now
 from kvbench.errors import UserError
 from kvbench.hf import Forward, Model, attached
-from kvbench.method import Method, Phase, Step
+from kvbench.method import Method
 from kvbench.runs.journal import CacheBytes, Effect
+from kvbench.step import Moment, Step
 from kvbench.store import LayerKV
 
 SCORE_CHUNK = 512
 """Positions whose full-vocabulary logits exist at a time."""
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """A generated answer: ids per sequence, and why each ended (`stop` or `length`)."""
-
-    ids: list[list[int]]
-    stop_reasons: list[str]
-    steps: int
-    """Forward passes made."""
 
 
 class Session:
@@ -112,7 +103,7 @@ class Session:
         Raises:
             UserError: the method runs the context in a way of its own.
         """
-        if type(self.method).prefill is not Method.prefill:
+        if self.method.replays_context:
             raise UserError(f"{self.method.card.name} looks at the context by running it: made-up rows do not do.")
         for step in steps:
             kv = self.layers[step.layer]
@@ -147,7 +138,7 @@ class Session:
                 self.method.require_recompressible()
             self.reserve(ids.shape[1] + max_new_tokens, ids.shape[1])
             chunks = ids.split(self.chunk or ids.shape[1], dim=1)
-            self.logits = self.run_chunks(chunks, Phase.QUERY, compress=self.recompress)
+            self.logits = self.run_chunks(chunks, Moment.RECOMPRESS if self.recompress else Moment.TURN_END)
             self._pending = []
 
     def answer(
@@ -170,6 +161,10 @@ class Session:
         self._pending = last if last[0] else []
         self._ledger.note_layers()
         return tokens
+
+    def greedy(self, max_new_tokens: int, stop: frozenset[int]) -> Tokens:
+        """Generate the most likely token at each step, at most `max_new_tokens` of them."""
+        return greedy(self, max_new_tokens, stop)
 
     def ban_first(self, ids: Iterable[int]) -> None:
         """None of these tokens can be the first of the next answer."""
@@ -205,28 +200,25 @@ class Session:
         size = 1 if stepwise else min(self.chunk or SCORE_CHUNK, SCORE_CHUNK)
         self.reserve(pending.shape[1] + tokens.shape[1], max(pending.shape[1], size))
         if pending.shape[1]:
-            self.logits = self.run_chunks(pending.split(self.chunk or SCORE_CHUNK, dim=1), Phase.QUERY, compress=False)
+            self.logits = self.run_chunks(pending.split(self.chunk or SCORE_CHUNK, dim=1), Moment.TURN_END)
             self._pending = []
         chunks = tokens.split(size, dim=1)
         for i, chunk in enumerate(chunks):
-            last = stepwise or i == len(chunks) - 1
-            logits = self.forward(chunk, Phase.DECODE if stepwise else Phase.QUERY, last=last, keep=chunk.shape[1])
+            end = Moment.DECODE if stepwise else Moment.TURN_END
+            moment = end if stepwise or i == len(chunks) - 1 else end.chunk
+            logits = self.forward(chunk, moment, keep=chunk.shape[1])
             yield chunk, torch.cat([self.logits[:, None], logits[:, :-1]], dim=1)
             self.logits = logits[:, -1]
         self._ledger.note_layers()
 
-    def run_chunks(self, chunks: Iterable[Tensor], phase: Phase, *, compress: bool) -> Tensor:
-        """Run chunks of ids, the last one compressing. Logits of the last position [B, V]."""
-        parts = list(chunks)
-        logits = torch.empty(0)
-        for i, ids in enumerate(parts):
-            last = i == len(parts) - 1
-            logits = self.forward(ids, phase, compress=compress and last, last=last)[:, -1]
-        return logits
+    def run_chunks(self, chunks: Iterable[Tensor], end: Moment) -> Tensor:
+        """Run chunks of ids; `end` is the moment of the last one. Logits of the last position [B, V]."""
+        *parts, last = chunks
+        for ids in parts:
+            self.forward(ids, end.chunk)
+        return self.forward(last, end)[:, -1]
 
-    def forward(
-        self, ids: Tensor, phase: Phase, *, compress: bool = False, last: bool = True, keep: int = 1
-    ) -> Tensor:
+    def forward(self, ids: Tensor, moment: Moment, *, keep: int = 1) -> Tensor:
         """One forward pass over new tokens. ids: [B, T]. Logits of the last `keep` positions [B, keep, V]."""
         count = ids.shape[1]
         if self._static is None:
@@ -235,11 +227,9 @@ class Session:
             positions = (self._static + torch.arange(count, device=ids.device)).expand(ids.shape[0], -1)
             self._static.add_(count)
         self.seen += count
-        observe = phase is Phase.CONTEXT or self.recompress
         return self.model.run(
             ids,
-            Forward(phase=phase, positions=positions, seen=self.seen, attend=self._attend, compress=compress,
-                    last=last, observe=observe, ropes=self.model.ropes),
+            Forward(moment=moment, positions=positions, seen=self.seen, attend=self._attend, ropes=self.model.ropes),
             keep,
         )
 
@@ -251,15 +241,16 @@ class Session:
         return output
 
     def _evict(self, kv: LayerKV, step: Step) -> None:
-        if step.phase is Phase.DECODE:
+        if step.moment is Moment.DECODE:
             self.method.evict(kv, step)
             return
         self._ledger.note_layer(step.layer)
-        if step.window is not None and step.phase is Phase.CONTEXT:
+        if step.window is not None and step.moment.in_context:
             kv.keep_last(step.window)
-        started = now(step.key.device) if step.compress else 0.0  # what the pass still has to do is no compression
+        compresses = step.moment.compresses
+        started = now(step.key.device) if compresses else 0.0  # what the pass still has to do is no compression
         self.method.evict(kv, step)
-        if step.compress:
+        if compresses:
             self.compress_seconds += now(step.key.device) - started
             if not self.recompress:
                 kv.settle()

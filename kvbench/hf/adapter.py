@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from kvbench.hf.rope import NO_ROPE, Rope
-from kvbench.method import Phase, Step
+from kvbench.step import Moment, Step
 
 NAME = "kvbench"
 
@@ -28,14 +28,11 @@ NAME = "kvbench"
 class Forward:
     """One forward pass: what it is for, and who answers for each layer's attention."""
 
-    phase: Phase
+    moment: Moment
     positions: Tensor  # [B, T]
     seen: int
     attend: Callable[[Step], Tensor]
     """Attention output of the step's new rows. [B, H_q, T, D_v]"""
-    compress: bool = False
-    last: bool = True
-    observe: bool = False
     causal: bool = True
     ropes: Sequence[Rope] = ()
 
@@ -56,11 +53,10 @@ def _attention(
         raise RuntimeError("kvbench was handed an attention mask: padded batches are not served")
     layer = int(module.layer_idx)  # type: ignore[arg-type]  # nn.Module types every attribute as Tensor | Module
     step = Step(
-        layer=layer, phase=forward.phase, compress=forward.compress, last=forward.last, observe=forward.observe,
-        positions=forward.positions.to(key.device), seen=forward.seen, query=query, key=key, value=value,
+        layer=layer, moment=forward.moment, positions=forward.positions.to(key.device), seen=forward.seen,
+        query=query, key=key, value=value,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap,
-        sinks=s_aux, causal=forward.causal, hidden=None,
-        rope=forward.ropes[layer] if forward.ropes else NO_ROPE,
+        sinks=s_aux, causal=forward.causal, rope=forward.ropes[layer] if forward.ropes else NO_ROPE,
     )
     return forward.attend(step).transpose(1, 2).contiguous(), None
 

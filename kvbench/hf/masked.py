@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, LlamaConfig, PreTrainedModel, Qwen2Confi
 
 from kvbench.errors import UserError
 from kvbench.hf.adapter import Forward, attached, serving
-from kvbench.method import Phase, Step
+from kvbench.step import Moment, Step
 
 LLADA_ENDS = {"wte": "model.embed_tokens", "ln_f": "model.norm", "ff_out": "lm_head"}
 LLADA_BLOCK = {
@@ -158,7 +158,7 @@ class Blocks:
         """What attention adds to the rows: norm, projections, `attend`, output projection. [B, m, D]"""
         block = self.layers[layer]
         forward = Forward(
-            phase=Phase.DENOISE, positions=positions, seen=positions.shape[1], attend=attend, causal=False
+            moment=Moment.DENOISE, positions=positions, seen=positions.shape[1], attend=attend, causal=False
         )
         with serving(forward):
             found: Tensor = block.self_attn(

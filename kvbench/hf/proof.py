@@ -18,7 +18,7 @@ from kvbench.errors import UserError
 from kvbench.hf.adapter import Forward, attached, embedding_device, keeps_logits, run_model
 from kvbench.hf.masked import prove_blocks
 from kvbench.hf.rope import Rope, max_length, prove_ropes, rope_types
-from kvbench.method import Phase, Step
+from kvbench.step import Moment, Step
 from kvbench.store import LayerKV
 from kvbench.store.positions import attend_rows
 
@@ -198,7 +198,8 @@ def catch_steps(module: PreTrainedModel, position: int = 0, ropes: Sequence[Rope
 
     ids = _probe_ids(module, 1)
     positions = torch.tensor([[position]], device=ids.device)
-    run_model(module, ids, Forward(phase=Phase.CONTEXT, positions=positions, seen=1, attend=attend, ropes=ropes))
+    forward = Forward(moment=Moment.CONTEXT_CHUNK, positions=positions, seen=1, attend=attend, ropes=ropes)
+    run_model(module, ids, forward)
     return sorted(steps, key=lambda step: step.layer)
 
 
@@ -214,7 +215,7 @@ def _served(module: PreTrainedModel, ids: Tensor, chunks: list[tuple[int, int]])
     with attached(module):
         for low, high in chunks:
             positions = torch.arange(low, high, device=ids.device)[None]
-            forward = Forward(phase=Phase.CONTEXT, positions=positions, seen=high, attend=attend)
+            forward = Forward(moment=Moment.CONTEXT_CHUNK, positions=positions, seen=high, attend=attend)
             logits.append(run_model(module, ids[:, low:high], forward, keep=min(PROBE, high - low)))
     return torch.cat(logits, dim=1).float()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -65,12 +65,19 @@ class Effect(Record):
     entries_kept: tuple[float, ...]
     """Mean entries per KV head after compression, by layer."""
     facts: dict[str, int]
+    """Totals over the layers, by name."""
+    maxima: tuple[str, ...] = ("distinct_codes", "distinct_key_codes", "distinct_value_codes")
+    """Facts whose totals are maxima; the others are sums. The default is for files that lack this field."""
 
 
-def add_facts(total: dict[str, int], facts: Mapping[str, int]) -> None:
-    """Add to a total: of distinct codes the most in one place count, and everything else adds up."""
-    for name, value in facts.items():
-        total[name] = (max if name.startswith("distinct") else sum)((total.get(name, 0), value))
+def total_facts(effects: Iterable[Effect]) -> dict[str, int]:
+    """The facts of several samples, each a sum or a maximum."""
+    total: dict[str, int] = {}
+    for effect in effects:
+        for name, value in effect.facts.items():
+            before = total.get(name, 0)
+            total[name] = max(before, value) if name in effect.maxima else before + value
+    return total
 
 
 class AgreementPart(Record):

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kvbench.budget import BudgetKind
 from kvbench.engine.agreement import compare_logits, find_dense, force_answer
-from kvbench.engine.session import Session, Tokens
+from kvbench.engine.autoregressive import Tokens
+from kvbench.engine.session import Session
 from kvbench.engine.timing import now
 from kvbench.errors import UserError
 from kvbench.runs.job import Job, check_reach, limit_of, reach

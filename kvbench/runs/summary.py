@@ -8,7 +8,7 @@ from statistics import fmean, median
 
 from kvbench.runs.environment import find_environment
 from kvbench.runs.job import Job
-from kvbench.runs.journal import Agreement, AgreementPart, Effect, Line, Machine, add_facts
+from kvbench.runs.journal import Agreement, AgreementPart, Effect, Line, Machine, total_facts
 from kvbench.runs.results import (
     BaselineResult,
     BudgetResult,
@@ -139,13 +139,11 @@ def certify(kind: str, lines: Sequence[Line]) -> EffectResult | None:
     bound = [x for x in samples.values() if not all(turn.identity and not turn.acted for turn in x)]
     kept = [x[0].entries_kept for x in samples.values()]
     layers = tuple(fmean(layer) for layer in zip(*kept, strict=True))
-    facts: dict[str, int] = {}
-    for effect in samples.values():
-        add_facts(facts, effect[-1].facts)
     return EffectResult(
         kind=kind, n_acted=sum(any(turn.acted for turn in x) for x in bound), n=len(bound),
         n_identity=len(samples) - len(bound), entries_seen=round(fmean(x[0].entries_seen for x in samples.values())),
-        entries_kept=fmean(layers), entries_kept_by_layer=layers, facts=facts,
+        entries_kept=fmean(layers), entries_kept_by_layer=layers,
+        facts=total_facts(x[-1] for x in samples.values()),
     )
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.int8_attention import int8_attention, quantize_rows
-from kvbench.method import Step
+from kvbench.step import Step
+from kvbench.store.facts import Fact
 from kvbench.store.layer import LayerKV
 
 
@@ -37,8 +38,11 @@ class Int8KV(LayerKV):
             window=step.window, softcap=step.softcap, sinks=step.sinks, length=self.length,
         )
 
-    def facts(self) -> dict[str, int]:
+    def facts(self) -> dict[str, Fact]:
         """Rows in 8 bits and the distinct key codes among them."""
         rows = self.n * len(self.entries_kept()) if self.quantized else 0
         codes = int(torch.bincount(self.keys.flatten().to(torch.int64) + 128).count_nonzero()) if rows else 0
-        return {**super().facts(), "entries_quantized": rows, "distinct_codes": codes}
+        return {
+            **super().facts(), "entries_quantized": Fact(rows, changed=True),
+            "distinct_codes": Fact(codes, maximum=True),
+        }

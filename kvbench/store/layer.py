@@ -18,7 +18,8 @@ from kvbench.errors import UserError
 from kvbench.kernels.column_sums import column_sums
 from kvbench.kernels.dense_attention import dense_attention
 from kvbench.kernels.ragged_attention import dense_partial, merge_partials, ragged_partial
-from kvbench.method import Phase, Step
+from kvbench.step import Step
+from kvbench.store.facts import Fact
 from kvbench.store.rows import Buffer, FlatRows, gather, last_rows, match_holes, scatter, storage_bytes
 
 
@@ -51,6 +52,8 @@ class LayerKV:
     frozen: FlatRows | None = field(default=None, init=False)
     state: dict[str, Tensor] = field(default_factory=dict, init=False)
     """What a method keeps per layer; counted and forked with the rows."""
+    settled: bool = field(default=False, init=False)
+    """Whether no compression is to come, so that nothing more is kept for scoring."""
     length: Tensor | None = field(default=None, init=False)
     """Rows held, on the device, where steps have static shapes; `keys` and the like are then the whole block."""
     _buffer: Buffer | None = field(default=None, init=False)
@@ -115,13 +118,13 @@ class LayerKV:
             self.n += count
             return
         if self._buffer is None:
-            self._buffer = Buffer(rows, max(count, self.capacity if step.phase is Phase.CONTEXT else 0))
+            self._buffer = Buffer(rows, max(count, self.capacity if step.moment.in_context else 0))
             self._buffer.join(self)
         elif self._buffer.top(but=self) > self.n or self.n + count > self._buffer.capacity:
             self._reallocate(self.n + count)
         self._buffer.write(self.n, rows)
         self.n += count
-        if self.queries and step.observe:
+        if self.queries and not self.settled:
             self.recent_queries = last_rows(self.recent_queries, step.query, self.queries)
         if self.column_sums:
             self.scores.add_(
@@ -245,6 +248,7 @@ class LayerKV:
 
     def settle(self) -> None:
         """No compression is to come: free what was kept for scoring, unless rows are still dropped by it."""
+        self.settled = True
         self.recent_queries = None
         if self.column_sums and not self.bounded:
             self.column_sums = False
@@ -350,6 +354,6 @@ class LayerKV:
         ragged = self.frozen.counts if self.frozen is not None else [0] * (batch * heads)
         return [count + self.n for count in ragged]
 
-    def facts(self) -> dict[str, int]:
-        """Effect of what happened to the rows, for the effect."""
-        return {"entries_dropped": self.dropped}
+    def facts(self) -> dict[str, Fact]:
+        """Counters for the effect check, by name."""
+        return {"entries_dropped": Fact(self.dropped, changed=True)}

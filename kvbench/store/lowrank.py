@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvbench.kernels.lowrank_keys import factor_keys, restore_keys
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials, ragged_partial
-from kvbench.method import Step
+from kvbench.step import Step
+from kvbench.store.facts import Fact
 from kvbench.store.host import HostRows
 from kvbench.store.layer import LayerKV
 from kvbench.store.rows import gather, storage_bytes
@@ -188,10 +189,10 @@ class LowRankKV(SelectiveKV):
     def _rows_apart(self) -> int:
         return 0 if self._chunks is None else self._chunks.number.shape[2] * self._chunks.size
 
-    def facts(self) -> dict[str, int]:
+    def facts(self) -> dict[str, Fact]:
         """Rows stored apart, on what kind of host, and layers that stayed dense."""
         if self._chunks is None:
-            return {**super().facts(), "layers_dense": 1}
+            return {**super().facts(), "layers_dense": Fact(1)}
         rows = self._rows_apart() * len(super().entries_kept())
         tier = "entries_on_simulated_host" if self._chunks.values.simulated else "entries_on_host"
-        return {**super().facts(), "entries_factored": rows, tier: rows}
+        return {**super().facts(), "entries_factored": Fact(rows, changed=True), tier: Fact(rows)}

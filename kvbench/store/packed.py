@@ -13,8 +13,9 @@ from kvbench.errors import UserError
 from kvbench.kernels.pack import Codes, dequantize, quantize, unpack
 from kvbench.kernels.packed_attention import packed_partial
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials
-from kvbench.method import Step
+from kvbench.step import Step
 from kvbench.store.blocks import AppendedRows, Residual
+from kvbench.store.facts import Fact
 from kvbench.store.layer import LayerKV
 
 COUNT_BLOCK = 1024
@@ -250,14 +251,17 @@ class PackedKV(LayerKV):
         batch, heads = self.packed.last_keys.block.shape[:2]
         return [self.n] * (batch * heads)
 
-    def facts(self) -> dict[str, int]:
+    def facts(self) -> dict[str, Fact]:
         """Rows whose keys are packed, and the distinct codes of keys and of values, at most 2 ** bits."""
-        facts = {**super().facts(), "entries_quantized": 0}
-        if self.packed is not None:
-            keys, values = self.packed.codes()
-            facts["entries_quantized"] = keys.packed.shape[2] * len(self.entries_kept())
-            facts |= {"distinct_key_codes": distinct(keys), "distinct_value_codes": distinct(values)}
-        return facts
+        if self.packed is None:
+            return {**super().facts(), "entries_quantized": Fact(0, changed=True)}
+        keys, values = self.packed.codes()
+        return {
+            **super().facts(),
+            "entries_quantized": Fact(keys.packed.shape[2] * len(self.entries_kept()), changed=True),
+            "distinct_key_codes": Fact(distinct(keys), maximum=True),
+            "distinct_value_codes": Fact(distinct(values), maximum=True),
+        }
 
 
 def distinct(codes: Codes) -> int:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.page_attention import page_attention
 from kvbench.kernels.page_select import page_bounds, page_scores, select_pages
-from kvbench.method import Step
+from kvbench.step import Step
+from kvbench.store.facts import Fact
 from kvbench.store.layer import LayerKV
 from kvbench.store.rows import storage_bytes
 from kvbench.store.selective import SelectiveKV
@@ -24,6 +26,7 @@ class PagedKV(SelectiveKV):
 
     page: int = 16
 
+    proof: ClassVar[str | None] = "pages_skipped"
     distinct: Tensor | None = field(default=None, init=False)
     """Pages read, those that heads of a group share once; on the device, so that no step waits for it. []"""
     _bounds: Tensor | None = field(default=None, init=False)  # [B, H_kv, pages that fit, 2 * D]
@@ -133,9 +136,9 @@ class PagedKV(SelectiveKV):
         if self.distinct is not None and branch.distinct is not None:
             self.distinct.add_(branch.distinct)
 
-    def facts(self) -> dict[str, int]:
+    def facts(self) -> dict[str, Fact]:
         """What was read; pages that the heads of a group share count once in `pages_distinct`."""
-        distinct = {} if self.distinct is None else {"pages_distinct": int(self.distinct)}
+        distinct = {} if self.distinct is None else {"pages_distinct": Fact(int(self.distinct))}
         return {**super().facts(), **distinct}
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.kernels.dense_attention import dense_attention
-from kvbench.method import Step
+from kvbench.step import Step
 from kvbench.store.rows import storage_bytes
 
 

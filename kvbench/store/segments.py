@@ -12,7 +12,8 @@ from kvbench.kernels.attention_mass import joint_lse
 from kvbench.kernels.pack import Codes, quantize
 from kvbench.kernels.packed_attention import packed_partial
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials
-from kvbench.method import Step
+from kvbench.step import Step
+from kvbench.store.facts import Fact
 from kvbench.store.layer import LayerKV
 from kvbench.store.rows import gather
 
@@ -125,9 +126,12 @@ class SegmentedKV(LayerKV):
         coded = sum(segment.n for segment in self.segments)
         return [x + coded for x in super().entries_kept()]
 
-    def facts(self) -> dict[str, int]:
+    def facts(self) -> dict[str, Fact]:
         """Rows that are codes, and the distinct bytes among their keys."""
         packed = [rows.key.packed.flatten() for segment in self.segments for rows in segment.rows]
         coded = sum(segment.n for segment in self.segments) * len(self.entries_kept())
         distinct = int(torch.bincount(torch.cat(packed)).count_nonzero()) if packed else 0
-        return {**super().facts(), "entries_quantized": coded, "distinct_codes": distinct}
+        return {
+            **super().facts(), "entries_quantized": Fact(coded, changed=True),
+            "distinct_codes": Fact(distinct, maximum=True),
+        }

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import ClassVar
 
+from kvbench.store.facts import Fact
 from kvbench.store.layer import LayerKV
 
 
@@ -12,6 +14,8 @@ from kvbench.store.layer import LayerKV
 class SelectiveKV(LayerKV):
     """A layer of which every query reads a part, and the account of what was read."""
 
+    proof: ClassVar[str | None] = None
+    """The counter of `reads` that proves that a part was read; None: the stored entries prove it."""
     selective: bool = field(default=False, init=False)
     """Whether a part is read; before that, everything."""
     reads: Counter[str] = field(default_factory=Counter, init=False)
@@ -35,6 +39,7 @@ class SelectiveKV(LayerKV):
         assert isinstance(branch, SelectiveKV)
         self.reads.update(branch.reads)
 
-    def facts(self) -> dict[str, int]:
+    def facts(self) -> dict[str, Fact]:
         """What was read, beside what happened to the rows."""
-        return {**super().facts(), **{name: count for name, count in self.reads.items() if name != "bytes"}}
+        counted = {name: Fact(x, changed=name == self.proof) for name, x in self.reads.items() if name != "bytes"}
+        return {**super().facts(), **counted}

@@ -13,8 +13,9 @@ from kvbench.kernels.attention_mass import attention_mass, joint_lse
 from kvbench.kernels.pack import Codes, dequantize, quantize
 from kvbench.kernels.packed_attention import packed_partial
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials
-from kvbench.method import Step
+from kvbench.step import Step
 from kvbench.store.blocks import AppendedRows
+from kvbench.store.facts import Fact
 from kvbench.store.layer import LayerKV
 from kvbench.store.rows import gather
 
@@ -217,7 +218,7 @@ class TieredKV(LayerKV):
         low = self.demoted.n if self.demoted is not None else 0
         return [x + low for x in super().entries_kept()]
 
-    def facts(self) -> dict[str, int]:
+    def facts(self) -> dict[str, Fact]:
         """Rows that are codes, and the distinct bytes among those of the low tier's keys."""
         rows = distinct = 0
         if self.demoted is not None:
@@ -225,4 +226,7 @@ class TieredKV(LayerKV):
             heads = packed.shape[0] * packed.shape[1]
             rows = (self.demoted.n + (0 if self.high is None else self.n)) * heads
             distinct = int(torch.bincount(packed.flatten(), minlength=1).count_nonzero())
-        return {**super().facts(), "entries_quantized": rows, "distinct_codes": distinct}
+        return {
+            **super().facts(), "entries_quantized": Fact(rows, changed=True),
+            "distinct_codes": Fact(distinct, maximum=True),
+        }

@@ -79,7 +79,7 @@ class ExpectedAttention(ScoredMethod):
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:
         """Attention over every row; the context's queries leave their moments behind. [B, H_q, T, D_v]"""
-        if step.observe:
+        if not kv.settled:
             self._observe(kv, step)
         return kv.attend(step)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvbench.engine.timing import now
 from kvbench.errors import UserError
 from kvbench.kernels.column_sums import column_maxima
-from kvbench.method import BudgetKind, Card, LayerShape, Method, Phase, Step, Upstream
+from kvbench.method import BudgetKind, Card, LayerShape, Method, Moment, Step, Upstream
 from kvbench.selection import top_entries
 from kvbench.store import LayerKV
 from kvbench.template import Frame
@@ -114,7 +114,7 @@ class KVzip(Method):
         for span, repeat in repeats:
             with session.fork() as branch:
                 branch.method = Repeat(span.start, span.stop, ids.shape[1], self.sinks)
-                branch.run_chunks(repeat.split(session.chunk or repeat.shape[1], dim=1), Phase.QUERY, compress=False)
+                branch.run_chunks(repeat.split(session.chunk or repeat.shape[1], dim=1), Moment.TURN_END)
                 for store, twin in zip(session.layers, branch.layers, strict=True):
                     store.state["score"] = twin.state["score"]
                 session.credit(branch)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import UserError
-from kvbench.method import POSITION_BYTES, BudgetKind, Card, LayerShape, Method, Phase, Shape, Step, Upstream
+from kvbench.method import POSITION_BYTES, BudgetKind, Card, LayerShape, Method, Shape, Step, Upstream
 from kvbench.store import LayerKV
 
 if TYPE_CHECKING:
@@ -104,13 +104,13 @@ class StreamingLLM(Method):
     def evict(self, kv: LayerKV, step: Step) -> None:
         """The oldest rows after the sinks, at the end of the context and after every later forward."""
         rows = self.entries_in(step.layer, step.window)
-        if rows is None or rows >= kv.n or not step.last:
+        if rows is None or rows >= kv.n or not step.moment.is_last:
             return
         batch, heads = kv.keys.shape[:2]
         sinks = self._sinks(rows, step.window)
         if self.positions == "cache" and sinks and "sinks" not in kv.state:
             kv.state["sinks"] = kv.keys[:, :, :sinks].clone()
-        if step.phase is Phase.CONTEXT:
+        if step.moment.in_context:
             index = torch.arange(kv.n, device=kv.keys.device)
             kept = torch.cat([index[:sinks], index[kv.n - (rows - sinks) :]])
             kv.keep(kept.expand(batch, heads, -1))

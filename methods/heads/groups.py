@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from kvbench.errors import UserError
-from kvbench.method import Budget, LayerShape, Method, Phase, Shape, Step, resolved
+from kvbench.method import Budget, LayerShape, Method, Shape, Step, resolved
 from kvbench.methods.heads.store import HeadGroupsKV
 from kvbench.store import LayerKV
 
@@ -168,7 +168,7 @@ class HeadMethod(Method):
     def evict(self, kv: LayerKV, step: Step) -> None:
         """The middle of streaming heads: at the end of the context, and after every later forward."""
         rows = self._trimmed(step.window)
-        if rows is None or not step.last or (step.phase is Phase.CONTEXT and not step.compress):
+        if rows is None or not step.moment.is_last:
             return
         assert isinstance(kv, HeadGroupsKV)
         full = self.sees_context(step.window)

@@ -20,7 +20,7 @@ from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.kernels.dense_attention.torch import visible_rows
 from kvbench.log import say
-from kvbench.method import Method, Phase, Step
+from kvbench.method import Method, Moment, Step
 from kvbench.store import LayerKV
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def measure(model: Model, tokens: int) -> HeadProfile:
     first = ids.shape[1] - COPIES * tokens
     with Session(model, Recorder(period=tokens, first=first), capacity=ids.shape[1]) as session:
         for chunk in ids.split(max(1, CHUNK // len(ids)), dim=1):
-            session.forward(chunk, Phase.CONTEXT)
+            session.forward(chunk, Moment.CONTEXT_CHUNK)
         queries = len(ids) * (COPIES - 1) * tokens
         found = {
             name: tuple(

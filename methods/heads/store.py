@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials
-from kvbench.method import Step
+from kvbench.step import Step
 from kvbench.store import LayerKV
+from kvbench.store.facts import Fact, add_facts
 
 
 @dataclass
@@ -92,9 +94,9 @@ class StreamingKV(LayerKV):
         """Rows held by each (batch, KV head), the mean among them."""
         return [x + bool(self.merged) for x in super().entries_kept()]
 
-    def facts(self) -> dict[str, int]:
+    def facts(self) -> dict[str, Fact]:
         """Rows that were dropped, and those of them that live on in a mean."""
-        merged = {"entries_merged": self.merged * self.keys.shape[0] * self.keys.shape[1]} if self.merged else {}
+        merged = {"entries_merged": Fact(self.merged * self.keys.shape[0] * self.keys.shape[1])} if self.merged else {}
         return super().facts() | merged
 
 
@@ -160,6 +162,7 @@ class HeadGroupsKV(LayerKV):
 
     def settle(self) -> None:
         """No compression is to come."""
+        super().settle()
         for store in self._stores():
             store.settle()
 
@@ -189,10 +192,6 @@ class HeadGroupsKV(LayerKV):
         split = [torch.tensor(store.entries_kept()).view(-1, len(heads)) for heads, store in self.groups]
         return torch.cat(split, dim=1)[:, order].flatten().tolist() if split else []
 
-    def facts(self) -> dict[str, int]:
+    def facts(self) -> dict[str, Fact]:
         """Effect of what happened to the rows of both."""
-        totals: dict[str, int] = {}
-        for store in self._stores():
-            for name, value in store.facts().items():
-                totals[name] = totals.get(name, 0) + value
-        return totals or super().facts()
+        return reduce(add_facts, (store.facts() for store in self._stores())) if self.groups else super().facts()

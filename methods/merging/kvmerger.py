@@ -15,7 +15,7 @@ from kvbench.errors import UndeclaredError, UserError
 from kvbench.kernels.merge_sets import merge_sets
 from kvbench.method import Budget, BudgetKind, Card, LayerShape, Method, Shape, Step, resolved
 from kvbench.selection import top_entries
-from kvbench.store import LayerKV
+from kvbench.store import Fact, LayerKV
 
 PAPER_SKIP = (0, 1, -1)
 PAPER_SHARES = {0.5: (0.17, 0.12), 0.35: (0.08, 0.02)}
@@ -33,9 +33,9 @@ BIAS_BYTES = 4
 class MergingKV(LayerKV):
     """Rows of which some stand for several; `dropped` counts those that live on in another."""
 
-    def facts(self) -> dict[str, int]:
+    def facts(self) -> dict[str, Fact]:
         """Rows that are held no more, all of them merged."""
-        return {**super().facts(), "entries_merged": self.dropped}
+        return {**super().facts(), "entries_merged": Fact(self.dropped)}
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class KVMerger(Method):
 
     def evict(self, kv: LayerKV, step: Step) -> None:
         """Once, after the attention of the context's last chunk, so that the prefill itself is exact."""
-        if not step.compress:
+        if not step.moment.compresses:
             return
         kv.refuse_frozen()
         rows = self.entries_in(step.layer, step.window)

@@ -44,7 +44,7 @@ class FullInt8(Method):
 
     def evict(self, kv: LayerKV, step: Step) -> None:
         """The end of the context: exact rows become codes."""
-        if isinstance(kv, Int8KV) and step.compress and not kv.quantized:
+        if isinstance(kv, Int8KV) and step.moment.compresses and not kv.quantized:
             kv.quantize()
 
     def entry_bytes(self, layer: LayerShape, shape: Shape, *, holes: bool) -> int:

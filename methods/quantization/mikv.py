@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvbench.errors import UserError
 from kvbench.kernels.pack import packed_width
-from kvbench.method import POSITION_BYTES, Budget, BudgetKind, Card, LayerShape, Phase, Shape, Step
+from kvbench.method import POSITION_BYTES, Budget, BudgetKind, Card, LayerShape, Shape, Step
 from kvbench.methods.quantization.two_precisions import TwoPrecisions
 from kvbench.selection import top_entries
 from kvbench.store import LayerKV
@@ -137,7 +137,7 @@ class MiKV(TwoPrecisions):
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:
         """One softmax over both tiers; the context also says how large its channels get."""
-        if step.phase is Phase.CONTEXT:
+        if step.moment.in_context:
             kv_heads = step.key.shape[1]
             queries = step.query.unflatten(1, (kv_heads, -1)).float().abs().amax((2, 3))  # [B, H_kv, D]
             for name, largest in (("query_max", queries), ("key_max", step.key.float().abs().amax(2))):
@@ -147,7 +147,7 @@ class MiKV(TwoPrecisions):
     def evict(self, kv: LayerKV, step: Step) -> None:
         """The end of the context fills the low tier; ever after, what is too much for the high one is demoted."""
         assert isinstance(kv, TieredKV) and kv.positions is not None
-        if not step.last:
+        if not step.moment.is_last:
             return
         rows = step.seen if step.window is None else min(step.seen, step.window)
         high = self.high_entries(rows)
@@ -155,7 +155,7 @@ class MiKV(TwoPrecisions):
         scores = kv.scores.masked_fill(recent, torch.inf)
         if step.window is not None:
             scores = scores.masked_fill(kv.positions <= step.seen - step.window, -torch.inf)
-        if step.phase is Phase.CONTEXT:
+        if step.moment.in_context:
             most = kv.capacity if step.window is None else min(kv.capacity, step.window)
             kv.split(top_entries(scores, high), self._balancer(kv), self.high_entries(most))
         elif kv.n > high:

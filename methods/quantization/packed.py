@@ -104,10 +104,10 @@ class PackedMethod(Method):
     def evict(self, kv: LayerKV, step: Step) -> None:
         """What the other method left becomes codes at the end of the context; later rows when their turn ends."""
         super().evict(kv, step)
-        if not step.last:
+        if not step.moment.is_last:
             return
         for store in self.packed_stores(kv):
             if store.packed is not None:
                 store.flush()
-            elif step.compress:
+            elif step.moment.compresses:
                 store.pack()

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvbench.errors import UserError
 from kvbench.kernels.attention_mass import attention_mass
 from kvbench.kernels.pack import BITS, packed_width
-from kvbench.method import POSITION_BYTES, BudgetKind, Card, LayerShape, Phase, Shape, Step, Upstream
+from kvbench.method import POSITION_BYTES, BudgetKind, Card, LayerShape, Moment, Shape, Step, Upstream
 from kvbench.methods.quantization.two_precisions import TwoPrecisions
 from kvbench.selection import top_entries
 from kvbench.store import LayerKV
@@ -143,11 +143,10 @@ class ZipCache(TwoPrecisions):
     def evict(self, kv: LayerKV, step: Step) -> None:
         """The context becomes codes at its end, what comes later in blocks."""
         assert isinstance(kv, SegmentedKV)
-        if step.phase is Phase.CONTEXT:
-            if step.compress:
-                assert step.seen == self.length, "a context of another length than the budget was fitted to"
-                self._encode(kv, step, kv.n, self.probes(step.layer, step.seen) - (step.seen - kv.n))
-        elif step.last:
+        if step.moment is Moment.CONTEXT_END:
+            assert step.seen == self.length, "a context of another length than the budget was fitted to"
+            self._encode(kv, step, kv.n, self.probes(step.layer, step.seen) - (step.seen - kv.n))
+        elif step.moment.is_last:
             while kv.n >= self.gap:
                 self._encode(kv, step, self.gap, self.probes(step.layer, self.gap, len(kv.segments)))
 

@@ -88,7 +88,7 @@ class Quest(Method):
 
     def evict(self, kv: LayerKV, step: Step) -> None:
         """Nothing is dropped. At the end of the context, pages get their bounds."""
-        if step.compress and self.rows is not None and isinstance(kv, PagedKV) and not kv.selective:
+        if step.moment.compresses and self.rows is not None and isinstance(kv, PagedKV) and not kv.selective:
             kv.index()
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:

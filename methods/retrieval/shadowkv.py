@@ -145,7 +145,7 @@ class ShadowKV(Method):
 
     def evict(self, kv: LayerKV, step: Step) -> None:
         """At the end of the context: choose outliers, and store the other chunks as factors and values on the host."""
-        if not step.compress or step.window is not None or not isinstance(kv, LowRankKV):
+        if not step.moment.compresses or step.window is not None or not isinstance(kv, LowRankKV):
             return
         if kv.selective:
             raise UserError(

@@ -433,7 +433,7 @@ FAULTY = '''
 from dataclasses import dataclass
 from typing import ClassVar
 import torch
-from kvbench.method import BudgetKind, Card, Method, Phase
+from kvbench.method import BudgetKind, Card, Method, Moment
 
 @dataclass(frozen=True)
 class Greedy(Method):
@@ -445,7 +445,7 @@ class Greedy(Method):
     kind: str = "memory"
 
     def attend(self, kv, step):
-        if step.phase is Phase.DECODE and kv.seen > 97:
+        if step.moment is Moment.DECODE and kv.seen > 97:
             raise torch.OutOfMemoryError("no room") if self.kind == "memory" else ValueError("no reason")
         return super().attend(kv, step)
 '''

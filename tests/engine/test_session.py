@@ -16,7 +16,7 @@ from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf import attached
 from kvbench.hf.tiny import VOCABULARY, tiny_model
-from kvbench.method import Budget, Phase
+from kvbench.method import Budget, Moment
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.eviction.h2o import H2O
 from kvbench.methods.eviction.snapkv import SnapKV
@@ -165,25 +165,26 @@ class Watched(Full):
     def evict(self, kv, step):
         """Evict nothing."""
         if step.layer == 0:
-            self.log.append((step.phase, step.compress, step.last, step.observe, step.positions[0].tolist()))
+            self.log.append((step.moment, kv.settled, step.positions[0].tolist()))
 
 
 @pytest.mark.parametrize("recompress", [False, True])
-def test_steps_say_what_they_are(recompress):
-    """Phases, the moments to compress, last chunks, and positions that count tokens, for chunks, turns and decoding."""
+def test_steps_have_moments_and_positions(recompress):
+    """Moments, whether compressions are to come, and positions that count tokens, for chunks, turns and decoding."""
     log = []
     Watched.log = log
     with Session(tiny_model(), Watched(), chunk=4, recompress=recompress) as session:
         session.prefill(ids(6))
         session.ask(ids(5), 2, history=ids(2), stop=NO_STOP)
         session.ask(ids(1), 1, stop=NO_STOP)
+    end = Moment.RECOMPRESS if recompress else Moment.TURN_END
     assert log == [
-        (Phase.CONTEXT, False, False, True, [0, 1, 2, 3]),
-        (Phase.CONTEXT, True, True, True, [4, 5]),
-        (Phase.QUERY, False, False, recompress, [6, 7, 8, 9]),
-        (Phase.QUERY, recompress, True, recompress, [10]),
-        (Phase.DECODE, False, True, recompress, [11]),
-        (Phase.QUERY, recompress, True, recompress, [11, 12, 13]),
+        (Moment.CONTEXT_CHUNK, False, [0, 1, 2, 3]),
+        (Moment.CONTEXT_END, False, [4, 5]),
+        (Moment.TURN_CHUNK, not recompress, [6, 7, 8, 9]),
+        (end, not recompress, [10]),
+        (Moment.DECODE, not recompress, [11]),
+        (end, not recompress, [11, 12, 13]),
     ]
 
 
@@ -222,7 +223,7 @@ def test_a_capacity_that_is_too_small_changes_nothing(method):
             session.prefill(CONTEXT)
             answers = [session.ask(FIRST, 6, stop=NO_STOP).ids, session.ask(SECOND, 6, stop=NO_STOP).ids]
             for token in ids(5, 8):
-                session.forward(torch.tensor([[token]]), Phase.DECODE)
+                session.forward(torch.tensor([[token]]), Moment.DECODE)
             results.append((answers, session.score(ids(4, 9))))
     assert all(answers == results[0][0] for answers, _ in results)
     assert all(torch.allclose(scores, results[0][1], atol=1e-5) for _, scores in results)
@@ -325,7 +326,7 @@ class Ragged(Full):
 
     def evict(self, kv, step):
         """The first head keeps a third, the second five in six."""
-        if step.compress:
+        if step.moment.compresses:
             index = torch.arange(kv.n).expand(*kv.keys.shape[:2], -1)
             kv.keep_where(torch.stack([index[:, 0] % 3 == 0, index[:, 1] % 6 > 0], dim=1))
 
@@ -350,7 +351,7 @@ def open_static(model, method, *, static=True):
     session = Session(model, fitted(method, model, 40), capacity=70)
     session.__enter__()
     session.prefill(CONTEXT)
-    session.forward(torch.tensor([FIRST]), Phase.QUERY)
+    session.forward(torch.tensor([FIRST]), Moment.TURN_END)
     if static:
         session.make_static()
     return session

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvbench.engine.session import Session
 from kvbench.hf import Model, attached
-from kvbench.method import BudgetKind, Card, Method, Phase
+from kvbench.method import BudgetKind, Card, Method, Moment
 
 from .models import ARCHITECTURES, VOCABULARY, build, model
 
@@ -45,8 +45,8 @@ def served_logits(model: Model, ids: Tensor, bounds: list[int]) -> Tensor:
     """Logits of every position through a session: the prompt in chunks, then decode steps. [B, T, V]"""
     with Session(model, Dense(), capacity=LENGTH) as session:
         chunks = itertools.pairwise(bounds)
-        parts = [session.forward(ids[:, low:high], Phase.CONTEXT, keep=high - low) for low, high in chunks]
-        parts += [session.forward(ids[:, i : i + 1], Phase.DECODE) for i in range(bounds[-1], ids.shape[1])]
+        parts = [session.forward(ids[:, low:high], Moment.CONTEXT_END, keep=high - low) for low, high in chunks]
+        parts += [session.forward(ids[:, i : i + 1], Moment.DECODE) for i in range(bounds[-1], ids.shape[1])]
     return torch.cat(parts, dim=1)
 
 

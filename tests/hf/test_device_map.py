@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf import Model, load_model, proof, rope
-from kvbench.method import Phase, Step
+from kvbench.method import Moment, Step
 from kvbench.registry import find_method
 from kvbench.store import LayerKV
 
@@ -109,7 +109,7 @@ class Turning(Dense):
         """The first rows go, in an order that positions decide."""
         turned = step.rope.rotate(step.key, step.positions, inverse=True)
         moved = step.rope.shift(step.rope.rotate(turned, step.positions), -step.positions)
-        if step.compress:
+        if step.moment.compresses:
             assert kv.positions is not None
             kv.keep((kv.scores + kv.positions + moved.sum()).topk(5, dim=-1).indices.sort(-1).values)
 
@@ -167,7 +167,7 @@ def test_rows_lie_where_their_layers_do(fake: tuple[Model, tuple[str, str]]) -> 
             assert session.prefill(ids).device.type == devices[0]
             with session.fork() as branch:
                 branch.question(ids[:, :3], 2)
-                assert branch.forward(ids[:, :1], Phase.DECODE).device.type == devices[0]
+                assert branch.forward(ids[:, :1], Moment.DECODE).device.type == devices[0]
                 for kv, device in zip(branch.layers, devices, strict=True):
                     assert {x.device.type for x in kv.tensors()} == {device}
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvbench.errors import UserError
 from kvbench.hf import Forward, Model, Rope, attached
-from kvbench.method import Phase, Step
+from kvbench.method import Moment, Step
 
 from .models import LONGROPE, SERVED, YARN, build, model
 
@@ -35,7 +35,7 @@ def lone_steps(tiny: Model, position: int) -> list[Step]:
 
     with attached(tiny.module):
         positions = torch.tensor([[position], [position]])
-        forward = Forward(phase=Phase.CONTEXT, positions=positions, seen=1, attend=attend, ropes=tiny.ropes)
+        forward = Forward(moment=Moment.CONTEXT_END, positions=positions, seen=1, attend=attend, ropes=tiny.ropes)
         tiny.run(torch.tensor([[7], [11]]), forward)
     return sorted(steps, key=lambda step: step.layer)
 

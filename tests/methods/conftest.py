@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvbench.hf.rope import NO_ROPE
-from kvbench.method import Phase, Step
+from kvbench.method import Moment, Step
 from kvbench.registry import list_entries
 
 AUTOREGRESSIVE = [x.name for x in list_entries("method") if x.models == "autoregressive"]
@@ -24,12 +24,12 @@ def pytest_generate_tests(metafunc):
 def make_step():
     """One layer's forward pass from its tensors; `before` tokens came earlier."""
 
-    def make(query, key, value=None, *, before=0, phase=Phase.CONTEXT, scale=1.0, last=True, **options):
+    def make(query, key, value=None, *, before=0, moment=Moment.CONTEXT_END, scale=1.0, **options):
         count = key.shape[2]
         return Step(
-            layer=0, phase=phase, compress=phase is Phase.CONTEXT and last, last=last, observe=True,
-            positions=torch.arange(before, before + count).expand(key.shape[0], -1), seen=before + count, query=query,
-            key=key, value=key if value is None else value, scale=scale, causal=True, hidden=None, rope=NO_ROPE,
+            layer=0, moment=moment, positions=torch.arange(before, before + count).expand(key.shape[0], -1),
+            seen=before + count, query=query, key=key, value=key if value is None else value, scale=scale,
+            causal=True, rope=NO_ROPE,
             **{"window": None, "softcap": None, "sinks": None, **options},
         )
 

@@ -10,7 +10,7 @@ import torch
 
 from kvbench.check import CLAIMS, NotApplicableError, check
 from kvbench.hf.tiny import tiny_model
-from kvbench.method import BudgetKind, Card, Method, Phase
+from kvbench.method import BudgetKind, Card, Method, Moment
 from kvbench.registry import find_method
 from kvbench.selection import ScoredMethod, protect_last
 from kvbench.store import LayerKV
@@ -121,7 +121,7 @@ class OffByOne(Honest):
 
     def evict(self, kv, step):
         """Keep all but the first."""
-        if step.compress and self.rows is None:
+        if step.moment.compresses and self.rows is None:
             kv.keep(torch.arange(1, kv.n).expand(*kv.keys.shape[:2], -1))
         super().evict(kv, step)
 
@@ -200,7 +200,7 @@ class ViewKeeper(Honest):
 
     def evict(self, kv, step):
         """One row, and with it every other."""
-        if step.compress:
+        if step.moment.compresses:
             kv.state["first"] = kv.keys[:, :, :1]
         super().evict(kv, step)
 
@@ -230,7 +230,7 @@ class Secretive(Honest):
 
     def evict(self, kv, step):
         """Stash a row, and with it every other."""
-        if step.compress:
+        if step.moment.compresses:
             LEFT_BEHIND.append(kv.keys[:, :, :1])
         super().evict(kv, step)
 
@@ -242,7 +242,7 @@ class Detached(Honest):
 
     def evict(self, kv, step):
         """Stash a row without its history, and with it every other."""
-        if step.compress:
+        if step.moment.compresses:
             LEFT_BEHIND.append(kv.keys.data[:, :, :1].data)
         super().evict(kv, step)
 
@@ -255,7 +255,7 @@ class Copier(Honest):
     def evict(self, kv, step):
         """Keep everything, elsewhere."""
         super().evict(kv, step)
-        if step.phase is Phase.DECODE:
+        if step.moment is Moment.DECODE:
             kv.keep(torch.arange(kv.n).expand(*kv.keys.shape[:2], -1))
 
 
@@ -266,7 +266,7 @@ class EveryChunk(Honest):
 
     def evict(self, kv, step):
         """Whenever there is too much."""
-        if step.phase is Phase.CONTEXT and self.rows is not None and self.rows < kv.n:
+        if step.moment.in_context and self.rows is not None and self.rows < kv.n:
             self.select(kv, self.score(kv, step), self.rows)
 
 
@@ -332,7 +332,7 @@ class RunsLastToken(Honest):
     def generate(self, session, max_new_tokens, stop):
         """One forward too many."""
         tokens = super().generate(session, max_new_tokens, stop)
-        session.forward(torch.tensor([[x[-1]] for x in tokens.ids]), Phase.DECODE)
+        session.forward(torch.tensor([[x[-1]] for x in tokens.ids]), Moment.DECODE)
         return tokens
 
 
@@ -388,7 +388,7 @@ class Forgetful(Honest):
 
     def attend(self, kv, step):
         """Drop the first row held."""
-        if step.phase is Phase.DECODE:
+        if step.moment is Moment.DECODE:
             kv.keep(torch.arange(1, kv.n).expand(*kv.keys.shape[:2], -1))
         return super().attend(kv, step)
 
@@ -421,7 +421,7 @@ class Leaks(Honest):
 
     def attend(self, kv, step):
         """A little louder with every sample."""
-        if step.compress:
+        if step.moment.compresses:
             LEFT_BEHIND.append(None)
         return kv.attend(step) * (1 + len(LEFT_BEHIND) / 1000)
 

@@ -15,11 +15,12 @@ from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.rope import NO_ROPE
 from kvbench.hf.tiny import VOCABULARY, tiny_model
-from kvbench.method import Budget, LayerShape, Phase, Shape, Step
+from kvbench.method import Budget, LayerShape, Moment, Shape, Step
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.eviction.streaming_llm import StreamingLLM
 from kvbench.methods.heads.duo_attention import DuoAttention
 from kvbench.methods.heads.store import HeadGroupsKV, StreamingKV
+from kvbench.store import Fact
 
 SINKS, RECENT = 4, 12
 PAPER = Budget.parse("paper")
@@ -34,9 +35,9 @@ def ids(count, seed=1):
 def conversation(model, method, length):
     """Logits of a context, a question longer than the window, 24 decode steps, and a short question."""
     with Session(model, method, capacity=length + 60) as session:
-        found = [session.prefill(ids(length)), session.forward(ids(17, 2), Phase.QUERY, keep=17)[0]]
-        found += [session.forward(ids(1, 10 + i), Phase.DECODE)[0] for i in range(24)]
-        found += [session.forward(ids(5, 3), Phase.QUERY, keep=5)[0]]
+        found = [session.prefill(ids(length)), session.forward(ids(17, 2), Moment.TURN_END, keep=17)[0]]
+        found += [session.forward(ids(1, 10 + i), Moment.DECODE)[0] for i in range(24)]
+        found += [session.forward(ids(5, 3), Moment.TURN_END, keep=5)[0]]
     return torch.cat(found)
 
 
@@ -79,8 +80,8 @@ def test_each_head_sees_its_own_rows_and_no_other(make_step):
     kv, before, held = HeadGroupsKV(retrieval=(1,)), 0, set()
     for i, size in enumerate(sizes):
         part = slice(before, before + size)
-        phase = Phase.CONTEXT if i == 0 else Phase.QUERY
-        step = make_step(query[:, :, part], keys[:, :, part], values[:, :, part], before=before, phase=phase)
+        moment = Moment.CONTEXT_END if i == 0 else Moment.TURN_END
+        step = make_step(query[:, :, part], keys[:, :, part], values[:, :, part], before=before, moment=moment)
         kv.append(step)
         causal = torch.arange(before + size) <= torch.arange(before, before + size)[:, None]
         streams = causal & torch.tensor([x in held or x >= before for x in range(before + size)])
@@ -92,7 +93,7 @@ def test_each_head_sees_its_own_rows_and_no_other(make_step):
         held = {*range(SINKS), *range(before - RECENT, before)}
 
     assert kv.entries_kept() == [rows, total, rows] * 2
-    assert kv.facts() == {"entries_dropped": 2 * 2 * (total - rows)}
+    assert kv.facts() == {"entries_dropped": Fact(2 * 2 * (total - rows), changed=True)}
 
 
 @given(
@@ -107,9 +108,9 @@ def test_the_ring_is_a_slice(sinks, ring, first, later):
         seen += count
         rows = torch.arange(seen - count, seen, dtype=torch.float32).view(1, 1, -1, 1)
         kv.append(Step(
-            layer=0, phase=Phase.QUERY if seen > count else Phase.CONTEXT, compress=False, last=True, observe=False,
+            layer=0, moment=Moment.TURN_END if seen > count else Moment.CONTEXT_END,
             positions=torch.arange(seen - count, seen)[None], seen=seen, query=rows, key=rows, value=-rows, scale=1.0,
-            window=None, softcap=None, sinks=None, causal=True, hidden=None, rope=NO_ROPE,
+            window=None, softcap=None, sinks=None, causal=True, rope=NO_ROPE,
         ))
         kv.trim(sinks, sinks + ring, compensate=False)
         wanted = [*range(min(seen, sinks)), *range(max(sinks, seen - ring), seen)]
@@ -266,9 +267,9 @@ def test_sinks_go_out_of_sight_with_the_window(make_step):
     held = set(range(context))
     for before, size in [(0, context), *((x, 1) for x in range(context, total))]:
         part, now = slice(before, before + size), torch.arange(before, before + size)[:, None]
-        phase = Phase.DECODE if before else Phase.CONTEXT
+        moment = Moment.DECODE if before else Moment.CONTEXT_END
         step = make_step(
-            query[:, :, part], keys[:, :, part], values[:, :, part], before=before, phase=phase, window=window
+            query[:, :, part], keys[:, :, part], values[:, :, part], before=before, moment=moment, window=window
         )
         kv.append(step)
         held |= {*range(before, before + size)}

@@ -8,7 +8,7 @@ import torch
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
-from kvbench.method import Budget, Phase
+from kvbench.method import Budget, Moment
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.quantization.full_int8 import FullInt8
 
@@ -32,7 +32,7 @@ def test_codes_are_all_that_is_stored():
             for name, rows in (("key", exact.keys), ("value", exact.values)):
                 scale = held[f"{name}_scale"].float()[..., None]
                 assert ((held[name] * scale - rows).abs() <= 0.57 * scale).all()
-        ours.forward(ids(1, 5), Phase.DECODE)
+        ours.forward(ids(1, 5), Moment.DECODE)
         assert all(store.keys.dtype == torch.int8 and store.n == 41 for store in ours.layers)
 
 
@@ -41,7 +41,7 @@ def test_answers_are_near_the_dense_cache_s():
     model = tiny_model()
     with Session(model, FullInt8()) as ours, Session(model, Full()) as full:
         assert ours.prefill(ids(40)).equal(full.prefill(ids(40)))
-        found, wanted = (x.forward(ids(20, 2), Phase.QUERY, keep=20) for x in (ours, full))
+        found, wanted = (x.forward(ids(20, 2), Moment.TURN_END, keep=20) for x in (ours, full))
     error = ((found - wanted).square().mean() / wanted.square().mean()).sqrt()
     assert 1e-5 < error < 0.02
 

@@ -10,7 +10,7 @@ import torch
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import tiny_model
-from kvbench.method import Budget, Phase
+from kvbench.method import Budget, Moment
 from kvbench.methods.eviction.h2o import H2O
 
 BY_HAND = [[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0.2, 0.2, 0.6, 0], [0.3, 0.5, 0.3, 0.4]]
@@ -31,7 +31,7 @@ def test_the_card_s_example(make_step):
     assert torch.allclose(kv.scores[0, 0], torch.tensor([1.7, 0.7, 0.6]))
     method.evict(kv, step)
     assert kv.positions[0, 0].tolist() == [0, 2]
-    step = make_step(*by_hand(3, 4), before=3, phase=Phase.DECODE)
+    step = make_step(*by_hand(3, 4), before=3, moment=Moment.DECODE)
     kv.append(step)
     assert torch.allclose(kv.scores[0, 0], torch.tensor([2.0, 0.9, 0.4]))
     method.evict(kv, step)
@@ -65,7 +65,7 @@ def test_the_size_is_exact_and_nothing_comes_back(recent):
             if before is not None:
                 assert all(x <= old | {session.seen - 1} for x, old in zip(heads, before, strict=True))
             before = heads
-            session.forward(torch.tensor([[token]]), Phase.DECODE)
+            session.forward(torch.tensor([[token]]), Moment.DECODE)
 
 
 def test_scores_travel_with_their_rows():
@@ -81,7 +81,7 @@ def test_scores_travel_with_their_rows():
                     now = dict(zip(store.positions[0, head].tolist(), store.scores[0, head].tolist(), strict=True))
                     assert all(now[p] >= old[i, head].get(p, 0) for p in now) if (i, head) in old else True
                     old[i, head] = now
-            session.forward(torch.tensor([[token]]), Phase.DECODE)
+            session.forward(torch.tensor([[token]]), Moment.DECODE)
 
 
 @pytest.mark.parametrize("recent", [-0.1, 1.1])

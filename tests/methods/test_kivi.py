@@ -9,7 +9,7 @@ from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.kernels.pack import dequantize, quantize
-from kvbench.method import Budget, LayerShape, Phase, Shape
+from kvbench.method import Budget, LayerShape, Moment, Shape
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.quantization.kivi import Kivi
 from kvbench.registry import find_method
@@ -95,7 +95,7 @@ def test_a_context_within_the_residual_is_the_dense_cache():
     assert not method.identity(model.shape(96))
     with Session(model, method) as ours, Session(model, Full()) as full:
         assert ours.prefill(ids(60)).equal(full.prefill(ids(60)))
-        found, wanted = (x.forward(ids(20, 2), Phase.QUERY, keep=20) for x in (ours, full))
+        found, wanted = (x.forward(ids(20, 2), Moment.TURN_END, keep=20) for x in (ours, full))
         assert torch.allclose(found, wanted, atol=1e-5)
         assert ours.effect().identity
 
@@ -106,7 +106,7 @@ def test_more_bits_are_nearer():
     for bits in (2, 3, 4, 8):
         with Session(model, Kivi(key_bits=bits, value_bits=bits)) as ours, Session(model, Full()) as full:
             assert ours.prefill(ids(100)).equal(full.prefill(ids(100)))
-            found, wanted = (x.forward(ids(20, 2), Phase.QUERY, keep=20) for x in (ours, full))
+            found, wanted = (x.forward(ids(20, 2), Moment.TURN_END, keep=20) for x in (ours, full))
             errors.append(relative(found, wanted))
     assert errors == sorted(errors, reverse=True)
     assert 1e-5 < errors[-1] < 0.02
@@ -117,9 +117,9 @@ def test_later_turns_are_packed_when_they_end_and_not_before():
     for compat in (False, True):
         with Session(tiny_model(), Kivi(scbench_compat=compat)) as session:
             session.prefill(ids(40))
-            session.forward(ids(30, 2), Phase.QUERY, last=False)
+            session.forward(ids(30, 2), Moment.TURN_CHUNK)
             assert [x.packed.keys.n for x in session.layers] == [1, 1]  # groups of 32
-            session.forward(ids(20, 3), Phase.QUERY, last=True)
+            session.forward(ids(20, 3), Moment.TURN_END)
             assert [x.packed.keys.n for x in session.layers] == ([1, 1] if compat else [2, 2])
             assert [x.packed.values.n for x in session.layers] == ([8, 8] if compat else [58, 58])
 

@@ -10,8 +10,9 @@ from kvbench.engine.agreement import Dense
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
-from kvbench.method import Budget, LayerShape, Phase, Shape
+from kvbench.method import Budget, LayerShape, Moment, Shape
 from kvbench.methods.merging.kvmerger import KVMerger, MergingKV
+from kvbench.store import Fact
 
 CLOSE = torch.tensor([0.0, 0.1, 0.2, 3.0, 3.1, 0.0, 2.0, 2.05, 2.1, 5.0])
 """Angles of ten keys, five of whose nine pairs of neighbors differ by a tenth or less."""
@@ -63,7 +64,7 @@ def test_neighbors_above_the_threshold_are_joined(make_step):
     assert joins.int().tolist() == [[[1, 1, 0, 1, 0, 0, 1, 1, 0]]]
     unprotected(mode="eps", eps=0.98).evict(kv, step)
     assert kv.frozen.counts == [10 - 5]
-    assert kv.facts() == {"entries_dropped": 5, "entries_merged": 5}
+    assert kv.facts() == {"entries_dropped": Fact(5, changed=True), "entries_merged": Fact(5)}
 
 
 @pytest.mark.parametrize("rows", range(1, 10))
@@ -136,7 +137,7 @@ def test_equal_rows_with_a_bias_are_the_dense_cache(settings, make_step):
     rows, repeats = torch.randn(4, 6, generator=generator), torch.tensor([3, 1, 5, 2])
     keys, values = rows[:, :4].repeat_interleave(repeats, 0), rows[:, 2:].repeat_interleave(repeats, 0)
     question = make_step(torch.randn(1, 2, 3, 4, generator=generator), torch.randn(1, 1, 3, 4, generator=generator),
-                         before=11, phase=Phase.QUERY)
+                         before=11, moment=Moment.TURN_END)
     outputs = {}
     for mode in ("dense", "bias", "mean", "sum"):
         kv, step = store_of(make_step, keys, values)

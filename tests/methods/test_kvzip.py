@@ -14,7 +14,7 @@ from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf import Model
 from kvbench.hf.tiny import VOCABULARY, tiny_model
-from kvbench.method import Budget, Method, Phase
+from kvbench.method import Budget, Method, Moment
 from kvbench.methods.eviction.kvzip import KVzip
 from kvbench.store import LayerKV
 
@@ -264,7 +264,7 @@ def test_answers_are_given_from_the_entries_kept():
 
         def attend(self, kv, step):
             """Softmax in float64, causal, over what was kept."""
-            if step.phase is Phase.CONTEXT:
+            if step.moment.in_context:
                 return kv.attend(step)
             query = step.query.double().unflatten(1, (2, -1))
             logits = query @ kv.keys.double()[:, :, None].mT * step.scale
@@ -277,5 +277,5 @@ def test_answers_are_given_from_the_entries_kept():
         ours.prefill(context)
         with Session(model, Masked(marks=kept(ours))) as oracle:
             oracle.prefill(context)
-            found, wanted = (x.forward(question, Phase.QUERY, keep=9) for x in (ours, oracle))
+            found, wanted = (x.forward(question, Moment.TURN_END, keep=9) for x in (ours, oracle))
     assert torch.allclose(found, wanted, atol=1e-4)

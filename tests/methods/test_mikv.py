@@ -11,7 +11,7 @@ from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.kernels.pack import dequantize, quantize
-from kvbench.method import Budget, LayerShape, Phase, Shape
+from kvbench.method import Budget, LayerShape, Moment, Shape
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.eviction.h2o import H2O
 from kvbench.methods.quantization.mikv import MiKV
@@ -92,11 +92,11 @@ def conversation(make_step, method, window, turns, context=30):
     start, pairs = 0, []
     for i, count in enumerate(lengths):
         now = slice(start, start + count)
-        phase = Phase.CONTEXT if i == 0 else Phase.DECODE if count == 1 else Phase.QUERY
-        step = make_step(query[:, :, now], key[:, :, now], value[:, :, now], before=start, phase=phase, window=window)
+        moment = Moment.CONTEXT_END if i == 0 else Moment.DECODE if count == 1 else Moment.TURN_END
+        step = make_step(query[:, :, now], key[:, :, now], value[:, :, now], before=start, moment=moment, window=window)
         kv.append(step)
         ours = method.attend(kv, step)[0].unflatten(0, (HEADS, GROUP)).double()
-        if phase is Phase.CONTEXT and window is not None:
+        if moment is Moment.CONTEXT_END and window is not None:
             kv.keep_last(window)
         method.evict(kv, step)
         for h, twin in enumerate(twins):
@@ -140,13 +140,13 @@ def test_a_channel_that_the_prompt_does_not_use_is_not_balanced(make_step):
     key[:, :, :30, 3] = 0.0
     kv = method.layer(0)
     kv.capacity = 40
-    for part, phase in ((slice(0, 30), Phase.CONTEXT), (slice(30, 40), Phase.QUERY)):
+    for part, moment in ((slice(0, 30), Moment.CONTEXT_END), (slice(30, 40), Moment.TURN_END)):
         rows = (x[:, :, part].half() for x in (query, key, value))
-        step = make_step(*rows, before=part.start, phase=phase)
+        step = make_step(*rows, before=part.start, moment=moment)
         kv.append(step)
         output = method.attend(kv, step)
         method.evict(kv, step)
-    last = make_step(query[:, :, :1].half(), key[:, :, :1].half(), before=40, phase=Phase.DECODE)
+    last = make_step(query[:, :, :1].half(), key[:, :, :1].half(), before=40, moment=Moment.DECODE)
     kv.append(last)
     assert output.isfinite().all()
     assert method.attend(kv, last).isfinite().all()
@@ -206,7 +206,8 @@ def test_the_balancer_is_an_identity_without_rounding(make_step):
     method = replace(MiKV(), length=20)
     kv = method.layer(0)
     for low in (0, 8):  # in two chunks
-        step = make_step(query[:, :, low : low + 12], key[:, :, low : low + 12], before=low, last=low == 8)
+        step = make_step(query[:, :, low : low + 12], key[:, :, low : low + 12], before=low,
+                         moment=Moment.CONTEXT_END if low == 8 else Moment.CONTEXT_CHUNK)
         kv.append(step)
         method.attend(kv, step)
         kv.n -= 4 * (low == 0)

@@ -12,7 +12,7 @@ from kvbench.engine.autoregressive import step_logits
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
-from kvbench.method import Budget, Phase
+from kvbench.method import Budget, Moment
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.retrieval.quest import Quest
 
@@ -44,7 +44,7 @@ def test_a_planted_page_is_found(make_step):
         keys = 0.1 * torch.randn(1, 1, 64, 8)
         keys[0, 0, at] = 10.0
         kv = indexed(method, make_step(keys, keys))
-        later = make_step(torch.ones(1, 2, 1, 8), torch.zeros(1, 1, 1, 8), before=64, phase=Phase.DECODE)
+        later = make_step(torch.ones(1, 2, 1, 8), torch.zeros(1, 1, 1, 8), before=64, moment=Moment.DECODE)
         kv.append(later)
         pages = kv.select(later, 3)
         assert (pages == at // 4).any(-1).all()
@@ -59,7 +59,7 @@ def test_each_query_head_chooses_for_itself(make_step):
     keys[0, 0, 10, 0] = keys[0, 0, 30, 1] = 5.0
     kv = indexed(method, make_step(keys, keys))
     query = torch.tensor([[1.0, 0.0], [0.0, 1.0]])[None, :, None]
-    later = make_step(query, torch.zeros(1, 1, 1, 2), before=64, phase=Phase.DECODE)
+    later = make_step(query, torch.zeros(1, 1, 1, 2), before=64, moment=Moment.DECODE)
     kv.append(later)
     first, second = kv.select(later, 2)[0, :, 0].tolist()
     assert set(first) == {16, 2}
@@ -77,7 +77,7 @@ def test_bounds_follow_the_rows():
             paged = layer.keys[:, :, :16].unflatten(2, (4, 4))
             assert layer._bounds[:, :, : layer._pages].equal(torch.cat([paged.amin(3), paged.amax(3)], -1))
         for token in tokens[17:]:
-            parts.forward(torch.tensor([[token]]), Phase.DECODE)
+            parts.forward(torch.tensor([[token]]), Moment.DECODE)
         for layer in parts.layers:
             assert layer._pages == 12
             paged = layer.keys[:, :, :48].unflatten(2, (12, 4))
@@ -91,8 +91,8 @@ def test_a_question_reads_as_its_tokens_would_one_by_one():
     method = fitted(model, 16, 70)
     with Session(model, method, capacity=100) as once, Session(model, method, capacity=100) as singly:
         once.prefill(ids(70)), singly.prefill(ids(70))
-        together = once.forward(torch.tensor([ids(20, 2)]), Phase.QUERY, keep=20)
-        apart = torch.cat([singly.forward(torch.tensor([[x]]), Phase.QUERY) for x in ids(20, 2)], dim=1)
+        together = once.forward(torch.tensor([ids(20, 2)]), Moment.TURN_END, keep=20)
+        apart = torch.cat([singly.forward(torch.tensor([[x]]), Moment.TURN_END) for x in ids(20, 2)], dim=1)
         assert once.effect().facts == singly.effect().facts
     assert (together - apart).abs().max() < 1e-5
 
@@ -104,7 +104,7 @@ def test_enough_pages_are_the_dense_cache():
     with Session(model, method, capacity=120) as ours, Session(model, Full(), capacity=120) as dense:
         for session in (ours, dense):
             session.prefill(ids(90))
-        found, wanted = (x.forward(torch.tensor([ids(9, 2)]), Phase.QUERY, keep=9) for x in (ours, dense))
+        found, wanted = (x.forward(torch.tensor([ids(9, 2)]), Moment.TURN_END, keep=9) for x in (ours, dense))
         proof = ours.effect()
     assert (found - wanted).abs().max() < 1e-5
     assert proof.facts["pages_skipped"] == 0

@@ -12,7 +12,7 @@ from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.kernels.dense_attention.naive import dense_attention
 from kvbench.kernels.ragged_attention.naive import ragged_attention
-from kvbench.method import Budget, LayerShape, Phase, Shape
+from kvbench.method import Budget, LayerShape, Moment, Shape
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.heads.profile import HeadProfile
 from kvbench.methods.heads.razor_attention import RazorAttention, choose
@@ -43,7 +43,7 @@ def fill(make_step, sizes, *, same=range(0), **options):
             kv.trim(SINKS, ROWS, compensate=True)
         part = slice(before, before + size)
         step = make_step(query[:, :, part], keys[:, :, part], values[:, :, part], before=before, scale=0.4,
-                         phase=Phase.QUERY if i else Phase.CONTEXT, **options)
+                         moment=Moment.TURN_END if i else Moment.CONTEXT_END, **options)
         kv.append(step)
         before += size
     return kv, step, keys, values
@@ -139,7 +139,7 @@ def test_the_mean_moves_in_sixteen_bits(make_step):
     kv.trim(0, 1, compensate=True)
     for i in range(50):
         part = ones[:, :, :100]
-        kv.append(make_step(part, part, before=5000 + 100 * i, phase=Phase.QUERY))
+        kv.append(make_step(part, part, before=5000 + 100 * i, moment=Moment.TURN_END))
         kv.trim(0, 1, compensate=True)
 
     assert torch.allclose(kv.state["key_sum"] / kv.merged, torch.tensor(0.5), atol=1e-4)
@@ -148,8 +148,8 @@ def test_the_mean_moves_in_sixteen_bits(make_step):
 def conversation(model, method, length):
     """Logits of a context, a question, and 12 decode steps."""
     with Session(model, method, capacity=length + 40) as session:
-        found = [session.prefill(ids(length)), session.forward(ids(5, 2), Phase.QUERY, keep=5)[0]]
-        found += [session.forward(ids(1, 10 + i), Phase.DECODE)[0] for i in range(12)]
+        found = [session.prefill(ids(length)), session.forward(ids(5, 2), Moment.TURN_END, keep=5)[0]]
+        found += [session.forward(ids(1, 10 + i), Moment.DECODE)[0] for i in range(12)]
     return torch.cat(found)
 
 
@@ -175,7 +175,7 @@ def test_retrieval_heads_hold_all_and_the_others_a_bounded_number():
     with Session(model, method, capacity=100) as session:
         session.prefill(ids(60))
         for _ in range(20):
-            session.forward(ids(1), Phase.DECODE)
+            session.forward(ids(1), Moment.DECODE)
         kept = [store.entries_kept() for store in session.layers]
 
     assert len(retrieval) == 2

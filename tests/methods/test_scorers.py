@@ -13,7 +13,7 @@ from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.rope import NO_ROPE
 from kvbench.hf.tiny import tiny_model
-from kvbench.method import Budget, Method, Phase, Step
+from kvbench.method import Budget, Method, Moment, Step
 from kvbench.methods.eviction.expected_attention import ExpectedAttention
 from kvbench.methods.eviction.keydiff import KeyDiff
 from kvbench.methods.eviction.knorm import Knorm
@@ -22,13 +22,15 @@ from kvbench.methods.eviction.tova import TOVA
 from kvbench.store import LayerKV
 
 
-def make_step(query: Tensor, key: Tensor, value: Tensor, rope: object = NO_ROPE, phase: Phase = Phase.CONTEXT) -> Step:
+def make_step(
+    query: Tensor, key: Tensor, value: Tensor, rope: object = NO_ROPE, moment: Moment = Moment.CONTEXT_END
+) -> Step:
     """A whole context in one forward. query: [B, H_q, T, D]"""
     count = key.shape[2]
     return Step(
-        layer=0, phase=phase, compress=phase is Phase.CONTEXT, last=True, observe=True,
+        layer=0, moment=moment,
         positions=torch.arange(count)[None].expand(key.shape[0], -1), seen=count, query=query, key=key, value=value,
-        scale=1.0, window=None, softcap=None, sinks=None, causal=True, hidden=None, rope=rope,  # type: ignore[arg-type]
+        scale=1.0, window=None, softcap=None, sinks=None, causal=True, rope=rope,  # type: ignore[arg-type]
     )
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvbench.engine.session import Session
 from kvbench.hf.tiny import VOCABULARY, tiny_model
-from kvbench.method import Budget, Phase
+from kvbench.method import Budget, Moment
 from kvbench.methods.eviction.expected_attention import ExpectedAttention
 from kvbench.methods.eviction.h2o import H2O
 from kvbench.methods.eviction.keydiff import KeyDiff
@@ -64,7 +64,7 @@ def test_a_rolling_method_drops_what_has_left_the_window_first(method):
     with Session(model, fitted, capacity=200, track=True) as session:
         session.prefill(list(range(60)))
         for token in range(40):
-            session.forward(torch.tensor([[token]]), Phase.DECODE)
+            session.forward(torch.tensor([[token]]), Moment.DECODE)
             for store in session.layers:
                 assert store.n == 20 * 24 / 60
                 assert store.positions.min() >= session.seen - 24

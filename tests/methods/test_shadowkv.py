@@ -11,7 +11,7 @@ from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.rope import NO_ROPE
 from kvbench.hf.tiny import VOCABULARY, tiny_model
-from kvbench.method import Budget, LayerShape, Phase, Shape
+from kvbench.method import Budget, LayerShape, Moment, Shape
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.retrieval.shadowkv import ShadowKV, find_outliers, select_chunks
 from kvbench.store.host import HostRows
@@ -56,9 +56,9 @@ def test_full_rank_and_every_chunk_are_the_dense_cache(shape, outliers):
         assert ours.effect().acted
         for count in (7, 200):
             question = torch.tensor([ids(count, 2)])
-            found, wanted = (x.forward(question, Phase.QUERY, keep=count) for x in (ours, dense))
+            found, wanted = (x.forward(question, Moment.TURN_END, keep=count) for x in (ours, dense))
             assert (found - wanted).abs().max() < 1e-4
-        found, wanted = (x.forward(torch.tensor([[3]]), Phase.DECODE) for x in (ours, dense))
+        found, wanted = (x.forward(torch.tensor([[3]]), Moment.DECODE) for x in (ours, dense))
         assert (found - wanted).abs().max() < 1e-4
 
 
@@ -68,7 +68,7 @@ def test_a_low_rank_costs_something():
     for rank in (32, 8):
         with Session(model, fitted(model, 40, 90, rank=rank), capacity=100) as session:
             session.prefill(ids(90))
-            logits.append(session.forward(torch.tensor([[3]]), Phase.DECODE))
+            logits.append(session.forward(torch.tensor([[3]]), Moment.DECODE))
     assert (logits[0] - logits[1]).abs().max() > 1e-3
 
 
@@ -83,7 +83,7 @@ def test_a_planted_chunk_is_found(make_step):
         step = make_step(keys, keys, values)
         kv.append(step)
         method.evict(kv, step)
-        later = make_step(torch.ones(1, 2, 1, 8), torch.zeros(1, 1, 1, 8), before=96, phase=Phase.DECODE)
+        later = make_step(torch.ones(1, 2, 1, 8), torch.zeros(1, 1, 1, 8), before=96, moment=Moment.DECODE)
         kv.append(later)
         assert (select_chunks(later.query, kv.landmarks, 1.0, 2) == at).any(-1).all()
         wanted = values[0, 0, at * 8 : at * 8 + 8].mean(0).expand(1, 2, 1, -1)
@@ -117,7 +117,7 @@ def test_slots_hold_what_a_fresh_fetch_would():
     with Session(model, fitted(model, 24, 120), capacity=200) as session:
         session.prefill(torch.tensor([ids(120), ids(120, 4)]))
         for token in ids(30, 2):
-            session.forward(torch.tensor([[token], [token]]), Phase.DECODE)
+            session.forward(torch.tensor([[token], [token]]), Moment.DECODE)
         facts = session.effect().facts
         assert 0 < facts["chunks_reused"] < facts["chunks_selected"] == 2 * 2 * 30 * 2 * 6
         for store in session.layers:
@@ -153,8 +153,8 @@ def test_a_question_selects_as_its_tokens_would_one_by_one():
     method = fitted(model, 24, 90)
     with Session(model, method, capacity=300) as once, Session(model, method, capacity=300) as singly:
         once.prefill(ids(90)), singly.prefill(ids(90))
-        together = once.forward(torch.tensor([ids(50, 2)]), Phase.QUERY, keep=50)
-        apart = torch.cat([singly.forward(torch.tensor([[x]]), Phase.QUERY) for x in ids(50, 2)], dim=1)
+        together = once.forward(torch.tensor([ids(50, 2)]), Moment.TURN_END, keep=50)
+        apart = torch.cat([singly.forward(torch.tensor([[x]]), Moment.TURN_END) for x in ids(50, 2)], dim=1)
         assert once.effect().facts == singly.effect().facts
     assert (together - apart).abs().max() < 1e-4
 
@@ -189,7 +189,7 @@ def test_short_contexts_stay_dense_and_say_so():
             assert proof.identity
             assert proof.facts["layers_dense"] == 2
             assert not proof.acted
-            found, wanted = (x.forward(torch.tensor([ids(9, 2)]), Phase.QUERY, keep=9) for x in (session, dense))
+            found, wanted = (x.forward(torch.tensor([ids(9, 2)]), Moment.TURN_END, keep=9) for x in (session, dense))
             assert found.equal(wanted)
     assert not fitted(model, 12, 33).identity(model.shape(33))
 

@@ -12,7 +12,7 @@ from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import tiny_model
 from kvbench.kernels.dense_attention.naive import attention_weights
-from kvbench.method import Budget
+from kvbench.method import Budget, Moment
 from kvbench.methods.eviction.snapkv import SnapKV
 
 
@@ -70,7 +70,8 @@ def test_scores_are_the_card_s_pipeline(pool, cuts, make_step):
     kv, steps, start = method.layer(0), [], 0
     for i, cut in enumerate(cuts):
         part = slice(start, start + cut)
-        steps.append(make_step(query[:, :, part], key[:, :, part], before=start, scale=0.7, last=i == len(cuts) - 1))
+        steps.append(make_step(query[:, :, part], key[:, :, part], before=start, scale=0.7,
+                               moment=Moment.CONTEXT_END if i == len(cuts) - 1 else Moment.CONTEXT_CHUNK))
         kv.append(steps[-1])
         start += cut
     scores = method.score(kv, steps[-1])

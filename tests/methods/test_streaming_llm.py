@@ -11,7 +11,7 @@ import torch
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
-from kvbench.method import Budget, Method, Phase
+from kvbench.method import Budget, Method, Moment
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.eviction.streaming_llm import StreamingLLM
 from kvbench.store import LayerKV
@@ -47,7 +47,7 @@ class ByTheBook(Method):
 
     def evict(self, kv, step):
         """After every forward, the middle."""
-        if step.last and kv.n > ROWS:
+        if step.moment.is_last and kv.n > ROWS:
             index = torch.arange(kv.n)
             kv.keep(torch.cat([index[:SINKS], index[SINKS - ROWS :]]).expand(*kv.keys.shape[:2], -1))
 
@@ -60,8 +60,8 @@ def ids(count, seed=1):
 def conversation(model, method, length):
     """Logits of a context, a question of 5 tokens and 24 decode steps."""
     with Session(model, method, capacity=length + 60) as session:
-        found = [session.prefill(ids(length)), session.forward(ids(5, 2), Phase.QUERY, keep=5)[0]]
-        found += [session.forward(ids(1, 10 + i), Phase.DECODE)[0] for i in range(24)]
+        found = [session.prefill(ids(length)), session.forward(ids(5, 2), Moment.TURN_END, keep=5)[0]]
+        found += [session.forward(ids(1, 10 + i), Moment.DECODE)[0] for i in range(24)]
     return torch.cat(found)
 
 
@@ -132,7 +132,7 @@ def test_what_is_held(sinks):
             wanted = [*range(sinks), *range(session.seen - ROWS + sinks, session.seen)]
             for store in session.layers:
                 assert [sorted(x.tolist()) for x in store.positions[0]] == [wanted] * 2
-            session.forward(torch.tensor([[token]]), Phase.DECODE)
+            session.forward(torch.tensor([[token]]), Moment.DECODE)
 
 
 @pytest.mark.parametrize("positions", ["cache", "original"])
@@ -146,7 +146,7 @@ def test_a_window_longer_than_the_context_keeps_the_sinks(positions):
             session.prefill(ids(40))
             assert sorted(session.layers[0].positions[0, 0].tolist()) == [*range(SINKS), *range(40 - ROWS + SINKS, 40)]
             assert session.memory().stored_bytes == method.declared_bytes(model.shape(40))
-            found[window] = torch.cat([session.forward(ids(1, 10 + i), Phase.DECODE)[0] for i in range(9)])
+            found[window] = torch.cat([session.forward(ids(1, 10 + i), Moment.DECODE)[0] for i in range(9)])
     assert torch.allclose(found[None], found[4096], atol=1e-5)
 
 

@@ -12,7 +12,7 @@ from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.kernels.column_sums import naive as column_sums
 from kvbench.kernels.pack import dequantize, quantize
-from kvbench.method import Budget, LayerShape, Phase, Shape
+from kvbench.method import Budget, LayerShape, Moment, Shape
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.quantization.zipcache import ZipCache
 
@@ -46,12 +46,13 @@ def run(make_step, method, rows, lengths, window=None, context_chunks=1):
     outputs, start = [], 0
     for i, count in enumerate(lengths):
         now = slice(start, start + count)
-        phase = Phase.CONTEXT if i < context_chunks else Phase.DECODE if count == 1 else Phase.QUERY
-        step = make_step(query[:, :, now], key[:, :, now], value[:, :, now], before=start, phase=phase, window=window,
-                         last=i >= context_chunks - 1)
+        later = Moment.DECODE if count == 1 else Moment.TURN_END
+        context = Moment.CONTEXT_CHUNK if i < context_chunks - 1 else Moment.CONTEXT_END
+        moment = context if i < context_chunks else later
+        step = make_step(query[:, :, now], key[:, :, now], value[:, :, now], before=start, moment=moment, window=window)
         kv.append(step)
         outputs.append(method.attend(kv, step)[0].double())
-        if phase is Phase.CONTEXT and window is not None:
+        if moment.in_context and window is not None:
             kv.keep_last(window)
         method.evict(kv, step)
         start += count
@@ -247,7 +248,7 @@ def test_many_bits_are_near_the_dense_cache():
         method = ZipCache(high_bits=bits[0], low_bits=bits[1]).fit(None, model.shape(40))
         with Session(model, method) as ours, Session(model, Full()) as full:
             assert torch.allclose(ours.prefill(ids(40)), full.prefill(ids(40)), atol=1e-5)
-            found, wanted = (x.forward(ids(20, 2), Phase.QUERY, keep=20) for x in (ours, full))
+            found, wanted = (x.forward(ids(20, 2), Moment.TURN_END, keep=20) for x in (ours, full))
         errors.append(((found - wanted).square().mean() / wanted.square().mean()).sqrt().item())
     assert 1e-5 < errors[0] < 0.02 < errors[1]
 

@@ -16,7 +16,7 @@ from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.rope import NO_ROPE
 from kvbench.hf.tiny import VOCABULARY, tiny_model
-from kvbench.method import BudgetKind, Card, Method, Phase, Step
+from kvbench.method import BudgetKind, Card, Method, Moment, Step
 from kvbench.store import LayerKV
 from kvbench.store.int8 import Int8KV
 
@@ -33,13 +33,13 @@ def rows_of(tokens, batch, offset=0.0):
     return (torch.tensor(tokens, dtype=torch.float32).view(1, 1, -1, 1) + head + offset).expand(-1, -1, -1, WIDTH)
 
 
-def step_of(tokens, seen, batch=2, window=None, phase=Phase.CONTEXT):
+def step_of(tokens, seen, batch=2, window=None, moment=Moment.CONTEXT_END):
     """The forward pass that brings these tokens."""
     key = rows_of(tokens, batch)
     return Step(
-        layer=0, phase=phase, compress=False, last=True, observe=True,
+        layer=0, moment=moment,
         positions=torch.tensor(tokens).expand(batch, -1), seen=seen, query=key.repeat(1, 2, 1, 1), key=key,
-        value=rows_of(tokens, batch, 0.5), scale=1.0, window=window, softcap=None, sinks=None, causal=True, hidden=None,
+        value=rows_of(tokens, batch, 0.5), scale=1.0, window=window, softcap=None, sinks=None, causal=True,
         rope=NO_ROPE,
     )
 
@@ -287,12 +287,12 @@ def test_decoding_within_capacity_reallocates_nothing():
     kv = context(capacity=20)
     before = pointers(kv)
     for token in range(6, 20):
-        add(kv, [token], phase=Phase.DECODE)
+        add(kv, [token], moment=Moment.DECODE)
     assert pointers(kv) == before
     kv.reserve(3, 1)
     before = pointers(kv)
     for token in range(20, 23):
-        add(kv, [token], phase=Phase.DECODE)
+        add(kv, [token], moment=Moment.DECODE)
     assert pointers(kv) == before
 
 
@@ -300,7 +300,7 @@ def test_a_full_store_grows():
     """Beyond its capacity a store goes on, with the rows that it had."""
     kv = context(capacity=7)
     for token in range(6, 12):
-        add(kv, [token], phase=Phase.DECODE)
+        add(kv, [token], moment=Moment.DECODE)
     assert kv.keys[1, 1, :, 0].tolist() == [t + 3 / 16 for t in range(12)]
 
 
@@ -411,7 +411,7 @@ def test_unwritten_rows_never_leak(kind):
     for store in (kv, kv.fork()):
         twin = plain.fork()
         for token in (6, 7, 8):
-            step = step_of([token], token + 1, phase=Phase.DECODE)
+            step = step_of([token], token + 1, moment=Moment.DECODE)
             store.append(step)
             twin.append(step)
             assert torch.allclose(store.attend(step), twin.attend(step), atol=1e-5)
@@ -422,14 +422,14 @@ def test_a_static_store_that_is_full_says_so():
     """A step beyond the capacity is an error and not a row written elsewhere; so is a wish for more room."""
     kv = context(capacity=8)
     kv.make_static()
-    add(kv, [6], phase=Phase.DECODE)
+    add(kv, [6], moment=Moment.DECODE)
     kv.reserve(1, 1)
     with pytest.raises(UserError, match="capacity"):
         kv.reserve(2, 1)
-    add(kv, [7], phase=Phase.DECODE)
+    add(kv, [7], moment=Moment.DECODE)
     before = kv.keys.clone()
     with pytest.raises(UserError, match="capacity"):
-        add(kv, [8], phase=Phase.DECODE)
+        add(kv, [8], moment=Moment.DECODE)
     assert kv.keys.equal(before)
 
 
@@ -439,14 +439,14 @@ def test_a_static_store_owns_its_rows():
     other = kv.fork()
     kv.make_static()
     add(other, [16])  # first: a recorded step moves no number that the host could look at
-    add(kv, [6], phase=Phase.DECODE)
+    add(kv, [6], moment=Moment.DECODE)
     assert kv.keys[0, 0, :7, 0].tolist() == list(range(7))
     assert other.keys[0, 0, :, 0].tolist() == [*range(6), 16]
     parent = context()
     branch = parent.fork()
     add(branch, [6, 7])
     parent.make_static()
-    add(parent, [16], phase=Phase.DECODE)
+    add(parent, [16], moment=Moment.DECODE)
     assert branch.keys[0, 0, :, 0].tolist() == list(range(8))
 
 
@@ -488,13 +488,13 @@ class Chosen(Method):
 
     def evict(self, kv, step):
         """At the end of the context, and ever after where rows are dropped."""
-        if step.compress:
+        if step.moment.compresses:
             mask = chosen(self.kind, kv.positions, step.seen)
             if self.kind == "ragged":
                 kv.keep_where(mask)
             else:
                 kv.keep(mask.int().topk(ROWS, dim=-1).indices.sort(-1).values)
-        elif self.kind == "drop" and step.phase is not Phase.CONTEXT and step.last and kv.n > ROWS:
+        elif self.kind == "drop" and not step.moment.in_context and step.moment.is_last and kv.n > ROWS:
             kv.drop(worth(kv.positions, step.seen).topk(kv.n - ROWS).indices)
 
 
@@ -533,11 +533,11 @@ class Masked(Method):
         """Mark rows as gone."""
         kept = self.masks[step.layer]
         positions = torch.arange(kv.n).expand_as(kept)
-        if step.compress:
+        if step.moment.compresses:
             held = positions >= kv.n - (step.window or kv.n)  # what a sliding window leaves of any cache
             places = positions[held].view(*kept.shape[:2], -1)
             self.masks[step.layer] = torch.zeros_like(kept).masked_scatter(held, chosen(self.kind, places, step.seen))
-        elif self.kind == "drop" and step.phase is not Phase.CONTEXT and step.last and int(kept[0, 0].sum()) > ROWS:
+        elif self.kind == "drop" and not step.moment.in_context and step.moment.is_last and kept[0, 0].sum() > ROWS:
             value = worth(positions, step.seen).masked_fill(~kept, -1)
             gone = value.topk(int(kept[0, 0].sum()) - ROWS).indices
             self.masks[step.layer] = kept.scatter(-1, gone, False)
@@ -568,10 +568,10 @@ def test_evicted_caches_equal_a_masked_full_one(kind, shape, chunk):
         assert counts == [x.sum(-1).flatten().tolist() for x in oracle.method.masks.values()]
         for seed, length in ((2, 5), (3, 1)):
             question = ids(length, seed)
-            found, wanted = (x.forward(question, Phase.QUERY, keep=length) for x in (ours, oracle))
+            found, wanted = (x.forward(question, Moment.TURN_END, keep=length) for x in (ours, oracle))
             assert close(found, wanted)
         for token in range(8):
-            found, wanted = (x.forward(ids(1, 10 + token), Phase.DECODE) for x in (ours, oracle))
+            found, wanted = (x.forward(ids(1, 10 + token), Moment.DECODE) for x in (ours, oracle))
             assert close(found, wanted)
 
 

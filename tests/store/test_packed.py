@@ -12,7 +12,7 @@ from kvbench.errors import UserError
 from kvbench.hf.rope import NO_ROPE
 from kvbench.kernels.dense_attention.naive import dense_attention
 from kvbench.kernels.pack import dequantize, naive, quantize
-from kvbench.method import Phase, Step
+from kvbench.method import Moment, Step
 from kvbench.store import storage_bytes
 from kvbench.store.blocks import Residual
 from kvbench.store.packed import PackedKV, Packing
@@ -29,14 +29,14 @@ def rows(count, seed=0, heads=2):
     return tuple(torch.randn(1, heads, count, width, generator=generator) for width in (KEY_WIDTH, VALUE_WIDTH))
 
 
-def step_of(key, value, seen, *, phase=Phase.CONTEXT, **options):
+def step_of(key, value, seen, *, moment=Moment.CONTEXT_END, **options):
     """The forward pass that brings these rows."""
     count = key.shape[2]
     query = torch.randn(1, 4, count, KEY_WIDTH, generator=torch.Generator().manual_seed(seen))
     return Step(
-        layer=0, phase=phase, compress=False, last=True, observe=False,
+        layer=0, moment=moment,
         positions=torch.arange(seen - count, seen).expand(1, -1), seen=seen, query=query, key=key, value=value,
-        scale=0.3, causal=True, hidden=None, rope=NO_ROPE,
+        scale=0.3, causal=True, rope=NO_ROPE,
         **{"window": None, "softcap": None, "sinks": None, **options},
     )
 
@@ -63,7 +63,7 @@ def stored(kv):
 
 def add(kv, key, value, seen, **options):
     """A later forward, and what its end packs."""
-    step = step_of(key, value, seen, phase=Phase.DECODE, **options)
+    step = step_of(key, value, seen, moment=Moment.DECODE, **options)
     kv.append(step)
     output = kv.attend(step)
     kv.flush()
@@ -93,7 +93,7 @@ def test_the_context_is_packed_but_for_the_residual(length):
     assert kv.packed.last_keys.rows.equal(key[:, :, whole:])
     assert kv.packed.last_values.rows.equal(value[:, :, old:])
     assert kv.entries_kept() == [length, length]
-    assert kv.facts()["entries_quantized"] == 2 * whole
+    assert kv.facts()["entries_quantized"].value == 2 * whole
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -208,7 +208,7 @@ def test_a_long_turn_makes_room_once():
     kv.reserve(50, 40)
     blocks = kv.tensors()
     for low, high in ((20, 30), (30, 60)):
-        kv.append(step_of(key[:, :, low:high], value[:, :, low:high], high, phase=Phase.QUERY))
+        kv.append(step_of(key[:, :, low:high], value[:, :, low:high], high, moment=Moment.TURN_END))
     kv.flush()
     for seen in range(61, 71):
         add(kv, key[:, :, seen - 1 : seen], value[:, :, seen - 1 : seen], seen)
@@ -276,8 +276,8 @@ def test_packed_rows_are_not_compressed_again_in_silence():
 def test_distinct_codes_are_effect():
     """Random rows use every code of their width, and never more."""
     facts = packed_store(*rows(64)).facts()
-    assert facts["distinct_key_codes"] == 4
-    assert facts["distinct_value_codes"] == 8
+    assert facts["distinct_key_codes"].value == 4
+    assert facts["distinct_value_codes"].value == 8
 
 
 def test_a_residual_moves_its_rows_to_the_front():
@@ -303,7 +303,7 @@ def test_dequantized_keys_between_are_the_stored_ones():
     assert (keys.packed.shape[2], values.packed.shape[2]) == (16, 13)
     kv.packed.last_values.block.zero_()
     kv.packed.last_values.rows[:, :, :3] = 1.0  # only the rows between have a value
-    step = step_of(*rows(1, seed=3), 22, phase=Phase.DECODE)
+    step = step_of(*rows(1, seed=3), 22, moment=Moment.DECODE)
     kv.append(step)
     kv.packed.last_values.rows[:, :, -1] = 0.0
     exact = torch.cat([dequantize(keys), kv.packed.last_keys.rows], dim=2)

@@ -44,7 +44,7 @@ class Killer(Method):
                                 stages=(), budget=BudgetKind.STORED, heads="independent", upstream=None)
 
     def evict(self, kv, step):
-        if step.compress:
+        if step.moment.compresses:
             self.calls.append(step.layer)
             if len(self.calls) == 5 and os.path.exists(os.environ["TOY_KILL"]):  # two layers: in the third sample
                 os.unlink(os.environ["TOY_KILL"])

@@ -94,7 +94,7 @@ class Last(Method):
 
     def evict(self, kv: LayerKV, step: Step) -> None:
         """The last rows."""
-        if not step.compress:
+        if not step.moment.compresses:
             return
         if step.layer == 0:
             self.runs.append(step.seen)

@@ -27,7 +27,7 @@ from kvbench.hf import load_model
 from kvbench.integrations.lmeval.generation import Generation
 from kvbench.integrations.lmeval.tally import Tally
 from kvbench.log import say
-from kvbench.method import Method, Phase
+from kvbench.method import Method, Moment
 from kvbench.registry import find_method
 from kvbench.runs.request import check_model
 from kvbench.settings import configure, jsonable_settings
@@ -227,7 +227,7 @@ class KvbenchModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         for _ in range(generation.limit):
             if ids:
                 token = torch.tensor([ids[-1:]], device=self.model.device)
-                session.logits = session.forward(token, Phase.DECODE)[:, -1]
+                session.logits = session.forward(token, Moment.DECODE)[:, -1]
             ids += session.method.generate(session, 1, stop).ids[0]
             if ids[-1] in stop:
                 break

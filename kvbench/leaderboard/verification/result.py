@@ -60,7 +60,7 @@ def _sum_distinct(lines: Sequence[Line]) -> dict[str, int]:
     """Counts of distinct codes summed over samples, by name in the result, as old versions of kvbench wrote them."""
     failed = {x.index for x in lines if x.error is not None}
     last = {x.index: x.effect for x in sorted(lines, key=lambda x: x.turn) if x.effect and x.index not in failed}
-    facts = [(name, value) for x in last.values() for name, value in x.facts.items() if name.startswith("distinct")]
+    facts = [(name, value) for x in last.values() for name, value in x.facts.items() if name in x.maxima]
     return {f"effect.facts.{name}": sum(value for x, value in facts if x == name) for name, _ in facts}
 
 
