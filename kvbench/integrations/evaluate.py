@@ -1,4 +1,4 @@
-"""Scorers as `evaluate.Metric`, for those who have predictions from elsewhere; nothing is fetched from anywhere."""
+"""Scorers as `evaluate.Metric`, for predictions made outside kvbench. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from kvbench.task import Scorer
 
 
 def load_metric(scorer_id: str) -> Any:
-    """The scorer of that id, of whichever registered task, as an `evaluate.Metric`.
+    """Wrap the scorer with this id, of any registered task, as an `evaluate.Metric`.
 
-    `compute(predictions=[...], references=[[...], ...], facts=[{...}, ...])` gives the mean under the metric's name,
-    and `n`, the number of turns it is the mean of: those that the scorer has something to say about. `facts` are only
-    needed by scorers that ask for some.
+    `compute(predictions=[...], references=[[...], ...], facts=[{...}, ...])` returns the mean under the metric's name,
+    and `n`, the number of turns that the scorer applies to. `facts` are needed only by scorers that use facts.
 
     Raises:
         UserError: there is no such scorer, or `evaluate` is not installed.
@@ -63,7 +62,7 @@ def _score(
         if (score := scorer(prediction, gold, found)) is not None
     ]
     if not scores:
-        raise UserError(f"scorer {scorer.id} has nothing to say about any of {len(predictions)} predictions.")
+        raise UserError(f"scorer {scorer.id} applies to none of {len(predictions)} predictions.")
     return {scorer.metric: fmean(scores), "n": len(scores)}
 
 

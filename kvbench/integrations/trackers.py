@@ -1,4 +1,4 @@
-"""Results in somebody's experiment tracker. wandb and trackio share the three calls that are needed."""
+"""Logs results to an experiment tracker. wandb and trackio share the three calls that are used."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvbench.runs.results import Result
 
 
 def log_result(package: str, result: Result) -> bool:
-    """Log a result as one run of project `kvbench`; where the tracker fails, say so: the result is on the disk."""
+    """Log a result as one run of project `kvbench`. A failure is printed, since the result is saved on disk."""
     try:
         tracker = importlib.import_module(package)
         tracker.init(project="kvbench", name=result.run_id, config=result.spec.model_dump(mode="json"))

@@ -1,4 +1,4 @@
-"""Printed numbers, one by one: what a table says of each, and how they are found by `paper:table/model/row/column`."""
+"""Claims: single printed numbers with the fields of their table, addressed as `paper:table/model/row/column`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Claim:
     """One printed number."""
 
     paper: str
-    """Name of the file."""
+    """Name of the claims file."""
     source: Paper = field(repr=False)
     table: PaperTable = field(repr=False)
     model: str
@@ -38,7 +38,7 @@ class Claim:
 
     @property
     def parts(self) -> tuple[str, str, str, str]:
-        """Table, model, row and column, as they stand in an id."""
+        """Table, model, row and column, as written in an id."""
         return self.table.name, slug(self.model), slug(self.row), slug(self.column)
 
     @property
@@ -58,13 +58,13 @@ class Claim:
 
     @property
     def budget(self) -> str | None:
-        """The row's, in this column."""
+        """The row's budget in this column."""
         asked = self.method.budget
         return asked[self._place] if isinstance(asked, list) else asked
 
     @property
     def batch(self) -> int:
-        """Sequences at a time, of a speed."""
+        """Batch size of a speed."""
         given = self.block.batch.get(self.row)
         return self.table.batch if given is None else int(given[self._place])
 
@@ -79,12 +79,12 @@ class Claim:
 
     @property
     def protocol(self) -> PaperProtocol:
-        """What the paper says of how the number was measured."""
+        """The protocol of the number, as far as the paper states it."""
         return PaperProtocol(differs=self.method.differs).under(self.block.protocol.under(self.table.protocol))
 
     @property
     def notes(self) -> list[Note]:
-        """What is special about this number."""
+        """Remarks on this number."""
         return [
             x for x in self.table.notes
             if x.model in (None, self.model) and x.row in (None, self.row) and x.column in (None, self.column)
@@ -92,16 +92,16 @@ class Claim:
 
     @property
     def evidence(self) -> Evidence:
-        """How the number is known."""
+        """The kind of source of the number."""
         return next((x.evidence for x in self.notes if x.evidence is not None), self.table.evidence)
 
     @property
     def value(self) -> float:
-        """The number as it should have been printed."""
+        """The printed number, corrected if it is a misprint."""
         return next((x.correct for x in self.notes if x.correct is not None), self.printed)
 
     def room_of(self, task: str) -> int | None:
-        """Tokens of an answer to a task, where a column of the table says so."""
+        """Tokens of an answer to a task, if a column of the table states them."""
         return next((x.room for x in self.table.columns.values() if x.task == task and x.room is not None), None)
 
     @property
@@ -111,12 +111,12 @@ class Claim:
 
 
 def slug(text: str) -> str:
-    """A name as a part of an id."""
+    """Normalize a name for an id."""
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
 
 
 def list_claims(name: str, paper: Paper) -> Iterator[Claim]:
-    """Every number of a paper, in its order."""
+    """Every number of a paper, in the order of its file."""
     for table in paper.table:
         for model, block in table.models.items():
             for row, values in block.values.items():

@@ -1,4 +1,4 @@
-"""What the runs of a plan need of this machine: weights, data, a GPU and its memory. Each is looked for once."""
+"""Checks what the runs of a plan need on this machine: weights, data, a GPU and memory."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LARGE = 1e9
-"""Parameters above which a model is run on a GPU only: on a CPU a paper's table would take months."""
+"""Parameters above which a model runs on a GPU only; on a CPU a paper's table would take months."""
 PATIENCE = 3.0
-"""Seconds to wait for the hub, once."""
+"""Timeout in seconds of the one connection attempt to the hub."""
 GB = 1e9
 
 
 def look_around(plans: Sequence[ClaimPlan]) -> list[ClaimPlan]:
-    """The plans with what is missing here, and the memory that is predicted."""
+    """Add missing requirements and predicted memory to the plans."""
     if any(x.requests for x in plans):
         _reach_hub()
     seen = _Seen()
@@ -37,33 +37,33 @@ def look_around(plans: Sequence[ClaimPlan]) -> list[ClaimPlan]:
 
 
 class _Seen:
-    """What was found before, by what was asked."""
+    """Caches results and errors of checks."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[object, ...], object] = {}
 
     def once(self, find: Callable[..., T], *about: object) -> T | UserError:
-        """What `find` says about something, or how it refuses."""
+        """The result of `find`, or the UserError that it raised, computed once."""
         key = (find, *about)
         if key not in self._found:
             try:
                 self._found[key] = find(*about)
             except UserError as error:
                 self._found[key] = error
-        return self._found[key]  # type: ignore[return-value]  # of this find
+        return self._found[key]  # type: ignore[return-value]  # the type belongs to this find
 
 
 def _look(plan: ClaimPlan, seen: _Seen) -> ClaimPlan:
     found = {x: None for request in plan.requests for x in _missing(request, seen)}
     if plan.timing is not None and not has_gpu():
-        found[Missing("GPU", "a speed is measured on a GPU, and none is here")] = None
+        found[Missing("GPU", "a speed is measured on a GPU, and this machine has none")] = None
     sizes = [_predicted(plan, x, seen) for x in plan.requests]
     most = max((x for x in sizes if x is not None), default=None)
     return replace(plan, missing=(*plan.missing, *found), predicted_bytes=most)
 
 
 def has_gpu() -> bool:
-    """Whether speeds can be measured: seconds of a CPU are nobody's claim."""
+    """True if this machine has a GPU; printed speeds are not compared with those of a CPU."""
     import torch
 
     return torch.cuda.is_available()
@@ -85,16 +85,18 @@ def _missing(request: Request, seen: _Seen) -> Iterator[Missing]:
     device = find_device(request)
     need = _bytes(size, request)
     if device == "cpu" and size.params > LARGE:
-        yield Missing("GPU", f"{request.model} has {size.params / 1e9:.1f} billion parameters, and no GPU is here")
+        yield Missing("GPU", (
+            f"{request.model} has {size.params / 1e9:.1f} billion parameters, and this machine has no GPU"
+        ))
     elif need > free_bytes(device):
         yield Missing("memory", (
-            f"{request.model} needs about {need / GB:.1f} GB for weights and a dense cache, and "
+            f"{request.model} needs about {need / GB:.1f} GB for weights and a full cache, and "
             f"{free_bytes(device) / GB:.1f} GB are free on {device}"
         ))
 
 
 def _predicted(plan: ClaimPlan, request: Request, seen: _Seen) -> int | None:
-    """Bytes by the model's own configuration, or by that of an architecture of its shape."""
+    """Bytes from the model's own configuration, or from an architecture of the same shape."""
     names = [request.model, *([f"random:{plan.claim.block.shape}"] if plan.claim.block.shape else [])]
     sizes = (seen.once(_predict, x, request.dtype) for x in names)
     return next((_bytes(x, request) for x in sizes if not isinstance(x, UserError)), None)
@@ -107,7 +109,7 @@ def _predict(model: str, dtype: str | None) -> Prediction:
 
 
 def _bytes(size: Prediction, request: Request) -> int:
-    """Of the weights and a dense cache of the longest prompt and answer."""
+    """Bytes of the weights and a full cache at the greatest length."""
     length = request.length or find_task(request.task).default_length
     return size.weight_bytes + replace(size.shape, length=length).full_bytes
 
@@ -118,17 +120,17 @@ def _open_data(name: str, settings: tuple[str, ...]) -> str | None:
 
 
 def _first(error: UserError) -> str:
-    """What is wrong, without what the hub's client says and what could be done (docs/reproducing.md does)."""
+    """The first part of an error, without the hub client's message and hints (docs/reproducing.md has them)."""
     return str(error).partition(" (")[0]
 
 
 def _reach_hub() -> None:
-    """Without the hub its clients would try for half a minute about every file: then they are told not to."""
+    """Set HF_HUB_OFFLINE if the hub cannot be reached; otherwise its client retries every file for half a minute."""
     if "HF_HUB_OFFLINE" in os.environ:
         return
     hub = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
     try:
         socket.create_connection((hub.hostname or "", hub.port or 443), PATIENCE).close()
     except OSError as error:
-        say(f"{hub.hostname} cannot be reached ({error}): what is in its cache is used.")
+        say(f"{hub.hostname} cannot be reached ({error}): only its local cache is used.")
         os.environ["HF_HUB_OFFLINE"] = "1"

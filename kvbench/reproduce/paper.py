@@ -1,7 +1,7 @@
-"""The form of a claims file: one TOML file per paper, in the paper's own words, read strictly.
+"""Schema of the claims files: one TOML file per paper, with the paper's own names, validated strictly.
 
-A table's shared fields stand once; its numbers stand by model and row, one for each column. docs/reproducing.md has the
-form with an example.
+Fields shared by a table are given once; numbers are given by model and row, one per column. docs/reproducing.md
+describes the format with an example.
 """
 
 from __future__ import annotations
@@ -19,90 +19,90 @@ from kvbench.toml import STRICT, read_toml
 FOLDER = HERE / "reproduce" / "data" / "papers"
 HINT = "See docs/reproducing.md."
 Evidence = Literal["verified", "secondary", "memory"]
-"""Read in the source itself; in somebody else's copy of it; not read again."""
+"""Read in the original source; read in a copy of it; from memory, not checked."""
 Measure = Literal["score", "tokens/s", "ms", "times", "bytes"]
-"""A task's score, two clocks, a factor over the dense cache, or a share of its bytes."""
+"""A task's score, throughput, a time, a factor over the full cache, or a share of its bytes."""
 
 
 class PaperProtocol(BaseModel):
-    """What is known to change scores, as far as the paper says it."""
+    """Conditions that are known to change scores, as far as the paper states them."""
 
     model_config = STRICT
 
     template: Template | None = None
-    """The text alone, or in the model's own chat template."""
+    """`none` for the plain text, or the model's own chat template."""
     truncation: int | None = None
-    """Most tokens of a prompt; the middle of a longer one is cut out."""
+    """Maximum prompt length in tokens; longer prompts lose their middle."""
     visibility: Visibility | None = None
     history: History | None = None
     granularity: Literal["query head", "KV head"] | None = None
-    """What rows are kept for."""
+    """Whether entries are selected per query head or per KV head."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     differs: list[str] = []
-    """What is otherwise than in kvbench and has no field here."""
+    """Deviations from kvbench that no field expresses."""
 
     def under(self, common: PaperProtocol) -> PaperProtocol:
-        """This one, and what the common one says besides."""
+        """This protocol, completed by the fields of a common one."""
         given = {name: getattr(self, name) for name in self.model_fields_set}
         return common.model_copy(update={**given, "differs": [*common.differs, *self.differs]})
 
 
 class PaperColumn(BaseModel):
-    """A column: which tasks of kvbench at which lengths it is the mean of, or why it is none."""
+    """A column: the tasks and lengths whose mean it is, or the reason why kvbench has none."""
 
     model_config = STRICT
 
     task: str | list[str] = []
-    """None: all tasks of the table's suite."""
+    """Empty: all tasks of the table's suite."""
     length: int | list[int] = []
     room: int | None = None
-    """Tokens of an answer, which a length of kvbench has in it and a truncation has not."""
+    """Tokens of an answer, which a length in kvbench includes and the paper's truncation does not."""
     run: dict[str, Any] = {}
     """Options of the runs."""
     timing: Literal["kernel", "step", "end-to-end"] | None = None
-    """Of `kvbench bench`, for a speed."""
+    """Timing level of `kvbench bench`, for speeds."""
     lacks: str | None = None
-    """What kvbench does not have for it."""
+    """A requirement that kvbench lacks."""
 
 
 class PaperRow(BaseModel):
-    """A row: the method of kvbench that it is, with its options."""
+    """A row: the method in kvbench with its options."""
 
     model_config = STRICT
 
     method: str
     budget: str | list[str] | None = None
-    """One, or one for each column."""
+    """One budget, or one per column."""
     set: dict[str, str | int | float | bool] = {}
     run: dict[str, Any] = {}
     """Other options of the runs."""
     baseline: str | None = None
-    """In place of the table's."""
+    """Overrides the table's baseline."""
     words: str = ""
-    """What the paper says of the budget."""
+    """The budget in the paper's words."""
     differs: list[str] = []
-    """As in the protocol, of this row."""
+    """Deviations of this row, as in the protocol."""
     lacks: str | None = None
 
 
 class Block(BaseModel):
-    """The numbers of one model, by row and in the order of the columns; `nan` where none is printed."""
+    """The numbers of one model, by row, in the order of the columns; `nan` if none is printed."""
 
     model_config = STRICT
 
     id: str | None = None
-    """On the hub."""
+    """Name on the hub."""
     shape: str | None = None
-    """The architecture of `kvbench list models` that has its shape."""
+    """An architecture of `kvbench list models` with the same shape."""
     lacks: str | None = None
     protocol: PaperProtocol = PaperProtocol()
     batch: dict[str, list[float]] = {}
-    """Sequences at a time by row and column, of speeds."""
+    """Batch sizes by row and column, for speeds."""
     values: dict[str, list[float]]
 
 
 class Note(BaseModel):
-    """What is special about some numbers: each of these that is given narrows which."""
+    """A remark on some numbers, selected by model, row and column."""
 
     model_config = STRICT
 
@@ -111,7 +111,7 @@ class Note(BaseModel):
     column: str | None = None
     evidence: Evidence | None = None
     correct: float | None = None
-    """What should have been printed."""
+    """The correct number, if the printed one is wrong."""
     text: str
 
 
@@ -123,22 +123,22 @@ class PaperTable(BaseModel):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
     title: str
     where: str
-    """Where the numbers were read."""
+    """The source of the numbers."""
     evidence: Evidence
     measure: Measure = "score"
     scale: float = 100.0
-    """What a score of 1 is printed as."""
+    """The printed value of a score of 1."""
     decimals: int = Field(2, ge=0, le=6)
     hardware: str | None = None
-    """Where a speed was measured, as the paper says it."""
+    """The hardware of a speed, in the paper's words."""
     gpu: str | None = None
-    """The same as a part of the GPU's name."""
+    """The GPU, as a part of its device name."""
     batch: int = 1
-    """Sequences at a time, where no model says others."""
+    """Default batch size."""
     suite: str | None = None
-    """kvbench's suite of the tasks."""
+    """The suite of kvbench with these tasks."""
     baseline: str | None = None
-    """The row that a difference is taken to, where a row names no other."""
+    """The row that differences are taken to by default."""
     run: dict[str, Any] = {}
     """Options of all runs."""
     protocol: PaperProtocol = PaperProtocol()
@@ -194,18 +194,18 @@ class Paper(BaseModel):
 
 
 def list_papers() -> dict[str, Paper]:
-    """The papers that come with kvbench, by the name of their file.
+    """The bundled papers by file name.
 
     Raises:
-        UserError: a file is not one.
+        UserError: a file is invalid.
     """
     return {x.stem: read_paper(x) for x in sorted(FOLDER.glob("*.toml"))}
 
 
 def read_paper(path: Path) -> Paper:
-    """The tables of a file.
+    """Read a claims file.
 
     Raises:
-        UserError: it cannot be read, or is not one.
+        UserError: the file cannot be read or is invalid.
     """
     return read_toml(path, Paper, "claims file", HINT)

@@ -1,4 +1,4 @@
-"""From a printed number to runs of kvbench, and what is missing for them: said before anything starts."""
+"""Turns a printed number into runs of kvbench and lists what is missing for them, before anything starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Ingredient = Literal["method", "task", "checkpoint", "timing", "weights", "data"
 
 @dataclass(frozen=True)
 class Missing:
-    """What a number needs and is not there."""
+    """A requirement of a number that is not met."""
 
     what: Ingredient
     why: str
@@ -28,7 +28,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class SpeedRequest:
-    """A cell of `kvbench bench`."""
+    """The cell of `kvbench bench` that measures a printed speed."""
 
     method: str
     model: str
@@ -41,27 +41,27 @@ class SpeedRequest:
 
 @dataclass(frozen=True)
 class ClaimPlan:
-    """The runs whose mean score stands beside a printed number, or the cell whose time does."""
+    """The runs whose mean score is compared with a printed number, or the cell whose time is."""
 
     claim: Claim
     requests: tuple[Request, ...]
     whole: bool
-    """Whether these are the paper's model and all of its samples: anything else shows a shape, and no more."""
+    """True for the paper's model and all of its samples; otherwise the verdict is at most `shape only`."""
     missing: tuple[Missing, ...]
     timing: SpeedRequest | None = None
     predicted_bytes: int | None = None
-    """Of weights and one dense cache, from the model's configuration; None: not known."""
+    """Bytes of the weights and one full cache, from the model's configuration; None: unknown."""
 
 
 def plan_claim(
     claim: Claim, model: str | None = None, samples: int | None = None, out: Path = Path("runs")
 ) -> ClaimPlan:
-    """The runs of a number, and what kvbench lacks for them. This is quick: no model, no data, no network.
+    """The runs of a number, and what kvbench lacks for them. Loads no model or data and uses no network.
 
     Args:
         claim: the number.
-        model: in the place of the paper's.
-        samples: at most so many of each task.
+        model: replaces the paper's model.
+        samples: maximum number of samples per task.
         out: folder of runs.
     """
     missing = [Missing("task", f"needs {x}") for x in (claim.cell.lacks, claim.method.lacks) if x is not None]
@@ -81,7 +81,7 @@ def plan_claim(
 
 
 def find_baseline(claim: Claim) -> Claim | None:
-    """The number that a difference is taken to; None: the row is its own baseline, or none is printed there."""
+    """The claim that a difference is taken to; None if the row is its own baseline or the baseline is not printed."""
     row = claim.method.baseline or claim.table.baseline
     values = claim.block.values.get(row or "")
     if row is None or row == claim.row or values is None:
@@ -91,14 +91,14 @@ def find_baseline(claim: Claim) -> Claim | None:
 
 
 def with_baselines(claims: Sequence[Claim]) -> list[Claim]:
-    """The numbers, each after the one that its difference is taken to."""
+    """The claims, each after the baseline of its difference."""
     return list({x.id: x for claim in claims for x in (find_baseline(claim), claim) if x is not None}.values())
 
 
 def _plan_speed(claim: Claim, missing: list[Missing]) -> ClaimPlan:
     column, shape = claim.cell, claim.block.shape
     if column.timing is None and column.lacks is None:
-        missing.append(Missing("timing", f"needs a timing of {claim.table.measure} over those of kvbench bench"))
+        missing.append(Missing("timing", f"kvbench bench has no timing level for {claim.table.measure}"))
     if shape is None:
         missing.append(Missing("checkpoint", f"kvbench has no architecture of {claim.model}'s shape"))
     if missing or column.timing is None or shape is None or not isinstance(column.length, int):
@@ -112,7 +112,7 @@ def _plan_speed(claim: Claim, missing: list[Missing]) -> ClaimPlan:
 
 
 def _requests(claim: Claim, model: str, out: Path) -> Iterator[Request]:
-    """One run for each task and length of the column."""
+    """One run per task and length of the column."""
     table, column, row, protocol = claim.table, claim.cell, claim.method, claim.protocol
     options: dict[str, Any] = {
         **table.run, **column.run, **row.run, "method": row.method, "model": model, "budget": claim.budget,
@@ -128,7 +128,7 @@ def _requests(claim: Claim, model: str, out: Path) -> Iterator[Request]:
 
 
 def _cut(claim: Claim, task: str) -> int | None:
-    """The length at which a prompt is cut where the paper cuts it: ours has the answer in it."""
+    """The paper's truncation as a length in kvbench, which includes the answer."""
     most = claim.protocol.truncation
     return None if most is None else most + (claim.room_of(task) or 0)
 

@@ -1,4 +1,4 @@
-"""Findings of papers as statements that the bundled models can refute, tested on runs under one protocol."""
+"""Tests findings of papers on the bundled models: statements that can fail, on runs under one protocol."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from kvbench.toml import STRICT, read_toml
 
 FILE = HERE / "reproduce" / "data" / "shape.toml"
 PARTS = ("all", "first", "later", "none")
-"""Of a run: all turns, the first one, those after it, or what a diffusion run came to without a cache."""
+"""Parts of a run: all turns, the first, the later ones, or the baseline `none` of a diffusion run."""
 SAME_BYTES = 1.02
-"""How much more one side may hold where a finding is about equal bytes."""
+"""Allowed ratio of stored bytes in comparisons at equal bytes."""
 Decision = Literal["holds", "does not hold", "undecided"]
 
 
 class Comparison(BaseModel):
-    """`more` scores above `less` by more than `by`; below zero: falls behind by less."""
+    """States that `more` scores above `less` by more than `by`; a negative `by`: falls behind by less than that."""
 
     model_config = STRICT
 
@@ -41,11 +41,11 @@ class Comparison(BaseModel):
     less: str
     by: float
     equal_bytes: bool = False
-    """Whether it is void where `more` holds more bytes."""
+    """True: the comparison is void if `more` stores more bytes."""
 
 
 class Finding(BaseModel):
-    """A statement that holds where all of its comparisons do."""
+    """A statement that holds if all of its comparisons hold."""
 
     model_config = STRICT
 
@@ -55,11 +55,11 @@ class Finding(BaseModel):
     statement: str
     comparisons: list[Comparison] = Field(min_length=1)
     remark: str = ""
-    """What is known of why it does not hold on the bundled models."""
+    """Explanation if it does not hold on the bundled models."""
 
 
 class Shape(BaseModel):
-    """The file: options common to all runs, runs by name, findings."""
+    """The findings file: options of all runs, runs by name, findings."""
 
     model_config = STRICT
 
@@ -77,7 +77,7 @@ class Shape(BaseModel):
         return self
 
     def requests(self, findings: Sequence[Finding]) -> dict[str, Request]:
-        """The runs that findings need, each once."""
+        """The runs that the findings need, each once."""
         sides = [x for finding in findings for y in finding.comparisons for x in (y.more, y.less)]
         names = list(dict.fromkeys(split(x)[0] for x in sides))
         return {x: expand(File(grid=[{**self.run, **self.runs[x]}]))[0].request for x in names}
@@ -85,17 +85,17 @@ class Shape(BaseModel):
 
 @dataclass(frozen=True)
 class Finished:
-    """A finished run, with all that its journal says."""
+    """A finished run with all lines of its journal."""
 
     result: Result
     lines: tuple[Line, ...]
 
     @classmethod
     def load(cls, folder: Path) -> Finished:
-        """From its folder.
+        """Load a run from its folder.
 
         Raises:
-            UserError: it is not finished or damaged, or samples of it failed.
+            UserError: the run is unfinished or damaged, or samples failed.
         """
         result = read_file(folder / "result.json", Result)
         if result.status != "ok":
@@ -104,7 +104,7 @@ class Finished:
 
 
 class Compared(Record):
-    """A comparison and what came of it."""
+    """A comparison and its result."""
 
     more: str
     less: str
@@ -112,16 +112,16 @@ class Compared(Record):
     mean_more: float
     mean_less: float
     ci95: tuple[float, float]
-    """Of the difference, by bootstrap over contexts."""
+    """Bootstrap interval of the difference over contexts."""
     p: float
-    """Two-sided, of the difference being `by`: random signs by context."""
+    """Two-sided sign-flip test by context of the hypothesis that the difference is `by`."""
     p_adjusted: float
-    """Holm's, over all comparisons of the file that were tested with it."""
+    """Holm's adjustment over all comparisons tested together."""
     contexts: tuple[float, ...]
-    """The differences by context: all that the numbers are made of."""
+    """The differences by context, from which all numbers can be recomputed."""
     bytes_more: float | None
     bytes_less: float | None
-    """Shares of the dense cache, as measured."""
+    """Measured shares of the full cache."""
     equal_bytes: bool
     verdict: Decision
 
@@ -144,26 +144,26 @@ class ShapeRecord(Record):
     schema_version: Literal[2] = SCHEMA_VERSION
     findings: tuple[FindingRecord, ...]
     runs: dict[str, str]
-    """Ids by the name that the file gives them."""
+    """Run ids by the names of the findings file."""
     models: tuple[ModelSpec, ...]
     environment: Environment
-    """Of the first run; `seconds` of all."""
+    """Of the first run, with `seconds` of all runs."""
 
 
 def read_shape() -> Shape:
-    """The findings that come with kvbench.
+    """Read the bundled findings.
 
     Raises:
-        UserError: the file is not what it should be.
+        UserError: the file is invalid.
     """
     return read_toml(FILE, Shape, "findings file", HINT)
 
 
 def find_findings(shape: Shape, name: str) -> list[Finding]:
-    """One by its name, or `all`.
+    """One finding by name, or `all`.
 
     Raises:
-        UserError: there is none.
+        UserError: an unknown name.
     """
     found = [x for x in shape.finding if name in ("all", x.name)]
     if not found:
@@ -172,7 +172,7 @@ def find_findings(shape: Shape, name: str) -> list[Finding]:
 
 
 def split(side: str) -> tuple[str, str]:
-    """A run's name and the part of it."""
+    """Split a side into the run's name and its part."""
     name, _, part = side.partition("/")
     return name, part or "all"
 
@@ -181,7 +181,7 @@ def decide(findings: Sequence[Finding], runs: Mapping[str, Finished]) -> list[Fi
     """Test every comparison, with p-values adjusted over all of them, and judge each finding.
 
     Raises:
-        UserError: two sides were asked other questions.
+        UserError: the two sides have different questions.
     """
     tested = [_test(x, runs) for finding in findings for x in finding.comparisons]
     adjusted = adjust([x.p for x in tested])
@@ -197,10 +197,10 @@ def decide(findings: Sequence[Finding], runs: Mapping[str, Finished]) -> list[Fi
 
 
 def make_record(findings: Sequence[Finding], runs: Mapping[str, Finished]) -> ShapeRecord:
-    """What stands in results/shape/.
+    """The record for results/shape/.
 
     Raises:
-        UserError: as `decide`.
+        UserError: see `decide`.
     """
     results = [x.result for x in runs.values()]
     seconds = sum(x.environment.seconds for x in results)
@@ -214,7 +214,10 @@ def make_record(findings: Sequence[Finding], runs: Mapping[str, Finished]) -> Sh
 def _test(comparison: Comparison, runs: Mapping[str, Finished]) -> Compared:
     more, less = (_by_context(side, runs) for side in (comparison.more, comparison.less))
     if more.keys() != less.keys():
-        raise UserError(f"{comparison.more} and {comparison.less} were not asked the same questions.")
+        raise UserError(
+            f"{comparison.more} and {comparison.less} have different questions. Run both with the same task settings "
+            "and seed."
+        )
     differences = [more[x] - less[x] for x in more]
     return Compared(
         more=comparison.more, less=comparison.less, by=comparison.by, mean_more=fmean(more.values()),
@@ -226,7 +229,7 @@ def _test(comparison: Comparison, runs: Mapping[str, Finished]) -> Compared:
 
 
 def _judge(tested: Compared, p_adjusted: float) -> Compared:
-    """Significantly above what was said, significantly below it, or neither."""
+    """`holds` if significantly above `by`, `does not hold` if significantly below, otherwise `undecided`."""
     verdict: Decision = "undecided"
     void = tested.equal_bytes and (tested.bytes_more or 0.0) > SAME_BYTES * (tested.bytes_less or 0.0)
     if p_adjusted < ALPHA and not void:
@@ -235,20 +238,20 @@ def _judge(tested: Compared, p_adjusted: float) -> Compared:
 
 
 def _worst(verdicts: Sequence[Decision]) -> Decision:
-    """A finding holds where all of its comparisons do, and does not where one does not."""
+    """A finding holds if all comparisons hold, and does not hold if one does not."""
     if "does not hold" in verdicts:
         return "does not hold"
     return "undecided" if "undecided" in verdicts else "holds"
 
 
 def _by_context(side: str, runs: Mapping[str, Finished]) -> dict[tuple[str, str], float]:
-    """The mean score of a part of a run, by sample and the hash of all it was asked."""
+    """Mean score of a part of a run, by sample and hash of its prompt."""
     name, part = split(side)
     scores: dict[tuple[str, str], list[float]] = {}
     for line in runs[name].lines:
         if part in ("all", "none") or (line.turn == 0) == (part == "first"):
-            beside = None if line.denoising is None else line.denoising.baselines["none"].score
-            score = beside if part == "none" else line.score
+            uncached = None if line.denoising is None else line.denoising.baselines["none"].score
+            score = uncached if part == "none" else line.score
             assert score is not None
             scores.setdefault((line.sample, line.prompt_hash), []).append(score)
     return {key: fmean(scores[key]) for key in sorted(scores)}

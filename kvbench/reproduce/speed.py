@@ -1,4 +1,4 @@
-"""Printed speeds beside cells of `kvbench bench`: claimed so much, measured so much on this GPU, in this regime."""
+"""Compares printed speeds with cells of `kvbench bench`."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from kvbench.bench.run import BenchRequest
 
 QUANTITY = {"kernel": "attention", "step": "step", "end-to-end": "answer"}
-"""What a cell of each timing times."""
+"""The quantity that is compared, by timing level."""
 ENGINE = "the code and kernels are kvbench's, and the weights are random"
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A number's cell, and the job that it is from."""
+    """The cell of a number, and the job that it belongs to."""
 
     cell: BenchCell
     bench: Bench
 
     @property
     def regime(self) -> str:
-        """Where and how it was measured."""
+        """Hardware and settings of the measurement."""
         cell, bench = self.cell, self.bench
         how = "" if cell.graph is None else ", as a CUDA graph" if cell.graph else ", launched from Python"
         return (
@@ -40,7 +40,7 @@ class Timed:
 
 
 def time_claim(plan: ClaimPlan, out: Path) -> Timed | Missing:
-    """Time what a number is about, unless it was before; every number has a job and a file of its own."""
+    """Time the cell of a number, or read it if it was timed before. Every number has its own job and file."""
     from kvbench.bench.run import run_bench
 
     found = find_timed(plan, out)
@@ -54,10 +54,10 @@ def time_claim(plan: ClaimPlan, out: Path) -> Timed | Missing:
 
 
 def find_timed(plan: ClaimPlan, out: Path) -> Timed | Missing | None:
-    """What was timed before; None: nothing, or something else.
+    """Read the cell of a number from an earlier job; None if there is none with the same options.
 
     Raises:
-        UserError: a file is there that is none of `kvbench bench`.
+        UserError: the file is not a file of `kvbench bench`.
     """
     path = _job_file(plan, out)
     if plan.timing is None or not path.exists():
@@ -87,7 +87,7 @@ def _job_file(plan: ClaimPlan, out: Path) -> Path:
 
 
 def _pick(plan: ClaimPlan, bench: Bench) -> Timed | Missing:
-    """The method's own cell among the anchors'."""
+    """The method's cell, without those of the anchors."""
     assert plan.timing is not None
     cell = next((x for x in bench.cells if x.method.name == plan.timing.method), None)
     if cell is None or cell.outcome != "ok":
@@ -96,14 +96,14 @@ def _pick(plan: ClaimPlan, bench: Bench) -> Timed | Missing:
 
 
 def judge_speed(plan: ClaimPlan, timed: Timed | Missing | None) -> Judgment:
-    """The verdict on a speed: on another GPU than the paper's it is a shape, however near it is."""
+    """The verdict on a speed: at most `shape only` on another GPU than the paper's."""
     claim = plan.claim
     missing = (*plan.missing, *((timed,) if isinstance(timed, Missing) else ()))
     if missing or timed is None or isinstance(timed, Missing):
         return Judgment(claim, "not run", missing=missing or (Missing("run", "nothing was timed"),))
     ours = _number(claim, timed.cell)
     if ours is None:
-        return Judgment(claim, "not run", missing=(Missing("run", "it was not timed beside the dense cache"),))
+        return Judgment(claim, "not run", missing=(Missing("run", "it was not timed together with the full cache"),))
     verdict: Verdict = "shape only"
     if _same_gpu(claim, timed.bench):
         verdict = "partly" if ours.holds(claim.value, claim.rounding) else "not reproduced"
@@ -111,7 +111,7 @@ def judge_speed(plan: ClaimPlan, timed: Timed | Missing | None) -> Judgment:
 
 
 def _number(claim: Claim, cell: BenchCell) -> Number | None:
-    """The cell's time in the unit of the table."""
+    """The measured time in the unit of the table."""
     time = cell.times[QUANTITY[cell.timing]]
     if claim.table.measure == "times":
         found = time.speedups.get("full") or time.speedups.get("none")

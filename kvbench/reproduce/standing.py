@@ -1,4 +1,4 @@
-"""How every claim stands by the runs and clocks in a folder, for the site: nothing is run and nothing is fetched."""
+"""Judges every claim by the finished runs and timings in a folder, for the leaderboard site. Starts nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvbench.runs.results import Result
 from kvbench.runs.spec import DenoisingSpec, Protocol, RunSpec
 from kvbench.settings import jsonable_settings
 
-UNRUN = Missing("run", "no run of it is here")
+UNRUN = Missing("run", "there is no run of it in this folder")
 
 
 def list_judgments(
@@ -31,9 +31,9 @@ def list_judgments(
     """Every number with its verdict, in the order of the files.
 
     Args:
-        folder: with finished runs in it at any depth, and clocks in `bench/`.
-        papers: by name; None: those that come with kvbench.
-        results: of the runs that count, with their folders; None: all of the folder.
+        folder: has finished runs at any depth, and timings in `bench/`.
+        papers: by name; None: the bundled ones.
+        results: results to use, with their folders; None: all of the folder.
     """
     plans = _plan_all() if papers is None else _plan(papers)
     wanted = {request for plan in plans.values() for request in plan.requests}
@@ -51,7 +51,7 @@ def _plan(papers: Mapping[str, Paper]) -> dict[str, ClaimPlan]:
 
 
 def read_findings(folder: Path) -> ShapeRecord | None:
-    """The record of the findings that were put to the bundled models; None: there is none."""
+    """The record of the findings tested on the bundled models; None if there is none."""
     path = folder / "shape" / "findings.json"
     return read_file(path, ShapeRecord) if path.exists() else None
 
@@ -88,18 +88,18 @@ def _read_results(folder: Path) -> Iterator[tuple[Path, Result]]:
 
 
 def _answers(spec: RunSpec, wanted: Request) -> bool:
-    """Whether a run of this method, task and model is what was asked for, all that was left out at its default.
+    """True if a run matches a request, with defaults for the options that the request leaves out.
 
-    What makes no other number is not looked at: the device, chunks of the prompt, kernels. Nor is a template that a
-    tokenizer or a task does not have: the verdict names what that changes. A checkpoint that is not on this machine is
-    taken to have 16 bits, as every one with a printed number has.
+    Options that do not change numbers are ignored: device, chunk, kernels. A chat template that the tokenizer or task
+    does not have is ignored too; the verdict names the deviation. A checkpoint that is not on this machine counts as 16
+    bits, like every checkpoint with a printed number.
     """
     try:
         plan, dtype = check(wanted), wanted.dtype or _own_dtype(spec.model.id, spec.model.revision)
-    except UserError:  # kvbench would not run it now: no run of then stands for it
+    except UserError:  # kvbench refuses this request now, so no earlier run can answer it
         return False
     generation, filling = plan.generation, spec.generation.denoising
-    if filling is not None:  # how many tokens at a time is the model's to say
+    if filling is not None:  # the default number of tokens per step belongs to the model
         asked = generation.denoising or DenoisingSpec()
         generation = generation.model_copy(update={
             "decoding": "denoising", "denoising": asked.model_copy(update={"tokens_per_step": filling.tokens_per_step}),
@@ -120,7 +120,7 @@ def _answers(spec: RunSpec, wanted: Request) -> bool:
 
 @functools.cache
 def _own_dtype(name: str, revision: str | None) -> str | None:
-    """The type of a checkpoint's weights; None: it is not on this machine."""
+    """Data type of a checkpoint; None if it is not on this machine."""
     from kvbench.hf import find_copy
     from kvbench.hf.config import read_config, resolve_dtype
 

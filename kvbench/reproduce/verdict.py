@@ -1,4 +1,4 @@
-"""What a run says of a printed number, and what it may be called. docs/reproducing.md states the rule."""
+"""The verdict on a printed number, by the rules of docs/reproducing.md."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvbench.runs.results import Result
 
 Verdict = Literal["reproduced", "partly", "not reproduced", "not run", "shape only"]
 ANCHOR = 1.0
-"""Points by which a dense cache may miss the printed one before the whole table counts as not anchored."""
+"""Points by which our full cache may differ from the printed one before the table counts as not anchored."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Number:
     ci95: tuple[float, float]
 
     def holds(self, printed: float, rounding: float) -> bool:
-        """Whether the interval contains a printed value, half a unit of its last digit more or less."""
+        """True if the interval, widened by the rounding, contains a printed value."""
         return self.ci95[0] - rounding <= printed <= self.ci95[1] + rounding
 
 
@@ -41,29 +41,29 @@ class Judgment:
     verdict: Verdict
     ours: Number | None = None
     printed_difference: float | None = None
-    """To the row that the table takes differences to."""
+    """Printed difference to the baseline row."""
     difference: Number | None = None
-    """Ours, on the same questions."""
+    """Our difference, paired by question."""
     differs: tuple[str, ...] = ()
-    """What is otherwise than in the paper."""
+    """Deviations from the paper."""
     missing: tuple[Missing, ...] = ()
     runs: tuple[Path, ...] = ()
     regime: str = ""
-    """Of a speed: where and how it was measured."""
+    """For speeds: hardware and settings of the measurement."""
 
     @property
     def direction(self) -> str:
-        """What a shape shows: whether our score moves from the baseline's as the printed one does."""
+        """For `shape only`: whether our score differs from the baseline in the printed direction."""
         if self.printed_difference is None or self.difference is None or not self.printed_difference:
             return ""
         low, high = self.difference.ci95
         if low <= 0 <= high:
-            return "no difference to be told"
+            return "no significant difference"
         return "moves as printed" if (low > 0) == (self.printed_difference > 0) else "moves against the printed"
 
     @property
     def document(self) -> dict[str, Any]:
-        """As JSON, for `--json` and the site."""
+        """JSON document for `--json` and the site."""
         claim = self.claim
         return {
             "id": claim.id, "paper": claim.paper, "title": claim.source.title, "arxiv": claim.source.arxiv,
@@ -78,12 +78,12 @@ class Judgment:
 
 
 def judge(plan: ClaimPlan, runs: Mapping[Request, FinishedRun], baseline: ClaimPlan | None = None) -> Judgment:
-    """The verdict on a number.
+    """The verdict on a score.
 
     Args:
         plan: of the number.
-        runs: those that are finished, by what was asked.
-        baseline: the plan of the number that a difference is taken to.
+        runs: finished runs by request.
+        baseline: the plan of the number that the difference is taken to.
     """
     claim, missing = plan.claim, list(plan.missing)
     found = [runs[x] for x in plan.requests if x in runs]
@@ -99,9 +99,9 @@ def judge(plan: ClaimPlan, runs: Mapping[Request, FinishedRun], baseline: ClaimP
     ours = _average([_score(x.result) for x in found], claim.table.scale)
     printed = difference = None
     other = find_baseline(claim)
-    beside = [] if baseline is None else [runs[x] for x in baseline.requests if x in runs]
-    if other is not None and len(beside) == len(found):
-        printed, difference = claim.value - other.value, _differ(beside, found, claim.table.scale)
+    theirs = [] if baseline is None else [runs[x] for x in baseline.requests if x in runs]
+    if other is not None and len(theirs) == len(found):
+        printed, difference = claim.value - other.value, _differ(theirs, found, claim.table.scale)
     differs = tuple(_differences(claim, [x.result for x in found]))
     verdict: Verdict = "not reproduced"
     if not plan.whole:
@@ -116,7 +116,7 @@ def judge(plan: ClaimPlan, runs: Mapping[Request, FinishedRun], baseline: ClaimP
 
 
 def find_unanchored(judgments: Sequence[Judgment]) -> dict[tuple[str, str, str], float]:
-    """By paper, table and model: how far our dense cache is from the printed one at most, where that is too far."""
+    """The largest difference of our full cache from the printed one by paper, table and model, if above ANCHOR."""
     found: dict[tuple[str, str, str], float] = {}
     for x in judgments:
         is_base = x.claim.row == x.claim.table.baseline and x.verdict not in ("not run", "shape only")
@@ -127,7 +127,7 @@ def find_unanchored(judgments: Sequence[Judgment]) -> dict[tuple[str, str, str],
 
 
 def _differences(claim: Claim, results: Sequence[Result]) -> list[str]:
-    """What the paper says of its protocol and is otherwise in one of the runs."""
+    """Deviations of the runs from the paper's stated protocol."""
     asked = claim.protocol
     found = []
     for result in results:
@@ -163,7 +163,7 @@ def _differ(first: Sequence[FinishedRun], other: Sequence[FinishedRun], scale: f
 
 
 def _average(numbers: Sequence[Number], scale: float) -> Number:
-    """The mean of independent runs: how far their intervals reach adds in squares."""
+    """The mean of independent runs; half-widths of their intervals add in squares."""
     mean, n = fmean(x.value for x in numbers), len(numbers)
     down = math.hypot(*(x.value - x.ci95[0] for x in numbers)) / n
     up = math.hypot(*(x.ci95[1] - x.value for x in numbers)) / n

@@ -1,10 +1,9 @@
-"""dKV-Cache: rows are kept from one step after their token was decoded, and rebuilt now and then (arXiv 2505.15781).
+"""dKV-Cache: KV entries are reused from one step after their token was decoded, with refreshes (arXiv 2505.15781).
 
-Four variants of one idea, as in the paper: a token's keys and values settle once it is decoded. Where a model's head is
-shifted (Dream), what counts is the row that predicts a token, so a row is kept once the token after it is decoded.
+Four variants of one idea, as in the paper: a token's keys and values hardly change after it is decoded. If a model's
+head is shifted (Dream), an entry is kept once the next token, which it predicts, is decoded.
 
-Keys are stored rotated: positions never move, so this is the same as rotating them at every step, which the reference
-does.
+Keys are stored rotated. Positions do not change, so this equals rotating them at every step, as the reference does.
 """
 
 from __future__ import annotations
@@ -22,39 +21,38 @@ from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Shape, Upstream
 
 UPSTREAM = Upstream(repo="horseee/dKV-Cache", commit="49a76fc", license=None)
-BATCHES = "the reference wants equal counts in all sequences of a batch; here shorter ones repeat a row"
+BATCHES = "the reference requires equal counts in all sequences of a batch; here shorter ones repeat a position"
 LAST = (
-    "with a shifted head the last row, which predicts nothing, is kept from the first pass on; in the reference from "
-    "the second"
+    "with a shifted head the last position, which predicts nothing, is kept from the first pass on; in the reference "
+    "from the second"
 )
-DREAM = "made for Dream; here it runs on models without a shifted head too"
+DREAM = "made for Dream; here it also runs on models without a shifted head"
 
 
 @dataclass(frozen=True)
 class Refreshing(Policy):
-    """What the variants share. refresh: steps between full passes, counted from each block's start."""
+    """Base of the variants. refresh: steps between full passes, counted from the start of each block."""
 
     refresh: int = 8
 
     def __post_init__(self) -> None:
-        """Refuse settings without a meaning."""
+        """Check the settings."""
         super().__post_init__()
         if self.refresh < 1:
             raise UserError(f"{self.card.name}: refresh {self.refresh} must be 1 or more steps.")
 
     def identity(self, shape: Shape) -> bool:
-        """A full pass at every step."""
+        """True if every step is a full pass."""
         del shape
         return self.refresh == 1
 
 
 @dataclass(frozen=True)
 class DkvCacheDecode(Refreshing):
-    """What settles once its token is decoded.
+    """Keeps the entries of decoded tokens.
 
-    first: full passes that begin a block; None: as the reference, two on LLaDA and one on Dream, whose head is shifted.
-    shift: on a shifted head, the rows that are kept: `un` those whose next token is decoded, `un_right` those whose own
-        is too.
+    first: full passes at the start of a block; None: as in the reference, two on LLaDA and one on Dream (shifted head).
+    shift: on a shifted head, the entries to keep: `un`: the next token is decoded; `un_right`: the own token is, too.
     """
 
     first: int | None = None
@@ -62,20 +60,20 @@ class DkvCacheDecode(Refreshing):
 
     card: ClassVar[Card] = Card(
         name="dkv-cache-decode", title="dKV-Cache-Decode", models="diffusion",
-        idea="Keys and values settle once their token is decoded. So they are kept from one step after that, and only "
-             "masks and fresh tokens are computed again, until a full pass rebuilds all.",
+        idea="Keys and values hardly change once their token is decoded. They are reused from one step after that, and "
+             "only masks and newly decoded tokens are recomputed, until a full pass refreshes all.",
         arxiv="2505.15781", year=2025, family="diffusion", stages=("generation",), budget=BudgetKind.NONE,
         heads="independent", upstream=UPSTREAM, deviations=(BATCHES, LAST),
     )
 
     def __post_init__(self) -> None:
-        """Refuse settings without a meaning."""
+        """Check the settings."""
         super().__post_init__()
         if self.first is not None and self.first < 1:
             raise UserError(f"{self.card.name}: first {self.first} must be 1 or more full passes.")
 
     def plan(self, d: Denoising) -> PassPlan:
-        """Everything, or all but what was decoded before the last step began."""
+        """All tokens, or all but those decoded before the last step began."""
         first = (1 if d.masking.shifted else 2) if self.first is None else self.first
         if d.step < first or d.step % self.refresh == 0:
             return PassPlan()
@@ -85,29 +83,29 @@ class DkvCacheDecode(Refreshing):
 
 @dataclass(frozen=True)
 class DkvCacheGreedy(Refreshing):
-    """window: masks around every token to come that are computed with it."""
+    """window: masks around each upcoming token that are computed with it."""
 
     refresh: int = 2
     window: int = 4
 
     card: ClassVar[Card] = Card(
         name="dkv-cache-greedy", title="dKV-Cache-Greedy", models="diffusion",
-        idea="The order in which tokens are revealed is drawn in advance. So a step computes only the tokens revealed "
-             "in the last step, those to come, and a few masks around them.",
+        idea="The order in which tokens are revealed is drawn in advance. A step computes only the tokens revealed "
+             "in the last step, the tokens revealed next, and a few masks around them.",
         arxiv="2505.15781", year=2025, family="diffusion", stages=("generation",), budget=BudgetKind.NONE,
         heads="independent", upstream=UPSTREAM,
-        deviations=("made for LLaDA; with a shifted head the rows that predict the tokens to come are computed too",),
-        limits=("only with --gen remasking=random: the order must be known before the confidences are",),
+        deviations=("made for LLaDA; with a shifted head the positions that predict these tokens are computed",),
+        limits=("only with --gen remasking=random: the order must be known before the confidences",),
     )
 
     def __post_init__(self) -> None:
-        """Refuse settings without a meaning."""
+        """Check the settings."""
         super().__post_init__()
         if self.window < 0:
             raise UserError(f"dkv-cache-greedy: window {self.window} must be 0 or more masks.")
 
     def check(self, sampling: Sampling, answer: int) -> None:
-        """Refuse an order that nobody knows.
+        """Require an order that is known in advance.
 
         Raises:
             UserError: tokens are committed by confidence.
@@ -117,21 +115,21 @@ class DkvCacheGreedy(Refreshing):
             raise UserError("dkv-cache-greedy needs to know which tokens come next: add --gen remasking=random.")
 
     def plan(self, d: Denoising) -> PassPlan:
-        """Everything, or last step's tokens, this step's, and their windows."""
+        """All tokens, or those of the last step, those of this step, and masks around them."""
         if d.step % self.refresh == 0:
             return PassPlan()
         coming = top(d.order.masked_fill(~self.open(d), float("-inf")), d.quota)
-        rows = (d.known & ~d.before) | coming
-        near = self._near(coming, rows, ~d.before & (d.positions >= d.prompt))
-        return PassPlan(compute=rows | d.predictors(coming) | near)
+        chosen = (d.known & ~d.before) | coming
+        near = self._near(coming, chosen, ~d.before & (d.positions >= d.prompt))
+        return PassPlan(compute=chosen | d.predictors(coming) | near)
 
     def _near(self, coming: Tensor, taken: Tensor, masks: Tensor) -> Tensor:
-        """Of every token to come the nearest masks that are not taken, left and right by turns. [B, N]"""
+        """The nearest free masks of each upcoming token, alternating left and right. [B, N]"""
         near = torch.zeros_like(coming)
         length = coming.shape[1]
         free = [set(x.nonzero().flatten().tolist()) for x in masks & ~taken]
-        for sequence, place in coming.nonzero().tolist():
-            outwards = (place + x for distance in range(1, length) for x in (-distance, distance))
+        for sequence, position in coming.nonzero().tolist():
+            outwards = (position + x for distance in range(1, length) for x in (-distance, distance))
             for other in islice((x for x in outwards if x in free[sequence]), self.window):
                 near[sequence, other] = True
                 free[sequence].remove(other)
@@ -140,49 +138,49 @@ class DkvCacheGreedy(Refreshing):
 
 @dataclass(frozen=True)
 class DkvCachePrefill(Policy):
-    """The prompt once, the answer at every step."""
+    """Computes the prompt once and the answer in every step."""
 
     card: ClassVar[Card] = Card(
         name="dkv-cache-prefill", title="dKV-Cache-Prefill", models="diffusion",
-        idea="The prompt's rows are computed once, beside an answer of masks, and never again. The answer's rows are "
-             "computed at every step.",
+        idea="The prompt's entries are computed once, together with an answer of masks, and never again. The answer is "
+             "computed in every step.",
         arxiv="2505.15781", year=2025, family="diffusion", stages=("generation",), budget=BudgetKind.NONE,
         heads="independent", upstream=UPSTREAM, deviations=(DREAM,),
     )
 
     def plan(self, d: Denoising) -> PassPlan:
-        """All, then the answer and the row that predicts its first token."""
-        return PassPlan() if d.nfe == 0 else PassPlan(compute=answer_rows(d))
+        """All tokens, then the answer and the position that predicts its first token."""
+        return PassPlan() if d.nfe == 0 else PassPlan(compute=answer_and_predictor(d))
 
 
 @dataclass(frozen=True)
 class DkvCachePd(DkvCacheDecode):
-    """Prefill and Decode at once."""
+    """Combines Prefill and Decode."""
 
     refresh: int = 4
 
     card: ClassVar[Card] = Card(
         name="dkv-cache-pd", title="dKV-Cache-PD", models="diffusion",
-        idea="The prompt's rows are computed once. Of the answer's, only masks and fresh tokens are computed again "
-             "until a pass over the answer rebuilds it.",
+        idea="The prompt's entries are computed once. In the answer, only masks and new tokens are recomputed, "
+             "until a pass over the answer refreshes it.",
         arxiv="2505.15781", year=2025, family="diffusion", stages=("generation",), budget=BudgetKind.NONE,
         heads="independent", upstream=UPSTREAM, deviations=(BATCHES, LAST, DREAM),
     )
 
     def identity(self, shape: Shape) -> bool:
-        """The prompt is never computed again."""
+        """False: the prompt is never recomputed."""
         del shape
         return False
 
     def plan(self, d: Denoising) -> PassPlan:
-        """As Decode, the prompt left out after the first pass."""
-        rows = super().plan(d).compute
+        """As Decode, without the prompt after the first pass."""
+        chosen = super().plan(d).compute
         if d.nfe == 0:
             return PassPlan()
-        return PassPlan(compute=answer_rows(d) if rows is None else rows & answer_rows(d))
+        return PassPlan(compute=answer_and_predictor(d) if chosen is None else chosen & answer_and_predictor(d))
 
 
-def answer_rows(d: Denoising) -> Tensor:
-    """The answer's places, and the row that predicts the first of them. [B, N]"""
+def answer_and_predictor(d: Denoising) -> Tensor:
+    """Positions of the answer, and the one that predicts its first token. [B, N]"""
     answer = (d.positions >= d.prompt).expand_as(d.ids)
     return answer | d.predictors(answer)

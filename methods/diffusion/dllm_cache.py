@@ -17,9 +17,9 @@ from kvbench.store.positions import PositionKV, sequences
 
 @dataclass(frozen=True)
 class DllmCache(Policy):
-    """prompt, answer: passes between two that compute all of the prompt's, of the answer's rows; 1: every pass.
+    """prompt, answer: interval, in passes, at which all of the prompt and all of the answer are recomputed.
 
-    share: of the answer's rows computed in between, those whose values changed most.
+    share: share of the answer that is recomputed in between: the tokens whose values changed most.
     """
 
     prompt: int = 50
@@ -28,18 +28,18 @@ class DllmCache(Policy):
 
     card: ClassVar[Card] = Card(
         name="dllm-cache", title="dLLM-Cache", models="diffusion",
-        idea="Keys, values and what attention and feed-forward parts added are kept for every row. Prompt rows are "
-             "computed now and then, answer rows more often, and in between those whose values changed most.",
+        idea="Keys, values and the outputs of attention and feed-forward layers are cached by token. The prompt is "
+             "recomputed rarely, the answer more often, and in between the tokens whose values changed most.",
         arxiv="2506.06295", year=2025, family="diffusion", stages=("generation",), budget=BudgetKind.NONE,
         heads="pooled", upstream=Upstream(repo="maomaocun/dLLM-cache", commit="17235bf", license=None),
-        deviations=("the intervals are those of its GSM8K script; they are tuned for each task there",),
+        deviations=("the intervals are those of its GSM8K script; the paper tunes them for each task",),
         limits=(
-            "rows are counted where feed-forward parts run; the values of all answer rows are computed beside them",
+            "computed tokens are counted in feed-forward layers; values of all answer tokens are computed as well",
         ),
     )
 
     def __post_init__(self) -> None:
-        """Refuse settings without a meaning."""
+        """Check the settings."""
         super().__post_init__()
         if self.prompt < 1 or self.answer < 1 or not 0 <= self.share <= 1:
             raise UserError(
@@ -48,17 +48,17 @@ class DllmCache(Policy):
             )
 
     def identity(self, shape: Shape) -> bool:
-        """All rows in every pass."""
+        """True if every pass computes all tokens."""
         del shape
         return self.prompt == self.answer == 1
 
     def plan(self, d: Denoising) -> PassPlan:
-        """Every row passes; what is computed for it is decided in each layer."""
+        """Every token passes through the layers; each layer selects the tokens to recompute."""
         del d
         return PassPlan()
 
-    def run(self, d: Denoising, plan: PassPlan, rows: Tensor) -> Tensor:
-        """All rows through all layers, most of them on what their branches added before."""
+    def run(self, d: Denoising, plan: PassPlan, index: Tensor) -> Tensor:
+        """All tokens through all layers; those not recomputed use the cached outputs of attention and MLP."""
         hidden = d.blocks.embed(d.ids)
         in_prompt = (d.positions < d.prompt).expand_as(d.ids)
         for layer, kv in enumerate(d.stores):
@@ -68,19 +68,20 @@ class DllmCache(Policy):
                 chosen = chosen | ~in_prompt
             elif self.share > 0:
                 chosen = chosen | self._changed(d, layer, kv, hidden)
-            places = self._positions(chosen)
-            if places.shape[1]:
-                x = _take(hidden, places)
+            positions = self._positions(chosen)
+            if positions.shape[1]:
+                x = _take(hidden, positions)
                 look = partial(self.look, d, kv, plan)
-                _put(kv, "attention", places, d.blocks.attention(layer, x, places, d.blocks.angles(x, places), look))
+                angles = d.blocks.angles(x, positions)
+                _put(kv, "attention", positions, d.blocks.attention(layer, x, positions, angles, look))
             hidden = hidden + kv.state["attention"]
-            if places.shape[1]:
-                _put(kv, "mlp", places, d.blocks.mlp(layer, _take(hidden, places)))
+            if positions.shape[1]:
+                _put(kv, "mlp", positions, d.blocks.mlp(layer, _take(hidden, positions)))
             hidden = hidden + kv.state["mlp"]
-        return _take(hidden, rows)
+        return _take(hidden, index)
 
     def _changed(self, d: Denoising, layer: int, kv: PositionKV, hidden: Tensor) -> Tensor:
-        """The answer's rows whose values are least like those kept; all of its values are renewed. [B, N]"""
+        """The answer's tokens whose values differ most from the cached ones; caches all new values. [B, N]"""
         assert kv.values is not None
         new = d.blocks.values(layer, hidden[:, d.prompt :])
         old = kv.values[:, :, d.prompt :]
@@ -91,16 +92,16 @@ class DllmCache(Policy):
 
     @staticmethod
     def _positions(chosen: Tensor) -> Tensor:
-        """Positions of the chosen rows, as many in every sequence. [B, m]"""
+        """Indices of the chosen positions, equally many in every sequence. [B, m]"""
         return chosen.nonzero()[:, 1].view(len(chosen), -1)
 
 
-def _take(rows: Tensor, places: Tensor) -> Tensor:
-    return rows[sequences(places), places]
+def _take(hidden: Tensor, positions: Tensor) -> Tensor:
+    return hidden[sequences(positions), positions]
 
 
-def _put(kv: PositionKV, name: str, places: Tensor, rows: Tensor) -> None:
-    """Keep what a branch added to rows. rows: [B, m, D]"""
+def _put(kv: PositionKV, name: str, positions: Tensor, output: Tensor) -> None:
+    """Cache the output of attention or MLP at these positions. output: [B, m, D]"""
     if name not in kv.state:
-        kv.state[name] = rows.new_zeros(len(rows), kv.length, rows.shape[-1])
-    kv.state[name][sequences(places), places] = rows
+        kv.state[name] = output.new_zeros(len(output), kv.length, output.shape[-1])
+    kv.state[name][sequences(positions), positions] = output

@@ -1,6 +1,6 @@
-"""Fast-dLLM: what lies outside a block hardly changes while it is decoded, so its rows are reused (arXiv 2505.22618).
+"""Fast-dLLM: blocks are decoded in order, and the entries outside the current block are reused (arXiv 2505.22618).
 
-Its other half, committing every token above a probability, is a setting of the run: `--gen threshold=0.9`.
+Its other half, committing every token above a threshold, is a setting of the run: `--gen threshold=0.9`.
 """
 
 from __future__ import annotations
@@ -13,49 +13,49 @@ from kvbench.method import BudgetKind, Card, Upstream
 
 UPSTREAM = Upstream(repo="NVlabs/Fast-dLLM", commit="24cc59e", license="Apache-2.0")
 SHIFTED = (
-    "with a shifted head the row before the block is computed too, where the reference commits the block's first token "
+    "with a shifted head the position before the block is computed, too; the reference commits the block's first token "
     "from the full pass unconditionally"
 )
-COMPLETE = "the reference runs one more pass where the first one completed a block"
+COMPLETE = "the reference runs one more pass if the first one completes a block"
 
 
 @dataclass(frozen=True)
 class FastDllmPrefix(Policy):
-    """The rows before the block."""
+    """Reuses the entries before the block."""
 
     card: ClassVar[Card] = Card(
         name="fast-dllm-prefix", title="Fast-dLLM, prefix cache", models="diffusion",
-        idea="A full pass begins every block. Until it is done, the rows before it are read as they were; the block "
-             "and all masks behind it are computed.",
+        idea="A full pass begins every block. Until the block is complete, the entries before it are reused; the block "
+             "and all masks after it are computed.",
         arxiv="2505.22618", year=2025, family="diffusion", stages=("generation",), budget=BudgetKind.NONE,
         heads="independent", upstream=UPSTREAM, deviations=(SHIFTED, COMPLETE),
         limits=("without --gen block the whole answer is one block, and only the prompt is reused",),
     )
 
     def plan(self, d: Denoising) -> PassPlan:
-        """All, then from the block on."""
+        """All tokens, then those from the block on."""
         if d.step == 0:
             return PassPlan()
-        rows = (d.positions >= d.start).expand_as(d.ids)
-        return PassPlan(compute=rows | d.predictors(rows))
+        chosen = (d.positions >= d.start).expand_as(d.ids)
+        return PassPlan(compute=chosen | d.predictors(chosen))
 
 
 @dataclass(frozen=True)
 class FastDllmDual(Policy):
-    """The rows before and behind the block."""
+    """Reuses the entries before and after the block."""
 
     card: ClassVar[Card] = Card(
         name="fast-dllm-dual", title="Fast-dLLM, dual cache", models="diffusion",
-        idea="A full pass begins every block. Until it is done, only its own rows are computed; those before and "
-             "behind it are read as they were.",
+        idea="A full pass begins every block. Until the block is complete, only its tokens are computed; the entries "
+             "before and after it are reused.",
         arxiv="2505.22618", year=2025, family="diffusion", stages=("generation",), budget=BudgetKind.NONE,
         heads="independent", upstream=UPSTREAM, deviations=(SHIFTED, COMPLETE),
-        limits=("without --gen block the whole answer is one block: then it is fast-dllm-prefix",),
+        limits=("without --gen block the whole answer is one block, and it equals fast-dllm-prefix",),
     )
 
     def plan(self, d: Denoising) -> PassPlan:
-        """All, then the block."""
+        """All tokens, then the block."""
         if d.step == 0:
             return PassPlan()
-        rows = d.within(d.start, d.end).expand_as(d.ids)
-        return PassPlan(compute=rows | d.predictors(rows))
+        chosen = d.within(d.start, d.end).expand_as(d.ids)
+        return PassPlan(compute=chosen | d.predictors(chosen))

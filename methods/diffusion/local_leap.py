@@ -1,4 +1,4 @@
-"""LocalLeap: around a very sure token its neighbors are accepted at a lower probability (arXiv 2510.07081)."""
+"""LocalLeap: neighbors of a very confident token are accepted at a lower threshold (arXiv 2510.07081)."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from kvbench.method import BudgetKind, Card, Upstream
 
 @dataclass(frozen=True)
 class LocalLeap(Policy):
-    """relaxed: the probability that is enough near an anchor. radius: places on either side of one."""
+    """relaxed: threshold near an anchor. radius: positions on either side of an anchor."""
 
     relaxed: float = 0.75
     radius: int = 4
 
     card: ClassVar[Card] = Card(
         name="local-leap", title="LocalLeap", models="diffusion",
-        idea="A token above the run's threshold is an anchor. Near it a lower threshold is enough, so that fewer "
-             "passes make the answer; nothing is cached.",
+        idea="A token above the run's threshold is an anchor. Near it a lower threshold suffices, so answers take "
+             "fewer steps; nothing is cached.",
         arxiv="2510.07081", year=2025, family="diffusion", stages=("generation",), budget=BudgetKind.NONE,
         heads="independent", upstream=Upstream(repo="friedrichor/LocalLeap", commit=None, license=None),
-        unverified=("the reference was read in a copy, not in its own repository",),
+        unverified=("the reference was read in a copy of its repository",),
         limits=("only with --gen threshold: the paper's is 0.9",),
     )
 
     def __post_init__(self) -> None:
-        """Refuse settings without a meaning."""
+        """Check the settings."""
         super().__post_init__()
         if not 0 <= self.relaxed <= 1 or self.radius < 0:
             raise UserError(f"local-leap: relaxed {self.relaxed} must be 0 to 1, and radius {self.radius} 0 or more.")
 
     def check(self, sampling: Sampling, answer: int) -> None:
-        """Refuse a run without a threshold.
+        """Require a threshold.
 
         Raises:
-            UserError: there is none, or it is below the relaxed one.
+            UserError: there is none, or it is below `relaxed`.
         """
         del answer
         if sampling.threshold is None or sampling.threshold < self.relaxed:
@@ -50,7 +50,7 @@ class LocalLeap(Policy):
             )
 
     def accept(self, d: Denoising, confidence: Tensor) -> Tensor:
-        """What the threshold accepts, and what is sure enough near an anchor."""
+        """Tokens above the threshold, and tokens above `relaxed` near an anchor."""
         assert d.sampling.threshold is not None
         anchors = (confidence >= d.sampling.threshold).float()[:, None]
         near = F.max_pool1d(anchors, 2 * self.radius + 1, stride=1, padding=self.radius)[:, 0] > 0

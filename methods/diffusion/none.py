@@ -1,4 +1,4 @@
-"""No cache: every step of a diffusion model computes every row."""
+"""No cache: every denoising step computes every token."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kvbench.method import BudgetKind, Card, Shape
 
 @dataclass(frozen=True)
 class NoCache(Policy):
-    """What the others are compared with."""
+    """The baseline of diffusion models."""
 
     card: ClassVar[Card] = Card(
         name="none", title="No cache", models="diffusion",
-        idea="Every denoising step runs the whole sequence. Nothing is kept between them, and nothing is approximated.",
+        idea="Every denoising step runs the whole sequence. Nothing is cached or approximated.",
         arxiv="2502.09992", year=2025, family="diffusion", stages=(), budget=BudgetKind.NONE, heads="independent",
         upstream=None,
     )
 
     def identity(self, shape: Shape) -> bool:
-        """There is nothing to lose."""
+        """True: nothing is approximated."""
         del shape
         return True

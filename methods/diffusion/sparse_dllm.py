@@ -1,4 +1,4 @@
-"""Sparse-dLLM: of the rows outside a block only those stay that the block attends to (arXiv 2508.02558)."""
+"""Sparse-dLLM: outside the current block, only entries that the block attends to are kept (arXiv 2508.02558)."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from kvbench.store.positions import PositionKV
 
 @dataclass
 class KeptKV(PositionKV):
-    """Rows outside a block that were kept, in any order: attention over all of a sequence has none."""
+    """Entries outside a block that were kept, in any order, which full attention does not depend on."""
 
     kept: tuple[Tensor, Tensor] | None = field(default=None, init=False)  # keys, values [B, H_kv, n, D]
 
     def nbytes(self) -> int:
-        """Bytes of the kept rows; those of the block are made anew by every pass."""
+        """Bytes of the kept entries; those of the block are recomputed by every pass."""
         return 0 if self.kept is None else sum(x.untyped_storage().nbytes() for x in self.kept)
 
 
 @dataclass(frozen=True)
 class SparseDllm(Policy):
-    """keep: share of the rows outside the block. pool: places that a score is the greatest of.
+    """keep: share of the entries outside the block. pool: width of the max pooling of scores.
 
-    delay: the full pass, counted from 0 at the block's start, whose rows are kept. by_head: a choice for each KV head.
+    delay: the full pass whose entries are kept, counted from 0 at the start of a block. by_head: select per KV head.
     """
 
     keep: float = 0.5
@@ -40,17 +40,17 @@ class SparseDllm(Policy):
 
     card: ClassVar[Card] = Card(
         name="sparse-dllm", title="Sparse-dLLM", models="diffusion",
-        idea="After a block's first full passes only the rows outside it stay that its queries point at. The block is "
-             "computed over these and itself until it is done.",
+        idea="After the first full passes of a block, only entries outside it that its queries attend to are kept. "
+             "The block attends to these and itself until it is complete.",
         arxiv="2508.02558", year=2025, family="diffusion", stages=("generation", "compression"),
         budget=BudgetKind.NONE, heads="pooled",
         upstream=Upstream(repo="OpenMOSS/Sparse-dLLM", commit="3fd8986", license=None),
-        deviations=("with a shifted head the row before the block is computed and counts as one of it",),
-        unverified=("by_head is dLLM-Serve's head_select, read in its code alone",),
+        deviations=("with a shifted head the position before the block is computed as a part of the block",),
+        unverified=("by_head is dLLM-Serve's head_select, known from its code only",),
     )
 
     def __post_init__(self) -> None:
-        """Refuse settings without a meaning."""
+        """Check the settings."""
         super().__post_init__()
         if not 0 < self.keep <= 1 or self.pool < 1 or self.pool % 2 == 0 or self.delay < 0:
             raise UserError(
@@ -59,21 +59,21 @@ class SparseDllm(Policy):
             )
 
     def store(self, length: int) -> PositionKV:
-        """Rows without places."""
+        """A store of entries in any order."""
         return KeptKV(length)
 
     def begin(self, d: Denoising) -> None:
-        """Let go of the last block's rows."""
+        """Drop the entries kept for the last block."""
         for kv in d.stores:
             assert isinstance(kv, KeptKV)
             kv.kept = None
 
     def plan(self, d: Denoising) -> PassPlan:
-        """Everything up to the pass that chooses, then the block."""
+        """All tokens up to the selecting pass, then the block."""
         return PassPlan() if d.step <= self.delay else PassPlan(compute=self._block(d))
 
     def look(self, d: Denoising, kv: PositionKV, plan: PassPlan, step: Step) -> Tensor:
-        """Full passes over themselves, the others over the kept rows and themselves."""
+        """Full passes attend to themselves, the others to the kept entries and themselves."""
         assert isinstance(kv, KeptKV)
         if plan.compute is None:
             if d.step == self.delay:
@@ -84,26 +84,26 @@ class SparseDllm(Policy):
         return kv.attend_over(step, keys, values)
 
     def _block(self, d: Denoising) -> Tensor:
-        rows = d.within(d.start, d.end).expand_as(d.ids)
-        return rows | d.predictors(rows)
+        block = d.within(d.start, d.end).expand_as(d.ids)
+        return block | d.predictors(block)
 
     def _choose(self, d: Denoising, kv: KeptKV, step: Step) -> tuple[Tensor, Tensor]:
-        """The rows outside the block with the greatest products with its mean query."""
+        """The entries outside the block whose keys have the greatest products with the block's mean query."""
         block = self._block(d)[0]
         query = step.query[:, :, block].float().mean(2)  # [B, H_q, D]
         heads = step.key.shape[1]
         query = query.view(len(query), heads, -1, query.shape[-1])
         outside = [x[:, :, ~block] for x in (step.key, step.value)]
-        kv.read_bytes += outside[0].nbytes  # once more than attention does
+        kv.read_bytes += outside[0].nbytes  # in addition to the attention's reads
         products = query @ outside[0].float().transpose(2, 3)  # [B, H_kv, G, R]
         scores = products.amax(2) if self.by_head else products.mean((1, 2), keepdim=True)[:, 0].expand(-1, heads, -1)
-        if scores.shape[-1]:  # else the block is all there is
+        if scores.shape[-1]:  # empty if the block is the whole sequence
             scores = F.max_pool1d(scores, self.pool, stride=1, padding=self.pool // 2)
         index = scores.topk(int(self.keep * scores.shape[-1]), dim=-1).indices[..., None]
         keys, values = (x.gather(2, index.expand(-1, -1, -1, x.shape[-1])) for x in outside)
         return keys, values
 
     def identity(self, shape: Shape) -> bool:
-        """Rows outside the block are never computed again."""
+        """False: entries outside the block are not recomputed."""
         del shape
         return False

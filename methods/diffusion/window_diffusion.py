@@ -1,4 +1,4 @@
-"""Window-Diffusion: only the first masks are computed, and far ones are not even looked at (arXiv 2601.20332)."""
+"""Window-Diffusion: only the first masks are computed, and masks beyond a window are not read (arXiv 2601.20332)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvbench.diffusion.sampling import Sampling
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Shape, Upstream
 
-ACTIVE = "where a step commits more masks than are active the reference overwrites decoded tokens; here it is refused"
+ACTIVE = "if a step commits more masks than are active, the reference overwrites decoded tokens; here it is refused"
 DREAM = (
     "on Dream the reference leaves masks beyond the window out of full passes too, commits only the window's first "
     "token in them, and may stop at an end of text; here both kinds of models do as LLaDA does there"
@@ -22,7 +22,7 @@ DREAM = (
 
 @dataclass(frozen=True)
 class WindowDiffusion(Policy):
-    """refresh: passes of a phase, which a full one begins. active: masks that are computed. window: masks looked at."""
+    """refresh: passes per phase; the first is a full pass. active: masks computed per step. window: masks read."""
 
     refresh: int = 32
     active: int = 16
@@ -31,15 +31,15 @@ class WindowDiffusion(Policy):
     card: ClassVar[Card] = Card(
         name="window-diffusion", title="Window-Diffusion", models="diffusion",
         idea="Between full passes only the first masks of the answer are computed, inside a wider window of masks that "
-             "attention looks at. Masks beyond the window are left out until the next full pass.",
+             "attention reads. Masks beyond the window are skipped until the next full pass.",
         arxiv="2601.20332", year=2026, family="diffusion", stages=("generation", "retrieval"), budget=BudgetKind.NONE,
         heads="independent", upstream=Upstream(repo="vhicrgit/Window-Diffusion", commit="d8bb349", license=None),
-        deviations=(ACTIVE, "rows that are computed are looked at, those beyond the window among them", DREAM),
+        deviations=(ACTIVE, "computed tokens are always read, even beyond the window", DREAM),
         limits=("the answer is one block: leave --gen block out",),
     )
 
     def __post_init__(self) -> None:
-        """Refuse settings without a meaning."""
+        """Check the settings."""
         super().__post_init__()
         if self.refresh < 1 or not 1 <= self.active <= self.window:
             raise UserError(
@@ -48,7 +48,7 @@ class WindowDiffusion(Policy):
             )
 
     def identity(self, shape: Shape) -> bool:
-        """A full pass at every step."""
+        """True if every step is a full pass."""
         del shape
         return self.refresh == 1
 
@@ -56,24 +56,24 @@ class WindowDiffusion(Policy):
         """Refuse blocks, and more tokens per step than are computed.
 
         Raises:
-            UserError: either.
+            UserError: the answer has several blocks, or a step commits more masks than are computed.
         """
         if sampling.block < answer:
-            raise UserError("window-diffusion has no blocks, its window moves instead: leave --gen block out.")
+            raise UserError("window-diffusion uses a moving window instead of blocks: leave --gen block out.")
         most = math.ceil(answer / sampling.steps)
         if sampling.threshold is None and self.active < most:
             raise UserError(
-                f"window-diffusion computes {self.active} masks in a step, and {most} are to be committed. Use more "
+                f"window-diffusion computes {self.active} masks in a step, but a step commits {most}. Use more "
                 f"--gen steps, or --set active={most} or more."
             )
     def plan(self, d: Denoising) -> PassPlan:
-        """All, or the first masks and what this phase decoded; the window is fixed after the full pass."""
+        """All tokens, or the first masks and what this phase decoded; the window is fixed after the full pass."""
         turn = d.nfe % self.refresh
         if turn == 0:
             return PassPlan()
         if turn == 1:
             d.notes["window"] = self._first(d, self.window) | d.known
-            d.notes["fresh"] = d.known & ~d.before  # of the full pass, computed once with their tokens
+            d.notes["fresh"] = d.known & ~d.before  # decoded by the full pass, computed once with their new tokens
             d.notes["phase"] = d.known
         active = self._first(d, self.active) | (d.known & ~d.notes["phase"])
         if turn == 1:
@@ -81,8 +81,8 @@ class WindowDiffusion(Policy):
         return PassPlan(compute=active | d.predictors(self._first(d, self.active)), read=d.notes["window"] | active)
 
     def open(self, d: Denoising) -> Tensor:
-        """All masks in a full pass, then those computed."""
-        full = (d.nfe - 1) % self.refresh == 0  # this pass is counted
+        """All masks in a full pass, then the computed ones."""
+        full = (d.nfe - 1) % self.refresh == 0  # nfe already counts this pass
         return d.masked if full else self._first(d, self.active)
 
     @staticmethod

@@ -276,9 +276,9 @@ def test_local_leap_accepts_near_anchors(confidence, radius):
     (LocalLeap(), {}, "give a higher one, such as --gen threshold=0.9"),
     (LocalLeap(), {"threshold": 0.5}, "relaxes a threshold to 0.75"),
     (WindowDiffusion(), {"block": 4}, "leave --gen block out"),
-    (WindowDiffusion(active=1, window=4), {"steps": 4}, "4 are to be committed"),
+    (WindowDiffusion(active=1, window=4), {"steps": 4}, "a step commits 4"),
     (ElasticCache(), {"block": 4}, "leave --gen block out"),
-    (ElasticCache(window=4), {"steps": 2}, "8 are to be committed. Use more --gen steps, or --set window=8 or more"),
+    (ElasticCache(window=4), {"steps": 2}, "a step commits 8. Use more --gen steps, or --set window=8 or more"),
 ])
 def test_a_regime_without_meaning_is_refused(model, one, fill, method, how, message):
     """With the next step."""

@@ -154,7 +154,7 @@ def test_context_is_compressed_before_a_continuation_is_scored(snapkv, docs):
             expected = force_answer(session, after).log_softmax(-1)[range(len(after)), after].sum()
             assert logprob == pytest.approx(expected.item(), abs=1e-4)
     tally = snapkv.tallies["loglikelihood"]
-    assert (tally.requests, tally.acted, tally.whole, tally.cut) == (2, 2, 0, 0)
+    assert (tally.requests, tally.acted, tally.uncompressed, tally.cut) == (2, 2, 0, 0)
     assert tally.full_bytes == snapkv.model.shape(len(ids)).full_bytes
     assert tally.stored_bytes / tally.full_bytes == pytest.approx(0.25, abs=0.01)
 
@@ -190,13 +190,13 @@ def test_contexts_are_cut_on_the_left_and_counted(full, docs, capsys):
 
 
 def test_a_method_that_never_acts_fails_the_run(full, capsys):
-    """What is too short for a budget is held whole and counted; where that is all, there is no score."""
+    """Contexts too short for a budget are kept in full and counted; if all are, there is no score."""
     short = ask("loglikelihood", ("Two words", " more"), ("", "One"))
     lazy = KvbenchModel(method="snapkv", budget="25%", device="cpu")
     with pytest.raises(NotMeasuredError, match="snapkv acted in none of 2 loglikelihood requests") as caught:
         lazy.loglikelihood(short, disable_tqdm=True)
     assert caught.value.exit_code == 1
-    assert "2 contexts were too short for the budget and were held whole" in capsys.readouterr().err
+    assert "2 contexts were too short for the budget and were kept in full" in capsys.readouterr().err
     assert len(full.loglikelihood(short, disable_tqdm=True)) == 2
     declared = KvbenchModel(method="snapkv", budget="100%", device="cpu")
     assert len(declared.loglikelihood(short, disable_tqdm=True)) == 2
@@ -296,7 +296,7 @@ def run(kvbench, folder, tmp_path):
 
 
 def test_prompts_are_lm_evals_own(folder, docs, mini_tokenizer):
-    """A document's context is the text that lm_eval builds, worked examples of its own seed included."""
+    """A document's context is the text that lm_eval builds, including its few-shot examples."""
     plain = find_task(f"lm-eval:{folder / 'needles.yaml'}")()
     made = examples(plain, mini_tokenizer)
     assert [x.context for x in made] == ["Answer.\n\n" + prompt(x) for x in docs]
@@ -387,7 +387,7 @@ def test_likelihood_of_a_target_is_asked_as_a_greedy_answer(run, folder):
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("options", "message"), [
-    (["--length", 64], "comes to"),
+    (["--length", 64], "exceeds length"),
     (["--samples", 5], "has 4 documents: ask for --samples 4 or fewer"),
     (["--split", "dev"], "has only a test split"),
     (["--visibility", "hidden"], "nothing can be hidden"),
@@ -426,7 +426,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "message"), [("gsm8kk", "is unknown; near it is gsm8k,"), ("mmlu", "is a group")])
+@pytest.mark.parametrize(("name", "message"), [("gsm8kk", "is unknown; similar names: gsm8k,"), ("mmlu", "is a group")])
 def test_a_name_that_is_no_task_is_refused(name, message):
     """Looked up among lm_eval's own, of which there are thousands."""
     with pytest.raises(UserError, match=message):

@@ -1,1 +1,1 @@
-"""lm-evaluation-harness in both directions: our models and methods in its runs, and its tasks in ours."""
+"""lm-evaluation-harness: kvbench as a model of lm_eval, and tasks of lm_eval in kvbench."""

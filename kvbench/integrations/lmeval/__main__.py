@@ -1,4 +1,4 @@
-"""`python -m kvbench.integrations.lmeval`: lm_eval's own command line, in which `--model kvbench` has a meaning."""
+"""`python -m kvbench.integrations.lmeval`: lm_eval's command line with the model `kvbench` registered."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvbench.log import say
 
 
 def main() -> int:
-    """Register the model and hand the command line on; exit codes as of `kvbench`."""
+    """Register the model and run lm_eval's command line; exit codes are those of `kvbench`."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as kvbench.cli does, before torch is imported
     try:
         command = load_extra("lm_eval.__main__", extra="lm-eval", what="kvbench.integrations.lmeval")

@@ -1,7 +1,7 @@
 """kvbench as a model of lm_eval: importing this module registers it there under the name `kvbench`.
 
-lm_eval's own models run context and continuation in one forward pass, in which nothing is ever compressed. Here the
-context is prefilled and compressed, and the continuation is generated or scored after that.
+lm_eval's own models run context and continuation in one forward pass, without compression. This model prefills and
+compresses the context first, and then generates or scores the continuation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any, Self
 
-import lm_eval.models  # noqa: F401  # fills the registry, which only an empty one does
+import lm_eval.models  # noqa: F401  # fills the registry; registering a model first would prevent that
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -33,7 +33,7 @@ from kvbench.runs.request import check_model
 from kvbench.settings import configure, jsonable_settings
 
 SETTING = "set."
-"""What the names of the method's settings begin with among the arguments."""
+"""Prefix of model arguments that are settings of the method."""
 
 
 @register_model("kvbench")
@@ -43,16 +43,16 @@ class KvbenchModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     Args:
         pretrained: a bundled model, a local folder or a hub id.
         method: a name of `kvbench list methods`, `inner+outer`, or path/to/file.py:Class.
-        budget: a share such as 25%, rows per KV head such as 1024, or paper.
-        chunk: most prompt tokens per forward pass.
+        budget: a share such as 25%, tokens per KV head such as 1024, or paper.
+        chunk: prompt tokens per forward pass; None: all.
         dtype: float32, bfloat16 or float16; None: the checkpoint's.
-        device: cpu, cuda or cuda:N; None: a GPU where there is one.
-        max_length: tokens beyond which contexts are cut on the left; None: what the model was made for.
-        batch_size: must be 1, which lm_eval says by default.
+        device: cpu, cuda or cuda:N; None: cuda if available.
+        max_length: contexts are cut on the left beyond this many tokens; None: the model's maximum.
+        batch_size: must be 1, lm_eval's default.
         others: settings of the method, as `set.<key>`.
 
     Raises:
-        UserError: whatever is wrong with them.
+        UserError: an argument is invalid.
     """
 
     def __init__(
@@ -75,18 +75,18 @@ class KvbenchModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         settings = {key.removeprefix(SETTING): _text(value) for key, value in others.items()}
         made = configure(find_method(method), settings, "set", method)
         if made.card.models != "autoregressive":
-            raise UserError(f"{made.card.name} needs a diffusion model, and lm_eval asks for the next token's chances.")
+            raise UserError(f"{made.card.name} needs a diffusion model, which lm_eval cannot score.")
         self.budget = None if budget is None else Budget.parse(str(budget))
         check_model(pretrained)
         self.model = load_model(pretrained, device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype)
         if self.model.random or self.model.kind != "autoregressive":
             raise UserError(
-                f"model '{pretrained}' is {'random' if self.model.random else self.model.kind}: lm_eval scores what "
-                "trained autoregressive models say. Use another one."
+                f"model '{pretrained}' is {'random' if self.model.random else self.model.kind}: lm_eval needs a "
+                "trained autoregressive model. Use another one."
             )
         if max_length is not None and max_length > self.model.max_length:
             raise UserError(
-                f"max_length={max_length} is beyond what model {pretrained} was made for, {self.model.max_length}."
+                f"max_length={max_length} exceeds the maximum of model {pretrained}, {self.model.max_length} tokens."
             )
         self.max_length, self.chunk = max_length or self.model.max_length, chunk
         self.method: Method = made.bind(self.model)
@@ -96,23 +96,23 @@ class KvbenchModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         self.tallies: dict[str, Tally] = {}
         self._device = self.model.device
 
-    # What lm_eval asks of a model
+    # Interface of lm_eval
 
     @classmethod
     def create_from_arg_obj(
         cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any] | None = None
     ) -> Self:
-        """From `--model_args`, which go before lm_eval's own options."""
+        """Create from `--model_args`, which override lm_eval's own options."""
         options = {key: value for key, value in (additional_config or {}).items() if value is not None}
         options |= arg_dict
         if "device" not in arg_dict and options.get("device") == "cuda:0" and not torch.cuda.is_available():
-            say("there is no GPU, which lm_eval asks for unless --device says otherwise: computing on the CPU.")
+            say("lm_eval selects a GPU by default, and there is none: computing on the CPU.")
             options["device"] = "cpu"
         return cls(**options)
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: Mapping[str, Any] | None = None) -> Self:
-        """From `key=value,key=value`."""
+        """Create from `key=value,key=value`."""
         from lm_eval.utils import simple_parse_args_string
 
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
@@ -124,19 +124,19 @@ class KvbenchModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands for an empty context: the token that begins a text, or else the one that ends it."""
+        """The token used for an empty context: BOS, or EOS if there is no BOS."""
         begin = self.tokenizer.bos_token_id
         return self.eot_token_id if begin is None else int(begin)
 
     @property
     def tokenizer_name(self) -> str:
-        """Names lm_eval's caches of prompts."""
+        """A name for lm_eval's prompt caches."""
         return self.model.tokenizer_sha256
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], *, add_generation_prompt: bool = True
     ) -> str:
-        """The text of a conversation; without a generation prompt its last message is gone on with."""
+        """Format a conversation; without a generation prompt its last message is continued."""
         if self.tokenizer.chat_template is None:
             raise UserError(f"model {self.model.id} has no chat template. Leave --apply_chat_template out.")
         return str(self.tokenizer.apply_chat_template(
@@ -151,7 +151,7 @@ class KvbenchModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return list(self.tokenizer(string, add_special_tokens=add_special_tokens).input_ids)
 
     def get_model_info(self) -> dict[str, object]:
-        """What lm_eval's results say of the model, and what the method did."""
+        """Model, method and effect counters for lm_eval's results."""
         return {"kvbench": {
             "version": __version__, "model_sha256": self.model.sha256, "dtype": self.model.dtype,
             "device": str(self.model.device), "max_length": self.max_length, "visibility": "visible",
@@ -161,29 +161,28 @@ class KvbenchModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         }}
 
     def set_cache_hook(self, cache_hook: object) -> None:
-        """Refused: lm_eval's cache of answers knows prompts, and neither methods nor budgets."""
+        """Refused: lm_eval's answer cache is keyed by prompt, not by method and budget."""
         del cache_hook
         raise UserError(
-            "--use_cache keeps answers by their prompts alone: one under another method would be taken for this one's. "
-            "Leave it out."
+            "--use_cache stores answers by prompt only, so answers of another method would be reused. Leave it out."
         )
 
     # Requests
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Refused: a text that is scored from its first token on has no context that a method could compress."""
+        """Refused: a text that is scored from its first token has no context to compress."""
         del requests
         raise UserError(
-            "lm_eval's rolling log-likelihood scores a text from its first token on: it has no context to compress. "
+            "lm_eval's rolling log-likelihood scores a text from its first token, so there is no context to compress. "
             "Use `kvbench run --task ppl-stdlib`: perplexity after compression."
         )
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], *, disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation, and whether greedy decoding would give it.
+        """Log-probability of each continuation, and whether greedy decoding would produce it.
 
-        Requests that follow one another on the same context share its prefill.
+        Consecutive requests with the same context share its prefill.
         """
         tally = self.tallies["loglikelihood"] = Tally()
         results = []
@@ -206,25 +205,25 @@ class KvbenchModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return results
 
     def generate_until(self, requests: Sequence[Any], *, disable_tqdm: bool = False) -> list[str]:
-        """The greedy answer to each context, up to the first of its stop texts."""
+        """The greedy answer to each context, up to its first stop text."""
         tally = self.tallies["generate_until"] = Tally()
         results = []
         for request in tqdm(requests, desc="kvbench generate_until", disable=disable_tqdm):
             text, asked = request.args
             generation = Generation.read(asked)
-            context = self._cut(self.tok_encode(text), generation.limit, tally)
-            with self._prefilled(context, generation.limit, tally) as session:
+            context = self._cut(self.tok_encode(text), generation.max_new_tokens, tally)
+            with self._prefilled(context, generation.max_new_tokens, tally) as session:
                 results.append(self._generate(session, generation))
                 self._note(session, tally)
         tally.finish(self.method.card.name, "generate_until", lossless=self.lossless)
         return results
 
     def _generate(self, session: Session, generation: Generation) -> str:
-        """Token by token, because an answer ends where its text does."""
+        """Generate token by token, because stop texts are found in the decoded text."""
         stop = self.model.stop_ids | generation.stop_ids(self.tokenizer)
         ids: list[int] = []
         text = ""
-        for _ in range(generation.limit):
+        for _ in range(generation.max_new_tokens):
             if ids:
                 token = torch.tensor([ids[-1:]], device=self.model.device)
                 session.logits = session.forward(token, Moment.DECODE)[:, -1]
@@ -237,11 +236,11 @@ class KvbenchModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return generation.cut(text)
 
     def _cut(self, context: Sequence[int], room: int, tally: Tally) -> tuple[int, ...]:
-        """The context's last tokens that leave room for what follows, as lm_eval cuts."""
+        """Cut a context on the left so that `room` more tokens fit, as lm_eval does."""
         most = self.max_length - room
         if room < 1 or most < 1:
             raise UserError(
-                f"{room} tokens are to follow a context, and context and continuation may come to {self.max_length}. "
+                f"{room} tokens must follow the context, and both together may have {self.max_length}. "
                 "Use a greater max_length or a smaller max_gen_toks; a continuation must not be empty."
             )
         if len(context) > most:
@@ -251,13 +250,13 @@ class KvbenchModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
     @contextmanager
     def _prefilled(self, context: Sequence[int], room: int, tally: Tally) -> Iterator[Session]:
-        """A session that holds a context, compressed; one too short for the budget is held whole, and counted."""
+        """A session with a compressed context. A context too short for the budget is kept in full, and counted."""
         shape = self.model.shape(len(context))
         try:
             method = self.method.fit(self.budget, shape)
         except UserError:
             method = self.method.fit(Budget("fraction", 1.0), shape)
-            tally.whole += 1
+            tally.uncompressed += 1
         with Session(self.model, method, capacity=len(context) + room, chunk=self.chunk) as session:
             session.prefill(context)
             memory = session.memory()
@@ -271,5 +270,5 @@ class KvbenchModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
 
 def _text(value: object) -> str:
-    """A value as it was typed: lm_eval reads numbers and lists itself."""
+    """A value as typed; lm_eval has parsed numbers and lists."""
     return value if isinstance(value, str) else json.dumps(value)

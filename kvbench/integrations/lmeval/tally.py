@@ -1,4 +1,4 @@
-"""What became of lm_eval's requests: in how many the method acted, and what was cut or held whole."""
+"""Effect counters over lm_eval's requests: in how many the method acted, and how many were cut or kept in full."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvbench.log import say
 
 
 class NotMeasuredError(UserError):
-    """The method never acted: the scores would be the full cache's under its name."""
+    """The method never acted, so the scores are those of the full cache."""
 
     exit_code = 1
 
@@ -20,28 +20,28 @@ class Tally:
 
     requests: int = 0
     acted: int = 0
-    """In how many the method changed something, as the stores say."""
-    whole: int = 0
-    """How many contexts were too short for the budget and were held whole."""
+    """Requests in which the method changed the cache, counted by the stores."""
+    uncompressed: int = 0
+    """Contexts too short for the budget, kept in full."""
     cut: int = 0
-    """How many contexts lost tokens on their left, because they were too long."""
+    """Contexts that were too long and lost tokens on the left."""
     cut_tokens: int = 0
     full_bytes: int = 0
     stored_bytes: int = 0
 
     def finish(self, method: str, kind: str, *, lossless: bool) -> None:
-        """Say what the method did.
+        """Print the counts.
 
-        lossless: its settings are the ones at which it is declared to lose nothing.
+        lossless: True if the method declares that it loses nothing at its settings.
 
         Raises:
-            NotMeasuredError: it did nothing, and should have.
+            NotMeasuredError: the method never acted and is not lossless.
         """
         parts = [f"{method} acted in {self.acted} of {self.requests} {kind} requests"]
         if self.full_bytes:
-            parts.append(f"caches came to {self.stored_bytes / self.full_bytes:.1%} of the dense bytes")
-        if self.whole:
-            parts.append(f"{self.whole} contexts were too short for the budget and were held whole")
+            parts.append(f"caches stored {self.stored_bytes / self.full_bytes:.1%} of the full cache's bytes")
+        if self.uncompressed:
+            parts.append(f"{self.uncompressed} contexts were too short for the budget and were kept in full")
         if self.cut:
             parts.append(f"{self.cut} contexts lost {self.cut_tokens} tokens on their left")
         say(f"{'; '.join(parts)}.")

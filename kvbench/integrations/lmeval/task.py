@@ -1,7 +1,7 @@
 """Tasks of lm_eval in runs of kvbench: its prompts as contexts, its scoring of each document.
 
-lm_eval hands out one prompt per document, in which nobody can tell the context from the question: the whole prompt is
-the context, and the question after it is empty.
+lm_eval has one prompt per document, without a boundary between context and question. The whole prompt becomes the
+context, and the question is empty.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from kvbench.task import Example, Mode, Scorer, Split, Task, Turn, encode, promp
 from kvbench.template import Frame
 
 FEWSHOT_SEED = 1234
-"""lm_eval's own default."""
+"""lm_eval's default."""
 VERSION = find_version("lm_eval")
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-"""Where a function is in memory: another place in every process."""
+"""Memory address in the name of a function, which changes from process to process."""
 
 
 @dataclass(frozen=True)
 class LmEvalTask(Task):
     """One task of lm_eval; `find_task("lm-eval:<name>")` makes the subclass.
 
-    num_fewshot: worked examples before each document; None: as many as the task says.
+    num_fewshot: few-shot examples before each document; None: the task's default.
     """
 
     num_fewshot: int | None = None
 
     source: ClassVar[str]
-    """A name that lm_eval knows, or the path of a YAML file."""
+    """A task name of lm_eval, or the path of a YAML file."""
     own_shots: ClassVar[int | None]
-    """What the task says of `num_fewshot`."""
+    """The task's own `num_fewshot`."""
     suite: ClassVar[str] = "lm-eval"
     modes: ClassVar[tuple[Mode, ...]] = (Mode.SINGLE,)
     default_length: ClassVar[int] = 2048
@@ -50,21 +50,21 @@ class LmEvalTask(Task):
     joint: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        """Refuse a number of worked examples that lm_eval would not heed."""
+        """Refuse a number of few-shot examples that lm_eval would ignore."""
         if self.num_fewshot is not None and (self.num_fewshot < 0 or self.own_shots == 0):
-            reason = "the task is defined without worked examples" if self.own_shots == 0 else "it must be 0 or more"
+            reason = "the task is defined without few-shot examples" if self.own_shots == 0 else "it must be 0 or more"
             raise UserError(f"--task-set num_fewshot={self.num_fewshot}: {reason}. Leave it out.")
 
     @property
     def shots(self) -> int:
-        """Worked examples before each document."""
+        """Few-shot examples before each document."""
         return (self.own_shots or 0) if self.num_fewshot is None else self.num_fewshot
 
     @property
     def prompt_id(self) -> str:
-        """lm_eval's configuration of the task, places of files apart, and the version that reads it."""
+        """Hash of lm_eval's task configuration without file paths, and lm_eval's version."""
         config = load_task(self.source).dump_config()
-        for key in ("dataset_kwargs", "metadata", "num_fewshot"):  # paths; version and shots stand in the spec
+        for key in ("dataset_kwargs", "metadata", "num_fewshot"):  # paths; version and shots are in the spec
             config.pop(key, None)
         text = ADDRESS.sub("", json.dumps(config, sort_keys=True, default=_source))
         digest = hashlib.sha256(text.encode()).hexdigest()
@@ -72,7 +72,7 @@ class LmEvalTask(Task):
 
     @property
     def dataset_revision(self) -> str:
-        """The revision that the task names, or the hash of all its documents and of those that examples come from."""
+        """The revision that the task names, or a hash of its documents and few-shot documents."""
         task = load_task(self.source)
         named = (task.config.dataset_kwargs or {}).get("revision")
         if named is not None:
@@ -83,19 +83,19 @@ class LmEvalTask(Task):
         return f"sha256:{total.hexdigest()}"
 
     def frame(self, tokenizer: Any) -> Frame:
-        """The text alone, which is lm_eval's default."""
+        """Plain text, lm_eval's default."""
         del tokenizer
         return Frame.plain()
 
     def stop_ids(self, tokenizer: Any) -> frozenset[int]:
-        """Stop texts that are one token; the other ones are cut off by the scorers."""
+        """Stop texts that are one token; scorers cut answers at the others."""
         task = load_task(self.source)
         if task.OUTPUT_TYPE != "generate_until":
             return frozenset()
         return Generation.read(task.config.generation_kwargs).stop_ids(tokenizer)
 
     def minimum_length(self, turns: int, tokenizer: Any) -> int:
-        """Nothing is known before the documents are read: `examples` measures them."""
+        """Unknown before the documents are read; `examples` checks the length."""
         del turns, tokenizer
         return 1
 
@@ -104,7 +104,7 @@ class LmEvalTask(Task):
     ) -> Iterator[Example]:
         """The first documents in lm_eval's order.
 
-        seed: 0 draws the worked examples as lm_eval does by default, any other number as `--seed` of lm_eval does.
+        seed: 0 draws few-shot examples as lm_eval does by default, any other number as lm_eval's `--seed` does.
 
         Raises:
             UserError: the split is dev, there are fewer documents, or one of them does not fit the length.
@@ -128,16 +128,16 @@ class LmEvalTask(Task):
             made.append(example)
         if most > length:
             raise UserError(
-                f"the longest of {n} documents of {self.name} comes to {most} tokens, beyond length {length}, and "
-                f"nothing is cut off. Use --length {most} or more."
+                f"the longest of {n} documents of {self.name} has {most} tokens, which exceeds length {length}, and "
+                f"kvbench does not cut documents. Use --length {most} or more."
             )
         yield from made
 
     def _requests(self, n: int, fewshot_seed: int) -> dict[int, list[Any]]:
-        """lm_eval's own requests of the first documents, by document: one text, or one for each choice."""
+        """lm_eval's requests for the first documents, by document: one text, or one per choice."""
         task = load_task(self.source)
         task.set_config("num_fewshot", self.shots)
-        task.set_fewshot_seed(fewshot_seed)  # each document draws on where the one before left off
+        task.set_fewshot_seed(fewshot_seed)  # documents draw from one sequence
         task.build_all_requests(limit=n)
         found: dict[int, list[Any]] = {}
         for request in task.instances:
@@ -147,10 +147,10 @@ class LmEvalTask(Task):
 
 @functools.cache
 def make_task(name_or_path: str) -> type[LmEvalTask]:
-    """The class of `lm-eval:<name>` or `lm-eval:<path of a YAML file>`; its data are loaded for that.
+    """The class of `lm-eval:<name>` or `lm-eval:<path of a YAML file>`; loads its data.
 
     Raises:
-        UserError: there is none, its data cannot be had, or it asks for what a run of kvbench cannot express.
+        UserError: there is none, its data cannot be loaded, or kvbench cannot run it.
     """
     where = name_or_path.removeprefix(PREFIX)
     task = load_task(where)
@@ -169,7 +169,7 @@ def make_task(name_or_path: str) -> type[LmEvalTask]:
                 f"lm-eval-{metric if ensemble.name == 'none' else f'{ensemble.name}-{metric}'}@{VERSION}", metric,
                 functools.partial(_score, where, ensemble.name, metric), bool(better.get(metric, True)), facts,
             )
-            for ensemble in task._filters for metric in mean_metrics(task)  # noqa: SLF001  # there is no other way
+            for ensemble in task._filters for metric in mean_metrics(task)  # noqa: SLF001  # lm_eval has no public access
         )
 
     return Found
@@ -182,25 +182,25 @@ def _compose(task: Any, doc_id: int, requests: Sequence[Any], tokenizer: Any) ->
     target = _target(task, doc)
     facts = {"doc_id": doc_id, "doc_sha": hash_doc(doc)}
     if task.OUTPUT_TYPE == "generate_until":
-        limit = Generation.read(follows).limit
+        limit = Generation.read(follows).max_new_tokens
         turn = Turn("", "", f"{task.config.target_delimiter}{target}", (str(target),), limit)
         return Example(str(doc_id), context, (turn,), facts)
-    # As lm_eval does before it tokenizes: spaces at the end of a context belong to what follows.
+    # As in lm_eval: trailing spaces of the context move to the continuation before tokenization.
     space = context[len(context.rstrip()) :]
     choices = tuple(space + x.arguments[1] for x in requests)
     if task.OUTPUT_TYPE == "loglikelihood":
-        # Whether greedy decoding gives the target is all that has a mean over documents.
+        # The only metric that is a mean over documents: whether greedy decoding produces the target.
         ids = tokenizer(choices[0], add_special_tokens=False).input_ids
         turn = Turn("", "", choices[0], (str(tokenizer.decode(ids, skip_special_tokens=True)),), len(ids))
     else:
         if not (isinstance(target, int) and 0 <= target < len(choices)):
-            raise UserError(f"document {doc_id} of task {task.config.task} says no right choice: it cannot be scored.")
+            raise UserError(f"document {doc_id} of task {task.config.task} has no correct choice: it cannot be scored.")
         turn = Turn("", "", choices[target], (choices[target],), 0, choices)
     return Example(str(doc_id), context.rstrip(), (turn,), facts)
 
 
 def _target(task: Any, doc: Any) -> str | int:
-    """The right answer of a document, the first of several; of choices its number."""
+    """The first reference answer of a document, or the index of the correct choice."""
     target = task.doc_to_target(doc)
     if isinstance(target, list) and target:
         target = target[0]
@@ -218,14 +218,16 @@ def _score(
     where: str, ensemble: str, metric: str, prediction: str, references: Sequence[str], *, doc_id: int, doc_sha: str,
     logprobs: Sequence[Sequence[float]] = (),
 ) -> float | None:
-    """lm_eval's number for one document, by its own filters and `process_results`."""
+    """lm_eval's score of one document, from its own filters and `process_results`."""
     task = load_task(where)
     doc = load_docs(where)[doc_id]
     if hash_doc(doc) != doc_sha:
-        raise UserError(f"document {doc_id} of task {task.config.task} is another one now: the data have changed.")
+        raise UserError(
+            f"document {doc_id} of task {task.config.task} has changed since the run. Use the data set of the run."
+        )
     answers: list[object]
     if task.OUTPUT_TYPE == "multiple_choice":
-        answers = [(sum(x), False) for x in logprobs]  # what is greedy is asked by no metric that is offered
+        answers = [(sum(x), False) for x in logprobs]  # no offered metric uses the greedy flag
     elif task.OUTPUT_TYPE == "loglikelihood":
         answers = [(float("nan"), prediction == references[0])]
     else:
@@ -235,13 +237,13 @@ def _score(
         instance(request_type=task.OUTPUT_TYPE, doc=doc, arguments=(), idx=i, resps=[x] * task.config.repeats)
         for i, x in enumerate(answers)
     ]
-    next(x for x in task._filters if x.name == ensemble).apply(requests)  # noqa: SLF001  # there is no other way
+    next(x for x in task._filters if x.name == ensemble).apply(requests)  # noqa: SLF001  # lm_eval has no public access
     found = task.process_results(doc, [x.filtered_resps[ensemble] for x in requests])
     return float(found[metric]) if metric in found else None
 
 
 def _source(value: object) -> str:
-    """The text of a function in a configuration."""
+    """Source text of a function in a configuration."""
     try:
         return inspect.getsource(cast("Any", value))
     except (TypeError, OSError):
