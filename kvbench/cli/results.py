@@ -139,7 +139,7 @@ def score_cells(
 ) -> tuple[list[str], list[list[str]]]:
     """Columns and rows of a table with one run per row; None in `differences` marks the baseline."""
     columns = [
-        "run", "method", "questions", "budget", "stored", "rank", "score", "95% CI", "difference", "95% CI", "p", "",
+        "run", "method", "mode", "budget", "stored", "rank", "score", "95% CI", "difference", "95% CI", "p", "verdict",
         "top-1", "tokens", "stop reasons", "prefill", "per token",
     ]
     rows = []
