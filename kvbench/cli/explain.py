@@ -20,7 +20,7 @@ def explain_command(
     first: Annotated[str, typer.Argument(help="Folder or id of a run.")],
     other: Annotated[str, typer.Argument(help="Folder or id of another run of the same task.")],
     *,
-    run: Annotated[bool, typer.Option("--run", help="Run the first with each difference alone.")] = False,
+    run: Annotated[bool, typer.Option("--run", help="Repeat the first run with each difference alone.")] = False,
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> int:
