@@ -56,7 +56,7 @@ def time_answers(
     names = list(methods)
     rounds = job.rounds["end-to-end"]
     for number in range(rounds + 1):
-        if job.late:
+        if job.late or any(isinstance(x, Failure) and x.device_lost for x in found.values()):
             break
         say(f"end-to-end, {length} tokens: {f'round {number} of {rounds}' if number else 'warm-up round'}")
         first = number % len(names)
@@ -69,6 +69,8 @@ def time_answers(
             answers.kernels = ran
             if failure is not None:
                 found[name] = failure
+                if failure.device_lost:
+                    break
             elif number == 0:
                 answers.forget()
     return {

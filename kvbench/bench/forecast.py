@@ -126,10 +126,19 @@ class Need:
         """Peak bytes, including the weights."""
         return self.model.weight_bytes + self.device_bytes(batch, state)
 
-    def max_batch(self, memory: int, state: State) -> int:
-        """The largest number of sequences that fit; 0 if not even one fits."""
+    def pinned_bytes(self, batch: int) -> int:
+        """Pinned host memory of a batch: one block per layer, which torch rounds up to a power of two."""
+        layers = len(self.model.shape.layers)
+        block = -(-batch * self.method.declared_host_bytes(self.model.shape) // layers)
+        return layers * (1 << (block - 1).bit_length()) if block else 0
+
+    def max_batch(self, memory: int, state: State, host_memory: int | None = None) -> int:
+        """The largest number of sequences that fit; 0 if not even one fits. host_memory: for pinned blocks, if any."""
         weights, spare = self.model.weight_bytes, min(SPARE_BYTES, memory // 20)
-        return max(0, (memory - spare - weights) // self.device_bytes(1, state))
+        most = max(0, (memory - spare - weights) // self.device_bytes(1, state))
+        if host_memory is None or self.pinned_bytes(most) <= host_memory:
+            return most
+        return max((x for x in range(most + 1) if self.pinned_bytes(x) <= host_memory), default=0)
 
     def step_bytes(self, batch: int) -> int:
         """Bytes of weights and caches that a decode step reads."""

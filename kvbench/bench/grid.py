@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 
-from kvbench.bench.job import BenchJob
+from kvbench.bench.job import OUT_OF_TIME, BenchJob
 from kvbench.bench.measure import Measured, measure
-from kvbench.bench.outcome import Failure, attempt
+from kvbench.bench.outcome import DeviceLostError, Failure, attempt
 from kvbench.bench.records import BenchCell, Predicted, Time
 from kvbench.bench.references import compare_operations
 from kvbench.bench.timing import compare, find_median
@@ -22,18 +23,42 @@ CHECKED_LENGTH = 4096
 
 
 def run_cells(job: BenchJob, emit: Callable[[BenchCell], None]) -> None:
-    """Time every cell, and pass each to `emit` when it is done."""
-    wrong = {name: found for name in job.methods if (found := _check(job, name)) is not None}
+    """Time every cell, and pass each to `emit` when it is done.
+
+    Raises:
+        DeviceLostError: the CUDA context is unusable. The cells of the method that caused it are emitted before.
+    """
+    wrong: dict[str, Failure] = {}
+    for name in job.methods:
+        if (found := _check(job, name)) is None:
+            continue
+        wrong[name] = found
+        if found.device_lost:
+            _emit_all(replace(job, methods={name: job.methods[name]}), wrong, emit)
+            raise _lost(name, found)
+    _emit_all(job, wrong, emit)
+
+
+def _emit_all(job: BenchJob, wrong: Mapping[str, Failure], emit: Callable[[BenchCell], None]) -> None:
     for length in job.lengths:
         for asked in job.batches:
             for cell in _cells(job, wrong, length, asked):
                 emit(cell)
 
 
+def _lost(name: str, failure: Failure) -> DeviceLostError:
+    return DeviceLostError(
+        f"the GPU cannot be used after an error of {name}: {failure.reason}. Run the same command with the same --out: "
+        "it continues with the cells that are missing."
+    )
+
+
 def _check(job: BenchJob, name: str) -> Failure | None:
     """Compare a method's operations with torch, at the first length that its budget allows; None if they agree."""
     if job.kernels == "torch" or job.setting.model.kind == "diffusion":
         return None
+    if job.late:
+        return Failure("skipped", OUT_OF_TIME)
     for length in sorted({min(CHECKED_LENGTH, *job.lengths), *job.lengths}):
         method = attempt(partial(job.fit, name, length))
         if not isinstance(method, Failure):
@@ -54,7 +79,9 @@ def _cells(job: BenchJob, wrong: Mapping[str, Failure], length: int, asked: str)
             continue
         fitted[name] = method
         if asked == MAX:
-            batches[name] = job.need(method, length).max_batch(job.memory, job.setting.state)
+            batches[name] = job.need(method, length).max_batch(
+                job.memory, job.setting.state, job.host_memory
+            )
         if (why := _foresee(job, method, length, batches[name])) is not None:
             failures.setdefault(name, why)
     ready = {name: x for name, x in fitted.items() if name not in failures}
@@ -68,13 +95,20 @@ def _cells(job: BenchJob, wrong: Mapping[str, Failure], length: int, asked: str)
         }
         yield from (_fill(job, cells[name], failure) for name, failure in failures.items())
         if ready:
-            found = measure(job, timing, ready, length, batches, alone=asked == MAX)
-            yield from (_fill(job, cells[name], x) for name, x in found)
+            for name, x in measure(job, timing, ready, length, batches, alone=asked == MAX):
+                yield _fill(job, cells[name], x)
+                if isinstance(x, Failure) and x.device_lost:
+                    raise _lost(name, x)
 
 
 def _foresee(job: BenchJob, method: Method, length: int, batch: int) -> Failure | None:
-    """A failure without a try: no sequence fits or, on a CPU, the system would kill the process for its memory."""
-    peak = job.need(method, length).peak(max(1, batch), job.setting.state)
+    """A failure without a try: no sequence fits, or the system would kill the process for its host memory."""
+    need = job.need(method, length)
+    peak, pinned = need.peak(max(1, batch), job.setting.state), need.pinned_bytes(max(1, batch))
+    if job.host_memory is not None and pinned > job.host_memory:
+        return Failure("out of memory", (
+            f"not tried: {pinned / 1e9:.2f} GB of pinned memory predicted, {job.host_memory / 1e9:.2f} GB available"
+        ))
     if batch and (job.device.type == "cuda" or peak <= job.memory):
         return None
     return Failure("out of memory", f"not tried: {peak / 1e9:.2f} GB predicted, {job.memory / 1e9:.2f} GB available")
@@ -95,7 +129,7 @@ def _predict(job: BenchJob, method: Method | None, length: int, batch: int) -> P
     need = job.need(method, length)
     return Predicted(
         stored_bytes=batch * need.cache, peak_bytes=need.peak(batch, job.setting.state),
-        max_batch=need.max_batch(job.memory, job.setting.state),
+        max_batch=need.max_batch(job.memory, job.setting.state, job.host_memory),
     )
 
 

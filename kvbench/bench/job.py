@@ -38,6 +38,8 @@ class BenchJob:
     rounds: dict[Timing, int]
     memory: int
     """Bytes that weights and caches may take together."""
+    host_memory: int | None
+    """Bytes of host memory for pinned blocks, on a GPU; None on a CPU, where `memory` is host memory."""
     copy_bandwidth: float
     """Bytes per second, read plus written, of a large copy on the device."""
     deadline: float = math.inf

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -27,6 +28,14 @@ class Failure:
 
     outcome: Outcome
     reason: str
+    device_lost: bool = False
+    """True if the CUDA context is unusable, so that nothing more can be timed in this process."""
+
+
+class DeviceLostError(UserError):
+    """The CUDA context is unusable; the cells so far are saved, and the same command continues with the others."""
+
+    exit_code = 3
 
 
 def attempt(make: Callable[[], T]) -> T | Failure:
@@ -34,18 +43,45 @@ def attempt(make: Callable[[], T]) -> T | Failure:
     failure = None
     try:
         return make()
-    except torch.OutOfMemoryError as error:
-        failure = Failure("out of memory", _first_line(error))
     except (UserError, NotImplementedError) as error:
         failure = Failure("refused", _first_line(error))
     except Exception as error:  # noqa: BLE001  # a third-party method may raise anything
-        if not isinstance(error, EXPLAINED):
-            say(traceback.format_exc())
-        failure = Failure("failed", _first_line(error))
+        if is_out_of_memory(error):
+            failure = Failure("out of memory", _first_line(error))
+        else:
+            if not isinstance(error, EXPLAINED):
+                say(traceback.format_exc())
+            failure = Failure("failed", _first_line(error), device_lost=_is_device_lost())
     gc.collect()  # outside the except block, whose traceback would keep the call's tensors alive
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    if torch.cuda.is_available() and not failure.device_lost:
+        free_device_memory()
     return failure
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """True for device and pinned host memory; the latter raises torch.AcceleratorError or a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
+    )
+
+
+def free_device_memory() -> None:
+    """Return cached blocks of the GPU and of pinned host memory to the system."""
+    with suppress(RuntimeError):  # raised by torch 2.11 after a failed capture, and after some errors of CUDA
+        torch.cuda.empty_cache()
+    with suppress(RuntimeError, AttributeError):  # an internal function of torch
+        torch._C._host_emptyCache()  # noqa: SLF001
+
+
+def _is_device_lost() -> bool:
+    """True if an error has made the CUDA context unusable, such as an illegal address: every later call raises it."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _first_line(error: Exception) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -24,13 +26,16 @@ from kvbench.errors import UserError, unknown
 from kvbench.hf import Model, check_device, load_model, predict_memory
 from kvbench.log import say
 from kvbench.machine import free_bytes
+from kvbench.method import Method
 from kvbench.runs.environment import find_environment
-from kvbench.runs.files import write_record
+from kvbench.runs.files import read_file, write_record
 from kvbench.runs.request import check_kernels, check_kernels_device, check_kernels_dtype
 from kvbench.runs.spec import Implementation, ModelSpec
 from kvbench.settings import parse_pairs
 
 ROUNDS: dict[Timing, int] = {"kernel": 16, "step": 16, "end-to-end": 5}
+HOST_SHARE = 0.6
+"""Share of the available host memory that pinned blocks may take."""
 MARGIN = LATER - STEPS
 """Tokens in addition to the timed ones: warm-ups, recorded queries and the comparison of a captured step."""
 
@@ -67,13 +72,15 @@ def run_bench(request: BenchRequest) -> Bench:
     """
     started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
     job = replace(_prepare(request), deadline=began + (request.seconds or math.inf))
+    earlier = _read_unfinished(request)
+    job, done = replace(job, methods=_find_unfinished(job, earlier)), {_key(x) for x in earlier}
     model, device = job.setting.model, job.device
     where = find_environment(device.type, started=started, seconds=0.0, device_map=model.device_map)
-    cells: list[BenchCell] = []
+    cells = list(earlier)
 
     def save(status: Literal["running", "done"], after: float | None) -> Bench:
         bench = Bench(
-            status=status, command={key: x for key, x in asdict(request).items() if key != "out"},
+            status=status, command=_list_options(request),
             model=_describe(model), kernels=job.kernels,
             weight_bytes=job.outline.weight_bytes, memory_bytes=job.memory,
             copy_bandwidth=CopyBandwidth(
@@ -87,6 +94,8 @@ def run_bench(request: BenchRequest) -> Bench:
         return bench
 
     def emit(cell: BenchCell) -> None:
+        if _key(cell) in done:
+            return  # an anchor that was timed again for the methods that are missing
         cells.append(cell)
         outcome = cell.outcome if cell.reason is None else f"{cell.outcome}: {cell.reason}"
         say(f"{cell.timing} {cell.method.name}, {cell.length} tokens x {cell.batch}: {outcome}")
@@ -95,6 +104,41 @@ def run_bench(request: BenchRequest) -> Bench:
     run_cells(job, emit)
     after = attempt(partial(measure_copy, device))
     return save("done", None if isinstance(after, Failure) else after)
+
+
+def _list_options(request: BenchRequest) -> dict[str, Any]:
+    return {key: list(x) if isinstance(x, tuple) else x for key, x in asdict(request).items() if key != "out"}
+
+
+def _read_unfinished(request: BenchRequest) -> list[BenchCell]:
+    """The cells of an unfinished job with the same options, `--seconds` aside, without those that were skipped."""
+    if request.out is None or not request.out.exists():
+        return []
+    try:
+        found = read_file(request.out, Bench)
+    except UserError:
+        return []
+    asked, earlier = _list_options(request), dict(found.command)
+    same = {**asked, "seconds": None} == {**earlier, "seconds": None}
+    finished = found.status == "done" and all(x.outcome != "skipped" for x in found.cells)
+    if not same or finished:
+        return []
+    cells = [x for x in found.cells if x.outcome != "skipped"]
+    say(f"{request.out} has {len(cells)} cells of this job: continuing with the others.")
+    return cells
+
+
+def _find_unfinished(job: BenchJob, earlier: Sequence[BenchCell]) -> dict[str, Method]:
+    """The anchors and the methods that lack cells."""
+    counts = Counter(x.method.name for x in earlier)
+    each = len(job.timings) * len(job.lengths) * len(job.batches)
+    return {
+        name: x for name, x in job.methods.items() if name in job.anchors or counts[x.card.name] < each
+    }
+
+
+def _key(cell: BenchCell) -> tuple[object, ...]:
+    return cell.method.name, cell.timing, cell.length, cell.asked_batch
 
 
 def _prepare(request: BenchRequest) -> BenchJob:
@@ -130,6 +174,7 @@ def _prepare(request: BenchRequest) -> BenchJob:
         anchors=ANCHORS[outline.kind], lengths=request.lengths, batches=request.batches,
         timings=timings, budget=request.budget, kernels=cast("Implementation", request.kernels),
         rounds=rounds, memory=free if request.memory is None else int(request.memory * 1e9),
+        host_memory=int(HOST_SHARE * free_bytes("cpu")) if model.device.type == "cuda" else None,
         copy_bandwidth=measure_copy(model.device),
     )
 

@@ -6,13 +6,15 @@ import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvbench.bench.records import Median, Speedup
+from kvbench.log import say
 
 Call = Callable[[], None]
 WARM_UPS = 3
@@ -22,6 +24,8 @@ COPIES = 20
 COPIED_BYTES = {"cpu": 64 << 20, "cuda": 2 << 30}
 """Size of the copied tensor, many times the size of a last-level cache."""
 DRAWS = 2000
+WAIT_CYCLES = 200_000
+"""GPU cycles, about 0.1 ms, that a kernel waits before a timed call, so that the CPU launches the call meanwhile."""
 
 
 def time_calls(device: torch.device, call: Call, count: int, before: Call | None = None) -> float:
@@ -37,6 +41,7 @@ def time_calls(device: torch.device, call: Call, count: int, before: Call | None
             before()
         if device.type == "cuda":
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(WAIT_CYCLES)  # noqa: SLF001  # keeps the launch of a graph out of the time
             start.record()
             call()
             stop.record()
@@ -96,19 +101,35 @@ def capture(call: Call, device: torch.device) -> tuple[Call, str | None]:
     The call runs CAPTURED_CALLS times before the capture, so that compilation and one-time allocations stay outside the
     graph, and so that a call that synchronizes is detected before the capture.
     """
-    stream = torch.cuda.current_stream(device)
+    stream, pool = torch.cuda.current_stream(device), None
     try:
         _try_alone(call, device)
+        pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=pool):
             call()
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
         torch.cuda.set_stream(stream)  # a failed capture leaves its own stream current
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        if pool is not None:
+            _leave_capture(device, pool)
+            say(f"a CUDA graph capture failed: {reason}")
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
         torch.cuda.synchronize(device)
-        return call, (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        return call, reason
     return graph.replay, None
+
+
+def _leave_capture(device: torch.device, pool: Any) -> None:
+    """End the allocator's capture mode, which torch 2.11 leaves on after a failed capture (pytorch#180395).
+
+    Otherwise every later `torch.cuda.empty_cache` and every later capture would fail.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        with suppress(RuntimeError, AttributeError):  # a newer torch has done it, or has no such function
+            getattr(torch._C, name)(index, pool)  # noqa: SLF001
 
 
 def _try_alone(call: Call, device: torch.device) -> None:

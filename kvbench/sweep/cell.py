@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import time
@@ -85,7 +86,8 @@ class ModelCache:
 
             self._model = None
             gc.collect()
-            torch.cuda.empty_cache()  # so that the next memory prediction counts it as free
+            with contextlib.suppress(RuntimeError):  # torch 2.11 raises it after a failed CUDA graph capture
+                torch.cuda.empty_cache()  # so that the next memory prediction counts it as free
         return self._model
 
     def put(self, cell: SweepCell, model: Model) -> None:

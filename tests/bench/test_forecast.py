@@ -110,6 +110,21 @@ def test_the_largest_batch_is_the_last_that_fits(gigabytes, length, budget, stat
     assert most >= half.max_batch(memory, state)
 
 
+@pytest.mark.parametrize(("length", "most"), [(4096, 512), (32_768, 64), (131_072, 16)])
+def test_pinned_host_memory_limits_the_largest_batch(length, most):
+    """ShadowKV's values are pinned in one block per layer, which torch rounds up to a power of two."""
+    outline = predict_llama(length)
+    method = find_method("shadowkv")()
+    need = Need(outline, method.fit(read_budget("25%", method), outline.shape))
+    device, host = 141 * 10**9, int(0.6 * (120 << 30))
+    batch = need.max_batch(device, "synthetic", host)
+    assert 0 < batch < need.max_batch(device, "synthetic")
+    assert need.pinned_bytes(batch) <= host < need.pinned_bytes(batch + 1)
+    block = need.pinned_bytes(batch) // len(outline.shape.layers)
+    assert block & (block - 1) == 0
+    assert batch < most
+
+
 def predict_llama(length, known={}):  # noqa: B006  # built once
     """Llama-3.1-8B's sizes at a length."""
     if length not in known:
