@@ -11,8 +11,8 @@ from kvbench.analysis.load import find_run, load_run
 from kvbench.errors import UserError
 from kvbench.log import say
 from kvbench.runs.command import write_setting
-from kvbench.runs.job import prepare
 from kvbench.runs.options import Request, list_options
+from kvbench.runs.prepare import prepare
 from kvbench.runs.results import Result
 from kvbench.runs.runner import run as run_job
 

@@ -36,8 +36,8 @@ from kvbench.methods.eviction.h2o import H2O
 from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.registry import find_task
 from kvbench.runs.environment import find_git
-from kvbench.runs.job import prepare
 from kvbench.runs.options import Request
+from kvbench.runs.prepare import prepare
 from kvbench.runs.runner import run
 from kvbench.task import Mode, Split, encode
 

@@ -10,7 +10,7 @@ from kvbench.errors import UserError, unknown
 from kvbench.log import say
 from kvbench.runs.files import read_answers, read_file
 from kvbench.runs.journal import Answer
-from kvbench.runs.results import Result
+from kvbench.runs.results import Result, SuiteRecord
 
 RUNS = Path("runs")
 
@@ -53,8 +53,6 @@ def find_runs(texts: Sequence[str], out: Path = RUNS) -> list[Path]:
 
 
 def _expand(text: str, out: Path) -> list[Path]:
-    from kvbench.sweep.suite import SuiteRecord  # with all that makes runs
-
     folder = Path(text)
     if (folder / "suite.json").is_file():
         ids = read_file(folder / "suite.json", SuiteRecord).runs

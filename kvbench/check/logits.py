@@ -24,7 +24,7 @@ from kvbench.check.trial import (
     require_close,
     talk,
 )
-from kvbench.engine.agreement import Dense
+from kvbench.engine.agreement import FullCache
 from kvbench.hf.tiny import permute_heads, tiny_model
 from kvbench.method import Method
 
@@ -34,7 +34,7 @@ def identity_at_full_budget(method: Method) -> str:
     budget, worst = _full(method), 0.0
     for name, shape in SHAPES.items():
         model = tiny_model(*shape)
-        with open_session(method, model, budget) as ours, open_session(Dense(), model, None) as dense:
+        with open_session(method, model, budget) as ours, open_session(FullCache(), model, None) as dense:
             worst = max(worst, require_close(ours.prefill(CONTEXT), dense.prefill(CONTEXT), f"prefill, {name}"))
             for turn, (a, b) in enumerate(zip(talk(ours), talk(dense), strict=True)):
                 assert a.ids == b.ids, f"{name}, turn {turn + 1}: tokens {a.ids} are not the dense cache's {b.ids}"
@@ -61,7 +61,7 @@ def first_token_is_exact(method: Method) -> str:
     worst = 0.0
     for name, shape in find_shapes(method).items():
         model = tiny_model(*shape)
-        with open_at_budget(method, model) as ours, open_session(Dense(), model, None) as dense:
+        with open_at_budget(method, model) as ours, open_session(FullCache(), model, None) as dense:
             worst = max(worst, require_close(ours.prefill(CONTEXT), dense.prefill(CONTEXT), name))
     return f"worst logit difference {worst:.1e}"
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvbench.budget import Budget, BudgetKind
-from kvbench.engine.agreement import Dense
+from kvbench.engine.agreement import FullCache
 from kvbench.engine.autoregressive import Tokens
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
@@ -109,7 +109,7 @@ def require_close(a: Tensor, b: Tensor, what: str, allowed: float = TOLERANCE) -
 
 def allow_rounding(model: Model, run: Callable[[Session], Tensor], wanted: Tensor) -> float:
     """The difference allowed where rows are rounded to codes: EDGE of all that it costs. run: after the context."""
-    with open_session(Dense(), model, None) as dense:
+    with open_session(FullCache(), model, None) as dense:
         dense.prefill(CONTEXT)
         return EDGE * find_distance(run(dense), wanted)
 

@@ -77,7 +77,7 @@ def _run_task(given: dict[str, Any], trackers: tuple[str, ...], out: Path, *, as
     from kvbench.cli.results import print_result
     from kvbench.integrations.trackers import log_result
     from kvbench.log import say
-    from kvbench.runs.job import prepare
+    from kvbench.runs.prepare import prepare
     from kvbench.sweep.file import make_request
 
     job = prepare(replace(make_request(given, out), trackers=trackers))

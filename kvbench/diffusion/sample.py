@@ -21,7 +21,7 @@ from kvbench.diffusion.sampling import Sampling, plan_sampling
 from kvbench.engine.timing import now
 from kvbench.errors import UserError
 from kvbench.method import Card
-from kvbench.runs.job import Job, limit_of
+from kvbench.runs.job import Job, cap_new_tokens
 from kvbench.runs.journal import BaselineLine, CacheBytes, DenoisingLine, Effect, Line, Times, TokenCounts
 from kvbench.runs.sample import SampleFailedError, fail, judge, note
 from kvbench.task import Encoded, Example, Turn
@@ -51,7 +51,7 @@ def plan_turn(job: Job, turn: Turn) -> tuple[int, Sampling]:
         )
     asked = job.spec.generation.denoising
     assert asked is not None, "runs of diffusion models have these settings"
-    length, sampling = plan_sampling(asked, limit_of(turn.max_new_tokens, job.spec.generation))
+    length, sampling = plan_sampling(asked, cap_new_tokens(turn.max_new_tokens, job.spec.generation))
     cast("Policy", job.method).check(sampling, length)
     return length, sampling
 
@@ -85,7 +85,7 @@ def _run_turn(
     model, spec, number = job.model, job.spec, len(earlier)
     turn = example.turns[number]
     length, sampling = plan_turn(job, turn)
-    prompt, limit = _prompt(job, encoded, earlier), limit_of(turn.max_new_tokens, spec.generation)
+    prompt, limit = _prompt(job, encoded, earlier), cap_new_tokens(turn.max_new_tokens, spec.generation)
     made = _denoise_all(job, index, number, prompt, length, sampling)
     answers = {name: _cut(x.ids[0][:limit], job.stop_ids) for name, (x, _) in made.items()}
     texts = {name: _read(job, ids) for name, ids in answers.items()}

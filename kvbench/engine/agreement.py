@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Dense(Method):
+class FullCache(Method):
     """The dense cache, as the reference of comparisons; the row that users run is the method `full`."""
 
     card: ClassVar[Card] = Card(
@@ -47,15 +47,15 @@ KEPT_BYTES = 256 * 2**20
 _kept: WeakKeyDictionary[nn.Module, OrderedDict[Hashable, list[Tensor]]] = WeakKeyDictionary()
 
 
-def find_dense(
+def find_full_logits(
     model: Model, encoded: Encoded, spec: RunSpec, own: Sequence[Sequence[int]], capacity: int
 ) -> list[Tensor]:
-    """What `run_dense` comes to, computed unless it is still known from an earlier run on this model."""
+    """What `compute_full_logits` comes to, computed unless it is still known from an earlier run on this model."""
     kept = _kept.setdefault(model.module, OrderedDict())
     history = tuple(tuple(ids) for ids in own) if spec.history == "own" else None
     key = (encoded, spec.mode, spec.visibility, spec.chunk, spec.kernels, history)
     if key not in kept:
-        kept[key] = [x.cpu() for x in run_dense(model, encoded, spec, own, capacity)]
+        kept[key] = [x.cpu() for x in compute_full_logits(model, encoded, spec, own, capacity)]
     kept.move_to_end(key)
     while sum(x.nbytes for logits in kept.values() for x in logits) > KEPT_BYTES and len(kept) > 1:
         kept.popitem(last=False)
@@ -74,7 +74,7 @@ def force_answer(talk: Session, answer: Sequence[int], *, counts: bool = False) 
     return logits
 
 
-def run_dense(
+def compute_full_logits(
     model: Model, encoded: Encoded, spec: RunSpec, own: Sequence[Sequence[int]], capacity: int
 ) -> list[Tensor]:
     """The dense cache's logits on the reference answers of the same conversation, by turn. [T, V] each
@@ -84,7 +84,7 @@ def run_dense(
     found = []
     visible = () if spec.visibility == "hidden" else encoded.turns[0].first
     # What it ran as is noted apart, or it would stand in the method's account.
-    with using(spec.kernels), Session(model, Dense(), capacity=capacity, chunk=spec.chunk) as session:
+    with using(spec.kernels), Session(model, FullCache(), capacity=capacity, chunk=spec.chunk) as session:
         session.prefill(encoded.context, visible=visible)
         for turn, ids in enumerate(encoded.turns):
             if spec.mode is Mode.MULTI_REQUEST:

@@ -1,4 +1,4 @@
-"""The decoding loop of autoregressive models: greedy, one token at a time."""
+"""Greedy decoding of autoregressive models, one token at a time."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A generated answer: ids per sequence, and why each ended (`stop` or `length`)."""
+    """Generated answers of a batch."""
 
     ids: list[list[int]]
+    """By sequence."""
     stop_reasons: list[str]
+    """By sequence: `stop` or `length`."""
     steps: int
-    """Forward passes made."""
+    """Decode steps that were run."""
 
 
 def greedy(session: Session, max_new_tokens: int, stop: frozenset[int]) -> Tokens:
-    """The most likely token, again and again, until every sequence stopped or `max_new_tokens` are made.
+    """Generate the most likely token until every sequence has stopped or has `max_new_tokens`.
 
-    The token that ends an answer is part of it, and the last token is never run.
+    The stop token is part of the answer. The last token is not run through the model.
 
     Raises:
-        UserError: max_new_tokens below 1.
+        UserError: max_new_tokens is below 1.
     """
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens {max_new_tokens} must be 1 or more.")
@@ -50,5 +52,5 @@ def greedy(session: Session, max_new_tokens: int, stop: frozenset[int]) -> Token
 
 
 def step_logits(session: Session, token: torch.Tensor) -> torch.Tensor:
-    """One decode step without the loop: what a CUDA graph captures. token: [B, 1]. Logits [B, V]."""
+    """Run one decode step, as a CUDA graph captures it. token: [B, 1]. Returns logits [B, V]."""
     return session.forward(token, Moment.DECODE)[:, -1]

@@ -80,7 +80,7 @@ def _missing(request: Request, seen: _Seen) -> Iterator[Missing]:
         yield Missing("weights", _first(size))
         return
     from kvbench.machine import free_bytes
-    from kvbench.runs.job import find_device
+    from kvbench.runs.prepare import find_device
 
     device = find_device(request)
     need = _bytes(size, request)

@@ -1,19 +1,25 @@
-"""How far a run is, on standard error: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of a run on standard error: a bar on a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from kvbench.runs.runner import Progress
-
 EVERY = 5.0
-"""Seconds between lines where there is no terminal."""
+"""Seconds between lines if there is no terminal."""
+
+
+class Progress(Protocol):
+    """Receives the progress of a run."""
+
+    def advance(self, done: int) -> None:
+        """Report the number of finished samples."""
 
 
 class Lines:
@@ -25,7 +31,7 @@ class Lines:
         self.first: int | None = None
 
     def advance(self, done: int) -> None:
-        """So many samples are done."""
+        """Report the number of finished samples."""
         current = time.monotonic()
         self.first = done - 1 if self.first is None else self.first
         if current - self.said < EVERY and done < self.total:
@@ -42,13 +48,13 @@ class Bar:
         self.bar, self.task = bar, bar.add_task("samples", total=total)
 
     def advance(self, done: int) -> None:
-        """So many samples are done."""
+        """Report the number of finished samples."""
         self.bar.update(self.task, completed=done)
 
 
 @contextmanager
 def show_progress(total: int) -> Iterator[Progress]:
-    """A bar or lines, for as long as the run goes on."""
+    """Show a bar or lines during a run of `total` samples."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield Lines(console, total)

@@ -199,3 +199,13 @@ class Result(Record):
     effect: EffectResult | None
     kernels: Kernels
     environment: Environment
+
+
+class SuiteRecord(Record):
+    """suite.json"""
+
+    schema_version: Literal[2] = SCHEMA_VERSION
+    name: str
+    version: str
+    runs: tuple[str, ...]
+    """Ids, in the order of the suite."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvbench.diffusion.sample import fill_sample
 from kvbench.errors import UserError
@@ -20,12 +20,9 @@ from kvbench.runs.sample import SampleFailedError, run_sample
 from kvbench.runs.spec import RunSpec
 from kvbench.runs.summary import describe_mixed, find_machines, summarize
 
+if TYPE_CHECKING:
+    from kvbench.runs.progress import Progress
 
-class Progress(Protocol):
-    """Whoever wants to know how far a run is."""
-
-    def advance(self, done: int) -> None:
-        """So many samples are done."""
 
 class InterruptedRunError(UserError):
     """Ctrl-C: what was finished is saved, the same command goes on."""

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from kvbench.budget import BudgetKind
-from kvbench.engine.agreement import compare_logits, find_dense, force_answer
+from kvbench.engine.agreement import compare_logits, find_full_logits, force_answer
 from kvbench.engine.autoregressive import Tokens
 from kvbench.engine.session import Session
 from kvbench.engine.timing import now
 from kvbench.errors import UserError
-from kvbench.runs.job import Job, check_reach, limit_of, reach
+from kvbench.runs.job import Job, cap_new_tokens, check_capacity, find_capacity
 from kvbench.runs.journal import Line, Times, TokenCounts
 from kvbench.runs.spec import RunSpec
 from kvbench.task import Encoded, EncodedTurn, Example, Mode, Turn
@@ -65,11 +65,11 @@ def run_sample(job: Job, index: int, example: Example, encoded: Encoded) -> list
     clock = Clock(time.perf_counter())
     prompt_hash = encoded.prompt_hash
     try:
-        limits = [limit_of(x.max_new_tokens, spec.generation) for x in example.turns]
+        limits = [cap_new_tokens(x.max_new_tokens, spec.generation) for x in example.turns]
         visible = () if spec.visibility == "hidden" else encoded.turns[0].first
         method = job.method.fit(job.budget, model.shape(len(encoded.context) + len(visible)))
-        capacity = reach(encoded, spec, limits)
-        check_reach(job, capacity)
+        capacity = find_capacity(encoded, spec, limits)
+        check_capacity(job, capacity)
         compares = not (model.random or method.card.budget is BudgetKind.NONE)
         forced: list[Tensor] = []
         with Session(model, method, capacity=capacity, chunk=spec.chunk, recompress=spec.recompress) as session:
@@ -127,7 +127,7 @@ def _with_agreement(
     """The lines with each turn's agreement; without it where a dense cache does not fit this machine."""
     own = [line.ids[:-1] if line.stop_reason == "stop" else line.ids for line in lines]
     try:
-        dense = find_dense(job.model, encoded, job.spec, own, capacity)
+        dense = find_full_logits(job.model, encoded, job.spec, own, capacity)
     except torch.OutOfMemoryError:
         return lines
     found = []

@@ -43,7 +43,7 @@ def summarize(job: Job, lines: Sequence[Line], environment: Environment | None =
     lines = sorted(lines, key=lambda x: (x.index, x.turn))
     failed = {x.index: x.error for x in lines if x.error is not None}
     good = [x for x in lines if x.index not in failed]
-    effect = certify(job.method.card.budget.value, good)
+    effect = summarize_effect(job.method.card.budget.value, good)
     error = None
     if failed:
         error = f"{len(failed)} of {spec.samples} samples failed; the first: {failed[min(failed)]}"
@@ -125,7 +125,7 @@ def score_lines(scorer: Scorer, lines: Sequence[Line], value: Callable[[Line], f
     )
 
 
-def certify(kind: str, lines: Sequence[Line]) -> EffectResult | None:
+def summarize_effect(kind: str, lines: Sequence[Line]) -> EffectResult | None:
     """In how many samples the method had something to do, and did it. A sample acted if any of its turns did.
 
     Settings that lose nothing of a context may lose rows later, where a question or an answer goes beyond the budget.

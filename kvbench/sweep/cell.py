@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvbench.errors import UserError
 from kvbench.log import say
-from kvbench.runs.job import Job, prepare
+from kvbench.runs.job import Job
 from kvbench.runs.options import Request
+from kvbench.runs.prepare import prepare
 
 if TYPE_CHECKING:
     from kvbench.hf import Model

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from kvbench.errors import UserError, unknown
-from kvbench.runs.job import find_device
 from kvbench.runs.options import Request
+from kvbench.runs.prepare import find_device
 from kvbench.runs.request import ResolvedRequest, check, check_model
 from kvbench.settings import jsonable_settings
 from kvbench.sweep.cell import SweepCell

@@ -12,7 +12,8 @@ from kvbench.errors import UserError
 from kvbench.registry import find_method
 from kvbench.runs.examples import make_examples
 from kvbench.runs.files import finished_samples, read_lines
-from kvbench.runs.job import Job, prepare
+from kvbench.runs.job import Job
+from kvbench.runs.prepare import prepare
 from kvbench.runs.sample import run_sample
 from kvbench.sweep.cell import ModelCache, SweepCell
 

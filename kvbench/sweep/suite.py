@@ -8,16 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, Field
 
 from kvbench.errors import UserError, unknown
 from kvbench.registry import HERE
 from kvbench.runs.files import saving, write_record
-from kvbench.runs.results import Result
-from kvbench.runs.schema import SCHEMA_VERSION
-from kvbench.runs.spec import Record
+from kvbench.runs.results import Result, SuiteRecord
 from kvbench.sweep.cell import CellReport, SweepCell
 from kvbench.sweep.file import File, as_text, expand, flatten
 from kvbench.toml import STRICT, read_toml
@@ -66,16 +64,6 @@ class Suite(BaseModel):
             grid = found
         cells = expand(File(out=str(out), grid=grid))
         return [replace(x, request=replace(x.request, suite=self.label)) for x in cells]
-
-
-class SuiteRecord(Record):
-    """suite.json"""
-
-    schema_version: Literal[2] = SCHEMA_VERSION
-    name: str
-    version: str
-    runs: tuple[str, ...]
-    """Ids, in the order of the suite."""
 
 
 @dataclass(frozen=True)

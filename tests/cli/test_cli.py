@@ -36,7 +36,7 @@ BAD_REQUESTS = [
     ("--budget=paper", "has no paper budget"),
     ("--length=39", "length 39 is too short for toy with 1 turn: it needs 40 tokens"),
     ("--length=0", "length 0 must be 1 or more"),
-    ("--length=513", "length 513 is beyond what model"),
+    ("--length=513", "length 513 is more than model"),
     ("--length=512 --mode=multi-turn", "beyond what model"),
     ("--samples=0", "samples 0 must be 1 or more"),
     ("--samples=-3", "samples -3 must be 1 or more"),
@@ -98,10 +98,10 @@ def test_a_tracker_that_is_not_installed_is_refused(kvbench, arguments, monkeypa
 
 def test_a_model_that_does_not_fit_is_refused(kvbench, arguments, monkeypatch):
     """By its weights alone, before they are read."""
-    monkeypatch.setattr("kvbench.runs.job.ram_bytes", lambda: 1000)
+    monkeypatch.setattr("kvbench.runs.prepare.ram_bytes", lambda: 1000)
     answer = kvbench(*arguments, "--method", LAST)
     assert answer.code == 2
-    assert "for its weights alone" in answer.err
+    assert "GB for its weights" in answer.err
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 
 from kvbench.diffusion import sample
 from kvbench.hf import load_model, load_tokenizer
-from kvbench.runs.job import prepare
 from kvbench.runs.options import Request
+from kvbench.runs.prepare import prepare
 from kvbench.runs.results import BaselineResult, DiffusionResult
 
 from .conftest import END, TOYS, read_lines
@@ -175,7 +175,7 @@ REFUSED = [
     ("none", "--gen threshold=0.9 --gen remasking=random", "--gen threshold needs confidences"),
     ("none", "--gen beams=4", "unknown generation setting 'beams'"),
     ("none", "--device-map auto", "no device map can spread"),
-    ("none", "--length 256 --gen block=3", "comes to 257 tokens, beyond what model"),
+    ("none", "--length 256 --gen block=3", "needs up to 257 tokens, and model"),
     ("dkv-cache-greedy", "", "add --gen remasking=random"),
     ("local-leap", "", "--gen threshold=0.9"),
     ("window-diffusion", "--gen block=4", "leave --gen block out"),
@@ -183,7 +183,7 @@ REFUSED = [
     ("dkv-cache-decode", "--set first=0", "dkv-cache-decode: first 0 must be 1 or more"),
     ("dkv-cache-decode", "--set shift=right", "--set shift=right"),
     ("snapkv", "", "snapkv needs an autoregressive model; "),
-    ("full", "", "is a diffusion model. `kvbench list methods` shows what works on which; without a cache method use"),
+    ("full", "", "is a diffusion model. See `kvbench list methods`; to run without a cache method use"),
     ("none", f"--task {TOYS}:Uneven --gen steps=2 --gen block=4",
      "less than one step for each of 4 blocks of 4 tokens"),
     ("none", f"--task {CHOICES}:Mixed", "mixed compares choices by log-probability"),
@@ -206,7 +206,7 @@ def test_a_method_of_diffusion_models_is_refused_on_others(kvbench, arguments, p
     answer = kvbench(*arguments, "--method", "dkv-cache-decode")
     assert answer.code == 2
     assert answer.err.splitlines()[-1].startswith(
-        f"kvbench: dkv-cache-decode needs a diffusion model; {plain_folder} is autoregressive. `kvbench list methods`"
+        f"kvbench: dkv-cache-decode needs a diffusion model; {plain_folder} is autoregressive. "
     )
     assert not (tmp_path / "runs").exists()
 

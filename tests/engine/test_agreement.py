@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvbench.engine import agreement
-from kvbench.engine.agreement import Dense, compare_logits, find_dense, force_answer
+from kvbench.engine.agreement import FullCache, compare_logits, find_full_logits, force_answer
 from kvbench.engine.session import Session
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Budget
@@ -38,7 +38,7 @@ def test_every_row_kept_agrees_and_few_random_rows_do_not() -> None:
     """SnapKV at full budget has the dense cache's distributions; a handful of random rows has not."""
     model = tiny_model()
     found = {}
-    methods = {"dense": Dense(), "all": SnapKV(), "few": Random(window=1)}
+    methods = {"dense": FullCache(), "all": SnapKV(), "few": Random(window=1)}
     budgets = {"dense": None, "all": Budget("fraction", 1.0), "few": Budget("rows", 8)}
     for name, method in methods.items():
         budget = budgets[name]
@@ -71,7 +71,7 @@ def test_forcing_leaves_the_session_as_it_was() -> None:
 def test_forced_logits_are_those_that_predict_each_token() -> None:
     """The first row is the question's last logits, and log-likelihoods from all rows are `score`'s."""
     model = tiny_model()
-    with Session(model, Dense(), capacity=200) as session:
+    with Session(model, FullCache(), capacity=200) as session:
         session.prefill(CONTEXT)
         last = session.logits
         with session.fork() as branch:
@@ -104,13 +104,13 @@ def conversation(first: int) -> Encoded:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every call of the dense cache, as it comes."""
     found: list[Any] = []
-    really = agreement.run_dense
+    really = agreement.compute_full_logits
 
     def run(*arguments: Any) -> list[torch.Tensor]:
         found.append(arguments)
         return really(*arguments)
 
-    monkeypatch.setattr(agreement, "run_dense", run)
+    monkeypatch.setattr(agreement, "compute_full_logits", run)
     monkeypatch.setattr(agreement, "_kept", WeakKeyDictionary())
     return found
 
@@ -118,24 +118,24 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_the_dense_cache_runs_a_conversation_once_per_model(runs: list[Any]) -> None:
     """Asked again it is known; another context, protocol, history or model is another conversation."""
     model, reference, own = tiny_model(), Protocol(), Protocol(history="own")
-    first = find_dense(model, conversation(1), reference, [[9], [9]], 200)
-    again = find_dense(model, conversation(1), reference, [[8], [8]], 300)
+    first = find_full_logits(model, conversation(1), reference, [[9], [9]], 200)
+    again = find_full_logits(model, conversation(1), reference, [[8], [8]], 300)
     assert len(runs) == 1
     assert all(x.equal(y) for x, y in zip(first, again, strict=True))
 
-    find_dense(model, conversation(2), reference, [[9], [9]], 200)
-    find_dense(model, conversation(1), Protocol(visibility="first-turn"), [[9], [9]], 200)
-    find_dense(model, conversation(1), own, [[9], [9]], 200)
-    find_dense(model, conversation(1), own, [[8], [8]], 200)
-    find_dense(tiny_model(seed=1), conversation(1), reference, [[9], [9]], 200)
+    find_full_logits(model, conversation(2), reference, [[9], [9]], 200)
+    find_full_logits(model, conversation(1), Protocol(visibility="first-turn"), [[9], [9]], 200)
+    find_full_logits(model, conversation(1), own, [[9], [9]], 200)
+    find_full_logits(model, conversation(1), own, [[8], [8]], 200)
+    find_full_logits(tiny_model(seed=1), conversation(1), reference, [[9], [9]], 200)
     assert len(runs) == 6
 
 
 def test_no_more_is_kept_than_fits(runs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the limit the conversation asked for longest ago is forgotten."""
     model, protocol = tiny_model(), Protocol()
-    size = sum(x.nbytes for x in find_dense(model, conversation(1), protocol, [], 200))
+    size = sum(x.nbytes for x in find_full_logits(model, conversation(1), protocol, [], 200))
     monkeypatch.setattr(agreement, "KEPT_BYTES", 2 * size)
     for first in (2, 1, 3, 1, 2):
-        find_dense(model, conversation(first), protocol, [], 200)
+        find_full_logits(model, conversation(first), protocol, [], 200)
     assert [arguments[1].context[0] for arguments in runs] == [1, 2, 3, 2]

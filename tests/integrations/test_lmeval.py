@@ -390,7 +390,7 @@ def test_likelihood_of_a_target_is_asked_as_a_greedy_answer(run, folder):
     (["--length", 64], "exceeds length"),
     (["--samples", 5], "has 4 documents: ask for --samples 4 or fewer"),
     (["--split", "dev"], "has only a test split"),
-    (["--visibility", "hidden"], "nothing can be hidden"),
+    (["--visibility", "hidden"], "cannot be hidden"),
     (["--mode", "multi-turn"], "unknown mode for task lm-eval:needles 'multi-turn'"),
     (["--task-set", "num_fewshot=-1"], "must be 0 or more"),
 ])

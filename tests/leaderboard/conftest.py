@@ -19,9 +19,10 @@ from kvbench.leaderboard.submission.bundle import Bundle, _list, open_bundle, pa
 from kvbench.leaderboard.submission.records import MANIFEST, RESULT, SAMPLES, SPEC
 from kvbench.leaderboard.submission.repository import Repository
 from kvbench.leaderboard.verification.verify import verify
-from kvbench.runs.job import Job, prepare
+from kvbench.runs.job import Job
 from kvbench.runs.journal import Line
 from kvbench.runs.options import Request
+from kvbench.runs.prepare import prepare
 from kvbench.runs.results import Git
 from kvbench.runs.runner import run
 from kvbench.runs.spec import RunSpec

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvbench.check import CLAIMS
-from kvbench.engine.agreement import Dense
+from kvbench.engine.agreement import FullCache
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
@@ -51,7 +51,7 @@ def session_of(method, model, budget, length=120):
 def test_a_threshold_above_one_is_the_dense_cache_bit_for_bit():
     """No cosine reaches it: nothing is merged, every logit over two turns is equal, and the run is declared so."""
     model = tiny_model()
-    with session_of(KVMerger(mode="eps", eps=1.01), model, None) as ours, Session(model, Dense()) as dense:
+    with session_of(KVMerger(mode="eps", eps=1.01), model, None) as ours, Session(model, FullCache()) as dense:
         assert ours.prefill(ids(120)).equal(dense.prefill(ids(120)))
         assert ours.score(ids(9, 2)).equal(dense.score(ids(9, 2)))
         assert ours.effect().identity

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from kvbench.engine.agreement import Dense
+from kvbench.engine.agreement import FullCache
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf import Model
@@ -49,7 +49,7 @@ class Recorder(Method):
     """The dense cache, which shows what every layer saw."""
 
     seen: dict[int, tuple] = field(default_factory=dict)
-    card: ClassVar = Dense.card
+    card: ClassVar = FullCache.card
 
     def attend(self, kv, step):
         """Attend, and remember rotated queries and keys."""
@@ -137,7 +137,7 @@ def test_equal_scores_do_not_change_the_number_of_rows():
     """Where all scores tie exactly the budget stays; a threshold would drop all of them or none."""
     model = tiny_model()
     method = KVzip().fit(Budget("rows", 20), model.shape(LENGTH))
-    with Session(model, Dense()) as session:
+    with Session(model, FullCache()) as session:
         session.prefill(ids(LENGTH))
         for store in session.layers:
             store.state["score"] = torch.full((1, 2, LENGTH), 0.5)
@@ -151,7 +151,7 @@ def test_the_repeat_leaves_nothing_behind(monkeypatch):
         pytest.fail("the cache was copied")
 
     model = tiny_model()
-    dense = Session(model, Dense(), capacity=LENGTH, chunk=7)
+    dense = Session(model, FullCache(), capacity=LENGTH, chunk=7)
     with session_of(KVzip(chunk_size=20), model, 20, chunk=7) as session, dense:
         monkeypatch.setattr(LayerKV, "_reallocate", refuse)
         found, wanted = session.prefill(ids(LENGTH)), dense.prefill(ids(LENGTH))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.check.trial import EDGE, FULL, NEVER_STOP, TOLERANCE, has_rounded
-from kvbench.engine.agreement import Dense
+from kvbench.engine.agreement import FullCache
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
@@ -89,7 +89,7 @@ def talk(session, length):
 @functools.cache
 def dense_talk(model, length):
     """The same conversation on the dense cache."""
-    with Session(model, Dense(), capacity=length + 100) as session:
+    with Session(model, FullCache(), capacity=length + 100) as session:
         return talk(session, length)
 
 

@@ -112,9 +112,9 @@ def test_a_large_model_needs_a_gpu_and_room(monkeypatch):
     plan = plan_claim(claim)
     plan = replace(plan, requests=plan.requests[2:3])  # niah_single_1, which has no data
     monkeypatch.setattr(needs, "_predict", lambda model, dtype: llama())
-    monkeypatch.setattr("kvbench.runs.job.find_device", lambda request: "cpu")
+    monkeypatch.setattr("kvbench.runs.prepare.find_device", lambda request: "cpu")
     assert [x.what for x in look_around([plan])[0].missing] == ["GPU"]
-    monkeypatch.setattr("kvbench.runs.job.find_device", lambda request: "cuda")
+    monkeypatch.setattr("kvbench.runs.prepare.find_device", lambda request: "cuda")
     monkeypatch.setattr("kvbench.machine.free_bytes", lambda device: 16 * 10**9)
     (missing,) = look_around([plan])[0].missing
     assert missing == Missing("memory", (

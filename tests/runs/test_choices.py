@@ -17,7 +17,7 @@ from kvbench.engine.agreement import compare_logits
 from kvbench.registry import find_task
 from kvbench.runs import sample
 from kvbench.runs.files import read_lines
-from kvbench.runs.job import reach
+from kvbench.runs.job import find_capacity
 from kvbench.runs.journal import Agreement, AgreementPart, Line
 from kvbench.runs.summary import _agreement
 from kvbench.task import Encoded, EncodedTurn, Mode, Split, encode
@@ -132,7 +132,7 @@ def test_prompts_that_lost_their_middle_are_counted(toys):
     cut = sum("cut_tokens" in x.facts for x in lines)
     assert 0 < cut < 4
     assert answer.json["output"]["truncated"] == cut
-    assert f"{cut} of 4 prompts were too long and lost their middle" in answer.out
+    assert f"{cut} of 4 prompts: too long, middle left out" in answer.out
 
 
 @pytest.mark.slow
@@ -154,7 +154,7 @@ def test_a_conversation_has_room_for_its_longest_choice():
     encoded = Encoded((1,) * 100, (replace(words, choices=((1,) * 30, (1,) * 2)), words))
 
     def most(mode, history):
-        return reach(encoded, SimpleNamespace(mode=mode, history=history), [0, 6])
+        return find_capacity(encoded, SimpleNamespace(mode=mode, history=history), [0, 6])
 
     assert most(Mode.MULTI_REQUEST, "reference") == 100 + 3 + 30
     assert most(Mode.MULTI_TURN, "reference") == 100 + 3 + 30
@@ -165,7 +165,7 @@ def test_a_choice_beyond_what_the_model_was_made_for_is_refused(toys):
     """Before anything is run, with the number of tokens that it comes to."""
     answer, *_ = toys("Mixed", choices=[" sky", "x" * 500])
     assert answer.code == 2
-    assert "comes to 548 tokens, beyond what model" in answer.err
+    assert "needs up to 548 tokens, and model" in answer.err
     fits, lines, _ = toys("Mixed", choices=[" sky", "x" * 400])
     assert fits.code == 0
     assert {len(x.facts["logprobs"][1]) for x in lines} == {400}

@@ -20,8 +20,9 @@ from kvbench.hf import load_model
 from kvbench.registry import list_entries
 from kvbench.runs.examples import make_examples
 from kvbench.runs.files import read_lines
-from kvbench.runs.job import Job, prepare
+from kvbench.runs.job import Job
 from kvbench.runs.options import Request
+from kvbench.runs.prepare import prepare
 from kvbench.runs.runner import run
 from kvbench.task import Example, Task, Turn, encode
 

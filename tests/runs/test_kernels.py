@@ -69,7 +69,7 @@ def test_flash_attn_needs_its_package_a_gpu_and_sixteen_bits(kvbench, arguments,
     answer = kvbench(*command)
     assert answer.code == 2
     assert "kernels 'flash' need a GPU" in answer.err
-    monkeypatch.setattr("kvbench.runs.job.check_kernels_device", lambda *_: None)
+    monkeypatch.setattr("kvbench.runs.prepare.check_kernels_device", lambda *_: None)
     answer = kvbench(*command, "--dtype", "float32")
     assert answer.code == 2
     assert "kernels 'flash' compute in 16 bits" in answer.err

@@ -19,7 +19,7 @@ from kvbench.runs.files import Journal, finished_samples, read_file, read_lines,
 from kvbench.runs.journal import Effect, Line
 from kvbench.runs.results import Result
 from kvbench.runs.stats import bootstrap_interval
-from kvbench.runs.summary import certify
+from kvbench.runs.summary import summarize_effect
 
 SAMPLES, TURNS = 3, 2
 
@@ -171,7 +171,7 @@ def test_facts_add_up_over_samples_and_distinct_codes_do_not():
         line(i, 0, effect=Effect(acted=True, identity=False, entries_seen=9, entries_kept=(9.0,), facts=x))
         for i, x in enumerate(facts)
     ]
-    assert certify("bits", lines).facts == {"entries_quantized": 12, "distinct_codes": 4}
+    assert summarize_effect("bits", lines).facts == {"entries_quantized": 12, "distinct_codes": 4}
 
 
 @pytest.mark.parametrize("name", ["h2o", "tova", "streaming-llm"])
@@ -187,5 +187,5 @@ def test_rows_lost_to_a_question_are_not_certified_as_lossless(name):
             proof = session.effect().model_dump()
             lines.append(line(0, turn, effect=Effect(**proof)))
     assert lines[0].effect.identity
-    found = certify("stored", lines)
+    found = summarize_effect("stored", lines)
     assert (found.n, found.n_acted, found.n_identity) == (1, 1, 0)

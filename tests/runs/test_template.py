@@ -17,8 +17,8 @@ from kvbench.hf import load_model
 from kvbench.registry import find_task
 from kvbench.runs.examples import make_examples
 from kvbench.runs.files import read_lines
-from kvbench.runs.job import prepare
 from kvbench.runs.options import Request
+from kvbench.runs.prepare import prepare
 from kvbench.settings import configure
 from kvbench.task import find_frame
 from kvbench.template import Frame, Template

@@ -243,7 +243,7 @@ def test_a_cell_is_a_run(kvbench, sweep, arguments, tmp_path):
     assert (second["run_id"], second["existing"]) == (run["run_id"], True)
     assert second["score"] == run["score"]
     assert "acted in 0 of 4 samples" in answer.json[2]["error"]
-    assert "length 513 is beyond" in answer.json[5]["error"]
+    assert "length 513 is more than" in answer.json[5]["error"]
     assert answer.json[5]["run_id"] is None
     assert "6/6 cells, 24/24 samples" in answer.err
     assert len(list((tmp_path / "runs").iterdir())) == 5, cells

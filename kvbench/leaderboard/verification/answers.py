@@ -12,7 +12,7 @@ from kvbench.leaderboard.submission.records import Check
 from kvbench.leaderboard.verification.outcome import RefusedError, ok, quote, refusing_errors
 from kvbench.leaderboard.verification.replay import Replay
 from kvbench.runs.examples import Made
-from kvbench.runs.job import limit_of
+from kvbench.runs.job import cap_new_tokens
 from kvbench.runs.journal import Line
 from kvbench.runs.sample import judge, note
 from kvbench.runs.spec import RunSpec
@@ -94,7 +94,7 @@ def check_answers(replay: Replay, lines: Sequence[Line], made: Sequence[Made]) -
             if text != line.prediction or text is None or not _is_most_likely(line, ids.choices):
                 raise RefusedError("answers", f"{where}: its answer is not the choice with the highest log-probability")
         else:
-            limit = limit_of(turn.max_new_tokens, spec.generation)
+            limit = cap_new_tokens(turn.max_new_tokens, spec.generation)
             with refusing_errors("answers", f"{where} cannot be decoded"):  # stop tokens are checked below
                 text = str(tokenizer.decode([x for x in line.ids if x not in stop], skip_special_tokens=True))
             generated = len(line.ids)

@@ -21,7 +21,7 @@ from kvbench.runs.summary import score_lines
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
-    from kvbench.runs.runner import Progress
+    from kvbench.runs.progress import Progress
 
 ALPHA = 0.01
 """Significance level: a fresh mean that is worse with a smaller p-value refutes the submitted one."""

@@ -18,7 +18,7 @@ from kvbench.leaderboard.verification.rerun_job import load_rerun_model
 from kvbench.leaderboard.verification.verify import Findings
 
 if TYPE_CHECKING:
-    from kvbench.runs.runner import Progress
+    from kvbench.runs.progress import Progress
 
 MIN_SECRET = 16
 """Minimum characters of a secret, so that it cannot be guessed."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from kvbench import __version__
 from kvbench.budget import Budget, Shape
-from kvbench.engine.agreement import Dense
+from kvbench.engine.agreement import FullCache
 from kvbench.leaderboard.verification.lookup import predict
 from kvbench.leaderboard.verification.outcome import refusing_errors
 from kvbench.machine import find_version
@@ -116,7 +116,7 @@ def find_shapes(spec: RunSpec, folder: Path, lengths: Sequence[int]) -> dict[int
 @functools.cache
 def _sources(task: type[Task]) -> Sources:
     """Cached; examples do not depend on the method, so any method will do."""
-    return find_sources(Dense, task)
+    return find_sources(FullCache, task)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from kvbench.runs.journal import Line
 if TYPE_CHECKING:
     from kvbench.hf import Model
     from kvbench.runs.job import Job
-    from kvbench.runs.runner import Progress
+    from kvbench.runs.progress import Progress
 
 MIN_AGREEMENT = 0.95
 """Minimum share of equal tokens. Greedy answers of one model rarely differ between processors."""

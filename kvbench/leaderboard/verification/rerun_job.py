@@ -20,14 +20,15 @@ from kvbench.leaderboard.verification.outcome import RefusedError, quote, refusi
 from kvbench.leaderboard.verification.result import differences
 from kvbench.runs.command import write_request
 from kvbench.runs.examples import make_examples
-from kvbench.runs.job import Job, prepare
+from kvbench.runs.job import Job
 from kvbench.runs.journal import Line
+from kvbench.runs.prepare import prepare
 from kvbench.runs.sample import SampleFailedError, run_sample
 from kvbench.runs.spec import RunSpec
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
-    from kvbench.runs.runner import Progress
+    from kvbench.runs.progress import Progress
 
 MAY_DIFFER = ("versions.", "sources.", "device", "suite")
 """Parts of a spec that may differ on another machine or a later kvbench; all others must be equal."""

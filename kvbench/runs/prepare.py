@@ -1,0 +1,240 @@
+"""From a request to a Job: load the model, resolve the spec, and check that the first sample fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING, Literal, cast
+
+from kvbench import __version__
+from kvbench.errors import UserError, unknown
+from kvbench.log import say
+from kvbench.machine import find_version, free_bytes, ram_bytes
+from kvbench.runs.examples import make_examples
+from kvbench.runs.job import Job, cap_new_tokens, check_capacity, find_capacity
+from kvbench.runs.options import Request
+from kvbench.runs.provenance import find_sources, hash_own_code
+from kvbench.runs.request import (
+    ResolvedRequest,
+    check,
+    check_kernels_device,
+    check_kernels_dtype,
+    check_model,
+    read_device_map,
+)
+from kvbench.runs.spec import (
+    DenoisingSpec,
+    GenerationSpec,
+    Implementation,
+    MethodSpec,
+    ModelSpec,
+    RunSpec,
+    TaskSpec,
+    Versions,
+)
+from kvbench.settings import jsonable_settings
+from kvbench.task import find_frame, prompt_tokens
+from kvbench.template import Frame
+
+if TYPE_CHECKING:
+    from kvbench.hf import Model
+
+GB = 1e9
+
+
+def prepare(request: Request, model: Model | None = None) -> Job:
+    """Check a request and load its model. Writes nothing.
+
+    Args:
+        request: the options of the run.
+        model: a loaded model to use instead of the one that the request names.
+
+    Raises:
+        UserError: bad input.
+    """
+    if model is None:
+        check_model(request.model)
+    resolved = check(request)
+    device = model.device.type if model is not None else find_device(request)
+    check_kernels_device(request.kernels, device)
+    if request.kernels != "torch" and request.device_map is not None:
+        raise UserError(f"kernels '{request.kernels}' run on one GPU. Use --kernels torch, or leave --device-map out.")
+    model = model or _load(request, device, resolved.length)
+    check_kernels_dtype(request.kernels, device, model.dtype)
+    resolved = replace(resolved, generation=resolve_generation(resolved, model))
+    tokenizer, frame = find_frame(resolved.task, model.tokenizer, resolved.template)
+    loaded, model = model, replace(model, tokenizer=tokenizer)
+    _check_length(resolved, model)
+    spec = _resolve_spec(resolved, model, frame)
+    folder = request.out / spec.run_id
+    job = Job(
+        spec, resolved.method, resolved.task, resolved.scorer, model, resolved.budget, frame, folder, loaded=loaded
+    )
+    return _try_first(job)
+
+
+def find_device(request: Request) -> Literal["cpu", "cuda"]:
+    """The kind of device that a run computes on; by default cuda if there is a GPU. Imports torch.
+
+    Raises:
+        UserError: an unknown or absent device, one GPU of several, or a device that contradicts the device map.
+    """
+    import torch
+
+    from kvbench.hf import check_device
+
+    name = request.device
+    if name is not None:
+        check_device(name)
+        if ":" in name:
+            raise UserError(f"device '{name}' names one GPU. Use --device cuda, and choose with CUDA_VISIBLE_DEVICES.")
+    places = None if request.device_map is None else read_device_map(request.device_map)
+    if isinstance(places, dict):
+        gpus = {f"cuda:{x}" if isinstance(x, int) else x for x in places.values()} - {"cpu", "disk"}
+        for gpu in gpus:
+            check_device(gpu)
+        found = "cuda" if gpus else "cpu"
+    else:
+        found = "cuda" if torch.cuda.is_available() and (places or name != "cpu") else "cpu"
+    if name not in (None, found):
+        raise UserError(f"device '{name}' contradicts device map '{request.device_map}'. Leave one of them out.")
+    return cast("Literal['cpu', 'cuda']", found)
+
+
+def _load(request: Request, device: str, length: int) -> Model:
+    from kvbench.hf import DTYPES, load_model, predict_memory
+
+    if request.dtype is not None and request.dtype not in DTYPES:
+        raise unknown("dtype", request.dtype, DTYPES)
+    need = predict_memory(request.model, request.dtype, length)
+    free = free_bytes(device)
+    where = f"{free / GB:.1f} GB free on {device}" if request.device_map is None else f"spread by {request.device_map}"
+    say(
+        f"{request.model}: {need.params / 1e6:,.1f} M parameters; predicted {need.weight_bytes / GB:.2f} GB of weights "
+        f"and {need.stored_bytes / GB:.3f} GB of full cache at {length} tokens; {where}."
+    )
+    if request.device_map is not None:
+        model = load_model(request.model, dtype=request.dtype, device_map=read_device_map(request.device_map))
+        if model.device.type != device:
+            raise UserError(
+                f"device map '{request.device_map}' put the model on {model.device.type}, not on {device}. "
+                "Give a .json file with the place of each part."
+            )
+        return model
+    total = free if device == "cuda" else ram_bytes()
+    if need.weight_bytes > total:
+        raise UserError(
+            f"model '{request.model}' needs {need.weight_bytes / GB:.1f} GB for its weights, and {device} has "
+            f"{total / GB:.1f} GB. Use a smaller --dtype, a smaller model or a larger machine."
+        )
+    return load_model(request.model, device, request.dtype)
+
+
+def resolve_generation(resolved: ResolvedRequest, model: Model) -> GenerationSpec:
+    """The generation settings for this kind of model, autoregressive or diffusion.
+
+    Raises:
+        UserError: the method or a setting is for the other kind.
+    """
+    wanted, generation = resolved.method.card.models, resolved.generation
+    if wanted != model.kind:
+        instead = "none" if model.kind == "diffusion" else "full"
+        raise UserError(
+            f"{resolved.method.card.name} needs {'a diffusion' if wanted == 'diffusion' else 'an autoregressive'} "
+            f"model; {model.id} is {'a diffusion model' if model.kind == 'diffusion' else 'autoregressive'}. "
+            f"See `kvbench list methods`; to run without a cache method use {instead}."
+        )
+    if model.masking is None:
+        if generation.denoising is not None:
+            raise UserError(f"{model.id} is autoregressive: of the --gen settings it takes max_new_tokens only.")
+        return generation
+    at_once = min(model.masking.tokens_per_step, resolved.task.tokens_per_step or model.masking.tokens_per_step)
+    denoising = (generation.denoising or DenoisingSpec()).model_copy(update={"tokens_per_step": at_once})
+    return generation.model_copy(update={"decoding": "denoising", "denoising": denoising})
+
+
+def _check_length(resolved: ResolvedRequest, model: Model) -> None:
+    task, length, turns = resolved.task, resolved.length, resolved.protocol.turns
+    least = task.minimum_length(turns, model.tokenizer)
+    if length < least:
+        raise UserError(
+            f"length {length} is too short for {task.name} with {turns} turn{'s' if turns > 1 else ''}: it needs "
+            f"{least} tokens. Use --length {least} or more."
+        )
+    if length > model.max_length:
+        raise UserError(
+            f"length {length} is more than model {model.id} supports, {model.max_length} tokens. "
+            f"Use --length {model.max_length} or less."
+        )
+
+
+def _resolve_spec(resolved: ResolvedRequest, model: Model, frame: Frame) -> RunSpec:
+    import torch
+
+    request, task, method, protocol = resolved.request, resolved.task, resolved.method, resolved.protocol
+    card, budget = method.card, resolved.budget
+    return RunSpec(
+        suite=request.suite,
+        method=MethodSpec(
+            name=card.name, version=card.version, family=card.family, settings=jsonable_settings(method),
+            code=hash_own_code(type(method)),
+        ),
+        task=TaskSpec(
+            name=task.name, version=task.version, suite=task.suite, settings=jsonable_settings(task),
+            length=resolved.length, scorer=resolved.scorer.id, dataset_revision=task.dataset_revision,
+            prompt_id=task.prompt_id, chat_template_sha=frame.sha, bos=_bos(model, frame), truncation=task.truncation,
+            stop=tuple(sorted(model.stop_ids | task.stop_ids(model.tokenizer))), code=hash_own_code(type(task)),
+        ),
+        model=ModelSpec(
+            id=model.id, revision=model.revision, kind=model.kind, dtype=model.dtype, params=model.params,
+            sha256=model.sha256, tokenizer_sha256=model.tokenizer_sha256,
+        ),
+        mode=protocol.mode, visibility=protocol.visibility, history=protocol.history, recompress=protocol.recompress,
+        budget=None if budget is None else str(budget), split=cast("Literal['dev', 'test']", request.split),
+        seed=request.seed, samples=request.samples, turns=protocol.turns, chunk=request.chunk,
+        kernels=cast("Implementation", request.kernels),
+        device=cast("Literal['cpu', 'cuda']", model.device.type), generation=resolved.generation,
+        versions=Versions(
+            kvbench=__version__, torch=torch.__version__, transformers=find_version("transformers") or "unknown"
+        ),
+        sources=find_sources(type(method), type(task)),
+    )
+
+
+def _bos(model: Model, frame: Frame) -> Literal["tokenizer", "template", "none"]:
+    token = model.tokenizer.bos_token_id
+    if token is None:
+        return "none"
+    ids = model.tokenizer(f"{frame.head}x", add_special_tokens=frame.special).input_ids
+    return "none" if ids[:1] != [token] else "tokenizer" if frame.special else "template"
+
+
+def _try_first(job: Job) -> Job:
+    """Generate the first sample, bind the method, fit the budget, and check the capacity of the model.
+
+    On a diffusion model all samples are generated: the denoising settings must fit every answer.
+
+    Raises:
+        UserError: one of these fails.
+    """
+    spec = job.spec
+    made = make_examples(job, range(spec.samples))
+    _, example, encoded = next(made)
+    if spec.visibility == "hidden" and not encoded.turns[0].first:
+        raise UserError(
+            f"{spec.task.name} does not separate its question from its context, so the question cannot be hidden. "
+            "Leave --visibility out."
+        )
+    context = len(encoded.context) if spec.visibility == "hidden" else prompt_tokens(encoded)
+    bound = job.method.bind(job.model)  # some budgets are resolved per head
+    fitted = bound.fit(job.budget, job.model.shape(context))
+    if job.model.masking is None:
+        most = [cap_new_tokens(x.max_new_tokens, spec.generation) for x in example.turns]
+        capacity = find_capacity(encoded, spec, most)
+    else:
+        from kvbench.diffusion.sample import plan_turn  # imports torch; requests are checked first
+
+        whole = chain([(0, example, encoded)], made)  # one set of denoising settings must fit every answer
+        capacity = max(find_capacity(ids, spec, [plan_turn(job, x)[0] for x in one.turns]) for _, one, ids in whole)
+    check_capacity(job, capacity)
+    return replace(job, method=bound, resolution=dict(fitted.resolution))
