@@ -1,8 +1,9 @@
-"""What the harness costs: `make bench`, or `python scripts/bench.py [harness|generate|memory]...`.
+"""What the harness costs: `make bench`, or `python scripts/bench.py [startup|harness|generate|memory]...`.
 
-Every figure is a ratio of two things timed in turn in one process, or bytes; absolute seconds of a shared CPU mean
-nothing. Writes results/bench/cpu-2-cores.json.
+Every other figure is a ratio of two things timed in turn in one process, or bytes; absolute seconds of a shared CPU
+mean nothing. Writes results/bench/cpu-2-cores.json.
 
+startup: seconds to import kvbench, to print the help and to list the methods; meaningful on an idle core only.
 harness: a run through the runner against the same forward passes called bare on the model with transformers' cache.
 generate: answers against Hugging Face `generate`, on the same model and prompts, with the full cache.
 memory: the most that a prefill holds beyond the full cache's, by length.
@@ -176,7 +177,25 @@ def bench_memory() -> dict[str, Any]:
     }
 
 
-BENCHES = {"harness": bench_harness, "generate": bench_generate, "memory": bench_memory}
+def bench_startup() -> dict[str, Any]:
+    """Median seconds of new processes that import kvbench, print the help, and list the methods."""
+    commands = {
+        "import kvbench": ["-c", "import kvbench"],
+        "kvbench --help": ["-c", "from kvbench.cli import main; main()", "--help"],
+        "kvbench list methods": ["-c", "from kvbench.cli import main; main()", "list", "methods"],
+    }
+    found = {}
+    for name, arguments in commands.items():
+        seconds = []
+        for _ in range(5):
+            started = time.perf_counter()
+            subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)  # noqa: S603
+            seconds.append(time.perf_counter() - started)
+        found[name] = {"median_s": statistics.median(seconds), "min_s": min(seconds), "rounds": len(seconds)}
+    return found
+
+
+BENCHES = {"startup": bench_startup, "harness": bench_harness, "generate": bench_generate, "memory": bench_memory}
 
 
 def main() -> None:

@@ -258,7 +258,7 @@ def test_doctor_names_what_is_wrong(kvbench, monkeypatch):
     assert {"python", "torch", "transformers", "triton", "gpu", "threads", "disk", "cache", "kernels"} <= found.keys()
     assert answer.code == (0 if all(x["ok"] for x in answer.json) else 1)
     monkeypatch.setattr(
-        "kvbench.cli.doctor.find_version", lambda package: "4.50.0" if package == "transformers" else "9.9"
+        "kvbench.cli.probes.find_version", lambda package: "4.50.0" if package == "transformers" else "9.9"
     )
     answer = kvbench("doctor")
     assert answer.code == 1

@@ -137,7 +137,7 @@ def test_a_context_of_a_data_set_is_tokenized_once_in_a_suite(kvbench, suite, op
     rows = [json.dumps({"id": x, "context": x, "turns": turns}) for x in contexts]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     (tmp_path / "task.toml").write_text(
-        'name = "rows"\nversion = "1"\nsummary = "s"\ndata = "rows.jsonl"\nscorer = "exact@1"\nlimit = 2\n'
+        'name = "rows"\nversion = "1"\nsummary = "s"\ndata = "rows.jsonl"\nscorer = "exact@1"\nmax_new_tokens = 2\n'
         'length = 100\ntruncation = "middle"\n'
     )
     texts, call = [], PreTrainedTokenizerBase.__call__
