@@ -1,8 +1,8 @@
-"""Operations on keys and values, each with a naive twin that is its oracle.
+"""Operations on keys and values, each with a naive reference implementation.
 
-Import it as `kvbench.kernels`. Hugging Face's package `kernels` has the same top-level name: when Python starts in
-this repository's root, transformers finds this folder in its place and asks for its version. A version below the
-one it wants makes it answer "not available", which is true; without one it raises InvalidVersion.
+Import this package as `kvbench.kernels`. Hugging Face has a package named `kernels`: if Python starts in the root of
+this repository, transformers finds this folder instead and reads its version. A version below the required one makes
+transformers treat that package as not available, which is correct; without a version it raises InvalidVersion.
 """
 
 __version__ = "0.0.0"

@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs: chosen around a run, found at the call, and noted."""
+"""Selects the implementation of operations for a run, and records which implementation ran."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar, cast
 
 IMPLEMENTATIONS = ("torch", "triton", "flash")
 REST = {"flash": "torch"}
-"""Of an implementation that is made for some operations: what the others run as. It is noted as what it is."""
+"""The fallback of an implementation that covers only some operations. The record names the fallback."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -23,10 +23,10 @@ _look: ContextVar[Callable[[str, object, object], None] | None] = ContextVar("lo
 
 @contextmanager
 def using(name: str) -> Iterator[dict[str, str]]:
-    """Inside, operations run as `name`, of IMPLEMENTATIONS. The dict has what ran, by `<op>` or `<op>.<function>`.
+    """Run operations with the implementation `name`, one of IMPLEMENTATIONS.
 
-    An operation that has no such implementation raises NotImplementedError when it is called: none stands in for it,
-    but for what REST says.
+    Yields a dict of the implementations that ran, by `<op>` or `<op>.<function>`. An operation without this
+    implementation raises NotImplementedError when it is called, unless REST has a fallback.
     """
     ran: dict[str, str] = {}
     token = _choice.set((name, ran))
@@ -38,7 +38,7 @@ def using(name: str) -> Iterator[dict[str, str]]:
 
 @contextmanager
 def comparing(look: Callable[[str, object, object], None]) -> Iterator[None]:
-    """Inside, what runs as another implementation than torch's runs as torch's too: `look(operation, one, torch's)`."""
+    """Also run torch's implementation of every operation, and call `look(operation, result, torch's result)`."""
     token = _look.set(look)
     try:
         yield
@@ -47,9 +47,10 @@ def comparing(look: Callable[[str, object, object], None]) -> Iterator[None]:
 
 
 def operation(function: Callable[P, R]) -> Callable[P, R]:
-    """The operation that a function of `kernels/<op>/torch.py` implements; `triton.py` has another of the same name.
+    """Turn a function of `kernels/<op>/torch.py` into an operation that dispatches to the chosen implementation.
 
-    An implementation may take a function from another one by importing it: noted is where the function stands.
+    `triton.py` defines a function of the same name, or imports another implementation's; the record names the module
+    that defines it.
     """
     package = function.__module__.rpartition(".")[0]
     op, name = package.rpartition(".")[2], function.__name__
@@ -63,15 +64,15 @@ def operation(function: Callable[P, R]) -> Callable[P, R]:
         result = found(*args, **kwargs)
         if found is not function and (look := _look.get()) is not None:
             with using("torch"):
-                twin = function(*args, **kwargs)
-            look(label, result, twin)
+                plain = function(*args, **kwargs)
+            look(label, result, plain)
         return result
 
     return call
 
 
 def note(label: str, implementation: str) -> None:
-    """Say what ran, where an implementation leaves its work to one of several."""
+    """Record what ran, for an implementation that chooses among several kernels itself."""
     _choice.get()[1][label] = implementation
 
 

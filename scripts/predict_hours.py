@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kvbench.bench.forecast import COPY_SHARE, GPUS, PYTHON_SECONDS
-from kvbench.hf import Prediction, predict_memory
+from kvbench.hf import ModelSize, predict_memory
 from kvbench.reproduce.claims import find_claims
 from kvbench.reproduce.plan import plan_claim
 from kvbench.runs.options import Request
@@ -73,7 +73,7 @@ def measure(request: Request) -> Size:
     return Size((request.length or 0) - answer, answer)
 
 
-def seconds(request: Request, model: Prediction) -> float:
+def seconds(request: Request, model: ModelSize) -> float:
     """Of all samples of a run."""
     size = measure(request)
     layer = model.shape.layers[0]

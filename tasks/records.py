@@ -193,7 +193,7 @@ def check_columns(record: object, columns: Columns, where: str, hint: str) -> No
         UserError: a column is missing or of another type; names the place, the columns needed and those found.
     """
     if not isinstance(record, Mapping):
-        raise UserError(f"{where} is no object but {type(record).__name__}. {hint}")
+        raise UserError(f"{where} is {type(record).__name__}, not an object. {hint}")
     kinds = {name: kind if isinstance(kind, tuple) else (kind,) for name, kind in columns.items()}
     wanted = {name: " or ".join(x.__name__ for x in kind) for name, kind in kinds.items()}
     if missing := ", ".join(name for name in columns if name not in record):

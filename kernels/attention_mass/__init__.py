@@ -1,4 +1,4 @@
-"""Attention mass that chosen queries put on every row, normalized over these rows or over more rows than these."""
+"""Attention mass that chosen queries put on every entry, normalized over these entries or over more."""
 
 from kvbench.kernels.attention_mass import torch
 from kvbench.kernels.choice import operation

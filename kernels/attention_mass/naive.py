@@ -1,4 +1,4 @@
-"""The oracle: each query by itself, in float64."""
+"""Reference implementation: one query at a time, in float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def attention_mass(
     logical: Tensor | None = None, positions: Tensor | None = None, softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention mass of each row over the queries and the heads of its group. [B, H_kv, N] float64"""
+    """Attention mass of each entry, summed over the queries and the query heads of its group. [B, H_kv, N] float64"""
     batch, heads, n_query, _ = query.shape
     kv_heads, n_key = keys.shape[1:3]
     mass = torch.zeros(batch, kv_heads, n_key, dtype=torch.float64)

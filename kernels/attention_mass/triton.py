@@ -1,4 +1,4 @@
-"""Column sums of queries that may be any; where their log-sum-exp is given, one pass over the keys."""
+"""Column sums for arbitrary queries; one pass over the keys if the log-sum-exp is given, otherwise two."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def attention_mass(
     logical: Tensor | None = None, positions: Tensor | None = None, softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention mass of each row over the queries and the heads of its group; see `torch.attention_mass`."""
-    assert window is None or positions is None or logical is not None, "a window over holes needs both positions"
+    """Attention mass of each entry over the queries and heads of its group; see `torch.attention_mass`."""
+    assert window is None or positions is None or logical is not None, "a window needs both positions"
     return weigh(
         query, keys, scale=scale, seen=0, lse=lse, window=window, positions=positions, softcap=softcap, sinks=sinks,
         at=at, logical=logical,

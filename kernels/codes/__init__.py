@@ -1,1 +1,1 @@
-"""No operation: what the kernels of several share that read packed rows."""
+"""Functions shared by kernels that read packed entries; not an operation."""

@@ -1,4 +1,4 @@
-"""How kernels read packed rows: bytes become codes, and codes what they stand for, in registers."""
+"""Reading packed entries in kernels: bytes are unpacked to codes and dequantized in registers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from kvbench.kernels.pack.torch import Codes
 
 
-class Rows(NamedTuple):
-    """Codes as a kernel takes them: as words of four bytes where a row's width allows."""
+class PackedEntries(NamedTuple):
+    """Codes as arguments of a kernel: as words of four bytes if the width of a vector allows it."""
 
     packed: Tensor
     scale: Tensor
@@ -25,27 +25,27 @@ class Rows(NamedTuple):
     tokens: int
 
 
-def as_rows(codes: Codes, kv_heads: int) -> Rows:
-    """Codes of [B, H_kv, n] rows; their parameters may be the same for all heads."""
+def as_entries(codes: Codes, kv_heads: int) -> PackedEntries:
+    """The kernel arguments for codes of [B, H_kv, n] vectors, whose parameters may be shared by all heads."""
     packed, scale = codes.packed, codes.scale.expand(-1, kv_heads, -1, -1)
     minimum = codes.minimum.expand(-1, kv_heads, -1, -1)
     assert packed.shape[2] < 2 or (
         packed.stride()[2:] == (packed.shape[3], 1) and scale.stride() == minimum.stride()
         and (scale.shape[2] < 2 or scale.stride(2) == scale.shape[3])
-    ), "rows lie side by side, and so do their parameters"
+    ), "entries and their parameters must be contiguous"
     packed = packed.view(torch.int32 if whole_words(codes.width) else torch.uint8)
-    return Rows(
+    return PackedEntries(
         packed, scale, minimum, packed.stride(0), packed.stride(1), scale.stride(0), scale.stride(1), codes.tokens
     )
 
 
 def whole_words(width: int) -> bool:
-    """Whether each part of a row's codes is a number of words that is a power of two, whatever their bits."""
+    """Whether every part of a vector's codes is a power of two of words, for any number of bits."""
     return width >= 32 and width == triton.next_power_of_2(width)
 
 
 def span_of(codes: Codes, block: int) -> int:
-    """Rows of a block that share parameters, where blocks begin where groups do; 0 if groups lie in no such way."""
+    """Entries of a block that share parameters, if blocks and groups are aligned; 0 if they are not."""
     if codes.tokens % block == 0:
         return block
     return codes.tokens if block % codes.tokens == 0 else 0
@@ -53,20 +53,20 @@ def span_of(codes: Codes, block: int) -> int:
 
 @triton.jit
 def load_codes(
-    rows, batch, head, row, inside, bits: tl.constexpr, width: tl.constexpr, signed: tl.constexpr, dtype: tl.constexpr,
-    assembly: tl.constexpr, block_d: tl.constexpr,
+    entries, batch, head, entry, inside, bits: tl.constexpr, width: tl.constexpr, signed: tl.constexpr,
+    dtype: tl.constexpr, assembly: tl.constexpr, block_d: tl.constexpr,
 ):
-    """Codes of a block of rows; those of rows that are not `inside`, and of channels from `width` on, are zero."""
-    part: tl.constexpr = 2 if bits == 3 else bits  # of three bits the high ones stand behind all the low ones
-    packed = rows.packed + batch * rows.batch + head * rows.head
+    """Load the codes of a block of entries; zero for entries not `inside` and for channels from `width` on."""
+    part: tl.constexpr = 2 if bits == 3 else bits  # of 3-bit codes, the high bits follow the low bits of all codes
+    packed = entries.packed + batch * entries.batch + head * entries.head
     if width == block_d and width >= 32:
-        packed += row.to(tl.int64)[:, None] * (width * bits // 32)
+        packed += entry.to(tl.int64)[:, None] * (width * bits // 32)
         code = load_words(packed, inside, part, False, width, signed, dtype, assembly)
         if bits == 3:
             code += load_words(packed + width // 16, inside, part, True, width, signed, dtype, assembly)
     else:
         high: tl.constexpr = (width * part + 7) // 8
-        packed += row.to(tl.int64)[:, None] * (high + (width + 7) // 8 if bits == 3 else high)
+        packed += entry.to(tl.int64)[:, None] * (high + (width + 7) // 8 if bits == 3 else high)
         d = tl.arange(0, block_d)
         code = gather_codes(packed, inside, part, width, d, signed)
         if bits == 3:
@@ -77,26 +77,26 @@ def load_codes(
 
 @triton.jit
 def bring_back(
-    code, rows, batch, head, start, stop, width: tl.constexpr, span: tl.constexpr, channels: tl.constexpr,
+    code, entries, batch, head, start, stop, width: tl.constexpr, span: tl.constexpr, channels: tl.constexpr,
     signed: tl.constexpr,
 ):
-    """What codes of a block of rows stand for."""
+    """Dequantize the codes of a block of entries."""
     block_n: tl.constexpr = code.shape[0]
     block_d: tl.constexpr = code.shape[1]
-    scale = rows.scale + batch * rows.scale_batch + head * rows.scale_head
-    minimum = rows.minimum + batch * rows.scale_batch + head * rows.scale_head
+    scale = entries.scale + batch * entries.scale_batch + head * entries.scale_head
+    minimum = entries.minimum + batch * entries.scale_batch + head * entries.scale_head
     groups: tl.constexpr = width // channels
     if span > 0 and width == block_d and groups * channels == width and groups & (groups - 1) == 0:
-        every, each = start // rows.tokens + tl.arange(0, block_n // span), tl.arange(0, groups)
+        every, each = start // entries.tokens + tl.arange(0, block_n // span), tl.arange(0, groups)
         at = every.to(tl.int64)[:, None] * groups + each[None, :]
-        held = (every * rows.tokens < stop)[:, None]
+        held = (every * entries.tokens < stop)[:, None]
         code *= spread(tl.load(scale + at, mask=held, other=0.0), span, channels).to(code.dtype)
         if not signed:
             code += spread(tl.load(minimum + at, mask=held, other=0.0), span, channels).to(code.dtype)
     else:
-        row, d = start + tl.arange(0, block_n), tl.arange(0, block_d)
-        at = (row // rows.tokens).to(tl.int64)[:, None] * groups + (d // channels)[None, :]
-        held = (row < stop)[:, None] & (d < width)[None, :]
+        entry, d = start + tl.arange(0, block_n), tl.arange(0, block_d)
+        at = (entry // entries.tokens).to(tl.int64)[:, None] * groups + (d // channels)[None, :]
+        held = (entry < stop)[:, None] & (d < width)[None, :]
         code *= tl.load(scale + at, mask=held, other=0.0).to(code.dtype)
         if not signed:
             code += tl.load(minimum + at, mask=held, other=0.0).to(code.dtype)
@@ -105,7 +105,7 @@ def bring_back(
 
 @triton.jit
 def spread(x, span: tl.constexpr, channels: tl.constexpr):
-    """Parameters of groups for each of their elements. [n, g] -> [n * span, g * channels]"""
+    """Repeat the parameters of groups for each of their elements. [n, g] -> [n * span, g * channels]"""
     wide = tl.broadcast_to(x[:, None, :, None], [x.shape[0], span, x.shape[1], channels])
     return wide.reshape([x.shape[0] * span, x.shape[1] * channels])
 
@@ -115,16 +115,16 @@ def load_words(
     packed, inside, bits: tl.constexpr, high: tl.constexpr, width: tl.constexpr, signed: tl.constexpr,
     dtype: tl.constexpr, assembly: tl.constexpr,
 ):
-    """Codes of `bits` bits, or four times the `high` bits of codes of three, plane by plane: see `pack`. [n, width]"""
+    """Codes of `bits` bits, or four times the `high` bits of 3-bit codes, plane by plane (see `pack`). [n, width]"""
     words: tl.constexpr = width * bits // 32
     j = tl.arange(0, words)[None, :]
-    if high:  # half as wide: the planes of its even bits stand beside those of its odd ones
+    if high:  # half as wide: the planes of even bits are next to those of odd bits
         word = tl.load(packed + j % (words // 2), mask=inside[:, None], other=0) >> j // (words // 2)
     else:
         word = tl.load(packed + j, mask=inside[:, None], other=0)
     even = tl.join(word.to(tl.uint8), (word >> 16).to(tl.uint8))
     odd = tl.join((word >> 8).to(tl.uint8), (word >> 24).to(tl.uint8))
-    byte = tl.join(even, odd).reshape([word.shape[0], words * 4])  # all bytes, in their order
+    byte = tl.join(even, odd).reshape([word.shape[0], words * 4])  # all bytes, in order
     x = take_plane(byte, 0, bits, high, signed, dtype, assembly)
     if bits == 4:
         x = tl.join(x, take_plane(byte, 4, bits, high, signed, dtype, assembly)).permute(0, 2, 1)
@@ -141,12 +141,12 @@ def take_plane(
     byte, place: tl.constexpr, bits: tl.constexpr, high: tl.constexpr, signed: tl.constexpr, dtype: tl.constexpr,
     assembly: tl.constexpr,
 ):
-    """The codes that begin at one place in their bytes; of `high` ones a bit, times four.
+    """The codes at one bit offset of all bytes; for `high`, one bit times four.
 
-    For float16 four bytes at a time: a byte beside 0x64 is 1024 and the byte. A multiplication and a subtraction, both
-    exact, leave the code, wherever in the byte it stood.
+    For float16, four bytes are converted at a time: the bytes 0x64 and b are the float16 number 1024 + b. One exact
+    multiplication and one exact subtraction then give the code for any bit offset.
     """
-    keep: tl.constexpr = 128 if signed else (1 if high else (1 << bits) - 1) << place  # or, if signed, turn around
+    keep: tl.constexpr = 128 if signed else (1 if high else (1 << bits) - 1) << place  # mask; if signed, bit to flip
     if assembly and dtype == tl.float16:
         exponent: tl.constexpr = (2 if high else 0) - place
         factor: tl.constexpr = (15 + exponent) * 0x04000400  # of two float16s, 2 ** exponent
@@ -167,11 +167,11 @@ def take_plane(
 
 @triton.jit
 def gather_codes(packed, inside, bits: tl.constexpr, width: tl.constexpr, d, signed: tl.constexpr):
-    """Codes of rows of any width, byte by byte; zero from `width` on. [n, block_d]"""
-    in_row: tl.constexpr = (width * bits + 7) // 8
-    byte = tl.load(packed + (d % in_row)[None, :], mask=inside[:, None] & (d < width)[None, :], other=0)
+    """Load codes of vectors of any width, byte by byte; zero from `width` on. [n, block_d]"""
+    per_entry: tl.constexpr = (width * bits + 7) // 8
+    byte = tl.load(packed + (d % per_entry)[None, :], mask=inside[:, None] & (d < width)[None, :], other=0)
     if signed:
         code = byte.to(tl.int8, bitcast=True)
     else:
-        code = (byte >> (d // in_row * bits).to(tl.uint8)[None, :]) & ((1 << bits) - 1)
+        code = (byte >> (d // per_entry * bits).to(tl.uint8)[None, :]) & ((1 << bits) - 1)
     return code

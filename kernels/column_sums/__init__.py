@@ -1,6 +1,6 @@
-"""What every query gave every row.
+"""Attention mass that all queries put on every entry.
 
-In all, the score of H2O and its family; at most, that of KVzip; and squared, of which variances over queries are made.
+The sum is the score of H2O and similar methods, the maximum that of KVzip; the sum of squares gives variances.
 """
 
 from kvbench.kernels.choice import operation

@@ -1,4 +1,4 @@
-"""The oracle: the whole attention matrix, in float64."""
+"""Reference implementation: the whole attention matrix, in float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def column_sums(
     query: Tensor, keys: Tensor, *, scale: float, seen: int, window: int | None = None, positions: Tensor | None = None,
     softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention mass of each row over the last T queries and the heads of its group. [B, H_kv, N] float64"""
+    """Attention mass of each entry over the last T queries and the heads of its group. [B, H_kv, N] float64"""
     return attention_weights(
         query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks
     ).sum((2, 3))
@@ -21,7 +21,7 @@ def column_maxima(
     query: Tensor, keys: Tensor, *, scale: float, seen: int, window: int | None = None, positions: Tensor | None = None,
     softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:
-    """The most attention that any of the last T queries, of any head of the group, puts on each row. [B, H_kv, N]"""
+    """The largest weight of each entry over the last T queries and the heads of its group. [B, H_kv, N] float64"""
     return attention_weights(
         query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks
     ).amax((2, 3))
@@ -31,7 +31,7 @@ def column_squares(
     query: Tensor, keys: Tensor, *, scale: float, seen: int, window: int | None = None, positions: Tensor | None = None,
     softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:
-    """The second moment of each row: squares of what every query and head put on it, summed. [B, H_kv, N]"""
+    """The sum of squared weights of each entry over the last T queries and its group's heads. [B, H_kv, N] float64"""
     return attention_weights(
         query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks
     ).square().sum((2, 3))

@@ -1,4 +1,4 @@
-"""Blocks of queries, each softmaxed over its rows and summed away: memory is linear in N, never T x N."""
+"""Sums over queries in blocks, so that memory is linear in N and never T x N."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvbench.kernels.dense_attention.torch import visible_rows
+from kvbench.kernels.dense_attention.torch import visible_entries
 
 BLOCK_ELEMENTS = 1 << 22
-"""Logits held at a time."""
+"""Logits in memory at a time."""
 
 
 def column_sums(
     query: Tensor, keys: Tensor, *, scale: float, seen: int, window: int | None = None, positions: Tensor | None = None,
     softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention mass of each row over the last T queries and the heads of its group. [B, H_kv, N] float32
+    """Attention mass of each entry over the last T queries and the heads of its group. [B, H_kv, N] float32
 
-    query: [B, H_q, T, D], the queries of the last T rows. keys: [B, H_kv, N, D].
+    query: [B, H_q, T, D], the queries of the last T entries. keys: [B, H_kv, N, D].
     """
     sums = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
     for weights in _blocks(query, keys, scale, seen, window, positions, softcap, sinks):
@@ -31,9 +31,9 @@ def column_maxima(
     query: Tensor, keys: Tensor, *, scale: float, seen: int, window: int | None = None, positions: Tensor | None = None,
     softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:
-    """The most attention that any of the last T queries, of any head of the group, puts on each row. [B, H_kv, N]
+    """The largest weight of each entry over the last T queries and the heads of its group. [B, H_kv, N] float32
 
-    query: [B, H_q, T, D], the queries of the last T rows. keys: [B, H_kv, N, D]. In float32.
+    query: [B, H_q, T, D], the queries of the last T entries. keys: [B, H_kv, N, D].
     """
     best = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
     for weights in _blocks(query, keys, scale, seen, window, positions, softcap, sinks):
@@ -46,9 +46,9 @@ def column_squares(
     query: Tensor, keys: Tensor, *, scale: float, seen: int, window: int | None = None, positions: Tensor | None = None,
     softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:
-    """The second moment of each row: squares of what every query and head put on it, summed. [B, H_kv, N]
+    """The sum of squared weights of each entry over the last T queries and its group's heads. [B, H_kv, N] float32
 
-    query: [B, H_q, T, D], the queries of the last T rows. keys: [B, H_kv, N, D]. In float32.
+    query: [B, H_q, T, D], the queries of the last T entries. keys: [B, H_kv, N, D].
     """
     squares = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
     for weights in _blocks(query, keys, scale, seen, window, positions, softcap, sinks):
@@ -60,7 +60,7 @@ def _blocks(
     query: Tensor, keys: Tensor, scale: float, seen: int, window: int | None, positions: Tensor | None,
     softcap: float | None, sinks: Tensor | None,
 ) -> Iterator[Tensor]:
-    """Weights of some queries on the rows up to the last one's own. [B, H_kv, G, t, n]"""
+    """Attention weights of a block of queries on the entries up to the last query's own. [B, H_kv, G, t, n]"""
     batch, heads, n_query, _ = query.shape
     kv_heads, n_key = keys.shape[1:3]
     before = n_key - n_query
@@ -69,12 +69,12 @@ def _blocks(
     for start in range(0, n_query, size):
         stop = min(start + size, n_query)
         high = before + stop
-        some = grouped[:, :, :, start:stop]  # one product per KV head: rows are not copied for the heads of their group
+        some = grouped[:, :, :, start:stop]  # one product per KV head: keys are not copied for the heads of a group
         logits = (some.flatten(2, 3) @ keys[:, :, :high].mT).float().unflatten(2, some.shape[2:4]) * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         where = None if positions is None else positions[:, :, :high]
-        mask = visible_rows(before + start, stop - start, high, window, where, seen - n_query + start, keys.device)
+        mask = visible_entries(before + start, stop - start, high, window, where, seen - n_query + start, keys.device)
         logits = logits.masked_fill(~(mask if mask.dim() == 2 else mask[:, :, None]), -torch.inf)
         if sinks is not None:
             column = sinks.float().view(1, kv_heads, -1, 1, 1).expand(*logits.shape[:-1], 1)

@@ -1,7 +1,7 @@
-"""Two passes over the keys: every query's log-sum-exp by the dense operation's kernel, then every row's mass.
+"""Two passes over the keys: the log-sum-exp of every query by the dense kernel, then the mass of every entry.
 
-In the second pass a program holds a block of rows and lets the queries that may see them go by, so a row's mass is
-added up in one place, in one order, and nothing of length times length is ever held.
+In the second pass a program keeps a block of entries and loops over the queries that may attend to them. The mass of an
+entry is therefore summed in one program and in a fixed order, and no matrix of length times length is stored.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels.dense_attention.triton import LOG2E, attend, block_rows, capped, padded
+from kvbench.kernels.dense_attention.triton import LOG2E, attend, block_entries, capped, padded
 
 
 def column_sums(
     query: Tensor, keys: Tensor, *, scale: float, seen: int, window: int | None = None, positions: Tensor | None = None,
     softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention mass of each row over the last T queries and the heads of its group; see `torch.column_sums`."""
+    """Attention mass of each entry over the last T queries and the heads of its group; see `torch.column_sums`."""
     return weigh(
         query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks
     )
@@ -30,7 +30,7 @@ def column_maxima(
     query: Tensor, keys: Tensor, *, scale: float, seen: int, window: int | None = None, positions: Tensor | None = None,
     softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:
-    """The most attention that any of the last T queries puts on each row; see `torch.column_maxima`."""
+    """The largest weight of each entry over the last T queries; see `torch.column_maxima`."""
     return weigh(
         query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks,
         measure="max",
@@ -41,7 +41,7 @@ def column_squares(
     query: Tensor, keys: Tensor, *, scale: float, seen: int, window: int | None = None, positions: Tensor | None = None,
     softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:
-    """The second moment of each row: the weights of all queries, squared and summed; see `torch.column_squares`."""
+    """The sum of squared weights of each entry over the last T queries; see `torch.column_squares`."""
     return weigh(
         query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks,
         measure="square",
@@ -54,12 +54,12 @@ def weigh(
     softcap: float | None = None, sinks: Tensor | None = None, at: Tensor | None = None, logical: Tensor | None = None,
     by_head: bool = False, measure: Literal["sum", "square", "max"] = "sum",
 ) -> Tensor:
-    """Each row's sum of the weights that the queries give it, of their squares, or the largest. float32
+    """The sum, the sum of squares or the maximum of the weights that queries put on each entry, in float32.
 
-    lse: [B, H_q, T], log of each query's normalizer, sinks in it already; None: a first pass over the keys, which is
-        `attend` over no values, finds it.
-    at, logical: [T], the rows and the positions of queries that are not the last ones.
-    Returns [B, H_kv, N], over the heads of the group, or by head [B, H_q, N].
+    lse: [B, H_q, T], log of each query's normalizer, sinks included; None: computed in a first pass, which is `attend`
+        without values.
+    at, logical: [T], entry index and position of each query; None: the queries are the last T.
+    Returns [B, H_kv, N], over the heads of the group, or with `by_head` [B, H_q, N].
     """
     if lse is None:
         _, lse = attend(
@@ -71,9 +71,9 @@ def weigh(
     block_n, block_m, warps = _blocks(n_query, width, keys.itemsize)
     result = query.new_empty((batch, heads if by_head else kv_heads, n_key), dtype=torch.float32)
     position_strides = (0, 0) if positions is None else positions.stride()[:2]
-    assert query.stride(3) == keys.stride(3) == 1, "elements of a row lie side by side"
-    assert positions is None or positions.stride(2) == 1, "positions of a head lie side by side"
-    weigh_rows[(triton.cdiv(n_key, block_n), batch * kv_heads)](
+    assert query.stride(3) == keys.stride(3) == 1, "the last dimension must be contiguous"
+    assert positions is None or positions.stride(2) == 1, "the positions of a head must be contiguous"
+    weigh_entries[(triton.cdiv(n_key, block_n), batch * kv_heads)](
         query, keys, lse.contiguous(), result, positions, at, logical, seen, n_key, kv_heads, n_query, scale,
         0.0 if softcap is None else softcap, 0 if window is None else window, *query.stride()[:3], *keys.stride()[:3],
         *position_strides, width=width, group=heads // kv_heads, has_window=window is not None,
@@ -85,43 +85,43 @@ def weigh(
 
 
 def _blocks(queries: int, width: int, itemsize: int) -> tuple[int, int, int]:
-    """Rows and queries of a block, and warps.
+    """Entries of a block, queries of a block, and warps.
 
-    Rows stay while queries go by, so as many as registers take: in 16 bits 128 of up to 128 channels.
-    In float32 there are no tensor cores, and more would not fit into registers.
+    Entries stay in registers while the program loops over queries, so a block has as many as fit: 128 of 128 channels
+    in 16 bits. In float32 there are no tensor cores, and more entries would not fit into registers.
     """
     if itemsize <= 2:
-        return block_rows(16384 // padded(width)), min(64, padded(queries)), 4
-    return block_rows(4096 // padded(width)), min(32, padded(queries)), 8
+        return block_entries(16384 // padded(width)), min(64, padded(queries)), 4
+    return block_entries(4096 // padded(width)), min(32, padded(queries)), 8
 
 
 @triton.jit(do_not_specialize=["seen", "n_key"])  # they grow with every step
-def weigh_rows(
+def weigh_entries(
     query, keys, lse, result, positions, at, logical, seen, n_key, kv_heads, n_query, scale, softcap, window,
-    query_batch, query_head, query_row, key_batch, key_head, key_row, position_batch, position_head,
+    query_batch, query_head, query_token, key_batch, key_head, key_entry, position_batch, position_head,
     width: tl.constexpr, group: tl.constexpr, has_window: tl.constexpr, has_positions: tl.constexpr,
     has_softcap: tl.constexpr, by_head: tl.constexpr, measure: tl.constexpr, block_n: tl.constexpr,
     block_m: tl.constexpr, block_d: tl.constexpr,
 ):
-    """One block of rows of one KV head against all queries of its group that may see them."""
+    """Weights of one block of entries of a KV head for all queries of its group that may attend to them."""
     pair = tl.program_id(1)
     batch, kv_head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
     first = tl.program_id(0) * block_n
-    row = first + tl.arange(0, block_n)
-    inside = row < n_key
+    entry = first + tl.arange(0, block_n)
+    inside = entry < n_key
     d = tl.arange(0, block_d)
     k = tl.load(
-        keys + batch * key_batch + kv_head * key_head + row.to(tl.int64)[:, None] * key_row + d[None, :],
+        keys + batch * key_batch + kv_head * key_head + entry.to(tl.int64)[:, None] * key_entry + d[None, :],
         mask=inside[:, None] & (d < width)[None, :], other=0.0,
     )
     if has_positions:
         place = tl.load(
-            positions + batch * position_batch + kv_head * position_head + row, mask=inside, other=0
+            positions + batch * position_batch + kv_head * position_head + entry, mask=inside, other=0
         ).to(tl.int32)
 
-    before = n_key - n_query  # rows before the first query's own
+    before = n_key - n_query  # entries before the first query's own
     low, high = 0, n_query
-    if at is None:  # queries stand in the order of their rows
+    if at is None:  # queries are in the order of their entries
         low = tl.maximum(low, first - before)
         if has_window and not has_positions:
             high = tl.minimum(high, first + block_n - 1 + window - before)
@@ -134,22 +134,22 @@ def weigh_rows(
             t = start + tl.arange(0, block_m)
             real = t < high
             q = tl.load(
-                query + batch * query_batch + head * query_head + t.to(tl.int64)[None, :] * query_row + d[:, None],
+                query + batch * query_batch + head * query_head + t.to(tl.int64)[None, :] * query_token + d[:, None],
                 mask=real[None, :] & (d < width)[:, None], other=0.0,
             )
             total = tl.load(lse + of_head + t, mask=real, other=0.0) * LOG2E
             logits = capped(tl.dot(k, q, input_precision="ieee"), scale, softcap, has_softcap)
-            own, now = before + t, seen - n_query + t  # each query's row and position
+            own, now = before + t, seen - n_query + t  # each query's entry and position
             if at is not None:
                 own = tl.load(at + t, mask=real, other=0).to(tl.int32)
             if logical is not None:
                 now = tl.load(logical + t, mask=real, other=0).to(tl.int32)
-            visible = inside[:, None] & real[None, :] & (row[:, None] <= own[None, :])
+            visible = inside[:, None] & real[None, :] & (entry[:, None] <= own[None, :])
             if has_window:
                 if has_positions:
                     visible = visible & (now[None, :] - place[:, None] < window)
                 else:
-                    visible = visible & (own[None, :] - row[:, None] < window)
+                    visible = visible & (own[None, :] - entry[:, None] < window)
             weights = tl.where(visible, tl.exp2(logits - total[None, :]), 0.0)
             if measure == "max":
                 found = tl.maximum(found, tl.max(weights, 1))
@@ -158,7 +158,7 @@ def weigh_rows(
             else:
                 found += tl.sum(weights, 1)
         if by_head:
-            tl.store(result + (batch * kv_heads * group + head) * n_key + row, found, mask=inside)
+            tl.store(result + (batch * kv_heads * group + head) * n_key + entry, found, mask=inside)
             found = tl.zeros([block_n], tl.float32)
     if not by_head:
-        tl.store(result + (batch * kv_heads + kv_head) * n_key + row, found, mask=inside)
+        tl.store(result + (batch * kv_heads + kv_head) * n_key + entry, found, mask=inside)

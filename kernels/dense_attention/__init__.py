@@ -1,4 +1,4 @@
-"""Attention of new queries over one dense block of rows, causal from the bottom right."""
+"""Attention of new queries over one dense block of entries, with the causal mask aligned to the last entry."""
 
 from kvbench.kernels.choice import operation
 from kvbench.kernels.dense_attention import torch

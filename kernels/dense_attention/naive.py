@@ -1,4 +1,4 @@
-"""The oracle: every logit written out in float64. The other operations' oracles are sums over the same matrix."""
+"""Reference implementation: the whole attention matrix in float64, which other reference implementations sum over."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 def visible(
     n_query: int, n_key: int, window: int | None, positions: Tensor | None, seen: int, device: torch.device
 ) -> Tensor:
-    """Which rows each of the last `n_query` rows sees. [T, N] or, with positions, [B, H_kv, T, N]
+    """Mask of the entries that the last `n_query` tokens attend to. [T, N] or, with positions, [B, H_kv, T, N]
 
-    Rows stand in the order of arrival, so a row sees every row before it; a window counts logical distance,
-    which is the distance in rows unless `positions` [B, H_kv, N] says otherwise. `seen` counts tokens so far.
+    Entries are in the order of arrival, so a query attends to all entries before its own. A window counts tokens:
+    the distance between entries, or between `positions` [B, H_kv, N] if entries were dropped. seen: tokens so far.
     """
     index = torch.arange(n_key, device=device)
     query = torch.arange(n_query, device=device)
@@ -37,7 +37,7 @@ def attention_weights(
     sinks: Tensor | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """The whole attention matrix of the last T rows, in float64. [B, H_kv, G, T, N]"""
+    """The whole attention matrix of the last T tokens, in float64. [B, H_kv, G, T, N]"""
     batch, heads, n_query, _ = query.shape
     kv_heads, n_key = keys.shape[1:3]
     grouped = query.double().unflatten(1, (kv_heads, heads // kv_heads))  # [B, H_kv, G, T, D]
@@ -67,7 +67,7 @@ def dense_attention(
     sinks: Tensor | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """Attention output of the last T rows, see `torch.dense_attention`. [B, H_q, T, D_v]"""
+    """Attention output of the last T tokens; see `torch.dense_attention`. [B, H_q, T, D_v]"""
     weights = attention_weights(
         query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks,
         causal=causal,

@@ -1,7 +1,7 @@
-"""SDPA where it can express the mask, explicit blocks of queries where it cannot (soft caps, sinks).
+"""Attention by SDPA, or with explicit logits in blocks of queries if SDPA cannot express it (soft caps, sinks).
 
-Which of SDPA's kernels takes several queries at once is chosen here, never by torch, and noted: for whole prompts as
-`dense_attention.prompt`, for queries that come after other rows as `dense_attention.chunk`.
+For several queries, this module and not torch chooses SDPA's kernel, and records it: as `dense_attention.prompt` for
+whole prompts, as `dense_attention.chunk` for queries after other entries.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.nn.attention.bias import causal_lower_right
 from kvbench.kernels.choice import note
 
 QUERY_BLOCK = 256
-"""Queries that share one mask: masks stay [256, N], never [T, N]."""
+"""Queries of a block, so that masks are [256, N] and never [T, N]."""
 FLASH_WIDTH = 256
-"""The most channels that SDPA's flash attention takes on a GPU."""
+"""Most channels that SDPA's flash attention supports on a GPU."""
 
 
 def dense_attention(
@@ -36,11 +36,12 @@ def dense_attention(
     causal: bool = True,
     length: Tensor | None = None,
 ) -> Tensor:
-    """Attention output of the last T rows over all N rows. [B, H_q, T, D_v]
+    """Attention output of the last T tokens over all N entries. [B, H_q, T, D_v]
 
-    query: [B, H_q, T, D]. keys: [B, H_kv, N, D]. values: [B, H_kv, N, D_v]; the last T rows are the queries' own.
-    seen: tokens so far. positions: [B, H_kv, N] where rows have gone missing, so that a window counts tokens.
-    length: rows written so far, on the device, where the block is read whole so that shapes never change; so is `seen`.
+    query: [B, H_q, T, D]. keys: [B, H_kv, N, D]. values: [B, H_kv, N, D_v]; the last T entries are the queries' own.
+    seen: tokens so far. positions: [B, H_kv, N], needed with a window if entries were dropped.
+    length: entries written so far, as a tensor on the device (`seen` is one then, too): the whole block is read, so
+        that shapes do not change between steps.
     """
     n_query, n_key = query.shape[2], keys.shape[2]
     before = n_key - n_query
@@ -53,7 +54,7 @@ def dense_attention(
             return _sdpa(query, keys, values, None, scale)
         if flash_takes(query, values) and (query.is_cuda or before == 0 or not causal):
             return attend_by_flash(query, keys, values, scale=scale, causal=causal)
-    flash = flash_takes(query, values) and not query.is_cuda  # on a GPU it takes no mask
+    flash = flash_takes(query, values) and not query.is_cuda  # on a GPU it supports no mask
     if n_query > 1:
         note(label(n_query, n_key), "torch" if special else "sdpa_flash" if flash else "sdpa_math")
     blocks = []
@@ -68,7 +69,7 @@ def dense_attention(
                     low = max(0, before + start - window + 1)
             mask = None
             if causal:
-                mask = visible_rows(
+                mask = visible_entries(
                     (before - low if length is None else length - n_query) + start, stop - start, high - low,
                     window if narrow else None, None if positions is None else positions[:, :, low:high],
                     seen - n_query + start, query.device,
@@ -82,20 +83,20 @@ def dense_attention(
 
 
 def label(n_query: int, n_key: int) -> str:
-    """Under which name it is noted what took queries that are many."""
+    """The name under which the kernel for several queries is recorded."""
     return f"dense_attention.{'prompt' if n_query == n_key else 'chunk'}"
 
 
 def flash_takes(query: Tensor, values: Tensor) -> bool:
-    """Whether SDPA's flash attention takes rows like these: on a GPU those of 16 bits and up to 256 channels."""
+    """Whether SDPA's flash attention supports these tensors: on a GPU, 16 bits and up to 256 channels."""
     fits = not query.is_cuda or (query.itemsize == 2 and query.shape[3] <= FLASH_WIDTH)
     return fits and query.shape[3] == values.shape[3]
 
 
 def attend_by_flash(query: Tensor, keys: Tensor, values: Tensor, *, scale: float, causal: bool) -> Tensor:
-    """Queries over rows of which they are the last, by SDPA's flash attention and no other kernel; it is noted.
+    """Attention of the last T tokens by SDPA's flash attention and no other kernel; records it.
 
-    On a CPU causal only where there are no other rows: its flash attention counts from the top left.
+    On a CPU, causal attention requires T = N, because the mask of its flash attention is aligned to the first entry.
     """
     n_query, n_key = query.shape[2], keys.shape[2]
     note(label(n_query, n_key), "sdpa_flash")
@@ -111,8 +112,8 @@ def _sdpa(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scal
     batch, heads, n_query, width = query.shape
     kv_heads = keys.shape[1]
     if n_query == 1:
-        # The heads of a group stand in for queries: one pass over their rows, and on a CPU in bfloat16 six to ten times
-        # as fast as one query at a time.
+        # The heads of a group take the place of queries: one pass over their keys, and on a CPU in bfloat16 six to ten
+        # times as fast as one query at a time.
         packed = query.reshape(batch, kv_heads, heads // kv_heads, width)
         output = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
         return output.reshape(batch, heads, 1, values.shape[3])
@@ -121,22 +122,24 @@ def _sdpa(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scal
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
 
 
-def visible_rows(
+def visible_entries(
     before: int | Tensor, n_query: int, n_key: int, window: int | None, positions: Tensor | None,
     first: int | Tensor, device: torch.device,
 ) -> Tensor:
-    """Which rows queries see that have `before` rows before them. [T, N] or, by position, [B, H_kv, T, N]
+    """Mask of the entries that queries attend to. [T, N] or, with positions, [B, H_kv, T, N]
 
-    Rows stand in the order of arrival, so a query sees the rows before it. A window counts rows, or, where rows have
-    gone missing, the distance from the first query's logical position `first` to `positions` [B, H_kv, N].
+    Entries are in the order of arrival, so a query attends to the entries before it. A window counts tokens: the
+    distance between entries, or between positions if entries were dropped.
+
+    before: entries before the first query's own. first: position of the first query. positions: [B, H_kv, N].
     """
-    row = torch.arange(n_key, device=device)
+    entry = torch.arange(n_key, device=device)
     query = torch.arange(n_query, device=device)[:, None]
-    mask = row <= query + before
+    mask = entry <= query + before
     if window is None:
         return mask
     if positions is None:
-        return mask & (query + before - row < window)
+        return mask & (query + before - entry < window)
     return mask & (query + first - positions[:, :, None, :] < window)
 
 
@@ -144,7 +147,7 @@ def _explicit(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """One block with its logits written out in float32. [B, H_q, t, D_v]"""
+    """Attention of one block of queries with explicit logits in float32. [B, H_q, t, D_v]"""
     kv_heads, n_key = keys.shape[1:3]
     grouped = query.unflatten(1, (kv_heads, -1))  # [B, H_kv, G, t, D]
     logits = (grouped @ keys[:, :, None].transpose(-1, -2)).float() * scale

@@ -1,9 +1,9 @@
-"""Split-K attention: the rows of every head are cut into tiles that attend side by side, and tiles are merged.
+"""Split-K attention: the entries of every head are cut into tiles that run in parallel, and tiles are merged.
 
-Tiles hold equally many rows whatever a head kept, so heads of unequal size keep a GPU as busy as equal ones. A program
-finds its head and its rows in the offsets on the device: no step waits for the host, and the grid depends on shapes
-alone. The query heads of a KV head, and its queries, are the rows of one matrix product: keys and values are read once
-for all of them.
+Tiles have the same number of entries for all heads, so that heads of unequal size use a GPU as well as equal ones. A
+program reads its head and its entries from offsets on the device: no step waits for the host, and the grid depends only
+on shapes. All queries of the query heads of a KV head are the rows of one matrix product, so keys and values are read
+once for all of them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvbench.kernels.choice import note
 from kvbench.kernels.dense_attention.torch import attend_by_flash, flash_takes, label
 
 TILES = 12
-"""Per multiprocessor: three run at a time, and those of a head's last rows, which are shorter, leave little idle."""
-LEAST_ROWS = 256
-"""Of a tile: cut finer, loops are too short to keep loads on their way, and partial results cost more than they save.
-Neither number was measured yet."""
+"""Tiles per multiprocessor: three run at a time, and more tiles keep it busy although the last ones are shorter."""
+LEAST_ENTRIES = 256
+"""Least entries of a tile: in smaller tiles, loops are too short to overlap loads, and merging costs more than
+parallelism saves. Neither number was tuned on a GPU."""
 MERGED = 16
 """Tiles of a head that are merged at a time."""
 LN2 = tl.constexpr(0.6931471805599453)
-LOG2E = tl.constexpr(1.4426950408889634)  # exponentials are of 2: one instruction where e takes two
+LOG2E = tl.constexpr(1.4426950408889634)  # powers of 2 take one instruction, powers of e two
 
 
 def dense_attention(
@@ -34,7 +34,10 @@ def dense_attention(
     scale: float, seen: int | Tensor, window: int | None = None, positions: Tensor | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, causal: bool = True, length: Tensor | None = None,
 ) -> Tensor:
-    """Attention output of the last T rows over all N rows; on a GPU SDPA's flash attention has its prompts."""
+    """Attention output of the last T tokens over all N entries; see `torch.dense_attention`.
+
+    On a GPU, SDPA's flash attention computes whole prompts that it supports.
+    """
     n_query, n_key = query.shape[2], keys.shape[2]
     narrow = window is not None and (positions is not None or n_key > window or length is not None)
     if not causal and narrow:
@@ -58,26 +61,26 @@ def attend(
     offsets: Tensor | None = None, length: Tensor | None = None, causal: bool = True,
     at: Tensor | None = None, logical: Tensor | None = None, dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Attention and its log-sum-exp: over flat rows where there are offsets, over a dense block where there are none.
+    """Attention and its log-sum-exp, over flat entries with `offsets` or over a dense block without.
 
-    at, logical: [T], the rows and the positions of queries that are not the last ones.
-    Returns [B, H_q, T, D_v] of `dtype` and [B, H_q, T] float32, -inf where no row is visible.
+    at, logical: [T], entry index and position of each query; None: the queries are the last T.
+    Returns [B, H_q, T, D_v] of `dtype` and [B, H_q, T] float32, -inf if no entry is visible.
     """
     batch, heads, n_query, width = query.shape
     value_width, group, n_head = values.shape[-1], heads // kv_heads, batch * kv_heads
     block_m, block_n, stages, warps = _blocks(group * n_query, width, value_width, keys.itemsize)
     query_blocks = triton.cdiv(group * n_query, block_m)
     n_key = keys.shape[-2]
-    rows = n_key if offsets is not None else n_key * n_head
-    split = rows_of_a_tile(rows * query_blocks, LEAST_ROWS, block_n, query.device)
+    entries = n_key if offsets is not None else n_key * n_head
+    split = tile_entries(entries * query_blocks, LEAST_ENTRIES, block_n, query.device)
     splits = 1 if offsets is not None else triton.cdiv(n_key, split)
-    tiles = rows // split + n_head if offsets is not None else splits * n_head  # ragged: at most
+    tiles = entries // split + n_head if offsets is not None else splits * n_head  # ragged: at most
     direct = offsets is None and splits == 1 and sinks is None
     output = query.new_empty((tiles, group, n_query, value_width), dtype=dtype if direct else torch.float32)
     lse = query.new_empty((tiles, group, n_query), dtype=torch.float32)
     key_strides, value_strides = ((0, 0, x.stride(0)) if x.dim() == 2 else x.stride()[:3] for x in (keys, values))
     position_strides = (0, 0) if positions is None or positions.dim() == 1 else positions.stride()[:2]
-    assert query.stride(3) == keys.stride(-1) == values.stride(-1) == 1, "elements of a row lie side by side"
+    assert query.stride(3) == keys.stride(-1) == values.stride(-1) == 1, "the last dimension must be contiguous"
     attend_tiles[(query_blocks, tiles)](
         query, keys, values, output, lse, offsets, positions, bias, length, at, logical, seen, n_key, split, splits,
         n_head, kv_heads, n_query, scale, 0.0 if softcap is None else softcap, 0 if window is None else window,
@@ -97,14 +100,14 @@ def merge_tiles(
     output: Tensor, lse: Tensor, n_head: int, offsets: Tensor | None, split: int, splits: int, sinks: Tensor | None,
     kv_heads: int, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Tiles of each head to one: tiles as offsets and `split` say, or `splits` of every head.
+    """Merge the tiles of each head: tiles of `split` entries between the offsets, or `splits` tiles of every head.
 
     output: [tiles, G, T, D_v] float32; lse: [tiles, G, T]. Returns [heads, G, T, D_v] of `dtype` and [heads, G, T].
     """
     _, group, n_query, width = output.shape
     merged = output.new_empty((n_head, group, n_query, width), dtype=dtype)
     merged_lse = lse.new_empty((n_head, group, n_query))
-    merge_rows[(group * n_query, n_head)](
+    merge_parts[(group * n_query, n_head)](
         output, lse, merged, merged_lse, offsets, sinks, split, splits, n_head, kv_heads, n_query, width=width,
         group=group, ragged=offsets is not None, has_sinks=sinks is not None, heads_padded=padded(n_head),
         block_s=MERGED, block_v=padded(width), num_warps=4,
@@ -113,43 +116,43 @@ def merge_tiles(
 
 
 def padded(n: int) -> int:
-    """The least power of two that a block may have; 16 is the least side of a matrix product."""
+    """`n` rounded up to a power of two, at least 16, the smallest side of a matrix product."""
     return max(16, int(triton.next_power_of_2(n)))
 
 
-def rows_of_a_tile(rows: int, least: int, block: int, device: torch.device) -> int:
-    """So many that all rows are about TILES tiles per multiprocessor, at least `least`, in whole blocks."""
-    return int(triton.cdiv(max(least, triton.cdiv(rows, TILES * _processors(device))), block) * block)
+def tile_entries(entries: int, least: int, block: int, device: torch.device) -> int:
+    """Entries of a tile, in whole blocks: about TILES tiles per multiprocessor, but at least `least` entries."""
+    return int(triton.cdiv(max(least, triton.cdiv(entries, TILES * _processors(device))), block) * block)
 
 
 def _blocks(queries: int, width: int, value_width: int, itemsize: int) -> tuple[int, int, int, int]:
-    """Queries and rows of a block, how many blocks of rows are on their way at a time, and warps.
+    """Queries of a block, entries of a block, pipeline stages, and warps.
 
-    Decoding is bound by the rows' bytes: 64 rows of 128 channels in 16 bits are a block of 32 KiB, keys and values, and
-    programs with three of them fit three times into the 227 KiB that a multiprocessor of an H100 or H200 shares.
-    A prompt is bound by products: 128 queries at a time fetch a row half as often as 64.
+    Decoding is bound by the bytes of entries: 64 entries of 128 channels in 16 bits are a block of 32 KiB of keys and
+    values, and three programs with three such blocks fit into the 227 KiB of shared memory of an H100 or H200
+    multiprocessor. A prompt is bound by arithmetic: blocks of 128 queries load an entry half as often as blocks of 64.
     In float32 there are no tensor cores, and more would not fit into registers.
     """
     if itemsize <= 2:
         channels = padded(width) + (padded(value_width) if value_width else 0)
-        return min(128, padded(queries)), block_rows(16384 // channels), 3, 8 if queries > 64 else 4
-    return min(32, padded(queries)), block_rows(2048 // padded(max(width, value_width))), 2, 8
+        return min(128, padded(queries)), block_entries(16384 // channels), 3, 8 if queries > 64 else 4
+    return min(32, padded(queries)), block_entries(2048 // padded(max(width, value_width))), 2, 8
 
 
-def block_rows(most: int) -> int:
+def block_entries(most: int) -> int:
     """The largest power of two that is not above `most`, from 16 to 128."""
     return int(max(16, min(128, 1 << most.bit_length() - 1)))
 
 
 @functools.cache
 def _processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; the interpreter is one."""
+    """Number of multiprocessors of a GPU; 1 for Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit
 def count_tiles(offsets, split, n_head, heads_padded: tl.constexpr):
-    """Heads of flat rows, and how many tiles of `split` rows each has."""
+    """Heads of flat entries, and the number of tiles of `split` entries of each."""
     head = tl.arange(0, heads_padded)
     start = tl.load(offsets + head, mask=head < n_head, other=0)
     stop = tl.load(offsets + head + 1, mask=head < n_head, other=0)
@@ -158,7 +161,7 @@ def count_tiles(offsets, split, n_head, heads_padded: tl.constexpr):
 
 @triton.jit
 def capped(products, scale, softcap, has_softcap: tl.constexpr):
-    """Logits times the log of e to base 2."""
+    """Scaled and soft-capped logits, times log2(e)."""
     if has_softcap:
         products = softcap / scale * (1.0 - 2.0 / (1.0 + tl.exp2(products * (2.0 * LOG2E * scale / softcap))))  # tanh
     return products * (scale * LOG2E)
@@ -168,14 +171,14 @@ def capped(products, scale, softcap, has_softcap: tl.constexpr):
 def attend_tiles(
     query, keys, values, output, lse, offsets, positions, bias, length, at, logical, seen, n_key, split, splits,
     n_head, kv_heads, n_query, scale, softcap, window,
-    query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
+    query_batch, query_head, query_token, key_batch, key_head, key_entry, value_batch, value_head, value_entry,
     position_batch, position_head,
     width: tl.constexpr, value_width: tl.constexpr, group: tl.constexpr, causal: tl.constexpr,
     has_window: tl.constexpr, has_positions: tl.constexpr, has_softcap: tl.constexpr, has_bias: tl.constexpr,
     ragged: tl.constexpr, static: tl.constexpr, seen_on_device: tl.constexpr, heads_padded: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, block_v: tl.constexpr,
 ):
-    """One block of queries against one tile of rows of their KV head; a tile that no head has does nothing."""
+    """Attend with one block of queries to one tile of entries of their KV head; surplus tiles return at once."""
     tile = tl.program_id(1)
     if ragged:
         every, tiles = count_tiles(offsets, split, n_head, heads_padded)
@@ -195,25 +198,26 @@ def attend_tiles(
     if seen_on_device:
         now = tl.load(seen).to(tl.int32)
 
-    # Rows of the product: the queries of all heads of the group, those of one position side by side.
+    # Rows of the product: the queries of all heads of the group, with those of one position adjacent.
     m = tl.program_id(0) * block_m + tl.arange(0, block_m)
     t, g = m // group, m % group
     real = m < group * n_query
-    own, place = count - n_query + t, now - n_query + t  # each query's row and position
+    own, place = count - n_query + t, now - n_query + t  # each query's entry and position
     if at is not None:
         own = tl.load(at + t, mask=real, other=0).to(tl.int32)
     if logical is not None:
         place = tl.load(logical + t, mask=real, other=0).to(tl.int32)
     d, v = tl.arange(0, block_d), tl.arange(0, block_v)
-    of_query = (kv_head * group + g) * query_head + t.to(tl.int64) * query_row
+    of_query = (kv_head * group + g) * query_head + t.to(tl.int64) * query_token
     q = tl.load(
         query + batch * query_batch + of_query[:, None] + d[None, :], mask=real[:, None] & (d < width)[None, :],
         other=0.0,
     )
-    key = keys + batch * key_batch + kv_head * key_head + first * key_row + d[:, None]
-    value = values + batch * value_batch + kv_head * value_head + first * value_row + v[None, :]
+    key = keys + batch * key_batch + kv_head * key_head + first * key_entry + d[:, None]
+    value = values + batch * value_batch + kv_head * value_head + first * value_entry + v[None, :]
 
-    low, high = part * split, tl.minimum(part * split + split, tl.minimum(count, n_key))  # others may follow the block
+    # `count` may be beyond the block's entries, and the block may have unused ones after `count`.
+    low, high = part * split, tl.minimum(part * split + split, tl.minimum(count, n_key))
     if causal:
         high = tl.minimum(high, tl.max(tl.where(real, own, -1), 0) + 1)
         if has_window and not has_positions:
@@ -223,30 +227,31 @@ def attend_tiles(
     total = tl.zeros([block_m], tl.float32)
     sums = tl.zeros([block_m, block_v], tl.float32)
     for start in range(low, high, block_n):
-        row = start + tl.arange(0, block_n)
-        inside = row < high
-        k = tl.load(key + row[None, :] * key_row, mask=inside[None, :] & (d < width)[:, None], other=0.0)
+        entry = start + tl.arange(0, block_n)
+        inside = entry < high
+        k = tl.load(key + entry[None, :] * key_entry, mask=inside[None, :] & (d < width)[:, None], other=0.0)
         logits = capped(tl.dot(q, k, input_precision="ieee"), scale, softcap, has_softcap)
         if has_bias:
-            logits += tl.load(bias + first + row, mask=inside, other=0.0)[None, :] * LOG2E
+            logits += tl.load(bias + first + entry, mask=inside, other=0.0)[None, :] * LOG2E
         visible = inside[None, :] & real[:, None]
         if causal:
-            visible = visible & (row[None, :] <= own[:, None])
+            visible = visible & (entry[None, :] <= own[:, None])
         if has_window:
             if has_positions:
-                where = positions + batch * position_batch + kv_head * position_head + first + row
+                where = positions + batch * position_batch + kv_head * position_head + first + entry
                 distance = place[:, None] - tl.load(where, mask=inside, other=0)[None, :]
             else:
-                distance = own[:, None] - row[None, :]
+                distance = own[:, None] - entry[None, :]
             visible = visible & (distance < window)
         logits = tl.where(visible, logits, float("-inf"))
         higher = tl.maximum(top, tl.max(logits, 1))
-        shift = tl.where(higher == float("-inf"), 0.0, higher)  # no row seen yet: weights are zero, not NaN
+        shift = tl.where(higher == float("-inf"), 0.0, higher)  # no visible entry yet: weights are zero, not NaN
         weights = tl.exp2(logits - shift[:, None])
         shrink = tl.exp2(top - shift)
         total = total * shrink + tl.sum(weights, 1)
         if value_width > 0:
-            x = tl.load(value + row[:, None] * value_row, mask=inside[:, None] & (v < value_width)[None, :], other=0.0)
+            inner = inside[:, None] & (v < value_width)[None, :]
+            x = tl.load(value + entry[:, None] * value_entry, mask=inner, other=0.0)
             sums = sums * shrink[:, None] + tl.dot(weights.to(x.dtype), x, input_precision="ieee")
         top = higher
 
@@ -262,28 +267,28 @@ def attend_tiles(
 
 
 @triton.jit
-def merge_rows(
+def merge_parts(
     output, lse, merged, merged_lse, offsets, sinks, split, splits, n_head, kv_heads, n_query,
     width: tl.constexpr, group: tl.constexpr, ragged: tl.constexpr, has_sinks: tl.constexpr,
     heads_padded: tl.constexpr, block_s: tl.constexpr, block_v: tl.constexpr,
 ):
-    """One query of one head over the head's tiles: normalized outputs, weighted by their share of the normalizer."""
-    row, head = tl.program_id(0), tl.program_id(1)
+    """Merge the tiles of one query of one head: normalized outputs, weighted by their share of the normalizer."""
+    query, head = tl.program_id(0), tl.program_id(1)
     first, count = head * splits, splits
     if ragged:
         every, tiles = count_tiles(offsets, split, n_head, heads_padded)
         first, count = tl.sum(tl.where(every < head, tiles, 0), 0), tl.sum(tl.where(every == head, tiles, 0), 0)
-    rows = group * n_query
+    queries = group * n_query
     v = tl.arange(0, block_v)
     top = float("-inf")
     total = 0.0
-    if has_sinks:  # a row without a value
-        top = tl.load(sinks + head % kv_heads * group + row // n_query).to(tl.float32) * LOG2E
+    if has_sinks:  # like an entry without a value
+        top = tl.load(sinks + head % kv_heads * group + query // n_query).to(tl.float32) * LOG2E
         total = 1.0
     sums = tl.zeros([block_v], tl.float32)
     for start in range(0, count, block_s):
         tile = start + tl.arange(0, block_s)
-        at = (first + tile).to(tl.int64) * rows + row
+        at = (first + tile).to(tl.int64) * queries + query
         x = tl.load(lse + at, mask=tile < count, other=float("-inf")) * LOG2E
         part = tl.load(
             output + at[:, None] * width + v[None, :], mask=(tile < count)[:, None] & (v < width)[None, :], other=0.0
@@ -296,6 +301,6 @@ def merge_rows(
         top = higher
     none = total == 0.0
     whole = tl.where(none, 1.0, total)
-    at = head.to(tl.int64) * rows + row
+    at = head.to(tl.int64) * queries + query
     tl.store(merged_lse + at, tl.where(none, float("-inf"), (top + tl.log2(whole)) * LN2))
     tl.store(merged + at * width + v, sums / whole, mask=v < width)

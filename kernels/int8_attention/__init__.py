@@ -1,4 +1,4 @@
-"""Attention over rows in 8 bits, one scale per token and head."""
+"""Attention over entries in 8 bits, with one scale per token and head."""
 
 from kvbench.kernels.choice import operation
 from kvbench.kernels.int8_attention import torch

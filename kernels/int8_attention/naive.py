@@ -1,4 +1,4 @@
-"""The oracle: rows brought back to float64, then dense attention."""
+"""Reference implementation: entries dequantized to float64, then dense attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def int8_attention(
     query: Tensor, key: Tensor, value: Tensor, key_scale: Tensor, value_scale: Tensor, *, scale: float,
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the last T rows over dequantized keys and values. [B, H_q, T, D_v]"""
+    """Attention of the last T tokens over dequantized keys and values. [B, H_q, T, D_v]"""
     keys = key.double() * key_scale.double()[..., None]
     values = value.double() * value_scale.double()[..., None]
     return dense_attention(

@@ -1,38 +1,38 @@
-"""Online softmax over blocks of codes; the scales go into logits and weights, so no exact copy of a row exists."""
+"""Online softmax over blocks of codes; scales are applied to logits and weights, so nothing is dequantized."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.dense_attention.torch import QUERY_BLOCK, visible_rows
+from kvbench.kernels.dense_attention.torch import QUERY_BLOCK, visible_entries
 
-ROW_BLOCK = 2048
+ENTRY_BLOCK = 2048
 LEVELS = 127
 SHIFT = 128
-"""Queries are divided by it and scales multiplied: a power of two, so nothing is rounded, and codes of up to 127 do not
-take float16's logits out of range."""
+"""Divides queries and multiplies scales, so that codes of up to 127 do not overflow float16's logits. As a power of two
+it rounds nothing."""
 
 
 def quantize_rows(key: Tensor, value: Tensor) -> dict[str, Tensor]:
-    """Codes and scales of new rows. [B, H, T, D] int8 and [B, H, T] float16"""
-    rows: dict[str, Tensor] = {}
+    """Codes and scales of new entries. [B, H, T, D] int8 and [B, H, T] float16"""
+    entries: dict[str, Tensor] = {}
     for name, x in (("key", key), ("value", value)):
         scale = (x.abs().amax(-1).float() / LEVELS).to(torch.float16)
-        divisor = scale.float().masked_fill(scale == 0, 1.0)  # rows of zeros stay zeros
-        rows[name] = (x.float() / divisor[..., None]).round().clamp(-LEVELS, LEVELS).to(torch.int8)
-        rows[f"{name}_scale"] = scale
-    return rows
+        divisor = scale.float().masked_fill(scale == 0, 1.0)  # entries of zeros stay zeros
+        entries[name] = (x.float() / divisor[..., None]).round().clamp(-LEVELS, LEVELS).to(torch.int8)
+        entries[f"{name}_scale"] = scale
+    return entries
 
 
 def int8_attention(
     query: Tensor, key: Tensor, value: Tensor, key_scale: Tensor, value_scale: Tensor, *, scale: float,
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, length: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the last T rows over all N rows of codes. [B, H_q, T, D_v]
+    """Attention of the last T tokens over all N entries. [B, H_q, T, D_v]
 
     query: [B, H_q, T, D]. key, value: [B, H_kv, N, D] int8. scales: [B, H_kv, N].
-    length: rows written so far, on the device, where the block is read whole so that shapes never change.
+    length: entries written so far, as a tensor on the device: the whole block is read, so that shapes do not change.
     """
     kv_heads = key.shape[1]
     blocks = []
@@ -50,7 +50,7 @@ def _attend(
     query: Tensor, before: int | Tensor, key: Tensor, value: Tensor, key_scale: Tensor, value_scale: Tensor,
     scale: float, window: int | None, softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of queries with `before` rows before them. [B, H_q, t, D_v]"""
+    """Attention of queries with `before` entries before the first one's own. [B, H_q, t, D_v]"""
     n_query = query.shape[3]
     top = query.new_full(query.shape[:4], -torch.inf, dtype=torch.float32)
     if sinks is not None:
@@ -60,21 +60,21 @@ def _attend(
     first, stop = 0, key.shape[2]
     if not isinstance(before, Tensor):
         first, stop = 0 if window is None else max(0, before - window + 1), before + n_query
-    for low in range(first, stop, ROW_BLOCK):
-        rows = slice(low, min(low + ROW_BLOCK, stop))
+    for low in range(first, stop, ENTRY_BLOCK):
+        entries = slice(low, min(low + ENTRY_BLOCK, stop))
         # One product per KV head: codes are not copied for the heads of their group.
-        logits = (query.flatten(2, 3) @ key[:, :, rows].to(query.dtype).mT).float().unflatten(2, query.shape[2:4])
-        logits = logits * (key_scale[:, :, None, None, rows].float() * (scale * SHIFT))
+        logits = (query.flatten(2, 3) @ key[:, :, entries].to(query.dtype).mT).float().unflatten(2, query.shape[2:4])
+        logits = logits * (key_scale[:, :, None, None, entries].float() * (scale * SHIFT))
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        mask = visible_rows(before - low, n_query, rows.stop - low, window, None, 0, query.device)
+        mask = visible_entries(before - low, n_query, entries.stop - low, window, None, 0, query.device)
         logits = logits.masked_fill(~mask, -torch.inf)
         peak = torch.maximum(top, logits.amax(-1)).clamp_min(torch.finfo(torch.float32).min)
         weights = torch.exp(logits - peak[..., None])
         shrink = torch.exp(top - peak)
         total = total * shrink + weights.sum(-1)
-        weights = (weights * value_scale[:, :, None, None, rows].float()).to(query.dtype)
-        mixed = (weights.flatten(2, 3) @ value[:, :, rows].to(query.dtype)).float().unflatten(2, query.shape[2:4])
+        weights = (weights * value_scale[:, :, None, None, entries].float()).to(query.dtype)
+        mixed = (weights.flatten(2, 3) @ value[:, :, entries].to(query.dtype)).float().unflatten(2, query.shape[2:4])
         output = output * shrink[..., None] + mixed
         top = peak
     return (output / total[..., None]).to(query.dtype).flatten(1, 2)

@@ -1,4 +1,4 @@
-"""Keys of all heads of a layer as one low-rank product, and some of them back where attention reads them."""
+"""Low-rank factors of a layer's keys over all heads, and selected keys rebuilt where attention reads them."""
 
 from kvbench.kernels.choice import operation
 from kvbench.kernels.lowrank_keys import torch

@@ -1,4 +1,4 @@
-"""Neighboring rows that were joined become one: a Gaussian-weighted mean around the row with the most attention."""
+"""Merges runs of adjacent entries: a Gaussian-weighted mean around the entry with the most attention (KVMerger)."""
 
 from kvbench.kernels.choice import operation
 from kvbench.kernels.merge_sets import torch

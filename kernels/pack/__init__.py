@@ -1,4 +1,4 @@
-"""Rows as codes of 2, 3, 4 or 8 bits, packed, with a scale and a minimum per group."""
+"""Quantization to packed codes of 2, 3, 4 or 8 bits, with a scale and a minimum per group."""
 
 from kvbench.kernels.choice import operation
 from kvbench.kernels.pack import torch

@@ -1,4 +1,4 @@
-"""Attention over packed rows, with what it takes to merge it with rows held exactly."""
+"""Partial attention over packed entries, to be merged with that over exact entries."""
 
 from kvbench.kernels.choice import operation
 from kvbench.kernels.packed_attention import torch

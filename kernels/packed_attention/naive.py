@@ -1,4 +1,4 @@
-"""The oracle: packed rows brought back to float64 before exact ones, then dense attention."""
+"""Reference implementation: packed entries dequantized to float64, then dense attention."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def packed_attention(
     window: int | None = None, positions: Tensor | None = None, softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the last T rows over packed rows and an exact tail. [B, H_q, T, D_v]
+    """Attention of the last T tokens over packed entries and an exact tail. [B, H_q, T, D_v]
 
-    positions: of all rows [B, H_kv, N], needed where a window counts tokens across holes.
+    positions: [B, H_kv, N] of all entries, needed with a window if entries were dropped.
     """
-    rows = values.packed.shape[-2]
+    entries = values.packed.shape[-2]
     return dense_attention(
-        query, torch.cat([_exact(keys)[..., :rows, :], tail_keys.double()], dim=2),
+        query, torch.cat([_exact(keys)[..., :entries, :], tail_keys.double()], dim=2),
         torch.cat([_exact(values), tail_values.double()], dim=2), scale=scale, seen=seen, window=window,
         positions=positions, softcap=softcap, sinks=sinks,
     )
@@ -44,7 +44,7 @@ def earlier_partial(
     query: Tensor, keys: Tensor, values: Tensor, *, scale: float, seen: int, window: int | None,
     positions: Tensor | None, start: int, softcap: float | None,
 ) -> Partial:
-    """Attention over rows that all came before the queries; zero and -inf where a window has left them behind."""
+    """Partial attention over entries that all precede the queries; zero and -inf if none is inside the window."""
     n_query = query.shape[2]
     grouped = query.double().unflatten(1, (keys.shape[1], -1))  # [B, H_kv, G, T, D]
     logits = torch.einsum("bhgtd,bhnd->bhgtn", grouped, keys.double()) * scale

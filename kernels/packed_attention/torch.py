@@ -1,7 +1,7 @@
-"""Online softmax over blocks of codes in float32; scales and minima go into queries, logits and weights.
+"""Online softmax over blocks of codes in float32; scales and minima are applied to queries, logits and weights.
 
 Keys in groups of tokens: q . (code * s + m) = (q * s) . code + q . m, once per group. Keys in groups of channels: the
-scale of a token's group is a factor of its logit, and of its weight for values.
+scale of a token's group is a factor of its logit; for values, of its weight.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from kvbench.kernels.pack.torch import Codes, code_planes
 from kvbench.kernels.ragged_attention.torch import Partial
 
 BLOCK = 2**19
-"""Elements that are unpacked at a time, over all heads: 2 MiB, which a core's cache holds."""
+"""Elements unpacked at a time, over all heads: 2 MiB, which fit into the cache of a core."""
 QUERY_BLOCK = 32
-"""Queries whose logits exist at a time: queries times the scales of a block of rows stay small."""
+"""Queries of a block: bounds the memory for queries times the scales of a block of entries."""
 
 
 def packed_partial(
@@ -27,14 +27,14 @@ def packed_partial(
     scale: float, seen: int, window: int | None = None, positions: Tensor | None = None, start: int = 0,
     softcap: float | None = None,
 ) -> Partial:
-    """Attention over packed rows that all came before the queries.
+    """Partial attention over packed entries that all precede the queries.
 
-    query: [B, H_q, T, D]. keys: [B, H_kv, N or more rows, D] in groups of tokens or of channels. values: [B, H_kv, N,
-    D_v] in groups of channels: as many rows are read as there are values. positions: [B, H_kv, N], where rows have gone
-    missing and a window counts tokens; otherwise row 0 is the token `start`.
+    query: [B, H_q, T, D]. keys: [B, H_kv, N or more, D] in groups of tokens or of channels; the first N are read.
+    values: [B, H_kv, N, D_v] in groups of channels.
+    positions: [B, H_kv, N], needed with a window if entries were dropped; None: entry 0 is the token `start`.
     """
     assert values.tokens == 1 and 1 in {keys.tokens, keys.channels}, "values by token, keys by token or by channel"
-    batch, kv_heads, rows, _ = values.packed.shape
+    batch, kv_heads, entries, _ = values.packed.shape
     n_query = query.shape[2]
     grouped = (query.float() * scale).unflatten(1, (kv_heads, -1))  # [B, H_kv, G, T, D]
     top = grouped.new_full(grouped.shape[:4], -torch.inf)
@@ -42,10 +42,10 @@ def packed_partial(
     output = grouped.new_zeros((*grouped.shape[:4], values.width))
     first = 0 if window is None or positions is not None else max(0, seen - n_query - start - window + 1)
     size = max(1, BLOCK // (batch * kv_heads * max(keys.width, values.width)))
-    for low, stop in _blocks(first, rows, keys.tokens, size):
+    for low, stop in _blocks(first, entries, keys.tokens, size):
         whole = stop if keys.tokens > size else -(-stop // keys.tokens) * keys.tokens  # or a part of one long group
-        held = keys.rows(low, min(whole, keys.packed.shape[2]))
-        key_planes, value_block = _planes(held), values.rows(low, stop)
+        held = keys.slice(low, min(whole, keys.packed.shape[2]))
+        key_planes, value_block = _planes(held), values.slice(low, stop)
         value_planes = _planes(value_block)
         for begin in range(0, n_query, QUERY_BLOCK):
             block = slice(begin, min(begin + QUERY_BLOCK, n_query))
@@ -70,23 +70,23 @@ def packed_partial(
     return Partial(output.flatten(1, 2), lse.flatten(1, 2))
 
 
-def _blocks(first: int, rows: int, tokens: int, size: int) -> Iterator[tuple[int, int]]:
-    """Blocks of about `size` rows: whole groups of tokens, or parts of one group."""
+def _blocks(first: int, entries: int, tokens: int, size: int) -> Iterator[tuple[int, int]]:
+    """Blocks of about `size` entries: whole groups of tokens, or parts of one group."""
     low = first // tokens * tokens
-    while low < rows:
-        end = min(low + max(1, size // tokens) * tokens, rows)
+    while low < entries:
+        end = min(low + max(1, size // tokens) * tokens, entries)
         for part in range(low, end, max(size, tokens) if tokens <= size else size):
             yield part, min(part + size, end)
         low = end
 
 
 def _planes(codes: Codes) -> list[tuple[int, Tensor]]:
-    """What each part of a code counts, and its numbers by plane. [planes, B, H_kv, n, w] float32"""
+    """The factor of each part of a code, and its planes. [planes, B, H_kv, n, w] float32"""
     return [(1 << below, planes.float()) for below, planes in code_planes(codes.packed, codes.bits, codes.width)]
 
 
 def _by_plane(x: Tensor, planes: Tensor) -> Tensor:
-    """Rows cut as the planes are. [..., D] -> [planes, ..., w]"""
+    """Cut vectors in the same way as planes. [..., D] -> [planes, ..., w]"""
     count, width = planes.shape[0], planes.shape[-1]
     if count * width > x.shape[-1]:
         x = F.pad(x, (0, count * width - x.shape[-1]))
@@ -95,7 +95,7 @@ def _by_plane(x: Tensor, planes: Tensor) -> Tensor:
 
 
 def _logits(query: Tensor, keys: Codes, planes: list[tuple[int, Tensor]]) -> Tensor:
-    """Products of queries with the rows of a block. query: [B, H_kv, M, D]. Returns [B, H_kv, M, n]"""
+    """Products of queries with the keys of a block. query: [B, H_kv, M, D]. Returns [B, H_kv, M, n]"""
     scale, minimum = keys.scale.float(), keys.minimum.float()
     if keys.channels == 1:
         scaled = query[:, :, None] * scale[:, :, :, None]  # [B, H_kv, n/t, M, D]
@@ -113,7 +113,7 @@ def _logits(query: Tensor, keys: Codes, planes: list[tuple[int, Tensor]]) -> Ten
 
 
 def _mix(weights: Tensor, values: Codes, planes: list[tuple[int, Tensor]]) -> Tensor:
-    """Weighted sums of the rows of a block. weights: [B, H_kv, M, n]. Returns [B, H_kv, M, D]"""
+    """Weighted sums of the values of a block. weights: [B, H_kv, M, n]. Returns [B, H_kv, M, D]"""
     scale, minimum = values.scale.float(), values.minimum.float()
     mixed = (weights @ minimum)[..., None].expand(-1, -1, -1, -1, values.channels).flatten(-2)
     for factor, part in planes:
@@ -127,7 +127,7 @@ def _mix(weights: Tensor, values: Codes, planes: list[tuple[int, Tensor]]) -> Te
 
 
 def _pieces(planes: Tensor, codes: Codes) -> Iterator[tuple[slice, list[int]]]:
-    """Columns of all planes of which each plane's are in one group of channels, and that group by plane."""
+    """Ranges of columns within which each plane has a single group of channels, and that group by plane."""
     count, width = planes.shape[0], planes.shape[-1]
     size = math.gcd(width, codes.channels)
     last = codes.width // codes.channels - 1
@@ -136,7 +136,7 @@ def _pieces(planes: Tensor, codes: Codes) -> Iterator[tuple[slice, list[int]]]:
 
 
 def _per_piece(scale: Tensor, groups: list[int]) -> Tensor:
-    """The scales of a piece's groups. [B, H_kv, n, D/c] -> [planes or 1, B, H_kv, 1, n]"""
+    """The scales of the groups of one range. [B, H_kv, n, D/c] -> [planes or 1, B, H_kv, 1, n]"""
     if scale.shape[-1] == 1:
         return scale.movedim(-1, 0)[..., None, :]
     return torch.stack([scale[..., group] for group in groups])[..., None, :]

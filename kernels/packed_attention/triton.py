@@ -1,9 +1,9 @@
-"""Split-K attention over codes: bytes become codes, and codes rows, in registers; an exact row never reaches memory.
+"""Split-K attention over codes, which are dequantized in registers and never written to memory.
 
-Codes and parameters alone are read, and on a Hopper GPU it is instructions that decide how fast, not bytes. So rows of
-codes are the long side of both matrix products and queries the short one, which may be 8 wide: a group of four heads
-is half of it. Products are of float16 whatever 16 bits queries have: their elements are divided by the largest, codes
-of 8 bits fit, and so do scales, minima and what they stand for, which have to be float16's.
+Only codes and parameters are read, and on a Hopper GPU instructions and not bytes bound the speed. Entries are the long
+side of both matrix products and queries the short one, which may be as small as 8; a group of four heads fills half of
+it. Products are in float16 also for bfloat16 queries: queries are divided by their largest element, codes of 8 bits
+fit, and scales, minima and dequantized values are within float16's range by construction.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels.codes.triton import as_rows, bring_back, load_codes, span_of, whole_words
-from kvbench.kernels.dense_attention.triton import LN2, capped, merge_tiles, padded, rows_of_a_tile
+from kvbench.kernels.codes.triton import as_entries, bring_back, load_codes, span_of, whole_words
+from kvbench.kernels.dense_attention.triton import LN2, capped, merge_tiles, padded, tile_entries
 from kvbench.kernels.pack.torch import Codes
 from kvbench.kernels.ragged_attention.torch import Partial
 
-LEAST_ROWS = 512
-"""Of a tile. Not measured yet."""
+LEAST_ENTRIES = 512
+"""Least entries of a tile. Not tuned on a GPU."""
 
 
 def packed_partial(
@@ -27,7 +27,7 @@ def packed_partial(
     scale: float, seen: int, window: int | None = None, positions: Tensor | None = None, start: int = 0,
     softcap: float | None = None,
 ) -> Partial:
-    """Attention over packed rows that all came before the queries; see `torch.packed_partial`."""
+    """Partial attention over packed entries that all precede the queries; see `torch.packed_partial`."""
     before = seen - query.shape[2] - (start if positions is None else 0)
     return Partial(*attend(
         query, keys, values, before=before, scale=scale, window=window, positions=positions, softcap=softcap,
@@ -43,30 +43,30 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention over codes and its log-sum-exp. [B, H_q, T, D_v] of `dtype` and [B, H_q, T]
 
-    before: rows, or where there are positions tokens, before the first query's own. signed: codes are int8, and a row
-    is code * scale.
+    before: entries before the first query's own; with positions, tokens. signed: codes are int8 without minima.
     """
     batch, heads, n_query, width = query.shape
-    kv_heads, n_rows = values.packed.shape[1:3]
+    kv_heads, n_entries = values.packed.shape[1:3]
     value_width, group, n_head = values.width, heads // kv_heads, batch * kv_heads
     block_m, block_n, warps = _blocks(group * n_query, max(width, value_width), query.itemsize)
     if not (whole_words(width) and whole_words(value_width)):
-        block_n = min(block_n, 32)  # codes are gathered byte by byte, which takes registers
+        block_n = min(block_n, 32)  # gathering codes byte by byte needs more registers
     query_blocks = triton.cdiv(group * n_query, block_m)
-    split = rows_of_a_tile(n_rows * n_head * query_blocks, LEAST_ROWS, block_n, query.device)
-    splits = max(1, triton.cdiv(n_rows, split))
+    split = tile_entries(n_entries * n_head * query_blocks, LEAST_ENTRIES, block_n, query.device)
+    splits = max(1, triton.cdiv(n_entries, split))
     direct = splits == 1 and sinks is None
     output = query.new_empty((n_head * splits, group, n_query, value_width), dtype=dtype if direct else torch.float32)
     lse = query.new_empty((n_head * splits, group, n_query), dtype=torch.float32)
     position_strides = (0, 0) if positions is None else positions.stride()[:2]
-    assert query.stride(3) == 1, "elements of a row lie side by side"
+    assert query.stride(3) == 1, "the last dimension must be contiguous"
     attend_codes[(query_blocks, n_head * splits)](
-        query, as_rows(keys, kv_heads), as_rows(values, kv_heads), output, lse, positions, length, n_rows, before,
-        split, splits, kv_heads, n_query, scale, 0.0 if softcap is None else softcap, 0 if window is None else window,
-        *query.stride()[:3], *position_strides, key_bits=keys.bits, value_bits=values.bits, width=width,
-        value_width=value_width, key_span=span_of(keys, block_n), key_channels=keys.channels,
-        value_channels=values.channels, group=group, causal=causal, has_window=window is not None,
-        has_positions=positions is not None, has_softcap=softcap is not None, static=length is not None, signed=signed,
+        query, as_entries(keys, kv_heads), as_entries(values, kv_heads), output, lse, positions, length, n_entries,
+        before, split, splits, kv_heads, n_query, scale, 0.0 if softcap is None else softcap,
+        0 if window is None else window, *query.stride()[:3], *position_strides, key_bits=keys.bits,
+        value_bits=values.bits, width=width, value_width=value_width, key_span=span_of(keys, block_n),
+        key_channels=keys.channels, value_channels=values.channels, group=group, causal=causal,
+        has_window=window is not None, has_positions=positions is not None, has_softcap=softcap is not None,
+        static=length is not None, signed=signed,
         folded=keys.scale.shape[-2] == 1 and not signed, exact=query.dtype == torch.float32,
         assembly=not triton.knobs.runtime.interpret, block_m=block_m, block_n=block_n, block_d=padded(width),
         block_v=padded(value_width), num_warps=warps, num_stages=2,
@@ -77,11 +77,11 @@ def attend(
 
 
 def _blocks(queries: int, width: int, itemsize: int) -> tuple[int, int, int]:
-    """Queries and rows of a block, and warps.
+    """Queries of a block, entries of a block, and warps.
 
-    Chosen by what the compiler makes of it for a Hopper GPU, about 3.5 instructions for a code of a decode step: three
-    programs fit into a multiprocessor's registers, and with one block of rows on its way and one of values in shared
-    memory, which waits for the matrix product in 16 bits, into that as well.
+    Chosen by the code compiled for a Hopper GPU, about 3.5 instructions per code of a decode step: three programs fit
+    into the registers of a multiprocessor, and also into its shared memory, with one block of entries being loaded and
+    one of values waiting for the matrix product in 16 bits.
     """
     queries = min(32, max(8, triton.next_power_of_2(queries)))
     if itemsize > 2:
@@ -89,33 +89,33 @@ def _blocks(queries: int, width: int, itemsize: int) -> tuple[int, int, int]:
     return queries, min(128, 16384 // padded(width)) // (2 if queries > 16 else 1), 4
 
 
-@triton.jit(do_not_specialize=["n_rows", "before"])  # they grow with every step
+@triton.jit(do_not_specialize=["n_entries", "before"])  # they grow with every step
 def attend_codes(
-    query, keys, values, output, lse, positions, length, n_rows, before, split, splits, kv_heads, n_query, scale,
-    softcap, window, query_batch, query_head, query_row, position_batch, position_head,
+    query, keys, values, output, lse, positions, length, n_entries, before, split, splits, kv_heads, n_query, scale,
+    softcap, window, query_batch, query_head, query_token, position_batch, position_head,
     key_bits: tl.constexpr, value_bits: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr,
     key_span: tl.constexpr, key_channels: tl.constexpr, value_channels: tl.constexpr, group: tl.constexpr,
     causal: tl.constexpr, has_window: tl.constexpr, has_positions: tl.constexpr, has_softcap: tl.constexpr,
     static: tl.constexpr, signed: tl.constexpr, folded: tl.constexpr, exact: tl.constexpr, assembly: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, block_v: tl.constexpr,
 ):
-    """One block of queries against one tile of rows of their KV head."""
+    """Attend with one block of queries to one tile of entries of their KV head."""
     tile = tl.program_id(1)
     head, part = tile // splits, tile % splits
     batch, kv_head = (head // kv_heads).to(tl.int64), (head % kv_heads).to(tl.int64)
-    count = n_rows
+    count = n_entries
     if static:
         count = tl.load(length).to(tl.int32)
         before = count - n_query
 
-    # Columns of the product: the queries of all heads of the group, those of one position side by side.
+    # Columns of the product: the queries of all heads of the group, with those of one position adjacent.
     m = tl.program_id(0) * block_m + tl.arange(0, block_m)
     t, g = m // group, m % group
     real = m < group * n_query
-    of_query = (kv_head * group + g) * query_head + t.to(tl.int64) * query_row
+    of_query = (kv_head * group + g) * query_head + t.to(tl.int64) * query_token
     q = load_columns(query + batch * query_batch + of_query, real, width, block_d).to(tl.float32)
     of_minima = 0.0
-    if folded:  # all keys have the same parameters: they go into the queries
+    if folded:  # all keys have the same parameters, which are applied to the queries
         d = tl.arange(0, block_d)
         at = batch * keys.scale_batch + kv_head * keys.scale_head + d // key_channels
         minimum = tl.load(keys.minimum + at, mask=d < width, other=0.0).to(tl.float32)
@@ -137,21 +137,21 @@ def attend_codes(
     total = tl.zeros([block_m], tl.float32)
     sums = tl.zeros([block_v, block_m], tl.float32)
     for start in range(low, high, block_n):
-        row = start + tl.arange(0, block_n)
-        inside = row < high
-        x = load_codes(values, batch, kv_head, row, inside, value_bits, value_width, signed, dtype, assembly, block_v)
+        entry = start + tl.arange(0, block_n)
+        inside = entry < high
+        x = load_codes(values, batch, kv_head, entry, inside, value_bits, value_width, signed, dtype, assembly, block_v)
         x = bring_back(x, values, batch, kv_head, start, high, value_width, 1, value_channels, signed)
-        k = load_codes(keys, batch, kv_head, row, inside, key_bits, width, signed, dtype, assembly, block_d)
+        k = load_codes(keys, batch, kv_head, entry, inside, key_bits, width, signed, dtype, assembly, block_d)
         if not folded:
             k = bring_back(k, keys, batch, kv_head, start, high, width, key_span, key_channels, signed)
         products = tl.dot(k, q, input_precision="ieee") * size[None, :] + of_minima
         visible = inside[:, None] & real[None, :]
         if causal:
-            visible = visible & (row[:, None] <= before + t[None, :])
+            visible = visible & (entry[:, None] <= before + t[None, :])
         if has_window:
-            place = row
+            place = entry
             if has_positions:
-                where = positions + batch * position_batch + kv_head * position_head + row
+                where = positions + batch * position_batch + kv_head * position_head + entry
                 place = tl.load(where, mask=inside, other=0)
             visible = visible & ((before + t)[None, :] - place[:, None] < window)
         logits = tl.where(visible, capped(products, scale, softcap, has_softcap), float("-inf"))
@@ -163,28 +163,28 @@ def attend_codes(
 
 
 @triton.jit
-def load_columns(rows, real, width: tl.constexpr, block_d: tl.constexpr):
-    """Queries as columns. rows: [m] pointers. [block_d, m]"""
+def load_columns(queries, real, width: tl.constexpr, block_d: tl.constexpr):
+    """Load queries as columns. queries: [m] pointers. Returns [block_d, m]"""
     d = tl.arange(0, block_d)
-    return tl.load(rows[None, :] + d[:, None], mask=real[None, :] & (d < width)[:, None], other=0.0)
+    return tl.load(queries[None, :] + d[:, None], mask=real[None, :] & (d < width)[:, None], other=0.0)
 
 
 @triton.jit
 def soften(logits, total, top):
-    """Weights of one more block of rows under each column's running maximum, and what it did to the earlier ones.
+    """One step of an online softmax: the weights of one more block of entries, and the update of earlier sums.
 
-    logits: [n, m], to base 2, -inf where a row is not seen. Returns weights [n, m], and by column how much the sums so
-    far shrink, their total and the maximum.
+    logits: [n, m], to base 2, -inf for entries that are not visible. Returns the weights [n, m] and, by column, the
+    factor for earlier sums, the new total and the new maximum.
     """
     higher = tl.maximum(top, tl.max(logits, 0))
-    shift = tl.where(higher == float("-inf"), 0.0, higher)  # no row seen yet: weights are zero, not NaN
+    shift = tl.where(higher == float("-inf"), 0.0, higher)  # no visible entry yet: weights are zero, not NaN
     weights, shrink = tl.exp2(logits - shift[None, :]), tl.exp2(top - shift)
     return weights, shrink, total * shrink + tl.sum(weights, 0), higher
 
 
 @triton.jit
 def store_columns(output, lse, at, sums, total, top, real, width: tl.constexpr, block_v: tl.constexpr):
-    """Normalized sums and the log of the normalizer. sums: [block_v, m]; at: [m], rows of `output` and `lse`."""
+    """Store normalized sums and the log of the normalizer. sums: [block_v, m]. at: [m], indices into both outputs."""
     v = tl.arange(0, block_v)[:, None]
     none = total == 0.0
     whole = tl.where(none, 1.0, total)

@@ -1,4 +1,4 @@
-"""Attention over the pages that each query selected: they are gathered, nothing else is read."""
+"""Attention over the pages that each query selected; no other page is read."""
 
 from kvbench.kernels.choice import operation
 from kvbench.kernels.page_attention import torch

@@ -1,4 +1,4 @@
-"""The oracle: each query by itself, one softmax over the rows of its pages that it sees, in float64."""
+"""Reference implementation: one query at a time, a softmax over the visible entries of its pages, in float64."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def page_attention(
             for t in range(n_query):
                 at = before + t
                 first = 0 if window is None else at - window + 1
-                rows = [
-                    row for p in pages[b, head, t].tolist() for row in range(p * page, (p + 1) * page)
-                    if first <= row <= at
+                entries = [
+                    entry for p in pages[b, head, t].tolist() for entry in range(p * page, (p + 1) * page)
+                    if first <= entry <= at
                 ]
-                logits = keys[b, head // group, rows].double() @ query[b, head, t].double() * scale
+                logits = keys[b, head // group, entries].double() @ query[b, head, t].double() * scale
                 if softcap is not None:
                     logits = softcap * torch.tanh(logits / softcap)
                 if sinks is not None:
                     logits = torch.cat([logits, sinks[head : head + 1].double()])
-                weights = logits.softmax(-1)[: len(rows)]
-                output[b, head, t] = weights @ values[b, head // group, rows].double()
+                weights = logits.softmax(-1)[: len(entries)]
+                output[b, head, t] = weights @ values[b, head // group, entries].double()
     return output.to(query.dtype)

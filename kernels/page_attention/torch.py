@@ -1,4 +1,4 @@
-"""Whole pages are gathered, a few queries' at a time, and attended to with the logits written out."""
+"""Page attention that gathers whole pages for a few queries at a time, with explicit logits."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import torch
 from torch import Tensor
 
 GATHERED = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Elements gathered at a time: on a CPU about what its cache holds."""
+"""Elements gathered at a time; on a CPU, about the size of its cache."""
 
 
 def page_attention(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, *, page: int, before: int | Tensor, scale: float,
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of T queries over the rows of their pages up to their own row. [B, H_q, T, D_v]
+    """Attention of T queries over the entries of their pages, up to their own entry. [B, H_q, T, D_v]
 
     query: [B, H_q, T, D]. keys: [B, H_kv, N, D], values: [B, H_kv, N, D_v]: contiguous, N a multiple of `page`.
-    pages: [B, H_q, T, k], of each query distinct; one holds the query's own row, and others may lie beyond the last.
-    before: rows before the first query's own; on the device where shapes must not change.
+    pages: [B, H_q, T, k], distinct for each query; one has the query's own entry, others may lie beyond the last.
+    before: entries before the first query's own; a tensor on the device if shapes must not change.
     """
     batch, heads, n_query, chosen = pages.shape
     kv_heads, n_pages = keys.shape[1], keys.shape[2] // page
     head = torch.arange(batch * heads, device=pages.device).view(batch, heads, 1, 1) // (heads // kv_heads)
-    flat = (head * n_pages + pages.clamp_max(n_pages - 1)).flatten(0, 2)  # [U, k]: every query of every head by itself
+    flat = (head * n_pages + pages.clamp_max(n_pages - 1)).flatten(0, 2)  # [U, k] for every query of every head
     numbers = pages.flatten(0, 2)  # [U, k]
     at = (before + torch.arange(n_query, device=pages.device)).repeat(batch * heads)  # [U]
     units = query.flatten(0, 2)[:, None]  # [U, 1, D]
     sink = None if sinks is None else sinks.float().view(1, -1, 1).expand(batch, -1, n_query).flatten()  # [U]
     paged_keys, paged_values = keys.view(-1, page * keys.shape[3]), values.view(-1, page * values.shape[3])
-    row = torch.arange(page, device=pages.device)
+    entry = torch.arange(page, device=pages.device)
     size = max(1, GATHERED[query.device.type] // (chosen * paged_keys.shape[1]))
     blocks = []
     for low in range(0, len(units), size):
@@ -37,11 +37,11 @@ def page_attention(
         key, value = (
             x.index_select(0, flat[some].flatten()).view(count, chosen * page, -1) for x in (paged_keys, paged_values)
         )
-        logits = (key @ units[some].mT).float()[..., 0] * scale  # [u, k * page]; the other way round copies the keys
+        logits = (key @ units[some].mT).float()[..., 0] * scale  # [u, k * page]; the other order would copy the keys
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        rows = (numbers[some] * page)[..., None] + row  # [u, k, page]
-        distance = (at[some, None, None] - rows).flatten(1)
+        entries = (numbers[some] * page)[..., None] + entry  # [u, k, page]
+        distance = (at[some, None, None] - entries).flatten(1)
         hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
         logits = logits.masked_fill(hidden, -torch.inf)
         if sink is not None:

@@ -1,4 +1,4 @@
-"""Which pages of keys each query should read: bounds of every page's keys, and the pages with the highest bounds."""
+"""Selects pages for each query: bounds on the keys of every page, and the pages with the highest scores (Quest)."""
 
 from kvbench.kernels.choice import operation
 from kvbench.kernels.page_select import torch

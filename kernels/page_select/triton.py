@@ -1,7 +1,7 @@
-"""Bounds of pages met by the queries of a whole group at once, in one pass over them.
+"""Page scores of all queries of a group in one pass over the bounds.
 
-Bounds are made, and the best of the scores found, by torch: a page's bounds are made once, when it fills, and `topk`
-over one number per page is small beside the pass over the bounds.
+torch computes bounds and selects pages: bounds are computed once, when a page is full, and `topk` over one number per
+page is cheap compared with the pass over the bounds.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from kvbench.kernels.page_select.torch import page_bounds, select_pages
 __all__ = ["page_bounds", "page_scores", "select_pages"]
 
 PAGES = 64
-"""Pages of a program: with 128 channels in 16 bits, 32 KiB of bounds."""
+"""Pages that a program scores: with 128 channels in 16 bits, 32 KiB of bounds."""
 
 
 def page_scores(query: Tensor, bounds: Tensor) -> Tensor:
-    """The highest logit that a key within each page's bounds could have; see `torch.page_scores`."""
+    """The highest logit that a key within the bounds of each page can have; see `torch.page_scores`."""
     batch, heads, n_query, width = query.shape
     kv_heads, pages = bounds.shape[1:3]
     group = heads // kv_heads
     scores = query.new_empty((batch, heads, n_query, pages), dtype=torch.float32)
     if pages == 0:
         return scores
-    assert query.stride(3) == bounds.stride(3) == 1, "elements of a row lie side by side"
+    assert query.stride(3) == bounds.stride(3) == 1, "the last dimension must be contiguous"
     block_m = min(64, padded(group * n_query))
     score_pages[(triton.cdiv(pages, PAGES), batch * kv_heads, triton.cdiv(group * n_query, block_m))](
         query, bounds, scores, pages, kv_heads, n_query, *query.stride()[:3], *bounds.stride()[:3], width=width,
@@ -39,18 +39,18 @@ def page_scores(query: Tensor, bounds: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["pages"])  # it grows while a conversation does
 def score_pages(
-    query, bounds, scores, pages, kv_heads, n_query, query_batch, query_head, query_row, bound_batch, bound_head,
+    query, bounds, scores, pages, kv_heads, n_query, query_batch, query_head, query_token, bound_batch, bound_head,
     bound_page, width: tl.constexpr, group: tl.constexpr, block_m: tl.constexpr, block_p: tl.constexpr,
     block_d: tl.constexpr,
 ):
-    """One block of pages of one KV head against one block of its queries."""
+    """Score one block of pages of one KV head for one block of its queries."""
     head = tl.program_id(1)
     batch, kv_head = (head // kv_heads).to(tl.int64), (head % kv_heads).to(tl.int64)
     m = tl.program_id(2) * block_m + tl.arange(0, block_m)
     t, g = m // group, m % group
     real = m < group * n_query
     d = tl.arange(0, block_d)
-    of_query = (kv_head * group + g) * query_head + t.to(tl.int64) * query_row
+    of_query = (kv_head * group + g) * query_head + t.to(tl.int64) * query_token
     q = tl.load(
         query + batch * query_batch + of_query[:, None] + d[None, :], mask=real[:, None] & (d < width)[None, :],
         other=0.0,
@@ -60,8 +60,8 @@ def score_pages(
     low = bounds + batch * bound_batch + kv_head * bound_head + page[None, :] * bound_page + d[:, None]
     mask = inside[None, :] & (d < width)[:, None]
     minima, maxima = tl.load(low, mask=mask, other=0.0), tl.load(low + width, mask=mask, other=0.0)
-    # The largest product takes the minimum where the query is negative, the maximum where it is not.
+    # The largest product has the minimum of a channel if the query is negative there, otherwise the maximum.
     best = tl.dot(tl.minimum(q, 0.0).to(q.dtype), minima, input_precision="ieee")
     best = tl.dot(tl.maximum(q, 0.0).to(q.dtype), maxima, best, input_precision="ieee")
-    row = (batch * kv_heads + kv_head) * group * n_query + g * n_query + t
-    tl.store(scores + row[:, None] * pages + page[None, :], best, mask=real[:, None] & inside[None, :])
+    line = (batch * kv_heads + kv_head) * group * n_query + g * n_query + t
+    tl.store(scores + line[:, None] * pages + page[None, :], best, mask=real[:, None] & inside[None, :])

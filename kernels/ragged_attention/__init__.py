@@ -1,4 +1,4 @@
-"""Attention over heads that kept unequal numbers of rows, with what it takes to merge it with a dense tail."""
+"""Partial attention over heads with unequal numbers of entries, and merging of partial results."""
 
 from kvbench.kernels.choice import operation
 from kvbench.kernels.ragged_attention import torch

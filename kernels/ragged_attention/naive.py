@@ -1,4 +1,4 @@
-"""The oracle: each query by itself, one softmax over its head's flat rows and its tail, in float64."""
+"""Reference implementation: one query at a time, a softmax over its head's flat entries and tail, in float64."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def ragged_attention(
     flat_bias: Tensor | None = None, tail_positions: Tensor | None = None, softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the last T rows over flat rows and a causal dense tail. [B, H_q, T, D_v]
+    """Attention of the last T tokens over flat entries and a causal dense tail. [B, H_q, T, D_v]
 
-    Positions, of the flat rows [R] and of the tail [B, H_kv, N], are needed where there is a window. A bias [R] is
-    added to the logits of the flat rows, after scale and soft cap.
+    Positions of the flat entries [R] and of the tail [B, H_kv, N] are needed with a window. A bias [R] is added to the
+    logits of the flat entries, after scale and soft cap.
     """
     batch, heads, n_query, _ = query.shape
     kv_heads, tail = tail_keys.shape[1:3]

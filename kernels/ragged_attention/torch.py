@@ -1,4 +1,4 @@
-"""Partial attentions with their log-sum-exp, in float32, one KV head at a time."""
+"""Partial attention with its log-sum-exp, in float32, one KV head at a time."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.kernels.dense_attention.torch import QUERY_BLOCK, visible_rows
+from kvbench.kernels.dense_attention.torch import QUERY_BLOCK, visible_entries
 
 
 @dataclass(frozen=True)
 class Partial:
-    """Attention over some of the rows: normalized output and the log of its normalizer."""
+    """Attention over some of the entries: the normalized output and the log of its normalizer."""
 
     output: Tensor  # [B, H_q, T, D_v] float32
-    lse: Tensor  # [B, H_q, T] float32; -inf where no row is visible
+    lse: Tensor  # [B, H_q, T] float32; -inf if no entry is visible
 
 
 def ragged_partial(
@@ -23,13 +23,13 @@ def ragged_partial(
     scale: float, seen: int | Tensor, window: int | None = None, positions: Tensor | None = None,
     softcap: float | None = None, bias: Tensor | None = None,
 ) -> Partial:
-    """Attention over flat rows that all came before the queries.
+    """Partial attention over flat entries that all precede the queries.
 
-    query: [B, H_q, T, D]. keys: [R, D], values: [R, D_v], heads one after the other, counts[b * H_kv + h] rows each.
-    positions: [R], needed where a window may end among the rows. bias: [R] float32, added to the logits after scale and
-    soft cap. offsets: [B * H_kv + 1], for kernels.
+    query: [B, H_q, T, D]. keys: [R, D], values: [R, D_v]: heads one after the other, counts[b * H_kv + h] entries each.
+    positions: [R], needed with a window. bias: [R] float32, added to the logits after scale and soft cap.
+    offsets: [B * H_kv + 1], the cumulative counts on the device, for Triton.
     """
-    del offsets  # the host's counts say the same
+    del offsets  # the same as counts
     batch, _, n_query, _ = query.shape
     kv_heads = len(counts) // batch
     grouped = query.unflatten(1, (kv_heads, -1)).flatten(0, 1)  # [B * H_kv, G, T, D]
@@ -37,7 +37,7 @@ def ragged_partial(
     lse = query.new_full(grouped.shape[:3], -torch.inf, dtype=torch.float32)
     start = 0
     for head, count in enumerate(counts):
-        rows = slice(start, start + count)
+        entries = slice(start, start + count)
         start += count
         if count == 0:
             continue
@@ -45,12 +45,12 @@ def ragged_partial(
             block = slice(low, min(low + QUERY_BLOCK, n_query))
             mask = None
             if window is not None:
-                assert positions is not None, "a window over ragged rows needs their positions"
+                assert positions is not None, "a window over ragged entries needs their positions"
                 logical = (torch.arange(n_query, device=query.device) + (seen - n_query))[block]
-                mask = logical[:, None] - positions[rows] < window  # [t, n]
+                mask = logical[:, None] - positions[entries] < window  # [t, n]
             output[head, :, block], lse[head, :, block] = _attend(
-                grouped[head, :, block], keys[rows], values[rows], mask, scale, softcap,
-                None if bias is None else bias[rows],
+                grouped[head, :, block], keys[entries], values[entries], mask, scale, softcap,
+                None if bias is None else bias[entries],
             )
     output, lse = (x.unflatten(0, (batch, kv_heads)).flatten(1, 2) for x in (output, lse))
     return Partial(output, lse)
@@ -61,7 +61,7 @@ def dense_partial(
     scale: float, seen: int | Tensor, window: int | None = None, positions: Tensor | None = None,
     softcap: float | None = None, length: Tensor | None = None,
 ) -> Partial:
-    """Attention over a dense tail whose last T rows are the queries' own; see `dense_attention`."""
+    """Partial attention over a dense tail whose last T entries are the queries' own; see `dense_attention`."""
     n_query, n_key = query.shape[2], keys.shape[2]
     batch, kv_heads = keys.shape[:2]
     grouped = query.unflatten(1, (kv_heads, -1))  # [B, H_kv, G, T, D]
@@ -70,10 +70,10 @@ def dense_partial(
     for low in range(0, n_query, QUERY_BLOCK):
         block = slice(low, min(low + QUERY_BLOCK, n_query))
         before = n_key - n_query + low if length is None else length - n_query + low
-        mask = visible_rows(before, block.stop - low, n_key, window, positions, seen - n_query + low, query.device)
+        mask = visible_entries(before, block.stop - low, n_key, window, positions, seen - n_query + low, query.device)
         masks = mask.expand(batch, kv_heads, -1, -1)  # [B, H_kv, t, n]
         for b in range(batch):
-            for h in range(kv_heads):  # as a batch, keys would be copied for every query head of the group
+            for h in range(kv_heads):  # a batched product would copy keys for every query head of the group
                 output[b, h, :, block], lse[b, h, :, block] = _attend(
                     grouped[b, h, :, block], keys[b, h], values[b, h], masks[b, h], scale, softcap
                 )
@@ -81,7 +81,7 @@ def dense_partial(
 
 
 def merge_partials(parts: list[Partial], sinks: Tensor | None = None) -> Tensor:
-    """One attention over all the parts' rows, and over a learned sink logit per head. [B, H_q, T, D_v] float32"""
+    """Attention over the entries of all parts and a learned sink logit per head. [B, H_q, T, D_v] float32"""
     lse = torch.stack([part.lse for part in parts])  # [P, B, H_q, T]
     if sinks is not None:
         lse = torch.cat([lse, sinks.float().view(1, 1, -1, 1).expand_as(lse[:1])])
@@ -93,7 +93,7 @@ def _attend(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention and its log-sum-exp in float32; rows without a visible key give zero and -inf."""
+    """Softmax attention and its log-sum-exp in float32; queries without a visible entry give zero and -inf."""
     logits = (query @ keys.transpose(-1, -2)).float() * scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)

@@ -1,4 +1,4 @@
-"""Partial attentions over flat and dense rows by the dense operation's kernel, and one pass that merges two of them."""
+"""Partial attention over flat and dense entries by the dense kernel, and a kernel that merges two partial results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvbench.kernels.dense_attention.triton import LN2, LOG2E, attend, padded
 from kvbench.kernels.ragged_attention.torch import Partial
 
 MERGED = 16
-"""Rows of a program that merges."""
+"""Queries of a program that merges."""
 
 
 def ragged_partial(
@@ -19,8 +19,8 @@ def ragged_partial(
     scale: float, seen: int | Tensor, window: int | None = None, positions: Tensor | None = None,
     softcap: float | None = None, bias: Tensor | None = None,
 ) -> Partial:
-    """Attention over flat rows that all came before the queries; see `torch.ragged_partial`."""
-    assert window is None or positions is not None, "a window over ragged rows needs their positions"
+    """Partial attention over flat entries that all precede the queries; see `torch.ragged_partial`."""
+    assert window is None or positions is not None, "a window over ragged entries needs their positions"
     return Partial(*attend(
         query, keys, values, len(counts) // query.shape[0], scale=scale, seen=seen, window=window, positions=positions,
         softcap=softcap, bias=bias, offsets=offsets, causal=False,
@@ -32,7 +32,7 @@ def dense_partial(
     scale: float, seen: int | Tensor, window: int | None = None, positions: Tensor | None = None,
     softcap: float | None = None, length: Tensor | None = None,
 ) -> Partial:
-    """Attention over a dense tail whose last T rows are the queries' own; see `torch.dense_partial`."""
+    """Partial attention over a dense tail whose last T entries are the queries' own; see `torch.dense_partial`."""
     return Partial(*attend(
         query, keys, values, keys.shape[1], scale=scale, seen=seen, window=window, positions=positions,
         softcap=softcap, length=length,
@@ -40,7 +40,7 @@ def dense_partial(
 
 
 def merge_partials(parts: list[Partial], sinks: Tensor | None = None) -> Tensor:
-    """One attention over all the parts' rows, and over a learned sink logit per head. [B, H_q, T, D_v] float32"""
+    """Attention over the entries of all parts and a learned sink logit per head. [B, H_q, T, D_v] float32"""
     *others, last = parts
     merged = others[0] if others else None
     for part in others[1:]:
@@ -52,9 +52,9 @@ def _merge_two(one: Partial, other: Partial | None, sinks: Tensor | None) -> Par
     heads, n_query, width = one.output.shape[1:]
     output, lse = torch.empty_like(one.output), torch.empty_like(one.lse)
     both = [x.contiguous() for part in (one, other or one) for x in (part.output, part.lse)]
-    rows = lse.numel()
-    merge_pairs[(triton.cdiv(rows, MERGED),)](
-        *both, sinks, output, lse, rows, heads, n_query, width=width, has_other=other is not None,
+    queries = lse.numel()
+    merge_pairs[(triton.cdiv(queries, MERGED),)](
+        *both, sinks, output, lse, queries, heads, n_query, width=width, has_other=other is not None,
         has_sinks=sinks is not None, block_r=MERGED, block_v=padded(width), num_warps=4,
     )
     return Partial(output, lse)
@@ -62,22 +62,22 @@ def _merge_two(one: Partial, other: Partial | None, sinks: Tensor | None) -> Par
 
 @triton.jit
 def merge_pairs(
-    output, lse, other, other_lse, sinks, merged, merged_lse, n_rows, heads, n_query, width: tl.constexpr,
+    output, lse, other, other_lse, sinks, merged, merged_lse, n_items, heads, n_query, width: tl.constexpr,
     has_other: tl.constexpr, has_sinks: tl.constexpr, block_r: tl.constexpr, block_v: tl.constexpr,
 ):
-    """Two partial attentions, and a sink, to one, row by row of [B, H_q, T]."""
-    row = tl.program_id(0) * block_r + tl.arange(0, block_r)
-    real = row < n_rows
+    """Merge two partial results and a sink, query by query of [B, H_q, T]."""
+    item = tl.program_id(0) * block_r + tl.arange(0, block_r)
+    real = item < n_items
     v = tl.arange(0, block_v)
     mask = real[:, None] & (v < width)[None, :]
-    at = row.to(tl.int64)[:, None] * width + v[None, :]
-    one = tl.load(lse + row, mask=real, other=0.0) * LOG2E
+    at = item.to(tl.int64)[:, None] * width + v[None, :]
+    one = tl.load(lse + item, mask=real, other=0.0) * LOG2E
     two = tl.full([block_r], float("-inf"), tl.float32)
     sink = tl.full([block_r], float("-inf"), tl.float32)
     if has_other:
-        two = tl.load(other_lse + row, mask=real, other=0.0) * LOG2E
+        two = tl.load(other_lse + item, mask=real, other=0.0) * LOG2E
     if has_sinks:
-        sink = tl.load(sinks + row // n_query % heads, mask=real, other=0.0).to(tl.float32) * LOG2E
+        sink = tl.load(sinks + item // n_query % heads, mask=real, other=0.0).to(tl.float32) * LOG2E
     top = tl.maximum(tl.maximum(one, two), sink)
     shift = tl.where(top == float("-inf"), 0.0, top)
     one, two, sink = tl.exp2(one - shift), tl.exp2(two - shift), tl.exp2(sink - shift)
@@ -88,4 +88,4 @@ def merge_pairs(
     if has_other:
         sums += tl.load(other + at, mask=mask, other=0.0) * (two / whole)[:, None]
     tl.store(merged + at, sums, mask=mask)
-    tl.store(merged_lse + row, tl.where(none, float("-inf"), (shift + tl.log2(whole)) * LN2), mask=real)
+    tl.store(merged_lse + item, tl.where(none, float("-inf"), (shift + tl.log2(whole)) * LN2), mask=real)

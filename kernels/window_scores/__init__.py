@@ -1,4 +1,4 @@
-"""Attention mass that the last queries put on every row: the score of SnapKV and its family."""
+"""Attention mass that the last queries put on every entry: the score of SnapKV and similar methods."""
 
 from kvbench.kernels.choice import operation
 from kvbench.kernels.window_scores import torch

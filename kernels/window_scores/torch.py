@@ -1,22 +1,22 @@
-"""Two passes over blocks of rows: the log-sum-exp of each query, then each row's mass. Memory is linear in N."""
+"""Two passes over blocks of keys: the log-sum-exp of each query, then each entry's mass. Memory is linear in N."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.dense_attention.torch import visible_rows
+from kvbench.kernels.dense_attention.torch import visible_entries
 
-ROW_BLOCK = 4096
+ENTRY_BLOCK = 4096
 
 
 def window_scores(
     query: Tensor, keys: Tensor, *, scale: float, seen: int, window: int | None = None, positions: Tensor | None = None,
     softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention mass of each row over the last w queries, window rows in the normalizer. [B, H_q, N] float32
+    """Attention mass of each entry over the last w queries, normalized over all N entries. [B, H_q, N] float32
 
-    query: [B, H_q, w, D], the queries of the last w rows. keys: [B, H_kv, N, D].
+    query: [B, H_q, w, D], the queries of the last w entries. keys: [B, H_kv, N, D].
     """
     batch, _, n_query, _ = query.shape
     kv_heads, n_key = keys.shape[1:3]
@@ -27,12 +27,12 @@ def window_scores(
         if softcap is not None:
             block = softcap * torch.tanh(block / softcap)
         where = None if positions is None else positions[:, :, low:high]
-        mask = visible_rows(n_key - n_query - low, n_query, high - low, window, where, seen - n_query, keys.device)
+        mask = visible_entries(n_key - n_query - low, n_query, high - low, window, where, seen - n_query, keys.device)
         mask = mask if mask.dim() == 2 else mask[:, :, None]  # [B, H_kv, 1, w, n]
         seen_by: Tensor = block.unflatten(2, (-1, n_query)).masked_fill(~mask, -torch.inf)  # [B, H_kv, G, w, n]
         return seen_by
 
-    blocks = [(low, min(low + ROW_BLOCK, n_key)) for low in range(0, n_key, ROW_BLOCK)]
+    blocks = [(low, min(low + ENTRY_BLOCK, n_key)) for low in range(0, n_key, ENTRY_BLOCK)]
     parts = [logits(*block).logsumexp(-1) for block in blocks]
     if sinks is not None:
         parts.append(sinks.float().view(1, kv_heads, -1, 1).expand(batch, -1, -1, n_query))

@@ -13,7 +13,7 @@ from typing import Literal
 
 from kvbench.budget import DEFAULT_BUDGET, Budget, BudgetKind
 from kvbench.errors import UserError, unknown
-from kvbench.hf import Prediction, predict_memory
+from kvbench.hf import ModelSize, predict_memory
 from kvbench.method import Method, ModelKind
 from kvbench.registry import find_method, list_entries
 from kvbench.runs.spec import Record
@@ -68,7 +68,7 @@ GPUS = {
 class Need:
     """Predicted bytes of sequences of one length under a method."""
 
-    model: Prediction
+    model: ModelSize
     method: Method
     """Fitted to the model's shape and the length."""
     chunk: int | None = None

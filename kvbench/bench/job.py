@@ -13,7 +13,7 @@ from kvbench.bench.forecast import Need, read_budget
 from kvbench.bench.records import Timing
 from kvbench.bench.state import Setting
 from kvbench.budget import Budget
-from kvbench.hf import Prediction
+from kvbench.hf import ModelSize
 from kvbench.method import Method
 from kvbench.runs.spec import Implementation
 
@@ -25,7 +25,7 @@ class BenchJob:
     """A grid of cells that is ready to be timed."""
 
     setting: Setting
-    outline: Prediction
+    outline: ModelSize
     methods: dict[str, Method]
     """By name; the anchors come first."""
     anchors: tuple[str, ...]

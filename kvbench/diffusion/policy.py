@@ -198,7 +198,7 @@ class Denoising:
         drawn[sequence, position] = tokens
         accepted = self.method.accept(self, scores)
         self.facts["tokens_early"] += int((accepted & ~Policy.accept(self.method, self, scores)).sum())
-        self.facts["tokens_skipped"] = self.nfe * self.ids.numel() - self.blocks.rows // len(self.stores)
+        self.facts["tokens_skipped"] = self.nfe * self.ids.numel() - self.blocks.computed // len(self.stores)
         if plan.read is not None:
             self.facts["entries_unread"] += int((~plan.read).sum())
         if not accepted.any():
@@ -277,7 +277,7 @@ def denoise(
     ids = torch.as_tensor(prompt, dtype=torch.long, device=model.device)
     d = Denoising(model, method, ids[None] if ids.dim() == 1 else ids, answer, sampling, seed, never_first)
     d.denoise()
-    computed = d.blocks.rows / (d.nfe * len(d.stores) * len(d.ids))
+    computed = d.blocks.computed / (d.nfe * len(d.stores) * len(d.ids))
     return Denoised(
         ids=d.ids[:, d.prompt :].tolist(), nfe=d.nfe, computed_tokens=computed, sequence_length=d.ids.shape[1],
         peak_bytes=d.peak_bytes, read_bytes=sum(x.read_bytes for x in d.stores), facts=d.facts,

@@ -1,4 +1,4 @@
-"""The only room that touches transformers' internals: attention, rotary embeddings, loading, architecture facts."""
+"""The adapter to transformers, and the only package that uses its internals: attention, rotary embeddings, loading."""
 
 from kvbench.hf.adapter import Forward, attached, run_model
 from kvbench.hf.config import DTYPES
@@ -6,9 +6,9 @@ from kvbench.hf.find import check_device, find_copy, find_folder
 from kvbench.hf.load import Model, load_model, load_tokenizer
 from kvbench.hf.proof import catch_steps
 from kvbench.hf.rope import Rope
-from kvbench.hf.size import Prediction, predict_memory
+from kvbench.hf.size import ModelSize, predict_memory
 
 __all__ = [
-    "DTYPES", "Forward", "Model", "Prediction", "Rope", "attached", "catch_steps", "check_device", "find_copy",
+    "DTYPES", "Forward", "Model", "ModelSize", "Rope", "attached", "catch_steps", "check_device", "find_copy",
     "find_folder", "load_model", "load_tokenizer", "predict_memory", "run_model",
 ]

@@ -1,8 +1,8 @@
-"""One attention function, registered once: the whole of what kvbench puts into transformers.
+"""The attention function that kvbench registers with transformers, through which all models run.
 
-The model is called with explicit positions and without a cache. What a forward pass is for travels in a context
-variable, because an extra keyword is swallowed by some architectures; the function finds its layer by `layer_idx`.
-A registered name without a mask function gets no mask, so causality is ours.
+The model is called with explicit positions and without a cache. The purpose of a forward pass is passed in a context
+variable, because some architectures drop extra keyword arguments; the function knows its layer from `layer_idx`.
+transformers builds no mask for a registered name without a mask function, so kvbench applies the causal mask itself.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ NAME = "kvbench"
 
 @dataclass(frozen=True, kw_only=True)
 class Forward:
-    """One forward pass: what it is for, and who answers for each layer's attention."""
+    """The purpose of one forward pass, and the function that computes attention for every layer."""
 
     moment: Moment
     positions: Tensor  # [B, T]
     seen: int
     attend: Callable[[Step], Tensor]
-    """Attention output of the step's new rows. [B, H_q, T, D_v]"""
+    """Attention output of the step's queries. [B, H_q, T, D_v]"""
     causal: bool = True
     ropes: Sequence[Rope] = ()
 
@@ -45,12 +45,15 @@ def _attention(
     scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
     s_aux: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention signature: rotated query and new rows in, output out. [B, T, H_q, D_v]"""
+    """Compute attention with the signature of transformers: rotated queries and new keys and values are given.
+
+    query: [B, H_q, T, D]. key: [B, H_kv, T, D]. value: [B, H_kv, T, D_v]. Returns [B, T, H_q, D_v] and no weights.
+    """
     forward = _FORWARD.get()
     if forward is None:
         raise RuntimeError("the model was called outside a kvbench session while kvbench's attention is switched on")
     if attention_mask is not None:
-        raise RuntimeError("kvbench was handed an attention mask: padded batches are not served")
+        raise RuntimeError("kvbench was given an attention mask: padded batches are not supported")
     layer = int(module.layer_idx)  # type: ignore[arg-type]  # nn.Module types every attribute as Tensor | Module
     step = Step(
         layer=layer, moment=forward.moment, positions=forward.positions.to(key.device), seen=forward.seen,
@@ -66,7 +69,7 @@ AttentionInterface.register(NAME, _attention)
 
 @contextmanager
 def attached(module: PreTrainedModel, attention: str = NAME) -> Iterator[None]:
-    """Switch the model to kvbench's attention (or another by name), and back to what it had."""
+    """Switch the model to kvbench's attention, or another one by name, and back at the end."""
     before = module.config._attn_implementation  # noqa: SLF001  # transformers' own name for the setting
     if before == attention:
         yield
@@ -85,7 +88,7 @@ def is_attached(module: PreTrainedModel) -> bool:
 
 @contextmanager
 def serving(forward: Forward) -> Iterator[None]:
-    """Answer the attention calls that are made inside, without gradients."""
+    """Compute the attention of all calls in this context with `forward`, without gradients."""
     token = _FORWARD.set(forward)
     try:
         with torch.no_grad():
@@ -103,14 +106,14 @@ def run_model(module: PreTrainedModel, ids: Tensor, forward: Forward, keep: int 
 
 
 def embedding_device(module: PreTrainedModel) -> torch.device:
-    """Where inputs go; weights that are elsewhere meanwhile are brought there by the hook of who spread the model."""
+    """The device for the model's inputs. Offloaded weights are moved there by accelerate's hook."""
     embedding: Any = module.get_input_embeddings()
     spread = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
     return torch.device(embedding.weight.device if spread is None else spread)
 
 
 def keeps_logits(module: nn.Module) -> bool:
-    """Whether the model can apply its head to the last positions only."""
+    """Whether the model can compute logits for the last positions only."""
     kind = type(module)
     if kind not in _KEEPS_LOGITS:
         _KEEPS_LOGITS[kind] = "logits_to_keep" in inspect.signature(kind.forward).parameters

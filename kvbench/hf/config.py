@@ -1,4 +1,4 @@
-"""What a model's files say of it before it is loaded, and how transformers is kept quiet meanwhile."""
+"""Reading a model's configuration and element type before loading it, and silencing transformers' output."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def resolve_dtype(asked: str | None, config: Any, folder: Path) -> torch.dtype:
-    """What was asked for, what the configuration says, or what the weights are.
+    """The requested element type, else that of the configuration, else that of the first weight in the files.
 
     Raises:
-        UserError: weights of another type than DTYPES has.
+        UserError: the weights have a type that is not in DTYPES.
     """
     if asked:
         return DTYPES[asked]
@@ -36,7 +36,7 @@ def resolve_dtype(asked: str | None, config: Any, folder: Path) -> torch.dtype:
                 own = file.get_tensor(next(iter(file.keys()))).dtype
     own = own or torch.float32
     if own not in DTYPES.values():
-        raise UserError(f"weights in {folder} are of type {own}: choose one with --dtype: {', '.join(DTYPES)}.")
+        raise UserError(f"weights in {folder} have type {own}, which is not supported. Use --dtype {'|'.join(DTYPES)}.")
     return own
 
 
@@ -44,30 +44,30 @@ def resolve_dtype(asked: str | None, config: Any, folder: Path) -> torch.dtype:
 def _broken(path: Path) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # safetensors has its own kind
+    except Exception as error:  # safetensors raises its own class
         raise UserError(f"{path} is broken: {first_line(error)}. Fetch it again.") from error
 
 
 def read_document(name: str, folder: Path) -> dict[str, Any]:
-    """What config.json says, as it stands there.
+    """The content of config.json.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the file cannot be read or holds no JSON object.
     """
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"model '{name}' has no readable config.json in {folder}: {error}.") from error
     if not isinstance(found, dict):
-        raise UserError(f"model '{name}' has no readable config.json in {folder}: it is no object.")
+        raise UserError(f"model '{name}' has no readable config.json in {folder}: it is not a JSON object.")
     return found
 
 
 def read_config(name: str, folder: Path) -> Any:
-    """transformers' configuration.
+    """The configuration as an object of transformers.
 
     Raises:
-        UserError: it cannot be read, or is of a model that is not served.
+        UserError: the configuration cannot be read, or its architecture is not supported.
     """
     document = read_document(name, folder)
     try:
@@ -82,7 +82,7 @@ def read_config(name: str, folder: Path) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers' progress bars, reports and warnings off the screen; what matters in them is checked here."""
+    """Suppress the progress bars, reports and warnings of transformers; kvbench checks for itself what they report."""
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     spreading = logging.getLogger("accelerate")
     before = spreading.level
@@ -100,5 +100,5 @@ def quiet() -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """What an exception says first, to stand within a sentence."""
+    """The first line of an exception's message without its full stop, to be quoted in a sentence."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

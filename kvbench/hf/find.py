@@ -1,4 +1,4 @@
-"""Where a model's files are: bundled, a local folder, or a snapshot of a hub repository; and what they hash to."""
+"""Locating a model's files (bundled, in a local folder, or a snapshot of a hub repository) and hashing them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 TOKENIZERS = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json", "spiece.model",
 )
-"""A folder with none of these has no tokenizer; transformers would make an empty one for some models."""
+"""A folder without any of these files has no tokenizer; for some models transformers would create an empty one."""
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -32,12 +32,11 @@ def find_folder(name: str, *, weights: bool = True) -> Path:
     """The folder of a model's files, fetched from the hub if the name is a hub id.
 
     Args:
-        name: a bundled model, a local folder or a hub id; `random:` before it changes nothing here, but that a
-            published architecture may stand there too.
+        name: a bundled model, a local folder or a hub id; after the prefix `random:`, also a published architecture.
         weights: whether to fetch the weights too.
 
     Raises:
-        UserError: the name is none of them, or the hub does not give it.
+        UserError: the name is unknown, or the hub cannot provide the files.
     """
     if (own := _find_own(name)) is not None:
         return own
@@ -54,9 +53,9 @@ def find_folder(name: str, *, weights: bool = True) -> Path:
 
 
 def find_copy(name: str, revision: str | None) -> Path | None:
-    """The folder of a model that is here already: bundled, or this commit of it in the hub's cache.
+    """The folder of a model that is bundled, or in the hub's local cache at this commit; None: neither.
 
-    The name may be a stranger's: nothing is fetched, and a path is no name.
+    Safe for untrusted names: nothing is fetched, and paths are not accepted.
     """
     if (own := _find_own(name)) is not None:
         return own
@@ -78,40 +77,40 @@ def _find_own(name: str) -> Path | None:
 
 
 def is_architecture(name: str) -> bool:
-    """Whether a name means random weights in a published architecture, of which there is nothing but the shape."""
+    """Whether the name is `random:` and a published architecture, of which only the configuration is bundled."""
     return name.startswith(RANDOM) and name.removeprefix(RANDOM) in list_architectures()
 
 
 def _fetch(source: str, *, weights: bool) -> Path:
-    """A local snapshot of the hub's newest revision or, without the hub, of the one fetched last."""
+    """A local snapshot of the hub's newest revision; if the hub cannot be reached, of the revision fetched last."""
     patterns = SMALL_FILES + (["*.safetensors"] if weights else [])
     try:
-        # Asked first and once: transformers' own requests try for 20 seconds before they say that there is no network.
+        # One request first, with a timeout: transformers' own requests retry for 20 seconds without a network.
         revision = HfApi().model_info(source, timeout=10).sha
         return Path(snapshot_download(source, revision=revision, allow_patterns=patterns, ignore_patterns="*/*"))
-    except GatedRepoError as error:  # a kind of the next one
+    except GatedRepoError as error:  # a subclass of the next one
         raise UserError(f"model '{source}' is gated: accept its terms on the hub, then run 'hf auth login'.") from error
     except RepositoryNotFoundError as error:
         raise UserError(
             f"unknown model '{source}': the hub has no such repository, or it is private. Check the name, or log in "
             "with 'hf auth login'."
         ) from error
-    except Exception as error:  # noqa: BLE001  # offline: the hub's clients raise many kinds
+    except Exception as error:  # noqa: BLE001  # offline: the hub's clients raise many classes
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     try:
         return Path(snapshot_download(source, local_files_only=True))
     except Exception as error:  # as above
         raise UserError(
-            f"model '{source}' is no bundled model and no local folder, no copy of it is in the hub's cache, and the "
-            f"hub cannot be reached ({reason}). Give a local folder, or one of: {', '.join(list_models())}."
+            f"model '{source}' is neither a bundled model nor a local folder, the hub's local cache has no copy of it, "
+            f"and the hub cannot be reached ({reason}). Give a local folder, or one of: {', '.join(list_models())}."
         ) from error
 
 
 def check_device(device: str) -> None:
-    """Refuse a device that this machine does not have.
+    """Check that this machine has the device.
 
     Raises:
-        UserError: unknown or absent device.
+        UserError: the device is unknown or absent.
     """
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise unknown("device", device, ["cpu", "cuda"], "One GPU of several: cuda:1.")
@@ -122,10 +121,10 @@ def check_device(device: str) -> None:
 
 
 def check_files(name: str, folder: Path) -> None:
-    """Refuse a folder without a tokenizer or without safe weights.
+    """Check that a model's folder has a tokenizer and weights in safetensors format.
 
     Raises:
-        UserError: with what is missing.
+        UserError: something is missing; the message names it.
     """
     if is_architecture(name):
         return
@@ -138,33 +137,33 @@ def check_files(name: str, folder: Path) -> None:
         return
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
         raise UserError(
-            f"model '{name}' has pickled weights only, and loading a pickle runs whatever code is in it: not loaded. "
-            "Convert it to safetensors, with model.save_pretrained where you trust it."
+            f"model '{name}' has only pickled weights, which are not loaded because a pickle can run any code. If you "
+            "trust them, convert them to safetensors with model.save_pretrained."
         )
     raise UserError(f"model '{name}' has no weights: no *.safetensors file is in {folder}.")
 
 
 def hash_text(text: str) -> str:
-    """sha256 of a text."""
+    """SHA-256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """sha256 of what decides how text becomes ids; the chat template is not in it."""
+    """SHA-256 of everything that decides how text becomes token ids; the chat template is not part of it."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     inner = json.dumps(tokenizer.get_vocab(), sort_keys=True) if fast is None else fast.to_str()
     return hash_text(f"{inner}\n{json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)}")
 
 
 def hash_model(name: str, folder: Path) -> str:
-    """sha256 of configuration and weights; random weights are a function of the configuration."""
+    """SHA-256 of configuration and weights; for random weights, of the configuration, which determines them."""
     if name.startswith(RANDOM):
         return hash_text(RANDOM + hash_files([folder / "config.json"]))
     return hash_files([folder / "config.json", *folder.glob("generation_config.json"), *folder.glob("*.safetensors")])
 
 
 def hash_files(paths: list[Path]) -> str:
-    """sha256 over the files' names and own hashes; each file's is remembered by place, size and time."""
+    """SHA-256 of the files' names and hashes; the hash of each file is cached by path, size and modification time."""
     memory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbench" / "hashes.json"
     known = _read_memory(memory)
     before = len(known)
@@ -195,6 +194,6 @@ def _write_memory(path: Path, known: dict[str, str]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(json.dumps(known))
         part.replace(path)
-    except OSError:  # only a memory of work done
+    except OSError:  # the cache only saves time
         with contextlib.suppress(OSError):
             part.unlink()

@@ -1,4 +1,4 @@
-"""Models by name: bundled, a local folder, a hub id, or an architecture with random weights."""
+"""Loading models by name: bundled, a local folder, a hub id, or an architecture with random weights."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from kvbench.hf.rope import Rope, max_length
 from kvbench.method import ModelKind
 
 HUB_SNAPSHOTS = "snapshots"
-"""Folder of the hub's cache whose folders are named after revisions."""
+"""Folder of the hub's cache that has one subfolder per revision, named after it."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A loaded model that passed the proof, and its tokenizer."""
+    """A loaded model that passed the load check, and its tokenizer."""
 
     id: str
     module: PreTrainedModel
@@ -46,30 +46,30 @@ class Model:
     ropes: tuple[Rope, ...]
     revision: str | None
     sha256: str
-    """Of configuration and weights."""
+    """Hash of configuration and weights."""
     tokenizer_sha256: str
     max_length: int
-    """Positions that the model was made for."""
+    """Positions that the model supports."""
     masking: Masking | None = None
-    """Of a diffusion model."""
+    """How a diffusion model masks; None: an autoregressive model."""
 
     @classmethod
     def from_module(
         cls, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, id: str = "module", *,
         sha256: str | None = None, revision: str | None = None, masking: Masking | None = None,
     ) -> Model:
-        """A model from a loaded module, after the proof.
+        """Create a model from a loaded module, after the load check.
 
         Args:
-            module: any causal model of transformers; its parameters stop asking for gradients.
-            tokenizer: None: a token is its id in angle brackets, for models that nobody talks to.
-            id: its name in results.
-            sha256: hash of its files; None: of its parameters in memory.
-            revision: of the hub repository that it is from.
-            masking: of a diffusion model.
+            module: any causal model of transformers; gradients of its parameters are turned off.
+            tokenizer: None: a tokenizer whose tokens are their ids in angle brackets, for models without text.
+            id: name in results.
+            sha256: hash of the model's files; None: hash of the parameters in memory.
+            revision: commit of the hub repository.
+            masking: how a diffusion model masks.
 
         Raises:
-            UserError: an architecture that is not served.
+            UserError: the architecture is not supported.
         """
         module = module.eval().requires_grad_(False)
         config = module.config.get_text_config()
@@ -84,50 +84,50 @@ class Model:
 
     @property
     def kind(self) -> ModelKind:
-        """How it makes text."""
+        """Whether the model is autoregressive or a diffusion model."""
         return "autoregressive" if self.masking is None else "diffusion"
 
     @property
     def device(self) -> torch.device:
-        """Where inputs go."""
+        """The device for the model's inputs."""
         return embedding_device(self.module)
 
     @property
     def device_map(self) -> dict[str, str] | None:
-        """Where each part of a model is that is spread over several places."""
+        """The device of each part of a model that is spread over several devices; None: it is on one."""
         places = getattr(self.module, "hf_device_map", None)
         return places and {name: f"cuda:{x}" if isinstance(x, int) else str(x) for name, x in places.items()}
 
     @property
     def dtype(self) -> str:
-        """Element type of weights and cache, e.g. `bfloat16`."""
+        """Element type of weights and KV cache, e.g. `bfloat16`."""
         return str(self.module.dtype).removeprefix("torch.")
 
     @property
     def params(self) -> int:
-        """Number of parameters, tied ones once; where they are kept on disk, they are two in memory."""
+        """Number of parameters; tied parameters count once, also if offloading to disk has separated them."""
         tied: dict[str, str] = getattr(self.module, "all_tied_weights_keys", {})
         sizes = {tied.get(name, name): x.numel() for name, x in self.module.named_parameters(remove_duplicate=False)}
         return sum(sizes.values())
 
     @property
     def random(self) -> bool:
-        """Whether the weights are random: memory and speed only."""
+        """Whether the weights are random, so that only memory and speed are meaningful."""
         return self.id.startswith(RANDOM)
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """Token ids that end an answer: the tokenizer's and the generation config's."""
+        """Token ids that end an answer, from the tokenizer and the generation configuration."""
         configured = getattr(self.module.generation_config, "eos_token_id", None)
         ids = configured if isinstance(configured, list) else [configured]
         return frozenset(int(x) for x in [*ids, self.tokenizer.eos_token_id] if x is not None)
 
     def shape(self, length: int) -> Shape:
-        """The dense cache of a context of this length."""
+        """The shape of the full cache of a context of this length."""
         return Shape(length=length, layers=self.layers, itemsize=self.module.dtype.itemsize)
 
     def run(self, ids: Tensor, forward: Forward, keep: int = 1) -> Tensor:
-        """Logits of the last `keep` positions; kvbench's attention must be attached. [B, keep, V]"""
+        """Logits of the last `keep` positions; requires `attached`. ids: [B, T]. Returns [B, keep, V]"""
         if not is_attached(self.module):
             raise RuntimeError("kvbench's attention is not switched on: the session is closed, or was never opened")
         return run_model(self.module, ids, forward, keep)
@@ -136,16 +136,16 @@ class Model:
 def load_model(
     name: str, device: str = "cpu", dtype: str | None = None, device_map: str | dict[str, str | int] | None = None
 ) -> Model:
-    """Load a model and prove that kvbench serves it exactly.
+    """Load a model and check that kvbench computes its logits exactly.
 
     Args:
-        name: a bundled model, a local folder, a hub id, or `random:` before any of these or an architecture's name.
+        name: a bundled model, a local folder or a hub id; or `random:` before one of these or an architecture's name.
         device: `cpu`, `cuda` or `cuda:N`.
         dtype: one of DTYPES; None: the checkpoint's own.
-        device_map: in the place of `device`, how transformers spreads the model over several, and over host and disk.
+        device_map: replaces `device`; how transformers distributes the model over devices, host memory and disk.
 
     Raises:
-        UserError: nothing there, broken files, or an architecture that is not served.
+        UserError: the model does not exist, its files are broken, or its architecture is not supported.
     """
     if dtype is not None and dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
@@ -157,7 +157,7 @@ def load_model(
     document = read_document(name, folder)
     masking = read_masking(document)
     if masking is not None and device_map is not None:
-        raise UserError(f"{name} is a diffusion model, which no device map can spread: leave --device-map out.")
+        raise UserError(f"{name} is a diffusion model, which no device map supports: leave --device-map out.")
     kind = resolve_dtype(dtype, config, folder)
     try:
         with quiet():
@@ -168,7 +168,7 @@ def load_model(
             )
     except UserError:
         raise
-    except Exception as error:  # transformers and safetensors raise many kinds; all mean the same here
+    except Exception as error:  # transformers and safetensors raise many classes; all mean the same here
         if "offload_folder" in str(error):
             raise UserError(
                 f"model '{name}' cannot be kept on disk: transformers changes the form of its weights when it loads "
@@ -176,7 +176,7 @@ def load_model(
             ) from error
         raise UserError(f"model '{name}' cannot be loaded from {folder}: {first_line(error)}") from error
     if device_map is None:
-        nn.Module.to(module, torch.device(device))  # transformers hides the types of its own
+        nn.Module.to(module, torch.device(device))  # transformers' own `to` has no types
     return Model.from_module(
         module, tokenizer, name, sha256=hash_model(name, folder),
         revision=folder.name if folder.parent.name == HUB_SNAPSHOTS else None, masking=masking,
@@ -184,13 +184,13 @@ def load_model(
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, without its weights.
+    """Load the tokenizer of a model without its weights.
 
     Raises:
-        UserError: nothing there, or nothing that transformers can read.
+        UserError: the model does not exist, or transformers cannot read its tokenizer.
     """
     folder = find_folder(name, weights=False)
-    check_files(f"{RANDOM}{name}", folder)  # as a model of random weights, which needs no file of them
+    check_files(f"{RANDOM}{name}", folder)  # with the prefix, the check does not require weights
     document = read_document(name, folder)
     try:
         with quiet():
@@ -200,7 +200,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def _random(config: Any, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    with torch.random.fork_rng(), torch.device(device):  # eight billion numbers take a CPU minutes to draw
+    with torch.random.fork_rng(), torch.device(device):  # drawing eight billion numbers on a CPU takes minutes
         torch.manual_seed(0)
         module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     return module
@@ -219,14 +219,14 @@ def _trained(
     absent = sorted({*info["missing_keys"], *(str(x) for x in info["mismatched_keys"])})
     if absent:
         raise UserError(
-            f"model '{name}' lacks {len(absent)} of its weights, for example {absent[0]}; transformers would make them "
-            f"up at random. Its files in {folder} do not fit its config.json: fetch them again."
+            f"model '{name}' lacks {len(absent)} of its weights, for example {absent[0]}; transformers would set them "
+            f"at random. Its files in {folder} do not match its config.json: fetch them again."
         )
     return module
 
 
 def _tokenizer(folder: Path, document: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """What tokenizer.json says; AutoTokenizer puts its own in the place of, for example, any Qwen2's."""
+    """Load tokenizer.json as it is; AutoTokenizer would replace parts of it, for example for any Qwen2."""
     plain = (folder / "tokenizer.json").is_file()
     kind: Any = PreTrainedTokenizerFast if plain else native_tokenizer(document)
     tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(folder, trust_remote_code=False)

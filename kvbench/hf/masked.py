@@ -1,9 +1,9 @@
-"""Masked diffusion language models: read as modules of transformers, and run block by block.
+"""Masked diffusion language models, loaded as native models of transformers and run layer by layer.
 
-LLaDA and Dream are published with code of their own, which is never run: LLaDA is a Llama under other names, Dream a
-Qwen2, and both look at all tokens from every token, which our attention function does where a step is not causal.
-Another model says in its config.json what it is: `"diffusion": {"mask_token_id": 1, "shifted_head": false}`, with
-`tokens_per_step` where that is not 1.
+LLaDA and Dream are published with their own code, which is never run: LLaDA is a Llama with other names, Dream is a
+Qwen2, and both use bidirectional attention, which kvbench's attention function computes if a step is not causal.
+Any other model is a diffusion model if its config.json has `"diffusion": {"mask_token_id": 1, "shifted_head": false}`,
+with an optional `tokens_per_step`.
 
 Sources: GSAI-ML/LLaDA-8B (config.json, modeling_llada.py), Dream-org/Dream-v0-7B (modeling_dream.py); arXiv 2502.09992
 and 2508.15487.
@@ -29,7 +29,7 @@ LLADA_BLOCK = {
     "v_proj": "self_attn.v_proj", "attn_out": "self_attn.o_proj", "ff_norm": "post_attention_layernorm",
     "ff_proj": "mlp.gate_proj", "up_proj": "mlp.up_proj", "ff_out": "mlp.down_proj",
 }
-"""LLaDA's weights by transformers' names for Llama's; two of them are called `ff_out`, and `ff_proj` is the gate."""
+"""LLaDA's names of weights, and transformers' names of Llama's. `ff_out` occurs twice; `ff_proj` is the gate."""
 LLADA_NEEDS = (
     "d_model", "n_layers", "n_heads", "mlp_hidden_size", "vocab_size", "rms_norm_eps", "max_sequence_length",
     "rope_theta",
@@ -39,25 +39,25 @@ LLADA_ONLY: dict[str, Any] = {
     "bias_for_layer_norm": False, "rope": True, "alibi": False, "include_bias": False, "include_qkv_bias": False,
     "attention_layer_norm": False, "clip_qkv": None, "scale_logits": False, "input_emb_norm": False,
 }
-"""What a Llama can be said to be; its code has branches for others."""
+"""Values of LLaDA's configuration that make it a Llama; its code has branches for other values."""
 
 
 @dataclass(frozen=True)
 class Masking:
-    """What makes a model a diffusion model."""
+    """The properties of a masked diffusion model."""
 
     mask_id: int
     shifted: bool
-    """Whether a position's output predicts the next token, as in the autoregressive model that Dream was made from."""
+    """Whether a position's output predicts the next token, as in the autoregressive model that Dream starts from."""
     tokens_per_step: int = 1
-    """Tokens of an answer for each pass, where the user does not say."""
+    """Default number of tokens committed per denoising step."""
 
 
 def read_masking(document: Mapping[str, Any]) -> Masking | None:
-    """What config.json says; None: an autoregressive model.
+    """Read the masking from config.json; None for an autoregressive model.
 
     Raises:
-        UserError: a diffusion model without a mask token.
+        UserError: a diffusion model has no valid mask token, head or number of tokens per step.
     """
     kind = document.get("model_type")
     own = document.get("diffusion")
@@ -68,7 +68,7 @@ def read_masking(document: Mapping[str, Any]) -> Masking | None:
     if type(mask_id) is not int or type(vocabulary) is not int or not 0 <= mask_id < vocabulary:
         raise UserError(
             f"config.json of a diffusion model has mask_token_id {mask_id!r} and vocab_size {vocabulary!r}: the mask "
-            "must be one of the tokens, because generation starts from it."
+            "must be a token of the vocabulary."
         )
     shifted = place.get("shifted_head", kind == "Dream")
     if type(shifted) is not bool:
@@ -80,10 +80,10 @@ def read_masking(document: Mapping[str, Any]) -> Masking | None:
 
 
 def native_config(document: Mapping[str, Any]) -> Any:
-    """transformers' configuration of a model that it does not know by name; None: it does.
+    """The configuration of an equivalent native model, for models that transformers does not know; None: it does.
 
     Raises:
-        UserError: a variant of LLaDA that is no Llama.
+        UserError: a variant of LLaDA that is not equivalent to a Llama.
     """
     if document.get("model_type") == "Dream":
         kept = {x: document[x] for x in document if x not in ("model_type", "architectures", "auto_map")}
@@ -94,7 +94,7 @@ def native_config(document: Mapping[str, Any]) -> Any:
         raise UserError(f"config.json of a LLaDA model lacks {', '.join(absent)}: it is not in the published layout.")
     for name, needed in LLADA_ONLY.items():
         if document.get(name, needed) not in (needed, None):
-            raise UserError(f"config.json has {name} {document[name]!r}; kvbench serves LLaDA models with {needed!r}.")
+            raise UserError(f"config.json has {name} {document[name]!r}; kvbench needs {needed!r} for a LLaDA model.")
     heads = document["n_heads"]
     return LlamaConfig(
         hidden_size=document["d_model"], num_hidden_layers=document["n_layers"], num_attention_heads=heads,
@@ -109,12 +109,12 @@ def native_config(document: Mapping[str, Any]) -> Any:
 
 
 def native_tokenizer(document: Mapping[str, Any]) -> Any:
-    """The class that reads a tokenizer without tokenizer.json; Dream's own, which is published as code, is Qwen2's."""
+    """The class that reads a tokenizer without tokenizer.json; Dream's tokenizer, published as code, is Qwen2's."""
     return Qwen2Tokenizer if document.get("model_type") == "Dream" else AutoTokenizer
 
 
 def weight_names(document: Mapping[str, Any]) -> dict[str, str] | None:
-    """Patterns of weight names and what they are called in the native module; None: the same."""
+    """Regular expressions for weight names, with the names in the native model; None: the names are the same."""
     if document.get("model_type") != "llada":
         return None
     ends = {rf"^model\.transformer\.{old}\.": f"{new}." for old, new in LLADA_ENDS.items()}
@@ -125,26 +125,26 @@ def weight_names(document: Mapping[str, Any]) -> dict[str, str] | None:
 
 
 class Blocks:
-    """A model's layers one by one, for rows at any positions: what a denoising step runs in place of `forward`."""
+    """Runs a model layer by layer for tokens at any positions; denoising steps use it instead of `forward`."""
 
     def __init__(self, module: PreTrainedModel) -> None:
         self.module: Any = module
         self.layers = list(self.module.model.layers)
-        self.rows = 0
-        """Rows that feed-forward parts ran so far: what the passes cost, counted where no policy can forget to."""
+        self.computed = 0
+        """Tokens that feed-forward blocks have computed, over all layers: the cost of the denoising steps so far."""
 
     def embed(self, ids: Tensor) -> Tensor:
-        """ids [B, m] -> [B, m, D]"""
+        """Token embeddings. [B, m] -> [B, m, D]"""
         found: Tensor = self.module.model.embed_tokens(ids)
         return found
 
     def angles(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of rows at these positions. [B, m, d] each"""
+        """Cosines and sines of the rotary embedding at these positions. [B, m, d] each"""
         found: tuple[Tensor, Tensor] = self.module.model.rotary_emb(hidden, positions)
         return found
 
     def run(self, hidden: Tensor, positions: Tensor, attend: Callable[[Step], Tensor]) -> Tensor:
-        """Rows through all layers. hidden: [B, m, D]. positions: [B, m]"""
+        """Run hidden states through all layers. hidden: [B, m, D]. positions: [B, m]. Returns [B, m, D]"""
         angles = self.angles(hidden, positions)
         for layer in range(len(self.layers)):
             hidden = hidden + self.attention(layer, hidden, positions, angles, attend)
@@ -155,7 +155,7 @@ class Blocks:
         self, layer: int, hidden: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor],
         attend: Callable[[Step], Tensor],
     ) -> Tensor:
-        """What attention adds to the rows: norm, projections, `attend`, output projection. [B, m, D]"""
+        """The attention block's residual update: norm, projections, `attend`, output projection. [B, m, D]"""
         block = self.layers[layer]
         forward = Forward(
             moment=Moment.DENOISE, positions=positions, seen=positions.shape[1], attend=attend, causal=False
@@ -167,15 +167,15 @@ class Blocks:
         return found
 
     def mlp(self, layer: int, hidden: Tensor) -> Tensor:
-        """What the feed-forward part adds to the rows, its norm included. [B, m, D]"""
+        """The feed-forward block's residual update, its norm included. [B, m, D]"""
         block = self.layers[layer]
-        self.rows += hidden.shape[0] * hidden.shape[1]
+        self.computed += hidden.shape[0] * hidden.shape[1]
         with torch.no_grad():
             found: Tensor = block.mlp(block.post_attention_layernorm(hidden))
         return found
 
     def values(self, layer: int, hidden: Tensor) -> Tensor:
-        """What the rows are worth to attention, without the rest of it. [B, m, D] -> [B, H_kv, m, D_v]"""
+        """The attention values of hidden states, its norm included. [B, m, D] -> [B, H_kv, m, D_v]"""
         block = self.layers[layer]
         with torch.no_grad():
             flat: Tensor = block.self_attn.v_proj(block.input_layernorm(hidden))
@@ -183,28 +183,30 @@ class Blocks:
         return flat.view(*flat.shape[:2], -1, width).transpose(1, 2)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits of rows after the last layer, the final norm included. [..., D] -> [..., V]"""
+        """Logits of hidden states after the last layer, the final norm included. [..., D] -> [..., V]"""
         with torch.no_grad():
             logits: Tensor = self.module.lm_head(self.module.model.norm(hidden))
         return logits
 
 
-def prove_blocks(module: PreTrainedModel, ids: Tensor, dense: Callable[[Step], Tensor]) -> tuple[float, float]:
-    """The worst difference of logits between `Blocks` and the model's own attention without a mask, and the largest.
+def prove_blocks(module: PreTrainedModel, ids: Tensor, attend: Callable[[Step], Tensor]) -> tuple[float, float]:
+    """The largest difference between the logits of `Blocks` and of the model's own attention, and the largest logit.
 
-    ids: [1, N]. dense: attention of a step over its own rows.
+    ids: [1, N]. attend: attention of a step over its own tokens, without a mask.
 
     Raises:
-        UserError: the layers are not those of a Llama.
+        UserError: the layers do not have the structure of a Llama's.
     """
     stack = getattr(module, "model", None)
     parts = ("embed_tokens", "layers", "rotary_emb", "norm")
     if stack is None or not all(hasattr(stack, x) for x in parts) or not hasattr(module, "lm_head"):
-        raise UserError(f"{module.config.model_type} is not built as a Llama is: its blocks cannot be run one by one.")
+        raise UserError(
+            f"{module.config.model_type} does not have a Llama's structure, so its layers cannot be run one by one."
+        )
     blocks = Blocks(module)
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     with attached(module), torch.no_grad():
-        ours = blocks.head(blocks.run(blocks.embed(ids), positions, dense)).float()
+        ours = blocks.head(blocks.run(blocks.embed(ids), positions, attend)).float()
     everything = torch.zeros(1, 1, ids.shape[1], ids.shape[1], dtype=module.dtype, device=ids.device)
     with attached(module, "eager"), torch.no_grad():
         stock = module(input_ids=ids, attention_mask=everything, use_cache=False).logits.float()

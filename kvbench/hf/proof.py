@@ -1,4 +1,4 @@
-"""The proof at load: a model whose attention kvbench does not serve exactly is refused with the reason."""
+"""The load check: compares a model's logits through kvbench with stock attention, and refuses it if they differ."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from kvbench.store import LayerKV
 from kvbench.store.positions import attend_rows
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-"""Of the largest logit: the difference to stock attention that rounding alone can make.
+"""Difference to stock attention that rounding alone can cause, as a share of the largest logit.
 
-Measured in float32 over 49 tiny random models and 24-layer ones: 1e-5 at worst (a Mixtral), 5e-7 as a rule. Planted
-faults, at weights large enough for attention to matter: positions one off 1e-3 and more, mask one ahead 2e-2, window
-ignored 3e-1, window one too wide 1e-1, sinks ignored 3e-1, soft cap ignored 2e-3. Half precision hides the smallest of
-these (rounding makes 5e-2), so models that fit are proven on a copy in float32.
+Measured in float32 over 49 tiny random models and models of 24 layers: 1e-5 at worst (a Mixtral), 5e-7 typically.
+Planted faults, with weights large enough for attention to matter: positions off by one 1e-3 and more, mask off by one
+2e-2, window ignored 3e-1, window too wide by one 1e-1, sinks ignored 3e-1, soft cap ignored 2e-3. Half precision hides
+the smallest of these (rounding alone gives 5e-2), so models that fit are checked on a copy in float32.
 """
 NOISE = 2.0
-"""In half precision, times the difference that embeddings rounded otherwise make: a router near a tie can flip."""
+"""Allowed multiple of the difference that rounded embeddings cause in half precision, where a router can flip."""
 COPIED = 1 << 30
-"""Parameters up to which a model in half precision is copied to float32 for the proof."""
+"""Most parameters of a model in half precision that is copied to float32 for the check."""
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
 PROBE = 33
-"""Tokens beyond the window, and positions compared in each chunk."""
+"""Tokens of the probe beyond the sliding window, and positions compared in each chunk."""
 STEPS = 2
 STOCK_CHUNK = 1024
-"""Most tokens at once where every attention weight is written out."""
+"""Most tokens per forward pass with stock attention, which stores every attention weight."""
 NEAR, FAR = 3, 1003
-"""Positions at which a lone token shows its rotation."""
+"""Positions of a single token between which its rotation is measured."""
 
 
 def prove(module: PreTrainedModel) -> tuple[tuple[LayerShape, ...], tuple[Rope, ...]]:
-    """Shapes and rotary embeddings of all layers, after comparing with stock cached decoding.
+    """Compare a model with stock cached decoding; return the shapes and rotary embeddings of its layers.
 
     Raises:
-        UserError: the architecture does something that kvbench does not serve.
+        UserError: kvbench does not support the architecture.
     """
     config = module.config.get_text_config()
     name, shapes = config.model_type, _examine(module)
@@ -64,47 +64,47 @@ def prove(module: PreTrainedModel) -> tuple[tuple[LayerShape, ...], tuple[Rope, 
     if not worst <= bound:
         raise UserError(
             f"{name} does not compute the same through kvbench's attention: logits differ by {worst:.2g} on a probe "
-            f"of {ids.shape[1]} tokens (rounding allows {bound:.2g}). It is not served."
+            f"of {ids.shape[1]} tokens (rounding allows {bound:.2g}). It is not supported."
         )
     return shapes, ropes
 
 
 def prove_bidirectional(module: PreTrainedModel) -> tuple[LayerShape, ...]:
-    """Shapes of all layers of a diffusion model, after comparing its blocks, run one by one, with stock attention.
+    """Compare a diffusion model, run layer by layer, with stock attention; return the shapes of its layers.
 
     Raises:
-        UserError: the architecture does something that kvbench does not serve.
+        UserError: kvbench does not support the architecture.
     """
     name, shapes = module.config.get_text_config().model_type, _examine(module)
     if any(x.window is not None for x in shapes):
-        raise UserError(f"{name} is a diffusion model with sliding attention: not served.")
+        raise UserError(f"{name} is a diffusion model with sliding attention: not supported.")
     precise = _precise(module)
     with _refusing(name):
         worst, largest = prove_blocks(precise, _probe_ids(precise, PROBE), attend_rows)
     if not worst <= TOLERANCE[precise.dtype] * largest:
         raise UserError(
-            f"{name} does not compute the same block by block: logits differ by {worst:.2g} on a probe of {PROBE} "
-            "tokens. It is not served."
+            f"{name} does not compute the same layer by layer: logits differ by {worst:.2g} on a probe of {PROBE} "
+            "tokens. It is not supported."
         )
     return shapes
 
 
 def _examine(module: PreTrainedModel) -> tuple[LayerShape, ...]:
-    """Shapes of all layers, where the configuration and the type of the weights are served (`UserError`)."""
+    """Shapes of all layers. Raises UserError if the configuration or the element type is not supported."""
     config = module.config.get_text_config()
     refuse_config(config)
     if module.dtype not in TOLERANCE:
         raise UserError(
-            f"{config.model_type} has weights of type {module.dtype}: kvbench serves float32, bfloat16 and float16."
+            f"{config.model_type} has weights of type {module.dtype}: kvbench supports float32, bfloat16 and float16."
         )
     return layer_shapes(module)
 
 
 def layer_shapes(module: PreTrainedModel) -> tuple[LayerShape, ...]:
-    """What each layer caches per token, from one token run through it; the module may be on the meta device.
+    """Shapes of all layers' KV entries, found by running one token; the module may be on the meta device.
 
     Raises:
-        UserError: a layer does not call the attention function once, or has no rows of its own.
+        UserError: a layer does not call the attention function exactly once.
     """
     config = module.config.get_text_config()
     name, layers = config.model_type, config.num_hidden_layers
@@ -115,7 +115,7 @@ def layer_shapes(module: PreTrainedModel) -> tuple[LayerShape, ...]:
     if wrong or len(calls) != layers:
         raise UserError(
             f"{name} calls the attention function {sum(calls.values())} times for {layers} layers "
-            f"(not exactly once in layers {wrong[:8]}): layers without attention in this form are not served."
+            f"(not exactly once in layers {wrong[:8]}): layers without attention of this form are not supported."
         )
     return tuple(
         LayerShape(x.key.shape[1], x.query.shape[1], x.key.shape[3], x.value.shape[3], x.window) for x in steps
@@ -123,44 +123,44 @@ def layer_shapes(module: PreTrainedModel) -> tuple[LayerShape, ...]:
 
 
 def refuse_config(config: Any) -> None:
-    """Refuse what the configuration already says is not served.
+    """Check that the configuration names nothing that kvbench does not support.
 
     Raises:
-        UserError: with the reason.
+        UserError: it does; the message names it.
     """
     name = config.model_type
     others = set(getattr(config, "layer_types", None) or ()) - SERVED_LAYERS
     if others:
         types = ", ".join(sorted(others))
-        raise UserError(f"{name} has layers of type {types}; kvbench serves full and sliding attention.")
+        raise UserError(f"{name} has layers of type {types}; kvbench supports full and sliding attention.")
     if "dynamic" in rope_types(config):
-        raise UserError(f"{name} has 'dynamic' rotary embeddings, which change with the text's length: not served.")
+        raise UserError(f"{name} has 'dynamic' rotary embeddings, which change with the text's length: not supported.")
     if getattr(config, "kv_lora_rank", None):
-        raise UserError(f"{name} caches latents (MLA), not keys and values that methods could work on: not served.")
+        raise UserError(f"{name} caches latents (MLA) instead of keys and values: not supported.")
     if getattr(config, "num_kv_shared_layers", None):
         raise UserError(
-            f"{name} has {config.num_kv_shared_layers} layers that read other layers' rows, and a store of kvbench "
-            "belongs to one layer: not served."
+            f"{name} has {config.num_kv_shared_layers} layers that read the KV entries of other layers, and a store of "
+            "kvbench belongs to one layer: not supported."
         )
 
 
 def compare(module: PreTrainedModel, ids: Tensor) -> tuple[float, float]:
-    """The worst difference of logits to stock cached decoding, and what rounding allows. ids: [1, P]"""
+    """The largest difference of logits to stock cached decoding, and the difference allowed. ids: [1, P]"""
     length = ids.shape[1]
     steps = range(length - STEPS, length + 1)
     halves = list(itertools.pairwise([0, length // 2, *steps]))
     whole = list(itertools.pairwise([*range(0, length - STEPS, STOCK_CHUNK), *steps]))
-    rows = [i for low, high in halves for i in range(max(low, high - PROBE), high)]
-    stock = _stock(module, ids, whole, rows)
+    compared = [i for low, high in halves for i in range(max(low, high - PROBE), high)]
+    stock = _stock(module, ids, whole, compared)
     bound = TOLERANCE[module.dtype] * stock.abs().max().item()
     if module.dtype != torch.float32:
         with _jittered(module):
-            bound = max(bound, NOISE * (stock - _stock(module, ids, whole, rows)).abs().max().item())
+            bound = max(bound, NOISE * (stock - _stock(module, ids, whole, compared)).abs().max().item())
     return (stock - _served(module, ids, halves)).abs().max().item(), bound
 
 
 def _precise(module: PreTrainedModel) -> PreTrainedModel:
-    """The module in float32, if that is cheap."""
+    """A copy of the module in float32 if it is small enough, else the module itself."""
     if module.dtype == torch.float32 or sum(x.numel() for x in module.parameters()) > COPIED:
         return module
     precise: PreTrainedModel = copy.deepcopy(module).float()
@@ -175,7 +175,7 @@ def _probe_ids(module: PreTrainedModel, length: int) -> Tensor:
 
 @contextmanager
 def _refusing(name: str) -> Iterator[None]:
-    """What an unknown architecture may raise, as a refusal."""
+    """Turn exceptions of an unknown architecture into a UserError."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -186,9 +186,9 @@ def _refusing(name: str) -> Iterator[None]:
 
 
 def catch_steps(module: PreTrainedModel, position: int = 0, ropes: Sequence[Rope] = ()) -> list[Step]:
-    """What every layer asks of attention for a lone token, whose output is its own value; in the order of layers.
+    """The attention step of every layer for a single token, in the order of layers; requires `attached`.
 
-    kvbench's attention must be attached.
+    The attention output is the token's own value.
     """
     steps: list[Step] = []
 
@@ -204,7 +204,7 @@ def catch_steps(module: PreTrainedModel, position: int = 0, ropes: Sequence[Rope
 
 
 def _served(module: PreTrainedModel, ids: Tensor, chunks: list[tuple[int, int]]) -> Tensor:
-    """Logits of each chunk's last positions through the stores. [1, rows, V]"""
+    """Logits of each chunk's last positions, computed through kvbench's stores. [1, n, V]"""
     stores = [LayerKV() for _ in range(module.config.get_text_config().num_hidden_layers)]
 
     def attend(step: Step) -> Tensor:
@@ -222,12 +222,12 @@ def _served(module: PreTrainedModel, ids: Tensor, chunks: list[tuple[int, int]])
 
 @contextmanager
 def _jittered(module: PreTrainedModel) -> Iterator[None]:
-    """Change embeddings by as much as rounding does: the attention outputs of two correct kernels differ so."""
+    """Change embeddings by one rounding step, about as much as the outputs of two correct kernels differ."""
     step = torch.finfo(module.dtype).eps
 
-    def jitter(_: nn.Module, __: tuple[Tensor, ...], rows: Tensor) -> Tensor:
-        signs = torch.randint(-1, 2, rows.shape, generator=torch.Generator().manual_seed(0)).to(rows.device)
-        return (rows.float() * (1 + step * signs)).to(rows.dtype)
+    def jitter(_: nn.Module, __: tuple[Tensor, ...], hidden: Tensor) -> Tensor:
+        signs = torch.randint(-1, 2, hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden.device)
+        return (hidden.float() * (1 + step * signs)).to(hidden.dtype)
 
     hook = module.get_input_embeddings().register_forward_hook(jitter)
     try:
@@ -236,15 +236,15 @@ def _jittered(module: PreTrainedModel) -> Iterator[None]:
         hook.remove()
 
 
-def _stock(module: PreTrainedModel, ids: Tensor, chunks: list[tuple[int, int]], rows: list[int]) -> Tensor:
-    """Logits of these rows by the model's own attention and transformers' cache. [1, rows, V]
+def _stock(module: PreTrainedModel, ids: Tensor, chunks: list[tuple[int, int]], compared: list[int]) -> Tensor:
+    """Logits at the positions `compared`, by the model's eager attention and transformers' cache. [1, n, V]
 
-    Not by SDPA: up to transformers 5.17 it left Gemma's soft caps out and said nothing.
+    Eager and not SDPA: up to transformers 5.17, SDPA silently ignored Gemma's soft caps.
     """
     logits, cache = [], None
     with torch.no_grad(), attached(module, "eager"):
         for low, high in chunks:
-            kept = [i - low for i in rows if low <= i < high]  # no tensor, which would have to be where the head is
+            kept = [i - low for i in compared if low <= i < high]  # a tensor would have to be on the head's device
             options = {"logits_to_keep": kept} if keeps_logits(module) else {}
             answer = module(input_ids=ids[:, low:high], past_key_values=cache, use_cache=True, **options)
             cache = answer.past_key_values

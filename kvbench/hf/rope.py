@@ -1,4 +1,4 @@
-"""Rotary embedding of one layer, as the model itself applies it, and its inverse."""
+"""Rotary position embedding of one layer, as the model itself applies it, and its inverse."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from transformers import PreTrainedModel
 from kvbench.errors import UserError
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
-"""Mean relative difference of moved keys that rounding can make."""
+"""Mean relative difference of shifted keys that rounding can cause."""
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotates keys and queries of one layer; knows partial, interleaved and per-layer-type variants, and none.
+    """Rotates keys and queries of one layer, in partial, interleaved and per-layer-type variants, or not at all.
 
-    The model's own rotary module makes the angles and the model's own function applies them, so their conventions
-    need no copy here. `prove_ropes` checks on the loaded model that a shift moves keys as the model would.
+    The model's own rotary module computes the angles and its own function applies them, so no convention is
+    reimplemented here. `prove_ropes` checks on the loaded model that a shift moves keys as the model does.
     """
 
     angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None
     """(x, positions [B, T]) -> cos, sin [B, T, D_rot], attention scaling included."""
     apply: Callable[[Tensor, Tensor, Tensor], Tensor] | None
-    """(x [B, H, T, width], cos, sin) -> the same, rotated."""
+    """(x [B, H, T, width], cos, sin) -> x, rotated."""
     scaling: float
-    """YaRN's factor on rotated queries and keys; 1 elsewhere."""
+    """YaRN's factor on rotated queries and keys; 1 without YaRN."""
     width: int
-    """Leading dimensions of a head that are rotated."""
+    """Number of leading channels of a head that are rotated."""
     trusted: bool
-    """Whether the proof at load found that this rotation, or none, is all that the layer does to its keys."""
+    """Whether the load check confirmed that this rotation, or none, explains how keys depend on positions."""
     movable: bool = True
-    """Whether positions enter nowhere else, so that a rotated row can be moved; learned positions cannot."""
+    """Whether a rotated key can be moved to another position; false for models with learned positions."""
 
     def rotate(self, x: Tensor, positions: Tensor, *, inverse: bool = False) -> Tensor:
-        """Rotate rows to their positions as the model does, or take the rotation (and its scaling) off again.
+        """Rotate vectors to their positions as the model does; with `inverse`, undo rotation and scaling.
 
         x: [B, H, T, D]. positions: [B, T].
 
@@ -51,7 +51,7 @@ class Rope:
         return self._turn(x, positions, -1.0 if inverse else 1.0, factor)
 
     def shift(self, x: Tensor, distance: Tensor) -> Tensor:
-        """Move rotated rows by a number of positions. x: [B, H, T, D]. distance: [B, T], may be negative.
+        """Move rotated vectors by a number of positions. x: [B, H, T, D]. distance: [B, T], may be negative.
 
         Raises:
             UserError: the layer's rotary embedding is not understood, or the model learned its positions.
@@ -64,10 +64,10 @@ class Rope:
         return self._turn(x, distance, 1.0, 1.0)
 
     def terms(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """What `rotate` makes of channel c of a row, for a kernel to do: x[c] * cos[c] + x[partner[c]] * sin[c].
+        """The coefficients of `rotate` for use in a kernel: channel c becomes x[c] * cos[c] + x[partner[c]] * sin[c].
 
-        positions: [B, T]. cos, sin: [B, T, W] float32, of the leading channels, sin with its sign. partner: [W].
-        None where nothing is rotated.
+        positions: [B, T]. Returns cos and sin [B, T, W] in float32 for the leading W channels, sin with its sign, and
+        partner [W]; None if nothing is rotated.
 
         Raises:
             UserError: the layer's rotary embedding is not understood.
@@ -108,9 +108,9 @@ NO_ROPE = Rope(angles=None, apply=None, scaling=1.0, width=0, trusted=True)
 def prove_ropes(
     module: PreTrainedModel, near: Sequence[Tensor], far: Sequence[Tensor], distance: int
 ) -> tuple[Rope, ...]:
-    """Each layer's rotary embedding: trusted if it moves a lone token's keys as the model did over a distance.
+    """The rotary embedding of each layer, trusted if shifting a single token's keys by `distance` matches the model.
 
-    near, far: every layer's keys of the same token, alone at two positions. [1, H, 1, D]
+    near, far: keys of the same single token at two positions, by layer. [1, H, 1, D]
     """
     types = getattr(module.config.get_text_config(), "layer_types", None) or [None] * len(near)
     learned = not _rotates(module)
@@ -128,12 +128,12 @@ def prove_ropes(
 
 
 def rope_types(config: object) -> set[str]:
-    """The kinds of rotary scaling that a config names, over its layer types."""
+    """The types of rotary scaling in a configuration, over all layer types."""
     return {str(x["rope_type"]) for x in _parameters(config) if "rope_type" in x}
 
 
 def max_length(config: object) -> int:
-    """Positions for which one set of frequencies holds: the model's length, or LongRoPE's original length."""
+    """Positions that one set of rotary frequencies covers: the model's maximum, or LongRoPE's original length."""
     longest = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
     key = "original_max_position_embeddings"
     longropes = [x for x in _parameters(config) if x.get("rope_type") == "longrope"]
@@ -147,38 +147,37 @@ def _parameters(config: object) -> list[dict[str, Any]]:
 
 
 def _rotates(module: PreTrainedModel) -> bool:
-    """Whether the model's own file has anything rotary in it."""
+    """Whether the names in the model's module and source file indicate a rotary embedding."""
     names = [*vars(sys.modules[type(module).__module__]), *(name for name, _ in module.named_modules())]
     return any("rotary" in x.lower() or "rope" in x.lower().split("_") for x in names)
 
 
 def _difference(x: Tensor, y: Tensor) -> float:
-    """Mean relative difference; elements near zero count against the typical size."""
+    """Mean relative difference; elements near zero are compared with the typical magnitude."""
     x, y = x.float(), y.float()
-    floor = 0.01 * y.square().mean().sqrt() + 1e-12
-    return ((x - y).abs() / (x.abs() + y.abs() + floor)).mean().item()
+    typical = 0.01 * y.square().mean().sqrt() + 1e-12
+    return ((x - y).abs() / (x.abs() + y.abs() + typical)).mean().item()
 
 
 def _find(module: PreTrainedModel, layer_type: str | None, key: Tensor) -> Iterator[Rope]:
-    """What the layer's rotation may be, to be judged by its effect. key: one of the layer's. [B, H, T, D]"""
+    """Candidates for the layer's rotation, to be compared by their effect. key: a key of the layer. [B, H, T, D]"""
     rotary: Any = next((x.rotary_emb for x in module.modules() if hasattr(x, "rotary_emb")), None)
     function = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
     if rotary is None or function is None:
         return
     typed = "layer_type" in inspect.signature(rotary.forward).parameters
     scaling = float(getattr(rotary, f"{layer_type}_attention_scaling" if typed else "attention_scaling", 1.0))
-    alone = list(inspect.signature(function).parameters)[1] == "cos"  # some rotate queries and keys one by one
+    alone = list(inspect.signature(function).parameters)[1] == "cos"  # some models rotate queries and keys separately
 
     def angles(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = rotary(x, positions, layer_type) if typed else rotary(x, positions)
-        return cos.to(x.device), sin.to(x.device)  # where layers are on several devices, the module is on one of them
+        return cos.to(x.device), sin.to(x.device)  # the rotary module may be on another device than the layer
 
     def apply(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         turned: Tensor = function(x, cos, sin) if alone else function(x, x, cos, sin)[0]
         return turned
 
-    # Some models hand the whole head to their function and some only the part that is rotated; some give angles for
-    # half of it.
+    # Some models pass the whole head to their function, some only the rotated part; some compute angles for half of it.
     cos, sin = angles(key.float(), torch.zeros(key.shape[0], key.shape[2], dtype=torch.long, device=key.device))
     for width in dict.fromkeys((cos.shape[-1], 2 * cos.shape[-1], key.shape[-1])):
         part = key[..., :width].float()

@@ -1,4 +1,4 @@
-"""What a model takes, known from its configuration before it is loaded."""
+"""Sizes of a model and its full cache, computed from the configuration without loading weights."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from kvbench.method import ModelKind
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """Bytes that a model will take, known before it is loaded."""
+class ModelSize:
+    """Sizes of a model that is not loaded."""
 
     params: int
     weight_bytes: int
     shape: Shape
     step_bytes: int
-    """Weights that one decode step reads."""
+    """Bytes of the weights that one decode step reads."""
     hidden: int
-    """Channels between layers."""
+    """Hidden size: channels between layers."""
     inner: int
-    """Channels within a feed-forward part."""
+    """Intermediate size: channels within a feed-forward block."""
     vocabulary: int
     max_length: int
-    """Positions that the model was made for."""
+    """Positions that the model supports."""
     kind: ModelKind
 
     @property
     def stored_bytes(self) -> int:
-        """Dense cache of one sequence."""
+        """Bytes of the full cache of one sequence."""
         return self.shape.full_bytes
 
 
-def predict_memory(name: str, dtype: str | None = None, length: int = 1024) -> Prediction:
-    """Bytes of weights and of a dense cache, from the configuration alone.
+def predict_memory(name: str, dtype: str | None = None, length: int = 1024) -> ModelSize:
+    """Predict the bytes of the weights and of the full cache of a context of `length` tokens.
 
     Raises:
-        UserError: nothing there, or an architecture that is not served.
+        UserError: the model does not exist, or its architecture is not supported.
     """
     if dtype is not None and dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
@@ -55,9 +55,9 @@ def predict_memory(name: str, dtype: str | None = None, length: int = 1024) -> P
     text = config.get_text_config()
     refuse_config(text)
     size = resolve_dtype(dtype, config, folder).itemsize
-    text.pad_token_id = None  # else some models look for it in the ids, and there are none on the meta device
+    text.pad_token_id = None  # some models would search for it in the ids, which have no values on the meta device
     try:
-        with torch.device("meta"), quiet():  # in bfloat16, the only type that grouped products take there
+        with torch.device("meta"), quiet():  # in bfloat16, the only type with grouped products on the meta device
             module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False).eval()
             layers = layer_shapes(module)
     except UserError:
@@ -65,7 +65,7 @@ def predict_memory(name: str, dtype: str | None = None, length: int = 1024) -> P
     except Exception as error:  # as in load_model
         raise UserError(f"model '{name}' cannot be built from {folder}: {first_line(error)}") from error
     params = sum(x.numel() for x in module.parameters())
-    return Prediction(
+    return ModelSize(
         params=params, weight_bytes=params * size, shape=Shape(length=length, layers=layers, itemsize=size),
         step_bytes=count_step_params(module) * size, hidden=text.hidden_size,
         inner=getattr(text, "intermediate_size", None) or 4 * text.hidden_size, vocabulary=text.vocab_size,
@@ -75,9 +75,9 @@ def predict_memory(name: str, dtype: str | None = None, length: int = 1024) -> P
 
 
 def count_step_params(module: PreTrainedModel) -> int:
-    """Parameters that a decode step reads: of an input embedding that is no output embedding too, it reads a row.
+    """Parameters that a decode step reads: all but an input embedding that is not tied to the output embedding.
 
-    Of a mixture of experts all are counted, though a small batch reads few.
+    All experts of a mixture of experts are counted, although a small batch reads only some of them.
     """
     first: Any = module.get_input_embeddings()
     last: Any = module.get_output_embeddings()

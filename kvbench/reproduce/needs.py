@@ -18,7 +18,7 @@ from kvbench.runs.request import check
 from kvbench.settings import configure, parse_pairs
 
 if TYPE_CHECKING:
-    from kvbench.hf import Prediction
+    from kvbench.hf import ModelSize
 
 T = TypeVar("T")
 LARGE = 1e9
@@ -102,13 +102,13 @@ def _predicted(plan: ClaimPlan, request: Request, seen: _Seen) -> int | None:
     return next((_bytes(x, request) for x in sizes if not isinstance(x, UserError)), None)
 
 
-def _predict(model: str, dtype: str | None) -> Prediction:
+def _predict(model: str, dtype: str | None) -> ModelSize:
     from kvbench.hf import predict_memory
 
     return predict_memory(model, dtype)
 
 
-def _bytes(size: Prediction, request: Request) -> int:
+def _bytes(size: ModelSize, request: Request) -> int:
     """Bytes of the weights and a full cache at the greatest length."""
     length = request.length or find_task(request.task).default_length
     return size.weight_bytes + replace(size.shape, length=length).full_bytes

@@ -155,12 +155,12 @@ class TieredKV(LayerKV):
         before = self.n - step.query.shape[2]
         new = slice(before, None)
         parts = [dense_partial(
-            balanced, dequantize(key.rows(before, self.n)), dequantize(value.rows(before, self.n)),
+            balanced, dequantize(key.slice(before, self.n)), dequantize(value.slice(before, self.n)),
             positions=None if positions is None else positions[:, :, new], **options,
         )]
         if before:
             old, query = None if positions is None else positions[:, :, :before], balanced.to(step.query.dtype)
-            parts.append(packed_partial(query, key.rows(0, before), value.rows(0, before), positions=old, **options))
+            parts.append(packed_partial(query, key.slice(0, before), value.slice(0, before), positions=old, **options))
         return parts
 
     def _score(self, step: Step, balanced: Tensor, lse: Tensor) -> None:
@@ -178,7 +178,7 @@ class TieredKV(LayerKV):
         for low in range(0, self.n, MASS_BLOCK):
             rows = slice(low, min(low + MASS_BLOCK, self.n))
             self.scores[:, :, rows].add_(attention_mass(
-                balanced, dequantize(key.rows(rows.start, rows.stop)), at - low,
+                balanced, dequantize(key.slice(rows.start, rows.stop)), at - low,
                 positions=None if positions is None else positions[:, :, rows], **options,
             ))
 

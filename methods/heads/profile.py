@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
-from kvbench.kernels.dense_attention.torch import visible_rows
+from kvbench.kernels.dense_attention.torch import visible_entries
 from kvbench.log import say
 from kvbench.method import Method, Moment, Step
 from kvbench.store import LayerKV
@@ -97,7 +97,7 @@ def look_back(kv: LayerKV, step: Step, period: int, first: int) -> tuple[Tensor,
         logits = (query @ keys[:, :, None].transpose(-1, -2)).float() * step.scale
         if step.softcap is not None:
             logits = step.softcap * torch.tanh(logits / step.softcap)
-        mask = visible_rows(before + start - gone, stop - start, n_key, step.window, None, 0, keys.device)
+        mask = visible_entries(before + start - gone, stop - start, n_key, step.window, None, 0, keys.device)
         logits = logits.masked_fill(~mask, -torch.inf)
         total = logits.logsumexp(-1)
         if step.sinks is not None:

@@ -174,7 +174,7 @@ REFUSED = [
     ("none", "--gen threshold=0.9 --gen steps=4", "--gen steps cannot be combined with threshold"),
     ("none", "--gen threshold=0.9 --gen remasking=random", "--gen threshold needs confidences"),
     ("none", "--gen beams=4", "unknown generation setting 'beams'"),
-    ("none", "--device-map auto", "no device map can spread"),
+    ("none", "--device-map auto", "which no device map supports"),
     ("none", "--length 256 --gen block=3", "needs up to 257 tokens, and model"),
     ("dkv-cache-greedy", "", "add --gen remasking=random"),
     ("local-leap", "", "--gen threshold=0.9"),

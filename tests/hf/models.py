@@ -107,12 +107,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "bloom": ("bloom", {}, "calls the attention function 0 times for 2 layers"),
     "mpt": ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}, "calls the attention function 0 times for 2 layers"),
     "diffllama": ("diffllama", {}, "calls the attention function 4 times for 2 layers"),
-    "doge": ("doge", {}, "handed an attention mask"),
+    "doge": ("doge", {}, "given an attention mask"),
     "deepseek_v3": ("deepseek_v3", {**MLA, **MOE, "n_routed_experts": 4, "first_k_dense_replace": 2}, "caches latents"),
     "gemma4_text": (
         "gemma4_text", {"head_dim": 8, "num_kv_shared_layers": 1, "num_hidden_layers": 3, "sliding_window": WINDOW,
         "layer_types": ["full_attention"] * 3, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64},
-        "1 layers that read other layers' rows",
+        "1 layers that read the KV entries of other layers",
     ),
     "llama-dynamic": ("llama", {"rope_parameters": DYNAMIC}, "'dynamic' rotary embeddings"),
 }

@@ -125,7 +125,7 @@ def test_mask_is_refused() -> None:
         with_kwargs=True,
     )
     try:
-        with pytest.raises(RuntimeError, match="padded batches are not served"):
+        with pytest.raises(RuntimeError, match="padded batches are not supported"):
             served_logits(tiny, ids, [0, PROMPT])
     finally:
         hook.remove()

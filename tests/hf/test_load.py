@@ -132,7 +132,7 @@ def test_pickled_weights(llama: Path) -> None:
     (llama / "model.safetensors").unlink()
     torch.save(build("llama", {}).state_dict(), llama / "pytorch_model.bin")
     text = refusal(llama)
-    assert "loading a pickle runs whatever code is in it" in text and "safetensors" in text
+    assert "a pickle can run any code" in text and "safetensors" in text
 
 
 def test_unserved_architecture(tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ def position_off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def mask_one_ahead(patch: pytest.MonkeyPatch) -> None:
-    honest = dense.visible_rows
-    patch.setattr(dense, "visible_rows", lambda before, *others: honest(before + 1, *others))
+    honest = dense.visible_entries
+    patch.setattr(dense, "visible_entries", lambda before, *others: honest(before + 1, *others))
 
 
 def without(option: str) -> Callable[[pytest.MonkeyPatch], None]:
@@ -185,7 +185,7 @@ def test_routers_near_a_tie_are_no_fault(dtype: torch.dtype, monkeypatch: pytest
 
 def test_other_precisions_are_refused() -> None:
     """Weights in float64 are refused with what is served."""
-    with pytest.raises(UserError, match=re.escape("torch.float64: kvbench serves float32, bfloat16 and float16")):
+    with pytest.raises(UserError, match=re.escape("torch.float64: kvbench supports float32, bfloat16 and float16")):
         prove(build("llama", {}).double())
 
 

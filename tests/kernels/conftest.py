@@ -69,7 +69,7 @@ def triton(monkeypatch):
 def small_code_tiles(monkeypatch):
     """Of attention over codes: Triton's blocks are 8 queries and 16 rows, and tiles 32 rows."""
     fast = pytest.importorskip("kvbench.kernels.packed_attention.triton")
-    monkeypatch.setattr(fast, "rows_of_a_tile", lambda *_: 32)
+    monkeypatch.setattr(fast, "tile_entries", lambda *_: 32)
     monkeypatch.setattr(fast, "_blocks", lambda *_: (8, 16, 4))
 
 
@@ -77,7 +77,7 @@ def small_code_tiles(monkeypatch):
 def small_tiles(monkeypatch):
     """Triton's tiles and blocks are 16 rows, the fewest that a matrix product takes."""
     attention = pytest.importorskip("kvbench.kernels.dense_attention.triton")
-    monkeypatch.setattr(attention, "rows_of_a_tile", lambda *_: 16)
+    monkeypatch.setattr(attention, "tile_entries", lambda *_: 16)
     monkeypatch.setattr(attention, "_blocks", lambda *_: (16, 16, 2, 4))
     monkeypatch.setattr("kvbench.kernels.column_sums.triton._blocks", lambda *_: (16, 16, 4))
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.kernels.bitmap_attention import SparseRows, bitmap_partial, compress, naive
+from kvbench.kernels.bitmap_attention import SparseEntries, bitmap_partial, compress, naive
 from kvbench.kernels.bitmap_attention import torch as plain
 from kvbench.kernels.dense_attention import naive as dense_naive
 
@@ -92,7 +92,7 @@ def test_queries_without_a_visible_row_add_nothing(sparse):
     query, keys, values = sparse(GQA, 3, 20)
     for part in (
         bitmap_partial(query, keys, values, scale=0.3, seen=90, window=4),
-        bitmap_partial(query, keys.rows(0, 0), values.rows(0, 0), scale=0.3, seen=90),
+        bitmap_partial(query, keys.slice(0, 0), values.slice(0, 0), scale=0.3, seen=90),
     ):
         assert (part.output == 0).all()
         assert (part.lse == -torch.inf).all()
@@ -121,7 +121,7 @@ def test_memory_does_not_grow_with_rows(attention, largest, monkeypatch):
 def small_tiles(monkeypatch):
     """Triton's blocks are 8 queries and 16 rows, and tiles 32 rows."""
     fast = pytest.importorskip("kvbench.kernels.bitmap_attention.triton")
-    monkeypatch.setattr(fast, "rows_of_a_tile", lambda *_: 32)
+    monkeypatch.setattr(fast, "tile_entries", lambda *_: 32)
     monkeypatch.setattr(fast, "_blocks", lambda *_: (8, 16, 4))
 
 
@@ -137,7 +137,7 @@ def triton_error(triton, error):
             for h, n, d in ((heads[0], n_query, widths[0]), (heads[1], n_key, widths[0]), (heads[1], n_key, widths[1]))
         )
         rows = plain.compress(keys, kept[0]), plain.compress(values, kept[1])
-        device = [SparseRows(triton(x.bitmap), triton(x.values), x.width) for x in rows]
+        device = [SparseEntries(triton(x.bitmap), triton(x.values), x.width) for x in rows]
         options = {"scale": 0.3, "seen": n_key + n_query, **options}
         found = bitmap_partial(triton(query), *device, **triton(options))
         wanted = naive.bitmap_partial(query, *rows, **options)
@@ -180,10 +180,10 @@ def test_triton_serves_batches_head_layouts_and_widths(heads, precision, triton_
 def test_triton_adds_nothing_for_queries_without_a_visible_row(triton, sparse):
     """Where the window has left all rows behind, or there are none, the partial is zero with weight zero."""
     query, *rows = sparse(GQA, 3, 20)
-    keys, values = (SparseRows(triton(x.bitmap), triton(x.values), x.width) for x in rows)
+    keys, values = (SparseEntries(triton(x.bitmap), triton(x.values), x.width) for x in rows)
     for part in (
         bitmap_partial(triton(query), keys, values, scale=0.3, seen=90, window=4),
-        bitmap_partial(triton(query), keys.rows(0, 0), values.rows(0, 0), scale=0.3, seen=90),
+        bitmap_partial(triton(query), keys.slice(0, 0), values.slice(0, 0), scale=0.3, seen=90),
     ):
         assert (part.output == 0).all()
         assert (part.lse == -torch.inf).all()

@@ -162,7 +162,7 @@ def test_triton_s_memory_is_linear(largest, monkeypatch):
     attention = pytest.importorskip("kvbench.kernels.dense_attention.triton")
     sums = pytest.importorskip("kvbench.kernels.column_sums.triton")
     monkeypatch.setattr(attention, "_processors", lambda device: 132)
-    for module, kernel in ((attention, "attend_tiles"), (attention, "merge_rows"), (sums, "weigh_rows")):
+    for module, kernel in ((attention, "attend_tiles"), (attention, "merge_parts"), (sums, "weigh_entries")):
         monkeypatch.setattr(module, kernel, Unlaunched())
     n = 131_072
     query, keys = (torch.empty(1, heads, n, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))

@@ -17,9 +17,9 @@ SHARED = 227 * 1024
 
 
 KERNELS = {
-    "rows": {"attend_tiles", "merge_rows", "merge_pairs", "score_pages", "attend_pages", "weigh_rows"},
-    "codes": {"attend_codes", "attend_bitmaps", "sieve_rows", "code_groups", "write_rows", "code_rows", "write_keys",
-              "merge_run", "merge_rows"},
+    "rows": {"attend_tiles", "merge_parts", "merge_pairs", "score_pages", "attend_pages", "weigh_entries"},
+    "codes": {"attend_codes", "attend_bitmaps", "sieve_entries", "code_groups", "write_entries", "code_entries",
+              "write_keys", "merge_run", "merge_parts"},
 }
 
 

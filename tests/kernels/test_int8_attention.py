@@ -16,7 +16,7 @@ SIZES = [(1, 1), (1, 7), (1, 8), (1, 9), (5, 5), (4, 16), (9, 9), (9, 30)]
 def small_blocks(monkeypatch):
     """Blocks of 4 queries and 8 rows, so that small sizes cross their edges."""
     monkeypatch.setattr(plain, "QUERY_BLOCK", 4)
-    monkeypatch.setattr(plain, "ROW_BLOCK", 8)
+    monkeypatch.setattr(plain, "ENTRY_BLOCK", 8)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -96,7 +96,7 @@ def test_rows_of_zeros_stay_zeros(attention):
 def test_memory_is_linear(attention, largest, monkeypatch):
     """Twice the rows make no larger temporary than one block: no exact copy of the codes exists."""
     monkeypatch.setattr(plain, "QUERY_BLOCK", 256)
-    monkeypatch.setattr(plain, "ROW_BLOCK", 512)
+    monkeypatch.setattr(plain, "ENTRY_BLOCK", 512)
     peaks = {}
     for n in (2048, 4096):
         query, keys, values = attention((2, 1), n // 2, n, batch=1)

@@ -26,7 +26,7 @@ def whole(factors, basis):
 @pytest.mark.parametrize("count", [1, 5, 12, 50])
 def test_is_the_truncated_decomposition(rank, count, monkeypatch):
     """What the Gram matrix gives is the best approximation of its rank over all heads together, to 1e-5."""
-    monkeypatch.setattr(plain, "ROW_BLOCK", 8)
+    monkeypatch.setattr(plain, "ENTRY_BLOCK", 8)
     keys = random_keys(count=count)
     found, wanted = whole(*factor_keys(keys, rank)), whole(*naive.factor_keys(keys, rank))
     assert (found - wanted).abs().max() < 1e-5 * keys.abs().max()

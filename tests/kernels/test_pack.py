@@ -142,11 +142,11 @@ def test_rows_are_views():
     """A slice by whole groups, or inside one, stands for the same rows and copies nothing."""
     codes = quantize(torch.randn(1, 12, 24, generator=torch.Generator().manual_seed(1)), 4, tokens=4)
     for start, stop in ((0, 12), (4, 8), (4, 12), (5, 7)):
-        part = codes.rows(start, stop)
+        part = codes.slice(start, stop)
         assert dequantize(part).equal(dequantize(codes)[:, start:stop])
         assert part.packed.untyped_storage().data_ptr() == codes.packed.untyped_storage().data_ptr()
     with pytest.raises(AssertionError):
-        codes.rows(2, 6)
+        codes.slice(2, 6)
 
 
 @pytest.mark.parametrize("value", [-7e4, 3e38, float("inf"), float("nan")])

@@ -114,7 +114,7 @@ def test_queries_without_a_visible_row_add_nothing(packed):
     for part in (
         packed_partial(query, keys, values, scale=0.3, seen=90, window=4),
         packed_partial(query, keys, values, scale=0.3, seen=90, window=4, positions=positions),
-        packed_partial(query, keys.rows(0, 0), values.rows(0, 0), scale=0.3, seen=90),
+        packed_partial(query, keys.slice(0, 0), values.slice(0, 0), scale=0.3, seen=90),
     ):
         assert (part.output == 0).all()
         assert (part.lse == -torch.inf).all()
@@ -269,7 +269,7 @@ def test_triton_takes_parameters_that_heads_share(triton, attention, error):
     with using("torch"):
         key_codes, rows = quantize(keys, 4, tokens=40), quantize(values.transpose(1, 2), 4, tokens=2, channels=20)
     value_codes = replace(rows, packed=rows.packed.transpose(1, 2).contiguous(), scale=rows.scale.transpose(1, 2),
-                          minimum=rows.minimum.transpose(1, 2)).rows(0, 37)
+                          minimum=rows.minimum.transpose(1, 2)).slice(0, 37)
     codes = [replace(x, **triton({"packed": x.packed, "scale": x.scale, "minimum": x.minimum}))
              for x in (key_codes, value_codes)]
     found = packed_partial(triton(query), *codes, scale=0.3, seen=39)
@@ -287,7 +287,7 @@ def test_triton_adds_nothing_for_queries_without_a_visible_row(triton, packed):
     for part in (
         packed_partial(triton(query), *codes, scale=0.3, seen=90, window=4),
         packed_partial(triton(query), *codes, scale=0.3, seen=90, window=4, positions=positions),
-        packed_partial(triton(query), *(x.rows(0, 0) for x in codes), scale=0.3, seen=90),
+        packed_partial(triton(query), *(x.slice(0, 0) for x in codes), scale=0.3, seen=90),
     ):
         assert (part.output == 0).all()
         assert (part.lse == -torch.inf).all()

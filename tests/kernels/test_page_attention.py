@@ -75,8 +75,8 @@ def test_rows_that_are_not_selected_are_not_read(attention):
 def small_parts(monkeypatch):
     """Triton's parts are two pages, the second of the last part missing."""
     fast = pytest.importorskip("kvbench.kernels.page_attention.triton")
-    monkeypatch.setattr(fast, "rows_of_a_tile", lambda *_: 2 * PAGE)
-    monkeypatch.setattr(fast, "ROWS", 8)
+    monkeypatch.setattr(fast, "tile_entries", lambda *_: 2 * PAGE)
+    monkeypatch.setattr(fast, "ENTRIES", 8)
 
 
 @pytest.mark.usefixtures("small_parts")

@@ -12,7 +12,7 @@ from kvbench.kernels.window_scores import torch as plain
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Blocks of 8 rows, so that small sizes cross their edges."""
-    monkeypatch.setattr(plain, "ROW_BLOCK", 8)
+    monkeypatch.setattr(plain, "ENTRY_BLOCK", 8)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 7), (1, 8), (1, 9), (4, 4), (4, 16), (4, 25), (8, 8), (11, 30)], ids=str)
@@ -51,7 +51,7 @@ def test_half_precision(dtype, attention, error, allowed):
 @pytest.mark.parametrize("options", [{}, {"window": 100, "softcap": 2.0}], ids=["plain", "everything"])
 def test_memory_is_linear(options, attention, largest, monkeypatch):
     """The largest temporary is a block of logits, not a logit for every row: it does not grow past a block."""
-    monkeypatch.setattr(plain, "ROW_BLOCK", 512)
+    monkeypatch.setattr(plain, "ENTRY_BLOCK", 512)
     peaks = {}
     for n in (2048, 4096):
         query, keys, _ = attention((4, 2), 32, n, batch=1)

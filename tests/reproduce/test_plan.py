@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvbench.hf import Prediction, predict_memory
+from kvbench.hf import ModelSize, predict_memory
 from kvbench.reproduce import needs
 from kvbench.reproduce.claims import Claim, find_claims
 from kvbench.reproduce.needs import look_around
@@ -125,7 +125,7 @@ def test_a_large_model_needs_a_gpu_and_room(monkeypatch):
     assert look_around([plan])[0].missing == ()
 
 
-def llama() -> Prediction:
+def llama() -> ModelSize:
     """Of Llama 3.1 8B."""
     return predict_memory("random:llama-3.1-8b", "bfloat16")
 

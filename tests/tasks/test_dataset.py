@@ -195,7 +195,7 @@ def test_a_missing_package_is_named(monkeypatch, chars):
         (book(pages="7"), "column pages is str, not int or float."),
         (book(answers=None), "column answers is NoneType, not list."),
         (book(context=" \n"), "column context is empty."),
-        ([1], "record 0 of {data} is no object but list."),
+        ([1], "record 0 of {data} is list, not an object."),
     ],
 )
 def test_a_wrong_record_is_refused(tmp_path, chars, record, said):

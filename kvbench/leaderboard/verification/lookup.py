@@ -27,7 +27,7 @@ from kvbench.template import Frame
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # noqa: TID251  # its type
 
-    from kvbench.hf import Prediction
+    from kvbench.hf import ModelSize
 
 
 class UnverifiableError(Exception):
@@ -212,7 +212,7 @@ def _configure(found: type[Any], settings: Mapping[str, Any], kind: Kind) -> Any
 
 
 @functools.cache
-def predict(folder: Path, dtype: str) -> Prediction:
+def predict(folder: Path, dtype: str) -> ModelSize:
     """Size and shape of a model in this element type, from its configuration."""
     from kvbench.hf import predict_memory
 

@@ -143,7 +143,7 @@ def test_the_mode_is_a_fact(records, task_of, mini_tokenizer, mode):
     ("name", "change", "said"),
     [
         ("scbench_kv", {"multi_turns": []}, "record 0 of {data}: column multi_turns is empty."),
-        ("scbench_kv", {"multi_turns": ["?"]}, "record 0, turn 0 of {data} is no object but str."),
+        ("scbench_kv", {"multi_turns": ["?"]}, "record 0, turn 0 of {data} is str, not an object."),
         ("scbench_kv", {"multi_turns": [{"input": "?"}]}, "has no column answer; it has input, and needs input (str)"),
         ("scbench_kv", {"multi_turns": [{"input": "?", "answer": ""}]}, "turn 0 of {data}: the answer is empty"),
         ("scbench_vt", {"multi_turns": [{"input": "?", "answer": "AB"}]}, "column answer is str, not list."),
