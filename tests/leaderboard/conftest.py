@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvbench import machine
 from kvbench.leaderboard.submission.archive import write_tar
 from kvbench.leaderboard.submission.bundle import Bundle, _list, open_bundle, pack_run
 from kvbench.leaderboard.submission.records import MANIFEST, RESULT, SAMPLES, SPEC
 from kvbench.leaderboard.submission.repository import Repository
 from kvbench.leaderboard.verification.verify import verify
+from kvbench.runs import environment
 from kvbench.runs.job import Job
 from kvbench.runs.journal import Line
 from kvbench.runs.options import Request
@@ -70,7 +70,7 @@ class Done:
 def _clean_tree():
     """Make all runs of these tests come from a clean commit, whatever the checkout's state."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machine, "find_git", lambda: Git(commit="c" * 40, dirty=False))
+        patch.setattr(environment, "find_git", lambda: Git(commit="c" * 40, dirty=False))
         yield
 
 

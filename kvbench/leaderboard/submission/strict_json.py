@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from kvbench.leaderboard.verification.outcome import RefusedError, quote
+from kvbench.runs.schema import upgrade
 
 T = TypeVar("T", bound=BaseModel)
 MAX_DEPTH = 24
@@ -22,7 +23,7 @@ MAX_NUMBER = 2**53
 
 
 def parse(data: bytes, kind: type[T], what: str) -> T:
-    """Parse one JSON document as a record.
+    """Parse one JSON document as a record; documents with earlier names are upgraded.
 
     Raises:
         RefusedError: not UTF-8, not JSON, a repeated key, too deep, more than MAX_CONTAINERS, a number beyond
@@ -35,7 +36,8 @@ def parse(data: bytes, kind: type[T], what: str) -> T:
             text, object_pairs_hook=_unique, parse_constant=_no_number, parse_float=_float, parse_int=_int
         )
         _check_nesting(found)
-        return kind.model_validate_json(text, strict=True)
+        current = upgrade(found)
+        return kind.model_validate_json(text if current == found else json.dumps(current), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"]))
