@@ -1,1 +1,1 @@
-"""One conversation on one model under one method, and what its stores count."""
+"""A conversation on one model under one method, and the counters of its stores."""

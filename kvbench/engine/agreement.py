@@ -1,8 +1,8 @@
-"""How far a method's next-token distributions are from the dense cache's, on the reference answers as forced tokens.
+"""Top-1 agreement and KL divergence to the full cache, teacher-forced on the reference answers.
 
-Accuracy saturates; agreement does not. The dense cache runs the same conversation once more, after the method's own
-session is closed, and generates nothing: one extra pass over the prompt. With reference history that conversation is
-the same under every method, so its logits are kept for the next run on the same model (a sweep asks again and again).
+Agreement still distinguishes methods where accuracy saturates. After the method's session is closed, the full cache
+runs the same conversation without generating: one extra pass over the prompt. With reference history this conversation
+is the same under every method, so its logits are cached for later runs on the same model, as in a sweep.
 """
 
 from __future__ import annotations
@@ -32,40 +32,42 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FullCache(Method):
-    """The dense cache, as the reference of comparisons; the row that users run is the method `full`."""
+    """The full cache as the reference of comparisons. As a method of its own it is `full`."""
 
     card: ClassVar[Card] = Card(
-        name="dense-reference", title="Dense KV cache", idea="Every row stays. Attention is exact.", arxiv=None,
+        name="full-reference", title="Full KV cache", idea="Keeps every entry. Attention is exact.", arxiv=None,
         year=None, family="baseline", stages=(), budget=BudgetKind.NONE, heads="independent", upstream=None,
     )
 
 
-AT_ONCE = 256
+CHUNK = 256
+"""Positions whose logits are compared in float64 at once."""
 FIRST_PART = 64
-KEPT_BYTES = 256 * 2**20
-"""Most bytes of dense logits that are kept per model, on the CPU; those asked for longest ago go first."""
-_kept: WeakKeyDictionary[nn.Module, OrderedDict[Hashable, list[Tensor]]] = WeakKeyDictionary()
+"""Tokens of the first part of `Agreement.by_distance`."""
+CACHED_BYTES = 256 * 2**20
+"""Most bytes of cached logits per model, on the CPU; the least recently used are dropped first."""
+_cached: WeakKeyDictionary[nn.Module, OrderedDict[Hashable, list[Tensor]]] = WeakKeyDictionary()
 
 
 def find_full_logits(
     model: Model, encoded: Encoded, spec: RunSpec, own: Sequence[Sequence[int]], capacity: int
 ) -> list[Tensor]:
-    """What `compute_full_logits` comes to, computed unless it is still known from an earlier run on this model."""
-    kept = _kept.setdefault(model.module, OrderedDict())
+    """As `compute_full_logits`, from the cache of this model's logits if they are in it."""
+    cached = _cached.setdefault(model.module, OrderedDict())
     history = tuple(tuple(ids) for ids in own) if spec.history == "own" else None
     key = (encoded, spec.mode, spec.visibility, spec.chunk, spec.kernels, history)
-    if key not in kept:
-        kept[key] = [x.cpu() for x in compute_full_logits(model, encoded, spec, own, capacity)]
-    kept.move_to_end(key)
-    while sum(x.nbytes for logits in kept.values() for x in logits) > KEPT_BYTES and len(kept) > 1:
-        kept.popitem(last=False)
-    return kept[key]
+    if key not in cached:
+        cached[key] = [x.cpu() for x in compute_full_logits(model, encoded, spec, own, capacity)]
+    cached.move_to_end(key)
+    while sum(x.nbytes for logits in cached.values() for x in logits) > CACHED_BYTES and len(cached) > 1:
+        cached.popitem(last=False)
+    return cached[key]
 
 
 def force_answer(talk: Session, answer: Sequence[int], *, counts: bool = False) -> Tensor:
-    """Logits that predict each token of an answer, given the ones before it. [T, V]
+    """Logits that predict each token of an answer, given the tokens before it. [T, V]
 
-    The session is left as it was, but for the account of what was read, where this `counts` as its answer.
+    The session does not change; with `counts`, the bytes read count as read for its answer.
     """
     with talk.fork() as branch:
         logits = branch.force(answer)[0].float()
@@ -77,13 +79,13 @@ def force_answer(talk: Session, answer: Sequence[int], *, counts: bool = False) 
 def compute_full_logits(
     model: Model, encoded: Encoded, spec: RunSpec, own: Sequence[Sequence[int]], capacity: int
 ) -> list[Tensor]:
-    """The dense cache's logits on the reference answers of the same conversation, by turn. [T, V] each
+    """The full cache's logits on the reference answers of a conversation, by turn. [T, V] each
 
-    own: the method's answers without their stop token, which later turns see where the history is its own.
+    own: the method's answers without stop tokens, which later turns see if the history is `own`.
     """
     found = []
     visible = () if spec.visibility == "hidden" else encoded.turns[0].first
-    # What it ran as is noted apart, or it would stand in the method's account.
+    # A context of its own: the kernels that run here are not counted as the method's.
     with using(spec.kernels), Session(model, FullCache(), capacity=capacity, chunk=spec.chunk) as session:
         session.prefill(encoded.context, visible=visible)
         for turn, ids in enumerate(encoded.turns):
@@ -99,15 +101,17 @@ def compute_full_logits(
     return found
 
 
-def compare_logits(ours: Tensor, dense: Tensor) -> Agreement:
-    """Share of positions with the same most likely token, and the mean KL divergence from the dense cache in nats.
+def compare_logits(ours: Tensor, full: Tensor) -> Agreement:
+    """Share of positions with the same top-1 token, and the mean KL divergence from the full cache in nats.
 
-    ours, dense: [T, V]. Long answers also by distance, in parts that double: a difference that grows shows there.
+    Long answers are also split by distance from the question, into parts of doubling length.
+
+    ours, full: [T, V].
     """
     same, divergence = torch.empty(len(ours)), torch.empty(len(ours))
-    for start in range(0, len(ours), AT_ONCE):  # double logits of a long answer at once would be gigabytes
-        part = slice(start, start + AT_ONCE)
-        p, q = (x[part].to(dense.device).double().log_softmax(-1) for x in (dense, ours))
+    for start in range(0, len(ours), CHUNK):  # float64 logits of a long answer can need gigabytes
+        part = slice(start, start + CHUNK)
+        p, q = (x[part].to(full.device).double().log_softmax(-1) for x in (full, ours))
         same[part], divergence[part] = (p.argmax(-1) == q.argmax(-1)).float(), (p.exp() * (p - q)).sum(-1)
     edges = [0]
     while edges[-1] < len(ours) >= FIRST_PART:

@@ -1,4 +1,4 @@
-"""One conversation, or a batch of equal length, on one model under one method."""
+"""A conversation, or a batch of conversations of equal length, on one model under one method."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from kvbench.step import Moment, Step
 from kvbench.store import LayerKV
 
 SCORE_CHUNK = 512
-"""Positions whose full-vocabulary logits exist at a time."""
+"""Most positions whose logits over the whole vocabulary are in memory at once."""
 
 
 class Session:
-    """`prefill` a context once, then `ask`; use it in a `with` statement.
+    """Call `prefill` once, then `ask` for each question, inside a `with` statement.
 
     Args:
-        model: a loaded model; its attention is switched while the session is open, and switched back.
-        method: settings with the budget fitted (`Method.fit`).
-        capacity: tokens that the conversation may come to, so that decoding never reallocates.
+        model: a loaded model; its attention is replaced while the session is open.
+        method: a method with a fitted budget (`Method.fit`).
+        capacity: most tokens of the conversation; allocated at once, so that decoding never reallocates.
         chunk: most prompt tokens per forward pass; None: the whole prompt at once.
-        recompress: compress again at the end of every question.
-        track: have the stores keep logical positions, for checks; costs bytes.
+        recompress: compress again after every question.
+        track: store the logical position of every entry, for checks; uses extra bytes.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Session:
         self.batch = 1
         self.logits: Tensor | None = None  # [B, V], of the last position
         self.compress_seconds = 0.0
-        self.answer_started = 0.0  # perf_counter when the last question had been run and its answer began
+        self.answer_started = 0.0  # perf_counter at the end of the last question
         self.shape: Shape | None = None  # of the context
         self._pending: list[list[int]] = []
         self._ledger = Ledger(self.layers)
@@ -69,7 +69,7 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Free the rows and give the model its attention back."""
+        """Free the KV entries and restore the model's attention."""
         for store in self.layers:
             store.close()
         self.logits = None
@@ -78,9 +78,15 @@ class Session:
     # Running
 
     def prefill(self, context: Sequence[int] | Tensor, visible: Sequence[int] | Tensor | None = None) -> Tensor:
-        """Run a context, and a question that the method may see, and compress at the end. Logits [B, V]."""
+        """Run the context and compress it at the end. Returns the last logits [B, V].
+
+        visible: a question to run with the context, so that the method sees it when it compresses.
+
+        Raises:
+            UserError: there are no tokens.
+        """
         if self.seen:
-            raise RuntimeError("this session already holds a context: open another one or fork")
+            raise RuntimeError("this session already holds a context: open another session, or fork this one")
         ids = self._ids(context)
         if visible is not None and len(visible):
             ids = torch.cat([ids, self._ids(visible)], dim=1)
@@ -95,16 +101,15 @@ class Session:
         return self.logits
 
     def fill(self, steps: Iterable[Step]) -> None:
-        """Take rows that no forward pass made as a whole context, one step per layer, and compress them: for clocks.
+        """Store synthetic entries as the context, one step per layer, and compress them. For timing.
 
-        A method sees queries as in a pass, but the rows are not attended to: it costs what storing, scoring and
-        compressing cost, and no logits follow.
+        Storing, scoring and compressing are run as in a prefill; attention is not, and there are no logits.
 
         Raises:
-            UserError: the method runs the context in a way of its own.
+            UserError: the method replays the context through the model.
         """
         if self.method.replays_context:
-            raise UserError(f"{self.method.card.name} looks at the context by running it: made-up rows do not do.")
+            raise UserError(f"{self.method.card.name} replays the context through the model and cannot take synthetic entries.")
         for step in steps:
             kv = self.layers[step.layer]
             self.batch, self.seen = step.key.shape[0], step.seen
@@ -121,11 +126,11 @@ class Session:
         self, query: Sequence[int] | Tensor, max_new_tokens: int, *, history: Sequence[int] | None = None,
         stop: frozenset[int] | None = None,
     ) -> Tokens:
-        """Run a question (none, if the context held it) and generate at most `max_new_tokens` tokens.
+        """Run a question (empty if the context held it) and generate at most `max_new_tokens` tokens.
 
-        With a reference `history` the answer is generated on a fork, and the history stands in its place from the next
-        question on. Without it the generated rows stay; the last token, which no forward has seen, goes before the
-        next question unless it is a stop token.
+        With a reference `history`, the answer is generated on a fork, and later questions see the history instead.
+        Without, later questions see the generated answer: its entries stay, and its last token, which has not been
+        run, is run before the next question unless it is a stop token.
         """
         self.question(query, max_new_tokens)
         return self.answer(max_new_tokens, history=history, stop=stop)
@@ -167,16 +172,16 @@ class Session:
         return greedy(self, max_new_tokens, stop)
 
     def ban_first(self, ids: Iterable[int]) -> None:
-        """None of these tokens can be the first of the next answer."""
+        """Forbid these tokens as the first token of the next answer."""
         assert self.logits is not None, "prefill first"
         self.logits[..., list(ids)] = float("-inf")
 
     def remember(self, ids: Sequence[int]) -> None:
-        """From the next question on, these ids stand as the last answer."""
+        """Run these ids before the next question, as the last answer."""
         self._pending = [list(ids)] * self.batch
 
     def score(self, ids: Sequence[int] | Tensor) -> Tensor:
-        """Log-probabilities of these tokens after what the session holds; appended as in `force`. [B, T]"""
+        """Log-probabilities of these tokens as the continuation; they are appended, as by `force`. [B, T]"""
         tokens = self._ids(ids)
         scores = [
             logits.float().log_softmax(-1).gather(-1, chunk[..., None])[..., 0]
@@ -185,15 +190,15 @@ class Session:
         return torch.cat(scores, dim=1)
 
     def force(self, ids: Sequence[int] | Tensor) -> Tensor:
-        """Logits that predict each of these tokens after what the session holds; they are appended. [B, T, V]
+        """Append these tokens and return the logits that predict each of them (teacher forcing). [B, T, V]
 
-        They are those of decode steps: a method without static ones may drop or round a row after each, so its tokens
-        are run one at a time; any other's at once, which is the same.
+        The logits equal those of decode steps. Methods without a static decode step may evict or quantize entries at
+        every step, so their tokens are run one at a time; for all others one forward pass gives the same logits.
         """
         return torch.cat([logits for _, logits in self._forced(self._ids(ids))], dim=1)
 
     def _forced(self, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Chunks of tokens with the logits that predict them, so that few positions' logits exist at a time."""
+        """Yield chunks of tokens with the logits that predict them, to bound the memory of logits."""
         assert self.logits is not None, "prefill first"
         pending = self._ids(self._pending)
         stepwise = self.method.graphable is not None
@@ -212,14 +217,14 @@ class Session:
         self._ledger.note_layers()
 
     def run_chunks(self, chunks: Iterable[Tensor], end: Moment) -> Tensor:
-        """Run chunks of ids; `end` is the moment of the last one. Logits of the last position [B, V]."""
+        """Run chunks of ids. end: the moment of the last chunk. Returns the last logits [B, V]."""
         *parts, last = chunks
         for ids in parts:
             self.forward(ids, end.chunk)
         return self.forward(last, end)[:, -1]
 
     def forward(self, ids: Tensor, moment: Moment, *, keep: int = 1) -> Tensor:
-        """One forward pass over new tokens. ids: [B, T]. Logits of the last `keep` positions [B, keep, V]."""
+        """Run one forward pass over new tokens. ids: [B, T]. Returns logits of the last `keep` positions [B, keep, V]."""
         count = ids.shape[1]
         if self._static is None:
             positions = torch.arange(self.seen, self.seen + count, device=ids.device).expand(ids.shape[0], -1)
@@ -248,7 +253,7 @@ class Session:
         if step.window is not None and step.moment.in_context:
             kv.keep_last(step.window)
         compresses = step.moment.compresses
-        started = now(step.key.device) if compresses else 0.0  # what the pass still has to do is no compression
+        started = now(step.key.device) if compresses else 0.0  # work queued before does not count as compression
         self.method.evict(kv, step)
         if compresses:
             self.compress_seconds += now(step.key.device) - started
@@ -257,12 +262,12 @@ class Session:
         self._ledger.note_layer(step.layer)
 
     def reserve(self, tokens: int, forward: int) -> None:
-        """Make room for `tokens` more tokens, at most `forward` at a time, so that decoding reallocates nothing."""
+        """Reserve space for `tokens` more tokens, at most `forward` per pass, so that decoding never reallocates."""
         for store in self.layers:
             store.reserve(tokens, min(tokens, forward))
 
     def fork(self) -> Session:
-        """A session that goes on from here by itself; rows are shared until one of the two writes."""
+        """An independent continuation of this session. Entries are shared until one of the two writes."""
         other = object.__new__(Session)
         other.__dict__.update(self.__dict__)
         other.layers = [store.fork() for store in self.layers]
@@ -273,14 +278,14 @@ class Session:
         return other
 
     def credit(self, branch: Session) -> None:
-        """Count as this session's own what a fork of it read to answer for it, and the most that it held."""
+        """Add a fork's read counters to this session, and take the larger peak of the two."""
         self._ledger.credit(branch._ledger)
 
     def make_static(self) -> None:
-        """Give every later step the same shapes: positions and lengths live on the device (CUDA graphs).
+        """Give all later steps the same shapes, with positions and lengths on the device, for CUDA graphs.
 
         Raises:
-            UserError: the method cannot, with its reason.
+            UserError: the method has no static decode step.
         """
         if self.method.graphable is not None:
             raise UserError(f"{self.method.card.name} has no static decode step: {self.method.graphable}")
@@ -295,14 +300,14 @@ class Session:
     # Counting
 
     def memory(self) -> CacheBytes:
-        """Bytes after the context and now."""
+        """Bytes of the cache right after compression and now."""
         return self._ledger.memory()
 
     def effect(self) -> Effect:
-        """What the stores say happened."""
+        """The stores' counters of changes to KV entries."""
         return self._ledger.effect()
 
 
 def _attend_to_nothing(step: Step) -> Tensor:
-    """An attention output of the right shape, without a value."""
+    """Zeros in the shape of an attention output."""
     return step.value.new_zeros(()).expand(*step.query.shape[:3], step.value.shape[3])

@@ -1,4 +1,4 @@
-"""The user's clock: wall time of what was asked for, with the device's work done."""
+"""End-to-end timing: wall time, including the work that is queued on the device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def now(device: torch.device) -> float:
-    """Seconds, after everything queued on the device has happened."""
+    """Seconds of a monotonic clock, after the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

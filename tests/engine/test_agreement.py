@@ -1,4 +1,4 @@
-"""Agreement with the dense cache: zero for what loses nothing, the textbook's numbers for what does."""
+"""Agreement with the full cache: exact for lossless methods, and equal to hand-computed numbers."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ CONTEXT = torch.randint(64, (120,), generator=torch.Generator().manual_seed(0)).
 
 def test_the_divergence_of_two_coins() -> None:
     """KL((1/2, 1/2) || (1/4, 3/4)) is log(2 / sqrt 3), and the most likely tokens differ in one of two rows."""
-    dense = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
+    full = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
     ours = torch.tensor([[0.25, 0.75], [0.9, 0.1]]).log()
 
-    found = compare_logits(ours, dense)
+    found = compare_logits(ours, full)
     top1, kl = found.top1, found.kl
 
     assert math.isclose(kl, math.log(2 / math.sqrt(3)) / 2, rel_tol=1e-6)
     assert top1 == 0.5
 
 
-def test_every_row_kept_agrees_and_few_random_rows_do_not() -> None:
-    """SnapKV at full budget has the dense cache's distributions; a handful of random rows has not."""
+def test_all_entries_kept_agree_and_a_few_random_ones_do_not() -> None:
+    """SnapKV at full budget has the full cache's distributions; a few random entries do not."""
     model = tiny_model()
     found = {}
-    methods = {"dense": FullCache(), "all": SnapKV(), "few": Random(window=1)}
-    budgets = {"dense": None, "all": Budget("fraction", 1.0), "few": Budget("rows", 8)}
+    methods = {"full": FullCache(), "all": SnapKV(), "few": Random(window=1)}
+    budgets = {"full": None, "all": Budget("fraction", 1.0), "few": Budget("rows", 8)}
     for name, method in methods.items():
         budget = budgets[name]
         with Session(model, method.fit(budget, model.shape(120)), capacity=200) as session:
@@ -47,9 +47,9 @@ def test_every_row_kept_agrees_and_few_random_rows_do_not() -> None:
             session.question([5, 6, 7], 4)
             found[name] = force_answer(session, [1, 2, 3, 4])
 
-    assert compare_logits(found["all"], found["dense"]).kl < 1e-9
-    assert compare_logits(found["all"], found["dense"]).top1 == 1.0
-    assert compare_logits(found["few"], found["dense"]).kl > 1e-3
+    assert compare_logits(found["all"], found["full"]).kl < 1e-9
+    assert compare_logits(found["all"], found["full"]).top1 == 1.0
+    assert compare_logits(found["few"], found["full"]).kl > 1e-3
 
 
 def test_forcing_leaves_the_session_as_it_was() -> None:
@@ -86,7 +86,7 @@ def test_forced_logits_are_those_that_predict_each_token() -> None:
 
 @dataclass(frozen=True)
 class Protocol:
-    """The parts of a spec that the dense cache's conversation depends on."""
+    """The parts of a spec that the full cache's conversation depends on."""
 
     mode: Mode = Mode.MULTI_TURN
     visibility: str = "hidden"
@@ -102,7 +102,7 @@ def conversation(first: int) -> Encoded:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Every call of the dense cache, as it comes."""
+    """Records every run of the full cache."""
     found: list[Any] = []
     really = agreement.compute_full_logits
 
@@ -111,11 +111,11 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return really(*arguments)
 
     monkeypatch.setattr(agreement, "compute_full_logits", run)
-    monkeypatch.setattr(agreement, "_kept", WeakKeyDictionary())
+    monkeypatch.setattr(agreement, "_cached", WeakKeyDictionary())
     return found
 
 
-def test_the_dense_cache_runs_a_conversation_once_per_model(runs: list[Any]) -> None:
+def test_the_full_cache_runs_a_conversation_once_per_model(runs: list[Any]) -> None:
     """Asked again it is known; another context, protocol, history or model is another conversation."""
     model, reference, own = tiny_model(), Protocol(), Protocol(history="own")
     first = find_full_logits(model, conversation(1), reference, [[9], [9]], 200)
@@ -131,11 +131,11 @@ def test_the_dense_cache_runs_a_conversation_once_per_model(runs: list[Any]) -> 
     assert len(runs) == 6
 
 
-def test_no_more_is_kept_than_fits(runs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_logits_are_bounded(runs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the limit the conversation asked for longest ago is forgotten."""
     model, protocol = tiny_model(), Protocol()
     size = sum(x.nbytes for x in find_full_logits(model, conversation(1), protocol, [], 200))
-    monkeypatch.setattr(agreement, "KEPT_BYTES", 2 * size)
+    monkeypatch.setattr(agreement, "CACHED_BYTES", 2 * size)
     for first in (2, 1, 3, 1, 2):
         find_full_logits(model, conversation(first), protocol, [], 200)
     assert [arguments[1].context[0] for arguments in runs] == [1, 2, 3, 2]
