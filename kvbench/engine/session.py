@@ -109,7 +109,9 @@ class Session:
             UserError: the method replays the context through the model.
         """
         if self.method.replays_context:
-            raise UserError(f"{self.method.card.name} replays the context through the model and cannot take synthetic entries.")
+            raise UserError(
+                f"{self.method.card.name} replays the context through the model and cannot take synthetic entries."
+            )
         for step in steps:
             kv = self.layers[step.layer]
             self.batch, self.seen = step.key.shape[0], step.seen
@@ -224,7 +226,7 @@ class Session:
         return self.forward(last, end)[:, -1]
 
     def forward(self, ids: Tensor, moment: Moment, *, keep: int = 1) -> Tensor:
-        """Run one forward pass over new tokens. ids: [B, T]. Returns logits of the last `keep` positions [B, keep, V]."""
+        """Run one forward pass. ids: new tokens [B, T]. Returns logits of the last `keep` positions [B, keep, V]."""
         count = ids.shape[1]
         if self._static is None:
             positions = torch.arange(self.seen, self.seen + count, device=ids.device).expand(ids.shape[0], -1)
