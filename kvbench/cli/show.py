@@ -54,8 +54,11 @@ def show_command(
     from kvbench.analysis.formatting import print_table
 
     document = _describe(name)
-    rows = [(key, _text(value)) for key, value in document.items() if key not in ("settings", "runs")]
-    print_table("", (str(document["kind"]), name), rows)
+    rows = [
+        (key.replace("_", " "), _text(value)) for key, value in document.items()
+        if key not in ("kind", "name", "settings", "runs")
+    ]
+    print_table("", (str(document["kind"]), str(document["name"])), rows)
     if runs := document.get("runs"):
         columns = list(dict.fromkeys(key for x in runs for key in x))
         print_table("", columns, [[_text(x.get(key)) for key in columns] for x in runs])
@@ -198,7 +201,7 @@ def _settings(kind: Any) -> list[dict[str, Any]]:
 
 def _text(value: Any) -> str:
     """A JSON value as text for a table."""
-    if value is None:
+    if value is None or value == []:
         return "-"
     if isinstance(value, list | tuple):
         return "\n".join(map(str, value)) if any(len(str(x)) > 40 for x in value) else ", ".join(map(str, value))
