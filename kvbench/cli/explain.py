@@ -14,6 +14,7 @@ from kvbench.cli.output import print_json
 if TYPE_CHECKING:
     from kvbench.analysis.explain import Change, ScoreShift
     from kvbench.analysis.load import FinishedRun
+    from kvbench.runs.options import Request
 
 
 def explain_command(
@@ -78,6 +79,9 @@ def _measure(
     if "scorer" in requests and (found := measure_scorer(mine, requests["scorer"].scorer or "")) is not None:
         effects["scorer"], notes["scorer"] = found, f"on the same {found.n} answers"
         del requests["scorer"]
+    for name, same in _find_duplicates(requests).items():
+        notes[name] = "no effect: the same run" if same == rerun.name else f"the same run as {same}"
+        del requests[name]
     cells = [SweepCell(i, 1, name, replace(x, out=out), {}) for i, (name, x) in enumerate(requests.items())]
     reports = dict(zip(requests, run_cells(cells) if cells else [], strict=True))
     base = mine
@@ -96,6 +100,16 @@ def _measure(
             pairing = f"paired on {found.n} questions" if found.n else "different questions, not paired"
             notes[name] = f"{pairing}; {report.folder.name}"
     return effects, notes
+
+
+def _find_duplicates(requests: dict[str, Request]) -> dict[str, str]:
+    """Names of requests that resolve to the same run as an earlier one, with its name."""
+    from kvbench.runs.request import check
+    from kvbench.sweep.check import describe_run
+
+    first: dict[object, str] = {}
+    keys = {name: (describe_run(check(x)), x.model, x.device, x.dtype) for name, x in requests.items()}
+    return {name: same for name, key in keys.items() if (same := first.setdefault(key, name)) != name}
 
 
 def _note(change: Change, *, run: bool) -> str:

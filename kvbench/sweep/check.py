@@ -27,7 +27,7 @@ def check_cells(cells: Sequence[SweepCell]) -> list[ResolvedRequest]:
         with _naming(cell):
             check_model(cell.request.model)
             plans.append(check(cell.request))
-            facts = _describe(plans[-1])
+            facts = describe_run(plans[-1])
         request = cell.request  # without the device map, which is not part of a run's identity
         first = seen.setdefault((facts, request.model, request.device, request.dtype), cell)
         if first is not cell:
@@ -72,7 +72,7 @@ def _naming(cell: SweepCell) -> Iterator[None]:
         raise UserError(f"cell '{cell.name}' ([[grid]] {cell.grid}): {error}") from error
 
 
-def _describe(plan: ResolvedRequest) -> str:
+def describe_run(plan: ResolvedRequest) -> str:
     """The identity of a run as text, without the model and the device."""
     request, method, task = plan.request, plan.method, plan.task
     return json.dumps([

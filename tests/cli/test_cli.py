@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvbench import __version__
 from kvbench.check import Claim
 from kvbench.runs.files import read_lines
 from kvbench.runs.spec import Mode, RunSpec
@@ -315,3 +316,57 @@ def test_an_output_folder_that_cannot_be_made_is_a_wrong_request(kvbench, argume
     assert answer.code == 2
     assert "folder /proc/foo/" in answer.err and "cannot be made: " in answer.err
     assert "make room" not in answer.err
+
+
+def test_explain_does_not_run_a_request_twice(kvbench, arguments, tmp_path):
+    """A budget of 25 % and none are the same run of a method whose default is 25 %."""
+    arguments[arguments.index("--task") + 1] = "kv-short"
+    out = ("--out", tmp_path / "runs")
+    runs = [
+        kvbench(*arguments, *x.split(), "--length", "500", "--samples", "1").json["run_id"]
+        for x in ("--method snapkv --set window=4 --budget 25%", "--method full")
+    ]
+    answer = kvbench("explain", *runs, "--run", *out, "--json")
+    assert answer.code == 0, answer.err
+    assert {x["name"]: x["note"] for x in answer.json["differences"]}["budget"] == "no effect: the same run"
+
+
+def test_the_full_cache_is_the_baseline(kvbench, arguments, tmp_path):
+    """Wherever it stands on the command line; without it the first run is."""
+    out = ("--out", tmp_path / "runs", "--json")
+    last, full, other = (
+        kvbench(*arguments, "--method", *x.split()).json["run_id"]
+        for x in (f"{LAST} --budget 10%", "full", f"{LAST} --budget 50%")
+    )
+    answer = kvbench("compare", last, full, other, *out)
+    assert answer.json["baseline"] == full
+    assert [x["run_id"] for x in answer.json["differences"]] == [last, other]
+    assert f"baseline: {full}" in answer.out
+    assert kvbench("compare", last, other, *out).json["baseline"] == last
+
+
+def test_the_version_is_printed(kvbench):
+    """The one of the package."""
+    answer = kvbench("--version")
+    assert (answer.code, answer.out) == (0, f"kvbench {__version__}\n")
+
+
+@pytest.mark.parametrize(("line", "close"), [
+    ("show where.tml", "where.toml"), ("check where.tml", "where.toml"), ("check wher.py", "where.py"),
+    ("run --method full --task where.tml", "where.toml"), ("run --method full --suite where.tml", "where.toml"),
+    ("sweep wher.toml", "where.toml"),
+])
+def test_a_similar_file_is_suggested(kvbench, tmp_path, monkeypatch, line, close):
+    """In place of a list of names."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("where.toml", "where.py"):
+        (tmp_path / name).write_text("")
+    answer = kvbench(*line.split())
+    assert answer.code == 2
+    assert f"Did you mean '{close}'?" in answer.err
+    assert "Allowed" not in answer.err
+
+
+def test_an_empty_list_of_names_is_not_printed(kvbench, tmp_path):
+    """There are no runs to choose from."""
+    assert "Allowed" not in kvbench("score", "x", "--out", tmp_path).err
