@@ -1,4 +1,4 @@
-"""Differences and ranks are of the same questions; what became worse than with the full cache is named by sample."""
+"""Comparing runs: paired differences, ranks, regressions, protocols, and the minimum detectable effect."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(
     name: str, scores: dict[tuple[int, int], float | None], *, full: bool = False, prompt: str = "p",
     status: str = "ok", higher: bool = True,
 ) -> FinishedRun:
-    """A finished run by hand: scores by sample and turn, and whether it is the full cache."""
+    """A finished run with given scores by sample and turn."""
     lines = {
         (f"s{index}", turn): Line(
             sample=f"s{index}", index=index, turn=turn, turns=TURNS, prompt_hash=f"{prompt}{index}", prediction="x",
@@ -74,7 +74,7 @@ FULL = {(0, 0): 1.0, (0, 1): 0.5, (1, 0): 1.0, (2, 0): 0.25, (10, 0): 1.0}
 
 
 def test_worse_answers_are_listed_worst_first():
-    """By how much was lost, then in the order of samples and turns; equal and better answers are not there."""
+    """By the loss, then in the order of samples and turns, without equal and better answers."""
     full = run("full", FULL, full=True)
     other = run("other", {(0, 0): 0.5, (0, 1): 0.0, (1, 0): 0.0, (2, 0): 1.0, (10, 0): 0.0})
     (found,) = find_regressions([other, full])
@@ -85,15 +85,15 @@ def test_worse_answers_are_listed_worst_first():
     )
 
 
-def test_of_a_loss_more_is_worse():
-    """A metric that is better when lower turns the sign around."""
+def test_a_higher_error_is_a_regression():
+    """For a metric of which lower is better, the sign is reversed."""
     full = run("full", {(0, 0): 0.0, (1, 0): 1.0}, full=True, higher=False)
     (found,) = find_regressions([full, run("other", {(0, 0): 1.0, (1, 0): 0.0}, higher=False)])
     assert found.samples == (Regression("s0", 0, 0.0, 1.0),)
 
 
-def test_only_what_both_were_asked_counts():
-    """Other prompts, missing turns and answers without a score are no pairs."""
+def test_only_common_questions_count():
+    """Different prompts, missing turns and answers without a score are left out."""
     full = run("full", FULL, full=True)
     fewer = run("fewer", {(0, 0): 0.0, (1, 0): None, (7, 0): 0.0})
     (found,) = find_regressions([full, fewer])
@@ -101,8 +101,8 @@ def test_only_what_both_were_asked_counts():
     assert find_regressions([full, run("elsewhere", dict.fromkeys(FULL, 0.0), prompt="q")]) == []
 
 
-def test_each_run_meets_the_full_cache_of_its_own_questions():
-    """With two of them, the one that was asked the same; a failed run has none, and is none."""
+def test_each_run_is_compared_with_the_full_cache_on_its_questions():
+    """Of two such runs, the one with the same questions; failed runs are left out."""
     ours, theirs = run("ours", FULL, full=True), run("theirs", FULL, full=True, prompt="q")
     lost = dict.fromkeys(FULL, 0.0)
     asked = [run("a", lost), run("b", lost, prompt="q"), run("c", lost, status="failed")]
@@ -111,16 +111,16 @@ def test_each_run_meets_the_full_cache_of_its_own_questions():
     assert find_regressions([run("failed", FULL, full=True, status="failed"), *asked]) == []
 
 
-def test_a_method_without_a_budget_that_loses_rows_is_no_full_cache():
-    """The effect decides, not the name: it had something to do."""
+def test_a_method_without_a_budget_that_loses_entries_is_not_the_full_cache():
+    """The effect check decides, not the name."""
     merging = run("merging", FULL, full=True)
     effect = merging.result.effect.model_copy(update={"n": 5, "n_identity": 0})
     merging = FinishedRun(merging.folder, merging.result.model_copy(update={"effect": effect}), merging.lines)
     assert find_regressions([merging, run("a", dict.fromkeys(FULL, 0.0))]) == []
 
 
-def test_ten_are_shown_and_the_rest_counted(capsys):
-    """On the screen; the record has them all."""
+def test_ten_regressions_are_shown_and_the_rest_counted(capsys):
+    """In the table; the record has all."""
     scores = {(i, 0): 1.0 for i in range(25)}
     found = find_regressions([run("full", scores, full=True), run("a", dict.fromkeys(scores, 0.0))])
     print_regressions(found)
@@ -132,21 +132,21 @@ def test_ten_are_shown_and_the_rest_counted(capsys):
 
 
 def test_the_difference_is_the_mean_over_common_questions():
-    """To the first run, full or not."""
+    """To the first run, whatever its method."""
     first, other = run("a", FULL), run("b", {**dict.fromkeys(FULL, 0.0), (9, 0): 1.0})
     difference = compare_pair(first, other)
     assert (difference.n, difference.mean) == (5, -sum(FULL.values()) / 5)
 
 
-def test_a_difference_is_drawn_by_context():
-    """Five contexts of four questions each that all got worse: one of 2**5 ways to sign them, twice."""
+def test_a_difference_is_tested_by_context():
+    """Five contexts of four questions each that all got worse: p = 2 / 2**5."""
     asked = list(product(range(5), range(4)))
     found = compare_pair(run("a", dict.fromkeys(asked, 1.0)), run("b", dict.fromkeys(asked, 0.0)))
     assert (found.n, found.contexts, found.mean, found.ci95, found.p) == (20, 5, -1.0, (-1.0, -1.0), 2 / 32)
 
 
-def test_more_runs_need_more_effect():
-    """p-values are adjusted over those that are compared with the first; a failed run is none of them."""
+def test_more_runs_need_larger_differences():
+    """p-values are adjusted over the runs that are compared with the first; failed runs do not count."""
     asked = [(i, 0) for i in range(20)]
     first = run("first", dict.fromkeys(asked, 1.0))
     others = [run(str(n), {key: float(i >= n) for i, key in enumerate(asked)}) for n in (7, 8, 0)]
@@ -169,20 +169,20 @@ def right(name: str, n: int, **more) -> FinishedRun:
     return run(name, {key: float(i < n) for i, key in enumerate(ASKED)}, **more)
 
 
-def test_runs_that_cannot_be_told_apart_share_a_rank():
-    """Five questions more are not enough, seven are; the next rank counts those above it."""
+def test_runs_that_do_not_differ_share_a_rank():
+    """Five more right answers are not significant, seven are; the next rank is one more than the runs above."""
     runs = [right("a", 4), right("b", 20), right("c", 15), right("d", 3)]
     assert rank_runs(runs) == [3, 1, 1, 3]
     assert rank_runs([right("a", 19), right("b", 19)]) == [1, 1]
 
 
-def test_of_a_loss_less_is_better():
-    """The metric says which way is up."""
+def test_a_lower_error_ranks_higher():
+    """The metric gives the direction."""
     assert rank_runs([right("a", 20, higher=False), right("b", 0, higher=False)]) == [2, 1]
 
 
 def test_a_failed_run_has_no_rank():
-    """Neither has one without a score, nor one that was asked something else, if as many were as it likes."""
+    """Nor has a run without a score, or with other questions than most runs."""
     others = [right("failed", 20, status="failed"), run("none", {}), right("alien", 20, prompt="q")]
     assert rank_runs([right("a", 5), *others, right("b", 5)]) == [1, None, None, None, 1]
     assert rank_runs(others[:2]) == [None, None]
@@ -200,16 +200,16 @@ def result() -> Result:
     )
 
 
-def test_every_part_of_the_protocol_is_there(result):
-    """A name that no result has would make all rows equal in it."""
+def test_every_field_of_the_protocol_exists(result):
+    """A misspelled field would be equal in all results."""
     document = result.model_dump(mode="json")
     for name in PROTOCOL:
         *parents, last = name.split(".")
         assert last in (look(document, ".".join(parents)) if parents else document), name
 
 
-def test_what_was_asked_and_where_it_ran(result):
-    """Methods and machines may differ where scores are compared, machines not where rows are ranked beside times."""
+def test_methods_and_machines_may_differ_in_score_comparisons(result):
+    """Methods may differ in both comparisons, machines only where times are not compared."""
     other = result.model_copy(update={"environment": result.environment.model_copy(update={"cpu": "another"})})
     assert name_questions(other.spec) == name_questions(result.spec)
     assert name_protocol(other) != name_protocol(result)
@@ -224,7 +224,7 @@ def test_what_was_asked_and_where_it_ran(result):
         assert name_questions(result.spec.model_copy(update=change)) != name_questions(result.spec)
 
 
-# Before a run
+# Minimum detectable effect
 
 
 def spec_of(result, **change) -> RunSpec:
@@ -255,7 +255,7 @@ def test_a_run_logs_its_minimum_detectable_effect(kvbench, arguments):
 
 
 def plans(*sizes: tuple[int, int], model: str = "mini") -> list[ResolvedRequest]:
-    """Requests that were checked, by their contexts and questions."""
+    """Checked requests with these numbers of contexts and questions."""
     return [check(Request("full", "niah", model=model, mode="multi-turn", samples=x, turns=y)) for x, y in sizes]
 
 
@@ -310,11 +310,11 @@ def test_the_full_cache_run_on_the_same_questions_is_found(result, tmp_path):
     assert find_full(spec_of(result, seed=1), tmp_path) is None
 
 
-# Runs by name
+# Finding runs
 
 
-def test_runs_are_found_in_folders_by_ids_and_in_suites(tmp_path):
-    """Each once, unfinished ones left out where a folder is named."""
+def test_runs_are_found_by_folder_id_and_suite(tmp_path):
+    """Each once; unfinished runs in a folder are skipped."""
     for name in ("a", "b", "c"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "spec.json").touch()
@@ -328,13 +328,13 @@ def test_runs_are_found_in_folders_by_ids_and_in_suites(tmp_path):
     assert find_runs([str(suite), "a", str(runs / "b"), str(tmp_path)], runs) == [runs / "b", runs / "a"]
 
 
-def test_how_answers_ended_is_shown():
-    """Mean length and the reasons; of no answer, neither."""
+def test_stop_reasons_are_shown():
+    """With the mean length; both are empty without answers."""
     assert format_output(Output(tokens=30, stop_reasons={"stop": 3, "length": 1})) == ("7.5", "length 1, stop 3")
     assert format_output(Output(tokens=0, stop_reasons={})) == ("-", "-")
 
 
-def test_runs_of_different_code_are_pointed_out(result):
+def test_different_code_gives_a_warning(result):
     """Packages and harness between all runs; methods and kernels only between runs of one method."""
     def change(part, **values):
         spec = result.spec.model_copy(update={part: getattr(result.spec, part).model_copy(update=values)})

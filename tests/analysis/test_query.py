@@ -1,4 +1,4 @@
-"""SQL sees what the files of runs hold, and nothing else of the machine."""
+"""SQL queries: the columns and values of run files, and no access to anything else."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def folders() -> list[Path]:
 
 @pytest.fixture
 def changed(folders, tmp_path):
-    """A run whose files may be changed."""
+    """A copy of a run whose files a test may change."""
     folder = tmp_path / "runs" / "changed"
     shutil.copytree(folders[2], folder)
     return folder
 
 
-def test_a_row_per_run(kvbench, folders):
-    """Under plain names, as a table and as JSON."""
+def test_results_has_a_row_per_run(kvbench, folders):
+    """With short column names, as a table and as JSON."""
     results = [read_file(x / "result.json", Result) for x in folders]
     sql = "SELECT method, avg(score) AS mean FROM results GROUP BY 1 ORDER BY 1"
     answer = kvbench("query", sql, *(x for folder in folders for x in ("--results", folder)), "--json")
@@ -48,16 +48,16 @@ def test_a_row_per_run(kvbench, folders):
     assert "snapkv" in answer.out.splitlines()[-3]
 
 
-def test_every_run_below_a_folder(kvbench):
-    """At any depth."""
+def test_runs_are_found_at_any_depth(kvbench):
+    """Below the folder of --results."""
     answer = kvbench("query", "SELECT count(*) AS n FROM results", "--results", CURATED.parent, "--json")
     below = list(CURATED.parent.glob("*/*/result.json"))
     assert len(below) > len(find_runs([str(CURATED)])) > 0
     assert answer.json == [{"n": len(below)}]
 
 
-def test_the_query_of_the_documents_gives_the_policies(kvbench, monkeypatch):
-    """The one of docs/diffusion.md runs from the checkout as it stands there, and has a row for each policy."""
+def test_the_query_in_the_docs_runs(kvbench, monkeypatch):
+    """The one in docs/diffusion.md gives a row per policy."""
     monkeypatch.chdir(CURATED.parent.parent)
     text = Path("docs/diffusion.md").read_text(encoding="utf-8")
     (command,) = (shlex.split(x) for x in re.findall(r"^kvbench (query .*)$", text, re.MULTILINE))
@@ -67,8 +67,8 @@ def test_the_query_of_the_documents_gives_the_policies(kvbench, monkeypatch):
     assert {x["method"] for x in answer.json} >= {"none", "dkv-cache-decode", "local-leap"}
 
 
-def test_a_row_per_answer(folders):
-    """Means over the journals are the scores of the results; lists count from 1, JSON has its arrows."""
+def test_samples_has_a_row_per_answer(folders):
+    """Means over the journals equal the scores of the results; lists and JSON can be indexed."""
     found = query_runs(
         """
         WITH means AS (SELECT run_id, avg(score) AS mean, count(*) AS n FROM samples GROUP BY 1)
@@ -90,8 +90,8 @@ def test_a_row_per_answer(folders):
     "SELECT * FROM '/etc/passwd'", "SELECT * FROM read_text('/etc/passwd')", "SELECT * FROM glob('/etc/*')",
     "SELECT * FROM read_csv('https://example.org/x.csv')", "SELECT getenv('HOME')", "SELECT * FROM folders",
 ])
-def test_nothing_else_can_be_reached(folders, sql):
-    """No file, no address, no variable of the process."""
+def test_a_query_cannot_reach_files_or_network(folders, sql):
+    """Nor environment variables or local variables of the process."""
     with pytest.raises(UserError, match="the query failed: "):
         query_runs(sql, folders)
 
@@ -101,14 +101,14 @@ def test_nothing_else_can_be_reached(folders, sql):
     "SET enable_external_access = true", "UPDATE results SET score = 1", "DROP TABLE results", "PRAGMA database_list",
     "EXPORT DATABASE 'x'", "CALL pragma_version()",
 ])
-def test_a_query_only_asks(folders, sql):
-    """One SELECT, or what describes one."""
+def test_a_query_is_one_select(folders, sql):
+    """Or an EXPLAIN or DESCRIBE of one."""
     with pytest.raises(UserError, match="a query must be one SELECT"):
         query_runs(sql, folders)
 
 
-def test_what_cannot_be_asked(kvbench, folders, tmp_path):
-    """One line each, exit code 2, and where to look."""
+def test_bad_queries_are_refused(kvbench, folders, tmp_path):
+    """With one line, exit code 2 and a hint."""
 
     def refuse(sql, *more):
         answer = kvbench("query", sql, *more)
@@ -131,7 +131,7 @@ def test_without_duckdb_the_extra_is_named(folders, monkeypatch):
 
 
 def test_columns_can_be_listed(folders):
-    """Every one of both tables, with its type."""
+    """All columns of both tables, with their types."""
     for table, columns in (("results", find_columns(Result)), ("samples", find_columns(Line))):
         listed = {x[0]: x[1] for x in query_runs(f"DESCRIBE {table}", folders).rows}
         types = {str: "VARCHAR", int: "BIGINT", float: "DOUBLE", bool: "BOOLEAN"}
@@ -139,13 +139,13 @@ def test_columns_can_be_listed(folders):
 
 
 def test_values_become_json(folders):
-    """What is no number is null; what JSON does not know is text."""
+    """NaN becomes null; other types become text."""
     found = query_runs("SELECT 'nan'::DOUBLE, 1.5::DECIMAL(3, 1), DATE '2026-01-02', [1, 2], {'a': NULL}", folders)
     assert found.rows == ((None, 1.5, "2026-01-02", [1, 2], {"a": None}),)
 
 
-def test_what_steers_a_terminal_is_not_printed(kvbench, changed):
-    """A name of a file is text and nothing else."""
+def test_control_characters_are_not_printed(kvbench, changed):
+    """Names in files are untrusted text."""
     text = (changed / "result.json").read_text().replace('"snapkv"', '"\\u001b[2Jsnap"')
     (changed / "result.json").write_text(text)
     answer = kvbench("query", "SELECT method FROM results", "--results", changed)
@@ -153,7 +153,7 @@ def test_what_steers_a_terminal_is_not_printed(kvbench, changed):
     assert "\x1b" not in answer.out
 
 
-def test_numbers_that_no_table_holds_are_refused(changed):
+def test_numbers_too_large_for_a_table_are_refused(changed):
     """JSON has integers of any size."""
     result = json.loads((changed / "result.json").read_text())
     result["model"]["params"] = result["spec"]["model"]["params"] = 10**30
@@ -162,19 +162,19 @@ def test_numbers_that_no_table_holds_are_refused(changed):
         query_runs("SELECT 1 FROM results", [changed])
 
 
-# Flat rows
+# Columns
 
 
-def test_columns_are_named_after_their_places():
-    """What stands twice in a result is one column, and no card is there."""
+def test_columns_are_named_after_their_paths():
+    """Fields that a result has twice are one column, and cards are left out."""
     names = [x.name for x in find_columns(Result)]
     assert len(names) == len(set(names))
     assert {"method", "score", "task", "model", "seed", "memory_ratio", "environment_git_commit"} <= set(names)
     assert not {"spec_method_name", "method_card", "schema_version", "spec_seed"} & set(names)
 
 
-def test_a_row_has_every_value(folders):
-    """Single values as they are, lists as lists, the rest as JSON text; what is not there is null."""
+def test_a_flat_record_has_every_value(folders):
+    """Scalars and lists of scalars as they are, the rest as JSON text; missing values are None."""
     result = read_file(folders[2] / "result.json", Result)
     row = flatten(result)
     assert row["score"] == result.score.mean
@@ -185,16 +185,16 @@ def test_a_row_has_every_value(folders):
     assert make_table([row], find_columns(Result)).to_pylist() == [row]
 
 
-def test_a_journals_row_can_be_read_back(folders):
-    """As the record that it was."""
+def test_a_journal_line_is_flattened(folders):
+    """Its values equal those of the record."""
     line = read_lines(folders[0] / "samples.jsonl")[0]
     row = flatten(line)
     assert (row["times_ttft_s"], row["bytes_stored_bytes"]) == (line.times.ttft_s, line.bytes.stored_bytes)
     assert tuple(row["ids"]) == line.ids and json.loads(row["facts"]) == line.facts
 
 
-def test_a_spreadsheet_runs_nothing():
-    """Text that begins like a formula has an apostrophe before it; numbers are numbers."""
+def test_csv_contains_no_formulas():
+    """Text that starts like a formula gets a leading apostrophe; numbers stay numbers."""
     rows = [{"a": "=1+1", "b": -1.5, "c": None, "d": [1, "@"]}, {"a": 'x,"y"', "b": 2, "c": "+", "d": []}]
     text = write_csv(rows, rows[0])
     assert list(csv.reader(io.StringIO(text))) == [

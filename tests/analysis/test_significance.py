@@ -1,4 +1,4 @@
-"""Intervals cover, tests do not cry wolf, and both say what can be worked out by hand."""
+"""Statistics: coverage of intervals, error rates of tests, examples by hand, and agreement with SciPy."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ p_values = st.lists(st.floats(0, 1), min_size=1, max_size=20)
 # Intervals
 
 
-def test_an_interval_is_scipys():
-    """Of the ratio of sums to counts, contexts drawn whole; the draws are others, so the ends agree within noise."""
+def test_an_interval_equals_scipys():
+    """For the ratio of sums to counts over whole contexts; the random draws differ, so the ends agree within noise."""
     rng = np.random.default_rng(3)
     clusters = [list(rng.random(rng.integers(1, 6))) for _ in range(30)]
     sums, counts = np.array([sum(x) for x in clusters]), np.array([len(x) for x in clusters])
@@ -36,8 +36,8 @@ def test_an_interval_is_scipys():
 
 
 @given(contexts)
-def test_an_interval_holds_the_mean(clusters):
-    """Of what was drawn."""
+def test_an_interval_contains_the_mean(clusters):
+    """Of the data."""
     low, high = bootstrap_interval(clusters)
     mean = sum(map(sum, clusters)) / sum(map(len, clusters))
     assert low - 1e-6 <= high
@@ -45,8 +45,8 @@ def test_an_interval_holds_the_mean(clusters):
     assert mean - 1e-6 <= high <= max(map(max, clusters)) + 1e-6
 
 
-def test_turns_of_a_context_are_one_draw():
-    """Forty contexts whose five turns are alike say no more than forty questions; taken as 200, too much."""
+def test_turns_of_a_context_are_drawn_together():
+    """Forty contexts with five equal turns are worth forty questions; as 200 questions the interval is too narrow."""
     rng = np.random.default_rng(0)
     answers = [float(x) for x in rng.integers(0, 2, size=40)]
 
@@ -62,7 +62,7 @@ def test_turns_of_a_context_are_one_draw():
 
 
 def test_sign_flips_by_hand():
-    """Of the eight ways to sign 1, 2 and 4 only two reach a sum of 7; 1 and -1 cancel, whatever the signs."""
+    """Of the eight ways to sign 1, 2 and 4 only two reach a sum of 7; 1 and -1 cancel."""
     assert flip_signs([1, 2, 4]) == 2 / 8
     assert flip_signs([-1, -2, 4]) == 1.0  # 1 is the least that a sum of theirs can be
     assert flip_signs([1, 2, -4, 0, 0]) == 1.0
@@ -71,8 +71,8 @@ def test_sign_flips_by_hand():
 
 
 @pytest.mark.parametrize(("better", "worse"), [(1, 0), (5, 0), (6, 0), (9, 2), (40, 20), (7, 7)])
-def test_right_or_wrong_answers_are_mcnemars(better, worse):
-    """One question per context: the exact binomial test of those that only one method answered."""
+def test_binary_scores_give_mcnemars_test(better, worse):
+    """With one question per context: the exact binomial test on questions that only one method answered."""
     differences = [1.0] * better + [-1.0] * worse + [0.0] * 30
     assert flip_signs(differences) == pytest.approx(binomtest(better, better + worse).pvalue)
 
@@ -93,8 +93,8 @@ def test_sign_flips_are_scipys(n, digits):
 
 
 @pytest.mark.parametrize("parts", [7, 11, 37, 1001])
-def test_scores_of_any_denominator_tie_as_their_fractions_do(parts):
-    """2/11 and 1/11 against 3/11: every one of the 2**n sums is looked at, in whole numbers."""
+def test_fractions_tie_exactly(parts):
+    """2/11 and 1/11 against 3/11: all 2**n sums are compared as integers."""
     rng = np.random.default_rng(parts)
     for whole in [[2, -1, 2, -1, 0, 2, 3, 2, -1, 3], *rng.integers(-3, 4, size=(5, 10)).tolist()]:
         sums = np.array(list(itertools.product((1, -1), repeat=10))) @ np.abs(whole)
@@ -102,8 +102,8 @@ def test_scores_of_any_denominator_tie_as_their_fractions_do(parts):
         assert flip_signs([x / parts for x in whole]) == pytest.approx(exact)
 
 
-def test_scores_without_a_common_denominator_err_on_the_safe_side():
-    """Of sums of many denominators a tie that rounding hides still counts: 1/997 + 2/991 beside both in one."""
+def test_rounded_scores_give_conservative_p_values():
+    """Without a common denominator, a tie that rounding hides still counts."""
     a, b = 1 / 997, 2 / 991
     for values in ([a, b, a + b, 0.5, -a, 0.1 + b], [a, -b, a + b, 1 / 983, 1 / 977, -1 / 983 - 1 / 977, 0.7]):
         signs = np.array(list(itertools.product((1, -1), repeat=len(values))))
@@ -111,8 +111,8 @@ def test_scores_without_a_common_denominator_err_on_the_safe_side():
         assert exact <= flip_signs(values) <= exact + 0.05
 
 
-def test_the_surest_difference_is_as_sure_as_its_contexts():
-    """Forty contexts that all got worse, graded or not: two of 2**40 ways to sign them."""
+def test_the_smallest_p_value_depends_on_the_contexts():
+    """Forty contexts that all got worse, graded or not: p = 2 / 2**40."""
     assert flip_signs([-5.0] * 40) == pytest.approx(2**-39)
     assert flip_signs([-0.3, -0.7] * 20) == pytest.approx(2**-39)
     assert 2**-39 <= flip_signs(list(-np.random.default_rng(0).random(40))) <= 2**-38  # rounded, on the safe side
@@ -123,7 +123,7 @@ def test_the_surest_difference_is_as_sure_as_its_contexts():
 @given(pairs, st.randoms())
 @settings(max_examples=50, deadline=None)
 def test_a_comparison_does_not_depend_on_order(sampled, random):
-    """Neither of contexts (but for which of them are drawn) nor of turns; swapped methods have the opposite mean."""
+    """Of contexts (except for the bootstrap draws) or turns; swapping the methods negates the mean."""
     found = compare_scores(sampled)
     mixed = [random.sample(x, len(x)) for x in random.sample(sampled, len(sampled))]
     other = compare_scores(mixed)
@@ -136,17 +136,17 @@ def test_a_comparison_does_not_depend_on_order(sampled, random):
     assert swapped.ci95 == pytest.approx((-found.ci95[1], -found.ci95[0]), abs=1e-6)
 
 
-def test_methods_that_say_the_same_do_not_differ():
-    """No difference at all: nothing to be sure of."""
+def test_equal_answers_do_not_differ():
+    """Without any difference p = 1."""
     found = compare_scores([[(1.0, 1.0), (0.0, 0.0)]] * 20)
     assert (found.n, found.contexts, found.mean, found.ci95, found.p) == (40, 20, 0.0, (0.0, 0.0), 1.0)
 
 
-# Many rows at once
+# Several runs
 
 
 def test_holm_by_hand():
-    """The smallest times their number, the next times one fewer, and never below the one before."""
+    """The smallest times their number, the next times one less, and never below the previous one."""
     assert adjust([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert adjust([0.5, 0.9]) == [1.0, 1.0]
     assert adjust([]) == []
@@ -154,7 +154,7 @@ def test_holm_by_hand():
 
 @given(p_values)
 def test_holm_keeps_order_and_bounds(given_ps):
-    """Between the values themselves and Bonferroni's, in the same order; never below what controls less."""
+    """Between the raw and the Bonferroni p-values, in the same order, and at least the Benjamini-Hochberg ones."""
     adjusted = adjust(given_ps)
     for p, q in zip(given_ps, adjusted, strict=True):
         assert p <= q <= min(1.0, len(given_ps) * p) + 1e-12
@@ -165,13 +165,13 @@ def test_holm_keeps_order_and_bounds(given_ps):
 
 @given(p_values, st.randoms())
 def test_holm_does_not_depend_on_order(given_ps, random):
-    """Each row keeps its value."""
+    """Each run keeps its value."""
     order = random.sample(range(len(given_ps)), len(given_ps))
     assert adjust([given_ps[i] for i in order]) == [adjust(given_ps)[i] for i in order]
 
 
-def test_a_group_ends_where_its_leader_is_left_behind():
-    """What differs from the leader leads the next group, whatever it is to the last of the first one."""
+def test_a_group_ends_at_the_first_item_that_differs_from_its_leader():
+    """That item leads the next group, whether or not it differs from the last item of the first one."""
     means = {"a": 0.9, "b": 0.8, "c": 0.7, "d": 0.1}
 
     def p_value(x, y):
@@ -183,22 +183,22 @@ def test_a_group_ends_where_its_leader_is_left_behind():
 
 
 def test_groups_never_contradict_the_order():
-    """A noisy row below one that differs from the leader does not climb over it."""
+    """A noisy item below one that differs from the leader does not join the leader."""
     p_values = {("a", "b"): 0.001, ("a", "c"): 0.5, ("b", "c"): 0.5}
     assert group_ties("abc", lambda x, y: p_values[x, y]) == [["a"], ["b", "c"]]
 
 
-def test_more_rows_need_more_effect():
-    """A p-value of 0.03 parts two rows, and is to be expected among five."""
+def test_more_items_need_smaller_p_values():
+    """p = 0.03 separates two items, but not five."""
     assert group_ties("ab", lambda x, y: 0.03) == [["a"], ["b"]]
     assert group_ties("abcde", lambda x, y: 0.03) == [["a", "b", "c", "d", "e"]]
 
 
-# Simulated methods: the rates that the words "95 %" and "5 %" promise
+# Simulated methods: nominal rates of 95 % and 5 %
 
 
 def draw(rng, sims, n, turns, differ, together):
-    """Sums by context of -1, 0 and 1, [sims, n]: how often two equal methods differ, and turns that err together."""
+    """Sums by context of -1, 0 and 1, [sims, n]: how often two equal methods differ, with correlated turns."""
     alone, common = rng.random((sims, n, turns)), rng.random((sims, n, 1))
     u = np.where(rng.random((sims, n, 1)) < together, common, alone)
     return np.where(u < differ / 2, 1, np.where(u < differ, -1, 0))
@@ -207,15 +207,15 @@ def draw(rng, sims, n, turns, differ, together):
 @pytest.mark.few
 @pytest.mark.parametrize(("n", "turns", "differ"), [(10, 5, 0.3), (20, 1, 0.8), (20, 5, 0.1), (40, 5, 0.3)])
 def test_equal_methods_rarely_differ(n, turns, differ):
-    """Of 500 simulated pairs of equal methods 5 % are found to differ, or fewer; turns err together or not."""
+    """At most 5 % of 500 simulated pairs of equal methods differ, with independent and with correlated turns."""
     for together in (0.0, 0.5):
         sums = draw(np.random.default_rng(n), 500, n, turns, differ, together).sum(axis=2)
         rate = np.mean([flip_signs(list(x)) < ALPHA for x in sums])
         assert 0.001 < rate < ALPHA + 3 * (ALPHA * (1 - ALPHA) / 500) ** 0.5
 
 
-def test_equal_methods_rarely_differ_at_all():
-    """Ten equal methods against one: in 5 % of 200 simulated tables there is a difference, before Holm in far more."""
+def test_the_family_wise_error_rate_is_kept():
+    """Ten equal methods against one: 5 % of 200 simulated tables have a difference; far more without Holm."""
     rng = np.random.default_rng(5)
     shared = rng.random((200, 40, 1))
     tables = (rng.random((200, 40, 11)) < shared).astype(float)  # questions are hard or easy for all of them
@@ -226,8 +226,8 @@ def test_equal_methods_rarely_differ_at_all():
     assert before > 0.1
 
 
-def test_intervals_cover_what_they_should():
-    """Of 400 simulated runs near 95 % have the truth in their interval, turns that err together included."""
+def test_intervals_have_nominal_coverage():
+    """About 95 % of 400 simulated runs have the true value in their interval, with correlated turns, too."""
     rng = np.random.default_rng(2)
     difficulty = rng.beta(2, 2, size=(400, 40, 1))
     runs = (rng.random((400, 40, 5)) < difficulty).astype(float)
@@ -235,19 +235,19 @@ def test_intervals_cover_what_they_should():
     assert 0.91 < np.mean(inside) < 0.98
 
 
-# What a run can tell apart
+# Minimum detectable effect
 
 
-def test_five_questions_tell_nothing():
-    """All five lost is one of 16 ways to change five coins: 6 %. Six are the fewest."""
+def test_five_questions_detect_nothing():
+    """All five lost has p = 2 / 2**5 = 6 %; six is the minimum."""
     assert find_detectable(5, 1.0) is None
     least = find_detectable(6, 1.0)
     assert least**6 == pytest.approx(0.8, abs=1e-3)  # all six must be lost, and at this rate they are in 80 %
 
 
 @pytest.mark.slow
-def test_the_smallest_difference_is_found_as_often_as_said():
-    """Simulated at that difference and tested with the test that is used."""
+def test_the_detectable_difference_has_the_stated_power():
+    """Simulated at that difference, with the test that is used."""
     rng = np.random.default_rng(7)
     for n, accuracy in ((20, 1.0), (40, 0.9), (60, None)):
         x = find_detectable(n, accuracy)
@@ -260,8 +260,8 @@ def test_the_smallest_difference_is_found_as_often_as_said():
 @pytest.mark.slow
 @given(st.integers(1, 300), st.floats(0, 1))
 @settings(max_examples=40, deadline=None)
-def test_the_worst_case_is_the_worst(n, accuracy):
-    """Knowing an accuracy never makes it harder; more questions do not either, by more than a step of the test."""
+def test_the_worst_case_bounds_the_detectable_difference(n, accuracy):
+    """A known accuracy never gives a larger one; nor do more questions, by more than a step of the test."""
     worst, known = find_detectable(n), find_detectable(n, accuracy)
     assert worst is None or known is None or known <= worst + 0.02
     more = find_detectable(n + 20, accuracy)

@@ -1,4 +1,4 @@
-"""Every test has a cache folder of its own, so that no example is read from another test."""
+"""Each test has its own cache folder, so that no test reads another test's examples."""
 
 from __future__ import annotations
 

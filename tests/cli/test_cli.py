@@ -1,4 +1,4 @@
-"""The command line: a wrong request is one line and exit code 2, and nothing is written."""
+"""The command line: bad input gives one line and exit code 2, and writes nothing."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ BAD_REQUESTS = [
 @pytest.mark.few(15)
 @pytest.mark.parametrize(("options", "message"), BAD_REQUESTS, ids=[x for x, _ in BAD_REQUESTS])
 def test_a_bad_request_is_refused(kvbench, arguments, tmp_path, options, message):
-    """Exit code 2, one message with the value and the next step, nothing on standard output or the disk."""
+    """Exit code 2, one message with the value and the next step, nothing on standard output or on disk."""
     answer = kvbench(*arguments, "--method", LAST, *options.split())
     assert answer.code == 2
     *log, last = answer.err.splitlines()
@@ -80,8 +80,8 @@ def test_a_bad_request_is_refused(kvbench, arguments, tmp_path, options, message
     assert not (tmp_path / "runs").exists()
 
 
-def test_an_output_folder_that_cannot_be_is_refused(kvbench, arguments, tmp_path):
-    """Before anything is loaded."""
+def test_an_impossible_output_folder_is_refused(kvbench, arguments, tmp_path):
+    """Before a model is loaded."""
     (tmp_path / "file").write_text("")
     arguments[arguments.index("--out") + 1] = str(tmp_path / "file" / "runs")
     answer = kvbench(*arguments, "--method", LAST)
@@ -90,7 +90,7 @@ def test_an_output_folder_that_cannot_be_is_refused(kvbench, arguments, tmp_path
 
 
 def test_a_tracker_that_is_not_installed_is_refused(kvbench, arguments, monkeypatch):
-    """Before the run, not after it."""
+    """Before the run starts."""
     monkeypatch.setattr("kvbench.runs.request.importlib.util.find_spec", lambda _: None)
     answer = kvbench(*arguments, "--method", LAST, "--wandb")
     assert answer.code == 2
@@ -98,7 +98,7 @@ def test_a_tracker_that_is_not_installed_is_refused(kvbench, arguments, monkeypa
 
 
 def test_a_model_that_does_not_fit_is_refused(kvbench, arguments, monkeypatch):
-    """By its weights alone, before they are read."""
+    """Its weights exceed the memory; they are not read."""
     monkeypatch.setattr("kvbench.runs.prepare.ram_bytes", lambda: 1000)
     answer = kvbench(*arguments, "--method", LAST)
     assert answer.code == 2
@@ -120,7 +120,7 @@ def test_a_model_that_does_not_fit_is_refused(kvbench, arguments, monkeypatch):
     ],
 )
 def test_wrong_commands_are_refused(kvbench, tmp_path, monkeypatch, line, message):
-    """In one line, by every command."""
+    """Every command prints one line."""
     monkeypatch.chdir(tmp_path)
     answer = kvbench(*line.split())
     assert answer.code == 2
@@ -129,7 +129,7 @@ def test_wrong_commands_are_refused(kvbench, tmp_path, monkeypatch, line, messag
 
 
 @pytest.mark.parametrize("what", ["methods", "tasks", "models", "suites"])
-def test_lists_end_in_json(kvbench, what):
+def test_lists_print_json(kvbench, what):
     """A list of objects with names."""
     answer = kvbench("list", what, "--json")
     assert answer.code == 0
@@ -139,8 +139,8 @@ def test_lists_end_in_json(kvbench, what):
 @pytest.mark.parametrize(
     ("name", "key", "value"), [("snapkv", "arxiv", "2404.14469"), ("niah", "name", "niah_multikey_1")]
 )
-def test_show_tells_the_card_and_the_settings(kvbench, name, key, value):
-    """By any name."""
+def test_show_prints_the_card_and_the_settings(kvbench, name, key, value):
+    """The name or an alias selects the class."""
     answer = kvbench("show", name, "--json")
     assert answer.json[key] == value
     assert all({"name", "type", "default"} == set(x) for x in answer.json["settings"])
@@ -152,18 +152,18 @@ def test_show_tells_the_card_and_the_settings(kvbench, name, key, value):
     ("snapkv", "32,768 bytes per token, 25.0% of the full cache"),
     ("shadowkv", "in host memory"),
 ])
-def test_show_tells_what_is_stored(kvbench, name, stored):
-    """Of 32 layers with 8 KV heads of 128 in 16 bits: 2 x 32 x 8 x 128 x 2 bytes per token, and the default is 25 %."""
+def test_show_prints_the_stored_bytes(kvbench, name, stored):
+    """32 layers with 8 KV heads of 128 in 16 bits have 2 x 32 x 8 x 128 x 2 bytes per token; default budget 25 %."""
     assert stored in kvbench("show", name, "--json").json["stored"]
 
 
-def test_show_tells_a_model(kvbench, model_folder):
-    """From its configuration."""
+def test_show_prints_a_model(kvbench, model_folder):
+    """The numbers are those of its configuration."""
     assert kvbench("show", model_folder, "--json").json["num_hidden_layers"] == 2
 
 
-def test_check_fails_with_a_failed_claim(kvbench, monkeypatch):
-    """Exit code 1 and the claim by name."""
+def test_check_fails_with_a_failed_invariant(kvbench, monkeypatch):
+    """Exit code 1, and the name of the invariant."""
     claims = [Claim("a claim", True, "fine", 0.1), Claim("another", False, "not so", 0.2)]
     monkeypatch.setattr("kvbench.check.check", lambda method, settings: claims)
     answer = kvbench("check", LAST, "--json")
@@ -174,8 +174,8 @@ def test_check_fails_with_a_failed_claim(kvbench, monkeypatch):
     assert kvbench("check", LAST).code == 0
 
 
-def test_score_writes_beside_the_run(kvbench, arguments, tmp_path):
-    """The run's own scorer gives the run's own score; another one gives another; the result stays."""
+def test_score_writes_into_the_run_folder(kvbench, arguments, tmp_path):
+    """The run's own scorer gives the run's own score, another scorer another; result.json is unchanged."""
     run = kvbench(*arguments, "--method", LAST).json
     folder = tmp_path / "runs" / run["run_id"]
     before = (folder / "result.json").read_bytes()
@@ -194,8 +194,8 @@ def test_score_writes_beside_the_run(kvbench, arguments, tmp_path):
     assert "belongs to task toy, not to kv" in kvbench("score", folder, "--task", "kv").err
 
 
-def test_compare_pairs_what_was_asked_alike(kvbench, arguments, tmp_path):
-    """A run against itself is noise; other prompts are warned of; other tasks are refused."""
+def test_compare_pairs_equal_questions(kvbench, arguments, tmp_path):
+    """A run does not differ from itself; different prompts give a warning; different tasks are refused."""
     runs = [
         kvbench(*arguments, "--method", *options.split()).json["run_id"]
         for options in (f"{LAST} --budget 10%", "full", "full --seed 1", "full --visibility hidden")
@@ -237,7 +237,7 @@ def test_compare_pairs_what_was_asked_alike(kvbench, arguments, tmp_path):
 
 @pytest.mark.parametrize("works", [True, False])
 def test_a_tracker_gets_the_result(kvbench, arguments, monkeypatch, works):
-    """Whatever it does, the result is saved and printed."""
+    """The result is saved and printed, even if the tracker fails."""
     logged = {}
     tracker = types.ModuleType("trackio")
     tracker.__spec__ = types.SimpleNamespace()  # what find_spec looks at
@@ -252,8 +252,8 @@ def test_a_tracker_gets_the_result(kvbench, arguments, monkeypatch, works):
     assert ("trackio did not take it" in answer.err) is not works
 
 
-def test_doctor_names_what_is_wrong(kvbench, monkeypatch):
-    """Every finding has a name, and one that is wrong ends in exit code 1."""
+def test_doctor_names_failed_checks(kvbench, monkeypatch):
+    """Every check has a name; a failed one gives exit code 1."""
     answer = kvbench("doctor", "--json")
     found = {x["name"]: x for x in answer.json}
     assert {"python", "torch", "transformers", "triton", "gpu", "threads", "disk", "cache", "kernels"} <= found.keys()
@@ -266,8 +266,8 @@ def test_doctor_names_what_is_wrong(kvbench, monkeypatch):
     assert "4.50.0: kvbench needs 5.17 or newer" in answer.out
 
 
-def test_the_name_of_a_run_is_its_content(kvbench, arguments, tmp_path):
-    """Equal specs have equal names; every field is part of the hash; a hostile name stays one folder."""
+def test_a_run_id_is_a_hash_of_the_spec(kvbench, arguments, tmp_path):
+    """Equal specs have equal ids; every field is part of the hash; a hostile name stays within one folder."""
     run = kvbench(*arguments, "--method", LAST).json
     spec = RunSpec.model_validate_json((tmp_path / "runs" / run["run_id"] / "spec.json").read_text())
     assert spec.run_id == run["run_id"]
@@ -279,8 +279,8 @@ def test_the_name_of_a_run_is_its_content(kvbench, arguments, tmp_path):
     assert not hostile.run_id.startswith(".")
 
 
-def test_the_method_of_a_real_task_runs_by_name(kvbench, arguments):
-    """The registry's own method and task, end to end."""
+def test_a_registered_method_and_task_run_by_name(kvbench, arguments):
+    """End to end."""
     arguments[arguments.index("--task") + 1] = "kv-short"
     answer = kvbench(*arguments, "--method", "snapkv", "--set", "window=4", "--gen", "max_new_tokens=2",
                      "--length", "500", "--samples", "1")
@@ -290,16 +290,16 @@ def test_the_method_of_a_real_task_runs_by_name(kvbench, arguments):
     assert answer.json["budget"] == {**answer.json["budget"], "asked": "25%", "kind": "stored"}
 
 
-def test_a_failed_run_is_compared_with_nothing(kvbench, arguments, tmp_path):
-    """Its row is there, with the reason and without a difference."""
+def test_a_failed_run_has_no_difference(kvbench, arguments, tmp_path):
+    """Its row shows the reason."""
     runs = [kvbench(*arguments, "--method", x).json["run_id"] for x in ("full", INERT)]
     answer = kvbench("compare", *runs, "--out", tmp_path / "runs", "--json")
     assert answer.json["differences"][0]["mean"] is None
     assert "acted in 0 of 4 samples" in answer.err
 
 
-def test_ctrl_c_outside_of_a_run_is_said(kvbench, monkeypatch):
-    """Whatever version of typer it comes through."""
+def test_ctrl_c_outside_of_a_run_is_reported(kvbench, monkeypatch):
+    """With every version of typer."""
     def interrupted(kind):
         raise KeyboardInterrupt
 
@@ -309,8 +309,8 @@ def test_ctrl_c_outside_of_a_run_is_said(kvbench, monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no folder here that nobody can write into")
-def test_an_output_folder_that_cannot_be_made_is_a_wrong_request(kvbench, arguments):
-    """Also where the system calls its parent writable."""
+def test_an_output_folder_that_cannot_be_made_is_refused(kvbench, arguments):
+    """Even where the system reports its parent as writable."""
     arguments[arguments.index("--out") + 1] = "/proc/foo"
     answer = kvbench(*arguments, "--method", LAST)
     assert answer.code == 2

@@ -1,4 +1,4 @@
-"""A suite is its runs: named alike everywhere, nothing changed that it says, continued as any sweep."""
+"""Suites: selection of runs, results and suite.json, resuming, and bad input."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def suite(tmp_path):
 
 @pytest.fixture
 def options(model_folder, tmp_path):
-    """What a run of a suite adds to it."""
+    """Options that every suite run of these tests needs."""
     runs = str(tmp_path / "runs")
     return ["--model", str(model_folder), "--samples", "2", "--device", "cpu", "--out", runs, "--json"]
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_suite_that_comes_with_kvbench_can_run(name):
-    """Its file is called after it, and every name and setting in it is known; an offline one needs nothing else."""
+def test_a_bundled_suite_can_run(name):
+    """Its file has its name, and all names and settings in it are known; an offline suite needs no data."""
     suite = find_suite(name)
     assert suite.name == name
     cells = suite.cells({"method": "full"}, Path("runs"))
@@ -62,13 +62,13 @@ def test_a_suite_that_comes_with_kvbench_can_run(name):
         assert {NEEDS[x] for x in suite.tasks} == {None}
 
 
-def test_the_offline_suites_are_there():
+def test_the_offline_suites_exist():
     """One for each kind of task."""
     assert {"ruler-mini", "scbench-mini", "growth-mini"} <= set(NAMES)
 
 
 def test_the_sizes_of_published_suites():
-    """SCBench: 922 rows in both modes; LongBench: 200 rows but for three tasks; RULER: 13 tasks at six lengths."""
+    """SCBench: 922 samples in both modes; LongBench: 200 samples in most tasks; RULER: 13 tasks at six lengths."""
     runs = {x: [y.request for y in find_suite(x).cells({"method": "full"}, Path("runs"))] for x in NAMES}
     assert sum(x.samples for x in runs["scbench"]) == 2 * 922
     assert len(runs["scbench"]) == 2 * 12
@@ -82,7 +82,7 @@ def test_the_sizes_of_published_suites():
 
 
 def test_a_suite_is_its_runs(kvbench, suite, options, tmp_path):
-    """One table, a file with the ids of its runs in order, the label on every row; again, it only reports."""
+    """One table, a file with the ids of its runs in order, and the label in every run; again, it only reports."""
     answer = kvbench("run", "--suite", suite(), "--method", LAST, *options)
     assert answer.code == 0, answer.err
     assert [(x["mode"], x["existing"]) for x in answer.json["runs"]] == [
@@ -108,8 +108,8 @@ def test_a_suite_is_its_runs(kvbench, suite, options, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_model_serves_a_suite(kvbench, suite, options, monkeypatch):
-    """Loaded once, however many runs."""
+def test_a_suite_loads_its_model_once(kvbench, suite, options, monkeypatch):
+    """For any number of runs."""
     loaded, load = [], job._load
     monkeypatch.setattr(job, "_load", lambda asked, *args: loaded.append(asked.model) or load(asked, *args))
     assert kvbench("run", "--suite", suite(), "--method", LAST, *options).code == 0
@@ -118,7 +118,7 @@ def test_one_model_serves_a_suite(kvbench, suite, options, monkeypatch):
 
 @pytest.mark.slow
 def test_a_tracker_gets_every_result_of_a_suite(kvbench, suite, options, monkeypatch):
-    """One run of the tracker for each."""
+    """As one tracked run each."""
     names = []
     tracker = types.ModuleType("trackio")
     tracker.__spec__ = types.SimpleNamespace()  # what find_spec looks at
@@ -130,8 +130,8 @@ def test_a_tracker_gets_every_result_of_a_suite(kvbench, suite, options, monkeyp
     assert names == [x["run_id"] for x in answer.json["runs"]]
 
 
-def test_a_context_of_a_data_set_is_tokenized_once_in_a_suite(kvbench, suite, options, tmp_path, monkeypatch):
-    """By the first run that needs it; the other mode finds its ids."""
+def test_a_suite_tokenizes_each_context_once(kvbench, suite, options, tmp_path, monkeypatch):
+    """The first run tokenizes it; the other mode reads its ids."""
     contexts = [f"{letter * 50}" for letter in "ab"]
     turns = [{"question": "q?", "answer": " a"}, {"question": "r?", "answer": " b"}]
     rows = [json.dumps({"id": x, "context": x, "turns": turns}) for x in contexts]
@@ -151,8 +151,8 @@ def test_a_context_of_a_data_set_is_tokenized_once_in_a_suite(kvbench, suite, op
 
 
 @pytest.mark.slow
-def test_an_interrupted_suite_goes_on(kvbench, suite, options, monkeypatch, tmp_path):
-    """Ctrl-C leaves what is done, and no suite.json; the same command ends it."""
+def test_an_interrupted_suite_resumes(kvbench, suite, options, monkeypatch, tmp_path):
+    """Ctrl-C keeps finished samples and writes no suite.json; the same command completes it."""
     run_sample, calls = sample.run_sample, itertools.count()
 
     def interrupted(*args):
@@ -170,8 +170,8 @@ def test_an_interrupted_suite_goes_on(kvbench, suite, options, monkeypatch, tmp_
     assert next(calls) == 9
 
 
-def test_a_suite_with_a_cell_that_cannot_run_is_not_whole(kvbench, suite, options, tmp_path):
-    """The others run, the exit code is 1, and no suite.json claims anything."""
+def test_a_suite_with_a_failed_cell_is_incomplete(kvbench, suite, options, tmp_path):
+    """The other cells run, the exit code is 1, and suite.json is not written."""
     path = suite(f'[[grid]]\ntask = "{TOY}"\nlength = [60, 513]\n')
     answer = kvbench("run", "--suite", path, "--method", LAST, *options)
     assert answer.code == 1
@@ -197,15 +197,15 @@ set.flag = [true, false]
 
 
 def cells(path: Path, **given: object) -> list[tuple]:
-    """The task, length, budget and settings of the runs that are left."""
+    """Task, length, budget and settings of the selected runs."""
     return [
         (x.request.task.rpartition(":")[2], x.request.length, x.request.budget, *x.request.method_settings)
         for x in read_suite(path).cells({"method": "m", **given}, Path("out"))
     ]
 
 
-def test_an_option_is_added_where_the_suite_does_not_say(suite):
-    """Tables key by key; the suite's own options and those of the command line go into every run."""
+def test_an_option_is_added_to_runs_that_do_not_set_it(suite):
+    """Tables are merged key by key; the suite's own options and those of the command line go into every run."""
     found = read_suite(suite(SAYS)).cells(
         {"method": "m", "samples": 3, "task-set": {"data": "x"}, "set": {"window": "3"}}, Path("out")
     )
@@ -219,8 +219,8 @@ def test_an_option_is_added_where_the_suite_does_not_say(suite):
     ]
 
 
-def test_an_option_picks_runs_where_the_suite_does_say(suite):
-    """Those that have the value, whatever its type; a value that none has is refused with those there are."""
+def test_an_option_selects_runs_that_set_it(suite):
+    """Values of different types compare as text; a value that no run has is refused with the values that exist."""
     path = suite(SAYS)
     assert cells(path, length=1024) == [
         ("niah", 1024, None), ("kv", 1024, None), ("Toy", 1024, "64", "flag=true"), ("Toy", 1024, "64", "flag=false"),
@@ -239,8 +239,8 @@ def test_an_option_picks_runs_where_the_suite_does_say(suite):
 
 
 @pytest.mark.slow
-def test_a_part_of_a_suite_is_not_the_suite(kvbench, suite, options, tmp_path):
-    """Its runs are the suite's, and continue it; the file that names all of them is written when all are there."""
+def test_a_part_of_a_suite_writes_no_suite_file(kvbench, suite, options, tmp_path):
+    """Its runs count for the suite; suite.json is written once all runs exist."""
     part = kvbench("run", "--suite", suite(), "--method", LAST, "--mode", "multi-turn", *options)
     assert part.code == 0
     assert "2 of 4 runs have a result, so suite.json was not written" in part.err
@@ -270,7 +270,7 @@ BAD = [
 
 @pytest.mark.parametrize(("head", "tables", "message"), BAD, ids=[x[2] for x in BAD])
 def test_a_bad_suite_is_refused(kvbench, tmp_path, options, head, tables, message):
-    """In one line, with nothing written."""
+    """In one line, and nothing is written."""
     path = tmp_path / "bad.toml"
     path.write_text(head + tables)
     answer = kvbench("run", "--suite", path, "--method", "full", *options)
@@ -288,15 +288,15 @@ def test_a_bad_suite_is_refused(kvbench, tmp_path, options, head, tables, messag
     ("--suite ruler", "cell 'full task=qa_1 length=4096 task-set.data=dev-v2.0.json' ([[grid]] 1): "),
     ("--suite ruler-mini --budget 10%", "full takes no budget"),
 ])
-def test_a_suite_that_cannot_be_run_is_refused(kvbench, line, message):
-    """As a task would be."""
+def test_a_suite_request_that_cannot_run_is_refused(kvbench, line, message):
+    """With the messages of a task."""
     answer = kvbench("run", "--method", "full", *line.split())
     assert (answer.code, answer.out) == (2, "")
     assert message in answer.err
 
 
 def test_suites_are_listed_and_shown(kvbench):
-    """With their tasks, what these need, and every run."""
+    """With their tasks, the data that these need, and every run."""
     listed = {x["name"]: x for x in kvbench("list", "suites", "--json").json}
     assert sorted(listed) == NAMES == [x.name for x in list_suites()]
     assert listed["ruler-mini"]["tasks"] == ["niah_single_1", "niah_single_2", "niah_multikey_1"]
@@ -307,8 +307,8 @@ def test_suites_are_listed_and_shown(kvbench):
 
 
 @pytest.mark.slow
-def test_the_mean_is_of_runs_that_are_asked_alike(kvbench, suite, options, tmp_path):
-    """All of the protocol, the budget and the length; none over one run, over a run that failed, or of errors."""
+def test_the_mean_is_over_runs_with_one_protocol(kvbench, suite, options, tmp_path):
+    """And one budget and length; there is none of one run, of failed runs, or of error rates."""
     kvbench("run", "--suite", suite(), "--method", LAST, *options)
     paths = sorted((tmp_path / "runs").glob("last-*/result.json"))
     results = [Result.model_validate_json(x.read_text()) for x in paths]
@@ -339,8 +339,8 @@ def test_the_mean_is_of_runs_that_are_asked_alike(kvbench, suite, options, tmp_p
     assert averaged(altered(first, 0.25), altered(twin, 0.5), templates=("own", "none")) == []
 
 
-def test_a_suites_file_is_named_after_its_runs(suite, tmp_path):
-    """The same runs are the same file; others are another; a hostile method's name stays one folder."""
+def test_a_suite_file_is_named_after_its_runs(suite, tmp_path):
+    """The same runs give the same file, others another; a hostile method name stays within one folder."""
     found = read_suite(suite())
     paths = [save_suite(found, "../x y", runs, tmp_path) for runs in (["a", "b"], ["a", "b"], ["b", "a"])]
     assert paths[0] == paths[1] != paths[2]
@@ -348,8 +348,8 @@ def test_a_suites_file_is_named_after_its_runs(suite, tmp_path):
     assert paths[0].parent.name.startswith("toys-x-y-")
 
 
-def test_the_suite_that_the_documents_show_is_one(tmp_path):
-    """docs/suites.md."""
+def test_the_suite_in_the_docs_is_valid(tmp_path):
+    """The example in docs/suites.md."""
     text = (Path(__file__).parents[2] / "docs" / "suites.md").read_text(encoding="utf-8")
     (tables,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
     (tmp_path / "mine.toml").write_text(tables)

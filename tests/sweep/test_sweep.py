@@ -1,4 +1,4 @@
-"""A sweep is its runs: the same ids, scores and files, whoever runs them and whatever dies meanwhile."""
+"""Sweeps: the same run ids, scores and files with every executor, and after interruptions and crashes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ if multiprocessing.parent_process() is not None:
 
 @pytest.fixture
 def sweep(model_folder, tmp_path):
-    """Writes a sweep file whose runs work, but for the grids that are given."""
+    """Writes a sweep file with the given grids."""
 
     def write(grids: str, run: str = "", out: str = "runs") -> Path:
         path = tmp_path / f"{out}.toml"
@@ -75,7 +75,7 @@ def sweep(model_folder, tmp_path):
 
 
 def outcome(folder: str | Path) -> list[tuple[object, ...]]:
-    """What must not depend on who ran it."""
+    """The parts of a result that do not depend on the executor."""
     lines = read_lines(Path(folder) / "samples.jsonl")
     return sorted((x.index, x.turn, x.prompt_hash, x.ids, x.prediction, x.score, x.error) for x in lines)
 
@@ -105,7 +105,7 @@ GRIDS = st.fixed_dictionaries({"method": st.lists(VALUES["method"], min_size=1, 
 }))
 @settings(max_examples=60, deadline=None)
 def test_a_grid_is_the_cross_product_of_its_lists(grids, run):
-    """As many cells as combinations, each once, in the order of the file; [run] holds where a grid says nothing."""
+    """One cell per combination, in the order of the file; [run] fills in missing options."""
     grids = [{"method": x["method"], **x} for x in grids]  # the first key changes last
     cells = expand(File(run=run, grid=grids))
     flat = [{**x, **{f"set.{k}": v for k, v in x.get("set", {}).items()}} for x in grids]
@@ -129,7 +129,7 @@ def _listed(value: object) -> list:
 
 
 def test_every_option_of_run_can_be_in_a_sweep():
-    """But for what is said elsewhere: out, what stands for a sweep itself, and what is printed or logged of one run."""
+    """Except out, the options for suites, and those that print or log one run."""
     import typer
 
     from kvbench.cli import app
@@ -193,8 +193,8 @@ def test_a_bad_file_is_refused(kvbench, sweep, tmp_path, grids, run, message):
 
 
 @pytest.mark.slow
-def test_a_device_that_is_the_default_makes_no_other_cell(kvbench, sweep, tmp_path, monkeypatch):
-    """Without CUDA, cpu is what a cell runs on that names no device: refused once torch has said so."""
+def test_a_default_device_makes_no_second_cell(kvbench, sweep, tmp_path, monkeypatch):
+    """Without CUDA, a cell with device cpu and one without a device are the same run."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     path = sweep(f'{LAST_GRID}{LAST_GRID}device = "cpu"\n')
     path.write_text(path.read_text().replace('device = "cpu"\n', "", 1))
@@ -211,7 +211,7 @@ def test_a_device_that_is_the_default_makes_no_other_cell(kvbench, sweep, tmp_pa
     ("--address 10.0.0.1:6379", "Use --executor ray"),
 ])
 def test_bad_options_are_refused(kvbench, sweep, tmp_path, options, message):
-    """As bad files are."""
+    """Exit code 2, one message, and nothing is written."""
     answer = kvbench("sweep", sweep(LAST_GRID), *options.split())
     assert answer.code == 2
     assert message in answer.err
@@ -220,8 +220,8 @@ def test_bad_options_are_refused(kvbench, sweep, tmp_path, options, message):
 
 
 @pytest.mark.slow
-def test_the_sweep_of_the_curated_results_can_run(monkeypatch):
-    """Every name and setting in it is known, whether or not the bundled model is there yet."""
+def test_the_sweep_of_the_curated_results_is_valid(monkeypatch):
+    """All names and settings in it are known."""
     monkeypatch.setattr("kvbench.sweep.check.check_model", lambda name: None)
     cells = read_sweep(ROOT / "scripts" / "sweeps" / "curated.toml")
     check_cells(cells)
@@ -229,7 +229,7 @@ def test_the_sweep_of_the_curated_results_can_run(monkeypatch):
 
 
 def test_a_cell_is_a_run(kvbench, sweep, arguments, tmp_path):
-    """Same id, same folder: `kvbench run` reports what the sweep did and the sweep what `run` did; failures stay."""
+    """Same id, same folder: `kvbench run` and the sweep read each other's results; failed runs stay failed."""
     path = sweep(
         f'[[grid]]\nmethod = ["{LAST}", "{INERT}"]\nbudget = ["10%", "25%"]\n[[grid]]\nmethod = "full"\n'
         f"length = [60, 513]\nmode = 'multi-turn'\n"
@@ -260,8 +260,8 @@ def test_a_cell_is_a_run(kvbench, sweep, arguments, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_model_serves_the_cells_that_follow_each_other(kvbench, sweep, model_folder, monkeypatch):
-    """Loaded twice for six cells of two models, whatever their order in the file."""
+def test_cells_of_one_model_share_its_loading(kvbench, sweep, model_folder, monkeypatch):
+    """Six cells of two models load two, in any order of the file."""
     loaded, load = [], job._load
     monkeypatch.setattr(job, "_load", lambda asked, *args: loaded.append(asked.model) or load(asked, *args))
     grid = f'{LAST_GRID}seed = [0, 1, 2]\nmodel = ["{model_folder}", "random:{model_folder}"]\n'
@@ -271,8 +271,8 @@ def test_one_model_serves_the_cells_that_follow_each_other(kvbench, sweep, model
     assert [x["model"] for x in answer.json] == loaded * 3
 
 
-def test_a_bug_costs_its_own_cell(kvbench, sweep, monkeypatch):
-    """What is raised outside of a sample is a report as well."""
+def test_an_exception_fails_only_its_cell(kvbench, sweep, monkeypatch):
+    """Even if it is raised outside of a sample."""
     prepare = job.prepare
 
     def broken(asked, model):
@@ -287,8 +287,8 @@ def test_a_bug_costs_its_own_cell(kvbench, sweep, monkeypatch):
     assert "Traceback" in answer.err
 
 
-def test_an_interrupted_sweep_goes_on(kvbench, sweep, monkeypatch):
-    """Ctrl-C in the second cell: what is saved stays, and the same command ends as if nothing had happened."""
+def test_an_interrupted_sweep_resumes(kvbench, sweep, monkeypatch):
+    """Ctrl-C in the second cell keeps saved samples, and the same command ends as an uninterrupted sweep."""
     path, run_sample = sweep(f"{LAST_GRID}seed = [1, 2]\n"), sample.run_sample
     calls = itertools.count()
 
@@ -311,7 +311,7 @@ def test_an_interrupted_sweep_goes_on(kvbench, sweep, monkeypatch):
 
 
 def test_a_dry_run_predicts_and_writes_nothing(kvbench, sweep, tmp_path):
-    """By kind of cell, for what is missing; a cell that cannot run says why."""
+    """The time of missing samples by kind of cell; a cell that cannot run gives its reason."""
     path = sweep(f'{LAST_GRID}budget = ["10%", "25%"]\nlength = [60, 513]\n')
     answer = kvbench("sweep", path, "--dry-run", "--json")
     assert answer.code == 1
@@ -331,8 +331,8 @@ def test_a_dry_run_predicts_and_writes_nothing(kvbench, sweep, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_locked_cell_is_waited_for(kvbench, sweep, monkeypatch):
-    """A worker that was given up may still be in it; if it never leaves, that is the cell's report."""
+def test_a_locked_folder_is_waited_for(kvbench, sweep, monkeypatch):
+    """A lost worker may still be writing to it; if the lock stays, the cell fails."""
     path = sweep(LAST_GRID)
     folder = Path(kvbench("sweep", path, "--json").json[0]["folder"])
     (folder / "result.json").unlink()
@@ -348,7 +348,7 @@ def test_a_locked_cell_is_waited_for(kvbench, sweep, monkeypatch):
 
 
 def test_workers_share_cores_and_gpus(monkeypatch):
-    """Each its part of the cores, unless the user said how many threads; GPUs in turn."""
+    """Cores in equal parts, unless OMP_NUM_THREADS is set; GPUs in turn."""
     monkeypatch.setattr("kvbench.sweep.local.os.sched_getaffinity", lambda _: range(8))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -373,8 +373,8 @@ def write_killers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path
 
 
 @pytest.mark.slow
-def test_workers_that_die_cost_their_own_cells(kvbench, sweep, tmp_path, monkeypatch):
-    """One killed in the middle of a cell and one dying at its start; the rest is what one process comes to."""
+def test_a_dead_worker_fails_only_its_cell(kvbench, sweep, tmp_path, monkeypatch):
+    """One dies in the middle of a cell and one at its start; the other results equal those of one process."""
     killer, dead = write_killers(tmp_path, monkeypatch)
     grids = f'[[grid]]\nmethod = ["{dead}", "{killer}", "{LAST}", "{INERT}"]\n[[grid]]\nmethod = "full"\nseed = 5\n'
     answer = kvbench("sweep", sweep(grids), "--workers", "2", "--json")
@@ -389,7 +389,7 @@ def test_workers_that_die_cost_their_own_cells(kvbench, sweep, tmp_path, monkeyp
 
 
 def start(path: Path, *options: str) -> subprocess.Popen[str]:
-    """The real command, slow enough to be hit between two samples; it hears Ctrl-C where tests do not."""
+    """Start the real command, slowed down so that it can be interrupted between two samples."""
     heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     return subprocess.Popen(
         [sys.executable, "-c", f"{heard}; from kvbench.cli import main; main()", "sweep", str(path), "--json",
@@ -400,7 +400,7 @@ def start(path: Path, *options: str) -> subprocess.Popen[str]:
 
 
 def wait_for_samples(process: subprocess.Popen[str], folder: Path, cells: int) -> None:
-    """Until so many cells have a saved sample."""
+    """Wait until this many cells have a saved sample."""
     deadline = time.monotonic() + 300
     while sum(x.stat().st_size > 0 for x in folder.glob("*/samples.jsonl")) < cells:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1]
@@ -408,8 +408,8 @@ def wait_for_samples(process: subprocess.Popen[str], folder: Path, cells: int) -
 
 
 @pytest.mark.slow
-def test_interrupted_workers_leave_whole_samples(kvbench, sweep, tmp_path):
-    """Ctrl-C to all of them, as a terminal sends it: one message, nobody stays, and the sweep goes on."""
+def test_interrupted_workers_leave_complete_samples(kvbench, sweep, tmp_path):
+    """Ctrl-C to all processes, as a terminal sends it: one message, no process remains, and the sweep can resume."""
     path = sweep(f"{LAST_GRID}seed = [1, 2, 3]\n")
     process = start(path, "--workers", "2")
     wait_for_samples(process, tmp_path / "runs", 2)
@@ -428,8 +428,8 @@ def test_interrupted_workers_leave_whole_samples(kvbench, sweep, tmp_path):
     assert_same(again.json, kvbench("sweep", sweep(f"{LAST_GRID}seed = [1, 2, 3]\n", out="whole"), "--json").json)
 
 
-def test_ray_that_is_not_there_is_refused(kvbench, sweep, tmp_path, monkeypatch):
-    """Not installed, not an address, nobody there: one line within seconds, and nothing is written."""
+def test_an_unavailable_ray_is_refused(kvbench, sweep, tmp_path, monkeypatch):
+    """Not installed, not an address, or no reply: one line within seconds, and nothing is written."""
     path = sweep(LAST_GRID)
     with monkeypatch.context() as patch:
         patch.setattr("kvbench.sweep.ray.importlib.util.find_spec", lambda _: None)
@@ -459,7 +459,7 @@ def test_ray_that_is_not_there_is_refused(kvbench, sweep, tmp_path, monkeypatch)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_lost_ray_node_costs_only_unfinished_samples(kvbench, sweep, tmp_path, monkeypatch):
-    """Two nodes, one killed in the middle of a cell: the results are those of the local executor."""
+    """Two nodes, one killed in the middle of a cell: the results equal those of the local executor."""
     pytest.importorskip("ray", reason="ray is not installed: pip install 'kvbench[ray]'")
     from ray.cluster_utils import Cluster
 
