@@ -1,7 +1,7 @@
-"""Finds methods and tasks by name: our folders, other people's packages, a file given by its path.
+"""Find methods and tasks by name: in kvbench's folders, in installed packages, or in a file given by its path.
 
-Our folders are read, not imported: a class is listed when its body says what it is called. So a list is instant, a run
-imports the one method it needs, and a file that is broken harms nobody else.
+The files of kvbench's folders are parsed, not imported: a class is listed if its body has a literal name. Listing is
+therefore fast, a run imports only its own method, and a broken file does not affect the others.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ FILE_MODULE = "kvbench_file_"
 Kind = Literal["method", "task"]
 BASES: dict[Kind, type] = {"method": Method, "task": Task}
 MARKS: dict[Kind, str] = {"method": "card", "task": "name"}
-"""The class variable that makes a class one of the things listed; abstract bases have none."""
+"""The class variable that a listed class must have; abstract base classes have none."""
 FACTS = ("title", "arxiv", "year", "budget", "models", "summary", "needs")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a method or task is, and what its source says about it."""
+    """The place of a method or task, and the facts in its source."""
 
     kind: Kind
     name: str
     module: str
     class_name: str
     path: Path | None = None
-    """None: it comes from an entry point."""
+    """None: an entry point of an installed package."""
     aliases: tuple[str, ...] = ()
     facts: dict[str, str] = field(default_factory=dict)
-    """Literals of the card or class: family (the folder), and FACTS."""
+    """Literals of the card or class: `family` (the folder), and FACTS."""
 
     @property
     def models(self) -> str:
-        """The kind of model that a method works on."""
+        """The kind of model that a method supports."""
         return self.facts.get("models", "autoregressive")
 
     def load(self) -> type:
         """Import the class.
 
         Raises:
-            UserError: its module cannot be imported, or holds something else.
+            UserError: its module cannot be imported, or the object is not such a class.
         """
         try:
             found = getattr(importlib.import_module(self.module), self.class_name)
@@ -72,7 +72,7 @@ class Entry:
 
 
 def list_entries(kind: Kind) -> list[Entry]:
-    """All methods or tasks, by name.
+    """All methods or tasks, sorted by name.
 
     Raises:
         UserError: two of them share a name.
@@ -94,10 +94,10 @@ def list_entries(kind: Kind) -> list[Entry]:
 
 
 def find_method(name: str) -> type[Method]:
-    """The class of a method by its name, by `path/to/file.py:Class`, or by `inner+outer` for one around another.
+    """The class of a method by its name, by `path/to/file.py:Class`, or as a composition `inner+outer`.
 
     Raises:
-        UserError: there is none, its file cannot be used, or the two make no sense together.
+        UserError: there is none, its file is broken, or the two cannot be composed.
     """
     inner, plus, outer = name.rpartition("+")
     if plus and "/" not in outer and ".py" not in outer:
@@ -109,7 +109,7 @@ def find_task(name: str) -> type[Task]:
     """The class of a task by its name, by `path/to/file.py:Class`, `path/to/task.toml` or `lm-eval:<name>`.
 
     Raises:
-        UserError: there is none, or its file cannot be used.
+        UserError: there is none, or its file is broken.
     """
     if name.endswith(".toml"):
         return read_task(Path(name), find_scorer)
@@ -121,10 +121,10 @@ def find_task(name: str) -> type[Task]:
 
 
 def find_either(name: str) -> type[Method | Task]:
-    """The class of a method or task, in whichever way it can be named.
+    """The class of a method or task, by any form of its name.
 
     Raises:
-        UserError: there is neither, or its file cannot be used.
+        UserError: there is neither, or its file is broken.
     """
     if ".py" in name.rpartition("+")[2]:
         return cast("type[Method | Task]", _load_file(name, "method", "task"))
@@ -138,9 +138,9 @@ def find_either(name: str) -> type[Method | Task]:
 
 
 def find_scorer(scorer_id: str, others: Iterable[str] = ()) -> tuple[Scorer, type[Task]]:
-    """A scorer of any registered task, and the first task by name that has it; a broken task is passed over, and said.
+    """A scorer of any registered task, with the first task by name that has it. Broken tasks are skipped and reported.
 
-    others: ids that whoever asks has looked for already.
+    others: further allowed ids, for the error message.
 
     Raises:
         UserError: no task has it.
@@ -159,19 +159,19 @@ def find_scorer(scorer_id: str, others: Iterable[str] = ()) -> tuple[Scorer, typ
 
 
 def list_models() -> list[str]:
-    """Names of the models that come with kvbench."""
+    """Names of the bundled models."""
     return sorted(x.parent.name for x in MODELS.glob("*/config.json"))
 
 
 def list_architectures() -> list[str]:
-    """Names of the published architectures that `random:` builds without weights or tokenizer of theirs."""
+    """Names of the published architectures that `random:` builds with random weights and no tokenizer."""
     return sorted(x.parent.name for x in ARCHITECTURES.glob("*/config.json"))
 
 
 def list_ops() -> dict[str, list[str]]:
-    """Kernel operations by name, with the implementations that their folders hold.
+    """Kernel operations by name, with their implementations.
 
-    A folder with `naive.py`, the oracle, is one; others hold what kernels share.
+    A folder with a reference implementation, `naive.py`, is an operation; other folders hold shared code.
     """
     return {
         folder.name: sorted({x.stem for x in folder.glob("*.py")} - {"__init__", "naive"})
@@ -199,7 +199,7 @@ def _load_file(text: str, *kinds: Kind) -> type:
             f"{kind} file '{path}' does not exist.{suggest_file(path)} Give path/to/file.py:Class, or a name of "
             f"`kvbench list {kinds[0]}s`."
         )
-    # Named after the path, so that two files of one name are two modules; registered, because dataclasses look there.
+    # The name is a hash of the path, so that two files of one name are two modules. Dataclasses need it in sys.modules.
     name = f"{FILE_MODULE}{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -221,12 +221,12 @@ def _load_file(text: str, *kinds: Kind) -> type:
     if not class_name and len(found) > 1:
         names = ", ".join(sorted(found))
         several = " and ".join(f"{x}s" for x in kinds)
-        raise UserError(f"{kind} file '{path}' defines several {several}: {names}. Say which: {path}:Class.")
+        raise UserError(f"{kind} file '{path}' defines several {several}: {names}. Choose one: {path}:Class.")
     return cast("type", found[class_name] if class_name else next(iter(found.values())))
 
 
 def _broken(what: str, path: Path | None, error: Exception) -> UserError:
-    """What an import raised, with the line of the author's own file where it happened."""
+    """The error for a failed import, with the line of the user's file."""
     if isinstance(error, SyntaxError):
         line = error.lineno
     else:
@@ -245,14 +245,14 @@ def _defines(found: object, kind: Kind) -> bool:
 
 
 def _read(path: Path, kind: Kind, folder: Path) -> tuple[Entry, ...]:
-    """Entries of one file of ours, from its syntax tree; a file that does not parse lists nothing."""
+    """Entries of one of kvbench's files, from its syntax tree; none if it does not parse."""
     try:
         return _entries(path.read_text(encoding="utf-8"), path, kind, folder)
     except (SyntaxError, UnicodeDecodeError):
         return ()
 
 
-@functools.cache  # a sweep looks every cell's names up
+@functools.cache  # a sweep looks up the names of every cell
 def _entries(text: str, path: Path, kind: Kind, folder: Path) -> tuple[Entry, ...]:
     inner = path.relative_to(folder).with_suffix("")
     module = ".".join(("kvbench", f"{kind}s", *inner.parts))

@@ -394,7 +394,7 @@ def test_check_looks_through_a_task(kvbench, tmp_path):
 @pytest.mark.parametrize(("line", "message"), [
     (f"check {TOYS}:Toy --set x=1", "--set is for methods, and"), (f"check {TOYS}:Last --task-set x=1", "Use --set."),
     ("check niah --samples 0", "samples 0 must be 1 or more"), ("check niah --model minni", "unknown model 'minni'"),
-    (f"check {TOYS}", "defines several methods and tasks: Inert, Last, Toy. Say which"),
+    (f"check {TOYS}", "defines several methods and tasks: Inert, Last, Toy. Choose one"),
     ("check niahh", "unknown method or task 'niahh'. Did you mean 'niah'?"),
 ])
 def test_a_check_of_nothing_is_refused(kvbench, line, message):

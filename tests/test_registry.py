@@ -77,7 +77,7 @@ def test_listing_imports_no_torch():
         ("missing.py", "method file 'missing.py' does not exist"),
         ("no/such/name", "method file 'no/such/name.py' does not exist"),
         (f"{TOYS}:Lats", r"unknown method class 'Lats'\. Did you mean 'Last'\? Allowed: Inert, Last"),
-        (str(TOYS), "defines several methods: Inert, Last. Say which"),
+        (str(TOYS), "defines several methods: Inert, Last. Choose one"),
     ],
 )
 def test_a_name_of_nothing_is_refused(name, message):

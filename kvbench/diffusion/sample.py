@@ -23,7 +23,7 @@ from kvbench.errors import UserError
 from kvbench.method import Card
 from kvbench.runs.job import Job, cap_new_tokens
 from kvbench.runs.journal import BaselineLine, CacheBytes, DenoisingLine, Effect, Line, Times, TokenCounts
-from kvbench.runs.sample import SampleFailedError, fail, judge, note
+from kvbench.runs.sample import SampleFailedError, fail, score_answer, turn_facts
 from kvbench.task import Encoded, Example, Turn
 
 
@@ -89,7 +89,7 @@ def _run_turn(
     made = _denoise_all(job, index, number, prompt, length, sampling)
     answers = {name: _cut(x.ids[0][:limit], job.stop_ids) for name, (x, _) in made.items()}
     texts = {name: _read(job, ids) for name, ids in answers.items()}
-    scores = {name: judge(job, example, number, text, {}) for name, text in texts.items()}
+    scores = {name: score_answer(job, example, number, text, {}) for name, text in texts.items()}
     answer, (ours, seconds) = answers["method"], made["method"]
     facts = Counter(ours.facts)  # accumulated over the conversation, as in stores
     if earlier and (before := earlier[-1].effect) is not None:
@@ -124,7 +124,7 @@ def _run_turn(
                 for name, (plain, took) in made.items() if name != "method"
             },
         ),
-        facts=note(example, number), started=started, seconds=0.0, error=None,
+        facts=turn_facts(example, number), started=started, seconds=0.0, error=None,
     )
 
 

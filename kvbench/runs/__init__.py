@@ -1,1 +1,1 @@
-"""One run, from the request to its result."""
+"""One run, from its request to its result."""

@@ -1,4 +1,4 @@
-"""A spec as what one would ask `kvbench run` for."""
+"""The request and the command line that make a run of a spec."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvbench.runs.spec import RunSpec
 
 
 def write_request(spec: RunSpec) -> Request:
-    """What makes a run of this spec, as `kvbench run` would be asked."""
-    filling = spec.generation.denoising
+    """The request of a spec, as `kvbench run` would take it."""
+    denoising = spec.generation.denoising
     generation: dict[str, object] = {"max_new_tokens": spec.generation.max_new_tokens}
-    if filling is not None:
-        generation |= filling.model_dump(exclude={"tokens_per_step"})
+    if denoising is not None:
+        generation |= denoising.model_dump(exclude={"tokens_per_step"})
     return Request(
         method=spec.method.name, task=spec.task.name, model=spec.model.id, budget=spec.budget, mode=spec.mode,
         visibility=spec.visibility, history=spec.history, recompress=spec.recompress,
@@ -31,12 +31,12 @@ def _pairs(settings: dict[str, object]) -> tuple[str, ...]:
 
 
 def write_setting(value: object) -> str:
-    """A setting as `--set` takes it."""
+    """A value as text for `--set`."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def write_command(spec: RunSpec) -> str:
-    """The command line, without what is a default; a shell takes it as it stands, whatever the names hold."""
+    """The command line without default options, quoted for a shell."""
     request = write_request(spec)
     words = ["kvbench", "run"]
     for option in list_options():

@@ -1,7 +1,7 @@
-"""The examples of a run with their token ids; those that are generated are kept on disk for other runs.
+"""The examples of a run with their token ids. Generated examples are cached on disk for other runs.
 
-A file is named by a hash of all that an example is a function of, code included, and holds a hash of its content: one
-that is broken, or is of something else, counts as absent. Any number of processes may write the same one.
+A cache file is named by a hash of everything that the example depends on, code included, and holds a hash of its
+content: a damaged file counts as absent. Several processes may write the same file.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 Made = tuple[Example, Encoded]
 FORM: TypeAdapter[Made] = TypeAdapter(Made)
 PACKAGES = ("tokenizers", "wonderwords")
-"""What tokenizes, and what words are drawn from; a run's own versions are in its spec."""
+"""Packages that prompts depend on, in addition to those in the spec."""
 DAYS = 30
-"""Examples that nobody added to for so long are removed when others are kept."""
+"""Cached examples older than this are removed when a new folder is written."""
 
 
 def make_examples(job: Job, wanted: Collection[int]) -> Iterator[tuple[int, Example, Encoded]]:
-    """The wanted examples of the run's split by their numbers, in order.
+    """Yield the wanted examples of a run by index, in order.
 
     Raises:
-        UserError: the data set has fewer.
+        UserError: the data set has fewer examples.
     """
     spec, task, tokenizer = job.spec, job.task, job.model.tokenizer
     split, length = Split(spec.split), spec.task.length
@@ -75,7 +75,7 @@ def make_examples(job: Job, wanted: Collection[int]) -> Iterator[tuple[int, Exam
 
 
 def _key(job: Job) -> str:
-    """Hash of all that an example and its ids are a function of, its number apart."""
+    """Hash of everything that an example and its ids depend on, except its index."""
     parts = job.spec.model_dump(mode="json", include={
         "task": True, "split": True, "seed": True, "turns": True, "versions": True,
         "model": {"tokenizer_sha256"}, "sources": {"task", "harness"},
@@ -99,7 +99,7 @@ def _read(key: str, index: int) -> Made | None:
 
 
 def _write(key: str, index: int, made: Made) -> None:
-    """Keep an example that can be read back as it is; where nothing can be written, it is made again the next time."""
+    """Cache an example if it can be read back unchanged. If the cache is not writable, it is generated again later."""
     folder = _folder() / key
     with contextlib.suppress(OSError, ValueError):
         content = FORM.dump_json(made)

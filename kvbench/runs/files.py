@@ -1,4 +1,4 @@
-"""The files of a run, read as hostile data and written so that nothing is lost.
+"""Read the files of a run as untrusted input; write them so that no finished sample is lost.
 
 runs/<run_id>/spec.json, samples.jsonl (or samples.jsonl.gz), result.json
 """
@@ -26,21 +26,21 @@ from kvbench.runs.schema import SCHEMA_VERSION, upgrade
 T = TypeVar("T", bound=BaseModel)
 L = TypeVar("L", Line, Answer)
 MOST_UNPACKED = 1 << 30
-"""Bytes of a packed journal that are read: a small file can unpack to a full disk."""
+"""Most bytes that are unpacked from a compressed journal, which may be hostile."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 HINT = "Give the folder of a run, as `kvbench run` prints it."
 
 
 class SaveError(UserError):
-    """A file could not be written. The program stops; what was saved before stays."""
+    """A file could not be written. Everything saved before stays."""
 
     exit_code = 1
 
 
 class Journal:
-    """samples.jsonl, open for appending whole samples.
+    """samples.jsonl, open for appending complete samples.
 
-    Opening recovers what an interrupted run left: lines up to the last whole one, samples up to the last whole one.
+    Opening it drops incomplete lines and incomplete samples that an interrupted run left.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,10 +55,10 @@ class Journal:
             self._file = path.open("ab", buffering=0)
 
     def append(self, lines: Sequence[Line]) -> None:
-        """Save all lines of one sample, on the disk when this returns.
+        """Write all lines of one sample and flush them to disk.
 
         Raises:
-            SaveError: the disk is full or read-only; nothing of the sample is left behind.
+            SaveError: the disk is full or read-only; no part of the sample is left.
         """
         data = "".join(f"{x.model_dump_json()}\n" for x in lines).encode()
         before = os.fstat(self._file.fileno()).st_size
@@ -81,7 +81,7 @@ class Journal:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """The whole lines of a journal, one per (sample, turn); what is broken or cut off is left out, and said.
+    """Read the lines of a journal, one per sample and turn. Broken lines are skipped and reported.
 
     Raises:
         UserError: the file cannot be read, or a line is of an unknown schema version.
@@ -90,7 +90,7 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def read_answers(path: Path) -> list[Answer]:
-    """As `read_lines`, but only what comparisons need of a line, in a tenth of the time."""
+    """As `read_lines`, with only the fields for comparisons, ten times as fast."""
     return _read_lines(path, Answer)
 
 
@@ -104,16 +104,16 @@ def _read_lines(path: Path, kind: type[L]) -> list[L]:
         try:
             line = _read_line(part, kind, path)
         except (ValueError, RecursionError) as error:
-            say(f"{path}: line {number} is broken and not used: {_reason(error)}.")
+            say(f"{path}: line {number} is broken and skipped: {_reason(error)}.")
         else:
             lines.setdefault((line.index, line.turn), line)
     if tail:
-        say(f"{path}: the last line is cut off; the {len(parts)} whole lines before it are used.")
+        say(f"{path}: the last line is cut off and skipped; {len(parts)} complete lines are used.")
     return list(lines.values())
 
 
 def _read_line(part: bytes, kind: type[L], path: Path) -> L:
-    with contextlib.suppress(ValidationError):  # pydantic's own parser is fast; what it refuses is looked at again
+    with contextlib.suppress(ValidationError):  # fast path; lines that fail are read again below
         line = kind.model_validate_json(part)
         if "schema_version" in line.model_fields_set:
             return line
@@ -121,7 +121,7 @@ def _read_line(part: bytes, kind: type[L], path: Path) -> L:
 
 
 def _read_journal(path: Path) -> bytes:
-    """The journal, or what `gzip` made of it: curated results are kept packed."""
+    """The bytes of a journal, which curated results store as samples.jsonl.gz."""
     packed = path.with_name(f"{path.name}.gz")
     if path.exists() or not packed.exists():
         return path.read_bytes()
@@ -133,7 +133,7 @@ def _read_journal(path: Path) -> bytes:
 
 
 def finished_samples(lines: Sequence[Line]) -> set[int]:
-    """Indices of samples with all their turns, or with the error that ended them."""
+    """Indices of samples that have all turns, or an error."""
     turns: dict[int, set[int]] = {}
     wanted: dict[int, int] = {}
     for x in lines:
@@ -143,10 +143,10 @@ def finished_samples(lines: Sequence[Line]) -> set[int]:
 
 
 def read_file(path: Path, kind: type[T]) -> T:
-    """A JSON file of a run.
+    """Read a JSON file of a run.
 
     Raises:
-        UserError: missing, not JSON, of an unknown version, or not what it should be.
+        UserError: missing, not JSON, of an unknown schema version, or not a valid record.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -159,7 +159,7 @@ def read_file(path: Path, kind: type[T]) -> T:
 
 
 def _migrate(data: Any, path: Path) -> Any:
-    """Bring a document of schema version 1 to this one, and refuse unknown versions."""
+    """Upgrade a document to the current names, and refuse unknown schema versions."""
     if not isinstance(data, dict) or "schema_version" not in data:
         raise ValueError("no schema_version")
     version = data["schema_version"]
@@ -181,7 +181,7 @@ def _reason(error: Exception) -> str:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all.
+    """Write a file atomically.
 
     Raises:
         SaveError: the disk is full or read-only.
@@ -207,11 +207,11 @@ def write_record(path: Path, record: BaseModel) -> None:
 
 @contextlib.contextmanager
 def saving(path: Path) -> Iterator[None]:
-    """Turn an OSError into the one line that a user needs."""
+    """Turn an OSError into a SaveError with the next step."""
     try:
         yield
     except OSError as error:
-        remedy = "make room" if error.errno in FULL else "put that right"
+        remedy = "free disk space" if error.errno in FULL else "correct that"
         raise SaveError(
             f"cannot save {path}: {_reason(error)}. Everything saved before is kept: {remedy}, then run the same "
             "command."
@@ -220,10 +220,10 @@ def saving(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a run's folder.
+    """Lock a run's folder against other processes.
 
     Raises:
-        UserError: one is in it, or the folder cannot be made.
+        UserError: another process holds the lock, or the folder cannot be created.
     """
     with saving(folder):
         try:
@@ -231,7 +231,7 @@ def locked(folder: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno in FULL:
                 raise
-            raise UserError(f"folder {folder} cannot be made: {_reason(error)}. Give another --out.") from error
+            raise UserError(f"folder {folder} cannot be created: {_reason(error)}. Give another --out.") from error
         file = (folder / ".lock").open("a")
     with file:
         try:

@@ -1,4 +1,4 @@
-"""What the journal of a run holds: lines of samples.jsonl, one per turn of a sample."""
+"""Records of samples.jsonl, the journal of a run: one line per turn of a sample."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class TokenCounts(Record):
     """Tokens of one turn."""
 
     context: int
-    """Held when the method compressed."""
+    """Tokens in the cache when the method compressed."""
     query: int
-    """Run after that, in this turn."""
+    """Tokens of the question that were run after compression, in this turn."""
     generated: int
 
 
@@ -25,43 +25,44 @@ class Times(Record):
     """Seconds, end-to-end timing."""
 
     prefill_s: float | None
-    """Context to first logits, compression included; on the first turn only."""
+    """From the start of the context to the first logits, compression included; first turn only."""
     compress_s: float | None
-    """The part of the prefill that the method took to decide and to move rows."""
+    """The part of the prefill spent on compression: scoring, selecting and moving entries."""
     ttft_s: float
-    """To the first token, with the prefill on the first turn."""
+    """Time to first token; on the first turn with the prefill."""
     decode_s: float
     steps: int
-    """Tokens that took `decode_s`: forward passes of decoding; of a diffusion model the answer's up to its end."""
+    """Decode steps that took `decode_s`; for a diffusion model, tokens of the answer up to its end."""
 
 
 class CacheBytes(Record):
-    """Bytes of the cache of one conversation, counted from storages."""
+    """Bytes of the cache of one conversation, counted from the storages of its tensors."""
 
     full_bytes: int
-    """The full cache of the same context."""
+    """Bytes of the full cache of the same context."""
     stored_bytes: int
-    """What holds the context right after compression, spare room excluded."""
+    """Bytes that hold the context right after compression, without spare bytes."""
     spare_bytes: int
-    """Room allocated for later tokens, at that moment."""
+    """Bytes allocated for later tokens, right after compression."""
     end_bytes: int
-    """All of it at the end of the turn, host memory excluded."""
+    """All bytes at the end of the turn, without host memory."""
     peak_bytes: int
-    """The most held at once, between operations, host memory excluded."""
+    """Most bytes at once, measured between operations, without host memory."""
     host_bytes: int
-    """Bytes in host memory; on a CPU, a tier that the store declares as such."""
+    """Bytes in host memory; on a CPU, bytes in the tier that the store declares as host memory."""
     read_bytes_per_step: int
-    """Bytes of KV entries that one decode step reads; 0 where a method that reads a part made no step."""
+    """Bytes of KV entries that one decode step reads; 0 if a retrieval method ran no step."""
 
 
 class Effect(Record):
-    """Counters, kept by the stores, of what a method did to the KV entries of one conversation."""
+    """The stores' counters of changes to the KV entries of one conversation."""
 
     acted: bool
+    """Whether a counter shows a change."""
     identity: bool
-    """The settings are the method's declared identity: nothing has to change."""
+    """Whether the method declares these settings lossless, so that no change is required."""
     entries_seen: int
-    """Entries per KV head that the full cache of the context holds, in the layer with the most."""
+    """Entries per KV head in the full cache of the context, in the layer with the most."""
     entries_kept: tuple[float, ...]
     """Mean entries per KV head after compression, by layer."""
     facts: dict[str, int]
@@ -81,7 +82,7 @@ def total_facts(effects: Iterable[Effect]) -> dict[str, int]:
 
 
 class AgreementPart(Record):
-    """The answer tokens from `start` on, up to the next part's start."""
+    """Agreement on the answer tokens from `start` up to the start of the next part."""
 
     start: int
     top1: float
@@ -90,16 +91,16 @@ class AgreementPart(Record):
 
 
 class Agreement(Record):
-    """Next-token distributions against the dense cache's, on the reference answers as forced tokens."""
+    """Next-token distributions compared with the full cache's, teacher-forced on the reference answers."""
 
     top1: float
-    """Share of positions with the same most likely token."""
+    """Share of positions with the same top-1 token."""
     kl: float
-    """Mean divergence from the dense cache, in nats."""
+    """Mean KL divergence from the full cache, in nats."""
     n: int
-    """Positions."""
+    """Number of positions."""
     by_distance: tuple[AgreementPart, ...] = ()
-    """Of answers of 64 tokens and more: how it changes with the distance from the question."""
+    """For answers of 64 tokens or more: agreement by distance from the question."""
 
 
 class BaselineLine(Record):
@@ -135,7 +136,7 @@ class DenoisingLine(Record):
 
 
 class Machine(Record):
-    """What the seconds of a sample depend on."""
+    """The hardware that a sample's times depend on."""
 
     cpu: str
     gpu: str | None
@@ -143,7 +144,7 @@ class Machine(Record):
 
 
 class Line(Record):
-    """One (sample, turn) of samples.jsonl. A failed sample ends with a line that has an error."""
+    """One turn of a sample. The last line of a failed sample has the error."""
 
     schema_version: Literal[2] = SCHEMA_VERSION
     sample: str
@@ -163,23 +164,23 @@ class Line(Record):
     bytes: CacheBytes | None
     effect: Effect | None
     agreement: Agreement | None
-    """None: the dense cache itself, random weights, or no memory for a dense cache."""
+    """None for methods without a budget, random weights, or if the full cache does not fit in memory."""
     denoising: DenoisingLine | None = None
-    """Of a diffusion model."""
+    """For diffusion models only."""
     kernels: dict[str, str] = Field(default_factory=dict)
-    """What implementation ran, by operation, in the whole sample; on the line of its first turn."""
+    """The implementation of each operation in the whole sample; on the line of its first turn."""
     machine: Machine | None = None
-    """Where the sample ran; on the line of its first turn. None: a journal from before it was noted."""
+    """On the line of the sample's first turn. None in early journals."""
     facts: dict[str, Any]
-    """From the task."""
+    """From the task, such as keys and depths."""
     started: str
     seconds: float
-    """What this turn took, the harness included; the dense cache that `agreement` is taken to comes after it."""
+    """Time of this turn with the harness, without the full cache's run for `agreement`."""
     error: str | None
 
 
 class Answer(BaseModel):
-    """What comparisons read of a line."""
+    """The fields of a line that comparisons read."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 

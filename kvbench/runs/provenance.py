@@ -1,9 +1,8 @@
-"""The code that a run depends on: what its harness, method and task import, followed from file to file unrun.
+"""Hashes of the code that a run depends on, recorded as provenance.
 
-A file that none of them imports is no part of a run, whatever folder it stands in; one that any of them imports is,
-also where the import stands inside a function, and also where a helper lies beside a method's file, outside of every
-package. What is imported for types only is not, and installed packages are not: the spec has the versions of torch and
-transformers.
+Imports of the harness, the method and the task are followed statically from file to file, also inside functions and
+into helper files next to a user's own file. Imports for type checking and installed packages are not followed: the spec
+has the versions of torch and transformers.
 """
 
 from __future__ import annotations
@@ -23,19 +22,18 @@ from kvbench.runs.spec import Sources
 from kvbench.task import Task
 
 RUN = "kvbench.runs.runner"
-"""Makes a result of a job: with what it imports, the harness of a run. The command line, tables and sweeps call it."""
-NOTED = {"kvbench.errors", "kvbench.log", "kvbench.machine", "kvbench.registry", "kvbench.settings"}
-"""Rooms that a run imports and that cannot change its outcome: what they say is no outcome, and what they find (a class
-by its name, a setting by its text) stands in the spec itself."""
+"""The module that runs a job. It and its imports are the harness of a run."""
+IGNORED = {"kvbench.errors", "kvbench.log", "kvbench.machine", "kvbench.registry", "kvbench.settings"}
+"""Modules of a run that cannot change its outcome: messages, and lookups whose results are in the spec."""
 KERNELS = "kvbench.kernels"
 INSTALLED = {"site-packages", "dist-packages"}
-"""Folders that packages are installed into."""
+"""Folders of installed packages."""
 HOLDERS = (ast.stmt, ast.excepthandler, ast.match_case)
-"""Parts of a module that an import can stand in."""
+"""Syntax nodes that can contain an import."""
 
 
 def find_sources(method: type[Method], task: type[Task]) -> Sources:
-    """sha256 of the four parts: of two that import a file it is the harness's, and a kernel's file is the kernels'."""
+    """SHA-256 per component. A file of several components counts for the harness, a kernel file for the kernels."""
     harness = _follow([RUN])
     of_method, of_task = (_follow(_modules(x)) for x in (method, task))
     kernels = {name: path for name, path in (harness | of_method | of_task).items() if _within(name, KERNELS)}
@@ -58,13 +56,13 @@ def hash_own_code(kind: type[Method | Task]) -> str | None:
 
 
 def find_ops(method: type[Method]) -> set[str]:
-    """Kernel operations, by their folders, that a run of this method loads."""
+    """Names of the kernel operations that a run of this method imports."""
     files = _follow([RUN, *_modules(method)])
     return {name.split(".")[2] for name in files if name.startswith(f"{KERNELS}.")}
 
 
 def _modules(cls: type) -> Iterator[str]:
-    """Modules of a method or task, of its bases and of the classes that it was made around."""
+    """Modules of a method or task, of its base classes and of the classes that it composes."""
     for base in cls.__mro__:
         if issubclass(base, Method | Task):
             yield base.__module__
@@ -73,16 +71,16 @@ def _modules(cls: type) -> Iterator[str]:
 
 
 def _follow(modules: Iterable[str]) -> dict[str, Path]:
-    """Files of these modules and of what they import: within kvbench and the modules' own packages, and not installed.
+    """Files of these modules and of all that they import, within kvbench and the modules' own packages.
 
-    kvbench itself imports nothing but itself and what is installed.
+    kvbench imports only itself and installed packages.
     """
     queue = list(modules)
     roots = {"kvbench", *(_root(x) for x in queue)}
     files: dict[str, Path] = {}
     while queue:
         name = queue.pop()
-        path = None if name in files or name in NOTED or _root(name) not in roots else _locate(name)
+        path = None if name in files or name in IGNORED or _root(name) not in roots else _locate(name)
         if path is None:
             continue
         files[name] = path
@@ -91,13 +89,13 @@ def _follow(modules: Iterable[str]) -> dict[str, Path]:
         queue += [package, name.rpartition(".")[0], *imported]
         if _root(name) != "kvbench":
             roots |= {x for x in map(_root, imported) if not _is_installed(x)}
-        if package.startswith(f"{KERNELS}."):  # which implementation computes is chosen when it runs
+        if package.startswith(f"{KERNELS}."):  # the implementation is chosen at run time
             queue += [f"{package}.{x.stem}" for x in path.parent.glob("*.py") if x.stem != "__init__"]
     return files
 
 
 def _locate(name: str) -> Path | None:
-    """The file of a module; None: what is named is no module, or is not Python's."""
+    """The file of a module; None: no module of that name has a Python file."""
     root, *inner = name.split(".")
     folders, own = _find_top(root)
     places = [Path(x, *inner) for x in folders]
@@ -108,7 +106,7 @@ def _locate(name: str) -> Path | None:
 
 
 def _find_top(root: str) -> tuple[list[str], str | None]:
-    """Folders of a package, or the file of a module, of this name; neither: there is none."""
+    """The folders of a top-level package, or the file of a top-level module."""
     module = sys.modules.get(root)
     if module is not None:
         return list(getattr(module, "__path__", ())), getattr(module, "__file__", None)
@@ -117,7 +115,7 @@ def _find_top(root: str) -> tuple[list[str], str | None]:
 
 
 def _is_installed(root: str) -> bool:
-    """Whether a name is Python's own, of an installed package, or of nothing that is here."""
+    """Whether a top-level name is of the standard library or an installed package, or is not found."""
     folders, own = _find_top(root)
     places = [Path(x) for x in folders] or ([Path(own)] if own else [])
     libraries = [Path(sysconfig.get_path(x)) for x in ("stdlib", "platstdlib")]
@@ -128,7 +126,7 @@ def _is_installed(root: str) -> bool:
 
 @functools.cache
 def _imports(source: bytes, package: str) -> frozenset[str]:
-    """Names that a module of this package imports when it runs; some are of modules, some of what is in them."""
+    """Names that a module imports at run time: of modules, or of objects in them."""
     names: set[str] = set()
     queue: list[ast.AST] = [ast.parse(source)]
     while queue:
@@ -142,7 +140,7 @@ def _imports(source: bytes, package: str) -> frozenset[str]:
             names.update((start, *(f"{start}.{x.name}" for x in node.names)))
         elif isinstance(node, ast.If) and _is_for_types(node.test):
             queue += node.orelse
-        else:  # no expression holds an import
+        else:  # expressions contain no imports
             queue += (x for x in ast.iter_child_nodes(node) if isinstance(x, HOLDERS))
     return frozenset(names)
 
@@ -153,7 +151,7 @@ def _is_for_types(test: ast.expr) -> bool:
 
 
 def _hash(files: dict[str, Path], but: Iterable[str] = ()) -> str:
-    """sha256 over names and contents; a file that was given by its path goes by its own name, wherever it lies."""
+    """SHA-256 over names and contents. A file given by its path counts by its file name, not its folder."""
     left = {name: files[name] for name in files.keys() - set(but)}
     total = hashlib.sha256()
     for label, content in sorted((name if "." in name else x.name, x.read_bytes()) for name, x in left.items()):

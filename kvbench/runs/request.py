@@ -1,4 +1,4 @@
-"""What a user typed and what it means: names found, settings read and the protocol checked, before any model."""
+"""Check a request without loading the model: look up names, read settings, resolve the protocol."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from kvbench.method import Method
 from kvbench.registry import find_method, find_task, list_architectures, list_models, list_ops
 from kvbench.runs.options import Request
 from kvbench.runs.provenance import find_ops
-from kvbench.runs.spec import GenerationSpec, Protocol, read_generation, resolve_protocol, see_all
+from kvbench.runs.spec import GenerationSpec, Protocol, make_visible, read_generation, resolve_protocol
 from kvbench.settings import configure, parse_pairs
 from kvbench.task import Mode, Scorer, Split, Task
 from kvbench.template import Template
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-"""transformers' own ways to spread a model over the GPUs of a machine, then its memory, then its disk."""
+"""transformers' strategies to spread a model over the GPUs of a machine, then its memory, then its disk."""
 
 
 @dataclass(frozen=True)
 class ResolvedRequest:
-    """A request whose every name and setting is found; only what the model has to say is open."""
+    """A request with all names looked up and all settings read. What depends on the model is still open."""
 
     request: Request
     task: Task
@@ -41,10 +41,10 @@ class ResolvedRequest:
 
 
 def check(request: Request) -> ResolvedRequest:
-    """Look up every name and read every setting; methods, which import torch, come last.
+    """Look up every name and read every setting. Methods come last because they import torch.
 
     Raises:
-        UserError: whatever is wrong with the request, the model and the device apart.
+        UserError: bad input, except for the model and the device.
     """
     task_class = find_task(request.task)
     task = configure(task_class, parse_pairs(request.task_settings, "--task-set"), "--task-set", request.task)
@@ -70,20 +70,20 @@ def check(request: Request) -> ResolvedRequest:
     if request.device_map is not None:
         read_device_map(request.device_map)
         if request.model.startswith("random:"):
-            raise UserError(f"model '{request.model}' has no files to spread by a device map. Leave --device-map out.")
+            raise UserError(f"model '{request.model}' has no files for a device map. Leave --device-map out.")
     method_class = find_method(request.method)
     _check_operations(request, method_class)
     method = configure(method_class, parse_pairs(request.method_settings, "--set"), "--set", request.method)
     if protocol.recompress:
         method.require_recompressible()
     if method.card.models == "diffusion":
-        protocol = see_all(protocol, request.visibility, request.chunk)
+        protocol = make_visible(protocol, request.visibility, request.chunk)
     budget = _resolve_budget(budget, method)
     return ResolvedRequest(request, task, method, protocol, template, scorer, budget, generation, length)
 
 
 def find_scorer(task: Task | type[Task], name: str | None) -> Scorer:
-    """A task's scorer by id; None: its first.
+    """A scorer of a task by its id; None: its first scorer.
 
     Raises:
         UserError: the task has no such scorer.
@@ -95,22 +95,22 @@ def find_scorer(task: Task | type[Task], name: str | None) -> Scorer:
 
 
 def read_device_map(text: str) -> str | dict[str, str | int]:
-    """What transformers takes: one of its words, or the object in a JSON file.
+    """A device map for transformers: the name of a strategy, or the object in a JSON file.
 
     Raises:
-        UserError: neither, or no accelerate to do it.
+        UserError: neither, or accelerate is missing.
     """
     found: object = text
     if text not in DEVICE_MAPS:
         if not text.endswith(".json"):
-            raise unknown("device map", text, DEVICE_MAPS, "Or give a .json file of places by module name.")
+            raise unknown("device map", text, DEVICE_MAPS, "Or give a .json file with the place of each module.")
         try:
             found = json.loads(Path(text).expanduser().read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(f"device map '{text}' cannot be read: {error}.") from error
         if not isinstance(found, dict) or not found or not all(isinstance(x, str | int) for x in found.values()):
             raise UserError(
-                f"device map '{text}' is no object of places by module name. Write for example "
+                f"device map '{text}' must be an object of places by module name. Write for example "
                 '{"model.embed_tokens": 0, ...}; a place is the number of a GPU, "cpu" or "disk".'
             )
     if importlib.util.find_spec("accelerate") is None:
@@ -127,10 +127,10 @@ def _check_numbers(request: Request, length: int) -> None:
 
 
 def check_kernels(name: str) -> None:
-    """Refuse an implementation that is unknown, or whose package is missing.
+    """Check that an implementation is known and its package installed.
 
     Raises:
-        UserError: with the package.
+        UserError: it is not.
     """
     if name not in IMPLEMENTATIONS:
         raise unknown("kernels", name, IMPLEMENTATIONS)
@@ -143,25 +143,25 @@ def check_kernels(name: str) -> None:
 
 
 def check_kernels_device(kernels: str, device: str) -> None:
-    """Refuse an implementation that a kind of device does not run.
+    """Check that an implementation runs on a kind of device.
 
     Raises:
-        UserError: with what to do.
+        UserError: it does not.
     """
     if kernels == "triton" and device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise UserError(
             "kernels 'triton' need a GPU, and this run is on cpu. Use --kernels torch, or set TRITON_INTERPRET=1 to "
-            "have them interpreted, for tests: that is very slow."
+            "interpret them in tests, which is very slow."
         )
     if kernels == "flash" and device == "cpu":
         raise UserError("kernels 'flash' need a GPU, and this run is on cpu. Use --kernels torch.")
 
 
 def check_kernels_dtype(kernels: str, device: str, dtype: str) -> None:
-    """Refuse an implementation that does not compute in a model's element type.
+    """Check that an implementation computes in a model's element type.
 
     Raises:
-        UserError: with what to do.
+        UserError: it does not.
     """
     if kernels == "flash" and dtype == "float32":
         raise UserError("kernels 'flash' compute in 16 bits. Use --dtype bfloat16, or --kernels torch.")
@@ -170,13 +170,13 @@ def check_kernels_dtype(kernels: str, device: str, dtype: str) -> None:
 
 
 def _check_operations(request: Request, method: type[Method]) -> None:
-    """Every operation that the method's run loads must have the implementation: none stands in for it."""
+    """Check that every operation of the method has the implementation: no other replaces it silently."""
     if REST.get(request.kernels, request.kernels) != "torch":
         used = find_ops(method)
         missing = [op for op, found in list_ops().items() if op in used and request.kernels not in found]
         if missing:
             raise UserError(
-                f"kernels '{request.kernels}' are missing for what {request.method} uses: {', '.join(missing)}. "
+                f"kernels '{request.kernels}' are missing for operations of {request.method}: {', '.join(missing)}. "
                 "Use --kernels torch."
             )
 
@@ -195,23 +195,23 @@ def _check_output(request: Request) -> None:
 
 
 def check_model(name: str) -> None:
-    """Refuse the name of nothing before the slow imports; what looks like a path or a hub id is the loader's.
+    """Refuse an unknown model name before the slow imports. The loader checks paths and hub ids.
 
     Raises:
-        UserError: no bundled model, no folder, and no path or hub id.
+        UserError: neither a bundled model, nor a folder, nor in the form of a path or a hub id.
     """
     source = name.removeprefix("random:")
     if name != source and source in list_architectures():
         raise UserError(
-            f"model '{name}' is a shape without a tokenizer, for `kvbench bench` and `kvbench plan`. A task needs one: "
-            "give random: before a local folder or a hub id."
+            f"model '{name}' has no tokenizer: it is for `kvbench bench` and `kvbench plan`. For a task give random: "
+            "before a local folder or a hub id."
         )
     if "/" not in source and source not in list_models() and not Path(source).expanduser().is_dir():
         raise unknown("model", name, list_models(), "Or give a local folder or a hub id such as org/name.")
 
 
 def _resolve_budget(asked: Budget | None, method: Method) -> Budget | None:
-    """The default where none was asked for; how far it can be reached needs the model."""
+    """The requested budget, or the default of the method's budget kind."""
     card = method.card
     if card.budget is BudgetKind.NONE and asked not in (None, Budget("fraction", 1.0)):
         raise UserError(
@@ -219,5 +219,5 @@ def _resolve_budget(asked: Budget | None, method: Method) -> Budget | None:
             "[[grid]] of its own."
         )
     if asked is not None and asked.kind == "paper" and card.paper_budget is None:
-        raise UserError(f"{card.name} has no paper budget on its card. Use a share (25%) or rows (1024).")
+        raise UserError(f"{card.name} has no paper budget on its card. Use a share (25%) or tokens per KV head (1024).")
     return DEFAULT_BUDGET if asked is None and card.budget in (BudgetKind.STORED, BudgetKind.READ) else asked

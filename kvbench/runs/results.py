@@ -1,4 +1,4 @@
-"""What result.json holds: a run in one record, made from its journal."""
+"""Records of result.json, which summarizes the journal of a run."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from kvbench.task import Mode
 
 
 class TurnScore(Record):
-    """Mean over the samples of one turn; null where the scorer has nothing to say of it."""
+    """Mean score of one turn over samples; null if the scorer does not apply to it."""
 
     mean: float | None
     n: int
 
 
 class Score(Record):
-    """The headline metric; null where a sample failed or the model's weights are random."""
+    """The main metric; its mean is null if a sample failed or the model's weights are random."""
 
     metric: str
     higher_is_better: bool
     mean: float | None
     partial_mean: float | None
-    """Over the samples that did not fail."""
+    """Mean over the samples that did not fail."""
     ci95: tuple[float, float] | None
+    """95 % confidence interval of the mean, bootstrap over contexts."""
     by_turn: tuple[TurnScore, ...]
 
 
 class BudgetResult(Record):
-    """What was asked, what it counts, and what it came to."""
+    """The budget as requested, its kind, and its resolution on the first sample."""
 
     asked: str | None
     kind: str
@@ -40,7 +41,7 @@ class BudgetResult(Record):
 
 
 class MethodResult(Record):
-    """The method with its card."""
+    """The method, its settings and its card."""
 
     name: str
     version: str
@@ -51,15 +52,18 @@ class MethodResult(Record):
 
 
 class MemoryResult(CacheBytes):
-    """Means over samples."""
+    """Bytes of the cache, means over samples."""
 
     ratio: float
+    """Stored bytes over bytes of the full cache."""
     ratio_total: float
+    """The same with host memory."""
     bytes_per_token: float
+    """Stored bytes per token of context."""
 
 
 class Latency(Record):
-    """Medians over samples; p50 and p95 are of the time per output token, n the turns it was measured on."""
+    """Medians over samples; p50 and p95 of the time per output token, over n turns."""
 
     timing: Literal["end-to-end"]
     prefill_s: float | None
@@ -71,16 +75,16 @@ class Latency(Record):
     p95: float | None
     n: int
     mixed: str | None = None
-    """Why there are none: the samples did not all run on one machine, with as many threads."""
+    """Why there are no times: the machines or numbers of threads that samples ran on. None: there was one."""
 
 
 class BaselineResult(Record):
-    """No cache, in the same job."""
+    """A run without a cache in the same job."""
 
     mean: float | None
-    """Of the same metric."""
+    """Mean of the run's metric."""
     tokens_per_s: float | None
-    """None: as in `Latency`."""
+    """None if samples ran on several machines."""
     speedup: float
     """Of the policy over the baseline: the ratio of the sums of seconds."""
     nfe: float
@@ -111,32 +115,32 @@ class DiffusionResult(Record):
 
 
 class Output(Record):
-    """What was generated."""
+    """Counts of generated tokens and of stop reasons."""
 
     tokens: int
     stop_reasons: dict[str, int]
     truncated: int = 0
-    """Samples whose prompt lost its middle; the fact `cut_tokens` says how much."""
+    """Samples whose prompts were cut in the middle; their fact `cut_tokens` has the number of tokens."""
 
 
 class EffectResult(Record):
-    """n_acted of n: the samples in which the method had something to do, and in which it did."""
+    """The effect check: the method changed the cache in n_acted of the n samples in which it had to."""
 
     kind: str
     n_acted: int
     n: int
     n_identity: int
-    """Samples at which these settings are the method's declared identity."""
+    """Samples in which the method declares these settings lossless."""
     entries_seen: int
     entries_kept: float
     """Mean over samples, layers and heads."""
     entries_kept_by_layer: tuple[float, ...]
     facts: dict[str, int]
-    """Sums over samples."""
+    """Sums or maxima over samples, by counter."""
 
 
 class Kernels(Record):
-    """The implementation that was set, the operations that ran, and what each function of them ran as."""
+    """The requested implementation, the operations that ran, and the implementation of each of their functions."""
 
     implementation: str
     ops: tuple[str, ...]
@@ -144,14 +148,14 @@ class Kernels(Record):
 
 
 class Git(Record):
-    """The checkout that kvbench ran from."""
+    """The commit that kvbench ran from, and whether its code had uncommitted changes."""
 
     commit: str
     dirty: bool
 
 
 class Environment(Record):
-    """Where and when."""
+    """Software, hardware and time of a run."""
 
     python: str
     torch: str
@@ -163,10 +167,10 @@ class Environment(Record):
     gpu: str | None
     threads: int
     device_map: dict[str, str] | None = None
-    """Where each part of a model was that is spread over GPUs, memory and disk."""
+    """Places of the parts of a model that is spread over GPUs, memory and disk."""
     started: str
     seconds: float
-    """Sum over samples, so that an interrupted run counts its work once."""
+    """Sum over samples: an interrupted run counts its work once."""
 
 
 class Result(Record):
@@ -191,7 +195,7 @@ class Result(Record):
     score: Score
     scores: dict[str, float]
     agreement: Agreement | None
-    """Mean over the samples' turns; n counts positions."""
+    """Means over turns; n is the sum of positions."""
     output: Output
     memory: MemoryResult | None
     latency: Latency
@@ -202,10 +206,10 @@ class Result(Record):
 
 
 class SuiteRecord(Record):
-    """suite.json"""
+    """suite.json: the runs of a suite under one method."""
 
     schema_version: Literal[2] = SCHEMA_VERSION
     name: str
     version: str
     runs: tuple[str, ...]
-    """Ids, in the order of the suite."""
+    """Run ids, in the order of the suite."""

@@ -1,4 +1,4 @@
-"""One job -> samples -> journal -> result. Interrupted anywhere, the same call goes on where it stopped."""
+"""Run the samples of a job into its journal and result. The same call resumes an interrupted run."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 
 class InterruptedRunError(UserError):
-    """Ctrl-C: what was finished is saved, the same command goes on."""
+    """Ctrl-C. Finished samples are saved, and the same command resumes the run."""
 
     exit_code = 130
 
 @dataclass(frozen=True)
 class Outcome:
-    """A result, and whether it was there before."""
+    """A result, and whether the run was finished before."""
 
     result: Result
     folder: Path
     existing: bool
     code_changes: tuple[str, ...] = ()
-    """How the code of an existing run differs from the code of today."""
+    """How the code that computed an existing run differs from the current code."""
 
     def describe_existing(self) -> str:
         """A line for the log: the run was finished before, possibly by other code."""
@@ -53,17 +53,18 @@ def find_existing(job: Job) -> Outcome | None:
     return Outcome(result, job.folder, existing=True, code_changes=tuple(result.spec.find_code_changes(job.spec)))
 
 def run(job: Job, progress: Progress | None = None) -> Outcome:
-    """Run what is missing, and write the result.
+    """Run the missing samples and write the result.
 
     Raises:
         SaveError: a file could not be written.
         InterruptedRunError: Ctrl-C.
+        UserError: another process works on the folder, or other code computed the samples in it.
     """
     existing = find_existing(job)
     if existing is not None:
         return existing
     with locked(job.folder):
-        existing = find_existing(job)  # another process may have finished it before this one had the lock
+        existing = find_existing(job)  # another process may have finished it before the lock was acquired
         if existing is not None:
             return existing
         _claim_folder(job)
@@ -73,16 +74,16 @@ def run(job: Job, progress: Progress | None = None) -> Outcome:
                 say(f"resuming: {len(journal.finished)} of {job.spec.samples} samples are already done.")
                 mixed = describe_mixed([*find_machines(journal.lines), find_machine(job.model.device.type)])
                 if mixed is not None:
-                    say(f"{mixed}: the result will have scores and no times. For times, run all again with --out.")
+                    say(f"{mixed}: the result will have scores but no times. For times, use another --out.")
             _run_missing(job, journal, progress)
         except KeyboardInterrupt:
             raise InterruptedRunError(
                 f"interrupted: {len(journal.finished)} of {job.spec.samples} samples are saved in {job.folder}. "
-                "Run the same command to go on."
+                "Run the same command to resume."
             ) from None
         finally:
             journal.close()
-        # From the file, as a resumed run would: what is reported is what was saved.
+        # Summarize the saved lines, so that a resumed run gives the same result.
         lines = [x for x in journal.lines if x.index < job.spec.samples]
         result = summarize(job, lines)
         write_record(job.folder / "result.json", result)

@@ -1,4 +1,4 @@
-"""One sample: its conversation under a method, its turns timed, scored and written down."""
+"""Run one sample: its conversation under a method, with every turn timed and scored."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from kvbench.task import Encoded, EncodedTurn, Example, Mode, Turn
 
 
 @dataclass
-class Clock:
-    """When the current turn began, and what came before its first token."""
+class Timer:
+    """Start times of the current turn, and the times before its first token."""
 
     wall: float
     asked: float = 0.0
@@ -36,7 +36,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Reply:
-    """What came of a question: generated text, or the choice that weighed most."""
+    """The answer to a question: generated text, or the most likely choice."""
 
     text: str
     ids: tuple[int, ...]
@@ -46,7 +46,7 @@ class Reply:
 
 
 class SampleFailedError(Exception):
-    """A sample raised in one of its turns; `lines` end with the one that says so."""
+    """A turn of a sample raised. The last of `lines` has the error."""
 
     def __init__(self, lines: list[Line]) -> None:
         super().__init__(lines[-1].error)
@@ -54,15 +54,15 @@ class SampleFailedError(Exception):
 
 
 def run_sample(job: Job, index: int, example: Example, encoded: Encoded) -> list[Line]:
-    """The journal lines of one sample.
+    """Run a sample and return its journal lines.
 
     Raises:
-        SampleFailedError: from what a turn raised.
+        SampleFailedError: a turn raised.
     """
     spec, model, device = job.spec, job.model, job.model.device
     lines: list[Line] = []
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    clock = Clock(time.perf_counter())
+    timer = Timer(time.perf_counter())
     prompt_hash = encoded.prompt_hash
     try:
         limits = [cap_new_tokens(x.max_new_tokens, spec.generation) for x in example.turns]
@@ -75,34 +75,34 @@ def run_sample(job: Job, index: int, example: Example, encoded: Encoded) -> list
         with Session(model, method, capacity=capacity, chunk=spec.chunk, recompress=spec.recompress) as session:
             before = now(device)
             session.prefill(encoded.context, visible=visible)
-            clock.prefill_s, clock.compress_s = now(device) - before, session.compress_seconds
+            timer.prefill_s, timer.compress_s = now(device) - before, session.compress_seconds
             for turn, (ids, limit) in enumerate(zip(encoded.turns, limits, strict=True)):
                 with _conversation(session, spec) as talk:
                     query = _query(ids, turn, spec)
-                    clock.asked = now(device)
+                    timer.asked = now(device)
                     talk.question(query, limit)
                     if compares:
                         paused = now(device)
                         forced.append(force_answer(talk, ids.answer, counts=ids.answer in ids.choices))
-                        clock.asked += now(device) - paused
+                        timer.asked += now(device) - paused
                     history = _history(spec, example, turn, ids)
                     if ids.choices:
                         known = {ids.answer: forced[-1]} if compares else {}
-                        reply = _weigh(job, talk, example.turns[turn], ids, known)
+                        reply = _choose(job, talk, example.turns[turn], ids, known)
                         talk.remember(reply.ids if history is None else history)
                     else:
                         if job.task.nonempty:
                             talk.ban_first(job.stop_ids)
                         reply = _reply(job, talk.answer(limit, history=history, stop=job.stop_ids))
                     done = now(device)
-                    lines.append(_line(job, index, example, turn, talk, reply, clock, done,
+                    lines.append(_line(job, index, example, turn, talk, reply, timer, done,
                                        prompt_hash=prompt_hash, started=started, query=query))
-                clock = Clock(time.perf_counter())
+                timer = Timer(time.perf_counter())
         if compares:
             lines = _with_agreement(job, encoded, lines, forced, capacity)
     except Exception as error:
-        del lines[len(example.turns) - 1 :]  # where closing failed, the last turn counts as the one that did
-        lines.append(fail(example, index, len(lines), error, prompt_hash, started, time.perf_counter() - clock.wall))
+        del lines[len(example.turns) - 1 :]  # if closing the session raised, the last turn failed
+        lines.append(fail(example, index, len(lines), error, prompt_hash, started, time.perf_counter() - timer.wall))
         raise SampleFailedError(lines) from error
     return lines
 
@@ -110,13 +110,13 @@ def run_sample(job: Job, index: int, example: Example, encoded: Encoded) -> list
 def fail(
     example: Example, index: int, turn: int, error: Exception, prompt_hash: str, started: str, seconds: float
 ) -> Line:
-    """The line of a turn that raised."""
+    """The journal line of a turn that raised."""
     first = (str(error).strip() or "no message").splitlines()[0]
     kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
     return Line(
         sample=example.id, index=index, turn=turn, turns=len(example.turns), prompt_hash=prompt_hash, prediction=None,
         ids=(), references=example.turns[turn].references, score=None, scores={}, tokens=None, stop_reason=None,
-        times=None, bytes=None, effect=None, agreement=None, facts=note(example, turn), started=started,
+        times=None, bytes=None, effect=None, agreement=None, facts=turn_facts(example, turn), started=started,
         seconds=seconds, error=f"{kind}{first}",
     )
 
@@ -124,21 +124,21 @@ def fail(
 def _with_agreement(
     job: Job, encoded: Encoded, lines: list[Line], forced: list[Tensor], capacity: int
 ) -> list[Line]:
-    """The lines with each turn's agreement; without it where a dense cache does not fit this machine."""
+    """The lines with agreement, or unchanged if the full cache does not fit in memory."""
     own = [line.ids[:-1] if line.stop_reason == "stop" else line.ids for line in lines]
     try:
-        dense = find_full_logits(job.model, encoded, job.spec, own, capacity)
+        full = find_full_logits(job.model, encoded, job.spec, own, capacity)
     except torch.OutOfMemoryError:
         return lines
     found = []
-    for line, ours, theirs in zip(lines, forced, dense, strict=True):
+    for line, ours, theirs in zip(lines, forced, full, strict=True):
         found.append(line.model_copy(update={"agreement": compare_logits(ours, theirs)}))
     return found
 
 
 @contextmanager
 def _conversation(session: Session, spec: RunSpec) -> Iterator[Session]:
-    """The session itself, or a fork of it where every question is a request of its own."""
+    """The session itself, or a fork of it in mode multi-request."""
     if spec.mode is Mode.MULTI_REQUEST:
         with session.fork() as branch:
             yield branch
@@ -147,20 +147,20 @@ def _conversation(session: Session, spec: RunSpec) -> Iterator[Session]:
 
 
 def _query(ids: EncodedTurn, turn: int, spec: RunSpec) -> tuple[int, ...]:
-    """What is still to be run of a question: nothing, where the context held it."""
+    """The tokens of a question that are not in the cache yet; none if the context held it."""
     if turn == 0 or spec.mode is Mode.MULTI_REQUEST:
         return ids.first if spec.visibility == "hidden" else ()
     return ids.later
 
 
 def _history(spec: RunSpec, example: Example, turn: int, ids: EncodedTurn) -> tuple[int, ...] | None:
-    """The reference answer, where a turn follows that would see it."""
+    """The reference answer, if a later turn sees it."""
     follows = spec.mode is Mode.MULTI_TURN and turn + 1 < len(example.turns)
     return ids.answer if follows and spec.history == "reference" else None
 
 
-def note(example: Example, turn: int) -> dict[str, object]:
-    """What the journal's line of a turn carries: the example's facts stand on its first."""
+def turn_facts(example: Example, turn: int) -> dict[str, object]:
+    """The facts of a turn, with those of the example on its first turn."""
     return {**(example.facts if turn == 0 else {}), **example.turns[turn].facts}
 
 
@@ -171,20 +171,20 @@ def _reply(job: Job, tokens: Tokens) -> Reply:
     return Reply(text, tuple(ids), tokens.stop_reasons[0], tokens.steps)
 
 
-def judge(job: Job, example: Example, turn: int, text: str, found: Mapping[str, object]) -> dict[str, float]:
-    """An answer by each of the task's scorers that has something to say of it; random weights have no score."""
+def score_answer(job: Job, example: Example, turn: int, text: str, found: Mapping[str, object]) -> dict[str, float]:
+    """Score an answer with every scorer that applies to it. Empty for models with random weights."""
     asked = example.turns[turn]
     facts = {**example.facts, **asked.facts, **found}
     scores = {} if job.model.random else {x.id: x(text, asked.references, facts) for x in job.task.scorers}
     return {name: score for name, score in scores.items() if score is not None}
 
 
-def _weigh(
+def _choose(
     job: Job, talk: Session, turn: Turn, ids: EncodedTurn, known: dict[tuple[int, ...], Tensor]
 ) -> Reply:
-    """The choice with the greatest log-probability; the session is left as it was.
+    """The choice with the greatest log-probability. The session does not change.
 
-    known: logits of continuations that were run already.
+    known: logits of continuations that were computed before.
     """
     talk.answer_started = now(job.model.device)
     logprobs = []
@@ -200,11 +200,11 @@ def _weigh(
 
 
 def _line(
-    job: Job, index: int, example: Example, turn: int, talk: Session, reply: Reply, clock: Clock, done: float, *,
+    job: Job, index: int, example: Example, turn: int, talk: Session, reply: Reply, timer: Timer, done: float, *,
     prompt_hash: str, started: str, query: tuple[int, ...],
 ) -> Line:
     references = example.turns[turn].references
-    scores = judge(job, example, turn, reply.text, reply.facts)
+    scores = score_answer(job, example, turn, reply.text, reply.facts)
     shape = talk.shape
     assert shape is not None
     return Line(
@@ -216,13 +216,13 @@ def _line(
         ),
         stop_reason=reply.stop_reason,
         times=Times(
-            prefill_s=clock.prefill_s, compress_s=clock.compress_s,
-            ttft_s=(clock.prefill_s or 0.0) + talk.answer_started - clock.asked,
+            prefill_s=timer.prefill_s, compress_s=timer.compress_s,
+            ttft_s=(timer.prefill_s or 0.0) + talk.answer_started - timer.asked,
             decode_s=done - talk.answer_started, steps=reply.steps,
         ),
         bytes=talk.memory(),
         effect=talk.effect(),
-        agreement=None, facts={**note(example, turn), **reply.facts}, started=started,
-        seconds=time.perf_counter() - clock.wall,
+        agreement=None, facts={**turn_facts(example, turn), **reply.facts}, started=started,
+        seconds=time.perf_counter() - timer.wall,
         error=None,
     )

@@ -17,6 +17,7 @@ NAMES = {
 """Current names by earlier ones, anywhere in a document."""
 NAMES_WITHIN: dict[object, dict[str, str]] = {
     None: {"ruler": "copy_bandwidth"},
+    "generation": {"limit": "max_new_tokens"},
     "latency": {"clock": "timing"}, "cells": {"clock": "timing"}, "command": {"clocks": "timings"},
     "predicted": {"largest_batch": "max_batch"},
     "diffusion": {

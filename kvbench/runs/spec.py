@@ -1,4 +1,4 @@
-"""RunSpec: everything that can change the outcome of a run, resolved. Its hash names the run."""
+"""RunSpec: every resolved setting that can change the outcome of a run. The run id is a hash of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from kvbench.errors import UserError, unknown
 from kvbench.runs.schema import SCHEMA_VERSION
@@ -18,17 +18,17 @@ from kvbench.task import Mode
 Visibility = Literal["visible", "hidden", "first-turn"]
 History = Literal["reference", "own"]
 Implementation = Literal["torch", "triton", "flash"]
-"""Of operations: `kernels.choice.IMPLEMENTATIONS`."""
+"""Implementations of operations: `kernels.choice.IMPLEMENTATIONS`."""
 VISIBILITIES: dict[Mode, tuple[Visibility, ...]] = {
     Mode.SINGLE: ("visible", "hidden"),
     Mode.MULTI_TURN: ("first-turn", "hidden"),
     Mode.MULTI_REQUEST: ("hidden",),
 }
-"""What a method may see of the questions when it compresses, by mode; the first is the default."""
+"""Whether a method sees questions when it compresses, by mode; the first is the default."""
 
 
 class Record(BaseModel):
-    """A part of a file: known fields only, never changed after it is made."""
+    """Part of a file: immutable, without unknown fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -45,7 +45,7 @@ class MethodSpec(Record):
 
 
 class TaskSpec(Record):
-    """The task, and each fact about its prompts that is known to change scores."""
+    """The task, and the facts about its prompts that are known to change scores."""
 
     name: str
     version: str
@@ -57,17 +57,17 @@ class TaskSpec(Record):
     prompt_id: str
     chat_template_sha: str | None
     bos: Literal["tokenizer", "template", "none"]
-    """Who puts the beginning-of-sequence token there."""
+    """Whether the tokenizer or the chat template adds the beginning-of-sequence token."""
     truncation: Literal["none", "middle"] = "none"
-    """Prompts are made to length; those of data sets that are too long lose their middle."""
+    """`middle`: prompts of data sets that are too long are cut in the middle."""
     stop: tuple[int, ...]
-    """Token ids that end an answer."""
+    """Ids of the tokens that end an answer."""
     code: str | None = None
-    """As of `MethodSpec`."""
+    """As in `MethodSpec`."""
 
 
 class ModelSpec(Record):
-    """The model by the content of its files."""
+    """The model, identified by the contents of its files."""
 
     id: str
     revision: str | None
@@ -79,32 +79,32 @@ class ModelSpec(Record):
 
 
 class DenoisingSpec(Record):
-    """How a diffusion model fills an answer in."""
+    """How a diffusion model generates an answer."""
 
     steps: int | None = None
-    """Forward passes per answer; None: one for every `tokens_per_step` tokens."""
+    """Denoising steps per answer; None: one per `tokens_per_step` tokens."""
     tokens_per_step: int = 1
-    """The model's own default, or the task's where that is less."""
+    """The model's default, or the task's if that is smaller."""
     block: int | None = None
-    """Tokens of a block, finished one after the other; None: the whole answer."""
+    """Tokens per block; blocks are finished in order. None: the whole answer is one block."""
     remasking: Literal["low-confidence", "random"] = "low-confidence"
     temperature: float = 0.0
     threshold: float | None = None
-    """Commit all tokens of this probability; None: as many as the steps say."""
+    """Commit all tokens of at least this probability; None: a fixed number per step."""
 
 
 class GenerationSpec(Record):
-    """How answers are made."""
+    """How answers are generated."""
 
     decoding: Literal["greedy", "denoising"] = "greedy"
-    max_new_tokens: int | None = Field(None, validation_alias=AliasChoices("max_new_tokens", "limit"))
-    """A cap on the number of tokens that the task allows for an answer; earlier files say `limit`."""
+    max_new_tokens: int | None = None
+    """A cap on the number of tokens that the task allows for an answer."""
     denoising: DenoisingSpec | None = None
-    """Of a diffusion model."""
+    """For diffusion models only."""
 
 
 class Versions(Record):
-    """Packages that compute."""
+    """Versions of the packages that compute results."""
 
     kvbench: str
     torch: str
@@ -112,7 +112,7 @@ class Versions(Record):
 
 
 class Sources(Record):
-    """sha256 of the code that computes."""
+    """SHA-256 of the code that computes results, by component."""
 
     method: str
     task: str
@@ -121,15 +121,15 @@ class Sources(Record):
 
 
 PROTOCOL_VERSION: Literal[1] = 1
-"""Raised when a change of the harness changes numbers: how prompts run, what is counted, how scores are averaged."""
+"""Raised when a change of the harness changes numbers: how prompts are run, bytes counted or scores averaged."""
 NOT_IDENTITY: dict[str, Any] = {
     "schema_version": True, "versions": True, "sources": True, "method": {"family"}, "task": {"suite"},
 }
-"""Fields of a spec that two runs of one identity may differ in."""
+"""Fields that are not part of the identity: provenance and grouping."""
 
 
 class RunSpec(Record):
-    """A run. Two runs of one spec have the same scores."""
+    """The spec of a run. Two runs of the same spec have the same scores."""
 
     schema_version: Literal[2] = SCHEMA_VERSION
     protocol_version: Literal[1] = PROTOCOL_VERSION
@@ -142,7 +142,7 @@ class RunSpec(Record):
     history: History
     recompress: bool
     budget: str | None
-    """As asked; None: the method takes none."""
+    """As requested; None: the method takes no budget."""
     split: Literal["dev", "test"]
     seed: int
     samples: int
@@ -164,10 +164,10 @@ class RunSpec(Record):
         """
         document = self.model_dump(mode="json", exclude=NOT_IDENTITY)
         for part in ("method", "task"):
-            if document[part]["code"] is None:  # ids of registered ones are from before this field
+            if document[part]["code"] is None:  # run ids stay the same as before this field
                 del document[part]["code"]
         generation = document["generation"]
-        generation["limit"] = generation.pop("max_new_tokens")  # as in version 1: ids of earlier runs stay the same
+        generation["limit"] = generation.pop("max_new_tokens")  # its earlier name: run ids stay the same
         canonical = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         digest = hashlib.sha256(canonical.encode()).hexdigest()[:12]
         prefix = re.sub(r"[^a-z0-9_.+-]+", "-", f"{self.method.name}-{self.task.name}".lower()).strip("-.")
@@ -183,7 +183,7 @@ class RunSpec(Record):
 
 
 class Protocol(Record):
-    """How questions are asked of one context."""
+    """How the questions about one context are asked."""
 
     mode: Mode
     visibility: Visibility
@@ -195,10 +195,10 @@ class Protocol(Record):
 def resolve_protocol(
     mode: str, visibility: str | None, history: str | None, turns: int | None, *, recompress: bool, default_turns: int
 ) -> Protocol:
-    """Fill in defaults and refuse what has no meaning.
+    """Fill in the defaults of a protocol.
 
     Raises:
-        UserError: an unknown name, or names that do not go together.
+        UserError: an unknown name, or options that exclude each other.
     """
     if mode not in tuple(Mode):
         raise unknown("mode", mode, [str(x) for x in Mode])
@@ -209,8 +209,8 @@ def resolve_protocol(
         raise unknown("visibility", visibility, every)
     if visibility is not None and visibility not in allowed:
         reason = {
-            Mode.SINGLE: "one question is visible or hidden",
-            Mode.MULTI_TURN: "only the first question can be there when the context is compressed",
+            Mode.SINGLE: "its one question is visible or hidden",
+            Mode.MULTI_TURN: "only the first question can be in the prompt when the context is compressed",
             Mode.MULTI_REQUEST: "every question comes after the shared context is compressed",
         }[kind]
         raise UserError(
@@ -238,32 +238,32 @@ def resolve_protocol(
     )
 
 
-def see_all(protocol: Protocol, visibility: str | None, chunk: int | None) -> Protocol:
-    """The protocol on a diffusion model, which runs the whole prompt in every pass and carries nothing on.
+def make_visible(protocol: Protocol, visibility: str | None, chunk: int | None) -> Protocol:
+    """The protocol for a diffusion model, which runs the whole prompt in every pass and keeps no cache between answers.
 
-    visibility, chunk: as asked.
+    visibility, chunk: as requested.
 
     Raises:
-        UserError: what has no meaning there.
+        UserError: an option that does not apply to diffusion models.
     """
     if protocol.mode is Mode.MULTI_REQUEST:
         raise UserError(
-            "mode multi-request has no meaning on a diffusion model: no cache outlives an answer, so that requests "
-            "could share it. Use --mode single or multi-turn."
+            "mode multi-request has no meaning on a diffusion model: no cache remains after an answer for requests to "
+            "share. Use --mode single or multi-turn."
         )
     if visibility not in (None, "visible") or protocol.recompress or chunk is not None:
         raise UserError(
-            "on a diffusion model every pass sees the whole prompt at once, and nothing is compressed once for all: "
-            "leave --visibility, --recompress and --chunk out."
+            "on a diffusion model every pass runs the whole prompt, and no context is compressed: leave --visibility, "
+            "--recompress and --chunk out."
         )
     return protocol.model_copy(update={"visibility": "visible"})
 
 
 def read_generation(given: dict[str, str]) -> GenerationSpec:
-    """`--gen key=value` options.
+    """Read `--gen key=value` options.
 
     Raises:
-        UserError: an unknown key, or a value that has no meaning.
+        UserError: an unknown key or an invalid value.
     """
     for key in given:
         if key not in GENERATION:
@@ -300,4 +300,4 @@ GENERATION: dict[str, Callable[[str, str], Any]] = {
     "max_new_tokens": _whole, "steps": _whole, "block": _whole, "remasking": _remasking, "temperature": _number,
     "threshold": _number,
 }
-"""`--gen` settings; all but max_new_tokens are for diffusion models."""
+"""Readers of `--gen` settings; all but max_new_tokens are for diffusion models."""

@@ -1,4 +1,4 @@
-"""From the lines of a journal to a result: nothing here has seen the run itself."""
+"""Summarize the lines of a journal into a result. Nothing here depends on the process that ran the samples."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvbench.task import Scorer
 def summarize(job: Job, lines: Sequence[Line], environment: Environment | None = None) -> Result:
     """The result of a run whose samples are all in the journal.
 
-    environment: where the run was made, if not here. This machine is then not asked: it may have no such device.
+    environment: of the machine that ran the samples; None: this machine.
     """
     spec = job.spec
     started, seconds = min((x.started for x in lines), default=""), sum(x.seconds for x in lines)
@@ -47,10 +47,10 @@ def summarize(job: Job, lines: Sequence[Line], environment: Environment | None =
     error = None
     if failed:
         error = f"{len(failed)} of {spec.samples} samples failed; the first: {failed[min(failed)]}"
-    elif effect is not None and effect.n_acted < _least(spec, effect.n):
+    elif effect is not None and effect.n_acted < _required_acted(spec, effect.n):
         error = (
-            f"{spec.method.name} acted in {effect.n_acted} of {effect.n} samples, and its settings are not "
-            "the ones at which it is declared to lose nothing: this is not a measurement of it."
+            f"{spec.method.name} acted in {effect.n_acted} of {effect.n} samples, and it does not declare these "
+            "settings lossless: the run does not measure the method."
         )
     others = {} if failed or job.model.random else {
         x.id: fmean(found) for x in job.task.scorers
@@ -75,17 +75,17 @@ def summarize(job: Job, lines: Sequence[Line], environment: Environment | None =
     )
 
 
-def _least(spec: RunSpec, n: int) -> int:
-    """In how many of n samples a method must have acted: in all of them.
+def _required_acted(spec: RunSpec, n: int) -> int:
+    """The number of samples, of n, in which a method must have acted: all of them.
 
-    In one where a threshold decides how many passes there are: an answer that its first ones make leaves nothing out.
+    One if a threshold decides on the number of steps: an answer that is finished in the first step skips nothing.
     """
     denoising = spec.generation.denoising
     return n if denoising is None or denoising.threshold is None else min(n, 1)
 
 
 def _agreement(lines: Sequence[Line]) -> Agreement | None:
-    """Mean over turns; null where one of them could not be compared."""
+    """Means over turns; None if a turn was not compared."""
     found = [x.agreement for x in lines if x.agreement is not None]
     if not found or len(found) < len(lines):
         return None
@@ -104,7 +104,7 @@ def _agreement(lines: Sequence[Line]) -> Agreement | None:
 
 
 def score_lines(scorer: Scorer, lines: Sequence[Line], value: Callable[[Line], float | None]) -> Score:
-    """Mean and interval of a metric; null where a sample failed, never a zero."""
+    """Mean and confidence interval of a metric; None, not zero, if a sample failed."""
     failed = {x.index for x in lines if x.error is not None}
     values: dict[int, dict[int, float]] = {}
     for x in lines:
@@ -126,9 +126,9 @@ def score_lines(scorer: Scorer, lines: Sequence[Line], value: Callable[[Line], f
 
 
 def summarize_effect(kind: str, lines: Sequence[Line]) -> EffectResult | None:
-    """In how many samples the method had something to do, and did it. A sample acted if any of its turns did.
+    """The effect check over samples. The method acted in a sample if it acted in any of its turns.
 
-    Settings that lose nothing of a context may lose rows later, where a question or an answer goes beyond the budget.
+    Settings that are lossless for the context may evict later, if a question or an answer exceeds the budget.
     """
     samples: dict[int, list[Effect]] = {}
     for x in lines:
@@ -148,7 +148,7 @@ def summarize_effect(kind: str, lines: Sequence[Line]) -> EffectResult | None:
 
 
 def _diffusion(job: Job, lines: Sequence[Line]) -> DiffusionResult | None:
-    """Means over the answers that were made, and the baselines that ran beside all of them."""
+    """Means over answers, and over the baselines that ran for all of them."""
     asked = job.spec.generation.denoising
     made = [(x.denoising, x.times.decode_s) for x in lines if x.denoising is not None and x.times is not None]
     if asked is None or not made:
@@ -181,7 +181,7 @@ def _diffusion(job: Job, lines: Sequence[Line]) -> DiffusionResult | None:
 
 
 def _memory(lines: Sequence[Line]) -> MemoryResult | None:
-    """Means over samples; within a sample, the turn with the most."""
+    """Means over samples; within a sample, the maximum over turns."""
     names = (
         "full_bytes", "stored_bytes", "spare_bytes", "host_bytes", "end_bytes", "peak_bytes", "read_bytes_per_step"
     )
@@ -206,14 +206,14 @@ def _memory(lines: Sequence[Line]) -> MemoryResult | None:
 
 
 def find_machines(lines: Sequence[Line]) -> list[Machine]:
-    """Where the samples ran, as far as it was noted; each once, in order."""
+    """The machines that the samples ran on, each once, in order."""
     return list(dict.fromkeys(x.machine for x in lines if x.machine is not None))
 
 
 def describe_mixed(machines: Sequence[Machine]) -> str | None:
-    """Which machines' seconds would stand in one median; None: one machine's alone."""
+    """Names the machines if there are several, whose times must not be mixed; None: there is one."""
     names = [
-        f"{f'{x.gpu} beside ' if x.gpu else ''}{x.cpu} with {x.threads} thread{'s' if x.threads > 1 else ''}"
+        f"{f'{x.gpu}, ' if x.gpu else ''}{x.cpu} with {x.threads} thread{'s' if x.threads > 1 else ''}"
         for x in dict.fromkeys(machines)
     ]
     return f"samples ran on {' and on '.join(names)}" if len(names) > 1 else None

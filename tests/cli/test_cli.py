@@ -314,8 +314,8 @@ def test_an_output_folder_that_cannot_be_made_is_refused(kvbench, arguments):
     arguments[arguments.index("--out") + 1] = "/proc/foo"
     answer = kvbench(*arguments, "--method", LAST)
     assert answer.code == 2
-    assert "folder /proc/foo/" in answer.err and "cannot be made: " in answer.err
-    assert "make room" not in answer.err
+    assert "folder /proc/foo/" in answer.err and "cannot be created: " in answer.err
+    assert "free disk space" not in answer.err
 
 
 def test_explain_does_not_run_a_request_twice(kvbench, arguments, tmp_path):

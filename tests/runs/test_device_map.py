@@ -52,12 +52,12 @@ def test_a_spread_run_is_the_same_run(kvbench, arguments, tmp_path, spread):
     ("--device-map=audo", "unknown device map 'audo'. Did you mean 'auto'?"),
     ("--device-map=none.json", "device map 'none.json' cannot be read"),
     ("--device-map={folder}/cut.json", "cut.json' cannot be read"),
-    ("--device-map={folder}/list.json", "list.json' is no object of places by module name"),
-    ("--device-map={folder}/places.json", "places.json' is no object of places by module name"),
+    ("--device-map={folder}/list.json", "list.json' must be an object of places by module name"),
+    ("--device-map={folder}/places.json", "places.json' must be an object of places by module name"),
     ("--device-map={folder}/gpu.json", "device 'cuda:7' is not on this machine"),
     ("--device-map={folder}/tpu.json", "unknown device 'tpu'"),
     ("--device-map=auto --device=cuda", "device 'cuda' is not"),
-    ("--device-map=auto --model=random:.", "has no files to spread by a device map"),
+    ("--device-map=auto --model=random:.", "has no files for a device map"),
 ])
 def test_a_bad_map_is_refused(kvbench, arguments, tmp_path, monkeypatch, options, message):
     """Before anything is loaded or written."""
@@ -78,7 +78,7 @@ def test_a_device_that_contradicts_the_map_is_refused(kvbench, arguments, spread
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     answer = kvbench(*arguments, "--method", LAST, "--device", "cuda", "--device-map", spread)
     assert answer.code == 2
-    assert f"device 'cuda' is not where device map '{spread}' leads" in answer.err
+    assert f"device 'cuda' contradicts device map '{spread}'" in answer.err
 
 
 def test_a_map_needs_accelerate(monkeypatch):

@@ -30,7 +30,7 @@ def test_an_operation_that_the_method_uses_is_missed(kvbench, arguments, monkeyp
     })
     answer = kvbench(*arguments, "--method", "full", "--kernels", "triton")
     assert answer.code == 2
-    assert "kernels 'triton' are missing for what full uses: dense_attention. Use" in answer.err
+    assert "kernels 'triton' are missing for operations of full: dense_attention. Use" in answer.err
     answer = kvbench(*arguments, "--method", "full-int8", "--kernels", "triton")
     assert "uses: dense_attention, int8_attention. Use" in answer.err
 

@@ -16,7 +16,7 @@ import pytest
 import kvbench
 from kvbench.registry import find_method, find_task
 from kvbench.runs import provenance as sources
-from kvbench.runs.provenance import NOTED, RUN, find_sources
+from kvbench.runs.provenance import IGNORED, RUN, find_sources
 
 ROOT = Path(__file__).parent.parent.parent
 TOYS = Path(__file__).parents[1] / "toys" / "toy.py"
@@ -181,5 +181,5 @@ def test_a_real_run_loads_nothing_that_was_not_followed(arguments: list[str]) ->
     loaded = set(done.stdout.splitlines()[-1].split())
     assert RUN in loaded
     followed = sources._follow([RUN, *sources._modules(find_method("snapkv"))])
-    unseen = loaded - followed.keys() - NOTED
+    unseen = loaded - followed.keys() - IGNORED
     assert {x for x in unseen if not x.startswith(SHOWN)} == set()

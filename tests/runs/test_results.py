@@ -94,7 +94,7 @@ def test_a_cut_line_is_said(tmp_path, capsys):
     path = tmp_path / "samples.jsonl"
     path.write_bytes(WHOLE[: ENDS[2] + 9])
     assert len(read_lines(path)) == 3
-    assert "the last line is cut off; the 3 whole lines before it are used" in capsys.readouterr().err
+    assert "the last line is cut off and skipped; 3 complete lines are used" in capsys.readouterr().err
     path.write_bytes(b"not json\n" + WHOLE)
     assert len(read_lines(path)) == len(LINES)
     assert "line 1 is broken" in capsys.readouterr().err

@@ -147,7 +147,7 @@ def test_a_killed_run_goes_on_to_the_same_scores(kvbench, arguments, tmp_path):
     assert processes[signal.SIGKILL].returncode == -signal.SIGKILL
     assert processes[signal.SIGINT].returncode == 130
     assert errors[signal.SIGINT].splitlines()[-1].startswith("kvbench: interrupted: ")
-    assert "Run the same command to go on." in errors[signal.SIGINT]
+    assert "Run the same command to resume." in errors[signal.SIGINT]
 
     whole = kvbench(*command)
     for how in processes:
@@ -181,7 +181,7 @@ def test_times_of_two_machines_are_not_mixed(kvbench, arguments, tmp_path):
         answer = kvbench(*arguments, "--method", LAST)
         assert answer.code == 0
         assert answer.json["score"] == whole["score"]
-        assert ("the result will have scores and no times" in answer.err) is mixed
+        assert ("the result will have scores but no times" in answer.err) is mixed
         assert ("samples ran on" in answer.out) is mixed
         assert (answer.json["latency"]["mixed"] is not None) is mixed
         times = {x for name, x in answer.json["latency"].items() if name not in ("timing", "mixed")}

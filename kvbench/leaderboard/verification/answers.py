@@ -14,7 +14,7 @@ from kvbench.leaderboard.verification.replay import Replay
 from kvbench.runs.examples import Made
 from kvbench.runs.job import cap_new_tokens
 from kvbench.runs.journal import Line
-from kvbench.runs.sample import judge, note
+from kvbench.runs.sample import score_answer, turn_facts
 from kvbench.runs.spec import RunSpec
 from kvbench.task import Encoded, Example, Mode
 
@@ -53,7 +53,7 @@ def _check_prompt(spec: RunSpec, line: Line, example: Example, encoded: Encoded)
         )
     if line.references != example.turns[line.turn].references:
         raise RefusedError("prompts", f"{where}: its reference answers differ from the task's")
-    facts = to_jsonable_python(note(example, line.turn))
+    facts = to_jsonable_python(turn_facts(example, line.turn))
     if {key: value for key, value in line.facts.items() if key != LOGPROBS} != facts:
         raise RefusedError("prompts", f"{where}: its facts differ from the task's")
     if spec.model.kind == "diffusion" or line.tokens is None:
@@ -134,7 +134,7 @@ def rescore(replay: Replay, lines: Sequence[Line], made: Sequence[Made]) -> list
         if line.prediction is not None:
             weighed = {LOGPROBS: line.facts[LOGPROBS]} if LOGPROBS in line.facts else {}
             with refusing_errors("scores", f"sample {line.index} turn {line.turn} cannot be scored"):
-                scores = judge(replay.job, made[line.index][0], line.turn, line.prediction, weighed)
+                scores = score_answer(replay.job, made[line.index][0], line.turn, line.prediction, weighed)
         found.append(line.model_copy(update={"score": scores.get(replay.scorer.id), "scores": scores}))
     return found
 
