@@ -222,7 +222,7 @@ def test_tokens_on_the_command_line(kvbench, tmp_path):
     listed = kvbench("leaderboard", "token", "list", *state, "--json")
     assert [(x["name"], x["scope"], x["revoked"]) for x in listed.json] == [("ada", "submit", None)]
     assert made.json["token"] not in listed.out
-    assert kvbench("leaderboard", "token", "revoke", 1, *state).out == "token 1 of ada is revoked.\n"
+    assert kvbench("leaderboard", "token", "revoke", 1, *state).out == "token 1 of ada was revoked.\n"
     assert kvbench("leaderboard", "token", "list", *state, "--json").json[0]["revoked"]
     for arguments, reason in (
         (("revoke", "7"), "there is no token 7"), (("create", "a b"), "'a b' is not a valid submitter"),

@@ -108,7 +108,8 @@ def test_summed_distinct_codes_are_flagged(snapkv, check):
     """Old results sum them over samples, new ones take the maximum; other numbers are refused."""
     def code(_, line):
         facts = {**line.effect.facts, "distinct_codes": 4}
-        return line.model_copy(update={"effect": line.effect.model_copy(update={"facts": facts})})
+        effect = line.effect.model_copy(update={"facts": facts, "maxima": ("distinct_codes",)})
+        return line.model_copy(update={"effect": effect})
 
     files = snapkv.with_lines(code)
     assert "facts" not in check(files)
@@ -184,6 +185,21 @@ def test_tuning_on_the_test_split_is_flagged(snapkv, check, said, outcome):
 ])
 def test_wrong_statements_about_registered_names_are_refused(snapkv, check, change, reason):
     assert check(edit_spec(snapkv.files, change))["refused"].startswith(reason)
+
+
+@pytest.mark.parametrize("name", [
+    "SnapKV", "snap-kv", "h20", "fu11", "kivi+SnapKV", "snapkv\u200b", "\u0455napkv", " snapkv", "",
+])
+def test_confusable_method_names_are_refused(snapkv, check, name):
+    files = edit_spec(snapkv.files, lambda x: x["method"].update(name=name))
+    files = edit(files, RESULT, lambda x: x["method"]["card"].update(name=name))
+    assert check(files)["refused"].startswith("method: its name ")
+
+
+def test_a_users_own_file_is_not_the_registered_method(snapkv, check):
+    """Even under its name."""
+    files = edit_spec(snapkv.files, lambda x: x["method"].update(code="0" * 64))
+    assert check(files)["method"] == "flag"
 
 
 @pytest.mark.parametrize("change", [

@@ -38,7 +38,8 @@ def draw_group(group: Group) -> list[Markup]:
     wanted = {CHARTS[x.axis] for x in group.tables}
     if group.example.spec.device != "cpu" and len(group.machines) == 1:
         wanted.add("time per token")
-    entries = [GroupedRun(x.result, x.label, x.rank, full=x in group.anchors) for x in group.rows]
+    entries = [GroupedRun(x.result, x.label, x.rank, full=x in group.anchors)
+               for x in group.rows if x.listed.counted]
     specs = [draw_cost(entries, x) for x in COSTS if x.name in wanted]
     runs = {_sanitize(x.result.run_id): f"runs/{x.listed.name}/index.html" for x in group.rows}
     return [_render(x, "points", runs) for x in specs if x is not None]

@@ -16,7 +16,7 @@ ADDED_FIELDS = {
     "table": (str, "name of the protocol: runs of one table are comparable"),
     "axis": (str, "stored, read or computed: the quantity that defines the bands"),
     "band": (str, "runs of similar size"),
-    "rank": (int, "within the band; none: full cache, failed, without a score, or an unverified submission"),
+    "rank": (int, "within the band; none: full cache, failed, without a score, or not verified"),
     "tied": (bool, "whether others share the rank"),
     "submitter": (str, "name of the submitter; none: not a submission"),
     "level": (str, "verification level"),

@@ -15,6 +15,8 @@ from kvbench.leaderboard.site.listed import Problem
 from kvbench.leaderboard.site.pages import TEMPLATES, Pages, name_pages, tag_group, write_value
 from kvbench.leaderboard.site.tables import Group, RankedRun
 from kvbench.leaderboard.submission.records import VERIFICATION
+from kvbench.leaderboard.verification.lookup import UnverifiableError, find_known_method
+from kvbench.leaderboard.verification.outcome import RefusedError
 from kvbench.method import Card
 from kvbench.runs.command import write_command
 from kvbench.runs.results import Result
@@ -72,11 +74,14 @@ def list_files(
 
 
 def _gather(name: str, groups: Sequence[Group]) -> MethodPage:
-    """Collect a method's runs, with the card of its most trusted run."""
+    """Collect a method's runs, with its registered card, or else the card of its most trusted run."""
     found = [(group, tuple(x for x in group.rows if x.result.method.name == name)) for group in groups]
 
     result = max((row.listed for _, rows in found for row in rows), key=lambda x: x.priority).result
-    card = Card.model_validate(result.method.card)
+    try:
+        card = find_known_method(result.spec)[0].card
+    except (UnverifiableError, RefusedError):
+        card = Card.model_validate(result.method.card)
     return MethodPage(name, card, result, tuple((group, rows) for group, rows in found if rows))
 
 

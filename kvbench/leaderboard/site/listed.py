@@ -16,6 +16,7 @@ from kvbench.leaderboard.submission.archive import JOURNAL, find_bundles, read_f
 from kvbench.leaderboard.submission.bundle import Head, open_head, split_journal
 from kvbench.leaderboard.submission.records import VERIFICATION, Verification
 from kvbench.leaderboard.submission.strict_json import MAX_NUMBER, check_containers, parse
+from kvbench.leaderboard.verification.lookup import check_method_name
 from kvbench.leaderboard.verification.outcome import RefusedError, quote, refusing_errors
 from kvbench.method import Card
 from kvbench.runs.journal import Answer, Line
@@ -52,8 +53,10 @@ class ListedRun:
 
     @property
     def counted(self) -> bool:
-        """Whether it is ranked and compared: submissions only after verification."""
-        return self.submitter is None or (self.verification is not None and self.verification.level is not None)
+        """Whether it is ranked and compared: its answers and bytes are verified, and its method is registered."""
+        if self.verification is None or self.verification.level is None:
+            return False
+        return {x.name for x in self.verification.checks if x.outcome == "ok"} >= {"method", "bytes"}
 
     @property
     def flags(self) -> list[str]:
@@ -63,9 +66,8 @@ class ListedRun:
 
     @property
     def priority(self) -> tuple[bool, bool, str, str]:
-        """Sort key, most trusted last: curated runs, then verified ones, then newer ones."""
-        verified = self.verification is not None and self.verification.level is not None
-        return self.submitter is None, verified, self.result.environment.started, self.name
+        """Sort key, most trusted last: verified runs, then curated ones, then newer ones."""
+        return self.counted, self.submitter is None, self.result.environment.started, self.name
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,7 @@ def _check_result(result: Result, answers: Mapping[tuple[str, int], Answer]) -> 
 
     Ranks come from the answers and the shown score from the result, so the two must agree.
     """
+    check_method_name(result.method.name)
     with refusing_errors("method", "its card"):
         Card.model_validate(result.method.card)
     scores = [x.score for x in answers.values() if x.score is not None]

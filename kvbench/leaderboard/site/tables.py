@@ -22,6 +22,9 @@ from kvbench.runs.results import Result
 EDGES = (0.15, 0.3, 0.6, 1.0)
 """Limits of the bands as shares of the full cache, chosen so that usual budgets lie inside a band."""
 
+UNRANKED = "not ranked: answers or bytes are not verified, or the method is not registered"
+"""Title of the band of runs that are not counted."""
+
 
 class Axis(StrEnum):
     """The quantity that a method's budget limits. Runs of different axes are never ranked together."""
@@ -54,8 +57,8 @@ class RankedRun:
     difference: Difference | None
     """To the full cache; None: it is the full cache, there is none, or the run is not counted."""
     rank: int | None = None
-    """Within its band; None: full cache, failed, without a score, on other questions than most of the band, or an
-    unverified submission.
+    """Within its band; None: full cache, failed, without a score, on other questions than most of the band, or not
+    counted.
     """
     tied: bool = False
     """Whether others share the rank."""
@@ -157,10 +160,12 @@ def _make_group(protocol: str, members: Sequence[ListedRun]) -> Group:
 
 def _make_bands(axis: Axis, rows: Sequence[RankedRun]) -> tuple[Band, ...]:
     bands: dict[int, list[RankedRun]] = {}
-    for x in rows:
+    for x in (x for x in rows if x.listed.counted):
         size = axis.measure(x.result)
         bands.setdefault(len(EDGES) + 1 if size is None else sum(size > edge for edge in EDGES), []).append(x)
-    return tuple(Band(_name_band(axis, band), _rank(axis, bands[band])) for band in sorted(bands))
+    ranked = [Band(_name_band(axis, band), _rank(axis, bands[band])) for band in sorted(bands)]
+    others = sorted((x for x in rows if not x.listed.counted), key=lambda x: _best_first(axis, x))
+    return (*ranked, Band(UNRANKED, tuple(others))) if others else tuple(ranked)
 
 
 def _name_band(axis: Axis, band: int) -> str:
@@ -174,11 +179,10 @@ def _name_band(axis: Axis, band: int) -> str:
 
 
 def _rank(axis: Axis, rows: Sequence[RankedRun]) -> tuple[RankedRun, ...]:
-    counted = [x for x in rows if x.listed.counted]
-    ranks = rank_runs([x.listed.run for x in counted])
+    ranks = rank_runs([x.listed.run for x in rows])
     count = Counter(ranks)
-    ranked = [replace(x, rank=rank, tied=count[rank] > 1) for x, rank in zip(counted, ranks, strict=True)]
-    return tuple(sorted([*ranked, *(x for x in rows if x not in counted)], key=lambda x: _best_first(axis, x)))
+    ranked = [replace(x, rank=rank, tied=count[rank] > 1) for x, rank in zip(rows, ranks, strict=True)]
+    return tuple(sorted(ranked, key=lambda x: _best_first(axis, x)))
 
 
 def _best_first(axis: Axis, row: RankedRun) -> tuple[float, float, float, str]:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from kvbench.hf import ModelSize
 
 
+LOOKALIKES = str.maketrans("01i", "oll")
+
+
 class UnverifiableError(Exception):
     """Something that the submission names is not installed here, so the parts that depend on it are not verified."""
 
@@ -44,6 +47,8 @@ def find_known_method(spec: RunSpec) -> tuple[Method, list[str]]:
     name, version = spec.method.name, spec.method.version
     if not set(name.split("+")) <= _names("method"):
         raise UnverifiableError(f"method {quote(name)} is not registered here")
+    if spec.method.code is not None:
+        raise UnverifiableError(f"{name} ran from the submitter's own file, not as the registered method")
     with refusing_errors("method", name):
         found = _method(name)
     if found.card.version != version:
@@ -52,6 +57,20 @@ def find_known_method(spec: RunSpec) -> tuple[Method, list[str]]:
         raise UnverifiableError(f"setting {file} of {name} may name a file of the submitter")
     made = _configure(found, spec.method.settings, "method")
     return made, sorted(jsonable_settings(made).keys() - spec.method.settings.keys())
+
+
+def check_method_name(name: str) -> None:
+    """Check that no reader can take the name for another one.
+
+    Raises:
+        RefusedError: it is not printable ASCII, or differs from a registered name only in case, punctuation or
+            characters that look alike.
+    """
+    if not name or not name.isascii() or not name.isprintable() or name != name.strip():
+        raise RefusedError("method", f"its name {quote(name)} is not printable ASCII")
+    for known in _names("method"):
+        if any(part != known and _skeleton(part) == _skeleton(known) for part in name.split("+")):
+            raise RefusedError("method", f"its name {quote(name)} can be taken for the registered method {known}")
 
 
 def check_card(result: Result, method: Method | None) -> tuple[Card, Check]:
@@ -185,6 +204,11 @@ def check_model(spec: RunSpec, card: Card, folder: Path) -> Check:
         there = quote(stated.sha256[:12])
         return flag("model", f"the weights of {stated.id} have hash {found[:12]} here, {there} in the run")
     return ok("model", f"{stated.id} with the run's weights is on this machine")
+
+
+def _skeleton(name: str) -> str:
+    """The name without case and punctuation, look-alikes as one character."""
+    return "".join(x for x in name.lower() if x.isalnum()).translate(LOOKALIKES)
 
 
 def _find_path_setting(kind: type[Method | Task], settings: Mapping[str, Any]) -> str | None:

@@ -17,6 +17,7 @@ from kvbench.leaderboard.verification.answers import LOGPROBS, check_answers, ch
 from kvbench.leaderboard.verification.lookup import (
     UnverifiableError,
     check_card,
+    check_method_name,
     check_model,
     find_known_method,
     find_known_task,
@@ -106,6 +107,7 @@ def _check_content(found: Findings, bundle: Bundle) -> Iterator[Check]:
     spec, result = bundle.spec, bundle.result
     method: Method | None = None
     since: list[str] = []
+    check_method_name(spec.method.name)
     try:
         method, since = find_known_method(spec)
     except UnverifiableError as error:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvbench.leaderboard.site.listed import read_listed
-from kvbench.leaderboard.site.tables import make_groups
+from kvbench.leaderboard.site.tables import UNRANKED, make_groups
+from kvbench.leaderboard.submission.records import Check
 
 
 def read_groups(results):
@@ -101,7 +102,7 @@ def test_only_verified_full_caches_are_anchors(results):
     results.add("c", "poor")
     (group,) = read_groups(results)
     assert (group.anchors, [x.difference for x in group.rows]) == ((), [None] * 3)
-    assert ranks(group) == {"mine": (1, False), "full": (1, False), "snapkv": (1, False)}
+    assert ranks(group) == {"mine": (None, False), "full": (1, False), "snapkv": (1, False)}
 
 
 def test_a_failed_run_has_no_rank(results):
@@ -165,7 +166,30 @@ def test_unverified_submissions_are_shown_and_not_ranked(results):
     (group,) = read_groups(results)
     found = {"snapkv": (1, False), "kvzip": (None, False), "h2o": (None, False), "tova": (None, False)}
     assert ranks(group) == found
-    assert [x.difference is None for x in group.tables[0].bands[0].rows] == [False, True, True, True]
+    assert [x.difference is None for band in group.tables[0].bands for x in band.rows] == [False, True, True, True]
     results.verify(sent, "L0")
     (group,) = read_groups(results)
     assert ranks(group) == found | {"kvzip": (1, False), "snapkv": (2, False)}
+
+
+@pytest.mark.parametrize("ok", [(), ("method",), ("bytes",), ("method", "bytes")])
+def test_a_rank_needs_verified_bytes_and_a_registered_method(results, ok):
+    """A level alone is not enough; all other runs are listed apart."""
+    results.add("a", "poor")
+    folder = results.add("b", "good", method="mine", verified=False)
+    checks = (Check(name=x, outcome="ok", reason="") for x in ok)
+    results.verify(folder, "L0", *checks, passed=())
+    (group,) = read_groups(results)
+    apart = group.tables[0].bands[-1]
+    if len(ok) == 2:
+        assert ranks(group)["mine"] == (1, False)
+    else:
+        assert (apart.title, [x.result.method.name for x in apart.rows]) == (UNRANKED, ["mine"])
+        assert ranks(group) == {"snapkv": (1, False), "mine": (None, False)}
+
+
+def test_a_run_without_verification_is_listed_apart(results):
+    """With or without a manifest."""
+    results.add("a", verified=False)
+    (group,) = read_groups(results)
+    assert [x.title for x in group.tables[0].bands] == [UNRANKED]
