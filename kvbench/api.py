@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.analysis.compare import Difference, compare_runs, describe_code, find_conflicts
+from kvbench.analysis.compare import Difference, compare_runs, describe_code, find_baseline, find_conflicts
 from kvbench.analysis.load import find_run, load_run
 from kvbench.errors import UserError
 from kvbench.log import say
@@ -62,20 +62,21 @@ def _make_request(given: Mapping[str, Any], out: Path) -> Request:
 
 
 def compare(*runs: Result | str | Path, out: str | Path = "runs") -> list[Difference]:
-    """Paired differences of scores between each run and the first one, as `kvbench compare` computes them.
+    """Paired differences of scores to the baseline: the full cache, or the first run if there is none.
 
     Args:
-        runs: two or more: results of `kvbench.run`, folders of runs, or run ids; the first is the baseline.
+        runs: two or more results of `kvbench.run`, folders of runs, or run ids.
         out: the folder that results and ids are looked up in.
 
     Raises:
         UserError: fewer than two runs, a missing or unfinished run, or runs of different tasks.
     """
     if len(runs) < 2:
-        raise UserError(f"compare needs two runs or more, got {len(runs)}. Give the baseline first.")
+        raise UserError(f"compare needs two or more runs, got {len(runs)}. Give results, folders or ids.")
     names = [x.run_id if isinstance(x, Result) else str(x) for x in runs]
-    first, *others = [load_run(find_run(x, Path(out))) for x in names]
-    for warning in [*find_conflicts([first, *others]), describe_code([first, *others])]:
+    loaded = [load_run(find_run(x, Path(out))) for x in names]
+    for warning in [*find_conflicts(loaded), describe_code(loaded)]:
         if warning is not None:
             say(f"warning: {warning}")
-    return compare_runs(first, others)
+    baseline = loaded.pop(find_baseline(loaded))
+    return compare_runs(baseline, loaded)

@@ -79,7 +79,7 @@ def test_runs_are_compared_by_result_folder_and_id(model_folder, tmp_path, capsy
     assert found[0] == found[1]
     assert found[0][0].n == 4
     assert "warning" not in capsys.readouterr().err
-    with pytest.raises(UserError, match="two runs or more"):
+    with pytest.raises(UserError, match="two or more runs"):
         kvbench.compare(full)
 
 
