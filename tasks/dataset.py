@@ -90,7 +90,7 @@ class DatasetTask(Task):
         """
         total = len(self.source.records)
         if n > total:
-            raise UserError(f"{self.name} has {total} records: ask for --samples {total} or fewer.")
+            raise UserError(f"{self.name} has {total} records: use --samples {total} or fewer.")
         return list(range(n)) if seed == 0 else random.Random(f"{self.name}/{seed}").sample(range(total), total)[:n]
 
     def examples(

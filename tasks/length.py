@@ -1,8 +1,8 @@
-"""Exact lengths: the largest number of haystack units whose prompt still fits.
+"""Exact lengths: finds the largest number of haystack units whose prompt still fits.
 
-A length in tokens is a promise to the model under test, so text is measured with its own tokenizer, whole: the sum of
-tokenized pieces is not the length of their concatenation. Every unit adds a token or more. The search starts where a
-line through two measurements of a fixed example says, and typically needs three measurements.
+Prompts are measured whole and with the model's own tokenizer, because the token counts of parts do not add up to that
+of their concatenation. Every unit must add at least one token. The search starts at an estimate from a line through two
+measurements of a fixed example, and typically needs three measurements.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvbench.errors import UserError
 
 @dataclass(frozen=True)
 class Line:
-    """Tokens of a prompt as a function of its haystack units, roughly: where a search starts, never where it ends."""
+    """A rough estimate of a prompt's tokens as a function of its haystack units, to start a search."""
 
     base: float
     slope: float
@@ -24,19 +24,22 @@ class Line:
 
     @classmethod
     def through(cls, count: Callable[[int], int], low: int, high: int) -> Line:
-        """The line through two measurements."""
+        """The line through the measurements at `low` and `high` units."""
         first, second = count(low), count(high)
         slope = max(0.1, (second - first) / (high - low))
         return cls(first - slope * low, slope)
 
 
 def largest_fit(count: Callable[[int], int], budget: int, *, least: int, line: Line, what: str) -> int:
-    """The largest n >= least with count(n) <= budget, where every unit adds at least one token.
+    """The largest n >= least with count(n) <= budget, if every unit adds at least one token.
 
-    what: names the request in the UserError raised when `least` does not fit.
+    what: name of the request for the error message.
+
+    Raises:
+        UserError: `least` units do not fit.
     """
     low: int | None = None  # the most units known to fit
-    high: int | None = None  # the fewest known not to
+    high: int | None = None  # the fewest units known not to fit
     n = max(least, int((budget - line.base) / line.slope))
     while True:
         measured = count(n)
@@ -48,8 +51,8 @@ def largest_fit(count: Callable[[int], int], budget: int, *, least: int, line: L
         else:
             if n == least:
                 raise UserError(
-                    f"{what} needs {measured} prompt tokens at least, but only {budget} are left beside the generation "
-                    "limit. Ask for a greater --length or fewer --turns."
+                    f"{what} needs {measured} prompt tokens at least, but --length leaves only {budget} in addition to "
+                    "max_new_tokens. Use a greater --length or fewer --turns."
                 )
             high = n
             step = -max(1, math.ceil((measured - budget) / line.slope))

@@ -1,8 +1,8 @@
-"""Offline prose: plain English-like sentences from a small grammar, as a haystack that needs no network and no file.
+"""Generated prose: plain sentences from a small grammar, as a haystack that needs no network and no file.
 
-RULER's essay haystack is Paul Graham's essays, which are not ours to ship. This text plays their part: varied words in
-sentences of 6 to 20 words, no digits, and none of the needle's wording. It is easier to predict than an essay, hence
-its own name in a row's prompt_id.
+RULER's essay haystack consists of Paul Graham's essays, which kvbench may not redistribute. This text replaces them:
+varied words in sentences of 6 to 20 words, without digits and without the needle's wording. It is easier to predict
+than an essay and therefore has its own name in `prompt_id`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ LISTS = {
 
 
 def sentences(rng: random.Random) -> Iterator[str]:
-    """An endless stream of sentences, each with its full stop: a function of the state of `rng`."""
+    """An endless stream of sentences with full stops, determined by the state of `rng`."""
     while True:
         words: list[str] = []
         for part in rng.choice(PATTERNS).split(" "):

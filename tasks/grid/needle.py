@@ -1,14 +1,15 @@
-"""Needle grid: the number of one key in prose, over a grid of lengths and depths, several samples per cell.
+"""Needle grid: the number of one key in prose, over a grid of lengths and depths, with several samples per cell.
 
-Greg Kamradt's test as a whole grid in one run, with RULER's needle and question in place of his sandwich, which models
-answer without its text: the value is drawn anew for every sample, and the score is whether the answer has it.
+This is Greg Kamradt's test as one run over the whole grid. It has RULER's needle and question instead of the sandwich
+of the original, which models answer without the text: the value is drawn for every sample, and the score is whether the
+answer contains it.
 
-The lengths are evenly spaced from `shortest` to the length of the run, the depths from 0 to 100 percent of the prose.
-The needle goes to the token at its depth and from there back to the end of the sentence before; at 100 percent it is
-appended. Tokens are counted sentence by sentence, each with the space before it. Where the needle came to is the fact
-`true_depth`, beside `length` and `depth`, which name the cell.
+Lengths are evenly spaced from `shortest` to the length of the run, depths from 0 to 100 percent of the prose. The
+needle follows the last sentence that ends before its depth; at 100 percent it is appended. Tokens are counted by
+sentence, including the space before it. The facts `length` and `depth` name the cell; `true_depth` is the depth
+reached.
 
-The longest prompts come first, so that what does not fit is known before any work.
+The longest prompts come first, so that a length that does not fit is found before any work.
 """
 
 from __future__ import annotations
@@ -32,23 +33,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class DepthHaystack(Haystack):
-    """Prose with a needle at a depth. Units are words."""
+    """Prose with a needle at a given depth. Units are words."""
 
     prose: ProseHaystack
     depth: float
-    """Percent of the prose's tokens."""
+    """Depth of the needle in percent of the prose's tokens."""
     tokenizer: PreTrainedTokenizerBase
     sizes: dict[str, int] = field(default_factory=dict)
-    """Tokens of sentences, as they become known."""
+    """Tokens by sentence, filled on demand."""
     true_depth: float = 0.0
-    """Where the needle of the last text stands."""
+    """Depth reached by the needle of the last text, in percent."""
 
     def least(self, needles: int) -> int:
-        """As of prose."""
+        """Fewest units, as for prose."""
         return self.prose.least(needles)
 
     def text(self, n: int, needles: Sequence[str]) -> str:
-        """The prose of so many words with its needles, one after the other."""
+        """The prose of `n` words with the needles, one after the other."""
         parts = cut(self.prose.units(), n)
         before = list(accumulate(map(self.size, parts), initial=0))
         place = bisect_right(before, before[-1] * self.depth / 100) - 1
@@ -64,7 +65,7 @@ class DepthHaystack(Haystack):
 
 @dataclass(frozen=True)
 class NeedleGrid(EssayNiah):
-    """One key and its number. haystack: as of RULER's tasks; shortest: tokens of the shortest prompts."""
+    """One key and its number, over a grid. haystack: as in RULER's tasks; shortest: tokens of the shortest prompts."""
 
     lengths: int = 10
     depths: int = 10
@@ -78,7 +79,7 @@ class NeedleGrid(EssayNiah):
     default_turns: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        """Refuse what is no grid."""
+        """Check that lengths and depths form a grid."""
         if self.lengths < 1 or self.depths < 2:
             raise UserError(
                 f"{self.name}: a grid has lengths=1 or more and depths=2 or more, got {self.lengths} and {self.depths}."
@@ -86,21 +87,21 @@ class NeedleGrid(EssayNiah):
 
     @property
     def prompt_id(self) -> str:
-        """The wording is RULER's, the places are the grid's."""
+        """The prompt's id, with the haystack."""
         return f"needle-grid/{self.haystack_id}@1"
 
     def check_samples(self, samples: int) -> None:
-        """As many for every cell."""
+        """Raise a UserError if the samples cannot be divided equally among the cells."""
         cells = self.lengths * self.depths
         if samples % cells:
             raise UserError(
                 f"{self.name} has {self.lengths} lengths x {self.depths} depths = {cells} cells, and {samples} samples "
-                f"are not as many for each. Use --samples {cells}, {2 * cells}, {3 * cells}, ..., or another "
+                f"cannot be divided equally. Use --samples {cells}, {2 * cells}, {3 * cells}, ..., or change "
                 "--task-set lengths or depths."
             )
 
     def minimum_length(self, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:
-        """That at which all lengths differ. Raises UserError where the shortest are too short for a needle."""
+        """The least length at which all lengths differ; UserError if `shortest` is too short for a needle."""
         least = super().minimum_length(turns, tokenizer)
         if self.shortest < least:
             raise UserError(
@@ -118,7 +119,7 @@ class NeedleGrid(EssayNiah):
     def generate(
         self, index: int, *, seed: int, split: Split, length: int, turns: int, tokenizer: PreTrainedTokenizerBase
     ) -> Example:
-        """The example of the next cell, again and again through the grid."""
+        """Generate the example of cell `index`, counted cyclically through the grid."""
         cells = self.cells(length)
         size, depth = cells[index % len(cells)]
         rng = random.Random(f"{self.name}@{self.version}/{split}/{seed}/{length}/{turns}/{index}")

@@ -1,1 +1,1 @@
-"""Tasks whose answers are long, so that what is dropped while decoding shows."""
+"""Tasks with long answers, which show the effect of compression during decoding."""

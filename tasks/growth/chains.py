@@ -1,17 +1,17 @@
-"""Following links: a long answer of which every line depends on the one before.
+"""Following links: a long answer in which every line depends on the previous one.
 
-The context is a shuffled list of links between names, `amber-fox -> tall-lamp`, which make chains of equal length. The
-question gives the first name of a chain and asks for those that follow, one per line, to its end. Each turn follows
-another chain; beside the one that is asked for there is at least one other.
+The context is a shuffled list of links between names, `amber-fox -> tall-lamp`, that form chains of equal length. The
+question gives the first name of a chain and asks for the names that follow, one per line, to its end. Each turn asks
+for another chain, and there are always at least two chains.
 
-The length counts the first prompt and its limit of new tokens, which are those of the reference answer and SLACK more.
-As many steps are asked for as fit.
+The length includes the first prompt and max_new_tokens, which is the reference answer's tokens plus SLACK. Chains have
+as many steps as fit.
 
-`chain` compares position by position: the share of steps whose line, empty ones not counted, is that of the reference
-chain. After a wrong step the rest is wrong too, unless the answer finds back to the same place of the chain. `chain_q1`
-to `chain_q4` are the same over the quarters of the reference answer: the error as a function of output position.
-`steps` asks of each line whether it is where the link of the line before it leads, be that right or wrong: one slip
-costs one step, and what was lost while decoding shows apart from what followed from it.
+The score `chain` is the share of steps whose line (empty lines not counted) equals that of the reference chain. After
+a wrong step the rest is wrong too, unless the answer returns to the right place of the chain. `chain_q1` to `chain_q4`
+are the same score over the quarters of the reference answer: the error as a function of output position. `steps`
+checks whether each line is the target of the link from the previous line, be that right or wrong: a single slip costs
+one step, which separates errors from their consequences.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ QUESTION = (
     "Start at {start} and follow the links for {steps} steps. Write the name that each step leads to, one per line:\n"
 )
 MIN_LINK_TOKENS = 6
-"""No tokenizer needs fewer for two names of two words, an arrow and a line break."""
+"""Lower bound on the tokens of two names of two words, an arrow and a line break, for any tokenizer."""
 
 
 def read_steps(prediction: str, n: int) -> list[str]:
-    """The first `n` lines that are not empty, white space apart; empty ones where there are fewer."""
+    """The first `n` non-empty lines with normalized white space, padded with empty ones."""
     lines = [" ".join(line.split()) for line in prediction.split("\n") if line.strip()][:n]
     return lines + [""] * (n - len(lines))
 
 
 def match_chain(prediction: str, references: Sequence[str]) -> list[bool]:
-    """Of each reference step, whether the prediction has it in its place."""
+    """For each reference step, whether the prediction has it at its position."""
     steps = read_steps(prediction, len(references))
     return [step == reference for step, reference in zip(steps, references, strict=True)]
 
 
 def match_links(prediction: str, references: Sequence[str], *, start: str, links: Mapping[str, str]) -> list[bool]:
-    """Of each step, whether it is where the prediction's own step before it leads."""
+    """For each predicted step, whether it is the target of the link from the previous predicted step."""
     steps = read_steps(prediction, len(references))
     return [links.get(before) == step for before, step in pairwise([start, *steps])]
 
 
 @dataclass(frozen=True)
 class Chain(Task):
-    """Links to be followed from a start."""
+    """Follow links from a start."""
 
     name: ClassVar[str] = "chain"
     version: ClassVar[str] = "1"
@@ -76,13 +76,13 @@ class Chain(Task):
 
     @property
     def prompt_id(self) -> str:
-        """The wording."""
+        """The prompt's id."""
         return "growth-chain@1"
 
     def compose(
         self, chains: Sequence[Sequence[str]], turns: int, *, seed: int, id: str, tokenizer: PreTrainedTokenizerBase
     ) -> Example:
-        """The example with the links of all chains, shuffled by a seed, that asks for the first ones in turn."""
+        """Build the example with all links, shuffled by `seed`, that asks for the first `turns` chains."""
         links = [link for chain in chains for link in pairwise(chain)]
         random.Random(seed).shuffle(links)
         asked = []
@@ -95,14 +95,14 @@ class Chain(Task):
         return Example(id, INTRO + text, tuple(asked), {"links": dict(links)})
 
     def count(self, chains: Sequence[Sequence[str]], tokenizer: PreTrainedTokenizerBase) -> int:
-        """Tokens of the first prompt and its limit."""
+        """Tokens of the first prompt plus its max_new_tokens."""
         example = self.compose(chains, 1, seed=0, id="", tokenizer=tokenizer)
         return count_prompt(self, example, tokenizer, self.frame(tokenizer)) + example.turns[0].max_new_tokens
 
     def example(
         self, rng: random.Random, *, id: str, length: int, turns: int, tokenizer: PreTrainedTokenizerBase
     ) -> Example:
-        """One example whose first prompt and limit fill `length`; UserError where it is too short."""
+        """Generate an example whose first prompt and max_new_tokens fill `length`; UserError if it is too short."""
         n_chains = max(2, turns)
         most = max(QUARTERS, length // (MIN_LINK_TOKENS * n_chains)) + 1
         names = draw_keys(rng, n_chains * (most + 1), SHORT)
@@ -116,20 +116,20 @@ class Chain(Task):
         return self.compose(cut_chains(names, n_chains, steps), turns, seed=seed, id=id, tokenizer=tokenizer)
 
     def minimum_length(self, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:
-        """Tokens of chains of a step in every quarter, all of the longest words, generation included."""
+        """Tokens of chains with one step per quarter, all with the longest words, generation included."""
         n_chains = max(2, turns)
-        # A word takes other tokens at the start of a line: room for another step covers those that are longer there.
+        # Words may have more tokens at the start of a line; the tokens of one more step are a margin for them.
         name = f"{longest('adjective', ' ', tokenizer)}-{longest('noun', '-', tokenizer)}"
         return self.count([[name] * (QUARTERS + 2)] * n_chains, tokenizer)
 
 
 def cut_chains(names: Sequence[str], chains: int, steps: int) -> list[Sequence[str]]:
-    """Chains of so many steps, each of which has the same names whatever the number of steps."""
+    """Chains with `steps` steps; a chain begins with the same names for any number of steps."""
     return [names[i : chains * (steps + 1) : chains] for i in range(chains)]
 
 
 @cache
 def measure(task: Chain, chains: int, tokenizer: PreTrainedTokenizerBase) -> Line:
-    """Tokens of the task's first prompts and answers by steps."""
+    """Estimate the tokens of first prompts and answers as a line over the number of steps."""
     names = draw_keys(random.Random(0), chains * 25, SHORT)
     return Line.through(lambda n: task.count(cut_chains(names, chains, n), tokenizer), QUARTERS, 24)

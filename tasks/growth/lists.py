@@ -1,17 +1,18 @@
-"""Writing a list down again: long answers, so that budgets bite at every step of decoding.
+"""Copying a list: long answers, so that a budget matters at every decode step.
 
-The context is a numbered list, `17. brave-otter 482`. `list-copy` asks for its lines as they are, `list-reverse` for
-the same lines from the last to the first. With one turn the answer is the whole list, so it is nearly half of all
-tokens. With several turns each asks for half of the list, half of the lines rounded up; the halves begin at evenly
-spaced lines from the first to the last possible, so that all lines are asked for, and come in random order.
+The context is a numbered list, `17. brave-otter 482`. `list-copy` asks for its lines in order, `list-reverse` for the
+lines from the last to the first. With one turn the answer is the whole list, nearly half of all tokens. With several
+turns, each asks for half of the list (rounded up); the halves begin at evenly spaced lines, so that together they cover
+all lines, and are asked in random order.
 
-The length counts the first prompt and its limit of new tokens, which are those of the reference answer and SLACK more.
-As many lines are shown as fit.
+The length includes the first prompt and max_new_tokens, which is the reference answer's tokens plus SLACK. The list has
+as many lines as fit.
 
-A predicted line belongs to the reference line whose number it begins with; the first with that number counts. It is
-right if it is that line, white space apart, and stands after the line before it in the reference order too: a list
-copied forwards is not reversed. `lines` is the share of reference lines that are right, `lines_q1` to `lines_q4` are
-the same over the quarters of the reference answer, which is the error as a function of output position.
+A predicted line is compared with the reference line that has its number; of several predicted lines with one number,
+the first counts. A line is right if it equals the reference line up to white space and follows the previous predicted
+line also in the reference's order, so that a forward copy is not a reversed list. `lines` is the share of reference
+lines that are right; `lines_q1` to `lines_q4` are the same score over the quarters of the reference answer: the error
+as a function of output position.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ if TYPE_CHECKING:
 
 INTRO = "Below is a numbered list. You will be asked to write it down again.\n\n"
 SLACK = 8
-"""New tokens beyond the reference answer's: the end of text, and room to show that a model goes on."""
+"""New tokens beyond the reference answer's: for the end of text, and to detect that a model does not stop."""
 SHORT = 6
-"""Most letters of either word of an item."""
+"""Most letters in each word of an item."""
 MIN_LINE_TOKENS = 5
-"""No tokenizer needs fewer for a number, two words, another number and a line break."""
+"""Lower bound on the tokens of a number, two words, another number and a line break, for any tokenizer."""
 
 
 def right_lines(prediction: str, references: Sequence[str]) -> list[bool]:
-    """Of each reference line, whether the prediction holds it."""
+    """For each reference line, whether the prediction has it."""
     reference = [" ".join(line.split()) for line in references]
     places = {line.partition(".")[0]: i for i, line in enumerate(reference)}
     right = [False] * len(reference)
@@ -61,7 +62,7 @@ def right_lines(prediction: str, references: Sequence[str]) -> list[bool]:
 
 
 def halves(n: int, order: Sequence[int]) -> list[tuple[int, int]]:
-    """First and last line that each turn asks for: all of the list in one turn, else halves in this order."""
+    """First and last line that each turn asks for: the whole list in a single turn, otherwise halves in this order."""
     if len(order) == 1:
         return [(1, n)]
     size = (n + 1) // 2
@@ -71,7 +72,7 @@ def halves(n: int, order: Sequence[int]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class NumberedList(Task):
-    """What the variants share; a variant says in which direction the lines are written."""
+    """Base class of the variants, which differ in the order of lines."""
 
     version: ClassVar[str] = "1"
     suite: ClassVar[str] = "growth"
@@ -80,18 +81,18 @@ class NumberedList(Task):
     separator: ClassVar[str] = "\n\n"
     intro: ClassVar[str] = INTRO
     whole: ClassVar[str]
-    """The question for the whole list; it ends where the answer begins."""
+    """The question for the whole list, up to the start of the answer."""
     part: ClassVar[str]
     """The question for the lines from {first} to {last}."""
     step: ClassVar[int]
     """1: forwards, -1: backwards."""
 
     def draw_items(self, rng: random.Random, n: int) -> list[str]:
-        """`n` items with distinct words, numbers from 100 to 999."""
+        """Draw `n` items with distinct words and numbers from 100 to 999."""
         return [f"{key} {rng.randrange(100, 1000)}" for key in draw_keys(rng, n, SHORT)]
 
     def reference(self, items: Sequence[str], first: int, last: int) -> tuple[str, ...]:
-        """The lines of the answer, where these items are asked for (from 1)."""
+        """The lines of the answer for the items from `first` to `last`, counted from 1."""
         return tuple(f"{i}. {items[i - 1]}" for i in range(first, last + 1))[:: self.step]
 
     def compose(
@@ -102,7 +103,7 @@ class NumberedList(Task):
         id: str,
         tokenizer: PreTrainedTokenizerBase,
     ) -> Example:
-        """The example that lists all items and asks for these lines (first and last, from 1) in turn."""
+        """Build the example that lists all items and asks for these ranges of lines (first and last, from 1)."""
         lines = [f"{i}. {item}" for i, item in enumerate(items, 1)]
         turns = []
         for first, last in ranges:
@@ -115,14 +116,14 @@ class NumberedList(Task):
         return Example(id, self.intro + "\n".join(lines), tuple(turns), facts)
 
     def count(self, items: Sequence[str], order: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> int:
-        """Tokens of the first prompt and its limit, where all items are listed and the halves come in this order."""
+        """Tokens of the first prompt plus its max_new_tokens, for a list of all items and halves in this order."""
         example = self.compose(items, halves(len(items), order)[:1], id="", tokenizer=tokenizer)
         return count_prompt(self, example, tokenizer, self.frame(tokenizer)) + example.turns[0].max_new_tokens
 
     def example(
         self, rng: random.Random, *, id: str, length: int, turns: int, tokenizer: PreTrainedTokenizerBase
     ) -> Example:
-        """One example whose first prompt and limit fill `length`; UserError where it is too short."""
+        """Generate an example whose first prompt and max_new_tokens fill `length`; UserError if it is too short."""
         order = rng.sample(range(turns), turns)
         least = fewest(turns)
         items = self.draw_items(rng, max(least, length // MIN_LINE_TOKENS))
@@ -130,7 +131,7 @@ class NumberedList(Task):
         if needed > length:
             raise UserError(
                 f"{self.name} with {turns} turn{'s' if turns > 1 else ''} needs {needed} tokens at least, answer "
-                f"included, but --length is {length}. Ask for a greater --length or fewer --turns."
+                f"included, but --length is {length}. Use a greater --length or fewer --turns."
             )
         n = largest_fit(
             lambda n: self.count(items[:n], order, tokenizer),
@@ -142,22 +143,22 @@ class NumberedList(Task):
         return self.compose(items[:n], halves(n, order), id=id, tokenizer=tokenizer)
 
     def minimum_length(self, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:
-        """Tokens of an example with the fewest lines, all of the longest words, generation included."""
+        """Tokens of an example with the fewest lines, all with the longest words, generation included."""
         return self.count([self.longest_item(tokenizer)] * fewest(turns), range(turns)[::-1], tokenizer)
 
     def longest_item(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """An item that takes the most tokens."""
+        """An item with the most tokens."""
         return f"{longest('adjective', ' ', tokenizer)}-{longest('noun', '-', tokenizer)} 777"
 
 
 def fewest(turns: int) -> int:
-    """Fewest lines: a line in every quarter of an answer, and halves that differ."""
+    """Fewest lines such that every quarter of an answer has a line, and no two halves are equal."""
     return QUARTERS if turns == 1 else 2 * max(QUARTERS, turns - 1)
 
 
 @cache
 def longest(kind: str, before: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The word of a kind that takes the most tokens after this character."""
+    """The word of a kind with the most tokens after the character `before`."""
     choices = words(kind, SHORT)
     sizes = [len(ids) for ids in tokenizer([before + word for word in choices], add_special_tokens=False).input_ids]
     return choices[sizes.index(max(sizes))]
@@ -165,7 +166,7 @@ def longest(kind: str, before: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 @cache
 def measure(task: NumberedList, turns: int, tokenizer: PreTrainedTokenizerBase) -> Line:
-    """Tokens of the task's first prompts and answers by lines."""
+    """Estimate the tokens of first prompts and answers as a line over the number of lines."""
     least = fewest(turns)
     items = task.draw_items(random.Random(0), least + 40)
     return Line.through(lambda n: task.count(items[:n], range(turns), tokenizer), least, len(items))
@@ -173,7 +174,7 @@ def measure(task: NumberedList, turns: int, tokenizer: PreTrainedTokenizerBase) 
 
 @dataclass(frozen=True)
 class ListCopy(NumberedList):
-    """The lines as they are."""
+    """Copy the lines in order."""
 
     name: ClassVar[str] = "list-copy"
     summary: ClassVar[str] = "a numbered list, to be copied"
@@ -183,13 +184,13 @@ class ListCopy(NumberedList):
 
     @property
     def prompt_id(self) -> str:
-        """The wording."""
+        """The prompt's id."""
         return "growth-list/copy@1"
 
 
 @dataclass(frozen=True)
 class ListReverse(NumberedList):
-    """The lines from the last to the first."""
+    """Write the lines from the last to the first."""
 
     name: ClassVar[str] = "list-reverse"
     summary: ClassVar[str] = "a numbered list, to be written from its last line to its first"
@@ -201,5 +202,5 @@ class ListReverse(NumberedList):
 
     @property
     def prompt_id(self) -> str:
-        """The wording."""
+        """The prompt's id."""
         return "growth-list/reverse@1"

@@ -1,4 +1,4 @@
-"""Scores of long answers over their parts: all of the reference answer, and each quarter of it, by output position."""
+"""Scorers of long answers: over the whole reference answer, and over each quarter of it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from kvbench.task import Scorer
 
 QUARTERS = 4
 Right = Callable[..., list[bool]]
-"""Of each part of the references, whether the prediction has it: takes what a scorer takes."""
+"""A function with the arguments of a scorer that returns, for each reference, whether the prediction has it."""
 
 
 def share(
     right: Right, prediction: str, references: Sequence[str], quarters: tuple[int, int] = (0, QUARTERS), **facts: object
 ) -> float:
-    """The share of right parts among the reference ones from one quarter of them up to another."""
+    """Share of references that the prediction has, from the first to before the last of `quarters`."""
     first, last = (len(references) * quarter // QUARTERS for quarter in quarters)
     found = right(prediction, references, **facts)[first:last]
     return sum(found) / len(found)
 
 
 def score_quarters(name: str, metric: str, right: Right) -> tuple[Scorer, ...]:
-    """Version 1 of five scorers: of the whole, `name@1`, and of its quarters, `name-q1@1` to `name-q4@1`."""
+    """Version 1 of five scorers: over the whole answer, `name@1`, and its quarters, `name-q1@1` to `name-q4@1`."""
     return (
         Scorer(f"{name}@1", metric, partial(share, right)),
         *(

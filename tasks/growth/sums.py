@@ -1,11 +1,11 @@
-"""Running sums: a long answer in which every line follows from the one before.
+"""Running sums: a long answer in which every line follows from the previous one.
 
-The context is a numbered list of digits, `17. 4`. The answer has the sum of the digits up to each line, modulo 10, each
-with its number. A line that is wrong makes all that follow wrong, and none can be right before its predecessor is
-known: what a diffusion model writes too early, or from rows that are out of date, shows.
+The context is a numbered list of digits, `17. 4`. The answer has the sum of the digits up to each line, modulo 10, with
+the line's number. A wrong line makes all later ones wrong, and no line can be right before the previous one is known.
+The task therefore shows errors of a diffusion model that commits tokens too early or uses outdated KV entries.
 
-With several turns each asks for half of the lines and sums from the first of them, as `list-copy` does. Lines are
-scored as there.
+With several turns, each asks for half of the lines, as in `list-copy`, and sums from the first of them. Lines are
+scored as in `list-copy`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunningSums(NumberedList):
-    """Digits in, running sums modulo 10 out."""
+    """Write the running sums modulo 10 of a list of digits."""
 
     name: ClassVar[str] = "running-sums"
     summary: ClassVar[str] = "a numbered list of digits, to be written with the running sum modulo 10 on each line"
@@ -38,19 +38,19 @@ class RunningSums(NumberedList):
 
     @property
     def prompt_id(self) -> str:
-        """The wording."""
+        """The prompt's id."""
         return "growth-sums/mod-10@1"
 
     def draw_items(self, rng: random.Random, n: int) -> list[str]:
-        """`n` digits."""
+        """Draw `n` digits."""
         return [str(rng.randrange(10)) for _ in range(n)]
 
     def longest_item(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """Any digit."""
+        """An item with the most tokens: any digit."""
         del tokenizer
         return "7"
 
     def reference(self, items: Sequence[str], first: int, last: int) -> tuple[str, ...]:
-        """The sums, from the first line asked for."""
+        """The running sums from line `first` on."""
         sums = accumulate(map(int, items[first - 1 : last]))
         return tuple(f"{i}. {total % 10}" for i, total in enumerate(sums, first))

@@ -1,14 +1,14 @@
-"""RULER's variable tracking, `vt`: which variables were assigned a value, hop by hop, among lines of noise.
+"""RULER's variable tracking, `vt`: all variables that were assigned a value, over several hops among lines of noise.
 
-With one turn the prompt is RULER's, byte for byte: a solved example, and one chain of five variables. What differs on
-purpose: places are reseeded for each sample, no name and no value comes twice (not in the example either), and noise
-is cut to whole words, so that a prompt comes within one of its length.
+With one turn the prompt equals RULER's byte for byte: a solved example and one chain of five variables. Intended
+differences: places have a new random seed for each sample, no name and no value occurs twice (nor in the solved
+example), and noise is cut to whole words, so that a prompt comes within one word of its length.
 
-RULER asks for one chain. In the shared-context modes there is a chain for each turn, put between the noise one after
-the other as RULER's `num_chains` does, and each turn asks for a value of its own in RULER's wording.
+RULER asks for one chain. With several turns there is one chain for each turn, put into the noise as with RULER's
+`num_chains`, and each turn asks for the value of its own chain in RULER's wording.
 
-The example has as much noise as fits 500 tokens, as RULER's. Below 4,096 tokens, where RULER has no lengths, it has
-five lines of it, so that most of a short prompt is not the example.
+As in RULER, the solved example has as much noise as fits 500 tokens. Below 4,096 tokens, lengths that RULER does not
+have, it has five lines of noise, so that it does not dominate the prompt.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ MAX_NEW_TOKENS = 30
 NAME_LETTERS = 5
 SHOT_LETTERS = 3
 SHOT_TOKENS = 500
-"""The most tokens of the solved example."""
+"""Most tokens of the solved example."""
 SHORT = 4096
-"""Below it RULER has no lengths, and examples are small."""
+"""RULER's shortest length; below it, the solved example is small."""
 FEWEST_WORDS = (HOPS + 1) * len(NOISE.split(" "))
-"""A line of noise for each line of a chain to stand before."""
+"""One line of noise for each line of a chain."""
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Variables that all hold one value: the first is assigned it, each later one the variable before."""
+    """Variables with the same value: the first is assigned the value, each later one the previous variable."""
 
     value: str
     names: tuple[str, ...]
 
     @property
     def lines(self) -> list[str]:
-        """Its assignments in order; RULER's end in a space but for the first."""
+        """The assignments in order; as in RULER, all but the first end in a space."""
         hops = [f"VAR {name} = VAR {before} " for before, name in itertools.pairwise(self.names)]
         return [f"VAR {self.names[0]} = {self.value}", *hops]
 
@@ -67,17 +67,17 @@ class Chain:
 
     @property
     def prefix(self) -> str:
-        """The start of its answer."""
+        """The start of the answer."""
         return PREFIX.format(n=len(self.names), value=self.value)
 
     @property
     def answer(self) -> str:
-        """The names as RULER's example has them: a space of their own after that of the prefix."""
+        """The names as in RULER's solved example, with a second space after that of the prefix."""
         return f" {' '.join(self.names)}"
 
 
 def weave(lines: list[str], chains: Sequence[Chain], seed: int) -> str:
-    """The lines with those of each chain in order before distinct random ones, chain after chain."""
+    """Insert the lines of each chain in order at distinct random places, one chain after the other."""
     rng = random.Random(seed)
     for chain in chains:
         places = sorted(rng.sample(range(len(lines)), len(chain.lines)))
@@ -87,12 +87,12 @@ def weave(lines: list[str], chains: Sequence[Chain], seed: int) -> str:
 
 
 def solve(noise: str, chain: Chain) -> str:
-    """A solved example, with the empty line between it and what follows."""
+    """A solved example and the empty line after it."""
     return f"{INTRO}{noise}\n{chain.question}{chain.prefix}{chain.answer}\n\n"
 
 
 def draw_chains(rng: random.Random, values: Sequence[int], letters: int) -> list[Chain]:
-    """Chains of these values, and of distinct names of so many letters, none of them `VAR`."""
+    """Draw chains for these values, with distinct names of `letters` letters, none of them `VAR`."""
     size = HOPS + 1
     drawn: dict[str, None] = {}
     while len(drawn) < size * len(values):
@@ -104,7 +104,7 @@ def draw_chains(rng: random.Random, values: Sequence[int], letters: int) -> list
 
 @cache
 def longest(letters: int, tokenizer: PreTrainedTokenizerBase) -> Chain:
-    """A chain of the name of so many letters that takes the most tokens, of a thousand."""
+    """A chain of the name with the most tokens among a thousand random names."""
     rng = random.Random(0)
     names = ["".join(rng.choices(string.ascii_uppercase, k=letters)) for _ in range(1000)]
     sizes = [len(ids) for ids in tokenizer(names, add_special_tokens=False).input_ids]
@@ -113,7 +113,7 @@ def longest(letters: int, tokenizer: PreTrainedTokenizerBase) -> Chain:
 
 @dataclass(frozen=True)
 class VariableTracking(Task):
-    """Chains of assignments between lines of noise."""
+    """Find all variables with a value, in chains of assignments between lines of noise."""
 
     name: ClassVar[str] = "vt"
     version: ClassVar[str] = "1"
@@ -125,16 +125,16 @@ class VariableTracking(Task):
 
     @property
     def prompt_id(self) -> str:
-        """The wording."""
+        """The prompt's id."""
         return "ruler-vt/noise@1"
 
     def compose(
         self, shot: str, chains: Sequence[Chain], asked: Sequence[int], n: int, *, seed: int, id: str
     ) -> Example:
-        """The example with `n` words of noise and all chains, some of which are asked for.
+        """Build the example with `n` words of noise and all chains, of which some are asked for.
 
         shot: the solved example before it.
-        seed: of the places of the chains' lines.
+        seed: random seed for the places of the chains' lines.
         """
         text = weave(cut(itertools.repeat(NOISE), n), chains, seed)
         turns = [Turn(x.question, x.prefix, x.answer, x.names, MAX_NEW_TOKENS) for x in (chains[i] for i in asked)]
@@ -148,7 +148,7 @@ class VariableTracking(Task):
     def example(
         self, rng: random.Random, *, id: str, length: int, turns: int, tokenizer: PreTrainedTokenizerBase
     ) -> Example:
-        """One example whose first prompt and 30 generated tokens fill `length`; UserError where it is too short."""
+        """Generate an example whose first prompt and answer fill `length`; UserError if it is too short."""
         values = rng.sample(range(10_000, 100_000), turns + 1)
         chains = draw_chains(rng, values[1:], NAME_LETTERS)
         (solved,) = draw_chains(rng, values[:1], SHOT_LETTERS)
@@ -166,7 +166,7 @@ class VariableTracking(Task):
         return self.compose(shot, chains, asked, n, seed=seed, id=id)
 
     def minimum_length(self, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:
-        """Tokens of an example with the longest names and the least noise, generation included."""
+        """Tokens of an example with the longest names and least noise, generation included."""
         shot = fit_shot(longest(SHOT_LETTERS, tokenizer), 0, 0, tokenizer)
         chains = [longest(NAME_LETTERS, tokenizer)] * turns
         example = self.compose(shot, chains, range(turns), FEWEST_WORDS, seed=0, id="minimum")
@@ -174,7 +174,7 @@ class VariableTracking(Task):
 
 
 def fit_shot(chain: Chain, seed: int, length: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The solved example for prompts of a length."""
+    """The solved example for a prompt of this length."""
 
     def shot(n: int) -> str:
         return solve(weave(cut(itertools.repeat(NOISE), n), [chain], seed), chain)
@@ -190,7 +190,7 @@ def fit_shot(chain: Chain, seed: int, length: int, tokenizer: PreTrainedTokenize
 
 @cache
 def measure(tokenizer: PreTrainedTokenizerBase) -> Line:
-    """Tokens of a solved example by words of noise; the whole prompt has as many more for each word."""
+    """Estimate the tokens of a solved example as a line over words of noise; the prompt has the same slope."""
     (chain,) = draw_chains(random.Random(0), [77777], NAME_LETTERS)
 
     def count(n: int) -> int:

@@ -1,15 +1,15 @@
 """RULER's two counting tasks: the ten common words of a list (`cwe`), the three most frequent coded words (`fwe`).
 
-Prompts are RULER's, byte for byte. What differs on purpose: words are shuffled anew for each sample, where RULER's
-fresh `Random(42)` puts the answers into the same slots of every list; the example of `cwe` shares no word with the list
-that follows; and where the word lists are used up (some 120,000 tokens), where RULER turns to another list for
-everything, the further rare words are its adjective-noun keys.
+Prompts equal RULER's byte for byte. Intended differences: words are shuffled with a new seed for each sample, while
+RULER's fresh `Random(42)` puts the answers into the same slots of every list; the solved example of `cwe` shares no
+word with the list; and if the word lists are used up (about 120,000 tokens), further rare words are adjective-noun
+keys, while RULER switches to another list for all words.
 
-The answer is a property of the whole context, so there is one question: no shared-context modes.
+The answer depends on the whole context, so there is one question and only the mode `single`.
 
-A list is cut to whole words, each with all its repeats. Coded text grows by one in the number that RULER's counts are
-shares of, which adds a few words or none. Where a tokenizer makes less of a longer text, because the words meet others,
-the size found may not be the greatest; it was measured, and it fits.
+A list is cut to whole words, each with all its repeats. Coded text is enlarged by one word before rounding, which adds
+a few words or none. A tokenizer may make fewer tokens of a longer text, so the size found may not be the largest that
+fits; it is measured and fits.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ CWE_MAX_NEW_TOKENS = 120
 COMMON = 10
 FEWEST_LISTED = 2 * COMMON
 MIN_ENTRY_TOKENS = 2
-"""No tokenizer needs fewer for a number and a word."""
+"""Lower bound on the tokens of a number and a word, for any tokenizer."""
 SHORT = 4096
-"""Below it RULER's repeats and example are small."""
+"""Length below which RULER has fewer repeats and a smaller solved example."""
 FWE_INTRO = (
     "Read the following coded text and track the frequency of each coded word. "
     "Find the three most frequently appeared coded words. "
@@ -54,18 +54,18 @@ FWE_QUESTION = (
 FWE_PREFIX = " Answer: According to the coded text above, the three most frequently appeared words are:"
 FWE_MAX_NEW_TOKENS = 50
 DOTS = "..."
-"""RULER's most frequent `word`, which is noise."""
+"""RULER's most frequent word, which does not count."""
 FREQUENT = 3
 LETTERS = 6
 TOKENS_PER_WORD = 50
-"""Tokens of text for each word of RULER's vocabulary."""
+"""RULER's vocabulary has one word for every 50 tokens of text."""
 FEWEST_CODED = 74
-"""From here on the third most frequent word comes more often than the fourth."""
+"""Fewest words for which the third most frequent word is more frequent than the fourth."""
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """How often the words of a list come, and those of the example before it."""
+    """Repeats of common and rare words, in the list and in the solved example before it."""
 
     common: int
     rare: int
@@ -75,47 +75,47 @@ class Repeats:
 
     @classmethod
     def of(cls, length: int) -> Repeats:
-        """RULER's, by the length that was asked for."""
+        """RULER's repeats for a requested length."""
         return cls(30, 3, 40, 10, 3) if length >= SHORT else cls(6, 1, 20, 3, 1)
 
 
 @cache
 def vocabulary() -> tuple[str, ...]:
-    """The sorted words of RULER's lists: nouns, adjectives, verbs."""
+    """The sorted words of RULER's lists of nouns, adjectives and verbs."""
     return tuple(sorted({*words("noun"), *words("adjective"), *words("verb")}))
 
 
 def draw_listed(rng: random.Random, shot: int, n: int) -> tuple[list[str], list[str]]:
-    """Distinct words of the example and of the list, `n` or more; adjective-noun keys where all are used up."""
+    """Draw distinct words for the solved example and, `n` or more, for the list; then adjective-noun keys."""
     drawn = rng.sample(vocabulary(), len(vocabulary()))
     return drawn[:shot], drawn[shot:] + draw_keys(rng, max(0, shot + n - len(drawn)))
 
 
 def number(items: Sequence[str]) -> str:
-    """RULER's `1. one 2. two`."""
+    """Number items as RULER does, `1. one 2. two`."""
     return " ".join(f"{i}. {item}" for i, item in enumerate(items, 1))
 
 
 def list_words(items: Sequence[str], common: int, rare: int, rng: random.Random) -> str:
-    """The numbered list in which the first ten words come `common` times and the others `rare` times, shuffled."""
+    """The shuffled, numbered list with the first ten words `common` times and the others `rare` times."""
     entries = [*items[:COMMON]] * common + [*items[COMMON:]] * rare
     rng.shuffle(entries)
     return number(entries)
 
 
 def show_answer(items: Sequence[str]) -> str:
-    """A solved list, from its introduction to its ten common words and a line break."""
+    """Question and answer of the solved list, with a line break before and after."""
     return f"\n{CWE_QUESTION}{CWE_PREFIX} {number(items[:COMMON])}\n"
 
 
 def count_coded(n: int, k: int) -> int:
-    """How often the word of rank `k` (from 1) comes among `n`: RULER's zeta distribution with alpha 2, rounded down."""
+    """Count of the word of rank `k` (from 1) among `n`: RULER's zeta distribution with alpha 2, rounded down."""
     return int(n * float(k) ** -2.0 / (pi**2 / 6))
 
 
 @dataclass(frozen=True)
 class Counting(Task):
-    """What both share: one question about the whole context."""
+    """Base class of both tasks, with one question about the whole context."""
 
     version: ClassVar[str] = "1"
     suite: ClassVar[str] = "ruler"
@@ -127,7 +127,7 @@ class Counting(Task):
 
 @dataclass(frozen=True)
 class CommonWords(Counting):
-    """A numbered list of words, ten of which come ten (below 4,096 tokens six) times as often as the others."""
+    """Find the ten words of a list that occur ten times (below 4,096 tokens, six times) as often as the others."""
 
     name: ClassVar[str] = "cwe"
     summary: ClassVar[str] = "RULER: the ten words that come most often in a numbered list"
@@ -135,11 +135,11 @@ class CommonWords(Counting):
 
     @property
     def prompt_id(self) -> str:
-        """The wording."""
+        """The prompt's id."""
         return "ruler-cwe@1"
 
     def compose(self, shot: Sequence[str], items: Sequence[str], repeats: Repeats, *, seed: int, id: str) -> Example:
-        """The example with these words, the common ones first, after a solved list of others."""
+        """Build the example: a solved list of `shot`, and the list of `items`, of which the first ten are common."""
         rng = random.Random(seed)
         solved = CWE_INTRO + list_words(shot, repeats.shot_common, repeats.shot_rare, rng) + show_answer(shot)
         common = tuple(items[:COMMON])
@@ -150,7 +150,7 @@ class CommonWords(Counting):
     def example(
         self, rng: random.Random, *, id: str, length: int, turns: int, tokenizer: PreTrainedTokenizerBase
     ) -> Example:
-        """One example whose prompt and 120 generated tokens fill `length`; UserError where it is too short."""
+        """Generate an example whose prompt and answer fill `length`; UserError if it is too short."""
         del turns
         repeats = Repeats.of(length)
         shot, items = draw_listed(rng, repeats.shot_words, length // (MIN_ENTRY_TOKENS * repeats.rare))
@@ -164,7 +164,7 @@ class CommonWords(Counting):
         return self.compose(shot, items[:n], repeats, seed=seed, id=id)
 
     def minimum_length(self, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:
-        """Tokens of a short list of ten common and ten rare words, all of them the longest, generation included."""
+        """Tokens of a list of ten common and ten rare words, all the longest, generation included."""
         del turns
         word = longest(tokenizer)
         repeats = Repeats.of(0)
@@ -174,7 +174,7 @@ class CommonWords(Counting):
 
 @cache
 def measure_list(task: CommonWords, repeats: Repeats, tokenizer: PreTrainedTokenizerBase) -> Line:
-    """Tokens of a list's prompts by words."""
+    """Estimate the tokens of prompts as a line over the number of words."""
     items, frame = vocabulary()[::17], task.frame(tokenizer)
 
     def count(n: int) -> int:
@@ -186,14 +186,14 @@ def measure_list(task: CommonWords, repeats: Repeats, tokenizer: PreTrainedToken
 
 @cache
 def longest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The word that takes the most tokens in a list."""
+    """The word with the most tokens in a list."""
     sizes = [len(ids) for ids in tokenizer([f" {x}" for x in vocabulary()], add_special_tokens=False).input_ids]
     return vocabulary()[sizes.index(max(sizes))]
 
 
 @dataclass(frozen=True)
 class FrequentWords(Counting):
-    """Coded words of six letters in a zeta distribution, the most frequent one replaced by dots."""
+    """Find the three most frequent coded words in a zeta distribution, whose most frequent word is dots."""
 
     name: ClassVar[str] = "fwe"
     summary: ClassVar[str] = "RULER: the three coded words that come most often, dots apart"
@@ -201,11 +201,11 @@ class FrequentWords(Counting):
 
     @property
     def prompt_id(self) -> str:
-        """The wording."""
+        """The prompt's id."""
         return "ruler-fwe@1"
 
     def compose(self, coded: Sequence[str], n: int, *, seed: int, id: str) -> Example:
-        """The example of `n` words (before rounding), the more frequent the earlier they stand in `coded`."""
+        """Build the example of `n` words (before rounding), with words in `coded` in order of falling frequency."""
         counts = [count_coded(n, k) for k in range(1, len(coded) + 1)]
         text = [word for word, count in zip(coded, counts, strict=True) for _ in range(count)]
         random.Random(seed).shuffle(text)
@@ -216,7 +216,7 @@ class FrequentWords(Counting):
     def example(
         self, rng: random.Random, *, id: str, length: int, turns: int, tokenizer: PreTrainedTokenizerBase
     ) -> Example:
-        """One example whose prompt and 50 generated tokens fill `length`; UserError where it is too short."""
+        """Generate an example whose prompt and answer fill `length`; UserError if it is too short."""
         del turns
         coded, seed, frame = draw_coded(rng, length), rng.getrandbits(64), self.frame(tokenizer)
 
@@ -228,7 +228,7 @@ class FrequentWords(Counting):
         return self.compose(coded, n, seed=seed, id=id)
 
     def minimum_length(self, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:
-        """Tokens of the shortest text that has an answer, its words the longest of a thousand; generation included."""
+        """Tokens of the shortest text with an answer, with the longest of a thousand words, generation included."""
         del turns
         drawn = draw_coded(random.Random(0), 1000 * TOKENS_PER_WORD)[1:]
         sizes = [len(ids) for ids in tokenizer([f" {x}" for x in drawn], add_special_tokens=False).input_ids]
@@ -238,7 +238,7 @@ class FrequentWords(Counting):
 
 
 def draw_coded(rng: random.Random, length: int) -> list[str]:
-    """The dots, and as many distinct coded words as RULER has for a length."""
+    """The dots and as many distinct coded words as RULER has for this length."""
     drawn: dict[str, None] = {DOTS: None}
     while len(drawn) < max((length - FWE_MAX_NEW_TOKENS) // TOKENS_PER_WORD, 2 + FREQUENT):
         drawn["".join(rng.choices(string.ascii_lowercase, k=LETTERS))] = None

@@ -1,6 +1,6 @@
-"""Questions about documents, from the two files that RULER takes them from: SQuAD v2.0's and HotpotQA's dev sets.
+"""Readers for the files of RULER's questions about documents: the dev sets of SQuAD v2.0 and HotpotQA.
 
-Neither is ours to ship. Documents are those of the whole file, each once and in sorted order, as RULER lists them.
+kvbench may not redistribute them. Documents are all distinct ones of the file in sorted order, as in RULER.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from kvbench.errors import UserError
 
 LARGEST = 2**30
-"""Bytes beyond which a file is not looked at: SQuAD's has 4 MB, HotpotQA's 46 MB."""
+"""Most bytes of a file that is read; SQuAD's has 4 MB, HotpotQA's 46 MB."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question, its answers in the order of the file, and numbers of documents.
+    """One question, its answers in the order of the file, and indices of documents.
 
     shown: documents that RULER puts into every prompt of the question.
-    gold: those of them that hold the answer.
-    near: the other documents of the article, which RULER takes before those of any other.
+    gold: the documents among these that contain the answer.
+    near: other documents of the same article, which RULER uses before those of other articles.
     """
 
     text: str
@@ -38,7 +38,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Library:
-    """All documents and questions of a file, and its hash."""
+    """All documents and questions of a file, and the file's hash."""
 
     documents: tuple[str, ...]
     questions: tuple[Question, ...]
@@ -46,13 +46,13 @@ class Library:
 
 
 class Answer(BaseModel):
-    """SQuAD's."""
+    """An answer of SQuAD."""
 
     text: str
 
 
 class Asked(BaseModel):
-    """SQuAD's question; one that is impossible has no answers."""
+    """A question of SQuAD; an impossible one has no answers."""
 
     question: str
     is_impossible: bool
@@ -60,26 +60,26 @@ class Asked(BaseModel):
 
 
 class Paragraph(BaseModel):
-    """SQuAD's."""
+    """A paragraph of SQuAD with its questions."""
 
     context: str
     qas: list[Asked]
 
 
 class Article(BaseModel):
-    """SQuAD's."""
+    """An article of SQuAD."""
 
     paragraphs: list[Paragraph]
 
 
 class Squad(BaseModel):
-    """The file."""
+    """The content of SQuAD's file."""
 
     data: list[Article]
 
 
 class Hotpot(BaseModel):
-    """A question of HotpotQA's distractor setting: ten paragraphs (title, sentences), and those that support it."""
+    """A question of HotpotQA's distractor setting: ten paragraphs (title, sentences) and the supporting facts."""
 
     question: str
     answer: str
@@ -89,7 +89,7 @@ class Hotpot(BaseModel):
 
 @cache
 def read_squad(path: str) -> Library:
-    """SQuAD's answerable questions. Raises UserError."""
+    """Read SQuAD's answerable questions; UserError if the file cannot be read."""
     squad, sha256 = _read(path, TypeAdapter(Squad), "SQuAD's", "data[].paragraphs[]: context, qas[]")
     documents = sorted({paragraph.context for article in squad.data for paragraph in article.paragraphs})
     number = {text: i for i, text in enumerate(documents)}
@@ -108,18 +108,18 @@ def read_squad(path: str) -> Library:
 
 @cache
 def read_hotpot(path: str) -> Library:
-    """HotpotQA's questions, each with the paragraphs that come with it. Raises UserError."""
-    rows, sha256 = _read(
+    """Read HotpotQA's questions with their paragraphs; UserError if the file cannot be read."""
+    records, sha256 = _read(
         path, TypeAdapter(list[Hotpot]), "HotpotQA's", "a list of question, answer, context, supporting_facts"
     )
-    documents = sorted({_join(*paragraph) for row in rows for paragraph in row.context})
+    documents = sorted({_join(*paragraph) for record in records for paragraph in record.context})
     number = {text: i for i, text in enumerate(documents)}
     questions = []
-    for row in rows:
-        shown = tuple(number[_join(*paragraph)] for paragraph in row.context)
-        titles = {title for title, _ in row.supporting_facts}
-        gold = tuple(i for i, (title, _) in zip(shown, row.context, strict=True) if title in titles)
-        questions.append(Question(row.question, (row.answer,), shown, gold or shown, ()))
+    for record in records:
+        shown = tuple(number[_join(*paragraph)] for paragraph in record.context)
+        titles = {title for title, _ in record.supporting_facts}
+        gold = tuple(i for i, (title, _) in zip(shown, record.context, strict=True) if title in titles)
+        questions.append(Question(record.question, (record.answer,), shown, gold or shown, ()))
     return _check(path, "HotpotQA's", Library(tuple(documents), tuple(questions), sha256))
 
 
@@ -128,10 +128,10 @@ def _join(title: str, sentences: list[str]) -> str:
 
 
 def _read(path: str, adapter: TypeAdapter[T], whose: str, form: str) -> tuple[T, str]:
-    """What a JSON file holds, and its hash."""
+    """Read and validate a JSON file; return its content and its hash."""
     try:
         if (size := Path(path).stat().st_size) > LARGEST:
-            raise UserError(f"data '{path}' has {size / 1e9:.1f} GB, too many for {whose} dev set. Check the path.")
+            raise UserError(f"data '{path}' has {size / 1e9:.1f} GB, too much for {whose} dev set. Check the path.")
         data = Path(path).read_bytes()
     except OSError as error:
         raise UserError(f"data '{path}' cannot be read: {error.strerror}. Give the path of {whose} dev set.") from error

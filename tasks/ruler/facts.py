@@ -1,8 +1,8 @@
-"""`qa-facts`: RULER's questions about documents with documents that are generated, so that it needs no file.
+"""`qa-facts`: RULER's questions about documents with generated documents, so that no file is needed.
 
-Each document is a few sentences of prose about nothing, and one of them a fact: `The keeper of the mill in Elderford is
-Ada Marsh.` No two documents tell of the same, and whoever is asked for stands in one document only, so that a
-question has one answer and one document that holds it.
+Each document is a few sentences of prose with one fact among them: `The keeper of the mill in Elderford is Ada Marsh.`
+No two documents have a fact about the same thing, and a person who is asked for occurs in a single document, so that a
+question has one answer and one document that contains it.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ SENTENCES = (2, 6)
 
 
 def draw_pair(rng: random.Random, parts: tuple[tuple[str, ...], tuple[str, ...]], between: str = "") -> str:
-    """A name of two parts."""
+    """Draw a name of two parts."""
     return f"{rng.choice(parts[0])}{between}{rng.choice(parts[1])}"
 
 
 def draw_documents(rng: random.Random, asked: int) -> Iterator[tuple[dict[str, str], str]]:
-    """Facts and the documents around them, without end; nobody of the first `asked` comes again."""
+    """An endless stream of facts and documents; the persons of the first `asked` documents do not occur again."""
     prose = sentences(random.Random(rng.getrandbits(64)))
     told: set[tuple[str, str, str]] = set()
     people: set[str] = set()
@@ -73,7 +73,7 @@ def draw_documents(rng: random.Random, asked: int) -> Iterator[tuple[dict[str, s
 
 @dataclass(frozen=True)
 class FactsQa(DocumentQa):
-    """Documents of prose with a fact each."""
+    """Questions about generated documents with one fact each."""
 
     name: ClassVar[str] = "qa-facts"
     summary: ClassVar[str] = "who does what where, in one of many generated documents; RULER's wording, no file"
@@ -81,11 +81,11 @@ class FactsQa(DocumentQa):
 
     @property
     def prompt_id(self) -> str:
-        """RULER's wording, documents of ours."""
+        """The prompt's id, with the source of documents."""
         return "ruler-qa/facts@1"
 
     def pile(self, rng: random.Random, turns: int, most: int) -> Pile:
-        """What a sample is made of, with `most` words in documents at least."""
+        """Draw the material of a sample, with at least `most` words of other documents."""
         drawn = draw_documents(random.Random(rng.getrandbits(64)), turns)
         first = list(itertools.islice(drawn, turns))
         others: list[str] = []
@@ -98,9 +98,9 @@ class FactsQa(DocumentQa):
     def example(
         self, rng: random.Random, *, id: str, length: int, turns: int, tokenizer: PreTrainedTokenizerBase
     ) -> Example:
-        """One example whose first prompt and 32 generated tokens fill `length`; UserError where it is too short."""
+        """Generate an example whose first prompt and answer fill `length`; UserError if it is too short."""
         return self.fill(self.pile(rng, turns, most=length), id=id, length=length, tokenizer=tokenizer)
 
     def minimum_length(self, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:
-        """Tokens of the longest of twenty samples that have nothing but the documents asked for."""
+        """Tokens of the longest of twenty samples that have only the documents with answers."""
         return max(self.measure(self.pile(random.Random(i), turns, most=0), tokenizer) for i in range(20))

@@ -1,4 +1,4 @@
-"""What needles are hidden in: RULER's noise lines, other needles, or prose that is generated or read from a file."""
+"""Haystacks: RULER's noise lines, lines that are needles themselves, or prose, generated or from a file."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvbench.tasks.prose import sentences
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 DEPTHS = 40
-"""RULER's needles sit at distinct ones of 40 depths between 0 and 100 percent."""
+"""RULER puts needles at distinct ones of 40 depths between 0 and 100 percent."""
 FEWEST_WORDS = 200
-"""A file shorter than this is a mistake: its text would be repeated in the shortest prompt."""
+"""Fewest words of a file; shorter text would repeat in the shortest prompt."""
 
 
 def cut(units: Iterator[str], words: int) -> list[str]:
@@ -35,8 +35,8 @@ def cut(units: Iterator[str], words: int) -> list[str]:
 
 
 def hide(lines: list[str], needles: Sequence[str], seed: int) -> str:
-    """The lines with each needle on one of its own, before distinct random ones of them."""
-    # Reseeded, so that a search over the number of lines places the needles of one sample in one way.
+    """Insert each needle as a line of its own at a distinct random place."""
+    # A fixed seed, so that places are reproducible while a search varies the number of lines.
     places = random.Random(seed).sample(range(len(lines)), len(needles))
     for place, needle in sorted(zip(places, needles, strict=True), reverse=True):
         lines.insert(place, needle)
@@ -44,27 +44,27 @@ def hide(lines: list[str], needles: Sequence[str], seed: int) -> str:
 
 
 class Haystack(ABC):
-    """The text of one sample that needles are hidden in, measured in units (words or lines)."""
+    """The text of one sample into which needles are inserted, measured in units (words or lines)."""
 
     stretch: ClassVar[int] = 1000
-    """Units over which its tokens are measured, where a search for a length starts."""
+    """Units between the two measurements for the initial estimate of a length."""
 
     @abstractmethod
     def least(self, needles: int) -> int:
         """Fewest units."""
 
     def short(self, needles: int) -> int:
-        """Units of a short haystack that is no shorter than `least` units of any other sample."""
+        """Units of a short haystack that has at least as many tokens as `least` units of any other sample."""
         return max(20, self.least(needles))
 
     @abstractmethod
     def text(self, n: int, needles: Sequence[str]) -> str:
-        """The haystack of so many units with its needles."""
+        """The haystack of `n` units with the needles."""
 
 
 @dataclass
 class NoiseHaystack(Haystack):
-    """Copies of RULER's noise line, needles on lines of their own at distinct random places. Units are words."""
+    """Copies of RULER's noise line, with needles on lines of their own at distinct random places. Units are words."""
 
     rng: random.Random
     seed: int = field(init=False)
@@ -73,26 +73,26 @@ class NoiseHaystack(Haystack):
         self.seed = self.rng.getrandbits(64)
 
     def least(self, needles: int) -> int:
-        """A line for each needle to stand before."""
+        """The words of one line for each needle."""
         return needles * len(NOISE.split(" "))
 
     def text(self, n: int, needles: Sequence[str]) -> str:
-        """The noise of so many words with its needles."""
+        """The noise of `n` words with the needles."""
         return hide(cut(itertools.repeat(NOISE), n), needles, self.seed)
 
 
 @dataclass
 class NeedleHaystack(Haystack):
-    """Lines that are needles themselves, the hidden ones at distinct random places between them. Units are lines.
+    """Lines that are needles themselves, with the needles asked for at distinct random places. Units are lines.
 
-    RULER draws each line anew; here no key and no value comes twice, so that every question has one answer.
+    RULER draws lines independently; here no key and no value occurs twice, so that every question has one answer.
     """
 
     rng: random.Random
     pairs: Iterator[tuple[str, str]]
-    """Keys and values of the lines, without end."""
+    """Endless keys and values of the lines."""
     needle: Callable[[str, str], str]
-    """The line of a key and a value."""
+    """Formats the line of a key and a value."""
     stretch: ClassVar[int] = 40
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class NeedleHaystack(Haystack):
         self.values: set[str] = set()
 
     def units(self) -> Iterator[tuple[str, str]]:
-        """The pairs from the start, drawing where they were not yet seen and leaving out what would come twice."""
+        """The distinct pairs from the start; further ones are drawn on demand."""
         yield from list(self.seen.items())
         for key, value in self.pairs:
             if key not in self.seen and value not in self.values:
@@ -110,26 +110,26 @@ class NeedleHaystack(Haystack):
                 yield key, value
 
     def least(self, needles: int) -> int:
-        """A line for each needle to stand before."""
+        """One line for each needle."""
         return needles
 
     def short(self, needles: int) -> int:
-        """A second line for each needle, because lines differ in tokens."""
+        """Two lines for each needle, because lines differ in tokens."""
         return 2 * needles
 
     def text(self, n: int, needles: Sequence[str]) -> str:
-        """So many lines, none of them with a key or a value of the needles, and the needles."""
+        """`n` lines without any key or value of the needles, and the needles."""
         own = (pair for pair in self.units() if not any(part in needle for part in pair for needle in needles))
         return hide([self.needle(*pair) for pair in itertools.islice(own, n)], needles, self.seed)
 
 
 @dataclass
 class ProseHaystack(Haystack):
-    """Sentences, needles between them at depths drawn without replacement. Units are words."""
+    """Sentences with needles between them at depths drawn without replacement. Units are words."""
 
     rng: random.Random
     source: Iterator[str] | None = None
-    """Sentences; None: generated."""
+    """Sentences to use; None: generated prose."""
 
     def __post_init__(self) -> None:
         self.depth_seed = self.rng.getrandbits(64)
@@ -137,19 +137,19 @@ class ProseHaystack(Haystack):
         self.seen: list[str] = []
 
     def units(self) -> Iterator[str]:
-        """The sentences from the start, drawing from the stream where they were not yet seen."""
+        """The sentences from the start; further ones are drawn on demand."""
         for index in itertools.count():
             if index == len(self.seen):
                 self.seen.append(next(self.stream))
             yield self.seen[index]
 
     def least(self, needles: int) -> int:
-        """One: needles stand between sentences, however few there are."""
+        """One word: needles may stand between any number of sentences."""
         del needles
         return 1
 
     def text(self, n: int, needles: Sequence[str]) -> str:
-        """The prose of so many words with its needles."""
+        """The prose of `n` words with the needles."""
         parts = cut(self.units(), n)
         points = max(DEPTHS, len(needles))
         chosen = random.Random(self.depth_seed).sample(range(points), len(needles))
@@ -161,9 +161,12 @@ class ProseHaystack(Haystack):
 
 @cache
 def read_sentences(path: str) -> tuple[tuple[str, ...], str]:
-    """The sentences of a text file with white space collapsed as RULER does, and the hash of the file.
+    """The sentences of a text file with normalized white space, as in RULER, and the file's hash.
 
-    Sentences end at `.`, `!` or `?` and white space (RULER asks NLTK, which needs a download). Raises UserError.
+    Sentences end at `.`, `!` or `?` before white space (RULER uses NLTK, which needs a download).
+
+    Raises:
+        UserError: the file cannot be read or is too short.
     """
     try:
         data = Path(path).read_bytes()

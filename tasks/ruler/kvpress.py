@@ -91,7 +91,7 @@ class KvpressRuler(DatasetTask):
         records = find_records(self)
         if n > len(records):
             raise UserError(
-                f"{self.name} has {len(records)} records of task {self.task} in {self.source.name}: ask for --samples "
+                f"{self.name} has {len(records)} records of task {self.task} in {self.source.name}: use --samples "
                 f"{len(records)} or fewer."
             )
         rng = random.Random(f"{self.name}/{seed}")

@@ -1,16 +1,15 @@
 """RULER's eight needle-in-a-haystack tasks.
 
-With one turn the prompt is RULER's, byte for byte: template, answer prefix, and the singular rewriting that RULER
-applies when one value of one key is asked for. What differs on purpose (`ruler-official-niah` is RULER's own): places
-are reseeded for each sample, where a fresh `Random(42)` puts RULER's answer at one rank in all of them; no key and no
-value comes twice; the haystack is generated prose, or a local text file (`--task-set haystack=PATH`).
+With one turn the prompt equals RULER's byte for byte: template, answer prefix, and the singular form that RULER uses
+for one value of one key. Intended differences (`ruler-official-niah` reproduces RULER exactly): places have a new
+random seed for each sample, while a fresh `Random(42)` puts RULER's answer at the same rank in all samples; no key and
+no value occurs twice; and the haystack is generated prose or a local text file (`--task-set haystack=PATH`).
 
-In the shared-context modes (more turns than one) each turn asks for keys of its own, in RULER's wording for one
-question: the context holds at least as many keys as are asked for in all turns, each with as many values as the variant
-says, and its introduction has RULER's plural form.
+With several turns, each turn asks for keys of its own in RULER's wording for one question: the context has at least as
+many keys as all turns ask for, each with the variant's number of values, and its introduction has RULER's plural form.
 
-The length is RULER's: tokens of the first prompt plus the generation limit (128) never exceed it. The haystack is cut
-to whole words (whole lines, where these are needles themselves), so that they come within one of it.
+The length is RULER's: the first prompt plus max_new_tokens (128) never exceeds it. The haystack is cut to whole words
+(or whole lines, if lines are needles), so that the prompt comes within one word or line of it.
 """
 
 from __future__ import annotations
@@ -40,48 +39,48 @@ NEEDLE = "One of the special magic {type} for {key} is: {value}."
 QUESTION = "What are all the special magic {type} for {query} mentioned in the provided text?"
 PREFIX = " The special magic {type} for {query} mentioned in the provided text are"
 SINGULAR = (("Some", "A"), ("are all", "is"), ("are", "is"))
-"""RULER's replacements, in its order, where one value is asked for; the type loses its last letter."""
+"""RULER's replacements for a single value, in its order; the type also loses its last letter."""
 MAX_NEW_TOKENS = 128
 
 
 def enumerate_words(parts: Sequence[str]) -> str:
-    """RULER's list of several keys, `a, b, c, and d`."""
+    """Join several keys as RULER does, `a, b, c, and d`."""
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])}, and {parts[-1]}"
 
 
 @dataclass(frozen=True)
 class Niah(Task):
-    """What the variants share; a variant's class variables and its haystack say all that differs."""
+    """Base class of the variants, which differ in class variables and haystack."""
 
     version: ClassVar[str] = "1"
     suite: ClassVar[str] = "ruler"
     scorers: ClassVar[tuple[Scorer, ...]] = (STRING_MATCH_ALL,)
     keys: ClassVar[int] = 1
-    """Fewest hidden keys; the lines of a haystack of needles are not counted."""
+    """Fewest hidden keys, not counting the lines of a haystack of needles."""
     values: ClassVar[int] = 1
-    """Values of a key, each in a needle of its own."""
+    """Values per key, each in a needle of its own."""
     queries: ClassVar[int] = 1
-    """Keys of a question."""
+    """Keys per question."""
     key_kind: ClassVar[Kind] = "words"
     value_kind: ClassVar[Kind] = "numbers"
 
     @property
     @abstractmethod
     def haystack_id(self) -> str:
-        """What needles are hidden in, by name."""
+        """Name of the haystack."""
 
     @property
     def prompt_id(self) -> str:
-        """Wording, haystack, and the kind of values where they are no numbers."""
+        """The prompt's id, with the haystack and the kind of values unless they are numbers."""
         kind = "" if self.value_kind == "numbers" else f"-{self.value_kind}"
         return f"ruler-niah/{self.haystack_id}{kind}@1"
 
     @abstractmethod
     def haystack_for(self, rng: random.Random) -> Haystack:
-        """A fresh haystack of one sample."""
+        """Create the haystack of one sample."""
 
     def word(self, template: str, query: str = "", *, singular: bool) -> str:
-        """A template with its type and query, in RULER's plural or singular form."""
+        """Fill a template with type and query, in RULER's plural or singular form."""
         kind: str = self.value_kind
         if singular:
             kind = kind[:-1]
@@ -94,7 +93,7 @@ class Niah(Task):
         return NEEDLE.format(type=self.value_kind, key=key, value=value)
 
     def draw_pairs(self, rng: random.Random, keys: int) -> list[tuple[str, str]]:
-        """So many keys with all their values, in the order in which they are hidden."""
+        """Draw keys with all their values, in the order in which they are hidden."""
         names, found = draw(rng, self.key_kind, keys), draw(rng, self.value_kind, keys * self.values)
         pairs = [(names[i // self.values], value) for i, value in enumerate(found)]
         if self.values > 1:
@@ -104,9 +103,9 @@ class Niah(Task):
     def compose(
         self, haystack: Haystack, pairs: Sequence[tuple[str, str]], asked: Sequence[int], n: int, *, id: str
     ) -> Example:
-        """The example with `n` units of haystack, all pairs hidden in this order, and some of them asked for.
+        """Build the example with `n` units of haystack and all pairs, of which some are asked for.
 
-        asked: indices of pairs; each asks for all values of its key, and every `queries` of them make one question.
+        asked: indices of pairs; each asks for all values of its key, and `queries` consecutive ones make one question.
         """
         needles = [self.needle(key, value) for key, value in pairs]
         text = haystack.text(n, needles)
@@ -133,7 +132,7 @@ class Niah(Task):
     def example(
         self, rng: random.Random, *, id: str, length: int, turns: int, tokenizer: PreTrainedTokenizerBase
     ) -> Example:
-        """One example whose first prompt and 128 generated tokens fill `length`; UserError where it is too short."""
+        """Generate an example whose first prompt and answer fill `length`; UserError if it is too short."""
         n_asked = turns * self.queries
         n_keys = max(self.keys, n_asked)
         pairs = self.draw_pairs(rng, n_keys)
@@ -151,7 +150,7 @@ class Niah(Task):
         return self.compose(haystack, pairs, asked, n, id=id)
 
     def minimum_length(self, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:
-        """Tokens of an example with the longest keys and values and hardly any haystack, generation included."""
+        """Tokens of an example with the longest keys and values and a short haystack, generation included."""
         n_asked = turns * self.queries
         needles = max(self.keys, n_asked) * self.values
         pair = longest(self.key_kind, tokenizer), longest(self.value_kind, tokenizer)
@@ -162,7 +161,7 @@ class Niah(Task):
 
 @cache
 def measure(task: Niah, n_keys: int, tokenizer: PreTrainedTokenizerBase) -> Line:
-    """Tokens of the task's prompts by units of haystack."""
+    """Estimate the tokens of prompts as a line over units of haystack."""
     rng = random.Random(0)
     pairs = task.draw_pairs(rng, n_keys)
     haystack, frame = task.haystack_for(rng), task.frame(tokenizer)
@@ -190,7 +189,7 @@ class NoiseNiah(Niah):
 
 @dataclass(frozen=True)
 class NeedleNiah(Niah):
-    """Needles among needles: every line is one, with a key and a value of its own."""
+    """Needles among lines that are needles themselves."""
 
     @property
     def haystack_id(self) -> str:
@@ -203,7 +202,7 @@ class NeedleNiah(Niah):
         return NeedleHaystack(rng, self.endless(drawn), self.needle)
 
     def endless(self, rng: random.Random) -> Iterator[tuple[str, str]]:
-        """Pairs without end."""
+        """An endless stream of pairs."""
         while True:
             yield from self.draw_pairs(rng, 1)
 

@@ -1,13 +1,13 @@
 """RULER's questions about documents: `qa_1` of SQuAD, `qa_2` of HotpotQA, and `qa-facts`, which needs neither.
 
-With one turn the prompt is RULER's, byte for byte. What differs on purpose: documents are shuffled anew for each
-sample, where RULER's fresh `Random(42)` puts the one with the answer at the same rank of every prompt of so many
-documents; the last document drawn is cut to whole words, so that a prompt comes within one of its length; and
-questions come in an order of the seed's, with every fifth of the file kept for the split `dev`.
+With one turn the prompt equals RULER's byte for byte. Intended differences: documents are shuffled with a new seed for
+each sample, while RULER's fresh `Random(42)` puts the document with the answer at the same rank in all prompts with the
+same number of documents; the last document is cut to whole words, so that a prompt comes within one word of its length;
+and questions are in random order, with every fifth question of the file reserved for the split `dev`.
 
-In the shared-context modes several questions are asked about the same documents, in RULER's wording each. All
-paragraphs that hold the answers are there and whole. Of HotpotQA these are the supporting ones; the others that come
-with a question are taken first, as are those of the same article of SQuAD's, then any.
+With several turns, several questions are asked about the same documents, each in RULER's wording. All paragraphs with
+answers are included whole; for HotpotQA these are the supporting paragraphs. Other documents follow: first those that
+come with a question of HotpotQA or from the same article of SQuAD, then any.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ QUESTION = f"{ASK}\n\nQuestion: {{query}}"
 PREFIX = " Answer:"
 MAX_NEW_TOKENS = 32
 STRETCH = 300
-"""Words over which tokens are measured, where a search for a length starts."""
+"""Words between the two measurements for the initial estimate of a length."""
 DEV = 5
-"""Every fifth question of a file is one of the split `dev`."""
+"""Every fifth question of a file belongs to the split `dev`."""
 
 
 def gather(documents: Iterable[str], words: int) -> list[str]:
-    """The first documents, of so many words in all; the last one may be cut."""
+    """The first documents, with `words` words in total; the last one may be cut."""
     taken: list[str] = []
     for text in documents:
         parts = text.split(" ", words)
@@ -60,21 +60,21 @@ def count_words(documents: Iterable[str]) -> int:
 
 @dataclass(frozen=True)
 class Pile:
-    """What one sample is made of."""
+    """The material of one sample."""
 
     asked: tuple[tuple[str, tuple[str, ...]], ...]
-    """Questions and their answers."""
+    """Questions with their answers."""
     gold: tuple[str, ...]
-    """Documents that are always there, whole."""
+    """Documents that are always included whole."""
     others: Sequence[str]
-    """Documents that follow as far as there is room, again and again."""
+    """Documents that fill the rest of the length, repeated if necessary."""
     seed: int
-    """Of the documents' order."""
+    """Random seed for the order of documents."""
 
 
 @dataclass(frozen=True)
 class DocumentQa(Task):
-    """What the three share."""
+    """Base class of the three tasks."""
 
     version: ClassVar[str] = "1"
     suite: ClassVar[str] = "ruler"
@@ -84,7 +84,7 @@ class DocumentQa(Task):
     separator: ClassVar[str] = "\n\n"
 
     def compose(self, pile: Pile, n: int, *, id: str) -> Example:
-        """The example with `n` words of documents."""
+        """Build the example with `n` words of documents."""
         found = gather(itertools.chain(pile.gold, itertools.cycle(pile.others or pile.gold)), n)
         order = list(range(len(found)))
         random.Random(pile.seed).shuffle(order)
@@ -111,50 +111,51 @@ class DocumentQa(Task):
         return self.compose(pile, n, id=id)
 
     def measure(self, pile: Pile, tokenizer: PreTrainedTokenizerBase) -> int:
-        """Tokens of the example with nothing but its gold documents, generation included."""
+        """Tokens of the example with its gold documents only, generation included."""
         example = self.compose(pile, count_words(pile.gold), id="minimum")
         return count_prompt(self, example, tokenizer, self.frame(tokenizer)) + MAX_NEW_TOKENS
 
 
 @dataclass(frozen=True)
 class FileQa(DocumentQa):
-    """Questions of a file. data: its path."""
+    """Questions from a file. data: path of the file."""
 
     data: str = ""
 
     whose: ClassVar[str]
     where: ClassVar[str]
-    """The name of the file, and where it is."""
+    """Name of the file and its web site."""
 
     @staticmethod
     @abstractmethod
     def read(path: str) -> Library:
-        """The file's documents and questions."""
+        """Read the documents and questions of the file."""
 
     @property
     def library(self) -> Library:
-        """The file, read once."""
+        """The documents and questions of the file, read once."""
         if not self.data:
             raise UserError(
-                f"{self.name} needs {self.whose} questions, which are not ours to ship. Give the file, --task-set "
-                f"data=PATH of {self.where}. Without a network take qa-facts: RULER's prompt over generated documents."
+                f"{self.name} needs {self.whose} questions, which kvbench may not redistribute. Give the file, "
+                f"--task-set data=PATH of {self.where}. Without a network, use qa-facts: RULER's prompt over generated "
+                "documents."
             )
         return self.read(self.data)
 
     @property
     def dataset_revision(self) -> str:
-        """The file by its hash."""
+        """`sha256:` and the hash of the file."""
         return f"sha256:{self.library.sha256}"
 
     def examples(
         self, *, seed: int, split: Split, n: int, length: int, turns: int, mode: Mode,  # noqa: ARG002  # one wording
         tokenizer: PreTrainedTokenizerBase,
     ) -> Iterator[Example]:
-        """The first `n` examples: the next questions each, in the seed's order. UserError: there are not so many."""
+        """Yield the first `n` examples with `turns` questions each, in random order; UserError if there are too few."""
         pool = [x for i, x in enumerate(self.library.questions) if (i % DEV == DEV - 1) == (split is Split.DEV)]
         if n * turns > len(pool):
             raise UserError(
-                f"{self.data} has {len(pool)} questions for split {split}: ask for --samples {len(pool) // turns} or "
+                f"{self.data} has {len(pool)} questions for split {split}: use --samples {len(pool) // turns} or "
                 f"fewer with {turns} turn{'s' if turns > 1 else ''}."
             )
         name = f"{self.name}@{self.version}/{split}/{seed}"
@@ -165,7 +166,7 @@ class FileQa(DocumentQa):
             yield self.fill(pile, id=f"{split}-{seed}-{index}", length=length, tokenizer=tokenizer)
 
     def pile(self, asked: Sequence[Question], rng: random.Random, most: int) -> Pile:
-        """What a sample with these questions is made of, with `most` other documents at most."""
+        """The material of a sample with these questions, with at most `most` other documents."""
         library = self.library
         gold = tuple(dict.fromkeys(i for x in asked for i in x.gold))
         near = list(dict.fromkeys(i for x in asked for i in (*x.shown, *x.near)))
@@ -179,13 +180,13 @@ class FileQa(DocumentQa):
         )
 
     def minimum_length(self, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:
-        """Tokens of the questions with the longest gold documents, generation included."""
+        """Tokens of an example with the longest gold documents, generation included."""
         return measure_longest(self, turns, tokenizer)
 
 
 @cache
 def measure_longest(task: FileQa, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Tokens of the example of the questions with the longest gold documents, and of nothing else."""
+    """Tokens of an example of the questions with the longest gold documents, and only these documents."""
     texts = task.library.documents
 
     def size(question: Question) -> int:
@@ -198,7 +199,7 @@ def measure_longest(task: FileQa, turns: int, tokenizer: PreTrainedTokenizerBase
 
 @dataclass(frozen=True)
 class SquadQa(FileQa):
-    """Questions of SQuAD, each answered by one paragraph of Wikipedia."""
+    """Questions of SQuAD, each answered by one Wikipedia paragraph."""
 
     name: ClassVar[str] = "qa_1"
     summary: ClassVar[str] = "RULER: a question of SQuAD about one of many paragraphs"
@@ -208,18 +209,18 @@ class SquadQa(FileQa):
 
     @property
     def prompt_id(self) -> str:
-        """The wording and the documents."""
+        """The prompt's id, with the source of documents."""
         return "ruler-qa/squad@1"
 
     @staticmethod
     def read(path: str) -> Library:
-        """SQuAD v2.0."""
+        """Read SQuAD v2.0."""
         return read_squad(path)
 
 
 @dataclass(frozen=True)
 class HotpotQa(FileQa):
-    """Questions of HotpotQA, each answered by two paragraphs of Wikipedia together."""
+    """Questions of HotpotQA, each answered by two Wikipedia paragraphs together."""
 
     name: ClassVar[str] = "qa_2"
     summary: ClassVar[str] = "RULER: a question of HotpotQA that takes two of many paragraphs"
@@ -229,10 +230,10 @@ class HotpotQa(FileQa):
 
     @property
     def prompt_id(self) -> str:
-        """The wording and the documents."""
+        """The prompt's id, with the source of documents."""
         return "ruler-qa/hotpotqa@1"
 
     @staticmethod
     def read(path: str) -> Library:
-        """The distractor setting."""
+        """Read HotpotQA's distractor setting."""
         return read_hotpot(path)

@@ -11,20 +11,20 @@ CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 def post_process(prediction: str) -> str:
-    """Strip, turn control characters into newlines, strip again."""
+    """Strip, replace control characters by newlines, strip again."""
     return CONTROL.sub("\n", prediction.strip()).strip()
 
 
 def string_match_all(prediction: str, references: Sequence[str]) -> float:
-    """Mean over the references of: the lower-cased reference is inside the lower-cased prediction."""
+    """Share of references that the prediction contains, case-insensitive."""
     text = post_process(prediction).lower()
     return sum(reference.lower() in text for reference in references) / len(references)
 
 
 def string_match_part(prediction: str, references: Sequence[str]) -> float:
-    """Whether any lower-cased reference is inside the lower-cased prediction: RULER's questions about documents.
+    """Whether the prediction contains any reference, case-insensitive: for RULER's questions about documents.
 
-    A reference may be a part of a word: `no` is inside `not`.
+    A reference may match a part of a word: `no` matches in `not`.
     """
     text = post_process(prediction).lower()
     return float(any(reference.lower() in text for reference in references))

@@ -1,4 +1,4 @@
-"""What RULER's needles are made of: keys and values of three kinds."""
+"""Keys and values of RULER's needles, of three kinds."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 Kind = Literal["words", "numbers", "uuids"]
 LONGEST_UUID = "8e8e8e8e-8e8e-4e8e-8e8e-8e8e8e8e8e8e"
-"""Letters and digits by turns: a token for each character, where tokenizers tell the two apart."""
+"""Alternating letters and digits: one token per character in tokenizers that separate letters from digits."""
 
 
 def draw(rng: random.Random, kind: Kind, n: int) -> list[str]:
-    """`n` distinct keys or values of a kind, as RULER makes them: adjective-noun, seven digits, UUID of version 4."""
+    """Draw `n` distinct keys or values as in RULER: adjective-noun, seven digits, or UUID of version 4."""
     if kind == "words":
         return draw_keys(rng, n)
     if kind == "numbers":
@@ -27,7 +27,7 @@ def draw(rng: random.Random, kind: Kind, n: int) -> list[str]:
 
 @cache
 def longest(kind: Kind, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A key or value of a kind that takes the most tokens."""
+    """A key or value of a kind with the most tokens."""
     if kind != "words":
         return "7777777" if kind == "numbers" else LONGEST_UUID
 

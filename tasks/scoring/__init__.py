@@ -1,1 +1,1 @@
-"""The scorers of published suites, and the text measures they are made of."""
+"""Scorers of published suites, and the text metrics that they use."""

@@ -1,9 +1,9 @@
-"""InfiniteBench's scorers (OpenBMB/InfiniteBench at 88b3daa6, src/compute_scores.py), and fixed ones beside the faulty.
+"""InfiniteBench's scorers (OpenBMB/InfiniteBench at 88b3daa6, src/compute_scores.py), and corrected versions.
 
-References are what the data set's `answer` holds: several where any one will do, and all numbers of `math_calc`, as
-text. Of `longbook_choice_eng` and `code_debug` it is the option's text, and the turn's facts have:
+References are the data set's `answer`: several if any of them is right, or all numbers of `math_calc`, as text. For
+`longbook_choice_eng` and `code_debug`, the reference is the option's text, and the turn has the facts
 
-letter: the right option's letter.
+letter: the letter of the right option;
 options: the texts of the four options.
 """
 
@@ -18,40 +18,40 @@ from kvbench.tasks.scoring.text import character_f1, contains_words, find_option
 
 
 def best(measure: Callable[[str, str], float]) -> Callable[[str, Sequence[str]], float]:
-    """The rule that compares with each reference and takes the greatest."""
+    """A scorer that takes the maximum of a measure over all references."""
     return lambda prediction, references: max(measure(prediction, reference) for reference in references)
 
 
 def starts_with_digits(prediction: str, references: Sequence[str]) -> float:
-    """Whether the first run of digits is the reference."""
+    """Whether the first sequence of digits is the reference."""
     return float(re.findall("[0-9]+", prediction)[:1] == [references[0]])
 
 
 def has_word(prediction: str, references: Sequence[str]) -> float:
-    """Whether the first reference is one of the words, with some marks taken for spaces."""
+    """Whether the first reference is one of the words, with some punctuation replaced by spaces."""
     return float(references[0] in _split(prediction))
 
 
 def has_upper_word(prediction: str, references: Sequence[str]) -> float:
     """Whether the first reference is one of the upper-cased words.
 
-    Faults: a reference of two words, or with a full stop in it, is never found, and the others do not count. Fixed:
-    any reference, as whole words.
+    Faults: a reference of two words, or with a full stop, is never found, and further references do not count. Fixed
+    in `mentions`: any reference, as whole words.
     """
     return float(references[0] in _split(prediction.upper()))
 
 
 def mentions(prediction: str, references: Sequence[str]) -> float:
-    """Whether the words of any reference stand in the prediction."""
+    """Whether the prediction contains the words of any reference."""
     return float(any(contains_words(prediction, reference) for reference in references))
 
 
 def choose_official(prediction: str, references: Sequence[str], letter: str) -> float:
-    """The official parser of an option.
+    """The official parser of a chosen option.
 
-    Faults: a first character from A to D is taken for the answer (`Because ...` is B); what follows `answer is` must
-    start with the letter or text right after one character (`answer is (B)` and `answer is **B**` are wrong, `answer is
-    Dr. No` is D); punctuation is removed from the prediction but not from the text it is compared with. Fixed:
+    Faults: a first character from A to D counts as the answer (`Because ...` is B); the text after `answer is` must
+    start with the letter or the option's text after exactly one character (`answer is (B)` and `answer is **B**` are
+    wrong, `answer is Dr. No` is D); punctuation is removed from the prediction but not from the option's text. Fixed in
     `choose_fixed`.
     """
     text, right = prediction.strip(), (*references, letter)
@@ -70,14 +70,14 @@ def choose_official(prediction: str, references: Sequence[str], letter: str) -> 
 
 
 def choose_fixed(prediction: str, references: Sequence[str], letter: str, options: Sequence[str]) -> float:  # noqa: ARG001
-    """Whether the option that the prediction means (`find_option`) is the right one."""
+    """Whether the option found in the prediction (`find_option`) is the right one."""
     return float(find_option(prediction, options) == letter)
 
 
 def debug_official(prediction: str, references: Sequence[str], letter: str) -> float:
-    """Whether the prediction starts with the letter and a full stop or colon, or announces it or the function's name.
+    """Whether the prediction starts with the letter and a full stop or colon, or announces the letter or the function.
 
-    Fault: a letter alone is wrong, though the task asks for it. Fixed: `choose_fixed`.
+    Fault: a letter alone is wrong, although the task asks for it. Fixed in `choose_fixed`.
     """
     text = prediction.strip()
     if text[:2] in {f"{letter}.", f"{letter}:"}:
@@ -90,7 +90,7 @@ def debug_official(prediction: str, references: Sequence[str], letter: str) -> f
 
 
 def ends_with_number(prediction: str, references: Sequence[str]) -> float:
-    """Whether the last word, with some marks taken for spaces, is the reference as an integer."""
+    """Whether the last word, with some punctuation replaced by spaces, is the reference as an integer."""
     words, gold = re.sub("[\n.`'\":]", " ", prediction).split(), int(references[0])
     try:
         return float(int(words[-1]) == gold)
@@ -99,21 +99,21 @@ def ends_with_number(prediction: str, references: Sequence[str]) -> float:
 
 
 def starts_with_number(prediction: str, references: Sequence[str]) -> float:
-    """Whether the first number is the reference; the official code ends in an error where it is no integer."""
+    """Whether the first number is the reference; the official code fails if it is not an integer."""
     return float(first_number(prediction) == float(references[0]))
 
 
 def count_official(prediction: str, references: Sequence[str]) -> float:
     """Share of the reference's numbers that the prediction begins with.
 
-    Fault: signs are dropped from the prediction and not from the reference, so nothing counts from the first negative
-    number on. Fixed: signs are read.
+    Fault: signs are removed from the prediction and not from the reference, so that nothing counts after the first
+    negative number. Fixed in `count_fixed`.
     """
     return _shared_start(re.findall("[0-9]+", prediction), references)
 
 
 def count_fixed(prediction: str, references: Sequence[str]) -> float:
-    """Share of the reference's numbers that the prediction begins with, signs regarded."""
+    """Share of the reference's numbers that the prediction begins with, signs included."""
     return _shared_start(re.findall("-?[0-9]+", prediction), references)
 
 
@@ -158,4 +158,4 @@ SCORERS: Mapping[str, tuple[Scorer, ...]] = {
         _fixed("code-debug", "accuracy", choose_fixed, "letter", "options", version=2),
     ),
 }
-"""The scorers of each of the twelve tasks, the official one first; one that stands alone has no known fault."""
+"""Scorers of the twelve tasks, the official one first; a single scorer has no known fault."""

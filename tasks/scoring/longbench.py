@@ -1,6 +1,6 @@
 """LongBench's scorers (THUDM/LongBench at 2e00731f: LongBench/metrics.py and eval.py, and pred.py of version 2).
 
-A prediction is compared with each reference, and the greatest score counts. Facts asked of a turn or its example:
+The score is the maximum over all references. Facts of a turn or its example:
 
 all_classes: the names of all classes, of `trec` and `lsht`.
 """
@@ -15,43 +15,43 @@ from kvbench.tasks.scoring.overlap import difflib_similarity, edit_similarity, r
 from kvbench.tasks.scoring.text import f1, normalize_chinese, segment, word_f1
 
 Measure = Callable[..., float]
-"""Of a prediction and one reference, and facts by their names."""
+"""A function of a prediction, one reference, and facts as keyword arguments."""
 
 
 def segmented_f1(prediction: str, reference: str) -> float:
-    """F1 of jieba's words without punctuation."""
+    """F1 of the words found by jieba, without punctuation."""
     ours, theirs = ([x for x in map(normalize_chinese, segment(text)) if x] for text in (prediction, reference))
     return f1(ours, theirs)
 
 
 def segmented_rouge(prediction: str, reference: str) -> float:
-    """ROUGE-L over jieba's words."""
+    """ROUGE-L over the words found by jieba."""
     return rouge_l(" ".join(segment(prediction)), " ".join(segment(reference)))
 
 
 def share_of_numbers(prediction: str, reference: str) -> float:
-    """Of the integers in the prediction, the share that is the one in the reference, as text."""
+    """Share of the integers in the prediction that equal the first integer of the reference, as text."""
     found, (gold, *_) = re.findall(r"\d+", prediction), re.findall(r"\d+", reference)
     return found.count(gold) / len(found) if found else 0.0
 
 
 def classify_official(prediction: str, reference: str, all_classes: Sequence[str]) -> float:
-    """1 over the number of classes that the prediction names, where the right one is among them.
+    """1 divided by the number of classes that the prediction names, if the right one is among them; otherwise 0.
 
-    Names inside the right one's name are not counted. Fault: they are removed from the list while it is gone through,
-    so the class after a removed one is kept unseen. Fixed: all of them are removed.
+    Names that are part of the right name do not count. Fault: they are removed from the list while iterating over it,
+    so that the class after a removed one is skipped. Fixed in `classify_fixed`.
     """
     named = [x for x in all_classes if x in prediction]
     i = 0
     while i < len(named):
         if _inside(named[i], reference):
-            del named[i]  # the next one takes its place, and is passed over
+            del named[i]  # the official code skips the next name here
         i += 1
     return 1 / len(named) if reference in named else 0.0
 
 
 def classify_fixed(prediction: str, reference: str, all_classes: Sequence[str]) -> float:
-    """As the official one, with no class passed over."""
+    """The official rule, without skipping classes."""
     named = [x for x in all_classes if x in prediction and not _inside(x, reference)]
     return 1 / len(named) if reference in named else 0.0
 
@@ -59,19 +59,19 @@ def classify_fixed(prediction: str, reference: str, all_classes: Sequence[str]) 
 def compare_code_official(prediction: str, reference: str) -> float:
     """Similarity of the first line without backtick, # and //, by fuzzywuzzy.
 
-    Fault: fuzzywuzzy's result depends on what else is installed. LongBench's requirements do not have
-    python-Levenshtein, so this is what it gives without, difflib's ratio in whole percent. Fixed: edit similarity.
+    Fault: fuzzywuzzy's result depends on whether python-Levenshtein is installed. LongBench's requirements lack it, so
+    this is fuzzywuzzy's result without it: difflib's ratio in whole percent. Fixed in `compare_code_fixed`.
     """
     return difflib_similarity(_code_line(prediction), reference)
 
 
 def compare_code_fixed(prediction: str, reference: str) -> float:
-    """Edit similarity of the same line, not rounded."""
+    """Edit similarity of the first line without backtick, # and //, not rounded."""
     return edit_similarity(_code_line(prediction), reference)
 
 
 def extract_letter(prediction: str) -> str | None:
-    """Version 2: the letter of `The correct answer is (B)`, with or without brackets, asterisks left out."""
+    """Version 2: the letter of `The correct answer is (B)`, with or without brackets and asterisks; None: no letter."""
     text = prediction.replace("*", "")
     for pattern in (r"The correct answer is \(([A-D])\)", "The correct answer is ([A-D])"):
         if found := re.search(pattern, text):
@@ -80,15 +80,15 @@ def extract_letter(prediction: str) -> str | None:
 
 
 def judge_letter(prediction: str, references: Sequence[str]) -> float:
-    """Whether the letter is the reference; none is wrong.
+    """Whether the letter is the reference; no letter is wrong.
 
-    Empty responses, which come of failed requests there, are left out by the official code; here they are wrong.
+    The official code leaves out empty responses, which are failed requests there; here they are wrong.
     """
     return float(extract_letter(prediction) == references[0])
 
 
 def compensate_letter(prediction: str, references: Sequence[str]) -> float:
-    """As `judge_letter`, but no letter counts as a guess among four (`compensated` in result.py)."""
+    """As `judge_letter`, but no letter scores 0.25, as a guess among four (`compensated` in result.py)."""
     return 0.25 if extract_letter(prediction) is None else judge_letter(prediction, references)
 
 
@@ -136,7 +136,7 @@ SCORERS: Mapping[str, tuple[Scorer, ...]] = {
     **dict.fromkeys(("passage_count", "passage_retrieval_en", "passage_retrieval_zh"), (NUMBERS,)),
     **dict.fromkeys(("lcc", "repobench-p"), CODE),
 }
-"""The scorers of each of the 21 tasks, the official one first; one that stands alone has no known fault."""
+"""Scorers of the 21 tasks, the official one first; a single scorer has no known fault."""
 VERSION_2 = (
     Scorer("longbench2-choice@2e00731f", "accuracy", judge_letter),
     Scorer("longbench2-choice-compensated@2e00731f", "accuracy", compensate_letter),

@@ -1,4 +1,4 @@
-"""Measures of a longer text: ROUGE-L in two dialects, BLEU, and edit similarity in two."""
+"""Metrics for longer texts: two implementations of ROUGE-L, BLEU, and two edit similarities."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from itertools import chain
 
 SMOOTHING = 5
-"""The constant of Chen and Cherry's fourth method, NLTK's default."""
+"""The constant of Chen and Cherry's smoothing method 4, NLTK's default."""
 
 
 def align(first: Sequence[str], second: Sequence[str]) -> list[tuple[int, int]]:
-    """Index pairs of a longest common subsequence; of several, the one whose last elements come latest in `second`.
+    """Index pairs of a longest common subsequence; of several, the one whose last elements are latest in `second`.
 
-    Which one it is changes ROUGE scores that unite subsequences of several sentences.
+    The choice matters for ROUGE scores that take the union of subsequences of several sentences.
     """
     table = [[0] * (len(second) + 1)]
     for one in first:
@@ -37,12 +37,12 @@ def align(first: Sequence[str], second: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def rouge_l(prediction: str, reference: str) -> float:
-    """ROUGE-L's F as PyPI's `rouge` 1.0.1 has it, which LongBench and its descendants report.
+    """The F score of ROUGE-L as in PyPI's `rouge` 1.0.1, which LongBench and benchmarks based on it report.
 
-    Sentences end at a full stop, words at a space, case counts, and every word counts once: the union of the common
-    subsequences of all pairs of sentences, over the different words of either text. White space between two full stops
-    makes an empty word. Where two sentences have some 1,000 words together the package's recursion fails, which
-    LongBench counts as 0; here they are scored.
+    Sentences end at a full stop, words at a space, and case matters. Every distinct word counts once: the union of the
+    common subsequences of all pairs of sentences is divided by the distinct words of either text. White space between
+    two full stops makes an empty word. If two sentences have about 1,000 words together, the package's recursion fails,
+    which LongBench counts as 0; here they are scored.
     """
     ours, theirs = ([x.split() or [""] for x in text.split(".") if x] for text in (prediction, reference))
     if not ours or not theirs:
@@ -53,10 +53,10 @@ def rouge_l(prediction: str, reference: str) -> float:
 
 
 def rouge_lsum(prediction: str, reference: str) -> float:
-    """rougeLsum's F as Google's `rouge_score` (and Hugging Face's `rouge`) has it, without stemming.
+    """The F score of rougeLsum as in Google's `rouge_score` (and Hugging Face's `rouge`), without stemming.
 
-    Sentences end at a line break and words are runs of lower-cased ASCII letters and digits, so a Chinese text has
-    none. A word counts as often as both texts have it.
+    Sentences end at a line break, and words are sequences of lower-cased ASCII letters and digits, so a Chinese text
+    has none. A word counts at most as often as it occurs in both texts.
     """
     ours, theirs = (
         [re.findall("[a-z0-9]+", line.lower()) for line in text.split("\n")] for text in (prediction, reference)
@@ -74,7 +74,7 @@ def rouge_lsum(prediction: str, reference: str) -> float:
 
 
 def bleu(prediction: str, reference: str) -> float:
-    """BLEU of up to four words in a row, split at white space, with Chen and Cherry's smoothing 4 as NLTK 3.10 has it.
+    """BLEU with up to 4-grams of words split at white space, and Chen and Cherry's smoothing 4 as in NLTK 3.10.
 
     The j-th order without a match counts as ln(words of the prediction) / (5 * 2^j) matches; a prediction of one word
     has only one order.
@@ -95,11 +95,11 @@ def bleu(prediction: str, reference: str) -> float:
 
 
 def difflib_similarity(prediction: str, reference: str) -> float:
-    """What fuzzywuzzy's `ratio` is without python-Levenshtein: difflib's matching blocks, in whole percent."""
+    """fuzzywuzzy's `ratio` without python-Levenshtein: difflib's ratio in whole percent, from 0 to 1."""
     return round(100 * difflib.SequenceMatcher(None, prediction, reference).ratio()) / 100
 
 
 def edit_similarity(prediction: str, reference: str) -> float:
-    """1 minus insertions and deletions over characters of both: `ratio` of python-Levenshtein and of rapidfuzz."""
+    """1 minus insertions and deletions per character of both texts: `ratio` of python-Levenshtein and rapidfuzz."""
     size = len(prediction) + len(reference)
     return 2 * len(align(prediction, reference)) / size if size else 1.0

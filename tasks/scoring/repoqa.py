@@ -1,4 +1,4 @@
-"""RepoQA's match of a repeated function with the functions of its repository, as SCBench has it."""
+"""RepoQA's comparison of a repeated function with the functions of its repository, as in SCBench."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ FUNCTIONS = {
     "cpp": "(function_definition declarator: (function_declarator declarator: (identifier)))",
     "go": "(function_declaration name: (_))",
 }
-"""What counts as a function: neither a C++ one that is qualified or gives a pointer back, nor a method in TypeScript or
-Go does."""
+"""Tree-sitter queries for functions, as in SCBench. They do not match C++ functions that are qualified or return a
+pointer, nor methods in TypeScript or Go."""
 THRESHOLD = 0.8
 
 
 def find_function(prediction: str, language: str) -> str:
-    """The first function in the fenced blocks of an answer; without one the first block, without a block the answer.
+    """The first function in the fenced blocks of an answer; else the first block; else the answer.
 
-    The grammars are tree-sitter's of today; SCBench has those of tree_sitter_languages, which may cut broken code
-    elsewhere.
+    The grammars are current ones of tree-sitter; SCBench uses tree_sitter_languages, which may parse broken code
+    differently.
 
     Raises:
-        UserError: the language has no grammar here, or tree-sitter is not installed.
+        UserError: the language is not supported, or tree-sitter is not installed.
     """
     parser, cursor = _load_grammar(language)
     blocks = FENCED.findall(prediction.strip())
@@ -46,7 +46,7 @@ def find_function(prediction: str, language: str) -> str:
 
 
 def passes(prediction: str, language: str, name: str, functions: Mapping[str, str]) -> bool:
-    """Whether the function of that name is the most similar one, by a BLEU of 0.8 or more; of equals the first."""
+    """Whether the function `name` is the most similar one, with a BLEU of at least 0.8; ties go to the first."""
     answer = find_function(prediction, language)
     similar = {other: bleu(answer, source) for other, source in functions.items()}
     best = max(similar, key=lambda other: similar[other])
@@ -55,7 +55,7 @@ def passes(prediction: str, language: str, name: str, functions: Mapping[str, st
 
 @functools.cache
 def _load_grammar(language: str) -> tuple[Any, Any]:
-    """Parser and query."""
+    """The parser of a language and its query for functions."""
     if language not in FUNCTIONS:
         raise unknown("language of code", language, FUNCTIONS)
     what = f"a scorer of {language} code"

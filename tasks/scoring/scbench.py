@@ -1,16 +1,15 @@
-"""SCBench's scorers (microsoft/MInference at fb56c917, scbench/compute_scores.py), and fixed ones beside the faulty.
+"""SCBench's scorers (microsoft/MInference at fb56c917, scbench/compute_scores.py), and corrected versions.
 
-The official ones are bug for bug what the tables were made with, turn by turn. The reference is the turn's `answer` as
-text, several for the names of scbench_vt, and an option's text for scbench_choice_eng. Facts asked of a turn or its
-example:
+The official scorers reproduce the published code, including its faults, turn by turn. The reference is the turn's
+`answer` as text; scbench_vt has several names, scbench_choice_eng the option's text. Facts of a turn or its example:
 
 mode: `single`, `multi-turn` or `multi-request` (scbench_repoqa_and_kv).
-task: of a mixed task, whose turn it is: scbench_summary, scbench_passkey, scbench_repoqa or scbench_kv.
+task: task of a turn of a mixed task: scbench_summary, scbench_passkey, scbench_repoqa or scbench_kv.
 options, letter: the texts of the four options, and the letter of the right one.
-lang: the language of the repository.
-name: the function's name; of a mixed task's kv turn anything, such as an empty string.
-functions: name and source of the gold functions of this repository in the rows that are evaluated.
-functions_all: the same over all rows of the data set.
+lang: programming language of the repository.
+name: name of the function; any text for a kv turn of a mixed task.
+functions: name and source of the requested functions of this repository in the evaluated records.
+functions_all: the same over all records of the data set.
 """
 
 from __future__ import annotations
@@ -33,36 +32,36 @@ from kvbench.tasks.scoring.text import SIGNED, character_f1, find_letter, first_
 
 
 def contains(prediction: str, references: Sequence[str]) -> float:
-    """Whether the label is inside the raw prediction."""
+    """Whether the prediction contains the reference."""
     return float(references[0] in prediction)
 
 
 def names_official(prediction: str, references: Sequence[str]) -> float:
-    """Share of the names inside the prediction, case apart. Fault: rounded to 2 decimals. Fixed: not rounded."""
+    """Share of names in the prediction, case-insensitive. Fault: rounded to 2 decimals. Fixed in `names_fixed`."""
     return round(names_fixed(prediction, references), 2)
 
 
 def names_fixed(prediction: str, references: Sequence[str]) -> float:
-    """Share of the names inside the prediction, case apart."""
+    """Share of names that the prediction contains, case-insensitive."""
     text = prediction.lower()
     return sum(reference.lower() in text for reference in references) / len(references)
 
 
 def mentions_official(prediction: str, references: Sequence[str]) -> float:
-    """Whether the answer is inside the prediction, case apart; not F1, which InfiniteBench has for the same questions.
+    """Whether the prediction contains the answer, case-insensitive; InfiniteBench scores the same questions by F1.
 
-    Fault: also inside a word (`no` in `know`). Fixed: `mentions`, as whole words.
+    Fault: the answer may be a part of a word (`no` in `know`). Fixed in `mentions`: whole words.
     """
     return float(references[0].upper() in prediction.strip().upper())
 
 
 def chinese_official(prediction: str, references: Sequence[str]) -> float:
-    """Character F1. Fault: with each single character of the answer in place of the answer. Fixed: with the answer."""
+    """Character F1. Fault: compares with single characters of the answer. Fixed in `character_f1`: the whole answer."""
     return max(character_f1(prediction, character) for character in references[0])
 
 
 def number_official(prediction: str, references: Sequence[str]) -> float:
-    """Whether the first number is the answer. Fault: without its sign and decimals. Fixed: with them."""
+    """Whether the first number is the answer. Fault: ignores sign and decimals. Fixed in `number_fixed`."""
     found, gold = first_number(prediction), int(references[0])
     return float(found is not None and gold <= found < gold + 1)
 
@@ -73,16 +72,16 @@ def number_fixed(prediction: str, references: Sequence[str]) -> float:
 
 
 def letter_official(prediction: str, references: Sequence[str]) -> float:
-    """Whether the answer's letter is anywhere in the upper-cased prediction.
+    """Whether the upper-cased prediction contains the answer's letter anywhere.
 
-    Fault: `The answer is (B)` has an A. Fixed: the letter that stands for the answer.
+    Fault: `The answer is (B)` contains an A. Fixed in `letter_fixed`.
     """
     text = prediction.upper()
     return float(any(character.upper() in text for character in references[0]))
 
 
 def letter_fixed(prediction: str, references: Sequence[str]) -> float:
-    """Whether the letter that the prediction begins with, announces or has in brackets is the answer."""
+    """Whether the letter that the prediction begins with, announces or has in brackets is the answer's."""
     return float(find_letter(prediction) == references[0])
 
 
@@ -91,8 +90,8 @@ def repeats_official(
 ) -> float:
     """Whether the function is repeated (`passes`).
 
-    Fault: the functions that it is compared with are those of the prediction file, so fewer rows make it easier. Fixed:
-    those of the whole data set.
+    Fault: only the functions of the evaluated records are compared, so that fewer records are easier. Fixed in
+    `repeats_fixed`: all functions of the data set.
     """
     return float(passes(prediction, lang, name, functions))
 
@@ -100,31 +99,31 @@ def repeats_official(
 def repeats_fixed(
     prediction: str, references: Sequence[str], lang: str, name: str, functions_all: Mapping[str, str]  # noqa: ARG001
 ) -> float:
-    """Whether the function is repeated, among those of the whole data set."""
+    """Whether the function is repeated, compared with all functions of the data set."""
     return float(passes(prediction, lang, name, functions_all))
 
 
 def mixed_contains_official(prediction: str, references: Sequence[str], mode: str) -> float:
-    """The kv part of scbench_repoqa_and_kv.
+    """The kv turns of scbench_repoqa_and_kv.
 
-    Fault: with multi-request the label is searched in the record of the prediction and not in its text, so none is
-    ever found. Fixed: as in the other modes.
+    Fault: with multi-request, the code searches for the reference among the keys of the prediction's record instead of
+    in its text, and never finds it. Fixed in `contains`.
     """
     return 0.0 if mode == Mode.MULTI_REQUEST else contains(prediction, references)
 
 
 def official(rule: str, metric: str, score: Callable[..., float | None], *facts: str) -> Scorer:
-    """A rule of fb56c917."""
+    """A scorer with an official rule."""
     return Scorer(f"scbench-official-{rule}@fb56c917", metric, score, facts=facts)
 
 
 def fixed(rule: str, metric: str, score: Callable[..., float | None], *facts: str, version: int = 1) -> Scorer:
-    """The same without its fault."""
+    """A scorer with a corrected rule."""
     return Scorer(f"scbench-fixed-{rule}@{version}", metric, score, facts=facts)
 
 
 def mixed(make: Callable[..., Scorer], rule: str, parts: Mapping[str, Scorer]) -> tuple[Scorer, ...]:
-    """The scorers of a task of two parts: the whole, which SCBench does not print, then each part on its own turns."""
+    """Scorers of a mixed task: first over all turns, which SCBench does not report, then for each part's turns."""
     facts = tuple(dict.fromkeys(("task", *(fact for part in parts.values() for fact in part.facts))))
 
     def judge(prediction: str, references: Sequence[str], **known: object) -> float | None:
@@ -178,4 +177,4 @@ SCORERS: Mapping[str, tuple[Scorer, ...]] = {
         *mixed(fixed, "repoqa-and-kv", {"scbench_repoqa": REPOQA_FIXED, "scbench_kv": STRING}),
     ),
 }
-"""The scorers of each of the twelve tasks, the official one first; one that stands alone has no known fault."""
+"""Scorers of the twelve tasks, the official one first; a single scorer has no known fault."""

@@ -1,4 +1,4 @@
-"""Measures of a short answer: words in common with the gold, and which number, letter or option it names."""
+"""Metrics for short answers: words in common with the reference, and the number, letter or option that is named."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ WESTERN = str.maketrans("", "", string.punctuation)
 CHINESE = str.maketrans("", "", string.punctuation + (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."  # noqa: RUF001
 ))
-"""The marks that LongBench and InfiniteBench leave out; 《 and 〈〉 are not among them."""
+"""Punctuation that LongBench and InfiniteBench remove; 《 and 〈〉 are not part of it."""
 UNSIGNED = re.compile(r"\d+\.\d+|\d+")
 SIGNED = re.compile(r"(?:(?<!\w)-)?(?:\d+\.\d+|\d+)")
 NO_NOUN = (
     "and|are|as|at|because|but|by|could|did|does|for|from|had|has|he|i|if|in|is|it|of|on|or|seems|she|should|since|"
     "that|the|they|this|to|was|we|were|which|with|would|you"
 )
-"""Words that no article stands before."""
+"""Words that cannot follow an article."""
 CHOSEN = rf"[ \t]+(?:(?i:{NO_NOUN})(?:n['’]t)?(?![\w-])|[A-Z\d]\S*(?:[ \t]+[A-Z\d]\S*)*[ \t]*(?:\n|$))"  # noqa: RUF001
-"""What follows an A that is no article: one of these words, or names and numbers alone up to the end of the line."""
-END = r"(?![\w'’-])"  # noqa: RUF001  # no beginning of a word
+"""Text after an A that is not an article: one of these words, or only names and numbers up to the end of the line."""
+END = r"(?![\w'’-])"  # noqa: RUF001  # not the beginning of a word
 LETTER = rf"(A(?={CHOSEN}|(?![ \t]+\w))|[B-G]){END}"
 LETTERS = (
     re.compile(rf"^\W*{LETTER}"),
@@ -36,17 +36,17 @@ LETTERS = (
 
 
 def normalize(text: str) -> str:
-    """Lower case without ASCII punctuation and articles, words one space apart (as SQuAD's evaluation)."""
+    """Lower-cased words without ASCII punctuation and articles, separated by single spaces (as in SQuAD)."""
     return " ".join(ARTICLE.sub(" ", text.lower().translate(WESTERN)).split())
 
 
 def normalize_chinese(text: str) -> str:
-    """Lower case without punctuation and white space."""
+    """Lower-cased text without punctuation and white space."""
     return "".join(text.lower().translate(CHINESE).split())
 
 
 def segment(text: str) -> list[str]:
-    """Chinese words, found by jieba.
+    """Segment Chinese text into words with jieba.
 
     Raises:
         UserError: jieba is not installed.
@@ -68,14 +68,14 @@ def word_f1(prediction: str, gold: str) -> float:
 
 
 def character_f1(prediction: str, gold: str) -> float:
-    """F1 of characters but punctuation and white space."""
+    """F1 of characters without punctuation and white space."""
     return f1(normalize_chinese(prediction), normalize_chinese(gold))
 
 
 def contains_words(prediction: str, gold: str) -> bool:
-    """Whether the gold's normalized words stand in the prediction as whole words, one after the other.
+    """Whether the prediction contains the normalized words of the reference as consecutive whole words.
 
-    Of a gold that is all articles (`A`) or punctuation nothing would be left, so those count there, and so does case.
+    If the reference has only articles (`A`) or punctuation, normalization is reduced, so that something is left.
     """
     for clean in (normalize, lambda x: " ".join(x.translate(WESTERN).split()), str.strip):
         if words := clean(gold):
@@ -92,17 +92,17 @@ def first_number(text: str, pattern: re.Pattern[str] = UNSIGNED) -> float | None
 def find_letter(text: str) -> str | None:
     """The letter from A to G that an answer begins with, announces (`the answer is B`, `option B`) or has in brackets.
 
-    What comes first in this list counts first. An A before a word that an article may stand before (`A man left`) is
-    one, but in `option A`.
+    The patterns are tried in this order. An A before a word that may follow an article (`A man left`) is an article,
+    except in `option A`.
     """
     return next((found[1] for pattern in LETTERS if (found := pattern.search(text))), None)
 
 
 def find_option(text: str, options: Sequence[str]) -> str | None:
-    """The letter of the option that an answer means: by its letter, else by the option that it names first.
+    """The letter of the option in an answer: the letter that is named, else that of the option named first.
 
-    Of options that begin at one place the longest is meant. The A of an option's own text (`A Tale of Two Cities`) is
-    none of the letters.
+    Of options that begin at the same place, the longest counts. The A of an option's text (`A Tale of Two Cities`) is
+    not a letter.
     """
     plain = text
     for option in options:

@@ -1,19 +1,18 @@
-"""Perplexity on real source text that every Python has: its own standard library.
+"""Perplexity on the source code of Python's standard library, which needs no data set.
 
-The context is the end of a row of modules, whole lines, each module after a line with its name; it stops before a line
-at the margin of the last module. The lines that follow there are the continuation, as many whole ones as fit `tokens`
-tokens. It is forced after the context has been compressed, and needs no label: the log-probability of each of its
-tokens is the fact `logprobs`, and agreement with the full cache is measured on the same tokens, by their distance from
-the context. With several turns each goes on where the one before it ended.
+The context is the end of a concatenation of modules in whole lines, each module after a line with its name; it ends
+before an unindented line of the last module. The continuation is the lines that follow, as many whole lines as fit
+`tokens` tokens. It is teacher-forced after the context has been compressed: the log-probability of each token is the
+fact `logprobs`, and agreement with the full cache is measured on the same tokens, by their distance from the context.
+With several turns, each continues where the previous one ended.
 
-A continuation is forced as an answer is generated: where a method evicts or rounds while it decodes, each token is a
-decode step, so that a row is the perplexity of that method.
+If a method evicts or quantizes during decoding, each token of a continuation is one decode step, so that the result is
+the perplexity of that method.
 
-Context and first continuation together come within one line of the length and never exceed it. There is no chat
-template: this is text, not a question.
+Context and first continuation come within one line of the length and never exceed it. There is no chat template.
 
-Modules that are tables made by programs are left out, as are tests and modules with a line beyond 120 bytes, so that a
-line always fits. Another Python has another text: `dataset_revision` names its version and all files drawn from.
+Generated tables, tests and modules with a line of more than 120 bytes are left out, so that a line always fits. The
+text depends on the Python version: `dataset_revision` has the version and a hash of all files.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LONGEST = 120
-"""Most bytes of a line, its end apart."""
+"""Most bytes of a line, without its end."""
 TABLES = {"encodings", "pydoc_data"}
 TESTS = {"test", "tests", "idle_test"}
 SLOPE = 10
-"""Tokens of a line, roughly: where searches start."""
+"""Typical tokens of a line, where searches start."""
 LEAST = 4
-"""As SLOPE, of a text with few."""
+"""Tokens of a line in text with few tokens."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +53,16 @@ class Module:
     """The source of one module."""
 
     name: str
-    """Its path in the library."""
+    """Path of the module in the library."""
     lines: tuple[str, ...]
-    """With their ends."""
+    """Lines, including their ends."""
     margins: tuple[int, ...]
-    """Numbers, from 0, of the lines after the first that begin at the margin with a word."""
+    """Indices of unindented lines that begin with a word, except the first line."""
 
 
 @cache
 def read_modules(folder: str) -> tuple[tuple[Module, ...], str]:
-    """The modules of a standard library by name, and a hash of them all. Raises UserError where there are none."""
+    """The modules of a standard library and a hash of all of them; UserError if the folder has none."""
     modules, total = [], hashlib.sha256()
     root = Path(folder)
     names = sorted(sys.stdlib_module_names - TABLES)
@@ -88,7 +87,7 @@ def read_modules(folder: str) -> tuple[tuple[Module, ...], str]:
 
 
 def library() -> tuple[tuple[Module, ...], str]:
-    """This Python's own."""
+    """The modules of the running Python's standard library."""
     return read_modules(sysconfig.get_paths()["stdlib"])
 
 
@@ -99,13 +98,13 @@ def token_nll(prediction: str, references: Sequence[str], *, logprobs: Sequence[
 
 
 def perplexity(prediction: str, references: Sequence[str], *, logprobs: Sequence[Sequence[float]]) -> float:
-    """Of one continuation; a mean of these is above the perplexity of all tokens, which is exp of the mean nll."""
+    """Perplexity of one continuation; the mean over continuations is above the corpus perplexity, exp(mean NLL)."""
     return math.exp(token_nll(prediction, references, logprobs=logprobs))
 
 
 @dataclass(frozen=True)
 class StdlibPerplexity(Task):
-    """What follows in the standard library. tokens: most tokens of a continuation."""
+    """Perplexity of the text that follows in the standard library. tokens: most tokens of a continuation."""
 
     tokens: int = 256
 
@@ -123,13 +122,13 @@ class StdlibPerplexity(Task):
     separator: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        """Refuse continuations that a line may not fit."""
+        """Check that every line fits a continuation."""
         if self.tokens < LONGEST + 2:
             raise UserError(f"{self.name}: tokens must be {LONGEST + 2} or more, so that lines fit, got {self.tokens}.")
 
     @property
     def prompt_id(self) -> str:
-        """What the text is made of."""
+        """The id of the text's source and format."""
         return "text-stdlib@1"
 
     @property
@@ -137,27 +136,27 @@ class StdlibPerplexity(Task):
         """Python's version and a hash of the text."""
         return f"python-{platform.python_version()}:{library()[1][:12]}"
 
-    def frame(self, tokenizer: PreTrainedTokenizerBase) -> Frame:  # noqa: ARG002  # as every task's
-        """The text alone."""
+    def frame(self, tokenizer: PreTrainedTokenizerBase) -> Frame:  # noqa: ARG002  # overrides
+        """No chat template."""
         return Frame.plain()
 
     def minimum_length(self, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:
-        """A line, a continuation and what the tokenizer adds."""
+        """Tokens of the longest line, a continuation and the tokenizer's special tokens."""
         del turns
         return LONGEST + 2 + self.tokens + tokenizer.num_special_tokens_to_add()
 
     def compose(self, before: Sequence[str], after: Sequence[str], *, id: str) -> Example:
-        """The example of these lines, and a turn for each text that follows them."""
+        """Build the example with these lines as context, and one turn for each continuation."""
         turns = tuple(Turn("", "", text, (text,), 0, choices=(text,)) for text in after)
         return Example(id, "".join(before), turns)
 
     def example(
         self, rng: random.Random, *, id: str, length: int, turns: int, tokenizer: PreTrainedTokenizerBase
     ) -> Example:
-        """One example whose context and first continuation fill `length`.
+        """Generate an example whose context and first continuation fill `length`.
 
         Raises:
-            UserError: no module goes on for so long, or the library is shorter than the length.
+            UserError: no module is long enough, or the library is shorter than `length`.
         """
         modules = list(library()[0])
         rng.shuffle(modules)
@@ -177,7 +176,7 @@ class StdlibPerplexity(Task):
 
         if full_lines(before) < length and (most := measure(len(before))) < budget:
             raise UserError(
-                f"length {length} is beyond Python's standard library, of which {self.name} makes {most} tokens here. "
+                f"length {length} exceeds Python's standard library, which has {most} tokens for {self.name} here. "
                 "Use a smaller --length."
             )
         line = Line.through(measure, 1, max(2, budget // (2 * SLOPE)))
@@ -188,29 +187,29 @@ class StdlibPerplexity(Task):
     def choose(
         self, rng: random.Random, modules: Sequence[Module], turns: int, tokenizer: PreTrainedTokenizerBase
     ) -> tuple[Module, int]:
-        """The first module that goes on long enough after a line drawn from those at its margin, and that line.
+        """Choose the first module with enough text after a random unindented line, and that line.
 
-        Where none does, the first that does so after the first of them.
+        If there is none, choose the first module with enough text after its first unindented line.
         """
-        wanted = (turns + 1) * self.tokens  # one more, because whole lines leave some tokens over
+        wanted = (turns + 1) * self.tokens  # one more, because whole lines do not fill `tokens`
         for pick in (rng.choice, min):
             for module in (x for x in modules if x.margins):
                 start = pick(module.margins)
                 if count(module.lines[start : start + wanted // LEAST], tokenizer) >= wanted:
                     return module, start
         raise UserError(
-            f"{self.name}: no module of Python's standard library goes on for {turns} x {self.tokens} tokens. "
+            f"{self.name}: no module of Python's standard library is long enough for {turns} x {self.tokens} tokens. "
             "Use a smaller --task-set tokens or fewer --turns."
         )
 
 
 def count(lines: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> int:
-    """Tokens of lines by themselves."""
+    """Tokens of the concatenated lines."""
     return len(tokenizer("".join(lines), add_special_tokens=False).input_ids)
 
 
 def collect(last: Module, start: int, modules: Sequence[Module], length: int) -> list[str]:
-    """The lines before a line of the last module, and of as many modules before it as are sure to be long enough."""
+    """Lines for a context of `length` tokens or more: the last module up to `start`, after other modules."""
     before = [f"# {last.name}\n", *last.lines[:start]]
     for module in modules:
         if full_lines(before) >= length:
@@ -221,5 +220,5 @@ def collect(last: Module, start: int, modules: Sequence[Module], length: int) ->
 
 
 def full_lines(lines: Sequence[str]) -> int:
-    """Lines that are not blank: each takes a token at least."""
+    """Number of lines that are not blank, each of which has at least one token."""
     return sum(not line.isspace() for line in lines)

@@ -234,7 +234,7 @@ def test_a_missing_path_is_refused(tmp_path, chars):
 def test_too_many_samples_are_refused(tmp_path, chars):
     """Before the first example, with the number of records."""
     path = write(tmp_path / "books.jsonl", book(0), book(1))
-    assert refusal(Books(data=str(path)), chars, n=3) == "books has 2 records: ask for --samples 2 or fewer."
+    assert refusal(Books(data=str(path)), chars, n=3) == "books has 2 records: use --samples 2 or fewer."
 
 
 def test_dev_is_refused(tmp_path, chars):

@@ -1,4 +1,4 @@
-"""RULER's common_words_extraction.py and freq_words_extraction.py."""
+"""RULER's common_words_extraction.py and freq_words_extraction.py, reproduced."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ from kvbench.tasks.ruler.official.script import (
 )
 
 PROBE = 4096
-"""Words whose tokens say how many to try."""
+"""Words of the probe from which the search range is estimated."""
 STEP = 10
 STEPS = 32
-"""A step of coded text is a share of the length."""
+"""The step of coded text is the length divided by this."""
 
 
 @cache
 def read_words(path: str) -> tuple[tuple[str, ...], str]:
-    """The words of RULER's english_words.json, a JSON object of words by number, and the file's hash."""
+    """Read the words of RULER's english_words.json, a JSON object of words by number, and the file's hash."""
     try:
         data = Path(path).read_bytes()
         found = json.loads(data)
@@ -64,7 +64,7 @@ def read_words(path: str) -> tuple[tuple[str, ...], str]:
 
 @dataclass(frozen=True)
 class OfficialCwe(OfficialTask):
-    """RULER's cwe as published. english_words: path of RULER's larger list, for lists beyond wonderwords' 8,166."""
+    """RULER's cwe as published. english_words: path of RULER's larger list, for more than wonderwords' 8,166 words."""
 
     english_words: str = ""
 
@@ -75,11 +75,11 @@ class OfficialCwe(OfficialTask):
 
     @property
     def dataset_revision(self) -> str:
-        """The lists of words."""
+        """Versions and hashes of the word lists."""
         return "; ".join([name_words(), *[f"sha256:{read_words(x)[1]}" for x in [self.english_words] if x]])
 
     def draw_samples(self, run: Run) -> Iterator[Sample]:
-        """Lists of as many words as fit."""
+        """Draw lists of as many words as fit."""
         words = list(vocabulary())
         run.shuffle(words)
         draw = partial(self.draw, run, tuple(words))
@@ -89,7 +89,7 @@ class OfficialCwe(OfficialTask):
             yield draw_until(draw, lambda x: run.measure(x) + CWE_MAX_NEW_TOKENS <= run.room, size, STEP)
 
     def draw(self, run: Run, words: tuple[str, ...], n: int) -> Sample:
-        """A solved list and a list of `n` words."""
+        """Draw a solved list and a list of `n` words."""
         repeats = Repeats.of(run.length)
         shot = run.rng.sample(words, repeats.shot_words)
         solved = list_words(run, shot, repeats.shot_common, repeats.shot_rare) + show_answer(shot)
@@ -99,12 +99,12 @@ class OfficialCwe(OfficialTask):
         return Sample(solved + text, CWE_QUESTION, CWE_PREFIX, common, f" {number(common)}")
 
     def larger(self, n: int) -> tuple[str, ...]:
-        """The words of the larger list."""
+        """The words of the larger list; UserError if it is missing or too short."""
         if not self.english_words:
             raise UserError(
-                f"{self.name} tries a list of {n} words here, and wonderwords has {len(vocabulary())}. RULER takes "
-                "scripts/data/synthetic/json/english_words.json of its repository then: give it, --task-set "
-                "english_words=PATH, or ask for a smaller --length."
+                f"{self.name} tries a list of {n} words here, and wonderwords has {len(vocabulary())}. RULER then uses "
+                "scripts/data/synthetic/json/english_words.json of its repository: give it, --task-set "
+                "english_words=PATH, or use a smaller --length."
             )
         words, _ = read_words(self.english_words)
         if n > len(words):
@@ -116,7 +116,7 @@ class OfficialCwe(OfficialTask):
 
 
 def list_words(run: Run, items: list[str], common: int, rare: int) -> str:
-    """The introduction and the numbered list, ten words `common` times and the others `rare` times."""
+    """The introduction and the numbered list with the first ten words `common` times and the others `rare` times."""
     entries = items[:COMMON] * common + items[COMMON:] * rare
     run.shuffle(entries)
     return CWE_INTRO + number(entries)
@@ -132,7 +132,7 @@ class OfficialFwe(OfficialTask):
     max_new_tokens: ClassVar[int] = FWE_MAX_NEW_TOKENS
 
     def draw_samples(self, run: Run) -> Iterator[Sample]:
-        """Texts that grow by steps until one is too long; every sample is shortened by steps where it has to be."""
+        """Enlarge texts by steps until one is too long; then shorten every sample by steps until it fits."""
         room = run.room - FWE_MAX_NEW_TOKENS
         step = room // STEPS
         n = room // LETTERS
@@ -145,15 +145,15 @@ class OfficialFwe(OfficialTask):
             while run.measure(sample := write(run, coded, size)) > room:
                 size -= step
                 if size <= 0:
-                    raise ScriptError("no text fits, and RULER's script would not end. Ask for a greater --length.")
+                    raise ScriptError("no text fits, and RULER's script would not end. Use a greater --length.")
             yield sample
 
 
 def draw_coded(run: Run, room: int) -> list[str]:
-    """Distinct words of six letters in their order of frequency, the first of them dots."""
+    """Draw distinct words of six letters in order of falling frequency; the first is dots."""
     size = room // TOKENS_PER_WORD
     if size <= FREQUENT:
-        raise ScriptError(f"there are {size} coded words, too few for three answers. Ask for a greater --length.")
+        raise ScriptError(f"there are {size} coded words, too few for three answers. Use a greater --length.")
     drawn = [draw_word(run) for _ in range(size)]
     while len(set(drawn)) < size:
         drawn.append(draw_word(run))
@@ -163,12 +163,12 @@ def draw_coded(run: Run, room: int) -> list[str]:
 
 
 def draw_word(run: Run) -> str:
-    """Six lower-case letters."""
+    """Draw a word of six lower-case letters."""
     return "".join(run.rng.choices(string.ascii_lowercase, k=LETTERS))
 
 
 def write(run: Run, coded: list[str], n: int) -> Sample:
-    """The text of `n` words, before rounding."""
+    """Build the sample of `n` words, before rounding."""
     text = [word for k, word in enumerate(coded, 1) for _ in range(count_coded(n, k))]
     run.shuffle(text)
     frequent = tuple(coded[1 : 1 + FREQUENT])

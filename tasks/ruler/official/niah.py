@@ -1,4 +1,4 @@
-"""RULER's niah.py: eight needle tasks."""
+"""RULER's niah.py, reproduced: eight needle tasks."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ PERCENTS = [round(100 * point / (DEPTHS - 1)) for point in range(DEPTHS)]
 
 
 class Pairs(Sequence[str]):
-    """The sorted distinct `adjective-noun` strings of two lists, six million of them, without making them.
+    """The sorted distinct `adjective-noun` strings of two lists, six million in total, created on access.
 
-    All pairs of an adjective stand together, but where it begins like another with a hyphen (high, high-pitched): such
-    pairs are made and sorted.
+    The pairs of an adjective are consecutive, except if it is a prefix of another one with a hyphen (high,
+    high-pitched); the pairs of such adjectives are created and sorted together.
     """
 
     def __init__(self, adjectives: Sequence[str], nouns: Sequence[str]) -> None:
@@ -98,13 +98,13 @@ class Pairs(Sequence[str]):
 
 @cache
 def find_pairs() -> Pairs:
-    """Of wonderwords' lists."""
+    """The pairs of wonderwords' lists."""
     return Pairs(words("adjective"), words("noun"))
 
 
 @cache
 def read_essays(path: str) -> tuple[tuple[str, ...], str]:
-    """The words of the essays, white space collapsed, and the file's hash: JSON `{"text": ...}`, or plain text."""
+    """Read the words of the essays and the file's hash, from JSON `{"text": ...}` or plain text."""
     try:
         data = Path(path).read_bytes()
         text = data.decode()
@@ -120,28 +120,28 @@ def read_essays(path: str) -> tuple[tuple[str, ...], str]:
 
 
 def split_sentences(text: str) -> list[str]:
-    """NLTK's sentences. Raises UserError where NLTK or its model is missing."""
+    """Split a text into sentences with NLTK; UserError if NLTK or its model is missing."""
     tokenize = load_extra("nltk.tokenize", extra="data", what="RULER's essay haystack")
     try:
         return list(tokenize.sent_tokenize(text))
     except LookupError as error:
         raise UserError(
-            "RULER's essay haystack is split into sentences by NLTK's model punkt_tab, which is not here. Where there "
-            "is a network, run: python -m nltk.downloader -d DIR punkt_tab; then copy DIR to ~/nltk_data, or set "
-            "NLTK_DATA=DIR."
+            "RULER's essay haystack is split into sentences by NLTK's model punkt_tab, which is not installed. On a "
+            "machine with network access, run: python -m nltk.downloader -d DIR punkt_tab; then copy DIR to "
+            "~/nltk_data, or set NLTK_DATA=DIR."
         ) from error
 
 
-@lru_cache(maxsize=8)  # all samples of a run take the same words, but for those that are drawn again
+@lru_cache(maxsize=8)  # all samples of a run have the same number of words, except those that are drawn again
 def cut_essays(path: str, n: int) -> tuple[str, ...]:
-    """The sentences of the first `n` words, repeated where there are fewer."""
+    """The sentences of the first `n` words; the essays repeat if they have fewer."""
     found, _ = read_essays(path)
     repeats = -(-n // len(found))
     return tuple(split_sentences(" ".join((found * repeats)[:n]).strip()))
 
 
 def draw_part(rng: random.Random, kind: Kind) -> str:
-    """A key or value of a kind."""
+    """Draw a key or value of a kind."""
     if kind == "words":
         return rng.choice(find_pairs())
     if kind == "numbers":
@@ -151,7 +151,7 @@ def draw_part(rng: random.Random, kind: Kind) -> str:
 
 @dataclass(frozen=True)
 class OfficialNiah(OfficialTask):
-    """RULER's needle tasks as published. task: which of them; haystack: path of the essays, for five of them."""
+    """RULER's needle tasks as published. task: its name in RULER; haystack: path of the essays, for five tasks."""
 
     task: Literal[
         "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
@@ -166,12 +166,12 @@ class OfficialNiah(OfficialTask):
 
     @property
     def form(self) -> Niah:
-        """The task's wording, kinds and numbers."""
+        """The task that defines wording, kinds and numbers."""
         return FORMS[self.task]()
 
     @property
     def in_essays(self) -> bool:
-        """Whether needles stand between sentences of the essays."""
+        """Whether the haystack is the essays."""
         return self.form.haystack_id == "prose"
 
     @property
@@ -179,26 +179,26 @@ class OfficialNiah(OfficialTask):
         """The path of the essays."""
         if not self.haystack:
             raise UserError(
-                f"{self.task} of {self.name} hides needles in Paul Graham's essays, which are not ours to ship. Give "
-                "the PaulGrahamEssays.json that RULER's download_paulgraham_essay.py makes, --task-set haystack=PATH; "
-                f"or take {self.task}, which hides them in generated prose."
+                f"{self.task} of {self.name} hides needles in Paul Graham's essays, which kvbench may not "
+                "redistribute. Give the PaulGrahamEssays.json that RULER's download_paulgraham_essay.py creates, "
+                f"--task-set haystack=PATH; or use the task {self.task}, which has generated prose."
             )
         return self.haystack
 
     @property
     def prompt_id(self) -> str:
-        """The script and its task."""
+        """The prompt's id, with the task."""
         return f"ruler-official/{self.task}@{COMMIT}"
 
     @property
     def dataset_revision(self) -> str:
-        """The lists of words; the essays and what splits them."""
+        """Versions of the word lists and of NLTK, and the hash of the essays."""
         if not self.in_essays:
             return name_words()
         return f"{name_words()}; nltk=={find_version('nltk')}; sha256:{read_essays(self.essays)[1]}"
 
     def draw_samples(self, run: Run) -> Iterator[Sample]:
-        """Haystacks of as many units as fit."""
+        """Draw haystacks of as many units as fit."""
         draw = partial(self.draw, run)
         step = WORDS_STEP if self.in_essays else LINES_STEP if run.length >= SHORT else SHORT_STEP
         high = guess_high(run.measure(draw(step)), step, run.room)
@@ -207,7 +207,7 @@ class OfficialNiah(OfficialTask):
             yield draw_until(draw, lambda x: run.measure(x) + MAX_NEW_TOKENS <= run.room, size, step)
 
     def draw(self, run: Run, n: int) -> Sample:
-        """A prompt of `n` units."""
+        """Draw a sample with `n` units of haystack."""
         form, rng = self.form, run.rng
         pairs = [
             (key, [draw_part(rng, form.value_kind) for _ in range(form.values)])
@@ -223,7 +223,7 @@ class OfficialNiah(OfficialTask):
         return Sample(intro + text, question, prefix, values, f" {enumerate_words(values)}.")
 
     def hide_in_lines(self, run: Run, n: int, needles: Sequence[str]) -> str:
-        """Lines of noise, or of other needles, and the needles before distinct ones of them."""
+        """Insert the needles at distinct places among lines of noise or of other needles."""
         form, rng = self.form, run.rng
         if form.haystack_id == "noise":
             lines = [NOISE] * n
@@ -235,7 +235,7 @@ class OfficialNiah(OfficialTask):
         return "\n".join(lines)
 
     def hide_in_essays(self, run: Run, n: int, needles: Sequence[str]) -> str:
-        """Sentences, and the needles after a share of them each."""
+        """Insert the needles between sentences, each after its own percentage of them."""
         sentences = cut_essays(self.essays, n)
         ends = sorted(int(len(sentences) * (percent / 100)) for percent in run.rng.sample(PERCENTS, len(needles)))
         parts: list[str] = []

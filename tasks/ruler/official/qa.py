@@ -1,4 +1,4 @@
-"""RULER's qa.py: questions of SQuAD and HotpotQA in the order of their files."""
+"""RULER's qa.py, reproduced: questions of SQuAD and HotpotQA in the order of their files."""
 
 from __future__ import annotations
 
@@ -43,33 +43,33 @@ class OfficialQa(OfficialTask):
 
     @property
     def library(self) -> Library:
-        """The file, read once."""
+        """The documents and questions of the file, read once."""
         return FILES[self.task](data=self.data).library
 
     @property
     def prompt_id(self) -> str:
-        """The script and its task."""
+        """The prompt's id, with the task."""
         return f"ruler-official/{self.task}@{COMMIT}"
 
     @property
     def dataset_revision(self) -> str:
-        """The file by its hash."""
+        """`sha256:` and the hash of the file."""
         return f"sha256:{self.library.sha256}"
 
     def draw_samples(self, run: Run) -> Iterator[Sample]:
-        """As many documents as fit with the first question, fewer where those of another are longer."""
+        """Draw samples with as many documents as fit the first question, and fewer if a question has longer ones."""
         first = partial(self.draw, run, 0)
         high = guess_high(run.measure(first(STEP)), STEP, run.room)
         size = find_size(lambda n: run.measure(first(n)) + MAX_NEW_TOKENS, run.room, STEP, high)
         for index in itertools.count():
             if index == len(self.library.questions):
-                raise ScriptError(f"'{self.data}' has {index} questions. Ask for --samples {index} or fewer.")
+                raise ScriptError(f"'{self.data}' has {index} questions. Use --samples {index} or fewer.")
             yield draw_until(
                 partial(self.draw, run, index), lambda x: run.measure(x) + MAX_NEW_TOKENS <= run.room, size, STEP
             )
 
     def draw(self, run: Run, index: int, n: int) -> Sample:
-        """A question with `n` documents: its own, those of the same article, then any; or all, again and again."""
+        """Draw a question with `n` documents: its own, those of the same article, then any; all repeat if too few."""
         asked, texts = self.library.questions[index], self.library.documents
         shown, near = list(asked.shown), list(asked.near)
         if n >= len(texts):

@@ -1,13 +1,12 @@
-"""What RULER's five scripts have in common: two seeded streams, a search for a size, samples one after another.
+"""Base class of RULER's five scripts: two random generators, a search for a size, and samples in sequence.
 
-All samples of a run come from the same two streams, Python's and NumPy's, which the search for a size has used before
-them. So a sample is what it is because of the seed, the length, the tokenizer and the samples before it, and `seed` is
-the scripts' `random_seed` (42 in RULER's runs). What the scripts shuffle they shuffle with a fresh stream of the same
-seed every time: the answer stands in the same slot of all prompts of one size, which is why `ruler`'s own tasks differ.
+All samples of a run come from the same two random generators, Python's and NumPy's, which the search for a size uses
+first. A sample therefore depends on the seed, the length, the tokenizer and the samples before it; `seed` is the
+scripts' `random_seed` (42 in RULER's runs). The scripts shuffle with a new generator of the same seed every time, so
+the answer is in the same slot of all prompts of one size; kvbench's other RULER tasks avoid this.
 
-A prompt is RULER's text with the template `base`; the model's own chat template goes around it, and its tokens are
-left free, as `--prepare_for_ns` does. As in RULER, special tokens (a first one, where a tokenizer adds it) are not
-counted.
+A prompt is RULER's text with the template `base` inside the model's own chat template, whose tokens are reserved as
+with `--prepare_for_ns`. As in RULER, special tokens that the tokenizer adds are not counted.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ if TYPE_CHECKING:
 
 COMMIT = "c3f5e3b4"
 SHORT = 4096
-"""Below it the scripts take other steps and repeats."""
+"""Length below which the scripts use other steps and repeats."""
 REDRAWS = 100
-"""The scripts draw again until a sample fits, without end; here they give up after so many."""
+"""Most attempts to draw a sample that fits; RULER's scripts would repeat forever."""
 
 
 class ScriptError(ValueError):
-    """Where a script stops with an error or never ends; while it draws samples it draws again."""
+    """RULER's script would stop with an error or never end here; inside a draw, the draw is repeated."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt in parts, what is expected, and the answer as it would go on."""
+    """One prompt in parts, with its references and the reference answer."""
 
     context: str
     question: str
@@ -54,16 +53,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a script: its two streams, and how it counts."""
+    """One run of a script: its two random generators and its token counts."""
 
     seed: int
     length: int
-    """Tokens that were asked for."""
+    """Requested tokens."""
     template: int
-    """Tokens of them that the chat template takes."""
+    """Tokens of the chat template, which are part of `length`."""
     tokenizer: PreTrainedTokenizerBase
     joint: str
-    """Between context and question."""
+    """Text between context and question."""
     rng: random.Random = field(init=False)
     numbers: np.random.RandomState = field(init=False)
 
@@ -73,15 +72,15 @@ class Run:
 
     @property
     def room(self) -> int:
-        """Tokens for a prompt and its generation."""
+        """Tokens available for a prompt and its generation."""
         return self.length - self.template
 
     def shuffle(self, items: list[str]) -> None:
-        """In place, with a fresh stream: the same permutation for all lists of one length."""
+        """Shuffle in place with a new generator: the same permutation for all lists of one length."""
         random.Random(self.seed).shuffle(items)
 
     def text(self, sample: Sample) -> str:
-        """The prompt whole."""
+        """The whole prompt."""
         return f"{sample.context}{self.joint}{sample.question}{sample.prefix}"
 
     def count(self, text: str) -> int:
@@ -94,7 +93,7 @@ class Run:
 
 
 def find_size(count: Callable[[int], int], room: int, low: int, high: int) -> int:
-    """The size that a binary search ends at, where every probe is a fresh draw; `low` where none fits."""
+    """Binary search for the largest size that fits, with a new draw for every probe; `low` if none fits."""
     found = low
     while low <= high:
         middle = (low + high) // 2
@@ -106,27 +105,26 @@ def find_size(count: Callable[[int], int], room: int, low: int, high: int) -> in
 
 
 def guess_high(tokens: int, step: int, room: int) -> int:
-    """Where the search of three of the scripts begins from above: three times what a probe of `step` units says."""
+    """Upper end of the search in three of the scripts: three times the estimate from a probe of `step` units."""
     return max(int(room / (tokens / step) * 3), step * 2)
 
 
 def draw_until(draw: Callable[[int], Sample], fits: Callable[[Sample], bool], size: int, step: int) -> Sample:
-    """The first draw that fits, a step smaller after each that does not. Raises ScriptError."""
+    """Draw until a sample fits, one step smaller after each failure; ScriptError after REDRAWS attempts."""
     for _ in range(REDRAWS):
-        with contextlib.suppress(ValueError):  # too small for what it must hold
+        with contextlib.suppress(ValueError):  # the size is too small for the needles
             if fits(sample := draw(size)):
                 return sample
         if size > step:
             size -= step
     raise ScriptError(
-        "a sample does not fit at the smallest size, and RULER's script would draw again without end. Ask for a "
-        "greater --length."
+        "a sample does not fit at the smallest size, and RULER's script would repeat forever. Use a greater --length."
     )
 
 
 @dataclass(frozen=True)
 class OfficialTask(Task):
-    """What the five share: one question, one stream, a test split only."""
+    """Base class of the five tasks: one question, samples in sequence, and only a test split."""
 
     version: ClassVar[str] = "1"
     suite: ClassVar[str] = "ruler"
@@ -139,21 +137,21 @@ class OfficialTask(Task):
 
     @property
     def prompt_id(self) -> str:
-        """The script."""
+        """The prompt's id."""
         return f"ruler-official/{self.name.removeprefix('ruler-official-')}@{COMMIT}"
 
     @abstractmethod
     def draw_samples(self, run: Run) -> Iterator[Sample]:
-        """The samples of a run in order, without end. Raises ScriptError."""
+        """An endless stream of samples of a run; ScriptError if RULER's script would fail."""
 
     def examples(
         self, *, seed: int, split: Split, n: int, length: int, turns: int, mode: Mode,  # noqa: ARG002  # one question
         tokenizer: PreTrainedTokenizerBase,
     ) -> Iterator[Example]:
-        """The first samples of the script's run with this seed.
+        """Yield the first samples of the script's run with this seed.
 
         Raises:
-            UserError: the split is dev, or the script fails or does not end.
+            UserError: the split is dev, or RULER's script would fail or never end.
         """
         if split is Split.DEV:
             raise UserError(
@@ -171,10 +169,10 @@ class OfficialTask(Task):
             raise UserError(f"{self.name} at seed {seed} and length {length}: {error}") from error
 
     def minimum_length(self, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:  # noqa: ARG002  # one question
-        """A token of prompt: what the draws take is known when they are made."""
+        """One token more than max_new_tokens; the actual need is known only after drawing."""
         return self.max_new_tokens + 1
 
 
 def name_words() -> str:
-    """The lists that words are drawn from; those of 2.2.0 have four nouns more than those of 3.0.1."""
+    """The version of the word lists; wonderwords 2.2.0 has four nouns more than 3.0.1."""
     return f"wonderwords=={find_version('wonderwords')}"

@@ -1,4 +1,4 @@
-"""RULER's variable_tracking.py: one chain of five variables, after a solved example."""
+"""RULER's variable_tracking.py, reproduced: one chain of five variables, after a solved example."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from kvbench.tasks.ruler.official.script import (
 SHOT_VALUE = "12345"
 STEP = 10
 SHOT_STEP = 5
-"""Also of short prompts."""
+"""Step for solved examples, and for short prompts."""
 
 
 def draw_name(run: Run, letters: int) -> str:
-    """Upper-case letters."""
+    """Draw a name of upper-case letters."""
     return "".join(run.rng.choices(string.ascii_uppercase, k=letters))
 
 
 def draw(run: Run, n: int, *, shot: bool) -> Sample:
-    """A chain in `n` lines of noise; that of the solved example has a fixed value and short names."""
+    """Draw a chain in `n` lines of noise; `shot`: the solved example, with a fixed value and short names."""
     letters = SHOT_LETTERS if shot else NAME_LETTERS
     names = [draw_name(run, letters) for _ in range(HOPS + 1)]
     if len(set(names)) <= HOPS:
         while len(set(names)) <= HOPS:
             names.append(draw_name(run, letters))
-        raise ScriptError(  # as it makes a second chain of the names too many
+        raise ScriptError(  # the script makes a second chain of the surplus names
             "RULER's script drew a variable twice, which ends it with an error. Use another --seed."
         )
     chain = Chain(SHOT_VALUE if shot else draw_value(run), tuple(names))
@@ -51,12 +51,12 @@ def draw(run: Run, n: int, *, shot: bool) -> Sample:
 
 
 def draw_value(run: Run) -> str:
-    """Five digits, from NumPy's stream."""
+    """Draw five digits from NumPy's generator."""
     return str(run.numbers.randint(10_000, 99_999))
 
 
 def rename(run: Run, shot: str) -> str:
-    """The solved example with fresh names and a fresh value, each replaced wherever it stands."""
+    """Replace the names and the value of the solved example by new ones, at all their occurrences."""
     for name in shot.split()[-HOPS - 1 :]:
         shot = shot.replace(name, draw_name(run, len(name)))
     return shot.replace(SHOT_VALUE, draw_value(run))
@@ -72,7 +72,7 @@ class OfficialVt(OfficialTask):
     max_new_tokens: ClassVar[int] = MAX_NEW_TOKENS
 
     def draw_samples(self, run: Run) -> Iterator[Sample]:
-        """The solved example is drawn once and renamed for each sample."""
+        """Draw the solved example once and rename its variables for each sample."""
         draw_shot, draw_bare = partial(draw, run, shot=True), partial(draw, run, shot=False)
         room = SHOT_TOKENS - run.template
         high = guess_high(run.measure(draw_shot(SHOT_STEP)), SHOT_STEP, room)

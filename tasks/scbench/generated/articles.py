@@ -1,9 +1,9 @@
 """A summary of one of several articles, after SCBench's En.Sum.
 
-SCBench's articles are papers and its summaries are GPT-4's. Here an article tells of a plan for a place: who will do
-what, what it costs, when it begins and how long it takes, and who says what of it, in sentences of their own among
-generated prose about nothing. The summary is those sentences. All summaries are worded alike, so ROUGE is far from 0
-for that of another article; the share of the right details beside it is not.
+SCBench's articles are papers, and its summaries were written by GPT-4. Here an article describes a plan for a place
+(owner, work, cost, start, duration, an opinion) in a few sentences among generated prose. The summary is these
+sentences. All summaries have the same wording, so even the summary of another article has a high ROUGE score; the
+second scorer, the share of the right details, does not have this problem.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ OPINIONS = (
 )  # fmt: skip
 DETAILS = ("{owner}", "{plan} the {place}", "{cost} crowns", "in {month}", "{weeks} weeks", "{speaker}", "{opinion}")
 MOST = 8
-"""Articles of a long context, as many as SCBench's."""
+"""Articles of a long context, as in SCBench."""
 SENTENCES = 100
-"""Sentences of prose that there is room for, for each article of a context that has more than are asked for."""
+"""Sentences of prose per article, if a context has more articles than are asked for."""
 
 
 def share(prediction: str, references: Sequence[str], details: Sequence[str]) -> float:  # noqa: ARG001  # a scorer
-    """The share of an article's details that are inside the prediction, as whole words."""
+    """Share of an article's details that the prediction contains as whole words."""
     found = sum(re.search(rf"(?<!\w){re.escape(x)}(?!\w)", prediction) is not None for x in details)
     return found / len(details)
 
 
 @dataclass(frozen=True)
 class Article:
-    """A title, the sentences of the summary, and what of them is the article's own."""
+    """A title, the sentences of the summary, and the details that are specific to the article."""
 
     title: str
     facts: tuple[str, ...]
@@ -66,7 +66,7 @@ class Article:
 
 
 def draw_articles(rng: random.Random, n: int) -> list[Article]:
-    """`n` articles of distinct titles."""
+    """Draw `n` articles with distinct titles."""
     drawn: dict[str, Article] = {}
     while len(drawn) < n:
         owner, speaker = (draw_pair(rng, PEOPLE, " ") for _ in range(2))
@@ -83,7 +83,7 @@ def draw_articles(rng: random.Random, n: int) -> list[Article]:
 
 @dataclass(frozen=True)
 class ArticleSummary(Generated):
-    """Articles about plans."""
+    """Summaries of generated articles about plans."""
 
     name: ClassVar[str] = "article-summary"
     summary: ClassVar[str] = "SCBench En.Sum format: the summary of one of several generated articles"
@@ -97,19 +97,19 @@ class ArticleSummary(Generated):
 
     @property
     def prompt_id(self) -> str:
-        """The wording and what articles tell of."""
+        """The prompt's id."""
         return "article-summary/plans@1"
 
     def least(self, turns: int) -> int:
-        """Sentences of prose: one for each article, of which there is one more than are asked for."""
+        """One sentence of prose for each article; there is one article more than are asked for."""
         return turns + 1
 
     def compose(
         self, articles: Sequence[Article], asked: Sequence[int], prose: Sequence[str], *, seed: int, id: str
     ) -> Example:
-        """The example with these sentences of prose, dealt out to all articles, some of which are asked for.
+        """Build the example; the sentences of prose are distributed over all articles, of which some are asked for.
 
-        seed: of the places of an article's facts.
+        seed: random seed for the places of an article's facts.
         """
         rng = random.Random(seed)
         texts = []
@@ -136,7 +136,7 @@ class ArticleSummary(Generated):
         return Example(id, text, turns, facts)
 
     def prepare(self, rng: random.Random, *, id: str, turns: int, most: int) -> Callable[[int], Example]:
-        """A unit is a sentence of prose."""
+        """Draw everything but the number of units; a unit is a sentence of prose."""
         articles = draw_articles(rng, max(turns + 1, min(MOST, most // SENTENCES)))
         asked, seed = rng.sample(range(len(articles)), turns), rng.getrandbits(64)
         prose = list(itertools.islice(sentences(rng), most))

@@ -1,8 +1,8 @@
 """Generated Python functions, each with a description made of the same parts in other words.
 
-A function goes through a collection, passes over some items, tests an attribute of the others and does something with
-those that pass. No two functions about the same things do the same or test the same attribute, so that a description
-fits one of them, and no other is so like it that RepoQA's measure takes it for the same (a BLEU of 0.8).
+A function loops over a collection, skips some items, tests an attribute of the others and does something with those
+that pass. No two functions about the same items do the same or test the same attribute, so that a description fits only
+one of them, and no other function is so similar that RepoQA's measure accepts it (a BLEU of 0.8).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ TESTS = (
     ("!= limit", "other than a given number"),
     ("% limit == 0", "a multiple of a given number"),
 )
-"""Of an attribute, as code and in words."""
+"""Tests of an attribute, as code and in words."""
 FLAGS = {
     "archived": "were put away", "broken": "do not work", "hidden": "cannot be seen", "locked": "nobody may open",
     "sold": "have a new owner", "spare": "nobody needs",
 }  # fmt: skip
-"""What is passed over."""
+"""Flags of items that are skipped, and their description."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """What a function does with the items that pass; `{item}` and `{other}`, a second attribute, are put in.
+    """The operation on items that pass the test; templates may contain `{item}` and a second attribute, `{other}`.
 
-    start: what stands before the loop, if anything.
+    start: code before the loop; may be empty.
     """
 
     verb: str
@@ -89,7 +89,7 @@ Procedure: {item}s that {skipped} are passed over."""
 
 @dataclass(frozen=True)
 class Function:
-    """A function of a context."""
+    """A function with its name, source and description."""
 
     name: str
     source: str
@@ -103,7 +103,7 @@ def list_nouns() -> tuple[str, ...]:
 
 
 def draw_functions(rng: random.Random, nouns: int) -> Iterator[Function]:
-    """Functions about so many nouns, each noun in its turn; as many as there are nouns and actions."""
+    """Draw functions about `nouns` nouns in rotation, one for each pair of noun and action."""
     chosen = rng.sample(list_nouns(), nouns)
     orders = [
         list(zip(rng.sample(ACTIONS, len(ACTIONS)), rng.sample(ATTRIBUTES, len(ACTIONS)), strict=True)) for _ in chosen
@@ -114,7 +114,7 @@ def draw_functions(rng: random.Random, nouns: int) -> Iterator[Function]:
 
 
 def write(rng: random.Random, noun: str, action: Action, attribute: str) -> Function:
-    """A function that does this with things of this name by a test of this attribute; the rest is drawn."""
+    """Write a function for this noun, action and tested attribute; the rest is random."""
     other = rng.choice([x for x in ATTRIBUTES if x != attribute])
     code, test = rng.choice(TESTS)
     flag = rng.choice(list(FLAGS))

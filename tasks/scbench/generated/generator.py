@@ -1,8 +1,8 @@
-"""What the generated tasks share: a context of as many units (strings, words of noise, exemplars) as fit the length.
+"""Base class of the generated tasks: a context of as many units (strings, words, solved examples) as fit the length.
 
-The context is the same text in every mode and holds no word of a question, so that nothing of a question is seen by a
-method that compresses the context first. Tokens of the first prompt and the limit of new tokens come within a unit or
-so of the length and never exceed it.
+The context is the same in every mode and contains no part of a question, so that a method that compresses the context
+first sees nothing of the questions. The first prompt plus max_new_tokens comes within about one unit of the length and
+never exceeds it.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DRAWS = 16
-"""Examples that a minimum length is found by."""
+"""Examples from which a minimum length is determined."""
 STRETCH = 40
-"""Units over which tokens are measured, where a search for a length starts."""
+"""Units between the two measurements for the initial estimate of a length."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Generated(Task):
-    """A task says what an example is made of, whatever the number of units will be."""
+    """Base class; a subclass draws the parts of an example independently of the number of units."""
 
     version: ClassVar[str] = "1"
     suite: ClassVar[str] = "scbench"
     joint: ClassVar[str] = "\n\n"
     separator: ClassVar[str] = "\n\n"
     max_new_tokens: ClassVar[int]
-    """New tokens of an answer."""
+    """Most tokens of an answer."""
     unit_tokens: ClassVar[int]
-    """No tokenizer needs fewer for a unit."""
+    """Lower bound on the tokens of a unit, for any tokenizer."""
 
     @abstractmethod
     def least(self, turns: int) -> int:
@@ -46,12 +46,12 @@ class Generated(Task):
 
     @abstractmethod
     def prepare(self, rng: random.Random, *, id: str, turns: int, most: int) -> Callable[[int], Example]:
-        """The example as a function of its units, `most` of them at most; all else is drawn."""
+        """Draw everything but the number of units; return the example as a function of that number, up to `most`."""
 
     def example(
         self, rng: random.Random, *, id: str, length: int, turns: int, tokenizer: PreTrainedTokenizerBase
     ) -> Example:
-        """One example whose first prompt and limit fill `length`; UserError where it is too short."""
+        """Generate an example whose first prompt and answer fill `length`; UserError if it is too short."""
         least = self.least(turns)
         make = self.prepare(rng, id=id, turns=turns, most=max(least, length // self.unit_tokens))
         frame = self.frame(tokenizer)
@@ -62,7 +62,7 @@ class Generated(Task):
         return make(n)
 
     def minimum_length(self, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:
-        """Tokens of the longest of many examples with the fewest units and one more, generation included."""
+        """Most tokens over DRAWS examples with one unit more than the fewest, generation included."""
         least, frame = self.least(turns), self.frame(tokenizer)
         makers = (self.prepare(random.Random(seed), id="", turns=turns, most=least + 1) for seed in range(DRAWS))
         return max(count_prompt(self, make(least + 1), tokenizer, frame) for make in makers) + self.max_new_tokens
@@ -70,18 +70,18 @@ class Generated(Task):
 
 @cache
 def measure(task: Generated, turns: int, tokenizer: PreTrainedTokenizerBase) -> Line:
-    """Tokens of the task's prompts by units."""
+    """Estimate the tokens of prompts as a line over the number of units."""
     least, frame = task.least(turns), task.frame(tokenizer)
     make = task.prepare(random.Random(0), id="", turns=turns, most=least + STRETCH)
     return Line.through(lambda n: count_prompt(task, make(n), tokenizer, frame), least, least + STRETCH)
 
 
 def shuffle(items: Sequence[T], asked: int, seed: int) -> tuple[list[T], list[int]]:
-    """The items in random order, and where the first `asked` of them have come to stand."""
+    """The items in random order, and the new indices of the first `asked` of them."""
     order = random.Random(seed).sample(range(len(items)), len(items))
     return [items[i] for i in order], [order.index(i) for i in range(asked)]
 
 
 def depths(text: str, parts: Sequence[str]) -> list[float]:
-    """Where each part first stands in the text, from 0 to 1."""
+    """Relative position of the first occurrence of each part in the text, from 0 to 1."""
     return [round(text.index(part) / len(text), 4) for part in parts]

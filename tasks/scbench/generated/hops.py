@@ -1,8 +1,8 @@
 """Variable tracking over several short chains, after SCBench's Retr.MultiHop.
 
-Wording, chains and noise are RULER's (`vt`), which SCBench's are made of; chains have two hops, as SCBench's are said
-to. There is a chain more than there are questions, so that never all variables are asked for. RULER's solved example is
-left out. SCBench's blank line stands between context and question.
+Wording, chains and noise are those of RULER (`vt`), as in SCBench; chains have two hops, as SCBench describes its own.
+There is one chain more than there are questions, so that not all variables are asked for. RULER's solved example is
+left out. As in SCBench, a blank line separates context and question.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LINES = HOPS + 1
 
 @dataclass(frozen=True)
 class MultiHop(Generated):
-    """Chains of assignments between lines of noise."""
+    """Find all variables with a value, in several chains of assignments between lines of noise."""
 
     name: ClassVar[str] = "multi-hop"
     summary: ClassVar[str] = "SCBench Retr.MultiHop format: all variables that were assigned a value, over two hops"
@@ -37,18 +37,18 @@ class MultiHop(Generated):
 
     @property
     def prompt_id(self) -> str:
-        """The wording."""
+        """The prompt's id."""
         return "multi-hop/noise@1"
 
     def least(self, turns: int) -> int:
-        """Words of a line of noise for each line of a chain to stand before."""
+        """The words of one line of noise for each line of a chain."""
         del turns
         return LINES * (NOISE.count(" ") + 1)
 
     def compose(self, chains: Sequence[Chain], asked: Sequence[int], n: int, *, seed: int, id: str) -> Example:
-        """The example with `n` words of noise and all chains, some of which are asked for.
+        """Build the example with `n` words of noise and all chains, of which some are asked for.
 
-        seed: of the places of the chains' lines.
+        seed: random seed for the places of the chains' lines.
         """
         text = weave(cut(itertools.repeat(NOISE), n), chains, seed)
         reference = [chains[i] for i in asked]
@@ -60,7 +60,7 @@ class MultiHop(Generated):
         return Example(id, INTRO + text, turns, facts)
 
     def prepare(self, rng: random.Random, *, id: str, turns: int, most: int) -> Callable[[int], Example]:
-        """A unit is a word of noise."""
+        """Draw everything but the number of units; a unit is a word of noise."""
         del most
         values = rng.sample(range(10_000, 100_000), turns + 1)
         chains = [replace(x, names=x.names[:LINES]) for x in draw_chains(rng, values, NAME_LETTERS)]

@@ -1,10 +1,10 @@
-"""A number of a long list by its rank, after SCBench's Math.Find.
+"""The number with a given rank in a long list, after SCBench's Math.Find.
 
-SCBench's numbers have three digits, so that in a long list most come many times, a second largest one may be as large
-as the largest, and the median is nearly the same in all lists. Here they have seven and none comes twice; their number
-is odd, so that the median is one of them; and the list begins and ends at numbers that are drawn for each sample.
-SCBench's questions are in short before the list too; here that stands before the question in every mode, as SCBench has
-it in its follow-ups, because else a method would see what is asked first.
+SCBench's numbers have three digits, so that in a long list most numbers occur many times, the second largest may equal
+the largest, and the median is nearly the same in all lists. Here numbers have seven digits and are distinct, their
+count is odd, so that the median is one of them, and the range is drawn for each sample. SCBench puts a short form of
+the question before the list, which would show a method the first question. Here it precedes the question in every mode,
+as in SCBench's follow-ups.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ TARGETS = (
     "third smallest number", "median",
 )
 LOWEST, HIGHEST = range(1_000_000, 2_800_000), range(8_200_000, 10_000_000)
-"""Where the smallest and the largest number of a list may be, a fifth of all numbers each."""
+"""Ranges of the smallest and the largest number of a list, each a fifth of all numbers."""
 
 
 def find(target: str, numbers: Sequence[int]) -> int:
-    """The number that a target stands for."""
+    """The number that a target describes."""
     ranks = dict(zip(TARGETS, (-1, -2, -3, 0, 1, 2, len(numbers) // 2), strict=True))
     return sorted(numbers)[ranks[target]]
 
 
 @dataclass(frozen=True)
 class MathFind(Generated):
-    """Numbers by their rank."""
+    """Find numbers by their rank."""
 
     name: ClassVar[str] = "math-find"
     summary: ClassVar[str] = "SCBench Math.Find format: the largest, smallest or median number of a list, and the like"
@@ -47,21 +47,21 @@ class MathFind(Generated):
     default_length: ClassVar[int] = 4096
     needs: ClassVar[str | None] = "a larger model"
     max_new_tokens: ClassVar[int] = 12
-    """SCBench's limit is 5, for three digits."""
+    """SCBench has 5, for three digits."""
     unit_tokens: ClassVar[int] = 4
 
     @property
     def prompt_id(self) -> str:
-        """The wording and kind of numbers."""
+        """The prompt's id, with the kind of numbers."""
         return "math-find/seven-digits@1"
 
     def least(self, turns: int) -> int:
-        """Seven numbers, so that no two targets are the same."""
+        """Three units, which are seven numbers, so that no two targets are the same number."""
         del turns
         return 3
 
     def compose(self, numbers: Sequence[int], targets: Sequence[str], *, id: str) -> Example:
-        """The example that lists these numbers and asks for these targets in turn."""
+        """Build the example that lists these numbers and asks for these targets in turn."""
         reference = [find(target, numbers) for target in targets]
         turns = tuple(
             Turn(QUESTION.format(target=target), "", str(number), (str(number),), self.max_new_tokens)
@@ -74,9 +74,9 @@ class MathFind(Generated):
         return Example(id, str(list(numbers)), turns, facts)
 
     def prepare(self, rng: random.Random, *, id: str, turns: int, most: int) -> Callable[[int], Example]:
-        """A unit is two numbers, and there is one more."""
+        """Draw everything but the number of units; a unit is two numbers, plus one number in total."""
         if turns > len(TARGETS):
-            raise UserError(f"{self.name} has {len(TARGETS)} questions for a list, not {turns}. Ask for fewer --turns.")
+            raise UserError(f"{self.name} has {len(TARGETS)} questions for a list, not {turns}. Use fewer --turns.")
         drawn = rng.sample(range(rng.choice(LOWEST), rng.choice(HIGHEST)), 2 * most + 1)
         targets = rng.sample(TARGETS, turns)
         return lambda n: self.compose(drawn[: 2 * n + 1], targets, id=id)

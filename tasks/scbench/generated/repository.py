@@ -1,7 +1,7 @@
 """A function by its description, after SCBench's Code.RepoQA.
 
-The instruction is SCBench's; code and descriptions are generated. As in SCBench an answer is compared with the
-functions that are asked for, by RepoQA's measure; beside it stands its edit similarity to the right one.
+The instruction is SCBench's; code and descriptions are generated. As in SCBench, an answer is compared with the
+requested functions by RepoQA's measure; a second scorer is the edit similarity to the right function.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from kvbench.tasks.scoring.scbench import REPOQA
 LANGUAGE = "python"
 QUESTION = "Function description:\n{}\n"
 PER_NOUN = 8
-"""Functions about one thing where all that are drawn are shown, at most."""
+"""Most functions about one noun, if all drawn functions are shown."""
 
 
 def compare(prediction: str, references: Sequence[str]) -> float:
-    """Edit similarity of the function in an answer."""
+    """Edit similarity of the function in an answer to the reference."""
     return edit_similarity(find_function(prediction, LANGUAGE), references[0])
 
 
 @dataclass(frozen=True)
 class RepoFunction(Generated):
-    """Functions of a file."""
+    """Repeat the function that fits a description, among generated functions."""
 
     name: ClassVar[str] = "repo-function"
     summary: ClassVar[str] = "SCBench Code.RepoQA format: the one of many generated functions that fits a description"
@@ -45,15 +45,15 @@ class RepoFunction(Generated):
 
     @property
     def prompt_id(self) -> str:
-        """The wording and what functions are made of."""
+        """The prompt's id."""
         return "repo-function/parts@1"
 
     def least(self, turns: int) -> int:
-        """The functions asked for."""
+        """Only the functions asked for."""
         return turns
 
     def compose(self, functions: Sequence[Function], asked: Sequence[int], *, id: str) -> Example:
-        """The example that shows all functions in this order and asks for some of them in turn."""
+        """Build the example that shows all functions in this order and asks for those with the indices `asked`."""
         text = "\n\n\n".join(x.source for x in functions)
         reference = [functions[i] for i in asked]
         turns = tuple(
@@ -67,7 +67,7 @@ class RepoFunction(Generated):
         return Example(id, CodeRepoQA.intro + text, turns, facts)
 
     def prepare(self, rng: random.Random, *, id: str, turns: int, most: int) -> Callable[[int], Example]:
-        """A unit is a function."""
+        """Draw everything but the number of units; a unit is a function."""
         drawn = list(itertools.islice(draw_functions(rng, turns + most // PER_NOUN), most))
         seed = rng.getrandbits(64)
         return lambda n: self.compose(*shuffle(drawn[:n], turns, seed), id=id)

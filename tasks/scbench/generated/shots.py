@@ -1,8 +1,8 @@
 """Multiple choice after many answered examples, after SCBench's ICL.ManyShot.
 
-SCBench asks questions of BIG-Bench Hard, which a model may answer without the examples. Here invented words belong to
-groups of invented names by their endings, both drawn for each sample, so that nothing but the examples says which. The
-options stand in another order in every question, so that a letter stands for nothing.
+SCBench uses questions of BIG-Bench Hard, which a model may answer without the examples. Here invented words belong to
+groups with invented names by their endings. Names and endings are drawn for each sample, so that the answer follows
+only from the examples. The options have another order in every question, so that letters carry no information.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ ANSWER = " ({letter})"
 STARTS = ("b", "br", "d", "f", "fl", "g", "gl", "k", "l", "m", "n", "p", "pr", "s", "t", "tr")
 VOWELS = "aeiou"
 ENDS = ("", "k", "l", "m", "n", "p", "s", "t")
-"""Of syllables."""
+"""Final consonants of syllables."""
 
 
 @dataclass(frozen=True)
 class Shot:
-    """A question: a word, the name of its group, and those of all groups in the order of the options."""
+    """A question: a word, the name of its group, and the names of all groups in the order of the options."""
 
     word: str
     group: str
@@ -35,28 +35,28 @@ class Shot:
 
     @property
     def question(self) -> str:
-        """Up to where the answer begins."""
+        """The text up to the start of the answer."""
         options = "\n".join(f"({letter}) {name}" for letter, name in zip(LETTERS, self.options, strict=True))
         return QUESTION.format(word=self.word, options=options)
 
     @property
     def letter(self) -> str:
-        """Of the right option."""
+        """The letter of the right option."""
         return LETTERS[self.options.index(self.group)]
 
     @property
     def answer(self) -> str:
-        """The letter as the examples have it."""
+        """The letter in the format of the examples."""
         return ANSWER.format(letter=self.letter)
 
 
 def draw_syllable(rng: random.Random) -> str:
-    """A syllable."""
+    """Draw a syllable."""
     return rng.choice(STARTS) + rng.choice(VOWELS) + rng.choice(ENDS)
 
 
 def draw_shots(rng: random.Random, n: int) -> list[Shot]:
-    """`n` questions about distinct words, each group in its turn."""
+    """Draw `n` questions about distinct words, with groups in rotation."""
     size = len(LETTERS)
     names: dict[str, None] = {}
     while len(names) < 2 * size:
@@ -72,12 +72,12 @@ def draw_shots(rng: random.Random, n: int) -> list[Shot]:
 
 @dataclass(frozen=True)
 class ManyShot(Generated):
-    """Groups of words."""
+    """Multiple choice of the group of an invented word."""
 
     name: ClassVar[str] = "many-shot"
     summary: ClassVar[str] = "SCBench ICL.ManyShot format: an invented word's group by its letter, after many examples"
     scorers: ClassVar[tuple[Scorer, ...]] = SCORERS["scbench_many_shot"][::-1]
-    """The official one, which takes any letter of a name for the answer, is the second."""
+    """The corrected scorer is the default; the official one accepts a letter that occurs in a name."""
     default_length: ClassVar[int] = 4096
     needs: ClassVar[str | None] = "a larger model"
     max_new_tokens: ClassVar[int] = 10
@@ -85,18 +85,18 @@ class ManyShot(Generated):
 
     @property
     def prompt_id(self) -> str:
-        """Wording and kind of rule."""
+        """The prompt's id, with the kind of rule."""
         return "many-shot/endings@1"
 
     def least(self, turns: int) -> int:
-        """An example of each group."""
+        """One example of each group."""
         del turns
         return len(LETTERS)
 
     def compose(self, shots: Sequence[Shot], asked: Sequence[Shot], *, id: str) -> Example:
-        """The example that has all shots answered in this order, and asks others in turn.
+        """Build the example with all shots answered in this order, and questions about the others.
 
-        A turn's fact `depths` has all shots of its group.
+        The fact `depths` of a turn has the depths of all shots of its group.
         """
         text = "\n\n".join(f"{x.question}{x.answer}" for x in shots)
         alike = [depths(text, [x.question for x in shots if x.group == one.group]) for one in asked]
@@ -107,6 +107,6 @@ class ManyShot(Generated):
         return Example(id, text, turns, {"keys": [x.word for x in asked], "shots": len(shots)})
 
     def prepare(self, rng: random.Random, *, id: str, turns: int, most: int) -> Callable[[int], Example]:
-        """A unit is an answered example."""
+        """Draw everything but the number of units; a unit is an answered example."""
         drawn, seed = draw_shots(rng, turns + most), rng.getrandbits(64)
         return lambda n: self.compose(shuffle(drawn[turns : turns + n], 0, seed)[0], drawn[:turns], id=id)

@@ -1,10 +1,9 @@
 """Retrieval of a string by its two ends, after SCBench's Retr.Prefix-Suffix.
 
-`prefix-suffix` has strings of 25 random characters of codes 65 to 122 with ends of five, as SCBench's are said to be; a
-backslash is left out, because it would be written otherwise in a string than in a list of them. `prefix-suffix-short`
-has an adjective, a number of seven digits and a noun. In either only one string has both ends of a question; in the
-short one others may have one of them. The wording of SCBench's question could not be looked up: it is our own, and so
-is the list, a string to a line.
+`prefix-suffix` has strings of 25 random characters with codes 65 to 122 and ends of five characters, as SCBench
+describes its own; backslashes are left out, because lists would escape them. `prefix-suffix-short` has an adjective, a
+number of seven digits and a noun. In both, only one string has both ends of a question; in the short variant, others
+may have one of them. SCBench's wording could not be looked up, so the wording and the list format are kvbench's own.
 """
 
 from __future__ import annotations
@@ -26,30 +25,30 @@ CHARACTERS = "".join(chr(code) for code in range(65, 123)).replace("\\", "")
 SIZE = 25
 END = 5
 SHORT = 6
-"""Most letters of either word of a short string."""
+"""Most letters in each word of a short string."""
 
 
 @dataclass(frozen=True)
 class PrefixSuffix(Generated):
-    """What the variants share; a variant says what strings and their ends look like."""
+    """Base class of the variants, which differ in their strings and ends."""
 
     scorers: ClassVar[tuple[Scorer, ...]] = SCORERS["scbench_prefix_suffix"]
     max_new_tokens: ClassVar[int] = 150
 
     @abstractmethod
     def draw(self, rng: random.Random, n: int) -> list[str]:
-        """`n` strings, no two with the same ends."""
+        """Draw `n` strings, no two with the same ends."""
 
     @abstractmethod
     def ends(self, text: str) -> tuple[str, str]:
-        """Prefix and suffix of a string that is asked for."""
+        """The prefix and the suffix of a string."""
 
     def least(self, turns: int) -> int:
-        """The strings asked for."""
+        """Only the strings asked for."""
         return turns
 
     def compose(self, strings: Sequence[str], asked: Sequence[int], *, id: str) -> Example:
-        """The example that lists all strings in this order and asks for some of them in turn."""
+        """Build the example that lists all strings in this order and asks for those with the indices `asked`."""
         reference = [strings[i] for i in asked]
         ends = [self.ends(text) for text in reference]
         turns = tuple(
@@ -63,14 +62,14 @@ class PrefixSuffix(Generated):
         return Example(id, INTRO + text, turns, facts)
 
     def prepare(self, rng: random.Random, *, id: str, turns: int, most: int) -> Callable[[int], Example]:
-        """A unit is a string."""
+        """Draw everything but the number of units; a unit is a string."""
         drawn, seed = self.draw(rng, most), rng.getrandbits(64)
         return lambda n: self.compose(*shuffle(drawn[:n], turns, seed), id=id)
 
 
 @dataclass(frozen=True)
 class PrefixSuffixCharacters(PrefixSuffix):
-    """Random characters, as in SCBench."""
+    """Strings of random characters, as in SCBench."""
 
     name: ClassVar[str] = "prefix-suffix"
     summary: ClassVar[str] = "SCBench Retr.Prefix-Suffix format: the one random string with a given beginning and end"
@@ -79,11 +78,11 @@ class PrefixSuffixCharacters(PrefixSuffix):
 
     @property
     def prompt_id(self) -> str:
-        """Wording and kind of strings."""
+        """The prompt's id, with the kind of strings."""
         return "prefix-suffix/characters@1"
 
     def draw(self, rng: random.Random, n: int) -> list[str]:
-        """Strings of 25 characters."""
+        """Draw strings of 25 characters."""
         drawn: dict[tuple[str, str], str] = {}
         while len(drawn) < n:
             text = "".join(rng.choices(CHARACTERS, k=SIZE))
@@ -91,13 +90,13 @@ class PrefixSuffixCharacters(PrefixSuffix):
         return list(drawn.values())
 
     def ends(self, text: str) -> tuple[str, str]:
-        """Five characters each."""
+        """The first and the last five characters."""
         return text[:END], text[-END:]
 
 
 @dataclass(frozen=True)
 class PrefixSuffixShort(PrefixSuffix):
-    """Short words and numbers."""
+    """Strings of two short words and a number."""
 
     name: ClassVar[str] = "prefix-suffix-short"
     summary: ClassVar[str] = "SCBench Retr.Prefix-Suffix format with two short words around a number of seven digits"
@@ -106,15 +105,15 @@ class PrefixSuffixShort(PrefixSuffix):
 
     @property
     def prompt_id(self) -> str:
-        """Wording and kind of strings."""
+        """The prompt's id, with the kind of strings."""
         return "prefix-suffix/short@1"
 
     def draw(self, rng: random.Random, n: int) -> list[str]:
-        """Adjective, number and noun."""
+        """Draw strings of adjective, number and noun."""
         keys, numbers = draw_keys(rng, n, SHORT), draw_numbers(rng, n)
         return [key.replace("-", f"-{number}-") for key, number in zip(keys, numbers, strict=True)]
 
     def ends(self, text: str) -> tuple[str, str]:
-        """The two words, each with its hyphen, so that no longer word has it as its end."""
+        """The two words with their hyphens, so that they do not match a part of a longer word."""
         adjective, _, noun = text.split("-")
         return f"{adjective}-", f"-{noun}"

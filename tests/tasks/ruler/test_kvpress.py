@@ -68,7 +68,7 @@ def test_records_of_a_task_are_taken_in_order(tmp_path, chars):
     assert [x.id for x in some(only, chars, n=4)] == ["row-0", "row-2", "row-4", "row-5"]
     shuffled = [x.id for x in some(only, chars, n=4, seed=3)]
     assert sorted(shuffled) == ["row-0", "row-2", "row-4", "row-5"] and shuffled != sorted(shuffled)
-    with pytest.raises(UserError, match=r"has 4 records of task vt in .*: ask for --samples 4 or fewer"):
+    with pytest.raises(UserError, match=r"has 4 records of task vt in .*: use --samples 4 or fewer"):
         some(only, chars, n=5)
 
 

@@ -130,7 +130,7 @@ def test_no_question_comes_twice_and_dev_has_its_own(squad, mini_tokenizer):
     assert sorted(dev) == sorted(every[4::5])
     again = [x.turns[0].question.split("Question: ")[1] for x in some(task, mini_tokenizer, n=8, seed=1)]
     assert again != asked[:8]
-    with pytest.raises(UserError, match="has 52 questions for split test: ask for --samples 26 or fewer with 2 turns"):
+    with pytest.raises(UserError, match="has 52 questions for split test: use --samples 26 or fewer with 2 turns"):
         some(task, mini_tokenizer, n=27, turns=2)
 
 

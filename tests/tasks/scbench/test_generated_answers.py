@@ -93,7 +93,7 @@ def test_numbers_have_their_ranks(mini_tokenizer, seed, turns):
 
 def test_a_list_has_seven_questions(mini_tokenizer):
     """More turns than targets are the user's mistake."""
-    with pytest.raises(UserError, match=r"^math-find has 7 questions for a list, not 8\. Ask for fewer --turns\.$"):
+    with pytest.raises(UserError, match=r"^math-find has 7 questions for a list, not 8\. Use fewer --turns\.$"):
         make(MathFind(), mini_tokenizer, seed=0, turns=8)
 
 

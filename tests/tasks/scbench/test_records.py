@@ -218,5 +218,5 @@ def test_too_many_samples_end_a_request(records, task_of, tmp_path, capsys):
         str(tmp_path / "runs"),
     ])
     assert code == 2
-    assert "scbench_kv has 1 records: ask for --samples 1 or fewer." in " ".join(capsys.readouterr().err.split())
+    assert "scbench_kv has 1 records: use --samples 1 or fewer." in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "runs").exists()
