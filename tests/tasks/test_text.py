@@ -144,8 +144,8 @@ def test_a_module_for_each_sample(mini_tokenizer):
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ({"length": 90_000}, r"length 90000 is beyond Python's standard library, of which ppl-stdlib makes \d+ tokens"),
-        ({"turns": 99}, "no module of Python's standard library goes on for 99 x 256 tokens"),
+        ({"length": 90_000}, r"length 90000 exceeds Python's standard library, which has \d+ tokens"),
+        ({"turns": 99}, "no module of Python's standard library is long enough for 99 x 256 tokens"),
     ],
 )
 def test_what_the_library_has_not_is_the_users_mistake(chars, wanted, message):

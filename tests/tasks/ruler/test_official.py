@@ -203,7 +203,7 @@ def test_a_template_that_alone_is_too_long_is_refused(make, chars):
 
 def test_without_essays_and_questions_the_next_step_is_named(mini_tokenizer):
     """What is missing, and what to take in its place."""
-    with pytest.raises(UserError, match=r"niah_multivalue of .* haystack=PATH; or take niah_multivalue"):
+    with pytest.raises(UserError, match=r"niah_multivalue of .* haystack=PATH; or use the task niah_multivalue"):
         some(OfficialNiah(task="niah_multivalue"), mini_tokenizer)
     with pytest.raises(UserError, match=r"HotpotQA's questions.*data=PATH"):
         some(OfficialQa(task="qa_2"), mini_tokenizer)
