@@ -17,7 +17,7 @@ from kvbench.runs.files import read_file
 from kvbench.runs.results import Result
 from kvbench.runs.spec import RunSpec
 
-ASKED = (
+SCORE_PROTOCOL = (
     "task.name", "model.sha256", "model.tokenizer_sha256", "model.dtype", "task.version", "task.settings",
     "task.length", "task.prompt_id", "task.dataset_revision", "task.scorer", "task.chat_template_sha", "task.bos",
     "task.truncation", "task.stop", "mode", "visibility", "history", "spec.recompress", "spec.split", "spec.seed",
@@ -25,7 +25,7 @@ ASKED = (
 )
 """Fields of a result that must be equal for scores to be comparable."""
 PROTOCOL = (
-    *ASKED, "spec.chunk", "spec.kernels", "environment.cpu", "environment.gpu", "environment.threads",
+    *SCORE_PROTOCOL, "spec.chunk", "spec.kernels", "environment.cpu", "environment.gpu", "environment.threads",
     "environment.device_map", "latency.timing",
 )
 """Fields of a result that must be equal for times to be comparable, too."""
@@ -116,7 +116,7 @@ def describe_code(runs: Sequence[FinishedRun]) -> str | None:
 def name_questions(spec: RunSpec) -> str:
     """A key that is equal for runs with the same questions and protocol, whatever the method."""
     document = spec.model_dump(mode="json")
-    return _join(document | {"spec": document}, ASKED)
+    return _join(document | {"spec": document}, SCORE_PROTOCOL)
 
 
 def name_protocol(result: Result) -> str:
@@ -151,11 +151,11 @@ def rank_runs(runs: Sequence[FinishedRun]) -> list[int | None]:
     None for a run that failed, has no score, or has other questions than most of the runs.
     """
     whole = [x for x in runs if x.result.status == "ok" and x.result.score.mean is not None]
-    asked = {id(x): frozenset((key, line.prompt_hash) for key, line in x.lines.items()) for x in whole}
+    questions = {id(x): frozenset((key, line.prompt_hash) for key, line in x.lines.items()) for x in whole}
     if not whole:
         return [None] * len(runs)
-    same = Counter(asked.values()).most_common(1)[0][0]
-    whole = [x for x in whole if asked[id(x)] == same]
+    same = Counter(questions.values()).most_common(1)[0][0]
+    whole = [x for x in whole if questions[id(x)] == same]
     sign = -1 if whole[0].result.score.higher_is_better else 1
     whole.sort(key=lambda x: sign * (x.result.score.mean or 0.0))
     ranks: dict[int, int] = {}

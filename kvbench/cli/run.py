@@ -16,7 +16,7 @@ from kvbench.runs.options import list_options
 
 if TYPE_CHECKING:
     from kvbench.sweep.cell import CellReport
-    from kvbench.sweep.suite import Mean
+    from kvbench.sweep.suite import SuiteMean
 
 TRACKERS = {"wandb": "Weights & Biases", "trackio": "Trackio"}
 """Packages that `--<name>` logs a result with."""
@@ -125,7 +125,7 @@ def _run_suite(name: str, given: dict[str, Any], trackers: tuple[str, ...], out:
     return 0 if all(x.status == "ok" for x in reports) and not refused else 1
 
 
-def _print(reports: list[CellReport], means: list[Mean]) -> None:
+def _print(reports: list[CellReport], means: list[SuiteMean]) -> None:
     """Print one row per run with the options in which the runs differ, then the means."""
     from kvbench.analysis.formatting import format_score, print_table
     from kvbench.sweep.file import as_text

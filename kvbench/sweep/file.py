@@ -17,7 +17,7 @@ from kvbench.toml import STRICT, explain, read_toml
 Setting = str | int | float | bool
 
 
-class File(BaseModel):
+class SweepFile(BaseModel):
     """The tables of a sweep file."""
 
     model_config = STRICT
@@ -69,10 +69,10 @@ def read_sweep(path: Path) -> list[SweepCell]:
         UserError: the file cannot be read or is not a valid sweep.
     """
     hint = "Put run options in [run] or [[grid]]; see docs/sweeps.md."
-    return expand(read_toml(path, File, "sweep file", hint))
+    return expand(read_toml(path, SweepFile, "sweep file", hint))
 
 
-def expand(file: File) -> list[SweepCell]:
+def expand(file: SweepFile) -> list[SweepCell]:
     """One cell per combination of values.
 
     Raises:

@@ -17,7 +17,7 @@ from kvbench.registry import HERE
 from kvbench.runs.files import saving, write_record
 from kvbench.runs.results import Result, SuiteRecord
 from kvbench.sweep.cell import CellReport, SweepCell
-from kvbench.sweep.file import File, as_text, expand, flatten
+from kvbench.sweep.file import SweepFile, as_text, expand, flatten
 from kvbench.toml import STRICT, read_toml
 
 FOLDER = HERE / "tasks" / "suites"
@@ -62,12 +62,12 @@ class Suite(BaseModel):
                     "copy the suite's file and use --suite path/to/file.toml."
                 )
             grid = found
-        cells = expand(File(out=str(out), grid=grid))
+        cells = expand(SweepFile(out=str(out), grid=grid))
         return [replace(x, request=replace(x.request, suite=self.label)) for x in cells]
 
 
 @dataclass(frozen=True)
-class Mean:
+class SuiteMean:
     """Mean score of runs with the same protocol, over tasks."""
 
     mode: str
@@ -158,7 +158,7 @@ def save_suite(suite: Suite, method: str, runs: Sequence[str], out: Path) -> Pat
     return path
 
 
-def average(reports: Sequence[CellReport]) -> Iterator[Mean]:
+def average(reports: Sequence[CellReport]) -> Iterator[SuiteMean]:
     """Mean scores over tasks, of runs with the same protocol.
 
     A group with a failed run, or with a score of which lower is better, has no mean. The template is taken from the
@@ -177,4 +177,4 @@ def average(reports: Sequence[CellReport]) -> Iterator[Mean]:
             x.score.mean for x in runs if x.status == "ok" and x.score.mean is not None and x.score.higher_is_better
         ]
         if len(means) == len(runs) > 1:
-            yield Mean(*protocol, len(means), fmean(means))
+            yield SuiteMean(*protocol, len(means), fmean(means))

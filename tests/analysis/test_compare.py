@@ -161,12 +161,12 @@ def test_more_runs_need_larger_differences():
 # Ranks
 
 
-ASKED = [(i, 0) for i in range(20)]
+QUESTIONS = [(i, 0) for i in range(20)]
 
 
 def right(name: str, n: int, **more) -> FinishedRun:
     """A run that answers the first `n` of twenty questions."""
-    return run(name, {key: float(i < n) for i, key in enumerate(ASKED)}, **more)
+    return run(name, {key: float(i < n) for i, key in enumerate(QUESTIONS)}, **more)
 
 
 def test_runs_that_do_not_differ_share_a_rank():
@@ -187,7 +187,7 @@ def test_a_failed_run_has_no_rank():
     assert rank_runs([right("a", 5), *others, right("b", 5)]) == [1, None, None, None, 1]
     assert rank_runs(others[:2]) == [None, None]
     assert rank_runs([]) == []
-    fewer = run("fewer", dict.fromkeys(ASKED[:5], 1.0))
+    fewer = run("fewer", dict.fromkeys(QUESTIONS[:5], 1.0))
     assert rank_runs([right("a", 5), right("b", 5), fewer]) == [1, 1, None]
 
 

@@ -19,7 +19,7 @@ from kvbench.runs.options import Request
 from kvbench.runs.request import check
 from kvbench.runs.results import Result
 from kvbench.sweep.cell import CellReport, SweepCell
-from kvbench.sweep.suite import FOLDER, Mean, average, find_suite, list_suites, read_suite, save_suite
+from kvbench.sweep.suite import FOLDER, SuiteMean, average, find_suite, list_suites, read_suite, save_suite
 
 TOYS = Path(__file__).parents[1] / "toys" / "toy.py"
 LAST, TOY = f"{TOYS}:Last", f"{TOYS}:Toy"
@@ -313,7 +313,7 @@ def test_the_mean_is_over_runs_with_one_protocol(kvbench, suite, options, tmp_pa
     paths = sorted((tmp_path / "runs").glob("last-*/result.json"))
     results = [Result.model_validate_json(x.read_text()) for x in paths]
 
-    def averaged(*results: Result, templates: tuple[str, ...] = ("own", "own", "own", "own")) -> list[Mean]:
+    def averaged(*results: Result, templates: tuple[str, ...] = ("own", "own", "own", "own")) -> list[SuiteMean]:
         requests = [Request("last", x.task.name, template=y) for x, y in zip(results, templates, strict=False)]
         cells = [SweepCell(i, 1, "", x, {}) for i, x in enumerate(requests)]
         return list(average([CellReport(x, "ok", result=y) for x, y in zip(cells, results, strict=True)]))
@@ -326,7 +326,9 @@ def test_the_mean_is_over_runs_with_one_protocol(kvbench, suite, options, tmp_pa
     twin = second.model_copy(update={"task": first.task})
     others = [x for x in results if x.mode != "multi-turn"]
     assert averaged(altered(first, 0.25), altered(twin, 0.5), *others) == [
-        Mean("multi-turn", "first-turn", "reference", False, "own", first.budget.asked, first.task.length, 2, 0.375)
+        SuiteMean(
+            "multi-turn", "first-turn", "reference", False, "own", first.budget.asked, first.task.length, 2, 0.375
+        )
     ]
     assert averaged(altered(first, 0.25), altered(twin, 0.5, status="failed")) == []
     assert averaged(altered(first, 0.25), altered(twin, None)) == []

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from kvbench.runs import job, sample
 from kvbench.runs.files import locked, read_lines
 from kvbench.sweep.check import check_cells
-from kvbench.sweep.file import NAMES, File, expand, read_sweep
+from kvbench.sweep.file import NAMES, SweepFile, expand, read_sweep
 from kvbench.sweep.local import WorkerPool
 from kvbench.sweep.progress import SweepProgress
 
@@ -107,7 +107,7 @@ GRIDS = st.fixed_dictionaries({"method": st.lists(VALUES["method"], min_size=1, 
 def test_a_grid_is_the_cross_product_of_its_lists(grids, run):
     """One cell per combination, in the order of the file; [run] fills in missing options."""
     grids = [{"method": x["method"], **x} for x in grids]  # the first key changes last
-    cells = expand(File(run=run, grid=grids))
+    cells = expand(SweepFile(run=run, grid=grids))
     flat = [{**x, **{f"set.{k}": v for k, v in x.get("set", {}).items()}} for x in grids]
     sizes = [math.prod(len(v) if isinstance(v, list) else 1 for k, v in x.items() if k != "set") for x in flat]
     assert [sum(x.grid == i + 1 for x in cells) for i in range(len(grids))] == sizes
@@ -352,7 +352,7 @@ def test_workers_share_cores_and_gpus(monkeypatch):
     monkeypatch.setattr("kvbench.sweep.local.os.sched_getaffinity", lambda _: range(8))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    cells = expand(File(run={"task": "niah"}, grid=[{"method": "full", "device": "cuda", "seed": [1, 2, 3]}]))
+    cells = expand(SweepFile(run={"task": "niah"}, grid=[{"method": "full", "device": "cuda", "seed": [1, 2, 3]}]))
     pool = WorkerPool(cells, 3, SweepProgress(cells, lambda _: None))
     assert [pool._settings(i) for i in range(3)] == [
         {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": x} for x in ("4", "6", "4")
