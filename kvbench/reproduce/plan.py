@@ -12,7 +12,7 @@ from typing import Any, Literal
 from kvbench.registry import list_entries
 from kvbench.reproduce.claims import Claim
 from kvbench.runs.options import Request
-from kvbench.sweep.file import File, as_text, expand
+from kvbench.sweep.file import SweepFile, as_text, expand
 from kvbench.sweep.suite import find_suite
 
 Ingredient = Literal["method", "task", "checkpoint", "timing", "weights", "data", "GPU", "memory", "run"]
@@ -123,7 +123,7 @@ def _requests(claim: Claim, model: str, out: Path) -> Iterator[Request]:
     for task in _listed(column.task) or ([] if suite is None else suite.tasks):
         for length in _listed(column.length) or [options.get("length") or _cut(claim, task)]:
             asked = {k: v for k, v in {**options, "task": task, "length": length}.items() if v is not None}
-            cells = expand(File(out=str(out), grid=[asked])) if suite is None else suite.cells(asked, out)
+            cells = expand(SweepFile(out=str(out), grid=[asked])) if suite is None else suite.cells(asked, out)
             yield from (x.request for x in cells)
 
 

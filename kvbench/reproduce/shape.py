@@ -21,7 +21,7 @@ from kvbench.runs.results import Environment, Result
 from kvbench.runs.schema import SCHEMA_VERSION
 from kvbench.runs.spec import ModelSpec, Record
 from kvbench.runs.stats import bootstrap_interval
-from kvbench.sweep.file import File, expand
+from kvbench.sweep.file import SweepFile, expand
 from kvbench.toml import STRICT, read_toml
 
 FILE = HERE / "reproduce" / "data" / "shape.toml"
@@ -80,7 +80,7 @@ class Shape(BaseModel):
         """The runs that the findings need, each once."""
         sides = [x for finding in findings for y in finding.comparisons for x in (y.more, y.less)]
         names = list(dict.fromkeys(split(x)[0] for x in sides))
-        return {x: expand(File(grid=[{**self.run, **self.runs[x]}]))[0].request for x in names}
+        return {x: expand(SweepFile(grid=[{**self.run, **self.runs[x]}]))[0].request for x in names}
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ BAD_REQUESTS = [
     ("--length=39", "length 39 is too short for toy with 1 turn: it needs 40 tokens"),
     ("--length=0", "length 0 must be 1 or more"),
     ("--length=513", "length 513 is more than model"),
-    ("--length=512 --mode=multi-turn", "beyond what model"),
+    ("--length=512 --mode=multi-turn", "supports 512"),
     ("--samples=0", "samples 0 must be 1 or more"),
     ("--samples=-3", "samples -3 must be 1 or more"),
     ("--samples=many", "--samples"),
