@@ -46,8 +46,8 @@ def defined(package, base, mark):
     ("kind", "package", "base", "mark"),
     [("method", kvbench.methods, Method, "card"), ("task", kvbench.tasks, Task, "name")],
 )
-def test_reading_the_folders_finds_what_importing_them_would(kind, package, base, mark):
-    """The list made without imports is the truth, name by name."""
+def test_parsing_finds_the_same_classes_as_importing(kind, package, base, mark):
+    """Compared name by name."""
     entries = [x for x in list_entries(kind) if x.path is not None]
     assert {x.load() for x in entries} == defined(package, base, mark)
     for entry in entries:
@@ -60,7 +60,7 @@ def test_reading_the_folders_finds_what_importing_them_would(kind, package, base
 
 @pytest.mark.slow
 def test_listing_imports_no_torch():
-    """A list of names is there at once."""
+    """Listing names stays fast."""
     code = (
         "import sys; from kvbench.cli import call; [call(['list', x]) for x in ('methods', 'tasks', 'models')]; "
         "call(['run', '--method', 'snapkw', '--task', 'niah', '--model', '.']); "
@@ -80,8 +80,8 @@ def test_listing_imports_no_torch():
         (str(TOYS), "defines several methods: Inert, Last. Choose one"),
     ],
 )
-def test_a_name_of_nothing_is_refused(name, message):
-    """With the nearest name and what there is."""
+def test_an_unknown_name_is_refused(name, message):
+    """With the nearest name and the allowed names."""
     with pytest.raises(UserError, match=message):
         find_method(name)
 
@@ -96,7 +96,7 @@ def test_a_name_of_nothing_is_refused(name, message):
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused(tmp_path, text, message):
-    """With the line where it went wrong."""
+    """With the line of the error."""
     path = tmp_path / "mine.py"
     path.write_text(text)
     with pytest.raises(UserError, match=message):
@@ -109,7 +109,7 @@ def test_the_class_may_be_left_out_where_there_is_one():
 
 
 def test_methods_and_tasks_are_found_by_one_call():
-    """Whichever a name or a file is; a file with both must say which."""
+    """By a name or a file; for a file with both the class must be given."""
     for name, expected in (
         ("snapkv", "SnapKV"), ("snapkv+adakv", "snapkv+adakv"), ("niah", "NiahMultikey1"), (f"{TOYS}:Toy", "Toy"),
         (f"{TOYS}:Last", "Last"),
@@ -120,7 +120,7 @@ def test_methods_and_tasks_are_found_by_one_call():
 
 
 def test_scorers_are_found_with_their_tasks(monkeypatch):
-    """A task that cannot be imported hides none of the others."""
+    """A task that cannot be imported does not hide the others."""
     entries = list_entries("task")
     broken = dataclasses.replace(entries[0], name="broken", module="nothing_of_this_name")
     monkeypatch.setattr("kvbench.registry.list_entries", lambda kind: [broken, *entries])
@@ -132,7 +132,7 @@ def test_scorers_are_found_with_their_tasks(monkeypatch):
 
 
 def test_other_packages_are_found_by_their_entry_points(monkeypatch):
-    """And are refused where they take a name that is there."""
+    """They are refused if their name is already taken."""
     points = [importlib.metadata.EntryPoint("theirs", "kvbench.methods.baseline.full:Full", "kvbench.methods")]
     monkeypatch.setattr(
         importlib.metadata, "entry_points", lambda group: [x for x in points if x.group == group]
@@ -147,7 +147,7 @@ def test_other_packages_are_found_by_their_entry_points(monkeypatch):
 
 
 def test_every_operation_has_an_implementation():
-    """What `--kernels` is checked against."""
+    """`--kernels` is checked against this list."""
     assert list_ops()
     assert all("torch" in found for found in list_ops().values())
 
@@ -183,7 +183,7 @@ class Settings(Method):
     ],
 )
 def test_settings_are_read_by_their_types(given, expected):
-    """Text becomes what the dataclass says."""
+    """Text is converted to the types of the dataclass."""
     made = configure(Settings, parse_pairs(given, "--set"), "--set", "x")
     assert {key: getattr(made, key) for key in expected} == expected
     assert set(jsonable_settings(made)) == {"window", "share", "pool", "flag", "layers"}

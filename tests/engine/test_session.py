@@ -35,7 +35,7 @@ def ids(count, seed=1):
 
 
 def fitted(method, model, length, rows=16):
-    """The method at a budget in rows, where it takes one."""
+    """The method at a budget of entries, if it takes a budget."""
     return method.fit(Budget("rows", rows) if method.card.budget == "stored" else None, model.shape(length))
 
 
@@ -59,8 +59,8 @@ CONTEXT, FIRST, SECOND = ids(40), ids(7, 2), ids(5, 3)
 # What a conversation consists of
 
 
-def test_reference_history_stands_in_the_answer_s_place():
-    """With reference history every question is answered after the context, the questions and the true answers."""
+def test_reference_history_replaces_the_answers():
+    """With reference history a question follows the context, the earlier questions and their reference answers."""
     model, reference = tiny_model(), ids(3, 4)
     first = plain_answer(model, CONTEXT + FIRST, 4)
     second = plain_answer(model, CONTEXT + FIRST + reference + SECOND, 4)
@@ -83,7 +83,7 @@ def test_own_history_has_every_token_once():
         assert session.ask(SECOND, 4, stop=NO_STOP).ids == [second]
 
 
-def test_a_stop_token_ends_the_answer_and_is_no_history():
+def test_a_stop_token_ends_the_answer_and_is_not_in_the_history():
     """The answer ends with the stop token; the next question does not follow it."""
     model = tiny_model()
     answer = plain_answer(model, CONTEXT + FIRST, 6)
@@ -107,8 +107,8 @@ def test_a_visible_question_is_part_of_the_context():
         assert session.ask([], 5, stop=NO_STOP).ids == [plain_answer(model, CONTEXT + FIRST, 5)]
 
 
-def test_history_counts_although_no_question_follows():
-    """Asking for more without a question goes on after the reference history, not before it."""
+def test_history_is_run_even_without_a_question():
+    """An empty question continues after the reference history, not before it."""
     model, reference = tiny_model(), ids(3, 4)
     with Session(model, Full(), capacity=90) as session:
         session.prefill(CONTEXT)
@@ -158,7 +158,7 @@ def test_a_batch_is_two_conversations():
 
 @dataclass(frozen=True)
 class Watched(Full):
-    """Writes down every step of the first layer."""
+    """Records every step of the first layer."""
 
     steps: tuple = ()
 
@@ -190,7 +190,7 @@ def test_steps_have_moments_and_positions(recompress):
 
 @every_method
 def test_positions_count_tokens_after_eviction(method):
-    """After a compression and an answer the next token's position is the number of tokens, not of rows."""
+    """After a compression and an answer the next token's position is the number of tokens, not of entries."""
     model, seen = tiny_model(), []
     with Session(model, fitted(method, model, 40), capacity=90) as session:
         original = session._attend
@@ -201,7 +201,7 @@ def test_positions_count_tokens_after_eviction(method):
 
 
 def test_recompression_chooses_with_the_question():
-    """With `recompress`, SnapKV's rows after a question are within budget again; without, the question's rows stay."""
+    """With `recompress`, SnapKV's entries are within the budget again after a question; without, the question's stay."""
     model = tiny_model()
     rows = {}
     for recompress in (False, True):
@@ -215,7 +215,7 @@ def test_recompression_chooses_with_the_question():
 
 @every_method
 def test_a_capacity_that_is_too_small_changes_nothing(method):
-    """Sessions that have to reallocate all the time give the same tokens and likelihoods."""
+    """Sessions that reallocate at every step give the same tokens and likelihoods."""
     model = tiny_model()
     results = []
     for capacity in (0, 41, 200):
@@ -258,7 +258,7 @@ def test_a_batch_that_ends_differently_has_no_history_of_its_own():
             session.ask(FIRST, 3, stop=frozenset({stop}))
 
 
-def test_the_model_is_given_back():
+def test_the_model_is_restored():
     """After a session, after one that failed, and after two at a time the model is what it was before."""
     model = tiny_model()
     before = model.module.config._attn_implementation
@@ -275,7 +275,7 @@ def test_the_model_is_given_back():
 @pytest.mark.few
 @every_method
 def test_a_session_leaves_nothing_behind(method):
-    """With the garbage collector off, neither the rows nor the session outlive their use."""
+    """With the garbage collector off, neither the entries nor the session outlive their use."""
     model = tiny_model()
     gc.collect()
     gc.disable()
@@ -295,15 +295,15 @@ def test_a_session_leaves_nothing_behind(method):
         gc.enable()
 
 
-def test_a_closed_session_does_not_answer():
-    """Running a session after its end is an error, never an answer without a cache."""
+def test_a_closed_session_raises():
+    """A closed session does not silently answer without a cache."""
     with Session(tiny_model(), Full()) as session:
         session.prefill(CONTEXT)
     with pytest.raises(RuntimeError, match="closed"):
         session.ask(FIRST, 2)
 
 
-def test_forks_go_on_by_themselves():
+def test_forks_are_independent():
     """Two forks and their parent, used in turns, answer as three sessions of their own."""
     model = tiny_model()
     with Session(model, Full(), capacity=90) as parent:
@@ -322,7 +322,7 @@ def test_forks_go_on_by_themselves():
 
 @dataclass(frozen=True)
 class Ragged(Full):
-    """Heads keep unequal numbers of rows."""
+    """Heads keep unequal numbers of entries."""
 
     def evict(self, kv, step):
         """The first head keeps a third, the second five in six."""
@@ -339,7 +339,7 @@ every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 @pytest.fixture
 def _poison():
-    """Fill new memory with NaN, so that a read of a row that nobody wrote shows."""
+    """Fill new memory with NaN, so that a read of an unwritten entry shows."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
@@ -361,7 +361,7 @@ def open_static(model, method, *, static=True):
 @every_static_method
 @pytest.mark.usefixtures("_poison")
 def test_static_steps_equal_eager_ones(method, shape):
-    """Eight steps over the whole block behind a mask give the logits of eight over the rows alone."""
+    """Eight steps over the whole masked block give the logits of eight steps over the stored entries."""
     model = tiny_model(*shape)
     static, eager = open_static(model, method), open_static(model, method, static=False)
     with static, eager:
@@ -375,7 +375,7 @@ def test_static_steps_equal_eager_ones(method, shape):
 @every_shape
 @every_static_method
 def test_a_recorded_step_replays(method, shape, new_tape):
-    """A step recorded once, as a CUDA graph is, gives the logits of every later step: no host number went into it."""
+    """A step recorded once, as in a CUDA graph, gives the logits of later steps: it has no number from the host."""
     model = tiny_model(*shape)
     static, eager = open_static(model, method), open_static(model, method, static=False)
     tokens = [torch.tensor([[x]]) for x in ids(8, 6)]
@@ -408,7 +408,7 @@ def test_static_steps_have_the_same_shapes(method, shape, new_tape):
 
 @every_static_method
 def test_a_static_step_needs_no_values(method):
-    """A decode step runs under FakeTensorMode: nothing in it waits for a number from the device."""
+    """A decode step runs under FakeTensorMode: no operation reads a number from the device."""
     with open_static(tiny_model(), method) as session, FakeTensorMode(allow_non_fake_inputs=True):
         assert step_logits(session, torch.zeros(1, 1, dtype=torch.long)).shape == (1, VOCABULARY)
 
@@ -418,7 +418,7 @@ class Peeking(Full):
     """Asks the device for a number in every step."""
 
     def attend(self, kv, step):
-        """Attend, after a look."""
+        """Attend after reading a number."""
         assert kv.length is None or kv.length.item() > 0
         return super().attend(kv, step)
 
@@ -432,14 +432,14 @@ def test_a_peek_at_a_value_is_caught():
 
 @pytest.mark.parametrize("method", [H2O(), StreamingLLM()], ids=["h2o", "streaming-llm"])
 def test_methods_that_cannot_be_static_say_why(method):
-    """Where rows are dropped while decoding, `make_static` refuses with the method's name and reason."""
+    """If entries are evicted while decoding, `make_static` refuses with the method's name and reason."""
     with open_static(tiny_model(), method, static=False) as session, pytest.raises(UserError, match=method.card.name):
         session.make_static()
     assert method.graphable
 
 
-def test_forgetting_to_say_so_is_refused_too():
-    """A store whose rows are dropped or scored while decoding refuses to be static whatever its method says."""
+def test_stores_refuse_to_be_static_too():
+    """A store that evicts or scores entries while decoding refuses to be static, whatever its method declares."""
 
     class Forgetful(H2O):
         graphable = None
@@ -448,8 +448,8 @@ def test_forgetting_to_say_so_is_refused_too():
         session.make_static()
 
 
-def test_a_static_session_that_is_full_says_so():
-    """Steps beyond the capacity are refused; no row is written elsewhere."""
+def test_a_full_static_session_refuses_steps():
+    """Steps beyond the capacity are refused, and no entry is overwritten."""
     with Session(tiny_model(), Full(), capacity=42) as session:
         session.prefill(CONTEXT)
         session.make_static()
@@ -462,7 +462,7 @@ def test_a_static_session_that_is_full_says_so():
 
 
 def test_a_static_session_answers_and_forks():
-    """`ask` works on a static session with room, and forks of it go on by themselves."""
+    """`ask` works on a static session with spare capacity, and its forks are independent."""
     model = tiny_model()
     with Session(model, Full(), capacity=70) as session:
         session.prefill(CONTEXT)

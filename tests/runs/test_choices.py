@@ -1,4 +1,4 @@
-"""Choices are weighed by the model's own log-probabilities, scorers speak of their own turns, and both are rescored."""
+"""Choices are compared by log-probability, scorers apply to their own turns, and both can be rescored."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from kvbench.task import Encoded, EncodedTurn, Mode, Split, encode
 TOYS = Path(__file__).parents[1] / "toys" / "choices.py"
 LAST = f"{Path(__file__).parents[1] / 'toys' / 'toy.py'}:Last"
 EQUAL = [" sky", " elm", " cow", " ink"]
-"""As long as one another, so that the greatest is not always the shortest."""
-GOLDEN, OWN = ("--mode", "multi-turn"), ("--mode", "multi-turn", "--history", "own")
+"""Choices of equal length, so that the most likely one is not always the shortest."""
+REFERENCE, OWN = ("--mode", "multi-turn"), ("--mode", "multi-turn", "--history", "own")
 MODES = {
-    "visible": (), "hidden": ("--visibility", "hidden", "--chunk", "7"), "reference": GOLDEN, "own": OWN,
+    "visible": (), "hidden": ("--visibility", "hidden", "--chunk", "7"), "reference": REFERENCE, "own": OWN,
     "requests": ("--mode", "multi-request"),
 }
 
@@ -52,7 +52,7 @@ def toys(kvbench, arguments, tmp_path):
 
 @pytest.fixture
 def plain(model_folder):
-    """Log-probabilities of tokens after others, by transformers' model in one pass."""
+    """Log-probabilities of a continuation, by transformers' model in one pass."""
     model = LlamaForCausalLM.from_pretrained(model_folder).eval()
 
     def weigh(before, tokens):
@@ -64,7 +64,7 @@ def plain(model_folder):
 
 
 def encoded_examples(model_folder, turns, **settings):
-    """What the runs below are shown."""
+    """The examples of the runs below."""
     task, tokenizer = find_task(f"{TOYS}:Mixed")(**settings), AutoTokenizer.from_pretrained(model_folder)
     asked = {"seed": 0, "split": Split.TEST, "n": 4, "length": 60, "turns": turns, "mode": Mode.SINGLE}
     return [encode(task, x, tokenizer) for x in task.examples(**asked, tokenizer=tokenizer)]
@@ -103,7 +103,7 @@ def test_the_choice_with_the_greatest_log_probability_wins(toys, plain, model_fo
     assert len({x.prediction for x in lines if x.facts["kind"] == "choice"}) > 1
 
 
-def test_nothing_is_generated_where_choices_are_weighed(toys):
+def test_no_tokens_are_generated_for_choices(toys):
     """No tokens, no steps, no time per token; the reason is `choice`."""
     answer, lines, _ = toys("Mixed")
     assert [(x.stop_reason, x.tokens.generated, x.times.steps) for x in lines] == [("choice", 0, 0)] * 4
@@ -113,9 +113,9 @@ def test_nothing_is_generated_where_choices_are_weighed(toys):
     assert answer.json["latency"]["tpot_s"] is None
 
 
-def test_a_scorer_speaks_of_its_own_turns(toys):
-    """A mixed task has a mean for each half, over the turns that its scorer says something about."""
-    answer, lines, _ = toys("Mixed", *GOLDEN)
+def test_a_scorer_averages_over_its_own_turns(toys):
+    """A mixed task has a mean for each half, over the turns that its scorer applies to."""
+    answer, lines, _ = toys("Mixed", *REFERENCE)
     assert [set(x.scores) for x in lines] == [{"right@1"}, {"letters@1"}, {"right@1"}] * 4
     assert [x.score for x in lines] == [x.scores.get("right@1") for x in lines]
     assert answer.json["score"]["mean"] == sum(x.prediction == " sky" for x in lines if x.turn != 1) / 8
@@ -126,9 +126,9 @@ def test_a_scorer_speaks_of_its_own_turns(toys):
     assert answer.json["n_scored"] == 4
 
 
-def test_prompts_that_lost_their_middle_are_counted(toys):
+def test_truncated_prompts_are_counted(toys):
     """Samples, not turns; the table says so."""
-    answer, lines, _ = toys("Mixed", *GOLDEN)
+    answer, lines, _ = toys("Mixed", *REFERENCE)
     cut = sum("cut_tokens" in x.facts for x in lines)
     assert 0 < cut < 4
     assert answer.json["output"]["truncated"] == cut
@@ -137,19 +137,19 @@ def test_prompts_that_lost_their_middle_are_counted(toys):
 
 @pytest.mark.slow
 def test_a_stop_token_of_the_task_ends_an_answer(toys):
-    """It stands in the spec beside the model's own; as the first token it is banned where answers are not empty."""
-    _, lines, _ = toys("Mixed", *GOLDEN, "--turns", "2")
+    """It is in the spec next to the model's stop tokens, and is forbidden as the first token of nonempty answers."""
+    _, lines, _ = toys("Mixed", *REFERENCE, "--turns", "2")
     first = lines[1].ids[0]
-    stopped, lines, _ = toys("Mixed", *GOLDEN, "--turns", "2", "--task-set", f"stop={first}")
+    stopped, lines, _ = toys("Mixed", *REFERENCE, "--turns", "2", "--task-set", f"stop={first}")
     assert stopped.json["task"]["stop"] == [0, first]
     assert (lines[1].ids, lines[1].prediction, lines[1].stop_reason) == ((first,), "", "stop")
-    answer, lines, _ = toys("Nonempty", *GOLDEN, "--turns", "2", "--task-set", f"stop={first}")
+    answer, lines, _ = toys("Nonempty", *REFERENCE, "--turns", "2", "--task-set", f"stop={first}")
     assert answer.code == 0, answer.err
     assert all(x.ids[0] not in (0, first) and x.prediction for x in lines if x.turn == 1)
 
 
-def test_a_conversation_has_room_for_its_longest_choice():
-    """Choices count as new tokens do, and stay where the history is the method's own."""
+def test_the_capacity_includes_the_longest_choice():
+    """Choices count like new tokens, and remain in the history of mode own."""
     words = EncodedTurn((1,) * 3, (1,) * 4, (1,) * 2)
     encoded = Encoded((1,) * 100, (replace(words, choices=((1,) * 30, (1,) * 2)), words))
 
@@ -161,8 +161,8 @@ def test_a_conversation_has_room_for_its_longest_choice():
     assert most(Mode.MULTI_TURN, "own") == 100 + 3 + 30 + 4 + 6
 
 
-def test_a_choice_beyond_what_the_model_was_made_for_is_refused(toys):
-    """Before anything is run, with the number of tokens that it comes to."""
+def test_a_choice_beyond_the_context_window_is_refused(toys):
+    """Before any run, with the number of tokens that it needs."""
     answer, *_ = toys("Mixed", choices=[" sky", "x" * 500])
     assert answer.code == 2
     assert "needs up to 548 tokens, and model" in answer.err
@@ -171,8 +171,8 @@ def test_a_choice_beyond_what_the_model_was_made_for_is_refused(toys):
     assert {len(x.facts["logprobs"][1]) for x in lines} == {400}
 
 
-def test_a_choice_without_a_weight_fails_its_sample(toys, monkeypatch):
-    """NaN is greater than nothing: no choice wins, and the run has no score."""
+def test_a_choice_with_nan_probability_fails_its_sample(toys, monkeypatch):
+    """No choice is selected, and the run has no score."""
     monkeypatch.setattr(sample, "force_answer", lambda _, answer, **__: torch.full((len(answer), 257), math.nan))
     answer, lines, _ = toys("Mixed")
     assert answer.code == 1
@@ -198,7 +198,7 @@ def test_what_forced_tokens_read_is_counted(toys, name):
 
 
 def test_a_choice_stays_whole_in_the_history(toys, model_folder):
-    """Also where its last token would end an answer: the dense cache is asked the same conversation."""
+    """Also where its last token would end an answer: the full cache runs the same conversation."""
     stop = AutoTokenizer.from_pretrained(model_folder)("y").input_ids[0]
     choices = [" sky", " toy", " boy"]
     answer, lines, _ = toys(
@@ -216,13 +216,13 @@ def test_a_choice_stays_whole_in_the_history(toys, model_folder):
 @pytest.mark.parametrize(("name", "scorer"), [("Mixed", "right@1"), ("Mixed", "letters@1"), ("Weighed", "weight@1")])
 def test_rescoring_has_the_facts_that_scoring_had(toys, kvbench, name, scorer):
     """Those of the example, of the turn and of what was weighed; turns of the other half stay out."""
-    answer, _, folder = toys(name, *GOLDEN)
+    answer, _, folder = toys(name, *REFERENCE)
     again = kvbench("score", folder, "--scorer", scorer, "--task", f"{TOYS}:{name}", "--json")
     assert again.code == 0, again.err
     assert again.json["score"]["mean"] == answer.json["scores"][scorer]
 
 
-def test_a_journal_without_the_facts_is_the_users_to_know(toys, kvbench):
+def test_rescoring_a_journal_without_facts_is_refused(toys, kvbench):
     """One line, exit code 2, and nothing is written."""
     _, _, folder = toys("Weighed")
     path = folder / "samples.jsonl"

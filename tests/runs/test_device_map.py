@@ -1,4 +1,4 @@
-"""A run whose model is spread over several places is the same run, and says where its parts were."""
+"""A run whose model is spread over devices is the same run, and records the places of its parts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def spread(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_spread_run_is_the_same_run(kvbench, arguments, tmp_path, spread):
-    """One id, and answers, scores, rows and bytes are equal; where it was is in its environment and is compared."""
+    """Id, answers, scores, entries and bytes are equal; the places are in its environment and are compared."""
     whole = kvbench(*arguments, "--method", LAST, "--mode", "multi-turn").json
     elsewhere = ("--out", tmp_path / "other")
     answer = kvbench(*arguments, "--method", LAST, "--mode", "multi-turn", "--device-map", spread, *elsewhere)
@@ -60,7 +60,7 @@ def test_a_spread_run_is_the_same_run(kvbench, arguments, tmp_path, spread):
     ("--device-map=auto --model=random:.", "has no files for a device map"),
 ])
 def test_a_bad_map_is_refused(kvbench, arguments, tmp_path, monkeypatch, options, message):
-    """Before anything is loaded or written."""
+    """Before the model is loaded or a file written."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     files = {"cut": '{"a', "list": "[0]", "places": '{"a": 1.5}', "gpu": '{"": 7}', "tpu": '{"": "tpu"}'}
     for name, text in files.items():
@@ -73,7 +73,7 @@ def test_a_bad_map_is_refused(kvbench, arguments, tmp_path, monkeypatch, options
 
 
 def test_a_device_that_contradicts_the_map_is_refused(kvbench, arguments, spread, monkeypatch):
-    """Where there is a GPU that the map does not name."""
+    """A GPU that the map does not name is refused."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     answer = kvbench(*arguments, "--method", LAST, "--device", "cuda", "--device-map", spread)
@@ -82,7 +82,7 @@ def test_a_device_that_contradicts_the_map_is_refused(kvbench, arguments, spread
 
 
 def test_a_map_needs_accelerate(monkeypatch):
-    """And says how to get it."""
+    """The message says how to install it."""
     monkeypatch.setattr("kvbench.runs.request.importlib.util.find_spec", lambda _: None)
     with pytest.raises(Exception, match=r"pip install 'kvbench\[accelerate\]'"):
         read_device_map("auto")
@@ -100,7 +100,7 @@ def sweep_file(folder: Path, model: Path, cells: str) -> Path:
 
 @pytest.mark.slow
 def test_a_sweep_spreads_models_too(kvbench, model_folder, tmp_path, spread):
-    """Each map is a load of its own; a cell that differs in its map alone is the same run."""
+    """Each map loads the model again; a cell that differs only in its map is the same run."""
     cells = f'[[grid]]\ndevice-map = "{spread}"\n[[grid]]\nseed = 1\n'
     answer = kvbench("sweep", sweep_file(tmp_path, model_folder, cells), "--json")
     assert answer.code == 0, answer.err
@@ -119,7 +119,7 @@ def test_a_sweep_spreads_models_too(kvbench, model_folder, tmp_path, spread):
 def test_a_spread_cell_shares_its_machine_with_no_other(
     kvbench, model_folder, tmp_path, spread, monkeypatch, options, message
 ):
-    """It may take every GPU there is, and executors give a cell one."""
+    """The map may use every GPU, and executors give a cell one."""
     monkeypatch.setattr("kvbench.sweep.ray.load_ray", lambda: type("Ray", (), {
         "init": lambda **_: None, "shutdown": lambda: None, "cluster_resources": dict,
     }))

@@ -1,4 +1,4 @@
-"""Examples that are kept are the examples, and nothing that lies in the cache can change a run."""
+"""Cached examples equal generated ones, and no content of the cache can change a run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GENERATED = [
     if entry.load().examples is Task.examples and "file" not in entry.facts.get("needs", "")
 ]
 SMALL = {"needle-grid": ("lengths=1", "depths=2")}
-"""Settings that make few samples enough."""
+"""Settings under which few samples suffice."""
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +58,7 @@ def kept(cache: Path) -> dict[str, bytes]:
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", GENERATED)
 def test_a_kept_example_is_the_example(name, mini, cache, monkeypatch, tmp_path):
-    """Of every task that generates: made anew, kept and read again are equal, facts and token ids included."""
+    """For every generated task: fresh, cached and reloaded examples are equal, facts and token ids included."""
     job = prepare(Request(
         method="full", task=name, model="mini", length=2048, samples=2, task_settings=SMALL.get(name, ()), out=tmp_path,
     ), mini)
@@ -70,7 +70,7 @@ def test_a_kept_example_is_the_example(name, mini, cache, monkeypatch, tmp_path)
 
 
 def test_what_changes_an_example_is_another_file(toy, cache):
-    """Another seed, split, length, number of turns or setting finds nothing that was kept before."""
+    """Another seed, split, length, number of turns or setting does not find earlier examples."""
     job = toy()
     list(make_examples(job, [0]))
     spec = job.spec
@@ -96,7 +96,7 @@ def test_what_changes_an_example_is_another_file(toy, cache):
 
 @pytest.mark.slow
 def test_what_changes_no_example_is_the_same_file(toy, cache):
-    """Methods, budgets and modes share what was made."""
+    """Methods, budgets and modes share examples."""
     options = {"mode": "multi-turn"}, {"mode": "multi-request"}, {"mode": "multi-turn", "method": "streaming-llm"}
     for changed in options:
         run(toy(**changed))
@@ -104,7 +104,7 @@ def test_what_changes_no_example_is_the_same_file(toy, cache):
 
 
 def test_a_changed_source_of_the_task_is_another_file(toy, cache, tmp_path):
-    """What the old code made is not given to the new."""
+    """Examples of other code are not used."""
     path = tmp_path / "mine.py"
     path.write_text(Path(TOY.rpartition(":")[0]).read_text())
     (_, before, _), = make_examples(toy(task=f"{path}:Toy"), [0])
@@ -117,7 +117,7 @@ def test_a_changed_source_of_the_task_is_another_file(toy, cache, tmp_path):
 @pytest.mark.few(2)
 @pytest.mark.parametrize("harm", ["cut", "flipped", "empty", "text", "folder", "foreign", "other number"])
 def test_a_broken_or_foreign_file_is_made_again(harm, toy, cache):
-    """Whatever lies there: the examples are those of the task, and the file is whole again."""
+    """Damaged files are ignored and replaced."""
     job = toy()
     expected = list(make_examples(job, range(2)))
     files = kept(cache)
@@ -143,14 +143,14 @@ def test_a_broken_or_foreign_file_is_made_again(harm, toy, cache):
 
 
 def test_a_cache_that_cannot_be_written_costs_only_time(toy, cache):
-    """A file stands where the folder should be."""
+    """The cache folder is a file."""
     (cache / "kvbench").mkdir(exist_ok=True)
     (cache / "kvbench" / "examples").write_text("")
     assert [x[0] for x in make_examples(toy(), range(3))] == [0, 1, 2]
 
 
 def test_facts_that_json_does_not_hold_are_not_kept(toy, cache, monkeypatch):
-    """A tuple would come back as a list: such an example is made each time."""
+    """A tuple would be read back as a list, so such an example is not cached."""
     job = toy()
     shutil.rmtree(cache / "kvbench" / "examples")
     make = type(job.task).example
@@ -165,7 +165,7 @@ def _make(job: Job, results: multiprocessing.Queue) -> None:
 
 
 def test_two_processes_make_the_same_examples_at_once(toy, cache):
-    """Both see whole examples, and what is left is whole."""
+    """Both read complete examples, and the files are complete."""
     job = toy(samples=8)
     shutil.rmtree(cache / "kvbench" / "examples")
     context = multiprocessing.get_context("fork")
@@ -182,7 +182,7 @@ def test_two_processes_make_the_same_examples_at_once(toy, cache):
 
 
 def test_examples_of_long_ago_are_removed(toy, cache):
-    """When others are kept, and only those that nobody added to for a month."""
+    """Only folders without a new file for a month, when another folder is written."""
     folders = [cache / "kvbench" / "examples" / x for x in ("old", "new")]
     for folder, days in zip(folders, (31, 29), strict=True):
         folder.mkdir(parents=True)
@@ -208,7 +208,7 @@ def test_a_resumed_run_makes_only_what_is_missing(toy, cache, monkeypatch):
 
 
 def test_a_context_is_tokenized_once(model_folder):
-    """Whoever asks for it again gets the ids that are kept."""
+    """The second call returns the cached ids."""
     tokenizer = load_model(str(model_folder)).tokenizer
     calls = []
 
@@ -240,7 +240,7 @@ def test_what_is_kept_of_contexts_is_bounded(model_folder, monkeypatch):
 
 @dataclass(frozen=True)
 class Rows(Task):
-    """Three rows."""
+    """Three records."""
 
     name: ClassVar[str] = "rows"
     prompt_id: ClassVar[str] = "rows@1"
@@ -254,7 +254,7 @@ class Rows(Task):
 
 
 def test_a_data_set_gives_what_is_wanted_of_it(toy, cache):
-    """Nothing of it is kept; asking for more than it has is refused with the number."""
+    """Its examples are not cached; more samples than records are refused with the number."""
     job = replace(toy(), task=Rows())
     shutil.rmtree(cache / "kvbench" / "examples")
     assert [(i, x.context, ids.context[-1]) for i, x, ids in make_examples(job, {2, 0})] == [

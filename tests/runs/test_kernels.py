@@ -22,8 +22,8 @@ def result_of(tmp_path: Path, kernels: str) -> tuple[dict[str, object], Path]:
     raise AssertionError(kernels)
 
 
-def test_an_operation_that_the_method_uses_is_missed(kvbench, arguments, monkeypatch):
-    """It is named; what other methods use is not asked for."""
+def test_a_missing_implementation_is_refused(kvbench, arguments, monkeypatch):
+    """The message names the operation; operations of other methods do not matter."""
     ops = {name: ["torch", "triton"] for name in list_ops()}
     monkeypatch.setattr("kvbench.runs.request.list_ops", lambda: {
         **ops, "dense_attention": ["torch"], "int8_attention": ["torch"]
@@ -36,7 +36,7 @@ def test_an_operation_that_the_method_uses_is_missed(kvbench, arguments, monkeyp
 
 
 def test_triton_needs_its_package_and_a_gpu(kvbench, arguments, monkeypatch):
-    """A CPU will do where Triton's interpreter is asked for, and not else."""
+    """A CPU is accepted only with Triton's interpreter."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     answer = kvbench(*arguments, "--method", "full", "--kernels", "triton")
     assert answer.code == 2
@@ -47,7 +47,7 @@ def test_triton_needs_its_package_and_a_gpu(kvbench, arguments, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU needs no interpreter")
-def test_the_interpreter_is_not_given_what_it_computes_wrongly(kvbench, arguments):
+def test_the_interpreter_refuses_bfloat16(kvbench, arguments):
     """In bfloat16 its products are off by orders of magnitude."""
     pytest.importorskip("triton", reason="Triton is for Linux")
     answer = kvbench(*arguments, "--method", "full", "--kernels", "triton", "--dtype", "bfloat16")
@@ -56,7 +56,7 @@ def test_the_interpreter_is_not_given_what_it_computes_wrongly(kvbench, argument
 
 
 def test_flash_attn_needs_its_package_a_gpu_and_sixteen_bits(kvbench, arguments, monkeypatch):
-    """Each is said by itself, and nothing else stands in."""
+    """Each has its own message, and no other implementation replaces it."""
     find = importlib.util.find_spec
     command = [*arguments, "--method", "full", "--kernels", "flash"]
     monkeypatch.setattr("kvbench.runs.request.importlib.util.find_spec", lambda name: None)
@@ -77,7 +77,7 @@ def test_flash_attn_needs_its_package_a_gpu_and_sixteen_bits(kvbench, arguments,
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs on a CPU need the interpreter")
-def test_a_result_says_what_ran(kvbench, arguments, tmp_path):
+def test_a_result_records_its_implementations(kvbench, arguments, tmp_path):
     """By operation, on the first line of a sample and in the result; the answers are the same."""
     pytest.importorskip("triton", reason="Triton is for Linux")
     command = [*arguments, "--method", "knorm+adakv", "--samples", "1", "--mode", "multi-turn", "--turns", "2"]

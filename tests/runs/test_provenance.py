@@ -1,4 +1,4 @@
-"""A run's identity follows the code that it runs: all of that, wherever it stands, and nothing else."""
+"""The sources of a run cover the code that it runs, and no other code."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ SHOWN = (
     "kvbench.cli", "kvbench.runs.progress", "kvbench.analysis", "kvbench.integrations",
     "kvbench.sweep", "kvbench.toml", "kvbench.custom", "kvbench.scorers",
 )
-"""What `kvbench run` loads beside the run: to read what was typed, and to print."""
+"""Modules of the command line, which read options and print results."""
 
 
 @pytest.fixture
-def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of kvbench's code that a test may change, in the place where sources are looked for."""
-    copy = tmp_path / "kvbench"
-    shutil.copytree(ROOT / "kvbench", copy, ignore=shutil.ignore_patterns("models", "__pycache__"))
+def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of kvbench's code that tests may change; sources are looked up there."""
+    folder = tmp_path / "kvbench"
+    shutil.copytree(ROOT / "kvbench", folder, ignore=shutil.ignore_patterns("models", "__pycache__"))
     for name in ("snapkv", "h2o", "full-int8", "knorm+adakv"):
         find_method(name)  # loaded from the real place
     find_task("niah")
-    monkeypatch.setattr(kvbench, "__path__", [str(copy)])
-    return copy
+    monkeypatch.setattr(kvbench, "__path__", [str(folder)])
+    return folder
 
 
 def changed(method: str, task: str, change: Callable[[], object]) -> set[str]:
-    """The parts whose hash is another after a change."""
+    """The components whose hashes a change alters."""
     before = find_sources(find_method(method), find_task(task))
     change()
     after = find_sources(find_method(method), find_task(task))
@@ -50,7 +50,7 @@ def changed(method: str, task: str, change: Callable[[], object]) -> set[str]:
 
 
 def extend(path: Path) -> Callable[[], object]:
-    """A change of a file that is there, or a new one."""
+    """Append to a file, or create it."""
     return lambda: path.write_text((path.read_text() if path.exists() else "") + "\n# changed\n")
 
 
@@ -84,16 +84,16 @@ def extend(path: Path) -> Callable[[], object]:
     ("snapkv", "kernels/new/__init__.py", set()),
     ("snapkv", "kernels/window_scores/fast.py", {"kernels"}),
 ])
-def test_what_is_imported_is_part_of_a_run(house: Path, method: str, path: str, expected: set[str]) -> None:
-    """A change shows in the one part that it belongs to; what nothing imports, new or old, shows nowhere."""
-    assert (house / path).exists() or path in NEW
-    (house / path).parent.mkdir(exist_ok=True)
-    assert changed(method, "niah", extend(house / path)) == expected
+def test_a_changed_file_alters_its_component(copy: Path, method: str, path: str, expected: set[str]) -> None:
+    """A file that no component imports alters no hash."""
+    assert (copy / path).exists() or path in NEW
+    (copy / path).parent.mkdir(exist_ok=True)
+    assert changed(method, "niah", extend(copy / path)) == expected
 
 
-def test_an_import_brings_a_file_in(house: Path) -> None:
+def test_imports_are_followed(copy: Path) -> None:
     """Also inside a function, and through another file; not for types only."""
-    snapkv, between, new = house / "methods" / "eviction" / "snapkv.py", house / "between.py", house / "new.py"
+    snapkv, between, new = copy / "methods" / "eviction" / "snapkv.py", copy / "between.py", copy / "new.py"
     for path in (between, new):
         path.write_text("")
     text = snapkv.read_text()
@@ -104,10 +104,10 @@ def test_an_import_brings_a_file_in(house: Path) -> None:
     between.write_text("import kvbench.new\n")
     assert changed("snapkv", "niah", extend(new)) == {"method"}
     between.write_text("class Layer:\n    import kvbench.kernels.int8_attention.torch\n")
-    assert changed("snapkv", "niah", extend(house / "kernels" / "int8_attention" / "naive.py")) == {"kernels"}
+    assert changed("snapkv", "niah", extend(copy / "kernels" / "int8_attention" / "naive.py")) == {"kernels"}
 
 
-def test_a_file_counts_wherever_it_lies(house: Path, tmp_path: Path) -> None:
+def test_a_file_counts_by_content_and_name(copy: Path, tmp_path: Path) -> None:
     """By its content and its own name, with what it imports from kvbench."""
     here, there = tmp_path / "mine.py", tmp_path / "elsewhere" / "mine.py"
     here.write_text(TOYS.read_text())
@@ -116,12 +116,12 @@ def test_a_file_counts_wherever_it_lies(house: Path, tmp_path: Path) -> None:
     one, other = (find_sources(find_method(f"{x}:Last"), find_task(f"{x}:Toy")) for x in (here, there))
     assert one == other
     assert changed(f"{here}:Last", f"{here}:Toy", extend(here)) == {"method", "task"}
-    assert changed(f"{here}:Last", f"{here}:Toy", extend(house / "selection.py")) == set()
+    assert changed(f"{here}:Last", f"{here}:Toy", extend(copy / "selection.py")) == set()
     here.write_text(here.read_text() + "\nimport kvbench.selection\n")
-    assert changed(f"{here}:Last", f"{there}:Toy", extend(house / "selection.py")) == {"method"}
+    assert changed(f"{here}:Last", f"{there}:Toy", extend(copy / "selection.py")) == {"method"}
 
 
-def test_a_helper_beside_a_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_helper_next_to_a_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Imported by its plain name, also late, also from another helper; what is installed does not count."""
     monkeypatch.syspath_prepend(tmp_path)
     path, helper, late = (tmp_path / f"{x}.py" for x in ("mine", "a_helper_of_mine", "a_late_helper"))
@@ -134,7 +134,7 @@ def test_a_helper_beside_a_file_counts(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_package_counts_with_its_own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an entry point's method imports from its own package, relatively too; other packages by their versions."""
+    """Imports within the package of an entry point are followed; other packages count by their versions."""
     package = tmp_path / "their_methods"
     (package / "inner").mkdir(parents=True)
     for name in ("__init__.py", "inner/__init__.py", "inner/helper.py", "unused.py"):
@@ -156,18 +156,18 @@ def test_a_package_counts_with_its_own_modules(tmp_path: Path, monkeypatch: pyte
     assert hashed() == seen[-1]
 
 
-def test_a_class_around_another_counts_with_it(house: Path) -> None:
-    """Where an outer method holds the inner one as an attribute of its class."""
+def test_a_composed_method_includes_its_inner_method(copy: Path) -> None:
+    """The outer method has the inner one as a class attribute."""
     inner = find_method("h2o")
     outer = type("Outer", (find_method("snapkv"),), {"inner": inner})
     before = find_sources(outer, find_task("niah")).method
-    extend(house / "methods" / "eviction" / "h2o.py")()
+    extend(copy / "methods" / "eviction" / "h2o.py")()
     assert find_sources(outer, find_task("niah")).method != before
 
 
 @pytest.mark.slow
 def test_a_real_run_loads_nothing_that_was_not_followed(arguments: list[str]) -> None:
-    """Read off Python's own list of modules, in a process that does nothing but this run."""
+    """Compared with `sys.modules` in a process that only makes this run."""
     code = textwrap.dedent("""
         import sys
         from kvbench.cli import call

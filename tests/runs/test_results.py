@@ -47,7 +47,7 @@ def no_fsync(monkeypatch):
 
 
 def resume(path: Path) -> list[Line]:
-    """Open a journal, run what is missing, and read what is there then."""
+    """Open a journal, run the missing samples, and read it again."""
     journal = Journal(path)
     for index in sorted(set(range(SAMPLES)) - journal.finished):
         journal.append([line(index, turn) for turn in range(TURNS)])
@@ -62,7 +62,7 @@ def resume(path: Path) -> list[Line]:
 @example(cut=ENDS[1])
 @example(cut=ENDS[1] + 1)
 def test_a_journal_cut_at_any_byte_is_completed(tmp_path, cut):
-    """No finished sample is lost, none is there twice."""
+    """No finished sample is lost or duplicated."""
     path = tmp_path / "samples.jsonl"
     path.write_bytes(WHOLE[:cut])
     whole_samples = sum(end <= cut for end in ENDS) // TURNS
@@ -77,7 +77,7 @@ def test_a_journal_cut_at_any_byte_is_completed(tmp_path, cut):
 @given(at=st.integers(0, len(WHOLE) - 1), byte=st.integers(0, 255))
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_damaged_journal_is_used_or_refused_but_never_crashes(tmp_path, at, byte):
-    """One byte is another: the samples that it does not touch stay."""
+    """After one changed byte, the other samples remain."""
     path = tmp_path / "samples.jsonl"
     path.write_bytes(WHOLE[:at] + bytes([byte]) + WHOLE[at + 1 :])
     try:
@@ -89,7 +89,7 @@ def test_a_damaged_journal_is_used_or_refused_but_never_crashes(tmp_path, at, by
         assert {x.index for x in lines} >= set(range(SAMPLES))
 
 
-def test_a_cut_line_is_said(tmp_path, capsys):
+def test_a_cut_line_is_reported(tmp_path, capsys):
     """On standard error, with the number of lines that count."""
     path = tmp_path / "samples.jsonl"
     path.write_bytes(WHOLE[: ENDS[2] + 9])
@@ -104,14 +104,14 @@ def test_a_cut_line_is_said(tmp_path, capsys):
     "bad", ["[" * 100_000, "{}", "null", '{"schema_version": true}', '{"schema_version": 1, "x": 1}']
 )
 def test_hostile_lines_are_not_used(tmp_path, bad):
-    """Deep nesting, nothing, nonsense."""
+    """Deep nesting, empty documents, wrong types."""
     path = tmp_path / "samples.jsonl"
     path.write_text(f"{bad}\n")
     assert read_lines(path) == []
 
 
 def test_a_sample_is_finished_with_all_its_turns_or_its_error():
-    """Half a conversation is not a sample."""
+    """A sample without all turns is not finished."""
     assert finished_samples([line(0, 0)]) == set()
     assert finished_samples([line(0, 1)]) == set()
     assert finished_samples([line(0, 1), line(0, 0)]) == {0}
@@ -120,7 +120,7 @@ def test_a_sample_is_finished_with_all_its_turns_or_its_error():
 
 
 def test_an_unknown_schema_version_is_refused(tmp_path):
-    """A file of a later kvbench is not guessed at."""
+    """A file of a later kvbench is not read."""
     path = tmp_path / "samples.jsonl"
     path.write_text(json.dumps({"schema_version": 3}) + "\n")
     with pytest.raises(UserError, match="schema version 3; this kvbench reads 1 and 2"):
@@ -141,7 +141,7 @@ def test_a_broken_result_is_refused_in_one_line(tmp_path, text):
 
 
 def test_writing_is_all_or_nothing(tmp_path, monkeypatch):
-    """A file is replaced by the whole new one, or stays."""
+    """A file is replaced completely or not at all."""
     path = tmp_path / "result.json"
     write_atomic(path, "old")
 
@@ -156,7 +156,7 @@ def test_writing_is_all_or_nothing(tmp_path, monkeypatch):
 
 
 def test_the_interval_respects_clusters():
-    """Turns of one context that answer alike are one observation, not many."""
+    """Turns of one context with equal scores are one observation."""
     apart = bootstrap_interval([[x] for x in [0.0, 1.0] * 20])
     together = bootstrap_interval([[x] * 10 for x in [0.0, 1.0] * 2])
     assert apart[1] - apart[0] < together[1] - together[0]
@@ -175,8 +175,8 @@ def test_facts_add_up_over_samples_and_distinct_codes_do_not():
 
 
 @pytest.mark.parametrize("name", ["h2o", "tova", "streaming-llm"])
-def test_rows_lost_to_a_question_are_not_certified_as_lossless(name):
-    """A budget for every row of the context is none for the question: what then evicts has acted."""
+def test_entries_evicted_for_a_question_count_as_an_effect(name):
+    """A budget that holds the whole context does not hold the question: evicting then counts as acting."""
     model = tiny_model()
     fitted = find_method(name)().bind(model).fit(Budget("rows", 120), model.shape(120))
     lines = []

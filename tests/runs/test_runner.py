@@ -1,4 +1,4 @@
-"""A run is true, survives being killed, and never turns a failure into a number."""
+"""A run survives being killed, and a failure never becomes a number."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def only_run(tmp_path: Path, out: str = "runs") -> Path:
 
 
 def scores(folder: Path) -> list[tuple[object, ...]]:
-    """What must not depend on how often a run was interrupted."""
+    """The fields that must not depend on interruptions."""
     lines = read_lines(folder / "samples.jsonl")
     return [(x.index, x.turn, x.prompt_hash, x.ids, x.prediction, x.score, x.error) for x in lines]
 
@@ -86,7 +86,7 @@ def test_a_result_has_the_documented_names(kvbench, arguments):
     assert {"kind", "n_acted", "n"} <= result["effect"].keys()
 
 
-def test_visibility_changes_what_is_run_and_not_what_is_asked(kvbench, arguments, tmp_path):
+def test_visibility_does_not_change_prompts(kvbench, arguments, tmp_path):
     """Prompts are equal in every mode; with a full cache so are the answers."""
     for mode in ("--visibility=visible", "--visibility=hidden"):
         assert kvbench(*arguments, "--method", "full", mode).code == 0
@@ -95,7 +95,7 @@ def test_visibility_changes_what_is_run_and_not_what_is_asked(kvbench, arguments
 
 
 def test_the_same_command_reports_the_finished_run(kvbench, arguments, tmp_path):
-    """Nothing is run twice, and it says so."""
+    """No sample is run twice, and a line says so."""
     first = kvbench(*arguments, "--method", LAST)
     written = (only_run(tmp_path) / "result.json").read_bytes()
     again = kvbench(*arguments, "--method", LAST)
@@ -108,7 +108,7 @@ def test_the_same_command_reports_the_finished_run(kvbench, arguments, tmp_path)
 
 
 def start(command: list[str]) -> subprocess.Popen[str]:
-    """The real command, slow enough to be hit between two samples.
+    """Start the real command, slow enough to be interrupted between two samples.
 
     Tests that a shell started in the background ignore Ctrl-C, and so would their children.
     """
@@ -120,7 +120,7 @@ def start(command: list[str]) -> subprocess.Popen[str]:
 
 
 def strike(processes: dict[signal.Signals, subprocess.Popen[str]], tmp_path: Path) -> dict[signal.Signals, str]:
-    """Send each its signal once its first sample is saved. Their standard errors."""
+    """Send each process its signal after its first saved sample; returns their standard errors."""
     waiting = dict(processes)
     deadline = time.monotonic() + 300
     while waiting:
@@ -135,7 +135,7 @@ def strike(processes: dict[signal.Signals, subprocess.Popen[str]], tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_scores(kvbench, arguments, tmp_path):
-    """Signals to real processes after their first samples; the same command ends as if nothing had happened."""
+    """Real processes get signals after their first samples; resumed, they have the scores of an uninterrupted run."""
     command = [*arguments, "--method", LAST, "--mode", "multi-turn"]
     where = command.index("--out") + 1
     commands = {
@@ -165,7 +165,7 @@ def test_a_killed_run_goes_on_to_the_same_scores(kvbench, arguments, tmp_path):
 
 @pytest.mark.slow
 def test_times_of_two_machines_are_not_mixed(kvbench, arguments, tmp_path):
-    """Half of the samples with one more thread, the rest here: nothing finished is lost, and there are no medians."""
+    """With half of the samples from another number of threads, no sample is lost and there are no medians."""
     whole = kvbench(*arguments, "--method", LAST).json
     assert (whole["latency"]["n"], whole["latency"]["mixed"]) == (4, None)
     folder = only_run(tmp_path)
@@ -189,7 +189,7 @@ def test_times_of_two_machines_are_not_mixed(kvbench, arguments, tmp_path):
 
 
 def test_a_method_that_does_nothing_fails_its_run(kvbench, arguments):
-    """Declared as eviction and inert: exit code 1, with the reason in the result."""
+    """An eviction method that evicts nothing: exit code 1, with the reason in the result."""
     answer = kvbench(*arguments, "--method", INERT)
     assert answer.code == 1
     assert answer.json["status"] == "failed"
@@ -199,7 +199,7 @@ def test_a_method_that_does_nothing_fails_its_run(kvbench, arguments):
 
 @pytest.mark.few
 @pytest.mark.parametrize(("kind", "error"), [("memory", "MemoryError: out of memory"), ("bug", "ValueError: a bug")])
-def test_a_failed_sample_is_no_zero(kvbench, arguments, tmp_path, kind, error):
+def test_a_failed_sample_is_not_a_zero(kvbench, arguments, tmp_path, kind, error):
     """The run goes on, its mean is null, and the traceback is kept."""
     answer = kvbench(*arguments, "--method", LAST, "--set", "fails_at=1", "--set", f"kind={kind}")
     assert answer.code == 1
@@ -243,7 +243,7 @@ def test_random_weights_have_no_score(kvbench, arguments, model_folder, tmp_path
 @pytest.mark.few
 @pytest.mark.parametrize("full_after", [0, 2])
 def test_a_full_disk_ends_the_run_and_loses_nothing(kvbench, arguments, tmp_path, monkeypatch, full_after):
-    """One clear line and exit code 1; with room again the run goes on and its scores are whole."""
+    """One clear line and exit code 1; with free space the run resumes and has all scores."""
     synced = 0
 
     def fsync(descriptor: int) -> None:
@@ -267,7 +267,7 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(kvbench, arguments, tmp_path
 
 
 def test_two_processes_do_not_share_a_run(kvbench, arguments, tmp_path, monkeypatch):
-    """The second is told, and leaves the first alone."""
+    """The second is refused and does not touch the first."""
     from kvbench.runs.files import locked
     from kvbench.runs.runner import run
 

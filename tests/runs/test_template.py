@@ -73,7 +73,7 @@ def test_prompts_byte_for_byte(job_of):
 
 
 def test_whether_the_template_is_used_is_part_of_the_identity(job_of):
-    """By the template's hash, which is there or not, and by who puts the first token."""
+    """By the template's hash, or its absence, and by the source of the first token."""
     own, none = (job_of(template=x).spec for x in ("own", "none"))
     assert own == job_of().spec
     assert none == own.model_copy(update={
@@ -108,7 +108,7 @@ def test_a_run_has_one_date(model, job_of, monkeypatch, date, same):
 
 
 def test_without_a_template_there_is_nothing_to_leave_out(job_of, model_folder):
-    """The very same run."""
+    """It is the same run."""
     plain = load_model(str(model_folder))
     assert job_of(plain, template="none").spec.run_id == job_of(plain).spec.run_id
 
@@ -174,8 +174,8 @@ def test_a_grid_of_both_loads_its_model_once(kvbench, chat_mini, tmp_path, monke
     assert alone.json["run_id"] == answer.json[2]["run_id"]
 
 
-def test_another_word_is_refused(kvbench, arguments):
-    """With those that there are."""
+def test_an_unknown_template_is_refused(kvbench, arguments):
+    """With the allowed values."""
     answer = kvbench(*arguments, "--method", "full", "--template", "chatml")
     assert answer.code == 2
     assert "unknown template 'chatml'" in answer.err
