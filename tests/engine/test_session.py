@@ -201,7 +201,7 @@ def test_positions_count_tokens_after_eviction(method):
 
 
 def test_recompression_chooses_with_the_question():
-    """With `recompress`, SnapKV's entries are within the budget again after a question; without, the question's stay."""
+    """With `recompress`, SnapKV's entries are within the budget again after a question; otherwise they are not."""
     model = tiny_model()
     rows = {}
     for recompress in (False, True):

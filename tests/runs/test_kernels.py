@@ -32,7 +32,7 @@ def test_a_missing_implementation_is_refused(kvbench, arguments, monkeypatch):
     assert answer.code == 2
     assert "kernels 'triton' are missing for operations of full: dense_attention. Use" in answer.err
     answer = kvbench(*arguments, "--method", "full-int8", "--kernels", "triton")
-    assert "uses: dense_attention, int8_attention. Use" in answer.err
+    assert "full-int8: dense_attention, int8_attention. Use" in answer.err
 
 
 def test_triton_needs_its_package_and_a_gpu(kvbench, arguments, monkeypatch):
