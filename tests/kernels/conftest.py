@@ -1,4 +1,4 @@
-"""What the kernels' tests share: random rows, an error measure, and a scale for temporary memory."""
+"""What the kernels' tests share: random entries, an error measure, and a scale for temporary memory."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def triton(monkeypatch):
 
 @pytest.fixture
 def small_code_tiles(monkeypatch):
-    """Of attention over codes: Triton's blocks are 8 queries and 16 rows, and tiles 32 rows."""
+    """Of attention over codes: Triton's blocks are 8 queries and 16 entries, and tiles 32 entries."""
     fast = pytest.importorskip("kvbench.kernels.packed_attention.triton")
     monkeypatch.setattr(fast, "tile_entries", lambda *_: 32)
     monkeypatch.setattr(fast, "_blocks", lambda *_: (8, 16, 4))
@@ -75,7 +75,7 @@ def small_code_tiles(monkeypatch):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Triton's tiles and blocks are 16 rows, the fewest that a matrix product takes."""
+    """Triton's tiles and blocks are 16 entries, the fewest that a matrix product takes."""
     attention = pytest.importorskip("kvbench.kernels.dense_attention.triton")
     monkeypatch.setattr(attention, "tile_entries", lambda *_: 16)
     monkeypatch.setattr(attention, "_blocks", lambda *_: (16, 16, 2, 4))
@@ -84,7 +84,7 @@ def small_tiles(monkeypatch):
 
 @pytest.fixture
 def attention():
-    """Query, keys and values of an attention by shape: (heads, queries, rows, batch) -> three tensors."""
+    """Query, keys and values of an attention by shape: (heads, queries, entries, batch) -> three tensors."""
 
     def make(heads, n_query, n_key, batch=2, dtype=torch.float32, seed=0):
         generator = torch.Generator().manual_seed(seed)
@@ -117,7 +117,7 @@ def holes():
 
 @pytest.fixture
 def error():
-    """Relative RMS error of a result against its oracle; shapes must agree and no element may be NaN."""
+    """Relative RMS error of a result against its reference; shapes must agree and no element may be NaN."""
 
     def measure(found, wanted):
         found = found.cpu()

@@ -11,7 +11,7 @@ from kvbench.kernels.column_sums import column_sums
 from kvbench.kernels.ragged_attention import Partial
 
 AT = torch.tensor([3, 7, 7, 11, 19])
-"""Rows of five queries, one of them twice."""
+"""Entries of five queries, one of them twice."""
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(plain, "BLOCK_ELEMENTS", 500)
 
 
-def test_equals_the_oracle(heads, options, attention, error):
+def test_equals_the_reference(heads, options, attention, error):
     """Every head layout and option gives the sums of single queries within 1e-5."""
     query, keys, _ = attention(heads, len(AT), 20)
     options = {"scale": 0.3, **options}
@@ -28,8 +28,8 @@ def test_equals_the_oracle(heads, options, attention, error):
 
 
 @pytest.mark.parametrize("window", [None, 9])
-def test_a_given_normalizer_counts_rows_that_are_elsewhere(heads, window, attention, holes, error):
-    """With the log-sum-exp of a larger softmax, and positions with holes, rows get their share of that softmax."""
+def test_a_given_normalizer_counts_entries_that_are_elsewhere(heads, window, attention, holes, error):
+    """With the log-sum-exp of a larger softmax, and positions with holes, entries get their share of that softmax."""
     query, keys, _ = attention(heads, len(AT), 20)
     lse = torch.randn(query.shape[:3], generator=torch.Generator().manual_seed(2)) + 4
     where = {"logical": AT + 7, "positions": holes(2, heads[1], 20, 27, 1), "window": window}
@@ -38,7 +38,7 @@ def test_a_given_normalizer_counts_rows_that_are_elsewhere(heads, window, attent
 
 
 def test_all_queries_are_column_sums(heads, attention, error):
-    """Where every row's query is chosen, the mass is the column sum, whatever the order of the queries."""
+    """Where every entry's query is chosen, the mass is the column sum, whatever the order of the queries."""
     query, keys, _ = attention(heads, 20, 20)
     wanted = column_sums(query, keys, scale=0.3, seen=20)
     order = torch.randperm(20, generator=torch.Generator().manual_seed(1))
@@ -64,8 +64,8 @@ def test_the_joint_normalizer_is_that_of_one_softmax(sinks):
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("at", [[0], [39, 3, 3, 16, 15]], ids=str)
-def test_triton_equals_the_oracle(at, options, triton, attention, error):
-    """Queries in any order, of any rows: within 1e-5."""
+def test_triton_equals_the_reference(at, options, triton, attention, error):
+    """Queries in any order, of any entries: within 1e-5."""
     at = torch.tensor(at)
     query, keys, _ = attention((6, 2), len(at), 40, batch=1)
     options = {"scale": 0.3, **options}

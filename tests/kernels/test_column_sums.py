@@ -13,7 +13,7 @@ ALL = {
     "sums": (column_sums, naive.column_sums), "maxima": (column_maxima, naive.column_maxima),
     "squares": (column_squares, naive.column_squares),
 }
-"""Functions and their oracles."""
+"""Functions and their references."""
 
 
 @pytest.fixture(autouse=True)
@@ -23,8 +23,8 @@ def small_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 16), (2, 16), (3, 16), (16, 16), (17, 17), (10, 30)], ids=str)
-def test_equals_the_oracle(heads, size, options, attention, error):
-    """Every head layout, size and option gives the oracle's sums within 1e-5."""
+def test_equals_the_reference(heads, size, options, attention, error):
+    """Every head layout, size and option gives the reference's sums within 1e-5."""
     query, keys, _ = attention(heads, *size)
     options = {"scale": 0.3, "seen": size[1], **options}
     for found, wanted in ALL.values():
@@ -33,7 +33,7 @@ def test_equals_the_oracle(heads, size, options, attention, error):
 
 @pytest.mark.parametrize("size", [(1, 12), (5, 20)], ids=str)
 def test_a_window_counts_tokens_across_holes(heads, size, attention, holes, error):
-    """With positions, rows are seen by their distance in the text."""
+    """With positions, entries are seen by their distance in the text."""
     query, keys, _ = attention(heads, *size)
     options = {"scale": 0.3, "seen": 60, "window": 11, "positions": holes(2, heads[1], size[1], 60, size[0])}
     for found, wanted in ALL.values():
@@ -48,8 +48,8 @@ def test_the_card_s_case(attention, error):
     assert abs(sums.double().sum().item() - 4 * 257) < 1e-2
 
 
-def test_rows_that_no_query_sees_have_no_mass(heads, attention):
-    """Rows outside every query's window sum to exactly zero."""
+def test_entries_that_no_query_sees_have_no_mass(heads, attention):
+    """Entries outside every query's window sum to exactly zero."""
     query, keys, _ = attention(heads, 3, 30)
     sums = column_sums(query, keys, scale=0.3, seen=30, window=5)
     assert (sums[..., : 30 - 3 - 5 + 1] == 0).all()
@@ -86,7 +86,7 @@ def test_maxima_and_squares_by_hand():
 
 @pytest.mark.parametrize("options", [{}, {"window": 100, "softcap": 2.0}], ids=["plain", "everything"])
 def test_memory_is_linear(options, attention, largest, monkeypatch):
-    """The largest temporary is one block, whatever the number of rows: no T x N tensor is ever made."""
+    """The largest temporary is one block, whatever the number of entries: no T x N tensor is ever made."""
     monkeypatch.setattr(plain, "BLOCK_ELEMENTS", 1 << 20)
     peaks = {}
     for n in (2048, 4096):
@@ -98,8 +98,8 @@ def test_memory_is_linear(options, attention, largest, monkeypatch):
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("size", [(1, 1), (1, 15), (2, 16), (3, 17), (18, 34)], ids=str)
-def test_triton_equals_the_oracle(size, options, triton, attention, error):
-    """One row, a block of 16, one row less and more, several; one block of queries and two: within 1e-5."""
+def test_triton_equals_the_reference(size, options, triton, attention, error):
+    """One entry, a block of 16, one entry less and more, several; one block of queries and two: within 1e-5."""
     query, keys, _ = attention((6, 2), *size, batch=1)
     options = {"scale": 0.3, "seen": size[1], **options}
     found = column_sums(*triton([query, keys]), **triton(options))
@@ -109,14 +109,14 @@ def test_triton_equals_the_oracle(size, options, triton, attention, error):
 @pytest.mark.few(2)  # both
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(
-    ("operation", "oracle"), [(column_maxima, naive.column_maxima), (column_squares, naive.column_squares)],
+    ("operation", "reference"), [(column_maxima, naive.column_maxima), (column_squares, naive.column_squares)],
     ids=["maxima", "squares"],
 )
-def test_triton_s_other_measures_equal_the_oracle(operation, oracle, options, triton, attention, error):
-    """Over blocks of queries, of rows, and over the heads of a group."""
+def test_triton_s_other_measures_equal_the_reference(operation, reference, options, triton, attention, error):
+    """Over blocks of queries, of entries, and over the heads of a group."""
     query, keys, _ = attention((6, 2), 18, 20, batch=1)
     options = {"scale": 0.3, "seen": 20, **options}
-    assert error(operation(*triton([query, keys]), **triton(options)), oracle(query, keys, **options)) < 1e-5
+    assert error(operation(*triton([query, keys]), **triton(options)), reference(query, keys, **options)) < 1e-5
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -133,7 +133,7 @@ def test_triton_in_every_precision(heads, precision, triton, attention, error, a
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("window", [3, 33])
 def test_triton_counts_a_window_in_tokens_across_holes(window, triton, attention, holes, error):
-    """With positions, rows are seen by their distance in the text; keys and positions may be a part of a block."""
+    """With positions, entries are seen by their distance in the text; keys and positions may be a part of a block."""
     query, keys, _ = attention((6, 2), 3, 40)
     options = {"scale": 0.3, "seen": 90, "window": window, "positions": holes(2, 2, 40, 90, 3)}
     wanted = naive.column_sums(query, keys, **options)
@@ -142,8 +142,8 @@ def test_triton_counts_a_window_in_tokens_across_holes(window, triton, attention
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_triton_gives_rows_that_no_query_sees_no_mass(triton, attention):
-    """Rows outside every query's window sum to exactly zero, whole blocks of them too."""
+def test_triton_gives_entries_that_no_query_sees_no_mass(triton, attention):
+    """Entries outside every query's window sum to exactly zero, whole blocks of them too."""
     query, keys, _ = attention((6, 2), 3, 50)
     sums = column_sums(*triton([query, keys]), scale=0.3, seen=50, window=5).cpu()
     assert (sums[..., : 50 - 3 - 5 + 1] == 0).all()
@@ -171,8 +171,8 @@ def test_triton_s_memory_is_linear(largest, monkeypatch):
 
 
 @pytest.mark.parametrize("more", [-1, 0, 1])
-def test_triton_blocks_end_where_rows_do(more, precision, triton, attention, error, allowed):
-    """One block of rows as a GPU has them, one row less and one more."""
+def test_triton_blocks_end_where_entries_do(more, precision, triton, attention, error, allowed):
+    """One block of entries as a GPU has them, one entry less and one more."""
     fast = pytest.importorskip("kvbench.kernels.column_sums.triton")
     n = fast._blocks(1, 24, precision.itemsize)[0] + more
     query, keys, _ = attention((3, 1), 2, n, batch=1, dtype=precision)

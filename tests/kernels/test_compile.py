@@ -99,7 +99,7 @@ def coded(bits, tokens, channels, width=128):
 
 
 def call_operations_on_codes():
-    """Every width of codes with the groups that methods have, 8-bit, sparse, factored and merged rows."""
+    """Every width of codes with the groups that methods have, 8-bit, sparse, factored and merged entries."""
     from kvbench.kernels import bitmap_attention, int8_attention, lowrank_keys, pack
     from kvbench.kernels.merge_sets.triton import merge_runs
     from kvbench.kernels.packed_attention import packed_partial

@@ -13,7 +13,7 @@ from kvbench.kernels.dense_attention import dense_attention, naive
 from kvbench.kernels.dense_attention import torch as plain
 
 SIZES = [(1, 1), (1, 17), (5, 5), (5, 17), (4, 8), (8, 8), (9, 9), (9, 30), (17, 17)]
-"""(queries, rows) about a block of 4: one query, a block, one more, several and a rest."""
+"""(queries, entries) about a block of 4: one query, a block, one more, several and a rest."""
 
 
 @pytest.fixture(autouse=True)
@@ -23,8 +23,8 @@ def small_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_equals_the_oracle(heads, size, options, attention, error):
-    """Every head layout, size and option gives the oracle's output within 1e-5."""
+def test_equals_the_reference(heads, size, options, attention, error):
+    """Every head layout, size and option gives the reference's output within 1e-5."""
     query, keys, values = attention(heads, *size)
     options = {"scale": 0.3, "seen": size[1], **options}
     assert error(
@@ -34,7 +34,7 @@ def test_equals_the_oracle(heads, size, options, attention, error):
 
 @pytest.mark.parametrize("size", [(1, 12), (3, 12), (6, 12), (6, 6)], ids=str)
 def test_a_window_counts_tokens_across_holes(heads, size, options, attention, holes, error):
-    """With positions, rows are seen by their distance in the text and not by their distance in the block."""
+    """With positions, entries are seen by their distance in the text and not by their distance in the block."""
     query, keys, values = attention(heads, *size)
     options = {"scale": 0.3, "seen": 40, **options, "window": 9}
     positions = holes(2, heads[1], size[1], 40, size[0])
@@ -81,7 +81,7 @@ def test_a_length_and_positions_together(heads, n_query, attention, holes, error
 
 
 def test_queries_may_see_each_other_both_ways(heads, attention, error):
-    """Without causality every query sees every row."""
+    """Without causality every query sees every entry."""
     query, keys, values = attention(heads, 5, 11)
     options = {"scale": 0.3, "seen": 11, "causal": False}
     assert error(
@@ -98,7 +98,7 @@ def test_a_window_both_ways_is_refused(attention):
 
 @pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 2.0}], ids=["plain", "window", "softcap"])
 def test_memory_is_linear(options, attention, largest, monkeypatch):
-    """No tensor of T x N elements: twice the rows make the largest temporary at most about twice as large."""
+    """No tensor of T x N elements: twice the entries make the largest temporary at most about twice as large."""
     monkeypatch.setattr(plain, "QUERY_BLOCK", 256)
     peaks = {}
     for n in (2048, 4096):
@@ -111,8 +111,8 @@ def test_memory_is_linear(options, attention, largest, monkeypatch):
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("size", [(1, 1), (1, 40), (3, 40), (17, 17)], ids=str)
-def test_triton_equals_the_oracle(size, options, triton, attention, error):
-    """One tile and several, one block of queries and several: Triton's output is the oracle's within 1e-5."""
+def test_triton_equals_the_reference(size, options, triton, attention, error):
+    """One tile and several, one block of queries and several: Triton's output is the reference's within 1e-5."""
     query, keys, values = attention((6, 2), *size, batch=1)
     options = {"scale": 0.3, "seen": size[1], **options}
     found = dense_attention(*triton([query, keys, values]), **triton(options))
@@ -136,7 +136,7 @@ def test_triton_counts_a_window_in_tokens_across_holes(static, triton, attention
     positions = holes(1, 2, 40, 90, 3)
     options = {"scale": 0.3, "window": 33}
     wanted = naive.dense_attention(query, keys, values, seen=90, positions=positions, **options)
-    if static:  # the block goes on behind the rows
+    if static:  # the block goes on behind the entries
         keys, values = (torch.cat([x, x[:, :, :5] + 1], dim=2) for x in (keys, values))
         positions = torch.cat([positions, positions[..., :5]], dim=2)
         options |= {"length": torch.tensor(40), "seen": torch.tensor(90)}
@@ -146,7 +146,7 @@ def test_triton_counts_a_window_in_tokens_across_holes(static, triton, attention
 
 @pytest.mark.usefixtures("small_tiles")
 def test_triton_serves_queries_that_see_each_other_both_ways(triton, attention, error):
-    """Without causality every query sees every row."""
+    """Without causality every query sees every entry."""
     query, keys, values = attention((6, 2), 5, 20)
     options = {"scale": 0.3, "seen": 20, "causal": False}
     found = dense_attention(*triton([query, keys, values]), **options)
@@ -156,8 +156,8 @@ def test_triton_serves_queries_that_see_each_other_both_ways(triton, attention, 
 
 
 @pytest.mark.parametrize("more", [-1, 0, 1])
-def test_triton_blocks_end_where_rows_do(more, precision, triton, attention, error, allowed):
-    """One block of rows as a GPU has them, one row less and one more."""
+def test_triton_blocks_end_where_entries_do(more, precision, triton, attention, error, allowed):
+    """One block of entries as a GPU has them, one entry less and one more."""
     fast = pytest.importorskip("kvbench.kernels.dense_attention.triton")
     n = fast._blocks(3, 24, 20, precision.itemsize)[1] + more
     query, keys, values = attention((3, 1), 1, n, batch=1, dtype=precision)
@@ -188,7 +188,7 @@ def flash_attn(monkeypatch):
 
 
 @pytest.mark.parametrize("size", [(5, 5), (5, 17), (1, 17)], ids=str)
-def test_flash_attn_is_asked_for_what_the_oracle_does(size, heads, options, flash_attn, attention, error):
+def test_flash_attn_is_asked_for_what_the_reference_does(size, heads, options, flash_attn, attention, error):
     """Prompts and chunks of every head layout, windows and soft caps; sinks and single queries are torch's."""
     query, keys, values = (x.repeat(1, 1, 1, 2)[..., :20] for x in attention(heads, *size))
     options = {"scale": 0.3, "seen": size[1], **options}

@@ -1,4 +1,4 @@
-"""8-bit attention against rows brought back to float64, and the codes against what they stand for."""
+"""8-bit attention against entries brought back to float64, and the codes against what they stand for."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ SIZES = [(1, 1), (1, 7), (1, 8), (1, 9), (5, 5), (4, 16), (9, 9), (9, 30)]
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Blocks of 4 queries and 8 rows, so that small sizes cross their edges."""
+    """Blocks of 4 queries and 8 entries, so that small sizes cross their edges."""
     monkeypatch.setattr(plain, "QUERY_BLOCK", 4)
     monkeypatch.setattr(plain, "ENTRY_BLOCK", 8)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_equals_the_oracle(heads, size, options, attention, error):
-    """Every head layout, size and option gives attention over the dequantized rows within 1e-5."""
+def test_equals_the_reference(heads, size, options, attention, error):
+    """Every head layout, size and option gives attention over the dequantized entries within 1e-5."""
     query, keys, values = attention(heads, *size)
     codes = quantize_rows(keys, values)
     options = {"scale": 0.3, **options}
@@ -58,7 +58,7 @@ def test_large_queries_do_not_overflow_in_float16(attention, error):
     assert error(found, naive.int8_attention(query.double(), **codes, scale=0.001)) < 1e-2
 
 
-def test_is_near_attention_over_exact_rows(heads, attention, error):
+def test_is_near_attention_over_exact_entries(heads, attention, error):
     """Eight bits cost less than one part in a hundred of the output, and something."""
     query, keys, values = attention(heads, 5, 40)
     found = int8_attention(query, **quantize_rows(keys, values), scale=0.2)
@@ -68,8 +68,8 @@ def test_is_near_attention_over_exact_rows(heads, attention, error):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [1e-2, 1.0, 300.0])
-def test_codes_are_within_half_a_step_of_their_rows(dtype, size, attention):
-    """Each element is within half a scale of its row's, codes are int8 within +-127, and the largest uses the range."""
+def test_codes_are_within_half_a_step_of_their_entries(dtype, size, attention):
+    """The error of an element is at most half its entry's scale, and codes use the range of +-127."""
     _, keys, values = attention((6, 2), 1, 50, dtype=dtype)
     keys, values = keys * size, values * size
     codes = quantize_rows(keys, values)
@@ -83,8 +83,8 @@ def test_codes_are_within_half_a_step_of_their_rows(dtype, size, attention):
         assert ((code.double() * step - x.double()).abs() <= 0.57 * step).all()  # the scale itself is rounded
 
 
-def test_rows_of_zeros_stay_zeros(attention):
-    """A row of zeros, or of what float16 takes for it, has scale 0 and codes 0, and attention over it is finite."""
+def test_entries_of_zeros_stay_zeros(attention):
+    """An entry of zeros, or of what float16 takes for it, has scale 0 and codes 0, and attention over it is finite."""
     query, keys, values = attention((6, 2), 3, 10)
     keys[:, :, 4], values[:, :, 4], keys[:, :, 5] = 0, 0, 1e-9
     codes = quantize_rows(keys, values)
@@ -94,7 +94,7 @@ def test_rows_of_zeros_stay_zeros(attention):
 
 
 def test_memory_is_linear(attention, largest, monkeypatch):
-    """Twice the rows make no larger temporary than one block: no exact copy of the codes exists."""
+    """Twice the entries make no larger temporary than one block: no exact copy of the codes exists."""
     monkeypatch.setattr(plain, "QUERY_BLOCK", 256)
     monkeypatch.setattr(plain, "ENTRY_BLOCK", 512)
     peaks = {}
@@ -108,7 +108,7 @@ def test_memory_is_linear(attention, largest, monkeypatch):
 
 @pytest.fixture
 def triton_error(triton, error):
-    """Error of Triton's output for so many rows, the last of which are the queries' own."""
+    """Error of Triton's output for so many entries, the last of which are the queries' own."""
 
     def measure(n_query, n_key, *, widths=(64, 32), heads=(4, 2), batch=1, dtype=torch.float32, **options):
         generator = torch.Generator().manual_seed(0)
@@ -129,8 +129,8 @@ def triton_error(triton, error):
 
 @pytest.mark.usefixtures("small_code_tiles")
 @pytest.mark.parametrize("size", [(1, 1), (1, 15), (1, 16), (1, 17), (3, 33), (20, 20)], ids=str)
-def test_triton_equals_the_oracle(size, triton_error):
-    """About a block of 16 rows and a tile of 32, for one query, several, and a whole prompt."""
+def test_triton_equals_the_reference(size, triton_error):
+    """About a block of 16 entries and a tile of 32, for one query, several, and a whole prompt."""
     assert triton_error(*size) < 1e-5
 
 
@@ -144,13 +144,13 @@ def test_triton_under_every_option(options, triton_error):
 
 @pytest.mark.usefixtures("small_code_tiles")
 def test_triton_serves_batches_head_layouts_and_widths(heads, precision, triton_error, allowed):
-    """Two sequences, rows that are no whole words, and every precision."""
+    """Two sequences, entries that are no whole words, and every precision."""
     assert triton_error(2, 20, heads=heads, batch=2, widths=(24, 20), dtype=precision) < allowed[precision]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_triton_makes_the_same_codes(dtype, triton, attention):
-    """Bit for bit, rows of zeros and of next to nothing included."""
+    """Bit for bit, entries of zeros and of next to nothing included."""
     _, keys, values = attention((6, 2), 1, 19, dtype=dtype)
     keys[:, :, 4], keys[:, :, 5], values[:, :, 6] = 0, 1e-9, 300
     found, wanted = quantize_rows(*triton([keys, values])), plain.quantize_rows(keys, values)
@@ -160,5 +160,5 @@ def test_triton_makes_the_same_codes(dtype, triton, attention):
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [(1, 6000), (70, 6000), (3000, 3000)], ids=str)
 def test_triton_at_full_size(size, precision, triton_error, allowed):
-    """Heads of 128 channels and thousands of rows."""
+    """Heads of 128 channels and thousands of entries."""
     assert triton_error(*size, widths=(128, 128), heads=(32, 8), dtype=precision, scale=0.1) < allowed[precision]

@@ -1,4 +1,4 @@
-"""Factors against the singular value decomposition itself, and rebuilt rows against row by row products."""
+"""Factors against the singular value decomposition itself, and rebuilt entries against entry by entry products."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def random_keys(heads=2, count=50, width=6, batch=2, seed=0):
 
 
 def whole(factors, basis):
-    """Every row's keys. [B, H_kv, n, D]"""
+    """Every entry's keys. [B, H_kv, n, D]"""
     return factors[:, None].double() @ basis.double()
 
 
@@ -88,7 +88,7 @@ ROTATIONS = {
 
 
 def restored(restore, count, dtype, rope, move=lambda x: x, rank=5):
-    """A block of 40 rows that are 9, of which `count` were written by head, in another order than they were asked."""
+    """A block of 40 entries of 9, of which `count` are written by head, in another order than requested."""
     factors, basis = (x.to(dtype).contiguous() for x in naive.factor_keys(random_keys(), rank))
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(50, (2, 2, count), generator=generator)
@@ -100,15 +100,15 @@ def restored(restore, count, dtype, rope, move=lambda x: x, rank=5):
 
 @pytest.mark.parametrize("rope", ROTATIONS.values(), ids=ROTATIONS)
 @pytest.mark.parametrize("count", [0, 1, 17])
-def test_restored_rows_equal_the_oracle(count, rope, error):
-    """Each head's own choice of rows, repeated ones included, is turned and written; other rows stay."""
+def test_restored_entries_equal_the_reference(count, rope, error):
+    """Each head's own choice of entries, repeated ones included, is turned and written; other entries stay."""
     found, wanted = (restored(restore, count, torch.float32, rope) for restore in (restore_keys, naive.restore_keys))
     assert error(found, wanted) < 1e-5
 
 
 @pytest.mark.parametrize("rope", ROTATIONS.values(), ids=ROTATIONS)
-def test_triton_equals_the_oracle(rope, precision, triton, error, allowed):
-    """About a block of 32 rows and 32 ranks, in every precision and kind of rotation; other rows stay."""
+def test_triton_equals_the_reference(rope, precision, triton, error, allowed):
+    """About a block of 32 entries and 32 ranks, in every precision and kind of rotation; other entries stay."""
     for count, rank in ((1, 5), (33, 12)) if precision is torch.float32 else ((31, 12),):
         found = restored(restore_keys, count, precision, rope, triton, rank)
         wanted = restored(naive.restore_keys, count, precision, rope, rank=rank)
@@ -117,7 +117,7 @@ def test_triton_equals_the_oracle(rope, precision, triton, error, allowed):
 
 @pytest.mark.gpu
 def test_triton_at_full_size(precision, triton, error, allowed):
-    """Rank 160, heads of 128 channels, and thousands of rows."""
+    """Rank 160, heads of 128 channels, and thousands of entries."""
     generator = torch.Generator().manual_seed(0)
     factors = torch.randn(1, 20_000, 160, generator=generator).to(precision)
     basis = torch.randn(1, 8, 160, 128, generator=generator).to(precision)

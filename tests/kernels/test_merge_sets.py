@@ -1,4 +1,4 @@
-"""Merging of runs of rows against one set at a time in float64, and against sets made by hand."""
+"""Merging of runs of entries against one set at a time in float64, and against sets made by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def some(attention, n=23, dtype=torch.float32, share=0.6):
 @pytest.mark.parametrize("refine", [0, 2])
 @pytest.mark.parametrize("sigma", [0.5, 5.0])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 1.0], ids="{:.0%} joined".format)
-def test_equals_the_oracle(share, sigma, refine, attention, error):
+def test_equals_the_reference(share, sigma, refine, attention, error):
     """Keys, values, pivots, sizes and counts are those of a loop over sets."""
     inputs = some(attention, share=share)
     found = merge_sets(*inputs, sigma=sigma, refine=refine)
@@ -37,7 +37,7 @@ def test_equals_the_oracle(share, sigma, refine, attention, error):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision(dtype, attention, error, allowed):
-    """In 16 bits the rows are rounded once, at the end."""
+    """In 16 bits the entries are rounded once, at the end."""
     inputs = some(attention, dtype=dtype)
     found = merge_sets(*inputs)
     assert found.key.dtype == dtype
@@ -60,8 +60,8 @@ def test_the_weights_of_a_set_sum_to_one(attention):
     assert torch.allclose(merge_sets(keys, torch.ones_like(values), mass, joins, sigma=0.7).value, torch.ones(1))
 
 
-def test_sets_are_rows_without_joins(attention):
-    """A head has as many sets as rows that are not joined to the row before, and their sizes come to all rows."""
+def test_sets_are_entries_without_joins(attention):
+    """A head has one set for every entry that is not joined to the previous one; sizes sum to all entries."""
     keys, values, mass, joins = some(attention)
     merged = merge_sets(keys, values, mass, joins)
     assert merged.counts.equal(23 - joins.sum(-1))
@@ -69,8 +69,8 @@ def test_sets_are_rows_without_joins(attention):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_without_a_neighbor_keep_every_bit(dtype, attention):
-    """Without joins nothing changes, and a single row is what it was."""
+def test_entries_without_a_neighbor_keep_every_bit(dtype, attention):
+    """Without joins nothing changes, and a single entry is what it was."""
     keys, values, mass, joins = some(attention, dtype=dtype)
     merged = merge_sets(keys, values, mass, torch.zeros_like(joins))
     assert merged.key.equal(keys.flatten(0, 2))
@@ -79,7 +79,7 @@ def test_rows_without_a_neighbor_keep_every_bit(dtype, attention):
 
 
 def test_heads_do_not_touch(attention):
-    """The last row of a head is in no set with the first row of the next, though all rows are joined."""
+    """The last entry of a head is in no set with the first entry of the next, though all entries are joined."""
     keys, values, mass, joins = some(attention, share=1.0)
     merged = merge_sets(keys, values, mass, joins)
     assert merged.counts.tolist() == [[1, 1], [1, 1]]
@@ -87,7 +87,7 @@ def test_heads_do_not_touch(attention):
     assert one.key.equal(merged.key[1:2])
 
 
-def test_one_row(attention):
+def test_one_entry(attention):
     """A context of one token is one set."""
     keys, values, mass, joins = some(attention, n=1)
     assert merge_sets(keys, values, mass, joins).counts.tolist() == [[1, 1], [1, 1]]
@@ -113,18 +113,18 @@ def triton_errors(triton, attention, error):
 @pytest.mark.parametrize(("share", "options"), [
     (0.6, {}), (0.6, {"sigma": 0.5, "refine": 2}), (0.97, {}), (1.0, {"refine": 1}),
 ], ids=str)
-def test_triton_equals_the_oracle(share, options, triton_errors):
-    """Sets of a few rows and of more than a program reads at a time, with widths given and found."""
+def test_triton_equals_the_reference(share, options, triton_errors):
+    """Sets of a few entries and of more than a program reads at a time, with widths given and found."""
     assert triton_errors(37, share, **options) < 1e-5
 
 
 @pytest.mark.parametrize("n", [1, 16, 17])
 def test_triton_about_a_block_in_every_precision(n, precision, triton_errors, allowed):
-    """One set of every head, of a row, of all rows of a block, and of one more."""
+    """One set of every head, of an entry, of all entries of a block, and of one more."""
     assert triton_errors(n, 1.0, precision) < allowed[precision]
 
 
-def test_triton_keeps_every_bit_of_rows_without_a_neighbor(triton, attention):
+def test_triton_keeps_every_bit_of_entries_without_a_neighbor(triton, attention):
     """Without joins nothing changes."""
     keys, values, mass, joins = triton(some(attention, 9))
     merged = merge_sets(keys, values, mass, torch.zeros_like(joins))
@@ -134,7 +134,7 @@ def test_triton_keeps_every_bit_of_rows_without_a_neighbor(triton, attention):
 
 @pytest.mark.gpu
 def test_triton_at_full_size(precision, triton, error, allowed):
-    """Heads of 128 channels and thousands of rows, against torch in float32."""
+    """Heads of 128 channels and thousands of entries, against torch in float32."""
     generator = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(1, 8, 5000, 128, generator=generator).to(precision) for _ in range(2))
     mass, joins = torch.rand(1, 8, 5000, generator=generator), torch.rand(1, 8, 4999, generator=generator) < 0.7

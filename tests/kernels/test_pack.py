@@ -1,4 +1,4 @@
-"""Codes against bits set one by one, and what they stand for against the rows they were made from."""
+"""Codes against bits set one by one, and what they stand for against the entries they were made from."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def random_codes(shape, bits, seed=0):
 
 
 def brought_back(codes):
-    """The codes by the oracle, in float64."""
+    """The codes by the reference, in float64."""
     return naive.dequantize(
         codes.packed, codes.scale, codes.minimum, codes.bits, codes.width, tokens=codes.tokens,
         channels=codes.channels,
@@ -36,7 +36,7 @@ def by_row(x, codes):
 
 @given(bits=st.sampled_from(BITS), count=st.integers(1, 70), rows=st.integers(1, 3), seed=st.integers(0, 99))
 def test_codes_come_back(bits, count, rows, seed):
-    """Any number of codes of any width is packed as the oracle packs it, comes back, and takes the bytes it must."""
+    """Any number of codes of any width is packed as the reference packs it, comes back, and takes the bytes it must."""
     codes = random_codes((2, rows, count), bits, seed)
     packed = pack(codes, bits)
     assert packed.equal(naive.pack(codes, bits))
@@ -58,7 +58,7 @@ def test_bits_lie_where_they_are_said_to():
 
 @pytest.mark.parametrize("bits", BITS)
 def test_planes_are_the_codes(bits):
-    """Element i of a row is in plane i // w at i % w, and the parts add up to the codes."""
+    """Element i of an entry is in plane i // w at i % w, and the parts add up to the codes."""
     codes = random_codes((2, 5, 20), bits)
     total = torch.zeros_like(codes)
     for below, planes in code_planes(pack(codes, bits), bits, 20):
@@ -74,7 +74,7 @@ def test_planes_are_the_codes(bits):
     seed=st.integers(0, 99),
 )
 def test_elements_are_within_half_a_scale(dtype, group, bits, size, offset, seed):
-    """Whatever the rows, an element comes back within half its group's scale, and float32's own rounding."""
+    """Whatever the entries, an element comes back within half its group's scale, and float32's own rounding."""
     generator = torch.Generator().manual_seed(seed)
     x = (torch.randn(2, 12, 24, generator=generator) * size + offset).to(dtype)
     codes = quantize(x, bits, tokens=group[0], channels=group[1])
@@ -115,8 +115,8 @@ def test_a_value_that_float16_lacks_is_covered_by_its_group():
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
-def test_equals_the_oracle(bits, group):
-    """What the codes stand for is the oracle's, in float32."""
+def test_equals_the_reference(bits, group):
+    """What the codes stand for is the reference's, in float32."""
     codes = quantize(torch.randn(2, 3, 12, 24, generator=torch.Generator().manual_seed(1)), bits, tokens=group[0],
                      channels=group[1])
     assert torch.allclose(dequantize(codes).double(), brought_back(codes), rtol=1e-6, atol=1e-6)
@@ -124,13 +124,13 @@ def test_equals_the_oracle(bits, group):
 
 @pytest.mark.parametrize("rows", [3, 5, 7])
 def test_odd_numbers_of_groups(rows):
-    """Three, five and seven groups of three tokens, in rows of 15 elements: nothing needs to be a power of two."""
+    """Three, five and seven groups of three tokens, in entries of 15 elements: nothing needs to be a power of two."""
     x = torch.randn(1, rows * 3, 15, generator=torch.Generator().manual_seed(rows))
     for codes in (quantize(x, 3, tokens=3), quantize(x, 3, channels=5)):
         assert ((brought_back(codes) - x.double()).abs() <= by_row(codes.scale, codes) * 0.50002).all()
 
 
-def test_no_rows_make_no_codes():
+def test_no_entries_make_no_codes():
     """An empty block is quantized to an empty one."""
     codes = quantize(torch.zeros(2, 0, 8), 2, channels=4)
     assert codes.packed.shape == (2, 0, 2)
@@ -138,8 +138,8 @@ def test_no_rows_make_no_codes():
     assert dequantize(codes).shape == (2, 0, 8)
 
 
-def test_rows_are_views():
-    """A slice by whole groups, or inside one, stands for the same rows and copies nothing."""
+def test_entries_are_views():
+    """A slice by whole groups, or inside one, stands for the same entries and copies nothing."""
     codes = quantize(torch.randn(1, 12, 24, generator=torch.Generator().manual_seed(1)), 4, tokens=4)
     for start, stop in ((0, 12), (4, 8), (4, 12), (5, 7)):
         part = codes.slice(start, stop)
@@ -187,7 +187,7 @@ def test_triton_makes_the_same_codes(group, dtype, triton):
 
 @pytest.mark.parametrize("bits", BITS)
 def test_triton_reads_whole_words(bits, triton):
-    """Rows of 64 elements are read as words; more of them than a program takes, of heads that stand apart in memory."""
+    """Entries of 64 elements, read as words: more than one program's, from heads that are not adjacent."""
     x = torch.randn(2, 67, 3, 64, generator=torch.Generator().manual_seed(2)).transpose(1, 2)
     codes = quantize(triton(x), bits, channels=32)
     assert same(codes, plain.quantize(x, bits, channels=32))
@@ -210,7 +210,7 @@ def test_triton_rounds_the_edges_of_float16_as_torch_does(value, triton):
     assert same(quantize(triton(x), 2, tokens=4), plain.quantize(x, 2, tokens=4))
 
 
-def test_triton_makes_no_codes_of_no_rows(triton):
+def test_triton_makes_no_codes_of_no_entries(triton):
     """An empty block is quantized to an empty one."""
     codes = quantize(triton(torch.zeros(2, 0, 8)), 2, channels=4)
     assert same(codes, plain.quantize(torch.zeros(2, 0, 8), 2, channels=4))
@@ -232,7 +232,7 @@ def test_triton_refuses_values_beyond_float16(value, triton):
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("group", [(32, 1), (1, 32), (1, 64), (6016, 1)], ids=str)
 def test_triton_makes_the_same_codes_at_full_size(group, bits, triton):
-    """Heads of 128 channels and thousands of rows in bfloat16."""
+    """Heads of 128 channels and thousands of entries in bfloat16."""
     x = torch.randn(2, 8, 6016, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     codes = quantize(triton(x), bits, tokens=group[0], channels=group[1])
     wanted = plain.quantize(x, bits, tokens=group[0], channels=group[1])

@@ -1,4 +1,4 @@
-"""Attention over packed rows, merged with an exact tail, against rows brought back to float64."""
+"""Attention over packed entries, merged with an exact tail, against entries brought back to float64."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ OPTIONS = {
     "everything": {"window": 17, "softcap": 1.5, "sinks": torch.linspace(-2, 3, GQA[0])},
 }
 PACKED, VALUES = 30, 27
-"""Rows whose keys are packed, and whose values are: a block of keys is packed before the last of its values."""
+"""Entries whose keys are packed, and whose values are: a block of keys is packed before the last of its values."""
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Blocks of 4 queries and 8 rows of 2 x 2 heads, so that small sizes cross their edges."""
+    """Blocks of 4 queries and 8 entries of 2 x 2 heads, so that small sizes cross their edges."""
     monkeypatch.setattr(plain, "QUERY_BLOCK", 4)
     monkeypatch.setattr(plain, "BLOCK", 8 * 2 * 2 * 24)
 
 
 @pytest.fixture
 def packed(attention):
-    """A query, packed keys and values, and the exact tail of both: 27 packed rows, then `tail` exact ones."""
+    """A query, packed keys and values, and the exact tail of both: 27 packed entries, then `tail` exact ones."""
 
     def make(heads, n_query, tail, bits, group, dtype=torch.float32):
         query, keys, values = attention(heads, n_query, PACKED + tail, dtype=dtype)
@@ -55,7 +55,7 @@ def packed(attention):
 
 
 def both(query, keys, values, tail_keys, tail_values, *, positions=None, sinks=None, **options):
-    """Our output: partial attentions over packed rows and over the tail, merged."""
+    """Our output: partial attentions over packed entries and over the tail, merged."""
     rows = values.packed.shape[2]
     packed_positions, tail_positions = (None, None) if positions is None else positions.split(
         [rows, tail_keys.shape[2]], dim=2
@@ -70,7 +70,7 @@ def both(query, keys, values, tail_keys, tail_values, *, positions=None, sinks=N
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
 @pytest.mark.parametrize("bits", BITS)
-def test_equals_the_oracle(bits, group, options, packed, error):
+def test_equals_the_reference(bits, group, options, packed, error):
     """Every width, grouping and option gives attention over what the codes stand for, for one query and several."""
     for size in ((1, 1), (5, 9)):
         rows = packed(GQA, *size, bits, group)
@@ -88,15 +88,15 @@ def test_other_head_layouts(heads, packed, error):
 
 @pytest.mark.parametrize("n_query", [1, 5])
 def test_a_window_counts_tokens_across_holes(n_query, packed, holes, error):
-    """Where rows have gone missing the window goes by positions, head by head."""
+    """Where entries have gone missing the window goes by positions, head by head."""
     rows = packed(GQA, n_query, 9, 3, GROUPS["KIVI"])
     positions = holes(2, 2, VALUES + rows[3].shape[2], 60, n_query)
     options = {"scale": 0.3, "seen": 60, "window": 25, "positions": positions}
     assert error(both(*rows, **options), naive.packed_attention(*rows, **options)) < 1e-5
 
 
-def test_rows_may_begin_later(packed, error):
-    """With `start`, the first packed row is that token, and a window counts from there."""
+def test_entries_may_begin_later(packed, error):
+    """With `start`, the first packed entry is that token, and a window counts from there."""
     rows = packed(GQA, 2, 5, 2, GROUPS["KIVI"])
     tail = rows[3].shape[2]
     options = {"scale": 0.3, "window": 14}
@@ -107,8 +107,8 @@ def test_rows_may_begin_later(packed, error):
     assert error(merge_partials(parts), naive.packed_attention(*rows, seen=VALUES + tail, **options)) < 1e-5
 
 
-def test_queries_without_a_visible_row_add_nothing(packed):
-    """Where the window has left all packed rows behind, or there are none, the partial is zero with weight zero."""
+def test_queries_without_a_visible_entry_add_nothing(packed):
+    """Where the window has left all packed entries behind, or there are none, the partial is zero with weight zero."""
     query, keys, values, *_ = packed(GQA, 3, 7, 2, GROUPS["KIVI"])
     positions = torch.arange(VALUES).expand(2, 2, -1)
     for part in (
@@ -139,7 +139,7 @@ def test_large_values_cost_no_more(packed, error):
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_is_near_attention_over_exact_rows(bits, attention, error):
+def test_is_near_attention_over_exact_entries(bits, attention, error):
     """More bits cost less, and all cost something: the error halves about b times."""
     query, keys, values = attention(GQA, 5, 60)
     codes = quantize(keys, bits, tokens=6), quantize(values, bits, channels=4)
@@ -151,8 +151,8 @@ def test_is_near_attention_over_exact_rows(bits, attention, error):
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("group", [GROUPS["KIVI"], GROUPS["by token"]], ids=["KIVI", "by token"])
-def test_memory_does_not_grow_with_rows(bits, group, attention, largest, monkeypatch):
-    """Eight times the rows make no larger temporary, for one query and for many: no exact copy of the rows exists."""
+def test_memory_does_not_grow_with_entries(bits, group, attention, largest, monkeypatch):
+    """Eight times the entries need no larger temporary, for one query and for many: nothing is dequantized whole."""
     monkeypatch.setattr(plain, "BLOCK", 96 * 24)
     for n_query in (1, 9):
         peaks = []
@@ -179,7 +179,7 @@ def test_a_long_group_is_read_in_parts(attention, largest, monkeypatch):
 
 LAYOUTS = {"words": (64, 32), "bytes": (24, 20)}
 """Widths of keys and of values: powers of two, which are read as words, and others."""
-KINDS = {  # tokens and channels of a group of keys, and channels of one of values, by rows and widths
+KINDS = {  # tokens and channels of a group of keys, and channels of one of values, by entries and widths
     "KIVI": lambda n, d, v: ((8, 1), v // 4),
     "MiKV": lambda n, d, v: ((1, d // 2), v // 2),
     "ZipCache": lambda n, d, v: ((n, 1), v),
@@ -193,7 +193,7 @@ BIAS = 0.3
 
 @pytest.fixture
 def triton_error(triton, error):
-    """Error of Triton's output for so many packed rows; its log-sum-exp must agree as well."""
+    """Error of Triton's output for so many packed entries; its log-sum-exp must agree as well."""
 
     def moved(codes):
         return replace(codes, packed=triton(codes.packed), scale=triton(codes.scale), minimum=triton(codes.minimum))
@@ -221,7 +221,7 @@ def triton_error(triton, error):
 @pytest.mark.usefixtures("small_code_tiles")
 @pytest.mark.parametrize("widths", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize(("kind", "bits"), [*((kind, 3) for kind in KINDS), *(("MiKV", bits) for bits in (2, 4, 8))])
-def test_triton_equals_the_oracle(kind, bits, widths, triton_error):
+def test_triton_equals_the_reference(kind, bits, widths, triton_error):
     """Every grouping and every width of codes, over two tiles, gives attention over what the codes stand for."""
     assert triton_error(kind, bits, 48, widths=widths) < 1e-5
 
@@ -238,21 +238,21 @@ def test_triton_computes_in_every_precision(kind, bits, precision, triton_error,
     "options", [{"window": 9}, {"window": 30}, {"softcap": 1.5}, {"start": 70, "seen": 125, "window": 40}], ids=str
 )
 def test_triton_under_every_option(options, triton_error):
-    """Windows that leave tiles out or cut them, soft caps, and rows that begin later."""
+    """Windows that leave tiles out or cut them, soft caps, and entries that begin later."""
     assert triton_error("KIVI", 2, 48, n_query=2, **options) < 1e-5
 
 
 @pytest.mark.usefixtures("small_code_tiles")
 def test_triton_counts_a_window_across_holes(holes, triton_error):
-    """Where rows have gone missing the window goes by positions, head by head."""
+    """Where entries have gone missing the window goes by positions, head by head."""
     positions = holes(1, 2, 51, 90, 3)[..., :48]
     assert triton_error("MiKV", 2, 48, n_query=3, seen=90, window=33, positions=positions) < 1e-5
 
 
 @pytest.mark.usefixtures("small_code_tiles")
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 33])
-def test_triton_ends_where_rows_do(rows, triton_error):
-    """About a block of 16 rows and a tile of 32."""
+def test_triton_ends_where_entries_do(rows, triton_error):
+    """About a block of 16 entries and a tile of 32."""
     assert triton_error("MiKV", 4, rows) < 1e-5
 
 
@@ -264,7 +264,7 @@ def test_triton_serves_batches_and_head_layouts(heads, triton_error):
 
 @pytest.mark.usefixtures("small_code_tiles")
 def test_triton_takes_parameters_that_heads_share(triton, attention, error):
-    """ZipCache's values have one scale per row over all heads, of keys and values that are slices of a larger block."""
+    """As in ZipCache, values have one scale per entry over all heads; keys and values are slices of a larger block."""
     query, keys, values = attention(GQA, 2, 40)
     with using("torch"):
         key_codes, rows = quantize(keys, 4, tokens=40), quantize(values.transpose(1, 2), 4, tokens=2, channels=20)
@@ -278,8 +278,8 @@ def test_triton_takes_parameters_that_heads_share(triton, attention, error):
     assert error(found.output, naive.packed_partial(query, key_codes, exact, scale=0.3, seen=39).output) < 1e-5
 
 
-def test_triton_adds_nothing_for_queries_without_a_visible_row(triton, packed):
-    """Where the window has left all packed rows behind, or there are none, the partial is zero with weight zero."""
+def test_triton_adds_nothing_for_queries_without_a_visible_entry(triton, packed):
+    """Where the window has left all packed entries behind, or there are none, the partial is zero with weight zero."""
     with using("torch"):
         query, keys, values, *_ = packed(GQA, 3, 7, 2, GROUPS["KIVI"])
     codes = [replace(x, **triton({"packed": x.packed, "scale": x.scale, "minimum": x.minimum})) for x in (keys, values)]
@@ -294,7 +294,7 @@ def test_triton_adds_nothing_for_queries_without_a_visible_row(triton, packed):
 
 
 def test_triton_in_the_blocks_that_a_gpu_has(precision, triton_error, allowed):
-    """One block of rows and one more row, and fewer, as they are launched."""
+    """One block of entries and one more entry, and fewer, as they are launched."""
     for rows in (1, 129):
         assert triton_error("MiKV", 2, rows, dtype=precision, heads=(2, 1)) < allowed[precision]
 
@@ -304,7 +304,7 @@ def test_triton_in_the_blocks_that_a_gpu_has(precision, triton_error, allowed):
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("kind", ["KIVI", "MiKV", "ZipCache"])
 def test_triton_at_full_size(kind, bits, n_query, precision, triton_error, allowed):
-    """Heads of 128 channels and thousands of rows."""
+    """Heads of 128 channels and thousands of entries."""
     error = triton_error(kind, bits, 6000, widths=(128, 128), heads=(32, 8), n_query=n_query, dtype=precision,
                          scale=128**-0.5)
     assert error < allowed[precision]

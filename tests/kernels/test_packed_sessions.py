@@ -1,4 +1,4 @@
-"""Conversations under methods that code, merge or factor rows: Triton's operations give torch's tokens."""
+"""Conversations under methods that code, merge or factor entries: Triton's operations give torch's tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over gathered pages against one softmax over their rows, and against dense attention where all are read."""
+"""Attention over gathered pages, compared with a softmax over their entries and with dense attention over all."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def chosen(heads, n_query, before, count, batch=2):
 @pytest.mark.parametrize("count", [1, 3, PAGES + 1])
 @pytest.mark.parametrize(("before", "n_query"), [(0, 1), (27, 1), (31, 1), (14, 7)])
 @pytest.mark.usefixtures("gathered")
-def test_equals_the_oracle(heads, before, n_query, count, options, attention, error):
-    """Any pages of any query, those beyond the rows included, give attention over the rows that it sees, to 1e-5."""
+def test_equals_the_reference(heads, before, n_query, count, options, attention, error):
+    """Any pages, also beyond the entries, give attention over the visible entries, to 1e-5."""
     _, keys, values = attention(heads, 1, PAGES * PAGE)
     query = attention(heads, n_query, 1, seed=2)[0]
     pages = chosen(heads[0], n_query, before, count)
@@ -42,7 +42,7 @@ def test_equals_the_oracle(heads, before, n_query, count, options, attention, er
 
 
 def test_every_page_is_dense_attention(heads, attention, error):
-    """With all pages selected, in any order, it is causal attention over all rows."""
+    """With all pages selected, in any order, it is causal attention over all entries."""
     query, keys, values = attention(heads, 5, PAGES * PAGE)
     pages = torch.arange(PAGES).flip(0).expand(2, heads[0], 5, -1)
     found = page_attention(query, keys, values, pages, page=PAGE, before=PAGES * PAGE - 5, scale=0.3)
@@ -60,7 +60,7 @@ def test_half_precision(dtype, attention, error, allowed):
     assert error(found, wanted) < allowed[dtype]
 
 
-def test_rows_that_are_not_selected_are_not_read(attention):
+def test_entries_that_are_not_selected_are_not_read(attention):
     """NaN in every other page changes nothing: pages are gathered, not masked."""
     query, keys, values = attention((4, 2), 1, PAGES * PAGE, batch=1)
     pages = torch.tensor([5, 7, 2]).expand(1, 4, 1, -1)
@@ -82,8 +82,8 @@ def small_parts(monkeypatch):
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize(("before", "n_query"), [(0, 1), (27, 1), (14, 2)])
-def test_triton_equals_the_oracle(before, n_query, count, options, triton, attention, error):
-    """Pages in several parts, some of them beyond the rows or before the window, give the oracle's output to 1e-5."""
+def test_triton_equals_the_reference(before, n_query, count, options, triton, attention, error):
+    """Pages in several parts, some beyond the entries or outside the window, give the reference output to 1e-5."""
     _, keys, values = attention((6, 2), 1, PAGES * PAGE, batch=1)
     query = attention((6, 2), n_query, 1, batch=1, seed=2)[0]
     pages = chosen(6, n_query, before, count, batch=1)
@@ -94,7 +94,7 @@ def test_triton_equals_the_oracle(before, n_query, count, options, triton, atten
 
 @pytest.mark.usefixtures("small_parts")
 def test_triton_takes_a_length_from_the_device(triton, attention):
-    """A captured step has no host number of rows; it reads the same."""
+    """A captured step has no host number of entries; it reads the same."""
     query, keys, values = attention((6, 2), 1, PAGES * PAGE, batch=1)
     tensors = triton([query, keys, values, chosen(6, 1, 14, 5, batch=1)])
     options = {"page": PAGE, "scale": 0.3}
@@ -123,7 +123,7 @@ def test_triton_serves_pages_of_any_size(page, triton, attention, error):
     assert error(found, naive.page_attention(query, keys, values, pages, **options)) < 1e-5
 
 
-def test_triton_does_not_read_rows_that_are_not_selected(triton, attention):
+def test_triton_does_not_read_entries_that_are_not_selected(triton, attention):
     """NaN in every other page changes nothing."""
     query, keys, values = attention((4, 2), 1, PAGES * PAGE, batch=1)
     pages = torch.tensor([5, 7, 2]).expand(1, 4, 1, -1)
@@ -135,7 +135,7 @@ def test_triton_does_not_read_rows_that_are_not_selected(triton, attention):
 
 @pytest.mark.gpu
 def test_triton_at_full_size(precision, triton, error, allowed):
-    """128 pages of 16 rows of 128 channels, of 4096 rows."""
+    """128 pages of 16 entries of 128 channels, of 4096 entries."""
     generator = torch.Generator().manual_seed(0)
     query, keys, values = (
         torch.randn(2, heads, n, 128, generator=generator).to(precision)

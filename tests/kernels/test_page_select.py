@@ -15,7 +15,7 @@ PAGE = 4
 
 @pytest.mark.parametrize("pages", [0, 1, 2, 7])
 @pytest.mark.parametrize("n_query", [1, 3])
-def test_scores_equal_the_oracle(heads, pages, n_query, attention):
+def test_scores_equal_the_reference(heads, pages, n_query, attention):
     """Every head layout gives each page's bound within 1e-5, also where there is no page yet."""
     query, keys, _ = attention(heads, n_query, pages * PAGE)
     found = page_scores(query, page_bounds(keys, PAGE))
@@ -51,7 +51,7 @@ def test_the_bound_of_equal_keys_is_their_logit(attention):
 @pytest.mark.parametrize("window", [None, 3, 9, 40])
 @pytest.mark.parametrize("count", [1, 3, 50])
 @pytest.mark.parametrize(("before", "n_query"), [(0, 1), (3, 1), (4, 1), (15, 1), (16, 1), (21, 6), (0, 9)])
-def test_selection_equals_the_oracle(before, n_query, count, window):
+def test_selection_equals_the_reference(before, n_query, count, window):
     """A query's own page is always chosen and none after it; beside them the best bounds, whatever was asked for."""
     complete = (before + n_query) // PAGE
     scores = torch.randn(2, 4, n_query, complete, generator=torch.Generator().manual_seed(0))
@@ -66,7 +66,7 @@ def test_selection_equals_the_oracle(before, n_query, count, window):
 
 
 def test_a_length_on_the_device_selects_the_same():
-    """With the whole block's bounds and the length on the device, the pages that hold rows are the same ones."""
+    """With the whole block's bounds and the length on the device, the pages that hold entries are the same ones."""
     scores = torch.randn(1, 2, 3, 8, generator=torch.Generator().manual_seed(0))
     eager = select_pages(scores[..., :5], count=3, page=PAGE, before=20)
     static = select_pages(scores, count=3, page=PAGE, before=torch.tensor(20))
@@ -75,7 +75,7 @@ def test_a_length_on_the_device_selects_the_same():
 
 @pytest.mark.parametrize("pages", [0, 1, 63, 64, 65])
 @pytest.mark.parametrize("n_query", [1, 3])
-def test_triton_scores_equal_the_oracle(pages, n_query, precision, triton, attention, error, allowed):
+def test_triton_scores_equal_the_reference(pages, n_query, precision, triton, attention, error, allowed):
     """About a block of 64 pages, in every precision."""
     query, keys, _ = attention((6, 2), n_query, 2 * pages, dtype=precision)
     with using("triton") as ran:

@@ -20,7 +20,7 @@ def small_blocks(monkeypatch):
 
 
 def flat_rows(keys, values, counts, before):
-    """The first rows of every head's keys and values, flat, with ascending positions below `before`."""
+    """The first entries of every head's keys and values, flat, with ascending positions below `before`."""
     heads = list(zip(keys.flatten(0, 1), values.flatten(0, 1), counts, strict=True))
     offsets = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
     generator = torch.Generator().manual_seed(1)
@@ -34,7 +34,7 @@ def flat_rows(keys, values, counts, before):
 
 
 def both(query, flat, tail_keys, tail_values, *, tail_positions, length=None, sinks=None, **options):
-    """Our output: partial attentions over the flat rows and the tail, merged."""
+    """Our output: partial attentions over the flat entries and the tail, merged."""
     parts = [
         ragged_partial(query, **flat, **options),
         dense_partial(query, tail_keys, tail_values, positions=tail_positions, length=length, **options),
@@ -42,8 +42,8 @@ def both(query, flat, tail_keys, tail_values, *, tail_positions, length=None, si
     return merge_partials(parts, sinks)
 
 
-def oracle(query, flat, tail_keys, tail_values, *, tail_positions, **options):
-    """The naive twin of `both`."""
+def reference(query, flat, tail_keys, tail_values, *, tail_positions, **options):
+    """the reference implementation of `both`."""
     return naive.ragged_attention(
         query.double(), flat["keys"], flat["values"], flat["counts"], tail_keys, tail_values,
         flat_positions=flat["positions"], flat_bias=flat.get("bias"), tail_positions=tail_positions, **options,
@@ -52,20 +52,20 @@ def oracle(query, flat, tail_keys, tail_values, *, tail_positions, **options):
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @pytest.mark.parametrize("size", [(1, 1), (1, 6), (4, 4), (5, 5), (5, 9), (6, 14)], ids=str)
-def test_equals_the_oracle(size, counts, options, attention, error):
-    """Heads that kept everything and heads that kept nothing, under every option, give the oracle's output."""
+def test_equals_the_reference(size, counts, options, attention, error):
+    """Heads that kept everything and heads that kept nothing, under every option, give the reference's output."""
     _, keys, values = attention(GQA, 1, 20, seed=1)
     query, tail_keys, tail_values = attention(GQA, *size)
     flat = flat_rows(keys, values, counts, SEEN - size[1])
     positions = torch.arange(SEEN - size[1], SEEN).expand(2, 2, -1).int()
     options = {"scale": 0.3, "seen": SEEN, "tail_positions": positions, **options}
     assert error(
-        both(query, flat, tail_keys, tail_values, **options), oracle(query, flat, tail_keys, tail_values, **options)
+        both(query, flat, tail_keys, tail_values, **options), reference(query, flat, tail_keys, tail_values, **options)
     ) < 1e-5
 
 
 def test_a_bias_is_added_after_the_soft_cap(options, attention, error):
-    """A bias on the logits of flat rows goes with every option, and the tail has none."""
+    """A bias on the logits of flat entries goes with every option, and the tail has none."""
     _, keys, values = attention(GQA, 1, 20, seed=1)
     query, tail_keys, tail_values = attention(GQA, 5, 9)
     flat = flat_rows(keys, values, COUNTS["uneven"], SEEN - 9)
@@ -73,13 +73,13 @@ def test_a_bias_is_added_after_the_soft_cap(options, attention, error):
     positions = torch.arange(SEEN - 9, SEEN).expand(2, 2, -1).int()
     options = {"scale": 0.3, "seen": SEEN, "tail_positions": positions, **options}
     assert error(
-        both(query, flat, tail_keys, tail_values, **options), oracle(query, flat, tail_keys, tail_values, **options)
+        both(query, flat, tail_keys, tail_values, **options), reference(query, flat, tail_keys, tail_values, **options)
     ) < 1e-5
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
-def test_one_row_with_the_log_of_a_count_is_so_many_rows(softcap, attention, error):
-    """Rows repeated n times, and each once with a bias of log n, give the same output."""
+def test_one_entry_with_the_log_of_a_count_is_so_many_entries(softcap, attention, error):
+    """Entries repeated n times, and each once with a bias of log n, give the same output."""
     _, keys, values = attention(GQA, 1, 20, seed=1)
     query, tail_keys, tail_values = attention(GQA, 5, 9)
     options = {"scale": 0.3, "seen": 100, "tail_positions": None, "softcap": softcap}
@@ -89,7 +89,7 @@ def test_one_row_with_the_log_of_a_count_is_so_many_rows(softcap, attention, err
     often["counts"] = [int(x.sum()) for x in repeats.split(COUNTS["uneven"])]
     once["bias"] = repeats.float().log()
     assert error(
-        both(query, once, tail_keys, tail_values, **options), oracle(query, often, tail_keys, tail_values, **options)
+        both(query, once, tail_keys, tail_values, **options), reference(query, often, tail_keys, tail_values, **options)
     ) < 1e-5
 
 
@@ -101,7 +101,7 @@ def test_other_head_layouts(heads_, attention, error):
     flat = flat_rows(keys, values, list(range(0, 4 * heads_[1], 2)), 30)
     options = {"scale": 0.3, "seen": SEEN, "tail_positions": None}
     assert error(
-        both(query, flat, tail_keys, tail_values, **options), oracle(query, flat, tail_keys, tail_values, **options)
+        both(query, flat, tail_keys, tail_values, **options), reference(query, flat, tail_keys, tail_values, **options)
     ) < 1e-5
 
 
@@ -115,7 +115,7 @@ def test_a_length_on_the_device_cuts_the_tail(n_query, options, attention, error
     positions = torch.zeros(2, 2, 16, dtype=torch.int32)
     positions[..., :9] = torch.arange(SEEN - 9, SEEN)
     options = {"scale": 0.3, **options}
-    wanted = oracle(
+    wanted = reference(
         query, flat, tail_keys[:, :, :9], tail_values[:, :, :9], seen=SEEN, tail_positions=positions[..., :9], **options
     )
     for seen in (SEEN, torch.tensor(SEEN)):
@@ -125,8 +125,8 @@ def test_a_length_on_the_device_cuts_the_tail(n_query, options, attention, error
         assert error(found, wanted) < 1e-5
 
 
-def test_queries_without_a_visible_row_add_nothing(attention):
-    """Where the window has left all flat rows behind, the partial is zero with weight zero, never NaN."""
+def test_queries_without_a_visible_entry_add_nothing(attention):
+    """Where the window has left all flat entries behind, the partial is zero with weight zero, never NaN."""
     query, keys, values = attention(GQA, 3, 20)
     flat = flat_rows(keys, values, COUNTS["uneven"], 12)
     part = ragged_partial(query, **flat, scale=0.3, seen=SEEN, window=4)
@@ -142,11 +142,11 @@ def test_half_precision(dtype, attention, error, allowed):
     flat = flat_rows(keys, values, COUNTS["uneven"], 30)
     options = {"scale": 0.3, "seen": SEEN, "tail_positions": None}
     found = both(query, flat, tail_keys, tail_values, **options)
-    assert error(found, oracle(query, flat, tail_keys, tail_values, **options)) < allowed[dtype]
+    assert error(found, reference(query, flat, tail_keys, tail_values, **options)) < allowed[dtype]
 
 
 def test_memory_is_linear(attention, largest, monkeypatch):
-    """No tensor of T x N elements, over flat rows or over the tail."""
+    """No tensor of T x N elements, over flat entries or over the tail."""
     monkeypatch.setattr(plain, "QUERY_BLOCK", 128)
     peaks = {}
     for n in (1024, 2048):
@@ -164,7 +164,7 @@ TILED = {"uneven": [7, 40], "about a tile": [16, 17], "one head keeps all": [0, 
 
 @pytest.fixture
 def triton_error(triton, attention, error):
-    """Error of Triton's output over flat rows of `counts` and a tail of `size`: queries, rows."""
+    """Error of Triton's output over flat entries of `counts` and a tail of `size`: queries, entries."""
 
     def measure(counts, size, dtype=torch.float32, heads=GQA, *, biased=False, **options):
         batch = len(counts) // heads[1]
@@ -176,7 +176,7 @@ def triton_error(triton, attention, error):
             flat["bias"] = torch.linspace(-3, 4, sum(counts))
         positions = torch.arange(seen - size[1], seen).expand(batch, heads[1], -1).int()
         options = {"scale": 0.3, "seen": seen, "tail_positions": positions, **options}
-        wanted = oracle(query, flat, tail_keys, tail_values, **options)
+        wanted = reference(query, flat, tail_keys, tail_values, **options)
         found = both(*triton([query, flat, tail_keys, tail_values]), **triton(options))
         return error(found, wanted)
 
@@ -185,15 +185,15 @@ def triton_error(triton, attention, error):
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("counts", TILED.values(), ids=TILED)
-def test_triton_equals_the_oracle(counts, options, triton_error):
-    """Several tiles of a head, one, none: under every option Triton's output is the oracle's within 1e-5."""
+def test_triton_equals_the_reference(counts, options, triton_error):
+    """Several tiles of a head, one, none: under every option Triton's output is the reference's within 1e-5."""
     assert triton_error(counts, (3, 17), **options) < 1e-5
 
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("counts", TILED.values(), ids=TILED)
 def test_triton_counts_a_window_in_tokens(counts, triton_error):
-    """A window that ends among the flat rows leaves each head those whose positions are in it."""
+    """A window that ends among the flat entries leaves each head those whose positions are in it."""
     assert triton_error(counts, (3, 17), window=17 + max(counts) // 2) < 1e-5
 
 
@@ -210,8 +210,8 @@ def test_triton_serves_batches_and_head_layouts(heads, precision, triton_error, 
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_triton_adds_nothing_for_queries_without_a_visible_row(triton, attention):
-    """Where the window has left all flat rows behind, the partial is zero with weight zero, never NaN."""
+def test_triton_adds_nothing_for_queries_without_a_visible_entry(triton, attention):
+    """Where the window has left all flat entries behind, the partial is zero with weight zero, never NaN."""
     query, keys, values = attention(GQA, 3, 20)
     flat = flat_rows(keys, values, COUNTS["uneven"], 12)
     part = ragged_partial(triton(query), **triton(flat), scale=0.3, seen=SEEN, window=4)
@@ -222,7 +222,7 @@ def test_triton_adds_nothing_for_queries_without_a_visible_row(triton, attention
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("window", [None, 12])
 def test_triton_reads_a_block_that_others_follow(window, triton, attention, error):
-    """A length beyond the block's rows says that the queries' own come later: all rows of the block, and no more."""
+    """A length beyond the block reads all of the block's entries and nothing else."""
     query, keys, values = attention(GQA, 2, 40)
     keys[:, :, 20:], values[:, :, 20:] = torch.inf, torch.nan
     options = {"scale": 0.3, "seen": 27, "window": window, "length": torch.tensor(27)}
@@ -246,8 +246,8 @@ def test_triton_merges_as_torch_does(parts, sinks, triton):
     assert torch.allclose(found.cpu(), plain.merge_partials(made, sinks), atol=1e-6)
 
 
-def test_triton_blocks_end_where_rows_do(precision, triton_error, allowed):
-    """Heads of no row, of one, and of a block and one more or less, in the blocks that a GPU has."""
+def test_triton_blocks_end_where_entries_do(precision, triton_error, allowed):
+    """Heads of no entry, of one, and of a block and one more or less, in the blocks that a GPU has."""
     fast = pytest.importorskip("kvbench.kernels.dense_attention.triton")
     block = fast._blocks(3, 24, 20, precision.itemsize)[1]
     assert triton_error([0, 1, block - 1, block, block + 1, 2 * block], (1, block + 1), precision) < allowed[precision]
@@ -256,7 +256,7 @@ def test_triton_blocks_end_where_rows_do(precision, triton_error, allowed):
 @pytest.mark.gpu
 @pytest.mark.parametrize("n_query", [1, 70])
 def test_triton_at_full_size(n_query, precision, triton, error, allowed):
-    """Heads of 128 channels and of thousands of rows, and one of none."""
+    """Heads of 128 channels and of thousands of entries, and one of none."""
     generator = torch.Generator().manual_seed(0)
     counts = [5000, 0, 1, 3333, 2048, 129, 7000, 64]
     query, keys, values, tail_keys, tail_values = (
@@ -266,4 +266,4 @@ def test_triton_at_full_size(n_query, precision, triton, error, allowed):
     flat = flat_rows(keys, values, counts, 8000)
     options = {"scale": 128**-0.5, "seen": 8150, "tail_positions": None}
     found = both(*triton([query, flat, tail_keys, tail_values]), **options)
-    assert error(found, oracle(query, flat, tail_keys, tail_values, **options)) < allowed[precision]
+    assert error(found, reference(query, flat, tail_keys, tail_values, **options)) < allowed[precision]

@@ -97,7 +97,7 @@ def test_triton_gives_the_tokens_and_stores_of_torch(name, model):
 
 
 def test_triton_fills_in_what_torch_does(triton):
-    """A diffusion model's rows look at each other both ways, under a policy that keeps some of them."""
+    """A diffusion model's entries look at each other both ways, under a policy that keeps some of them."""
     device = triton(torch.empty(0)).device
     model, prompt = move(tiny_diffusion(shifted=False), device), torch.tensor([ids(20)], device=device)
     answers = {}
