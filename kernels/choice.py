@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -46,11 +47,11 @@ def comparing(look: Callable[[str, object, object], None]) -> Iterator[None]:
         _look.reset(token)
 
 
-def operation(function: Callable[P, R]) -> Callable[P, R]:
+def operation(function: Callable[P, R], *, writes: str | None = None) -> Callable[P, R]:
     """Turn a function of `kernels/<op>/torch.py` into an operation that dispatches to the chosen implementation.
 
     `triton.py` defines a function of the same name, or imports another implementation's; the record names the module
-    that defines it.
+    that defines it. writes: the argument that the operation writes into, if it returns nothing.
     """
     package = function.__module__.rpartition(".")[0]
     op, name = package.rpartition(".")[2], function.__name__
@@ -61,11 +62,17 @@ def operation(function: Callable[P, R]) -> Callable[P, R]:
         chosen, _ = _choice.get()
         found = function if chosen == "torch" else cast("Callable[P, R]", _find(package, chosen, name))
         note(label, found.__module__.rpartition(".")[2])
+        look = None if found is function else _look.get()
+        if look is None:
+            return found(*args, **kwargs)
+        given = inspect.signature(function).bind(*args, **kwargs)
+        written = None if writes is None else given.arguments[writes]
+        if writes is not None and written is not None:  # the torch implementation writes into a copy
+            given.arguments[writes] = written.clone()
         result = found(*args, **kwargs)
-        if found is not function and (look := _look.get()) is not None:
-            with using("torch"):
-                plain = function(*args, **kwargs)
-            look(label, result, plain)
+        with using("torch"):
+            plain = function(*given.args, **given.kwargs)
+        look(label, result if writes is None else written, plain if writes is None else given.arguments[writes])
         return result
 
     return call

@@ -66,7 +66,7 @@ def bitmap_partial(
     size = max(1, BLOCK // (batch * kv_heads * max(keys.width, values.width)))
     for low in range(0, n_entries, size):
         stop = min(low + size, n_entries)
-        after = torch.tensor(seen - start - low, device=query.device)  # entries from here to the last query
+        after = torch.full((), seen - start - low, device=query.device)  # entries from here to the last query
         part = dense_partial(
             query, expand(keys.slice(low, stop)), expand(values.slice(low, stop)), scale=scale, seen=seen,
             window=window, positions=None if positions is None else positions[:, :, low:stop], softcap=softcap,

@@ -52,7 +52,7 @@ def bitmap_partial(
     value_width, group, n_head = values.width, heads // kv_heads, batch * kv_heads
     block_m, block_n, warps = _blocks(group * n_query, max(width, value_width), values.values.itemsize)
     query_blocks = triton.cdiv(group * n_query, block_m)
-    split = tile_entries(n_entries * n_head * query_blocks, LEAST_ENTRIES, block_n, query.device)
+    split = tile_entries(n_entries, n_head * query_blocks, LEAST_ENTRIES, block_n, query.device)
     splits = max(1, triton.cdiv(n_entries, split))
     output = query.new_empty((n_head * splits, group, n_query, value_width), dtype=torch.float32)
     lse = query.new_empty((n_head * splits, group, n_query), dtype=torch.float32)

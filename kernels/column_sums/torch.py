@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kvbench.kernels.column_sums.repeated import is_repeated, repeated_maxima, repeated_sums
 from kvbench.kernels.dense_attention.torch import visible_entries
 
 BLOCK_ELEMENTS = 1 << 22
@@ -21,6 +22,8 @@ def column_sums(
 
     query: [B, H_q, T, D], the queries of the last T entries. keys: [B, H_kv, N, D].
     """
+    if is_repeated(query, window, positions):
+        return repeated_sums(query, keys, scale=scale, softcap=softcap, sinks=sinks)
     sums = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
     for weights in _blocks(query, keys, scale, seen, window, positions, softcap, sinks):
         sums[:, :, : weights.shape[-1]] += weights.sum((2, 3))
@@ -35,6 +38,8 @@ def column_maxima(
 
     query: [B, H_q, T, D], the queries of the last T entries. keys: [B, H_kv, N, D].
     """
+    if is_repeated(query, window, positions):
+        return repeated_maxima(query, keys, scale=scale, softcap=softcap, sinks=sinks)
     best = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
     for weights in _blocks(query, keys, scale, seen, window, positions, softcap, sinks):
         some = best[:, :, : weights.shape[-1]]
@@ -50,6 +55,8 @@ def column_squares(
 
     query: [B, H_q, T, D], the queries of the last T entries. keys: [B, H_kv, N, D].
     """
+    if is_repeated(query, window, positions):
+        return repeated_sums(query, keys, scale=scale, softcap=softcap, sinks=sinks, power=2)
     squares = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
     for weights in _blocks(query, keys, scale, seen, window, positions, softcap, sinks):
         squares[:, :, : weights.shape[-1]] += weights.square().sum((2, 3))

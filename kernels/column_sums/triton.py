@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvbench.kernels.column_sums.repeated import is_repeated, repeated_maxima, repeated_sums
 from kvbench.kernels.dense_attention.triton import LOG2E, attend, block_entries, capped, padded
 
 
@@ -21,6 +22,8 @@ def column_sums(
     softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention mass of each entry over the last T queries and the heads of its group; see `torch.column_sums`."""
+    if is_repeated(query, window, positions):
+        return repeated_sums(query, keys, scale=scale, softcap=softcap, sinks=sinks)
     return weigh(
         query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks
     )
@@ -31,6 +34,8 @@ def column_maxima(
     softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:
     """The largest weight of each entry over the last T queries; see `torch.column_maxima`."""
+    if is_repeated(query, window, positions):
+        return repeated_maxima(query, keys, scale=scale, softcap=softcap, sinks=sinks)
     return weigh(
         query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks,
         measure="max",
@@ -42,6 +47,8 @@ def column_squares(
     softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:
     """The sum of squared weights of each entry over the last T queries; see `torch.column_squares`."""
+    if is_repeated(query, window, positions):
+        return repeated_sums(query, keys, scale=scale, softcap=softcap, sinks=sinks, power=2)
     return weigh(
         query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks,
         measure="square",

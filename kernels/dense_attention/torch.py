@@ -6,7 +6,6 @@ whole prompts, as `dense_attention.chunk` for queries after other entries.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,8 @@ from kvbench.kernels.choice import note
 
 QUERY_BLOCK = 256
 """Queries of a block, so that masks are [256, N] and never [T, N]."""
+ONE_QUERY = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+"""SDPA's kernels for decode steps, without cuDNN's, which builds a plan for every key length, 23 to 37 ms each."""
 FLASH_WIDTH = 256
 """Most channels that SDPA's flash attention supports on a GPU."""
 
@@ -51,14 +52,15 @@ def dense_attention(
         raise NotImplementedError("bidirectional attention with a window")
     if length is None and not narrow and not special:
         if n_query == 1:
-            return _sdpa(query, keys, values, None, scale)
+            with sdpa_kernel(list(ONE_QUERY)):
+                return _sdpa(query, keys, values, None, scale)
         if flash_takes(query, values) and (query.is_cuda or before == 0 or not causal):
             return attend_by_flash(query, keys, values, scale=scale, causal=causal)
     flash = flash_takes(query, values) and not query.is_cuda  # on a GPU it supports no mask
     if n_query > 1:
         note(label(n_query, n_key), "torch" if special else "sdpa_flash" if flash else "sdpa_math")
     blocks = []
-    with nullcontext() if n_query == 1 else sdpa_kernel(SDPBackend.FLASH_ATTENTION if flash else SDPBackend.MATH):
+    with sdpa_kernel(list(ONE_QUERY) if n_query == 1 else SDPBackend.FLASH_ATTENTION if flash else SDPBackend.MATH):
         for start in range(0, n_query, QUERY_BLOCK):
             stop = min(start + QUERY_BLOCK, n_query)
             low, high = 0, n_key

@@ -72,7 +72,9 @@ def attend(
     query_blocks = triton.cdiv(group * n_query, block_m)
     n_key = keys.shape[-2]
     entries = n_key if offsets is not None else n_key * n_head
-    split = tile_entries(entries * query_blocks, LEAST_ENTRIES, block_n, query.device)
+    split = tile_entries(
+        n_key, query_blocks if offsets is not None else query_blocks * n_head, LEAST_ENTRIES, block_n, query.device
+    )
     splits = 1 if offsets is not None else triton.cdiv(n_key, split)
     tiles = entries // split + n_head if offsets is not None else splits * n_head  # ragged: at most
     direct = offsets is None and splits == 1 and sinks is None
@@ -120,9 +122,13 @@ def padded(n: int) -> int:
     return max(16, int(triton.next_power_of_2(n)))
 
 
-def tile_entries(entries: int, least: int, block: int, device: torch.device) -> int:
-    """Entries of a tile, in whole blocks: about TILES tiles per multiprocessor, but at least `least` entries."""
-    return int(triton.cdiv(max(least, triton.cdiv(entries, TILES * _processors(device))), block) * block)
+def tile_entries(entries: int, heads: int, least: int, block: int, device: torch.device) -> int:
+    """Entries of a tile, in whole blocks: at most TILES tiles per multiprocessor, but at least `least` entries.
+
+    entries: of one head. heads: heads, times blocks of queries, that run in parallel.
+    """
+    tiles = max(1, TILES * _processors(device) // heads)
+    return int(triton.cdiv(max(least, triton.cdiv(entries, tiles)), block) * block)
 
 
 def _blocks(queries: int, width: int, value_width: int, itemsize: int) -> tuple[int, int, int, int]:

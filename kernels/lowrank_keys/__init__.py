@@ -6,4 +6,4 @@ from kvbench.kernels.lowrank_keys import torch
 __all__ = ["factor_keys", "restore_keys"]
 
 factor_keys = operation(torch.factor_keys)
-restore_keys = operation(torch.restore_keys)
+restore_keys = operation(torch.restore_keys, writes="block")

@@ -139,7 +139,7 @@ def refusal(bits: int) -> str:
 def _round_down(x: Tensor) -> Tensor:
     """The largest float16 that is not above x."""
     near = x.to(torch.float16)
-    return torch.where(near.float() > x, torch.nextafter(near, near.new_tensor(-torch.inf)), near)
+    return torch.where(near.float() > x, torch.nextafter(near, near.new_full((), -torch.inf)), near)
 
 
 def dequantize(codes: Codes) -> Tensor:

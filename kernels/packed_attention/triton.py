@@ -52,7 +52,7 @@ def attend(
     if not (whole_words(width) and whole_words(value_width)):
         block_n = min(block_n, 32)  # gathering codes byte by byte needs more registers
     query_blocks = triton.cdiv(group * n_query, block_m)
-    split = tile_entries(n_entries * n_head * query_blocks, LEAST_ENTRIES, block_n, query.device)
+    split = tile_entries(n_entries, n_head * query_blocks, LEAST_ENTRIES, block_n, query.device)
     splits = max(1, triton.cdiv(n_entries, split))
     direct = splits == 1 and sinks is None
     output = query.new_empty((n_head * splits, group, n_query, value_width), dtype=dtype if direct else torch.float32)

@@ -27,7 +27,7 @@ def page_attention(
     """Attention of T queries over the entries of their pages, up to their own; see `torch.page_attention`."""
     batch, heads, n_query, chosen = pages.shape
     width, value_width, kv_heads = query.shape[3], values.shape[3], keys.shape[1]
-    split = tile_entries(batch * heads * n_query * chosen * page, LEAST_ENTRIES, page, query.device) // page
+    split = tile_entries(chosen * page, batch * heads * n_query, LEAST_ENTRIES, page, query.device) // page
     splits = triton.cdiv(chosen, split)
     output = query.new_empty((batch * heads * splits, 1, n_query, value_width), dtype=torch.float32)
     lse = query.new_empty((batch * heads * splits, 1, n_query), dtype=torch.float32)

@@ -150,6 +150,8 @@ def load_model(
     if dtype is not None and dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
     check_device(device)
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)  # for Triton, CUDA graphs and memory queries, which use the current device
     folder = find_folder(name)
     config = read_config(name, folder)
     check_files(name, folder)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import platform
+import re
 import shutil
 import subprocess
 
@@ -19,7 +21,19 @@ CODE = ("kvbench", "methods", "tasks", "kernels")
 
 @functools.cache  # the imported code stays the same when the checkout changes
 def find_git() -> Git | None:
-    """The commit that kvbench runs from, and whether its code differs from it; None: not a checkout."""
+    """The commit that kvbench runs from, and whether its code differs from it; None: not a checkout.
+
+    A copy of a checkout without .git is named by the variable KVBENCH_COMMIT: a hash, followed by -dirty if it differs.
+    """
+    return _ask_git() or _read_commit(os.environ.get("KVBENCH_COMMIT", ""))
+
+
+def _read_commit(text: str) -> Git | None:
+    commit, _, rest = text.partition("-")
+    return Git(commit=commit, dirty=rest == "dirty") if re.fullmatch("[0-9a-f]{40}", commit) else None
+
+
+def _ask_git() -> Git | None:
     git = shutil.which("git")
     if git is None:
         return None

@@ -115,7 +115,7 @@ class PackedRows:
         if packed > both:
             first = both // self.packing.group * self.packing.group
             between = dequantize(keys.slice(first, packed))[:, :, both - first :].to(exact.dtype)
-            total = torch.tensor(self.n - both, device=query.device)  # from here to the last query
+            total = torch.full((), self.n - both, device=query.device)  # from here to the last query
             parts.append(dense_partial(
                 query, between, exact[:, :, : packed - both], seen=seen, positions=at[1], length=total, **options
             ))

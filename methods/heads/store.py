@@ -83,7 +83,7 @@ class StreamingKV(LayerKV):
         logits = (query * key).sum(-1) * step.scale
         if step.softcap is not None:
             logits = step.softcap * torch.tanh(logits / step.softcap)
-        rows = torch.tensor(self.merged, device=logits.device)
+        rows = torch.full((), self.merged, device=logits.device)
         if step.window is not None:  # the conversation may outgrow a window that the context did not
             gone = step.positions[:, None, None] + 1 - step.window - self._sinks  # [B, 1, 1, T]
             rows = (rows - gone.clamp_min(0)).clamp_min(0)

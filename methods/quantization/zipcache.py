@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -113,6 +114,11 @@ class ZipCache(TwoPrecisions):
         chosen = torch.randperm(before, generator=generator)[: round(self.random_probes * tokens)]
         return torch.cat([chosen.sort().values, torch.arange(before, tokens)])
 
+    @functools.lru_cache(maxsize=256)  # noqa: B019  # methods are few and small
+    def _list_probes(self, layer: int, tokens: int, block: int) -> tuple[int, ...]:
+        """`probes` as numbers, so that a decode step draws and copies nothing."""
+        return tuple(self.probes(layer, tokens, block).tolist())
+
     def attend(self, kv: LayerKV, step: Step) -> Tensor:
         """Attention over segments and tail; probes say on the way what they look at."""
         assert isinstance(kv, SegmentedKV)
@@ -131,9 +137,10 @@ class ZipCache(TwoPrecisions):
         first = kv.n - count  # of the tail's rows, the queries' own
         for low in range(first // self.gap * self.gap, kv.n, self.gap):
             block = slice(low, min(low + self.gap, kv.n))
-            here = self.probes(step.layer, self.gap, len(kv.segments) + low // self.gap) + low
-            here = here[(here >= first) & (here < kv.n)].to(device)
-            if here.numel():
+            probes = self._list_probes(step.layer, self.gap, len(kv.segments) + low // self.gap)
+            chosen = tuple(low + x for x in probes if first <= low + x < kv.n)
+            if chosen:
+                here = _put_on(device, chosen)
                 new = here - first
                 kv.scores[:, :, block].add_(attention_mass(
                     step.query[:, :, new], kv.keys[:, :, block], here - low, lse=lse[:, :, new], **options
@@ -161,3 +168,9 @@ class ZipCache(TwoPrecisions):
         saliency = kv.scores[:, :, :count] / seen_by.clamp_min(1).to(kv.scores.device)  # no probe may see a row
         important = top_entries(saliency, self.high_entries(count))
         kv.encode(count, important, self.high_bits, self.low_bits, self.gap)
+
+
+@functools.lru_cache(maxsize=4096)
+def _put_on(device: torch.device, index: tuple[int, ...]) -> Tensor:
+    """An index on a device, copied once: a copy from the host cannot be part of a CUDA graph."""
+    return torch.tensor(index, device=device)

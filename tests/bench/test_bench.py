@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.overrides import TorchFunctionMode
 
 from kvbench.bench import decode, timing
 from kvbench.bench.answer import time_answers
@@ -313,8 +314,75 @@ def test_the_reason_for_no_graph(name, graph, reason):
 
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-WAITING = {"shadowkv", "zipcache"}
-"""shadowkv waits for its selection; zipcache draws its probe tokens on the host."""
+WAITING = {"shadowkv"}
+"""It waits for its selection, to fetch values from the host."""
+HOST_CALLS = ("tensor", "as_tensor", "new_tensor", "cuda", "cpu", "item", "tolist", "numpy", "__bool__", "__int__")
+"""Functions of torch that copy between host and device."""
+FACTORIES = ("arange", "zeros", "ones", "full", "empty", "randperm", "randint", "rand")
+"""Functions that make a tensor on the host unless they are given a device; a single number may stay there."""
+
+
+class HostCalls(TorchFunctionMode):
+    """Records calls that copy between host and device, and tensors made on the host, which are copied later."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name, options = getattr(func, "__name__", ""), kwargs or {}
+        found = func(*args, **options)
+        if name in HOST_CALLS or (name in FACTORIES and "device" not in options and found.dim()):
+            self.names.append(name)
+        return found
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_attention_of_a_step_copies_nothing_from_the_host(name):
+    """A CUDA graph cannot capture such a copy: the method would be timed with Python's launches."""
+    job = setting()
+    with open_context(job, fitted(name), LENGTH, 2) as context, open_attention(job, context.session, graph=True) as x:
+        x.prepare()
+        x.call()  # the warm-up may copy what is cached later
+        with HostCalls() as calls:
+            x.call()
+    assert bool(calls.names) == (name in WAITING), calls.names
+
+
+@pytest.mark.parametrize("name", ["full", "snapkv", "quest", "kivi"])
+def test_every_call_of_sdpa_names_its_kernels(monkeypatch, name):
+    """Otherwise cuDNN takes it on a GPU, and builds a plan for every new length."""
+    allowed = []
+
+    def attend(*args, **kwargs):
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return sdpa(*args, **kwargs)
+
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    job = setting()
+    with open_context(job, fitted(name), LENGTH, 2) as context, open_steps(job, context.session, graph=True) as timed:
+        timed.call()
+    assert allowed and not any(allowed)
+
+
+def test_an_operation_that_writes_in_place_is_compared(monkeypatch):
+    """ShadowKV's restored keys: the reference writes into a copy, so a wrong implementation is noticed."""
+    def find(package, implementation, name):
+        function = getattr(__import__(f"{package}.torch", fromlist=[name]), name)
+
+        def changed(*args, **kwargs):
+            result = function(*args, **kwargs)
+            if name == "restore_keys":
+                args[0].mul_(1.5)
+            return result
+
+        changed.__module__ = f"{package}.triton"
+        return changed
+
+    monkeypatch.setattr(choice, "_find", find)
+    with using("triton"), pytest.raises(WrongKernelError, match="restore_keys"):
+        compare_operations(setting(), fitted("shadowkv"), LENGTH)
 
 
 @pytest.mark.few(5)

@@ -1,0 +1,57 @@
+"""Column sums of one query that is expanded to all positions, in time linear in the number of entries.
+
+The synthetic contexts of `kvbench bench` have such queries. The weights of query p are softmax(logits[: p + 1]) with
+the same logits for every p, so that only the normalizers differ: a cumulative sum.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def is_repeated(query: Tensor, window: int | None, positions: Tensor | None) -> bool:
+    """True if all queries are one query in memory and see all earlier entries."""
+    return query.shape[2] > 1 and query.stride(2) == 0 and window is None and positions is None
+
+
+def repeated_sums(
+    query: Tensor, keys: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None, power: int = 1
+) -> Tensor:
+    """Sums of weights, or of their squares, over all queries and the heads of the group. [B, H_kv, N] float32
+
+    query: [B, H_q, T, D], expanded. keys: [B, H_kv, N, D].
+    """
+    weights, totals = _weigh(query, keys, scale, softcap, sinks)
+    inverse = totals.double().pow(-power)
+    after = inverse.flip(-1).cumsum(-1).flip(-1)  # sum over this query and the later ones
+    before = weights.shape[-1] - after.shape[-1]
+    seen_by = torch.cat([after[..., :1].expand(*after.shape[:-1], before), after], dim=-1)
+    return (weights.double().pow(power) * seen_by).sum(2).float()
+
+
+def repeated_maxima(
+    query: Tensor, keys: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """The greatest weight of each entry: that of the first query that sees it. [B, H_kv, N] float32"""
+    weights, totals = _weigh(query, keys, scale, softcap, sinks)
+    before = weights.shape[-1] - totals.shape[-1]
+    first = torch.cat([totals[..., :1].expand(*totals.shape[:-1], before), totals], dim=-1)
+    return (weights / first).amax(2)
+
+
+def _weigh(
+    query: Tensor, keys: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Exponentials of the logits [B, H_kv, G, N] and each query's normalizer [B, H_kv, G, T]."""
+    kv_heads, n_query, n_key = keys.shape[1], query.shape[2], keys.shape[2]
+    logits = (query[:, :, 0].unflatten(1, (kv_heads, -1)) @ keys.mT).float() * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    top = logits.amax(-1, keepdim=True)
+    column = None if sinks is None else sinks.float().view(1, kv_heads, -1, 1)
+    if column is not None:
+        top = torch.maximum(top, column)
+    weights = (logits - top).exp()
+    totals = weights.double().cumsum(-1)[..., n_key - n_query :]
+    return weights, (totals if column is None else totals + (column - top).exp()).float()
