@@ -1,4 +1,4 @@
-"""scripts/gpu_suite.sh: stages run from beginning to end, one that is done is left, and what is missing is named."""
+"""scripts/gpu_suite.sh: stages run independently, finished ones are not repeated, and missing packages are named."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ def suite(*arguments, path=BIN):
 
 
 def test_unknown_stages_are_refused():
-    """With those that there are."""
+    """With the list of stages."""
     done = suite("--dry", "speed")
     assert done.returncode == 2
-    assert "unknown 'speed'. Stages: tests kernels steps lengths answers long models diffusion." in done.stderr
+    stages = "probe methods core tests all answers lengths largest long models diffusion"
+    assert f"unknown 'speed'. Stages: {stages}." in done.stderr
 
 
-def test_what_python_lacks_is_named_at_once(tmp_path):
-    """With the command that fetches it; nothing is run before."""
+def test_missing_packages_are_named_at_once(tmp_path):
+    """With the command that downloads them; nothing runs before."""
     python = tmp_path / "python3"
     python.write_text('#!/bin/sh\ncase "$2" in *pydantic_core*) exit 1;; *) exit 0;; esac\n')
     python.chmod(0o755)
@@ -42,25 +43,52 @@ def test_what_python_lacks_is_named_at_once(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_red_tests_end_the_suite(tmp_path):
-    """Nothing is timed after them."""
+def test_failed_tests_do_not_keep_stages_from_running(tmp_path):
+    """The suite goes on and ends with code 1."""
     python = tmp_path / "python3"
     python.write_text('#!/bin/sh\ncase "$*" in *pytest*) echo one failed; exit 1;; *) exit 0;; esac\n')
     python.chmod(0o755)
-    done = suite("--dry", "--out", tmp_path / "out", "tests", "kernels", path=tmp_path)
+    done = suite("--dry", "--out", tmp_path / "out", "tests", "core", path=tmp_path)
     assert done.returncode == 1
-    assert "one failed" in done.stderr and "tests are red, so nothing is timed" in done.stderr
-    assert not (tmp_path / "out" / "kernels.json").exists()
+    assert "one failed" in done.stderr and "tests failed" in done.stderr
+    assert "gpu_suite: core took" in done.stderr
+
+
+def test_an_interrupted_stage_of_an_earlier_call_is_continued(tmp_path):
+    """--from copies its file to the new folder; a stage that is done is not run again."""
+    earlier = tmp_path / "earlier"
+    earlier.mkdir()
+    (earlier / "core.json").write_text('{"status": "done", "cells": [{"outcome": "skipped"}]}')
+    (earlier / "probe.json").write_text("{}")
+    python = tmp_path / "python3"
+    python.write_text("#!/bin/sh\nexit 0\n")
+    python.chmod(0o755)
+    done = suite("--dry", "--from", earlier, "--out", tmp_path / "out", "probe", "core", path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "probe is done" in done.stderr and "core took" in done.stderr
+    assert (tmp_path / "out" / "core.json").read_text() == (earlier / "core.json").read_text()
+
+
+def test_a_stage_whose_gpu_is_lost_is_tried_again(tmp_path):
+    """kvbench bench ends with code 3 and continues in a new process, three times at most."""
+    python = tmp_path / "python3"
+    calls = tmp_path / "calls"
+    lost = f'echo call >>{calls}; echo "{{}}" >{tmp_path}/core.json; exit 3'
+    python.write_text(f'#!/bin/sh\ncase "$*" in *--seconds*) {lost};; esac\n')
+    python.chmod(0o755)
+    done = suite("--dry", "--out", tmp_path, "core", path=tmp_path)
+    assert done.returncode == 1
+    assert calls.read_text().split() == ["call"] * 3
 
 
 @pytest.mark.slow
 def test_every_stage_runs_on_a_cpu_and_is_not_run_again(tmp_path):
-    """A file for each, whole; a second call prints the same table and runs nothing."""
-    stages = ["tests", "kernels", "steps", "lengths", "answers"]
+    """Each writes a complete file; a second call prints the same table and runs nothing."""
+    stages = ["probe", "tests", "methods", "core", "lengths", "largest", "answers"]
     first = suite("--dry", "--out", tmp_path, *stages)
     assert first.returncode == 0, first.stderr
-    assert {x.name for x in tmp_path.iterdir()} == {"tests.txt", *(f"{x}.json" for x in stages[1:])}
-    for stage in stages[1:]:
+    assert {x.name for x in tmp_path.iterdir()} == {"tests.txt", *(f"{x}.json" for x in stages if x != "tests")}
+    for stage in stages[2:]:
         bench = Bench.model_validate_json((tmp_path / f"{stage}.json").read_text())
         assert bench.status == "done"
         assert {x.outcome for x in bench.cells} == {"ok"}
