@@ -6,7 +6,6 @@ whole prompts, as `dense_attention.chunk` for queries after other entries.
 
 from __future__ import annotations
 
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

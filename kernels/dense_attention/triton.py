@@ -71,12 +71,11 @@ def attend(
     block_m, block_n, stages, warps = _blocks(group * n_query, width, value_width, keys.itemsize)
     query_blocks = triton.cdiv(group * n_query, block_m)
     n_key = keys.shape[-2]
-    entries = n_key if offsets is not None else n_key * n_head
     split = tile_entries(
         n_key, query_blocks if offsets is not None else query_blocks * n_head, LEAST_ENTRIES, block_n, query.device
     )
     splits = 1 if offsets is not None else triton.cdiv(n_key, split)
-    tiles = entries // split + n_head if offsets is not None else splits * n_head  # ragged: at most
+    tiles = n_key // split + n_head if offsets is not None else splits * n_head  # ragged: at most
     direct = offsets is None and splits == 1 and sinks is None
     output = query.new_empty((tiles, group, n_query, value_width), dtype=dtype if direct else torch.float32)
     lse = query.new_empty((tiles, group, n_query), dtype=torch.float32)
