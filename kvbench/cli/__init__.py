@@ -17,6 +17,7 @@ from kvbench.cli import (
     doctor,
     explain,
     leaderboard,
+    models,
     query,
     report,
     reproduce,
@@ -70,6 +71,7 @@ app.command("reproduce")(reproduce.reproduce_command)
 app.command("explain")(explain.explain_command)
 app.command("submit")(submit.submit_command)
 app.add_typer(leaderboard.app, name="leaderboard")
+app.add_typer(models.app, name="models")
 app.add_typer(trace.app, name="trace")
 
 

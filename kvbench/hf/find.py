@@ -15,6 +15,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from transformers import PreTrainedTokenizerBase
 
 from kvbench import registry
+from kvbench.downloads.sources import find_added, refuse_missing
 from kvbench.errors import UserError, unknown
 from kvbench.registry import list_architectures, list_models
 
@@ -25,6 +26,7 @@ TOKENIZERS = (
 )
 """A folder without any of these files has no tokenizer; for some models transformers would create an empty one."""
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+GGUF = ".gguf"
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -42,10 +44,15 @@ def find_folder(name: str, *, weights: bool = True) -> Path:
         return own
     source = name.removeprefix(RANDOM)
     path = Path(source).expanduser()
+    if path.suffix == GGUF:
+        from kvbench.downloads.add import convert_file  # it loads models, which imports this module
+
+        return convert_file(path)
     if source and path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(f"model folder '{source}' has no config.json: give a folder in Hugging Face format.")
         return path
+    refuse_missing(source)
     if not HUB_ID.fullmatch(source):
         allowed = [*list_models(), *(f"{RANDOM}{x}" for x in list_architectures() if name.startswith(RANDOM))]
         raise unknown("model", source, allowed, "Or give a local folder, or a hub id such as org/name.")
@@ -73,7 +80,7 @@ def _find_own(name: str) -> Path | None:
     source = name.removeprefix(RANDOM)
     if source in list_models():
         return registry.MODELS / source
-    return registry.ARCHITECTURES / source if is_architecture(name) else None
+    return registry.ARCHITECTURES / source if is_architecture(name) else find_added(source)
 
 
 def is_architecture(name: str) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from kvbench.budget import LayerShape, Shape
+from kvbench.downloads.sources import result_id
 from kvbench.errors import UserError, unknown
 from kvbench.hf.adapter import Forward, embedding_device, is_attached, run_model
 from kvbench.hf.config import DTYPES, first_line, quiet, read_config, read_document, resolve_dtype
@@ -180,7 +181,7 @@ def load_model(
     if device_map is None:
         nn.Module.to(module, torch.device(device))  # transformers' own `to` has no types
     return Model.from_module(
-        module, tokenizer, name, sha256=hash_model(name, folder),
+        module, tokenizer, result_id(name), sha256=hash_model(name, folder),
         revision=folder.name if folder.parent.name == HUB_SNAPSHOTS else None, masking=masking,
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast, get_args
 
 from kvbench.budget import DEFAULT_BUDGET, Budget, BudgetKind
+from kvbench.downloads.sources import find_added, list_added, refuse_missing
 from kvbench.errors import UserError, unknown
 from kvbench.kernels.choice import IMPLEMENTATIONS, REST
 from kvbench.method import Method
@@ -206,8 +207,16 @@ def check_model(name: str) -> None:
             f"model '{name}' has no tokenizer: it is for `kvbench bench` and `kvbench plan`. For a task give random: "
             "before a local folder or a hub id."
         )
-    if "/" not in source and source not in list_models() and not Path(source).expanduser().is_dir():
-        raise unknown("model", name, list_models(), "Or give a local folder or a hub id such as org/name.")
+    refuse_missing(source)
+    known = [*list_models(), *list_added()]
+    if "/" not in source and source not in known and find_added(source) is None and not _is_local(source):
+        raise unknown("model", name, known, "Or give a local folder or a hub id such as org/name.")
+
+
+def _is_local(source: str) -> bool:
+    """Whether a name is a folder, or a GGUF file."""
+    path = Path(source).expanduser()
+    return path.is_dir() or (path.suffix == ".gguf" and path.is_file())
 
 
 def _resolve_budget(asked: Budget | None, method: Method) -> Budget | None:

