@@ -7,6 +7,8 @@ import os
 import platform
 from pathlib import Path
 
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+
 
 def find_version(package: str) -> str | None:
     """The version of an installed package; None: it is not installed."""
@@ -25,6 +27,22 @@ def cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def has_bfloat16_units() -> bool:
+    """Whether the CPU multiplies in bfloat16 itself; others convert every number and are several times slower.
+
+    True where the system does not list the CPU's instructions.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return True
+    for line in lines:
+        key, _, flags = line.partition(":")
+        if key.strip() in ("flags", "Features"):  # x86, ARM
+            return not BFLOAT16_FLAGS.isdisjoint(flags.split())
+    return True
 
 
 def ram_bytes() -> int:

@@ -29,6 +29,14 @@ if not torch.cuda.is_available():
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _any_cpu() -> Iterator[None]:
+    """Default element types are those of a CPU with bfloat16 units, whatever this one has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvbench.machine.has_bfloat16_units", lambda: True)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What is kept of the user's own runs is neither read nor written."""
     with pytest.MonkeyPatch.context() as patch:

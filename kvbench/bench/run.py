@@ -144,10 +144,10 @@ def _key(cell: BenchCell) -> tuple[object, ...]:
 def _prepare(request: BenchRequest) -> BenchJob:
     """Check the request, load the model and measure the copy bandwidth."""
     timings = _check(request)
-    outline = predict_memory(request.model, request.dtype)
-    made = make_methods(request.methods, parse_pairs(request.settings, "--set"), request.model, outline.kind)
     device = request.device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
+    outline = predict_memory(request.model, request.dtype, device=device)
+    made = make_methods(request.methods, parse_pairs(request.settings, "--set"), request.model, outline.kind)
     check_kernels(request.kernels)
     check_kernels_device(request.kernels, device.partition(":")[0])
     if outline.kind == "diffusion" and timings != ["end-to-end"]:

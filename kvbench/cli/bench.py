@@ -26,7 +26,7 @@ ModelName = Annotated[
     str, typer.Option(help="A bundled model, a folder, a hub id, or random:llama-3.1-8b for random weights.")
 ]
 Chunk = Annotated[int | None, typer.Option(help="Prompt tokens per forward pass; default: all.")]
-Dtype = Annotated[Text, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")]
+Dtype = Annotated[Text, typer.Option(help="float32, bfloat16, float16, or auto as in `kvbench run`.")]
 
 
 def bench_command(

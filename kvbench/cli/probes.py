@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbench.machine import cpu_name, find_version, free_bytes
+from kvbench.machine import cpu_name, find_version, free_bytes, has_bfloat16_units
 from kvbench.registry import HERE, list_models
 
 GB = 1e9
@@ -31,7 +31,7 @@ def examine() -> list[Probe]:
     """All checks: packages, hardware, disk, cache and bundled models."""
     return [
         _python(), _package("torch", (2, 11)), _package("transformers", (5, 17)), _triton(), _gpu(), _threads(),
-        _memory(), _disk(), _writable_cache(), *_models(), _shadowed(),
+        _bfloat16(), _memory(), _disk(), _writable_cache(), *_models(), _shadowed(),
     ]
 
 
@@ -72,6 +72,13 @@ def _threads() -> Probe:
     if asked is not None:
         text += f", OMP_NUM_THREADS={asked}" + ("" if ok else ": more threads than cores slow every run down")
     return Probe("threads", ok, text)
+
+
+def _bfloat16() -> Probe:
+    if has_bfloat16_units():
+        return Probe("bfloat16", True, "computed by the CPU itself")
+    text = "no units in this CPU: --dtype auto (the default) computes in float32, and --dtype bfloat16 is slow here"
+    return Probe("bfloat16", True, text)
 
 
 def _memory() -> Probe:

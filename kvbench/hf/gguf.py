@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from tokenizers import pre_tokenizers
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -166,10 +167,14 @@ def measure(folder: Path) -> Measurement:
     model = load_model(str(folder), dtype="float32")
     tokenizer = model.tokenizer
     ids = tokenizer(TEXT, return_tensors="pt").input_ids
-    if tokenizer.decode(ids[0], skip_special_tokens=True).strip() != TEXT:
+
+    def decode(found: Tensor) -> str:
+        return str(tokenizer.decode(found, skip_special_tokens=True))
+
+    if decode(ids[0]).strip() != TEXT:
         raise UserError("the converted tokenizer does not give back the text that it encoded: not used.")
     ids = ids[:, : model.max_length]
-    size = len(tokenizer.decode(ids[0], skip_special_tokens=True).encode())
+    size = len(decode(ids[0]).encode())
     asked = tokenizer(QUESTION, return_tensors="pt").input_ids
     with torch.inference_mode():
         logits = model.module(input_ids=ids, use_cache=False).logits[0].float()
@@ -184,8 +189,7 @@ def measure(folder: Path) -> Measurement:
             f"the converted model needs {bits:.2f} bits per byte of an English text, more than {MOST_BITS}: its "
             "weights or its tokenizer are not what the file means. Not used."
         )
-    text = tokenizer.decode(answer[0, asked.shape[1] :])
-    return Measurement(math.exp(loss / (ids.shape[1] - 1)), bits, text)
+    return Measurement(math.exp(loss / (ids.shape[1] - 1)), bits, decode(answer[0, asked.shape[1] :]))
 
 
 def _set_split(tokenizer: PreTrainedTokenizerBase, split: str | None, path: Path) -> None:

@@ -14,9 +14,18 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from kvbench.budget import LayerShape, Shape
 from kvbench.downloads.sources import result_id
-from kvbench.errors import UserError, unknown
+from kvbench.errors import UserError
 from kvbench.hf.adapter import Forward, embedding_device, is_attached, run_model
-from kvbench.hf.config import DTYPES, first_line, quiet, read_config, read_document, resolve_dtype
+from kvbench.hf.config import (
+    AUTO,
+    check_dtype,
+    choose_dtype,
+    first_line,
+    own_dtype,
+    quiet,
+    read_config,
+    read_document,
+)
 from kvbench.hf.find import (
     RANDOM,
     check_device,
@@ -30,6 +39,7 @@ from kvbench.hf.find import (
 from kvbench.hf.masked import Masking, native_tokenizer, read_masking, weight_names
 from kvbench.hf.proof import prove, prove_bidirectional, refuse_config
 from kvbench.hf.rope import Rope, max_length
+from kvbench.log import say
 from kvbench.method import ModelKind
 
 HUB_SNAPSHOTS = "snapshots"
@@ -142,14 +152,13 @@ def load_model(
     Args:
         name: a bundled model, a local folder or a hub id; or `random:` before one of these or an architecture's name.
         device: `cpu`, `cuda` or `cuda:N`.
-        dtype: one of DTYPES; None: the checkpoint's own.
+        dtype: one of DTYPES; None or `auto`: the model's own, but float32 on a CPU without bfloat16 units.
         device_map: replaces `device`; how transformers distributes the model over devices, host memory and disk.
 
     Raises:
         UserError: the model does not exist, its files are broken, or its architecture is not supported.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
+    check_dtype(dtype)
     check_device(device)
     if device.startswith("cuda:"):
         torch.cuda.set_device(device)  # for Triton, CUDA graphs and memory queries, which use the current device
@@ -161,7 +170,13 @@ def load_model(
     masking = read_masking(document)
     if masking is not None and device_map is not None:
         raise UserError(f"{name} is a diffusion model, which no device map supports: leave --device-map out.")
-    kind = resolve_dtype(dtype, config, folder)
+    place = "cuda" if device_map is not None and torch.cuda.is_available() else device
+    kind = choose_dtype(dtype, config, folder, place)
+    if dtype in (None, AUTO) and kind != (own := own_dtype(config, folder)):
+        say(
+            f"{name}: computing in float32, because this CPU has no bfloat16 units; the model's own type is --dtype "
+            f"{str(own).removeprefix('torch.')}."
+        )
     try:
         with quiet():
             tokenizer = None if is_architecture(name) else _tokenizer(folder, document)

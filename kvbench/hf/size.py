@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvbench.budget import Shape
-from kvbench.errors import UserError, unknown
-from kvbench.hf.config import DTYPES, first_line, quiet, read_config, read_document, resolve_dtype
+from kvbench.errors import UserError
+from kvbench.hf.config import check_dtype, choose_dtype, first_line, quiet, read_config, read_document
 from kvbench.hf.find import find_folder
 from kvbench.hf.masked import read_masking
 from kvbench.hf.proof import layer_shapes, refuse_config
@@ -42,19 +42,18 @@ class ModelSize:
         return self.shape.full_bytes
 
 
-def predict_memory(name: str, dtype: str | None = None, length: int = 1024) -> ModelSize:
+def predict_memory(name: str, dtype: str | None = None, length: int = 1024, device: str = "cuda") -> ModelSize:
     """Predict the bytes of the weights and of the full cache of a context of `length` tokens.
 
     Raises:
         UserError: the model does not exist, or its architecture is not supported.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
+    check_dtype(dtype)
     folder = find_folder(name, weights=False)
     config = read_config(name, folder)
     text = config.get_text_config()
     refuse_config(text)
-    size = resolve_dtype(dtype, config, folder).itemsize
+    size = choose_dtype(dtype, config, folder, device).itemsize
     text.pad_token_id = None  # some models would search for it in the ids, which have no values on the meta device
     try:
         with torch.device("meta"), quiet():  # in bfloat16, the only type with grouped products on the meta device

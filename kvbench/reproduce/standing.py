@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from kvbench import machine
 from kvbench.analysis.load import FinishedRun, load_run
 from kvbench.errors import UserError
 from kvbench.registry import list_entries
@@ -95,7 +96,7 @@ def _answers(spec: RunSpec, wanted: Request) -> bool:
     bits, like every checkpoint with a printed number.
     """
     try:
-        plan, dtype = check(wanted), wanted.dtype or _own_dtype(spec.model.id, spec.model.revision)
+        plan, allowed = check(wanted), _allowed_dtypes(wanted, spec)
     except UserError:  # kvbench refuses this request now, so no earlier run can answer it
         return False
     generation, filling = plan.generation, spec.generation.denoising
@@ -106,7 +107,7 @@ def _answers(spec: RunSpec, wanted: Request) -> bool:
         })
     protocol = Protocol(**{name: getattr(spec, name) for name in Protocol.model_fields})
     bare = plan.template == "none" and spec.task.chat_template_sha is not None
-    if bare or spec.model.dtype not in (("bfloat16", "float16") if dtype is None else (dtype,)):
+    if bare or spec.model.dtype not in allowed:
         return False
     return (
         spec.method.settings, spec.task.settings, spec.task.length, spec.task.scorer, spec.budget, spec.generation,
@@ -118,13 +119,22 @@ def _answers(spec: RunSpec, wanted: Request) -> bool:
     )
 
 
+def _allowed_dtypes(wanted: Request, spec: RunSpec) -> tuple[str, ...]:
+    """Element types of a run that the request asks for; `auto` is float32 on a CPU without bfloat16 units."""
+    if wanted.dtype not in (None, "auto"):
+        return (wanted.dtype,)
+    own = _own_dtype(spec.model.id, spec.model.revision)
+    found = ("bfloat16", "float16") if own is None else (own,)
+    return (*found, "float32") if spec.device == "cpu" and not machine.has_bfloat16_units() else found
+
+
 @functools.cache
 def _own_dtype(name: str, revision: str | None) -> str | None:
     """Data type of a checkpoint; None if it is not on this machine."""
     from kvbench.hf import find_copy
-    from kvbench.hf.config import read_config, resolve_dtype
+    from kvbench.hf.config import own_dtype, read_config
 
     folder = Path(name) if Path(name).is_dir() else find_copy(name, revision)
     if folder is None:
         return None
-    return str(resolve_dtype(None, read_config(name, folder), folder)).removeprefix("torch.")
+    return str(own_dtype(read_config(name, folder), folder)).removeprefix("torch.")

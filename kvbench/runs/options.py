@@ -59,7 +59,10 @@ class Request:
     device_map: Annotated[
         str | None, Help("Spread the model over GPUs, memory and disk: auto, balanced, ... or a .json file.")
     ] = None
-    dtype: Annotated[str | None, Help("float32, bfloat16 or float16; default: the checkpoint's.")] = None
+    dtype: Annotated[str | None, Help(
+        "auto, float32, bfloat16 or float16; auto, the default, is the model's own, or float32 on a CPU without "
+        "bfloat16 units."
+    )] = None
 
     suite: str | None = None
     """The suite that this run is a part of, `name@version`."""

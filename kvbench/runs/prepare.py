@@ -7,7 +7,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Literal, cast
 
 from kvbench import __version__
-from kvbench.errors import UserError, unknown
+from kvbench.errors import UserError
 from kvbench.log import say
 from kvbench.machine import find_version, free_bytes, ram_bytes
 from kvbench.runs.examples import make_examples
@@ -102,11 +102,9 @@ def find_device(request: Request) -> Literal["cpu", "cuda"]:
 
 
 def _load(request: Request, device: str, length: int) -> Model:
-    from kvbench.hf import DTYPES, load_model, predict_memory
+    from kvbench.hf import load_model, predict_memory
 
-    if request.dtype is not None and request.dtype not in DTYPES:
-        raise unknown("dtype", request.dtype, DTYPES)
-    need = predict_memory(request.model, request.dtype, length)
+    need = predict_memory(request.model, request.dtype, length, device)
     free = free_bytes(device)
     where = f"{free / GB:.1f} GB free on {device}" if request.device_map is None else f"spread by {request.device_map}"
     say(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from kvbench.errors import UserError, unknown
+from kvbench.errors import UserError
 from kvbench.runs.options import Request
 from kvbench.runs.prepare import find_device
 from kvbench.runs.request import ResolvedRequest, check, check_model
@@ -53,13 +53,12 @@ def place_cells(
     Raises:
         UserError: bad input; the message names the cell.
     """
-    from kvbench.hf import DTYPES
+    from kvbench.hf.config import check_dtype
 
     placed = []
     for cell in cells:
         with _naming(cell):
-            if cell.request.dtype not in (None, *DTYPES):
-                raise unknown("dtype", str(cell.request.dtype), DTYPES)
+            check_dtype(cell.request.dtype)
             placed.append(replace(cell, request=replace(cell.request, device=find(cell.request))))
     return placed, check_cells(placed)
 

@@ -45,7 +45,7 @@ class KvbenchModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         method: a name of `kvbench list methods`, `inner+outer`, or path/to/file.py:Class.
         budget: a share such as 25%, tokens per KV head such as 1024, or paper.
         chunk: prompt tokens per forward pass; None: all.
-        dtype: float32, bfloat16 or float16; None: the checkpoint's.
+        dtype: float32, bfloat16, float16 or auto; None: auto.
         device: cpu, cuda or cuda:N; None: cuda if available.
         max_length: contexts are cut on the left beyond this many tokens; None: the model's maximum.
         batch_size: must be 1, lm_eval's default.
