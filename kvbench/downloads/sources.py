@@ -105,7 +105,7 @@ SOURCES = {x.name: x for x in (
         ),
         download_bytes=1_092_851_000, gguf_bytes=1_117_320_768,
         gguf_sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
-        converted_bytes=3_566_000_000, perplexity=float("nan"),
+        converted_bytes=3_566_000_000, perplexity=17.7089,
     ),
 )}
 
