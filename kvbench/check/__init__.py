@@ -1,6 +1,6 @@
-"""The claims that every method must keep, tried on tiny models."""
+"""Invariants of methods and audits of tasks: the checks of `kvbench check`."""
 
-from kvbench.check.invariants import CLAIMS, POLICY_CLAIMS, Claim, check
+from kvbench.check.invariants import INVARIANTS, POLICY_INVARIANTS, Outcome, check
 from kvbench.check.trial import NotApplicableError
 
-__all__ = ["CLAIMS", "POLICY_CLAIMS", "Claim", "NotApplicableError", "check"]
+__all__ = ["INVARIANTS", "POLICY_INVARIANTS", "NotApplicableError", "Outcome", "check"]

@@ -1,4 +1,4 @@
-"""What is wrong with a task's examples, seen without a model: lengths, ids, questions, where their answers stand."""
+"""Audits of a task's examples without a model: lengths, ids, questions, and where the answers are."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong."""
+    """One problem of one example."""
 
     row: str
-    """The id of the example; of a line that is no row, nothing."""
+    """The id of the example; empty where the line is not a record."""
     line: int | None
-    """Of the JSONL file, counted from 1; None: the examples are not from one."""
+    """Line of the JSONL file, counted from 1; None: the examples are not from a file."""
     turn: int | None
-    """Counted from 0; None: all of it."""
+    """Counted from 0; None: the whole example."""
     what: str
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What was looked at and found."""
+    """The examined examples and their problems."""
 
     examples: int
     turns: int
     tokens: tuple[int, int] | None
-    """Of the shortest and of the longest first prompt with its answer; None: there is no example."""
+    """Tokens of the shortest and of the longest first prompt with its answer; None: there is no example."""
     cut: int
-    """Examples that lose their middle."""
+    """Examples whose middle is cut."""
     findings: list[Finding]
 
 
 def audit_rows(table: Table, rows: Records, tokenizer: PreTrainedTokenizerBase) -> Audit:
-    """Every line of a custom task."""
+    """Audit every line of a custom task."""
     task = make_task(table, rows, find_scorer)()
     findings = [Finding("", line, None, what) for line, what in rows.errors.items()]
     examples, sizes = [], []
@@ -58,7 +58,7 @@ def audit_rows(table: Table, rows: Records, tokenizer: PreTrainedTokenizerBase) 
             except UserError as error:
                 findings.append(Finding(example.id, line, None, str(error)))
         examples.append(example)
-        where = "what is left of the context" if "cut_tokens" in example.facts else "the context"
+        where = "the context after the cut" if "cut_tokens" in example.facts else "the context"
         for index, (asked, turn) in enumerate(zip(row.turns, example.turns, strict=True)):
             claimed = table.answer_in_context if asked.answer_in_context is None else asked.answer_in_context
             if claimed and not any(x in example.context for x in turn.references):
@@ -68,7 +68,7 @@ def audit_rows(table: Table, rows: Records, tokenizer: PreTrainedTokenizerBase) 
 
 
 def audit_task(task: Task, tokenizer: PreTrainedTokenizerBase, samples: int) -> Audit:
-    """The first examples of any other task, at its default length, in its first mode that has several turns.
+    """Audit the first examples of a task at its default length, in its first mode with several turns.
 
     Raises:
         UserError: the task cannot make them.
@@ -98,28 +98,28 @@ def _sum_up(examples: Sequence[Example], sizes: Sequence[int], findings: list[Fi
 
 
 def _too_long(size: int, length: int) -> str:
-    return f"{size} tokens with its answer, beyond the length of {length}"
+    return f"{size} tokens with its answer, more than the length of {length}"
 
 
 def _compare(examples: Sequence[Example], lines: Sequence[int | None]) -> Iterator[Finding]:
-    """Ids and questions that come twice, and questions that hold their answer."""
+    """Find ids and questions that occur twice, and questions that contain their answer."""
     ids: dict[str, int] = {}
     for number, (example, line) in enumerate(zip(examples, lines, strict=True)):
         first = ids.setdefault(example.id, number)
         if first != number:
             where = f"line {lines[first]}" if line is not None else f"example {first}"
-            yield Finding(example.id, line, None, f"the id is that of {where} too")
+            yield Finding(example.id, line, None, f"{where} has the same id")
         asked: dict[str, int] = {}
         for index, turn in enumerate(example.turns):
             before = asked.setdefault(turn.question.strip(), index)
             if before != index:
-                yield Finding(example.id, line, index, f"the question is that of turn {before} too")
+                yield Finding(example.id, line, index, f"turn {before} asks the same question")
             if leak := _find_leak(turn):
-                yield Finding(example.id, line, index, f"the answer {leak!r} stands in the question")
+                yield Finding(example.id, line, index, f"the question contains the answer {leak!r}")
 
 
 def _find_leak(turn: Turn) -> str | None:
-    """A reference that the question or the answer's prefix gives away; choices and single letters may stand there."""
+    """A reference answer that the question or the answer's prefix contains; choices and single letters may occur."""
     if turn.choices:
         return None
     text = f"{turn.question}\n{turn.prefix}".casefold()

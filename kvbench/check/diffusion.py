@@ -1,6 +1,6 @@
-"""What every cache policy of diffusion models must do, tried on two tiny ones: a head that is shifted, one that is not.
+"""Invariants of cache policies for diffusion models, tested on two tiny models, with and without a shifted head.
 
-A regime that a policy refuses is left out; one that it takes, it must fill as no cache does, but for the rows it says.
+Sampling settings that a policy refuses are left out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _prompts(count: int = 1) -> Tensor:
 
 
 def _taken(policy: Policy) -> Iterator[tuple[str, Model, Sampling]]:
-    """The regimes that it takes, on both models."""
+    """The sampling settings that a policy accepts, on both models."""
     found = 0
     for name, sampling in REGIMES.items():
         try:
@@ -44,7 +44,7 @@ def _taken(policy: Policy) -> Iterator[tuple[str, Model, Sampling]]:
         found += 1
         for model in (tiny_diffusion(shifted=False), tiny_diffusion(shifted=True)):
             yield f"{name}, {model.id}", model, sampling
-    assert found, f"it takes none of the regimes {', '.join(REGIMES)}"
+    assert found, f"it accepts none of the sampling settings {', '.join(REGIMES)}"
 
 
 def _fill(policy: Policy, model: Model, sampling: Sampling, prompts: Tensor | None = None) -> Denoised:
@@ -52,7 +52,7 @@ def _fill(policy: Policy, model: Model, sampling: Sampling, prompts: Tensor | No
 
 
 def _follow(policy: Policy, model: Model, sampling: Sampling, **spies: Callable[..., None]) -> Denoising:
-    """An answer made while spies are called before the policy's methods of their names, with the same arguments."""
+    """Denoise an answer, and call each spy before the policy's method of its name, with the same arguments."""
 
     def spied(name: str) -> Callable[..., object]:
         def call(self: Policy, *given: object) -> object:
@@ -61,16 +61,16 @@ def _follow(policy: Policy, model: Model, sampling: Sampling, **spies: Callable[
 
         return call
 
-    twin: Policy = type("Spied", (type(policy),), {name: spied(name) for name in spies})(**policy.settings)
-    d = Denoising(model, twin, _prompts(), ANSWER, sampling)
+    watched: Policy = type("Spied", (type(policy),), {name: spied(name) for name in spies})(**policy.settings)
+    d = Denoising(model, watched, _prompts(), ANSWER, sampling)
     d.denoise()
     return d
 
 
-def identity_is_no_cache(policy: Policy) -> str:
-    """Settings that are declared to lose nothing make the tokens of no cache and compute all rows."""
+def identity_equals_no_cache(policy: Policy) -> str:
+    """Settings that are declared lossless give the tokens of no cache and compute every token."""
     if not policy.identity(tiny_diffusion(shifted=False).shape(PROMPT + ANSWER)):
-        raise NotApplicableError("its settings are no declared identity")
+        raise NotApplicableError("its settings are not declared lossless")
     names = []
     for name, model, sampling in _taken(policy):
         ours, plain = (_fill(x, model, sampling) for x in (policy, Uncached()))
@@ -80,23 +80,23 @@ def identity_is_no_cache(policy: Policy) -> str:
     return f"equal tokens in {len(names)} runs"
 
 
-def it_acts(policy: Policy) -> str:
-    """The loop can prove that something was left out or came early, and an inert twin's cannot."""
+def acts(policy: Policy) -> str:
+    """The loop counts skipped tokens or early commits; the same settings without hooks show none."""
     if policy.identity(tiny_diffusion(shifted=False).shape(PROMPT + ANSWER)):
-        raise NotApplicableError("its settings are declared to lose nothing")
+        raise NotApplicableError("its settings are declared lossless")
     hooks = {name: getattr(Policy, name) for name in ("run", "look", "open", "accept", "commit", "begin")}
     inert = type("Inert", (type(policy),), {**hooks, "plan": Uncached.plan})
     acted = 0
     for name, model, sampling in _taken(policy):
-        twin = _fill(inert(**policy.settings), model, sampling)
-        assert not any(twin.facts.values()), f"{name}: a twin that does nothing is certified as well: {twin.facts}"
+        none = _fill(inert(**policy.settings), model, sampling)
+        assert not any(none.facts.values()), f"{name}: a policy that does nothing passes as well: {none.facts}"
         acted += any(_fill(policy, model, sampling).facts.values())
-    assert acted, "no pass left a row out, and no token came early"
-    return f"acted in {acted} runs; an inert twin is caught"
+    assert acted, "no denoising step skipped a token, and none committed one early"
+    return f"acted in {acted} runs; a policy that does nothing is caught"
 
 
 def answers_are_complete(policy: Policy) -> str:
-    """Every place gets a token that is not the mask, once; the prompt and what was committed never change."""
+    """Every position gets a token other than the mask once; the prompt and committed tokens never change."""
     passes = []
     for name, model, sampling in _taken(policy):
         before = torch.cat([_prompts(), torch.full((1, ANSWER), VOCABULARY - 1)], dim=1)
@@ -110,11 +110,11 @@ def answers_are_complete(policy: Policy) -> str:
         d = _follow(policy, model, sampling, commit=look)
         assert not bool((d.ids == VOCABULARY - 1).any()), f"{name}: masks are left"
         passes.append(d.nfe)
-    return f"{min(passes)} to {max(passes)} passes for {ANSWER} tokens"
+    return f"{min(passes)} to {max(passes)} denoising steps for {ANSWER} tokens"
 
 
-def what_may_be_committed_is_computed(policy: Policy) -> str:
-    """Where confidence decides, every open place has one; in a known order, as many as are to be committed."""
+def committed_tokens_are_computed(policy: Policy) -> str:
+    """Confidences exist for every open position; in random order, for as many as are committed."""
     for name, model, sampling in _taken(policy):
 
         def look(d: Denoising, confidence: Tensor, name: str = name) -> None:
@@ -123,14 +123,14 @@ def what_may_be_committed_is_computed(policy: Policy) -> str:
                 assert bool((known.sum(-1) >= d.quota).all()), f"{name}: too few tokens are computed in step {d.step}"
             else:
                 lacks = (d.method.open(d) & ~known).nonzero()[:, 1].tolist()
-                assert not lacks, f"{name}: places {lacks} may be committed in step {d.step} and are not computed"
+                assert not lacks, f"{name}: positions {lacks} may be committed in step {d.step} and are not computed"
 
         _follow(policy, model, sampling, accept=look)
-    return "in every step, also where the row before a place predicts it"
+    return "in every step, also with a shifted head"
 
 
 def bytes_are_counted(policy: Policy) -> str:
-    """Every tensor that its stores hold is in the bytes that are reported."""
+    """The reported bytes include every tensor of the stores."""
     most = 0
 
     def tensors(value: object) -> list[Tensor]:
@@ -151,11 +151,11 @@ def bytes_are_counted(policy: Policy) -> str:
 
 
 def batch_does_not_matter(policy: Policy) -> str:
-    """Two sequences at once get what each gets alone, or the policy says that it takes one."""
+    """Each of two sequences in a batch gets the tokens that it gets alone, or the policy refuses batches."""
     count = 0
     for name, model, sampling in _taken(policy):
         if sampling.temperature or sampling.remasking == "random":
-            continue  # what is drawn is drawn for the batch
+            continue  # random draws are made for the whole batch
         try:
             both = _fill(policy, model, sampling, _prompts(2)).ids
         except UserError as refusal:
@@ -164,12 +164,12 @@ def batch_does_not_matter(policy: Policy) -> str:
         assert both == alone, f"{name}: a sequence depends on its batch"
         count += 1
     if not count:
-        raise NotApplicableError("it takes only regimes in which something is drawn for the batch")
+        raise NotApplicableError("all accepted sampling settings draw for the whole batch")
     return f"equal tokens in {count} runs"
 
 
-def short_answers_are_made(policy: Policy) -> str:
-    """Canvases of one, two and three tokens after a prompt of one."""
+def short_answers_run(policy: Policy) -> str:
+    """Response blocks of one, two and three tokens after a prompt of one token are filled."""
     for answer in (1, 2, 3):
         for base in REGIMES.values():
             sampling = Sampling(answer, answer, base.remasking, base.temperature, base.threshold)
@@ -183,12 +183,12 @@ def short_answers_are_made(policy: Policy) -> str:
     return "1, 2 and 3 tokens"
 
 
-def runs_are_equal_and_apart(policy: Policy) -> str:
-    """Two runs are equal, with another in between, and the model is left as it was."""
+def runs_are_repeatable(policy: Policy) -> str:
+    """Two runs are equal, with another one in between, and the model is not changed."""
     for name, model, sampling in _taken(policy):
         before = look_at(model)
         first = _fill(policy, model, sampling)
         _fill(policy, model, sampling, _prompts(1).flip(-1))
         assert _fill(policy, model, sampling) == first, f"{name}: a second run differs"
         assert look_at(model) == before, f"{name}: the model was left changed"
-    return "tokens, passes, rows and bytes equal"
+    return "tokens, denoising steps, computed tokens and bytes equal"

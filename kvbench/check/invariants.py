@@ -1,7 +1,7 @@
-"""What every method must do, whatever its paper says: claims that `kvbench check` tries on tiny random models.
+"""Invariants of every method, which `kvbench check` tests on tiny random models.
 
-A claim that does not apply to a method says why. The method's card decides: heads that are not independent are not
-permuted, and settings that are no identity are not compared with the dense cache.
+An invariant that does not apply to a method reports the reason, which follows from the method's card: dependent heads
+are not permuted, and settings that are not an identity are not compared with the full cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvbench.diffusion.policy import Policy
 from kvbench.errors import UserError
 from kvbench.method import Method
 
-CLAIMS: dict[str, Callable[[Method], str]] = {
+INVARIANTS: dict[str, Callable[[Method], str]] = {
     trial.__name__.replace("_", " "): trial
     for trial in (
         traces.settings_are_frozen,
@@ -25,42 +25,42 @@ CLAIMS: dict[str, Callable[[Method], str]] = {
         logits.first_token_is_exact,
         footprint.acts_at_its_budget,
         footprint.measured_bytes_are_declared,
-        footprint.old_rows_are_freed,
+        footprint.evicted_entries_are_freed,
         footprint.decode_copies_nothing,
         logits.chunks_do_not_matter,
         logits.heads_may_be_permuted,
         logits.batch_does_not_matter,
-        turns.three_turns_go_on,
-        turns.fork_is_a_fresh_run,
-        turns.forced_tokens_are_decode_steps,
-        turns.short_prompts_run,
-        traces.runs_are_equal_and_apart,
-        turns.static_steps_are_eager_ones,
+        turns.turns_continue,
+        turns.forks_equal_fresh_runs,
+        turns.forced_tokens_equal_decode_steps,
+        turns.short_contexts_run,
+        traces.runs_are_repeatable,
+        turns.static_steps_equal_eager_steps,
         traces.model_is_restored,
     )
 }
-"""Of methods of caches, by name, in the order in which they are tried."""
+"""Invariants of methods for autoregressive models, by name, in the order of the tests."""
 
-POLICY_CLAIMS: dict[str, Callable[[Policy], str]] = {
+POLICY_INVARIANTS: dict[str, Callable[[Policy], str]] = {
     trial.__name__.replace("_", " "): trial
     for trial in (
         traces.settings_are_frozen,
-        diffusion.identity_is_no_cache,
-        diffusion.it_acts,
+        diffusion.identity_equals_no_cache,
+        diffusion.acts,
         diffusion.answers_are_complete,
-        diffusion.what_may_be_committed_is_computed,
+        diffusion.committed_tokens_are_computed,
         diffusion.bytes_are_counted,
         diffusion.batch_does_not_matter,
-        diffusion.short_answers_are_made,
-        diffusion.runs_are_equal_and_apart,
+        diffusion.short_answers_run,
+        diffusion.runs_are_repeatable,
     )
 }
-"""Of cache policies of diffusion models."""
+"""Invariants of cache policies for diffusion models."""
 
 
 @dataclass(frozen=True)
-class Claim:
-    """One claim, whether it held, and what was found."""
+class Outcome:
+    """The outcome of one invariant."""
 
     name: str
     passed: bool
@@ -68,11 +68,11 @@ class Claim:
     seconds: float
 
 
-def check(kind: type[Method], settings: dict[str, object] | None = None) -> list[Claim]:
-    """Try every claim on a method. Failures and exceptions end in the claim, never in a traceback."""
+def check(kind: type[Method], settings: dict[str, object] | None = None) -> list[Outcome]:
+    """Test every invariant on a method. A failure or an exception becomes an outcome, never a traceback."""
     method = kind(**(settings or {}))  # type: ignore[arg-type]  # the subclass's own fields
-    trials: Mapping[str, Callable[[Any], str]] = POLICY_CLAIMS if kind.card.models == "diffusion" else CLAIMS
-    claims = []
+    trials: Mapping[str, Callable[[Any], str]] = POLICY_INVARIANTS if kind.card.models == "diffusion" else INVARIANTS
+    outcomes = []
     for name, trial in trials.items():
         started = time.perf_counter()
         try:
@@ -81,7 +81,7 @@ def check(kind: type[Method], settings: dict[str, object] | None = None) -> list
             detail, passed = f"not applicable: {reason}", True
         except AssertionError as failure:
             detail, passed = str(failure) or "failed", False
-        except (UserError, Exception) as error:  # noqa: BLE001  # somebody's method may raise anything
+        except (UserError, Exception) as error:  # noqa: BLE001  # a user's method may raise anything
             detail, passed = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", False
-        claims.append(Claim(name, passed, detail, time.perf_counter() - started))
-    return claims
+        outcomes.append(Outcome(name, passed, detail, time.perf_counter() - started))
+    return outcomes

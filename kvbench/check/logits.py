@@ -1,4 +1,4 @@
-"""What a method computes: the dense cache's logits until it acts, and the same whatever stands beside it."""
+"""Invariants of logits: equal to the full cache before compression, independent of chunks, batch and head order."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvbench.check.trial import (
     TOLERANCE,
     NotApplicableError,
     allow_rounding,
-    are_same_rows,
-    find_rows,
+    are_same_entries,
+    find_entries,
     find_shapes,
     has_rounded,
     open_at_budget,
@@ -30,89 +30,90 @@ from kvbench.method import Method
 
 
 def identity_at_full_budget(method: Method) -> str:
-    """With every row kept, logits and tokens are the dense cache's over three turns."""
+    """With every entry kept, logits and tokens equal the full cache's over three turns."""
     budget, worst = _full(method), 0.0
     for name, shape in SHAPES.items():
         model = tiny_model(*shape)
-        with open_session(method, model, budget) as ours, open_session(FullCache(), model, None) as dense:
-            worst = max(worst, require_close(ours.prefill(CONTEXT), dense.prefill(CONTEXT), f"prefill, {name}"))
-            for turn, (a, b) in enumerate(zip(talk(ours), talk(dense), strict=True)):
-                assert a.ids == b.ids, f"{name}, turn {turn + 1}: tokens {a.ids} are not the dense cache's {b.ids}"
-            scores = ours.score(FORCED), dense.score(FORCED)
+        with open_session(method, model, budget) as ours, open_session(FullCache(), model, None) as full:
+            worst = max(worst, require_close(ours.prefill(CONTEXT), full.prefill(CONTEXT), f"prefill, {name}"))
+            for turn, (a, b) in enumerate(zip(talk(ours), talk(full), strict=True)):
+                assert a.ids == b.ids, f"{name}, turn {turn + 1}: tokens {a.ids} are not the full cache's {b.ids}"
+            scores = ours.score(FORCED), full.score(FORCED)
             worst = max(worst, require_close(*scores, f"after three turns, {name}"))
     return f"worst logit difference {worst:.1e} over {', '.join(SHAPES)}"
 
 
 def _full(method: Method) -> Budget | None:
     if method.card.budget is BudgetKind.BITS:
-        raise NotApplicableError("its settings are never the dense cache")
+        raise NotApplicableError("its settings never give the full cache")
     budget = None if method.card.budget is BudgetKind.NONE else FULL
     with open_session(method, tiny_model(), budget) as session:
         session.prefill(CONTEXT)
         proof = session.effect()
     if not proof.identity:
-        assert has_rounded(proof), "at its full budget it is no identity, and its stores show no row that was rounded"
-        raise NotApplicableError("every row is kept, and rounded")
+        assert has_rounded(proof), "its full budget is not an identity, and its stores count no quantized entry"
+        raise NotApplicableError("every entry is kept and quantized")
     return budget
 
 
 def first_token_is_exact(method: Method) -> str:
-    """The logits after the prefill are the dense cache's: compression comes after the context's attention."""
+    """Logits after the prefill equal the full cache's, because compression follows the context's attention."""
     worst = 0.0
     for name, shape in find_shapes(method).items():
         model = tiny_model(*shape)
-        with open_at_budget(method, model) as ours, open_session(FullCache(), model, None) as dense:
-            worst = max(worst, require_close(ours.prefill(CONTEXT), dense.prefill(CONTEXT), name))
+        with open_at_budget(method, model) as ours, open_session(FullCache(), model, None) as full:
+            worst = max(worst, require_close(ours.prefill(CONTEXT), full.prefill(CONTEXT), name))
     return f"worst logit difference {worst:.1e}"
 
 
 def chunks_do_not_matter(method: Method) -> str:
-    """The kept rows and the logits are those of a whole-prompt prefill, whatever the chunk size."""
+    """The kept entries and the logits do not depend on the chunk size of the prefill."""
     worst, shapes = 0.0, find_shapes(method)
     for name, sizes in (("GQA", (1, 7, 50)), ("sliding window", (7, 50))):
         if name not in shapes:
             continue
         model = tiny_model(*shapes[name])
         with open_at_budget(method, model, track=True) as whole:
-            logits, kept = whole.prefill(CONTEXT), find_rows(whole)
+            logits, kept = whole.prefill(CONTEXT), find_entries(whole)
             scores = whole.score(FORCED)
             rounds = method.card.budget is BudgetKind.BITS or has_rounded(whole.effect())
         for chunk in sizes:
             what = f"{name}, chunks of {chunk}"
             with open_at_budget(method, model, chunk=chunk, track=True) as parts:
                 worst = max(worst, require_close(parts.prefill(CONTEXT), logits, what))
-                found = find_rows(parts)
-                assert found is None or kept is None or are_same_rows(found, kept), f"{what}: other rows were kept"
+                found = find_entries(parts)
+                same = found is None or kept is None or are_same_entries(found, kept)
+                assert same, f"{what}: other entries were kept"
                 cost = allow_rounding(model, lambda x: x.score(FORCED), scores) if rounds else 0.0
                 worst = max(worst, require_close(parts.score(FORCED), scores, f"after {what}", max(TOLERANCE, cost)))
     return f"chunks of 1, 7 and 50; worst logit difference {worst:.1e}"
 
 
 def heads_may_be_permuted(method: Method) -> str:
-    """With its heads in another order the model keeps the same rows in that order, and no head looks at the others."""
+    """Permuting the heads permutes the kept entries, and no head depends on the others."""
     if method.card.heads != "independent":
-        raise NotApplicableError(f"its heads are {method.card.heads}")
+        raise NotApplicableError(f"its card says that heads are {method.card.heads}")
     model, order = tiny_model(), [1, 0]
     with open_at_budget(method, model, track=True) as session:
         session.prefill(CONTEXT)
-        kept, scores = find_rows(session), session.score(FORCED)
+        kept, scores = find_entries(session), session.score(FORCED)
     with open_at_budget(method, permute_heads(model, order), track=True) as session:
         session.prefill(CONTEXT)
-        found = find_rows(session)
+        found = find_entries(session)
         worst = require_close(session.score(FORCED), scores, "permuted heads")
     if kept is not None and found is not None:
-        assert are_same_rows(found, [[heads[i] for i in order] for heads in kept]), "other rows were kept"
+        assert are_same_entries(found, [[heads[i] for i in order] for heads in kept]), "other entries were kept"
         with open_at_budget(method, permute_heads(model, [0, 0]), track=True) as session:
             session.prefill(CONTEXT)
-            twins = find_rows(session)
-        assert twins is not None
-        first = twins[0]  # later layers have other inputs
-        assert all(x.equal(kept[0][0]) for x in first), "the first head keeps other rows beside other heads"
+            repeated = find_entries(session)
+        assert repeated is not None
+        first = repeated[0]  # later layers have other inputs
+        assert all(x.equal(kept[0][0]) for x in first), "the first head keeps other entries when the other heads change"
     return f"worst logit difference {worst:.1e}"
 
 
 def batch_does_not_matter(method: Method) -> str:
-    """A batch of two contexts gives each what it gets alone."""
+    """Each of two contexts in a batch gives the logits that it gives alone."""
     model, contexts = tiny_model(), [random_ids(LENGTH, seed=4), random_ids(LENGTH, seed=5)]
     with open_at_budget(method, model) as session:
         together = [session.prefill(torch.tensor(contexts)), session.score(torch.tensor([FORCED] * 2))]

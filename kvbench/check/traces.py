@@ -1,4 +1,4 @@
-"""What a method leaves behind: nothing, on its settings, in the next run and on the model."""
+"""Invariants of side effects: a run changes no setting, no later run and nothing on the model."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def settings_are_frozen(method: Method) -> str:
     return f"{', '.join(method.settings) or 'no settings'}"
 
 
-def runs_are_equal_and_apart(method: Method) -> str:
-    """Two runs are equal bit for bit, with another context run in between."""
+def runs_are_repeatable(method: Method) -> str:
+    """Two runs are bit-identical, with another context run in between."""
     model = tiny_model()
 
     def run(seed: int) -> tuple[Tensor, list[list[list[int]]], Tensor]:
@@ -41,7 +41,7 @@ def runs_are_equal_and_apart(method: Method) -> str:
 
 
 def model_is_restored(method: Method) -> str:
-    """The model has its attention, its weights and no hook of ours after a session, and after one that failed."""
+    """After a session, also after a failed one, the model has its own attention, weights and hooks."""
     model = tiny_model()
     before = look_at(model)
     with open_at_budget(method, model) as session:
@@ -54,12 +54,12 @@ def model_is_restored(method: Method) -> str:
             raise KeyboardInterrupt
     except KeyboardInterrupt:
         pass
-    assert look_at(model) == before, "the model was left changed by a session that failed"
+    assert look_at(model) == before, "the model was left changed by a failed session"
     return "attention, hooks, attributes and weights as before"
 
 
 def look_at(model: Model) -> tuple[object, ...]:
-    """What a run may not change of a model."""
+    """The state of a model that a run may not change: attention, hooks, attributes, sums of weights."""
     hooks = [len(x._forward_hooks) + len(x._forward_pre_hooks) for x in model.module.modules()]  # noqa: SLF001
     names = [sorted(vars(x)) for x in model.module.modules()]
     weights = [x.sum().item() for x in model.module.state_dict().values()]

@@ -1,4 +1,4 @@
-"""What the claims are tried with: contexts, sessions on tiny models, and how what comes out is compared."""
+"""Test material of the invariants: contexts, sessions on tiny models, and comparisons of their outputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvbench.runs.journal import Effect
 
 
 class NotApplicableError(Exception):
-    """The claim does not apply to this method, for the reason given."""
+    """The invariant does not apply to this method, for the reason given."""
 
 
 def random_ids(count: int, seed: int = 1) -> list[int]:
@@ -33,7 +33,7 @@ def random_ids(count: int, seed: int = 1) -> list[int]:
 LENGTH = 120
 CONTEXT = random_ids(LENGTH)
 FORCED = random_ids(9, seed=3)
-"""What is scored after the context."""
+"""Tokens that are scored after the context."""
 TURNS = 3
 LIMIT = 6
 NEVER_STOP: frozenset[int] = frozenset()
@@ -43,13 +43,13 @@ SHAPES: dict[str, tuple[int, int, int | None]] = {
 }
 TOLERANCE = 1e-5
 EDGE = 0.05
-"""Of what rounding to codes costs: a row on the edge between two may fall either way."""
+"""Share of the quantization error that a comparison allows: a value between two codes may be rounded either way."""
 
 
 def choose_budget(method: Method) -> Budget | None:
-    """A quarter of the context, or the least that the settings allow.
+    """A quarter of the context, or the least that the settings allow; None where the method takes no budget.
 
-    Three quarters where heads are told apart: of the few that tiny models have, one that keeps every row is most of
+    Three quarters where heads differ by number: in a tiny model one head that keeps every entry already takes most of
     a quarter.
     """
     if method.card.budget in (BudgetKind.NONE, BudgetKind.BITS):
@@ -59,7 +59,7 @@ def choose_budget(method: Method) -> Budget | None:
 
 
 def find_shapes(method: Method) -> dict[str, tuple[int, int, int | None]]:
-    """Tiny models to try a budget on: without the one whose layers all slide, where the method refuses those."""
+    """Shapes of tiny models, without the one with sliding windows in all layers where the method refuses it."""
     sliding = tiny_model(*SHAPES["sliding window"]).shape(LENGTH)
     try:
         replace(method).fit(choose_budget(method), sliding)
@@ -82,7 +82,7 @@ def open_session(
 def open_at_budget(
     method: Method, model: Model, *, chunk: int | None = None, track: bool = False
 ) -> AbstractContextManager[Session]:
-    """A session at which the method has to act."""
+    """A session at a budget at which the method must act."""
     return open_session(method, model, choose_budget(method), chunk=chunk, track=track)
 
 
@@ -96,26 +96,29 @@ def talk(session: Session, *, reference: bool = True) -> list[Tokens]:
 
 
 def find_distance(a: Tensor, b: Tensor) -> float:
-    """The largest difference."""
+    """The largest absolute difference."""
     return (a - b).abs().max().item()
 
 
 def require_close(a: Tensor, b: Tensor, what: str, allowed: float = TOLERANCE) -> float:
-    """The largest difference, which fails the claim above `allowed`."""
+    """The largest absolute difference; above `allowed` the invariant fails."""
     worst = find_distance(a, b)
     assert worst <= allowed, f"{what}: logits differ by {worst:.2g}, allowed {allowed:.0e}"
     return worst
 
 
 def allow_rounding(model: Model, run: Callable[[Session], Tensor], wanted: Tensor) -> float:
-    """The difference allowed where rows are rounded to codes: EDGE of all that it costs. run: after the context."""
-    with open_session(FullCache(), model, None) as dense:
-        dense.prefill(CONTEXT)
-        return EDGE * find_distance(run(dense), wanted)
+    """The difference allowed where entries are quantized: the share EDGE of the distance from the full cache.
+
+    run: called after the context; returns the logits to compare.
+    """
+    with open_session(FullCache(), model, None) as full:
+        full.prefill(CONTEXT)
+        return EDGE * find_distance(run(full), wanted)
 
 
-def find_rows(session: Session) -> list[list[Tensor]] | None:
-    """Logical positions of the rows held, sorted, by layer and (batch, KV head); None: a store keeps none."""
+def find_entries(session: Session) -> list[list[Tensor]] | None:
+    """Positions of the stored entries, sorted, by layer and (batch, KV head); None: a store keeps no positions."""
     layers = []
     for store in session.layers:
         positions = store.positions
@@ -129,13 +132,13 @@ def find_rows(session: Session) -> list[list[Tensor]] | None:
     return layers
 
 
-def are_same_rows(found: list[list[Tensor]], wanted: list[list[Tensor]]) -> bool:
-    """Whether every head of every layer holds the same rows."""
+def are_same_entries(found: list[list[Tensor]], wanted: list[list[Tensor]]) -> bool:
+    """Whether every head of every layer stores the same positions."""
     return all(
         a.equal(b) for x, y in zip(found, wanted, strict=True) for a, b in zip(x, y, strict=True)
     )
 
 
 def has_rounded(proof: Effect) -> bool:
-    """Whether the stores say that rows became codes."""
+    """Whether the stores count quantized entries."""
     return bool(proof.facts.get("entries_quantized"))

@@ -1,4 +1,4 @@
-"""What happens after the context: turns, forks, contexts of a few tokens, and decode steps of fixed shapes."""
+"""Invariants after the context: turns, forks, short contexts, and decode steps with static shapes."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from kvbench.method import Method
 ANSWER = random_ids(24, seed=5)
 
 
-def three_turns_go_on(method: Method) -> str:
-    """In three turns positions count tokens, not rows, and answers do not depend on who kept the history."""
+def turns_continue(method: Method) -> str:
+    """Over three turns positions count tokens, not entries, and an answer does not depend on the later history."""
     with open_at_budget(method, tiny_model()) as session:
         session.prefill(CONTEXT)
         answers = talk(session)
         tokens = LENGTH + sum(5 + 4 * turn for turn in range(TURNS)) + 3 * (TURNS - 1)
         assert session.seen == tokens, f"{session.seen} tokens seen, {tokens} were run"
-        assert all(store.seen == tokens for store in session.layers), "a layer lost count of the tokens"
+        assert all(store.seen == tokens for store in session.layers), "a layer counts other tokens than the session"
     with open_at_budget(method, tiny_model()) as session:
         session.prefill(CONTEXT)
         own = talk(session, reference=False)
@@ -49,8 +49,8 @@ def three_turns_go_on(method: Method) -> str:
     return f"{tokens} tokens with reference history, {made} with its own"
 
 
-def fork_is_a_fresh_run(method: Method) -> str:
-    """A fork answers as a fresh session does, bit for bit, and leaves its parent as it was."""
+def forks_equal_fresh_runs(method: Method) -> str:
+    """A fork answers bit-identically to a fresh session and does not change its parent."""
     model = tiny_model()
     questions = [random_ids(5, seed=7), random_ids(11, seed=8)]
     with open_at_budget(method, model) as parent:
@@ -75,11 +75,12 @@ def fork_is_a_fresh_run(method: Method) -> str:
         assert forked[i].equal(wanted), f"question {i + 1}: a fork differs from a fresh run by {worst:.2g}"
         assert both[i].equal(wanted), f"question {i + 1}: of two forks at a time, one differs from a fresh run"
         assert i or itself.equal(wanted), "the parent was changed by its forks"
-    return "two questions, one after the other and side by side, equal bit for bit"
+    return "two questions, in sequence and at once, bit-identical"
 
 
-def forced_tokens_are_decode_steps(method: Method) -> str:
-    """Tokens that are forced meet the rows that they would meet if they were generated, one step after the other."""
+def forced_tokens_equal_decode_steps(method: Method) -> str:
+    """Forced tokens attend to the same entries as generated ones: logits equal those of decode steps."""
+
     def force(session: Session) -> Tensor:
         session.question(random_ids(5), len(ANSWER))
         return session.force(ANSWER)[0]
@@ -98,8 +99,8 @@ def forced_tokens_are_decode_steps(method: Method) -> str:
     return f"{len(ANSWER)} tokens, worst logit difference {worst:.1e}"
 
 
-def short_prompts_run(method: Method) -> str:
-    """Contexts of 1, 7 and about the window's tokens run, and none holds more rows than it has tokens."""
+def short_contexts_run(method: Method) -> str:
+    """Contexts of 1 and 7 tokens and around the window's length run, and store no more entries than tokens."""
     edge = method.minimum_entries()
     lengths = sorted({1, 7, *(x for x in (edge - 1, edge, edge + 1, edge + 2) if x > 0)})
     model = tiny_model()
@@ -110,13 +111,13 @@ def short_prompts_run(method: Method) -> str:
             talk(session)
             assert logits.isfinite().all(), f"{length} tokens: logits are not finite"
             proof = session.effect()
-            assert max(proof.entries_kept) <= length, f"{length} tokens: {max(proof.entries_kept)} rows kept"
+            assert max(proof.entries_kept) <= length, f"{length} tokens: {max(proof.entries_kept)} entries kept"
             assert proof.acted or proof.identity or length <= edge, f"{length} tokens: it did not act"
     return f"{', '.join(map(str, lengths))} tokens"
 
 
-def static_steps_are_eager_ones(method: Method) -> str:
-    """Decode steps of fixed shapes, as a CUDA graph needs them, give the eager logits, or the method says why not."""
+def static_steps_equal_eager_steps(method: Method) -> str:
+    """Decode steps with static shapes, as CUDA graphs need, give the eager logits, or the method gives a reason."""
     if method.graphable is not None:
         raise NotApplicableError(method.graphable)
     worst = 0.0

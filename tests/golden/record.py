@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from kvbench.check.trial import FORCED, LENGTH, NEVER_STOP, choose_budget, find_rows, random_ids
+from kvbench.check.trial import FORCED, LENGTH, NEVER_STOP, choose_budget, find_entries, random_ids
 from kvbench.diffusion.policy import denoise
 from kvbench.diffusion.sampling import Sampling
 from kvbench.engine.session import Session
@@ -63,7 +63,7 @@ def compute_method(name: str, seed: int, model: Model) -> Output:
     fitted = method.bind(model).fit(choose_budget(method), model.shape(LENGTH))
     with Session(model, fitted, capacity=LENGTH + 200, track=True) as session:
         session.prefill(random_ids(LENGTH, seed))
-        layers = find_rows(session)
+        layers = find_entries(session)
         kept = None if layers is None else [[write_ranges(x.tolist()) for x in heads] for heads in layers]
     with Session(model, fitted, capacity=LENGTH + 200) as session:
         session.prefill(random_ids(LENGTH, seed))

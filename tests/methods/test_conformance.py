@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from kvbench.check import CLAIMS, NotApplicableError, check
+from kvbench.check import INVARIANTS, NotApplicableError, check
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import BudgetKind, Card, Method, Moment
 from kvbench.registry import find_method
@@ -16,17 +16,17 @@ from kvbench.selection import ScoredMethod, protect_last
 from kvbench.store import LayerKV
 
 LONG = {
-    "chunks do not matter", "runs are equal and apart", "short prompts run", "fork is a fresh run",
-    "forced tokens are decode steps",
+    "chunks do not matter", "runs are repeatable", "short contexts run", "forks equal fresh runs",
+    "forced tokens equal decode steps",
 }
 """Claims that take longer than all others together: `make test` leaves them out."""
 
 
-@pytest.mark.parametrize("claim", [pytest.param(x, marks=pytest.mark.slow) if x in LONG else x for x in CLAIMS])
+@pytest.mark.parametrize("claim", [pytest.param(x, marks=pytest.mark.slow) if x in LONG else x for x in INVARIANTS])
 def test_claim(method_name, claim):
     """The claim holds for the method, or does not apply and says why."""
     try:
-        assert CLAIMS[claim](find_method(method_name)())
+        assert INVARIANTS[claim](find_method(method_name)())
     except NotApplicableError as reason:
         assert str(reason)  # noqa: PT017  # a reason is what is asked for
 
@@ -223,7 +223,7 @@ class Hosted(Honest):
         return HostedRows()
 
 
-@fault("old rows are freed", "alive")
+@fault("evicted entries are freed", "alive")
 @dataclass(frozen=True)
 class Secretive(Honest):
     """Keeps a view of the old rows where no ledger looks."""
@@ -235,7 +235,7 @@ class Secretive(Honest):
         super().evict(kv, step)
 
 
-@fault("old rows are freed", "alive")
+@fault("evicted entries are freed", "alive")
 @dataclass(frozen=True)
 class Detached(Honest):
     """Keeps a tensor that shares the old rows' memory and nothing else with them."""
@@ -259,7 +259,7 @@ class Copier(Honest):
             kv.keep(torch.arange(kv.n).expand(*kv.keys.shape[:2], -1))
 
 
-@fault("chunks do not matter", "other rows were kept|logits differ")
+@fault("chunks do not matter", "other entries were kept|logits differ")
 @dataclass(frozen=True)
 class EveryChunk(Honest):
     """Compresses after every chunk."""
@@ -270,7 +270,7 @@ class EveryChunk(Honest):
             self.select(kv, self.score(kv, step), self.rows)
 
 
-@fault("chunks do not matter", "other rows were kept|logits differ")
+@fault("chunks do not matter", "other entries were kept|logits differ")
 @dataclass(frozen=True)
 class LastChunk(Honest):
     """Scores with the queries of the last chunk, however many those are."""
@@ -281,7 +281,7 @@ class LastChunk(Honest):
         return protect_last((mean @ kv.keys.mT)[:, :, 0], 4)
 
 
-@fault("heads may be permuted", "other rows were kept|logits differ")
+@fault("heads may be permuted", "other entries were kept|logits differ")
 @dataclass(frozen=True)
 class Numbered(Honest):
     """Says its heads are independent, and treats the first one differently."""
@@ -313,7 +313,7 @@ class Together(Honest):
         return protect_last(kv.keys.norm(dim=-1).sum(0, keepdim=True).expand(kv.keys.shape[0], -1, -1), 4)
 
 
-@fault("three turns go on", "lost count")
+@fault("turns continue", "counts other tokens")
 @dataclass(frozen=True)
 class CountsRows(Honest):
     """Takes the rows it holds for the tokens it has seen."""
@@ -324,7 +324,7 @@ class CountsRows(Honest):
         kv.seen = kv.n
 
 
-@fault("three turns go on", "tokens seen")
+@fault("turns continue", "tokens seen")
 @dataclass(frozen=True)
 class RunsLastToken(Honest):
     """Runs the token that ends an answer as well, so the next question finds it twice."""
@@ -347,7 +347,7 @@ class SharedCounter(LayerKV):
         self.count += 1
 
 
-@fault("fork is a fresh run", "a fork differs|one differs|parent was changed")
+@fault("forks equal fresh runs", "a fork differs|one differs|parent was changed")
 @dataclass(frozen=True)
 class SharesState(Honest):
     """Reads state that its forks wrote."""
@@ -371,7 +371,7 @@ class SharedRows(LayerKV):
         return other
 
 
-@fault("fork is a fresh run", "a fork differs|one differs|parent was changed")
+@fault("forks equal fresh runs", "a fork differs|one differs|parent was changed")
 @dataclass(frozen=True)
 class SharesRows(Honest):
     """Two forks at a time write to the same rows."""
@@ -381,7 +381,7 @@ class SharesRows(Honest):
         return SharedRows()
 
 
-@fault("forced tokens are decode steps", "logits differ")
+@fault("forced tokens equal decode steps", "logits differ")
 @dataclass(frozen=True)
 class Forgetful(Honest):
     """Before every token that it decodes it forgets a row, and its decode step is said to be a static one."""
@@ -393,7 +393,7 @@ class Forgetful(Honest):
         return super().attend(kv, step)
 
 
-@fault("short prompts run", "rows|finite|did not act")
+@fault("short contexts run", "rows|finite|did not act")
 @dataclass(frozen=True)
 class DividesByLittle(Honest):
     """Its attention is not finite where the context is shorter than its window."""
@@ -403,7 +403,7 @@ class DividesByLittle(Honest):
         return kv.attend(step) / max(0, kv.n - 4) * (kv.n - 4)
 
 
-@fault("short prompts run", "did not act")
+@fault("short contexts run", "did not act")
 @dataclass(frozen=True)
 class LongOnly(Honest):
     """Acts on long contexts only, and does not say so."""
@@ -414,7 +414,7 @@ class LongOnly(Honest):
             super().evict(kv, step)
 
 
-@fault("runs are equal and apart", "differs")
+@fault("runs are repeatable", "differs")
 @dataclass(frozen=True)
 class Leaks(Honest):
     """Remembers earlier samples."""
@@ -426,7 +426,7 @@ class Leaks(Honest):
         return kv.attend(step) * (1 + len(LEFT_BEHIND) / 1000)
 
 
-@fault("runs are equal and apart", "differs")
+@fault("runs are repeatable", "differs")
 @dataclass(frozen=True)
 class Unseeded(Honest):
     """Chooses by chance, and another way each time."""
@@ -436,7 +436,7 @@ class Unseeded(Honest):
         return protect_last(torch.rand(kv.keys.shape[:3]), 4)
 
 
-@fault("static steps are eager ones", "step 1")
+@fault("static steps equal eager steps", "step 1")
 @dataclass(frozen=True)
 class CountsTheBlock(Honest):
     """Takes the block's size for the rows held, which it is not once shapes are fixed."""
@@ -488,12 +488,12 @@ def clean():
 def test_planted_faults_are_caught(claim, kind, message):
     """The claim fails on a method with the fault that it is there for, and says what it saw."""
     with pytest.raises(AssertionError, match=message):
-        CLAIMS[claim](kind())
+        INVARIANTS[claim](kind())
 
 
 def test_every_claim_has_a_planted_fault():
     """No claim is without a method that it catches."""
-    assert {claim for claim, _, _ in fault.planted} == set(CLAIMS)
+    assert {claim for claim, _, _ in fault.planted} == set(INVARIANTS)
 
 
 def test_an_honest_method_passes():
@@ -510,7 +510,7 @@ def test_exceptions_are_failed_claims():
             raise ValueError("first line\nsecond line")
 
     claims = {x.name: x for x in check(Raises)}
-    assert list(claims) == list(CLAIMS)
+    assert list(claims) == list(INVARIANTS)
     assert not claims["acts at its budget"].passed
     assert claims["acts at its budget"].detail == "ValueError: first line"
     assert claims["first token is exact"].passed is False

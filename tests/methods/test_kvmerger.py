@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvbench.check import CLAIMS
+from kvbench.check import INVARIANTS
 from kvbench.engine.agreement import FullCache
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
@@ -184,7 +184,7 @@ def test_a_threshold_holds_the_bytes_of_its_rows(value_mode):
         assert session.effect().acted
 
 
-CLAIMED = ("first token is exact", "old rows are freed", "chunks do not matter", "fork is a fresh run")
+CLAIMED = ("first token is exact", "evicted entries are freed", "chunks do not matter", "forks equal fresh runs")
 VARIANTS = {
     "eps": {"mode": "eps", "eps": 0.3}, "bias": {"value_mode": "bias"},
     "others": {"value_mode": "sum", "sigma": "fixed_point", "max_run": 8},
@@ -199,9 +199,9 @@ def test_settings_keep_the_claims(variant, claim):
     method = KVMerger(**VARIANTS[variant])
     if variant == "eps" and claim not in CLAIMED:
         with pytest.raises(UserError, match="the text decides"):
-            CLAIMS[claim](method)
+            INVARIANTS[claim](method)
     else:
-        CLAIMS[claim](method)
+        INVARIANTS[claim](method)
 
 
 # Budgets over layers
