@@ -49,8 +49,10 @@ def rerun_levels(
         if options.share is not None:
             wanted = draw_samples(bundle.spec.samples, options.share, options.seed)
             with show_progress(len(wanted)) as progress:
-                found.rerun, checks = rerun(bundle, model, wanted, options.seed, progress)
+                found.rerun, score, checks = rerun(bundle, model, wanted, options.seed, progress)
             found.checks += checks
+            if not any(x.outcome == "refused" for x in checks):
+                found.score = score
         check = "hidden"
         if options.secret is not None:
             with show_progress(bundle.spec.samples) as progress:

@@ -1,0 +1,97 @@
+"""Compares everything that a rerun measures, other than tokens, with the submitted journal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+from typing import Any
+
+from kvbench.leaderboard.verification.outcome import RefusedError, quote
+from kvbench.runs.journal import Line
+
+TOLERANCE = 0.02
+"""Relative difference of bytes, entries and steps: a method may select slightly other entries on another machine."""
+FACT_TOLERANCE = (0.05, 2.0)
+"""Relative and absolute difference of the stores' counters, some of which are small numbers."""
+MEAN_TOLERANCE = (0.1, 0.02)
+"""Relative and absolute difference of means over answers: agreement, and the baselines of a diffusion run."""
+AT_COMPRESSION = {
+    "bytes": {"full_bytes", "stored_bytes", "host_bytes"},
+    "effect": {"identity", "acted", "entries_seen", "entries_kept"},
+}
+"""Measured before the first answer token, and so comparable whatever the answer is."""
+AFTER_ANSWER: dict[str, Any] = {
+    "tokens": True, "bytes": True, "effect": {"identity", "acted", "entries_seen", "entries_kept", "facts"},
+    "denoising": {"response_length", "steps", "block", "nfe", "computed_tokens", "sequence_length", "committed_tokens"},
+}
+"""Comparable where the answers of the sample are equal up to this turn."""
+
+
+def check_measurements(pairs: Sequence[tuple[Line, Line]], equal: Sequence[bool]) -> None:
+    """Compare bytes, kept entries, counters, denoising steps, baselines and agreement of submitted and rerun lines.
+
+    pairs: (submitted, rerun), by sample and turn. equal: whether the answers of a pair are equal.
+
+    Raises:
+        RefusedError: a number differs by more than its tolerance; the reason states both.
+    """
+    diverged: set[int] = set()
+    comparable = []
+    for (x, y), same in zip(pairs, equal, strict=True):
+        if not same:
+            diverged.add(x.index)
+        whole = x.index not in diverged
+        if whole:
+            comparable.append((x, y))
+        if whole or x.turn == 0:
+            names = AFTER_ANSWER if whole else AT_COMPRESSION
+            documents = [line.model_dump(mode="json", include=names) for line in (x, y)]
+            for name, stated, found in _list_differences(documents[0], documents[1]):
+                where = f"sample {x.index} turn {x.turn}"
+                raise RefusedError("rerun", f"{where}: its {name} is {quote(stated)}, the rerun has {quote(found)}")
+    _check_means(comparable)
+
+
+def _check_means(pairs: Sequence[tuple[Line, Line]]) -> None:
+    """Compare means over answers: agreement with the full cache, and each baseline of a diffusion run."""
+    relative, absolute = MEAN_TOLERANCE
+    found: dict[str, list[tuple[float, float]]] = {}
+    for x, y in pairs:
+        ours = dict(_list_measured(y))
+        for name, value in _list_measured(x):
+            found.setdefault(name, []).append((value, ours.get(name, math.nan)))
+    for name, values in found.items():
+        stated, here = (fmean(x) for x in zip(*values, strict=True))
+        if not math.isclose(stated, here, rel_tol=relative, abs_tol=absolute):
+            raise RefusedError("rerun", f"its mean {name} is {stated:.4g}, the rerun has {here:.4g}")
+
+
+def _list_measured(line: Line) -> Iterator[tuple[str, float]]:
+    """Numbers of a line that rounding may change, by name."""
+    if line.agreement is not None:
+        yield from (("top-1 agreement", line.agreement.top1), ("KL divergence", line.agreement.kl))
+    for name, x in line.denoising.baselines.items() if line.denoising is not None else ():
+        yield f"NFE of baseline {name}", x.nfe
+        yield f"share of equal tokens of baseline {name}", x.same_tokens
+        if x.score is not None:
+            yield f"score of baseline {name}", x.score
+
+
+def _list_differences(stated: object, found: object, name: str = "") -> Iterator[tuple[str, object, object]]:
+    """Yield name and both values of each difference beyond its tolerance."""
+    if isinstance(stated, dict) and isinstance(found, dict):
+        for key in sorted(stated.keys() | found.keys()):
+            yield from _list_differences(stated.get(key), found.get(key), f"{name}.{key}".lstrip("."))
+    elif isinstance(stated, list) and isinstance(found, list) and len(stated) == len(found):
+        for index, (one, other) in enumerate(zip(stated, found, strict=True)):
+            yield from _list_differences(one, other, f"{name}.{index}")
+    elif isinstance(stated, bool) or isinstance(found, bool) or None in (stated, found):
+        if stated != found:
+            yield name, stated, found
+    elif isinstance(stated, int | float) and isinstance(found, int | float):
+        relative, absolute = FACT_TOLERANCE if name.startswith("effect.facts.") else (TOLERANCE, 0.0)
+        if not math.isclose(stated, found, rel_tol=relative, abs_tol=absolute):
+            yield name, stated, found
+    elif stated != found:
+        yield name, stated, found
