@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict
 
 from kvbench.budget import BUDGET_TOLERANCE, DEFAULT_BUDGET, Budget, BudgetKind, LayerShape, Shape
+from kvbench.constraints import validate
 from kvbench.errors import UserError
 from kvbench.step import Moment, Step
 
@@ -108,7 +109,11 @@ class Method:
             cls.replays_context = True
 
     def __post_init__(self) -> None:
-        """Refuse settings without a meaning (`UserError`); a subclass that does calls its parent's."""
+        """Refuse settings that break the constraints of their fields (`UserError`).
+
+        A subclass that checks settings against each other calls its parent's first.
+        """
+        validate(self, self.card.name if hasattr(self, "card") else type(self).__name__)
 
     def require_recompressible(self) -> None:
         """Refuse to compress again after a question (`UserError`), where that cannot be or would do nothing."""
@@ -117,19 +122,10 @@ class Method:
                 f"{self.card.name} cannot compress again at every turn: {self.recompressible} Leave --recompress out."
             )
 
-    def require_share(self, *names: str) -> None:
-        """Refuse settings that are no share, from 0 to 1 (`UserError`)."""
-        for name in names:
-            if not 0 <= (value := getattr(self, name)) <= 1:
-                raise UserError(f"{self.card.name}: {name} must be between 0 and 1, got {value}.")
-
-    def require_one_of(self, allowed: Iterable[object], *names: str, hint: str = "") -> None:
-        """Refuse settings that are not in a list (`UserError`)."""
-        choices = list(allowed)
-        for name in names:
-            if (value := getattr(self, name)) not in choices:
-                text = f"{self.card.name}: {name} must be one of {', '.join(map(str, choices))}, got {value}. {hint}"
-                raise UserError(text.strip())
+    @property
+    def budget_kind(self) -> BudgetKind:
+        """What a budget of these settings counts; the card's unless a setting changes it."""
+        return self.card.budget
 
     @classmethod
     def over(cls, inner: type[Method]) -> type[Method]:
@@ -159,11 +155,11 @@ class Method:
             UserError: what was asked cannot be reached; the message names what can.
         """
         card = self.card
-        if card.budget is BudgetKind.NONE:
+        if self.budget_kind is BudgetKind.NONE:
             if budget is not None and budget != Budget("fraction", 1.0):
                 raise UserError(f"{card.name} takes no budget, got {budget}: it holds every row. Leave --budget out.")
             return self
-        if card.budget is BudgetKind.BITS:
+        if self.budget_kind is BudgetKind.BITS:
             reached = self.declared_bytes(shape) / shape.full_bytes
             if budget is not None and abs(budget.value - reached) > BUDGET_TOLERANCE:
                 raise UserError(
@@ -204,9 +200,9 @@ class Method:
 
     def identity(self, shape: Shape) -> bool:
         """Whether these settings are declared to lose nothing of a context of this length."""
-        if self.card.budget is BudgetKind.NONE:
+        if self.budget_kind is BudgetKind.NONE:
             return True
-        return self.card.budget is not BudgetKind.BITS and (self.rows is None or self.rows >= shape.length)
+        return self.budget_kind is not BudgetKind.BITS and (self.rows is None or self.rows >= shape.length)
 
     def declared_bytes(self, shape: Shape) -> int:
         """Bytes that hold the context right after compression, by the method's own account (the ledger measures)."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
+from kvbench.constraints import setting_fields, setting_types, violation
 from kvbench.errors import UserError, unknown
 from kvbench.method import Method
 from kvbench.task import Task
@@ -35,17 +36,6 @@ def parse_pairs(pairs: Iterable[str], option: str) -> dict[str, str]:
     return found
 
 
-def setting_fields(cls: type[Method | Task]) -> dict[str, dataclasses.Field[Any]]:
-    """The fields that are settings: those that `fit` and `bind` fill in are not."""
-    return {x.name: x for x in dataclasses.fields(cls) if x.init and not x.metadata.get("resolved")}
-
-
-def setting_types(cls: type[Method | Task]) -> dict[str, Any]:
-    """The settings' types, resolved."""
-    hints = get_type_hints(cls, include_extras=True)
-    return {name: hints[name] for name in setting_fields(cls)}
-
-
 def configure(cls: type[T], given: Mapping[str, str], option: str, name: str) -> T:
     """An instance with these settings, the rest at their defaults.
 
@@ -58,7 +48,10 @@ def configure(cls: type[T], given: Mapping[str, str], option: str, name: str) ->
         if key not in allowed:
             hint = f"See `kvbench show {name}`." if allowed else f"{name} has no settings: leave {option} out."
             raise unknown(f"setting of {name}", key, allowed, hint)
-        values[key] = _read(text, setting_types(cls)[key], f"{option} {key}={text}")
+        try:
+            values[key] = _read(text, setting_types(cls)[key])
+        except ValueError:
+            raise violation(name, cls, key, text) from None
     try:
         return cls(**values)
     except (ValueError, TypeError) as error:
@@ -71,13 +64,12 @@ def jsonable_settings(made: Method | Task) -> dict[str, Any]:
     return {name: to_jsonable_python(getattr(made, name)) for name in setting_fields(type(made))}
 
 
-def type_name(kind: Any) -> str:
-    """A type as an author would write it."""
-    return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+def _read(text: str, kind: Any) -> Any:
+    """Parse a text as a value of a type: as it is, as JSON (lists, numbers in unions), or `none`.
 
-
-def _read(text: str, kind: Any, what: str) -> Any:
-    """The value of a type that a text stands for: as it is, as JSON (lists, numbers in unions), or `none`."""
+    Raises:
+        ValueError: it is no such value, or not finite (JSON has no such number).
+    """
     candidates: list[Any] = [text]
     if text.lower() in ("none", "null"):
         candidates.insert(0, None)
@@ -87,19 +79,11 @@ def _read(text: str, kind: Any, what: str) -> Any:
         except ValueError:
             candidates += [text.split(",")] if "," in text else []
     adapter: TypeAdapter[Any] = TypeAdapter(kind)
-    first: ValidationError | None = None
     for value in candidates:
-        try:
-            found = adapter.validate_python(value)
-        except ValidationError as error:
-            first = first or error
-        else:
-            if not _is_finite(found):  # JSON has no such number: a spec would say null, as of any other of them
-                raise UserError(f"{what} is no finite number. Allowed: {type_name(kind)}.")
-            return found
-    assert first is not None
-    reason = first.errors()[0]["msg"]
-    raise UserError(f"{what}: {reason[0].lower()}{reason[1:]}. Allowed: {type_name(kind)}.")
+        with contextlib.suppress(ValidationError):
+            if _is_finite(found := adapter.validate_python(value)):
+                return found
+    raise ValueError(text)
 
 
 def _is_finite(value: Any) -> bool:

@@ -191,7 +191,7 @@ class Forecast(Record):
 
 def read_budget(text: str | None, method: Method) -> Budget | None:
     """Parse the budget of a method, 25 % by default; None for methods whose settings decide what they store."""
-    if method.card.budget not in (BudgetKind.STORED, BudgetKind.READ):
+    if method.budget_kind not in (BudgetKind.STORED, BudgetKind.READ):
         return None
     return DEFAULT_BUDGET if text is None else Budget.parse(text)
 

@@ -33,7 +33,7 @@ def acts_at_its_budget(method: Method) -> str:
         session.prefill(CONTEXT)
         talk(session)
         proof = session.effect()
-    if method.card.budget is BudgetKind.NONE:
+    if method.budget_kind is BudgetKind.NONE:
         raise NotApplicableError("its card declares it lossless")
     assert not proof.identity, "its budget counts as the declared identity"
     assert proof.acted, f"kept {proof.entries_kept} of {proof.entries_seen} entries, facts {proof.facts}: no effect"

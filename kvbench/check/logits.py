@@ -44,9 +44,9 @@ def identity_at_full_budget(method: Method) -> str:
 
 
 def _full(method: Method) -> Budget | None:
-    if method.card.budget is BudgetKind.BITS:
+    if method.budget_kind is BudgetKind.BITS:
         raise NotApplicableError("its settings never give the full cache")
-    budget = None if method.card.budget is BudgetKind.NONE else FULL
+    budget = None if method.budget_kind is BudgetKind.NONE else FULL
     with open_session(method, tiny_model(), budget) as session:
         session.prefill(CONTEXT)
         proof = session.effect()
@@ -76,7 +76,7 @@ def chunks_do_not_matter(method: Method) -> str:
         with open_at_budget(method, model, track=True) as whole:
             logits, kept = whole.prefill(CONTEXT), find_entries(whole)
             scores = whole.score(FORCED)
-            rounds = method.card.budget is BudgetKind.BITS or has_rounded(whole.effect())
+            rounds = method.budget_kind is BudgetKind.BITS or has_rounded(whole.effect())
         for chunk in sizes:
             what = f"{name}, chunks of {chunk}"
             with open_at_budget(method, model, chunk=chunk, track=True) as parts:

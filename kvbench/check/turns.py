@@ -93,7 +93,7 @@ def forced_tokens_equal_decode_steps(method: Method) -> str:
         session.question(random_ids(5), len(ANSWER))
         steps = [session.logits, *(step_logits(session, torch.tensor([[x]])) for x in ANSWER[:-1])]
         wanted = torch.cat([x for x in steps if x is not None])
-        rounds = method.card.budget is BudgetKind.BITS or has_rounded(session.effect())
+        rounds = method.budget_kind is BudgetKind.BITS or has_rounded(session.effect())
     cost = allow_rounding(model, force, wanted) if rounds else 0.0
     worst = require_close(forced, wanted, f"{len(ANSWER)} tokens", max(10 * TOLERANCE, cost))
     return f"{len(ANSWER)} tokens, worst logit difference {worst:.1e}"

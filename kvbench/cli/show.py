@@ -191,11 +191,11 @@ def _describe_model(name: str) -> dict[str, Any]:
 def _settings(kind: Any) -> list[dict[str, Any]]:
     from pydantic_core import to_jsonable_python
 
-    from kvbench.settings import setting_fields, setting_types, type_name
+    from kvbench.constraints import describe, setting_fields, setting_types
 
     types = setting_types(kind)
     return [
-        {"name": name, "type": type_name(types[name]),
+        {"name": name, "type": describe(types[name]),
          "default": "required" if field.default is MISSING else to_jsonable_python(field.default)}
         for name, field in setting_fields(kind).items()
     ]

@@ -70,7 +70,7 @@ def run_sample(job: Job, index: int, example: Example, encoded: Encoded) -> list
         method = job.method.fit(job.budget, model.shape(len(encoded.context) + len(visible)))
         capacity = find_capacity(encoded, spec, limits)
         check_capacity(job, capacity)
-        compares = not (model.random or method.card.budget is BudgetKind.NONE)
+        compares = not (model.random or method.budget_kind is BudgetKind.NONE)
         forced: list[Tensor] = []
         with Session(model, method, capacity=capacity, chunk=spec.chunk, recompress=spec.recompress) as session:
             before = now(device)

@@ -43,7 +43,7 @@ def summarize(job: Job, lines: Sequence[Line], environment: Environment | None =
     lines = sorted(lines, key=lambda x: (x.index, x.turn))
     failed = {x.index: x.error for x in lines if x.error is not None}
     good = [x for x in lines if x.index not in failed]
-    effect = summarize_effect(job.method.card.budget.value, good)
+    effect = summarize_effect(job.method.budget_kind.value, good)
     error = None
     if failed:
         error = f"{len(failed)} of {spec.samples} samples failed; the first: {failed[min(failed)]}"
@@ -61,7 +61,7 @@ def summarize(job: Job, lines: Sequence[Line], environment: Environment | None =
         model=spec.model,
         method=MethodResult(**spec.method.model_dump(), card=job.method.card.model_dump(mode="json")),
         task=spec.task, mode=spec.mode, visibility=spec.visibility, history=spec.history,
-        budget=BudgetResult(asked=spec.budget, kind=job.method.card.budget.value, resolved=job.resolution),
+        budget=BudgetResult(asked=spec.budget, kind=job.method.budget_kind.value, resolved=job.resolution),
         n_samples=spec.samples, n_scored=len({x.index for x in good if x.score is not None}), n_failed=len(failed),
         score=score_lines(job.scorer, lines, lambda x: x.score), scores=others, agreement=_agreement(good),
         output=Output(

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvbench.constraints import Share
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Method, Upstream
 from kvbench.methods.eviction.snapkv import SnapKV
@@ -24,16 +25,11 @@ TOTAL = (
 class HeadAllocation(ScoredMethod):
     """A scorer's rows, in unequal numbers per KV head: the layer's total is the budget's."""
 
-    floor: float = 0.2
+    floor: Share = 0.2
     """Share of the budget that every head gets before the rest is divided."""
 
     ragged: ClassVar[bool] = True
     recompressible: ClassVar[str | None] = "rows that heads keep in unequal numbers are frozen: later ones stay."
-
-    def __post_init__(self) -> None:
-        """Refuse settings without a meaning."""
-        super().__post_init__()
-        self.require_share("floor")
 
     def select(self, kv: LayerKV, scores: Tensor, rows: int) -> None:
         """Keep each head's best rows, as many as the layer's top scores give it."""

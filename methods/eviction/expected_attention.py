@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import torch
 from torch import Tensor
 
+from kvbench.constraints import Natural, Positive
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Shape, Step, Upstream
 from kvbench.selection import ScoredMethod, group_mean
@@ -26,9 +27,9 @@ AT_ONCE = 4096
 class ExpectedAttention(ScoredMethod):
     """Keeps, per KV head, the sinks and the rows with the greatest expected attention times value norm."""
 
-    future: int = 512
+    future: Positive = 512
     """Positions after the context over which the rotation is averaged."""
-    sinks: int = 4
+    sinks: Natural = 4
     covariance: bool = True
     value_norm: bool = True
     epsilon: float = 0.0
@@ -51,14 +52,6 @@ class ExpectedAttention(ScoredMethod):
         ),
         limits=("Needs rotary embeddings that kvbench understands.",),
     )
-
-    def __post_init__(self) -> None:
-        """Refuse settings without a meaning."""
-        super().__post_init__()
-        if self.future < 1 or self.sinks < 0:
-            raise UserError(
-                f"expected-attention: future must be 1 or more and sinks 0 or more, got {self.future} and {self.sinks}."
-            )
 
     def minimum_entries(self) -> int:
         """The sinks and a row to choose."""

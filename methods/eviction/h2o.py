@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvbench.constraints import Share
 from kvbench.method import POSITION_BYTES, BudgetKind, Card, LayerShape, Shape, Step, Upstream
 from kvbench.selection import RollingMethod
 from kvbench.store import LayerKV
@@ -19,7 +20,7 @@ SCORE_BYTES = 4
 class H2O(RollingMethod):
     """Keeps, per KV head, the heavy hitters by accumulated attention and a recent window, at every step."""
 
-    recent: float = 0.5
+    recent: Share = 0.5
     """Share of the budget for the most recent rows."""
 
     card: ClassVar[Card] = Card(
@@ -42,11 +43,6 @@ class H2O(RollingMethod):
         ),
         limits=("Sums favor early tokens, which more queries can see. This is the paper's score; others divide it.",),
     )
-
-    def __post_init__(self) -> None:
-        """Refuse settings without a meaning."""
-        super().__post_init__()
-        self.require_share("recent")
 
     def minimum_entries(self) -> int:
         """A heavy hitter and a recent row."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from kvbench.constraints import Natural, Positive
 from kvbench.engine.timing import now
 from kvbench.errors import UserError
 from kvbench.kernels.column_sums import column_maxima
@@ -29,11 +30,11 @@ LATER = "\n\nRepeat the part of the previous context exactly, starting with "
 class KVzip(Method):
     """Keeps the rows that receive the most attention from one query while the context is repeated, over all heads."""
 
-    chunk_size: int = 2048
+    chunk_size: Positive = 2048
     """Tokens of the context that are repeated at a time."""
-    hint: int = 8
+    hint: Natural = 8
     """Tokens before a chunk that the prompt names as its start."""
-    sinks: int = 4
+    sinks: Natural = 4
     """First rows, which always stay."""
 
     ragged: ClassVar[bool] = True
@@ -72,15 +73,6 @@ class KVzip(Method):
     )
 
     recompressible: ClassVar[str | None] = "it repeats and compresses a context once: later rows stay."
-
-    def __post_init__(self) -> None:
-        """Refuse settings without a meaning."""
-        super().__post_init__()
-        if self.chunk_size < 1 or self.hint < 0 or self.sinks < 0:
-            raise UserError(
-                "kvzip: chunk_size must be 1 or more, hint and sinks 0 or more, got "
-                f"{self.chunk_size}, {self.hint} and {self.sinks}. The defaults are 2048, 8 and 4."
-            )
 
     def minimum_entries(self) -> int:
         """The sinks and a row to choose."""

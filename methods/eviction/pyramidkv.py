@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-from kvbench.errors import UserError
+from kvbench.constraints import Positive
 from kvbench.method import Budget, BudgetKind, Card, Shape, Upstream, resolved
 from kvbench.methods.eviction.snapkv import SnapKV
 
@@ -14,7 +14,7 @@ from kvbench.methods.eviction.snapkv import SnapKV
 class PyramidKV(SnapKV):
     """SnapKV under budgets that fall from layer to layer; the budget asked for is their mean."""
 
-    beta: int = 20
+    beta: Positive = 20
     """The top layer's share is one part in `beta`."""
 
     layer_rows: tuple[int, ...] | None = resolved()
@@ -39,12 +39,6 @@ class PyramidKV(SnapKV):
             "Window, kernel and pooling are SnapKV's defaults here; the paper's tables use a window of 8.",
         ),
     )
-
-    def __post_init__(self) -> None:
-        """Refuse settings without a meaning."""
-        super().__post_init__()
-        if self.beta < 1:
-            raise UserError(f"pyramidkv: beta must be 1 or more, got {self.beta}; the default is 20.")
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
         """The mean budget, then the schedule over layers, unless the budget is for every row."""

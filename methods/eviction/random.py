@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.errors import UserError
+from kvbench.constraints import Natural
 from kvbench.method import BudgetKind, Card, Step
 from kvbench.selection import ScoredMethod, protect_last
 from kvbench.store import LayerKV
@@ -18,7 +18,7 @@ from kvbench.store import LayerKV
 class Random(ScoredMethod):
     """Keeps the last `window` rows of every head, as SnapKV does, and random ones before them."""
 
-    window: int = 32
+    window: Natural = 32
     seed: int = 0
 
     card: ClassVar[Card] = Card(
@@ -33,12 +33,6 @@ class Random(ScoredMethod):
         heads="indexed",
         upstream=None,
     )
-
-    def __post_init__(self) -> None:
-        """Refuse settings without a meaning."""
-        super().__post_init__()
-        if self.window < 0:
-            raise UserError(f"random: window must be 0 or more, got {self.window}.")
 
     def minimum_entries(self) -> int:
         """The window and a row to choose."""

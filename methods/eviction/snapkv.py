@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from torch import Tensor
 
-from kvbench.errors import UserError
+from kvbench.constraints import Ge, Odd, Positive
 from kvbench.kernels.window_scores import window_scores
 from kvbench.method import BudgetKind, Card, Step, Upstream
 from kvbench.selection import Pool, ScoredMethod, group_mean, pool_scores, protect_last
@@ -18,8 +18,8 @@ from kvbench.store import LayerKV
 class SnapKV(ScoredMethod):
     """Keeps, per KV head, the observation window and the rows that its queries put most attention on."""
 
-    window: int = 32
-    kernel: int = 7
+    window: Positive = 32
+    kernel: Annotated[int, Ge(1), Odd] = 7
     pool: Pool = "max"
 
     card: ClassVar[Card] = Card(
@@ -43,14 +43,6 @@ class SnapKV(ScoredMethod):
         ),
         limits=("Chosen by the last tokens: a question that is asked later had no say.",),
     )
-
-    def __post_init__(self) -> None:
-        """Refuse settings without a meaning."""
-        super().__post_init__()
-        if self.window < 1:
-            raise UserError(f"snapkv: window must be 1 or more, got {self.window}.")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise UserError(f"snapkv: kernel must be odd and 1 or more, got {self.kernel}; the default is 7.")
 
     def minimum_entries(self) -> int:
         """The window and a row to choose."""

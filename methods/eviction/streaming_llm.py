@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
+from kvbench.constraints import Natural
 from kvbench.errors import UserError
 from kvbench.method import POSITION_BYTES, BudgetKind, Card, LayerShape, Method, Shape, Step, Upstream
 from kvbench.store import LayerKV
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 class StreamingLLM(Method):
     """Keeps `sinks` first rows and the last rows up to the budget, while decoding too."""
 
-    sinks: int = 4
+    sinks: Natural = 4
     positions: Literal["cache", "original"] = "cache"
     """Distances as in the cache (the paper), or as in the text."""
 
@@ -52,12 +53,6 @@ class StreamingLLM(Method):
 
     recompressible: ClassVar[str | None] = "the oldest rows are dropped after every forward as it is."
     graphable: ClassVar[str | None] = "a row is dropped in every step, and the store counts its rows on the host."
-
-    def __post_init__(self) -> None:
-        """Refuse settings without a meaning."""
-        super().__post_init__()
-        if self.sinks < 0:
-            raise UserError(f"streaming-llm: sinks must be 0 or more, got {self.sinks}.")
 
     def minimum_entries(self) -> int:
         """The sinks and a recent row."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from kvbench.constraints import Natural, Positive, Share
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Upstream
 from kvbench.methods.heads.groups import LEAST_SHARE, Head, HeadMethod, by_score
@@ -23,9 +24,9 @@ HINT = "Give a full_attention_heads.tsv as the authors publish it: a line per la
 class DuoAttention(HeadMethod):
     """Heads with large gates keep every row; the others `sinks` first rows and a window of recent ones."""
 
-    sinks: int = 64
-    recent: int = 256
-    sparsity: float = 0.5
+    sinks: Natural = 64
+    recent: Positive = 256
+    sparsity: Share = 0.5
     """Share of the heads that stream under `--budget paper`."""
     gates: str | None = None
     """Trained gates: the path of the authors' `full_attention_heads.tsv`. None: the head profile stands in."""
@@ -70,11 +71,6 @@ class DuoAttention(HeadMethod):
     def __post_init__(self) -> None:
         """Refuse settings without a meaning, and a file of gates that is none."""
         super().__post_init__()
-        if self.recent < 1 or not 0 <= self.sparsity <= 1:
-            raise UserError(
-                "duo-attention: recent must be 1 row or more and sparsity a share of heads from 0 to 1, got "
-                f"{self.recent} and {self.sparsity}. The paper's are 256 and 0.5."
-            )
         if self.gates is None:
             if self.gates_sha256 is not None:
                 raise UserError("duo-attention: gates_sha256 is of a file, and gates names none. Leave it out.")

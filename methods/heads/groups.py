@@ -8,8 +8,9 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
+from kvbench.constraints import Ge, Natural
 from kvbench.errors import UserError
 from kvbench.method import Budget, LayerShape, Method, Shape, Step, resolved
 from kvbench.methods.heads.store import HeadGroupsKV
@@ -34,9 +35,9 @@ class HeadMethod(Method):
     first rows, which it hides.
     """
 
-    sinks: int = 4
+    sinks: Natural = 4
     """First rows that a streaming head keeps."""
-    probe: int | None = None
+    probe: Annotated[int, Ge(2)] | None = None
     """Random tokens of one of the head profile's copies; None: 2,500, or 64 on models that do not take so many."""
 
     order: tuple[Head, ...] | None = resolved()
@@ -47,14 +48,6 @@ class HeadMethod(Method):
     """Rows that every other head of a full-attention layer holds."""
 
     graphable: ClassVar[str | None] = "streaming heads overwrite a row in every step, at places that the host counts."
-
-    def __post_init__(self) -> None:
-        """Refuse settings without a meaning."""
-        super().__post_init__()
-        if self.sinks < 0:
-            raise UserError(f"{self.card.name}: sinks must be 0 or more, got {self.sinks}.")
-        if self.probe is not None and self.probe < 2:
-            raise UserError(f"{self.card.name}: probe must be 2 or more random tokens, got {self.probe}.")
 
     @abstractmethod
     def rank(self, model: Model) -> tuple[Head, ...]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from kvbench.errors import UserError
+from kvbench.constraints import Ge, Natural, Positive, Share
 from kvbench.method import BudgetKind, Card, LayerShape, Shape
 from kvbench.methods.heads.groups import LEAST_SHARE, Head, HeadMethod, by_score
 from kvbench.methods.heads.profile import HeadProfile, find_profile
@@ -22,14 +22,14 @@ MEAN_BYTES = 4
 class RazorAttention(HeadMethod):
     """Echo and induction heads keep every row; the others sinks, recent rows and one compensation token."""
 
-    sinks: int = 4
-    induction: float = 0.14
+    sinks: Natural = 4
+    induction: Share = 0.14
     """Share of all KV heads that keep every row for their induction score."""
-    echo: float = 0.01
+    echo: Share = 0.01
     """Share of all KV heads that keep every row for their echo score."""
-    buffer: int = 4000
+    buffer: Positive = 4000
     """Fewest recent rows under `--budget paper`."""
-    compression: float = 5.0
+    compression: Annotated[float, Ge(1)] = 5.0
     """Under `--budget paper` recent rows are the context's length divided by this, where that is more than `buffer`."""
 
     card: ClassVar[Card] = Card(
@@ -75,16 +75,6 @@ class RazorAttention(HeadMethod):
 
     compensate: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        """Refuse settings without a meaning."""
-        super().__post_init__()
-        self.require_share("induction", "echo")
-        if self.buffer < 1 or not self.compression >= 1:
-            raise UserError(
-                "razor-attention: buffer must be 1 row or more and compression 1 or more, got "
-                f"{self.buffer} and {self.compression}. The paper's are 4000 and 5."
-            )
-
     def minimum_entries(self) -> int:
         """The sinks, a recent row, and the mean, which takes two rows in 16 bits."""
         return self.sinks + 3
@@ -111,7 +101,7 @@ class RazorAttention(HeadMethod):
         return (layer.key_dim + layer.value_dim) * MEAN_BYTES
 
 
-def choose(profile: HeadProfile, induction: float, echo: float) -> tuple[Head, ...]:
+def choose(profile: HeadProfile, induction: Share, echo: float) -> tuple[Head, ...]:
     """Every head, in the order in which they are given all rows."""
     ranked = by_score(profile.induction)
     first, second = _shares(len(ranked), induction, echo)
@@ -120,7 +110,7 @@ def choose(profile: HeadProfile, induction: float, echo: float) -> tuple[Head, .
     return (*top, *echoing, *(x for x in ranked[first:] if x not in echoing))
 
 
-def _shares(heads: int, induction: float, echo: float) -> tuple[int, int]:
+def _shares(heads: int, induction: Share, echo: float) -> tuple[int, int]:
     """How many heads two shares come to, at least one each, together no more than there are."""
     first, second = (max(1, round(share * heads)) if share else 0 for share in (induction, echo))
     return first, min(second, heads - first)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.budget import BUDGET_TOLERANCE
+from kvbench.constraints import Ge, Gt, Share
 from kvbench.errors import UndeclaredError, UserError
 from kvbench.kernels.merge_sets import merge_sets
 from kvbench.method import Budget, BudgetKind, Card, LayerShape, Method, Shape, Step, resolved
@@ -44,17 +45,17 @@ class KVMerger(Method):
 
     mode: Literal["exact", "eps"] = "exact"
     """`exact`: as many joins as the budget asks for, the most similar first. `eps`: all above the threshold."""
-    eps: float = 0.75
+    eps: Annotated[float, Gt(0)] = 0.75
     """Under `eps`: neighbors whose keys have this cosine or more are joined."""
-    recent: float | None = None
+    recent: Share | None = None
     """Share of the rows, the last ones, that are never merged; None: the paper's for the budget."""
-    heavy: float | None = None
+    heavy: Share | None = None
     """Share of the rows, those with the most attention among the others, that are never merged; None: likewise."""
-    sigma: float | Literal["fixed_point"] = 5.0
+    sigma: Annotated[float, Gt(0)] | Literal["fixed_point"] = 5.0
     """Width of the Gaussian; `fixed_point`: each set's own, the mean of its weights over the square root of two."""
     value_mode: Literal["mean", "sum", "bias"] = "mean"
     """A set's value: the weighted mean; the mean times the rows; the mean, and the log of the rows on the logit."""
-    max_run: int | None = None
+    max_run: Annotated[int, Ge(2)] | None = None
     """No set crosses a multiple of so many rows; None: sets of any length."""
     skip: tuple[int, ...] | None = None
     """Layers that are not merged; None: 0, 1 and the last on models of 16 layers or more, none on others."""
@@ -114,22 +115,10 @@ class KVMerger(Method):
         ),
     )
 
-    def __post_init__(self) -> None:
-        """Refuse settings without a meaning; under a threshold the settings decide what is held, not a budget."""
-        super().__post_init__()
-        self.require_share(*(x for x in ("recent", "heavy") if getattr(self, x) is not None))
-        if self.sigma != "fixed_point" and not self.sigma > 0:
-            raise UserError(f"kvmerger: sigma must be above 0, or fixed_point, got {self.sigma}; the default is 5.")
-        if not self.eps > 0:
-            raise UserError(f"kvmerger: eps is the least cosine of neighbors to join, above 0, got {self.eps}.")
-        if self.max_run is not None and self.max_run < 2:
-            raise UserError(
-                f"kvmerger: max_run must be 2 rows or more, got {self.max_run}: runs of one merge nothing. Leave it "
-                "out for runs of any length."
-            )
-        if self.mode == "eps":
-            card = type(self).card.model_copy(update={"budget": BudgetKind.BITS, "paper_budget": None})
-            object.__setattr__(self, "card", card)
+    @property
+    def budget_kind(self) -> BudgetKind:
+        """Stored bytes; nothing with `mode=eps`, where the settings and the text decide what is stored."""
+        return BudgetKind.BITS if self.mode == "eps" else self.card.budget
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
         """Which layers are merged, and to how many rows, so that the mean over all layers is the budget."""

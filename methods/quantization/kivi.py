@@ -52,7 +52,7 @@ class Kivi(PackedMethod):
             return self
         if budget.kind == "fraction" and self._reaches(budget.value, shape):
             return self
-        alike = {x: replace(self, key_bits=x, value_bits=x) for x in BITS}
+        alike = {x: replace(self, key_bits=x, value_bits=x) for x in BITS}  # type: ignore[arg-type]  # the literal's values
         reached = ", ".join(f"{y.ratio(shape):.1%} ({x} bits)" for x, y in alike.items())
         raise UserError(
             f"kivi cannot reach a budget of {budget}: its settings come to {self.ratio(shape):.1%} of the dense bytes. "

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
+from kvbench.constraints import Positive, Share
 from kvbench.errors import UserError
 from kvbench.kernels.pack import packed_width
 from kvbench.method import POSITION_BYTES, Budget, BudgetKind, Card, LayerShape, Shape, Step
@@ -20,8 +21,6 @@ SCORE_BYTES = 4
 BALANCER_BYTES = 4
 GROUP_BYTES = 4
 """A scale and a minimum in float16."""
-HIGH_BITS = (16, 8, 4, 2)
-LOW_BITS = (2, 3, 4)
 BALANCER_RANGE = (1e-5, 1e5)
 
 
@@ -29,14 +28,14 @@ BALANCER_RANGE = (1e-5, 1e5)
 class MiKV(TwoPrecisions):
     """Keeps, per KV head, H2O's rows in a high tier and all others in a low one, under one softmax."""
 
-    important: float = 0.2
+    important: Share = 0.2
     """Share of rows in the high tier, where no budget is asked for."""
-    high_bits: int = 16
+    high_bits: Literal[16, 8, 4, 2] = 16
     """16: as the model has them; 8, 4 or 2: codes."""
-    low_bits: int = 2
-    group: int | None = None
+    low_bits: Literal[2, 3, 4] = 2
+    group: Positive | None = None
     """Channels that share a scale and a minimum; None: half of the head."""
-    recent: float = 0.5
+    recent: Share = 0.5
     """Share of the high tier for the most recent rows; the others received most attention."""
     balance: bool = True
     """Move outliers of key channels into the queries before keys become codes."""
@@ -78,16 +77,11 @@ class MiKV(TwoPrecisions):
     def __post_init__(self) -> None:
         """Refuse settings without a meaning."""
         super().__post_init__()
-        self.require_share("recent")
-        self.require_one_of(HIGH_BITS, "high_bits")
-        self.require_one_of(LOW_BITS, "low_bits")
         if self.high_bits < self.low_bits:
             raise UserError(
                 f"mikv: high_bits must be low_bits or more, got {self.high_bits} and {self.low_bits}: important rows "
                 "are not held in fewer bits than the others."
             )
-        if self.group is not None and self.group < 1:
-            raise UserError(f"mikv: group must be 1 channel or more, got {self.group}; the default is half a head.")
 
     # What it comes to
 

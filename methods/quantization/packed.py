@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
+from kvbench.constraints import Positive
 from kvbench.errors import UserError
-from kvbench.kernels.pack import BITS, packed_width
+from kvbench.kernels.pack import packed_width
 from kvbench.method import POSITION_BYTES, LayerShape, Method, Shape, Step
 from kvbench.store import LayerKV
 from kvbench.store.packed import PackedKV, Packing
@@ -20,12 +21,12 @@ GROUP_BYTES = 4
 class PackedMethod(Method):
     """Packs what another method, or none, has left of the context."""
 
-    key_bits: int = 2
-    value_bits: int = 2
-    group: int | None = None
+    key_bits: Literal[2, 3, 4, 8] = 2
+    value_bits: Literal[2, 3, 4, 8] = 2
+    group: Positive | None = None
     """Tokens that share a key channel's scale, and channels that share a value's; None: 32, or the whole of a value
     that is narrower."""
-    residual: int = 32
+    residual: Positive = 32
     """Keys are packed in blocks of so many tokens, and so many last values stay exact."""
     scbench_compat: bool = False
     """Pack the context only, as SCBench's port does: later rows stay exact."""
@@ -36,15 +37,11 @@ class PackedMethod(Method):
     def __post_init__(self) -> None:
         """Refuse settings without a meaning."""
         super().__post_init__()
-        name = self.card.name
-        self.require_one_of(BITS, "key_bits", "value_bits", hint="Rows that are not packed are `full`.")
-        if self.group is not None and self.group < 1:
-            raise UserError(f"{name}: group must be 1 or more, got {self.group}; the paper's is {GROUP}.")
-        if self.residual < 1 or self.residual % self._tokens:
+        if self.residual % self._tokens:
+            whole = max(1, self.residual // self._tokens) * self._tokens
             raise UserError(
-                f"{name}: residual must be a multiple of the group of {self._tokens} tokens, got {self.residual}: keys "
-                f"are packed in whole groups. Use {max(1, self.residual // self._tokens) * self._tokens}, or another "
-                "group."
+                f"{self.card.name}: residual must be a multiple of the group of {self._tokens} tokens, got "
+                f"{self.residual}: keys are packed in whole groups. Use {whole}, or another group."
             )
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from kvbench.budget import BUDGET_TOLERANCE, Budget, Shape
+from kvbench.constraints import Share
 from kvbench.errors import UserError
 from kvbench.method import Method, resolved
 
@@ -15,18 +16,13 @@ from kvbench.method import Method, resolved
 class TwoPrecisions(Method):
     """Holds every row, important ones in more bits; a budget of bytes is met by the number of important rows."""
 
-    important: float = 0.5
+    important: Share = 0.5
     """Share of rows in the higher precision, where no budget is asked for; a method's own is its paper's."""
 
     recompressible: ClassVar[str | None] = "every row is held, and which ones are important is settled as they come."
 
     share: float | None = resolved()
     """Share of rows in the higher precision that a budget comes to; None: the setting's."""
-
-    def __post_init__(self) -> None:
-        """Refuse settings without a meaning."""
-        super().__post_init__()
-        self.require_share("important")
 
     @abstractmethod
     def high_entries(self, rows: int) -> int:

@@ -10,9 +10,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvbench.constraints import Positive, Share
 from kvbench.errors import UserError
 from kvbench.kernels.attention_mass import attention_mass
-from kvbench.kernels.pack import BITS, packed_width
+from kvbench.kernels.pack import packed_width
 from kvbench.method import POSITION_BYTES, BudgetKind, Card, LayerShape, Moment, Shape, Step, Upstream
 from kvbench.methods.quantization.two_precisions import TwoPrecisions
 from kvbench.selection import top_entries
@@ -28,18 +29,18 @@ CHANNEL_BYTES = 2
 class ZipCache(TwoPrecisions):
     """Codes every row, salient ones in more bits: keys with a scale per channel, values per token of equal channels."""
 
-    important: float = 0.6
+    important: Share = 0.6
     """Share of rows in the higher precision, where no budget is asked for."""
-    high_bits: int = 4
-    low_bits: int = 2
-    recent_probes: float = 0.05
+    high_bits: Literal[2, 3, 4, 8] = 4
+    low_bits: Literal[2, 3, 4, 8] = 2
+    recent_probes: Share = 0.05
     """Share of the tokens that are probes because they are the last."""
-    random_probes: float = 0.05
+    random_probes: Share = 0.05
     """Share of the tokens that are probes by chance."""
     normalizer: Literal["visible", "length"] = "visible"
     """What a row's attention is divided by: the probes that see it, or, as in the authors' code, all tokens from it on.
     """
-    gap: int = 100
+    gap: Positive = 100
     """Tokens that are held exactly until they become codes together."""
 
     card: ClassVar[Card] = Card(
@@ -76,12 +77,8 @@ class ZipCache(TwoPrecisions):
     def __post_init__(self) -> None:
         """Refuse settings without a meaning."""
         super().__post_init__()
-        self.require_share("recent_probes", "random_probes")
-        self.require_one_of(BITS, "high_bits", "low_bits")
         if self.low_bits > self.high_bits:
             raise UserError(f"zipcache: low_bits of {self.low_bits} is above high_bits of {self.high_bits}.")
-        if self.gap < 1:
-            raise UserError(f"zipcache: gap must be 1 token or more, got {self.gap}; the default is 100.")
 
     # What it comes to
 

@@ -7,6 +7,7 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
+from kvbench.constraints import Natural, Positive
 from kvbench.errors import UserError
 from kvbench.method import Budget, BudgetKind, Card, Method, Shape, Step, Upstream, resolved
 from kvbench.store import LayerKV
@@ -21,9 +22,9 @@ COUNTER_BYTES = 8
 class Quest(Method):
     """Holds every row; every query head of every token reads its own top pages, its own page always among them."""
 
-    page: int = 16
+    page: Positive = 16
     """Rows per page."""
-    skip_layers: int | None = None
+    skip_layers: Natural | None = None
     """First layers that read everything: 2 in the paper, none: 2 of models with 32 layers or more, fewer of smaller."""
 
     dense_layers: int | None = resolved()
@@ -58,14 +59,6 @@ class Quest(Method):
             "once."),
         ),
     )
-
-    def __post_init__(self) -> None:
-        """Refuse settings without a meaning."""
-        super().__post_init__()
-        if self.page < 1:
-            raise UserError(f"quest: page must be 1 row or more, got {self.page}; the paper has 16.")
-        if self.skip_layers is not None and self.skip_layers < 0:
-            raise UserError(f"quest: skip_layers must be 0 or more, got {self.skip_layers}; the paper has 2.")
 
     def minimum_entries(self) -> int:
         """Three pages."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvbench.constraints import Natural, Positive
 from kvbench.errors import UserError
 from kvbench.method import Budget, BudgetKind, Card, Method, Shape, Step, Upstream, resolved
 from kvbench.store import LayerKV
@@ -26,13 +27,13 @@ INDEX_BYTES = 4
 class ShadowKV(Method):
     """Selects, per KV head and token, the chunks whose mean key some head of the group attends to most."""
 
-    chunk: int = 8
+    chunk: Positive = 8
     """Rows per chunk."""
-    rank: int | None = None
+    rank: Positive | None = None
     """Of the keys before rotation, all heads together; none: the paper's 160, less where keys are narrower than 256."""
-    local_chunks: int = 4
+    local_chunks: Natural = 4
     """Last chunks of the context that stay dense, and what is left after them."""
-    outlier_chunks: int | None = None
+    outlier_chunks: Natural | None = None
     """Chunks per KV head that stay dense because their mean says least; none: the paper's 48 for 2,048 rows, in
     proportion to the budget."""
 
@@ -82,16 +83,6 @@ class ShadowKV(Method):
 
     recompressible: ClassVar[str | None] = "the keys of a context are factored once: later rows stay dense."
     graphable: ClassVar[str | None] = "the host must know which values to send, so a step waits for what it selected."
-
-    def __post_init__(self) -> None:
-        """Refuse settings without a meaning."""
-        super().__post_init__()
-        for name, least, paper in (
-            ("chunk", 1, "8"), ("rank", 1, "160"), ("local_chunks", 0, "4"), ("outlier_chunks", 0, "48")
-        ):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UserError(f"shadowkv: {name} must be {least} or more, got {value}; the paper has {paper}.")
 
     def minimum_entries(self) -> int:
         """One chunk."""

@@ -61,7 +61,7 @@ def fitted(name, length=LENGTH, model=None):
     """A method at a quarter of a short context."""
     model = model or tiny_model()
     made = find_method(name)().bind(model)
-    held = made.card.budget in (BudgetKind.STORED, BudgetKind.READ)
+    held = made.budget_kind in (BudgetKind.STORED, BudgetKind.READ)
     return made.fit(Budget("rows", max(made.minimum_entries(), length // 4)) if held else None, model.shape(length))
 
 

@@ -148,7 +148,7 @@ def test_only_its_own_budgets_can_be_asked_for():
         ({"key_bits": 5}, "key_bits must be one of 2, 3, 4, 8, got 5"),
         ({"value_bits": 16}, "value_bits must be one of 2, 3, 4, 8, got 16"),
         ({"group": 0}, "group must be 1 or more, got 0"),
-        ({"residual": 0}, "residual must be a multiple of the group of 32 tokens, got 0"),
+        ({"residual": 0}, "residual must be 1 or more, got 0"),
         ({"residual": 40}, "got 40.*Use 32"),
         ({"group": 24}, "multiple of the group of 24 tokens, got 32.*Use 24"),
     ],

@@ -275,7 +275,7 @@ def test_skipping_every_layer_is_refused():
 def test_a_threshold_takes_no_budget():
     """What a threshold leaves nobody can promise, so a budget is refused and none is assumed."""
     method = KVMerger(mode="eps")
-    assert method.card.budget == "bits"
+    assert method.budget_kind == "bits"
     assert method.fit(None, shape_of(32)).rows is None
     with pytest.raises(UserError, match="takes no budget with mode=eps, got 25%"):
         method.fit(Budget.parse("25%"), shape_of(32))
@@ -286,7 +286,7 @@ def test_a_threshold_takes_no_budget():
     [
         ({"recent": 1.5}, "recent must be between 0 and 1"), ({"heavy": -0.1}, "heavy must be between 0 and 1"),
         ({"sigma": 0.0}, "above 0"),
-        ({"eps": 0.0}, "above 0"), ({"eps": float("nan")}, "above 0"), ({"max_run": 1}, "2 rows or more"),
+        ({"eps": 0.0}, "above 0"), ({"eps": float("nan")}, "above 0"), ({"max_run": 1}, "max_run must be 2 or more"),
     ],
 )
 def test_settings_without_a_meaning_are_refused(settings, message):

@@ -132,7 +132,7 @@ def check(method, model, length, chunk=None):
 def test_three_turns_at_every_length(method_name, model, length):
     """Tokens, rows and bytes are right, and until a method acts its logits are the dense cache's, chunks or not."""
     method = find_method(method_name)().bind(model)
-    budgeted = method.card.budget in (BudgetKind.STORED, BudgetKind.READ)
+    budgeted = method.budget_kind in (BudgetKind.STORED, BudgetKind.READ)
     if budgeted:
         proof = check(method.fit(FULL, model.shape(length)), model, length).proof
         assert has_rounded(proof) or (proof.identity and not proof.acted), "at its full budget it loses something"

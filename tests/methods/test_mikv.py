@@ -303,7 +303,7 @@ def test_budgets_out_of_reach_are_refused():
         ({"high_bits": 2, "low_bits": 4}, "high_bits must be low_bits or more, got 2 and 4"),
         ({"important": 1.5}, "important must be between 0 and 1, got 1.5"),
         ({"recent": -1}, "recent must be between 0 and 1, got -1"),
-        ({"group": 0}, "group must be 1 channel or more, got 0"),
+        ({"group": 0}, "group must be 1 or more, got 0"),
     ],
 )
 def test_settings_without_a_meaning_are_refused(settings, message):

@@ -168,7 +168,7 @@ def test_a_static_step_waits_for_nothing(window):
 
 
 @pytest.mark.parametrize(("settings", "message"), [
-    ({"page": 0}, "page must be 1 row or more, got 0"),
+    ({"page": 0}, "page must be 1 or more, got 0"),
     ({"page": -4}, "got -4"),
     ({"skip_layers": -1}, "skip_layers must be 0 or more"),
 ])

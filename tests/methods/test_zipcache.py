@@ -279,7 +279,7 @@ def test_a_budget_is_met_by_important_rows():
         ({"low_bits": 8}, "low_bits of 8 is above high_bits of 4"),
         ({"important": -0.1}, "important must be between 0 and 1, got -0.1"),
         ({"recent_probes": 2}, "recent_probes must be between 0 and 1, got 2"),
-        ({"gap": 0}, "gap must be 1 token or more, got 0"),
+        ({"gap": 0}, "gap must be 1 or more, got 0"),
     ],
 )
 def test_settings_without_a_meaning_are_refused(settings, message):

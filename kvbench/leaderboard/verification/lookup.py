@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from kvbench.analysis.compare import is_full
+from kvbench.constraints import setting_fields, setting_types
 from kvbench.errors import UserError
 from kvbench.leaderboard.submission.records import Check
 from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, quote, refusing_errors
@@ -20,7 +21,7 @@ from kvbench.registry import Kind, find_method, find_task, list_entries
 from kvbench.runs.command import write_setting
 from kvbench.runs.results import Result
 from kvbench.runs.spec import RunSpec
-from kvbench.settings import configure, jsonable_settings, setting_fields, setting_types
+from kvbench.settings import configure, jsonable_settings
 from kvbench.task import Task, find_frame
 from kvbench.template import Frame
 
@@ -88,7 +89,8 @@ def check_card(result: Result, method: Method | None) -> tuple[Card, Check]:
         return stated, flag("method", "its card is the submitter's and was not checked")
     ours = method.card
     for key in ("family", "budget", "models"):
-        if getattr(stated, key) != getattr(ours, key):
+        known = (ours.budget, method.budget_kind) if key == "budget" else (getattr(ours, key),)
+        if getattr(stated, key) not in known:
             raise RefusedError(
                 "method", f"{key} on its card is {quote(getattr(stated, key))}, not {getattr(ours, key)}"
             )
@@ -109,7 +111,7 @@ def is_known_full(result: Result) -> bool:
     except (UnverifiableError, RefusedError):
         return False
     whole = result.model.kind == "diffusion" or (result.memory is not None and result.memory.ratio_total == 1)
-    return method.card.budget is BudgetKind.NONE and whole
+    return method.budget_kind is BudgetKind.NONE and whole
 
 
 def find_known_task(spec: RunSpec) -> Task:

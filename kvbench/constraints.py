@@ -1,0 +1,93 @@
+"""Constraints on settings, written as annotations of a dataclass's fields, and the one message of a violation.
+
+`window: Positive = 32` or `kernel: Annotated[int, Ge(1), Odd] = 7`: pydantic checks them when a method is constructed,
+in Python as by `--set`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from weakref import WeakKeyDictionary
+
+from annotated_types import Ge, Gt, Le, Predicate
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from kvbench.errors import UserError
+
+__all__ = ["Ge", "Gt", "Le", "Natural", "Odd", "Positive", "Share"]
+
+
+def is_odd(value: int) -> bool:
+    """Whether a whole number is odd."""
+    return value % 2 == 1
+
+
+Odd = Predicate(is_odd)
+Natural = Annotated[int, Ge(0)]
+Positive = Annotated[int, Ge(1)]
+Share = Annotated[float, Ge(0), Le(1)]
+RULES: Mapping[tuple[object, ...], str] = {
+    (Ge(0), Le(1)): "between 0 and 1", (Ge(1), Odd): "odd and 1 or more", (Gt(0),): "above 0",
+    (Ge(0),): "0 or more", (Ge(1),): "1 or more", (Ge(2),): "2 or more",
+}
+"""Constraints in words."""
+WORDS: Mapping[object, str] = {
+    bool: "true or false", int: "a whole number", float: "a number", str: "a text", types.NoneType: "none",
+}
+
+
+def setting_fields(kind: type) -> dict[str, dataclasses.Field[Any]]:
+    """The fields that are settings: those that `fit` and `bind` fill in are not."""
+    return {x.name: x for x in dataclasses.fields(kind) if x.init and not x.metadata.get("resolved")}
+
+
+def setting_types(kind: type) -> dict[str, Any]:
+    """The settings' types with their constraints, by name."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: hints[name] for name in setting_fields(kind)}
+
+
+def describe(hint: Any) -> str:
+    """The rule that a type and its constraints state, as it stands after `must be`."""
+    if get_origin(hint) is Annotated:
+        base, *constraints = get_args(hint)
+        flat = [y for x in constraints for y in (x.metadata if isinstance(x, FieldInfo) else (x,))]
+        return RULES.get(tuple(flat)) or describe(base)
+    if get_origin(hint) is Literal:
+        *most, last = map(str, get_args(hint))
+        return f"one of {', '.join((*most, last))}" if most else last
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(describe(x) for x in get_args(hint))
+    return WORDS.get(hint) or str(hint).removeprefix("typing.")
+
+
+def violation(name: str, kind: type, setting: str, value: object) -> UserError:
+    """The error of a setting that breaks its constraint. name: of the method or task."""
+    default = setting_fields(kind)[setting].default
+    step = "Leave it out for the default" if default in (None, dataclasses.MISSING) else f"The default is {default}"
+    rule = describe(setting_types(kind)[setting]).removesuffix(" or none")
+    return UserError(f"{name}: {setting} must be {rule}, got {value}. {step}.")
+
+
+def validate(made: Any, name: str) -> None:
+    """Check every setting of an instance.
+
+    Raises:
+        UserError: a value breaks the constraint of its field.
+    """
+    kind = type(made)
+    if kind not in _adapters:
+        _adapters[kind] = {setting: TypeAdapter(hint) for setting, hint in setting_types(kind).items()}
+    for setting, adapter in _adapters[kind].items():
+        value = getattr(made, setting)
+        try:
+            adapter.validate_python(value)
+        except ValidationError:
+            raise violation(name, kind, setting, value) from None
+
+
+_adapters: WeakKeyDictionary[type, dict[str, TypeAdapter[Any]]] = WeakKeyDictionary()
