@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -90,4 +92,25 @@ class Shape:
     @property
     def full_bytes(self) -> int:
         """Bytes of a native GQA cache of the same tokens, sliding layers at most their window."""
-        return sum(self.rows(x) * x.kv_heads * (x.key_dim + x.value_dim) * self.itemsize for x in self.layers)
+        return sum(map(self.layer_bytes, self.layers))
+
+    def layer_bytes(self, layer: LayerShape) -> int:
+        """Bytes of one layer of the full cache."""
+        return self.rows(layer) * layer.kv_heads * (layer.key_dim + layer.value_dim) * self.itemsize
+
+
+def solve(bytes_at: Callable[[int], float], target: float, candidates: Sequence[int]) -> int | None:
+    """The last candidate whose bytes are at most the target; None if there is none.
+
+    candidates: in an order in which their bytes never decrease.
+    """
+    count = bisect.bisect_right(candidates, target, key=bytes_at)
+    return candidates[count - 1] if count else None
+
+
+def too_small(name: str, budget: Budget, entries: int, length: int, least: int) -> UserError:
+    """The error of a budget that a method cannot meet. least: the tokens per KV head that it needs."""
+    return UserError(
+        f"budget {budget} is {entries} tokens per KV head of {length}, and {name} needs at least {least} with its "
+        f"settings. Use --budget {least} or more, or other settings."
+    )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from kvbench.budget import BUDGET_TOLERANCE, DEFAULT_BUDGET, Budget, BudgetKind, LayerShape, Shape
+from kvbench.budget import BUDGET_TOLERANCE, DEFAULT_BUDGET, Budget, BudgetKind, LayerShape, Shape, too_small
 from kvbench.constraints import validate
 from kvbench.errors import UserError
 from kvbench.step import Moment, Step
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvbench.store import LayerKV
 
 __all__ = [
-    "POSITION_BYTES", "Budget", "BudgetKind", "Card", "LayerShape", "Method", "ModelKind", "Moment", "Shape", "Step",
+    "Budget", "BudgetKind", "Card", "LayerShape", "Method", "ModelKind", "Moment", "Shape", "Step",
     "Upstream", "resolved",
 ]
 
@@ -72,9 +72,6 @@ class Card(BaseModel):
     """Where it does not apply."""
 
 
-POSITION_BYTES = OFFSET_BYTES = 4
-
-
 def resolved() -> Any:
     """A dataclass field that `fit` or `bind` fills in; not a setting."""
     return field(default=None, kw_only=True, metadata={"resolved": True})
@@ -95,9 +92,6 @@ class Method:
     replays_context: ClassVar[bool] = False
     """Whether `prefill` does more than run the context once, chunk by chunk. A subclass that overrides `prefill` has
     True unless it says otherwise."""
-    ragged: ClassVar[bool] = False
-    """Whether heads keep unequal numbers of rows, so that a layer with holes stores where each head's begin."""
-
     rows: int | None = resolved()
     """Rows per KV head of a full-attention layer that the budget comes to; None: all."""
     length: int | None = resolved()
@@ -177,10 +171,7 @@ class Method:
         rows = round(budget.value * shape.length) if budget.kind == "fraction" else int(budget.value)
         least = min(self.minimum_entries(), shape.length)
         if rows < least:
-            raise UserError(
-                f"budget {budget} is {rows} rows per KV head of {shape.length}, and {card.name} needs at least {least} "
-                f"with its settings. Use --budget {least} or more, or smaller settings."
-            )
+            raise too_small(card.name, budget, rows, shape.length, least)
         return replace(self, rows=rows, length=shape.length)
 
     def minimum_entries(self) -> int:
@@ -190,9 +181,13 @@ class Method:
     def entries_in(self, layer: int, window: int | None) -> int | None:
         """The budget in rows per KV head of a layer; sliding layers keep the same share of what they hold."""
         del layer  # equal for all, unless a method allocates
-        if self.rows is None or self.length is None or window is None or self.sees_context(window):
-            return self.rows
-        return min(window, max(self.minimum_entries(), math.ceil(self.rows * window / self.length)))
+        return self.in_window(self.rows, window)
+
+    def in_window(self, entries: int | None, window: int | None) -> int | None:
+        """The share of a sliding window's tokens that this many entries are of the context's."""
+        if entries is None or self.length is None or window is None or self.sees_context(window):
+            return entries
+        return min(window, max(self.minimum_entries(), math.ceil(entries * window / self.length)))
 
     def sees_context(self, window: int | None) -> bool:
         """Whether a layer sees the whole context: there is no window, or the context is no longer than it."""
@@ -205,13 +200,16 @@ class Method:
         return self.budget_kind is not BudgetKind.BITS and (self.rows is None or self.rows >= shape.length)
 
     def declared_bytes(self, shape: Shape) -> int:
-        """Bytes that hold the context right after compression, by the method's own account (the ledger measures)."""
+        """Bytes that hold the context right after compression, by formula; the ledger measures them."""
         total = 0
         for index, layer in enumerate(shape.layers):
-            held = shape.rows(layer)
-            budget = self.entries_in(index, layer.window)
-            total += self.layer_bytes(layer, shape, rows=held if budget is None else min(held, budget))
+            held, budget = shape.rows(layer), self.entries_in(index, layer.window)
+            total += self.layer_bytes(index, shape, held if budget is None else min(held, budget))
         return total
+
+    def layer_bytes(self, index: int, shape: Shape, entries: int) -> int:
+        """Declared bytes of a layer that keeps this many entries per KV head."""
+        return self.layer(index).bytes_for(shape.layers[index], shape, entries)
 
     def declared_host_bytes(self, shape: Shape) -> int:
         """Bytes of the context in host memory, beside `declared_bytes`."""
@@ -226,17 +224,6 @@ class Method:
     def declared_read_bytes(self, shape: Shape) -> int:
         """Most bytes that one decode step reads right after the context: all that is held, unless a part is read."""
         return self.declared_bytes(shape)
-
-    def layer_bytes(self, layer: LayerShape, shape: Shape, *, rows: int) -> int:
-        """Declared bytes of so many rows of every KV head of a layer."""
-        holes = rows < shape.rows(layer)
-        offsets = (layer.kv_heads + 1) * OFFSET_BYTES if self.ragged and holes else 0
-        return rows * layer.kv_heads * self.entry_bytes(layer, shape, holes=holes) + offsets
-
-    def entry_bytes(self, layer: LayerShape, shape: Shape, *, holes: bool) -> int:
-        """Declared bytes of one row of one KV head: keys, values, and a position where a window must count holes."""
-        position = POSITION_BYTES if holes and layer.window is not None else 0
-        return (layer.key_dim + layer.value_dim) * shape.itemsize + position
 
     def bind(self, model: Model) -> Self:
         """Calibration, gates, head profiles; cached on disk by the model's hash."""

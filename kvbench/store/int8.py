@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kvbench.budget import LayerShape, Shape
 from kvbench.kernels.int8_attention import int8_attention, quantize_rows
 from kvbench.step import Step
 from kvbench.store.facts import Fact
 from kvbench.store.layer import LayerKV
+
+SCALE_BYTES = 2
 
 
 @dataclass
@@ -18,6 +21,11 @@ class Int8KV(LayerKV):
     """Dense rows in 8 bits, one fp16 scale per token and head; exact until `quantize` ends the context."""
 
     quantized: bool = field(default=False, init=False)
+
+    def bytes_for(self, layer: LayerShape, shape: Shape, entries: int) -> int:
+        """One byte per element and two scales per entry."""
+        del shape
+        return entries * layer.kv_heads * (layer.key_dim + layer.value_dim + 2 * SCALE_BYTES)
 
     def quantize(self) -> None:
         """Replace the exact rows by their codes and free them."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvbench.budget import LayerShape, Shape
 from kvbench.errors import UserError
 from kvbench.kernels.column_sums import column_sums
 from kvbench.kernels.dense_attention import dense_attention
@@ -21,6 +22,8 @@ from kvbench.kernels.ragged_attention import dense_partial, merge_partials, ragg
 from kvbench.step import Step
 from kvbench.store.facts import Fact
 from kvbench.store.rows import Buffer, FlatRows, gather, last_rows, match_holes, scatter, storage_bytes
+
+POSITION_BYTES = SCORE_BYTES = OFFSET_BYTES = 4
 
 
 @dataclass
@@ -32,12 +35,14 @@ class LayerKV:
         column_sums: accumulate the attention mass that each row received, over all queries.
         track: store each row's logical position.
         bounded: rows are dropped in place while decoding, so the block does not grow.
+        ragged: heads will keep unequal numbers of entries (`keep_where`, `freeze`).
     """
 
     queries: int = 0
     column_sums: bool = False
     track: bool = False
     bounded: bool = False
+    ragged: bool = False
 
     n: int = field(default=0, init=False)
     """Rows per KV head in the dense block. Where steps have static shapes, as the host counts them."""
@@ -58,6 +63,15 @@ class LayerKV:
     """Rows held, on the device, where steps have static shapes; `keys` and the like are then the whole block."""
     _buffer: Buffer | None = field(default=None, init=False)
     _window: int | None = field(default=None, init=False)
+
+    def bytes_for(self, layer: LayerShape, shape: Shape, entries: int) -> int:
+        """Bytes that a context takes after compression to this many entries per KV head, by formula."""
+        holes = entries < shape.rows(layer)
+        width = (layer.key_dim + layer.value_dim) * shape.itemsize
+        width += POSITION_BYTES if self.track or (holes and layer.window is not None) else 0
+        width += SCORE_BYTES if self.column_sums and self.bounded else 0
+        offsets = (layer.kv_heads + 1) * OFFSET_BYTES if self.ragged and holes else 0
+        return entries * layer.kv_heads * width + offsets
 
     # What the rows are
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvbench.budget import LayerShape, Shape
 from kvbench.kernels.lowrank_keys import factor_keys, restore_keys
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials, ragged_partial
 from kvbench.step import Step
@@ -19,6 +20,8 @@ from kvbench.store.selective import SelectiveKV
 
 if TYPE_CHECKING:
     from kvbench.hf import Rope
+
+INDEX_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,43 @@ class Slots:
         return [self.chunk, self.key, self.value]
 
 
+@dataclass(frozen=True)
+class Factoring:
+    """How the context of a layer is divided into chunks that stay exact and chunks that are stored apart."""
+
+    size: int
+    """Tokens of a chunk."""
+    chunks: int
+    """Chunks that are factored; the tokens after them stay exact."""
+    outliers: int
+    """Of these, the chunks per KV head that stay exact."""
+    slots: int
+    """Chunks that a token selects."""
+    rank: int
+
+    @property
+    def apart(self) -> int:
+        """Chunks per KV head that are stored apart."""
+        return self.chunks - self.outliers
+
+    def stored_bytes(self, layer: LayerShape, shape: Shape) -> int:
+        """Bytes on the device: factors, basis, landmarks with their numbers, exact entries, and the slots."""
+        entries = shape.length - self.apart * self.size + self.slots * self.size
+        head = entries * (layer.key_dim + layer.value_dim) + layer.key_dim * (self.rank + self.apart)
+        factors = self.chunks * self.size * self.rank
+        numbers = layer.kv_heads * (self.apart + self.slots) * INDEX_BYTES
+        return (layer.kv_heads * head + factors) * shape.itemsize + numbers
+
+    def read_bytes(self, layer: LayerShape, shape: Shape) -> int:
+        """Bytes that a step reads if no slot holds a chunk that it selects, those from the host included."""
+        fetched = layer.kv_heads * self.slots * self.size * (self.rank + layer.value_dim)
+        return self.stored_bytes(layer, shape) + (fetched - self.chunks * self.size * self.rank) * shape.itemsize
+
+    def host_bytes(self, layer: LayerShape, shape: Shape) -> int:
+        """Bytes in host memory: the values of the chunks stored apart."""
+        return self.apart * self.size * layer.kv_heads * layer.value_dim * shape.itemsize
+
+
 @dataclass
 class LowRankKV(SelectiveKV):
     """Dense rows until `factorize`; from then on the dense block holds what stays exact, and all later rows."""
@@ -57,20 +97,21 @@ class LowRankKV(SelectiveKV):
     _chunks: Chunks | None = field(default=None, init=False)
     _slots: Slots | None = field(default=None, init=False)
 
-    def factorize(self, rope: Rope, landmarks: Tensor, exact: Tensor, *, size: int, rank: int, slots: int) -> None:
+    def factorize(self, rope: Rope, landmarks: Tensor, exact: Tensor, plan: Factoring) -> None:
         """Store chunks of the context apart: keys as factors, values on the host, landmarks to choose by.
 
         landmarks: [B, H_kv, c, D], of the first c chunks of the context; what comes after them stays dense.
-        exact: [B, H_kv, o], ascending: chunks that stay dense as well. slots: chunks that a token may select.
+        exact: [B, H_kv, o], ascending: chunks that stay exact as well.
         """
         assert self.seen == self.n, "positions are the order of rows"
         batch, heads, count, _ = landmarks.shape
+        size, slots = plan.size, plan.slots
         inside = count * size
         apart = torch.ones((batch, heads, count), dtype=torch.bool, device=exact.device).scatter_(2, exact, False)
         number = apart.int().argsort(dim=-1, descending=True, stable=True)[..., : count - exact.shape[2]]
         positions = torch.arange(inside, device=exact.device).expand(batch, -1)
         plain = rope.rotate(self.keys[:, :, :inside], positions, inverse=True)
-        factors, basis = factor_keys(plain, rank)
+        factors, basis = factor_keys(plain, plan.rank)
         values = self.values[:, :, :inside].unflatten(2, (count, size)).flatten(3)
         self._chunks = Chunks(
             size, gather(landmarks, number).to(self.keys.dtype), number.to(torch.int32), factors, basis,

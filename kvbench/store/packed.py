@@ -9,15 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvbench.budget import LayerShape, Shape
 from kvbench.errors import UserError
-from kvbench.kernels.pack import Codes, dequantize, quantize, unpack
+from kvbench.kernels.pack import Codes, dequantize, packed_width, quantize, unpack
 from kvbench.kernels.packed_attention import packed_partial
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials
 from kvbench.step import Step
 from kvbench.store.blocks import AppendedRows, Residual
 from kvbench.store.facts import Fact
-from kvbench.store.layer import LayerKV
+from kvbench.store.layer import POSITION_BYTES, LayerKV
 
+PARAMETER_BYTES = 4
+"""A scale and a minimum in float16."""
 COUNT_BLOCK = 1024
 """Rows whose codes are counted at a time."""
 
@@ -35,6 +38,15 @@ class Packing:
     """Keys are packed in blocks of so many rows, a multiple of `group`; so many last values stay exact."""
     later: bool
     """Whether rows that come after the context are packed too."""
+
+    def head_bytes(self, layer: LayerShape, shape: Shape, entries: int) -> int:
+        """Bytes of the keys and values of one KV head: codes, scales and minima, and the exact residual."""
+        keys, values = self.packed_keys(entries), self.packed_values(entries)
+        groups = keys // self.group * layer.key_dim + values * (layer.value_dim // min(self.group, layer.value_dim))
+        codes = keys * packed_width(layer.key_dim, self.key_bits)
+        codes += values * packed_width(layer.value_dim, self.value_bits)
+        exact = (entries - keys) * layer.key_dim + (entries - values) * layer.value_dim
+        return codes + groups * PARAMETER_BYTES + exact * shape.itemsize
 
     def packed_keys(self, rows: int) -> int:
         """How many of a KV head's rows have packed keys."""
@@ -169,6 +181,13 @@ class PackedKV(LayerKV):
     packing: Packing | None = None
 
     packed: PackedRows | None = field(default=None, init=False)
+
+    def bytes_for(self, layer: LayerShape, shape: Shape, entries: int) -> int:
+        """Packed entries and the residual, and positions where a window must count across evicted entries."""
+        assert self.packing is not None
+        holes = entries < shape.rows(layer) and layer.window is not None
+        positions = entries * POSITION_BYTES if holes else 0
+        return layer.kv_heads * (self.packing.head_bytes(layer, shape, entries) + positions)
 
     def pack(self) -> None:
         """End the context: the rows held become codes, but for the residual."""

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvbench.budget import LayerShape, Shape
 from kvbench.kernels.page_attention import page_attention
 from kvbench.kernels.page_select import page_bounds, page_scores, select_pages
 from kvbench.step import Step
@@ -15,6 +16,8 @@ from kvbench.store.facts import Fact
 from kvbench.store.layer import LayerKV
 from kvbench.store.rows import storage_bytes
 from kvbench.store.selective import SelectiveKV
+
+COUNTER_BYTES = 8
 
 
 @dataclass
@@ -31,6 +34,16 @@ class PagedKV(SelectiveKV):
     """Pages read, those that heads of a group share once; on the device, so that no step waits for it. []"""
     _bounds: Tensor | None = field(default=None, init=False)  # [B, H_kv, pages that fit, 2 * D]
     _pages: int = field(default=0, init=False)  # with bounds
+
+    def bytes_for(self, layer: LayerShape, shape: Shape, entries: int) -> int:
+        """Every entry, two bounds for every full page, and the counter."""
+        bounds = entries // self.page * layer.kv_heads * 2 * layer.key_dim * shape.itemsize
+        return super().bytes_for(layer, shape, entries) + bounds + COUNTER_BYTES
+
+    def read_bytes_for(self, layer: LayerShape, shape: Shape, entries: int, *, pages: int) -> int:
+        """Bytes that a step reads: every bound, and this many pages for every query head."""
+        read = layer.query_heads * pages * self.page * (layer.key_dim + layer.value_dim)
+        return (read + entries // self.page * layer.kv_heads * 2 * layer.key_dim) * shape.itemsize
 
     def index(self) -> None:
         """The context is complete: from now on attention may select."""

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvbench.budget import LayerShape, Shape
 from kvbench.kernels.attention_mass import joint_lse
-from kvbench.kernels.pack import Codes, quantize
+from kvbench.kernels.pack import Codes, packed_width, quantize
 from kvbench.kernels.packed_attention import packed_partial
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials
 from kvbench.step import Step
 from kvbench.store.facts import Fact
-from kvbench.store.layer import LayerKV
+from kvbench.store.layer import POSITION_BYTES, LayerKV
 from kvbench.store.rows import gather
+
+PARAMETER_BYTES = 4
+"""A scale and a minimum in float16."""
+CHANNEL_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,20 @@ class SegmentedKV(LayerKV):
     def _rows(self, step: Step) -> dict[str, Tensor]:
         score = torch.zeros(step.key.shape[:3], dtype=torch.float32, device=step.key.device)
         return {**super()._rows(step), "score": score}
+
+    def bytes_for(
+        self, layer: LayerShape, shape: Shape, entries: int, *, coded: Sequence[tuple[int, int]] = ()
+    ) -> int:
+        """One segment. coded: entries and bits of each precision, whose sum is `entries`.
+
+        Codes; key parameters per channel and precision; value parameters per entry; channels; positions for a window.
+        """
+        del shape
+        head = layer.value_dim * CHANNEL_BYTES + (0 if layer.window is None else entries * POSITION_BYTES)
+        for count, bits in coded:
+            head += count * (packed_width(layer.key_dim, bits) + packed_width(layer.value_dim, bits))
+            head += layer.key_dim * PARAMETER_BYTES if count else 0
+        return layer.kv_heads * head + entries * PARAMETER_BYTES
 
     def encode(self, count: int, important: Tensor, high_bits: int, low_bits: int, room: int) -> None:
         """Turn the first rows into a segment: important ones in more bits. The tail keeps room for so many rows.

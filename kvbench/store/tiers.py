@@ -9,16 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvbench.budget import LayerShape, Shape
 from kvbench.kernels.attention_mass import attention_mass, joint_lse
-from kvbench.kernels.pack import Codes, dequantize, quantize
+from kvbench.kernels.pack import Codes, dequantize, packed_width, quantize
 from kvbench.kernels.packed_attention import packed_partial
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials
 from kvbench.step import Step
 from kvbench.store.blocks import AppendedRows
 from kvbench.store.facts import Fact
-from kvbench.store.layer import LayerKV
+from kvbench.store.layer import POSITION_BYTES, SCORE_BYTES, LayerKV
 from kvbench.store.rows import gather
 
+PARAMETER_BYTES = 4
+"""A scale and a minimum in float16."""
+BALANCER_BYTES = 4
 EXACT = 16
 """Bits that stand for the model's own type."""
 MASS_BLOCK = 1024
@@ -44,6 +48,13 @@ class Coding:
             codes = quantize(x, self.bits, channels=self.group(x.shape[-1]))
             rows |= {f"{name}_packed": codes.packed, f"{name}_scale": codes.scale, f"{name}_minimum": codes.minimum}
         return rows
+
+    def entry_bytes(self, layer: LayerShape) -> int:
+        """Bytes of the codes, scales and minima of one entry."""
+        return sum(
+            packed_width(width, self.bits) + width // self.group(width) * PARAMETER_BYTES
+            for width in (layer.key_dim, layer.value_dim)
+        )
 
     def view(self, rows: dict[str, Tensor], widths: tuple[int, int]) -> tuple[Codes, Codes]:
         """Keys and values of these widths, as they were encoded."""
@@ -73,6 +84,15 @@ class TieredKV(LayerKV):
 
     demoted: AppendedRows | None = field(default=None, init=False)
     _widths: tuple[int, int] = field(default=(0, 0), init=False)
+
+    def bytes_for(self, layer: LayerShape, shape: Shape, entries: int, *, high: int = 0) -> int:
+        """Both tiers, `high` entries in the high one with scores and positions; balancers; positions for a window."""
+        assert self.low is not None
+        exact = (layer.key_dim + layer.value_dim) * shape.itemsize
+        high_bytes = (exact if self.high is None else self.high.entry_bytes(layer)) + SCORE_BYTES + POSITION_BYTES
+        low_bytes = self.low.entry_bytes(layer) + (0 if layer.window is None else POSITION_BYTES)
+        head = high * high_bytes + (entries - high) * low_bytes + layer.key_dim * BALANCER_BYTES
+        return layer.kv_heads * head
 
     def split(self, indices: Tensor, balancer: Tensor, rows: int) -> None:
         """End the context: these rows of every head are the high tier, all others become codes.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -28,8 +28,11 @@ class HeadAllocation(ScoredMethod):
     floor: Share = 0.2
     """Share of the budget that every head gets before the rest is divided."""
 
-    ragged: ClassVar[bool] = True
     recompressible: ClassVar[str | None] = "rows that heads keep in unequal numbers are frozen: later ones stay."
+
+    def layer(self, index: int) -> LayerKV:
+        """The scorer's store, of unequal numbers of entries per head."""
+        return replace(super().layer(index), ragged=True)
 
     def select(self, kv: LayerKV, scores: Tensor, rows: int) -> None:
         """Keep each head's best rows, as many as the layer's top scores give it."""

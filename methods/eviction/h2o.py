@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvbench.constraints import Share
-from kvbench.method import POSITION_BYTES, BudgetKind, Card, LayerShape, Shape, Step, Upstream
+from kvbench.method import BudgetKind, Card, Step, Upstream
 from kvbench.selection import RollingMethod
 from kvbench.store import LayerKV
 
@@ -50,13 +50,7 @@ class H2O(RollingMethod):
 
     def layer(self, index: int) -> LayerKV:
         """Rows with their accumulated attention, dropped in place; positions tell which are recent."""
-        del index
         return LayerKV(column_sums=True, track=True, bounded=True)
-
-    def entry_bytes(self, layer: LayerShape, shape: Shape, *, holes: bool) -> int:
-        """Keys, values, a score and a position."""
-        del holes
-        return (layer.key_dim + layer.value_dim) * shape.itemsize + SCORE_BYTES + POSITION_BYTES
 
     def score(self, kv: LayerKV, step: Step, rows: int) -> Tensor:
         """The attention that each row received; recent ones stay. [B, H_kv, n]"""

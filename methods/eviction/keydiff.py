@@ -37,6 +37,5 @@ class KeyDiff(ScoredMethod):
 
     def score(self, kv: LayerKV, step: Step) -> Tensor:
         """The negative cosine of each key to the mean of the normalized keys. [B, H_kv, n]"""
-        del step
         keys = F.normalize(kv.keys.float(), dim=-1)
         return -F.cosine_similarity(keys, keys.mean(dim=2, keepdim=True), dim=-1)

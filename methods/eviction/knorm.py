@@ -38,6 +38,5 @@ class Knorm(ScoredMethod):
 
     def score(self, kv: LayerKV, step: Step) -> Tensor:
         """The negative norm of each key; rounded, so that equal tokens of the first layer tie. [B, H_kv, n]"""
-        del step
         norm: Tensor = torch.linalg.vector_norm(kv.keys.float(), dim=-1)
         return -norm.round(decimals=4)

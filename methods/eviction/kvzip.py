@@ -37,8 +37,6 @@ class KVzip(Method):
     sinks: Natural = 4
     """First rows, which always stay."""
 
-    ragged: ClassVar[bool] = True
-
     card: ClassVar[Card] = Card(
         name="kvzip",
         title="KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction",
@@ -78,9 +76,12 @@ class KVzip(Method):
         """The sinks and a row to choose."""
         return self.sinks + 1
 
+    def layer(self, index: int) -> LayerKV:
+        """Entries that heads will keep in unequal numbers."""
+        return LayerKV(ragged=True)
+
     def evict(self, kv: LayerKV, step: Step) -> None:
         """Nothing here: rows are dropped once, after the repeat."""
-        del kv, step
 
     def prefill(self, session: Session, chunks: Iterable[Tensor]) -> Tensor:
         """The context as it is, then its repeat on forks that leave no row behind, then the choice over all layers."""

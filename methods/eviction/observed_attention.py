@@ -37,11 +37,9 @@ class ObservedAttention(ScoredMethod):
 
     def layer(self, index: int) -> LayerKV:
         """Rows with their accumulated attention, which goes once it has ranked them."""
-        del index
         return LayerKV(column_sums=True)
 
     def score(self, kv: LayerKV, step: Step) -> Tensor:
         """Accumulated attention over the queries from each row's own on. [B, H_kv, n]"""
-        del step
         seers = kv.seen - kv.logical_positions()
         return kv.scores / seers

@@ -52,7 +52,7 @@ class PyramidKV(SnapKV):
         """The layer's own budget; sliding layers keep the same share of what they hold."""
         if self.layer_rows is None:
             return super().entries_in(layer, window)
-        return replace(self, rows=self.layer_rows[layer], layer_rows=None).entries_in(layer, window)
+        return self.in_window(self.layer_rows[layer], window)
 
 
 def schedule(rows: int, window: int, beta: int, layers: int, length: int) -> tuple[int, ...]:

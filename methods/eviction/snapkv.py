@@ -8,10 +8,10 @@ from typing import Annotated, ClassVar
 from torch import Tensor
 
 from kvbench.constraints import Ge, Odd, Positive
-from kvbench.kernels.window_scores import window_scores
 from kvbench.method import BudgetKind, Card, Step, Upstream
 from kvbench.selection import Pool, ScoredMethod, group_mean, pool_scores, protect_last
 from kvbench.store import LayerKV
+from kvbench.store.scores import attention_mass_of
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,12 @@ class SnapKV(ScoredMethod):
 
     def layer(self, index: int) -> LayerKV:
         """Rows, and the last queries until they have scored them."""
-        del index
         return LayerKV(queries=self.window)
 
     def score(self, kv: LayerKV, step: Step) -> Tensor:
         """Pooled attention mass of the window's queries on the rows before it. [B, H_kv, n]"""
         assert kv.recent_queries is not None
-        mass = window_scores(
-            kv.recent_queries, kv.keys, scale=step.scale, seen=step.seen, window=step.window, positions=kv.positions,
-            softcap=step.softcap, sinks=step.sinks,
-        )
+        mass = attention_mass_of(kv.recent_queries, kv, step)
         before = max(0, kv.n - kv.recent_queries.shape[2])  # a sliding layer may hold fewer rows than queries
         mass[..., :before] = pool_scores(mass[..., :before], self.kernel, self.pool)
         return protect_last(group_mean(mass, kv.keys.shape[1]), self.window)

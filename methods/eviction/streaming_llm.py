@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvbench.constraints import Natural
 from kvbench.errors import UserError
-from kvbench.method import POSITION_BYTES, BudgetKind, Card, LayerShape, Method, Shape, Step, Upstream
+from kvbench.method import BudgetKind, Card, Method, Shape, Step, Upstream
 from kvbench.store import LayerKV
 
 if TYPE_CHECKING:
@@ -69,19 +69,13 @@ class StreamingLLM(Method):
 
     def layer(self, index: int) -> LayerKV:
         """Rows whose slots are reused while decoding; positions tell which is oldest."""
-        del index
         return LayerKV(track=True, bounded=True)
 
-    def entry_bytes(self, layer: LayerShape, shape: Shape, *, holes: bool) -> int:
-        """Keys, values and a position."""
-        del holes
-        return (layer.key_dim + layer.value_dim) * shape.itemsize + POSITION_BYTES
-
-    def layer_bytes(self, layer: LayerShape, shape: Shape, *, rows: int) -> int:
-        """The rows, and the sinks' original keys where some were dropped."""
-        total = super().layer_bytes(layer, shape, rows=rows)
-        if self.positions == "cache" and rows < shape.rows(layer):
-            total += self._sinks(rows, layer.window) * layer.kv_heads * layer.key_dim * shape.itemsize
+    def layer_bytes(self, index: int, shape: Shape, entries: int) -> int:
+        """The entries, and the sinks' original keys where others were dropped."""
+        total, layer = super().layer_bytes(index, shape, entries), shape.layers[index]
+        if self.positions == "cache" and entries < shape.rows(layer):
+            total += self._sinks(entries, layer.window) * layer.kv_heads * layer.key_dim * shape.itemsize
         return total
 
     def _sinks(self, rows: int, window: int | None) -> int:

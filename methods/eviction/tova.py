@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvbench.kernels.window_scores import window_scores
 from kvbench.method import BudgetKind, Card, Step, Upstream
 from kvbench.selection import RollingMethod
 from kvbench.store import LayerKV
+from kvbench.store.scores import attention_mass_of
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,9 @@ class TOVA(RollingMethod):
 
     def layer(self, index: int) -> LayerKV:
         """Rows dropped in place."""
-        del index
         return LayerKV(bounded=True)
 
     def score(self, kv: LayerKV, step: Step, rows: int) -> Tensor:
         """Attention of the last query, mean over heads. [B, H_kv, n]"""
-        del rows
-        mass = window_scores(
-            step.query[:, :, -1:], kv.keys, scale=step.scale, seen=step.seen, window=step.window,
-            positions=kv.positions, softcap=step.softcap, sinks=step.sinks,
-        )
+        mass = attention_mass_of(step.query[:, :, -1:], kv, step)
         return mass.mean(1, keepdim=True).expand(-1, kv.keys.shape[1], -1)

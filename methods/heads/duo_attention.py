@@ -111,7 +111,6 @@ class DuoAttention(HeadMethod):
 
     def paper(self, heads: int, length: int) -> tuple[int, int]:
         """The gates at or above the quantile `sparsity`, and the settings' window."""
-        del length
         return heads - math.ceil(self.sparsity * (heads - 1) if self.sparsity < 1 else heads), self.sinks + self.recent
 
     def sinks_in(self, rows: int) -> int:

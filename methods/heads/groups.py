@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 from abc import abstractmethod
 from collections import Counter
@@ -10,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
+from kvbench.budget import DEFAULT_BUDGET, solve, too_small
 from kvbench.constraints import Ge, Natural
 from kvbench.errors import UserError
-from kvbench.method import Budget, LayerShape, Method, Shape, Step, resolved
+from kvbench.method import Budget, Method, Shape, Step, resolved
 from kvbench.methods.heads.store import HeadGroupsKV
 from kvbench.store import LayerKV
 
@@ -69,11 +69,6 @@ class HeadMethod(Method):
         """First rows among so many of a streaming head: one row is always a recent one."""
         return min(self.sinks, rows - 1)
 
-    def extra_bytes(self, layer: LayerShape, shape: Shape) -> int:
-        """What a streaming head that dropped rows holds beside its rows."""
-        del layer, shape
-        return 0
-
     recompressible: ClassVar[str | None] = "streaming heads are trimmed after every forward as it is."
     compensate: ClassVar[bool] = False
     """Whether the mean of the dropped rows stays."""
@@ -106,17 +101,12 @@ class HeadMethod(Method):
         def needs(retrieval: int, streaming: int) -> int:
             return replace(fitted, retrieval=retrieval, streaming=streaming).declared_bytes(shape)
 
-        most = range(self.most_retrieval(heads) + 1)
-        retrieval = bisect.bisect_right(most, target, key=lambda x: needs(x, least)) - 1
-        if retrieval < 0:
+        whole = solve(lambda x: needs(x, least), target, range(self.most_retrieval(heads) + 1))
+        if whole is None:
             reachable = math.ceil(needs(0, least) / shape.full_bytes * shape.length)
-            raise UserError(
-                f"budget {budget} is {fitted.rows} rows per KV head of {shape.length}, and {self.card.name} needs at "
-                f"least {reachable} with its settings. Use --budget {reachable} or more, or smaller settings."
-            )
-        windows = range(least, shape.length)
-        wider = bisect.bisect_right(windows, target, key=lambda x: needs(retrieval, x)) - 1
-        return replace(fitted, retrieval=retrieval, streaming=windows[wider])
+            raise too_small(self.card.name, budget or DEFAULT_BUDGET, fitted.rows, shape.length, reachable)
+        window = solve(lambda x: needs(whole, x), target, range(least, shape.length))
+        return replace(fitted, retrieval=whole, streaming=window)
 
     def identity(self, shape: Shape) -> bool:
         """Whether no head drops a row of a context of this length."""
@@ -127,15 +117,13 @@ class HeadMethod(Method):
         """Rows of both kinds of heads, and what streaming heads hold beside theirs."""
         if self.streaming is None:
             return shape.full_bytes
-        whole = self.whole_heads(shape)
-        total = 0
+        total, whole = 0, self.whole_heads(shape)
         for index, layer in enumerate(shape.layers):
             held = shape.rows(layer)
-            rows = min(held, self._trimmed(layer.window) or held)
-            head = rows * self.entry_bytes(layer, shape, holes=rows < held)
-            head += self.extra_bytes(layer, shape) if rows < held and self.sees_context(layer.window) else 0
-            total += (layer.kv_heads - whole[index]) * head
-            total += whole[index] * held * self.entry_bytes(layer, shape, holes=False)
+            mean = self.compensate and self.sees_context(layer.window)
+            total += HeadGroupsKV().bytes_for(
+                layer, shape, min(held, self._trimmed(layer.window) or held), whole=whole[index], mean=mean
+            )
         return total
 
     def whole_heads(self, shape: Shape) -> Counter[int]:

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from kvbench.constraints import Ge, Natural, Positive, Share
-from kvbench.method import BudgetKind, Card, LayerShape, Shape
+from kvbench.method import BudgetKind, Card
 from kvbench.methods.heads.groups import LEAST_SHARE, Head, HeadMethod, by_score
 from kvbench.methods.heads.profile import HeadProfile, find_profile
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
-
-MEAN_BYTES = 4
-"""Per element of the mean, in float32."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +91,6 @@ class RazorAttention(HeadMethod):
     def paper(self, heads: int, length: int) -> tuple[int, int]:
         """Both shares, and a window of max(S0, N / C) rows after the sinks."""
         return self.most_retrieval(heads), self.sinks + max(self.buffer, math.ceil(length / self.compression))
-
-    def extra_bytes(self, layer: LayerShape, shape: Shape) -> int:
-        """The sums of the dropped keys and values."""
-        del shape
-        return (layer.key_dim + layer.value_dim) * MEAN_BYTES
 
 
 def choose(profile: HeadProfile, induction: Share, echo: float) -> tuple[Head, ...]:

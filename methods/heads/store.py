@@ -9,10 +9,14 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from kvbench.budget import LayerShape, Shape
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials
 from kvbench.step import Step
 from kvbench.store import LayerKV
 from kvbench.store.facts import Fact, add_facts
+
+MEAN_BYTES = 4
+"""Per element of the mean, in float32."""
 
 
 @dataclass
@@ -108,6 +112,16 @@ class HeadGroupsKV(LayerKV):
     """KV heads that keep every row."""
     groups: list[tuple[Tensor, LayerKV]] = field(default_factory=list, init=False)
     """KV heads and their store; none is empty."""
+
+    def bytes_for(
+        self, layer: LayerShape, shape: Shape, entries: int, *, whole: int = 0, mean: bool = False
+    ) -> int:
+        """`whole` heads with every entry, the others with `entries` and, if they drop some, with their mean."""
+        exact, streaming = replace(layer, kv_heads=whole), replace(layer, kv_heads=layer.kv_heads - whole)
+        total = super().bytes_for(exact, shape, shape.rows(layer)) + super().bytes_for(streaming, shape, entries)
+        if mean and entries < shape.rows(layer):
+            total += streaming.kv_heads * (layer.key_dim + layer.value_dim) * MEAN_BYTES
+        return total
 
     def _divide(self, kv_heads: int, device: torch.device) -> None:
         others = [x for x in range(kv_heads) if x not in self.retrieval]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvbench.budget import BUDGET_TOLERANCE
+from kvbench.budget import BUDGET_TOLERANCE, DEFAULT_BUDGET, solve, too_small
 from kvbench.constraints import Ge, Gt, Share
 from kvbench.errors import UndeclaredError, UserError
 from kvbench.kernels.merge_sets import merge_sets
@@ -32,7 +32,17 @@ BIAS_BYTES = 4
 
 @dataclass
 class MergingKV(LayerKV):
-    """Rows of which some stand for several; `dropped` counts those that live on in another."""
+    """Entries of which some stand for several; `dropped` counts those that were merged into another.
+
+    bias: each entry stores the logarithm of the number of entries that it stands for.
+    """
+
+    bias: bool = False
+
+    def bytes_for(self, layer: LayerShape, shape: Shape, entries: int) -> int:
+        """Keys, values, offsets and, on merged layers, the bias."""
+        bias = entries * layer.kv_heads * BIAS_BYTES if self.bias and entries < shape.rows(layer) else 0
+        return super().bytes_for(layer, shape, entries) + bias
 
     def facts(self) -> dict[str, Fact]:
         """Rows that are held no more, all of them merged."""
@@ -67,7 +77,6 @@ class KVMerger(Method):
     merged_rows: int | None = resolved()
     """Rows per KV head of a full-attention layer that is merged: what the skipped layers leave of the budget."""
 
-    ragged: ClassVar[bool] = True
     recompressible: ClassVar[str | None] = "merged rows are frozen: what comes later stays as it is."
     card: ClassVar[Card] = Card(
         name="kvmerger",
@@ -135,26 +144,23 @@ class KVMerger(Method):
         fitted = replace(super().fit(budget, shape), skipped=skipped)
         if fitted.rows is None or fitted.rows >= shape.length:
             return fitted
-        dense, whole = shape.full_bytes, sum(_full_bytes(shape, x) for x in skipped)
+        dense, whole = shape.full_bytes, sum(shape.layer_bytes(shape.layers[x]) for x in skipped)
         least = 1 + self._borders(shape.length)
-        # What the skipped layers hold comes off the total, and the others divide the rest.
-        rows = 0 if whole == dense else (fitted.rows * dense - whole * shape.length) // (dense - whole)
-        if rows < least:
-            reachable = math.ceil((least * (dense - whole) + whole * shape.length) / dense)
-            raise UserError(
-                f"kvmerger: a budget of {fitted.rows} rows per KV head of {shape.length} cannot be reached: "
-                f"{len(skipped)} of {len(shape.layers)} layers are not merged (skip={list(skipped)}), the others come "
-                f"down to {least} (max_run={self.max_run}). Use --budget {reachable} or more, or other settings."
-            )
+
+        def needs(entries: int) -> int:  # times the length
+            return entries * (dense - whole) + whole * shape.length
+
+        rows = solve(needs, fitted.rows * dense, range(least, shape.length))
+        if rows is None:
+            reachable = math.ceil(needs(least) / dense)
+            raise too_small("kvmerger", budget or DEFAULT_BUDGET, fitted.rows, shape.length, reachable)
         return replace(fitted, merged_rows=rows, protected=self._shares(fitted.rows / shape.length))
 
     def entries_in(self, layer: int, window: int | None) -> int | None:
         """What the skipped layers leave of the budget; sliding layers keep the same share of what they hold."""
         if self.merged_rows is None:
             return super().entries_in(layer, window)
-        return None if self._skips(layer) else replace(self, rows=self.merged_rows, merged_rows=None).entries_in(
-            layer, window
-        )
+        return None if self._skips(layer) else self.in_window(self.merged_rows, window)
 
     def identity(self, shape: Shape) -> bool:
         """The whole budget, or a threshold that no cosine reaches."""
@@ -166,14 +172,9 @@ class KVMerger(Method):
             raise UndeclaredError("kvmerger cannot say with mode=eps how many bytes it will hold: the text decides.")
         return super().declared_bytes(shape)
 
-    def entry_bytes(self, layer: LayerShape, shape: Shape, *, holes: bool) -> int:
-        """Keys and values, and on merged layers the log of the rows that a row stands for, if that is stored."""
-        bias = BIAS_BYTES if holes and self.value_mode == "bias" else 0
-        return super().entry_bytes(layer, shape, holes=holes) + bias
-
     def layer(self, index: int) -> LayerKV:
         """Rows with the attention that they received, which chooses the pivots."""
-        return MergingKV(column_sums=not self._skips(index))
+        return MergingKV(column_sums=not self._skips(index), ragged=True, bias=self.value_mode == "bias")
 
     def evict(self, kv: LayerKV, step: Step) -> None:
         """Once, after the attention of the context's last chunk, so that the prefill itself is exact."""
@@ -222,8 +223,7 @@ class KVMerger(Method):
         return None if pair == (self.recent, self.heavy) else pair
 
     def _merge(self, kv: LayerKV, step: Step, joins: Tensor) -> None:
-        refine = REFINEMENTS if self.sigma == "fixed_point" else 0
-        sigma = FIRST_SIGMA if self.sigma == "fixed_point" else self.sigma
+        sigma, refine = (FIRST_SIGMA, REFINEMENTS) if self.sigma == "fixed_point" else (self.sigma, 0)
         merged = merge_sets(kv.keys, kv.values, kv.scores, joins, sigma=sigma, refine=refine)
         value, position, bias = merged.value, None, None
         if self.value_mode == "sum":
@@ -251,6 +251,3 @@ class KVMerger(Method):
         """Neighbors of so many rows that `max_run` keeps apart."""
         return 0 if self.max_run is None else (rows - 1) // self.max_run
 
-
-def _full_bytes(shape: Shape, layer: int) -> int:
-    return replace(shape, layers=(shape.layers[layer],)).full_bytes

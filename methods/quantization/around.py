@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import bisect
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self, cast
 
 import torch
 
+from kvbench.budget import solve
 from kvbench.errors import UserError
 from kvbench.method import Budget, BudgetKind, Card, Method, Shape
 from kvbench.methods.allocation.adakv import HeadAllocation
@@ -78,8 +78,7 @@ class Around(PackedMethod):
         except UserError:
             if (budget is not None and budget.kind == "paper") or not self._packs(shape.length, shape):
                 raise
-            budgets = range(1, shape.length)
-            least = 1 + bisect.bisect_left(budgets, True, key=lambda x: self._packs(x, shape))
+            least = 1 + (solve(lambda x: self._packs(x, shape), False, range(1, shape.length)) or 0)
             plain = self.inner.card.name
             raise UserError(
                 f"{self.card.name}: at this budget kivi has nothing to pack in {shape.length} tokens, because no KV "
@@ -147,10 +146,9 @@ class AroundHeads(Around):
         plain = self.plain()
         total: int = plain.declared_bytes(shape)
         for index, heads in plain.whole_heads(shape).items():
-            layer = shape.layers[index]
-            rows = shape.rows(layer)
-            exact = rows * plain.entry_bytes(layer, shape, holes=False)
-            total += heads * (self.head_bytes(rows, layer, shape) - exact)
+            layer = replace(shape.layers[index], kv_heads=heads)
+            total += PackedKV(packing=self.packing()).bytes_for(layer, shape, shape.rows(layer))
+            total -= shape.layer_bytes(layer)
         return total
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvbench.method import BudgetKind, Card, LayerShape, Method, Shape, Step
+from kvbench.method import BudgetKind, Card, Method, Step
 from kvbench.store import LayerKV
 from kvbench.store.int8 import Int8KV
-
-SCALE_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -39,15 +37,9 @@ class FullInt8(Method):
 
     def layer(self, index: int) -> LayerKV:
         """Rows that turn into codes at the end of the context; later rows are coded as they come."""
-        del index
         return Int8KV()
 
     def evict(self, kv: LayerKV, step: Step) -> None:
         """The end of the context: exact rows become codes."""
         if isinstance(kv, Int8KV) and step.moment.compresses and not kv.quantized:
             kv.quantize()
-
-    def entry_bytes(self, layer: LayerShape, shape: Shape, *, holes: bool) -> int:
-        """One byte per element and two scales."""
-        del shape, holes
-        return layer.key_dim + layer.value_dim + 2 * SCALE_BYTES

@@ -10,17 +10,12 @@ from torch import Tensor
 
 from kvbench.constraints import Positive, Share
 from kvbench.errors import UserError
-from kvbench.kernels.pack import packed_width
-from kvbench.method import POSITION_BYTES, Budget, BudgetKind, Card, LayerShape, Shape, Step
+from kvbench.method import Budget, BudgetKind, Card, Shape, Step
 from kvbench.methods.quantization.two_precisions import TwoPrecisions
 from kvbench.selection import top_entries
 from kvbench.store import LayerKV
 from kvbench.store.tiers import EXACT, Coding, TieredKV
 
-SCORE_BYTES = 4
-BALANCER_BYTES = 4
-GROUP_BYTES = 4
-"""A scale and a minimum in float16."""
 BALANCER_RANGE = (1e-5, 1e5)
 
 
@@ -91,7 +86,6 @@ class MiKV(TwoPrecisions):
 
     def identity(self, shape: Shape) -> bool:
         """Every row exact."""
-        del shape
         return self.high_share == 1 and self.high_bits == EXACT
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
@@ -106,26 +100,14 @@ class MiKV(TwoPrecisions):
                     )
         return super().fit(budget, shape)
 
-    def layer_bytes(self, layer: LayerShape, shape: Shape, *, rows: int) -> int:
-        """Both tiers; scores and positions of the high one, balancers, and positions where there is a window."""
-        high = self.high_entries(rows)
-        exact = (layer.key_dim + layer.value_dim) * shape.itemsize
-        high_bytes = exact if self.high_bits == EXACT else self._code_bytes(layer, self.high_bits)
-        high_bytes += SCORE_BYTES + POSITION_BYTES
-        low_bytes = self._code_bytes(layer, self.low_bits) + (0 if layer.window is None else POSITION_BYTES)
-        return layer.kv_heads * (high * high_bytes + (rows - high) * low_bytes + layer.key_dim * BALANCER_BYTES)
-
-    def _code_bytes(self, layer: LayerShape, bits: int) -> int:
-        return sum(
-            packed_width(width, bits) + width // Coding(bits, self.group).group(width) * GROUP_BYTES
-            for width in (layer.key_dim, layer.value_dim)
-        )
+    def layer_bytes(self, index: int, shape: Shape, entries: int) -> int:
+        """Both tiers."""
+        return self.layer(index).bytes_for(shape.layers[index], shape, entries, high=self.high_entries(entries))
 
     # What it does
 
-    def layer(self, index: int) -> LayerKV:
+    def layer(self, index: int) -> TieredKV:
         """Exact rows with their attention; two tiers after the context."""
-        del index
         high = None if self.high_bits == EXACT else Coding(self.high_bits, self.group)
         return TieredKV(high=high, low=Coding(self.low_bits, self.group), share=self.high_share)
 

@@ -7,14 +7,11 @@ from typing import ClassVar, Literal
 
 from kvbench.constraints import Positive
 from kvbench.errors import UserError
-from kvbench.kernels.pack import packed_width
-from kvbench.method import POSITION_BYTES, LayerShape, Method, Shape, Step
+from kvbench.method import Method, Shape, Step
 from kvbench.store import LayerKV
 from kvbench.store.packed import PackedKV, Packing
 
 GROUP = 32
-GROUP_BYTES = 4
-"""A scale and a minimum in float16."""
 
 
 @dataclass(frozen=True)
@@ -68,22 +65,6 @@ class PackedMethod(Method):
     def identity(self, shape: Shape) -> bool:
         """Only where the context is too short for a packed row."""
         return max(shape.rows(x) for x in shape.layers) < self.residual
-
-    def layer_bytes(self, layer: LayerShape, shape: Shape, *, rows: int) -> int:
-        """Codes, scales and minima, the residual, and positions where a window must count holes."""
-        holes = rows < shape.rows(layer)
-        positions = rows * POSITION_BYTES if holes and layer.window is not None else 0
-        return layer.kv_heads * (self.head_bytes(rows, layer, shape) + positions)
-
-    def head_bytes(self, rows: int, layer: LayerShape, shape: Shape) -> int:
-        """Declared bytes of the keys and values of one KV head."""
-        packing = self.packing()
-        keys, values = packing.packed_keys(rows), packing.packed_values(rows)
-        groups = keys // self._tokens * layer.key_dim + values * (layer.value_dim // self._channels(layer.value_dim))
-        codes = keys * packed_width(layer.key_dim, self.key_bits)
-        codes += values * packed_width(layer.value_dim, self.value_bits)
-        exact = (rows - keys) * layer.key_dim + (rows - values) * layer.value_dim
-        return codes + groups * GROUP_BYTES + exact * shape.itemsize
 
     def layer(self, index: int) -> LayerKV:
         """The other method's store, packed at the end of the context."""

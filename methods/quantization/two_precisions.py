@@ -6,7 +6,7 @@ from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-from kvbench.budget import BUDGET_TOLERANCE, Budget, Shape
+from kvbench.budget import BUDGET_TOLERANCE, Budget, Shape, solve
 from kvbench.constraints import Share
 from kvbench.errors import UserError
 from kvbench.method import Method, resolved
@@ -59,11 +59,8 @@ class TwoPrecisions(Method):
                 f"row) to {most:.1%} (only important rows) of the dense bytes. Ask for a budget in between, or change "
                 "the bits with --set."
             )
-        low, high = 0, shape.length  # important rows: so many fit, or none is the least
-        while low < high:
-            middle = (low + high + 1) // 2
-            if replace(own, share=middle / shape.length).declared_bytes(shape) <= asked * shape.full_bytes:
-                low = middle
-            else:
-                high = middle - 1
-        return replace(own, share=low / shape.length)
+        important = solve(
+            lambda x: replace(own, share=x / shape.length).declared_bytes(shape), asked * shape.full_bytes,
+            range(shape.length + 1),
+        )
+        return replace(own, share=(important or 0) / shape.length)

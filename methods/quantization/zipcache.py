@@ -13,16 +13,11 @@ from torch import Tensor
 from kvbench.constraints import Positive, Share
 from kvbench.errors import UserError
 from kvbench.kernels.attention_mass import attention_mass
-from kvbench.kernels.pack import packed_width
-from kvbench.method import POSITION_BYTES, BudgetKind, Card, LayerShape, Moment, Shape, Step, Upstream
+from kvbench.method import BudgetKind, Card, Moment, Shape, Step, Upstream
 from kvbench.methods.quantization.two_precisions import TwoPrecisions
 from kvbench.selection import top_entries
 from kvbench.store import LayerKV
 from kvbench.store.segments import SegmentedKV
-
-PARAMETER_BYTES = 4
-"""A scale and a minimum in float16."""
-CHANNEL_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -86,21 +81,16 @@ class ZipCache(TwoPrecisions):
         """All but the whole number of unimportant rows."""
         return rows - math.floor((1 - self.high_share) * rows + 1e-9)  # 0.4 of 5 rows is 2, whatever 1 - 0.6 is
 
-    def layer_bytes(self, layer: LayerShape, shape: Shape, *, rows: int) -> int:
-        """Codes; a scale and a minimum per channel and precision, and per row; channels; positions for a window."""
-        del shape
-        high = self.high_entries(rows)
-        head = layer.value_dim * CHANNEL_BYTES + (0 if layer.window is None else rows * POSITION_BYTES)
-        for count, bits in ((high, self.high_bits), (rows - high, self.low_bits)):
-            head += count * (packed_width(layer.key_dim, bits) + packed_width(layer.value_dim, bits))
-            head += layer.key_dim * PARAMETER_BYTES if count else 0
-        return layer.kv_heads * head + rows * PARAMETER_BYTES
+    def layer_bytes(self, index: int, shape: Shape, entries: int) -> int:
+        """One segment in two precisions."""
+        high = self.high_entries(entries)
+        coded = (high, self.high_bits), (entries - high, self.low_bits)
+        return self.layer(index).bytes_for(shape.layers[index], shape, entries, coded=coded)
 
     # What it does
 
-    def layer(self, index: int) -> LayerKV:
+    def layer(self, index: int) -> SegmentedKV:
         """Segments of codes and an exact tail."""
-        del index
         return SegmentedKV()
 
     def probes(self, layer: int, tokens: int, block: int = 0) -> Tensor:

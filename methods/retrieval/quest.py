@@ -15,7 +15,6 @@ from kvbench.store.paged import PagedKV
 
 LEAST_PAGES = 3
 """The authors' code never selects fewer."""
-COUNTER_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -89,25 +88,24 @@ class Quest(Method):
         rows = self.entries_in(step.layer, step.window)
         if rows is None or not isinstance(kv, PagedKV) or not kv.selective:
             return kv.attend(step)
-        return kv.attend_pages(step, kv.select(step, max(LEAST_PAGES, rows // self.page)))
+        return kv.attend_pages(step, kv.select(step, self._pages(rows)))
 
     def declared_bytes(self, shape: Shape) -> int:
-        """Every row, two bounds per page, and the store's counter."""
-        total = shape.full_bytes
-        for layer in shape.layers[self.dense_layers or 0 :]:
-            if self.rows is not None:
-                pages = shape.rows(layer) // self.page
-                total += pages * layer.kv_heads * 2 * layer.key_dim * shape.itemsize + COUNTER_BYTES
-        return total
+        """Every entry, and the bounds of the pages."""
+        if self.rows is None:
+            return shape.full_bytes
+        return sum(self.layer_bytes(i, shape, shape.rows(x)) for i, x in enumerate(shape.layers))
 
     def declared_read_bytes(self, shape: Shape) -> int:
         """All bounds, and every query head's own pages; dense layers whole."""
         total = 0
         for index, layer in enumerate(shape.layers):
-            row, rows = (layer.key_dim + layer.value_dim) * shape.itemsize, self.entries_in(index, layer.window)
-            if index < (self.dense_layers or 0) or rows is None:
-                total += shape.rows(layer) * layer.kv_heads * row
-                continue
-            total += layer.query_heads * max(LEAST_PAGES, rows // self.page) * self.page * row
-            total += shape.rows(layer) // self.page * layer.kv_heads * 2 * layer.key_dim * shape.itemsize
+            store, entries = self.layer(index), self.entries_in(index, layer.window)
+            if entries is None or not isinstance(store, PagedKV):
+                total += shape.layer_bytes(layer)
+            else:
+                total += store.read_bytes_for(layer, shape, shape.rows(layer), pages=self._pages(entries))
         return total
+
+    def _pages(self, entries: int) -> int:
+        return max(LEAST_PAGES, entries // self.page)

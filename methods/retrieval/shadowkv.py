@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -10,9 +11,9 @@ from torch import Tensor
 
 from kvbench.constraints import Natural, Positive
 from kvbench.errors import UserError
-from kvbench.method import Budget, BudgetKind, Card, Method, Shape, Step, Upstream, resolved
+from kvbench.method import Budget, BudgetKind, Card, LayerShape, Method, Shape, Step, Upstream, resolved
 from kvbench.store import LayerKV
-from kvbench.store.lowrank import LowRankKV
+from kvbench.store.lowrank import Factoring, LowRankKV
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 PAPER_RANK, NARROWEST = 160, 256
 """The rank that the paper gives all its models, and the width of the narrowest one's keys (GLM-4-9B)."""
 PAPER_OUTLIERS, PAPER_BUDGET = 48, 2048
-INDEX_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -118,20 +118,21 @@ class ShadowKV(Method):
             )
         return fitted
 
-    def chunks_apart(self, length: int) -> int:
-        """Chunks of a context before its last ones, or 0 if a token could select all of them that are no outliers."""
-        chunks = length // self.chunk - self.local_chunks
-        if self.rows is None or self.outliers is None or chunks - self.outliers <= self.rows // self.chunk:
-            return 0
-        return chunks
+    def factoring(self, length: int) -> Factoring | None:
+        """How a context is divided; None: a token could select every chunk, so all entries stay exact."""
+        if self.rows is None or self.outliers is None or self.key_rank is None:
+            return None
+        chunks, slots = length // self.chunk - self.local_chunks, self.rows // self.chunk
+        if chunks - self.outliers <= slots:
+            return None
+        return Factoring(self.chunk, chunks, self.outliers, slots, self.key_rank)
 
     def identity(self, shape: Shape) -> bool:
         """Everything stays dense at the full budget, and where the budget reaches every chunk."""
-        return self.chunks_apart(shape.length) == 0
+        return self.factoring(shape.length) is None
 
     def layer(self, index: int) -> LayerKV:
         """Dense rows that are factored at the end of the context."""
-        del index
         return LowRankKV()
 
     def evict(self, kv: LayerKV, step: Step) -> None:
@@ -142,14 +143,9 @@ class ShadowKV(Method):
             raise UserError(
                 "shadowkv factors the keys of a context once: later rows stay dense. Leave --recompress out."
             )
-        chunks = self.chunks_apart(kv.n)
-        if not chunks:
-            return
-        assert self.rows is not None and self.outliers is not None and self.key_rank is not None
-        landmarks, outliers = find_outliers(kv.keys[:, :, : chunks * self.chunk], self.chunk, self.outliers)
-        kv.factorize(
-            step.rope, landmarks, outliers, size=self.chunk, rank=self.key_rank, slots=self.rows // self.chunk
-        )
+        if (plan := self.factoring(kv.n)) is not None:
+            inside = kv.keys[:, :, : plan.chunks * plan.size]
+            kv.factorize(step.rope, *find_outliers(inside, plan.size, plan.outliers), plan)
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:
         """Attention over dense rows and the chunks that each token selects."""
@@ -159,44 +155,22 @@ class ShadowKV(Method):
         return kv.attend_chunks(step, select_chunks(step.query, kv.landmarks, step.scale, self.rows // self.chunk))
 
     def declared_bytes(self, shape: Shape) -> int:
-        """Factors, basis, landmarks with their numbers, dense rows, and the slots that chunks are brought back to."""
-        chunks, size = self.chunks_apart(shape.length), shape.itemsize
-        total = 0
-        for layer in shape.layers:
-            heads, row = layer.kv_heads, layer.key_dim + layer.value_dim
-            if layer.window is not None or not chunks:
-                total += shape.rows(layer) * heads * row * size
-                continue
-            assert self.rows is not None and self.outliers is not None and self.key_rank is not None
-            slots, apart = self.rows // self.chunk, chunks - self.outliers
-            dense = shape.length - apart * self.chunk
-            total += chunks * self.chunk * self.key_rank * size
-            total += heads * layer.key_dim * (self.key_rank + apart) * size
-            total += heads * (dense + slots * self.chunk) * row * size
-            total += heads * (apart + slots) * INDEX_BYTES
-        return total
+        """Factored layers, and the others as they are."""
+        return self._sum(shape, Factoring.stored_bytes, shape.layer_bytes)
 
     def declared_read_bytes(self, shape: Shape) -> int:
-        """A step that finds none of its chunks in a slot: their rows of the factors, and their values from the host."""
-        chunks = self.chunks_apart(shape.length)
-        if not chunks:
-            return self.declared_bytes(shape)
-        assert self.rows is not None and self.outliers is not None and self.key_rank is not None
-        total, brought = self.declared_bytes(shape), self.rows // self.chunk * self.chunk
-        for layer in shape.layers:
-            if layer.window is None:
-                read = layer.kv_heads * brought * (self.key_rank + layer.value_dim)
-                total += (read - chunks * self.chunk * self.key_rank) * shape.itemsize
-        return total
+        """A step that finds none of its chunks in a slot."""
+        return self._sum(shape, Factoring.read_bytes, shape.layer_bytes)
 
     def declared_host_bytes(self, shape: Shape) -> int:
         """Values of the chunks that are stored apart."""
-        chunks = self.chunks_apart(shape.length)
-        if not chunks:
-            return 0
-        assert self.outliers is not None
-        rows = (chunks - self.outliers) * self.chunk
-        return sum(rows * x.kv_heads * x.value_dim * shape.itemsize for x in shape.layers if x.window is None)
+        return self._sum(shape, Factoring.host_bytes, lambda _: 0)
+
+    def _sum(
+        self, shape: Shape, factored: Callable[[Factoring, LayerShape, Shape], int], exact: Callable[[LayerShape], int]
+    ) -> int:
+        plan = self.factoring(shape.length)
+        return sum(exact(x) if plan is None or x.window is not None else factored(plan, x, shape) for x in shape.layers)
 
 
 def find_outliers(keys: Tensor, chunk: int, count: int) -> tuple[Tensor, Tensor]:

@@ -177,9 +177,9 @@ class SaysActed(Honest):
 class Modest(Honest):
     """Declares a byte less per row than it holds."""
 
-    def entry_bytes(self, layer, shape, *, holes):
+    def layer_bytes(self, index, shape, entries):
         """Too few."""
-        return super().entry_bytes(layer, shape, holes=holes) - 1
+        return super().layer_bytes(index, shape, entries) - entries
 
 
 @fault("measured bytes are declared", "measured .* bytes, declared")

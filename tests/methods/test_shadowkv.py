@@ -15,6 +15,7 @@ from kvbench.method import Budget, LayerShape, Moment, Shape
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.retrieval.shadowkv import ShadowKV, find_outliers, select_chunks
 from kvbench.store.host import HostRows
+from kvbench.store.lowrank import Factoring
 
 
 def ids(count, seed=1):
@@ -32,9 +33,10 @@ def fitted(model, rows, length, **settings):
 class EveryChunk(ShadowKV):
     """Stores every chunk apart although the budget reaches all of them."""
 
-    def chunks_apart(self, length):
+    def factoring(self, length):
         """All but the local ones."""
-        return length // self.chunk - self.local_chunks
+        chunks = length // self.chunk - self.local_chunks
+        return Factoring(self.chunk, chunks, self.outliers, self.rows // self.chunk, self.key_rank)
 
 
 @pytest.mark.few(2)

@@ -1,0 +1,24 @@
+"""Scores of stored entries that several methods use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvbench.kernels.window_scores import window_scores
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvbench.step import Step
+    from kvbench.store.layer import LayerKV
+
+
+def attention_mass_of(queries: Tensor, kv: LayerKV, step: Step) -> Tensor:
+    """Attention that each entry receives, summed over the last queries seen so far. [B, H_q, n] float32
+
+    queries: [B, H_q, w, D].
+    """
+    return window_scores(
+        queries, kv.keys, scale=step.scale, seen=step.seen, window=step.window, positions=kv.positions,
+        softcap=step.softcap, sinks=step.sinks,
+    )
