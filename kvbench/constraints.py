@@ -6,6 +6,7 @@ in Python as by `--set`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import types
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from weakref import WeakKeyDictionary
 
 from annotated_types import Ge, Gt, Le, Predicate
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from kvbench.errors import UserError
@@ -81,7 +82,10 @@ def validate(made: Any, name: str) -> None:
     """
     kind = type(made)
     if kind not in _adapters:
-        _adapters[kind] = {setting: TypeAdapter(hint) for setting, hint in setting_types(kind).items()}
+        _adapters[kind] = {}
+        for setting, hint in setting_types(kind).items():
+            with contextlib.suppress(PydanticSchemaGenerationError):  # a type such as Tensor has no constraints
+                _adapters[kind][setting] = TypeAdapter(hint)
     for setting, adapter in _adapters[kind].items():
         value = getattr(made, setting)
         try:

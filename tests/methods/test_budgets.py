@@ -81,7 +81,7 @@ def test_a_share_comes_to_its_rows_or_is_refused(length, percent, method):
     fitted, message = attempt(method.fit, Budget("fraction", percent / 100), shape_of(length))
     if fitted is None:
         assert rows < least
-        assert all(x in message for x in (method.card.name, f"is {rows} rows", f"--budget {least} or more"))
+        assert all(x in message for x in (method.card.name, f"is {rows} tokens", f"--budget {least} or more"))
         method.fit(Budget.parse(str(least)), shape_of(length))  # what it says does do
     else:
         assert (fitted.rows, fitted.length) == (rows if percent < 100 else None, length)
