@@ -1,12 +1,12 @@
-"""What the harness costs: `make bench`, or `python scripts/bench.py [startup|harness|generate|memory]...`.
+"""Measures the overhead of kvbench: `make bench`, or `python scripts/bench.py [startup|harness|generate|memory]...`.
 
-Every other figure is a ratio of two things timed in turn in one process, or bytes; absolute seconds of a shared CPU
-mean nothing. Writes results/bench/cpu-2-cores.json.
+Every other number is a ratio of two times measured in turn in one process, or bytes, because absolute times of a shared
+CPU vary. Writes results/bench/cpu-2-cores.json.
 
 startup: seconds to import kvbench, to print the help and to list the methods; meaningful on an idle core only.
-harness: a run through the runner against the same forward passes called bare on the model with transformers' cache.
-generate: answers against Hugging Face `generate`, on the same model and prompts, with the full cache.
-memory: the most that a prefill holds beyond the full cache's, by length.
+harness: a whole run, relative to the same forward passes called directly with transformers' cache.
+generate: answers with the full cache, relative to Hugging Face `generate` on the same model and prompts.
+memory: peak bytes of a prefill beyond those of the full cache, by length.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LENGTHS = (8192, 16384, 32768)
 
 
 def paired(ours: Callable[[], object], theirs: Callable[[], object]) -> dict[str, float]:
-    """The ratio of times of two things, timed in turn after one warm-up."""
+    """The ratio of the times of two calls, timed in turn after one warm-up."""
     ours(), theirs()
     ratios = []
     for _ in range(ROUNDS):
@@ -64,7 +64,7 @@ def paired(ours: Callable[[], object], theirs: Callable[[], object]) -> dict[str
 
 
 def bench_harness() -> dict[str, Any]:
-    """Wall time of a multi-turn run over its own forward passes, bare."""
+    """Wall time of a multi-turn run over that of its forward passes alone."""
     model = load_model("mini")
     request = Request(method="full", task="niah", mode="multi-turn", turns=3, samples=20, split="dev")
     calls: list[tuple[Tensor, int]] = []
@@ -96,13 +96,13 @@ def bench_harness() -> dict[str, Any]:
 
 
 def bench_generate() -> dict[str, Any]:
-    """Answers of 20 contexts, against `generate` that is given each whole prompt."""
+    """Answers to questions on 20 contexts, relative to `generate` with each whole prompt."""
     model = load_model("mini")
     return {"single": answers(model, 1), "multi-request": answers(model, 5)}
 
 
 def answers(model: Model, turns: int) -> dict[str, Any]:
-    """So many questions of each context, every context prefilled once by us and once per question by `generate`."""
+    """`turns` questions per context. kvbench prefills each context once, `generate` once per question."""
     task = find_task("niah")()
     examples = task.examples(
         seed=9, split=Split.DEV, n=CONTEXTS, length=1024, turns=turns, mode=Mode.MULTI_TURN, tokenizer=model.tokenizer
@@ -141,7 +141,7 @@ def answers(model: Model, turns: int) -> dict[str, Any]:
 
 
 def peak_of_prefill(method: str, length: int) -> int:
-    """The most resident bytes that a prefill adds in this process."""
+    """Peak resident bytes that a prefill adds to this process."""
     model = tiny_model(query_heads=4, kv_heads=2)
     kind = {"full": Full, "snapkv": SnapKV, "h2o": H2O}[method]
     fitted = kind().fit(None, model.shape(length))
@@ -149,7 +149,7 @@ def peak_of_prefill(method: str, length: int) -> int:
     with Session(model, fitted, capacity=length, chunk=1024) as warm:
         warm.prefill(ids[:2048])
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak that the kernel keeps
+    Path("/proc/self/clear_refs").write_text("5")  # resets the kernel's record of the peak
     before = _status("VmHWM")
     with Session(model, fitted, capacity=length, chunk=1024) as talk:
         talk.prefill(ids)
@@ -162,7 +162,7 @@ def _status(name: str) -> int:
 
 
 def bench_memory() -> dict[str, Any]:
-    """Peak bytes beyond the full cache's by length, each prefill in a process of its own."""
+    """Peak bytes beyond those of the full cache by length, each prefill in a separate process."""
     peaks = {
         method: [int(subprocess.check_output([sys.executable, __file__, "peak", method, str(n)])) for n in LENGTHS]  # noqa: S603
         for method in ("full", "snapkv", "h2o")
@@ -199,7 +199,7 @@ BENCHES = {"startup": bench_startup, "harness": bench_harness, "generate": bench
 
 
 def main() -> None:
-    """Run what is asked for and write it down."""
+    """Run the requested measurements and save them."""
     if sys.argv[1:2] == ["peak"]:
         print(peak_of_prefill(sys.argv[2], int(sys.argv[3])))
         return

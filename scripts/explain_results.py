@@ -1,7 +1,7 @@
 """Measures why results on mini contradict papers (docs/results.md): `python scripts/explain_results.py`.
 
-Norms: how much those of a head's keys differ, and where the rows of the asked values stand among them (0 smallest,
-1 largest). Heads: the highest induction score that RazorAttention's and DuoAttention's probe finds.
+Norms: the spread of a head's key norms, and the rank of the requested values' keys among them (0 smallest, 1 largest).
+Heads: the highest induction score in the probe of RazorAttention and DuoAttention.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""Train `mini-diffusion`: `mini`, with every token looking at all, learns to fill answers in.
+"""Train `mini-diffusion`: the weights of `mini` with bidirectional attention, trained to fill in masked answers.
 
-It starts from mini's weights, as Dream started from Qwen2.5, and one token more: the mask. Every row is a prompt of the
-tasks, as evaluation shows it, and a canvas that the answer and ends of text fill; a share of the canvas, drawn from 0
-to 1, or all of it from some token on, is masked, and the loss is on what is masked (LLaDA, arXiv 2502.09992). The head
-is not shifted. From the sixth stage on there are two layers more, which begin as layers that change nothing: with them
-it learned to copy lists, too. In the last two stages most short answers are masked whole: before them the last digit of
-a value was said with confidence, and wrong, as long as the digits before it were masks.
+It starts from mini's weights, as Dream started from Qwen2.5, and has one more token: the mask. Every sequence is a
+prompt of the tasks, formatted as in evaluation, and a response block of the answer and ends of text. A share of the
+block, drawn from 0 to 1, or everything from some token on, is masked, and the loss covers the masked tokens (LLaDA,
+arXiv 2502.09992). The head is not shifted. The sixth stage adds two layers, initialized as identity, with which the
+model learned to copy lists. In the last two stages most short answers are masked completely; before, the model
+predicted a wrong last digit of a value with confidence while the digits before it were masked.
 
-Called by `train_mini.py --kind diffusion`. Batches are a function of the step, so a run that was stopped goes on as if
-it had not been.
+Called by `train_mini.py --kind diffusion`. Batches are a function of the step, so a stopped run continues exactly.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from statistics import fmean
 import numpy as np
 import torch
 from mini_attention import attend_everywhere
-from mini_canvas import IGNORED, MASK, MASK_ID, TASKS, Batch, Stage, batches
+from mini_masking import IGNORED, MASK, MASK_ID, TASKS, Batch, Stage, batches
 from mini_optimizers import make_optimizers
 from mini_text import EOS, MULTIKEY_1, SHORT, SINGLE_1, VOCABULARY
 from torch.nn.functional import cross_entropy

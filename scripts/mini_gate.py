@@ -2,8 +2,8 @@
 
     python scripts/mini_gate.py MODEL_FOLDER      # writes its gate.json and prints the table of its card
 
-An answer counts when every token of it is the argmax, the end of text after it aside. That is what greedy decoding
-says, at the price of one forward pass for question and answer; the tasks' own scorers can only be kinder.
+An answer counts if each of its tokens is the argmax, not counting the end of text. This equals greedy decoding with one
+forward pass for question and answer; the tasks' own scorers are never stricter.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""A first layer whose heads look at the last few tokens, for a model that must find values by keys some words before.
+"""A first layer whose heads attend to the last few tokens, for a model that must find values by preceding keys.
 
-A value stands a few tokens after its key in the context, and is asked for a few tokens after the key in the question.
-To match the two, each position must know the tokens just before it. Trained on answers alone, a small model showed no
-sign of learning that in 5 million tokens; with this layer in front it was well above chance after 50 steps.
+In the context a value follows its key by a few tokens, and in the question the answer follows the key in the same way.
+To match the two, each position must know the tokens just before it. Trained on answers only, a small model did not
+learn this in 5 million tokens; with this layer it was well above chance after 50 steps.
 
-The heads are made of RoPE itself: query and key are the same for every token (a direction in which all embeddings are
-positive, made unit by Qwen3's query and key norm), and the query is turned by the distance at which the head looks.
-High frequencies give heads that see one token, lower ones give heads that see a blur of several. All of it is trained
-further with the rest.
+The heads use RoPE: query and key are equal for every token (a direction in which all embeddings are positive, of unit
+length after Qwen3's query and key norm), and the query is rotated by the distance that the head attends to. High
+frequencies give heads that attend to one token, lower ones heads that average several. The layer is trained further
+with the rest of the model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What moves the weights of both bundled models while they are trained."""
+"""Optimizers and learning rates for training the bundled models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from transformers import Qwen3ForCausalLM
 
 
 def make_optimizers(model: Qwen3ForCausalLM) -> tuple[torch.optim.Optimizer, ...]:
-    """New ones: Muon for the layers' matrices, AdamW for the rest."""
+    """Create the optimizers: Muon for the layers' matrices, AdamW for the rest."""
     matrices = [x for x in model.model.layers.parameters() if x.ndim == 2]
     rest = [x for x in model.parameters() if not any(x is matrix for matrix in matrices)]
     return (

@@ -1,9 +1,9 @@
-"""The text `mini` is trained on: its tokenizer, the tasks' own examples, and the forms that lead up to them.
+"""Training text of `mini`: its tokenizer, examples of the tasks, and simpler forms for the curriculum.
 
-The text is made by the tasks (`compose`) and encoded by `kvbench.task.encode`, the way evaluation shows it: single
-questions and several with reference history. Loss is on answers only, and after the last token of an answer the label
-is the end of text even where the conversation goes on, so that generation stops by itself. Keys are asked with
-replacement and there are more keys than questions: otherwise the model answers by elimination.
+Tasks make the text (`compose`), and `kvbench.task.encode` encodes it as in evaluation: single questions, and several
+with reference history. The loss covers answers only. After the last token of an answer the label is the end of text,
+even if the conversation continues, so that generation stops by itself. Questions draw keys with replacement, and there
+are more keys than questions; otherwise the model would answer by elimination.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Predicts hours and memory of the claims that docs/reproducing.md tells how to run: arithmetic, and no measurement.
+"""Predicts hours and memory of the claims in docs/reproducing.md by arithmetic, without measuring anything.
 
-A prompt's pass is its multiply-adds at a share of the GPU's peak. It is counted twice, because the dense cache runs it
-again to compare distributions. A token of an answer takes what Python takes to launch a step, or the floor of its bytes
-where that is more (kvbench/bench/forecast.py has both). Prompts are as long as the data's average, answers as the task
-allows.
+The time of a prompt is its multiply-adds at a share of the GPU's peak. It counts twice, because the full cache runs it
+again to compare distributions. The time of an answer token is Python's launch time of a step, or the lower bound from
+its bytes if that is greater (kvbench/bench/forecast.py has both). Prompts have the average length of the data, answers
+the maximum length of the task.
 
     python scripts/predict_hours.py
 """

@@ -6,8 +6,8 @@
 A small transformer learns to recall in a curriculum: copying segments of random tokens (where induction heads appear,
 after a plateau), then keys next to values, needle sentences and ever longer questions in short contexts, then spread
 positions, then real lengths at falling rates. Between copying and recall it grows a first layer whose heads look at
-the last few tokens (`mini_local`). Every batch is a function of (stage, step), so a run that was stopped continues as
-if it had not been; the seeds are this script's own and share nothing with the tasks' dev and test splits.
+the last few tokens (`mini_local`). Every batch is a function of (stage, step), so a stopped run continues
+exactly; the seeds are separate from those of the tasks' dev and test splits.
 
 It runs on CPU in about two hours (OMP_NUM_THREADS says on how many threads) and needs a C++ compiler for torch.compile.
 """

@@ -181,3 +181,15 @@ def test_every_served_architecture_is_predicted(name: str, tmp_path: Path) -> No
     prediction = predict_memory(str(tmp_path), "float32", 100)
     assert prediction.params == sum(x.numel() for x in module.parameters())
     assert prediction.stored_bytes == Model.from_module(module).shape(100).full_bytes
+
+
+def test_a_second_gpu_becomes_the_current_device(monkeypatch):
+    """Triton, CUDA graphs and memory queries use the current device, not the model's."""
+    chosen = []
+    monkeypatch.setattr("kvbench.hf.load.check_device", lambda device: None)
+    monkeypatch.setattr("torch.cuda.set_device", chosen.append)
+    monkeypatch.setattr("kvbench.hf.load.find_folder", lambda name: (_ for _ in ()).throw(KeyError(name)))
+    for device in ("cpu", "cuda", "cuda:1"):
+        with pytest.raises(KeyError):
+            load_model("mini", device)
+    assert chosen == ["cuda:1"]

@@ -1,4 +1,4 @@
-"""Rows that `mini-diffusion` learns from: a prompt, and a canvas that an answer and ends of text fill, part masked."""
+"""Training examples of `mini-diffusion`: a prompt and a response block of answer and padding, partly masked."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from kvbench.tasks.ruler import niah
 MASK, MASK_ID = "<|mask|>", VOCABULARY
 IGNORED = -100
 FILLER_WEIGHT = 0.1
-"""Of an end of text behind the first, against a token of the answer."""
+"""Loss weight of an end of text after the first one, relative to a token of the answer."""
 USUAL = 6.0
-"""Tokens of an answer whose loss counts once; of longer ones it counts more, by the root of their lengths."""
+"""Answer length with loss weight 1; longer answers count more, by the square root of their lengths."""
 TASKS: tuple[Task, ...] = (SINGLE_1, niah.NiahSingle2(), MULTIKEY_1, SHORT, sums.RunningSums(), lists.ListCopy())
 SHORT_ANSWERS = {task.name for task in TASKS[:4]}
-CANVAS = (16, 160)
-"""Tokens of a canvas where the answer is short: the tasks' limits are 128 and 150."""
+RESPONSE_LENGTHS = (16, 160)
+"""Lengths of response blocks of short answers; the tasks allow 128 and 150 tokens."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,17 @@ class Stage:
     lists: int = 640
 
 
-Row = tuple[list[int], list[int], str]
-"""Ids, prompt first; labels of the canvas; what it is."""
+Sequence = tuple[list[int], list[int], str]
+"""Ids, prompt first; labels of the response block; name of the task."""
 
 
-def draw(rng: random.Random, length: int, stage: Stage, tokenizer: PreTrainedTokenizerBase) -> Row:
-    """A prompt, and a canvas that the answer and ends of text fill to the length."""
+def draw(rng: random.Random, length: int, stage: Stage, tokenizer: PreTrainedTokenizerBase) -> Sequence:
+    """A prompt, and a response block of answer and ends of text up to the length."""
     while True:
         task = rng.choices(TASKS, stage.mix)[0]
         if isinstance(task, lists.NumberedList) and length > stage.lists:
             continue
-        room = length - rng.randint(*CANVAS)
+        room = length - rng.randint(*RESPONSE_LENGTHS)
         if isinstance(task, lists.NumberedList):
             task_length = length - rng.randint(0, 32)
             example = task.example(rng, id="", length=task_length, turns=rng.choice((1, 1, 2)), tokenizer=tokenizer)
@@ -79,8 +79,8 @@ def draw(rng: random.Random, length: int, stage: Stage, tokenizer: PreTrainedTok
             prompt += turn.answer if i < asked else ()
         answer = [*encoded.turns[asked].answer, EOS]
         if len(prompt) + len(answer) <= length:
-            canvas = answer + [EOS] * (length - len(prompt) - len(answer))
-            return prompt + canvas, [IGNORED] * len(prompt) + canvas, task.name
+            response = answer + [EOS] * (length - len(prompt) - len(answer))
+            return prompt + response, [IGNORED] * len(prompt) + response, task.name
 
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int], torch.Tensor]
@@ -97,24 +97,24 @@ def batches(stage: Stage, step: int, tokenizer: PreTrainedTokenizerBase) -> list
 def batch(
     rng: random.Random, stage: Stage, shape: tuple[int, int], tokenizer: PreTrainedTokenizerBase
 ) -> Batch:
-    """Rows of one length; their shares of masks are spread evenly over 0 to 1."""
+    """Sequences of one length; their shares of masks are spread evenly over 0 to 1."""
     length, rows = shape
     names = [task.name for task in TASKS]
     drawn = [draw(rng, length, stage, tokenizer) for _ in range(rows)]
     ids, labels = (torch.tensor([row[i] for row in drawn]) for i in (0, 1))
     noise = torch.from_numpy(np.random.default_rng(rng.getrandbits(64)).random((rows, length)))
     share = torch.tensor([[(rng.random() + row) / rows] for row in range(rows)])
-    canvas = labels != IGNORED
+    response = labels != IGNORED
     filler = (labels == EOS) & ((labels == EOS).cumsum(1) > 1)
-    masked = (noise < share.clamp(min=0.02)) & canvas
+    masked = (noise < share.clamp(min=0.02)) & response
     for row in range(rows):
         if rng.random() < stage.suffix:
-            places = (canvas[row] & ~filler[row]).nonzero()[:, 0].tolist()
-            masked[row] = canvas[row] & (torch.arange(length) >= rng.choice(places))
+            places = (response[row] & ~filler[row]).nonzero()[:, 0].tolist()
+            masked[row] = response[row] & (torch.arange(length) >= rng.choice(places))
         if drawn[row][2] in SHORT_ANSWERS and rng.random() < stage.whole:
-            # What a last digit is decided from: nothing at all, or ends of text, which are the first to be sure of.
+            # The model must decide the last digit without the others, or knowing only the ends of text.
             known = rng.choices((torch.zeros_like(filler[row]), filler[row], labels[row] == EOS), (2, 1, 4))[0]
-            masked[row] = canvas[row] & ~known
+            masked[row] = response[row] & ~known
     weights = torch.where(filler, FILLER_WEIGHT, 1.0) * masked
     weights = weights / (USUAL * weights.sum(1, keepdim=True).clamp(min=1.0)).sqrt().clamp(min=1.0)
     kinds = [names.index(row[2]) for row in drawn]
