@@ -126,7 +126,7 @@ class OffByOne(Honest):
         super().evict(kv, step)
 
 
-@fault("identity at full budget", "no row that was rounded")
+@fault("identity at full budget", "no quantized entry")
 @dataclass(frozen=True)
 class NeverTheSame(Louder):
     """Says that it is not the dense cache at its full budget either, so as not to be compared with it."""
@@ -150,7 +150,7 @@ class Early(Honest):
         """Done already."""
 
 
-@fault("acts at its budget", "never acted")
+@fault("acts at its budget", "no effect")
 @dataclass(frozen=True)
 class Idle(Honest):
     """Does nothing and says it keeps to a budget."""
@@ -159,7 +159,7 @@ class Idle(Honest):
         """Keep everything."""
 
 
-@fault("acts at its budget", "counts as its declared identity")
+@fault("acts at its budget", "counts as the declared identity")
 @dataclass(frozen=True)
 class SaysActed(Honest):
     """Does nothing, and its settings claim to be those that need not."""
@@ -213,7 +213,7 @@ class HostedRows(LayerKV):
         return [self.keys.clone()]
 
 
-@fault("measured bytes are declared", "measured .* bytes on the host, declared 0")
+@fault("measured bytes are declared", "measured .* bytes in host memory, declared 0")
 @dataclass(frozen=True)
 class Hosted(Honest):
     """Says nothing of what it keeps on the host."""
@@ -223,7 +223,7 @@ class Hosted(Honest):
         return HostedRows()
 
 
-@fault("evicted entries are freed", "alive")
+@fault("evicted entries are freed", "still allocated")
 @dataclass(frozen=True)
 class Secretive(Honest):
     """Keeps a view of the old rows where no ledger looks."""
@@ -235,7 +235,7 @@ class Secretive(Honest):
         super().evict(kv, step)
 
 
-@fault("evicted entries are freed", "alive")
+@fault("evicted entries are freed", "still allocated")
 @dataclass(frozen=True)
 class Detached(Honest):
     """Keeps a tensor that shares the old rows' memory and nothing else with them."""
@@ -293,7 +293,7 @@ class Numbered(Honest):
         return protect_last(scores, 4)
 
 
-@fault("heads may be permuted", "other heads|other rows")
+@fault("heads may be permuted", "other heads|other entries")
 @dataclass(frozen=True)
 class Pooled(Honest):
     """Says its heads are independent, and scores rows by all of them."""
@@ -393,7 +393,7 @@ class Forgetful(Honest):
         return super().attend(kv, step)
 
 
-@fault("short contexts run", "rows|finite|did not act")
+@fault("short contexts run", "entries|finite|did not act")
 @dataclass(frozen=True)
 class DividesByLittle(Honest):
     """Its attention is not finite where the context is shorter than its window."""
