@@ -160,7 +160,7 @@ class RunSpec(Record):
     def run_id(self) -> str:
         """A readable name and the hash of the identity: versions, settings, and hashes of model and data.
 
-        The code that computed it (`versions`, `sources`) is provenance: recorded beside the identity, not part of it.
+        The code that computed it (`versions`, `sources`) is provenance: recorded next to the identity, not part of it.
         """
         document = self.model_dump(mode="json", exclude=NOT_IDENTITY)
         for part in ("method", "task"):
