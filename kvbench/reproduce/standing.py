@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvbench import machine
 from kvbench.analysis.load import FinishedRun, load_run
+from kvbench.downloads.sources import result_id
 from kvbench.errors import UserError
 from kvbench.registry import list_entries
 from kvbench.reproduce.claims import list_claims
@@ -73,7 +74,8 @@ def _find_runs(results: Iterable[tuple[Path, Result]], wanted: set[Request]) -> 
     names = {alias: x.name for x in list_entries("task") for alias in (x.name, *x.aliases)}
     by_kind: dict[tuple[str, str, str], list[Request]] = {}
     for request in wanted:
-        by_kind.setdefault((request.method, names.get(request.task, request.task), request.model), []).append(request)
+        key = request.method, names.get(request.task, request.task), result_id(request.model)
+        by_kind.setdefault(key, []).append(request)
     found: dict[Request, tuple[str, Path]] = {}
     for path, result in results:
         spec = result.spec

@@ -146,7 +146,7 @@ def test_unserved_architecture(tmp_path: Path) -> None:
 def test_unknown_precision(saved: dict[str, Path]) -> None:
     """A misspelt precision is answered with the nearest and all."""
     text = refusal(saved["llama"], dtype="bfloat61")
-    assert text == "unknown dtype 'bfloat61'. Did you mean 'bfloat16'? Allowed: bfloat16, float16, float32."
+    assert text == "unknown dtype 'bfloat61'. Did you mean 'bfloat16'? Allowed: auto, bfloat16, float16, float32."
 
 
 def test_nothing_is_printed(saved: dict[str, Path], llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
