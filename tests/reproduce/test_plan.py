@@ -118,7 +118,7 @@ def test_a_large_model_needs_a_gpu_and_room(monkeypatch):
     monkeypatch.setattr("kvbench.machine.free_bytes", lambda device: 16 * 10**9)
     (missing,) = look_around([plan])[0].missing
     assert missing == Missing("memory", (
-        "meta-llama/Meta-Llama-3.1-8B-Instruct needs about 16.6 GB for weights and a dense cache, and 16.0 GB are free "
+        "meta-llama/Meta-Llama-3.1-8B-Instruct needs about 16.6 GB for weights and a full cache, and 16.0 GB are free "
         "on cuda"
     ))
     monkeypatch.setattr("kvbench.machine.free_bytes", lambda device: 24 * 10**9)
