@@ -1,4 +1,4 @@
-"""What a method may hold, and what it is a share of: budgets, and the shape of the dense cache."""
+"""Budgets, the shape of the full cache of which a budget is a share, and the search for a setting that meets one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvbench.errors import UserError
 
 
 class BudgetKind(StrEnum):
-    """What a method's budget counts. Held and read bytes never share an axis."""
+    """The quantity that a budget counts. Stored bytes and bytes read are never compared."""
 
     STORED = "stored"
     READ = "read"
@@ -23,7 +23,7 @@ class BudgetKind(StrEnum):
 
 @dataclass(frozen=True)
 class Budget:
-    """A budget as asked for: a share of the dense bytes, rows per KV head, or the paper's."""
+    """A requested budget: a share of the full cache's bytes, tokens per KV head, or the paper's budget."""
 
     kind: Literal["fraction", "rows", "paper"]
     value: float
@@ -36,7 +36,7 @@ class Budget:
             UserError: anything else, zero, negative, or above 100 %.
         """
         asked = text.strip()
-        allowed = "Allowed: a share such as 25%, rows per KV head such as 1024, or paper."
+        allowed = "Allowed: a share such as 25%, tokens per KV head such as 1024, or paper."
         if asked == "paper":
             return cls("paper", 0.0)
         try:
@@ -50,11 +50,11 @@ class Budget:
                 raise UserError(f"budget '{text}' is above 100%. {allowed}")
             return cls("fraction", value / 100)
         if value != int(value):
-            raise UserError(f"budget '{text}' is not a whole number of rows; a share needs a % sign. {allowed}")
+            raise UserError(f"budget '{text}' is not a whole number of tokens; a share needs a % sign. {allowed}")
         return cls("rows", value)
 
     def __str__(self) -> str:
-        """As the user would type it."""
+        """The text that `parse` reads."""
         if self.kind == "paper":
             return "paper"
         return f"{self.value * 100:.12g}%" if self.kind == "fraction" else f"{self.value:.0f}"
@@ -62,12 +62,12 @@ class Budget:
 
 DEFAULT_BUDGET = Budget("fraction", 0.25)
 BUDGET_TOLERANCE = 0.005
-"""A share this near to what is reached is taken for it: people write rounded percentages."""
+"""Largest difference between a requested and a reached share; users write rounded percentages."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer caches per token."""
+    """Sizes of one layer's keys and values."""
 
     kv_heads: int
     query_heads: int
@@ -78,7 +78,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Shape:
-    """The dense cache that a budget is a share of: a model's layers at one context length."""
+    """The full cache that a budget is a share of: a model's layers at one context length."""
 
     length: int
     layers: tuple[LayerShape, ...]
@@ -86,7 +86,7 @@ class Shape:
     """Bytes per element of the model's cache."""
 
     def rows(self, layer: LayerShape) -> int:
-        """Rows per KV head that a dense cache of this layer holds."""
+        """Entries per KV head that a full cache of this layer holds."""
         return self.length if layer.window is None else min(self.length, layer.window)
 
     @property

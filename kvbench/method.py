@@ -1,4 +1,4 @@
-"""What the author of a method reads and imports: Method, Step, Moment, Card, and the names of budgets and shapes."""
+"""The base class of methods and their cards; re-exports the names that the author of a method imports."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Upstream(BaseModel):
 
 
 class Card(BaseModel):
-    """Facts about a method. Fields without a default must be written, `None` meaning unknown."""
+    """Description of a method. Fields without a default are required; `None` means unknown."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -62,7 +62,7 @@ class Card(BaseModel):
     paper_budget: str | None = None
     """What `--budget paper` stands for."""
     heads: Literal["independent", "pooled", "indexed"]
-    """Whether a head's kept rows depend on that head alone, on all heads, or on the head's number."""
+    """Whether a head's kept entries depend on that head alone, on all heads, or on the head's number."""
     upstream: Upstream | None
     deviations: tuple[str, ...] = ()
     """Where this differs from the paper or its code."""
@@ -93,7 +93,7 @@ class Method:
     """Whether `prefill` does more than run the context once, chunk by chunk. A subclass that overrides `prefill` has
     True unless it says otherwise."""
     rows: int | None = resolved()
-    """Rows per KV head of a full-attention layer that the budget comes to; None: all."""
+    """Entries per KV head of a full-attention layer that the budget amounts to; None: all."""
     length: int | None = resolved()
     """Tokens of the context that the budget was fitted to."""
 
@@ -151,20 +151,22 @@ class Method:
         card = self.card
         if self.budget_kind is BudgetKind.NONE:
             if budget is not None and budget != Budget("fraction", 1.0):
-                raise UserError(f"{card.name} takes no budget, got {budget}: it holds every row. Leave --budget out.")
+                raise UserError(f"{card.name} takes no budget, got {budget}: it stores all entries. Leave it out.")
             return self
         if self.budget_kind is BudgetKind.BITS:
             reached = self.declared_bytes(shape) / shape.full_bytes
             if budget is not None and abs(budget.value - reached) > BUDGET_TOLERANCE:
                 raise UserError(
-                    f"{card.name} cannot reach a budget of {budget}: its settings come to {reached:.1%} of the dense "
+                    f"{card.name} cannot reach a budget of {budget}: its settings amount to {reached:.1%} of the dense "
                     "bytes. Leave --budget out, or change its settings with --set."
                 )
             return self
         budget = budget or DEFAULT_BUDGET
         if budget.kind == "paper":
             if card.paper_budget is None:
-                raise UserError(f"{card.name} has no paper budget on its card. Use a share (25%) or rows (1024).")
+                raise UserError(
+                    f"{card.name} has no paper budget on its card. Use a share (25%) or tokens per KV head (1024)."
+                )
             budget = Budget.parse(card.paper_budget)
         if budget == Budget("fraction", 1.0):
             return replace(self, rows=None, length=shape.length)
@@ -175,11 +177,11 @@ class Method:
         return replace(self, rows=rows, length=shape.length)
 
     def minimum_entries(self) -> int:
-        """The fewest rows per KV head that the settings allow."""
+        """The fewest entries per KV head that the settings allow."""
         return 1
 
     def entries_in(self, layer: int, window: int | None) -> int | None:
-        """The budget in rows per KV head of a layer; sliding layers keep the same share of what they hold."""
+        """Budget of a layer in entries per KV head; sliding layers keep the same share of their window."""
         del layer  # equal for all, unless a method allocates
         return self.in_window(self.rows, window)
 
@@ -212,54 +214,54 @@ class Method:
         return self.layer(index).bytes_for(shape.layers[index], shape, entries)
 
     def declared_host_bytes(self, shape: Shape) -> int:
-        """Bytes of the context in host memory, beside `declared_bytes`."""
+        """Bytes of the context in host memory, in addition to `declared_bytes`."""
         del shape
         return 0
 
     def running_bytes(self, shape: Shape) -> int:
-        """Bytes beside the rows while a context is run, where they are not of a row's kind; gone when it has been."""
+        """Bytes of running statistics while the context is run, freed after compression."""
         del shape
         return 0
 
     def declared_read_bytes(self, shape: Shape) -> int:
-        """Most bytes that one decode step reads right after the context: all that is held, unless a part is read."""
+        """Upper bound of the bytes that one decode step reads right after the context."""
         return self.declared_bytes(shape)
 
     def bind(self, model: Model) -> Self:
-        """Calibration, gates, head profiles; cached on disk by the model's hash."""
+        """Compute what depends on the model: calibration, gates, head profiles (cached by the model's hash)."""
         del model
         return self
 
     def rebind(self, resolution: Mapping[str, object], shape: Shape) -> Self:
-        """As bound in a finished run, by what its result says was resolved: for who verifies without the model.
+        """Restore what `bind` computed from a saved result, to verify a submission without loading the model.
 
         Raises:
-            UserError: `bind` could not have found that on a model of this shape.
+            UserError: the saved values do not fit a model of this shape.
         """
         del resolution, shape
         return self
 
     def layer(self, index: int) -> LayerKV:
-        """WHAT IS STORED: an empty store for one layer."""
+        """Return an empty store for one layer."""
         from kvbench.store import LayerKV  # here, so that listing methods does not import torch
 
         del index
         return LayerKV()
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:
-        """WHAT IS READ: the attention output of the new rows, already in the store. [B, H_q, T, D_v]"""
+        """Compute the attention output of the new tokens, whose entries are already stored. [B, H_q, T, D_v]"""
         return kv.attend(step)
 
     def evict(self, kv: LayerKV, step: Step) -> None:
-        """WHAT IS KEPT: called after every attention; `step.moment.compresses` at the end of the context."""
+        """Decide which entries stay; called after every attention. `step.moment.compresses` at the context's end."""
 
     def end_of_context(self, session: Session) -> None:
-        """Decisions across layers, after the last layer of the context's last chunk."""
+        """Decide across layers, after the last layer of the context's last chunk."""
 
     def prefill(self, session: Session, chunks: Iterable[Tensor]) -> Tensor:
-        """HOW A PROMPT IS RUN: the last position's logits. [B, V]"""
+        """Run the context. Logits of the last position. [B, V]"""
         return session.run_chunks(chunks, Moment.CONTEXT_END)
 
     def generate(self, session: Session, max_new_tokens: int, stop: frozenset[int]) -> Tokens:
-        """HOW TOKENS ARE MADE, from the session's last logits; greedy."""
+        """Generate tokens from the session's last logits, greedily."""
         return session.greedy(max_new_tokens, stop)

@@ -1,4 +1,4 @@
-"""What methods that score rows share: pooling, GQA reduction, protected rows, top-k, and the moments to evict."""
+"""Base classes of methods that score entries; pooling, reduction over query heads, protected entries and top-k."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Pool = Literal["avg", "max"]
 
 @dataclass(frozen=True)
 class ScoredMethod(Method):
-    """Scores the rows of every KV head at the end of the context and keeps the best."""
+    """Scores the entries of every KV head at the end of the context and keeps the best."""
 
     @abstractmethod
     def score(self, kv: LayerKV, step: Step) -> Tensor:
-        """How much each row is worth; infinite where it must stay. [B, H_kv, n] float32"""
+        """Score of each entry; infinite for protected ones. [B, H_kv, n] float32"""
 
     def evict(self, kv: LayerKV, step: Step) -> None:
         """Once, after the attention of the context's last chunk, so that the prefill itself is exact."""
@@ -37,28 +37,28 @@ class ScoredMethod(Method):
         if rows is None or rows >= kv.n:
             return
         scores = hide_unseen(self.score(kv, step), kv, step)
-        if not step.moment.in_context:  # a later turn, compressed to the rows of a context that may have been shorter
-            rows = max(rows, int((scores == torch.inf).sum(-1).max()))  # what must stay does
+        if not step.moment.in_context:  # a later turn: the context may have been shorter than the budget
+            rows = max(rows, int((scores == torch.inf).sum(-1).max()))  # protected entries stay
         self.select(kv, scores, rows)
 
     def select(self, kv: LayerKV, scores: Tensor, rows: int) -> None:
-        """Keep the best rows of every head, equally many; allocations over heads do otherwise."""
+        """Keep the best entries of every head, equally many; allocations over heads override this."""
         kv.keep(top_entries(scores, rows))
 
 
 @dataclass(frozen=True)
 class RollingMethod(Method):
-    """Drops the worst rows at the end of the context and after every later forward; its stores are `bounded`."""
+    """Drops the worst entries at the end of the context and after every later forward; its stores are `bounded`."""
 
-    recompressible: ClassVar[str | None] = "the worst rows are dropped after every forward as it is."
-    graphable: ClassVar[str | None] = "a row is dropped in every step, and the store counts its rows on the host."
+    recompressible: ClassVar[str | None] = "the worst entries are dropped after every forward as it is."
+    graphable: ClassVar[str | None] = "an entry is dropped in every step, and the store counts its entries on the host."
 
     @abstractmethod
     def score(self, kv: LayerKV, step: Step, rows: int) -> Tensor:
-        """How much each row is worth where `rows` of them stay; infinite where it must. [B, H_kv, n] float32"""
+        """Score of each entry if `rows` of them stay; infinite for protected ones. [B, H_kv, n] float32"""
 
     def evict(self, kv: LayerKV, step: Step) -> None:
-        """Down to the budget: the context's rows into a block of their own, later ones in place."""
+        """Down to the budget: the context's entries into a block of their own, later ones in place."""
         rows = self.entries_in(step.layer, step.window)
         if rows is None or rows >= kv.n or not step.moment.is_last:
             return
@@ -75,21 +75,21 @@ def top_entries(scores: Tensor, rows: int) -> Tensor:
 
 
 def hide_unseen(scores: Tensor, kv: LayerKV, step: Step) -> Tensor:
-    """Scores with rows that have left a sliding window last, whatever they were worth in it. [B, H_kv, n]"""
+    """Give entries that have left a sliding window the lowest score. [B, H_kv, n]"""
     if step.window is None:
         return scores
     return scores.masked_fill(kv.logical_positions() < step.seen - step.window, -torch.inf)
 
 
 def protect_last(scores: Tensor, rows: int) -> Tensor:
-    """Scores with the last rows infinite. [B, H_kv, n]"""
+    """Scores with the last entries infinite. [B, H_kv, n]"""
     scores = scores.clone()
     scores[..., max(0, scores.shape[-1] - rows) :] = torch.inf
     return scores
 
 
 def pool_scores(scores: Tensor, kernel: int, kind: Pool) -> Tensor:
-    """Smooth scores along the rows, so that neighbors of a peak survive with it. [B, H, n]
+    """Smooth scores along the entries, so that neighbors of a peak survive with it. [B, H, n]
 
     `avg` counts the zero padding at both ends, as PyTorch does and as SnapKV's code does by using it.
     """

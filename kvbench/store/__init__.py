@@ -1,6 +1,6 @@
-"""What holds rows: preallocated, append-only, shared by forks, and counting its own bytes.
+"""Stores of KV entries: preallocated, append-only, shared by forks, and counting their own bytes.
 
-Here is what every method builds on; stores that few methods need are rooms of their own (`kvbench.store.int8`).
+This module exports the base store; other stores have modules of their own (`kvbench.store.int8`).
 """
 
 from kvbench.store.facts import Fact

@@ -10,7 +10,7 @@ from kvbench.store.rows import Buffer, storage_bytes
 
 
 class AppendedRows:
-    """Rows that are only ever added to, in place; forks share them."""
+    """Entries that are only ever added to, in place; forks share them."""
 
     def __init__(self, rows: dict[str, Tensor], capacity: int) -> None:
         self.n = 0
@@ -20,7 +20,7 @@ class AppendedRows:
         self.append(rows)
 
     def append(self, rows: dict[str, Tensor]) -> None:
-        """Write rows behind those held, into a block of their own where a fork has written or where room ends."""
+        """Write entries behind those held, into a block of their own where a fork has written or where room ends."""
         count = next(iter(rows.values())).shape[2]
         if count and (self._buffer.top(but=self) > self.n or self.n + count > self._buffer.capacity):
             self._reallocate(max(self._buffer.capacity, self.n + count))
@@ -28,7 +28,7 @@ class AppendedRows:
         self.n += count
 
     def reserve(self, rows: int) -> None:
-        """Make room for more rows now, so that decoding does not have to."""
+        """Make room for more entries now, so that decoding does not have to."""
         if self.n + rows > self._buffer.capacity:
             self._reallocate(self.n + rows)
 
@@ -40,17 +40,17 @@ class AppendedRows:
         self._buffer.join(self)
 
     def held(self) -> dict[str, Tensor]:
-        """The rows, by name."""
+        """The entries, by name."""
         return {name: x[:, :, : self.n] for name, x in self._buffer.tensors.items()}
 
     def fork(self) -> AppendedRows:
-        """The same rows, for one who goes on by itself."""
+        """The same entries, for one who goes on by itself."""
         other = copy.copy(self)
         self._buffer.join(other)
         return other
 
     def close(self) -> None:
-        """Give the rows back."""
+        """Give the entries back."""
         self._buffer.leave(self)
 
     def tensors(self) -> list[Tensor]:
@@ -58,13 +58,13 @@ class AppendedRows:
         return list(self._buffer.tensors.values())
 
     def spare_bytes(self) -> int:
-        """Bytes that hold no row yet."""
+        """Bytes that hold no entry yet."""
         size = storage_bytes(self.tensors())
         return size - size * self.n // self._buffer.capacity if self._buffer.capacity else 0
 
 
 class Residual:
-    """The last rows of a tensor, exactly: rows come at the back of a small block and leave at its front."""
+    """The last entries of a tensor, exactly: entries come at the back of a small block and leave at its front."""
 
     def __init__(self, rows: Tensor, capacity: int) -> None:
         self.n, self._first = rows.shape[2], 0
@@ -73,11 +73,11 @@ class Residual:
 
     @property
     def rows(self) -> Tensor:
-        """The rows held. [B, H_kv, n, D]"""
+        """The entries held. [B, H_kv, n, D]"""
         return self.block[:, :, self._first : self._first + self.n]
 
     def append(self, rows: Tensor) -> None:
-        """Add rows; those held move to the front where the block ends, into a larger one where it is too small."""
+        """Add entries; those held move to the front where the block ends, into a larger one where it is too small."""
         count = rows.shape[2]
         if self._first + self.n + count > self.block.shape[2]:
             self.reserve(count)
@@ -87,13 +87,13 @@ class Residual:
         self.n += count
 
     def take(self, count: int) -> Tensor:
-        """The oldest rows, which are held no longer; read them before anything is added. [B, H_kv, count, D]"""
+        """The oldest entries, which are held no longer; read them before anything is added. [B, H_kv, count, D]"""
         rows = self.rows[:, :, :count]
         self._first, self.n = self._first + count, self.n - count
         return rows
 
     def reserve(self, rows: int) -> None:
-        """Have room for more rows."""
+        """Have room for more entries."""
         if self.n + rows > self.block.shape[2]:
             held = self.rows
             self.block, self._first = held.new_empty((*held.shape[:2], self.n + rows, held.shape[3])), 0
@@ -106,6 +106,6 @@ class Residual:
         return other
 
     def spare_bytes(self) -> int:
-        """Bytes that hold no row."""
+        """Bytes that hold no entry."""
         size = self.block.untyped_storage().nbytes()
         return size - size * self.n // self.block.shape[2] if self.block.shape[2] else 0

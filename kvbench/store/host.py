@@ -1,4 +1,4 @@
-"""Rows in host memory."""
+"""Entries in host memory."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 class HostRows:
-    """Rows that were moved to the host, pinned, and are fetched one by one.
+    """Entries that were moved to the host, pinned, and are fetched one by one.
 
     On a CPU there is no other memory: the tier is then simulated, copies and counts included, and says so.
     """
 
     def __init__(self, rows: Tensor) -> None:
-        """Copy the rows. [B, H_kv, n, ...]"""
+        """Copy the entries. [B, H_kv, n, ...]"""
         self._device = rows.device
         self.rows = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda)
         self.rows.copy_(rows)
@@ -24,7 +24,7 @@ class HostRows:
         return self._device.type == "cpu"
 
     def fetch(self, index: Tensor) -> Tensor:
-        """These rows of every head, on the device that they came from. index: [B, H_kv, m]. [B, H_kv, m, ...]"""
+        """These entries of every head, on the device that they came from. index: [B, H_kv, m]. [B, H_kv, m, ...]"""
         batch, heads, count = index.shape
         head = torch.arange(batch * heads).view(batch, heads, 1)
         flat = (head * self.rows.shape[2] + index.cpu()).flatten()

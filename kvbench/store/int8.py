@@ -1,4 +1,4 @@
-"""Rows in 8 bits."""
+"""Entries in 8 bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCALE_BYTES = 2
 
 @dataclass
 class Int8KV(LayerKV):
-    """Dense rows in 8 bits, one fp16 scale per token and head; exact until `quantize` ends the context."""
+    """Exact entries in 8 bits, one fp16 scale per token and head; exact until `quantize` ends the context."""
 
     quantized: bool = field(default=False, init=False)
 
@@ -28,7 +28,7 @@ class Int8KV(LayerKV):
         return entries * layer.kv_heads * (layer.key_dim + layer.value_dim + 2 * SCALE_BYTES)
 
     def quantize(self) -> None:
-        """Replace the exact rows by their codes and free them."""
+        """Replace the exact entries by their codes and free them."""
         exact = self._held()
         self._replace(quantize_rows(exact["key"], exact["value"]), self.n + max(0, self.capacity - self.seen))
         self.quantized = True
@@ -47,7 +47,7 @@ class Int8KV(LayerKV):
         )
 
     def facts(self) -> dict[str, Fact]:
-        """Rows in 8 bits and the distinct key codes among them."""
+        """Entries in 8 bits and the distinct key codes among them."""
         rows = self.n * len(self.entries_kept()) if self.quantized else 0
         codes = int(torch.bincount(self.keys.flatten().to(torch.int64) + 128).count_nonzero()) if rows else 0
         return {

@@ -1,6 +1,6 @@
-"""One layer's rows.
+"""The base store: the KV entries of one layer.
 
-They stand in the order of arrival, so causality is the order of rows, whatever was evicted between them. Logical
+They stand in the order of arrival, so causality is the order of entries, whatever was evicted between them. Logical
 positions are stored only where something needs them: a window that must count tokens across holes, a method that
 re-rotates, a test that looks.
 """
@@ -28,13 +28,13 @@ POSITION_BYTES = SCORE_BYTES = OFFSET_BYTES = 4
 
 @dataclass
 class LayerKV:
-    """Rows of one layer: one dense block, and a ragged one before it where heads kept unequal numbers.
+    """Entries of one layer: one dense block, and a ragged one before it where heads kept unequal numbers.
 
     Options, set by `Method.layer`:
         queries: how many of the last queries to keep while a compression is to come (observation window).
-        column_sums: accumulate the attention mass that each row received, over all queries.
-        track: store each row's logical position.
-        bounded: rows are dropped in place while decoding, so the block does not grow.
+        column_sums: accumulate the attention mass that each entry received, over all queries.
+        track: store each entry's logical position.
+        bounded: entries are dropped in place while decoding, so the block does not grow.
         ragged: heads will keep unequal numbers of entries (`keep_where`, `freeze`).
     """
 
@@ -45,22 +45,22 @@ class LayerKV:
     ragged: bool = False
 
     n: int = field(default=0, init=False)
-    """Rows per KV head in the dense block. Where steps have static shapes, as the host counts them."""
+    """Entries per KV head in the dense block. Where steps have static shapes, as the host counts them."""
     seen: int = field(default=0, init=False)
     """Tokens so far."""
     dropped: int = field(default=0, init=False)
-    """Rows evicted so far, over all heads: effect for the effect."""
+    """Entries evicted so far, over all heads: shown by the effect check."""
     capacity: int = field(default=0, init=False)
-    """Tokens the conversation may come to, so that decode never reallocates."""
+    """Upper bound of the conversation's tokens, so that decoding never reallocates."""
     recent_queries: Tensor | None = field(default=None, init=False)
     """The last `queries` queries of the context. [B, H_q, w, D]"""
     frozen: FlatRows | None = field(default=None, init=False)
     state: dict[str, Tensor] = field(default_factory=dict, init=False)
-    """What a method keeps per layer; counted and forked with the rows."""
+    """Tensors that a method keeps per layer; counted and forked with the entries."""
     settled: bool = field(default=False, init=False)
     """Whether no compression is to come, so that nothing more is kept for scoring."""
     length: Tensor | None = field(default=None, init=False)
-    """Rows held, on the device, where steps have static shapes; `keys` and the like are then the whole block."""
+    """Entries held, on the device, where steps have static shapes; `keys` and the like are then the whole block."""
     _buffer: Buffer | None = field(default=None, init=False)
     _window: int | None = field(default=None, init=False)
 
@@ -73,10 +73,10 @@ class LayerKV:
         offsets = (layer.kv_heads + 1) * OFFSET_BYTES if self.ragged and holes else 0
         return entries * layer.kv_heads * width + offsets
 
-    # What the rows are
+    # Entries as tensors
 
     def _rows(self, step: Step) -> dict[str, Tensor]:
-        """New rows as they are stored, by name."""
+        """New entries as they are stored, by name."""
         rows = {"key": step.key, "value": step.value}
         if self.track:
             rows["position"] = step.positions[:, None].expand(-1, step.key.shape[1], -1).to(torch.int32)
@@ -85,7 +85,7 @@ class LayerKV:
         return rows
 
     def _view(self, name: str) -> Tensor:
-        assert self._buffer is not None, "the layer holds no rows yet"
+        assert self._buffer is not None, "the layer holds no entries yet"
         rows = self._buffer.tensors[name]
         return rows if self.length is not None else rows[:, :, : self.n]
 
@@ -106,19 +106,19 @@ class LayerKV:
         return self._view("position") if held else None
 
     def logical_positions(self) -> Tensor:
-        """Positions of the dense block, stored or implied by the order of rows. [B, H_kv, n] or [n]"""
+        """Positions of the dense block, stored or implied by the order of entries. [B, H_kv, n] or [n]"""
         held = self.positions
         return torch.arange(self.seen - self.n, self.seen, device=self.keys.device) if held is None else held
 
     @property
     def scores(self) -> Tensor:
-        """Attention mass that each row received so far, summed over its group's heads. [B, H_kv, n] float32"""
+        """Attention mass that each entry received so far, summed over its group's heads. [B, H_kv, n] float32"""
         return self._view("score")
 
     # Adding
 
     def append(self, step: Step) -> None:
-        """Add a forward's rows, and what later scoring needs of its queries."""
+        """Add a forward's entries, and what later scoring needs of its queries."""
         self.seen, self._window = step.seen, step.window
         rows = self._rows(step)
         count = step.key.shape[2]
@@ -159,7 +159,7 @@ class LayerKV:
         self._replace(self._held(), capacity)
 
     def _replace(self, rows: dict[str, Tensor], capacity: int) -> None:
-        """Hold these rows and no others, in a block of their own."""
+        """Hold these entries and no others, in a block of their own."""
         if self._buffer is not None:
             self._buffer.leave(self)
         count = next(iter(rows.values())).shape[2]
@@ -183,7 +183,7 @@ class LayerKV:
         return self.positions if self._window is not None else None
 
     def attend(self, step: Step) -> Tensor:
-        """Attention output of the last T rows over every row held. [B, H_q, T, D_v]"""
+        """Attention output of the last T entries over every entry held. [B, H_q, T, D_v]"""
         seen = step.seen if self.length is None else step.positions[0, -1] + 1  # a captured step has no host numbers
         options: dict[str, Any] = {"scale": step.scale, "seen": seen, "window": step.window, "softcap": step.softcap}
         if self.frozen is None:
@@ -201,14 +201,14 @@ class LayerKV:
     # Evicting
 
     def keep(self, indices: Tensor) -> None:
-        """Keep these rows of every head and free the rest. indices: [B, H_kv, C], ascending."""
+        """Keep these entries of every head and free the rest. indices: [B, H_kv, C], ascending."""
         self.refuse_frozen()
         kept = {name: gather(x, indices) for name, x in self._held_with_holes().items()}
         self._count_dropped(self.n - indices.shape[2], indices)
         self._replace(kept, indices.shape[2] + (1 if self.bounded else max(0, self.capacity - self.seen)))
 
     def keep_where(self, mask: Tensor) -> None:
-        """Keep rows by head, unequal numbers allowed, flat and never written again. mask: [B, H_kv, n] bool"""
+        """Keep entries by head, unequal numbers allowed, flat and never written again. mask: [B, H_kv, n] bool"""
         self.refuse_frozen()
         held = self._held_with_holes()
         position = held.get("position")
@@ -219,14 +219,14 @@ class LayerKV:
     def freeze(
         self, key: Tensor, value: Tensor, counts: Tensor, *, position: Tensor | None = None, bias: Tensor | None = None
     ) -> None:
-        """Hold these rows, flat and never written again, in place of all rows held.
+        """Hold these entries, flat and never written again, in place of all entries held.
 
         key: [R, D]; value: [R, D_v]; counts: [B, H_kv], how many of the R each head holds, heads one after the other.
         position: [R] int32, needed where there is a window. bias: [R] float32, added to the rows' logits: a row that
         stands for n equal ones has log n.
         """
         self.refuse_frozen()
-        assert self._window is None or position is not None, "a window over frozen rows needs their positions"
+        assert self._window is None or position is not None, "a window over frozen entries needs their positions"
         offsets = torch.zeros(counts.numel() + 1, dtype=torch.int32, device=counts.device)
         offsets[1:] = counts.flatten().cumsum(0)
         self.frozen = FlatRows(key, value, offsets, counts.flatten().tolist(), position, bias)
@@ -238,15 +238,15 @@ class LayerKV:
         self._replace(empty, max(0, self.capacity - self.seen))
 
     def keep_last(self, rows: int) -> None:
-        """Keep the last rows of every head: what a sliding window leaves of any cache, so no eviction."""
+        """Keep the last entries of every head: what a sliding window leaves of any cache, so no eviction."""
         if self.frozen is None and self._buffer is not None and self.n > rows:
             held = {name: x[:, :, self.n - rows :] for name, x in self._held().items()}
             self._replace(held, rows + max(0, self.capacity - self.seen))
 
     def drop(self, indices: Tensor) -> None:
-        """Evict rows in place, filling their slots with the last rows: no copy of the rest.
+        """Evict entries in place, filling their slots with the last entries: no copy of the rest.
 
-        The order of rows is lost, so a store that drops keeps positions where order matters to its method.
+        The order of entries is lost, so a store that drops keeps positions where order matters to its method.
         indices: [B, H_kv, m], distinct.
         """
         self.refuse_frozen()
@@ -261,7 +261,7 @@ class LayerKV:
         self.n -= indices.shape[2]
 
     def settle(self) -> None:
-        """No compression is to come: free what was kept for scoring, unless rows are still dropped by it."""
+        """No compression is to come: free what was kept for scoring, unless entries are still dropped by it."""
         self.settled = True
         self.recent_queries = None
         if self.column_sums and not self.bounded:
@@ -290,7 +290,7 @@ class LayerKV:
         """Refuse to compress what was frozen in unequal numbers (`UserError`), or only the tail would be."""
         if self.frozen is not None:
             raise UserError(
-                "rows that heads keep in unequal numbers, or that stand for several, are frozen: they cannot be "
+                "entries that heads keep in unequal numbers, or that stand for several, are frozen: they cannot be "
                 "compressed a second time. Leave --recompress out."
             )
 
@@ -312,7 +312,7 @@ class LayerKV:
         return other
 
     def close(self) -> None:
-        """Give the rows back: what a fork appended to shared rows may be overwritten."""
+        """Free the entries; those that a fork appended to a shared block may be overwritten."""
         if self._buffer is not None:
             self._buffer.leave(self)
         self._buffer = self.frozen = self.recent_queries = None
@@ -343,7 +343,7 @@ class LayerKV:
         return storage_bytes(self.tensors())
 
     def host_tensors(self) -> list[Tensor]:
-        """Every tensor that the layer keeps alive in host memory, a tier of its own beside `tensors`."""
+        """Every tensor that the layer keeps alive in host memory, a tier of its own next to `tensors`."""
         return []
 
     def read_bytes(self) -> int:
@@ -351,17 +351,17 @@ class LayerKV:
         return self.nbytes() - self.spare_bytes()
 
     def credit(self, branch: LayerKV) -> None:
-        """Count as its own what a fork read to answer for it; who reads everything counts nothing."""
+        """Add a fork's read counters to this store. No-op for stores that always read every entry."""
 
     def spare_bytes(self) -> int:
-        """Bytes of the dense block that hold no row yet."""
+        """Bytes of the dense block that hold no entry yet."""
         if self._buffer is None:
             return 0
         held = storage_bytes(self._buffer.tensors.values())
         return held - held * self.n // self._buffer.capacity if self._buffer.capacity else 0
 
     def entries_kept(self) -> list[int]:
-        """Rows held by each (batch, KV head)."""
+        """Stored entries of each (batch, KV head)."""
         if self._buffer is None:
             return []
         batch, heads = next(iter(self._buffer.tensors.values())).shape[:2]

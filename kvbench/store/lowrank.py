@@ -31,7 +31,7 @@ class Chunks:
     size: int
     landmarks: Tensor  # [B, H_kv, J, D]
     number: Tensor  # [B, H_kv, J] int32: which of the context's chunks
-    factors: Tensor  # [B, n, r], of every row of the context that is in a chunk
+    factors: Tensor  # [B, n, r], of every entry of the context that is in a chunk
     basis: Tensor  # [B, H_kv, r, D]
     values: HostRows  # [B, H_kv, J, size * D_v]
 
@@ -92,7 +92,7 @@ class Factoring:
 
 @dataclass
 class LowRankKV(SelectiveKV):
-    """Dense rows until `factorize`; from then on the dense block holds what stays exact, and all later rows."""
+    """Exact entries until `factorize`; from then on the dense block holds what stays exact, and all later entries."""
 
     _chunks: Chunks | None = field(default=None, init=False)
     _slots: Slots | None = field(default=None, init=False)
@@ -100,10 +100,10 @@ class LowRankKV(SelectiveKV):
     def factorize(self, rope: Rope, landmarks: Tensor, exact: Tensor, plan: Factoring) -> None:
         """Store chunks of the context apart: keys as factors, values on the host, landmarks to choose by.
 
-        landmarks: [B, H_kv, c, D], of the first c chunks of the context; what comes after them stays dense.
+        landmarks: [B, H_kv, c, D], of the first c chunks of the context; what comes after them stays exact.
         exact: [B, H_kv, o], ascending: chunks that stay exact as well.
         """
-        assert self.seen == self.n, "positions are the order of rows"
+        assert self.seen == self.n, "positions are the order of entries"
         batch, heads, count, _ = landmarks.shape
         size, slots = plan.size, plan.slots
         inside = count * size
@@ -211,7 +211,7 @@ class LowRankKV(SelectiveKV):
         return other
 
     def close(self) -> None:
-        """Give the rows back."""
+        """Give the entries back."""
         super().close()
         self._chunks = self._slots = None
 
@@ -224,14 +224,14 @@ class LowRankKV(SelectiveKV):
         return [] if self._chunks is None else [self._chunks.values.rows]
 
     def entries_kept(self) -> list[int]:
-        """Rows held by each (batch, KV head), in whatever form."""
+        """Entries held by each (batch, KV head), in whatever form."""
         return [count + self._rows_apart() for count in super().entries_kept()]
 
     def _rows_apart(self) -> int:
         return 0 if self._chunks is None else self._chunks.number.shape[2] * self._chunks.size
 
     def facts(self) -> dict[str, Fact]:
-        """Rows stored apart, on what kind of host, and layers that stayed dense."""
+        """Entries stored apart, on what kind of host, and layers that stayed exact."""
         if self._chunks is None:
             return {**super().facts(), "layers_dense": Fact(1)}
         rows = self._rows_apart() * len(super().entries_kept())

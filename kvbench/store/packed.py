@@ -22,12 +22,12 @@ from kvbench.store.layer import POSITION_BYTES, LayerKV
 PARAMETER_BYTES = 4
 """A scale and a minimum in float16."""
 COUNT_BLOCK = 1024
-"""Rows whose codes are counted at a time."""
+"""Entries whose codes are counted at a time."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How rows become codes."""
+    """How entries become codes."""
 
     key_bits: int
     value_bits: int
@@ -35,9 +35,9 @@ class Packing:
     """Rows that share a scale and a minimum in each channel of their keys, and channels that do in each value; a value
     that is narrower is one group."""
     residual: int
-    """Keys are packed in blocks of so many rows, a multiple of `group`; so many last values stay exact."""
+    """Keys are packed in blocks of that many entries, a multiple of `group`; so many last values stay exact."""
     later: bool
-    """Whether rows that come after the context are packed too."""
+    """Whether entries that come after the context are packed too."""
 
     def head_bytes(self, layer: LayerShape, shape: Shape, entries: int) -> int:
         """Bytes of the keys and values of one KV head: codes, scales and minima, and the exact residual."""
@@ -49,16 +49,16 @@ class Packing:
         return codes + groups * PARAMETER_BYTES + exact * shape.itemsize
 
     def packed_keys(self, rows: int) -> int:
-        """How many of a KV head's rows have packed keys."""
+        """How many of a KV head's entries have packed keys."""
         return rows - rows % self.residual
 
     def packed_values(self, rows: int) -> int:
-        """How many of a KV head's rows have packed values."""
+        """How many of a KV head's entries have packed values."""
         return max(0, rows - self.residual)
 
 
 class PackedRows:
-    """All rows of a layer: packed ones, and a residual that keys and values leave at different times.
+    """All entries of a layer: packed ones, and a residual that keys and values leave at different times.
 
     So the last packed keys may belong to values that are still exact, never the other way round.
     """
@@ -96,7 +96,7 @@ class PackedRows:
         )
 
     def append(self, rows: dict[str, Tensor]) -> None:
-        """Add rows, exactly; `flush` packs."""
+        """Add entries, exactly; `flush` packs."""
         self.last_keys.append(rows["key"])
         self.last_values.append(rows["value"])
         if self.where is not None:
@@ -114,7 +114,7 @@ class PackedRows:
             self.values.append(self._value_codes(self.last_values.take(values)))
 
     def parts(self, query: Tensor, *, seen: int, positions: Tensor | None, **options: Any) -> list[Partial]:
-        """Attention of the last T rows over codes, over packed keys of exact values, and over exact rows."""
+        """Attention of the last T entries over codes, over packed keys of exact values, and over exact entries."""
         keys, values = self.codes()
         both, packed = values.packed.shape[2], keys.packed.shape[2]
         at = [None] * 3 if positions is None else positions.split([both, packed - both, self.n - packed], dim=2)
@@ -136,7 +136,7 @@ class PackedRows:
         return parts
 
     def reserve(self, tokens: int, forward: int) -> None:
-        """Make room for `tokens` more rows, of which up to `forward` are exact before they are packed."""
+        """Make room for `tokens` more entries, of which up to `forward` are exact before they are packed."""
         if self.packing.later:
             rows, exact = self.n + tokens, self.packing.residual + forward
             self.keys.reserve(self.packing.packed_keys(rows) // self.packing.group - self.keys.n)
@@ -152,7 +152,7 @@ class PackedRows:
         return [x for x in (self.keys, self.values, self.where) if x is not None]
 
     def fork(self) -> PackedRows:
-        """The same rows, for one who goes on by itself: codes are shared, the residual is copied."""
+        """The same entries, for one who goes on by itself: codes are shared, the residual is copied."""
         other = copy.copy(self)
         other.keys, other.values = self.keys.fork(), self.values.fork()
         other.last_keys, other.last_values = self.last_keys.fork(), self.last_values.fork()
@@ -160,7 +160,7 @@ class PackedRows:
         return other
 
     def close(self) -> None:
-        """Give the rows back."""
+        """Give the entries back."""
         for block in self._blocks():
             block.close()
 
@@ -169,14 +169,14 @@ class PackedRows:
         return [*(x for block in self._blocks() for x in block.tensors()), self.last_keys.block, self.last_values.block]
 
     def spare_bytes(self) -> int:
-        """Bytes that hold no row yet, or no longer."""
+        """Bytes that hold no entry yet, or no longer."""
         blocks = sum(block.spare_bytes() for block in self._blocks())
         return blocks + self.last_keys.spare_bytes() + self.last_values.spare_bytes()
 
 
 @dataclass
 class PackedKV(LayerKV):
-    """Exact rows until `pack` ends the context; codes and an exact residual from then on."""
+    """Exact entries until `pack` ends the context; codes and an exact residual from then on."""
 
     packing: Packing | None = None
 
@@ -190,7 +190,7 @@ class PackedKV(LayerKV):
         return layer.kv_heads * (self.packing.head_bytes(layer, shape, entries) + positions)
 
     def pack(self) -> None:
-        """End the context: the rows held become codes, but for the residual."""
+        """End the context: the entries held become codes, but for the residual."""
         assert self.packing is not None and self._buffer is not None and self.frozen is None
         self.packed = PackedRows(self._held(), self.packing, self.n + max(0, self.capacity - self.seen))
         self._buffer.leave(self)
@@ -205,18 +205,18 @@ class PackedKV(LayerKV):
     def refuse_frozen(self) -> None:
         """Refuse to compress what is packed (`UserError`)."""
         if self.packed is not None:
-            raise UserError("packed rows cannot be compressed a second time. Leave --recompress out.")
+            raise UserError("packed entries cannot be compressed a second time. Leave --recompress out.")
         super().refuse_frozen()
 
     @property
     def positions(self) -> Tensor | None:
-        """Logical positions of all rows, where they are stored. [B, H_kv, n] int32"""
+        """Logical positions of all entries, where they are stored. [B, H_kv, n] int32"""
         if self.packed is None:
             return super().positions
         return None if self.packed.where is None else self.packed.where.held()["position"]
 
     def append(self, step: Step) -> None:
-        """Add a forward's rows, exactly."""
+        """Add a forward's entries, exactly."""
         if self.packed is None:
             super().append(step)
             return
@@ -232,7 +232,7 @@ class PackedKV(LayerKV):
             self.packed.reserve(tokens, forward)
 
     def attend(self, step: Step) -> Tensor:
-        """Attention output of the last T rows over every row held. [B, H_q, T, D_v]"""
+        """Attention output of the last T entries over every entry held. [B, H_q, T, D_v]"""
         if self.packed is None:
             return super().attend(step)
         parts = self.packed.parts(
@@ -249,7 +249,7 @@ class PackedKV(LayerKV):
         return other
 
     def close(self) -> None:
-        """Give the rows back."""
+        """Give the entries back."""
         super().close()
         if self.packed is not None:
             self.packed.close()
@@ -260,18 +260,18 @@ class PackedKV(LayerKV):
         return super().tensors() + ([] if self.packed is None else self.packed.tensors())
 
     def spare_bytes(self) -> int:
-        """Bytes that hold no row."""
+        """Bytes that hold no entry."""
         return super().spare_bytes() if self.packed is None else self.packed.spare_bytes()
 
     def entries_kept(self) -> list[int]:
-        """Rows held by each (batch, KV head)."""
+        """Entries held by each (batch, KV head)."""
         if self.packed is None:
             return super().entries_kept()
         batch, heads = self.packed.last_keys.block.shape[:2]
         return [self.n] * (batch * heads)
 
     def facts(self) -> dict[str, Fact]:
-        """Rows whose keys are packed, and the distinct codes of keys and of values, at most 2 ** bits."""
+        """Entries whose keys are packed, and the distinct codes of keys and of values, at most 2 ** bits."""
         if self.packed is None:
             return {**super().facts(), "entries_quantized": Fact(0, changed=True)}
         keys, values = self.packed.codes()

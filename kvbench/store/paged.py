@@ -1,4 +1,4 @@
-"""Rows in pages with bounds of their keys, of which each query reads the pages that it selects."""
+"""Entries in pages with bounds of their keys, of which each query reads the pages that it selects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COUNTER_BYTES = 8
 class PagedKV(SelectiveKV):
     """Dense rows, and from `index` on the minimum and maximum of every full page's keys; later rows fill pages too.
 
-    The page that is being filled has no bounds and needs none: the queries of its rows always read it.
+    The page that is being filled has no bounds and needs none: the queries of its entries always read it.
     """
 
     page: int = 16
@@ -52,7 +52,7 @@ class PagedKV(SelectiveKV):
         self._start_bounds()
 
     def append(self, step: Step) -> None:
-        """Add a forward's rows, and the bounds of the pages that they fill."""
+        """Add a forward's entries, and the bounds of the pages that they fill."""
         if self._buffer is None:
             self.capacity = self._whole(max(self.capacity, step.key.shape[2]))
         super().append(step)
@@ -87,7 +87,7 @@ class PagedKV(SelectiveKV):
             self._pages = full
 
     def _bound_touched(self, count: int) -> None:
-        """Bounds of every page that `count` rows may have touched; those not full yet are bounded again later."""
+        """Bounds of every page that `count` entries may have touched; those not full yet are bounded again later."""
         assert self._bounds is not None and self._buffer is not None and self.length is not None
         touched = (count + self.page - 2) // self.page + 1
         pages = (self.length - count) // self.page + torch.arange(touched, device=self.length.device)
@@ -155,7 +155,7 @@ class PagedKV(SelectiveKV):
         return {**super().facts(), **distinct}
 
     def close(self) -> None:
-        """Give the rows back, and the bounds."""
+        """Give the entries back, and the bounds."""
         super().close()
         self._bounds = None
 
@@ -164,7 +164,7 @@ class PagedKV(SelectiveKV):
         return [*super().tensors(), *(x for x in (self._bounds, self.distinct) if x is not None)]
 
     def spare_bytes(self) -> int:
-        """Bytes that hold no row and no page's bounds yet."""
+        """Bytes that hold no entry and no page's bounds yet."""
         if self._bounds is None:
             return super().spare_bytes()
         free = self._bounds.shape[2] - self._pages

@@ -1,4 +1,4 @@
-"""Blocks of rows, dense and ragged, and the bytes they keep alive."""
+"""Blocks of entries, dense and ragged, and the bytes they keep alive."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 class Reader(Protocol):
-    """A store that reads rows of a buffer."""
+    """A store that reads entries of a buffer."""
 
     n: int
     length: Tensor | None
 
 
 class Buffer:
-    """Preallocated tensors with a common row axis (2), shared by forks that append one after the other."""
+    """Preallocated tensors with a common entry axis (2), shared by forks that append one after the other."""
 
     def __init__(self, like: dict[str, Tensor], capacity: int) -> None:
         self.capacity = capacity
@@ -35,27 +35,27 @@ class Buffer:
         self._readers: dict[int, weakref.ref[Reader]] = {}
 
     def write(self, start: int, rows: dict[str, Tensor]) -> None:
-        """Copy rows in, from row `start`."""
+        """Copy entries in, from entry `start`."""
         for name, x in rows.items():
             self.tensors[name][:, :, start : start + x.shape[2]].copy_(x)
 
     def join(self, store: Reader) -> None:
-        """From now on this store reads rows here."""
+        """From now on this store reads entries here."""
         self._readers[id(store)] = weakref.ref(store)
 
     def leave(self, store: Reader) -> None:
-        """This store reads no row here any more."""
+        """This store reads no entry here any more."""
         self._readers.pop(id(store), None)
 
     def top(self, but: Reader | None = None) -> int:
-        """Rows that somebody reads: who holds fewer may not append in place."""
+        """Entries that somebody reads: who holds fewer may not append in place."""
         stores = [x for x in (ref() for ref in self._readers.values()) if x is not None and x is not but]
         return max((x.n if x.length is None else self.capacity for x in stores), default=0)
 
 
 @dataclass
 class FlatRows:
-    """Rows of unequal number per (batch, KV head), flat: what eviction per head, or merging, left of a context."""
+    """Entries of unequal number per (batch, KV head), flat: what eviction per head, or merging, left of a context."""
 
     key: Tensor  # [R, D]
     value: Tensor  # [R, D_v]
@@ -70,7 +70,7 @@ class FlatRows:
 
 
 def last_rows(old: Tensor | None, new: Tensor, count: int) -> Tensor:
-    """The last rows of two blocks, in their own storage."""
+    """The last entries of two blocks, in their own storage."""
     if old is None or new.shape[2] >= count:
         return new[:, :, -count:].clone()
     return torch.cat([old, new], dim=2)[:, :, -count:].clone()
@@ -81,26 +81,26 @@ def _expand(indices: Tensor, x: Tensor) -> Tensor:
 
 
 def gather(x: Tensor, indices: Tensor) -> Tensor:
-    """Rows of each head. x: [B, H_kv, n, ...]; indices: [B, H_kv, C]"""
+    """Entries of each head. x: [B, H_kv, n, ...]; indices: [B, H_kv, C]"""
     return x.gather(2, _expand(indices, x))
 
 
 def scatter(x: Tensor, indices: Tensor, rows: Tensor) -> None:
-    """Write rows of each head, in place. indices: [B, H_kv, C]; rows as `x`, C of them."""
+    """Write entries of each head, in place. indices: [B, H_kv, C]; entries as `x`, C of them."""
     x.scatter_(2, _expand(indices, x), rows)
 
 
 def match_holes(indices: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Which of the last rows go where, so that the first ones are those that stay. indices: [B, H_kv, m], distinct.
+    """Which of the last entries go where, so that the first ones are those that stay. indices: [B, H_kv, m], distinct.
 
-    Of `rows` rows these leave. Returns sources and targets, each [B, H_kv, m]; a row that need not move goes onto
+    Of `rows` entries these leave. Returns sources and targets, each [B, H_kv, m]; an entry that need not move goes onto
     itself.
     """
     count = indices.shape[2]
     kept = rows - count
     holes = indices.sort(-1).values  # those below `kept` come first
     back = torch.ones((*indices.shape[:2], count), dtype=torch.bool, device=indices.device)
-    # A victim among the last rows is no source. Victims below `kept` mark an extra column that is cut off.
+    # A victim among the last entries is no source. Victims below `kept` mark an extra column that is cut off.
     marks = torch.cat([back, back[..., :1]], dim=-1).scatter(-1, (holes - kept).where(holes >= kept, count), False)
     source = marks[..., :count].int().argsort(dim=-1, descending=True, stable=True) + kept
     return source, holes.where(holes < kept, source)  # as many sources as holes

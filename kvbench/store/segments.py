@@ -1,4 +1,4 @@
-"""Rows as segments of codes in two precisions, each segment with parameters of its own, and an exact tail."""
+"""Entries as segments of codes in two precisions, each segment with parameters of its own, and an exact tail."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHANNEL_BYTES = 2
 
 @dataclass(frozen=True)
 class CodedRows:
-    """Rows of one precision: keys with a scale per channel, values with one per row, which all heads share."""
+    """Entries of one precision: keys with a scale per channel, values with one per entry, which all heads share."""
 
     key: Codes  # scale [B, H_kv, 1, D]
     value: Codes  # scale [B, 1, n, 1]
@@ -34,7 +34,7 @@ class CodedRows:
 
     @classmethod
     def encode(cls, key: Tensor, value: Tensor, position: Tensor | None, bits: int) -> CodedRows:
-        """Rows of codes. key: [B, H_kv, n, D]; value: [B, H_kv, n, D_v], its channels made equal."""
+        """Entries of codes. key: [B, H_kv, n, D]; value: [B, H_kv, n, D_v], its channels made equal."""
         rows = quantize(value.transpose(1, 2), bits, tokens=value.shape[1], channels=value.shape[3])  # [B, n, H_kv, ..]
         value_codes = replace(
             rows, packed=rows.packed.transpose(1, 2).contiguous(), scale=rows.scale.transpose(1, 2),
@@ -56,7 +56,7 @@ class Segment:
     rows: tuple[CodedRows, ...]
 
     def partials(self, query: Tensor, options: dict[str, Any]) -> list[Partial]:
-        """Attention over the rows of each precision."""
+        """Attention over the entries of each precision."""
         group = query.shape[1] // self.channel.shape[1]
         channel = self.channel.float().repeat_interleave(group, dim=1)  # [B, H_q, 1, D_v]
         parts = [packed_partial(query, x.key, x.value, positions=x.position, **options) for x in self.rows]
@@ -64,13 +64,13 @@ class Segment:
 
     @property
     def n(self) -> int:
-        """Rows of a KV head."""
+        """Entries of a KV head."""
         return sum(x.key.packed.shape[2] for x in self.rows)
 
 
 @dataclass
 class SegmentedKV(LayerKV):
-    """An exact tail that is coded from its front, a segment at a time; every exact row has a score for its method."""
+    """An exact tail that is coded from its front, a segment at a time; every exact entry has a score for its method."""
 
     bounded: bool = True
     segments: list[Segment] = field(default_factory=list, init=False)
@@ -142,12 +142,12 @@ class SegmentedKV(LayerKV):
         return super().tensors() + held + [segment.channel for segment in self.segments]
 
     def entries_kept(self) -> list[int]:
-        """Rows of segments and tail."""
+        """Entries of segments and tail."""
         coded = sum(segment.n for segment in self.segments)
         return [x + coded for x in super().entries_kept()]
 
     def facts(self) -> dict[str, Fact]:
-        """Rows that are codes, and the distinct bytes among their keys."""
+        """Entries that are codes, and the distinct bytes among their keys."""
         packed = [rows.key.packed.flatten() for segment in self.segments for rows in segment.rows]
         coded = sum(segment.n for segment in self.segments) * len(self.entries_kept())
         distinct = int(torch.bincount(torch.cat(packed)).count_nonzero()) if packed else 0

@@ -1,4 +1,4 @@
-"""What stores share that hold all rows and read some: they count what their attention read."""
+"""What stores share that hold all entries and read some: they count what their attention read."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ class SelectiveKV(LayerKV):
         self.reads.update(branch.reads)
 
     def facts(self) -> dict[str, Fact]:
-        """What was read, beside what happened to the rows."""
+        """What was read, next to what happened to the entries."""
         counted = {name: Fact(x, changed=name == self.proof) for name, x in self.reads.items() if name != "bytes"}
         return {**super().facts(), **counted}

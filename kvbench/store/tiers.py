@@ -26,23 +26,23 @@ BALANCER_BYTES = 4
 EXACT = 16
 """Bits that stand for the model's own type."""
 MASS_BLOCK = 1024
-"""Rows of codes that are brought back at a time to score them."""
+"""Entries of codes that are brought back at a time to score them."""
 
 
 @dataclass(frozen=True)
 class Coding:
-    """How rows become codes: bits, and channels of a row that share a scale and a minimum."""
+    """How entries become codes: bits, and channels of an entry that share a scale and a minimum."""
 
     bits: int
     channels: int | None
-    """None: half of the row."""
+    """None: half of the entry."""
 
     def group(self, width: int) -> int:
-        """Channels of a group in rows of `width`."""
+        """Channels of a group in entries of `width`."""
         return max(1, width // 2) if self.channels is None else self.channels
 
     def encode(self, key: Tensor, value: Tensor) -> dict[str, Tensor]:
-        """Codes, scales and minima of rows, by name. key: [B, H_kv, n, D]; value: [B, H_kv, n, D_v]"""
+        """Codes, scales and minima of entries, by name. key: [B, H_kv, n, D]; value: [B, H_kv, n, D_v]"""
         rows: dict[str, Tensor] = {}
         for name, x in (("key", key), ("value", value)):
             codes = quantize(x, self.bits, channels=self.group(x.shape[-1]))
@@ -80,7 +80,7 @@ class TieredKV(LayerKV):
     """None: the high tier is exact."""
     low: Coding | None = None
     share: float = 1.0
-    """Of the rows to come, how many the high tier grows by."""
+    """Of the entries to come, how many the high tier grows by."""
 
     demoted: AppendedRows | None = field(default=None, init=False)
     _widths: tuple[int, int] = field(default=(0, 0), init=False)
@@ -95,7 +95,7 @@ class TieredKV(LayerKV):
         return layer.kv_heads * head
 
     def split(self, indices: Tensor, balancer: Tensor, rows: int) -> None:
-        """End the context: these rows of every head are the high tier, all others become codes.
+        """End the context: these entries of every head are the high tier, all others become codes.
 
         indices: [B, H_kv, C]. balancer: [B, H_kv, 1, D]. rows: what the high tier may come to in this conversation.
         """
@@ -114,7 +114,7 @@ class TieredKV(LayerKV):
         self._replace(kept, rows + 1)
 
     def demote(self, indices: Tensor) -> None:
-        """Move rows from the high tier to the low one, for good. indices: [B, H_kv, m], distinct."""
+        """Move entries from the high tier to the low one, for good. indices: [B, H_kv, m], distinct."""
         assert self.demoted is not None
         rows = {name: gather(x, indices) for name, x in self._held().items()}
         if self.high is not None:
@@ -124,7 +124,7 @@ class TieredKV(LayerKV):
         self.drop(indices)
 
     def _coded(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Rows as the low tier holds them; positions only where a window has to count tokens."""
+        """Entries as the low tier holds them; positions only where a window has to count tokens."""
         position = {"position": rows["position"]} if self._window is not None else {}
         assert self.low is not None
         return {**self._encode(self.low, rows), **position}
@@ -147,7 +147,7 @@ class TieredKV(LayerKV):
     # Reading
 
     def attend(self, step: Step) -> Tensor:
-        """Attention over both tiers; rows of the high one take down what they received of it. [B, H_q, T, D_v]"""
+        """Attention over both tiers; entries of the high one take down what they received of it. [B, H_q, T, D_v]"""
         if self.demoted is None:
             return super().attend(step)
         options: dict[str, Any] = {
@@ -167,7 +167,7 @@ class TieredKV(LayerKV):
         return merge_partials(parts, step.sinks).to(step.query.dtype)
 
     def _high_parts(self, step: Step, balanced: Tensor, options: dict[str, Any]) -> list[Partial]:
-        """Attention over the high tier, whose last T rows are the queries' own."""
+        """Attention over the high tier, whose last T entries are the queries' own."""
         positions = self._where()
         if self.high is None:
             return [dense_partial(step.query, self.keys, self.values, positions=positions, **options)]
@@ -184,7 +184,7 @@ class TieredKV(LayerKV):
         return parts
 
     def _score(self, step: Step, balanced: Tensor, lse: Tensor) -> None:
-        """Add what each row of the high tier received in the joint softmax."""
+        """Add what each entry of the high tier received in the joint softmax."""
         count = step.query.shape[2]
         at = torch.arange(self.n - count, self.n, device=step.query.device)
         options: dict[str, Any] = {
@@ -219,7 +219,7 @@ class TieredKV(LayerKV):
         return other
 
     def close(self) -> None:
-        """Give the rows of both tiers back."""
+        """Give the entries of both tiers back."""
         super().close()
         if self.demoted is not None:
             self.demoted.close()
@@ -230,16 +230,16 @@ class TieredKV(LayerKV):
         return super().tensors() + (self.demoted.tensors() if self.demoted is not None else [])
 
     def spare_bytes(self) -> int:
-        """Bytes of both tiers that hold no row yet."""
+        """Bytes of both tiers that hold no entry yet."""
         return super().spare_bytes() + (self.demoted.spare_bytes() if self.demoted is not None else 0)
 
     def entries_kept(self) -> list[int]:
-        """Rows of both tiers."""
+        """Entries of both tiers."""
         low = self.demoted.n if self.demoted is not None else 0
         return [x + low for x in super().entries_kept()]
 
     def facts(self) -> dict[str, Fact]:
-        """Rows that are codes, and the distinct bytes among those of the low tier's keys."""
+        """Entries that are codes, and the distinct bytes among those of the low tier's keys."""
         rows = distinct = 0
         if self.demoted is not None:
             packed = self.demoted.held()["key_packed"]

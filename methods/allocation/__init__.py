@@ -1,1 +1,1 @@
-"""Methods that divide a budget over heads, around any method that scores rows."""
+"""Methods that divide a budget over heads, around any method that scores entries."""

@@ -17,25 +17,25 @@ from kvbench.store import LayerKV
 
 TOTAL = (
     "A layer's total is exactly the budget's, fractions settled by largest remainder, where Ada-KV's authors' rounding "
-    "may miss it by a row per head."
+    "may miss it by an entry per head."
 )
 
 
 @dataclass(frozen=True)
 class HeadAllocation(ScoredMethod):
-    """A scorer's rows, in unequal numbers per KV head: the layer's total is the budget's."""
+    """A scorer's entries, in unequal numbers per KV head: the layer's total is the budget's."""
 
     floor: Share = 0.2
     """Share of the budget that every head gets before the rest is divided."""
 
-    recompressible: ClassVar[str | None] = "rows that heads keep in unequal numbers are frozen: later ones stay."
+    recompressible: ClassVar[str | None] = "entries that heads keep in unequal numbers are frozen: later ones stay."
 
     def layer(self, index: int) -> LayerKV:
         """The scorer's store, of unequal numbers of entries per head."""
         return replace(super().layer(index), ragged=True)
 
     def select(self, kv: LayerKV, scores: Tensor, rows: int) -> None:
-        """Keep each head's best rows, as many as the layer's top scores give it."""
+        """Keep each head's best entries, as many as the layer's top scores give it."""
         kv.keep_where(best_by_head(scores, allocate(scores, rows, self.floor)))
 
 
@@ -47,7 +47,7 @@ class AdaKV(HeadAllocation, SnapKV):
         name="adakv",
         title="Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference",
         idea="Some heads spread their attention wide and some concentrate it. "
-        "A layer's budget goes to its top scores, whichever heads they are in, above a floor for each.",
+        "A layer's budget goes to its top scores, whichever heads they are in, above a lower bound for each.",
         arxiv="2407.11550",
         year=2024,
         family="allocation",
@@ -72,7 +72,7 @@ class AdaKV(HeadAllocation, SnapKV):
             )
         name = f"{inner.card.name}+adakv"
         ours, scorer = cls.card, inner.card
-        around = f"How many rows a head keeps is Ada-KV's (arXiv {ours.arxiv}), which ones is this method's."
+        around = f"How many entries a head keeps is Ada-KV's (arXiv {ours.arxiv}), which ones is this method's."
         card = scorer.model_copy(update={
             "name": name, "heads": ours.heads, "family": ours.family, "title": f"{scorer.title} + {ours.title}",
             "limits": (*scorer.limits, *ours.limits), "deviations": (*scorer.deviations, around, TOTAL),
@@ -82,7 +82,7 @@ class AdaKV(HeadAllocation, SnapKV):
 
 
 def allocate(scores: Tensor, rows: int, floor: float) -> Tensor:
-    """Rows of each head, `rows` on average, infinite scores first. scores: [B, H_kv, n]. Returns [B, H_kv]"""
+    """Entries of each head, `rows` on average, infinite scores first. scores: [B, H_kv, n]. Returns [B, H_kv]"""
     heads, held = scores.shape[1:]
     certain = (scores == torch.inf).sum(-1)  # [B, H_kv], protected by the scorer
     free = (rows - certain).clamp_min(0)
@@ -101,7 +101,7 @@ def allocate(scores: Tensor, rows: int, floor: float) -> Tensor:
 
 
 def best_by_head(scores: Tensor, counts: Tensor) -> Tensor:
-    """Marks each head's best rows. scores: [B, H_kv, n]. counts: [B, H_kv]. Returns [B, H_kv, n] bool"""
+    """Marks each head's best entries. scores: [B, H_kv, n]. counts: [B, H_kv]. Returns [B, H_kv, n] bool"""
     order = scores.argsort(dim=-1, descending=True, stable=True)
     places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     ranks = torch.empty_like(order).scatter_(-1, order, places)

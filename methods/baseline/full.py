@@ -1,4 +1,4 @@
-"""The dense cache: every row, at the model's own precision."""
+"""The full cache: every entry, at the model's own precision."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Full(Method):
     card: ClassVar[Card] = Card(
         name="full",
         title="Full KV cache",
-        idea="Every key and value stays, one row per token and KV head. Attention is exact.",
+        idea="Every key and value stays, one entry per token and KV head. Attention is exact.",
         arxiv=None,
         year=None,
         family="baseline",

@@ -1,1 +1,1 @@
-"""Methods that keep some rows of the cache and free the others."""
+"""Methods that keep some KV entries and free the others."""

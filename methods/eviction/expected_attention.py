@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 MOMENT_BYTES = 8
 AT_ONCE = 4096
-"""Rows whose keys stand in float64, one copy for every query head, at a time."""
+"""Entries whose keys stand in float64, one copy for every query head, at a time."""
 
 
 @dataclass(frozen=True)
 class ExpectedAttention(ScoredMethod):
-    """Keeps, per KV head, the sinks and the rows with the greatest expected attention times value norm."""
+    """Keeps, per KV head, the sinks and the entries with the greatest expected attention times value norm."""
 
     future: Positive = 512
     """Positions after the context over which the rotation is averaged."""
@@ -38,7 +38,7 @@ class ExpectedAttention(ScoredMethod):
         name="expected-attention",
         title="Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution",
         idea="Future queries are taken to be Gaussian, with the moments of the prompt's. "
-        "The expected attention of each row then has a closed form, and no question needs to be known.",
+        "The expected attention of each entry then has a closed form, and no question needs to be known.",
         arxiv="2510.00636",
         year=2025,
         family="eviction",
@@ -54,7 +54,7 @@ class ExpectedAttention(ScoredMethod):
     )
 
     def minimum_entries(self) -> int:
-        """The sinks and a row to choose."""
+        """The sinks and an entry to choose."""
         return self.sinks + 1
 
     def running_bytes(self, shape: Shape) -> int:
@@ -71,7 +71,7 @@ class ExpectedAttention(ScoredMethod):
         return self
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:
-        """Attention over every row; the context's queries leave their moments behind. [B, H_q, T, D_v]"""
+        """Attention over every entry; the context's queries leave their moments behind. [B, H_q, T, D_v]"""
         if not kv.settled:
             self._observe(kv, step)
         return kv.attend(step)
@@ -87,7 +87,7 @@ class ExpectedAttention(ScoredMethod):
             kv.state[name] = kv.state[name] + moment if name in kv.state else moment
 
     def end_of_context(self, session: Session) -> None:
-        """The moments go, unless later compressions are to rank the context's rows by its queries too."""
+        """The moments go, unless later compressions are to rank the context's entries by its queries too."""
         if not session.recompress:
             for store in session.layers:
                 store.state.clear()
@@ -100,7 +100,7 @@ class ExpectedAttention(ScoredMethod):
         turn = self._mean_rotation(step)
         mean = (turn @ mean[..., None])[..., 0]
         logits = self._logits(kv, mean, turn @ spread @ turn.transpose(-1, -2), step.scale)
-        # The first rows are the first tokens, which always stay, but where a window slides past them.
+        # The first entries are the first tokens, which always stay, but where a window slides past them.
         places = torch.arange(kv.n, device=kv.keys.device) if step.window is None else kv.logical_positions()
         certain = (places < self.sinks).expand(kv.keys.shape[:3])
         group = logits.shape[1] // kv.keys.shape[1]
@@ -118,7 +118,7 @@ class ExpectedAttention(ScoredMethod):
         return step.rope.rotate(units, positions[None]).double().mean(2)[0].T
 
     def _logits(self, kv: LayerKV, mean: Tensor, spread: Tensor, scale: float) -> Tensor:
-        """The log of the expected exponential of each row's logit. [B, H_q, n]"""
+        """The log of the expected exponential of each entry's logit. [B, H_q, n]"""
         parts = []
         for rows in kv.keys.split(AT_ONCE, dim=2):
             keys = rows.double().repeat_interleave(mean.shape[1] // rows.shape[1], dim=1)

@@ -1,4 +1,4 @@
-"""H2O: rows that have received most attention so far, and the most recent ones."""
+"""H2O: entries that have received most attention so far, and the most recent ones."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class H2O(RollingMethod):
     """Keeps, per KV head, the heavy hitters by accumulated attention and a recent window, at every step."""
 
     recent: Share = 0.5
-    """Share of the budget for the most recent rows."""
+    """Share of the budget for the most recent entries."""
 
     card: ClassVar[Card] = Card(
         name="h2o",
         title="H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
-        idea="Accumulated attention follows a power law, so few rows receive most of it. "
-        "Those heavy hitters stay beside a recent window, and the rest is evicted at every step.",
+        idea="Accumulated attention follows a power law, so few entries receive most of it. "
+        "Those heavy hitters stay next to a recent window, and the rest is evicted at every step.",
         arxiv="2306.14048",
         year=2023,
         family="eviction",
@@ -45,15 +45,15 @@ class H2O(RollingMethod):
     )
 
     def minimum_entries(self) -> int:
-        """A heavy hitter and a recent row."""
+        """A heavy hitter and a recent entry."""
         return 2
 
     def layer(self, index: int) -> LayerKV:
-        """Rows with their accumulated attention, dropped in place; positions tell which are recent."""
+        """Entries with their accumulated attention, dropped in place; positions tell which are recent."""
         return LayerKV(column_sums=True, track=True, bounded=True)
 
     def score(self, kv: LayerKV, step: Step, rows: int) -> Tensor:
-        """The attention that each row received; recent ones stay. [B, H_kv, n]"""
+        """The attention that each entry received; recent ones stay. [B, H_kv, n]"""
         assert kv.positions is not None
         recent = kv.positions >= step.seen - round(rows * self.recent)
         return kv.scores.masked_fill(recent, torch.inf)

@@ -15,13 +15,13 @@ from kvbench.store import LayerKV
 
 @dataclass(frozen=True)
 class KeyDiff(ScoredMethod):
-    """Keeps, per KV head, the rows whose keys are least similar to the mean direction of all keys."""
+    """Keeps, per KV head, the entries whose keys are least similar to the mean direction of all keys."""
 
     card: ClassVar[Card] = Card(
         name="keydiff",
         title="KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference",
         idea="Geometrically distinctive keys receive much attention, and alike keys stand in for each other. "
-        "Rows whose key points least along the mean direction stay.",
+        "Entries whose key points least along the mean direction stay.",
         arxiv="2504.15364",
         year=2025,
         family="eviction",

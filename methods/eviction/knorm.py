@@ -15,13 +15,13 @@ from kvbench.store import LayerKV
 
 @dataclass(frozen=True)
 class Knorm(ScoredMethod):
-    """Keeps, per KV head, the rows with the smallest key norm."""
+    """Keeps, per KV head, the entries with the smallest key norm."""
 
     card: ClassVar[Card] = Card(
         name="knorm",
         title="A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
         idea="Keys with a small norm tend to receive much attention, whatever the query. "
-        "So the norm ranks rows before any question is known, at the cost of reading the keys once.",
+        "So the norm ranks entries before any question is known, at the cost of reading the keys once.",
         arxiv="2406.11430",
         year=2024,
         family="eviction",

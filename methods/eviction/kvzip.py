@@ -35,13 +35,13 @@ class KVzip(Method):
     hint: Natural = 8
     """Tokens before a chunk that the prompt names as its start."""
     sinks: Natural = 4
-    """First rows, which always stay."""
+    """First entries, which always stay."""
 
     card: ClassVar[Card] = Card(
         name="kvzip",
         title="KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction",
         idea="A row that the model does not need to repeat the context, it will hardly need for a question about it. "
-        "So the model is made to repeat it once, and the rows that some query then looks at most stay.",
+        "So the model is made to repeat it once, and the entries that some query then looks at most stay.",
         arxiv="2505.23416",
         year=2025,
         family="eviction",
@@ -60,20 +60,20 @@ class KVzip(Method):
             "Layers with a sliding window share a budget of their own, the same share of what they hold.",
         ),
         limits=(
-            ("The context is run twice, and all its rows and those of one repeated chunk are held until it is "
+            ("The context is run twice, and all its entries and those of one repeated chunk are held until it is "
             "compressed. The time counts as compression, the room as part of the peak."),
             "A repeat stands behind the context, and both must fit the positions that the model was made for.",
             ("It looks at no question. One that is visible is part of the context: it is repeated and compressed with "
             "it."),
-            "In a sliding layer a repeat sees only what its window leaves; rows out of its sight count nothing.",
-            "Only the level of rows: the paper's scores per head, which need no second pass, are not here.",
+            "In a sliding layer a repeat sees only what its window leaves; entries out of its sight count nothing.",
+            "Only the level of entries: the paper's scores per head, which need no second pass, are not here.",
         ),
     )
 
-    recompressible: ClassVar[str | None] = "it repeats and compresses a context once: later rows stay."
+    recompressible: ClassVar[str | None] = "it repeats and compresses a context once: later entries stay."
 
     def minimum_entries(self) -> int:
-        """The sinks and a row to choose."""
+        """The sinks and an entry to choose."""
         return self.sinks + 1
 
     def layer(self, index: int) -> LayerKV:
@@ -81,7 +81,7 @@ class KVzip(Method):
         return LayerKV(ragged=True)
 
     def evict(self, kv: LayerKV, step: Step) -> None:
-        """Nothing here: rows are dropped once, after the repeat."""
+        """Nothing here: entries are dropped once, after the repeat."""
 
     def prefill(self, session: Session, chunks: Iterable[Tensor]) -> Tensor:
         """The context as it is, then its repeat on forks that leave no row behind, then the choice over all layers."""
@@ -132,7 +132,7 @@ class KVzip(Method):
             )
 
     def _keep(self, session: Session) -> None:
-        """Keep the best rows of all layers of a kind, whichever layers and heads they are in."""
+        """Keep the best entries of all layers of a kind, whichever layers and heads they are in."""
         kinds: dict[LayerShape, list[int]] = {}
         for index, shape in enumerate(session.model.layers):
             kinds.setdefault(shape, []).append(index)
@@ -165,7 +165,7 @@ class Repeat(Method):
     sinks: int = 0
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:
-        """Attention over every row; scores come from the sinks, the chunk and the repeat so far alone."""
+        """Attention over every entry; scores come from the sinks, the chunk and the repeat so far alone."""
         gone = kv.seen - kv.n  # of a sliding layer
         rows = torch.cat([torch.arange(max(low, gone), max(high, gone), device=kv.keys.device) for low, high in (
             (0, self.sinks), (self.start, self.stop), (self.context, kv.seen)

@@ -1,4 +1,4 @@
-"""Observed attention: the mean attention that each row received from the queries that could see it."""
+"""Observed attention: the mean attention that each entry received from the queries that could see it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvbench.store import LayerKV
 
 @dataclass(frozen=True)
 class ObservedAttention(ScoredMethod):
-    """Keeps, per KV head, the rows with the most attention per query that could see them, once."""
+    """Keeps, per KV head, the entries with the most attention per query that could see them, once."""
 
     card: ClassVar[Card] = Card(
         name="observed-attention",
         title="Observed attention (kvpress's relative of H2O)",
-        idea="H2O's sums favor early rows, which more queries can see. "
+        idea="H2O's sums favor early entries, which more queries can see. "
         "Dividing by the number of those queries removes the bias, and the cache is compressed once.",
         arxiv="2306.14048",
         year=2024,
@@ -32,14 +32,14 @@ class ObservedAttention(ScoredMethod):
     )
 
     recompressible: ClassVar[str | None] = (
-        "how many queries could see a row is forgotten after the first time: later rows stay."
+        "how many queries could see an entry is forgotten after the first time: later entries stay."
     )
 
     def layer(self, index: int) -> LayerKV:
-        """Rows with their accumulated attention, which goes once it has ranked them."""
+        """Entries with their accumulated attention, which goes once it has ranked them."""
         return LayerKV(column_sums=True)
 
     def score(self, kv: LayerKV, step: Step) -> Tensor:
-        """Accumulated attention over the queries from each row's own on. [B, H_kv, n]"""
+        """Accumulated attention over the queries from each entry's own on. [B, H_kv, n]"""
         seers = kv.seen - kv.logical_positions()
         return kv.scores / seers

@@ -1,4 +1,4 @@
-"""PyramidKV: SnapKV's scores, with more rows for lower layers than for upper ones."""
+"""PyramidKV: SnapKV's scores, with more entries for lower layers than for upper ones."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class PyramidKV(SnapKV):
     """The top layer's share is one part in `beta`."""
 
     layer_rows: tuple[int, ...] | None = resolved()
-    """Rows per KV head of each layer."""
+    """Entries per KV head of each layer."""
 
     card: ClassVar[Card] = Card(
         name="pyramidkv",
         title="PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling",
-        idea="Attention is spread wide in lower layers and funnels into few rows in upper ones. "
+        idea="Attention is spread wide in lower layers and funnels into few entries in upper ones. "
         "So the budget falls arithmetically from layer to layer, and SnapKV's scores choose within it.",
         arxiv="2406.02069",
         year=2024,
@@ -41,7 +41,7 @@ class PyramidKV(SnapKV):
     )
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
-        """The mean budget, then the schedule over layers, unless the budget is for every row."""
+        """The mean budget, then the schedule over layers, unless the budget is for every entry."""
         fitted = super().fit(budget, shape)
         if fitted.rows is None or fitted.rows >= shape.length:
             return fitted
@@ -56,7 +56,7 @@ class PyramidKV(SnapKV):
 
 
 def schedule(rows: int, window: int, beta: int, layers: int, length: int) -> tuple[int, ...]:
-    """Rows of each layer, window included, for a mean budget of `rows` (authors' code, `update_kv`)."""
+    """Entries of each layer, window included, for a mean budget of `rows` (authors' code, `update_kv`)."""
     mean = rows - window
     if length < 2 * mean or layers == 1:
         return (rows,) * layers

@@ -1,4 +1,4 @@
-"""Random rows: what a method must beat to have chosen at all."""
+"""Random entries: what a method must beat to have chosen at all."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kvbench.store import LayerKV
 
 @dataclass(frozen=True)
 class Random(ScoredMethod):
-    """Keeps the last `window` rows of every head, as SnapKV does, and random ones before them."""
+    """Keeps the last `window` entries of every head, as SnapKV does, and random ones before them."""
 
     window: Natural = 32
     seed: int = 0
 
     card: ClassVar[Card] = Card(
         name="random",
-        title="Random rows",
-        idea="Every head keeps its last rows and a random choice of the others. It is the control for every score.",
+        title="Random entries",
+        idea="Every head keeps its last entries and a random choice of the others. It is the control for every score.",
         arxiv=None,
         year=None,
         family="eviction",
@@ -35,7 +35,7 @@ class Random(ScoredMethod):
     )
 
     def minimum_entries(self) -> int:
-        """The window and a row to choose."""
+        """The window and an entry to choose."""
         return self.window + 1
 
     def score(self, kv: LayerKV, step: Step) -> Tensor:

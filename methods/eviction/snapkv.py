@@ -16,7 +16,7 @@ from kvbench.store.scores import attention_mass_of
 
 @dataclass(frozen=True)
 class SnapKV(ScoredMethod):
-    """Keeps, per KV head, the observation window and the rows that its queries put most attention on."""
+    """Keeps, per KV head, the observation window and the entries that its queries put most attention on."""
 
     window: Positive = 32
     kernel: Annotated[int, Ge(1), Odd] = 7
@@ -25,8 +25,8 @@ class SnapKV(ScoredMethod):
     card: ClassVar[Card] = Card(
         name="snapkv",
         title="SnapKV: LLM Knows What You are Looking for Before Generation",
-        idea="The attention of the last few prompt tokens predicts which rows generation will read. "
-        "Their scores are pooled so that neighbors of a peak survive too, and each head keeps its best rows.",
+        idea="The attention of the last few prompt tokens predicts which entries generation will read. "
+        "Their scores are pooled so that neighbors of a peak survive too, and each head keeps its best entries.",
         arxiv="2404.14469",
         year=2024,
         family="eviction",
@@ -36,8 +36,8 @@ class SnapKV(ScoredMethod):
         heads="independent",
         upstream=Upstream(repo="FasterDecoding/SnapKV", commit="e216ddc8", license="MIT"),
         deviations=(
-            ("Scores are averaged over the query heads of a KV head after pooling, and rows are kept per KV head; "
-            "the authors' code repeats keys and keeps rows per query head."),
+            ("Scores are averaged over the query heads of a KV head after pooling, and entries are kept per KV head; "
+            "the authors' code repeats keys and keeps entries per query head."),
             "Scores stay in float32 through top-k; the authors' code casts to the model's type, which makes ties.",
             "Defaults are those of the paper's LongBench tables (window 32, kernel 7, max).",
         ),
@@ -45,17 +45,17 @@ class SnapKV(ScoredMethod):
     )
 
     def minimum_entries(self) -> int:
-        """The window and a row to choose."""
+        """The window and an entry to choose."""
         return self.window + 1
 
     def layer(self, index: int) -> LayerKV:
-        """Rows, and the last queries until they have scored them."""
+        """Entries, and the last queries until they have scored them."""
         return LayerKV(queries=self.window)
 
     def score(self, kv: LayerKV, step: Step) -> Tensor:
-        """Pooled attention mass of the window's queries on the rows before it. [B, H_kv, n]"""
+        """Pooled attention mass of the window's queries on the entries before it. [B, H_kv, n]"""
         assert kv.recent_queries is not None
         mass = attention_mass_of(kv.recent_queries, kv, step)
-        before = max(0, kv.n - kv.recent_queries.shape[2])  # a sliding layer may hold fewer rows than queries
+        before = max(0, kv.n - kv.recent_queries.shape[2])  # a sliding layer may hold fewer entries than queries
         mass[..., :before] = pool_scores(mass[..., :before], self.kernel, self.pool)
         return protect_last(group_mean(mass, kv.keys.shape[1]), self.window)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StreamingLLM(Method):
-    """Keeps `sinks` first rows and the last rows up to the budget, while decoding too."""
+    """Keeps `sinks` first entries and the last entries up to the budget, while decoding too."""
 
     sinks: Natural = 4
     positions: Literal["cache", "original"] = "cache"
@@ -29,7 +29,7 @@ class StreamingLLM(Method):
         name="streaming-llm",
         title="Efficient Streaming Language Models with Attention Sinks",
         idea="The first few tokens collect attention whatever they say, and dropping them breaks the model. "
-        "Keeping them beside a sliding window of recent tokens streams for ever in constant memory.",
+        "Keeping them next to a sliding window of recent tokens streams for ever in constant memory.",
         arxiv="2309.17453",
         year=2023,
         family="eviction",
@@ -46,16 +46,16 @@ class StreamingLLM(Method):
         ),
         limits=(
             "The middle of the text is gone for ever.",
-            ("Sliding layers whose window is shorter than the context keep recent rows only: the first tokens are "
+            ("Sliding layers whose window is shorter than the context keep recent entries only: the first tokens are "
             "outside. Those with a longer window keep sinks, which go out of sight once the conversation outgrows it."),
         ),
     )
 
-    recompressible: ClassVar[str | None] = "the oldest rows are dropped after every forward as it is."
-    graphable: ClassVar[str | None] = "a row is dropped in every step, and the store counts its rows on the host."
+    recompressible: ClassVar[str | None] = "the oldest entries are dropped after every forward as it is."
+    graphable: ClassVar[str | None] = "an entry is dropped in every step, and the store counts its entries on the host."
 
     def minimum_entries(self) -> int:
-        """The sinks and a recent row."""
+        """The sinks and a recent entry."""
         return self.sinks + 1
 
     def bind(self, model: Model) -> Self:
@@ -68,7 +68,7 @@ class StreamingLLM(Method):
         return self
 
     def layer(self, index: int) -> LayerKV:
-        """Rows whose slots are reused while decoding; positions tell which is oldest."""
+        """Entries whose slots are reused while decoding; positions tell which is oldest."""
         return LayerKV(track=True, bounded=True)
 
     def layer_bytes(self, index: int, shape: Shape, entries: int) -> int:
@@ -79,7 +79,7 @@ class StreamingLLM(Method):
         return total
 
     def _sinks(self, rows: int, window: int | None) -> int:
-        """First rows kept of a budget: a window may hide them, and one row is always a recent one."""
+        """First entries kept of a budget: a window may hide them, and one entry is always a recent one."""
         return min(self.sinks, rows - 1) if self.sees_context(window) else 0
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:
@@ -91,7 +91,7 @@ class StreamingLLM(Method):
         return kv.attend(step)
 
     def evict(self, kv: LayerKV, step: Step) -> None:
-        """The oldest rows after the sinks, at the end of the context and after every later forward."""
+        """The oldest entries after the sinks, at the end of the context and after every later forward."""
         rows = self.entries_in(step.layer, step.window)
         if rows is None or rows >= kv.n or not step.moment.is_last:
             return

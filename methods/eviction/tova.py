@@ -15,7 +15,7 @@ from kvbench.store.scores import attention_mass_of
 
 @dataclass(frozen=True)
 class TOVA(RollingMethod):
-    """Keeps the rows that the last query attends to most, the same for all heads of a layer, at every step."""
+    """Keeps the entries that the last query attends to most, the same for all heads of a layer, at every step."""
 
     card: ClassVar[Card] = Card(
         name="tova",
@@ -31,11 +31,11 @@ class TOVA(RollingMethod):
         heads="pooled",
         upstream=Upstream(repo="schwartz-lab-NLP/TOVA", commit=None, license=None),
         deviations=("The prompt is evicted once, by its last query, as the authors' code does.",),
-        limits=("Nothing is protected, not even the newest row.",),
+        limits=("Nothing is protected, not even the newest entry.",),
     )
 
     def layer(self, index: int) -> LayerKV:
-        """Rows dropped in place."""
+        """Entries dropped in place."""
         return LayerKV(bounded=True)
 
     def score(self, kv: LayerKV, step: Step, rows: int) -> Tensor:

@@ -1,1 +1,1 @@
-"""Methods that give some heads every row and the others a few."""
+"""Methods that give some heads every entry and the others a few."""

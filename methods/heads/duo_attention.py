@@ -1,4 +1,4 @@
-"""DuoAttention: retrieval heads keep every row, streaming heads sinks and a sliding window."""
+"""DuoAttention: retrieval heads keep every entry, streaming heads sinks and a sliding window."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HINT = "Give a full_attention_heads.tsv as the authors publish it: a line per la
 
 @dataclass(frozen=True)
 class DuoAttention(HeadMethod):
-    """Heads with large gates keep every row; the others `sinks` first rows and a window of recent ones."""
+    """Heads with large gates keep every entry; the others `sinks` first entries and a window of recent ones."""
 
     sinks: Natural = 64
     recent: Positive = 256
@@ -37,13 +37,13 @@ class DuoAttention(HeadMethod):
         name="duo-attention",
         title="DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads",
         idea="A gate per KV head is trained to tell which heads need the whole context. "
-        "Those keep every row; the others stream, with sinks and a window of constant size.",
+        "Those keep every entry; the others stream, with sinks and a window of constant size.",
         arxiv="2410.10819",
         year=2024,
         family="heads",
         stages=("compression",),
         budget=BudgetKind.STORED,
-        paper_budget="the share `sparsity` of the heads holds `sinks` and `recent` rows, the others every row",
+        paper_budget="the share `sparsity` of the heads holds `sinks` and `recent` entries, the others every entry",
         heads="indexed",
         upstream=Upstream(repo="mit-han-lab/duo-attention", commit="03dca842639c64ed0d0daf9042da845cdea44637",
                           license="MIT"),
@@ -55,7 +55,7 @@ class DuoAttention(HeadMethod):
             "it widens their windows. Narrower windows have fewer sinks in proportion."),
             "The prompt is run with full attention for all heads; the authors stream it in chunks.",
             ("A window slides after every forward of a question as a whole, so that chunks do not matter."),
-            "Heads are not permuted in the weights: their rows lie in two stores, and outputs are put in order.",
+            "Heads are not permuted in the weights: their entries lie in two stores, and outputs are put in order.",
             "Equal gates are ordered by layer and head; the authors add noise.",
         ),
         limits=(
@@ -63,7 +63,7 @@ class DuoAttention(HeadMethod):
             ("A model that does not copy random tokens, as the bundled one does not, shows no retrieval heads to the "
             "probe: its ranking is noise there."),
             "A file of gates names no model: one with the right number of layers and heads is believed.",
-            ("Sliding layers whose window is shorter than the context stream recent rows only: the first tokens are "
+            ("Sliding layers whose window is shorter than the context stream recent entries only: the first tokens are "
             "outside. Those with a longer window keep sinks, which go out of sight once the conversation outgrows it."),
         ),
     )
@@ -84,7 +84,7 @@ class DuoAttention(HeadMethod):
         object.__setattr__(self, "gates_sha256", found)
 
     def minimum_entries(self) -> int:
-        """A recent row, and one to choose."""
+        """A recent entry, and one to choose."""
         return 2
 
     def rank(self, model: Model) -> tuple[Head, ...]:
@@ -106,7 +106,7 @@ class DuoAttention(HeadMethod):
         return heads
 
     def least_window(self, rows: int) -> int:
-        """Sinks and recent rows, or a share of the mean rows per head where that is less."""
+        """Sinks and recent entries, or a share of the mean entries per head where that is less."""
         return max(1, min(self.sinks + self.recent, rows // LEAST_SHARE))
 
     def paper(self, heads: int, length: int) -> tuple[int, int]:
@@ -114,7 +114,7 @@ class DuoAttention(HeadMethod):
         return heads - math.ceil(self.sparsity * (heads - 1) if self.sparsity < 1 else heads), self.sinks + self.recent
 
     def sinks_in(self, rows: int) -> int:
-        """First rows among so many: fewer in proportion where the window is narrower than the settings'."""
+        """First entries among so many: fewer in proportion where the window is narrower than the settings'."""
         return min(self.sinks, self.sinks * rows // (self.sinks + self.recent))
 
 

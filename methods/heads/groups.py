@@ -1,4 +1,4 @@
-"""What methods share that let some KV heads keep every row and trim the others to the first and the last rows."""
+"""What methods share that let some KV heads keep every entry and trim the others to the first and the last entries."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ if TYPE_CHECKING:
 
 LEAST_SHARE = 5
 """Of a budget, a streaming head has at least the mean rows per head divided by this: heads do not take the whole window
-of a short context, and RazorAttention's 15 % of the heads still fit a quarter of the dense bytes."""
+of a short context, and RazorAttention's 15 % of the heads still fit a quarter of the full cache's bytes."""
 Head = tuple[int, int]
 """Layer, and KV head in it."""
 
 
 @dataclass(frozen=True)
 class HeadMethod(Method):
-    """Retrieval heads keep every row; streaming heads the first and the last, while decoding too.
+    """Retrieval heads keep every entry; streaming heads the first and the last, while decoding too.
 
     A budget is spent on as many retrieval heads as leave each streaming head its `least_window`; what is left over
     widens the windows. Sliding layers whose window is shorter than the context stream the same share of it, without
-    first rows, which it hides.
+    first entries, which it hides.
     """
 
     sinks: Natural = 4
-    """First rows that a streaming head keeps."""
+    """First entries that a streaming head keeps."""
     probe: Annotated[int, Ge(2)] | None = None
     """Random tokens of one of the head profile's copies; None: 2,500, or 64 on models that do not take so many."""
 
     order: tuple[Head, ...] | None = resolved()
-    """Every head, the one that most needs all its rows first."""
+    """Every head, the one that most needs all its entries first."""
     retrieval: int | None = resolved()
-    """Heads that keep every row; None: all."""
+    """Heads that keep every entry; None: all."""
     streaming: int | None = resolved()
-    """Rows that every other head of a full-attention layer holds."""
+    """Entries that every other head of a full-attention layer holds."""
 
     graphable: ClassVar[str | None] = "streaming heads overwrite a row in every step, at places that the host counts."
 
     @abstractmethod
     def rank(self, model: Model) -> tuple[Head, ...]:
-        """Every head of the model, the one that most needs all its rows first."""
+        """Every head of the model, the one that most needs all its entries first."""
 
     @abstractmethod
     def most_retrieval(self, heads: int) -> int:
@@ -59,19 +59,19 @@ class HeadMethod(Method):
 
     @abstractmethod
     def least_window(self, rows: int) -> int:
-        """Fewest rows of a streaming head where the budget comes to so many rows per head."""
+        """Fewest entries of a streaming head where the budget amounts to that many entries per head."""
 
     @abstractmethod
     def paper(self, heads: int, length: int) -> tuple[int, int]:
-        """The paper's own number of retrieval heads, and its rows of a streaming head."""
+        """The paper's own number of retrieval heads, and its entries of a streaming head."""
 
     def sinks_in(self, rows: int) -> int:
-        """First rows among so many of a streaming head: one row is always a recent one."""
+        """First entries among so many of a streaming head: one entry is always a recent one."""
         return min(self.sinks, rows - 1)
 
     recompressible: ClassVar[str | None] = "streaming heads are trimmed after every forward as it is."
     compensate: ClassVar[bool] = False
-    """Whether the mean of the dropped rows stays."""
+    """Whether the mean of the dropped entries stays."""
 
     def bind(self, model: Model) -> Self:
         """Rank the model's heads."""
@@ -109,12 +109,12 @@ class HeadMethod(Method):
         return replace(fitted, retrieval=whole, streaming=window)
 
     def identity(self, shape: Shape) -> bool:
-        """Whether no head drops a row of a context of this length."""
+        """Whether no head drops an entry of a context of this length."""
         whole = self.retrieval == sum(x.kv_heads for x in shape.layers)
         return whole or self.streaming is None or self.streaming >= shape.length
 
     def declared_bytes(self, shape: Shape) -> int:
-        """Rows of both kinds of heads, and what streaming heads hold beside theirs."""
+        """Entries of both kinds of heads, and what streaming heads hold next to theirs."""
         if self.streaming is None:
             return shape.full_bytes
         total, whole = 0, self.whole_heads(shape)
@@ -127,19 +127,19 @@ class HeadMethod(Method):
         return total
 
     def whole_heads(self, shape: Shape) -> Counter[int]:
-        """How many KV heads of each layer keep every row, once the budget is fitted."""
+        """How many KV heads of each layer keep every entry, once the budget is fitted."""
         order = self.order or _costliest(shape)
         return Counter(layer for layer, _ in (order if self.streaming is None else order[: self.retrieval]))
 
     def _trimmed(self, window: int | None) -> int | None:
-        """Rows of a streaming head of a layer; None: all that its window shows."""
+        """Entries of a streaming head of a layer; None: all that its window shows."""
         if window is None or self.streaming is None or self.length is None:
             return self.streaming
         rows = math.ceil(self.streaming * min(1.0, window / self.length))
         return rows if rows < window else None
 
     def layer(self, index: int) -> LayerKV:
-        """Two stores, unless every head keeps every row."""
+        """Two stores, unless every head keeps every entry."""
         if self.streaming is None:
             return LayerKV()
         assert self.order is not None, "bind the method to a model first"

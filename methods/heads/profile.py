@@ -64,15 +64,15 @@ class HeadProfile(BaseModel):
 
 @dataclass(frozen=True)
 class Recorder(Method):
-    """The dense cache; every query that could look into an earlier copy leaves its echo and induction behind."""
+    """The full cache; every query that could look into an earlier copy leaves its echo and induction behind."""
 
     period: int = 2
     """Tokens of one copy."""
     first: int = 0
-    """Row of the first copy's first token."""
+    """Entry of the first copy's first token."""
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:
-        """Attention over every row. [B, H_q, T, D_v]"""
+        """Attention over every entry. [B, H_q, T, D_v]"""
         for name, mass in zip(("echo", "induction"), look_back(kv, step, self.period, self.first), strict=True):
             kv.state[name] = kv.state[name] + mass if name in kv.state else mass
         return kv.attend(step)
@@ -87,7 +87,7 @@ def look_back(kv: LayerKV, step: Step, period: int, first: int) -> tuple[Tensor,
     keys = kv.keys
     kv_heads, n_key = keys.shape[1:3]
     before = step.seen - count
-    gone = step.seen - n_key  # rows that a sliding window has left behind
+    gone = step.seen - n_key  # entries that a sliding window has left behind
     sums = torch.zeros(2, heads, dtype=torch.float64, device=keys.device)
     distances = period * torch.arange(1, COPIES, device=keys.device)
     size = max(1, BLOCK_ELEMENTS // (batch * heads * n_key))

@@ -1,4 +1,4 @@
-"""RazorAttention: heads that look back keep every row, the others the first, the last, and the mean of the rest."""
+"""RazorAttention: heads that look back keep every entry, the others the first, the last, and the mean of the rest."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RazorAttention(HeadMethod):
-    """Echo and induction heads keep every row; the others sinks, recent rows and one compensation token."""
+    """Echo and induction heads keep every entry; the others sinks, recent entries and one compensation token."""
 
     sinks: Natural = 4
     induction: Share = 0.14
-    """Share of all KV heads that keep every row for their induction score."""
+    """Share of all KV heads that keep every entry for their induction score."""
     echo: Share = 0.01
-    """Share of all KV heads that keep every row for their echo score."""
+    """Share of all KV heads that keep every entry for their echo score."""
     buffer: Positive = 4000
-    """Fewest recent rows under `--budget paper`."""
+    """Fewest recent entries under `--budget paper`."""
     compression: Annotated[float, Ge(1)] = 5.0
     """Under `--budget paper` recent rows are the context's length divided by this, where that is more than `buffer`."""
 
@@ -33,7 +33,7 @@ class RazorAttention(HeadMethod):
         name="razor-attention",
         title="RazorAttention: Efficient KV Cache Compression Through Retrieval Heads",
         idea="Only a few heads look through the whole context: those that return to earlier copies of what they read. "
-        "They keep every row; the others keep sinks, recent rows and one token that stands for all they dropped.",
+        "They keep every entry; the others keep sinks, recent entries and one token that stands for all they dropped.",
         arxiv="2407.15891",
         year=2024,
         family="heads",
@@ -43,10 +43,10 @@ class RazorAttention(HeadMethod):
         heads="indexed",
         upstream=None,
         deviations=(
-            ("The heads' shares come to at least one head each, and echo heads are chosen among those that induction "
+            ("The heads' shares amount to at least one head each, and echo heads are chosen among those that induction "
             "did not choose, so that bytes do not depend on how far the two agree."),
             ("A budget is the paper's only as --budget paper. Another is spent on as many retrieval heads, up to the "
-            "paper's shares, as leave the others a fifth of the mean rows per head; the rest widens their windows."),
+            "paper's shares, as leave the others a fifth of the mean entries per head; the rest widens their windows."),
             ("The window has the width that the context's length gives it and slides with every token: what leaves it "
             "goes into the mean. The paper's formula would let it grow with the answer."),
             ("Scores are attention mass summed over earlier copies, of all queries that have one; tokens of a copy are "
@@ -64,7 +64,7 @@ class RazorAttention(HeadMethod):
             "The mean of rotated keys loses what turns fast: it stands for content, hardly for places.",
             ("Sliding layers whose window is shorter than the context have no compensation token and no sinks: what "
             "leaves it is out of sight. Those with a longer window have both; once the conversation outgrows it, the "
-            "token counts for as many rows as are still in sight, and its mean stays that of all."),
+            "token counts for as many entries as are still in sight, and its mean stays that of all."),
             ("Models without rotary embeddings are profiled in the same way; the paper reads ALiBi's slopes "
             "instead."),
         ),
@@ -73,7 +73,7 @@ class RazorAttention(HeadMethod):
     compensate: ClassVar[bool] = True
 
     def minimum_entries(self) -> int:
-        """The sinks, a recent row, and the mean, which takes two rows in 16 bits."""
+        """The sinks, a recent entry, and the mean, which takes two entries in 16 bits."""
         return self.sinks + 3
 
     def rank(self, model: Model) -> tuple[Head, ...]:
@@ -85,16 +85,16 @@ class RazorAttention(HeadMethod):
         return sum(_shares(heads, self.induction, self.echo))
 
     def least_window(self, rows: int) -> int:
-        """A share of the mean rows per head."""
+        """A share of the mean entries per head."""
         return max(self.sinks + 1, rows // LEAST_SHARE)
 
     def paper(self, heads: int, length: int) -> tuple[int, int]:
-        """Both shares, and a window of max(S0, N / C) rows after the sinks."""
+        """Both shares, and a window of max(S0, N / C) entries after the sinks."""
         return self.most_retrieval(heads), self.sinks + max(self.buffer, math.ceil(length / self.compression))
 
 
 def choose(profile: HeadProfile, induction: Share, echo: float) -> tuple[Head, ...]:
-    """Every head, in the order in which they are given all rows."""
+    """Every head, in the order in which they are given all entries."""
     ranked = by_score(profile.induction)
     first, second = _shares(len(ranked), induction, echo)
     top = ranked[:first]
@@ -103,6 +103,6 @@ def choose(profile: HeadProfile, induction: Share, echo: float) -> tuple[Head, .
 
 
 def _shares(heads: int, induction: Share, echo: float) -> tuple[int, int]:
-    """How many heads two shares come to, at least one each, together no more than there are."""
+    """How many heads two shares amount to, at least one each, together no more than there are."""
     first, second = (max(1, round(share * heads)) if share else 0 for share in (induction, echo))
     return first, min(second, heads - first)

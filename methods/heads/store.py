@@ -1,4 +1,4 @@
-"""One layer whose heads hold unlike things: all rows, or the first and a ring of the last."""
+"""One layer whose heads hold unlike things: all entries, or the first and a ring of the last."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ MEAN_BYTES = 4
 
 @dataclass
 class StreamingKV(LayerKV):
-    """All rows, until `trim` is called: the first and the last rows from then on, the last ones in a ring.
+    """All entries, until `trim` is called: the first and the last entries from then on, the last ones in a ring.
 
     Rows that were dropped can live on as one, the mean of their keys and the mean of their values: attention gives it
-    as much weight as so many rows of its key would get (RazorAttention's compensation token).
+    as much weight as that many entries of its key would get (RazorAttention's compensation token).
     """
 
     merged: int = field(default=0, init=False)
-    """Rows in the mean, of every head."""
+    """Entries in the mean, of every head."""
     _sinks: int = field(default=0, init=False)
-    """First rows, which are not in the mean."""
+    """First entries, which are not in the mean."""
     _oldest: int = field(default=0, init=False)
-    """Place in the ring of its oldest row."""
+    """Place in the ring of its oldest entry."""
 
     def trim(self, sinks: int, rows: int, *, compensate: bool) -> None:
-        """Keep the first `sinks` rows and the last, `rows` in all; the same numbers in every call."""
+        """Keep the first `sinks` entries and the last, `rows` in all; the same numbers in every call."""
         excess = self.n - rows
         if excess <= 0:
             return
-        if not self.bounded:  # the first time: rows stand in the order in which they came
+        if not self.bounded:  # the first time: entries stand in the order in which they came
             self.bounded, self._sinks = True, sinks
             if compensate:
                 self._merge(self.keys[:, :, sinks : sinks + excess], self.values[:, :, sinks : sinks + excess])
@@ -49,19 +49,19 @@ class StreamingKV(LayerKV):
             return
         assert self._buffer is not None
         ring, device = rows - sinks, self.keys.device
-        moved = min(excess, ring)  # of more new rows than the ring has places, the first go as they came
+        moved = min(excess, ring)  # of more new entries than the ring has places, the first go as they came
         places = sinks + (self._oldest + torch.arange(excess - moved, excess, device=device)) % ring
         if compensate:
             gone = torch.cat([places, torch.arange(rows, self.n - moved, device=device)])
             self._merge(self.keys[:, :, gone], self.values[:, :, gone])
         for x in self._buffer.tensors.values():
-            x[:, :, places] = x[:, :, self.n - moved : self.n].clone()  # a copy of the new rows only
+            x[:, :, places] = x[:, :, self.n - moved : self.n].clone()  # a copy of the new entries only
         self._oldest = (self._oldest + excess) % ring
         self.dropped += excess * self.keys.shape[0] * self.keys.shape[1]
         self.n = rows
 
     def _merge(self, keys: Tensor, values: Tensor) -> None:
-        """Add rows to the sums that the mean is made of, in float32: a mean in bfloat16 would not move any more."""
+        """Add entries to the sums that the mean is made of, in float32: a mean in bfloat16 would not move any more."""
         for name, x in (("key_sum", keys), ("value_sum", values)):
             total = x.sum(2, keepdim=True, dtype=torch.float32)  # [B, H_kv, 1, D]
             if name in self.state:
@@ -71,7 +71,7 @@ class StreamingKV(LayerKV):
         self.merged += keys.shape[2]
 
     def attend(self, step: Step) -> Tensor:
-        """Attention output of the last T rows over every row held, and over the mean of the others."""
+        """Attention output of the last T entries over every entry held, and over the mean of the others."""
         if not self.merged:
             return super().attend(step)
         held = dense_partial(
@@ -81,7 +81,7 @@ class StreamingKV(LayerKV):
         return merge_partials([held, self._compensation(step)], step.sinks).to(step.query.dtype)
 
     def _compensation(self, step: Step) -> Partial:
-        """Attention to the mean alone; its logit is higher by the log of how many rows in sight it stands for."""
+        """Attention to the mean alone; its logit is higher by the log of how many entries in sight it stands for."""
         query = step.query.float().unflatten(1, (self.keys.shape[1], -1))  # [B, H_kv, G, T, D]
         key, value = (self.state[name][:, :, None] / self.merged for name in ("key_sum", "value_sum"))
         logits = (query * key).sum(-1) * step.scale
@@ -95,21 +95,21 @@ class StreamingKV(LayerKV):
         return Partial(value.expand(*logits.shape, -1).flatten(1, 2), lse.flatten(1, 2))
 
     def entries_kept(self) -> list[int]:
-        """Rows held by each (batch, KV head), the mean among them."""
+        """Entries held by each (batch, KV head), the mean among them."""
         return [x + bool(self.merged) for x in super().entries_kept()]
 
     def facts(self) -> dict[str, Fact]:
-        """Rows that were dropped, and those of them that live on in a mean."""
+        """Entries that were dropped, and those of them that live on in a mean."""
         merged = {"entries_merged": Fact(self.merged * self.keys.shape[0] * self.keys.shape[1])} if self.merged else {}
         return super().facts() | merged
 
 
 @dataclass
 class HeadGroupsKV(LayerKV):
-    """Two stores: one for the heads that keep every row, and one for those that stream."""
+    """Two stores: one for the heads that keep every entry, and one for those that stream."""
 
     retrieval: tuple[int, ...] = ()
-    """KV heads that keep every row."""
+    """KV heads that keep every entry."""
     groups: list[tuple[Tensor, LayerKV]] = field(default_factory=list, init=False)
     """KV heads and their store; none is empty."""
 
@@ -131,7 +131,7 @@ class HeadGroupsKV(LayerKV):
                 self.groups.append((torch.tensor(heads, device=device), store))
 
     def append(self, step: Step) -> None:
-        """Add a forward's rows, each head's to its own store."""
+        """Add a forward's entries, each head's to its own store."""
         self.seen, self._window = step.seen, step.window
         if not self.groups:
             self._divide(step.key.shape[1], step.key.device)
@@ -141,7 +141,7 @@ class HeadGroupsKV(LayerKV):
             ))
 
     def attend(self, step: Step) -> Tensor:
-        """Attention output of the last T rows, each head over what it holds. [B, H_q, T, D_v]"""
+        """Attention output of the last T entries, each head over what it holds. [B, H_q, T, D_v]"""
         if len(self.groups) == 1:
             return self.groups[0][1].attend(step)
         kv_heads = step.key.shape[1]
@@ -170,7 +170,7 @@ class HeadGroupsKV(LayerKV):
             store.reserve(tokens, forward)
 
     def keep_last(self, rows: int) -> None:
-        """Keep the last rows of every head: what a sliding window leaves."""
+        """Keep the last entries of every head: what a sliding window leaves."""
         for store in self._stores():
             store.keep_last(rows)
 
@@ -187,7 +187,7 @@ class HeadGroupsKV(LayerKV):
         return other
 
     def close(self) -> None:
-        """Give the rows back."""
+        """Give the entries back."""
         for store in self._stores():
             store.close()
         self.groups = []
@@ -197,15 +197,15 @@ class HeadGroupsKV(LayerKV):
         return [x for store in self._stores() for x in store.tensors()]
 
     def spare_bytes(self) -> int:
-        """Bytes that hold no row yet."""
+        """Bytes that hold no entry yet."""
         return sum(store.spare_bytes() for store in self._stores())
 
     def entries_kept(self) -> list[int]:
-        """Rows held by each (batch, KV head)."""
+        """Entries held by each (batch, KV head)."""
         order = torch.cat([heads for heads, _ in self.groups]).argsort().tolist() if self.groups else []
         split = [torch.tensor(store.entries_kept()).view(-1, len(heads)) for heads, store in self.groups]
         return torch.cat(split, dim=1)[:, order].flatten().tolist() if split else []
 
     def facts(self) -> dict[str, Fact]:
-        """Effect of what happened to the rows of both."""
+        """Effect of what happened to the entries of both."""
         return reduce(add_facts, (store.facts() for store in self._stores())) if self.groups else super().facts()

@@ -1,1 +1,1 @@
-"""Methods that make one row of several."""
+"""Methods that make one entry of several."""

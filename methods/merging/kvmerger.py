@@ -1,4 +1,4 @@
-"""KVMerger: runs of neighboring rows with nearly parallel keys become one row around the most attended of them."""
+"""KVMerger: runs of neighboring entries with nearly parallel keys become one entry around the most attended of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvbench.store import Fact, LayerKV
 
 PAPER_SKIP = (0, 1, -1)
 PAPER_SHARES = {0.5: (0.17, 0.12), 0.35: (0.08, 0.02)}
-"""Of the rows, those that are never merged, by budget: the last ones, and the most attended of the others."""
+"""Of the entries, those that are never merged, by budget: the last ones, and the most attended of the others."""
 DEFAULT_SHARE = 0.5
 """Whose pair a threshold has, which takes no budget."""
 DEEP = 16
@@ -45,7 +45,7 @@ class MergingKV(LayerKV):
         return super().bytes_for(layer, shape, entries) + bias
 
     def facts(self) -> dict[str, Fact]:
-        """Rows that are held no more, all of them merged."""
+        """Entries that are held no more, all of them merged."""
         return {**super().facts(), "entries_merged": Fact(self.dropped)}
 
 
@@ -58,15 +58,15 @@ class KVMerger(Method):
     eps: Annotated[float, Gt(0)] = 0.75
     """Under `eps`: neighbors whose keys have this cosine or more are joined."""
     recent: Share | None = None
-    """Share of the rows, the last ones, that are never merged; None: the paper's for the budget."""
+    """Share of the entries, the last ones, that are never merged; None: the paper's for the budget."""
     heavy: Share | None = None
-    """Share of the rows, those with the most attention among the others, that are never merged; None: likewise."""
+    """Share of the entries, those with the most attention among the others, that are never merged; None: likewise."""
     sigma: Annotated[float, Gt(0)] | Literal["fixed_point"] = 5.0
     """Width of the Gaussian; `fixed_point`: each set's own, the mean of its weights over the square root of two."""
     value_mode: Literal["mean", "sum", "bias"] = "mean"
     """A set's value: the weighted mean; the mean times the rows; the mean, and the log of the rows on the logit."""
     max_run: Annotated[int, Ge(2)] | None = None
-    """No set crosses a multiple of so many rows; None: sets of any length."""
+    """No set crosses a multiple of that many entries; None: sets of any length."""
     skip: tuple[int, ...] | None = None
     """Layers that are not merged; None: 0, 1 and the last on models of 16 layers or more, none on others."""
 
@@ -75,14 +75,14 @@ class KVMerger(Method):
     skipped: tuple[int, ...] | None = resolved()
     """Layers that are not merged."""
     merged_rows: int | None = resolved()
-    """Rows per KV head of a full-attention layer that is merged: what the skipped layers leave of the budget."""
+    """Entries per KV head of a full-attention layer that is merged: what the skipped layers leave of the budget."""
 
-    recompressible: ClassVar[str | None] = "merged rows are frozen: what comes later stays as it is."
+    recompressible: ClassVar[str | None] = "merged entries are frozen: what comes later stays as it is."
     card: ClassVar[Card] = Card(
         name="kvmerger",
         title="Model Tells You Where to Merge: Adaptive KV Cache Merging for LLMs on Long-Context Tasks",
         idea="Keys of neighboring tokens are often nearly parallel. "
-        "Runs of them become one row, a Gaussian-weighted mean around the row with the most attention.",
+        "Runs of them become one entry, a Gaussian-weighted mean around the entry with the most attention.",
         arxiv="2407.08454",
         year=2024,
         family="merging",
@@ -94,14 +94,14 @@ class KVMerger(Method):
         deviations=(
             ("The budget is met exactly: the most similar neighbors are joined until so many rows are left. The paper "
             "does not say how its budgets are met; mode=eps is its threshold, which takes no budget."),
-            ("Values are weighted means. The paper's equation 7 multiplies them by the number of rows under one "
-            "softmax weight: value_mode=sum. value_mode=bias gives the row the weight of so many, is exact for equal "
-            "rows, and takes four bytes more per row."),
+            ("Values are weighted means. The paper's equation 7 multiplies them by the number of entries under one "
+            "softmax weight: value_mode=sum. value_mode=bias gives the entry the weight of so many, is exact for equal "
+            "entries, and takes four bytes more per entry."),
             ("The paper protects two pairs of shares of the rows, for budgets of 50 % and 35 %. Another budget has the "
             "nearest pair, in proportion to the budget; mode=eps that of 50 %."),
             ("Where the protected shares leave too few neighbors to join for the budget, both are lowered in "
             "proportion: with skipped layers, max_run, or larger shares than the paper's."),
-            "A merged row stands at its pivot's position where a window counts.",
+            "A merged entry stands at its pivot's position where a window counts.",
         ),
         unverified=(
             ("recent and heavy: the paper prints 0.17 % and 0.12 % for a budget of 50 %, 0.08 % and 0.02 % for 35 %, "
@@ -116,7 +116,7 @@ class KVMerger(Method):
             "that are not protected 79 % are joined at 50 %, 73 % at 35 %, 82 % at 25 % and 93 % at 10 % (bundled "
             "model, 1,024 tokens; at 25 % down to a cosine of 0.08), and more where layers are skipped. Only mode=eps "
             "joins nothing but what is alike."),
-            "Rows that were merged are never merged again, and what comes after the context stays as it is.",
+            "Entries that were merged are never merged again, and what comes after the context stays as it is.",
             ("Keys are merged with their rotation inside: over long runs what turns fast averages out. max_run bounds "
             "them."),
             "mode=eps takes no budget: the text decides what is left, and only the measured bytes say how much.",
@@ -130,7 +130,7 @@ class KVMerger(Method):
         return BudgetKind.BITS if self.mode == "eps" else self.card.budget
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
-        """Which layers are merged, and to how many rows, so that the mean over all layers is the budget."""
+        """Which layers are merged, and to how many entries, so that the mean over all layers is the budget."""
         skipped = self._skipped(len(shape.layers))
         if self.mode == "eps":
             if len(skipped) == len(shape.layers):
@@ -167,13 +167,13 @@ class KVMerger(Method):
         return self.eps > 1 if self.mode == "eps" else super().identity(shape)
 
     def declared_bytes(self, shape: Shape) -> int:
-        """Rows and offsets, but the text decides how many where a threshold does."""
+        """Entries and offsets, but the text decides how many where a threshold does."""
         if self.mode == "eps":
             raise UndeclaredError("kvmerger cannot say with mode=eps how many bytes it will hold: the text decides.")
         return super().declared_bytes(shape)
 
     def layer(self, index: int) -> LayerKV:
-        """Rows with the attention that they received, which chooses the pivots."""
+        """Entries with the attention that they received, which chooses the pivots."""
         return MergingKV(column_sums=not self._skips(index), ragged=True, bias=self.value_mode == "bias")
 
     def evict(self, kv: LayerKV, step: Step) -> None:
@@ -189,7 +189,7 @@ class KVMerger(Method):
             self._merge(kv, step, joins)
 
     def join(self, kv: LayerKV, rows: int | None) -> Tensor:
-        """Which rows are merged with the next; `rows` is how many to leave, None: `eps` decides. [B, H_kv, n - 1]"""
+        """Which entries are merged with the next; `rows` is how many to leave, None: `eps` decides. [B, H_kv, n - 1]"""
         count = kv.n
         keys = kv.keys.float()
         similarity = F.cosine_similarity(keys[:, :, :-1], keys[:, :, 1:], dim=-1)
@@ -203,7 +203,7 @@ class KVMerger(Method):
         return torch.zeros_like(allowed).scatter_(-1, best, True)
 
     def _protected(self, kv: LayerKV, rows: int | None) -> Tensor:
-        """Which rows stay as they are: the last, and of the others those with the most attention. [B, H_kv, n]"""
+        """Which entries stay as they are: the last, and of the others those with the most attention. [B, H_kv, n]"""
         recent, heavy = (int(x * kv.n) for x in self.protected or (self.recent or 0.0, self.heavy or 0.0))
         if rows is not None:  # the last take one neighbor each out of reach, the others at most two
             room, needed = rows - 1 - self._borders(kv.n), recent + 2 * heavy
@@ -215,9 +215,9 @@ class KVMerger(Method):
         return protected.scatter_(-1, top_entries(mass, heavy), True)
 
     def _shares(self, budget: float) -> tuple[float, float] | None:
-        """The protected shares at a budget of so many rows, the paper's where they are not set; None: both are."""
+        """The protected shares at a budget of that many entries, the paper's where they are not set; None: both are."""
         nearest = min(PAPER_SHARES, key=lambda x: abs(x - budget))
-        scale = 1.0 if abs(nearest - budget) <= BUDGET_TOLERANCE else budget / nearest  # rows are whole
+        scale = 1.0 if abs(nearest - budget) <= BUDGET_TOLERANCE else budget / nearest  # entries are whole
         recent, heavy = (x * scale for x in PAPER_SHARES[nearest])
         pair = recent if self.recent is None else self.recent, heavy if self.heavy is None else self.heavy
         return None if pair == (self.recent, self.heavy) else pair
@@ -248,6 +248,6 @@ class KVMerger(Method):
         return tuple(sorted({x % layers for x in asked}))
 
     def _borders(self, rows: int) -> int:
-        """Neighbors of so many rows that `max_run` keeps apart."""
+        """Neighbors of that many entries that `max_run` keeps apart."""
         return 0 if self.max_run is None else (rows - 1) // self.max_run
 

@@ -1,1 +1,1 @@
-"""Methods that keep every row in fewer bits."""
+"""Methods that keep every entry in fewer bits."""

@@ -28,9 +28,9 @@ def go_around(inner: type[Method], card: Card) -> type[Method]:
     name = f"{inner.card.name}+{card.name}"
     if not issubclass(inner, (ScoredMethod, HeadMethod)) or issubclass(inner, (HeadAllocation, PackedMethod)):
         raise UserError(f"{name} makes no sense: {_reason(inner)}")
-    limit = "A budget counts rows, before they are packed: the bytes held are fewer, as measured."
+    limit = "A budget counts entries, before they are packed: the bytes held are fewer, as measured."
     if issubclass(inner, HeadMethod):
-        limit += " Rows of streaming heads are overwritten in place and stay exact."
+        limit += " Entries of streaming heads are overwritten in place and stay exact."
     joined = inner.card.model_copy(update={
         "name": name, "family": card.family, "limits": (*inner.card.limits, *card.limits, limit),
         "deviations": (*inner.card.deviations, *card.deviations),
@@ -44,14 +44,14 @@ def _reason(inner: type[Method]) -> str:
     """Why kivi cannot go around a method."""
     name = inner.card.name
     if issubclass(inner, PackedMethod) or inner.card.budget is BudgetKind.BITS:
-        return f"{name} has rounded the rows already."
+        return f"{name} has rounded the entries already."
     if issubclass(inner, HeadAllocation):
-        return "heads that keep unequal numbers of rows have no whole blocks of keys in common. Leave +adakv out."
+        return "heads that keep unequal numbers of entries have no whole blocks of keys in common. Leave +adakv out."
     if inner.card.budget is BudgetKind.NONE:
-        return f"{name} keeps every row, and so does kivi alone."
+        return f"{name} keeps every entry, and so does kivi alone."
     return (
         f"kivi packs blocks of rows for good, and {name} drops, overwrites, merges or selects single rows. Use one "
-        "that scores rows once (snapkv+kivi) or trims heads (razor-attention+kivi)."
+        "that scores entries once (snapkv+kivi) or trims heads (razor-attention+kivi)."
     )
 
 
@@ -59,8 +59,8 @@ class Around(PackedMethod):
     """Packs what another method keeps, and leaves its budget alone: so many rows, whatever they take once packed."""
 
     inner: ClassVar[type[Method]]
-    needed: ClassVar[str] = "keeps {} rows"
-    """What a KV head must do to have rows packed, by the size of a block."""
+    needed: ClassVar[str] = "keeps {} entries"
+    """What a KV head must do to have entries packed, by the size of a block."""
 
     def plain(self) -> Any:
         """The other method by itself, with what `bind` and `fit` have found so far."""
@@ -87,7 +87,7 @@ class Around(PackedMethod):
             ) from None
 
     def _packs(self, rows: int, shape: Shape) -> bool:
-        """Whether something is packed at a budget of so many rows, or nothing need be."""
+        """Whether something is packed at a budget of that many entries, or nothing need be."""
         try:
             self._fit(Budget("rows", rows), shape)
         except UserError:
@@ -102,7 +102,7 @@ class Around(PackedMethod):
         return fitted
 
     def packed_rows(self, shape: Shape) -> list[int]:
-        """Rows of the KV heads that are packed, by layer that has some; the last of them stay exact."""
+        """Entries of the KV heads that are packed, by layer that has some; the last of them stay exact."""
         budgets = [(shape.rows(x), self.entries_in(i, x.window)) for i, x in enumerate(shape.layers)]
         return [held if rows is None else min(held, rows) for held, rows in budgets]
 
@@ -122,27 +122,27 @@ class Around(PackedMethod):
 class AroundHeads(Around):
     """Around a method of which some heads keep every row: these rows are packed, and those of the others are not."""
 
-    needed: ClassVar[str] = "keeps a whole context of {} rows or more"
+    needed: ClassVar[str] = "keeps a whole context of {} entries or more"
 
     def packed_rows(self, shape: Shape) -> list[int]:
-        """Rows of heads that keep every row."""
+        """Entries of heads that keep every entry."""
         return [shape.rows(shape.layers[index]) for index in self.plain().whole_heads(shape)]
 
     def layer(self, index: int) -> LayerKV:
-        """The other method's two stores, or one where every head keeps every row."""
+        """The other method's two stores, or one where every head keeps every entry."""
         store = self.plain().layer(index)
         if not isinstance(store, HeadGroupsKV):
             return super().layer(index)
         return PackedGroupsKV(retrieval=store.retrieval, packing=self.packing())
 
     def packed_stores(self, kv: LayerKV) -> list[PackedKV]:
-        """The store of heads that keep every row."""
+        """The store of heads that keep every entry."""
         if not isinstance(kv, PackedGroupsKV):
             return super().packed_stores(kv)
         return [store for _, store in kv.groups if isinstance(store, PackedKV)]
 
     def declared_bytes(self, shape: Shape) -> int:
-        """The other method's bytes, with packed rows in place of the exact ones of heads that keep every row."""
+        """The other method's bytes, with packed entries in place of the exact ones of heads that keep every entry."""
         plain = self.plain()
         total: int = plain.declared_bytes(shape)
         for index, heads in plain.whole_heads(shape).items():
@@ -154,7 +154,7 @@ class AroundHeads(Around):
 
 @dataclass
 class PackedGroupsKV(HeadGroupsKV):
-    """Heads that keep every row pack them; heads that stream overwrite theirs in place, exactly."""
+    """Heads that keep every entry pack them; heads that stream overwrite theirs in place, exactly."""
 
     packing: Packing | None = None
 

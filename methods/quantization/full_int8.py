@@ -1,4 +1,4 @@
-"""The dense cache in 8 bits: the baseline to beat."""
+"""The full cache in 8 bits: the baseline to beat."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvbench.store.int8 import Int8KV
 
 @dataclass(frozen=True)
 class FullInt8(Method):
-    """Keeps every row as 8-bit codes with one fp16 scale per token and KV head, for keys and values alike."""
+    """Keeps every entry as 8-bit codes with one fp16 scale per token and KV head, for keys and values alike."""
 
     card: ClassVar[Card] = Card(
         name="full-int8",
         title="Full KV cache in 8 bits",
-        idea="Every row stays, as symmetric 8-bit codes with one scale per token and head. "
+        idea="Every entry stays, as symmetric 8-bit codes with one scale per token and head. "
         "Scales fold into logits and weights, so no exact copy of the cache exists after the context.",
         arxiv=None,
         year=None,
@@ -33,13 +33,13 @@ class FullInt8(Method):
         ),
     )
 
-    recompressible: ClassVar[str | None] = "every row becomes codes once, later ones as they come."
+    recompressible: ClassVar[str | None] = "every entry becomes codes once, later ones as they come."
 
     def layer(self, index: int) -> LayerKV:
-        """Rows that turn into codes at the end of the context; later rows are coded as they come."""
+        """Entries that turn into codes at the end of the context; later entries are coded as they come."""
         return Int8KV()
 
     def evict(self, kv: LayerKV, step: Step) -> None:
-        """The end of the context: exact rows become codes."""
+        """The end of the context: exact entries become codes."""
         if isinstance(kv, Int8KV) and step.moment.compresses and not kv.quantized:
             kv.quantize()

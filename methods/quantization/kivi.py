@@ -21,7 +21,7 @@ class Kivi(PackedMethod):
         name="kivi",
         title="KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache",
         idea="Keys have a few channels of large values, values have none. So keys share scales per channel over groups "
-        "of tokens, values per token over groups of channels, and the last rows stay exact.",
+        "of tokens, values per token over groups of channels, and the last entries stay exact.",
         arxiv="2402.02750",
         year=2024,
         family="quantization",
@@ -33,20 +33,20 @@ class Kivi(PackedMethod):
             ("Minima are rounded down and scales up to float16, so that codes cover their range and every element is "
             "within half a scale; the authors' code rounds both to nearest."),
             "Codes are packed along the channels, for keys too; the authors' code packs keys along the tokens.",
-            ("A later turn attends to its own rows exactly and packs them at its end, so that chunks do not matter. "
+            ("A later turn attends to its own entries exactly and packs them at its end, so that chunks do not matter. "
             "SCBench's port never packs them: scbench_compat."),
             "A group of one value has scale 0 and comes back exactly; the authors' code divides by zero.",
             ("Left out, group is the paper's 32, or the whole of a value that is narrower; its models have no "
             "such."),
         ),
         limits=(
-            "The last 32 values and up to 31 keys stay exact: short contexts come to more than 18.8 %.",
-            "In plain PyTorch on a CPU unpacking costs more than reading exact rows: a step is slower than full's.",
+            "The last 32 values and up to 31 keys stay exact: short contexts amount to more than 18.8 %.",
+            "In plain PyTorch on a CPU unpacking costs more than reading exact entries: a step is slower than full's.",
         ),
     )
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
-        """What the settings come to is the only budget."""
+        """What the settings amount to is the only budget."""
         self.check_groups(shape)
         if budget is None:
             return self
@@ -61,7 +61,7 @@ class Kivi(PackedMethod):
         )
 
     def ratio(self, shape: Shape) -> float:
-        """Declared bytes as a share of the dense ones."""
+        """Declared bytes as a share of those of the full cache."""
         return self.declared_bytes(shape) / shape.full_bytes
 
     def _reaches(self, share: float, shape: Shape) -> bool:

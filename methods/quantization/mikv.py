@@ -21,24 +21,24 @@ BALANCER_RANGE = (1e-5, 1e5)
 
 @dataclass(frozen=True)
 class MiKV(TwoPrecisions):
-    """Keeps, per KV head, H2O's rows in a high tier and all others in a low one, under one softmax."""
+    """Keeps, per KV head, H2O's entries in a high tier and all others in a low one, under one softmax."""
 
     important: Share = 0.2
-    """Share of rows in the high tier, where no budget is asked for."""
+    """Share of entries in the high tier, where no budget is asked for."""
     high_bits: Literal[16, 8, 4, 2] = 16
     """16: as the model has them; 8, 4 or 2: codes."""
     low_bits: Literal[2, 3, 4] = 2
     group: Positive | None = None
     """Channels that share a scale and a minimum; None: half of the head."""
     recent: Share = 0.5
-    """Share of the high tier for the most recent rows; the others received most attention."""
+    """Share of the high tier for the most recent entries; the others received most attention."""
     balance: bool = True
     """Move outliers of key channels into the queries before keys become codes."""
 
     card: ClassVar[Card] = Card(
         name="mikv",
         title="No Token Left Behind: Reliable KV Cache Compression via Importance-Aware Mixed Precision Quantization",
-        idea="Rows that an eviction policy would drop hold what later turns need, and a few bits are enough for it. "
+        idea="Entries that an eviction policy would drop hold what later turns need, and a few bits are enough for it. "
         "Important rows stay exact, the others become codes, whose key outliers a channel balancer moves into queries.",
         arxiv="2402.18096",
         year=2024,
@@ -50,24 +50,24 @@ class MiKV(TwoPrecisions):
         deviations=(
             ("Attention is summed over the query heads of a KV head, and the balancer takes the largest of them; the "
             "paper has no grouped queries."),
-            "A later turn attends to its own rows in the high tier and demotes in bulk at its end.",
-            "In a sliding layer, rows that have left the window are demoted first.",
+            "A later turn attends to its own entries in the high tier and demotes in bulk at its end.",
+            "In a sliding layer, entries that have left the window are demoted first.",
             "Scales are rounded up and minima down to float16, so that codes cover their range.",
             "Importance counts attention before the low tier's rounding error, in the prompt, and after it, later.",
         ),
         unverified=(
             ("The authors published no code; group follows their tables. The clamp of the balancer to 1e-5 .. 1e5 is "
             "ours, and so is 1 for a channel that no key of the prompt uses, whose range nobody knows yet."),
-            "A high tier of 8, 4 or 2 bits holds balanced keys too, and new rows enter it as codes.",
+            "A high tier of 8, 4 or 2 bits holds balanced keys too, and new entries enter it as codes.",
         ),
         limits=(
-            "The low tier and its parameters are a floor: at 2 bits and groups of 64, 15.6 % of 16-bit rows.",
+            "The low tier and its parameters are a lower bound: at 2 bits and groups of 64, 15.6 % of 16-bit entries.",
             "Scores favor early tokens, as H2O's do, and say little in small models.",
-            "In plain PyTorch on a CPU unpacking costs more than reading exact rows: a step is slower than full's.",
+            "In plain PyTorch on a CPU unpacking costs more than reading exact entries: a step is slower than full's.",
         ),
     )
 
-    graphable: ClassVar[str | None] = "a row is demoted in every step, and the store counts its rows on the host."
+    graphable: ClassVar[str | None] = "an entry is demoted in every step, and the store counts its entries on the host."
 
     def __post_init__(self) -> None:
         """Refuse settings without a meaning."""
@@ -78,14 +78,14 @@ class MiKV(TwoPrecisions):
                 "are not held in fewer bits than the others."
             )
 
-    # What it comes to
+    # What it amounts to
 
     def high_entries(self, rows: int) -> int:
         """The nearest whole number."""
         return round(self.high_share * rows)
 
     def identity(self, shape: Shape) -> bool:
-        """Every row exact."""
+        """Every entry exact."""
         return self.high_share == 1 and self.high_bits == EXACT
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
@@ -107,7 +107,7 @@ class MiKV(TwoPrecisions):
     # What it does
 
     def layer(self, index: int) -> TieredKV:
-        """Exact rows with their attention; two tiers after the context."""
+        """Exact entries with their attention; two tiers after the context."""
         high = None if self.high_bits == EXACT else Coding(self.high_bits, self.group)
         return TieredKV(high=high, low=Coding(self.low_bits, self.group), share=self.high_share)
 

@@ -26,10 +26,10 @@ class PackedMethod(Method):
     residual: Positive = 32
     """Keys are packed in blocks of so many tokens, and so many last values stay exact."""
     scbench_compat: bool = False
-    """Pack the context only, as SCBench's port does: later rows stay exact."""
+    """Pack the context only, as SCBench's port does: later entries stay exact."""
 
-    recompressible: ClassVar[str | None] = "rows become codes once, later ones when their turn ends."
-    graphable: ClassVar[str | None] = "rows are packed in blocks, and the store counts them on the host."
+    recompressible: ClassVar[str | None] = "entries become codes once, later ones when their turn ends."
+    graphable: ClassVar[str | None] = "entries are packed in blocks, and the store counts them on the host."
 
     def __post_init__(self) -> None:
         """Refuse settings without a meaning."""
@@ -63,7 +63,7 @@ class PackedMethod(Method):
                 )
 
     def identity(self, shape: Shape) -> bool:
-        """Only where the context is too short for a packed row."""
+        """Only where the context is too short for a packed entry."""
         return max(shape.rows(x) for x in shape.layers) < self.residual
 
     def layer(self, index: int) -> LayerKV:
@@ -80,7 +80,7 @@ class PackedMethod(Method):
         return [kv]
 
     def evict(self, kv: LayerKV, step: Step) -> None:
-        """What the other method left becomes codes at the end of the context; later rows when their turn ends."""
+        """What the other method left becomes codes at the end of the context; later entries when their turn ends."""
         super().evict(kv, step)
         if not step.moment.is_last:
             return

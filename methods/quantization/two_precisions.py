@@ -1,4 +1,4 @@
-"""What methods with two precisions share: which share of the rows gets the higher one, solved from a budget."""
+"""What methods with two precisions share: which share of the entries gets the higher one, solved from a budget."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from kvbench.method import Method, resolved
 
 @dataclass(frozen=True)
 class TwoPrecisions(Method):
-    """Holds every row, important ones in more bits; a budget of bytes is met by the number of important rows."""
+    """Holds every entry, important ones in more bits; a budget of bytes is met by the number of important entries."""
 
     important: Share = 0.5
-    """Share of rows in the higher precision, where no budget is asked for; a method's own is its paper's."""
+    """Share of entries in the higher precision, where no budget is asked for; a method's own is its paper's."""
 
-    recompressible: ClassVar[str | None] = "every row is held, and which ones are important is settled as they come."
+    recompressible: ClassVar[str | None] = "every entry is held, and which ones are important is settled as they come."
 
     share: float | None = resolved()
-    """Share of rows in the higher precision that a budget comes to; None: the setting's."""
+    """Share of entries in the higher precision that a budget amounts to; None: the setting's."""
 
     @abstractmethod
     def high_entries(self, rows: int) -> int:
-        """How many of the rows of a KV head are in the higher precision."""
+        """How many of the entries of a KV head are in the higher precision."""
 
     @property
     def high_share(self) -> float:
-        """Share of rows in the higher precision."""
+        """Share of entries in the higher precision."""
         return self.important if self.share is None else self.share
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
@@ -50,14 +50,14 @@ class TwoPrecisions(Method):
             return own
         if self.important != type(self)().important:
             raise UserError(
-                f"{name}: the share of important rows is set to {self.important}, which comes to {reached:.1%} of "
-                f"the dense bytes, and a budget of {budget} asks for another. Leave one of the two out."
+                f"{name}: the share of important entries is set to {self.important}, which amounts to {reached:.1%} of "
+                f"the full cache's bytes, and a budget of {budget} asks for another. Leave one of the two out."
             )
         if not least - BUDGET_TOLERANCE <= asked <= most + BUDGET_TOLERANCE:
             raise UserError(
-                f"{name} cannot reach a budget of {budget}: with its settings it holds from {least:.1%} (no important "
-                f"row) to {most:.1%} (only important rows) of the dense bytes. Ask for a budget in between, or change "
-                "the bits with --set."
+                f"{name} cannot reach a budget of {budget}: with its settings it stores from {least:.1%} (no important "
+                f"entry) to {most:.1%} (only important entries) of the full cache's bytes. Ask for a budget in "
+                "between, or change the bits with --set."
             )
         important = solve(
             lambda x: replace(own, share=x / shape.length).declared_bytes(shape), asked * shape.full_bytes,

@@ -25,7 +25,7 @@ class ZipCache(TwoPrecisions):
     """Codes every row, salient ones in more bits: keys with a scale per channel, values per token of equal channels."""
 
     important: Share = 0.6
-    """Share of rows in the higher precision, where no budget is asked for."""
+    """Share of entries in the higher precision, where no budget is asked for."""
     high_bits: Literal[2, 3, 4, 8] = 4
     low_bits: Literal[2, 3, 4, 8] = 2
     recent_probes: Share = 0.05
@@ -63,7 +63,7 @@ class ZipCache(TwoPrecisions):
         limits=(
             "One outlying token sets a channel's range for all keys of its precision: long contexts lose accuracy.",
             "A conversation of many blocks reads each by itself: steps get slower by a little with every block.",
-            "In plain PyTorch on a CPU unpacking costs more than reading exact rows: a step is slower than full's.",
+            "In plain PyTorch on a CPU unpacking costs more than reading exact entries: a step is slower than full's.",
         ),
     )
 
@@ -75,11 +75,11 @@ class ZipCache(TwoPrecisions):
         if self.low_bits > self.high_bits:
             raise UserError(f"zipcache: low_bits of {self.low_bits} is above high_bits of {self.high_bits}.")
 
-    # What it comes to
+    # What it amounts to
 
     def high_entries(self, rows: int) -> int:
-        """All but the whole number of unimportant rows."""
-        return rows - math.floor((1 - self.high_share) * rows + 1e-9)  # 0.4 of 5 rows is 2, whatever 1 - 0.6 is
+        """All but the whole number of unimportant entries."""
+        return rows - math.floor((1 - self.high_share) * rows + 1e-9)  # 0.4 of 5 entries is 2, whatever 1 - 0.6 is
 
     def layer_bytes(self, index: int, shape: Shape, entries: int) -> int:
         """One segment in two precisions."""
@@ -121,7 +121,7 @@ class ZipCache(TwoPrecisions):
             ))
             return kv.attend(step)
         output, lse = kv.attend_with_lse(step)
-        first = kv.n - count  # of the tail's rows, the queries' own
+        first = kv.n - count  # of the tail's entries, the queries' own
         for low in range(first // self.gap * self.gap, kv.n, self.gap):
             block = slice(low, min(low + self.gap, kv.n))
             probes = self._list_probes(step.layer, self.gap, len(kv.segments) + low // self.gap)
@@ -145,14 +145,14 @@ class ZipCache(TwoPrecisions):
                 self._encode(kv, step, self.gap, self.probes(step.layer, self.gap, len(kv.segments)))
 
     def _encode(self, kv: SegmentedKV, step: Step, count: int, probes: Tensor) -> None:
-        """Code the first rows of the tail by their saliency. probes: [P], ascending, as rows of the tail."""
+        """Code the first entries of the tail by their saliency. probes: [P], ascending, as entries of the tail."""
         row = torch.arange(count)
         if self.normalizer == "length":
             seen_by = count - row
         else:
-            last = row + (step.window or step.seen)  # the first row too far away to see it
+            last = row + (step.window or step.seen)  # the first entry too far away to see it
             seen_by = torch.searchsorted(probes, last) - torch.searchsorted(probes, row)
-        saliency = kv.scores[:, :, :count] / seen_by.clamp_min(1).to(kv.scores.device)  # no probe may see a row
+        saliency = kv.scores[:, :, :count] / seen_by.clamp_min(1).to(kv.scores.device)  # no probe may see an entry
         important = top_entries(saliency, self.high_entries(count))
         kv.encode(count, important, self.high_bits, self.low_bits, self.gap)
 

@@ -1,1 +1,1 @@
-"""Methods that hold every row and read some of them in a step."""
+"""Methods that hold every entry and read some of them in a step."""

@@ -19,17 +19,17 @@ LEAST_PAGES = 3
 
 @dataclass(frozen=True)
 class Quest(Method):
-    """Holds every row; every query head of every token reads its own top pages, its own page always among them."""
+    """Holds every entry; every query head of every token reads its own top pages, its own page always among them."""
 
     page: Positive = 16
-    """Rows per page."""
+    """Entries per page."""
     skip_layers: Natural | None = None
     """First layers that read everything: 2 in the paper, none: 2 of models with 32 layers or more, fewer of smaller."""
 
     dense_layers: int | None = resolved()
     """First layers that read everything, as resolved."""
 
-    recompressible: ClassVar[str | None] = "every row is held, and each token selects anew what it reads."
+    recompressible: ClassVar[str | None] = "every entry is held, and each token selects anew what it reads."
     card: ClassVar[Card] = Card(
         name="quest",
         title="Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference",
@@ -52,7 +52,7 @@ class Quest(Method):
             "dense, and two at most."),
         ),
         limits=(
-            "Saves reads, not memory: every row is held, and the bounds beside them.",
+            "Saves reads, not memory: every entry is held, and the bounds next to them.",
             "The prompt itself is run with full attention.",
             ("A page that two heads of a group select is read for both; `pages_distinct` of the effect counts it "
             "once."),
@@ -75,7 +75,7 @@ class Quest(Method):
         return replace(super().fit(budget, shape), dense_layers=skip)
 
     def layer(self, index: int) -> LayerKV:
-        """Pages with bounds, but plain rows in the first layers."""
+        """Pages with bounds, but plain entries in the first layers."""
         return LayerKV() if index < (self.dense_layers or 0) else PagedKV(page=self.page)
 
     def evict(self, kv: LayerKV, step: Step) -> None:

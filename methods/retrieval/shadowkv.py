@@ -28,13 +28,13 @@ class ShadowKV(Method):
     """Selects, per KV head and token, the chunks whose mean key some head of the group attends to most."""
 
     chunk: Positive = 8
-    """Rows per chunk."""
+    """Entries per chunk."""
     rank: Positive | None = None
     """Of the keys before rotation, all heads together; none: the paper's 160, less where keys are narrower than 256."""
     local_chunks: Natural = 4
-    """Last chunks of the context that stay dense, and what is left after them."""
+    """Last chunks of the context that stay exact, and what is left after them."""
     outlier_chunks: Natural | None = None
-    """Chunks per KV head that stay dense because their mean says least; none: the paper's 48 for 2,048 rows, in
+    """Chunks per KV head that stay exact because their mean says least; none: the paper's 48 for 2,048 entries, in
     proportion to the budget."""
 
     key_rank: int | None = resolved()
@@ -59,8 +59,8 @@ class ShadowKV(Method):
             ("A question's tokens select one by one, as if they were decoded, so that nothing depends on how a "
             "question is cut; the authors' code adds the scores of all its tokens up to one selection."),
             ("The factors come from the eigenvectors of the keys' Gram matrix: the same subspace as the decomposition "
-            "of the keys themselves, with the scale in the factors of the rows."),
-            "Outlier chunks are not on the host as well: they stay dense and are never selected.",
+            "of the keys themselves, with the scale in the factors of the entries."),
+            "Outlier chunks are not on the host as well: they stay exact and are never selected.",
             "Scores are scaled as the model's attention is; the authors' code divides by the root of 128 always.",
         ),
         unverified=(
@@ -71,17 +71,17 @@ class ShadowKV(Method):
         ),
         limits=(
             ("The budget counts the rows selected per token. Outlier chunks, the context's last rows and all later "
-            "rows are read beside them."),
+            "entries are read next to them."),
             ("A context whose chunks could all be selected is held dense: these are declared settings of no loss, and "
             "the effect counts them (`n_identity`, `layers_dense`)."),
-            "Sliding-window layers stay dense. Generated rows and later questions are not compressed.",
+            "Sliding-window layers stay exact. Generated entries and later questions are not compressed.",
             "Needs rotary embeddings that kvbench understands.",
             ("On a CPU the host is simulated, and a step is slower than a dense one: turning thousands of rebuilt keys "
             "to their positions costs more there than reading them would. Chunks that are selected again are free."),
         ),
     )
 
-    recompressible: ClassVar[str | None] = "the keys of a context are factored once: later rows stay dense."
+    recompressible: ClassVar[str | None] = "the keys of a context are factored once: later entries stay exact."
     graphable: ClassVar[str | None] = "the host must know which values to send, so a step waits for what it selected."
 
     def minimum_entries(self) -> int:
@@ -128,11 +128,11 @@ class ShadowKV(Method):
         return Factoring(self.chunk, chunks, self.outliers, slots, self.key_rank)
 
     def identity(self, shape: Shape) -> bool:
-        """Everything stays dense at the full budget, and where the budget reaches every chunk."""
+        """Everything stays exact at the full budget, and where the budget reaches every chunk."""
         return self.factoring(shape.length) is None
 
     def layer(self, index: int) -> LayerKV:
-        """Dense rows that are factored at the end of the context."""
+        """Exact entries that are factored at the end of the context."""
         return LowRankKV()
 
     def evict(self, kv: LayerKV, step: Step) -> None:
@@ -141,14 +141,14 @@ class ShadowKV(Method):
             return
         if kv.selective:
             raise UserError(
-                "shadowkv factors the keys of a context once: later rows stay dense. Leave --recompress out."
+                "shadowkv factors the keys of a context once: later entries stay exact. Leave --recompress out."
             )
         if (plan := self.factoring(kv.n)) is not None:
             inside = kv.keys[:, :, : plan.chunks * plan.size]
             kv.factorize(step.rope, *find_outliers(inside, plan.size, plan.outliers), plan)
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:
-        """Attention over dense rows and the chunks that each token selects."""
+        """Attention over exact entries and the chunks that each token selects."""
         if not isinstance(kv, LowRankKV) or not kv.selective:
             return kv.attend(step)
         assert self.rows is not None

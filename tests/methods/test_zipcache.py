@@ -267,7 +267,7 @@ def test_a_budget_is_met_by_important_rows():
     assert method.declared_bytes(SHAPE) <= 0.18 * SHAPE.full_bytes
     assert replace(method, share=method.share + 0.001).declared_bytes(SHAPE) > 0.18 * SHAPE.full_bytes
     assert ZipCache().fit(Budget.parse("20.3%"), SHAPE).share is None
-    with pytest.raises(UserError, match=r"budget of 50%: .* from 12.7% \(no important row\) to 25.2%"):
+    with pytest.raises(UserError, match=r"budget of 50%: .* from 12.7% \(no important entry\) to 25.2%"):
         ZipCache().fit(Budget.parse("50%"), SHAPE)
 
 

@@ -164,7 +164,7 @@ BAD = [
     (f'{LAST_GRID}set.kind = ["bug", "x"]\n', "", "cell '{LAST} set.kind=x' ([[grid]] 1): "),
     (f'{LAST_GRID}mode = "multi"\n', "", "unknown mode 'multi'"),
     (f'{LAST_GRID}budget = ["10%", "0%"]\n', "", "budget '0%' must be above 0"),
-    (f"{LAST_GRID}budget = 0.5\n", "", "budget '0.5' is not a whole number of rows"),
+    (f"{LAST_GRID}budget = 0.5\n", "", "budget '0.5' is not a whole number of tokens"),
     ('[[grid]]\nmethod = ["snapkv", "full"]\nbudget = "10%"\n', "", "cell 'full' ([[grid]] 1): full takes no budget"),
     (f'{LAST_GRID}budget = "paper"\n', "", "has no paper budget"),
     (f"{LAST_GRID}turns = 2\n", "", "turns 2 has no meaning in mode single"),
