@@ -54,7 +54,7 @@ def test_without_a_gpu_no_speed_is_measured(monkeypatch):
     """Seconds of a CPU are nobody's claim."""
     monkeypatch.setattr(needs, "has_gpu", lambda: False)
     (plan,) = look_around([one("quest:latency/llama-2-7b/quest-1024/32k")])
-    assert plan.missing == (Missing("GPU", "a speed is measured on a GPU, and none is here"),)
+    assert plan.missing == (Missing("GPU", "a speed is measured on a GPU, and this machine has none"),)
     assert judge_speed(plan, None).verdict == "not run"
 
 

@@ -166,7 +166,7 @@ def test_a_verdict_can_be_sent_on():
 
 @pytest.mark.parametrize(("ci95", "said"), [
     ((-4.0, -1.0), "moves as printed"), ((1.0, 4.0), "moves against the printed"),
-    ((-1.0, 1.0), "no difference to be told"),
+    ((-1.0, 1.0), "no significant difference"),
 ])
 def test_a_shape_says_which_way_the_score_moves(ci95, said):
     """The paper's fell by 2; ours fell, rose, or cannot be told from the dense cache's."""
