@@ -25,6 +25,9 @@ runs of the table. Bytes are measured. Failed runs have no rank and no score.</p
 <p class="note">Charts: the solid line is the Pareto frontier, the dashed line the full cache, and the dotted line the
 method `random` (if it was run). Click a family in a legend to show only that family.</p>
 """
+VISIBILITIES = {
+    "visible": "question visible", "hidden": "question hidden", "first-turn": "first question visible",
+}
 HEAD = (
     TableCell("rank"), TableCell("method", kind="text"), TableCell("family", kind="pick text"), TableCell("score"),
     TableCell("95 %"), TableCell("vs. full"), TableCell("95 %"), TableCell("p"), TableCell("budget", kind="pick"),
@@ -68,7 +71,7 @@ def name_group(result: Result) -> str:
     """One line that distinguishes the group of a run from others."""
     turns = result.spec.turns
     return ", ".join([
-        result.task.name, f"{result.task.length:,} tokens", str(result.mode), f"question {result.visibility}",
+        result.task.name, f"{result.task.length:,} tokens", str(result.mode), VISIBILITIES[result.visibility],
         *([f"{turns} turns, {result.history} history"] if turns > 1 else []), result.model.id, result.spec.device,
     ])
 
@@ -90,7 +93,7 @@ def list_protocol(result: Result) -> list[tuple[str, str]]:
         ("scorer", f"{task.scorer} ({result.score.metric}, {better} is better)"),
         ("samples", f"{spec.samples} contexts x {spec.turns} questions, split {spec.split}, seed {spec.seed}"),
         ("mode", ", ".join([
-            str(result.mode), f"question {result.visibility}", f"{result.history} history",
+            str(result.mode), VISIBILITIES[result.visibility], f"{result.history} history",
             *(["recompressed each turn"] if spec.recompress else []),
         ])),
         ("model", (

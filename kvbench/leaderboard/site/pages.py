@@ -22,15 +22,12 @@ from kvbench.leaderboard.site.columns import TableColumn, choose_columns
 from kvbench.leaderboard.site.tables import Axis, Group, RankedRun, name_machine
 from kvbench.leaderboard.submission.records import LEVELS
 from kvbench.registry import list_models
-from kvbench.report.sections import list_protocol
+from kvbench.report.sections import VISIBILITIES, list_protocol
 from kvbench.runs.results import Result
 
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_VALUE_CHARS = 2000
 """Characters of one value that a page shows."""
-SEES = {
-    "visible": "question visible", "hidden": "question hidden", "first-turn": "first question visible",
-}
 AXES = {
     Axis.STORED: "By stored bytes", Axis.READ: "By bytes read per decode step",
     Axis.COMPUTED: "By positions computed per denoising step",
@@ -100,7 +97,7 @@ def escape_invisible(text: str) -> str:
 
 def name_group(result: Result) -> str:
     """Heading of a protocol: task, length, mode, visibility, and generation settings that were chosen."""
-    asked = f"{result.task.name}, {result.task.length:,} tokens, {result.mode}, {SEES[result.visibility]}"
+    asked = f"{result.task.name}, {result.task.length:,} tokens, {result.mode}, {VISIBILITIES[result.visibility]}"
     generation = result.spec.generation
     chosen = {"max_new_tokens": generation.max_new_tokens} if generation.max_new_tokens is not None else {}
     if generation.denoising is not None:
