@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvbench import __version__
-from kvbench.check import Claim
+from kvbench.check import Outcome
 from kvbench.runs.files import read_lines
 from kvbench.runs.spec import Mode, RunSpec
 
@@ -164,13 +164,13 @@ def test_show_prints_a_model(kvbench, model_folder):
 
 def test_check_fails_with_a_failed_invariant(kvbench, monkeypatch):
     """Exit code 1, and the name of the invariant."""
-    claims = [Claim("a claim", True, "fine", 0.1), Claim("another", False, "not so", 0.2)]
-    monkeypatch.setattr("kvbench.check.check", lambda method, settings: claims)
+    outcomes = [Outcome("an invariant", True, "fine", 0.1), Outcome("another", False, "not so", 0.2)]
+    monkeypatch.setattr("kvbench.check.check", lambda method, settings: outcomes)
     answer = kvbench("check", LAST, "--json")
     assert answer.code == 1
     assert [x["passed"] for x in answer.json] == [True, False]
     assert "FAILED" in answer.out
-    claims.pop()
+    outcomes.pop()
     assert kvbench("check", LAST).code == 0
 
 
