@@ -1,1 +1,1 @@
-"""Methods that keep every entry in fewer bits."""
+"""Methods that store every entry in fewer bits."""

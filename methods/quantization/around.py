@@ -1,4 +1,4 @@
-"""Packing around a method that evicts or trims heads: what it keeps becomes codes."""
+"""KIVI around another method: the entries that an eviction or head method keeps are quantized."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from kvbench.store.packed import PackedKV, Packing
 
 
 def go_around(inner: type[Method], card: Card) -> type[Method]:
-    """The method `inner+kivi`. card: kivi's own.
+    """Create the method `inner+kivi`. card: the card of kivi alone.
 
     Raises:
-        UserError: what the other method keeps cannot be packed.
+        UserError: the entries that the other method keeps cannot be packed.
     """
     name = f"{inner.card.name}+{card.name}"
     if not issubclass(inner, (ScoredMethod, HeadMethod)) or issubclass(inner, (HeadAllocation, PackedMethod)):
         raise UserError(f"{name} makes no sense: {_reason(inner)}")
-    limit = "A budget counts entries, before they are packed: the bytes held are fewer, as measured."
+    limit = "A budget counts entries before they are packed: fewer bytes are stored, as measured."
     if issubclass(inner, HeadMethod):
         limit += " Entries of streaming heads are overwritten in place and stay exact."
     joined = inner.card.model_copy(update={
@@ -44,33 +44,33 @@ def _reason(inner: type[Method]) -> str:
     """Why kivi cannot go around a method."""
     name = inner.card.name
     if issubclass(inner, PackedMethod) or inner.card.budget is BudgetKind.BITS:
-        return f"{name} has rounded the entries already."
+        return f"{name} quantizes the entries itself."
     if issubclass(inner, HeadAllocation):
-        return "heads that keep unequal numbers of entries have no whole blocks of keys in common. Leave +adakv out."
+        return "kivi packs the same blocks in all heads, and these keep unequal numbers of entries. Leave +adakv out."
     if inner.card.budget is BudgetKind.NONE:
-        return f"{name} keeps every entry, and so does kivi alone."
+        return f"{name} keeps every entry, as kivi alone does."
     return (
-        f"kivi packs blocks of rows for good, and {name} drops, overwrites, merges or selects single rows. Use one "
-        "that scores entries once (snapkv+kivi) or trims heads (razor-attention+kivi)."
+        f"a packed block of entries cannot change, and {name} drops, overwrites, merges or selects single entries. "
+        "Use a method that scores entries once (snapkv+kivi) or trims heads (razor-attention+kivi)."
     )
 
 
 class Around(PackedMethod):
-    """Packs what another method keeps, and leaves its budget alone: so many rows, whatever they take once packed."""
+    """Packs the entries that another method keeps; the budget still counts entries, not their packed bytes."""
 
     inner: ClassVar[type[Method]]
     needed: ClassVar[str] = "keeps {} entries"
-    """What a KV head must do to have entries packed, by the size of a block."""
+    """The condition for a KV head to have entries packed, with the size of a block to fill in."""
 
     def plain(self) -> Any:
-        """The other method by itself, with what `bind` and `fit` have found so far."""
+        """The other method alone, with the fields that `bind` and `fit` have resolved so far."""
         return self.inner(**{x.name: getattr(self, x.name) for x in fields(self.inner)})
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
-        """The other method's.
+        """Fit the other method.
 
         Raises:
-            UserError: or nothing of what it keeps can be packed.
+            UserError: the other method refuses the budget, or none of the entries that it keeps can be packed.
         """
         self.check_groups(shape)
         try:
@@ -82,14 +82,14 @@ class Around(PackedMethod):
             plain = self.inner.card.name
             raise UserError(
                 f"{self.card.name}: at this budget kivi has nothing to pack in {shape.length} tokens, because no KV "
-                f"head {self.needed.format(self.residual)}: this would be {plain} alone. Use --budget {least} or more, "
-                f"or --method {plain}."
+                f"head {self.needed.format(self.residual)}. The result would be that of {plain} alone. "
+                f"Use --budget {least} or more, or --method {plain}."
             ) from None
 
-    def _packs(self, rows: int, shape: Shape) -> bool:
-        """Whether something is packed at a budget of that many entries, or nothing need be."""
+    def _packs(self, entries: int, shape: Shape) -> bool:
+        """Whether a budget of this many entries can be fitted."""
         try:
-            self._fit(Budget("rows", rows), shape)
+            self._fit(Budget("rows", entries), shape)
         except UserError:
             return False
         return True
@@ -97,39 +97,39 @@ class Around(PackedMethod):
     def _fit(self, budget: Budget | None, shape: Shape) -> Self:
         plain = self.plain().fit(budget, shape)
         fitted = replace(self, **{x.name: getattr(plain, x.name) for x in fields(self.inner)})
-        if not plain.identity(shape) and max(fitted.packed_rows(shape), default=0) < self.residual:
+        if not plain.identity(shape) and max(fitted.packed_entries(shape), default=0) < self.residual:
             raise UserError(f"{self.card.name}: nothing to pack.")
         return fitted
 
-    def packed_rows(self, shape: Shape) -> list[int]:
-        """Entries of the KV heads that are packed, by layer that has some; the last of them stay exact."""
+    def packed_entries(self, shape: Shape) -> list[int]:
+        """Entries per KV head in each layer that packs, including the last ones, which stay exact."""
         budgets = [(shape.rows(x), self.entries_in(i, x.window)) for i, x in enumerate(shape.layers)]
-        return [held if rows is None else min(held, rows) for held, rows in budgets]
+        return [full if entries is None else min(full, entries) for full, entries in budgets]
 
     def entries_in(self, layer: int, window: int | None) -> int | None:
-        """The other method's."""
+        """The budget of the other method."""
         return cast("int | None", self.plain().entries_in(layer, window))
 
     def minimum_entries(self) -> int:
-        """As many as a block that is packed."""
+        """At least one packed block."""
         return max(super().minimum_entries(), self.residual)
 
     def identity(self, shape: Shape) -> bool:
-        """Only where the other method drops nothing and nothing is packed."""
+        """Whether the other method drops nothing and nothing is packed."""
         return super().identity(shape) and self.plain().identity(shape)
 
 
 class AroundHeads(Around):
-    """Around a method of which some heads keep every row: these rows are packed, and those of the others are not."""
+    """Packs the heads that keep every entry in a head method; the other heads stay exact."""
 
     needed: ClassVar[str] = "keeps a whole context of {} entries or more"
 
-    def packed_rows(self, shape: Shape) -> list[int]:
-        """Entries of heads that keep every entry."""
+    def packed_entries(self, shape: Shape) -> list[int]:
+        """Entries per KV head in each layer with heads that keep every entry."""
         return [shape.rows(shape.layers[index]) for index in self.plain().whole_heads(shape)]
 
     def layer(self, index: int) -> LayerKV:
-        """The other method's two stores, or one where every head keeps every entry."""
+        """Two stores as in the other method, or one if every head keeps every entry."""
         store = self.plain().layer(index)
         if not isinstance(store, HeadGroupsKV):
             return super().layer(index)
@@ -142,7 +142,7 @@ class AroundHeads(Around):
         return [store for _, store in kv.groups if isinstance(store, PackedKV)]
 
     def declared_bytes(self, shape: Shape) -> int:
-        """The other method's bytes, with packed entries in place of the exact ones of heads that keep every entry."""
+        """Bytes of the other method, with heads that keep every entry counted as packed."""
         plain = self.plain()
         total: int = plain.declared_bytes(shape)
         for index, heads in plain.whole_heads(shape).items():
@@ -154,7 +154,7 @@ class AroundHeads(Around):
 
 @dataclass
 class PackedGroupsKV(HeadGroupsKV):
-    """Heads that keep every entry pack them; heads that stream overwrite theirs in place, exactly."""
+    """Heads that keep every entry pack them; streaming heads overwrite exact entries in place."""
 
     packing: Packing | None = None
 

@@ -1,4 +1,4 @@
-"""The full cache in 8 bits: the baseline to beat."""
+"""The full cache in 8 bits: a simple baseline for quantization."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class FullInt8(Method):
     card: ClassVar[Card] = Card(
         name="full-int8",
         title="Full KV cache in 8 bits",
-        idea="Every entry stays, as symmetric 8-bit codes with one scale per token and head. "
-        "Scales fold into logits and weights, so no exact copy of the cache exists after the context.",
+        idea="Every entry is stored as symmetric 8-bit codes with one scale per token and head. "
+        "The scales are applied to logits and weights, so no exact copy of the cache is left after the context.",
         arxiv=None,
         year=None,
         family="quantization",
@@ -26,20 +26,20 @@ class FullInt8(Method):
         budget=BudgetKind.BITS,
         heads="independent",
         upstream=None,
-        deviations=("The context is held exactly until its last chunk: results do not depend on the chunk size.",),
+        deviations=("The context is stored exactly until its last chunk, so results do not depend on the chunk size.",),
         limits=(
-            ("In plain PyTorch on a CPU turning codes into the model's type costs more than reading exact rows: a step "
-            "is slower than full's."),
+            ("In plain PyTorch on a CPU converting codes to the model's type costs more than reading exact entries: a "
+            "step is slower than with the full cache."),
         ),
     )
 
-    recompressible: ClassVar[str | None] = "every entry becomes codes once, later ones as they come."
+    recompressible: ClassVar[str | None] = "every entry is quantized once, and later entries as they are added."
 
     def layer(self, index: int) -> LayerKV:
-        """Entries that turn into codes at the end of the context; later entries are coded as they come."""
+        """A store that is quantized at the end of the context; later entries are quantized when added."""
         return Int8KV()
 
     def evict(self, kv: LayerKV, step: Step) -> None:
-        """The end of the context: exact entries become codes."""
+        """Quantize the entries at the end of the context."""
         if isinstance(kv, Int8KV) and step.moment.compresses and not kv.quantized:
             kv.quantize()

@@ -1,4 +1,4 @@
-"""KIVI: keys are rounded per channel, where their outliers are, and values per token."""
+"""KIVI: keys are quantized per channel, because their outliers are in few channels, and values per token."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvbench.methods.quantization.packed import PackedMethod
 
 @dataclass(frozen=True)
 class Kivi(PackedMethod):
-    """Keeps every row in 2 to 8 bits, but for the last ones: keys in groups of tokens, values in groups of channels."""
+    """Stores all but the last entries in 2 to 8 bits: keys in groups of tokens, values in groups of channels."""
 
     card: ClassVar[Card] = Card(
         name="kivi",
         title="KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache",
-        idea="Keys have a few channels of large values, values have none. So keys share scales per channel over groups "
-        "of tokens, values per token over groups of channels, and the last entries stay exact.",
+        idea="A few channels of the keys have outliers, and values have none. So keys share a scale per channel over a "
+        "group of tokens, values per token over a group of channels, and the last entries stay exact.",
         arxiv="2402.02750",
         year=2024,
         family="quantization",
@@ -30,47 +30,47 @@ class Kivi(PackedMethod):
         heads="independent",
         upstream=Upstream(repo="jy-yuan/KIVI", commit=None, license="MIT"),
         deviations=(
-            ("Minima are rounded down and scales up to float16, so that codes cover their range and every element is "
+            ("Minima are rounded down and scales up to float16, so that codes cover the range and every element is "
             "within half a scale; the authors' code rounds both to nearest."),
             "Codes are packed along the channels, for keys too; the authors' code packs keys along the tokens.",
-            ("A later turn attends to its own entries exactly and packs them at its end, so that chunks do not matter. "
-            "SCBench's port never packs them: scbench_compat."),
-            "A group of one value has scale 0 and comes back exactly; the authors' code divides by zero.",
-            ("Left out, group is the paper's 32, or the whole of a value that is narrower; its models have no "
-            "such."),
+            ("A later turn attends to its own entries exactly and packs them at its end, so that results do not depend "
+            "on chunks. SCBench's port never packs them; scbench_compat=true does the same."),
+            "A group of equal elements has scale 0 and is restored exactly; the authors' code divides by zero.",
+            ("The default of group is the paper's 32, or the whole value where it is narrower, which none of the "
+            "paper's models has."),
         ),
         limits=(
-            "The last 32 values and up to 31 keys stay exact: short contexts amount to more than 18.8 %.",
-            "In plain PyTorch on a CPU unpacking costs more than reading exact entries: a step is slower than full's.",
+            "The last 32 values and up to 31 keys stay exact, so short contexts take more than 18.8 %.",
+            "In plain PyTorch on a CPU a step is slower than with the full cache: unpacking costs more than it saves.",
         ),
     )
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
-        """What the settings amount to is the only budget."""
+        """Accept only the budget that the settings reach (`UserError`)."""
         self.check_groups(shape)
         if budget is None:
             return self
         if budget.kind == "fraction" and self._reaches(budget.value, shape):
             return self
-        alike = {x: replace(self, key_bits=x, value_bits=x) for x in BITS}  # type: ignore[arg-type]  # the literal's values
-        reached = ", ".join(f"{y.ratio(shape):.1%} ({x} bits)" for x, y in alike.items())
+        uniform = {x: replace(self, key_bits=x, value_bits=x) for x in BITS}  # type: ignore[arg-type]  # the literal's values
+        reached = ", ".join(f"{y.ratio(shape):.1%} ({x} bits)" for x, y in uniform.items())
         raise UserError(
-            f"kivi cannot reach a budget of {budget}: its settings come to {self.ratio(shape):.1%} of the dense bytes. "
-            f"With key_bits and value_bits alike it reaches {reached}. Leave --budget out, or change these settings "
-            "with --set."
+            f"kivi cannot reach a budget of {budget}: its settings store {self.ratio(shape):.1%} of the full "
+            f"cache. With equal key_bits and value_bits it reaches {reached}. Leave --budget out, or change these "
+            "settings with --set."
         )
 
     def ratio(self, shape: Shape) -> float:
-        """Declared bytes as a share of those of the full cache."""
+        """Declared bytes as a share of the full cache."""
         return self.declared_bytes(shape) / shape.full_bytes
 
     def _reaches(self, share: float, shape: Shape) -> bool:
-        """Whether a share is reached at this length, or by as many whole blocks of keys: samples differ in length."""
+        """Whether a share is reached at any length with as many whole key blocks: samples differ in length."""
         whole = max(1, shape.length - shape.length % self.residual)
         ratios = [self.ratio(replace(shape, length=x)) for x in (whole, shape.length, whole + self.residual - 1)]
         return min(ratios) - BUDGET_TOLERANCE <= share <= max(ratios) + BUDGET_TOLERANCE
 
     @classmethod
     def over(cls, inner: type[Method]) -> type[Method]:
-        """Around a method that evicts or trims heads: what it keeps is packed."""
+        """Pack the entries that an eviction or head method keeps."""
         return go_around(inner, cls.card)

@@ -1,4 +1,4 @@
-"""Rounding to packed codes as KIVI does it: what is grouped, what stays exact, and what that takes."""
+"""Quantization to packed codes as in KIVI: groups, exact last entries, and bytes."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ GROUP = 32
 
 @dataclass(frozen=True)
 class PackedMethod(Method):
-    """Packs what another method, or none, has left of the context."""
+    """Packs the entries of the context: all of them, or those that another method keeps."""
 
     key_bits: Literal[2, 3, 4, 8] = 2
     value_bits: Literal[2, 3, 4, 8] = 2
     group: Positive | None = None
-    """Tokens that share a key channel's scale, and channels that share a value's; None: 32, or the whole of a value
-    that is narrower."""
+    """Tokens that share a key channel's scale, and channels that share a value's scale; None: 32, or the whole
+    value if it is narrower."""
     residual: Positive = 32
-    """Keys are packed in blocks of so many tokens, and so many last values stay exact."""
+    """Tokens per packed block of keys; also the number of last values that stay exact."""
     scbench_compat: bool = False
-    """Pack the context only, as SCBench's port does: later entries stay exact."""
+    """Pack only the context, as SCBench's port does; later entries stay exact."""
 
-    recompressible: ClassVar[str | None] = "entries become codes once, later ones when their turn ends."
+    recompressible: ClassVar[str | None] = "entries are packed once, later ones when their turn ends."
     graphable: ClassVar[str | None] = "entries are packed in blocks, and the store counts them on the host."
 
     def __post_init__(self) -> None:
-        """Refuse settings without a meaning."""
+        """Refuse a residual that is not a multiple of the group (`UserError`)."""
         super().__post_init__()
         if self.residual % self._tokens:
             whole = max(1, self.residual // self._tokens) * self._tokens
@@ -49,7 +49,7 @@ class PackedMethod(Method):
         return min(GROUP, width) if self.group is None else self.group
 
     def packing(self) -> Packing:
-        """How the stores pack."""
+        """The settings of the stores."""
         return Packing(self.key_bits, self.value_bits, self._tokens, self.residual, later=not self.scbench_compat)
 
     def check_groups(self, shape: Shape) -> None:
@@ -63,24 +63,24 @@ class PackedMethod(Method):
                 )
 
     def identity(self, shape: Shape) -> bool:
-        """Only where the context is too short for a packed entry."""
+        """Whether the context is too short for a packed block."""
         return max(shape.rows(x) for x in shape.layers) < self.residual
 
     def layer(self, index: int) -> LayerKV:
-        """The other method's store, packed at the end of the context."""
+        """A store like the other method's, which is packed at the end of the context."""
         store = super().layer(index)
-        assert type(store) is LayerKV and not store.bounded, "`Kivi.over` lets no other store through"
+        assert type(store) is LayerKV and not store.bounded, "`Kivi.over` refuses methods with other stores"
         return PackedKV(
             queries=store.queries, column_sums=store.column_sums, track=store.track, packing=self.packing()
         )
 
     def packed_stores(self, kv: LayerKV) -> list[PackedKV]:
-        """What is packed of a layer."""
+        """The stores of a layer that are packed."""
         assert isinstance(kv, PackedKV)
         return [kv]
 
     def evict(self, kv: LayerKV, step: Step) -> None:
-        """What the other method left becomes codes at the end of the context; later entries when their turn ends."""
+        """Pack the remaining entries at the end of the context, and later entries when their turn ends."""
         super().evict(kv, step)
         if not step.moment.is_last:
             return

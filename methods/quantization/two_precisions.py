@@ -1,4 +1,4 @@
-"""What methods with two precisions share: which share of the entries gets the higher one, solved from a budget."""
+"""Base class of methods with two precisions: solves the share of entries in the higher one from a budget."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from kvbench.method import Method, resolved
 
 @dataclass(frozen=True)
 class TwoPrecisions(Method):
-    """Holds every entry, important ones in more bits; a budget of bytes is met by the number of important entries."""
+    """Stores every entry, important ones in more bits; the number of important entries meets a budget of bytes."""
 
     important: Share = 0.5
-    """Share of entries in the higher precision, where no budget is asked for; a method's own is its paper's."""
+    """Share of entries in the higher precision if there is no budget; each method's default is its paper's."""
 
-    recompressible: ClassVar[str | None] = "every entry is held, and which ones are important is settled as they come."
+    recompressible: ClassVar[str | None] = "every entry is stored, and its precision is chosen as entries are added."
 
     share: float | None = resolved()
-    """Share of entries in the higher precision that a budget amounts to; None: the setting's."""
+    """Share of entries in the higher precision, solved from the budget; None: `important`."""
 
     @abstractmethod
-    def high_entries(self, rows: int) -> int:
-        """How many of the entries of a KV head are in the higher precision."""
+    def high_entries(self, entries: int) -> int:
+        """How many of this many entries of a KV head are in the higher precision."""
 
     @property
     def high_share(self) -> float:
@@ -34,7 +34,7 @@ class TwoPrecisions(Method):
         return self.important if self.share is None else self.share
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
-        """The setting's share without a budget, else the largest share that the bytes allow."""
+        """Keep `important` without a budget; otherwise take the largest share that the bytes allow (`UserError`)."""
         own = replace(self, length=shape.length)
         name = self.card.name
         if budget is None:
@@ -50,8 +50,8 @@ class TwoPrecisions(Method):
             return own
         if self.important != type(self)().important:
             raise UserError(
-                f"{name}: the share of important entries is set to {self.important}, which amounts to {reached:.1%} of "
-                f"the full cache's bytes, and a budget of {budget} asks for another. Leave one of the two out."
+                f"{name}: the share of important entries is set to {self.important}, which takes {reached:.1%} of "
+                f"the full cache's bytes, not the budget of {budget}. Leave one of the two out."
             )
         if not least - BUDGET_TOLERANCE <= asked <= most + BUDGET_TOLERANCE:
             raise UserError(

@@ -1,1 +1,1 @@
-"""Methods that hold every entry and read some of them in a step."""
+"""Methods that store every entry and read only some of them in each decode step."""

@@ -1,4 +1,4 @@
-"""Quest: each query reads the pages whose keys could match it best, judged by bounds of every page's keys."""
+"""Quest: each query reads the pages whose keys could match it best, according to bounds on the keys of each page."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from kvbench.store import LayerKV
 from kvbench.store.paged import PagedKV
 
 LEAST_PAGES = 3
-"""The authors' code never selects fewer."""
+"""The authors' code never selects fewer pages."""
 
 
 @dataclass(frozen=True)
 class Quest(Method):
-    """Holds every entry; every query head of every token reads its own top pages, its own page always among them."""
+    """Stores every entry; each query head of each token reads its own top pages, which include the last page."""
 
     page: Positive = 16
     """Entries per page."""
     skip_layers: Natural | None = None
-    """First layers that read everything: 2 in the paper, none: 2 of models with 32 layers or more, fewer of smaller."""
+    """Number of first layers that read everything, 2 in the paper. None: one in 16 layers, at most 2."""
 
     dense_layers: int | None = resolved()
-    """First layers that read everything, as resolved."""
+    """Number of first layers that read everything, as resolved."""
 
-    recompressible: ClassVar[str | None] = "every entry is held, and each token selects anew what it reads."
+    recompressible: ClassVar[str | None] = "every entry is stored, and each token selects again which pages it reads."
     card: ClassVar[Card] = Card(
         name="quest",
         title="Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference",
         idea="The minimum and maximum of each channel over a page's keys bound every logit that the page can give. "
-        "Each query reads only the pages with the highest bounds, and nothing is ever thrown away.",
+        "Each query reads only the pages with the highest bounds, and no entry is ever dropped.",
         arxiv="2406.10774",
         year=2024,
         family="retrieval",
@@ -44,17 +44,17 @@ class Quest(Method):
         heads="independent",
         upstream=Upstream(repo="mit-han-lab/Quest", commit=None, license=None),
         deviations=(
-            ("A question's tokens select one by one, as if they were decoded, which is how the paper feeds them; "
+            ("Each token of a question selects its own pages, as if it were decoded, which is how the paper feeds it; "
             "the authors' evaluation reads everything when it is given several tokens at once."),
-            ("The page that is still written to is always read and counts as one of the selected, as in the authors' "
-            "kernels; their evaluation ranks it, and may leave out the current token."),
-            ("Two dense layers of the paper's 32 would be most of a small model, so by default one layer in sixteen is "
-            "dense, and two at most."),
+            ("The page that is still being filled is always read and counts as one of the selected pages, as in the "
+            "authors' kernels; their evaluation ranks it, and may leave out the current token."),
+            ("In the paper 2 of 32 layers read everything. In a small model 2 layers would be a large share, so by "
+            "default one layer in sixteen reads everything, and at most two do."),
         ),
         limits=(
-            "Saves reads, not memory: every entry is held, and the bounds next to them.",
-            "The prompt itself is run with full attention.",
-            ("A page that two heads of a group select is read for both; `pages_distinct` of the effect counts it "
+            "It saves reads, not memory: every entry is stored, and the bounds in addition.",
+            "The prompt is run with full attention.",
+            ("A page that two heads of a group select is read twice; `pages_distinct` of the effect check counts it "
             "once."),
         ),
     )
@@ -64,7 +64,7 @@ class Quest(Method):
         return LEAST_PAGES * self.page
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
-        """Resolve the budget and the dense layers."""
+        """Resolve the budget and the number of layers that read everything."""
         layers = len(shape.layers)
         skip = min(2, layers // 16) if self.skip_layers is None else self.skip_layers
         if skip >= layers:
@@ -75,29 +75,29 @@ class Quest(Method):
         return replace(super().fit(budget, shape), dense_layers=skip)
 
     def layer(self, index: int) -> LayerKV:
-        """Pages with bounds, but plain entries in the first layers."""
+        """A store of pages with bounds, or a plain store in the first layers."""
         return LayerKV() if index < (self.dense_layers or 0) else PagedKV(page=self.page)
 
     def evict(self, kv: LayerKV, step: Step) -> None:
-        """Nothing is dropped. At the end of the context, pages get their bounds."""
+        """Drop nothing; compute the bounds of the pages at the end of the context."""
         if step.moment.compresses and self.rows is not None and isinstance(kv, PagedKV) and not kv.selective:
             kv.index()
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:
-        """Attention over each query head's top pages, and over everything before the context is complete."""
-        rows = self.entries_in(step.layer, step.window)
-        if rows is None or not isinstance(kv, PagedKV) or not kv.selective:
+        """Attention over the top pages of each query head; over all entries in the context. [B, H_q, T, D_v]"""
+        entries = self.entries_in(step.layer, step.window)
+        if entries is None or not isinstance(kv, PagedKV) or not kv.selective:
             return kv.attend(step)
-        return kv.attend_pages(step, kv.select(step, self._pages(rows)))
+        return kv.attend_pages(step, kv.select(step, self._pages(entries)))
 
     def declared_bytes(self, shape: Shape) -> int:
-        """Every entry, and the bounds of the pages."""
+        """Bytes of every entry and of the bounds."""
         if self.rows is None:
             return shape.full_bytes
         return sum(self.layer_bytes(i, shape, shape.rows(x)) for i, x in enumerate(shape.layers))
 
     def declared_read_bytes(self, shape: Shape) -> int:
-        """All bounds, and every query head's own pages; dense layers whole."""
+        """Bytes of all bounds and of each query head's own pages; all bytes of the layers that read everything."""
         total = 0
         for index, layer in enumerate(shape.layers):
             store, entries = self.layer(index), self.entries_in(index, layer.window)

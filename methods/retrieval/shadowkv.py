@@ -1,4 +1,4 @@
-"""ShadowKV: low-rank keys stay, values go to the host, and each token brings back the chunks that it looks for."""
+"""ShadowKV: keys are stored at low rank and values on the host; each token restores the chunks that it selects."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ if TYPE_CHECKING:
     from kvbench.hf import Model
 
 PAPER_RANK, NARROWEST = 160, 256
-"""The rank that the paper gives all its models, and the width of the narrowest one's keys (GLM-4-9B)."""
+"""The rank that the paper uses for all models, and the smallest key width among them, over all heads (GLM-4-9B)."""
 PAPER_OUTLIERS, PAPER_BUDGET = 48, 2048
 
 
 @dataclass(frozen=True)
 class ShadowKV(Method):
-    """Selects, per KV head and token, the chunks whose mean key some head of the group attends to most."""
+    """Selects, per KV head and token, the chunks whose mean keys get the most attention from any head of the group."""
 
     chunk: Positive = 8
     """Entries per chunk."""
     rank: Positive | None = None
-    """Of the keys before rotation, all heads together; none: the paper's 160, less where keys are narrower than 256."""
+    """Rank of the keys of all heads before rotation. None: the paper's 160, less if keys are narrower than 256."""
     local_chunks: Natural = 4
-    """Last chunks of the context that stay exact, and what is left after them."""
+    """Number of last whole chunks of the context that stay exact; the entries after them stay exact too."""
     outlier_chunks: Natural | None = None
-    """Chunks per KV head that stay exact because their mean says least; none: the paper's 48 for 2,048 entries, in
-    proportion to the budget."""
+    """Chunks per KV head that stay exact because their mean key represents them worst. None: in proportion to the
+    budget, 48 for 2,048 entries as in the paper."""
 
     key_rank: int | None = resolved()
     """The rank, as resolved."""
     outliers: int | None = resolved()
-    """The outlier chunks, as resolved."""
+    """The number of outlier chunks, as resolved."""
 
     card: ClassVar[Card] = Card(
         name="shadowkv",
         title="ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM Inference",
-        idea="Before rotation the keys of one prompt are of low rank, so their factors are all that the GPU keeps; "
-        "values wait on the host. The mean key of each chunk tells which chunks a token needs rebuilt and fetched.",
+        idea="Before rotation the keys of one prompt have low rank, so the GPU keeps only their factors, and values "
+        "go to the host. From the mean key of each chunk a token selects the chunks to rebuild and fetch.",
         arxiv="2410.21465",
         year=2024,
         family="retrieval",
@@ -56,49 +56,49 @@ class ShadowKV(Method):
         heads="pooled",
         upstream=Upstream(repo="bytedance/ShadowKV", commit=None, license=None),
         deviations=(
-            ("A question's tokens select one by one, as if they were decoded, so that nothing depends on how a "
-            "question is cut; the authors' code adds the scores of all its tokens up to one selection."),
-            ("The factors come from the eigenvectors of the keys' Gram matrix: the same subspace as the decomposition "
-            "of the keys themselves, with the scale in the factors of the entries."),
-            "Outlier chunks are not on the host as well: they stay exact and are never selected.",
-            "Scores are scaled as the model's attention is; the authors' code divides by the root of 128 always.",
+            ("Each token of a question selects its own chunks, as if it were decoded, so that results do not depend on "
+            "how a question is split; the authors' code sums the scores of all tokens for one selection."),
+            ("The factors come from the eigenvectors of the keys' Gram matrix. They span the same subspace as the "
+            "singular vectors of the keys; the factors of the entries contain the scale."),
+            "Outlier chunks are not copied to the host: they stay exact on the device and are never selected.",
+            "Scores are scaled as in the model's attention; the authors' code always divides by the root of 128.",
         ),
         unverified=(
-            ("rank: 160 where the keys of a layer are 256 wide over all heads, as the paper's narrowest are, or wider; "
-            "below that the same share of the width, five eighths."),
-            ("outlier_chunks: in proportion to the budget, as the authors' CPU class has it at 1,024 and 2,048 rows; "
-            "their GPU class always has 48."),
+            ("rank: 160 if the keys of a layer are 256 or more wide over all heads (256 is the smallest width in the "
+            "paper); five eighths of the width, the same share, if they are narrower."),
+            ("outlier_chunks: in proportion to the budget, as in the authors' CPU class at 1,024 and 2,048 entries; "
+            "their GPU class always uses 48."),
         ),
         limits=(
-            ("The budget counts the rows selected per token. Outlier chunks, the context's last rows and all later "
-            "entries are read next to them."),
-            ("A context whose chunks could all be selected is held dense: these are declared settings of no loss, and "
-            "the effect counts them (`n_identity`, `layers_dense`)."),
-            "Sliding-window layers stay exact. Generated entries and later questions are not compressed.",
-            "Needs rotary embeddings that kvbench understands.",
-            ("On a CPU the host is simulated, and a step is slower than a dense one: turning thousands of rebuilt keys "
-            "to their positions costs more there than reading them would. Chunks that are selected again are free."),
+            ("The budget counts the entries selected per token. Outlier chunks, the last entries of the context and "
+            "all later entries are read in addition."),
+            ("A context whose chunks could all be selected is stored exactly. Such settings are declared lossless, and "
+            "the effect check counts them (`n_identity`, `layers_dense`)."),
+            "Sliding-window layers stay exact. Generated tokens and later questions are not compressed.",
+            "It needs rotary embeddings that kvbench can invert.",
+            ("On a CPU the host is simulated, and a step is slower than with the full cache: rotating thousands of "
+            "rebuilt keys to their positions costs more than reading them. Chunks selected again cost nothing."),
         ),
     )
 
-    recompressible: ClassVar[str | None] = "the keys of a context are factored once: later entries stay exact."
-    graphable: ClassVar[str | None] = "the host must know which values to send, so a step waits for what it selected."
+    recompressible: ClassVar[str | None] = "the keys of a context are factored once, and later entries stay exact."
+    graphable: ClassVar[str | None] = "the host must know which values to send, so each step waits for its selection."
 
     def minimum_entries(self) -> int:
         """One chunk."""
         return self.chunk
 
     def bind(self, model: Model) -> Self:
-        """Refuse a model whose rotation cannot be taken off its keys."""
+        """Refuse a model whose rotary embedding cannot be inverted (`UserError`)."""
         if not all(rope.trusted for rope in model.ropes):
             raise UserError(
-                f"shadowkv takes the rotation off keys, and that of {model.id} is not understood on every layer. "
-                "Use a method that leaves it on, such as quest."
+                f"shadowkv inverts the rotary embedding of keys, which is not understood on every layer of {model.id}. "
+                "Use a method that keeps keys rotated, such as quest."
             )
         return self
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
-        """Resolve the budget, and from it and the model's widths the rank and the outlier chunks."""
+        """Resolve the budget, the rank and the number of outlier chunks."""
         fitted = super().fit(budget, shape)
         width = min((x.kv_heads * x.key_dim for x in shape.layers if x.window is None), default=NARROWEST)
         usual = max(1, min(PAPER_RANK, width * PAPER_RANK // NARROWEST))
@@ -113,13 +113,13 @@ class ShadowKV(Method):
         fitted = replace(fitted, key_rank=usual if self.rank is None else self.rank, outliers=outliers)
         if not fitted.identity(shape) and all(x.window is not None for x in shape.layers):
             raise UserError(
-                "shadowkv leaves sliding-window layers dense, and this model has no others: nothing would happen. Use "
-                "a method that selects in them, such as quest."
+                "shadowkv keeps sliding-window layers exact, and this model has no others: it would have no effect. "
+                "Use a method that selects in them, such as quest."
             )
         return fitted
 
     def factoring(self, length: int) -> Factoring | None:
-        """How a context is divided; None: a token could select every chunk, so all entries stay exact."""
+        """How a context is divided, or None if a token could select every chunk, so that all entries stay exact."""
         if self.rows is None or self.outliers is None or self.key_rank is None:
             return None
         chunks, slots = length // self.chunk - self.local_chunks, self.rows // self.chunk
@@ -128,11 +128,11 @@ class ShadowKV(Method):
         return Factoring(self.chunk, chunks, self.outliers, slots, self.key_rank)
 
     def identity(self, shape: Shape) -> bool:
-        """Everything stays exact at the full budget, and where the budget reaches every chunk."""
+        """Whether everything stays exact: at the full budget, or if a token could select every chunk."""
         return self.factoring(shape.length) is None
 
     def layer(self, index: int) -> LayerKV:
-        """Exact entries that are factored at the end of the context."""
+        """A store of exact entries that `evict` factors at the end of the context."""
         return LowRankKV()
 
     def evict(self, kv: LayerKV, step: Step) -> None:
@@ -141,29 +141,29 @@ class ShadowKV(Method):
             return
         if kv.selective:
             raise UserError(
-                "shadowkv factors the keys of a context once: later entries stay exact. Leave --recompress out."
+                "shadowkv factors the keys of a context once, and later entries stay exact. Leave --recompress out."
             )
         if (plan := self.factoring(kv.n)) is not None:
             inside = kv.keys[:, :, : plan.chunks * plan.size]
             kv.factorize(step.rope, *find_outliers(inside, plan.size, plan.outliers), plan)
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:
-        """Attention over exact entries and the chunks that each token selects."""
+        """Attention over exact entries and the chunks that each token selects. [B, H_q, T, D_v]"""
         if not isinstance(kv, LowRankKV) or not kv.selective:
             return kv.attend(step)
         assert self.rows is not None
         return kv.attend_chunks(step, select_chunks(step.query, kv.landmarks, step.scale, self.rows // self.chunk))
 
     def declared_bytes(self, shape: Shape) -> int:
-        """Factored layers, and the others as they are."""
+        """Bytes of factored layers, and of the others in full."""
         return self._sum(shape, Factoring.stored_bytes, shape.layer_bytes)
 
     def declared_read_bytes(self, shape: Shape) -> int:
-        """A step that finds none of its chunks in a slot."""
+        """Bytes that a step reads if none of its chunks is in a slot already."""
         return self._sum(shape, Factoring.read_bytes, shape.layer_bytes)
 
     def declared_host_bytes(self, shape: Shape) -> int:
-        """Values of the chunks that are stored apart."""
+        """Bytes of the values on the host."""
         return self._sum(shape, Factoring.host_bytes, lambda _: 0)
 
     def _sum(
@@ -174,18 +174,18 @@ class ShadowKV(Method):
 
 
 def find_outliers(keys: Tensor, chunk: int, count: int) -> tuple[Tensor, Tensor]:
-    """The mean key of each chunk, and the chunks with a key that is least like it. [B, H_kv, c, D], [B, H_kv, count]
+    """The mean key of each chunk, and the chunks with the keys least similar to it. [B, H_kv, c, D], [B, H_kv, count]
 
     keys: [B, H_kv, c * chunk, D], rotated.
     """
     chunks = keys.float().unflatten(2, (-1, chunk))
     landmarks = chunks.mean(3)
-    likeness = F.cosine_similarity(chunks, landmarks[:, :, :, None], dim=-1).amin(-1)  # [B, H_kv, c]
-    return landmarks, likeness.topk(count, dim=-1, largest=False).indices.sort(-1).values
+    similarity = F.cosine_similarity(chunks, landmarks[:, :, :, None], dim=-1).amin(-1)  # [B, H_kv, c]
+    return landmarks, similarity.topk(count, dim=-1, largest=False).indices.sort(-1).values
 
 
 def select_chunks(query: Tensor, landmarks: Tensor, scale: float, count: int) -> Tensor:
-    """The chunks of each KV head that some head of its group gives the largest share. [B, H_kv, T, count]
+    """The chunks with the largest share of attention in any head of the group. [B, H_kv, T, count]
 
     query: [B, H_q, T, D]. landmarks: [B, H_kv, J, D].
     """

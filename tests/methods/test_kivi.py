@@ -138,7 +138,7 @@ def test_only_its_own_budgets_can_be_asked_for():
     for length in range(992, 1024):
         assert Kivi().fit(Budget.parse("20.3%"), shape_of(length)) == Kivi()
     for text in ("25%", "50%", "1024", "paper", "100%"):
-        with pytest.raises(UserError, match=rf"{text}.*come to 20.0%.*26.2% \(3 bits\), 32.3% \(4 bits\)"):
+        with pytest.raises(UserError, match=rf"{text}.*store 20.0%.*26.2% \(3 bits\), 32.3% \(4 bits\)"):
             Kivi().fit(Budget.parse(text), shape_of(1024))
 
 
@@ -233,9 +233,9 @@ def test_what_keeps_everything_may_be_too_short_to_pack():
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("kivi+kivi", "rounded"), ("snapkv+kivi+kivi", "rounded"), ("full-int8+kivi", "rounded"),
-        ("mikv+kivi", "rounded"), ("full+kivi", "so does kivi alone"), ("h2o+kivi", "for good"),
-        ("tova+kivi", "for good"), ("streaming-llm+kivi", "for good"), ("adakv+kivi", "unequal numbers"),
+        ("kivi+kivi", "quantizes"), ("snapkv+kivi+kivi", "quantizes"), ("full-int8+kivi", "quantizes"),
+        ("mikv+kivi", "quantizes"), ("full+kivi", "as kivi alone does"), ("h2o+kivi", "cannot change"),
+        ("tova+kivi", "cannot change"), ("streaming-llm+kivi", "cannot change"), ("adakv+kivi", "unequal numbers"),
         ("snapkv+adakv+kivi", "unequal numbers"), ("kivi+adakv", "does not"), ("kivi+snapkv", "goes around no other"),
     ],
 )

@@ -100,7 +100,8 @@ def worst(found, wanted):
 
 def named(refusal):
     """The budget that a refusal names as one that can be reached; None: it says to leave it out."""
-    found = re.search(r"Use --budget (\d+) or more|(?:come to|holds from) ([\d.]+%)|Leave --budget out", str(refusal))
+    reached = r"(?:come to|stores?(?: from)?) ([\d.]+%)"
+    found = re.search(rf"Use --budget (\d+) or more|{reached}|Leave --budget out", str(refusal))
     assert found, f"names no budget that can be reached: {refusal}"
     return Budget.parse(found[1] or found[2]) if found.lastindex else None
 

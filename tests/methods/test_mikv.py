@@ -288,7 +288,7 @@ def test_budgets_out_of_reach_are_refused():
     """The message says what can be reached; a share that is set and a budget that is asked for must agree."""
     with pytest.raises(UserError, match=r"budget of 10%: .* from 15.7% \(no important entry\) to 101.7%"):
         MiKV().fit(Budget.parse("10%"), SHAPE)
-    with pytest.raises(UserError, match=r"important entries is set to 0.5, which amounts to 58.7%"):
+    with pytest.raises(UserError, match=r"important entries is set to 0.5, which takes 58.7%"):
         MiKV(important=0.5).fit(Budget.parse("25%"), SHAPE)
     assert MiKV(important=0.5).fit(Budget.parse("58.7%"), SHAPE).share is None
     with pytest.raises(UserError, match="no paper budget"):

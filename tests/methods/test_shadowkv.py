@@ -245,7 +245,7 @@ def test_an_unknown_rotation_and_a_second_compression_are_refused():
 def test_a_model_whose_layers_all_slide_is_refused():
     """No layer could hold factors: before anything runs, unless nothing is asked of them."""
     model = tiny_model(4, 2, 48)
-    with pytest.raises(UserError, match="sliding-window layers dense, and this model has no others"):
+    with pytest.raises(UserError, match="sliding-window layers exact, and this model has no others"):
         fitted(model, 24, 120)
     assert ShadowKV(chunk=4).fit(Budget("fraction", 1.0), model.shape(120)).identity(model.shape(120))
 
