@@ -16,7 +16,7 @@ from kvbench.engine.agreement import FullCache
 from kvbench.leaderboard.verification.lookup import predict
 from kvbench.leaderboard.verification.outcome import refusing_errors
 from kvbench.machine import find_version
-from kvbench.method import Card, Method
+from kvbench.method import BudgetKind, Card, Method
 from kvbench.runs.examples import Made, make_examples
 from kvbench.runs.provenance import find_sources
 from kvbench.runs.spec import RunSpec, Sources, Versions
@@ -35,9 +35,10 @@ _cache: OrderedDict[str, list[Made]] = OrderedDict()
 
 @dataclass(frozen=True)
 class MethodStub:
-    """The part of a method that a summary needs: its card."""
+    """The part of a method that a summary needs: its card, and what a budget of its settings counts."""
 
     card: Card
+    budget_kind: BudgetKind
 
 
 @dataclass(frozen=True)

@@ -125,9 +125,8 @@ def _check_content(found: Findings, bundle: Bundle) -> Iterator[Check]:
     yield check_model(spec, card, folder)
     scorer = next(x for x in task.scorers if x.id == spec.task.scorer)
     random = spec.model.id.startswith("random:")
-    replay = Replay(
-        spec, MethodStub(card), task, scorer, ModelStub(tokenizer, random, result.environment.device_map), frame
-    )
+    stub = MethodStub(card, card.budget if method is None else method.budget_kind)
+    replay = Replay(spec, stub, task, scorer, ModelStub(tokenizer, random, result.environment.device_map), frame)
     made, check = check_prompts(replay, bundle.lines, remake_examples(replay))
     yield check
     yield check_answers(replay, bundle.lines, made)
