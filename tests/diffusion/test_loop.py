@@ -181,7 +181,7 @@ def test_sampled_tokens_have_the_probabilities_of_the_softmax(unshifted, tempera
 def test_the_head_may_run_in_parts(model, fill, monkeypatch):
     """A few rows' logits at a time are all rows' logits."""
     whole = fill(model, NoCache(), threshold=0.2)
-    monkeypatch.setattr(diffusion, "HEAD_ROWS", 3)
+    monkeypatch.setattr(diffusion, "HEAD_TOKENS", 3)
     assert fill(model, NoCache(), threshold=0.2) == whole
 
 
@@ -213,13 +213,13 @@ def test_a_policy_that_computes_nothing_needed_is_stopped(model, fill):
         def plan(self, d):
             return PassPlan() if d.nfe == 0 else PassPlan(compute=(d.positions < 3).expand_as(d.ids))
 
-    with pytest.raises(RuntimeError, match="blind computed no row that could be committed at step 1"):
+    with pytest.raises(RuntimeError, match="blind computed no token that could be committed at step 1"):
         fill(model, Blind())
 
 
 @pytest.mark.parametrize(("how", "message"), [
     ({"block": 5}, r"block=5 does not divide an answer of 16 tokens. Use one of \[1, 2, 4, 8, 16\]"),
-    ({"block": 4, "steps": 3}, "steps=3 is less than one for each of 4 blocks"),
+    ({"block": 4, "steps": 3}, "steps=3 is less than one step for each of 4 blocks"),
     ({"threshold": 0.9, "remasking": "random"}, "threshold needs confidences"),
 ])
 def test_what_does_not_fit_is_refused(how, message):

@@ -79,7 +79,7 @@ def test_turns_that_are_not_the_scorers_are_left_out(toys):
 
 def test_a_mean_of_nothing_is_refused(toys):
     """It is no score."""
-    with pytest.raises(UserError, match="toy-part@1 has nothing to say about any of 1 predictions"):
+    with pytest.raises(UserError, match="toy-part@1 applies to none of 1 predictions"):
         load_metric("toy-part@1").compute(predictions=["a"], references=[["a"]], facts=[{"own": False}])
 
 

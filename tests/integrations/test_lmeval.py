@@ -185,7 +185,7 @@ def test_contexts_are_cut_on_the_left_and_counted(full, docs, capsys):
         session.prefill(ids[more - 100 :])
         assert found[0] == pytest.approx(session.score(short.tok_encode(after, add_special_tokens=False)).sum().item())
     assert f"1 contexts lost {len(ids) + more - 100} tokens on their left" in capsys.readouterr().err
-    with pytest.raises(UserError, match="may come to 100"):
+    with pytest.raises(UserError, match="both together may have 100"):
         short.generate_until(ask("generate_until", (context, {"max_gen_toks": 100})))
 
 
@@ -205,11 +205,11 @@ def test_a_method_that_never_acts_fails_the_run(full, capsys):
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"method": "full", "color": 1}, "unknown model argument 'color'"),
     ({"method": "snapkv", "set.color": 1}, "unknown setting of snapkv 'color'"),
-    ({"method": "snapkv", "set.window": "x"}, "set window=x"),
+    ({"method": "snapkv", "set.window": "x"}, "window must be 1 or more, got x"),
     ({"method": "snapkv", "budget": "250%"}, "is above 100%"),
     ({"method": "full", "budget": "25%"}, "full takes no budget"),
     ({"method": "full", "batch_size": "auto"}, "kvbench never pads"),
-    ({"method": "full", "max_length": 10**6}, "max_length=1000000 is beyond"),
+    ({"method": "full", "max_length": 10**6}, "max_length=1000000 exceeds the maximum"),
     ({"method": "full", "chunk": 0}, "chunk=0 must be"),
     ({"method": "full", "pretrained": "nothing"}, "unknown model 'nothing'"),
     ({"method": "full", "pretrained": "random:mini"}, "is random"),
