@@ -1,1 +1,1 @@
-"""What every method is measured against."""
+"""The baseline of every comparison."""

@@ -1,4 +1,4 @@
-"""The full cache: every entry, at the model's own precision."""
+"""The full cache: every entry, in the model's element type."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvbench.method import BudgetKind, Card, Method
 
 @dataclass(frozen=True)
 class Full(Method):
-    """Keeps everything; the anchor of accuracy, bytes and time."""
+    """Keeps every entry; the reference for accuracy, bytes and time."""
 
     card: ClassVar[Card] = Card(
         name="full",
         title="Full KV cache",
-        idea="Every key and value stays, one entry per token and KV head. Attention is exact.",
+        idea="Every key and value is kept, one entry per token and KV head. Attention is exact.",
         arxiv=None,
         year=None,
         family="baseline",
@@ -23,5 +23,5 @@ class Full(Method):
         budget=BudgetKind.NONE,
         heads="independent",
         upstream=None,
-        limits=("--recompress is accepted and changes nothing: what a run with it is compared with must have it too.",),
+        limits=("--recompress is accepted and changes nothing, so that runs with it have a run to be compared with.",),
     )

@@ -1,1 +1,1 @@
-"""Methods that keep some KV entries and free the others."""
+"""Methods that keep some entries of the cache and drop the others."""

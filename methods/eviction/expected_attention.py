@@ -1,4 +1,4 @@
-"""Expected attention: what queries like those so far would attend to from the positions to come."""
+"""Expected attention: scores entries by the attention that queries at future positions are expected to give them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from kvbench.hf import Model
 
 MOMENT_BYTES = 8
+"""Per element, in float64."""
 AT_ONCE = 4096
-"""Entries whose keys stand in float64, one copy for every query head, at a time."""
+"""Entries per block of keys converted to float64 and repeated for every query head."""
 
 
 @dataclass(frozen=True)
 class ExpectedAttention(ScoredMethod):
-    """Keeps, per KV head, the sinks and the entries with the greatest expected attention times value norm."""
+    """Keeps, per KV head, the sinks and the entries with the highest expected attention times value norm."""
 
     future: Positive = 512
     """Positions after the context over which the rotation is averaged."""
@@ -37,8 +38,8 @@ class ExpectedAttention(ScoredMethod):
     card: ClassVar[Card] = Card(
         name="expected-attention",
         title="Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution",
-        idea="Future queries are taken to be Gaussian, with the moments of the prompt's. "
-        "The expected attention of each entry then has a closed form, and no question needs to be known.",
+        idea="Future queries are modeled as Gaussian, with the moments of the prompt's queries. "
+        "The expected attention to each entry then has a closed form, and the question need not be known.",
         arxiv="2510.00636",
         year=2025,
         family="eviction",
@@ -47,31 +48,31 @@ class ExpectedAttention(ScoredMethod):
         heads="independent",
         upstream=Upstream(repo="NVIDIA/kvpress", commit="8bb29b9", license="Apache-2.0"),
         deviations=(
-            ("Queries before rotation come from inverse rotation of the rotated ones, as running moments over chunks; "
+            ("Queries before rotation are computed by inverse rotation, and their moments accumulate over chunks; "
             "kvpress projects the hidden states again."),
         ),
-        limits=("Needs rotary embeddings that kvbench understands.",),
+        limits=("It needs rotary embeddings that kvbench can invert.",),
     )
 
     def minimum_entries(self) -> int:
-        """The sinks and an entry to choose."""
+        """The sinks and one entry to choose."""
         return self.sinks + 1
 
     def running_bytes(self, shape: Shape) -> int:
-        """The moments of every layer, in float64: a mean and a covariance for each query head, and a count."""
+        """Bytes of the moments: a sum and a matrix of outer products per query head, and a count per layer."""
         return sum(MOMENT_BYTES * (x.query_heads * x.key_dim * (x.key_dim + 1) + 1) for x in shape.layers)
 
     def bind(self, model: Model) -> Self:
-        """Refuse a model whose rotation cannot be taken off its queries."""
+        """Refuse a model whose rotary embedding cannot be inverted (`UserError`)."""
         if not all(rope.trusted for rope in model.ropes):
             raise UserError(
-                f"expected-attention takes the rotation off queries, and that of {model.id} is not understood on every "
-                "layer. Use a method that leaves it on, such as knorm."
+                f"expected-attention inverts the rotary embedding of queries, which is not understood on every layer "
+                f"of {model.id}. Use a method that does not, such as knorm."
             )
         return self
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:
-        """Attention over every entry; the context's queries leave their moments behind. [B, H_q, T, D_v]"""
+        """Attention over every entry; adds the context's queries to the moments. [B, H_q, T, D_v]"""
         if not kv.settled:
             self._observe(kv, step)
         return kv.attend(step)
@@ -87,7 +88,7 @@ class ExpectedAttention(ScoredMethod):
             kv.state[name] = kv.state[name] + moment if name in kv.state else moment
 
     def end_of_context(self, session: Session) -> None:
-        """The moments go, unless later compressions are to rank the context's entries by its queries too."""
+        """Drop the moments, unless later compressions need them."""
         if not session.recompress:
             for store in session.layers:
                 store.state.clear()
@@ -100,28 +101,28 @@ class ExpectedAttention(ScoredMethod):
         turn = self._mean_rotation(step)
         mean = (turn @ mean[..., None])[..., 0]
         logits = self._logits(kv, mean, turn @ spread @ turn.transpose(-1, -2), step.scale)
-        # The first entries are the first tokens, which always stay, but where a window slides past them.
+        # The first entries are the first tokens, unless a window has slid past them.
         places = torch.arange(kv.n, device=kv.keys.device) if step.window is None else kv.logical_positions()
-        certain = (places < self.sinks).expand(kv.keys.shape[:3])
+        protected = (places < self.sinks).expand(kv.keys.shape[:3])
         group = logits.shape[1] // kv.keys.shape[1]
-        logits = logits.masked_fill(certain.repeat_interleave(group, dim=1), -torch.inf)
+        logits = logits.masked_fill(protected.repeat_interleave(group, dim=1), -torch.inf)
         weights = group_mean(logits.softmax(-1), kv.keys.shape[1]).float()  # [B, H_kv, n]
         if self.value_norm:
             weights = (weights + self.epsilon) * kv.values.float().norm(dim=-1)
-        return weights.masked_fill(certain, torch.inf)
+        return weights.masked_fill(protected, torch.inf)
 
     def _mean_rotation(self, step: Step) -> Tensor:
-        """The average of the rotations of the positions to come, as a matrix on the head dimension. [D, D]"""
+        """The mean rotation over future positions, as a matrix on the head dimension. [D, D]"""
         width = step.query.shape[-1]
         positions = torch.arange(step.seen, step.seen + self.future, device=step.query.device)
         units = torch.eye(width, device=step.query.device)[None, :, None].expand(1, -1, self.future, -1)  # [1, D, F, D]
         return step.rope.rotate(units, positions[None]).double().mean(2)[0].T
 
     def _logits(self, kv: LayerKV, mean: Tensor, spread: Tensor, scale: float) -> Tensor:
-        """The log of the expected exponential of each entry's logit. [B, H_q, n]"""
+        """The log of the expected exponential of the logit of each entry. [B, H_q, n]"""
         parts = []
-        for rows in kv.keys.split(AT_ONCE, dim=2):
-            keys = rows.double().repeat_interleave(mean.shape[1] // rows.shape[1], dim=1)
+        for block in kv.keys.split(AT_ONCE, dim=2):
+            keys = block.double().repeat_interleave(mean.shape[1] // block.shape[1], dim=1)
             logits = (keys @ mean[..., None])[..., 0] * scale
             if self.covariance:
                 logits = logits + ((keys @ spread) * keys).sum(-1) * scale**2 / 2

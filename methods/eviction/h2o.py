@@ -1,4 +1,4 @@
-"""H2O: entries that have received most attention so far, and the most recent ones."""
+"""H2O: keeps the entries with the most accumulated attention, and the most recent ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class H2O(RollingMethod):
         name="h2o",
         title="H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
         idea="Accumulated attention follows a power law, so few entries receive most of it. "
-        "Those heavy hitters stay next to a recent window, and the rest is evicted at every step.",
+        "These heavy hitters and a recent window are kept, and the rest is evicted at every step.",
         arxiv="2306.14048",
         year=2023,
         family="eviction",
@@ -39,21 +39,21 @@ class H2O(RollingMethod):
         deviations=(
             "Scores are summed over the query heads of a KV head; the paper has no grouped queries.",
             "Scores are float32 and per sequence; the authors' code sums over the batch in the model's type.",
-            "The prompt is scored over all its chunks and evicted once, at its end.",
+            "Scores accumulate over the whole prompt, and eviction happens once, at its end.",
         ),
-        limits=("Sums favor early tokens, which more queries can see. This is the paper's score; others divide it.",),
+        limits=("Sums favor early tokens, which more queries see. This is the paper's score; others normalize it.",),
     )
 
     def minimum_entries(self) -> int:
-        """A heavy hitter and a recent entry."""
+        """One heavy hitter and one recent entry."""
         return 2
 
     def layer(self, index: int) -> LayerKV:
-        """Entries with their accumulated attention, dropped in place; positions tell which are recent."""
+        """A store with accumulated attention and positions, in which entries are dropped in place."""
         return LayerKV(column_sums=True, track=True, bounded=True)
 
-    def score(self, kv: LayerKV, step: Step, rows: int) -> Tensor:
-        """The attention that each entry received; recent ones stay. [B, H_kv, n]"""
+    def score(self, kv: LayerKV, step: Step, entries: int) -> Tensor:
+        """Accumulated attention of each entry; infinite for recent ones. [B, H_kv, n]"""
         assert kv.positions is not None
-        recent = kv.positions >= step.seen - round(rows * self.recent)
+        recent = kv.positions >= step.seen - round(entries * self.recent)
         return kv.scores.masked_fill(recent, torch.inf)

@@ -1,4 +1,4 @@
-"""KeyDiff: keys unlike the others stay."""
+"""KeyDiff: keeps entries whose keys differ from the others."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class KeyDiff(ScoredMethod):
     card: ClassVar[Card] = Card(
         name="keydiff",
         title="KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference",
-        idea="Geometrically distinctive keys receive much attention, and alike keys stand in for each other. "
-        "Entries whose key points least along the mean direction stay.",
+        idea="Geometrically distinctive keys receive much attention, and similar keys can replace each other. "
+        "Entries whose keys are least similar to the mean direction are kept.",
         arxiv="2504.15364",
         year=2025,
         family="eviction",

@@ -1,4 +1,4 @@
-"""Key norm: small keys receive much attention, so they stay."""
+"""Key norm: keeps entries with small keys, which receive much attention."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Knorm(ScoredMethod):
     card: ClassVar[Card] = Card(
         name="knorm",
         title="A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
-        idea="Keys with a small norm tend to receive much attention, whatever the query. "
-        "So the norm ranks entries before any question is known, at the cost of reading the keys once.",
+        idea="Keys with a small norm tend to receive much attention from any query. "
+        "So the norm ranks entries before the question is known, and the keys need to be read only once.",
         arxiv="2406.11430",
         year=2024,
         family="eviction",
@@ -30,10 +30,10 @@ class Knorm(ScoredMethod):
         heads="independent",
         upstream=Upstream(repo="alessiodevoto/l2compress", commit=None, license=None),
         deviations=(
-            "Every layer is compressed, as kvpress does; the paper leaves the first layers whole.",
-            "Norms are rounded to four decimals, so that equal tokens of the first layer tie and the first one stays.",
+            "Every layer is compressed, as in kvpress; the paper does not compress the first layers.",
+            "Norms are rounded to four decimals, so that equal tokens in layer 0 tie and the first one is kept.",
         ),
-        unverified=("Which layers the paper leaves out is from memory.",),
+        unverified=("The layers that the paper leaves out are stated from memory.",),
     )
 
     def score(self, kv: LayerKV, step: Step) -> Tensor:

@@ -1,4 +1,4 @@
-"""KVzip: what the model looks at when it repeats the context stays."""
+"""KVzip: keeps the entries that the model attends to when it repeats the context."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ LATER = "\n\nRepeat the part of the previous context exactly, starting with "
 
 @dataclass(frozen=True)
 class KVzip(Method):
-    """Keeps the rows that receive the most attention from one query while the context is repeated, over all heads."""
+    """Keeps the entries with the highest attention from any query while the context is repeated, over all heads."""
 
     chunk_size: Positive = 2048
-    """Tokens of the context that are repeated at a time."""
+    """Tokens of the context that are repeated in one pass."""
     hint: Natural = 8
-    """Tokens before a chunk that the prompt names as its start."""
+    """Tokens before a chunk that its prompt quotes."""
     sinks: Natural = 4
-    """First entries, which always stay."""
+    """First entries, which are always kept."""
 
     card: ClassVar[Card] = Card(
         name="kvzip",
         title="KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction",
-        idea="A row that the model does not need to repeat the context, it will hardly need for a question about it. "
-        "So the model is made to repeat it once, and the entries that some query then looks at most stay.",
+        idea="An entry that the model does not need to repeat the context is rarely needed for questions about it. "
+        "So the model repeats the context once, and the entries with the highest attention from a query are kept.",
         arxiv="2505.23416",
         year=2025,
         family="eviction",
@@ -51,40 +51,40 @@ class KVzip(Method):
         heads="pooled",
         upstream=Upstream(repo="snu-mllab/KVzip", commit=None, license=None),
         deviations=(
-            ("Exactly the budget's rows are kept, of equal scores the first; the authors' threshold drops every row "
-            "that equals it."),
-            ("The first rows (`sinks`, as in kvpress) stand for the system prompt, which a context here is not parted "
-            "from: they are not repeated, and always stay."),
+            ("Exactly the budget's entries are kept, the first ones of equal scores; the authors' threshold drops "
+            "every entry that equals it."),
+            ("The authors do not compress the system prompt, which kvbench does not separate from the context. Instead "
+            "the first entries (`sinks`, as in kvpress) are not repeated and always kept."),
             "Chunks are kvpress's 2,048 tokens; the authors' code takes 2,000.",
             "Softmax in float32; the authors' is in the model's type, in which many scores are equal.",
-            "Layers with a sliding window share a budget of their own, the same share of what they hold.",
+            "Layers with a sliding window have a budget of their own, the same share of their window.",
         ),
         limits=(
-            ("The context is run twice, and all its entries and those of one repeated chunk are held until it is "
-            "compressed. The time counts as compression, the room as part of the peak."),
-            "A repeat stands behind the context, and both must fit the positions that the model was made for.",
-            ("It looks at no question. One that is visible is part of the context: it is repeated and compressed with "
-            "it."),
-            "In a sliding layer a repeat sees only what its window leaves; entries out of its sight count nothing.",
-            "Only the level of entries: the paper's scores per head, which need no second pass, are not here.",
+            ("The context is run twice, and all its entries and those of one repeated chunk are stored until it is "
+            "compressed. The second run counts as compression time, and its memory in the peak."),
+            "A repeat follows the context, and both together must fit the positions of the model.",
+            ("It does not use the question. A visible question is part of the context: it is repeated and compressed "
+            "too."),
+            "In a sliding layer a repeat sees only its window; entries outside the window score 0.",
+            "Only scores per entry: the paper's scores per head, which need no second pass, are not implemented.",
         ),
     )
 
-    recompressible: ClassVar[str | None] = "it repeats and compresses a context once: later entries stay."
+    recompressible: ClassVar[str | None] = "it repeats and compresses a context once, and later entries stay."
 
     def minimum_entries(self) -> int:
-        """The sinks and an entry to choose."""
+        """The sinks and one entry to choose."""
         return self.sinks + 1
 
     def layer(self, index: int) -> LayerKV:
-        """Entries that heads will keep in unequal numbers."""
+        """A store in which heads can keep unequal numbers of entries."""
         return LayerKV(ragged=True)
 
     def evict(self, kv: LayerKV, step: Step) -> None:
-        """Nothing here: entries are dropped once, after the repeat."""
+        """Drop nothing here: `prefill` drops entries once, after the repeats."""
 
     def prefill(self, session: Session, chunks: Iterable[Tensor]) -> Tensor:
-        """The context as it is, then its repeat on forks that leave no row behind, then the choice over all layers."""
+        """Run the context, repeat it on forks to score its entries, then drop entries in all layers. [B, V]"""
         parts = list(chunks)
         ids = torch.cat(parts, dim=1)
         if self.rows is None or self.rows >= ids.shape[1]:
@@ -93,12 +93,12 @@ class KVzip(Method):
         longest = max(x.shape[1] for _, x in repeats)
         if ids.shape[1] + longest > session.model.max_length:
             raise UserError(
-                f"kvzip repeats up to {longest} tokens behind a context of {ids.shape[1]}, beyond what model "
-                f"{session.model.id} was made for, {session.model.max_length}. Use a smaller --length, or "
+                f"kvzip repeats up to {longest} tokens after a context of {ids.shape[1]}, and model {session.model.id} "
+                f"takes at most {session.model.max_length} positions. Use a smaller --length, or "
                 f"--set chunk_size below {self.chunk_size}."
             )
         for store in session.layers:
-            store.capacity += longest  # so that a repeat is appended in place, not to a copy
+            store.capacity += longest  # so that a repeat is appended without a copy
         logits = super().prefill(session, parts)
         started = now(session.model.device)
         for store in session.layers:
@@ -108,15 +108,15 @@ class KVzip(Method):
             with session.fork() as branch:
                 branch.method = Repeat(span.start, span.stop, ids.shape[1], self.sinks)
                 branch.run_chunks(repeat.split(session.chunk or repeat.shape[1], dim=1), Moment.TURN_END)
-                for store, twin in zip(session.layers, branch.layers, strict=True):
-                    store.state["score"] = twin.state["score"]
+                for store, forked in zip(session.layers, branch.layers, strict=True):
+                    store.state["score"] = forked.state["score"]
                 session.credit(branch)
         self._keep(session)
         session.compress_seconds += now(session.model.device) - started
         return logits
 
     def repeats(self, model: Model, ids: Tensor) -> Iterator[tuple[range, Tensor]]:
-        """Chunks of the context, as positions, and what is run for each: a prompt, the chunk's start, the chunk."""
+        """The positions of each chunk of the context, and the ids to run for it: prompt, hint and chunk."""
         tail = Frame.of(model.tokenizer).tail
         first, later, answer = (
             ids.new_tensor(model.tokenizer(x, add_special_tokens=False).input_ids if x else [])
@@ -132,21 +132,21 @@ class KVzip(Method):
             )
 
     def _keep(self, session: Session) -> None:
-        """Keep the best entries of all layers of a kind, whichever layers and heads they are in."""
+        """Keep the best entries over all heads and layers of the same shape."""
         kinds: dict[LayerShape, list[int]] = {}
         for index, shape in enumerate(session.model.layers):
             kinds.setdefault(shape, []).append(index)
         for shape, layers in kinds.items():
             scores = [session.layers[x].state.pop("score") for x in layers]
-            rows = self.entries_in(layers[0], shape.window)
-            assert rows is not None
-            if rows >= scores[0].shape[2]:
+            entries = self.entries_in(layers[0], shape.window)
+            assert entries is not None
+            if entries >= scores[0].shape[2]:
                 continue
             for x, index in zip(scores, layers, strict=True):
                 store = session.layers[index]
                 x[store.logical_positions().expand_as(x) < self.sinks] = torch.inf
             pool = torch.stack([x.to(scores[0].device) for x in scores], dim=1)  # [B, layers, H_kv, n]
-            best = top_entries(pool.flatten(1), rows * len(layers) * shape.kv_heads)
+            best = top_entries(pool.flatten(1), entries * len(layers) * shape.kv_heads)
             masks = torch.zeros_like(pool, dtype=torch.bool).flatten(1).scatter_(1, best, True).view_as(pool)
             for i, index in enumerate(layers):
                 store = session.layers[index]
@@ -155,7 +155,7 @@ class KVzip(Method):
 
 @dataclass(frozen=True)
 class Repeat(Method):
-    """The pass that repeats a chunk: attends as ever, and notes on the store how much each of its rows is looked at."""
+    """The pass that repeats a chunk: records the highest attention to each of its entries on the store."""
 
     start: int = 0
     stop: int = 0
@@ -165,17 +165,17 @@ class Repeat(Method):
     sinks: int = 0
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:
-        """Attention over every entry; scores come from the sinks, the chunk and the repeat so far alone."""
-        gone = kv.seen - kv.n  # of a sliding layer
-        rows = torch.cat([torch.arange(max(low, gone), max(high, gone), device=kv.keys.device) for low, high in (
+        """Attention over every entry; scores are normalized over sinks, chunk and repeat. [B, H_q, T, D_v]"""
+        gone = kv.seen - kv.n  # entries that a sliding window has dropped
+        positions = torch.cat([torch.arange(max(low, gone), max(high, gone), device=kv.keys.device) for low, high in (
             (0, self.sinks), (self.start, self.stop), (self.context, kv.seen)
         )])
-        chunk = (rows >= self.start) & (rows < self.stop)
+        chunk = (positions >= self.start) & (positions < self.stop)
         if chunk.any():
             found = column_maxima(
-                step.query, kv.keys[:, :, rows - gone], scale=step.scale, seen=step.seen, window=step.window,
-                positions=rows.expand(*kv.keys.shape[:2], -1), softcap=step.softcap, sinks=step.sinks,
+                step.query, kv.keys[:, :, positions - gone], scale=step.scale, seen=step.seen, window=step.window,
+                positions=positions.expand(*kv.keys.shape[:2], -1), softcap=step.softcap, sinks=step.sinks,
             )[:, :, chunk]
-            at = rows[chunk] - gone
+            at = positions[chunk] - gone
             kv.state["score"][:, :, at] = torch.maximum(kv.state["score"][:, :, at], found)
         return kv.attend(step)

@@ -1,4 +1,4 @@
-"""Observed attention: the mean attention that each entry received from the queries that could see it."""
+"""Observed attention: scores each entry by its mean attention from the queries that could see it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvbench.store import LayerKV
 
 @dataclass(frozen=True)
 class ObservedAttention(ScoredMethod):
-    """Keeps, per KV head, the entries with the most attention per query that could see them, once."""
+    """Keeps, per KV head, the entries with the most attention per query that could see them; evicts once."""
 
     card: ClassVar[Card] = Card(
         name="observed-attention",
         title="Observed attention (kvpress's relative of H2O)",
-        idea="H2O's sums favor early entries, which more queries can see. "
+        idea="The sums of H2O favor early entries, which more queries can see. "
         "Dividing by the number of those queries removes the bias, and the cache is compressed once.",
         arxiv="2306.14048",
         year=2024,
@@ -32,14 +32,14 @@ class ObservedAttention(ScoredMethod):
     )
 
     recompressible: ClassVar[str | None] = (
-        "how many queries could see an entry is forgotten after the first time: later entries stay."
+        "the number of queries that could see an entry is known only at the first compression."
     )
 
     def layer(self, index: int) -> LayerKV:
-        """Entries with their accumulated attention, which goes once it has ranked them."""
+        """A store with accumulated attention, which is freed after the compression."""
         return LayerKV(column_sums=True)
 
     def score(self, kv: LayerKV, step: Step) -> Tensor:
-        """Accumulated attention over the queries from each entry's own on. [B, H_kv, n]"""
-        seers = kv.seen - kv.logical_positions()
-        return kv.scores / seers
+        """Accumulated attention divided by the number of queries that could see the entry. [B, H_kv, n]"""
+        queries = kv.seen - kv.logical_positions()
+        return kv.scores / queries

@@ -1,4 +1,4 @@
-"""PyramidKV: SnapKV's scores, with more entries for lower layers than for upper ones."""
+"""PyramidKV: SnapKV with more entries in lower layers than in upper ones."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvbench.methods.eviction.snapkv import SnapKV
 
 @dataclass(frozen=True)
 class PyramidKV(SnapKV):
-    """SnapKV under budgets that fall from layer to layer; the budget asked for is their mean."""
+    """SnapKV with budgets that decrease from layer to layer; the requested budget is their mean."""
 
     beta: Positive = 20
-    """The top layer's share is one part in `beta`."""
+    """The top layer gets the mean budget without the window, divided by this."""
 
     layer_rows: tuple[int, ...] | None = resolved()
     """Entries per KV head of each layer."""
@@ -23,8 +23,8 @@ class PyramidKV(SnapKV):
     card: ClassVar[Card] = Card(
         name="pyramidkv",
         title="PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling",
-        idea="Attention is spread wide in lower layers and funnels into few entries in upper ones. "
-        "So the budget falls arithmetically from layer to layer, and SnapKV's scores choose within it.",
+        idea="Attention is spread over many entries in lower layers and concentrates on few in upper layers. "
+        "So the budget decreases linearly from layer to layer, and SnapKV's scores choose the entries.",
         arxiv="2406.02069",
         year=2024,
         family="eviction",
@@ -34,32 +34,32 @@ class PyramidKV(SnapKV):
         heads="independent",
         upstream=Upstream(repo="Zefan-Cai/KVCache-Factory", commit="c97f9d7", license="MIT"),
         deviations=(
-            ("The schedule is the authors', integer steps and all: its sum exceeds the budget (13 % at 64 rows of 32 "
-            "layers), which the measured bytes show."),
+            ("The schedule is the authors', including its integer steps: its sum exceeds the budget (13 % at 64 "
+            "entries and 32 layers), which the measured bytes show."),
             "Window, kernel and pooling are SnapKV's defaults here; the paper's tables use a window of 8.",
         ),
     )
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
-        """The mean budget, then the schedule over layers, unless the budget is for every entry."""
+        """Resolve the mean budget, then the budgets of the layers, unless every entry is kept."""
         fitted = super().fit(budget, shape)
         if fitted.rows is None or fitted.rows >= shape.length:
             return fitted
-        rows = schedule(fitted.rows, self.window, self.beta, len(shape.layers), shape.length)
-        return replace(fitted, layer_rows=rows)
+        layer_entries = schedule(fitted.rows, self.window, self.beta, len(shape.layers), shape.length)
+        return replace(fitted, layer_rows=layer_entries)
 
     def entries_in(self, layer: int, window: int | None) -> int | None:
-        """The layer's own budget; sliding layers keep the same share of what they hold."""
+        """The layer's own budget; sliding layers keep the same share of their window."""
         if self.layer_rows is None:
             return super().entries_in(layer, window)
         return self.in_window(self.layer_rows[layer], window)
 
 
-def schedule(rows: int, window: int, beta: int, layers: int, length: int) -> tuple[int, ...]:
-    """Entries of each layer, window included, for a mean budget of `rows` (authors' code, `update_kv`)."""
-    mean = rows - window
+def schedule(entries: int, window: int, beta: int, layers: int, length: int) -> tuple[int, ...]:
+    """Entries of each layer, including the window, for a mean of `entries` (authors' code, `update_kv`)."""
+    mean = entries - window
     if length < 2 * mean or layers == 1:
-        return (rows,) * layers
+        return (entries,) * layers
     low = mean // beta
     high = 2 * mean - low
     if high >= length - window:

@@ -1,4 +1,4 @@
-"""Random entries: what a method must beat to have chosen at all."""
+"""Random eviction: the control that every scoring method should beat."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvbench.store import LayerKV
 
 @dataclass(frozen=True)
 class Random(ScoredMethod):
-    """Keeps the last `window` entries of every head, as SnapKV does, and random ones before them."""
+    """Keeps the last `window` entries of every head, as SnapKV does, and a random choice of the others."""
 
     window: Natural = 32
     seed: int = 0
 
     card: ClassVar[Card] = Card(
         name="random",
-        title="Random entries",
+        title="Random eviction",
         idea="Every head keeps its last entries and a random choice of the others. It is the control for every score.",
         arxiv=None,
         year=None,
@@ -35,11 +35,11 @@ class Random(ScoredMethod):
     )
 
     def minimum_entries(self) -> int:
-        """The window and an entry to choose."""
+        """The window and one entry to choose."""
         return self.window + 1
 
     def score(self, kv: LayerKV, step: Step) -> Tensor:
-        """Uniform numbers: the same for every sequence of a batch, others for every head and layer. [B, H_kv, n]"""
+        """Uniform random numbers per head and layer, the same for every sequence of a batch. [B, H_kv, n]"""
         batch, heads = kv.keys.shape[:2]
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step.layer)
         numbers = torch.rand(1, heads, kv.n, generator=generator).to(kv.keys.device)

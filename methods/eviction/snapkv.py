@@ -1,4 +1,4 @@
-"""SnapKV: what the last prompt tokens attend to is what generation will read."""
+"""SnapKV: keeps the entries that the last tokens of the prompt attend to."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class SnapKV(ScoredMethod):
     card: ClassVar[Card] = Card(
         name="snapkv",
         title="SnapKV: LLM Knows What You are Looking for Before Generation",
-        idea="The attention of the last few prompt tokens predicts which entries generation will read. "
-        "Their scores are pooled so that neighbors of a peak survive too, and each head keeps its best entries.",
+        idea="The attention of the last prompt tokens predicts which entries generation will attend to. "
+        "Scores are pooled so that neighbors of a peak are kept too, and each head keeps its best entries.",
         arxiv="2404.14469",
         year=2024,
         family="eviction",
@@ -38,24 +38,24 @@ class SnapKV(ScoredMethod):
         deviations=(
             ("Scores are averaged over the query heads of a KV head after pooling, and entries are kept per KV head; "
             "the authors' code repeats keys and keeps entries per query head."),
-            "Scores stay in float32 through top-k; the authors' code casts to the model's type, which makes ties.",
+            "Scores stay in float32 through top-k; the authors' code casts to the model's type, which creates ties.",
             "Defaults are those of the paper's LongBench tables (window 32, kernel 7, max).",
         ),
-        limits=("Chosen by the last tokens: a question that is asked later had no say.",),
+        limits=("Entries are chosen by the last tokens: a question that is asked later does not affect the choice.",),
     )
 
     def minimum_entries(self) -> int:
-        """The window and an entry to choose."""
+        """The window and one entry to choose."""
         return self.window + 1
 
     def layer(self, index: int) -> LayerKV:
-        """Entries, and the last queries until they have scored them."""
+        """A store that also keeps the last queries, until the compression."""
         return LayerKV(queries=self.window)
 
     def score(self, kv: LayerKV, step: Step) -> Tensor:
-        """Pooled attention mass of the window's queries on the entries before it. [B, H_kv, n]"""
+        """Pooled attention of the window's queries to the entries before it; infinite in the window. [B, H_kv, n]"""
         assert kv.recent_queries is not None
         mass = attention_mass_of(kv.recent_queries, kv, step)
-        before = max(0, kv.n - kv.recent_queries.shape[2])  # a sliding layer may hold fewer entries than queries
+        before = max(0, kv.n - kv.recent_queries.shape[2])  # a sliding layer may store fewer entries than queries
         mass[..., :before] = pool_scores(mass[..., :before], self.kernel, self.pool)
         return protect_last(group_mean(mass, kv.keys.shape[1]), self.window)

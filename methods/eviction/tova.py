@@ -1,4 +1,4 @@
-"""TOVA: at every step, drop what the latest query attends to least."""
+"""TOVA: at every step, drops the entry that the latest query attends to least."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TOVA(RollingMethod):
     card: ClassVar[Card] = Card(
         name="tova",
         title="Transformers are Multi-State RNNs",
-        idea="A decoder with a bounded cache is an RNN of several states. "
+        idea="A decoder with a bounded cache is an RNN with several states. "
         "At every step the state that the latest query, averaged over heads, attends to least is dropped.",
         arxiv="2401.06104",
         year=2024,
@@ -30,15 +30,15 @@ class TOVA(RollingMethod):
         paper_budget="512",
         heads="pooled",
         upstream=Upstream(repo="schwartz-lab-NLP/TOVA", commit=None, license=None),
-        deviations=("The prompt is evicted once, by its last query, as the authors' code does.",),
-        limits=("Nothing is protected, not even the newest entry.",),
+        deviations=("The prompt is compressed once, by its last query, as in the authors' code.",),
+        limits=("No entry is protected, not even the newest.",),
     )
 
     def layer(self, index: int) -> LayerKV:
-        """Entries dropped in place."""
+        """A store in which entries are dropped in place."""
         return LayerKV(bounded=True)
 
-    def score(self, kv: LayerKV, step: Step, rows: int) -> Tensor:
+    def score(self, kv: LayerKV, step: Step, entries: int) -> Tensor:
         """Attention of the last query, mean over heads. [B, H_kv, n]"""
         mass = attention_mass_of(step.query[:, :, -1:], kv, step)
         return mass.mean(1, keepdim=True).expand(-1, kv.keys.shape[1], -1)

@@ -1,1 +1,1 @@
-"""Methods that give some heads every entry and the others a few."""
+"""Methods that keep every entry in some heads and a few in the others."""

@@ -1,4 +1,4 @@
-"""What methods share that let some KV heads keep every entry and trim the others to the first and the last entries."""
+"""Base class of methods in which some KV heads keep every entry and the others the first and the last ones."""
 
 from __future__ import annotations
 
@@ -20,65 +20,65 @@ if TYPE_CHECKING:
     from kvbench.hf import Model
 
 LEAST_SHARE = 5
-"""Of a budget, a streaming head has at least the mean rows per head divided by this: heads do not take the whole window
-of a short context, and RazorAttention's 15 % of the heads still fit a quarter of the full cache's bytes."""
+"""A streaming head keeps at least the mean number of entries per head divided by this. In a short context it then gets
+less than its usual window, and RazorAttention's 15 % of retrieval heads still fit a budget of 25 %."""
 Head = tuple[int, int]
-"""Layer, and KV head in it."""
+"""A layer, and a KV head in it."""
 
 
 @dataclass(frozen=True)
 class HeadMethod(Method):
-    """Retrieval heads keep every entry; streaming heads the first and the last, while decoding too.
+    """Retrieval heads keep every entry; streaming heads keep the first and the last entries, also while decoding.
 
-    A budget is spent on as many retrieval heads as leave each streaming head its `least_window`; what is left over
-    widens the windows. Sliding layers whose window is shorter than the context stream the same share of it, without
-    first entries, which it hides.
+    A budget gives as many retrieval heads as possible while each streaming head has its `least_window`; the rest
+    widens the windows. In sliding layers whose window is shorter than the context, streaming heads keep the same
+    share of the window and no first entries, which are outside it.
     """
 
     sinks: Natural = 4
     """First entries that a streaming head keeps."""
     probe: Annotated[int, Ge(2)] | None = None
-    """Random tokens of one of the head profile's copies; None: 2,500, or 64 on models that do not take so many."""
+    """Random tokens per copy in the head profile; None: 2,500, or 64 on models with too few positions."""
 
     order: tuple[Head, ...] | None = resolved()
-    """Every head, the one that most needs all its entries first."""
+    """Every head, in the order in which they become retrieval heads."""
     retrieval: int | None = resolved()
-    """Heads that keep every entry; None: all."""
+    """Number of heads that keep every entry; None: all."""
     streaming: int | None = resolved()
-    """Entries that every other head of a full-attention layer holds."""
+    """Entries per streaming head of a full-attention layer."""
 
-    graphable: ClassVar[str | None] = "streaming heads overwrite a row in every step, at places that the host counts."
+    graphable: ClassVar[str | None] = "streaming heads overwrite an entry in every step, at indices from the host."
 
     @abstractmethod
     def rank(self, model: Model) -> tuple[Head, ...]:
-        """Every head of the model, the one that most needs all its entries first."""
+        """Every head of the model, in the order in which they become retrieval heads."""
 
     @abstractmethod
     def most_retrieval(self, heads: int) -> int:
-        """Most of so many heads that a budget is spent on."""
+        """The largest number of retrieval heads among this many heads."""
 
     @abstractmethod
-    def least_window(self, rows: int) -> int:
-        """Fewest entries of a streaming head where the budget amounts to that many entries per head."""
+    def least_window(self, entries: int) -> int:
+        """Fewest entries of a streaming head at a budget of this many entries per head."""
 
     @abstractmethod
     def paper(self, heads: int, length: int) -> tuple[int, int]:
-        """The paper's own number of retrieval heads, and its entries of a streaming head."""
+        """The paper's number of retrieval heads, and of entries per streaming head."""
 
-    def sinks_in(self, rows: int) -> int:
-        """First entries among so many of a streaming head: one entry is always a recent one."""
-        return min(self.sinks, rows - 1)
+    def sinks_in(self, entries: int) -> int:
+        """First entries that a streaming head of this many entries keeps; at least one entry is a recent one."""
+        return min(self.sinks, entries - 1)
 
-    recompressible: ClassVar[str | None] = "streaming heads are trimmed after every forward as it is."
+    recompressible: ClassVar[str | None] = "streaming heads are already trimmed after every forward pass."
     compensate: ClassVar[bool] = False
-    """Whether the mean of the dropped entries stays."""
+    """Whether streaming heads keep the mean of their dropped entries."""
 
     def bind(self, model: Model) -> Self:
         """Rank the model's heads."""
         return replace(self, order=self.rank(model))
 
     def rebind(self, resolution: Mapping[str, object], shape: Shape) -> Self:
-        """With the order of heads that a result has, if it is one of all heads."""
+        """Take the order of heads from a result (`UserError` unless it names every head once)."""
         order: Any = resolution.get("order")
         if order is None:
             return self
@@ -87,7 +87,7 @@ class HeadMethod(Method):
         return replace(self, order=tuple((layer, head) for layer, head in order))
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
-        """Divide a budget between retrieval heads and windows."""
+        """Divide a budget between retrieval heads and windows (`UserError` if it is too small)."""
         heads = sum(x.kv_heads for x in shape.layers)
         if budget is not None and budget.kind == "paper":
             retrieval, streaming = self.paper(heads, shape.length)
@@ -101,69 +101,69 @@ class HeadMethod(Method):
         def needs(retrieval: int, streaming: int) -> int:
             return replace(fitted, retrieval=retrieval, streaming=streaming).declared_bytes(shape)
 
-        whole = solve(lambda x: needs(x, least), target, range(self.most_retrieval(heads) + 1))
-        if whole is None:
+        count = solve(lambda x: needs(x, least), target, range(self.most_retrieval(heads) + 1))
+        if count is None:
             reachable = math.ceil(needs(0, least) / shape.full_bytes * shape.length)
             raise too_small(self.card.name, budget or DEFAULT_BUDGET, fitted.rows, shape.length, reachable)
-        window = solve(lambda x: needs(whole, x), target, range(least, shape.length))
-        return replace(fitted, retrieval=whole, streaming=window)
+        window = solve(lambda x: needs(count, x), target, range(least, shape.length))
+        return replace(fitted, retrieval=count, streaming=window)
 
     def identity(self, shape: Shape) -> bool:
         """Whether no head drops an entry of a context of this length."""
-        whole = self.retrieval == sum(x.kv_heads for x in shape.layers)
-        return whole or self.streaming is None or self.streaming >= shape.length
+        all_heads = self.retrieval == sum(x.kv_heads for x in shape.layers)
+        return all_heads or self.streaming is None or self.streaming >= shape.length
 
     def declared_bytes(self, shape: Shape) -> int:
-        """Entries of both kinds of heads, and what streaming heads hold next to theirs."""
+        """Bytes of the entries of both kinds of heads, and of the means."""
         if self.streaming is None:
             return shape.full_bytes
         total, whole = 0, self.whole_heads(shape)
         for index, layer in enumerate(shape.layers):
-            held = shape.rows(layer)
+            full = shape.rows(layer)
             mean = self.compensate and self.sees_context(layer.window)
             total += HeadGroupsKV().bytes_for(
-                layer, shape, min(held, self._trimmed(layer.window) or held), whole=whole[index], mean=mean
+                layer, shape, min(full, self._trimmed(layer.window) or full), whole=whole[index], mean=mean
             )
         return total
 
     def whole_heads(self, shape: Shape) -> Counter[int]:
-        """How many KV heads of each layer keep every entry, once the budget is fitted."""
+        """Number of KV heads of each layer that keep every entry, after `fit`."""
         order = self.order or _costliest(shape)
         return Counter(layer for layer, _ in (order if self.streaming is None else order[: self.retrieval]))
 
     def _trimmed(self, window: int | None) -> int | None:
-        """Entries of a streaming head of a layer; None: all that its window shows."""
+        """Entries per streaming head of a layer with this window; None: all that the window covers."""
         if window is None or self.streaming is None or self.length is None:
             return self.streaming
-        rows = math.ceil(self.streaming * min(1.0, window / self.length))
-        return rows if rows < window else None
+        entries = math.ceil(self.streaming * min(1.0, window / self.length))
+        return entries if entries < window else None
 
     def layer(self, index: int) -> LayerKV:
-        """Two stores, unless every head keeps every entry."""
+        """A store with two groups of heads, or a plain one if every head keeps every entry."""
         if self.streaming is None:
             return LayerKV()
-        assert self.order is not None, "bind the method to a model first"
+        assert self.order is not None, "call bind first: heads are ranked on a model"
         kept = tuple(sorted(head for layer, head in self.order[: self.retrieval] if layer == index))
         return HeadGroupsKV(retrieval=kept)
 
     def evict(self, kv: LayerKV, step: Step) -> None:
-        """The middle of streaming heads: at the end of the context, and after every later forward."""
-        rows = self._trimmed(step.window)
-        if rows is None or not step.moment.is_last:
+        """Trim streaming heads at the end of the context and after every later forward pass."""
+        entries = self._trimmed(step.window)
+        if entries is None or not step.moment.is_last:
             return
         assert isinstance(kv, HeadGroupsKV)
         full = self.sees_context(step.window)
-        kv.trim(self.sinks_in(rows) if full else 0, rows, compensate=self.compensate and full)
+        kv.trim(self.sinks_in(entries) if full else 0, entries, compensate=self.compensate and full)
 
 
 def by_score(scores: Sequence[Sequence[float]]) -> tuple[Head, ...]:
-    """Every head by its score, the greatest first, of equal ones the first. scores: by layer and KV head."""
-    heads = [(layer, head) for layer, row in enumerate(scores) for head in range(len(row))]
+    """Every head by descending score; equal scores by layer and head. scores: by layer and KV head."""
+    heads = [(layer, head) for layer, by_head in enumerate(scores) for head in range(len(by_head))]
     return tuple(sorted(heads, key=lambda x: -scores[x[0]][x[1]]))
 
 
 def _costliest(shape: Shape) -> tuple[Head, ...]:
-    """Heads in the order of what their rows take: before the model is known, a budget is divided on the safe side."""
+    """Heads by descending bytes: without a model to rank them, the declared bytes are then an upper bound."""
     return by_score([
         [float(shape.rows(x) * (x.key_dim + x.value_dim))] * x.kv_heads for x in shape.layers
     ])

@@ -1,4 +1,4 @@
-"""Head profiles: how far each KV head looks for what it has read before, measured on a model and kept on the disk."""
+"""Head profiles: attention of each KV head to earlier copies of the current token, measured and cached on disk."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
 
 COPIES = 4
 TOKENS = 2500
-"""Random tokens of one copy in RazorAttention's paper. Shorter copies come in more probes, until they are as many."""
+"""Random tokens per copy in RazorAttention's paper. With shorter copies there are more probes, for as many tokens."""
 SHORT_TOKENS = 64
-"""Of one copy, on models that do not take the paper's; the literature on induction heads takes 25 to 50."""
+"""Random tokens per copy on models too small for the paper's; work on induction heads uses 25 to 50."""
 CHUNK = 1024
 """Tokens per forward pass, over all probes."""
 BLOCK_ELEMENTS = 1 << 22
-"""Logits held at a time."""
+"""Logits computed at a time."""
 Scores = tuple[tuple[float, ...], ...]
-"""By layer and KV head."""
+"""Scores by layer and KV head."""
 
 
 class HeadProfile(BaseModel):
-    """What a head's queries give, of all their attention, to places where their own token stood before.
+    """Echo and induction scores of every KV head, measured on copies of random tokens.
 
-    Random tokens come in copies. Echo is the attention to the same token in earlier copies, induction to the token
-    that followed it there; both are means over the queries of all copies but the first, and of the query heads of a
-    KV head the greatest. A perfect induction head has induction 1 and echo 0. (RazorAttention, section 3.3.)
+    Echo is the share of attention to the same token in earlier copies, induction the share to the token after it
+    there. Both are means over the queries of all copies but the first, and the maximum over the query heads of a KV
+    head. A perfect induction head has induction 1 and echo 0. (RazorAttention, section 3.3.)
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -52,27 +52,27 @@ class HeadProfile(BaseModel):
     schema_version: Literal[1] = 1
     model_sha256: str
     tokenizer_sha256: str
-    """Says which tokens are special, and so in no probe."""
+    """Determines the special tokens, which are in no probe."""
     dtype: str
     tokens: int
-    """Random tokens of one copy, no two of them equal."""
+    """Random tokens per copy, all different."""
     code_sha256: str
-    """Of this module: a profile that other code has made is not used."""
+    """Hash of this module: a profile from other code is not used."""
     echo: Scores
     induction: Scores
 
 
 @dataclass(frozen=True)
 class Recorder(Method):
-    """The full cache; every query that could look into an earlier copy leaves its echo and induction behind."""
+    """The full cache; records echo and induction of every query after the first copy."""
 
     period: int = 2
-    """Tokens of one copy."""
+    """Tokens per copy."""
     first: int = 0
-    """Entry of the first copy's first token."""
+    """Position of the first copy's first token."""
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:
-        """Attention over every entry. [B, H_q, T, D_v]"""
+        """Attention over every entry; adds echo and induction to the state. [B, H_q, T, D_v]"""
         for name, mass in zip(("echo", "induction"), look_back(kv, step, self.period, self.first), strict=True):
             kv.state[name] = kv.state[name] + mass if name in kv.state else mass
         return kv.attend(step)
@@ -81,7 +81,7 @@ class Recorder(Method):
 def look_back(kv: LayerKV, step: Step, period: int, first: int) -> tuple[Tensor, Tensor]:
     """Attention of the step's queries to the same token in earlier copies, and to the token after it.
 
-    Sums over queries and batch. [H_q] float64 each. Blocks of queries, so that no T x T matrix is ever held.
+    Sums over queries and batch. [H_q] float64 each. Computed in blocks of queries, without a T x T matrix.
     """
     batch, heads, count, _ = step.query.shape
     keys = kv.keys
@@ -106,19 +106,19 @@ def look_back(kv: LayerKV, step: Step, period: int, first: int) -> tuple[Tensor,
         places = torch.arange(before + start, before + stop, device=keys.device)[:, None] - distances  # [t, copies - 1]
         for offset in (0, 1):
             there = (places >= first) & (places + offset >= gone)
-            rows = (places + offset - gone).where(there, 0)
-            found = weights.gather(-1, rows.expand(batch, heads, -1, -1)).double() * there
+            entries = (places + offset - gone).where(there, 0)
+            found = weights.gather(-1, entries.expand(batch, heads, -1, -1)).double() * there
             sums[offset] += found.sum((0, 2, 3))
     return sums[0], sums[1]
 
 
 def find_profile(model: Model, tokens: int | None = None) -> HeadProfile:
-    """The model's profile: from the disk, or measured and kept there.
+    """Read the model's profile from disk, or measure and cache it.
 
-    tokens: of one copy; None: the paper's number, or SHORT_TOKENS where the model has not so many positions or tokens.
+    tokens: per copy; None: the paper's number, or SHORT_TOKENS if the model has too few positions or tokens.
 
     Raises:
-        UserError: more tokens than the model takes, or a file that was made for another model.
+        UserError: the model takes fewer tokens, or the file was made for another model.
     """
     tokens = _probe_length(model, tokens)
     path = _place(model, tokens)
@@ -135,7 +135,7 @@ def find_profile(model: Model, tokens: int | None = None) -> HeadProfile:
 
 
 def measure(model: Model, tokens: int) -> HeadProfile:
-    """Run the probes, as one batch, and take the scores."""
+    """Run the probes as one batch and compute the scores."""
     ids = probe_ids(model, tokens).to(model.device)
     first = ids.shape[1] - COPIES * tokens
     with Session(model, Recorder(period=tokens, first=first), capacity=ids.shape[1]) as session:
@@ -156,7 +156,7 @@ def measure(model: Model, tokens: int) -> HeadProfile:
 
 
 def probe_ids(model: Model, tokens: int) -> Tensor:
-    """Probes: the beginning-of-sequence token, where there is one, and copies of unlike random tokens. [probes, T]"""
+    """Probes: the beginning-of-sequence token, if any, and copies of different random tokens. [probes, T]"""
     plain, generator = torch.tensor(_plain_ids(model)), torch.Generator().manual_seed(0)
     chosen = [plain[torch.randperm(len(plain), generator=generator)[:tokens]] for _ in range(_probes(tokens))]
     copies = torch.stack(chosen).repeat(1, COPIES)
@@ -176,24 +176,25 @@ def _plain_ids(model: Model) -> list[int]:
 
 
 def _probe_length(model: Model, tokens: int | None) -> int:
-    """Tokens of a copy as asked for, or the paper's, or SHORT_TOKENS."""
+    """Tokens per copy: as asked for, the paper's, or SHORT_TOKENS (`UserError` if there are too few positions)."""
     most = min((model.max_length - 1) // COPIES, len(_plain_ids(model)))
     if most < 2:
         raise UserError(
             f"{model.id} takes {model.max_length} positions and has {len(_plain_ids(model))} tokens to choose from: "
-            f"no room for a head profile, {COPIES} copies of 2 random tokens or more. Use a method without one."
+            f"too few for a head profile, {COPIES} copies of 2 random tokens or more. Use a method without one."
         )
     if tokens is not None and tokens > most:
         raise UserError(
-            f"probe={tokens} is too long for {model.id}: {COPIES} copies of unlike tokens fit its {model.max_length} "
-            f"positions and its vocabulary with {most} tokens at most. Use --set probe={most} or leave it out."
+            f"probe={tokens} is too long for {model.id}: {COPIES} copies of different tokens fit its "
+            f"{model.max_length} positions and its vocabulary with {most} tokens at most. Use --set probe={most} or "
+            "leave it out."
         )
     if tokens is None:
         return TOKENS if most >= TOKENS else min(SHORT_TOKENS, most)
     return tokens
 
 
-# On the disk
+# The cache on disk
 
 
 def _code() -> str:
@@ -207,25 +208,25 @@ def _place(model: Model, tokens: int) -> Path:
 
 
 def _read(path: Path, model: Model, tokens: int) -> HeadProfile | None:
-    """The profile in a file; None, and said, if it is broken."""
+    """The profile in a file; None, with a message, if it is invalid (`UserError` if it is another model's)."""
     if not path.exists():
         return None
     try:
         found = HeadProfile.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "no valid head profile"
+        reason = error.strerror if isinstance(error, OSError) else "not a valid head profile"
         say(f"{path}: {reason}; it is measured again.")
         return None
     if found.model_sha256 != model.sha256:
         raise UserError(
             f"{path} was made for another model ({found.model_sha256[:12]}, and {model.id} is {model.sha256[:12]}). "
-            "Remove the file: the profile is measured again."
+            "Remove the file; the profile is then measured again."
         )
     shape = [x.kv_heads for x in model.layers]
     wanted = (model.tokenizer_sha256, model.dtype, tokens, _code(), shape, shape)
     shapes = map(_shape, (found.echo, found.induction))
     if (found.tokenizer_sha256, found.dtype, found.tokens, found.code_sha256, *shapes) != wanted:
-        say(f"{path}: does not say what its name says; it is measured again.")
+        say(f"{path}: the content does not match the file name; it is measured again.")
         return None
     return found
 
@@ -235,13 +236,13 @@ def _shape(scores: Sequence[Sequence[float]]) -> list[int]:
 
 
 def _write(path: Path, profile: HeadProfile) -> str:
-    """Keep a profile, whole or not at all, and say where; processes that measured the same write the same."""
+    """Write a profile atomically and describe where; concurrent processes write the same content."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(profile.model_dump_json(indent=1))
         part.replace(path)
-    except OSError as error:  # only a memory of work done
+    except OSError as error:  # it is only a cache
         with contextlib.suppress(OSError):
             part.unlink()
         return f"not kept ({path}: {error.strerror})"

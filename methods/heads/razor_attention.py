@@ -1,4 +1,4 @@
-"""RazorAttention: heads that look back keep every entry, the others the first, the last, and the mean of the rest."""
+"""RazorAttention: retrieval heads keep every entry, the others the first, the last, and the mean of the rest."""
 
 from __future__ import annotations
 
@@ -17,40 +17,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RazorAttention(HeadMethod):
-    """Echo and induction heads keep every entry; the others sinks, recent entries and one compensation token."""
+    """Echo and induction heads keep every entry; the others keep sinks, recent entries and a compensation token."""
 
     sinks: Natural = 4
     induction: Share = 0.14
-    """Share of all KV heads that keep every entry for their induction score."""
+    """Share of all KV heads that keep every entry because of their induction score."""
     echo: Share = 0.01
-    """Share of all KV heads that keep every entry for their echo score."""
+    """Share of all KV heads that keep every entry because of their echo score."""
     buffer: Positive = 4000
-    """Fewest recent entries under `--budget paper`."""
+    """Fewest recent entries with `--budget paper`."""
     compression: Annotated[float, Ge(1)] = 5.0
-    """Under `--budget paper` recent rows are the context's length divided by this, where that is more than `buffer`."""
+    """With `--budget paper`, recent entries are the context's length divided by this, but at least `buffer`."""
 
     card: ClassVar[Card] = Card(
         name="razor-attention",
         title="RazorAttention: Efficient KV Cache Compression Through Retrieval Heads",
-        idea="Only a few heads look through the whole context: those that return to earlier copies of what they read. "
-        "They keep every entry; the others keep sinks, recent entries and one token that stands for all they dropped.",
+        idea="Only a few heads attend to the whole context: those that attend to earlier copies of the current token. "
+        "They keep every entry; the others keep sinks, recent entries and one token with the mean of the dropped ones.",
         arxiv="2407.15891",
         year=2024,
         family="heads",
         stages=("compression",),
         budget=BudgetKind.STORED,
-        paper_budget="15 % of the heads keep every row, the others sinks and max(buffer, length / compression) rows",
+        paper_budget="15 % of the heads keep every entry, the others `sinks` + max(buffer, length / compression)",
         heads="indexed",
         upstream=None,
         deviations=(
-            ("The heads' shares amount to at least one head each, and echo heads are chosen among those that induction "
-            "did not choose, so that bytes do not depend on how far the two agree."),
-            ("A budget is the paper's only as --budget paper. Another is spent on as many retrieval heads, up to the "
-            "paper's shares, as leave the others a fifth of the mean entries per head; the rest widens their windows."),
-            ("The window has the width that the context's length gives it and slides with every token: what leaves it "
-            "goes into the mean. The paper's formula would let it grow with the answer."),
-            ("Scores are attention mass summed over earlier copies, of all queries that have one; tokens of a copy are "
-            "all different."),
+            ("Each share gives at least one head, and echo heads are chosen among the heads that are not induction "
+            "heads, so that bytes do not depend on the overlap of the two."),
+            ("Only --budget paper follows the paper. Another budget gives as many retrieval heads as possible, up to "
+            "the paper's shares, while the others keep a fifth of the mean entries per head; the rest widens their "
+            "windows."),
+            ("The width of the window depends on the context's length alone, and it slides with every token; entries "
+            "that leave it go into the mean. With the paper's formula it would grow with the answer."),
+            ("A score is attention summed over all earlier copies, for all queries that have one; the tokens of a copy "
+            "are all different."),
         ),
         unverified=(
             "buffer=4000 and compression=5 are quoted from memory of the paper.",
@@ -58,22 +59,21 @@ class RazorAttention(HeadMethod):
             "one of 2,500."),
         ),
         limits=(
-            "The middle of the text is gone for all heads but the retrieval heads.",
-            ("A model that does not copy random tokens, as the bundled one does not, shows no retrieval heads to the "
-            "probe: its ranking is noise there."),
-            "The mean of rotated keys loses what turns fast: it stands for content, hardly for places.",
-            ("Sliding layers whose window is shorter than the context have no compensation token and no sinks: what "
-            "leaves it is out of sight. Those with a longer window have both; once the conversation outgrows it, the "
-            "token counts for as many entries as are still in sight, and its mean stays that of all."),
-            ("Models without rotary embeddings are profiled in the same way; the paper reads ALiBi's slopes "
-            "instead."),
+            "All heads but the retrieval heads lose the middle of the text.",
+            ("A model that does not copy random tokens, such as the bundled one, shows no retrieval heads in a head "
+            "profile, so the ranking is noise."),
+            "In the mean of rotated keys, channels with fast rotation cancel out, so it preserves few positions.",
+            ("Sliding layers whose window is shorter than the context have no compensation token and no sinks, because "
+            "dropped entries are outside the window. Layers with longer windows have both. Once the conversation is "
+            "longer than the window, the token counts for the dropped entries inside it, but is the mean of all."),
+            ("Models without rotary embeddings are profiled in the same way; the paper uses ALiBi's slopes."),
         ),
     )
 
     compensate: ClassVar[bool] = True
 
     def minimum_entries(self) -> int:
-        """The sinks, a recent entry, and the mean, which takes two entries in 16 bits."""
+        """The sinks, a recent entry, and the mean in float32, which takes as much as two 16-bit entries."""
         return self.sinks + 3
 
     def rank(self, model: Model) -> tuple[Head, ...]:
@@ -81,20 +81,20 @@ class RazorAttention(HeadMethod):
         return choose(find_profile(model, self.probe), self.induction, self.echo)
 
     def most_retrieval(self, heads: int) -> int:
-        """Both shares of all heads."""
+        """The induction and echo shares of all heads."""
         return sum(_shares(heads, self.induction, self.echo))
 
-    def least_window(self, rows: int) -> int:
+    def least_window(self, entries: int) -> int:
         """A share of the mean entries per head."""
-        return max(self.sinks + 1, rows // LEAST_SHARE)
+        return max(self.sinks + 1, entries // LEAST_SHARE)
 
     def paper(self, heads: int, length: int) -> tuple[int, int]:
-        """Both shares, and a window of max(S0, N / C) entries after the sinks."""
+        """Both shares of the heads, and max(S0, N / C) recent entries after the sinks."""
         return self.most_retrieval(heads), self.sinks + max(self.buffer, math.ceil(length / self.compression))
 
 
 def choose(profile: HeadProfile, induction: Share, echo: float) -> tuple[Head, ...]:
-    """Every head, in the order in which they are given all entries."""
+    """Every head: induction heads, then echo heads, then the others by induction score."""
     ranked = by_score(profile.induction)
     first, second = _shares(len(ranked), induction, echo)
     top = ranked[:first]
@@ -103,6 +103,6 @@ def choose(profile: HeadProfile, induction: Share, echo: float) -> tuple[Head, .
 
 
 def _shares(heads: int, induction: Share, echo: float) -> tuple[int, int]:
-    """How many heads two shares amount to, at least one each, together no more than there are."""
+    """Number of induction and echo heads: at least one each if the share is above 0, together at most `heads`."""
     first, second = (max(1, round(share * heads)) if share else 0 for share in (induction, echo))
     return first, min(second, heads - first)

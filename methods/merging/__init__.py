@@ -1,1 +1,1 @@
-"""Methods that make one entry of several."""
+"""Methods that merge several entries into one."""

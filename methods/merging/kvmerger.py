@@ -1,4 +1,4 @@
-"""KVMerger: runs of neighboring entries with nearly parallel keys become one entry around the most attended of them."""
+"""KVMerger: merges neighboring entries with nearly parallel keys into the one with the most attention."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from kvbench.store import Fact, LayerKV
 
 PAPER_SKIP = (0, 1, -1)
 PAPER_SHARES = {0.5: (0.17, 0.12), 0.35: (0.08, 0.02)}
-"""Of the entries, those that are never merged, by budget: the last ones, and the most attended of the others."""
+"""Shares of the entries that are never merged, by budget: the last ones, and those with the most attention."""
 DEFAULT_SHARE = 0.5
-"""Whose pair a threshold has, which takes no budget."""
+"""The budget whose pair of shares mode=eps uses, which takes no budget."""
 DEEP = 16
-"""Layers from which on a model skips the paper's three: of fewer layers they would be too many."""
+"""Models with at least this many layers skip the paper's three; in smaller models three would be too many."""
 FIRST_SIGMA, REFINEMENTS = 5.0, 2
-"""Of the fixed point."""
+"""Start and number of rounds of the fixed point iteration."""
 BIAS_BYTES = 4
 
 
 @dataclass
 class MergingKV(LayerKV):
-    """Entries of which some stand for several; `dropped` counts those that were merged into another.
+    """Entries of which some are merged from several; `dropped` counts those merged into another.
 
-    bias: each entry stores the logarithm of the number of entries that it stands for.
+    bias: each entry stores the logarithm of the number of entries that it was merged from.
     """
 
     bias: bool = False
@@ -45,44 +45,44 @@ class MergingKV(LayerKV):
         return super().bytes_for(layer, shape, entries) + bias
 
     def facts(self) -> dict[str, Fact]:
-        """Entries that are held no more, all of them merged."""
+        """Facts of the effect check: every dropped entry was merged."""
         return {**super().facts(), "entries_merged": Fact(self.dropped)}
 
 
 @dataclass(frozen=True)
 class KVMerger(Method):
-    """Merges neighbors by the cosine of their keys, weighted by a Gaussian around each set's pivot."""
+    """Merges neighbors with similar keys (cosine), weighted by a Gaussian around the pivot of each set."""
 
     mode: Literal["exact", "eps"] = "exact"
-    """`exact`: as many joins as the budget asks for, the most similar first. `eps`: all above the threshold."""
+    """`exact`: join the most similar neighbors until the budget is met. `eps`: join all above the threshold."""
     eps: Annotated[float, Gt(0)] = 0.75
-    """Under `eps`: neighbors whose keys have this cosine or more are joined."""
+    """With `mode=eps`, neighbors whose keys have at least this cosine are joined."""
     recent: Share | None = None
-    """Share of the entries, the last ones, that are never merged; None: the paper's for the budget."""
+    """Share of last entries that are never merged; None: the paper's share for the budget."""
     heavy: Share | None = None
-    """Share of the entries, those with the most attention among the others, that are never merged; None: likewise."""
+    """Share of entries that are never merged because they get the most attention; None: the paper's for the budget."""
     sigma: Annotated[float, Gt(0)] | Literal["fixed_point"] = 5.0
-    """Width of the Gaussian; `fixed_point`: each set's own, the mean of its weights over the square root of two."""
+    """Width of the Gaussian; `fixed_point`: per set, the mean of its weights divided by the square root of two."""
     value_mode: Literal["mean", "sum", "bias"] = "mean"
-    """A set's value: the weighted mean; the mean times the rows; the mean, and the log of the rows on the logit."""
+    """Value of a merged set of n: the weighted mean; n times the mean; or the mean, with log n added to the logit."""
     max_run: Annotated[int, Ge(2)] | None = None
-    """No set crosses a multiple of that many entries; None: sets of any length."""
+    """Sets do not cross multiples of this number of entries; None: sets of any length."""
     skip: tuple[int, ...] | None = None
     """Layers that are not merged; None: 0, 1 and the last on models of 16 layers or more, none on others."""
 
     protected: tuple[float, float] | None = resolved()
-    """`recent` and `heavy`, as resolved; None: both are set."""
+    """`recent` and `heavy`, as resolved; None: both settings are given."""
     skipped: tuple[int, ...] | None = resolved()
-    """Layers that are not merged."""
+    """Layers that are not merged, as resolved."""
     merged_rows: int | None = resolved()
-    """Entries per KV head of a full-attention layer that is merged: what the skipped layers leave of the budget."""
+    """Entries per KV head of a merged full-attention layer, such that all layers together meet the budget."""
 
-    recompressible: ClassVar[str | None] = "merged entries are frozen: what comes later stays as it is."
+    recompressible: ClassVar[str | None] = "merged entries are not merged again, and later entries stay as they are."
     card: ClassVar[Card] = Card(
         name="kvmerger",
         title="Model Tells You Where to Merge: Adaptive KV Cache Merging for LLMs on Long-Context Tasks",
         idea="Keys of neighboring tokens are often nearly parallel. "
-        "Runs of them become one entry, a Gaussian-weighted mean around the entry with the most attention.",
+        "Runs of them are merged into one entry, a Gaussian-weighted mean around the one with the most attention.",
         arxiv="2407.08454",
         year=2024,
         family="merging",
@@ -92,35 +92,35 @@ class KVMerger(Method):
         heads="independent",
         upstream=None,
         deviations=(
-            ("The budget is met exactly: the most similar neighbors are joined until so many rows are left. The paper "
-            "does not say how its budgets are met; mode=eps is its threshold, which takes no budget."),
-            ("Values are weighted means. The paper's equation 7 multiplies them by the number of entries under one "
-            "softmax weight: value_mode=sum. value_mode=bias gives the entry the weight of so many, is exact for equal "
-            "entries, and takes four bytes more per entry."),
-            ("The paper protects two pairs of shares of the rows, for budgets of 50 % and 35 %. Another budget has the "
-            "nearest pair, in proportion to the budget; mode=eps that of 50 %."),
-            ("Where the protected shares leave too few neighbors to join for the budget, both are lowered in "
-            "proportion: with skipped layers, max_run, or larger shares than the paper's."),
-            "A merged entry stands at its pivot's position where a window counts.",
+            ("The most similar neighbors are joined until the budget is met exactly. The paper does not say how its "
+            "budgets are met; mode=eps is its threshold, which takes no budget."),
+            ("Values are weighted means. The paper's equation 7 multiplies the mean by the number of entries, without "
+            "more softmax weight: value_mode=sum. value_mode=bias multiplies the softmax weight instead, is exact for "
+            "equal entries, and takes four more bytes per entry."),
+            ("The paper gives the protected shares for budgets of 50 % and 35 %. Other budgets use the nearest pair, "
+            "in proportion to the budget; mode=eps uses that of 50 %."),
+            ("If the protected shares leave too few neighbors to meet the budget, both are lowered in proportion. This "
+            "can happen with skipped layers, with max_run, or with larger shares than the paper's."),
+            "In a sliding-window layer a merged entry has the position of its pivot.",
         ),
         unverified=(
             ("recent and heavy: the paper prints 0.17 % and 0.12 % for a budget of 50 %, 0.08 % and 0.02 % for 35 %, "
-            "read here as 17 % and 12 %, 8 % and 2 %."),
-            ("sigma: the paper's definition is circular; 5 is where its ablation is best. fixed_point takes two rounds "
-            "from there."),
-            ("skip: reported for models of 32 layers, whose first two and last merge little because their attention is "
-            "diffuse; on models below 16 layers nothing is skipped unless it is set."),
+            "which is read here as 17 % and 12 %, 8 % and 2 %."),
+            ("sigma: the paper's definition is circular; its ablation is best at 5. fixed_point takes two rounds from "
+            "there."),
+            ("skip: reported for models of 32 layers, whose first two and last layers merge little because their "
+            "attention is diffuse; on models below 16 layers no layer is skipped by default."),
         ),
         limits=(
-            ("A budget is met whether neighbors are alike or not, and a low one leaves little choice: of the pairs "
-            "that are not protected 79 % are joined at 50 %, 73 % at 35 %, 82 % at 25 % and 93 % at 10 % (bundled "
-            "model, 1,024 tokens; at 25 % down to a cosine of 0.08), and more where layers are skipped. Only mode=eps "
-            "joins nothing but what is alike."),
-            "Entries that were merged are never merged again, and what comes after the context stays as it is.",
-            ("Keys are merged with their rotation inside: over long runs what turns fast averages out. max_run bounds "
-            "them."),
-            "mode=eps takes no budget: the text decides what is left, and only the measured bytes say how much.",
-            "The column sums need a second pass over queries and keys, which counts as prefill.",
+            ("A budget is met even if neighbors are not similar, and a low one leaves little choice: of the pairs that "
+            "are not protected, 79 % are joined at 50 %, 73 % at 35 %, 82 % at 25 % and 93 % at 10 % (bundled model, "
+            "1,024 tokens; at 25 % down to a cosine of 0.08), and more if layers are skipped. Only mode=eps never "
+            "joins dissimilar neighbors."),
+            "Merged entries are never merged again, and entries after the context stay as they are.",
+            ("Keys are merged after rotation: over long runs the channels with fast rotation average out. max_run "
+            "limits the length of runs."),
+            "mode=eps takes no budget: the number of entries left depends on the text; see the measured bytes.",
+            "Summing the attention of each entry needs a second pass over queries and keys, which counts as prefill.",
         ),
     )
 
@@ -130,94 +130,97 @@ class KVMerger(Method):
         return BudgetKind.BITS if self.mode == "eps" else self.card.budget
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
-        """Which layers are merged, and to how many entries, so that the mean over all layers is the budget."""
+        """Resolve the merged layers and their entries, so that the mean over all layers is the budget."""
         skipped = self._skipped(len(shape.layers))
         if self.mode == "eps":
             if len(skipped) == len(shape.layers):
-                raise UserError(f"kvmerger: skip={list(skipped)} is every layer of the model. Merge one of them.")
+                raise UserError(f"kvmerger: skip={list(skipped)} is every layer of the model. Leave one of them out.")
             if budget is not None:
                 raise UserError(
-                    f"kvmerger takes no budget with mode=eps, got {budget}: the threshold and the text decide what is "
-                    "left. Leave --budget out, or use --set mode=exact."
+                    f"kvmerger takes no budget with mode=eps, got {budget}: the threshold and the text decide how "
+                    "many entries are left. Leave --budget out, or use --set mode=exact."
                 )
             return replace(self, length=shape.length, skipped=skipped, protected=self._shares(DEFAULT_SHARE))
         fitted = replace(super().fit(budget, shape), skipped=skipped)
         if fitted.rows is None or fitted.rows >= shape.length:
             return fitted
-        dense, whole = shape.full_bytes, sum(shape.layer_bytes(shape.layers[x]) for x in skipped)
+        full, skipped_bytes = shape.full_bytes, sum(shape.layer_bytes(shape.layers[x]) for x in skipped)
         least = 1 + self._borders(shape.length)
 
-        def needs(entries: int) -> int:  # times the length
-            return entries * (dense - whole) + whole * shape.length
+        def needs(entries: int) -> int:  # bytes times the length, to stay whole
+            return entries * (full - skipped_bytes) + skipped_bytes * shape.length
 
-        rows = solve(needs, fitted.rows * dense, range(least, shape.length))
-        if rows is None:
-            reachable = math.ceil(needs(least) / dense)
+        entries = solve(needs, fitted.rows * full, range(least, shape.length))
+        if entries is None:
+            reachable = math.ceil(needs(least) / full)
             raise too_small("kvmerger", budget or DEFAULT_BUDGET, fitted.rows, shape.length, reachable)
-        return replace(fitted, merged_rows=rows, protected=self._shares(fitted.rows / shape.length))
+        return replace(fitted, merged_rows=entries, protected=self._shares(fitted.rows / shape.length))
 
     def entries_in(self, layer: int, window: int | None) -> int | None:
-        """What the skipped layers leave of the budget; sliding layers keep the same share of what they hold."""
+        """The budget of a merged layer, None for a skipped one; sliding layers keep the same share of their window."""
         if self.merged_rows is None:
             return super().entries_in(layer, window)
         return None if self._skips(layer) else self.in_window(self.merged_rows, window)
 
     def identity(self, shape: Shape) -> bool:
-        """The whole budget, or a threshold that no cosine reaches."""
+        """Whether nothing is merged: at the full budget, or with a threshold that no cosine reaches."""
         return self.eps > 1 if self.mode == "eps" else super().identity(shape)
 
     def declared_bytes(self, shape: Shape) -> int:
-        """Entries and offsets, but the text decides how many where a threshold does."""
+        """Bytes of entries and offsets; with `mode=eps` they depend on the text (`UndeclaredError`)."""
         if self.mode == "eps":
-            raise UndeclaredError("kvmerger cannot say with mode=eps how many bytes it will hold: the text decides.")
+            raise UndeclaredError("kvmerger cannot declare its bytes with mode=eps: the text decides what is left.")
         return super().declared_bytes(shape)
 
     def layer(self, index: int) -> LayerKV:
-        """Entries with the attention that they received, which chooses the pivots."""
+        """A store of entries and the attention that they receive, which determines the pivots."""
         return MergingKV(column_sums=not self._skips(index), ragged=True, bias=self.value_mode == "bias")
 
     def evict(self, kv: LayerKV, step: Step) -> None:
-        """Once, after the attention of the context's last chunk, so that the prefill itself is exact."""
+        """Merge once, after the attention of the context's last chunk, so that the prefill is exact."""
         if not step.moment.compresses:
             return
         kv.refuse_frozen()
-        rows = self.entries_in(step.layer, step.window)
-        if self._skips(step.layer) or (self.mode == "exact" and (rows is None or rows >= kv.n)):
+        entries = self.entries_in(step.layer, step.window)
+        if self._skips(step.layer) or (self.mode == "exact" and (entries is None or entries >= kv.n)):
             return
-        joins = self.join(kv, rows)
+        joins = self.join(kv, entries)
         if joins.any():
             self._merge(kv, step, joins)
 
-    def join(self, kv: LayerKV, rows: int | None) -> Tensor:
-        """Which entries are merged with the next; `rows` is how many to leave, None: `eps` decides. [B, H_kv, n - 1]"""
+    def join(self, kv: LayerKV, entries: int | None) -> Tensor:
+        """Mark the entries to merge with the next one. [B, H_kv, n - 1] bool
+
+        entries: how many to leave per KV head; None: join all pairs above `eps`.
+        """
         count = kv.n
         keys = kv.keys.float()
         similarity = F.cosine_similarity(keys[:, :, :-1], keys[:, :, 1:], dim=-1)
-        protected = self._protected(kv, rows)
+        protected = self._protected(kv, entries)
         allowed = ~(protected[..., :-1] | protected[..., 1:])
         if self.max_run is not None:
             allowed &= torch.arange(1, count, device=keys.device) % self.max_run != 0
-        if rows is None:
+        if entries is None:
             return allowed & (similarity >= self.eps)
-        best = top_entries(similarity.masked_fill(~allowed, -torch.inf), count - rows)
+        best = top_entries(similarity.masked_fill(~allowed, -torch.inf), count - entries)
         return torch.zeros_like(allowed).scatter_(-1, best, True)
 
-    def _protected(self, kv: LayerKV, rows: int | None) -> Tensor:
-        """Which entries stay as they are: the last, and of the others those with the most attention. [B, H_kv, n]"""
+    def _protected(self, kv: LayerKV, entries: int | None) -> Tensor:
+        """Mark the protected entries: the last ones, and those with the most attention. [B, H_kv, n] bool"""
         recent, heavy = (int(x * kv.n) for x in self.protected or (self.recent or 0.0, self.heavy or 0.0))
-        if rows is not None:  # the last take one neighbor each out of reach, the others at most two
-            room, needed = rows - 1 - self._borders(kv.n), recent + 2 * heavy
-            if needed > room:
-                recent, heavy = recent * room // needed, heavy * room // needed
+        if entries is not None:  # a protected last entry blocks one join, another at most two
+            available, needed = entries - 1 - self._borders(kv.n), recent + 2 * heavy
+            if needed > available:
+                recent, heavy = recent * available // needed, heavy * available // needed
         mass = kv.scores.clone()
         mass[..., kv.n - recent :] = -torch.inf
         protected = mass == -torch.inf
         return protected.scatter_(-1, top_entries(mass, heavy), True)
 
     def _shares(self, budget: float) -> tuple[float, float] | None:
-        """The protected shares at a budget of that many entries, the paper's where they are not set; None: both are."""
+        """The protected shares at a budget, by default the paper's; None if both settings are given."""
         nearest = min(PAPER_SHARES, key=lambda x: abs(x - budget))
-        scale = 1.0 if abs(nearest - budget) <= BUDGET_TOLERANCE else budget / nearest  # entries are whole
+        scale = 1.0 if abs(nearest - budget) <= BUDGET_TOLERANCE else budget / nearest  # budgets are rounded
         recent, heavy = (x * scale for x in PAPER_SHARES[nearest])
         pair = recent if self.recent is None else self.recent, heavy if self.heavy is None else self.heavy
         return None if pair == (self.recent, self.heavy) else pair
@@ -247,7 +250,7 @@ class KVMerger(Method):
             )
         return tuple(sorted({x % layers for x in asked}))
 
-    def _borders(self, rows: int) -> int:
-        """Neighbors of that many entries that `max_run` keeps apart."""
-        return 0 if self.max_run is None else (rows - 1) // self.max_run
+    def _borders(self, entries: int) -> int:
+        """Number of neighbors that `max_run` does not allow to join."""
+        return 0 if self.max_run is None else (entries - 1) // self.max_run
 

@@ -164,7 +164,7 @@ def test_gates_of_a_file_decide_which_heads_keep_all(tmp_path):
         ("0.1\t0.2\n0.3\n", r"of 1 or 2 KV heads.*another model"),
         ("0.1\tnan\n0.2\t0.3\n", "not finite"),
         ("", "has no gates"),
-        ("a\tb\n", "is no table of numbers"),
+        ("a\tb\n", "is not a table of numbers"),
         (None, "cannot be read"),
     ],
 )
