@@ -20,64 +20,64 @@ from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.registry import find_method
 
 
-def scores_owned(counts: list[int], held: int) -> torch.Tensor:
-    """Scores of which each head owns so many of the top ones. [1, H, held]"""
-    scores = torch.rand(1, len(counts), held) * 0.1
+def scores_owned(counts: list[int], size: int) -> torch.Tensor:
+    """Scores of which each head owns this many of the top ones. [1, H, size]"""
+    scores = torch.rand(1, len(counts), size) * 0.1
     for head, count in enumerate(counts):
         scores[0, head, :count] += 1.0
     return scores
 
 
-def test_equal_heads_get_equal_rows() -> None:
+def test_equal_heads_get_equal_entries() -> None:
     """Where every head owns as many top scores, the allocation is uniform."""
-    counts = allocate(scores_owned([10, 10, 10, 10], 50), rows=10, floor=0.2)
+    counts = allocate(scores_owned([10, 10, 10, 10], 50), entries=10, floor=0.2)
 
     assert counts.tolist() == [[10, 10, 10, 10]]
 
 
-def test_rows_follow_top_scores_above_the_floor() -> None:
-    """AdaKV's rounding oracle: 15 and 5 of 20 top scores, floor 0.2, give 14 and 6 rows."""
-    counts = allocate(scores_owned([15, 5], 50), rows=10, floor=0.2)
+def test_entries_follow_top_scores_above_the_floor() -> None:
+    """AdaKV's rounding oracle: 15 and 5 of 20 top scores, floor 0.2, give 14 and 6 entries."""
+    counts = allocate(scores_owned([15, 5], 50), entries=10, floor=0.2)
 
     assert counts.tolist() == [[14, 6]]
 
 
 def test_the_total_is_the_budget_where_rounding_would_miss_it() -> None:
-    """3 and 1 of 4 top scores round to 2 and 1 rows in the authors' code; here the total of 4 is kept."""
-    counts = allocate(scores_owned([3, 1], 20), rows=2, floor=0.2)
+    """3 and 1 of 4 top scores round to 2 and 1 entries in the authors' code; here the total of 4 is kept."""
+    counts = allocate(scores_owned([3, 1], 20), entries=2, floor=0.2)
 
     assert counts.sum().item() == 4
     assert counts[0, 0] > counts[0, 1]
 
 
 def test_one_head_with_all_top_scores_leaves_the_others_their_floor() -> None:
-    """A head with every top score gets base * (H * (1 - floor) + floor) rows and the others base * floor."""
-    counts = allocate(scores_owned([40, 0, 0, 0], 60), rows=10, floor=0.2)
+    """A head with every top score gets base * (H * (1 - floor) + floor) entries and the others base * floor."""
+    counts = allocate(scores_owned([40, 0, 0, 0], 60), entries=10, floor=0.2)
 
     assert counts.tolist() == [[34, 2, 2, 2]]
 
 
 @given(
-    heads=st.integers(1, 6), held=st.integers(2, 40), share=st.floats(0, 1), floor=st.floats(0, 1),
+    heads=st.integers(1, 6), size=st.integers(2, 40), share=st.floats(0, 1), floor=st.floats(0, 1),
     seed=st.integers(0, 9),
 )
 def test_allocations_spend_the_budget_and_keep_what_is_protected(
-    heads: int, held: int, share: float, floor: float, seed: int
+    heads: int, size: int, share: float, floor: float, seed: int
 ) -> None:
-    """Whatever the scores, the layer keeps exactly its rows, no head more than it has, and every protected row."""
-    rows = max(1, round(share * held))
+    """Whatever the scores, the layer keeps exactly its entries, no head more than it has, and every protected entry."""
+    rows = max(1, round(share * size))
     protected = min(rows, 2)
-    scores = torch.rand(2, heads, held, generator=torch.Generator().manual_seed(seed))
-    scores[..., held - protected :] = torch.inf
+    scores = torch.rand(2, heads, size, generator=torch.Generator().manual_seed(seed))
+    scores[..., size - protected :] = torch.inf
 
     mask = best_by_head(scores, allocate(scores, rows, floor))
 
     assert [rows * heads] * 2 == mask.sum((1, 2)).tolist()
-    assert mask[..., held - protected :].all()
+    assert mask[..., size - protected :].all()
 
 
-def test_ragged_rows_are_held_and_nothing_else() -> None:
-    """AdaKV's heads hold unequal numbers of rows whose sum is the budget, and the bytes say so."""
+def test_ragged_entries_are_stored_and_nothing_else() -> None:
+    """AdaKV's heads store unequal numbers of entries whose sum is the budget, and the bytes agree."""
     model = tiny_model()
     fitted = AdaKV().fit(Budget("rows", 50), model.shape(200))
     ids = torch.randint(64, (200,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -143,8 +143,8 @@ def test_the_schedule_is_the_authors_with_its_overshoot(
     assert rows == sorted(rows, reverse=True)
 
 
-def test_no_layer_is_given_more_rows_than_there_are() -> None:
-    """The lowest layer would get 114 of 112 rows before the window: it gets 112, and the top 2 * 58 - 112 = 4."""
+def test_no_layer_is_given_more_entries_than_there_are() -> None:
+    """The lowest layer would get 114 of 112 entries before the window: it gets 112, and the top 2 * 58 - 112 = 4."""
     assert schedule(66, 8, beta=20, layers=2, length=120) == (120, 12)
 
 
@@ -154,26 +154,26 @@ def test_short_contexts_are_uniform() -> None:
 
 
 def test_the_ledger_shows_the_schedule() -> None:
-    """24 rows beside the window: 24 // 20 = 1 in the top layer, 2 * 24 - 1 = 47 below, whose mean is SnapKV's 32."""
+    """24 entries and the window: 24 // 20 = 1 in the top layer, 2 * 24 - 1 = 47 below; the mean is SnapKV's 32."""
     model = tiny_model()
     ids = torch.randint(64, (400,), generator=torch.Generator().manual_seed(0)).tolist()
-    kept, held = {}, {}
+    kept, stored = {}, {}
     for method in (SnapKV(window=8), PyramidKV(window=8)):
         fitted = method.fit(Budget("rows", 32), model.shape(400))
         with Session(model, fitted) as session:
             session.prefill(ids)
             kept[method.card.name] = [store.entries_kept() for store in session.layers]
-            held[method.card.name] = session.memory().stored_bytes
+            stored[method.card.name] = session.memory().stored_bytes
             assert fitted.declared_bytes(model.shape(400)) == session.memory().stored_bytes
 
     assert kept == {"snapkv": [[32, 32], [32, 32]], "pyramidkv": [[55, 55], [9, 9]]}
-    assert held["pyramidkv"] == held["snapkv"]
+    assert stored["pyramidkv"] == stored["snapkv"]
 
 
 def test_the_declared_bytes_show_the_overshoot() -> None:
-    """In four layers 24 rows beside the window are 47, 32, 17 and 2, for 46 // 3 is 15: 130 rows where SnapKV has 128.
+    """In four layers 24 entries and the window are 47, 32, 17 and 2, as 46 // 3 is 15: 130 entries; SnapKV has 128.
 
-    A row is 2 KV heads, a key and a value of 16 numbers each, in float32.
+    An entry is 2 KV heads, a key and a value of 16 numbers each, in float32.
     """
     shape = tiny_model().shape(400)
     deeper = replace(shape, layers=shape.layers * 2)
@@ -184,15 +184,15 @@ def test_the_declared_bytes_show_the_overshoot() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 7, 31, 32, 33, 64])
-def test_a_budget_for_every_row_has_no_schedule(length: int) -> None:
-    """A context as long as its budget keeps every row of every layer, also where it is shorter than the window."""
+def test_a_budget_for_every_entry_has_no_schedule(length: int) -> None:
+    """A context as long as its budget keeps every entry of every layer, also where it is shorter than the window."""
     fitted = PyramidKV(window=32).fit(Budget("rows", length), tiny_model().shape(length))
 
     assert [fitted.entries_in(layer, None) for layer in range(2)] == [length, length]
 
 
-def test_frozen_rows_are_not_compressed_again_in_silence() -> None:
-    """Ragged rows cannot be recompressed at a later turn, and the session says so instead of doing nothing."""
+def test_frozen_entries_are_not_compressed_again_in_silence() -> None:
+    """Ragged entries cannot be recompressed at a later turn, and the session refuses instead of doing nothing."""
     model = tiny_model()
     fitted = AdaKV().fit(Budget("rows", 50), model.shape(100))
 

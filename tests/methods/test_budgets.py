@@ -1,4 +1,4 @@
-"""Budgets as asked for, and what they come to."""
+"""Budgets: parsing, and the entries and bytes that they allow."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def attempt(call, *arguments):
 
 @given(rows=st.integers(1, 10**9))
 @example(1234567)
-def test_rows_survive_being_written_down(rows):
-    """Rows are read exactly, and `str` writes what reads the same again."""
+def test_a_budget_in_entries_survives_a_round_trip(rows):
+    """A number of entries is parsed exactly, and parsing what `str` writes gives the same budget."""
     budget = Budget.parse(f" {rows} ")
     assert (budget.kind, budget.value) == ("rows", rows)
     assert Budget.parse(str(budget)) == budget
@@ -75,8 +75,8 @@ def test_the_message_says_what_is_wrong(text, reason):
 
 @given(length=st.integers(1, 5000), percent=st.floats(0.01, 100),
        method=st.sampled_from([Random(), SnapKV(), StreamingLLM(), H2O()]))
-def test_a_share_comes_to_its_rows_or_is_refused(length, percent, method):
-    """A share gives its rows of the length; below what the settings need it is refused with what would do."""
+def test_a_share_gives_its_entries_or_is_refused(length, percent, method):
+    """A share gives that share of the length; below the minimum of the settings it is refused, naming the minimum."""
     rows, least = round(percent / 100 * length), min(method.minimum_entries(), length)
     fitted, message = attempt(method.fit, Budget("fraction", percent / 100), shape_of(length))
     if fitted is None:
@@ -103,10 +103,10 @@ def test_sliding_layers_keep_their_share(length, window, rows):
 @given(length=st.integers(40, 3000), window=st.integers(1, 400), rows=st.integers(33, 4000),
        method=st.sampled_from([Random(), SnapKV()]))
 def test_declared_bytes_grow_with_the_budget(length, window, rows, method):
-    """More rows never take fewer bytes, and a budget of the whole length takes exactly the dense ones."""
+    """More entries never take fewer bytes, and a budget of the whole length takes exactly those of the full cache."""
     shape = shape_of(length, window)
     small, large = (method.fit(Budget("rows", x), shape).declared_bytes(shape) for x in (rows, rows + 1))
-    holes = 4 * 2 * window  # positions of a sliding layer that lost rows
+    holes = 4 * 2 * window  # positions of a sliding layer that lost entries
     assert small <= large + holes
     assert method.fit(Budget("rows", length), shape).declared_bytes(shape) == shape.full_bytes
     assert method.fit(Budget("fraction", 1.0), shape).declared_bytes(shape) == shape.full_bytes

@@ -44,7 +44,7 @@ def card(name="faulty", heads="independent", budget=BudgetKind.STORED):
 
 @dataclass(frozen=True)
 class Honest(ScoredMethod):
-    """Keeps the rows with the largest keys and the last four; without fault."""
+    """Keeps the entries with the largest keys and the last four; without fault."""
 
     card: ClassVar[Card] = card("honest")
 
@@ -117,7 +117,7 @@ class Louder(Honest):
 @fault("identity at full budget", "tokens|logits differ")
 @dataclass(frozen=True)
 class OffByOne(Honest):
-    """Loses a row at its full budget too."""
+    """Loses an entry at its full budget too."""
 
     def evict(self, kv, step):
         """Keep all but the first."""
@@ -129,7 +129,7 @@ class OffByOne(Honest):
 @fault("identity at full budget", "no quantized entry")
 @dataclass(frozen=True)
 class NeverTheSame(Louder):
-    """Says that it is not the dense cache at its full budget either, so as not to be compared with it."""
+    """Says that it is not the full cache at its full budget either, so as not to be compared with it."""
 
     def identity(self, shape):
         """Never."""
@@ -175,7 +175,7 @@ class SaysActed(Honest):
 @fault("measured bytes are declared", "measured .* bytes, declared")
 @dataclass(frozen=True)
 class Modest(Honest):
-    """Declares a byte less per row than it holds."""
+    """Declares a byte less per entry than it stores."""
 
     def layer_bytes(self, index, shape, entries):
         """Too few."""
@@ -199,14 +199,14 @@ class ViewKeeper(Honest):
     """Keeps a view of the whole block, which keeps all of it alive."""
 
     def evict(self, kv, step):
-        """One row, and with it every other."""
+        """One entry, and with it every other."""
         if step.moment.compresses:
             kv.state["first"] = kv.keys[:, :, :1]
         super().evict(kv, step)
 
 
 class HostedRows(LayerKV):
-    """Has rows in host memory."""
+    """Has entries in host memory."""
 
     def host_tensors(self):
         """A copy of what there is."""
@@ -226,10 +226,10 @@ class Hosted(Honest):
 @fault("evicted entries are freed", "still allocated")
 @dataclass(frozen=True)
 class Secretive(Honest):
-    """Keeps a view of the old rows where no ledger looks."""
+    """Keeps a view of the old entries where no ledger looks."""
 
     def evict(self, kv, step):
-        """Stash a row, and with it every other."""
+        """Stash an entry, and with it every other."""
         if step.moment.compresses:
             LEFT_BEHIND.append(kv.keys[:, :, :1])
         super().evict(kv, step)
@@ -238,10 +238,10 @@ class Secretive(Honest):
 @fault("evicted entries are freed", "still allocated")
 @dataclass(frozen=True)
 class Detached(Honest):
-    """Keeps a tensor that shares the old rows' memory and nothing else with them."""
+    """Keeps a tensor that shares the old entries' memory and nothing else with them."""
 
     def evict(self, kv, step):
-        """Stash a row without its history, and with it every other."""
+        """Stash an entry without its history, and with it every other."""
         if step.moment.compresses:
             LEFT_BEHIND.append(kv.keys.data[:, :, :1].data)
         super().evict(kv, step)
@@ -296,7 +296,7 @@ class Numbered(Honest):
 @fault("heads may be permuted", "other heads|other entries")
 @dataclass(frozen=True)
 class Pooled(Honest):
-    """Says its heads are independent, and scores rows by all of them."""
+    """Says its heads are independent, and scores entries by all of them."""
 
     def score(self, kv, step):
         """The mean over heads."""
@@ -306,7 +306,7 @@ class Pooled(Honest):
 @fault("batch does not matter", "logits differ")
 @dataclass(frozen=True)
 class Together(Honest):
-    """Scores rows by the whole batch."""
+    """Scores entries by the whole batch."""
 
     def score(self, kv, step):
         """The sum over sequences, as H2O's first code has it."""
@@ -316,7 +316,7 @@ class Together(Honest):
 @fault("turns continue", "counts other tokens")
 @dataclass(frozen=True)
 class CountsRows(Honest):
-    """Takes the rows it holds for the tokens it has seen."""
+    """Takes the entries it stores for the tokens it has seen."""
 
     def evict(self, kv, step):
         """Evict, and forget."""
@@ -362,7 +362,7 @@ class SharesState(Honest):
 
 
 class SharedRows(LayerKV):
-    """Forks overwrite each other's rows."""
+    """Forks overwrite each other's entries."""
 
     def fork(self):
         """Share the block without saying so."""
@@ -374,7 +374,7 @@ class SharedRows(LayerKV):
 @fault("forks equal fresh runs", "a fork differs|one differs|parent was changed")
 @dataclass(frozen=True)
 class SharesRows(Honest):
-    """Two forks at a time write to the same rows."""
+    """Two forks at a time write to the same entries."""
 
     def layer(self, index):
         """A store that shares too much."""
@@ -384,10 +384,10 @@ class SharesRows(Honest):
 @fault("forced tokens equal decode steps", "logits differ")
 @dataclass(frozen=True)
 class Forgetful(Honest):
-    """Before every token that it decodes it forgets a row, and its decode step is said to be a static one."""
+    """Before every token that it decodes it forgets an entry, and its decode step is said to be a static one."""
 
     def attend(self, kv, step):
-        """Drop the first row held."""
+        """Drop the first entry stored."""
         if step.moment is Moment.DECODE:
             kv.keep(torch.arange(1, kv.n).expand(*kv.keys.shape[:2], -1))
         return super().attend(kv, step)
@@ -399,7 +399,7 @@ class DividesByLittle(Honest):
     """Its attention is not finite where the context is shorter than its window."""
 
     def attend(self, kv, step):
-        """Divide by the rows before the last four."""
+        """Divide by the entries before the last four."""
         return kv.attend(step) / max(0, kv.n - 4) * (kv.n - 4)
 
 
@@ -439,7 +439,7 @@ class Unseeded(Honest):
 @fault("static steps equal eager steps", "step 1")
 @dataclass(frozen=True)
 class CountsTheBlock(Honest):
-    """Takes the block's size for the rows held, which it is not once shapes are fixed."""
+    """Takes the block's size for the entries stored, which it is not once shapes are fixed."""
 
     def attend(self, kv, step):
         """Fainter as the block grows."""

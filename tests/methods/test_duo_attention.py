@@ -64,33 +64,33 @@ def test_sparsity_0_is_the_full_cache_and_1_is_streaming(shape, length):
 
 
 def attend_by_hand(step, keys, values, sees):
-    """Every KV head over the rows that its queries see. sees: [H_kv, T, N]"""
+    """Every KV head over the entries that its queries see. sees: [H_kv, T, N]"""
     grouped = step.query.double().unflatten(1, (keys.shape[1], -1))
     logits = grouped @ keys.double()[:, :, None].mT * step.scale
     weights = logits.masked_fill(~sees[None, :, None], -torch.inf).softmax(-1)
     return (weights @ values.double()[:, :, None]).flatten(1, 2).float()
 
 
-def test_each_head_sees_its_own_rows_and_no_other(make_step):
+def test_each_head_sees_its_own_entries_and_no_other(make_step):
     """Of three heads the middle one keeps all, the others sinks and a window that slides, whatever a forward brings."""
     generator = torch.Generator().manual_seed(0)
     sizes, rows = [40, 1, 1, 5, 30, 1, 3], SINKS + RECENT
     total = sum(sizes)
     query, keys, values = (torch.randn(2, x, total, 8, generator=generator) for x in (6, 3, 3))
-    kv, before, held = HeadGroupsKV(retrieval=(1,)), 0, set()
+    kv, before, stored = HeadGroupsKV(retrieval=(1,)), 0, set()
     for i, size in enumerate(sizes):
         part = slice(before, before + size)
         moment = Moment.CONTEXT_END if i == 0 else Moment.TURN_END
         step = make_step(query[:, :, part], keys[:, :, part], values[:, :, part], before=before, moment=moment)
         kv.append(step)
         causal = torch.arange(before + size) <= torch.arange(before, before + size)[:, None]
-        streams = causal & torch.tensor([x in held or x >= before for x in range(before + size)])
+        streams = causal & torch.tensor([x in stored or x >= before for x in range(before + size)])
         sees = torch.stack([streams, causal, streams])
         wanted = attend_by_hand(step, keys[:, :, : before + size], values[:, :, : before + size], sees)
         assert torch.allclose(kv.attend(step), wanted, atol=1e-5)
         kv.trim(SINKS, rows, compensate=False)
         before += size
-        held = {*range(SINKS), *range(before - RECENT, before)}
+        stored = {*range(SINKS), *range(before - RECENT, before)}
 
     assert kv.entries_kept() == [rows, total, rows] * 2
     assert kv.facts() == {"entries_dropped": Fact(2 * 2 * (total - rows), changed=True)}
@@ -102,7 +102,7 @@ def test_each_head_sees_its_own_rows_and_no_other(make_step):
 )
 @settings(max_examples=60, deadline=None)
 def test_the_ring_is_a_slice(sinks, ring, first, later):
-    """After every forward of any size, the first rows and the last are held, each once."""
+    """After every forward of any size, the first entries and the last are stored, each once."""
     kv, seen = StreamingKV(track=True), 0
     for count in (first, *later):
         seen += count
@@ -138,7 +138,7 @@ def test_sparsity_is_the_quantile_of_the_gates(seed, sparsity, tmp_path):
 
 
 def test_gates_of_a_file_decide_which_heads_keep_all(tmp_path):
-    """With one retrieval head, its layer holds unequal numbers of rows, and the bytes are as declared."""
+    """With one retrieval head, its layer stores unequal numbers of entries, and the bytes are as declared."""
     path = tmp_path / "full_attention_heads.tsv"
     path.write_text("0.1\t0.2\n0.9\t0.3\n")
     model = tiny_model()
@@ -209,7 +209,7 @@ def shape_of(length, *, layers=4, heads=8, window=None):
 @given(length=st.integers(8, 40_000), share=st.floats(0.02, 0.98), window=st.sampled_from([None, 16, 1024]))
 @settings(max_examples=200, deadline=None)
 def test_a_budget_is_spent_to_the_last_row(length, share, window):
-    """Bytes are at most the budget's, and a row more per streaming head would be too many."""
+    """Bytes are at most the budget's, and an entry more per streaming head would be too many."""
     shape = shape_of(length, window=window)
     try:
         made = DuoAttention().fit(Budget("fraction", share), shape)
@@ -230,14 +230,14 @@ def test_a_budget_is_spent_to_the_last_row(length, share, window):
 
 
 def test_long_contexts_have_the_paper_s_windows():
-    """At 32k and half of the bytes, half of the heads keep everything and the others sinks and recent rows or more."""
+    """At 32k and half of the bytes, half of the heads keep everything, the others sinks and recent entries or more."""
     made = DuoAttention().fit(Budget.parse("50%"), shape_of(32_768))
 
     assert made.retrieval == 15  # of 32
     assert made.streaming >= 64 + 256
 
 
-def test_all_heads_with_every_row_are_a_declared_identity():
+def test_all_heads_with_every_entry_are_a_declared_identity():
     """Without a streaming head nothing is lost, and no run has to act."""
     model = tiny_model()
     method = fitted(model, 60, 0.0)
@@ -264,7 +264,7 @@ def test_sinks_go_out_of_sight_with_the_window(make_step):
     query, keys, values = (torch.randn(1, x, total, 8, generator=generator) for x in (2, 1, 1))
     method, kv = replace(DuoAttention(), length=context), HeadGroupsKV()
     method = replace(method, streaming=SINKS + RECENT, sinks=SINKS, recent=RECENT)
-    held = set(range(context))
+    stored = set(range(context))
     for before, size in [(0, context), *((x, 1) for x in range(context, total))]:
         part, now = slice(before, before + size), torch.arange(before, before + size)[:, None]
         moment = Moment.DECODE if before else Moment.CONTEXT_END
@@ -272,11 +272,11 @@ def test_sinks_go_out_of_sight_with_the_window(make_step):
             query[:, :, part], keys[:, :, part], values[:, :, part], before=before, moment=moment, window=window
         )
         kv.append(step)
-        held |= {*range(before, before + size)}
+        stored |= {*range(before, before + size)}
         there = torch.arange(before + size)
-        sees = torch.tensor([x in held for x in there.tolist()]) & (there <= now) & (now - there < window)
+        sees = torch.tensor([x in stored for x in there.tolist()]) & (there <= now) & (now - there < window)
         wanted = attend_by_hand(step, keys[:, :, : before + size], values[:, :, : before + size], sees[None])
         assert torch.allclose(method.attend(kv, step), wanted, atol=1e-5)
         method.evict(kv, step)
-        held = {*range(SINKS), *range(before + size - RECENT, before + size)}
+        stored = {*range(SINKS), *range(before + size - RECENT, before + size)}
         assert kv.entries_kept() == [SINKS + RECENT]

@@ -1,4 +1,4 @@
-"""The dense cache in 8 bits: what is stored, how near it is, and what it takes."""
+"""The full cache in 8 bits: stored tensors, accuracy, and bytes."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ def ids(count, seed=1):
 
 
 def test_codes_are_all_that_is_stored():
-    """After the context, rows old and new are int8 codes and float16 scales within half a step of the exact rows."""
+    """After the context, old and new entries are int8 codes and float16 scales within half a step of the exact ones."""
     model = tiny_model()
     with Session(model, FullInt8(), capacity=80) as ours, Session(model, Full(), capacity=80) as full:
         for session in (ours, full):
             session.prefill(ids(40))
         for store, exact in zip(ours.layers, full.layers, strict=True):
-            held = store._held()
-            assert {name: x.dtype for name, x in held.items()} == {
+            stored = store._held()
+            assert {name: x.dtype for name, x in stored.items()} == {
                 "key": torch.int8, "value": torch.int8, "key_scale": torch.float16, "value_scale": torch.float16
             }
             for name, rows in (("key", exact.keys), ("value", exact.values)):
-                scale = held[f"{name}_scale"].float()[..., None]
-                assert ((held[name] * scale - rows).abs() <= 0.57 * scale).all()
+                scale = stored[f"{name}_scale"].float()[..., None]
+                assert ((stored[name] * scale - rows).abs() <= 0.57 * scale).all()
         ours.forward(ids(1, 5), Moment.DECODE)
         assert all(store.keys.dtype == torch.int8 and store.n == 41 for store in ours.layers)
 
 
-def test_answers_are_near_the_dense_cache_s():
+def test_answers_are_near_the_full_cache_s():
     """The first token is exact, and later logits are off by less than 2 %, and by something."""
     model = tiny_model()
     with Session(model, FullInt8()) as ours, Session(model, Full()) as full:
@@ -47,7 +47,7 @@ def test_answers_are_near_the_dense_cache_s():
 
 
 def test_bytes_and_effect():
-    """Two bytes of scale per row beside a byte per element, and the effect counts rows and codes."""
+    """Two bytes of scale per entry and a byte per element, and the effect counts entries and codes."""
     with Session(tiny_model(), FullInt8(), capacity=80) as session:
         session.prefill(ids(40))
         memory, proof = session.memory(), session.effect()

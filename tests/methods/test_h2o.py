@@ -1,4 +1,4 @@
-"""H2O against its card: the hand oracle, sums, sizes, and rows that never come back."""
+"""H2O against its card: the hand oracle, sums, sizes, and entries that never come back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvbench.method import Budget, Moment
 from kvbench.methods.eviction.h2o import H2O
 
 BY_HAND = [[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0.2, 0.2, 0.6, 0], [0.3, 0.5, 0.3, 0.4]]
-"""Weights of four queries; the last, without row 1, which is gone by then."""
+"""Weights of four queries; the last, without entry 1, which is gone by then."""
 
 
 def by_hand(low, high):
@@ -23,7 +23,7 @@ def by_hand(low, high):
 
 
 def test_the_card_s_example(make_step):
-    """Sums 1.7, 0.7, 0.6 keep rows 0 and 2; the next query makes them 2.0, 0.9, 0.4, which keeps rows 0 and 3."""
+    """Sums 1.7, 0.7, 0.6 keep entries 0 and 2; the next query makes them 2.0, 0.9, 0.4, which keeps entries 0 and 3."""
     method = replace(H2O(recent=0.5), rows=2, length=3)
     kv = method.layer(0)
     step = make_step(*by_hand(0, 3))
@@ -51,7 +51,7 @@ def test_every_query_adds_one(chunk):
 
 @pytest.mark.parametrize("recent", [0.0, 0.5, 1.0])
 def test_the_size_is_exact_and_nothing_comes_back(recent):
-    """After every step there are C rows, the recent ones among them, and none that was evicted before."""
+    """After every step there are C entries, the recent ones among them, and none that was evicted before."""
     model, rows = tiny_model(), 10
     method = H2O(recent=recent).fit(Budget("rows", rows), model.shape(40))
     with Session(model, method, capacity=80) as session:
@@ -68,8 +68,8 @@ def test_the_size_is_exact_and_nothing_comes_back(recent):
             session.forward(torch.tensor([[token]]), Moment.DECODE)
 
 
-def test_scores_travel_with_their_rows():
-    """Rows dropped in place take their scores along: each row's score only ever grows."""
+def test_scores_travel_with_their_entries():
+    """Entries dropped in place take their scores along: each entry's score only ever grows."""
     model = tiny_model()
     method = H2O().fit(Budget("rows", 10), model.shape(40))
     with Session(model, method, capacity=80) as session:

@@ -49,7 +49,7 @@ def test_whole_blocks_leave_no_key_behind(length):
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_every_element_is_within_half_a_scale(bits):
-    """What the first layer holds is the exact rows, off by half of the group's scale at most, the last not at all."""
+    """The first layer stores the entries with errors of at most half the group's scale, and the last ones exactly."""
     model = tiny_model()
     with Session(model, Kivi(key_bits=bits, value_bits=bits)) as ours, Session(model, Full()) as full:
         for session in (ours, full):
@@ -87,7 +87,7 @@ def test_an_outlier_channel_costs_the_other_key_channels_nothing(make_step):
     assert relative(by_token[..., others], key[..., others]) > 2 * by_channel
 
 
-def test_a_context_within_the_residual_is_the_dense_cache():
+def test_a_context_within_the_residual_is_the_full_cache():
     """Nothing is packed yet: the same logits over turns, and an identity that the effect need not prove."""
     model = tiny_model()
     method = Kivi(residual=96)
@@ -125,7 +125,7 @@ def test_later_turns_are_packed_when_they_end_and_not_before():
 
 
 def test_bytes_are_the_paper_s():
-    """At 2 and 4 bits, groups of 32 and heads of 128, long contexts come to 18.75 % and 31.25 %, and the residual."""
+    """At 2 and 4 bits, groups of 32 and heads of 128, long contexts take 18.75 % and 31.25 %, and the residual."""
     for bits, share in ((2, 3 / 16), (4, 5 / 16)):
         declared = Kivi(key_bits=bits, value_bits=bits).declared_bytes(shape_of(1 << 20, 128))
         residual = 2 * 32 * 128 * 2  # the last values of two heads
@@ -171,7 +171,7 @@ def test_groups_that_do_not_divide_a_value_are_refused_by_name():
 
 @pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "knorm", "observed-attention"])
 def test_what_another_method_keeps_is_packed(name):
-    """The rows kept are those of the method alone, packed: its budget counts rows, and the bytes are as declared."""
+    """The kept entries are those of the method alone, packed: the budget counts entries, and bytes are as declared."""
     model = tiny_model()
     kinds = find_method(name), find_method(f"{name}+kivi")
     alone, packed = (kind().fit(Budget("rows", 64), model.shape(200)) for kind in kinds)
@@ -191,8 +191,8 @@ def test_what_another_method_keeps_is_packed(name):
         assert ours.memory().stored_bytes < 0.6 * alone.declared_bytes(model.shape(200))
 
 
-def test_heads_that_keep_every_row_are_packed_and_streaming_heads_are_not():
-    """Around RazorAttention a retrieval head's rows are codes; a streaming head's ring stays exact and as it was."""
+def test_heads_that_keep_every_entry_are_packed_and_streaming_heads_are_not():
+    """Around RazorAttention a retrieval head's entries are codes; a streaming head's ring stays exact and as it was."""
     model = tiny_model()
     kinds = find_method("razor-attention"), find_method("razor-attention+kivi")
     alone, packed = (kind(induction=0.5).bind(model).fit(Budget.parse("60%"), model.shape(200)) for kind in kinds)
@@ -216,7 +216,7 @@ def test_heads_that_keep_every_row_are_packed_and_streaming_heads_are_not():
     ("duo-attention+kivi", "25%", 120, 36), ("razor-attention+kivi", "75%", 30, 30),
 ])
 def test_a_budget_that_leaves_nothing_to_pack_is_refused(name, budget, length, least):
-    """It would be the other method alone under the name of both: too few rows, or no head that keeps all of them."""
+    """Too few entries, or no head that keeps all of them: the result would be that of the other method alone."""
     settings = {"window": 8} if name.startswith("snapkv") else {}
     said = rf"{name.replace('+', '.')}: .*kivi has nothing to pack.*Use --budget {least} or"
     with pytest.raises(UserError, match=said):
@@ -240,14 +240,14 @@ def test_what_keeps_everything_may_be_too_short_to_pack():
     ],
 )
 def test_nonsense_is_refused_by_name(name, reason):
-    """What cannot be packed in whole blocks for good, or is packed already, is refused with both names and why."""
+    """Entries that cannot be packed in fixed blocks, or are quantized already, are refused with the reason."""
     inner, _, outer = name.rpartition("+")
     with pytest.raises(UserError, match=rf"{inner.replace('+', '.')}\+{outer} makes no sense.*{reason}"):
         find_method(name)
 
 
-def test_packed_rows_cannot_be_compressed_again():
-    """A composition says so at the next question instead of scoring rows that it no longer has."""
+def test_packed_entries_cannot_be_compressed_again():
+    """A composition says so at the next question instead of scoring entries that it no longer has."""
     model = tiny_model()
     method = find_method("snapkv+kivi")().fit(Budget("rows", 64), model.shape(200))
     with Session(model, method, recompress=True) as session:

@@ -1,4 +1,4 @@
-"""KVMerger against sets made by hand, the dense cache on equal rows, and its own account of what is left."""
+"""KVMerger against sets made by hand, the full cache on equal entries, and its declared bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ids(count, seed=1):
 
 
 def store_of(make_step, keys, values, mass=None):
-    """A store of one head that holds these rows, with this attention received. keys: [n, D]"""
+    """A store of one head that stores these entries, with this attention received. keys: [n, D]"""
     kv = MergingKV(column_sums=True)
     step = make_step(keys[None, None], keys[None, None], values[None, None])
     kv.append(step)
@@ -39,7 +39,7 @@ def angles(x):
 
 
 def unprotected(**settings):
-    """KVMerger that may merge any row."""
+    """KVMerger that may merge any entry."""
     return KVMerger(recent=0.0, heavy=0.0, **settings)
 
 
@@ -48,7 +48,7 @@ def session_of(method, model, budget, length=120):
     return Session(model, method.fit(budget, model.shape(length)), capacity=length + 60)
 
 
-def test_a_threshold_above_one_is_the_dense_cache_bit_for_bit():
+def test_a_threshold_above_one_is_the_full_cache_bit_for_bit():
     """No cosine reaches it: nothing is merged, every logit over two turns is equal, and the run is declared so."""
     model = tiny_model()
     with session_of(KVMerger(mode="eps", eps=1.01), model, None) as ours, Session(model, FullCache()) as dense:
@@ -58,7 +58,7 @@ def test_a_threshold_above_one_is_the_dense_cache_bit_for_bit():
 
 
 def test_neighbors_above_the_threshold_are_joined(make_step):
-    """Sets are the runs of close keys, whichever way one scans; #sets = rows - #joins."""
+    """Sets are the runs of close keys, whichever way one scans; #sets = entries - #joins."""
     kv, step = store_of(make_step, angles(CLOSE), torch.zeros(10, 2))
     joins = unprotected(mode="eps", eps=0.98).join(kv, None)
     assert joins.int().tolist() == [[[1, 1, 0, 1, 0, 0, 1, 1, 0]]]
@@ -80,9 +80,9 @@ def test_a_budget_joins_the_most_similar_neighbors(rows, make_step):
     assert kv.entries_kept() == [rows]
 
 
-def test_protected_rows_keep_every_bit(make_step):
-    """The last rows and the most attended of the others are in no set, equal though all keys are."""
-    mass = torch.tensor([0.0, 0, 9, 0, 0, 0, 8, 0, 0, 99])  # the last row is protected as one of the last
+def test_protected_entries_keep_every_bit(make_step):
+    """The last entries and the most attended of the others are in no set, equal though all keys are."""
+    mass = torch.tensor([0.0, 0, 9, 0, 0, 0, 8, 0, 0, 99])  # the last entry is protected as one of the last
     values = torch.arange(20.0).view(10, 2)
     kv, step = store_of(make_step, torch.ones(10, 2), values, mass)
     KVMerger(mode="eps", recent=0.2, heavy=0.2).evict(kv, step)
@@ -91,13 +91,13 @@ def test_protected_rows_keep_every_bit(make_step):
 
 
 def test_protection_gives_way_to_the_budget(make_step):
-    """Shares that leave too few neighbors are lowered together, whatever rows the attention falls on."""
+    """Shares that leave too few neighbors are lowered together, whatever entries the attention falls on."""
     for seed in range(20):
         mass = torch.rand(40, generator=torch.Generator().manual_seed(seed))
         kv, step = store_of(make_step, torch.randn(40, 4), torch.zeros(40, 2), mass)
         method = KVMerger(recent=0.5, heavy=0.5, rows=10, merged_rows=10)
         protected = method._protected(kv, 10)[0, 0]
-        assert protected.sum() == 3 + 3  # 20 and 20 rows by 9 / 60
+        assert protected.sum() == 3 + 3  # 20 and 20 entries by 9 / 60
         assert protected[-3:].all()
         method.evict(kv, step)
         assert kv.entries_kept() == [10]
@@ -127,12 +127,12 @@ def test_runs_are_capped(mode, make_step):
     kv, step = store_of(make_step, torch.ones(10, 2), torch.arange(20.0).view(10, 2))
     method = unprotected(mode=mode, max_run=4, **({"rows": 3, "merged_rows": 3} if mode == "exact" else {}))
     method.evict(kv, step)
-    assert kv.frozen.value[:, 0].tolist() == [3.0, 11.0, 17.0]  # means of rows 0-3, 4-7, 8-9
+    assert kv.frozen.value[:, 0].tolist() == [3.0, 11.0, 17.0]  # means of entries 0-3, 4-7, 8-9
 
 
 @pytest.mark.parametrize("settings", [{"mode": "eps"}, {"rows": 4, "merged_rows": 4}], ids=["eps", "exact"])
-def test_equal_rows_with_a_bias_are_the_dense_cache(settings, make_step):
-    """Runs of equal rows merged with the log of their number give the dense output; without it they do not."""
+def test_equal_entries_with_a_bias_are_the_full_cache(settings, make_step):
+    """Equal entries merged with the log of their number give the full cache's output; without it they do not."""
     generator = torch.Generator().manual_seed(1)
     rows, repeats = torch.randn(4, 6, generator=generator), torch.tensor([3, 1, 5, 2])
     keys, values = rows[:, :4].repeat_interleave(repeats, 0), rows[:, 2:].repeat_interleave(repeats, 0)
@@ -160,8 +160,8 @@ def test_the_pivot_has_the_most_attention_and_the_weights_are_the_papers(make_st
         assert kv.frozen.value[0].tolist() == pytest.approx([factor * 0.50250, factor * 0.49750], abs=1e-5)
 
 
-def test_later_turns_are_dense():
-    """After the context every row is stored as it came, and none of them is merged."""
+def test_later_turns_are_exact():
+    """After the context every entry is stored as it came, and none of them is merged."""
     model = tiny_model()
     with session_of(KVMerger(), model, Budget("rows", 30)) as session:
         session.prefill(ids(120))
@@ -172,8 +172,8 @@ def test_later_turns_are_dense():
 
 
 @pytest.mark.parametrize("value_mode", ["mean", "bias"])
-def test_a_threshold_holds_the_bytes_of_its_rows(value_mode):
-    """Under a threshold the bytes are those of the rows that are left, and of nothing else."""
+def test_a_threshold_holds_the_bytes_of_its_entries(value_mode):
+    """Under a threshold the bytes are those of the entries that are left, and of nothing else."""
     model = tiny_model()
     with session_of(KVMerger(mode="eps", eps=0.3, value_mode=value_mode), model, None) as session:
         session.prefill(ids(120))
@@ -254,7 +254,7 @@ def test_shallow_models_skip_nothing_unless_told():
 
 @pytest.mark.parametrize("settings", [{}, {"max_run": 4}])
 def test_a_budget_below_the_skipped_layers_is_refused_with_what_can_be_reached(settings):
-    """Three of five layers are more than a quarter; the message's budget can be had and one row less cannot."""
+    """Three of five layers are more than a quarter; the message's budget can be had and one entry less cannot."""
     method, shape = KVMerger(skip=(0, 1, -1), **settings), shape_of(5)
     with pytest.raises(UserError, match="Use --budget") as refusal:
         method.fit(Budget.parse("25%"), shape)
@@ -273,7 +273,7 @@ def test_skipping_every_layer_is_refused():
 
 
 def test_a_threshold_takes_no_budget():
-    """What a threshold leaves nobody can promise, so a budget is refused and none is assumed."""
+    """The bytes under a threshold cannot be declared, so a budget is refused and none is assumed."""
     method = KVMerger(mode="eps")
     assert method.budget_kind == "bits"
     assert method.fit(None, shape_of(32)).rows is None

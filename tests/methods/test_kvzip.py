@@ -1,4 +1,4 @@
-"""KVzip against the repeat written out as one long dense sequence, and its account of what stays."""
+"""KVzip against a repeat computed in one long sequence, and its declared bytes."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def ids(count, seed=1, batch=1):
 
 
 def session_of(method, model, rows, **options):
-    """A session under a method that may hold so many rows per head."""
+    """A session under a method that may keep this many entries per head."""
     return Session(model, method.fit(Budget("rows", rows), model.shape(LENGTH)), capacity=LENGTH + 40, track=True,
                    **options)
 
 
 def kept(session):
-    """Marks the rows that stayed. [layers, B, H_kv, LENGTH] bool"""
+    """Marks the entries that stayed. [layers, B, H_kv, LENGTH] bool"""
     layers = []
     for store in session.layers:
         heads = [torch.zeros(LENGTH, dtype=torch.bool).scatter(0, x.long(), True)
@@ -46,7 +46,7 @@ def kept(session):
 
 @dataclass(frozen=True)
 class Recorder(Method):
-    """The dense cache, which shows what every layer saw."""
+    """The full cache, which shows what every layer saw."""
 
     seen: dict[int, tuple] = field(default_factory=dict)
     card: ClassVar = FullCache.card
@@ -58,7 +58,7 @@ class Recorder(Method):
 
 
 def written_out(model, context, chunks, window=None):
-    """KVzip's scores in float64: context, prompt and chunk as one dense sequence, all logits at once."""
+    """KVzip's scores in float64: context, prompt and chunk as one sequence, all logits at once."""
     scores = torch.zeros(len(model.layers), context.shape[0], model.layers[0].kv_heads, LENGTH, dtype=torch.float64)
     for start, stop, prompt in chunks:
         sequence = torch.cat([context, prompt, context[:, start:stop]], dim=1)
@@ -78,7 +78,7 @@ def written_out(model, context, chunks, window=None):
 
 
 def best(scores, rows):
-    """The rows of all layers and heads with the highest scores. [layers, B, H_kv, LENGTH] bool"""
+    """The entries of all layers and heads with the highest scores. [layers, B, H_kv, LENGTH] bool"""
     pool = scores.transpose(0, 1).flatten(1)  # a sequence has its own
     total = rows * scores.shape[0] * scores.shape[2]
     marks = torch.zeros_like(pool, dtype=torch.bool).scatter(1, pool.topk(total).indices, True)
@@ -86,8 +86,8 @@ def best(scores, rows):
 
 
 @pytest.mark.parametrize("shape", [(4, 2, None), (2, 2, None), (4, 1, None)], ids=["GQA", "MHA", "MQA"])
-def test_the_rows_that_a_repeat_looks_at_stay(shape):
-    """In chunks of 20 the kept rows are those of the repeat as one sequence, softmaxed over sinks, chunk and repeat."""
+def test_the_entries_that_a_repeat_attends_to_are_kept(shape):
+    """In chunks of 20 the kept entries are those of a repeat in one sequence; softmax over sinks, chunk and repeat."""
     model, context = tiny_model(*shape), ids(LENGTH, batch=2)
     prompt = torch.tensor([PROMPT, PROMPT])
     chunks = [
@@ -102,7 +102,7 @@ def test_the_rows_that_a_repeat_looks_at_stay(shape):
 
 
 def test_a_sliding_layer_is_judged_by_what_its_window_leaves():
-    """Rows out of the window are gone, those in it count by the queries of the repeat that still see them."""
+    """Entries out of the window are gone, those in it count by the queries of the repeat that still see them."""
     model, context = tiny_model(4, 2, 48), ids(LENGTH)
     prompt = torch.tensor([PROMPT])
     chunks = [(SINKS, 34, prompt), (34, LENGTH, torch.cat([prompt, context[:, 26:34]], dim=1))]
@@ -113,7 +113,7 @@ def test_a_sliding_layer_is_judged_by_what_its_window_leaves():
         assert kept(session).equal(best(scores, 20 * 48 // LENGTH))
 
 
-def test_a_repeat_in_one_piece_keeps_other_rows():
+def test_a_repeat_in_one_piece_keeps_other_entries():
     """Chunks matter to the method: its softmax leaves the other chunks out, and the oracle can tell."""
     model, context = tiny_model(), ids(LENGTH)
     scores = written_out(model, context, [(SINKS, LENGTH, torch.tensor([PROMPT]))])
@@ -124,7 +124,7 @@ def test_a_repeat_in_one_piece_keeps_other_rows():
 
 
 def test_a_budget_is_met_exactly_over_all_heads_and_layers():
-    """Heads and layers keep unequal numbers of rows, whose sum is the budget to the row, sinks in every head."""
+    """Heads and layers keep unequal numbers of entries, whose sum is the budget to the entry, sinks in every head."""
     with session_of(KVzip(), tiny_model(), 20) as session:
         session.prefill(ids(LENGTH, batch=2))
         rows = kept(session)
@@ -133,7 +133,7 @@ def test_a_budget_is_met_exactly_over_all_heads_and_layers():
         assert rows[..., :SINKS].all()
 
 
-def test_equal_scores_do_not_change_the_number_of_rows():
+def test_equal_scores_do_not_change_the_number_of_entries():
     """Where all scores tie exactly the budget stays; a threshold would drop all of them or none."""
     model = tiny_model()
     method = KVzip().fit(Budget("rows", 20), model.shape(LENGTH))
@@ -146,7 +146,7 @@ def test_equal_scores_do_not_change_the_number_of_rows():
 
 
 def test_the_repeat_leaves_nothing_behind(monkeypatch):
-    """No row of it is held, no position is used up, no cache is copied for it, and the context's logits are dense."""
+    """No entry or position of it remains, no cache is copied for it, and the context's logits are the full cache's."""
     def refuse(*_):
         pytest.fail("the cache was copied")
 
@@ -164,7 +164,7 @@ def test_the_repeat_leaves_nothing_behind(monkeypatch):
 
 
 def test_what_a_repeat_holds_is_part_of_the_peak(monkeypatch):
-    """No repeat held more at once, its scores beside all rows, than the session says that it came to."""
+    """The session reports the peak of a repeat: all entries, and its scores."""
     branches, fork = [], Session.fork
 
     def watch(session):
@@ -204,7 +204,7 @@ def mixed_model():
 
 
 def test_sliding_layers_share_a_budget_of_their_own():
-    """Rows never move between layers that hold unlike rows, so that the declared bytes are the measured ones."""
+    """Entries never move between layers of different shapes, so that the declared bytes are the measured ones."""
     model = mixed_model()
     assert [x.window for x in model.layers] == [None, None, 24, 24]
     method = KVzip(chunk_size=20).fit(Budget("rows", 30), model.shape(LENGTH))
@@ -216,7 +216,7 @@ def test_sliding_layers_share_a_budget_of_their_own():
 
 
 def test_a_visible_question_is_compressed_with_the_context():
-    """It is repeated like the rest, and nothing marks its rows."""
+    """It is repeated like the rest, and nothing marks its entries."""
     model = tiny_model()
     with session_of(KVzip(), model, 20) as one, session_of(KVzip(), model, 20) as other:
         context = ids(LENGTH)[0].tolist()
@@ -227,7 +227,7 @@ def test_a_visible_question_is_compressed_with_the_context():
 
 @pytest.mark.parametrize("rows", [20, LENGTH])
 def test_a_second_compression_is_refused(rows):
-    """Only a context is repeated, whether rows of it were dropped or not."""
+    """Only a context is repeated, whether entries of it were dropped or not."""
     with session_of(KVzip(), tiny_model(), rows, recompress=True) as session:
         session.prefill(ids(LENGTH))
         with pytest.raises(UserError, match="--recompress"):
@@ -253,12 +253,12 @@ def test_settings_without_a_meaning_are_refused(settings):
 
 
 def test_answers_are_given_from_the_entries_kept():
-    """A later turn attends to the frozen rows and its own, as a full cache behind a mask does."""
+    """A later turn attends to the frozen entries and its own, as a full cache behind a mask does."""
     model, context, question = tiny_model(), ids(LENGTH), ids(9, 2)
 
     @dataclass(frozen=True)
     class Masked(Recorder):
-        """Attention over all rows but those that were dropped."""
+        """Attention over all entries but those that were dropped."""
 
         marks: torch.Tensor | None = None
 
@@ -269,8 +269,8 @@ def test_answers_are_given_from_the_entries_kept():
             query = step.query.double().unflatten(1, (2, -1))
             logits = query @ kv.keys.double()[:, :, None].mT * step.scale
             sees = torch.arange(kv.n) <= torch.arange(kv.n - 9, kv.n)[:, None]
-            held = torch.cat([self.marks[step.layer], torch.ones(1, 2, 9, dtype=torch.bool)], -1)
-            weights = logits.masked_fill(~(sees & held[:, :, None, None]), -torch.inf).softmax(-1)
+            stored = torch.cat([self.marks[step.layer], torch.ones(1, 2, 9, dtype=torch.bool)], -1)
+            weights = logits.masked_fill(~(sees & stored[:, :, None, None]), -torch.inf).softmax(-1)
             return (weights @ kv.values.double()[:, :, None]).flatten(1, 2).float()
 
     with session_of(KVzip(), model, 20) as ours:

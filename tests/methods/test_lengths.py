@@ -1,4 +1,4 @@
-"""Every method in three turns after contexts of every kind of length, for GQA, MHA and MQA, beside the dense cache."""
+"""Every method in three turns after contexts of every kind of length, for GQA, MHA and MQA, against the full cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LATER = sum(QUESTIONS) + HISTORY * (len(QUESTIONS) - 1)
 CLOSE = 3 * TOLERANCE
 """Between two ways to cut the same sums: pages, chunks or two tiers."""
 ROW = 1.125
-"""Dense rows that a row after the context may take: a score and a position, or bounds of pages, beside its own."""
+"""Most bytes of an entry after the context, in full cache entries: its own, and a score and position or page bounds."""
 
 pytestmark = pytest.mark.usefixtures("profile_cache")
 
@@ -41,9 +41,9 @@ class Talk:
     logits: list[Tensor]
     """After the context, after each question, and on a forced answer at the end. [V], [V], [V], [V] and [4, V]"""
     acted: list[bool]
-    """Whether rows had been dropped, rounded or left unread when these logits were there."""
+    """Whether entries had been dropped, rounded or left unread when these logits were there."""
     rows: list[list[int]]
-    """Rows of each KV head right after the context, by layer."""
+    """Entries of each KV head right after the context, by layer."""
     proof: Effect
 
 
@@ -64,7 +64,7 @@ def ids(count, seed):
 
 
 def talk(session, length):
-    """A context and three turns with reference history, every answer on a fork; counts tokens and rows on the way."""
+    """A context and three turns with reference history, every answer on a fork; counts tokens and entries."""
     logits, acted, seen = [], [], length
 
     def note(found):
@@ -88,7 +88,7 @@ def talk(session, length):
 
 @functools.cache
 def dense_talk(model, length):
-    """The same conversation on the dense cache."""
+    """The same conversation on the full cache."""
     with Session(model, FullCache(), capacity=length + 100) as session:
         return talk(session, length)
 
@@ -115,15 +115,15 @@ def fit(method, budget, shape):
 
 
 def check(method, model, length, chunk=None):
-    """The conversation under a fitted method, with the claims that hold for it alone and beside the dense cache."""
+    """The conversation under a fitted method, with checks of it alone and against the full cache."""
     dense, shape = dense_talk(model, length), model.shape(length)
     with Session(model, method, capacity=length + 100, chunk=chunk) as session:
         found, memory, declared = talk(session, length), session.memory(), method.declared_bytes(shape)
         assert memory.stored_bytes == declared, f"{memory.stored_bytes} bytes after the context, {declared} declared"
         assert memory.host_bytes == method.declared_host_bytes(shape), "bytes on the host"
         later = model.shape(length + LATER).full_bytes - shape.full_bytes
-        held = sum(x.nbytes() - x.spare_bytes() for x in session.layers)
-        assert held <= declared + ROW * later, f"{held} bytes after three turns, {declared} after the context"
+        stored = sum(x.nbytes() - x.spare_bytes() for x in session.layers)
+        assert stored <= declared + ROW * later, f"{stored} bytes after three turns, {declared} after the context"
     equal = max(1, found.acted.index(True)) if any(found.acted) else len(found.acted)  # the context is run exactly
     assert worst(found.logits[:equal], dense.logits[:equal]) <= CLOSE, "other logits, before anything was done"
     return found
@@ -131,7 +131,7 @@ def check(method, model, length, chunk=None):
 
 @pytest.mark.parametrize("length", rest_slow(LENGTHS))
 def test_three_turns_at_every_length(method_name, model, length):
-    """Tokens, rows and bytes are right, and until a method acts its logits are the dense cache's, chunks or not."""
+    """Tokens, entries and bytes are right, and until a method acts its logits are the full cache's, chunks or not."""
     method = find_method(method_name)().bind(model)
     budgeted = method.budget_kind in (BudgetKind.STORED, BudgetKind.READ)
     if budgeted:
@@ -146,7 +146,7 @@ def test_three_turns_at_every_length(method_name, model, length):
 
 
 def test_a_refusal_names_what_can_be_reached(method_name, model):
-    """A budget of one row or of a hundredth is met or refused, and the refusal names the least that is not."""
+    """A budget of one entry or of a hundredth is met or refused, and the refusal names the least that is not."""
     method = find_method(method_name)().bind(model)
     for length in LENGTHS:
         shape = model.shape(length)

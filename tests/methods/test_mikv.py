@@ -1,4 +1,4 @@
-"""MiKV against a naive model of its store, plain rounding, the dense cache, H2O, and the card's numbers."""
+"""MiKV against a naive model of its store, plain rounding, the full cache, H2O, and the card's numbers."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ def ids(count, seed=1):
 
 
 def rounded(x, bits):
-    """Rows as plain rounding to nearest brings them back: groups of half a row."""
+    """Entries as plain rounding to nearest brings them back: groups of half an entry."""
     return dequantize(quantize(x, bits, channels=x.shape[-1] // 2)).double()
 
 
-class Twin:
-    """MiKV's cache of one KV head, a row at a time: dictionaries from position to row, score and precision."""
+class Reference:
+    """MiKV's cache of one KV head, an entry at a time: dictionaries from position to entry, score and precision."""
 
     def __init__(self, method, balancer, window):
         self.method, self.balancer, self.window = method, balancer, window
         self.rows, self.scores, self.low, self.seen = {}, {}, set(), 0
 
-    def held(self, key, value, bits):
-        """A row as a tier holds it."""
+    def stored(self, key, value, bits):
+        """An entry as a tier stores it."""
         if bits == 16:
             return key.double(), value.double()
         return rounded((key * self.balancer)[None], bits)[0] / self.balancer.double(), rounded(value[None], bits)[0]
 
     def run(self, queries, keys, values):
-        """Attention of new rows one after the other, then demotion. queries: [G, T, D]. Returns [G, T, D]"""
+        """Attention of new entries one after the other, then demotion. queries: [G, T, D]. Returns [G, T, D]"""
         first, output = self.seen, []
         for t in range(keys.shape[0]):
-            self.rows[first + t] = self.held(keys[t], values[t], self.method.high_bits)
+            self.rows[first + t] = self.stored(keys[t], values[t], self.method.high_bits)
             self.scores[first + t] = 0.0
             self.seen += 1
             sees = [p for p in self.rows if self.window is None or first + t - p < self.window]
@@ -61,7 +61,7 @@ class Twin:
         return torch.stack(output, dim=1)
 
     def demote(self):
-        """The least attended rows, unless they are recent; rows out of the window before all."""
+        """The least attended entries, unless they are recent; entries out of the window before all."""
         high = self.method.high_entries(self.seen if self.window is None else min(self.seen, self.window))
         recent = self.seen - round(high * self.method.recent)
 
@@ -72,12 +72,12 @@ class Twin:
         exact = sorted((p for p in self.rows if p not in self.low), key=worth)
         for p in exact[: max(0, len(exact) - high)]:
             key, value = self.rows[p]
-            self.rows[p] = self.held(key.float(), value.float(), self.method.low_bits)
+            self.rows[p] = self.stored(key.float(), value.float(), self.method.low_bits)
             self.low.add(p)
 
 
 def conversation(make_step, method, window, turns, context=30):
-    """Our outputs and the twins' over a context, decode steps and turns of many tokens, and our store."""
+    """Our outputs and the references' over a context, decode steps and turns of many tokens, and our store."""
     generator = torch.Generator().manual_seed(3)
     lengths = [context, *turns]
     total = sum(lengths)
@@ -88,7 +88,7 @@ def conversation(make_step, method, window, turns, context=30):
     kv.capacity = total
     largest = query[0, :, :context].abs().unflatten(0, (HEADS, GROUP)).amax((1, 2)), key[0, :, :context].abs().amax(1)
     balancers = (largest[0] / largest[1]).sqrt() if method.balance else torch.ones(HEADS, DIM)
-    twins = [Twin(method, balancers[h], window) for h in range(HEADS)]
+    references = [Reference(method, balancers[h], window) for h in range(HEADS)]
     start, pairs = 0, []
     for i, count in enumerate(lengths):
         now = slice(start, start + count)
@@ -99,19 +99,19 @@ def conversation(make_step, method, window, turns, context=30):
         if moment is Moment.CONTEXT_END and window is not None:
             kv.keep_last(window)
         method.evict(kv, step)
-        for h, twin in enumerate(twins):
-            if i == 0:  # the context is exact: the twin holds it so, then demotes
+        for h, reference in enumerate(references):
+            if i == 0:  # the context is exact: the reference stores it exactly, then demotes
                 exact = replace(method, high_bits=16)
-                twin.method = exact
-                theirs = twin.run(query[0, h * GROUP : (h + 1) * GROUP, now], key[0, h, now], value[0, h, now])
-                twin.method = method
-                for p in set(twin.rows) - twin.low:
-                    twin.rows[p] = twin.held(key[0, h, p], value[0, h, p], method.high_bits)
+                reference.method = exact
+                theirs = reference.run(query[0, h * GROUP : (h + 1) * GROUP, now], key[0, h, now], value[0, h, now])
+                reference.method = method
+                for p in set(reference.rows) - reference.low:
+                    reference.rows[p] = reference.stored(key[0, h, p], value[0, h, p], method.high_bits)
             else:
-                theirs = twin.run(query[0, h * GROUP : (h + 1) * GROUP, now], key[0, h, now], value[0, h, now])
+                theirs = reference.run(query[0, h * GROUP : (h + 1) * GROUP, now], key[0, h, now], value[0, h, now])
             pairs.append((ours[h], theirs))
         high = [set(x.tolist()) for x in kv.positions[0]]
-        assert high == [set(t.rows) - t.low for t in twins], f"pass {i}"
+        assert high == [set(t.rows) - t.low for t in references], f"pass {i}"
         start += count
     return pairs, kv
 
@@ -125,7 +125,7 @@ def conversation(make_step, method, window, turns, context=30):
     ids=str,
 )
 def test_equals_a_naive_model_of_the_store(make_step, settings, window):
-    """Outputs and the tier of every row over a context, 25 decode steps and two turns of many tokens."""
+    """Outputs and the tier of every entry over a context, 25 decode steps and two turns of many tokens."""
     method = replace(MiKV(**settings), length=30)
     pairs, _ = conversation(make_step, method, window, [*[1] * 20, 9, *[1] * 5, 14])
     for i, (ours, theirs) in enumerate(pairs):
@@ -152,8 +152,8 @@ def test_a_channel_that_the_prompt_does_not_use_is_not_balanced(make_step):
     assert method.attend(kv, last).isfinite().all()
 
 
-def test_rows_are_never_promoted(make_step):
-    """The low tier only grows, and its rows and the high tier's are all rows, equally many for every head."""
+def test_entries_are_never_promoted(make_step):
+    """The low tier only grows, and its entries and the high tier's are all entries, equally many for every head."""
     method = replace(MiKV(), length=30)
     before = set()
     for count in range(1, 12):
@@ -166,8 +166,8 @@ def test_rows_are_never_promoted(make_step):
         before = low
 
 
-def test_everything_important_is_the_dense_cache():
-    """At 100 % every row is exact for good: tokens and logits are the dense cache's, with a window too."""
+def test_everything_important_is_the_full_cache():
+    """At 100 % every entry is exact from then on: tokens and logits are the full cache's, with a window too."""
     for shape in ((4, 2, None), (4, 2, 48)):
         model = tiny_model(*shape)
         method = MiKV().fit(Budget.parse("100%"), model.shape(60))
@@ -183,7 +183,7 @@ def test_everything_important_is_the_dense_cache():
 
 
 def test_nothing_important_is_plain_rounding(make_step):
-    """With no row in the high tier a question reads the context rounded to nearest, and its own rows exactly."""
+    """With no entry in the high tier a question reads the context rounded to nearest, and its own entries exactly."""
     method = replace(MiKV(important=0.0, balance=False), length=30)
     pairs, kv = conversation(make_step, method, None, [5])
     generator = torch.Generator().manual_seed(3)
@@ -237,7 +237,7 @@ def test_the_balancer_helps_two_bits(make_step):
 
 
 def test_the_high_tier_is_what_h2o_keeps():
-    """After the context the exact rows are H2O's rows at the same share."""
+    """After the context the exact entries are H2O's entries at the same share."""
     model = tiny_model()
     with Session(model, MiKV().fit(None, model.shape(50))) as ours, Session(
         model, H2O().fit(Budget("rows", 10), model.shape(50))
@@ -251,14 +251,14 @@ def test_the_high_tier_is_what_h2o_keeps():
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("group", [None, 4, 16])
 def test_the_low_tier_is_packed(bits, group):
-    """A row of the low tier takes N + 32 / g bits per element, and no exact row of it is left."""
+    """An entry of the low tier takes N + 32 / g bits per element, and no exact entry of it is left."""
     model = tiny_model()
     with Session(model, MiKV(low_bits=bits, group=group, important=0.1).fit(None, model.shape(50))) as session:
         session.prefill(ids(50))
         for store in session.layers:
-            held = store.demoted.held()
+            codes = store.demoted.held()
             assert store.demoted.n == 45
-            assert sum(x.nbytes for x in held.values()) == 2 * 45 * 32 * (bits + 32 / (group or 8)) / 8
+            assert sum(x.nbytes for x in codes.values()) == 2 * 45 * 32 * (bits + 32 / (group or 8)) / 8
             assert store.keys.shape[2] == 5
         proof = session.effect()
         assert proof.acted
@@ -275,8 +275,8 @@ def test_the_card_s_sizes():
 
 
 @pytest.mark.parametrize("text", ["20%", "25%", "50%", "400"])
-def test_a_budget_is_met_by_important_rows(text):
-    """As many important rows as the bytes allow: one more would be too much."""
+def test_a_budget_is_met_by_important_entries(text):
+    """As many important entries as the bytes allow: one more would exceed the budget."""
     method = MiKV().fit(Budget.parse(text), SHAPE)
     asked = Budget.parse(text).value * (1 if text.endswith("%") else 1 / 1000) * SHAPE.full_bytes
     assert method.declared_bytes(SHAPE) <= asked

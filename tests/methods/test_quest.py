@@ -23,7 +23,7 @@ def ids(count, seed=1):
 
 
 def fitted(model, rows, length, **settings):
-    """Quest with pages of 4 rows and a budget in rows."""
+    """Quest with pages of 4 entries and a budget in entries."""
     return Quest(page=4, **settings).bind(model).fit(Budget("rows", rows), model.shape(length))
 
 
@@ -66,8 +66,8 @@ def test_each_query_head_chooses_for_itself(make_step):
     assert set(second) == {16, 7}
 
 
-def test_bounds_follow_the_rows():
-    """Bounds of rows that were decoded one by one are those of a prefill of the same rows, page by page."""
+def test_bounds_follow_the_entries():
+    """Bounds of entries that were decoded one by one are those of a prefill of the same entries, page by page."""
     model, tokens = tiny_model(), ids(50)
     whole, parts = (Session(model, fitted(model, 12, 30), capacity=60) for _ in range(2))
     with whole, parts:
@@ -97,8 +97,8 @@ def test_a_question_reads_as_its_tokens_would_one_by_one():
     assert (together - apart).abs().max() < 1e-5
 
 
-def test_enough_pages_are_the_dense_cache():
-    """A budget that covers later turns as well reads everything, through pages, and gives the dense cache's logits."""
+def test_enough_pages_are_the_full_cache():
+    """A budget that covers later turns as well reads everything, through pages, and gives the full cache's logits."""
     model = tiny_model()
     method = replace(fitted(model, 40, 90), rows=120)
     with Session(model, method, capacity=120) as ours, Session(model, Full(), capacity=120) as dense:
@@ -128,7 +128,7 @@ def test_bytes_and_effect():
     assert facts["pages_skipped"] == steps * layers * query_heads * (17 - 3)
     assert steps * layers * kv_heads * 3 <= facts["pages_distinct"] <= facts["pages_read"]
     bounds = kv_heads * 16 * row
-    last = kv_heads * 17 * row  # the fourth new row fills the seventeenth page
+    last = kv_heads * 17 * row  # the fourth new entry fills the seventeenth page
     assert memory.read_bytes_per_step == 2 * ((3 * bounds + last) // 4 + query_heads * 3 * 4 * row)
 
 
@@ -144,8 +144,8 @@ def test_answers_on_a_fork_count():
             assert "queries" not in branch.effect().facts
 
 
-def test_first_layers_may_be_dense():
-    """`skip_layers` layers hold plain rows; by default none of a small model's and two of the paper's."""
+def test_first_layers_may_read_everything():
+    """`skip_layers` layers hold plain entries; by default none of a small model's and two of the paper's."""
     model = tiny_model()
     assert [Quest().fit(None, replace(model.shape(400), layers=model.layers[:1] * n)).dense_layers
             for n in (2, 5, 16, 28, 32, 80)] == [0, 0, 1, 1, 2, 2]
@@ -179,7 +179,7 @@ def test_settings_without_a_meaning_are_refused(settings, message):
 
 
 def test_budgets_and_layers_that_cannot_be_are_refused():
-    """Fewer rows than three pages, and more dense layers than there are."""
+    """Fewer entries than three pages, and more layers that read everything than there are."""
     shape = tiny_model().shape(200)
     with pytest.raises(UserError, match="needs at least 48"):
         Quest().fit(Budget("rows", 40), shape)

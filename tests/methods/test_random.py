@@ -1,4 +1,4 @@
-"""Random rows: the control must be reproducible, and no smarter in one sequence than in another."""
+"""Random eviction: reproducible, and the same in every sequence."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def kept(method, batch=2, seed=1):
 
 
 def test_choices_are_by_head_and_layer_only():
-    """Another text and another sequence of the batch keep the same rows; another head, layer or seed does not."""
+    """Another text and another sequence of the batch keep the same entries; another head, layer or seed does not."""
     first = kept(Random(window=5))
     assert all(a.equal(b) for a, b in zip(first, kept(Random(window=5), seed=2), strict=True))
     assert all(x[0].equal(x[1]) for x in first)
@@ -31,7 +31,7 @@ def test_choices_are_by_head_and_layer_only():
     assert not first[0].equal(kept(Random(window=5, seed=1))[0])
 
 
-def test_the_last_rows_stay():
+def test_the_last_entries_stay():
     """The window is kept whole, the rest is chosen from before it, and drawing leaves torch's own generator alone."""
     torch.manual_seed(3)
     before = torch.get_rng_state()
@@ -43,7 +43,7 @@ def test_the_last_rows_stay():
 
 
 class Rows:
-    """A store of 50 rows, as far as the score looks."""
+    """A store of 50 entries, as far as the score looks."""
 
     keys, n = torch.zeros(1, 1, 50, 4), 50
 
@@ -54,8 +54,8 @@ class Layer:
     layer = 0
 
 
-def test_every_row_has_the_same_chance():
-    """Over 200 seeds each of 50 rows is kept about as often: within five standard errors."""
+def test_every_entry_has_the_same_chance():
+    """Over 200 seeds each of 50 entries is kept about as often: within five standard errors."""
     counts = torch.zeros(50)
     for seed in range(200):
         numbers = Random(window=0, seed=seed).score(Rows(), Layer())

@@ -1,4 +1,4 @@
-"""RazorAttention: what the compensation token stands for, which heads keep every row, and what a budget comes to."""
+"""RazorAttention: the compensation token, the choice of retrieval heads, and budgets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ids(count, seed=1):
 def fill(make_step, sizes, *, same=range(0), **options):
     """A trimmed store after forwards of these sizes, the last of them still whole, and all that it was given.
 
-    same: rows with one and the same key and value. Returns the store, the last step, keys, values.
+    same: entries with one and the same key and value. Returns the store, the last step, keys, values.
     """
     generator = torch.Generator().manual_seed(0)
     total = sum(sizes)
@@ -54,8 +54,8 @@ SIZES = [[40, 4], [40, 1, 1, 4], [30, 20, 6], [9, 1, 1, 1, 1, 1, 3]]
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_equal_rows_are_replaced_without_a_loss(make_step, sizes):
-    """The card's oracle: where all dropped rows are the same, attention is the full cache's, which needs log N."""
+def test_equal_entries_are_replaced_without_a_loss(make_step, sizes):
+    """The card's oracle: where all dropped entries are the same, attention is the full cache's, which needs log N."""
     dropped = range(SINKS, sum(sizes) - sizes[-1] - (ROWS - SINKS))
     kv, step, keys, values = fill(make_step, sizes, same=dropped)
     wanted = dense_attention(step.query, keys, values, scale=step.scale, seen=step.seen)
@@ -64,13 +64,13 @@ def test_equal_rows_are_replaced_without_a_loss(make_step, sizes):
     assert kv.merged == len(dropped) > 0
     kv.merged, merged = 1, kv.merged
     for name in ("key_sum", "value_sum"):
-        kv.state[name] /= merged  # the mean as it was, standing for one row
+        kv.state[name] /= merged  # the mean as it was, standing for one entry
     assert not torch.allclose(kv.attend(step), wanted, atol=1e-3)
 
 
 @pytest.mark.parametrize("window", [44, 4096])
 def test_a_window_longer_than_the_context_hides_what_leaves_it_later(make_step, window):
-    """Sinks and the mean's rows count until the conversation outgrows the window, and from then on those in sight."""
+    """Sinks and the mean's entries all count until the conversation outgrows the window, then only the visible ones."""
     sizes = [40, *[1] * 22, 4]
     kv, step, keys, values = fill(make_step, sizes, same=range(SINKS, sum(sizes) - 4 - (ROWS - SINKS)), window=window)
     wanted = dense_attention(step.query, keys, values, scale=step.scale, seen=step.seen, window=window)
@@ -91,7 +91,7 @@ def test_layers_whose_window_is_longer_than_the_context_are_full_ones():
         assert session.memory().stored_bytes == method.declared_bytes(model.shape(60))
 
 
-def test_all_heads_with_every_row_are_a_declared_identity():
+def test_all_heads_with_every_entry_are_a_declared_identity():
     """Where the shares are all heads, nothing is lost, and no run has to act."""
     model = tiny_model()
     method = RazorAttention(induction=1.0, buffer=8, compression=100).bind(model).fit(PAPER, model.shape(60))
@@ -103,17 +103,17 @@ def test_all_heads_with_every_row_are_a_declared_identity():
 )
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_attention_is_the_formula_s(make_step, sizes, options):
-    """Rows held and the mean of the others, whose logit is higher by log N: the kernel's oracle with a biased row."""
+    """Stored entries and the mean of the others with log N added to its logit, by the reference implementation."""
     kv, step, keys, values = fill(make_step, sizes, **options)
     new = sizes[-1]
     before = step.seen - new
     gone = slice(SINKS, before - (ROWS - SINKS))
-    held = [*range(SINKS), *range(before - (ROWS - SINKS), step.seen)]
+    stored = [*range(SINKS), *range(before - (ROWS - SINKS), step.seen)]
     count = gone.stop - gone.start
     mean_keys, mean_values = (x[:, :, gone].double().mean(2).flatten(0, 1).float() for x in (keys, values))
 
     wanted = ragged_attention(
-        step.query, mean_keys, mean_values, [1] * 4, keys[:, :, held], values[:, :, held], scale=step.scale,
+        step.query, mean_keys, mean_values, [1] * 4, keys[:, :, stored], values[:, :, stored], scale=step.scale,
         seen=step.seen, flat_bias=torch.full((4,), math.log(count)), **options,
     )
 
@@ -121,7 +121,7 @@ def test_attention_is_the_formula_s(make_step, sizes, options):
 
 
 def test_the_running_mean_is_the_mean(make_step):
-    """Dropped in one go or row by row, the mean is the same to 1e-6."""
+    """Dropped in one go or entry by entry, the mean is the same to 1e-6."""
     at_once, *_ = fill(make_step, [60, 1])
     one_by_one, *_ = fill(make_step, [20, *[1] * 41])
 
@@ -132,7 +132,7 @@ def test_the_running_mean_is_the_mean(make_step):
 
 
 def test_the_mean_moves_in_sixteen_bits(make_step):
-    """After 5,000 rows of zeros, 5,000 of ones make it one half, though a bfloat16 mean would not move."""
+    """After 5,000 entries of zeros, 5,000 of ones make it one half, though a bfloat16 mean would not move."""
     kv = StreamingKV()
     ones = torch.ones(1, 1, 5000, 8, dtype=torch.bfloat16)
     kv.append(make_step(ones * 0, ones * 0))
@@ -167,7 +167,7 @@ def test_nothing_is_lost_where_nothing_is_dropped(values):
 
 
 def test_retrieval_heads_hold_all_and_the_others_a_bounded_number():
-    """While the conversation goes on, only retrieval heads grow; the mean counts as a row."""
+    """While the conversation goes on, only retrieval heads grow; the mean counts as an entry."""
     model = tiny_model()
     method = RazorAttention(buffer=8, compression=100).bind(model).fit(PAPER, model.shape(60))
     retrieval = method.order[: method.retrieval]
@@ -201,26 +201,26 @@ def test_shares_of_heads_are_chosen_by_their_scores():
 
 
 def shape_of(length, layers=32, heads=8):
-    """The dense cache of an 8B model."""
+    """The full cache of an 8B model."""
     layer = LayerShape(kv_heads=heads, query_heads=32, key_dim=128, value_dim=128, window=None)
     return Shape(length=length, layers=(layer,) * layers, itemsize=2)
 
 
 def test_the_paper_s_budget_is_its_formula():
-    """Of 256 heads 36 and 3 keep all; the others 4 sinks and max(4000, N / 5) rows, about a third of the bytes."""
+    """Of 256 heads 36 and 3 keep all; the others 4 sinks and max(4000, N / 5) entries, about a third of the bytes."""
     long, short = (RazorAttention().fit(PAPER, shape_of(n)) for n in (80_000, 10_000))
 
     assert (long.retrieval, long.streaming) == (39, 4 + 16_000)
     assert (short.retrieval, short.streaming) == (39, 4 + 4000)
     share = 39 / 256
     ratio = long.declared_bytes(shape_of(80_000)) / shape_of(80_000).full_bytes
-    assert math.isclose(ratio, share + (1 - share) * (16_004 + 2) / 80_000)  # the mean takes two rows of 16 bits
+    assert math.isclose(ratio, share + (1 - share) * (16_004 + 2) / 80_000)  # the mean takes two entries of 16 bits
 
 
 @pytest.mark.parametrize("percent", [5, 12.5, 18, 25, 50, 90])
 @pytest.mark.parametrize("length", [300, 4096, 65_536])
 def test_a_budget_is_the_paper_s_heads_and_what_is_left_for_windows(percent, length):
-    """Bytes are the budget's to a row per head; at 25 % and more the paper's share of the heads keeps every row."""
+    """Bytes meet the budget within an entry per head; from 25 % on the paper's share of heads keeps every entry."""
     shape = shape_of(length)
     made = RazorAttention().fit(Budget("fraction", percent / 100), shape)
 

@@ -31,7 +31,7 @@ def talk(method, model, *, recompress):
 
 
 def test_recompressing_has_an_effect_or_is_refused(method_name, tmp_path):
-    """A row that says `recompressed each turn` was."""
+    """A result row that says `recompressed each turn` was."""
     kind = find_method(method_name)
     if kind.recompressible is not None:
         asked = Request(method_name, "niah", mode="multi-turn", recompress=True, out=tmp_path)
@@ -45,6 +45,6 @@ def test_recompressing_has_an_effect_or_is_refused(method_name, tmp_path):
     assert same == any("--recompress" in x for x in kind.card.limits)
 
 
-def test_the_dense_cache_is_not_refused(tmp_path):
+def test_the_full_cache_is_not_refused(tmp_path):
     """Every comparison needs its anchor under the same protocol."""
     assert check(Request("full", "niah", mode="multi-turn", recompress=True, out=tmp_path)).protocol.recompress

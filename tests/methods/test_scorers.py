@@ -35,7 +35,7 @@ def make_step(
 
 
 def stored(method: Method, step: Step) -> LayerKV:
-    """The layer's store after its rows came in and were attended to."""
+    """The layer's store after its entries came in and were attended to."""
     kv = method.layer(0)
     kv.append(step)
     method.attend(kv, step)
@@ -43,7 +43,7 @@ def stored(method: Method, step: Step) -> LayerKV:
 
 
 def random_step(rows: int = 12, heads: int = 4, kv_heads: int = 2, width: int = 8, **kwargs: object) -> Step:
-    """Random rows."""
+    """Random entries."""
     draw = torch.Generator().manual_seed(0)
     query = torch.randn(1, heads, rows, width, generator=draw)
     key, value = (torch.randn(1, kv_heads, rows, width, generator=draw) for _ in range(2))
@@ -51,7 +51,7 @@ def random_step(rows: int = 12, heads: int = 4, kv_heads: int = 2, width: int = 
 
 
 def test_knorm_ranks_small_keys_first() -> None:
-    """The score is the negative norm, so the row with the smallest key is worth most."""
+    """The score is the negative norm, so the entry with the smallest key is worth most."""
     key = torch.tensor([[3.0, 4.0], [0.0, 1.0], [0.0, 2.0]])[None, None]
     step = make_step(key, key, key)
 
@@ -76,7 +76,7 @@ def test_keydiff_s_anchor_is_the_mean_direction_and_no_long_key_s() -> None:
 
 
 def test_observed_attention_is_the_mean_over_queries_that_see_a_row() -> None:
-    """Column sums of the causal attention matrix, each divided by the queries from its own row on."""
+    """Column sums of the causal attention matrix, each divided by the queries from its own entry on."""
     step = random_step()
     kv = stored(ObservedAttention(), step)
     keys = step.key.repeat_interleave(2, dim=1)
@@ -88,7 +88,7 @@ def test_observed_attention_is_the_mean_over_queries_that_see_a_row() -> None:
 
 
 def test_observed_attention_refuses_a_second_compression() -> None:
-    """How many queries could see a row that stayed is not known any more: dividing by the rows held would be wrong."""
+    """The number of queries that saw a kept entry is no longer known; the number of stored entries would be wrong."""
     model = tiny_model()
     fitted = ObservedAttention().fit(Budget("rows", 8), model.shape(20))
     with Session(model, fitted, recompress=True) as session:
@@ -98,7 +98,7 @@ def test_observed_attention_refuses_a_second_compression() -> None:
 
 
 def test_tova_drops_what_the_last_query_attends_to_least() -> None:
-    """The card's row: weights .1, .4, .2, .3 and three rows to keep drop the first row, in every head alike."""
+    """The card's example: weights .1, .4, .2, .3 and three entries to keep drop the first entry in every head."""
     logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
     key = torch.stack([logits, torch.zeros(4)], dim=-1)[None, None].expand(1, 2, -1, -1)
     query = torch.zeros(1, 2, 4, 2)
@@ -113,7 +113,7 @@ def test_tova_drops_what_the_last_query_attends_to_least() -> None:
 
 
 def test_tova_s_heads_choose_together() -> None:
-    """Weights .1 .4 .2 .3 of one head and .5 .1 .2 .2 of the other: the mean drops row 2, which neither would."""
+    """Weights .1 .4 .2 .3 of one head and .5 .1 .2 .2 of the other: the mean drops entry 2, which neither would."""
     logits = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.5, 0.1, 0.2, 0.2]]).log()
     key = torch.stack([logits, torch.zeros(2, 4)], dim=-1)[None]  # [1, 2, 4, 2]
     query = torch.zeros(1, 2, 4, 2)
@@ -127,8 +127,8 @@ def test_tova_s_heads_choose_together() -> None:
     assert [[0.0, 1.0], [2.0, 3.0], [6.0, 7.0]] == kv.values[0, 0].tolist() == kv.values[0, 1].tolist()
 
 
-def test_tova_evicts_a_prompt_at_once_and_not_row_by_row() -> None:
-    """One reduction by the last query keeps other rows than a reduction after every token (guards a simplification)."""
+def test_tova_evicts_a_prompt_at_once_and_not_entry_by_entry() -> None:
+    """One eviction by the last query keeps other entries than an eviction after every token (a regression test)."""
     model = tiny_model()
     ids = torch.randint(64, (60,), generator=torch.Generator().manual_seed(2)).tolist()
     kept = []
@@ -148,7 +148,7 @@ def test_tova_evicts_a_prompt_at_once_and_not_row_by_row() -> None:
 
 
 def test_expected_attention_without_spread_is_attention_of_the_mean_query() -> None:
-    """With equal queries and one position to come, scores are that query's softmax over the rows after the sinks."""
+    """With equal queries and one position to come, scores are that query's softmax over the entries after the sinks."""
     method = ExpectedAttention(future=1, sinks=2, value_norm=False)
     step = random_step(heads=2, kv_heads=2)
     query = step.query[:, :, :1].expand(-1, -1, 12, -1).contiguous()
@@ -196,8 +196,8 @@ def test_expected_attention_counts_the_spread_and_the_values() -> None:
         torch.testing.assert_close(found[0, head, 2:].double(), wanted, atol=1e-5, rtol=0)
 
 
-def test_expected_attention_protects_the_first_tokens_and_not_the_first_rows_held() -> None:
-    """In a layer whose window has slid past the first tokens, every row left competes."""
+def test_expected_attention_protects_the_first_tokens_and_not_the_first_entries_stored() -> None:
+    """In a layer whose window has slid past the first tokens, every entry left competes."""
     method = ExpectedAttention(sinks=4)
     step = replace(random_step(), window=6)
     kv = stored(method, step)
@@ -235,7 +235,7 @@ def test_the_mean_rotation_shrinks() -> None:
 
 
 def test_expected_attention_forgets_its_moments_after_compression() -> None:
-    """The running moments are freed with the context's end, so that the ledger holds rows only."""
+    """The running moments are freed with the context's end, so that the ledger counts only entries."""
     model = tiny_model()
 
     fitted = ExpectedAttention().fit(Budget("rows", 30), model.shape(100))

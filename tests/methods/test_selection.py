@@ -35,21 +35,21 @@ def test_a_maximum_does_not_see_the_padding():
 
 
 def test_nothing_is_pooled_to_nothing():
-    """Where all rows are in the window there is none to smooth."""
+    """Where all entries are in the window there is none to smooth."""
     assert pool_scores(torch.empty(1, 2, 0), 7, "max").shape == (1, 2, 0)
 
 
 @given(scores=st.lists(st.integers(0, 3), min_size=1, max_size=12), data=st.data())
 def test_top_entries_are_the_best_and_of_equal_ones_the_first(scores, data):
-    """The rows chosen are those of a stable sort by score, in the order of rows."""
+    """The entries chosen are those of a stable sort by score, in the order of entries."""
     count = data.draw(st.integers(0, len(scores)))
     wanted = sorted(sorted(range(len(scores)), key=lambda i: -scores[i])[:count])
     assert top_entries(torch.tensor(scores, dtype=torch.float32)[None, None], count)[0, 0].tolist() == wanted
 
 
 @given(rows=st.integers(0, 9), length=st.integers(1, 6))
-def test_protection_covers_the_last_rows(rows, length):
-    """The last rows become infinite, the others and the scores given stay as they were."""
+def test_protection_covers_the_last_entries(rows, length):
+    """The last entries become infinite, the others and the scores given stay as they were."""
     scores = torch.arange(length, dtype=torch.float32)[None, None]
     found = protect_last(scores, rows)[0, 0].tolist()
     assert found == [i if i < length - rows else torch.inf for i in range(length)]
@@ -58,7 +58,7 @@ def test_protection_covers_the_last_rows(rows, length):
 
 @pytest.mark.parametrize("method", [H2O(), TOVA()], ids=["h2o", "tova"])
 def test_a_rolling_method_drops_what_has_left_the_window_first(method):
-    """After every token each row of a sliding layer can be seen, for more of those were there than it may hold."""
+    """After every token each entry of a sliding layer can be seen, for more of those were there than it may hold."""
     model = tiny_model(window=24)
     fitted = method.fit(Budget("rows", 20), model.shape(60))
     with Session(model, fitted, capacity=200, track=True) as session:
@@ -72,8 +72,8 @@ def test_a_rolling_method_drops_what_has_left_the_window_first(method):
 
 @pytest.mark.parametrize("method", [Knorm(), KeyDiff(), Random(window=32), SnapKV(), ExpectedAttention()],
                          ids=lambda x: x.card.name)
-def test_a_later_compression_keeps_no_row_out_of_the_window(method):
-    """Rows of the context that a question has pushed out of a sliding window go before any that it can see."""
+def test_a_later_compression_keeps_no_entry_out_of_the_window(method):
+    """Entries of the context that a question has pushed out of a sliding window go before any that it can see."""
     model = tiny_model(window=48)
     fitted = method.fit(Budget("rows", 90), model.shape(120))
     with Session(model, fitted, capacity=200, recompress=True, track=True) as session:
@@ -97,7 +97,7 @@ def test_groups_are_neighbors():
     (ExpectedAttention(sinks=4), 1, (1, 40), range(4)),
 ], ids=lambda x: x.card.name if hasattr(x, "card") else "")
 def test_what_must_stay_does_in_a_later_turn(method, length, questions, kept):
-    """Compressed to the rows of a context shorter than its window or sinks, a later turn loses none of those."""
+    """Compressed to the entries of a context shorter than its window or sinks, a later turn loses none of those."""
     model = tiny_model()
     fitted = method.fit(Budget("rows", length), model.shape(length))
     with Session(model, fitted, capacity=100, recompress=True, track=True) as session:

@@ -24,7 +24,7 @@ def ids(count, seed=1):
 
 
 def fitted(model, rows, length, **settings):
-    """ShadowKV with chunks of 4 rows and a budget in rows."""
+    """ShadowKV with chunks of 4 entries and a budget in entries."""
     given = {"chunk": 4, "local_chunks": 2, "outlier_chunks": 2, **settings}
     return ShadowKV(**given).bind(model).fit(Budget("rows", rows), model.shape(length))
 
@@ -42,8 +42,8 @@ class EveryChunk(ShadowKV):
 @pytest.mark.few(2)
 @pytest.mark.parametrize("shape", [(4, 2), (2, 2), (4, 1)], ids=["GQA", "MHA", "MQA"])
 @pytest.mark.parametrize("outliers", [0, 3])
-def test_full_rank_and_every_chunk_are_the_dense_cache(shape, outliers):
-    """With nothing cut off and all selected, logits equal the dense cache's to 1e-4 through factors and fetched values.
+def test_full_rank_and_every_chunk_are_the_full_cache(shape, outliers):
+    """With nothing cut off and all selected, logits equal the full cache's to 1e-4 through factors and fetched values.
 
     The context is no multiple of the chunk, and 200 later tokens come, more than the 128 slots of the authors' code.
     """
@@ -124,20 +124,20 @@ def test_slots_hold_what_a_fresh_fetch_would():
         assert 0 < facts["chunks_reused"] < facts["chunks_selected"] == 2 * 2 * 30 * 2 * 6
         for store in session.layers:
             chunks, slots = store._chunks, store._slots
-            held = slots.chunk.long()
-            assert all(len(set(x.tolist())) == 6 for x in held.flatten(0, 1))
-            assert slots.value.equal(chunks.values.fetch(held))
-            old, kept = slots.key.clone(), [x.sort().values for x in held.flatten(0, 1)]
+            stored = slots.chunk.long()
+            assert all(len(set(x.tolist())) == 6 for x in stored.flatten(0, 1))
+            assert slots.value.equal(chunks.values.fetch(stored))
+            old, kept = slots.key.clone(), [x.sort().values for x in stored.flatten(0, 1)]
             slots.chunk.fill_(chunks.number.shape[2])
-            store._bring_back(model.ropes[0], held)
+            store._bring_back(model.ropes[0], stored)
             assert [x.sort().values.tolist() for x in slots.chunk.flatten(0, 1)] == [x.tolist() for x in kept]
             fresh = slots.key.gather(2, slots.chunk.long().argsort(-1)[..., None].expand_as(slots.key))
-            before = old.gather(2, held.argsort(-1)[..., None].expand_as(old))
+            before = old.gather(2, stored.argsort(-1)[..., None].expand_as(old))
             assert torch.allclose(fresh, before, atol=1e-6)
 
 
-def test_stored_apart_outliers_and_local_rows_are_disjoint():
-    """Every row of the context is in exactly one place, per KV head."""
+def test_stored_apart_outliers_and_local_entries_are_disjoint():
+    """Every entry of the context is in exactly one place, per KV head."""
     model = tiny_model()
     with Session(model, fitted(model, 24, 91), capacity=200, track=True) as session:
         session.prefill(ids(91))
@@ -162,7 +162,7 @@ def test_a_question_selects_as_its_tokens_would_one_by_one():
 
 
 def test_bytes_by_tier_and_effect():
-    """Values apart count on the host, all else on the device, and a step reads less than it holds."""
+    """Values apart count on the host, all else on the device, and a step reads less than it stores."""
     model = tiny_model()
     with Session(model, fitted(model, 24, 120), capacity=200) as session:
         session.prefill(ids(120))
@@ -180,7 +180,7 @@ def test_bytes_by_tier_and_effect():
     assert proof.facts["entries_on_simulated_host"] == proof.facts["entries_factored"] == layers * heads * apart * 4
 
 
-def test_short_contexts_stay_dense_and_say_so():
+def test_short_contexts_stay_exact_and_say_so():
     """Where a token could select every chunk nothing is stored apart, the settings count as no loss, and it is said."""
     model = tiny_model()
     for length, rows in ((1, 4), (31, 12), (33, 16)):
@@ -197,7 +197,7 @@ def test_short_contexts_stay_dense_and_say_so():
 
 
 def test_rank_and_outliers_are_the_paper_s_where_its_models_are():
-    """160 for keys of 256 and wider, less below; 48 outlier chunks at 2,048 rows, in proportion elsewhere."""
+    """160 for keys of 256 and wider, less below; 48 outlier chunks at 2,048 entries, in proportion elsewhere."""
     def shape(heads, width):
         return Shape(131072, (LayerShape(heads, 32, width, width, None),), 2)
 
@@ -232,7 +232,7 @@ def test_settings_without_a_meaning_are_refused(settings, message):
 
 
 def test_an_unknown_rotation_and_a_second_compression_are_refused():
-    """Keys whose rotation is not understood have no low rank to find, and later rows are not factored again."""
+    """Keys whose rotation is not understood cannot be factored, and later entries are not factored again."""
     model = tiny_model()
     with pytest.raises(UserError, match="not understood"):
         ShadowKV().bind(replace(model, ropes=(*model.ropes[:-1], replace(NO_ROPE, trusted=False))))
@@ -250,8 +250,8 @@ def test_a_model_whose_layers_all_slide_is_refused():
     assert ShadowKV(chunk=4).fit(Budget("fraction", 1.0), model.shape(120)).identity(model.shape(120))
 
 
-def test_host_rows_come_back_by_head():
-    """Each head and sequence gets its own rows, and on a CPU the tier says that it is simulated."""
+def test_host_entries_come_back_by_head():
+    """Each head and sequence gets its own entries, and on a CPU the tier says that it is simulated."""
     rows = torch.arange(2 * 3 * 5 * 4.0).view(2, 3, 5, 4)
     host = HostRows(rows)
     index = torch.randint(5, (2, 3, 7), generator=torch.Generator().manual_seed(0))

@@ -48,7 +48,7 @@ def test_a_planted_key_stays_with_its_neighbors(kernel, planted, make_step):
 
 
 def test_a_window_of_one_without_pooling_is_the_last_softmax_row(make_step):
-    """With w = 1 and k = 1 the rows kept are the best of the last query's weights, and the last row."""
+    """With w = 1 and k = 1 the entries kept are the best of the last query's weights, and the last entry."""
     query, key = random_rows(heads=2, kv_heads=2)
     kept = evicted(SnapKV(window=1, kernel=1), 10, make_step(query, key))
     row = (query[:, :, -1:] @ key.mT).softmax(-1)[:, :, 0, :-1]
@@ -60,7 +60,7 @@ def test_a_window_of_one_without_pooling_is_the_last_softmax_row(make_step):
 @pytest.mark.parametrize("cuts", [[40], [13, 27], [36, 2, 1, 1]], ids=str)
 @pytest.mark.parametrize("pool", ["max", "avg"])
 def test_scores_are_the_card_s_pipeline(pool, cuts, make_step):
-    """Softmax over all rows, window columns dropped, summed, pooled, averaged over the group; whatever the chunks."""
+    """Softmax over all entries, window dropped, summed, pooled, averaged over the group; independent of chunks."""
     query, key = random_rows()
     weights = attention_weights(query[:, :, -6:], key, scale=0.7, seen=40)[..., :-6]  # [B, H_kv, G, w, n - w]
     mass = weights.sum(3).flatten(1, 2)
@@ -102,15 +102,15 @@ def test_later_turns_are_appended_whole():
 
 @pytest.mark.parametrize("window", [3, 6, 12, 20])
 def test_windows_about_a_sliding_layer_s(window):
-    """Where a sliding layer holds fewer rows than the observation window wants, its rows and scores stay sane."""
+    """Where a sliding layer holds fewer entries than the observation window wants, its entries and scores stay sane."""
     model = tiny_model(4, 2, 12)
     method = SnapKV(window=window, kernel=3).fit(Budget("rows", window + 1), model.shape(60))
     with Session(model, method, capacity=90, track=True) as session:
         session.prefill(torch.arange(60)[None] % 31)
-        held = min(12, window + 1)
+        stored = min(12, window + 1)
         for store in session.layers:
-            assert store.entries_kept() == [held] * 2
-            recent = min(held, window)
+            assert store.entries_kept() == [stored] * 2
+            recent = min(stored, window)
             assert store.positions[0, 0, -recent:].tolist() == list(range(60 - recent, 60))
         assert session.ask([1, 2, 3], 5, stop=frozenset()).steps == 4
 

@@ -21,13 +21,13 @@ SINKS, ROWS = 4, 16
 
 @dataclass(frozen=True)
 class ByTheBook(Method):
-    """The card's algorithm: sinks and last rows in order, every key turned to its place in the cache in every step."""
+    """The card's algorithm: sinks and last entries in order, each key rotated to its position in the cache."""
 
     relative: bool = True
     card: ClassVar = StreamingLLM.card
 
     def layer(self, index):
-        """Rows in order, with positions."""
+        """Entries in order, with positions."""
         return LayerKV(track=True)
 
     def attend(self, kv, step):
@@ -115,15 +115,15 @@ def test_absolute_positions_do_not_matter(positions):
 
 @pytest.mark.parametrize("positions", ["cache", "original"])
 def test_nothing_happens_within_the_budget(positions):
-    """As long as all rows fit, both conventions are the full cache, however late in the conversation."""
+    """As long as all entries fit, both conventions are the full cache, however late in the conversation."""
     model = tiny_model()
     method = StreamingLLM(positions=positions).fit(Budget("rows", 69), model.shape(40))
     assert torch.allclose(conversation(model, method, 40), conversation(model, Full(), 40), atol=1e-5)
 
 
 @pytest.mark.parametrize("sinks", [0, 1, 4])
-def test_what_is_held(sinks):
-    """After every step, exactly the first `sinks` rows and the last of the budget."""
+def test_what_is_stored(sinks):
+    """After every step, exactly the first `sinks` entries and the last of the budget."""
     model = tiny_model()
     method = StreamingLLM(sinks=sinks).fit(Budget("rows", ROWS), model.shape(40))
     with Session(model, method, capacity=80) as session:
@@ -137,7 +137,7 @@ def test_what_is_held(sinks):
 
 @pytest.mark.parametrize("positions", ["cache", "original"])
 def test_a_window_longer_than_the_context_keeps_the_sinks(positions):
-    """It hides nothing of the context: rows, bytes and logits are those of a full layer."""
+    """The window hides nothing of the context: entries, bytes and logits are those of a full layer."""
     found = {}
     for window in (None, 4096):
         model = tiny_model(4, 2, window)

@@ -64,7 +64,7 @@ class Twin:
 
     def __init__(self, method, rows, window):
         self.method, self.rows, self.window = method, [x[0] for x in rows], window
-        self.held = {}  # (head, token): key, value
+        self.stored = {}  # (head, token): key, value
         self.saliency = {}  # (head, token): mass, probes that saw it
         self.important = set()
         self.coded = self.seen = self.blocks = 0
@@ -77,14 +77,14 @@ class Twin:
         for t in range(count):
             now = self.seen
             for head in range(HEADS):
-                self.held[head, now] = key[head, now].double(), value[head, now].double()
+                self.stored[head, now] = key[head, now].double(), value[head, now].double()
                 self.saliency[head, now] = [0.0, 0]
             this = block if block is not None else self.blocks + (now - self.coded) // size
             first = self.coded + (now - self.coded) // size * size
             probe = (now - first) in self.method.probes(0, size, this).tolist()
             for head in range(HEADS):
                 sees = [j for j in range(now + 1) if self.window is None or now - j < self.window]
-                keys, values = (torch.stack([self.held[head, j][k] for j in sees]) for k in range(2))
+                keys, values = (torch.stack([self.stored[head, j][k] for j in sees]) for k in range(2))
                 weights = (query[head * GROUP : (head + 1) * GROUP, now].double() @ keys.T).softmax(-1)
                 output[head * GROUP : (head + 1) * GROUP, t] = weights @ values
                 for j, mass in zip(sees, weights.sum(0).tolist(), strict=True):
@@ -100,7 +100,7 @@ class Twin:
         return output
 
     def code(self, tokens):
-        """Each head's salient tokens in more bits; the r-th rows of all heads share a scale for their values."""
+        """Each head's salient tokens in more bits; the r-th entries of all heads share a scale for their values."""
         method, (_, key, value) = self.method, self.rows
         high = method.high_entries(len(tokens))
         classes = []
@@ -115,12 +115,12 @@ class Twin:
             for head in range(HEADS):
                 keys = dequantize(quantize(key[head, members[head]], bits, tokens=len(members[head]))).double()
                 for j, row in zip(members[head], keys, strict=True):
-                    self.held[head, j] = row, None
+                    self.stored[head, j] = row, None
             for row in zip(*members, strict=True):
                 joined = torch.cat([value[h, j] / channel[h] for h, j in enumerate(row)])
                 back = dequantize(quantize(joined[None], bits, channels=HEADS * DIM))[0].view(HEADS, DIM).double()
                 for h, j in enumerate(row):
-                    self.held[h, j] = self.held[h, j][0], back[h] * channel[h].double()
+                    self.stored[h, j] = self.stored[h, j][0], back[h] * channel[h].double()
         self.coded, self.blocks = tokens.stop, self.blocks + 1
 
 
@@ -147,8 +147,8 @@ def test_equals_a_naive_model_of_the_store(make_step, settings, window):
 
 @pytest.mark.parametrize("chunks", [1, 5])
 @pytest.mark.parametrize("normalizer", ["visible", "length"])
-def test_with_all_rows_as_probes_saliency_is_the_column_mean(make_step, monkeypatch, normalizer, chunks):
-    """Summed attention over the number of queries that see a row, exactly; then both normalizers are one."""
+def test_with_all_entries_as_probes_saliency_is_the_column_mean(make_step, monkeypatch, normalizer, chunks):
+    """Summed attention over the number of queries that see an entry, exactly; then both normalizers are one."""
     rows, scores, encode = random_rows(), [], ZipCache._encode
     method = replace(ZipCache(recent_probes=1.0, normalizer=normalizer), length=40)
     assert method.probes(0, 40).tolist() == list(range(40))
@@ -163,7 +163,7 @@ def test_with_all_rows_as_probes_saliency_is_the_column_mean(make_step, monkeypa
 
 @pytest.mark.parametrize(("normalizer", "wanted"), [("visible", {0, 1}), ("length", {1, 3})])
 def test_normalizers_by_hand(make_step, monkeypatch, normalizer, wanted):
-    """Probes 1 and 3 of four rows, all seen alike: sums .75 .75 .25 .25 over 2 2 1 1 probes, or over 4 3 2 1 tokens."""
+    """Probes 1 and 3 of 4 entries, equal weights: sums .75 .75 .25 .25 over 2 2 1 1 probes, or over 4 3 2 1 tokens."""
     monkeypatch.setattr(ZipCache, "probes", lambda *_: torch.tensor([1, 3]))
     method = replace(ZipCache(important=0.5, normalizer=normalizer), length=4)
     key = torch.arange(4.0).view(1, 1, 4, 1).expand(1, 1, 4, 2) / 3
@@ -188,7 +188,7 @@ def test_permuting_tokens_permutes_what_is_important(make_step):
 
 
 def test_errors_are_within_their_bounds(make_step):
-    """A key is within half of its channel's scale, a value within half of its row's scale times its channel."""
+    """A key is within half of its channel's scale, a value within half of its entry's scale times its channel."""
     rows = random_rows()
     method = replace(ZipCache(), length=50)
     _, kv = run(make_step, method, rows, [50])
@@ -203,7 +203,7 @@ def test_errors_are_within_their_bounds(make_step):
         for head in range(HEADS):
             distance = (keys[head][:, None] - rows[1][0, head, :50]).abs()  # [n, 50, D]
             at = (distance / part.key.scale[0, head].float()).amax(-1).argmin(-1)
-            assert at.unique().numel() == len(at)  # each code is of a row of its own
+            assert at.unique().numel() == len(at)  # each code is of an entry of its own
             assert (distance[range(len(at)), at] <= 0.5001 * part.key.scale[0, head].float()).all()
             allowed = 0.5001 * segment.channel[0, head].float() * part.value.scale[0, 0].float()
             assert ((values[head] - rows[2][0, head, at]).abs() <= allowed).all()
@@ -222,7 +222,7 @@ def test_probes_are_last_and_random_ones():
 
 
 def test_codes_are_all_that_is_stored():
-    """No exact row outlives the context; forks share what is coded; the effect counts it."""
+    """No exact entry outlives the context; forks share what is coded; the effect counts it."""
     model = tiny_model()
     with Session(model, ZipCache().fit(None, model.shape(50)), capacity=300) as session:
         session.prefill(ids(50))
@@ -240,7 +240,7 @@ def test_codes_are_all_that_is_stored():
                 assert theirs.n == 32
 
 
-def test_many_bits_are_near_the_dense_cache():
+def test_many_bits_are_near_the_full_cache():
     """In 8 bits later logits are off by less than 2 %, and by something; in 4 and 2 by more."""
     model = tiny_model()
     errors = []
@@ -254,15 +254,15 @@ def test_many_bits_are_near_the_dense_cache():
 
 
 def test_the_card_s_sizes():
-    """3.2 bits on average, 4 bytes a row for values, and per channel what does not grow: 824 bytes less the bitmap."""
+    """3.2 bits on average, 4 bytes per entry for values, and a constant per channel: 824 bytes less the bitmap."""
     constant = 8 * (2 * 128 * 4 + 128 * 2)
     assert ZipCache().fit(None, SHAPE).declared_bytes(SHAPE) == 2 * (1000 * (819.2 + 4) + constant)
     assert ZipCache(important=0.0).declared_bytes(SHAPE) == 2 * (1000 * (512 + 4) + constant - 8 * 128 * 4)
     assert [ZipCache().high_entries(x) for x in (0, 1, 2, 3, 5, 100)] == [0, 1, 2, 2, 3, 60]
 
 
-def test_a_budget_is_met_by_important_rows():
-    """As many important rows as the bytes allow; what cannot be reached is refused with what can."""
+def test_a_budget_is_met_by_important_entries():
+    """As many important entries as the bytes allow; an unreachable budget is refused with the reachable range."""
     method = ZipCache().fit(Budget.parse("18%"), SHAPE)
     assert method.declared_bytes(SHAPE) <= 0.18 * SHAPE.full_bytes
     assert replace(method, share=method.share + 0.001).declared_bytes(SHAPE) > 0.18 * SHAPE.full_bytes
