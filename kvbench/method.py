@@ -151,7 +151,9 @@ class Method:
         card = self.card
         if self.budget_kind is BudgetKind.NONE:
             if budget is not None and budget != Budget("fraction", 1.0):
-                raise UserError(f"{card.name} takes no budget, got {budget}: it stores all entries. Leave it out.")
+                raise UserError(
+                    f"{card.name} takes no budget, got {budget}: it stores all entries. Leave --budget out."
+                )
             return self
         if self.budget_kind is BudgetKind.BITS:
             reached = self.declared_bytes(shape) / shape.full_bytes

@@ -33,17 +33,17 @@ class ScoredMethod(Method):
         if not step.moment.compresses:
             return
         kv.refuse_frozen()
-        rows = self.entries_in(step.layer, step.window)
-        if rows is None or rows >= kv.n:
+        entries = self.entries_in(step.layer, step.window)
+        if entries is None or entries >= kv.n:
             return
         scores = hide_unseen(self.score(kv, step), kv, step)
         if not step.moment.in_context:  # a later turn: the context may have been shorter than the budget
-            rows = max(rows, int((scores == torch.inf).sum(-1).max()))  # protected entries stay
-        self.select(kv, scores, rows)
+            entries = max(entries, int((scores == torch.inf).sum(-1).max()))  # protected entries stay
+        self.select(kv, scores, entries)
 
-    def select(self, kv: LayerKV, scores: Tensor, rows: int) -> None:
+    def select(self, kv: LayerKV, scores: Tensor, entries: int) -> None:
         """Keep the best entries of every head, equally many; allocations over heads override this."""
-        kv.keep(top_entries(scores, rows))
+        kv.keep(top_entries(scores, entries))
 
 
 @dataclass(frozen=True)
@@ -54,24 +54,24 @@ class RollingMethod(Method):
     graphable: ClassVar[str | None] = "an entry is dropped in every step, and the store counts its entries on the host."
 
     @abstractmethod
-    def score(self, kv: LayerKV, step: Step, rows: int) -> Tensor:
-        """Score of each entry if `rows` of them stay; infinite for protected ones. [B, H_kv, n] float32"""
+    def score(self, kv: LayerKV, step: Step, entries: int) -> Tensor:
+        """Score of each entry if `entries` of them stay; infinite for protected ones. [B, H_kv, n] float32"""
 
     def evict(self, kv: LayerKV, step: Step) -> None:
         """Down to the budget: the context's entries into a block of their own, later ones in place."""
-        rows = self.entries_in(step.layer, step.window)
-        if rows is None or rows >= kv.n or not step.moment.is_last:
+        entries = self.entries_in(step.layer, step.window)
+        if entries is None or entries >= kv.n or not step.moment.is_last:
             return
-        scores = hide_unseen(self.score(kv, step, rows), kv, step)
+        scores = hide_unseen(self.score(kv, step, entries), kv, step)
         if step.moment.in_context:
-            kv.keep(top_entries(scores, rows))
+            kv.keep(top_entries(scores, entries))
         else:
-            kv.drop(scores.topk(kv.n - rows, dim=-1, largest=False).indices)
+            kv.drop(scores.topk(kv.n - entries, dim=-1, largest=False).indices)
 
 
-def top_entries(scores: Tensor, rows: int) -> Tensor:
-    """Indices of the best rows of every head, in the order of rows; of equal ones the first. [B, H_kv, rows]"""
-    return scores.argsort(dim=-1, descending=True, stable=True)[..., :rows].sort(dim=-1).values
+def top_entries(scores: Tensor, entries: int) -> Tensor:
+    """Ascending indices of the best entries of every head; of equal scores the first. [B, H_kv, entries]"""
+    return scores.argsort(dim=-1, descending=True, stable=True)[..., :entries].sort(dim=-1).values
 
 
 def hide_unseen(scores: Tensor, kv: LayerKV, step: Step) -> Tensor:
@@ -81,10 +81,10 @@ def hide_unseen(scores: Tensor, kv: LayerKV, step: Step) -> Tensor:
     return scores.masked_fill(kv.logical_positions() < step.seen - step.window, -torch.inf)
 
 
-def protect_last(scores: Tensor, rows: int) -> Tensor:
+def protect_last(scores: Tensor, entries: int) -> Tensor:
     """Scores with the last entries infinite. [B, H_kv, n]"""
     scores = scores.clone()
-    scores[..., max(0, scores.shape[-1] - rows) :] = torch.inf
+    scores[..., max(0, scores.shape[-1] - entries) :] = torch.inf
     return scores
 
 

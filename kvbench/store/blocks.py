@@ -1,4 +1,4 @@
-"""Blocks of rows beside a layer's dense one: rows that stay where they were written, and rows that pass through."""
+"""Blocks of entries next to a layer's dense block: frozen ones that are never written again, and residual ones."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Residual:
 
     @property
     def rows(self) -> Tensor:
-        """The entries held. [B, H_kv, n, D]"""
+        """The stored entries. [B, H_kv, n, D]"""
         return self.block[:, :, self._first : self._first + self.n]
 
     def append(self, rows: Tensor) -> None:

@@ -219,11 +219,11 @@ class LayerKV:
     def freeze(
         self, key: Tensor, value: Tensor, counts: Tensor, *, position: Tensor | None = None, bias: Tensor | None = None
     ) -> None:
-        """Hold these entries, flat and never written again, in place of all entries held.
+        """Hold these entries, flat and never written again, in place of all stored entries.
 
         key: [R, D]; value: [R, D_v]; counts: [B, H_kv], how many of the R each head holds, heads one after the other.
-        position: [R] int32, needed where there is a window. bias: [R] float32, added to the rows' logits: a row that
-        stands for n equal ones has log n.
+        position: [R] int32, needed where there is a window. bias: [R] float32, added to the entries' logits: log n for
+        an entry that represents n merged ones.
         """
         self.refuse_frozen()
         assert self._window is None or position is not None, "a window over frozen entries needs their positions"
@@ -277,7 +277,7 @@ class LayerKV:
         self.dropped += rows * indices.shape[0] * indices.shape[1]
 
     def _held_with_holes(self) -> dict[str, Tensor]:
-        """Rows held, some about to go missing: a window must count tokens then, so what the order implied goes in."""
+        """Stored tensors before entries are dropped; a window then needs positions, which the order implied so far."""
         held = self._held()
         if self._window is not None and not self.track:
             key = held["key"]
@@ -297,7 +297,7 @@ class LayerKV:
     # Forking
 
     def fork(self) -> LayerKV:
-        """A copy that may go on by itself: shares rows that are only ever appended to, copies rows written in place."""
+        """An independent copy: append-only entries are shared, entries that are written in place are copied."""
         other = copy.copy(self)
         other.state = {name: x.clone() for name, x in self.state.items()}
         if self._buffer is None:

@@ -1,4 +1,4 @@
-"""Rows as packed codes: keys in groups of tokens, values in groups of channels, and the last rows exact (KIVI)."""
+"""Packed codes: keys in groups of tokens, values in groups of channels, the last entries in full precision (KIVI)."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Packing:
     key_bits: int
     value_bits: int
     group: int
-    """Rows that share a scale and a minimum in each channel of their keys, and channels that do in each value; a value
-    that is narrower is one group."""
+    """Entries that share a scale and a minimum in each channel of the keys, and channels that share them in each value;
+    a narrower value is one group."""
     residual: int
     """Keys are packed in blocks of that many entries, a multiple of `group`; so many last values stay exact."""
     later: bool
@@ -190,7 +190,7 @@ class PackedKV(LayerKV):
         return layer.kv_heads * (self.packing.head_bytes(layer, shape, entries) + positions)
 
     def pack(self) -> None:
-        """End the context: the entries held become codes, but for the residual."""
+        """End the context: the stored entries become codes, but for the residual."""
         assert self.packing is not None and self._buffer is not None and self.frozen is None
         self.packed = PackedRows(self._held(), self.packing, self.n + max(0, self.capacity - self.seen))
         self._buffer.leave(self)

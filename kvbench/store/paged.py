@@ -22,7 +22,7 @@ COUNTER_BYTES = 8
 
 @dataclass
 class PagedKV(SelectiveKV):
-    """Dense rows, and from `index` on the minimum and maximum of every full page's keys; later rows fill pages too.
+    """Dense entries and, once indexed, the minimum and maximum of the keys of every full page, also of later ones.
 
     The page that is being filled has no bounds and needs none: the queries of its entries always read it.
     """
@@ -136,7 +136,7 @@ class PagedKV(SelectiveKV):
         self.distinct.add_(marks.scatter_(3, by_group, True).sum())
 
     def fork(self) -> LayerKV:
-        """A copy that counts for itself; bounds are shared as rows are, because only who owns the rows adds any."""
+        """An independent copy with its own counters. Bounds are shared like entries: only their owner appends."""
         other = super().fork()
         assert isinstance(other, PagedKV)
         other.distinct = None if self.distinct is None else torch.zeros_like(self.distinct)

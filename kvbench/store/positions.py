@@ -1,6 +1,6 @@
-"""Rows by position, overwritten in place: what a diffusion model's rows stand in.
+"""Entries by position, overwritten in place: what a diffusion model's entries stand in.
 
-Every token attends to every token and changes while others do, so there is no order of arrival: a row is where its
+Every token attends to every token and changes while others do, so there is no order of arrival: an entry is where its
 token is, and is as old as the step that computed it last.
 """
 
@@ -20,12 +20,12 @@ from kvbench.store.rows import storage_bytes
 
 
 def attend_rows(step: Step) -> Tensor:
-    """Attention of a step's rows over themselves, each over all. [B, H_q, m, D_v]"""
+    """Attention of a step's entries over themselves, each over all. [B, H_q, m, D_v]"""
     return attend_over(step, step.key, step.value)
 
 
 def attend_over(step: Step, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Attention of a step's rows over these, in any order: their keys are rotated. [B, H_q, m, D_v]
+    """Attention of a step's entries over these, in any order: their keys are rotated. [B, H_q, m, D_v]
 
     keys: [B, H_kv, n, D]. values: [B, H_kv, n, D_v]. mask: which of them to look at [B, 1, 1, n]; None: all.
     """
@@ -57,20 +57,20 @@ class PositionKV:
     keys: Tensor | None = field(default=None, init=False)  # [B, H_kv, N, D]
     values: Tensor | None = field(default=None, init=False)  # [B, H_kv, N, D_v]
     state: dict[str, Tensor] = field(default_factory=dict, init=False)
-    """What a method keeps per layer beside the rows; counted with them."""
+    """What a method keeps per layer beside the entries; counted with them."""
 
     def write(self, step: Step) -> None:
-        """Put the step's rows where their tokens are. Two rows of one position must be equal."""
+        """Put the step's entries where their tokens are. Two entries of one position must be equal."""
         if self.keys is None or self.values is None:
             batch, heads, _, key_dim = step.key.shape
             self.keys = step.key.new_zeros(batch, heads, self.length, key_dim)
             self.values = step.value.new_zeros(batch, heads, self.length, step.value.shape[-1])
         every = sequences(step.positions)
         for rows, new in ((self.keys, step.key), (self.values, step.value)):
-            rows.transpose(1, 2)[every, step.positions] = new.transpose(1, 2)  # scatter_ would copy all rows
+            rows.transpose(1, 2)[every, step.positions] = new.transpose(1, 2)  # scatter_ would copy all entries
 
     def attend(self, step: Step, read: Tensor | None = None) -> Tensor:
-        """Attention of the step's rows over rows by position. [B, H_q, m, D_v]
+        """Attention of the step's entries over entries by position. [B, H_q, m, D_v]
 
         read: places to look at [B, N]; None: all.
         """
@@ -85,7 +85,7 @@ class PositionKV:
         return self.attend_over(step, keys, values)
 
     def attend_over(self, step: Step, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attention over these rows, counted. [B, H_q, m, D_v]"""
+        """Attention over these entries, counted. [B, H_q, m, D_v]"""
         self.read_bytes += keys.nbytes + values.nbytes
         return attend_over(step, keys, values, mask)
 

@@ -94,7 +94,7 @@ class SegmentedKV(LayerKV):
         return layer.kv_heads * head + entries * PARAMETER_BYTES
 
     def encode(self, count: int, important: Tensor, high_bits: int, low_bits: int, room: int) -> None:
-        """Turn the first rows into a segment: important ones in more bits. The tail keeps room for so many rows.
+        """Turn the first `count` entries into a segment, important ones in more bits; the tail has room for `room`.
 
         important: [B, H_kv, C], ascending indices below `count`, equally many for every head.
         """

@@ -1,4 +1,4 @@
-"""Rows in two precisions: important ones in slots that are overwritten, the others as codes that are only added to."""
+"""Entries in two precisions: important ones in slots that are overwritten, the others as append-only codes."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class Coding:
 class TieredKV(LayerKV):
     """One softmax over two tiers: the dense block, in the high precision, and codes of what was demoted from it.
 
-    The context is held exactly, with the attention that each row received, until `split`. From then on rows of codes
-    hold keys times a balancer, per KV head and channel, which queries are divided by.
+    Until `split`, the context is stored in full precision with the attention that each entry received. After it, codes
+    store keys times a balancer per KV head and channel, and queries are divided by it.
     """
 
     column_sums: bool = True
@@ -97,7 +97,7 @@ class TieredKV(LayerKV):
     def split(self, indices: Tensor, balancer: Tensor, rows: int) -> None:
         """End the context: these entries of every head are the high tier, all others become codes.
 
-        indices: [B, H_kv, C]. balancer: [B, H_kv, 1, D]. rows: what the high tier may come to in this conversation.
+        indices: [B, H_kv, C]. balancer: [B, H_kv, 1, D]. entries: what the high tier may come to in this conversation.
         """
         held = self._held()
         rest = torch.ones(held["score"].shape, dtype=torch.bool, device=indices.device).scatter(2, indices, False)

@@ -18,7 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.runs import job, sample
+from kvbench.runs import prepare as preparation
+from kvbench.runs import sample
 from kvbench.runs.files import locked, read_lines
 from kvbench.sweep.check import check_cells
 from kvbench.sweep.file import NAMES, SweepFile, expand, read_sweep
@@ -262,8 +263,8 @@ def test_a_cell_is_a_run(kvbench, sweep, arguments, tmp_path):
 @pytest.mark.slow
 def test_cells_of_one_model_share_its_loading(kvbench, sweep, model_folder, monkeypatch):
     """Six cells of two models load two, in any order of the file."""
-    loaded, load = [], job._load
-    monkeypatch.setattr(job, "_load", lambda asked, *args: loaded.append(asked.model) or load(asked, *args))
+    loaded, load = [], preparation._load
+    monkeypatch.setattr(preparation, "_load", lambda asked, *args: loaded.append(asked.model) or load(asked, *args))
     grid = f'{LAST_GRID}seed = [0, 1, 2]\nmodel = ["{model_folder}", "random:{model_folder}"]\n'
     answer = kvbench("sweep", sweep(grid), "--json")
     assert answer.code == 0, answer.err
@@ -273,7 +274,7 @@ def test_cells_of_one_model_share_its_loading(kvbench, sweep, model_folder, monk
 
 def test_an_exception_fails_only_its_cell(kvbench, sweep, monkeypatch):
     """Even if it is raised outside of a sample."""
-    prepare = job.prepare
+    prepare = preparation.prepare
 
     def broken(asked, model):
         if asked.seed == 1:
