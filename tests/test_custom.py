@@ -347,15 +347,15 @@ def test_check_lists_errors_by_line_and_turn(kvbench, write, model_folder):
     assert answer.code == 1
     assert [(x["row"], x["line"], x["turn"], x["what"]) for x in answer.json["findings"]] == [
         ("a", 1, 1, "the answer is not in the context"),
-        ("a", 1, 1, "the question is that of turn 0 too"),
-        ("a", 1, 2, "the answer 'sky' stands in the question"),
-        ("b", 2, None, "96 tokens with its answer, beyond the length of 80"),
-        ("a", 3, None, "the id is that of line 1 too"),
+        ("a", 1, 1, "turn 0 asks the same question"),
+        ("a", 1, 2, "the question contains the answer 'sky'"),
+        ("b", 2, None, "96 tokens with its answer, more than the length of 80"),
+        ("a", 3, None, "line 1 has the same id"),
         ("a", 3, 1, "the answer is not in the context"),
     ]
     assert answer.json["tokens"] == [3 + 2 + 4, 96]
     assert (answer.json["examples"], answer.json["turns"], answer.json["cut"]) == (3, 8, 0)
-    assert "the id is that of line 1 too" in answer.out
+    assert "line 1 has the same id" in answer.out
     assert kvbench("check", write(), "--model", model_folder).code == 0
 
 
@@ -364,7 +364,7 @@ def test_check_looks_at_what_a_cut_leaves(kvbench, write, model_folder):
     records = [{"id": "a", "context": "a" * 30 + "sky" + "a" * 30, "turns": [{"question": "q", "answer": " sky"}]}]
     path = write(records, answer_in_context=True, length=40, truncation="middle")
     answer = kvbench("check", path, "--model", model_folder, "--json")
-    assert [x["what"] for x in answer.json["findings"]] == ["the answer is not in what is left of the context"]
+    assert [x["what"] for x in answer.json["findings"]] == ["the answer is not in the context after the cut"]
     assert answer.json["cut"] == 1
     assert kvbench("check", write(records, length=40, truncation="middle"), "--model", model_folder).code == 0
     answer = kvbench("check", write(records, length=6, truncation="middle"), "--model", model_folder, "--json")
@@ -382,13 +382,13 @@ def test_check_looks_through_a_task(kvbench, tmp_path):
     assert answer.code == 1
     found = {x["what"] for x in answer.json["findings"]}
     assert found == {
-        "the context is empty", "the id is that of example 0 too", "the question is that of turn 0 too",
-        "the answer 'sky' stands in the question",
+        "the context is empty", "example 0 has the same id", "turn 0 asks the same question",
+        "the question contains the answer 'sky'",
     }
     long = tmp_path / "long.py"
     long.write_text(TOYS.read_text().replace("length - 20", "length + 20"))
     answer = kvbench("check", f"{long}:Toy", "--samples", "1", "--model", "mini", "--json")
-    assert "tokens with its answer, beyond the length of 60" in answer.json["findings"][0]["what"]
+    assert "tokens with its answer, more than the length of 60" in answer.json["findings"][0]["what"]
 
 
 @pytest.mark.parametrize(("line", "message"), [
@@ -438,8 +438,8 @@ def test_a_record_beyond_the_model_fails_and_is_not_scored(write, run_records):
     assert answer.code == 1
     assert (answer.json["status"], answer.json["n_scored"], answer.json["n_failed"]) == ("failed", 1, 1)
     assert answer.json["score"]["mean"] is None
-    assert answer.json["error"].startswith("1 of 2 samples failed; the first: length 200 with 2 turns comes to 6")
-    assert "tokens, beyond what model" in answer.json["error"]
+    assert answer.json["error"].startswith("1 of 2 samples failed; the first: length 200 with 2 turns needs up to 6")
+    assert "tokens, and model" in answer.json["error"]
 
 
 def test_a_record_too_short_for_the_budget_fails_alone(write, run_records):

@@ -70,8 +70,10 @@ class Done:
 def _clean_tree():
     """Make all runs of these tests come from a clean commit, whatever the checkout's state."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(environment, "find_git", lambda: Git(commit="c" * 40, dirty=False))
+        patch.setattr(environment, "_ask_git", lambda: Git(commit="c" * 40, dirty=False))
+        environment.find_git.cache_clear()
         yield
+    environment.find_git.cache_clear()
 
 
 def make_run(out: Path, method: str, **options: Any) -> Done:
