@@ -368,7 +368,7 @@ def test_a_run_is_scored_again_from_its_journal(run, kvbench, folder, tmp_path):
     for text, score in ((" {}", 1.0), (" {}More text", 1.0), ("{} more text", 0.0), ("It is {}", 0.0)):
         prediction = text.format(lines[2].references[0])
         assert task.scorers[0](prediction, lines[2].references, lines[2].facts) == score
-    with pytest.raises(UserError, match="the data have changed"):
+    with pytest.raises(UserError, match="document 1 of task needles has changed"):
         task.scorers[0]("", (), {**lines[2].facts, "doc_id": 1})
     assert found["task"]["name"] == "lm-eval:needles" and found["task"]["version"] == "3"
 
