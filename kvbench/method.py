@@ -60,7 +60,7 @@ class Card(BaseModel):
     """SCBench's stages of the cache that it changes: generation, compression, retrieval, loading."""
     budget: BudgetKind
     paper_budget: str | None = None
-    """What `--budget paper` stands for."""
+    """The budget that `--budget paper` uses."""
     heads: Literal["independent", "pooled", "indexed"]
     """Whether a head's kept entries depend on that head alone, on all heads, or on the head's number."""
     upstream: Upstream | None
@@ -118,7 +118,7 @@ class Method:
 
     @property
     def budget_kind(self) -> BudgetKind:
-        """What a budget of these settings counts; the card's unless a setting changes it."""
+        """The budget kind of these settings; the card's unless a setting changes it."""
         return self.card.budget
 
     @classmethod
@@ -138,7 +138,7 @@ class Method:
 
     @property
     def resolution(self) -> dict[str, object]:
-        """What `fit` and `bind` found, by name."""
+        """The values that `fit` and `bind` resolved, by name."""
         found = {x.name: getattr(self, x.name) for x in fields(self) if x.metadata.get("resolved")}
         return {name: value for name, value in found.items() if value is not None}
 

@@ -20,7 +20,7 @@ from kvbench.step import Moment, Step
 
 @dataclass(frozen=True)
 class Setting:
-    """What all cells of a job share."""
+    """Values that all cells of a job share."""
 
     model: Model
     state: State = "prefill"

@@ -25,7 +25,7 @@ COPIED_BYTES = {"cpu": 64 << 20, "cuda": 2 << 30}
 """Size of the copied tensor, many times the size of a last-level cache."""
 DRAWS = 2000
 WAIT_CYCLES = 200_000
-"""GPU cycles, about 0.1 ms, that a kernel waits before a timed call, so that the CPU launches the call meanwhile."""
+"""GPU cycles, about 0.1 ms, that a kernel waits before a timed call, in which the CPU launches the call."""
 
 
 def time_calls(device: torch.device, call: Call, count: int, before: Call | None = None) -> float:

@@ -89,7 +89,7 @@ def convert_file(path: Path) -> Path:
 
 
 def read_cards() -> dict[str, dict[str, Any]]:
-    """What is added, by folder name: the models of the list and converted files."""
+    """Added models by folder name: those of the list and converted files."""
     found = {}
     for path in sorted(models_folder().glob(f"*/{CARD}")):
         if path.parent.name in {x.id for x in SOURCES.values()} or FROM_FILE.fullmatch(path.parent.name):

@@ -34,7 +34,7 @@ class Source:
     """A model that can be added, and the numbers that a correct conversion reproduces."""
 
     name: str
-    """What the user types."""
+    """The name that users type."""
     original: str
     """The hub's name of the model before quantization."""
     license: str

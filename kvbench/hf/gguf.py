@@ -50,7 +50,7 @@ WORD_SPLITS = {"gpt-2", "phi-2"}
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What the header of a GGUF file says."""
+    """The facts in the header of a GGUF file."""
 
     architecture: str
     quantization: str

@@ -131,7 +131,7 @@ class LowRankKV(SelectiveKV):
 
     @property
     def landmarks(self) -> Tensor:
-        """What chunks are chosen by. [B, H_kv, J, D]"""
+        """Landmarks: the keys by which chunks are chosen. [B, H_kv, J, D]"""
         assert self._chunks is not None
         return self._chunks.landmarks
 

@@ -35,7 +35,7 @@ class Packing:
     """Entries that share a scale and a minimum in each channel of the keys, and channels that share them in each value;
     a narrower value is one group."""
     residual: int
-    """Keys are packed in blocks of that many entries, a multiple of `group`; so many last values stay exact."""
+    """Keys are packed in blocks of this many entries, a multiple of `group`; as many last values stay exact."""
     later: bool
     """Whether entries that come after the context are packed too."""
 

@@ -150,7 +150,7 @@ class PagedKV(SelectiveKV):
             self.distinct.add_(branch.distinct)
 
     def facts(self) -> dict[str, Fact]:
-        """What was read; pages that the heads of a group share count once in `pages_distinct`."""
+        """Counters of the reads; pages that the heads of a group share count once in `pages_distinct`."""
         distinct = {} if self.distinct is None else {"pages_distinct": Fact(int(self.distinct))}
         return {**super().facts(), **distinct}
 

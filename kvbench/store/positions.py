@@ -57,7 +57,7 @@ class PositionKV:
     keys: Tensor | None = field(default=None, init=False)  # [B, H_kv, N, D]
     values: Tensor | None = field(default=None, init=False)  # [B, H_kv, N, D_v]
     state: dict[str, Tensor] = field(default_factory=dict, init=False)
-    """What a method keeps per layer beside the entries; counted with them."""
+    """Tensors that a method keeps per layer besides the entries; counted with them."""
 
     def write(self, step: Step) -> None:
         """Put the step's entries where their tokens are. Two entries of one position must be equal."""

@@ -1,4 +1,4 @@
-"""What stores share that hold all entries and read some: they count what their attention read."""
+"""Base of stores that hold all entries and read a part: they count the entries that their attention reads."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ class SelectiveKV(LayerKV):
         self.reads.update(branch.reads)
 
     def facts(self) -> dict[str, Fact]:
-        """What was read, next to what happened to the entries."""
+        """Counters of the reads and of the changes."""
         counted = {name: Fact(x, changed=name == self.proof) for name, x in self.reads.items() if name != "bytes"}
         return {**super().facts(), **counted}

@@ -29,7 +29,7 @@ class Isolation:
 def isolate(trace: Trace, salt: str, blocks: float, *, every: int = 10) -> Isolation:
     """Serve a trace with caches separated by a salt, and probe it as another user who guesses whole prompts.
 
-    Every `every`-th prompt is probed before it is served, when nobody has sent it (a detection is a false positive: it
+    Every `every`-th prompt is probed before it is served, before it was ever sent (a detection is a false positive: it
     shares its head with others), and right after (a detection is a true positive). The attacker sees hits exactly,
     which bounds what times to first token can tell; with a salt the attacker's own cache never holds the prompt.
 

@@ -45,7 +45,7 @@ class TailLRU(Policy):
             self.safe[block] = place >= cut
 
     def key(self, block: int) -> Any:
-        """What can be lost first, then by recency."""
+        """Blocks that a conversation can lose go first, then the least recent."""
         return not self.safe[block], self.last[block]
 
 
