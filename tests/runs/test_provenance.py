@@ -24,9 +24,10 @@ PARTS = ("method", "task", "kernels", "harness")
 NEW = ("new.py", "methods/eviction/new.py", "kernels/new/__init__.py", "kernels/window_scores/fast.py")
 SHOWN = (
     "kvbench.cli", "kvbench.runs.progress", "kvbench.analysis", "kvbench.integrations",
-    "kvbench.sweep", "kvbench.toml", "kvbench.custom", "kvbench.scorers",
+    "kvbench.sweep", "kvbench.toml", "kvbench.custom", "kvbench.scorers", "kvbench.runs.options",
+    "kvbench.runs.request", "kvbench.runs.prepare", "kvbench.runs.provenance",
 )
-"""Modules of the command line, which read options and print results."""
+"""Modules that read options, print results, or resolve options to a spec, which records what they found."""
 
 
 @pytest.fixture

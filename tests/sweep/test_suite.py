@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from kvbench.errors import UserError
 from kvbench.registry import list_entries
-from kvbench.runs import job, sample
+from kvbench.runs import prepare as preparation
+from kvbench.runs import sample
 from kvbench.runs.options import Request
 from kvbench.runs.request import check
 from kvbench.runs.results import Result
@@ -110,8 +111,8 @@ def test_a_suite_is_its_runs(kvbench, suite, options, tmp_path):
 @pytest.mark.slow
 def test_a_suite_loads_its_model_once(kvbench, suite, options, monkeypatch):
     """For any number of runs."""
-    loaded, load = [], job._load
-    monkeypatch.setattr(job, "_load", lambda asked, *args: loaded.append(asked.model) or load(asked, *args))
+    loaded, load = [], preparation._load
+    monkeypatch.setattr(preparation, "_load", lambda asked, *args: loaded.append(asked.model) or load(asked, *args))
     assert kvbench("run", "--suite", suite(), "--method", LAST, *options).code == 0
     assert len(loaded) == 1
 

@@ -81,7 +81,7 @@ def test_filters_hide_other_runs(page):
     assert visible_methods(other) == ["kvzip"]
     other.close()
     page.get_by_label("Find").fill("no such method")
-    assert page.get_by_text("No run is like that.").is_visible()
+    assert page.get_by_text("No run matches the filters.").is_visible()
     page.get_by_role("button", name="Show all").click()
     page.wait_for_function("document.getElementById('shown').textContent.startsWith('7 of 7')")
     assert "#" not in page.url
