@@ -390,7 +390,7 @@ def test_invalid_report_requests(kvbench, folder, arguments, tmp_path):
     assert "unknown report format '.pdf'. Did you mean '.png'? Allowed: .html, .png." in other
     assert "unknown report format" in refuse(folder, "-o", tmp_path / "grid")
     assert "unknown run 'nowhere'" in refuse("nowhere", "-o", png)
-    assert "No such file or directory. Give another -o." in refuse(folder, "-o", tmp_path / "no" / "grid.png")
+    assert "No such file or directory. Give another path with -o." in refuse(folder, "-o", tmp_path / "no" / "grid.png")
     (tmp_path / "taken.png").mkdir()
     assert "Is a directory. Give another -o." in refuse(folder, "-o", tmp_path / "taken.png")
     arguments[arguments.index("--task") + 1] = f"{Path(__file__).parents[1] / 'toys' / 'toy.py'}:Toy"
