@@ -17,10 +17,9 @@ def bootstrap_interval(clusters: Sequence[Sequence[float]], seed: int = 0) -> tu
 
 def bootstrap_ratio(sums: Sequence[float], counts: Sequence[float], seed: int = 0) -> tuple[float, float]:
     """Percentile bootstrap 95 % interval of the ratio of two totals, whole clusters resampled."""
-    parts = np.array([sums, counts], dtype=float)  # [2, clusters]
+    above, below = np.array(sums, dtype=float), np.array(counts, dtype=float)
     drawn = np.random.default_rng(seed).integers(0, len(sums), size=(DRAWS, len(sums)))
-    totals = parts[:, drawn].sum(axis=2)  # [2, DRAWS]
-    low, high = np.percentile(totals[0] / totals[1], [2.5, 97.5])
+    low, high = np.percentile(above[drawn].sum(axis=1) / below[drawn].sum(axis=1), [2.5, 97.5])
     return float(low), float(high)
 
 
