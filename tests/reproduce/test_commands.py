@@ -233,7 +233,7 @@ def test_how_claims_stand_is_read_off_a_folder(kvbench, paper, tmp_path):
         for x in list_judgments(tmp_path / "results", {"paper": read_paper(paper)})
     }
     assert verdicts == {
-        "full/needles": ("reproduced", []), "knorm/needles": ("not run", ["no run of it is here"]),
+        "full/needles": ("reproduced", []), "knorm/needles": ("not run", ["there is no run of it in this folder"]),
         "knorm/other": ("not run", ["needs a task that nobody has"]),
         "rocket/needles": ("not run", ["method rocketkv is not in kvbench"]),
         "rocket/other": ("not run", ["needs a task that nobody has", "method rocketkv is not in kvbench"]),
