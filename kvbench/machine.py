@@ -10,6 +10,11 @@ from pathlib import Path
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
+def cache_folder() -> Path:
+    """The folder of kvbench in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbench"
+
+
 def find_version(package: str) -> str | None:
     """The version of an installed package; None: it is not installed."""
     try:

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbench.machine import cpu_name, find_version, free_bytes, has_bfloat16_units
+from kvbench.machine import cache_folder, cpu_name, find_version, free_bytes, has_bfloat16_units
 from kvbench.registry import HERE, list_models
 
 GB = 1e9
@@ -93,7 +93,7 @@ def _disk() -> Probe:
 
 
 def _writable_cache() -> Probe:
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    folder = cache_folder().parent
     here = folder
     while not here.exists():
         here = here.parent

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.errors import UserError, unknown
+from kvbench.machine import cache_folder
 
 MB = 1e6
 RANDOM = "random:"
@@ -112,7 +112,7 @@ SOURCES = {x.name: x for x in (
 
 def models_folder() -> Path:
     """The folder in the user's cache that holds added models."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbench" / "models"
+    return cache_folder() / "models"
 
 
 def find_source(name: str) -> Source:

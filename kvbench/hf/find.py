@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from kvbench import registry
 from kvbench.downloads.sources import find_added, refuse_missing
 from kvbench.errors import UserError, unknown
+from kvbench.machine import cache_folder
 from kvbench.registry import list_architectures, list_models
 
 RANDOM = "random:"
@@ -171,7 +172,7 @@ def hash_model(name: str, folder: Path) -> str:
 
 def hash_files(paths: list[Path]) -> str:
     """SHA-256 of the files' names and hashes; the hash of each file is cached by path, size and modification time."""
-    memory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbench" / "hashes.json"
+    memory = cache_folder() / "hashes.json"
     known = _read_memory(memory)
     before = len(known)
     total = hashlib.sha256()

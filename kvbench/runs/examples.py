@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from pydantic import TypeAdapter
 
 from kvbench.errors import UserError
-from kvbench.machine import find_version
+from kvbench.machine import cache_folder, find_version
 from kvbench.task import Encoded, Example, Split, Task, encode
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _key(job: Job) -> str:
 
 
 def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbench" / "examples"
+    return cache_folder() / "examples"
 
 
 def _read(key: str, index: int) -> Made | None:

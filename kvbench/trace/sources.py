@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import os
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.errors import UserError, unknown
+from kvbench.machine import cache_folder
 from kvbench.trace.loaders import hash_unpacked, load
 from kvbench.trace.requests import Trace
 from kvbench.trace.synthetic import make_trace
@@ -75,7 +75,7 @@ SOURCES = {x.name: x for x in (
 
 def find_folder() -> Path:
     """The folder of added traces in the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbench" / "traces"
+    return cache_folder() / "traces"
 
 
 def find_trace(name: str, *, kind: str | None = None, block: int | None = None, seed: int = 0) -> Trace:

@@ -20,6 +20,7 @@ from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.kernels.dense_attention.torch import visible_entries
 from kvbench.log import say
+from kvbench.machine import cache_folder
 from kvbench.method import Method, Moment, Step
 from kvbench.store import LayerKV
 
@@ -202,9 +203,8 @@ def _code() -> str:
 
 
 def _place(model: Model, tokens: int) -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     hashes = f"{model.sha256[:24]}-{model.tokenizer_sha256[:8]}"
-    return cache / "kvbench" / "profiles" / f"{hashes}-{model.dtype}-{tokens}-{_code()[:8]}.json"
+    return cache_folder() / "profiles" / f"{hashes}-{model.dtype}-{tokens}-{_code()[:8]}.json"
 
 
 def _read(path: Path, model: Model, tokens: int) -> HeadProfile | None:
