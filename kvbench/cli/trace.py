@@ -88,7 +88,7 @@ def run_command(
 ) -> None:
     """Serve a trace from one cache, under each policy at each capacity."""
     from kvbench.analysis.formatting import print_table
-    from kvbench.trace.measures import bytes_per_token, read_capacity
+    from kvbench.trace.measures import bytes_per_token, read_capacity, tabulate
     from kvbench.trace.policies import order_by_prefix
 
     found = _find(trace, kind, seed)
@@ -102,7 +102,7 @@ def run_command(
     capacities = [read_capacity(x, found) for x in blocks or ["1%", "10%", "infinite"]]
     size = bytes_per_token(model) * (found.block_tokens or 0)
     pins = None if seconds_per_token is None else _read_pair(seconds_per_token)
-    rows = _simulate(found, names, capacities, settings or [], pins, size)
+    rows = tabulate(found, names, capacities, settings or [], pins, size)
     columns = ("policy", "blocks", f"GB, {model}", "hit rate", "95 %", "tokens", "per request", "of optimum",
                "evictions", "rejected")
     print_table(
@@ -117,32 +117,6 @@ def run_command(
         _write(output, found.name, rows)
     if as_json:
         print_json({"kind": TITLE, "trace": found.name, "order": order, "model": model, "rows": rows})
-
-
-def _simulate(
-    trace: Trace, names: list[str], capacities: list[float], settings: list[str],
-    pins: tuple[float, float] | None, size: int,
-) -> list[dict[str, Any]]:
-    """A row per policy and capacity, each with its share of the optimum at that capacity."""
-    from kvbench.trace.cache import simulate
-    from kvbench.trace.measures import measure, read_settings
-    from kvbench.trace.policies import POLICIES, Optimum
-
-    rows = []
-    for capacity in capacities:
-        best = sum(simulate(trace, Optimum(), capacity, pins).hits)
-        for name in names:
-            kind = POLICIES[name]
-            ran = simulate(trace, kind(**read_settings(settings, kind().settings, name)), capacity, pins)
-            rates = measure(trace, ran)
-            rows.append({
-                "policy": name, "settings": ran.settings, "blocks": None if math.isinf(capacity) else int(capacity),
-                "gigabytes": None if math.isinf(capacity) else capacity * size / 1e9, "block": rates.block,
-                "low": rates.interval[0], "high": rates.interval[1], "token": rates.token, "request": rates.request,
-                "reused_tokens": rates.reused_tokens, "of_optimum": sum(ran.hits) / best if best else 1.0,
-                "evictions": ran.evictions, "rejected": ran.rejected,
-            })
-    return rows
 
 
 @app.command("tiers")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvbench.trace.policies.base import Policy
 from kvbench.trace.requests import ROOT, Request, Trace
+
+if TYPE_CHECKING:
+    from kvbench.trace.policies.base import Policy
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,14 @@ class PrefixCache:
     Args:
         trace: gives the tree.
         capacity: blocks; `math.inf` for no limit.
-        policy: chooses the next block to evict among the leaves.
+        policy: a fresh one, which keeps state; it chooses the next block to evict among the leaves.
+
+    Raises:
+        UserError: the policy needs a field that the trace lacks.
     """
 
     def __init__(self, trace: Trace, capacity: float, policy: Policy) -> None:
+        policy.prepare(trace, capacity)
         self.capacity, self.policy = capacity, policy
         self.parents = trace.parents
         count = len(trace.parents)
@@ -170,7 +176,7 @@ def simulate(
 
     Args:
         trace: with blocks.
-        policy: a fresh one; it keeps state.
+        policy: a fresh one, which keeps state.
         capacity: blocks.
         seconds_per_token: a declared model of time, for prompt tokens that miss and for output tokens; a request's
             blocks are pinned for as long. None: a request ends before the next one arrives.
@@ -178,7 +184,6 @@ def simulate(
     Raises:
         UserError: the policy needs a field that the trace lacks.
     """
-    policy.prepare(trace, capacity)
     cache = PrefixCache(trace, capacity, policy)
     hits = []
     for index, request in enumerate(trace.requests):

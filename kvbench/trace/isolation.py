@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvbench.errors import UserError, unknown
 from kvbench.trace.cache import PrefixCache, simulate
 from kvbench.trace.policies import LRU
-from kvbench.trace.requests import PrefixTree, Request, Trace
+from kvbench.trace.requests import PrefixTree, Trace
 
 SALTS = ("none", "user", "session")
 THRESHOLDS = (0.25, 0.5, 0.75, 1.0)
@@ -42,9 +42,7 @@ def isolate(trace: Trace, salt: str, blocks: float, *, every: int = 10) -> Isola
         raise UserError(f"salt '{salt}' needs the field {salt}, and trace {trace.name} has none. Allowed here: none.")
     salted = _salt(trace, salt)
     plain = simulate(trace, LRU(), blocks)
-    policy = LRU()
-    policy.prepare(salted, blocks)
-    cache = PrefixCache(salted, blocks, policy)
+    cache = PrefixCache(salted, blocks, LRU())
     found = 0
     before, after = [], []
     for index, request in enumerate(salted.requests):
@@ -73,6 +71,5 @@ def _salt(trace: Trace, salt: str) -> Trace:
     requests = []
     for x in trace.requests:
         owner: Hashable = getattr(x, salt)
-        values = {name: getattr(x, name) for name in Request.__slots__}
-        requests.append(Request(**{**values, "blocks": tree.add([(owner, block) for block in x.blocks])}))
-    return Trace(trace.name, tuple(requests), trace.block_tokens, tuple(tree.parents))
+        requests.append(replace(x, blocks=tree.add([(owner, block) for block in x.blocks])))
+    return replace(trace, requests=tuple(requests), parents=tuple(tree.parents))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import gzip
-import hashlib
 import io
 import json
 import math
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -165,8 +165,7 @@ def _in_order(requests: Iterable[tuple[_Line, Request]]) -> list[Request]:
                 "Sort the trace."
             )
         before = request.time
-        values = {name: getattr(request, name) for name in Request.__slots__}
-        found.append(Request(**{**values, "time": request.time - start}))
+        found.append(replace(request, time=request.time - start))
     return found
 
 
@@ -279,11 +278,6 @@ def _members(path: Path, data: bytes) -> Iterator[tuple[str | None, bytes]]:
                 yield member.name, b"" if file is None else file.read()
     except tarfile.TarError as error:
         raise UserError(f"{path} is not a readable tar: {error}.") from error
-
-
-def hash_unpacked(path: Path) -> str:
-    """SHA-256 of a file's content without gzip."""
-    return hashlib.sha256(_read(path)).hexdigest()
 
 
 Reader = Callable[[Path, bytes, PrefixTree], tuple[int | None, list[Request]]]

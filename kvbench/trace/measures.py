@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvbench.errors import UserError, unknown
 from kvbench.runs.stats import bootstrap_ratio
-from kvbench.trace.cache import Simulation
+from kvbench.trace.cache import Simulation, simulate
+from kvbench.trace.policies import POLICIES, Optimum
 from kvbench.trace.requests import Trace
 
 STRETCHES = 20
@@ -114,3 +116,39 @@ def read_settings(pairs: list[str], fields: dict[str, Any], policy: str) -> dict
         if isinstance(found[key], float) and not math.isfinite(found[key]):
             raise UserError(f"--set {pair}: must be a finite number.")
     return found
+
+
+def tabulate(
+    trace: Trace, policies: Sequence[str], capacities: Sequence[float], settings: list[str],
+    seconds_per_token: tuple[float, float] | None, block_bytes: int,
+) -> list[dict[str, Any]]:
+    """A row per policy and capacity, each with its share of the optimum at that capacity.
+
+    Args:
+        trace: with blocks.
+        policies: names of POLICIES.
+        capacities: blocks.
+        settings: `key=value` of every policy.
+        seconds_per_token: as of `simulate`.
+        block_bytes: bytes of one block, for the column of gigabytes.
+
+    Raises:
+        UserError: an unknown or invalid setting, or a policy that needs a field that the trace lacks.
+    """
+    rows = []
+    for capacity in capacities:
+        optimum = simulate(trace, Optimum(), capacity, seconds_per_token)
+        best = sum(optimum.hits)
+        for name in policies:
+            kind = POLICIES[name]
+            policy = kind(**read_settings(settings, kind().settings, name))
+            ran = optimum if kind is Optimum else simulate(trace, policy, capacity, seconds_per_token)
+            rates = measure(trace, ran)
+            rows.append({
+                "policy": name, "settings": ran.settings, "blocks": None if math.isinf(capacity) else int(capacity),
+                "gigabytes": None if math.isinf(capacity) else capacity * block_bytes / 1e9, "block": rates.block,
+                "low": rates.interval[0], "high": rates.interval[1], "token": rates.token, "request": rates.request,
+                "reused_tokens": rates.reused_tokens, "of_optimum": sum(ran.hits) / best if best else 1.0,
+                "evictions": ran.evictions, "rejected": ran.rejected,
+            })
+    return rows

@@ -5,12 +5,14 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvbench.errors import UserError, unknown
 from kvbench.trace.requests import Trace
 
+Held = TypeVar("Held")
 PAGE = 16
 """Tokens of a page in the schemes below that use pages."""
 GROUP_BYTES = (64 << 10, 2 << 20)
@@ -142,17 +144,22 @@ def _run_pool(
     """(copies, pages) of every request that ran."""
     if pages < 1:
         raise UserError(f"pages {pages} must be 1 or more.")
-    running: list[tuple[float, int, list[int]]] = []
-    found = []
+    return [(len(_find_runs(x)), len(x)) for x in _replay(trace, seconds, pool.take, pool.give) if x]
+
+
+def _replay(
+    trace: Trace, seconds: tuple[float, float], take: Callable[[int], Held | None], give: Callable[[Held], None]
+) -> Iterator[Held | None]:
+    """Take the pages of each request when it arrives and give them back when it ends; None: there was no room."""
+    running: list[tuple[float, int, Held]] = []
     for index, x in enumerate(trace.requests):
         while running and running[0][0] <= x.time:
-            pool.give(heapq.heappop(running)[2])
-        taken = pool.take(-(-(x.input_tokens + x.output_tokens) // PAGE))
-        if taken:
-            found.append((len(_find_runs(taken)), len(taken)))
+            give(heapq.heappop(running)[2])
+        taken = take(-(-(x.input_tokens + x.output_tokens) // PAGE))
+        if taken is not None:
             end = x.time + x.input_tokens * seconds[0] + x.output_tokens * seconds[1]
             heapq.heappush(running, (end, index, taken))
-    return found
+        yield taken
 
 
 @dataclass(frozen=True)
@@ -177,25 +184,23 @@ def count_rejections(
     if instances < 1 or pages < 1:
         raise UserError(f"{instances} instances of {pages} pages: both must be 1 or more.")
     free = [pages] * instances
-    running: list[tuple[float, int, list[tuple[int, int]]]] = []
-    rejected = 0
-    for index, x in enumerate(trace.requests):
-        while running and running[0][0] <= x.time:
-            for place, count in heapq.heappop(running)[2]:
-                free[place] += count
-        need = -(-(x.input_tokens + x.output_tokens) // PAGE)
+
+    def take(need: int) -> list[tuple[int, int]] | None:
         taken: list[tuple[int, int]] = []
         places = sorted(range(instances), key=lambda i: (-free[i], i))
         for place in places if scheme == "borrow" else places[:1]:
             if need and free[place]:
-                count = min(need, free[place])
-                taken.append((place, count))
-                need -= count
+                taken.append((place, min(need, free[place])))
+                need -= taken[-1][1]
         if need:
-            rejected += 1
-            continue
+            return None
         for place, count in taken:
             free[place] -= count
-        end = x.time + x.input_tokens * seconds[0] + x.output_tokens * seconds[1]
-        heapq.heappush(running, (end, index, taken))
+        return taken
+
+    def give(held: list[tuple[int, int]]) -> None:
+        for place, count in held:
+            free[place] += count
+
+    rejected = sum(x is None for x in _replay(trace, seconds, take, give))
     return Rejections(scheme, instances, rejected / max(1, len(trace.requests)))

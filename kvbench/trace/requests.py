@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 ROOT = -1
 
@@ -63,13 +63,8 @@ class Trace:
 
     def reordered(self, order: Iterable[int], name: str) -> Trace:
         """The same requests in another order, one per second."""
-        taken = [self.requests[i] for i in order]
-        return Trace(name, tuple(_at(x, float(i)) for i, x in enumerate(taken)), self.block_tokens, self.parents)
-
-
-def _at(request: Request, time: float) -> Request:
-    values = {name: getattr(request, name) for name in Request.__slots__}
-    return Request(**{**values, "time": time})
+        taken = tuple(replace(self.requests[index], time=float(place)) for place, index in enumerate(order))
+        return replace(self, name=name, requests=taken)
 
 
 @dataclass

@@ -64,11 +64,8 @@ def route(
         raise unknown("router", router, ROUTERS)
     if instances < 1:
         raise UserError(f"instances {instances} must be 1 or more.")
-    cluster = Cluster([], [0] * instances, [0] * instances, [0.0] * instances, random.Random(seed))
-    for _ in range(instances):
-        policy = LRU()
-        policy.prepare(trace, blocks)
-        cluster.caches.append(PrefixCache(trace, blocks, policy))
+    caches = [PrefixCache(trace, blocks, LRU()) for _ in range(instances)]
+    cluster = Cluster(caches, [0] * instances, [0] * instances, [0.0] * instances, random.Random(seed))
     found, before, size = 0, 0.0, trace.block_tokens or 1
     for index, request in enumerate(trace.requests):
         drained = (request.time - before) * rate

@@ -6,12 +6,12 @@ import gzip
 import hashlib
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvbench.errors import UserError, unknown
 from kvbench.machine import cache_folder
-from kvbench.trace.loaders import hash_unpacked, load
+from kvbench.trace.loaders import load
 from kvbench.trace.requests import Trace
 from kvbench.trace.synthetic import make_trace
 
@@ -90,8 +90,7 @@ def find_trace(name: str, *, kind: str | None = None, block: int | None = None, 
         path = find_folder() / SOURCES[name].file
         if not path.exists():
             raise UserError(f"trace '{name}' is not in {find_folder()}. Run `kvbench trace add {name}` first.")
-        found = load(path, SOURCES[name].kind, block)
-        return Trace(name, found.requests, found.block_tokens, found.parents)
+        return replace(load(path, SOURCES[name].kind, block), name=name)
     path = Path(name).expanduser()
     if not path.is_file():
         raise unknown("trace", name, [SYNTHETIC, *SOURCES], "Or give the path of a trace file.")
@@ -153,10 +152,3 @@ def _download(source: Source) -> bytes:
             f"`kvbench trace add {source.name} --from FOLDER`."
         ) from error
     return data
-
-
-def is_whole(name: str) -> bool:
-    """Whether an added trace still has its recorded hash."""
-    source = SOURCES[name]
-    path = find_folder() / source.file
-    return path.exists() and (source.sha256 is None or hash_unpacked(path) == source.sha256)

@@ -41,11 +41,7 @@ def serve_tiers(trace: Trace, capacities: Sequence[float]) -> Tiered:
     for above, below, name in zip(capacities, capacities[1:], TIERS[1:], strict=False):
         if below < above:
             raise UserError(f"tier {name} has {below:g} blocks, fewer than the {above:g} above it: it would add none.")
-    caches = []
-    for capacity in capacities:
-        policy = LRU()
-        policy.prepare(trace, capacity)
-        caches.append(PrefixCache(trace, capacity, policy))
+    caches = [PrefixCache(trace, capacity, LRU()) for capacity in capacities]
     hits = [0] * len(caches)
     for index, request in enumerate(trace.requests):
         reached = 0

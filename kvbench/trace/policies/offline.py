@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvbench.errors import UserError
+from kvbench.trace.cache import simulate
 from kvbench.trace.policies.base import Policy
 from kvbench.trace.requests import Request, Trace
 
@@ -89,8 +90,6 @@ class Succinct(Policy):
 
 def find_discards(trace: Trace, capacity: float) -> list[bool]:
     """For each block reference, whether the optimum evicts the block before its next use."""
-    from kvbench.trace.cache import PrefixCache  # the cache is built on policies
-
     class Recorder(Optimum):
         def touch(self, block: int, index: int, request: Request, *, new: bool) -> None:
             latest[block] = self.reference
@@ -101,11 +100,7 @@ def find_discards(trace: Trace, capacity: float) -> list[bool]:
 
     discards = [False] * trace.references
     latest = [0] * len(trace.parents)
-    recorder = Recorder()
-    recorder.prepare(trace, capacity)
-    cache = PrefixCache(trace, capacity, recorder)
-    for index, request in enumerate(trace.requests):
-        cache.serve(index, request)
+    simulate(trace, Recorder(), capacity)
     return discards
 
 
