@@ -149,12 +149,14 @@ def _show_plan(plans: list[ClaimPlan], *, as_json: bool) -> int:
     for (table, model, row), group in groups.items():
         requests = list(dict.fromkeys(x for plan in group for x in plan.requests))
         ready = list(dict.fromkeys(x for plan in group if not plan.missing for x in plan.requests))
-        seconds = sum(found[x].seconds or 0.0 for x in ready) if ready else None
+        predicted = all(x.prediction is not None for x in group)  # nothing is run
+        seconds = sum(found[x].seconds or 0.0 for x in ready) if ready or predicted else None
         most = max((x.predicted_bytes for x in group if x.predicted_bytes is not None), default=None)
         lacking = list(dict.fromkeys(x.what for plan in group for x in plan.missing))
         rows.append((
             table, model, row, str(len(group)), str(len(requests)), f"{sum(x.samples for x in requests):,}",
-            "unknown" if most is None else format_bytes(most), "unknown" if seconds is None else f"{seconds:.0f} s",
+            "-" if predicted else "unknown" if most is None else format_bytes(most),
+            "unknown" if seconds is None else f"{seconds:.0f} s",
             ", ".join(lacking) or "-",
         ))
         documents.append({
@@ -173,6 +175,7 @@ def _run(plans: list[ClaimPlan], out: Path, *, as_json: bool) -> int:
     """Run all plans without missing requirements, then judge every number."""
     from kvbench.analysis.load import load_run
     from kvbench.cli.sweep import run_cells
+    from kvbench.reproduce.memory import judge_bytes
     from kvbench.reproduce.plan import Missing, find_baseline
     from kvbench.reproduce.speed import judge_speed, time_claim
     from kvbench.reproduce.verdict import find_unanchored, judge
@@ -184,6 +187,9 @@ def _run(plans: list[ClaimPlan], out: Path, *, as_json: bool) -> int:
     by_id = {x.claim.id: x for x in plans}
     judged = []
     for plan in plans:
+        if plan.prediction is not None:
+            judged.append(judge_bytes(plan.claim, plan.prediction))
+            continue
         if plan.claim.table.measure != "score":
             judged.append(judge_speed(plan, None if plan.missing else time_claim(plan, out)))
             continue
@@ -226,13 +232,13 @@ def _print(judged: list[Judgment]) -> None:
         differs |= dict.fromkeys(x.differs)
         if x.regime:
             typer.echo(
-                f"{claim.id}: claimed {printed} ({claim.table.hardware or 'hardware not stated'}), measured "
-                f"{_number(x.ours)} on {x.regime}"
+                f"{claim.id}: claimed {printed} ({claim.table.hardware or 'hardware not stated'}), here "
+                f"{_number(x.ours)}: {x.regime}"
             )
     if rows:
         print_table("", (
             "model", "row", "column", "paper",
-            "measured, 95% CI", "paper - full", "measured - full, 95% CI", "verdict"
+            "here, 95% CI", "paper - full", "here - full, 95% CI", "verdict"
         ), rows)
     if waiting:
         print_table("not run", ("table", "model", "row", "numbers", "missing"), [
@@ -245,4 +251,6 @@ def _print(judged: list[Judgment]) -> None:
 
 def _number(number: Number, sign: str = "") -> str:
     low, high = number.ci95
+    if low == high:  # predicted, not measured
+        return f"{number.value:{sign}.2f}"
     return f"{number.value:{sign}.2f}  [{low:{sign}.2f}, {high:{sign}.2f}]"

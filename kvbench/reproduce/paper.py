@@ -20,8 +20,14 @@ FOLDER = HERE / "reproduce" / "data" / "papers"
 HINT = "See docs/reproducing.md."
 Evidence = Literal["verified", "secondary", "memory"]
 """Read in the original source; read in a copy of it; from memory, not checked."""
-Measure = Literal["score", "tokens/s", "ms", "times", "bytes"]
-"""A task's score, throughput, a time, a factor over the full cache, or a share of its bytes."""
+Measure = Literal["score", "tokens/s", "ms", "times", "bytes", "sequences", "tokens"]
+"""A task's score, throughput, a time, a factor over the full cache, a share of its bytes, a batch, or a length."""
+Prediction = Literal["stored bytes", "device bytes", "peak bytes", "largest batch", "longest context"]
+"""A quantity that follows from the shapes of a model and its caches, without a run.
+
+Stored bytes of a context; those of them that are not in host memory; peak bytes while decoding, with the weights, of
+the most sequences that the GPU holds with the full cache; the most sequences that it holds; the longest prompt.
+"""
 
 
 class PaperProtocol(BaseModel):
@@ -61,6 +67,9 @@ class PaperColumn(BaseModel):
     """Options of the runs."""
     timing: Literal["kernel", "step", "end-to-end"] | None = None
     """Timing level of `kvbench bench`, for speeds."""
+    predicts: Prediction | None = None
+    """For a number that `kvbench plan` predicts. Without a length, peak bytes are those of the longest context that
+    fits the GPU with the full cache."""
     lacks: str | None = None
     """A requirement that kvbench lacks."""
 

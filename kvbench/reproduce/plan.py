@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from kvbench.registry import list_entries
 from kvbench.reproduce.claims import Claim
+from kvbench.reproduce.paper import Prediction
 from kvbench.runs.options import Request
 from kvbench.sweep.file import SweepFile, as_text, expand
 from kvbench.sweep.suite import find_suite
@@ -40,8 +41,22 @@ class SpeedRequest:
 
 
 @dataclass(frozen=True)
+class BytesRequest:
+    """A number that follows from shapes: the method and the architecture that `kvbench plan` predicts it for."""
+
+    predicts: Prediction
+    method: str
+    model: str
+    gpu: str | None
+    """A name of `kvbench plan --gpu`; None for a number of bytes alone."""
+    length: int | None
+    budget: str | None
+    settings: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
 class ClaimPlan:
-    """The runs whose mean score is compared with a printed number, or the cell whose time is."""
+    """The runs whose mean score is compared with a printed number, the cell whose time is, or the predicted bytes."""
 
     claim: Claim
     requests: tuple[Request, ...]
@@ -49,6 +64,7 @@ class ClaimPlan:
     """True for the paper's model and all of its samples; otherwise the verdict is at most `shape only`."""
     missing: tuple[Missing, ...]
     timing: SpeedRequest | None = None
+    prediction: BytesRequest | None = None
     predicted_bytes: int | None = None
     """Bytes of the weights and one full cache, from the model's configuration; None: unknown."""
 
@@ -97,6 +113,8 @@ def with_baselines(claims: Sequence[Claim]) -> list[Claim]:
 
 def _plan_speed(claim: Claim, missing: list[Missing]) -> ClaimPlan:
     column, shape = claim.cell, claim.block.shape
+    if column.predicts is not None:
+        return _plan_bytes(claim, column.predicts, missing)
     if column.timing is None and column.lacks is None:
         missing.append(Missing("timing", f"kvbench bench has no timing level for {claim.table.measure}"))
     if shape is None:
@@ -109,6 +127,22 @@ def _plan_speed(claim: Claim, missing: list[Missing]) -> ClaimPlan:
         settings=tuple(f"{key}={as_text(x)}" for key, x in claim.method.set.items()),
     )
     return ClaimPlan(claim, (), whole=False, missing=(), timing=timing)
+
+
+def _plan_bytes(claim: Claim, predicts: Prediction, missing: list[Missing]) -> ClaimPlan:
+    column, shape = claim.cell, claim.block.shape
+    if shape is None:
+        missing.append(Missing("checkpoint", f"kvbench has no architecture of {claim.model}'s shape"))
+    if missing or shape is None:
+        return ClaimPlan(claim, (), whole=False, missing=tuple(missing))
+    assert not isinstance(column.length, list) or not column.length, "one length or none"
+    request = BytesRequest(
+        predicts=predicts, method=claim.method.method, model=f"random:{shape}",
+        gpu=None if claim.table.gpu is None else claim.table.gpu.lower(),
+        length=column.length if isinstance(column.length, int) else None, budget=claim.budget,
+        settings=tuple((key, as_text(x)) for key, x in claim.method.set.items()),
+    )
+    return ClaimPlan(claim, (), whole=True, missing=(), prediction=request)
 
 
 def _requests(claim: Claim, model: str, out: Path) -> Iterator[Request]:

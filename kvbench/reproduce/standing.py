@@ -12,6 +12,7 @@ from kvbench.downloads.sources import result_id
 from kvbench.errors import UserError
 from kvbench.registry import list_entries
 from kvbench.reproduce.claims import list_claims
+from kvbench.reproduce.memory import judge_bytes
 from kvbench.reproduce.paper import Paper, list_papers
 from kvbench.reproduce.plan import ClaimPlan, Missing, find_baseline, plan_claim
 from kvbench.reproduce.shape import ShapeRecord
@@ -61,6 +62,8 @@ def read_findings(folder: Path) -> ShapeRecord | None:
 def _judge(
     plan: ClaimPlan, plans: Mapping[str, ClaimPlan], runs: Mapping[Request, FinishedRun], folder: Path
 ) -> Judgment:
+    if plan.prediction is not None:
+        return judge_bytes(plan.claim, plan.prediction)
     if plan.claim.table.measure != "score":
         return judge_speed(plan, None if plan.missing else find_timed(plan, folder) or UNRUN)
     if not plan.missing and not any(x in runs for x in plan.requests):

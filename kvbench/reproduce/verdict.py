@@ -16,7 +16,10 @@ from kvbench.reproduce.plan import ClaimPlan, Missing, find_baseline
 from kvbench.runs.options import Request
 from kvbench.runs.results import Result
 
-Verdict = Literal["reproduced", "partly", "not reproduced", "not run", "shape only"]
+Verdict = Literal[
+    "reproduced", "partly", "not reproduced", "not run", "shape only",
+    "reproduced (bytes)", "not reproduced (bytes)",
+]
 ANCHOR = 1.0
 """Points by which our full cache may differ from the printed one before the table counts as not anchored."""
 
@@ -49,7 +52,7 @@ class Judgment:
     missing: tuple[Missing, ...] = ()
     runs: tuple[Path, ...] = ()
     regime: str = ""
-    """For speeds: hardware and settings of the measurement."""
+    """For speeds and bytes: hardware and settings of the measurement or the prediction."""
 
     @property
     def direction(self) -> str:
@@ -142,11 +145,16 @@ def _differences(claim: Claim, results: Sequence[Result]) -> list[str]:
             paper = getattr(asked, name)
             if paper is not None and paper != value:
                 found.append(f"{name}: {paper} in the paper, {value} here")
-    if claim.evidence != "verified":
-        found.append({
-            "secondary": "the number was read in a copy of the paper", "memory": "the number is from memory",
-        }[claim.evidence])
+    found += list_doubts(claim)
     return list(dict.fromkeys([*found, *asked.differs]))
+
+
+def list_doubts(claim: Claim) -> list[str]:
+    """The remark that a number, or the settings behind it, were not read in the original source."""
+    return {
+        "verified": [], "secondary": ["the number was read in a copy of the paper"],
+        "memory": ["the number or its settings are from memory"],
+    }[claim.evidence]
 
 
 def _score(result: Result) -> Number:
