@@ -25,6 +25,7 @@ from kvbench.cli import (
     score,
     show,
     submit,
+    suggest,
     sweep,
     trace,
 )
@@ -66,6 +67,7 @@ app.command("compare")(compare.compare_command)
 app.command("bench")(bench.bench_command)
 app.command("plan")(bench.plan_command)
 app.command("report")(report.report_command)
+app.command("suggest")(suggest.suggest_command)
 app.command("query")(query.query_command)
 app.command("reproduce")(reproduce.reproduce_command)
 app.command("explain")(explain.explain_command)

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from kvbench.analysis.compare import Difference, compare_runs, is_full, name_protocol, rank_runs
 from kvbench.analysis.load import FinishedRun
 from kvbench.runs.results import Result
+
+VISIBILITIES = {
+    "visible": "question visible", "hidden": "question hidden", "first-turn": "first question visible",
+}
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,16 @@ def label_results(results: Sequence[Result]) -> list[str]:
     ]
 
 
+def name_question(result: Result) -> str:
+    """Task, length, visibility, and the generation settings that were chosen."""
+    generation = result.spec.generation
+    chosen = {} if generation.max_new_tokens is None else {"max_new_tokens": generation.max_new_tokens}
+    if generation.denoising is not None:
+        chosen |= generation.denoising.model_dump(exclude_defaults=True)
+    asked = f"{result.task.name}, {result.task.length:,} tokens, {VISIBILITIES[result.visibility]}"
+    return ", ".join([asked, *(f"{name} {value}" for name, value in chosen.items())])
+
+
 def stored_share(result: Result) -> float | None:
     """Stored bytes, host memory included, as a share of the full cache."""
     return None if result.memory is None else result.memory.ratio_total
@@ -84,6 +99,27 @@ def read_share(result: Result) -> float | None:
     """Bytes read per decode step, as a share of the full cache."""
     memory = result.memory
     return None if memory is None else memory.read_bytes_per_step / memory.full_bytes
+
+
+class Axis(StrEnum):
+    """The quantity that a method's budget limits. Runs of different axes are never ranked together."""
+
+    STORED = "stored"
+    READ = "read"
+    COMPUTED = "computed"
+
+    @classmethod
+    def of(cls, result: Result) -> Axis:
+        """Axis of a run: computed positions for diffusion policies, bytes read for read budgets, else stored bytes."""
+        if result.model.kind == "diffusion":
+            return cls.COMPUTED
+        return cls.READ if result.budget.kind == "read" else cls.STORED
+
+    def measure(self, result: Result) -> float | None:
+        """The measured share of the full cache's bytes, or of all positions; None if nothing was measured."""
+        if self is Axis.COMPUTED:
+            return None if result.diffusion is None else result.diffusion.computed_share
+        return stored_share(result) if self is Axis.STORED else read_share(result)
 
 
 def find_frontier(points: Sequence[tuple[float, float]], *, higher_is_better: bool) -> list[int]:

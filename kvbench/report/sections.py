@@ -11,7 +11,7 @@ from kvbench.analysis.formatting import format_p
 from kvbench.analysis.significance import ALPHA
 from kvbench.report.charts import COSTS, draw_cost, draw_turns
 from kvbench.report.grid import Grid, draw_grid, list_scores
-from kvbench.report.group import GroupedRun, read_share, stored_share
+from kvbench.report.group import VISIBILITIES, GroupedRun, read_share, stored_share
 from kvbench.report.page import write_chart, write_download, write_page
 from kvbench.report.table import NONE, TableCell, interval, milliseconds, number, write_table
 from kvbench.runs.results import Result
@@ -25,9 +25,6 @@ runs of the table. Bytes are measured. Failed runs have no rank and no score.</p
 <p class="note">Charts: the solid line is the Pareto frontier, the dashed line the full cache, and the dotted line the
 method `random` (if it was run). Click a family in a legend to show only that family.</p>
 """
-VISIBILITIES = {
-    "visible": "question visible", "hidden": "question hidden", "first-turn": "first question visible",
-}
 HEAD = (
     TableCell("rank"), TableCell("method", kind="text"), TableCell("family", kind="pick text"), TableCell("score"),
     TableCell("95 %"), TableCell("vs. full"), TableCell("95 %"), TableCell("p"), TableCell("budget", kind="pick"),

@@ -17,10 +17,10 @@ from markupsafe import Markup
 from kvbench.analysis.load import FinishedRun
 from kvbench.extras import load_extra
 from kvbench.leaderboard.site.pages import sanitize
-from kvbench.leaderboard.site.tables import Axis, Group, RankedRun
+from kvbench.leaderboard.site.tables import Group, RankedRun
 from kvbench.report.charts import COSTS, Spec, draw_cost
 from kvbench.report.grid import draw_grid, list_scores, read_grid
-from kvbench.report.group import GroupedRun
+from kvbench.report.group import Axis, GroupedRun
 
 WIDTH = 560
 """Pixels; two charts fit next to each other on a wide page."""

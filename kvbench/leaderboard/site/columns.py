@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Literal
 
 from kvbench.analysis.formatting import format_seconds
-from kvbench.leaderboard.site.tables import Axis
+from kvbench.report.group import Axis
 from kvbench.runs.results import Result
 
 

@@ -19,10 +19,11 @@ from kvbench import __version__
 from kvbench.analysis.formatting import format_bytes, format_interval, format_p
 from kvbench.leaderboard.site.claims import VERDICTS, join_reasons
 from kvbench.leaderboard.site.columns import TableColumn, choose_columns
-from kvbench.leaderboard.site.tables import Axis, Group, RankedRun, name_machine
+from kvbench.leaderboard.site.tables import Group, RankedRun, name_machine
 from kvbench.leaderboard.submission.records import LEVELS
-from kvbench.registry import list_models
-from kvbench.report.sections import VISIBILITIES, list_protocol
+from kvbench.report.group import Axis, name_question
+from kvbench.report.sections import list_protocol
+from kvbench.report.suggest import warn_of_model
 from kvbench.runs.results import Result
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -96,13 +97,8 @@ def escape_invisible(text: str) -> str:
 
 
 def name_group(result: Result) -> str:
-    """Heading of a protocol: task, length, mode, visibility, and generation settings that were chosen."""
-    asked = f"{result.task.name}, {result.task.length:,} tokens, {result.mode}, {VISIBILITIES[result.visibility]}"
-    generation = result.spec.generation
-    chosen = {"max_new_tokens": generation.max_new_tokens} if generation.max_new_tokens is not None else {}
-    if generation.denoising is not None:
-        chosen |= generation.denoising.model_dump(exclude_defaults=True)
-    return ", ".join([asked, *(f"{name} {value}" for name, value in chosen.items())])
+    """Heading of a protocol: its mode and its questions."""
+    return f"{result.mode}: {name_question(result)}"
 
 
 def describe_group(group: Group) -> str:
@@ -155,14 +151,6 @@ def list_tables(
             timed = group.example.spec.device != "cpu" and len(group.machines) == 1
             tables.append((AXES[axis], choose_columns(axis, results, timed=timed), shown))
     return tables
-
-
-def warn_of_model(result: Result) -> str:
-    """The note on every table of a bundled model."""
-    name = result.model.id
-    if name not in list_models():
-        return ""
-    return f"{name} is a small model trained on these tasks and says nothing about 8B models"
 
 
 def cut_name(label: str, name: str) -> str:

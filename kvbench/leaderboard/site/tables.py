@@ -11,12 +11,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from kvbench.analysis.compare import Difference, compare_runs, name_questions, rank_runs
 from kvbench.leaderboard.site.listed import ListedRun
 from kvbench.leaderboard.verification.lookup import is_known_full
-from kvbench.report.group import label_results, read_share, stored_share
+from kvbench.report.group import Axis, label_results
 from kvbench.runs.results import Result
 
 EDGES = (0.15, 0.3, 0.6, 1.0)
@@ -24,27 +23,6 @@ EDGES = (0.15, 0.3, 0.6, 1.0)
 
 UNRANKED = "not ranked: answers or bytes are not verified, or the method is not registered"
 """Title of the band of runs that are not counted."""
-
-
-class Axis(StrEnum):
-    """The quantity that a method's budget limits. Runs of different axes are never ranked together."""
-
-    STORED = "stored"
-    READ = "read"
-    COMPUTED = "computed"
-
-    @classmethod
-    def of(cls, result: Result) -> Axis:
-        """Axis of a run: computed positions for diffusion policies, bytes read for read budgets, else stored bytes."""
-        if result.model.kind == "diffusion":
-            return cls.COMPUTED
-        return cls.READ if result.budget.kind == "read" else cls.STORED
-
-    def measure(self, result: Result) -> float | None:
-        """The measured share of the full cache's bytes, or of all positions; None if nothing was measured."""
-        if self is Axis.COMPUTED:
-            return None if result.diffusion is None else result.diffusion.computed_share
-        return stored_share(result) if self is Axis.STORED else read_share(result)
 
 
 @dataclass(frozen=True)

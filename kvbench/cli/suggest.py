@@ -1,0 +1,148 @@
+"""`kvbench suggest`: the best techniques for a model, a size limit and a mode, from finished runs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvbench.cli.options import Json
+from kvbench.cli.output import print_json
+from kvbench.errors import UserError, unknown
+
+if TYPE_CHECKING:
+    from kvbench.report.suggest import Answer, Question, Technique
+    from kvbench.runs.results import Result
+
+SHOWN = 3
+"""Techniques printed with their runs; --json has all."""
+
+
+def suggest_command(
+    *,
+    model: Annotated[str, typer.Option(help="Model of the runs, such as mini.")],
+    mode: Annotated[str, typer.Option(help="single, multi-turn or multi-request.")],
+    memory: Annotated[
+        str | None, typer.Option(help="Most stored bytes, as a share of the full cache, such as 25%.")
+    ] = None,
+    read: Annotated[str | None, typer.Option(help="Instead of --memory: most bytes read per decode step.")] = None,
+    computed: Annotated[
+        str | None, typer.Option(help="For diffusion models: most positions computed per denoising step.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="A task; default: every task with a run.")] = None,
+    visibility: Annotated[str | None, typer.Option(help="visible, hidden or first-turn; default: each.")] = None,
+    results: Annotated[
+        list[Path] | None, typer.Option("--results", help="Folder of runs; repeatable; default: runs.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Suggest techniques for a model and a size limit, from finished runs, with the evidence.
+
+    Techniques are ranked only where a paired test can tell them apart. The leaderboard's first page gives the same
+    answers.
+    """
+    from kvbench.analysis.load import RUNS, find_runs, load_run
+    from kvbench.report.suggest import Guide, group_protocols
+    from kvbench.runs.files import read_file
+    from kvbench.runs.results import Result
+
+    folders = find_runs([str(x) for x in results or [RUNS]])
+    found = [(x, read_file(x / "result.json", Result)) for x in folders]
+    question = _read_question(
+        model, mode, {"stored": memory, "read": read, "computed": computed}, task, visibility, [x for _, x in found]
+    )
+    runs = [load_run(folder) for folder, result in found if question.fits(result)]
+    answer = Guide(group_protocols(runs)).answer(question)
+    _print_answer(answer)
+    if as_json:
+        print_json(_describe(answer))
+
+
+def _read_question(
+    model: str, mode: str, shares: dict[str, str | None], task: str | None, visibility: str | None,
+    results: list[Result],
+) -> Question:
+    """The question, checked against the runs at hand.
+
+    Raises:
+        UserError: no or several limits, a limit that is not a share, or no run of this model, mode, task or visibility.
+    """
+    from kvbench.budget import Budget
+    from kvbench.registry import list_entries
+    from kvbench.report.group import Axis
+    from kvbench.report.suggest import Question
+    from kvbench.task import Mode
+
+    given = [(name, text) for name, text in shares.items() if text is not None]
+    if len(given) != 1:
+        raise UserError("give one limit: --memory 25%, --read 25%, or for a diffusion model --computed 25%.")
+    (name, text), = given
+    limit = Budget.parse(text)
+    if limit.kind != "fraction":
+        raise UserError(f"the limit '{text}' is not a share of the full cache. Give a percentage such as 25%.")
+    if task is not None:
+        task = next((x.name for x in list_entries("task") if task in x.aliases), task)
+    rest = results
+    for kind, wanted, read in (
+        ("model", model, lambda x: x.model.id), ("mode", mode, lambda x: str(x.mode)),
+        ("task", task, lambda x: x.task.name), ("visibility", visibility, lambda x: x.visibility),
+    ):
+        known = {read(x) for x in rest}
+        rest = [x for x in rest if wanted in (None, read(x))]
+        if not rest:
+            raise unknown(kind, str(wanted), known, (
+                f"No other {kind} has a run here: make one with `kvbench run --{kind} {wanted}`, or give other folders "
+                "of runs with --results."
+            ))
+    return Question(model, Mode(mode), Axis(name), limit.value, task, rest[0].visibility if visibility else None)
+
+
+def _print_answer(answer: Answer) -> None:
+    from kvbench.analysis.formatting import print_table
+    from kvbench.report.suggest import describe_standing
+
+    typer.echo(answer.verdict)
+    shown = answer.techniques[:max(SHOWN, len(answer.best))]
+    for technique in shown:
+        described = [describe_standing(x) for x in technique.standings]
+        names = [name for name in described[0] if any(x[name] != "-" for x in described)]
+        print_table(_head(technique, answer), names, [[x[name] for name in names] for x in described])
+    if others := answer.techniques[len(shown):]:
+        typer.echo(f"{len(others)} more within the limit: {', '.join(x.label for x in others)}.")
+    for x in answer.limits:
+        typer.echo(f"Note: {x}")
+
+
+def _head(technique: Technique, answer: Answer) -> str:
+    from kvbench.report.suggest import count
+
+    if technique.place is None:
+        return technique.label
+    place = f"{'=' if technique.tied else ''}{technique.place}"
+    return f"{place}. {technique.label}: best or tied under {technique.leads} of {count(answer.ranked, 'protocol')}"
+
+
+def _describe(answer: Answer) -> dict[str, Any]:
+    return {
+        "question": asdict(answer.question), "verdict": answer.verdict,
+        "techniques": [
+            {
+                "label": x.label, "method": x.method, "place": x.place, "tied": x.tied, "leads": x.leads,
+                "runs": [
+                    {
+                        "run_id": y.run.result.run_id, "protocol": y.protocol.name, "leads": y.leads,
+                        "settings": y.run.result.method.settings, "budget": y.run.result.budget.asked,
+                        "score": y.run.result.score.model_dump(mode="json", exclude={"by_turn"}),
+                        "difference": None if y.difference is None else asdict(y.difference),
+                        "stored_share": y.stored, "read_share": y.read, "time": y.time, "since": y.since,
+                    }
+                    for y in x.standings
+                ],
+            }
+            for x in answer.techniques
+        ],
+        "protocols": [{"name": x.protocol.name, "unranked": x.unranked} for x in answer.judged],
+        "limits": list(answer.limits),
+    }

@@ -1,0 +1,208 @@
+"""`kvbench suggest`: techniques are ordered only where a test tells them apart."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvbench.analysis.load import find_runs, load_run
+from kvbench.report.group import Axis
+from kvbench.report.suggest import Guide, Question, describe_standing, group_protocols
+from kvbench.task import Mode
+
+BAD_FULL = [[0.0, 1.0, 0.0]] * 12
+
+
+def ask(results, limit=0.25, *, axis=Axis.STORED, visibility=None):
+    """The answer for the bundled model in multi-turn mode."""
+    runs = [load_run(x) for x in find_runs([str(results.folder)])]
+    return Guide(group_protocols(runs)).answer(
+        Question("mini", Mode.MULTI_TURN, axis, limit, visibility=visibility)
+    )
+
+
+def places(answer):
+    """Place, tie and count of led protocols by technique, in order."""
+    return {x.label: (x.place, x.tied, x.leads) for x in answer.techniques}
+
+
+def hide(result, lines):
+    """Hide the question: another protocol."""
+    result["visibility"] = "hidden"
+
+
+@pytest.fixture
+def full(results):
+    """Results with a run of the full cache."""
+    results.add("full", "good", method="full", stored=1.0, kind="none")
+    return results
+
+
+def test_the_significantly_best_technique_is_suggested(full):
+    """Twelve contexts that all differ: p = 2 / 2**12."""
+    full.add("a", "poor")
+    full.add("b", "good", method="kvzip")
+    answer = ask(full)
+    assert answer.verdict == "kvzip is best: under 1 protocol, no technique scores significantly better."
+    assert places(answer) == {"kvzip": (1, False, 1), "snapkv": (None, False, 0)}
+    assert [(x.difference.mean, x.leads) for y in answer.techniques for x in y.standings] == [(0, True), (-0.5, False)]
+    assert "mini is a small model trained on these tasks and says nothing about 8B models." in answer.limits
+
+
+def test_techniques_that_no_test_separates_share_a_place(full):
+    """One wrong answer of 24 is not significant; the worst technique has no place."""
+    full.add("a", "good", method="kvzip")
+    full.add("b", [[1.0, 0.0], *[[1.0, 1.0]] * 11], method="mikv")
+    full.add("c", "bad", method="h2o")
+    answer = ask(full)
+    assert places(answer) == {"kvzip": (1, True, 1), "mikv": (1, True, 1), "h2o": (None, False, 0)}
+    assert answer.verdict.startswith("2 techniques share the first place: under 1 protocol,")
+
+
+@pytest.mark.parametrize("contexts", [1, 5])
+def test_too_few_contexts_rank_nothing(results, contexts):
+    """Five contexts cannot reach p < 0.05, whatever their scores."""
+    results.add("full", [[1.0]] * contexts, method="full", stored=1.0, kind="none")
+    results.add("a", [[1.0]] * contexts, method="kvzip")
+    results.add("b", [[0.0]] * contexts)
+    answer = ask(results)
+    assert answer.best == ()
+    assert answer.verdict == "Nothing can be ranked; the reasons are below."
+    assert set(places(answer).values()) == {(None, False, 0)}
+    assert any("too few to tell" in x for x in answer.limits)
+
+
+def test_nothing_is_ranked_where_the_full_cache_fails_the_task(results):
+    """A model that cannot do the task says nothing about techniques."""
+    results.add("full", BAD_FULL, method="full", stored=1.0, kind="none")
+    results.add("a", [[1.0] * 3] * 12, method="kvzip")
+    results.add("b", [[0.0] * 3] * 12)
+    answer = ask(results)
+    assert answer.best == ()
+    assert any("the full cache itself scores 0.333" in x for x in answer.limits)
+
+
+def test_a_single_technique_is_not_called_the_best(full):
+    full.add("a", "good")
+    answer = ask(full)
+    assert answer.best == ()
+    assert any("one technique has a run" in x for x in answer.limits)
+
+
+def test_the_largest_run_within_the_limit_counts(full):
+    """Not the best one, which would be chosen on the test data. Rounding may exceed the limit by 5 %."""
+    full.add("a", "good", stored=0.1)
+    full.add("b", "poor", stored=0.26)
+    full.add("c", "good", stored=0.5)
+
+    def chosen(limit):
+        return [describe_standing(y)["stored"] for x in ask(full, limit).techniques for y in x.standings]
+
+    assert [chosen(x) for x in (0.09, 0.2, 0.25, 0.3, 0.6)] == [[], ["10.0%"], ["26.0%"], ["26.0%"], ["50.0%"]]
+    assert ask(full, 0.09).verdict == "No technique with a run stores at most 9% of the full cache."
+
+
+def test_bytes_read_have_their_own_limit(full):
+    """A method that stores everything and reads a fifth fits a limit on reads, and is named as too large on stores."""
+    full.add("a", "good", method="quest", stored=1.05, kind="read")
+    full.add("b", "poor", stored=0.2)
+    assert list(places(ask(full, axis=Axis.READ))) == ["quest", "snapkv"]
+    stored = ask(full)
+    assert list(places(stored)) == ["snapkv"]
+    assert "No run within the limit: quest." in stored.limits
+
+
+def test_settings_distinguish_techniques(full):
+    """Runs of one method with other settings are other techniques, labeled by what differs."""
+    full.add("a", "poor")
+    full.add("b", "good", edit=lambda result, lines: result["method"]["settings"].update(kernel=15))
+    assert places(ask(full)) == {"snapkv kernel=15": (1, False, 1), "snapkv kernel=7": (None, False, 0)}
+
+
+def test_the_technique_that_leads_under_most_protocols_comes_first(full):
+    """kvzip leads under both, snapkv under one, and h2o has no run under the other."""
+    full.add("a", "good", method="kvzip")
+    full.add("b", "good")
+    full.add("c", "bad", method="h2o")
+    full.add("d", "good", method="kvzip", edit=hide)
+    full.add("e", "bad", edit=hide)
+    answer = ask(full)
+    assert places(answer) == {"kvzip": (1, False, 2), "snapkv": (2, False, 1), "h2o": (None, False, 0)}
+    assert answer.verdict == "kvzip is best: under 2 protocols, no technique scores significantly better."
+    assert any("question hidden: no run of the full cache, so losses are unknown" in x for x in answer.limits)
+    assert places(ask(full, visibility="first-turn")) == {
+        "kvzip": (1, True, 1), "snapkv": (1, True, 1), "h2o": (None, False, 0)
+    }
+
+
+def test_lower_scores_lead_where_lower_is_better(results):
+    """Perplexity, for example."""
+    def lower(result, lines):
+        result["score"]["higher_is_better"] = False
+
+    results.add("full", "bad", method="full", stored=1.0, kind="none", edit=lower)
+    results.add("a", "good", method="kvzip", edit=lower)
+    results.add("b", "poor", edit=lower)
+    assert places(ask(results)) == {"snapkv": (1, False, 1), "kvzip": (None, False, 0)}
+
+
+def test_failed_runs_are_never_suggested(full):
+    """They have no score."""
+    def fail(result, lines):
+        result["score"]["mean"] = result["score"]["ci95"] = None
+        result |= {"status": "failed", "error": "out of memory", "n_failed": 1}
+
+    full.add("a", "good", edit=fail)
+    assert ask(full).techniques == ()
+
+
+def test_times_are_shown_with_their_gpu_only(full):
+    """Times of a shared CPU are not comparable."""
+    full.add("a", "good", method="kvzip")
+    full.add("b", "poor", edit=lambda result, lines: (
+        result["environment"].update(gpu="NVIDIA H100"), result["latency"].update(tpot_s=0.0123)
+    ))
+    answer = ask(full)
+    assert {x.label: describe_standing(x.standings[0])["per token"] for x in answer.techniques} == {
+        "kvzip": "-", "snapkv": "12.3 ms on NVIDIA H100"
+    }
+
+
+def test_the_command_prints_the_evidence(full, kvbench):
+    """The verdict, the runs of the best techniques, and the limits; --json has every technique."""
+    full.add("a", "good", method="kvzip")
+    full.add("b", "poor")
+    answer = kvbench(
+        "suggest", "--model", "mini", "--memory", "25%", "--mode", "multi-turn", "--task", "niah", "--results",
+        full.folder, "--json",
+    )
+    assert answer.code == 0
+    assert answer.out.startswith("kvzip is best: ")
+    assert "Note: mini is a small model" in answer.out
+    assert [(x["label"], x["place"], x["runs"][0]["score"]["mean"]) for x in answer.json["techniques"]] == [
+        ("kvzip", 1, 1.0), ("snapkv", None, 0.5)
+    ]
+    assert answer.json["question"] == {
+        "model": "mini", "mode": "multi-turn", "axis": "stored", "limit": 0.25, "task": "niah_multikey_1",
+        "visibility": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"--model": "minj"}, "unknown model 'minj'. Did you mean 'mini'? Allowed: mini. No other model has a run"),
+        ({"--mode": "single"}, "unknown mode 'single'. Allowed: multi-turn. No other mode has a run here"),
+        ({"--task": "vt"}, "unknown task 'vt'. Allowed: niah_multikey_1. No other task has a run here"),
+        ({"--visibility": "hidden"}, "unknown visibility 'hidden'. Allowed: first-turn. No other visibility has a run"),
+        ({"--memory": "1024"}, "the limit '1024' is not a share of the full cache. Give a percentage such as 25%."),
+        ({"--memory": "lots"}, "budget 'lots' is not a number."),
+        ({"--read": "25%"}, "give one limit: --memory 25%, --read 25%, or for a diffusion model --computed 25%."),
+    ],
+)
+def test_questions_without_a_run_are_refused(full, kvbench, options, message):
+    """With the value, what has a run, and the next step."""
+    full.add("a", "good")
+    given = {"--model": "mini", "--memory": "25%", "--mode": "multi-turn"} | options
+    answer = kvbench("suggest", *(x for pair in given.items() for x in pair), "--results", full.folder)
+    assert answer.code == 2
+    assert message in answer.err
