@@ -8,14 +8,19 @@ from typing import ClassVar, Self
 from kvbench.budget import BUDGET_TOLERANCE
 from kvbench.errors import UserError
 from kvbench.kernels.pack import BITS
-from kvbench.method import Budget, BudgetKind, Card, Method, Shape, Upstream
+from kvbench.method import Budget, BudgetKind, Card, Method, Shape, Upstream, resolved
 from kvbench.methods.quantization.around import go_around
 from kvbench.methods.quantization.packed import PackedMethod
+
+PAPER_RESIDUAL = 128
 
 
 @dataclass(frozen=True)
 class Kivi(PackedMethod):
     """Stores all but the last entries in 2 to 8 bits: keys in groups of tokens, values in groups of channels."""
+
+    paper_residual: int | None = resolved()
+    """The residual in place of the setting's, where the budget is `paper`."""
 
     card: ClassVar[Card] = Card(
         name="kivi",
@@ -27,8 +32,9 @@ class Kivi(PackedMethod):
         family="quantization",
         stages=("compression",),
         budget=BudgetKind.BITS,
+        paper_budget=f"residual={PAPER_RESIDUAL}",
         heads="independent",
-        upstream=Upstream(repo="jy-yuan/KIVI", commit=None, license="MIT"),
+        upstream=Upstream(repo="jy-yuan/KIVI", commit="876b4d2", license="MIT"),
         deviations=(
             ("Minima are rounded down and scales up to float16, so that codes cover the range and every element is "
             "within half a scale; the authors' code rounds both to nearest."),
@@ -36,6 +42,8 @@ class Kivi(PackedMethod):
             ("A later turn attends to its own entries exactly and packs them at its end, so that results do not depend "
             "on chunks. SCBench's port never packs them; scbench_compat=true does the same."),
             "A group of equal elements has scale 0 and is restored exactly; the authors' code divides by zero.",
+            ("The default of residual is 32, as in the authors' README and in SCBench; their LongBench tables and the "
+            "default of their command line are 128, which --budget paper takes."),
             ("The default of group is the paper's 32, or the whole value where it is narrower, which none of the "
             "paper's models has."),
         ),
@@ -46,10 +54,17 @@ class Kivi(PackedMethod):
     )
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
-        """Accept only the budget that the settings reach (`UserError`)."""
+        """Accept only the budget that the settings reach, or take the paper's residual (`UserError`)."""
         self.check_groups(shape)
         if budget is None:
             return self
+        if budget.kind == "paper":
+            if self.residual != type(self).residual:
+                raise UserError(
+                    f"kivi: residual is set to {self.residual}, and --budget paper sets it to {PAPER_RESIDUAL}. Leave "
+                    "one of the two out."
+                )
+            return replace(self, residual=PAPER_RESIDUAL, paper_residual=PAPER_RESIDUAL)
         if budget.kind == "fraction" and self._reaches(budget.value, shape):
             return self
         uniform = {x: replace(self, key_bits=x, value_bits=x) for x in BITS}  # type: ignore[arg-type]  # the literal's values

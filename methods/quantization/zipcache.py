@@ -49,8 +49,10 @@ class ZipCache(TwoPrecisions):
         stages=("generation", "compression"),
         budget=BudgetKind.BITS,
         heads="pooled",
-        upstream=Upstream(repo="ThisisBillhe/ZipCache", commit=None, license=None),
+        upstream=Upstream(repo="ThisisBillhe/ZipCache", commit="b6932b9", license=None),
         deviations=(
+            ("The attention of an entry is divided by the number of probes that see it, as in the paper's equation; "
+            "the authors' code divides by the number of tokens from the entry on (normalizer=length)."),
             ("After the context each block of `gap` tokens is quantized once, with its own scales and minima; the "
             "authors restore the whole cache and quantize it again."),
             ("Later turns are split into blocks like answers, at the turn's end. The probes of a block are its own "

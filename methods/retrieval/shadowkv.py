@@ -54,8 +54,10 @@ class ShadowKV(Method):
         budget=BudgetKind.READ,
         paper_budget="2048",
         heads="pooled",
-        upstream=Upstream(repo="bytedance/ShadowKV", commit=None, license=None),
+        upstream=Upstream(repo="bytedance/ShadowKV", commit="a21f5a9", license=None),
         deviations=(
+            ("The keys of the context's chunks are factored together, those of outlier chunks included; the authors' "
+            "code also factors the keys of the last entries, which stay exact in both."),
             ("Each token of a question selects its own chunks, as if it were decoded, so that results do not depend on "
             "how a question is split; the authors' code sums the scores of all tokens for one selection."),
             ("The factors come from the eigenvectors of the keys' Gram matrix. They span the same subspace as the "

@@ -137,9 +137,21 @@ def test_only_its_own_budgets_can_be_asked_for():
     """What is reached may be asked for, also at lengths less than a block apart; anything else names what is."""
     for length in range(992, 1024):
         assert Kivi().fit(Budget.parse("20.3%"), shape_of(length)) == Kivi()
-    for text in ("25%", "50%", "1024", "paper", "100%"):
+    for text in ("25%", "50%", "1024", "100%"):
         with pytest.raises(UserError, match=rf"{text}.*store 20.0%.*26.2% \(3 bits\), 32.3% \(4 bits\)"):
             Kivi().fit(Budget.parse(text), shape_of(1024))
+
+
+def test_the_paper_s_budget_is_its_residual():
+    """128 as in the authors' LongBench tables, shown as resolved; a residual of one's own contradicts it."""
+    fitted = Kivi(key_bits=4).fit(Budget.parse("paper"), shape_of(1024))
+    assert (fitted.residual, fitted.key_bits, fitted.resolution) == (128, 4, {"paper_residual": 128})
+    with Session(tiny_model(), fitted) as session:
+        session.prefill(ids(300))
+        keys, values = session.layers[0].packed.codes()
+        assert (keys.packed.shape[2], values.packed.shape[2]) == (256, 172)
+    with pytest.raises(UserError, match="residual is set to 64, and --budget paper sets it to 128"):
+        Kivi(residual=64).fit(Budget.parse("paper"), shape_of(1024))
 
 
 @pytest.mark.parametrize(
