@@ -17,6 +17,7 @@ from kvbench.method import BudgetKind, Card, LayerShape, Method, Moment, Step, U
 from kvbench.selection import top_entries
 from kvbench.store import LayerKV
 from kvbench.template import Frame
+from kvbench.tokens import tokenize
 
 if TYPE_CHECKING:
     from kvbench.engine.session import Session
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with "
+ANSWER = "\n\nAnswer: "
+"""Text between prompt and repeat for models without a chat template."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,11 @@ class KVzip(Method):
     hint: Natural = 8
     """Tokens before a chunk that its prompt quotes."""
     sinks: Natural = 4
-    """First entries, which are always kept."""
+    """First entries, which are not repeated and always kept; more if the head of the chat template is longer."""
 
     card: ClassVar[Card] = Card(
         name="kvzip",
+        version="2",
         title="KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction",
         idea="An entry that the model does not need to repeat the context is rarely needed for questions about it. "
         "So the model repeats the context once, and the entries with the highest attention from a query are kept.",
@@ -49,12 +53,15 @@ class KVzip(Method):
         budget=BudgetKind.STORED,
         paper_budget="30%",
         heads="pooled",
-        upstream=Upstream(repo="snu-mllab/KVzip", commit=None, license=None),
+        upstream=Upstream(repo="snu-mllab/KVzip", commit="5d84729", license="MIT"),
         deviations=(
             ("Exactly the budget's entries are kept, the first ones of equal scores; the authors' threshold drops "
             "every entry that equals it."),
-            ("The authors do not compress the system prompt, which kvbench does not separate from the context. Instead "
-            "the first entries (`sinks`, as in kvpress) are not repeated and always kept."),
+            ("The head of the chat template is not repeated and always kept, as the authors' system prompt, but it "
+            "counts toward the budget. Where it is shorter than `sinks`, or absent, so are the first `sinks` entries, "
+            "as in kvpress."),
+            ("Without a chat template the authors put instructions before the context, which kvbench leaves to the "
+            "task."),
             "Chunks are kvpress's 2,048 tokens; the authors' code takes 2,000.",
             "Softmax in float32; the authors' is in the model's type, in which many scores are equal.",
             "Layers with a sliding window have a budget of their own, the same share of their window.",
@@ -89,6 +96,13 @@ class KVzip(Method):
         ids = torch.cat(parts, dim=1)
         if self.rows is None or self.rows >= ids.shape[1]:
             return super().prefill(session, parts)
+        protected = self.protected(session.model, ids)
+        if self.rows <= protected:
+            raise UserError(
+                f"kvzip keeps the {protected} tokens of the chat template before the context, so a budget of "
+                f"{self.rows} tokens per KV head leaves nothing to choose. Use --budget {protected + 1} or more, or "
+                "--template none."
+            )
         repeats = list(self.repeats(session.model, ids))
         longest = max(x.shape[1] for _, x in repeats)
         if ids.shape[1] + longest > session.model.max_length:
@@ -106,33 +120,42 @@ class KVzip(Method):
             store.state["score"] = torch.zeros(store.keys.shape[:3], dtype=torch.float32, device=store.keys.device)
         for span, repeat in repeats:
             with session.fork() as branch:
-                branch.method = Repeat(span.start, span.stop, ids.shape[1], self.sinks)
+                branch.method = Repeat(span.start, span.stop, ids.shape[1], protected)
                 branch.run_chunks(repeat.split(session.chunk or repeat.shape[1], dim=1), Moment.TURN_END)
                 for store, forked in zip(session.layers, branch.layers, strict=True):
                     store.state["score"] = forked.state["score"]
                 session.credit(branch)
-        self._keep(session)
+        self._keep(session, protected)
         session.compress_seconds += now(session.model.device) - started
         return logits
 
+    def protected(self, model: Model, ids: Tensor) -> int:
+        """Number of first tokens that are not repeated and always kept: sinks, and the head of the chat template.
+
+        ids: the context [B, T], of which as much is the head as equals the head's tokens.
+        """
+        head = ids.new_tensor(tokenize(model.tokenizer, Frame.of(model.tokenizer).head, special=False))
+        head = head[: ids.shape[1]]
+        return max(self.sinks, int((ids[:, : len(head)] == head).all(0).cumprod(0).sum()))
+
     def repeats(self, model: Model, ids: Tensor) -> Iterator[tuple[range, Tensor]]:
-        """The positions of each chunk of the context, and the ids to run for it: prompt, hint and chunk."""
-        tail = Frame.of(model.tokenizer).tail
+        """The positions of each chunk of the context, and the ids to run for it: prompt, hint, answer header, chunk."""
+        frame = Frame.of(model.tokenizer)
         first, later, answer = (
-            ids.new_tensor(model.tokenizer(x, add_special_tokens=False).input_ids if x else [])
-            for x in (FIRST, LATER, tail)
+            ids.new_tensor(tokenize(model.tokenizer, x, special=False))
+            for x in (FIRST, LATER, ANSWER if frame.sha is None else frame.tail)
         )
-        for start in range(self.sinks, ids.shape[1], self.chunk_size):
+        protected = self.protected(model, ids)
+        for start in range(protected, ids.shape[1], self.chunk_size):
             span = range(start, min(start + self.chunk_size, ids.shape[1]))
-            begins = start > self.sinks
-            hint = ids[:, max(self.sinks, start - self.hint) : start]
-            prompt = (later if begins else first).expand(ids.shape[0], -1)
+            hint = ids[:, max(protected, start - self.hint) : start]
+            prompt = (later if start > protected else first).expand(ids.shape[0], -1)
             yield span, torch.cat(
                 [prompt, hint, answer.expand(ids.shape[0], -1), ids[:, span.start : span.stop]], dim=1
             )
 
-    def _keep(self, session: Session) -> None:
-        """Keep the best entries over all heads and layers of the same shape."""
+    def _keep(self, session: Session, protected: int) -> None:
+        """Keep the first `protected` entries, and the best others over all heads and layers of the same shape."""
         kinds: dict[LayerShape, list[int]] = {}
         for index, shape in enumerate(session.model.layers):
             kinds.setdefault(shape, []).append(index)
@@ -144,7 +167,7 @@ class KVzip(Method):
                 continue
             for x, index in zip(scores, layers, strict=True):
                 store = session.layers[index]
-                x[store.logical_positions().expand_as(x) < self.sinks] = torch.inf
+                x[store.logical_positions().expand_as(x) < protected] = torch.inf
             pool = torch.stack([x.to(scores[0].device) for x in scores], dim=1)  # [B, layers, H_kv, n]
             best = top_entries(pool.flatten(1), entries * len(layers) * shape.kv_heads)
             masks = torch.zeros_like(pool, dtype=torch.bool).flatten(1).scatter_(1, best, True).view_as(pool)
@@ -162,13 +185,14 @@ class Repeat(Method):
     """The chunk's positions."""
     context: int = 0
     """Tokens of the context."""
-    sinks: int = 0
+    protected: int = 0
+    """First tokens of the context, which are not repeated."""
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:
-        """Attention over every entry; scores are normalized over sinks, chunk and repeat. [B, H_q, T, D_v]"""
+        """Attention over every entry; scores are normalized over first tokens, chunk and repeat. [B, H_q, T, D_v]"""
         gone = kv.seen - kv.n  # entries that a sliding window has dropped
         positions = torch.cat([torch.arange(max(low, gone), max(high, gone), device=kv.keys.device) for low, high in (
-            (0, self.sinks), (self.start, self.stop), (self.context, kv.seen)
+            (0, self.protected), (self.start, self.stop), (self.context, kv.seen)
         )])
         chunk = (positions >= self.start) & (positions < self.stop)
         if chunk.any():

@@ -7,6 +7,8 @@ from typing import ClassVar
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from kvbench.engine.agreement import FullCache
@@ -15,12 +17,15 @@ from kvbench.errors import UserError
 from kvbench.hf import Model
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Budget, Method, Moment
+from kvbench.methods.eviction import kvzip
 from kvbench.methods.eviction.kvzip import KVzip
 from kvbench.store import LayerKV
 
 LENGTH, SINKS = 60, 4
-PROMPT = [0]
+PROMPT = ANSWER = [0]
 """The tiny models' tokenizer reads any text as this one token."""
+WITHOUT = torch.tensor([[*PROMPT, *ANSWER]])
+"""The text before the first chunk, for a model without a chat template."""
 
 
 def ids(count, seed=1, batch=1):
@@ -89,9 +94,9 @@ def best(scores, rows):
 def test_the_entries_that_a_repeat_attends_to_are_kept(shape):
     """In chunks of 20 the kept entries are those of a repeat in one sequence; softmax over sinks, chunk and repeat."""
     model, context = tiny_model(*shape), ids(LENGTH, batch=2)
-    prompt = torch.tensor([PROMPT, PROMPT])
+    prompt, answer = torch.tensor([PROMPT, PROMPT]), torch.tensor([ANSWER, ANSWER])
     chunks = [
-        (start, min(start + 20, LENGTH), torch.cat([prompt, context[:, max(SINKS, start - 8) : start]], dim=1))
+        (start, min(start + 20, LENGTH), torch.cat([prompt, context[:, max(SINKS, start - 8) : start], answer], dim=1))
         for start in range(SINKS, LENGTH, 20)
     ]
     scores = written_out(model, context, chunks)
@@ -104,8 +109,8 @@ def test_the_entries_that_a_repeat_attends_to_are_kept(shape):
 def test_a_sliding_layer_is_judged_by_what_its_window_leaves():
     """Entries out of the window are gone, those in it count by the queries of the repeat that still see them."""
     model, context = tiny_model(4, 2, 48), ids(LENGTH)
-    prompt = torch.tensor([PROMPT])
-    chunks = [(SINKS, 34, prompt), (34, LENGTH, torch.cat([prompt, context[:, 26:34]], dim=1))]
+    later = torch.cat([torch.tensor([PROMPT]), context[:, 26:34], torch.tensor([ANSWER])], dim=1)
+    chunks = [(SINKS, 34, WITHOUT), (34, LENGTH, later)]
     scores = written_out(model, context, chunks, window=48)
     scores[..., : LENGTH - 48] = -1
     with session_of(KVzip(chunk_size=30), model, 20) as session:
@@ -116,7 +121,7 @@ def test_a_sliding_layer_is_judged_by_what_its_window_leaves():
 def test_a_repeat_in_one_piece_keeps_other_entries():
     """Chunks matter to the method: its softmax leaves the other chunks out, and the oracle can tell."""
     model, context = tiny_model(), ids(LENGTH)
-    scores = written_out(model, context, [(SINKS, LENGTH, torch.tensor([PROMPT]))])
+    scores = written_out(model, context, [(SINKS, LENGTH, WITHOUT)])
     scores[..., :SINKS] = torch.inf
     with session_of(KVzip(chunk_size=20), model, 20) as session:
         session.prefill(context)
@@ -141,7 +146,7 @@ def test_equal_scores_do_not_change_the_number_of_entries():
         session.prefill(ids(LENGTH))
         for store in session.layers:
             store.state["score"] = torch.full((1, 2, LENGTH), 0.5)
-        method._keep(session)
+        method._keep(session, SINKS)
         assert sum(sum(store.entries_kept()) for store in session.layers) == 20 * 2 * 2
 
 
@@ -179,16 +184,73 @@ def test_what_a_repeat_holds_is_part_of_the_peak(monkeypatch):
         assert session.memory().peak_bytes == max(peaks)
 
 
+FIRST, LATER = [0] * 5, [0] * 10
+"""The prompts as `with_template` tokenizes them, a token per word."""
+
+
+def with_template(model, head=""):
+    """The model with a chat template that puts a head before the conversation, and <63> before an answer."""
+    template = "{% for x in messages %}{{ x['content'] }}{% endfor %}{% if add_generation_prompt %}<63>{% endif %}"
+    backend = Tokenizer.from_str(model.tokenizer.backend_tokenizer.to_str())
+    backend.pre_tokenizer = WhitespaceSplit()  # a token per word, so that the head has several
+    tokenizer = type(model.tokenizer)(tokenizer_object=backend, chat_template=head + template)
+    return replace(model, tokenizer=tokenizer)
+
+
 def test_what_is_run_for_each_chunk():
     """A prompt, the last tokens before the chunk, the chat template's answer header, the chunk; sinks are left out."""
-    model, context = tiny_model(), torch.arange(30)[None]
-    template = "{% for x in messages %}{{ x['content'] }}{% endfor %}{% if add_generation_prompt %}<63>{% endif %}"
-    tokenizer = type(model.tokenizer)(tokenizer_object=model.tokenizer.backend_tokenizer, chat_template=template)
-    made = list(KVzip(chunk_size=10, hint=3).repeats(replace(model, tokenizer=tokenizer), context))
+    context = torch.arange(30)[None]
+    made = list(KVzip(chunk_size=10, hint=3).repeats(with_template(tiny_model()), context))
     assert [(x.start, x.stop) for x, _ in made] == [(4, 14), (14, 24), (24, 30)]
-    assert made[0][1].tolist() == [[*PROMPT, 63, *range(4, 14)]]
-    assert made[1][1].tolist() == [[*PROMPT, 11, 12, 13, 63, *range(14, 24)]]
-    assert made[2][1].tolist() == [[*PROMPT, 21, 22, 23, 63, *range(24, 30)]]
+    assert made[0][1].tolist() == [[*FIRST, 63, *range(4, 14)]]
+    assert made[1][1].tolist() == [[*LATER, 11, 12, 13, 63, *range(14, 24)]]
+    assert made[2][1].tolist() == [[*LATER, 21, 22, 23, 63, *range(24, 30)]]
+
+
+def test_without_a_chat_template_the_authors_answer_header_is_run(monkeypatch):
+    """The header that they use for unknown models stands between prompt and repeat."""
+    texts = []
+    monkeypatch.setattr(kvzip, "tokenize", lambda _, text, special: texts.append(text) or ())
+    list(KVzip().repeats(tiny_model(), torch.arange(30)[None]))
+    assert texts[:3] == [kvzip.FIRST, kvzip.LATER, "\n\nAnswer: "]
+
+
+HEAD = "<50> <51> <52> <53> <54> <55> <56> "
+"""More tokens than there are sinks."""
+
+
+def test_the_head_of_a_chat_template_is_neither_repeated_nor_dropped():
+    """Its tokens stay in every head of every layer, repeats begin after them, and the budget counts them."""
+    model, context = with_template(tiny_model(), HEAD), ids(LENGTH)
+    context[0, :7] = torch.arange(50, 57)
+    method = KVzip(chunk_size=30)
+    made = list(method.repeats(model, context))
+    assert [(x.start, x.stop) for x, _ in made] == [(7, 37), (37, 60)]
+    assert made[0][1].tolist() == [[*FIRST, 63, *context[0, 7:37].tolist()]]
+    with session_of(method, model, 20) as session:
+        session.prefill(context)
+        rows = kept(session)
+        assert rows[..., :7].all()
+        assert rows.sum().item() == 20 * 2 * 2
+
+
+def test_a_context_without_the_head_has_only_sinks():
+    """A task that uses no template on a model that has one: only as much is protected as stands there."""
+    model, context = with_template(tiny_model(), HEAD), torch.arange(30)[None]
+    assert KVzip().protected(model, context) == SINKS
+    context[0, :6] = torch.arange(50, 56)
+    assert KVzip().protected(model, context) == 6
+    assert KVzip().protected(model, torch.cat([context, torch.arange(30)[None]])) == SINKS
+
+
+def test_a_budget_within_the_head_is_refused():
+    """Before anything runs, with the least budget."""
+    model, context = with_template(tiny_model(), HEAD), ids(LENGTH)
+    context[0, :7] = torch.arange(50, 57)
+    with session_of(KVzip(), model, 7) as session:
+        with pytest.raises(UserError, match="--budget 8 or more"):
+            session.prefill(context)
+        assert session.seen == 0
 
 
 def mixed_model():
