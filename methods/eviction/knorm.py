@@ -12,6 +12,9 @@ from kvbench.method import BudgetKind, Card, Step, Upstream
 from kvbench.selection import ScoredMethod
 from kvbench.store import LayerKV
 
+ROUNDING = 1e-6
+"""The relative difference below which two norms tie."""
+
 
 @dataclass(frozen=True)
 class Knorm(ScoredMethod):
@@ -19,6 +22,7 @@ class Knorm(ScoredMethod):
 
     card: ClassVar[Card] = Card(
         name="knorm",
+        version="2",
         title="A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
         idea="Keys with a small norm tend to receive much attention from any query. "
         "So the norm ranks entries before the question is known, and the keys need to be read only once.",
@@ -31,12 +35,20 @@ class Knorm(ScoredMethod):
         upstream=Upstream(repo="alessiodevoto/l2compress", commit=None, license=None),
         deviations=(
             "Every layer is compressed, as in kvpress; the paper does not compress the first layers.",
-            "Norms are rounded to four decimals, so that equal tokens in layer 0 tie and the first one is kept.",
+            ("Norms that differ by less than a millionth of their size tie, and the first entry is kept: a rotation "
+            "changes the norms of equal tokens in layer 0 by rounding alone."),
         ),
         unverified=("The layers that the paper leaves out are stated from memory.",),
     )
 
     def score(self, kv: LayerKV, step: Step) -> Tensor:
-        """The negative norm of each key; rounded, so that equal tokens of the first layer tie. [B, H_kv, n]"""
-        norm: Tensor = torch.linalg.vector_norm(kv.keys.float(), dim=-1)
-        return -norm.round(decimals=4)
+        """The negative norm of each key. [B, H_kv, n]"""
+        return -tie(torch.linalg.vector_norm(kv.keys.float(), dim=-1))
+
+
+def tie(norms: Tensor) -> Tensor:
+    """Replace norms that differ by rounding alone by the smallest of them. [..., n]"""
+    ordered, order = norms.sort(dim=-1)
+    differs = ordered.diff(dim=-1, prepend=torch.full_like(ordered[..., :1], -torch.inf)) > ordered * ROUNDING
+    smallest = torch.where(differs, ordered, 0).cummax(dim=-1).values
+    return torch.empty_like(norms).scatter_(-1, order, smallest)

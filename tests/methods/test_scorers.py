@@ -58,6 +58,27 @@ def test_knorm_ranks_small_keys_first() -> None:
     assert Knorm().score(stored(Knorm(), step), step).tolist() == [[[-5.0, -1.0, -2.0]]]
 
 
+def test_knorm_tells_small_differences_apart_and_not_rounding() -> None:
+    """Norms that differ by 1e-5 of their size, however small, have an order; those that differ by 1e-7 tie."""
+    key = torch.tensor([[2e-5], [2.0002e-5], [3.0], [3.0000002], [3.00003]])[None, None]
+    step = make_step(key, key, key)
+    scores = Knorm().score(stored(Knorm(), step), step)[0, 0].tolist()
+
+    assert scores[0] > scores[1] > scores[2] == scores[3] > scores[4]
+
+
+def test_knorm_keeps_the_first_of_equal_tokens() -> None:
+    """A rotation changes norms by rounding alone: of 200 equal keys in the first layer the first 20 stay."""
+    model, equal = tiny_model(), [7] * 200
+    fitted = Knorm().fit(Budget("rows", 20), model.shape(200))
+    with Session(model, fitted, capacity=200, track=True) as session:
+        session.prefill(equal)
+        positions = session.layers[0].positions
+
+    assert positions is not None
+    assert positions[0].tolist() == [list(range(20))] * 2
+
+
 def test_keydiff_ranks_the_odd_direction_first() -> None:
     """Of three keys in one direction and one across, the one across is worth most, whatever the lengths."""
     key = torch.tensor([[1.0, 0.0], [9.0, 0.0], [2.0, 0.1], [0.0, 5.0]])[None, None]
