@@ -45,6 +45,7 @@ class AdaKV(HeadAllocation, SnapKV):
 
     card: ClassVar[Card] = Card(
         name="adakv",
+        version="2",
         title="Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference",
         idea="Some heads spread their attention over many entries, others concentrate it on few. "
         "A layer's budget goes to its top scores in any head, with a minimum for each head.",
@@ -55,11 +56,8 @@ class AdaKV(HeadAllocation, SnapKV):
         budget=BudgetKind.STORED,
         paper_budget="1024",
         heads="pooled",
-        upstream=Upstream(repo="FFY0/AdaKV", commit=None, license="MIT"),
-        deviations=(
-            TOTAL,
-            "Scores are pooled before they are averaged over the query heads of a KV head, as in kvbench's SnapKV.",
-        ),
+        upstream=Upstream(repo="FFY0/AdaKV", commit="efe4e2e", license="MIT"),
+        deviations=(TOTAL,),
     )
 
     @classmethod

@@ -22,6 +22,7 @@ class PyramidKV(SnapKV):
 
     card: ClassVar[Card] = Card(
         name="pyramidkv",
+        version="2",
         title="PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling",
         idea="Attention is spread over many entries in lower layers and concentrates on few in upper layers. "
         "So the budget decreases linearly from layer to layer, and SnapKV's scores choose the entries.",
@@ -36,6 +37,8 @@ class PyramidKV(SnapKV):
         deviations=(
             ("The schedule is the authors', including its integer steps: its sum exceeds the budget (13 % at 64 "
             "entries and 32 layers), which the measured bytes show."),
+            ("Scores are averaged over the query heads of a KV head, then pooled, and entries are kept per KV head, as "
+            "in the authors' code with `kv_cache_granularity=kv_head`; its default repeats keys."),
             "Window, kernel and pooling are SnapKV's defaults here; the paper's tables use a window of 8.",
         ),
     )

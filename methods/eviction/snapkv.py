@@ -24,6 +24,7 @@ class SnapKV(ScoredMethod):
 
     card: ClassVar[Card] = Card(
         name="snapkv",
+        version="2",
         title="SnapKV: LLM Knows What You are Looking for Before Generation",
         idea="The attention of the last prompt tokens predicts which entries generation will attend to. "
         "Scores are pooled so that neighbors of a peak are kept too, and each head keeps its best entries.",
@@ -36,8 +37,9 @@ class SnapKV(ScoredMethod):
         heads="independent",
         upstream=Upstream(repo="FasterDecoding/SnapKV", commit="e216ddc8", license="MIT"),
         deviations=(
-            ("Scores are averaged over the query heads of a KV head after pooling, and entries are kept per KV head; "
-            "the authors' code repeats keys and keeps entries per query head."),
+            ("Scores are averaged over the query heads of a KV head, then pooled, and entries are kept per KV head, as "
+            "in the grouped code of PyramidKV's and Ada-KV's authors; SnapKV's own code repeats keys and keeps entries "
+            "per query head. kvpress pools first, which is the same for its average pooling only."),
             "Scores stay in float32 through top-k; the authors' code casts to the model's type, which creates ties.",
             "Defaults are those of the paper's LongBench tables (window 32, kernel 7, max).",
         ),
@@ -55,7 +57,7 @@ class SnapKV(ScoredMethod):
     def score(self, kv: LayerKV, step: Step) -> Tensor:
         """Pooled attention of the window's queries to the entries before it; infinite in the window. [B, H_kv, n]"""
         assert kv.recent_queries is not None
-        mass = attention_mass_of(kv.recent_queries, kv, step)
+        mass = group_mean(attention_mass_of(kv.recent_queries, kv, step), kv.keys.shape[1])
         before = max(0, kv.n - kv.recent_queries.shape[2])  # a sliding layer may store fewer entries than queries
         mass[..., :before] = pool_scores(mass[..., :before], self.kernel, self.pool)
-        return protect_last(group_mean(mass, kv.keys.shape[1]), self.window)
+        return protect_last(mass, self.window)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -60,12 +61,12 @@ def test_a_window_of_one_without_pooling_is_the_last_softmax_row(make_step):
 @pytest.mark.parametrize("cuts", [[40], [13, 27], [36, 2, 1, 1]], ids=str)
 @pytest.mark.parametrize("pool", ["max", "avg"])
 def test_scores_are_the_card_s_pipeline(pool, cuts, make_step):
-    """Softmax over all entries, window dropped, summed, pooled, averaged over the group; independent of chunks."""
+    """Softmax over all entries, window dropped, summed, averaged over the group, pooled; independent of chunks."""
     query, key = random_rows()
     weights = attention_weights(query[:, :, -6:], key, scale=0.7, seen=40)[..., :-6]  # [B, H_kv, G, w, n - w]
     mass = weights.sum(3).flatten(1, 2)
     function = F.max_pool1d if pool == "max" else F.avg_pool1d
-    wanted = function(mass, 5, stride=1, padding=2).unflatten(1, (2, 2)).mean(2)
+    wanted = function(mass.unflatten(1, (2, 2)).mean(2), 5, stride=1, padding=2)
     method = SnapKV(window=6, kernel=5, pool=pool)
     kv, steps, start = method.layer(0), [], 0
     for i, cut in enumerate(cuts):
@@ -79,6 +80,26 @@ def test_scores_are_the_card_s_pipeline(pool, cuts, make_step):
     assert (scores[..., -6:] == torch.inf).all()
     best = wanted.float().argsort(dim=-1, descending=True, stable=True)[..., :10].sort(-1).values
     assert evicted(method, 16, *steps)[..., :-6].equal(best.int())
+
+
+def test_the_mean_over_the_group_is_pooled_and_not_the_other_way_round(make_step):
+    """One query head attends to entry 2, the other to 6: no entry between them gets more than they do.
+
+    The heads' weights are 8 at their entry and 1 at the nine others, in 18ths. Their mean is 4.5 at both entries, and
+    its maxima over five entries are 4.5 at entries 0 to 8. If heads were pooled first, both would have 8 at entry 4.
+    """
+    logits = torch.zeros(2, 10)
+    logits[0, 2] = logits[1, 6] = math.log(8)
+    key = torch.zeros(1, 1, 11, 2)
+    key[0, 0, :10] = logits.T
+    query = torch.zeros(1, 2, 11, 2)
+    query[0, 0, -1, 0] = query[0, 1, -1, 1] = 1
+    method = SnapKV(window=1, kernel=5)
+    kv = method.layer(0)
+    step = make_step(query, key)
+    kv.append(step)
+    scores = method.score(kv, step)[0, 0]
+    assert torch.allclose(scores[:10] * 18, torch.tensor([4.5] * 9 + [1.0]))  # 18: the sum of a head's masses
 
 
 def test_equal_query_heads_are_one(make_step):
