@@ -42,12 +42,13 @@ def serve_command(
     load_extra("fastapi", extra="server", what="kvbench leaderboard serve")
     place, database = _open(db, state, results)
     from kvbench.leaderboard.server.app import create_app
+    from kvbench.leaderboard.server.connection import Connection
     from kvbench.runs.files import saving
 
     with saving(results):
         results.mkdir(parents=True, exist_ok=True)
     say(f"serving {results} on http://{host}:{port}; submissions are stored in {place.folder}. Press Ctrl-C to stop.")
-    uvicorn.run(create_app(database, place), host=host, port=port, log_level="warning")
+    uvicorn.run(create_app(database, place), host=host, port=port, http=Connection, log_level="warning")
     database.close()
 
 

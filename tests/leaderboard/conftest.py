@@ -5,7 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import json
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -170,9 +171,30 @@ def on_gpu(done: Done) -> dict[str, bytes]:
     return edit(edit_spec(files, lambda x: x.update(device="cuda")), RESULT, lambda x: x["environment"].update(gpu=GPU))
 
 
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[str]:
+    """A running PostgreSQL."""
+    from .cluster import run_cluster
+
+    with run_cluster() as url:
+        yield url
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+def db(request) -> str | None:
+    """The URL of a new database; None for the default, SQLite in the server's folder."""
+    if request.param == "sqlite":
+        return None
+    from .cluster import create_database
+
+    return create_database(request.getfixturevalue("cluster"), f"kvbench-{uuid.uuid4().hex}")
+
+
 @pytest.fixture
-def server(tmp_path) -> LocalServer:
+def server(tmp_path, db) -> Iterator[LocalServer]:
     """A server without its background threads."""
     from .local_server import LocalServer
 
-    return LocalServer(tmp_path)
+    server = LocalServer(tmp_path, db)
+    yield server
+    server.database.close()

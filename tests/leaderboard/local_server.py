@@ -19,10 +19,10 @@ from .conftest import tar
 class LocalServer:
     """A server without its background threads, and three tokens."""
 
-    def __init__(self, folder) -> None:
+    def __init__(self, folder, db=None) -> None:
         self.state = State(folder / "state", folder / "results")
         self.state.make()
-        self.database = Database(self.state.database)
+        self.database = Database(db or self.state.database)
         self.app = create_app(self.database, self.state)
         self.client = TestClient(self.app)
         self.tokens = {name: create_token(self.database, name, "submit") for name in ("ada", "bob")}

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 from fastapi.testclient import TestClient
+from sqlalchemy import select
 
-from kvbench.leaderboard.server import submissions, upload
-from kvbench.leaderboard.server.tokens import find_token, revoke_token
+from kvbench.leaderboard.server import submissions, tables, upload
+from kvbench.leaderboard.server.tables import Event, Token
+from kvbench.leaderboard.server.tokens import create_token, find_token, revoke_token
 from kvbench.leaderboard.submission.archive import read_files, write_folder
 from kvbench.leaderboard.submission.bundle import open_bundle
 from kvbench.leaderboard.submission.records import MANIFEST, VERIFICATION
@@ -61,9 +66,10 @@ def test_only_the_submitters_token_may_send(server, snapkv):
 
 
 def test_tokens_are_kept_as_hashes(server):
-    data = b"".join(x.read_bytes() for x in server.state.folder.glob("leaderboard.db*"))
-    assert server.tokens["ada"].encode() not in data
-    assert server.tokens["ada"].removeprefix("kvb_").encode() not in data
+    with server.database.read() as session:
+        kept = repr([session.execute(select(x.__table__)).all() for x in (Token, Event)])
+    assert "ada" in kept
+    assert server.tokens["ada"].removeprefix("kvb_") not in kept
     found = find_token(server.database, server.tokens["ada"])
     assert found is not None and found.name == "ada"
 
@@ -96,7 +102,7 @@ def test_a_large_upload_is_not_read_to_its_end(server, snapkv, monkeypatch):
 
 
 def test_uploads_per_hour_are_limited(server, snapkv, monkeypatch):
-    monkeypatch.setattr(upload, "MAX_PER_HOUR", 2)
+    monkeypatch.setattr(submissions, "MAX_PER_HOUR", 2)
     answers = [server.send(snapkv.files) for _ in range(3)]
     assert [x.status_code for x in answers] == [202, 200, 429]
     assert answers[2].headers["retry-after"]
@@ -104,8 +110,67 @@ def test_uploads_per_hour_are_limited(server, snapkv, monkeypatch):
 
 
 def test_refused_uploads_count_toward_the_limit(server, monkeypatch):
-    monkeypatch.setattr(upload, "MAX_PER_HOUR", 2)
+    monkeypatch.setattr(submissions, "MAX_PER_HOUR", 2)
     assert [server.send(b"x" * 1024).status_code for _ in range(3)] == [422, 422, 429]
+
+
+def test_the_limit_holds_over_all_tokens_of_a_submitter(server, monkeypatch):
+    """A second token, or a new one after a revocation, allows no further uploads."""
+    monkeypatch.setattr(submissions, "MAX_PER_HOUR", 2)
+    codes = [server.send(b"x" * 1024).status_code]
+    server.tokens["ada"] = create_token(server.database, "ada", "submit")
+    codes += [server.send(b"x" * 1024).status_code for _ in range(2)]
+    assert codes == [422, 422, 429]
+    assert server.send(b"x" * 1024, "bob").status_code == 422
+
+
+def test_waiting_submissions_per_submitter_are_limited(server, runs, monkeypatch):
+    """Bundles that did not fit can be sent after the others were verified; other submitters have their own limit."""
+    monkeypatch.setattr(submissions, "MAX_WAITING", 1)
+    assert server.send(runs["full"].files).status_code == 202
+    answer = server.send(runs["snapkv"].files)
+    assert (answer.status_code, answer.json()["detail"]) == (
+        429, "1 submissions of ada wait for verification: try again later"
+    )
+    assert [x.name for x in server.state.bundles.iterdir()] == [runs["full"].bundle.manifest.identity]
+    other = edit(runs["snapkv"].files, MANIFEST, lambda x: x.update(submitter="bob"))
+    assert server.send(other, "bob").status_code == 202
+    server.work()
+    assert server.send(runs["snapkv"].files).status_code == 202
+
+
+def test_reads_do_not_wait_for_a_writer(server, snapkv, monkeypatch):
+    """While a transaction that writes is open, every call that only reads answers."""
+    number = server.send(snapkv.files).json()["id"]
+    with server.database.write() as session:
+        session.add(Event(time="", actor="a", action="b", subject=None, detail=""))
+        session.flush()
+        begun = time.monotonic()
+        paths = ("health", "submissions", f"submissions/{number}", "audit", "submissions/x")
+        codes = [server.client.get(f"/api/{x}", headers=server.head("root")).status_code for x in paths]
+        assert codes == [200, 200, 200, 200, 404]
+        assert time.monotonic() - begun < tables.BUSY_S / 2
+
+
+def test_writers_wait_for_one_another(server):
+    """So two uploads at the same time cannot both pass a limit."""
+    order, inside = [], threading.Event()
+
+    def write():
+        inside.wait()
+        with server.database.write() as session:
+            session.execute(select(1))
+            order.append("second")
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    with server.database.write() as session:
+        session.execute(select(1))
+        inside.set()
+        time.sleep(0.2)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]
 
 
 def test_a_withdrawn_submission_can_be_sent_again(server, snapkv):
@@ -127,7 +192,7 @@ def test_another_bundle_of_a_run_needs_supersedes(server, snapkv):
     other = later(snapkv, 0.001)
     answer = server.send(other)
     assert (answer.status_code, first in answer.json()["detail"]) == (409, True)
-    assert server.send(other, supersedes="nothing").status_code == 409
+    assert [server.send(other, supersedes=x).status_code for x in ("nothing", "\0")] == [409, 409]
     second = server.send(other, supersedes=first).json()["id"]
     server.work()
     assert (server.status(first), server.status(second)) == ("superseded", "accepted")
@@ -191,7 +256,8 @@ def test_only_administrators_see_the_log_and_all_submissions(server, snapkv):
         name: len(server.client.get("/api/submissions", headers=server.head(name)).json()) for name in server.tokens
     }
     assert seen == {"ada": 1, "bob": 0, "root": 1}
-    assert server.client.get("/api/submissions/nothing").status_code == 404
+    for unknown in ("nothing", "%00", "a%00b", "%ff", "\u0430"):
+        assert server.client.get(f"/api/submissions/{unknown}").status_code == 404
 
 
 def test_the_openapi_document(server):

@@ -31,10 +31,11 @@ pytestmark = pytest.mark.slow
 class Server:
     """A running `kvbench leaderboard serve`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, db: str | None) -> None:
         self.folder, self.state = folder, State(folder / "state", folder / "results")
         self.state.make()
-        self.database = Database(self.state.database)
+        self.db = db or self.state.database
+        self.database = Database(self.db)
         self.admin = create_token(self.database, "root", "admin")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -46,7 +47,7 @@ class Server:
         """Start it and wait until it responds."""
         self.process = subprocess.Popen(
             [str(Path(sys.executable).with_name("kvbench")), "leaderboard", "serve", "--state", self.state.folder,
-             "--results", self.state.results, "--port", str(self.port)], stderr=subprocess.DEVNULL,
+             "--results", self.state.results, "--port", str(self.port), "--db", self.db], stderr=subprocess.DEVNULL,
         )
         self.wait(lambda: self.get("/api/health"))
 
@@ -83,10 +84,22 @@ class Server:
 
 
 @pytest.fixture
-def server(tmp_path):
-    running = Server(tmp_path)
+def server(tmp_path, db):
+    running = Server(tmp_path, db)
     yield running
     running.kill()
+    running.database.close()
+
+
+def test_a_kill_in_the_middle_of_an_upload_leaves_no_file(server):
+    head = f"POST /api/submissions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.admin}"
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(f"{head}\r\nContent-Length: 9999\r\n\r\nhalf".encode())
+        server.wait(lambda: list(server.state.uploads.iterdir()))
+        server.kill()
+        assert len(list(server.state.uploads.iterdir())) == 1
+    server.start()
+    assert list(server.state.uploads.iterdir()) == []
 
 
 def test_fifty_concurrent_submitters_are_each_accepted_once(server, snapkv):

@@ -15,6 +15,8 @@ from kvbench.leaderboard.server.worker import Worker
 from kvbench.leaderboard.submission.repository import Repository
 from kvbench.leaderboard.verification.verify import verify
 
+from .conftest import edit_spec, later
+
 PATIENCE_S = 120
 """Maximum seconds to wait for a thread; reached only on failure."""
 
@@ -59,6 +61,20 @@ def test_a_stopped_worker_releases_its_claim(server, snapkv):
     release(server.database, "a", number)
     found = claim(server.database, "b")
     assert (found.id, found.attempts) == (number, 1)
+
+
+def test_submitters_take_turns(server, snapkv):
+    """Three submissions of ada are queued before the first of bob and of root; these wait for one of ada's only."""
+    numbers = {}
+    for seed, name in enumerate(["ada", "ada", "ada", "bob", "root"]):
+        files = edit_spec(later(snapkv, 0.0, name), lambda spec, seed=seed: spec.update(seed=seed))
+        numbers[server.send(files, name).json()["id"]] = name
+    record = verify(snapkv.files, Repository()).conclude()
+    served = []
+    while (found := claim(server.database, "a")) is not None:
+        served.append(numbers[found.id])
+        conclude(server.database, "a", found.id, record)
+    assert served == ["ada", "bob", "root", "ada", "ada"]
 
 
 def test_published_folders_are_repaired_from_the_database(server, snapkv):

@@ -14,6 +14,7 @@ from starlette.types import Scope
 
 from kvbench import __version__
 from kvbench.leaderboard.server.api import Services, router
+from kvbench.leaderboard.server.leftovers import occupy
 from kvbench.leaderboard.server.publisher import Publisher
 from kvbench.leaderboard.server.state import State
 from kvbench.leaderboard.server.tables import Database
@@ -45,11 +46,12 @@ def create_app(database: Database, state: State) -> FastAPI:
 
     @asynccontextmanager
     async def live(_: FastAPI) -> AsyncIterator[None]:
-        publisher.start()
-        worker.start()
-        yield
-        worker.stop()
-        publisher.stop()
+        with occupy(state):
+            publisher.start()
+            worker.start()
+            yield
+            worker.stop()
+            publisher.stop()
 
     app = FastAPI(
         title="kvbench leaderboard", version=__version__, lifespan=live, docs_url=None, redoc_url=None,

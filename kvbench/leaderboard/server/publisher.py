@@ -12,7 +12,7 @@ from pathlib import Path
 from kvbench.leaderboard.server.state import State
 from kvbench.leaderboard.server.submissions import list_submissions
 from kvbench.leaderboard.server.tables import Database, Status, Submission
-from kvbench.leaderboard.submission.archive import read_files, write_folder
+from kvbench.leaderboard.submission.archive import TRASH, read_files, write_folder
 from kvbench.leaderboard.submission.bundle import open_head
 from kvbench.leaderboard.submission.records import VERIFICATION
 from kvbench.leaderboard.verification.outcome import RefusedError
@@ -110,7 +110,7 @@ def _find_identity(folder: Path) -> str | None:
 
 def _remove(folder: Path) -> None:
     """Rename first, so that readers never see half a folder, then delete."""
-    trash = folder.with_name(f".{folder.name}.gone")
+    trash = folder.with_name(f"{TRASH}{folder.name}")
     with contextlib.suppress(FileNotFoundError):
         folder.rename(trash)
     shutil.rmtree(trash, ignore_errors=True)

@@ -28,11 +28,21 @@ class State:
         """The site that visitors see."""
         return self.folder / "site"
 
+    @property
+    def bundles(self) -> Path:
+        """The bundles of all submissions."""
+        return self.folder / "bundles"
+
+    @property
+    def lock(self) -> Path:
+        """File that every server of this folder holds while it runs."""
+        return self.folder / ".lock"
+
     def bundle(self, submission: str) -> Path:
         """The bundle of a submission as it was uploaded; kept whatever its status."""
-        return self.folder / "bundles" / submission
+        return self.bundles / submission
 
     def make(self) -> None:
         """Create the server's own folders."""
-        for path in (self.uploads, self.folder / "bundles"):
+        for path in (self.uploads, self.bundles):
             path.mkdir(parents=True, exist_ok=True)

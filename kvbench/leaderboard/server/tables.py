@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import Engine, ForeignKey, create_engine, event
+from sqlalchemy import Connection, Engine, ForeignKey, create_engine, event, make_url
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
@@ -16,6 +16,8 @@ from kvbench.errors import UserError
 
 BUSY_S = 30
 """Seconds that a writer waits for another writer of a SQLite database."""
+WRITER = 0x6B76_6265_6E63_68
+"""Number of the lock that a writer holds in PostgreSQL: the bytes of "kvbench"."""
 
 
 class Scope(StrEnum):
@@ -73,7 +75,7 @@ class Submission(Base):
     owner: Mapped[str | None] = mapped_column(default=None)
     """The worker that verifies it."""
     until: Mapped[float] = mapped_column(default=0.0)
-    """Time in seconds since the epoch at which the worker's claim expires; the worker renews it."""
+    """Time in seconds since the epoch at which the last claim expires or expired; the worker renews it."""
     verification: Mapped[str | None] = mapped_column(default=None)
     """Content of verification.json."""
     error: Mapped[str | None] = mapped_column(default=None)
@@ -99,14 +101,30 @@ class Database:
     def __init__(self, url: str) -> None:
         try:
             self._engine = _connect(url)
-            Base.metadata.create_all(self._engine)
-        except (SQLAlchemyError, ImportError) as error:
+            self._reading = self._engine.execution_options(reads=True)
+            with self._engine.begin() as connection:
+                Base.metadata.create_all(connection)
+        except ImportError as error:
+            raise UserError(
+                f"--db needs a driver: {error}. For PostgreSQL, pip install 'kvbench[postgresql]' and give a URL such "
+                "as postgresql+psycopg://user@host/name."
+            ) from error
+        except SQLAlchemyError as error:
             reason = str(getattr(error, "orig", None) or error).splitlines()[0]
-            raise UserError(f"--db cannot be opened: {reason}. Give a URL such as sqlite:///leaderboard.db.") from error
+            raise UserError(
+                f"--db cannot be opened: {reason}. Give a URL such as sqlite:///leaderboard.db or "
+                "postgresql+psycopg://user@host/name."
+            ) from error
 
     @contextmanager
-    def begin(self) -> Iterator[Session]:
-        """Open a transaction: everything inside is committed, or nothing."""
+    def read(self) -> Iterator[Session]:
+        """Open a transaction that only reads. It waits for no writer, and no writer waits for it."""
+        with Session(self._reading, expire_on_commit=False) as session, session.begin():
+            yield session
+
+    @contextmanager
+    def write(self) -> Iterator[Session]:
+        """Open a transaction that writes: everything inside is committed, or nothing. Writers wait for one another."""
         with Session(self._engine, expire_on_commit=False) as session, session.begin():
             yield session
 
@@ -126,19 +144,25 @@ def now() -> str:
 
 
 def _connect(url: str) -> Engine:
-    if not url.startswith("sqlite"):
-        return create_engine(url, pool_pre_ping=True)
-    engine = create_engine(url, connect_args={"timeout": BUSY_S})
+    """Connect to a database in which one transaction writes at a time, and readers see what was committed."""
+    sqlite = make_url(url).get_backend_name() == "sqlite"
+    engine = create_engine(url, connect_args={"timeout": BUSY_S}) if sqlite else create_engine(url, pool_pre_ping=True)
 
-    # By default sqlite3 begins a transaction at the first write, and two readers that want to write then deadlock.
     @event.listens_for(engine, "connect")
     def _(connection: Any, _: object) -> None:
-        connection.isolation_level = None
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA foreign_keys = ON")
+        if sqlite:
+            connection.isolation_level = None  # so that the statements below begin transactions, not sqlite3
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA foreign_keys = ON")
 
     @event.listens_for(engine, "begin")
-    def _(connection: Any) -> None:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
+    def _(connection: Connection) -> None:
+        reads = connection.get_execution_options().get("reads", False)
+        if sqlite:
+            connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
+        elif reads:
+            connection.exec_driver_sql("SET TRANSACTION READ ONLY")
+        else:
+            connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({WRITER})")
 
     return engine

@@ -30,7 +30,7 @@ def create_token(database: Database, name: str, scope: str) -> str:
     if scope not in tuple(Scope):
         raise unknown("scope", scope, [str(x) for x in Scope])
     token = PREFIX + secrets.token_urlsafe(32)
-    with database.begin() as session:
+    with database.write() as session:
         session.add(Token(name=name, scope=Scope(scope), digest=_digest(token), created=now()))
         note(session, "command line", "token created", name, scope)
     return token
@@ -38,7 +38,7 @@ def create_token(database: Database, name: str, scope: str) -> str:
 
 def list_tokens(database: Database) -> Sequence[Token]:
     """List all tokens, including revoked ones."""
-    with database.begin() as session:
+    with database.read() as session:
         return session.scalars(select(Token).order_by(Token.id)).all()
 
 
@@ -48,7 +48,7 @@ def revoke_token(database: Database, number: int) -> Token:
     Raises:
         UserError: there is no such token.
     """
-    with database.begin() as session:
+    with database.write() as session:
         token = session.get(Token, number)
         if token is None:
             raise UserError(f"there is no token {number}. See `kvbench leaderboard token list`.")
@@ -59,7 +59,7 @@ def revoke_token(database: Database, number: int) -> Token:
 
 def find_token(database: Database, token: str) -> Token | None:
     """Find the token that matches, or None if it is unknown or revoked. Compares hashes of 256 random bits."""
-    with database.begin() as session:
+    with database.read() as session:
         return session.scalar(select(Token).where(Token.digest == _digest(token), Token.revoked.is_(None)))
 
 

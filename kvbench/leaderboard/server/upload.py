@@ -12,13 +12,7 @@ from fastapi.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from kvbench.leaderboard.server.state import State
-from kvbench.leaderboard.server.submissions import (
-    MAX_PER_HOUR,
-    ConflictError,
-    enqueue,
-    find,
-    record_upload,
-)
+from kvbench.leaderboard.server.submissions import ConflictError, LimitError, enqueue, find, record_upload
 from kvbench.leaderboard.server.tables import Database, Scope, Submission, Token
 from kvbench.leaderboard.submission.archive import MAX_TAR_BYTES, read_files, write_folder
 from kvbench.leaderboard.submission.bundle import open_head
@@ -39,9 +33,10 @@ async def receive(
     Raises:
         HTTPException: the upload is refused; the detail states the reason.
     """
-    if not await run_in_threadpool(record_upload, database, token, MAX_PER_HOUR):
-        detail = f"more than {MAX_PER_HOUR} uploads in an hour: try again later"
-        raise HTTPException(429, detail, headers={"Retry-After": "600"})
+    try:
+        await run_in_threadpool(record_upload, database, token)
+    except LimitError as error:
+        raise _limit(error) from error
     if shutil.disk_usage(state.folder).free < MIN_FREE:
         raise HTTPException(507, "the server's disk is almost full: try again later")
     path = state.uploads / f"{uuid.uuid4().hex}.tar"
@@ -95,7 +90,11 @@ def _store(
                 raise
     try:
         return enqueue(database, token, manifest, supersedes)
-    except ConflictError as error:
+    except (ConflictError, LimitError) as error:
         if find(database, number) is None:
             shutil.rmtree(folder, ignore_errors=True)
-        raise HTTPException(409, str(error)) from error
+        raise (_limit(error) if isinstance(error, LimitError) else HTTPException(409, str(error))) from error
+
+
+def _limit(error: LimitError) -> HTTPException:
+    return HTTPException(429, f"{error}: try again later", headers={"Retry-After": "600"})

@@ -32,7 +32,9 @@ def main() -> None:
         try:
             answer = verify_bundle(Path(bundle), Path(results))
         except Exception as error:  # noqa: BLE001  # reply with the error, then take the next request
-            answer = json.dumps({"error": f"{type(error).__name__}: {error}"})
+            from kvbench.leaderboard.verification.outcome import refuse  # its reasons are short and printable
+
+            answer = json.dumps({"error": refuse("verification", f"{type(error).__name__}: {error}").reason})
         answers.write(f"{answer}\n")
         answers.flush()
 

@@ -22,6 +22,8 @@ MIB = 1 << 20
 MAX_BYTES = {SPEC: MIB, RESULT: MIB, MANIFEST: MIB, VERIFICATION: MIB, SAMPLES: 64 * MIB, JOURNAL: 256 * MIB}
 """Maximum bytes of each file."""
 MAX_TAR_BYTES = 68 * MIB
+PART, TRASH = ".part-", ".gone-"
+"""Beginnings of the names of folders that are being written or removed."""
 PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)
 
 
@@ -65,7 +67,7 @@ def write_folder(files: Mapping[str, bytes], folder: Path) -> None:
     """
     with saving(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))
+        part = Path(tempfile.mkdtemp(prefix=PART, dir=folder.parent))
         try:
             part.chmod(0o755)
             for name, data in files.items():
