@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -256,6 +256,12 @@ class Method:
 
     def evict(self, kv: LayerKV, step: Step) -> None:
         """Decide which entries stay; called after every attention. `step.moment.compresses` at the context's end."""
+
+    def end_of_layer(self, layers: Sequence[LayerKV], step: Step) -> None:
+        """Decide across the layers up to this one, after `evict` where the method compresses; may trim earlier layers.
+
+        layers: all stores; those after `step.layer` do not hold the end of the context yet.
+        """
 
     def end_of_context(self, session: Session) -> None:
         """Decide across layers, after the last layer of the context's last chunk."""

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
+from kvbench.errors import UserError
 from kvbench.method import Method
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvbench.hf import Model
+    from kvbench.method import Card
     from kvbench.step import Step
     from kvbench.store import LayerKV
 
@@ -69,6 +72,15 @@ class RollingMethod(Method):
             kv.drop(scores.topk(kv.n - entries, dim=-1, largest=False).indices)
 
 
+def require_inverse_rotation(model: Model, name: str) -> None:
+    """Refuse a model whose rotary embedding cannot be inverted (`UserError`). name: of the method."""
+    if not all(rope.trusted for rope in model.ropes):
+        raise UserError(
+            f"{name} inverts the rotary embedding, which is not understood on every layer of {model.id}. Use a method "
+            "that does not, such as knorm."
+        )
+
+
 def top_entries(scores: Tensor, entries: int) -> Tensor:
     """Ascending indices of the best entries of every head; of equal scores the first. [B, H_kv, entries]"""
     return scores.argsort(dim=-1, descending=True, stable=True)[..., :entries].sort(dim=-1).values
@@ -88,6 +100,11 @@ def protect_last(scores: Tensor, entries: int) -> Tensor:
     return scores
 
 
+def protect_first(scores: Tensor, kv: LayerKV, tokens: int) -> Tensor:
+    """Scores with the entries of the first tokens infinite, where they are still stored. [B, H_kv, n]"""
+    return scores.masked_fill(kv.logical_positions() < tokens, torch.inf)
+
+
 def pool_scores(scores: Tensor, kernel: int, kind: Pool) -> Tensor:
     """Smooth scores along the entries, so that neighbors of a peak survive with it. [B, H, n]
 
@@ -98,6 +115,32 @@ def pool_scores(scores: Tensor, kernel: int, kind: Pool) -> Tensor:
     pool = F.avg_pool1d if kind == "avg" else F.max_pool1d
     pooled: Tensor = pool(scores, kernel, stride=1, padding=kernel // 2)
     return pooled
+
+
+def go_around(
+    inner: type[Method], around: type, card: Card, note: str, *notes: str
+) -> type[Method]:
+    """Create `inner+around`: `around` decides or weighs, with the scores of another method.
+
+    card: of the outer method. note: what comes from which paper. notes: further deviations.
+
+    Raises:
+        UserError: the inner method does not score every entry once, or is this one already.
+    """
+    if not issubclass(inner, ScoredMethod) or issubclass(inner, around):
+        raise UserError(
+            f"{inner.card.name}+{card.name} makes no sense: {card.name} goes around a method that scores every entry "
+            f"once per head, and {inner.card.name} does not."
+        )
+    scorer = inner.card
+    heads = card.heads if scorer.heads == "independent" else scorer.heads
+    made = scorer.model_copy(update={
+        "name": f"{scorer.name}+{card.name}", "heads": heads, "family": card.family,
+        "title": f"{scorer.title} + {card.title}", "limits": (*scorer.limits, *card.limits),
+        "deviations": (*scorer.deviations, note, *notes), "unverified": (*scorer.unverified, *card.unverified),
+    })
+    body = {"card": made, "__doc__": inner.__doc__, "__module__": inner.__module__}
+    return dataclass(frozen=True)(type(made.name, (around, inner), body))
 
 
 def group_mean(scores: Tensor, kv_heads: int) -> Tensor:

@@ -82,3 +82,6 @@ class Step:
     causal: bool
     rope: Rope
     """Rotary embedding of this layer."""
+    output: Tensor | None = None
+    """Output projection, by query head, where the method compresses; None: elsewhere, and where the adapter does not
+    find it. [H_q, D_v, hidden]"""

@@ -46,7 +46,7 @@ def acts_at_its_budget(method: Method) -> str:
 
 def _inert(method: Method, model: Model) -> Effect:
     """The effect of the same settings with the hooks of the base class, which change nothing."""
-    hooks = ("layer", "attend", "evict", "end_of_context", "prefill", "generate")
+    hooks = ("layer", "attend", "evict", "end_of_layer", "end_of_context", "prefill", "generate")
     plain = {name: getattr(Method, name) for name in hooks}
     inert = type("Inert", (type(method),), plain)(**method.settings)
     with open_at_budget(inert, model) as session:

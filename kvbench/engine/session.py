@@ -258,9 +258,12 @@ class Session:
         started = now(step.key.device) if compresses else 0.0  # work queued before does not count as compression
         self.method.evict(kv, step)
         if compresses:
+            self.method.end_of_layer(self.layers, step)
             self.compress_seconds += now(step.key.device) - started
             if not self.recompress:
                 kv.settle()
+            for index in range(step.layer):  # the method may have trimmed them
+                self._ledger.note_layer(index)
         self._ledger.note_layer(step.layer)
 
     def reserve(self, tokens: int, forward: int) -> None:

@@ -17,11 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from kvbench.hf.rope import NO_ROPE, Rope
 from kvbench.step import Moment, Step
 
 NAME = "kvbench"
+OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
+"""Names that the attention modules of transformers give to their output projection."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +63,28 @@ def _attention(
         query=query, key=key, value=value,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap,
         sinks=s_aux, causal=forward.causal, rope=forward.ropes[layer] if forward.ropes else NO_ROPE,
+        output=find_output(module, query.shape[1], value.shape[-1]) if forward.moment.compresses else None,
     )
     return forward.attend(step).transpose(1, 2).contiguous(), None
+
+
+def find_output(module: nn.Module, heads: int, width: int) -> Tensor | None:
+    """Weight of the output projection by query head, a view; None if the module has none of that size in memory.
+
+    Returns [H_q, D_v, hidden].
+    """
+    for name in OUTPUTS:
+        layer = getattr(module, name, None)
+        if isinstance(layer, nn.Linear):
+            weight = layer.weight.detach().T
+        elif isinstance(layer, Conv1D):
+            weight = layer.weight.detach()
+        else:
+            continue
+        if weight.shape[0] == heads * width and weight.is_floating_point() and not weight.is_meta:
+            by_head: Tensor = weight.unflatten(0, (heads, width))
+            return by_head
+    return None
 
 
 AttentionInterface.register(NAME, _attention)

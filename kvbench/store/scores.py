@@ -13,6 +13,14 @@ if TYPE_CHECKING:
     from kvbench.store.layer import LayerKV
 
 
+def plain_keys(kv: LayerKV, step: Step, start: int = 0, stop: int | None = None) -> Tensor:
+    """Keys of the dense block before rotation, of some entries. [B, H_kv, n, D] float32"""
+    keys = kv.keys[:, :, start:stop].float()
+    positions = kv.logical_positions()[..., start:stop].expand(keys.shape[:3])
+    by_head = keys.flatten(0, 1)[:, None]  # positions differ by head after an eviction
+    return step.rope.rotate(by_head, positions.flatten(0, 1), inverse=True).view_as(keys)
+
+
 def attention_mass_of(queries: Tensor, kv: LayerKV, step: Step) -> Tensor:
     """Attention that each entry receives, summed over the last queries seen so far. [B, H_q, n] float32
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from kvbench.constraints import Share
-from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Method, Upstream
 from kvbench.methods.eviction.snapkv import SnapKV
-from kvbench.selection import ScoredMethod
+from kvbench.selection import ScoredMethod, go_around
 from kvbench.store import LayerKV
 
 TOTAL = (
@@ -63,20 +62,8 @@ class AdaKV(HeadAllocation, SnapKV):
     @classmethod
     def over(cls, inner: type[Method]) -> type[Method]:
         """Create `inner+adakv`: this allocation with the scores of another method."""
-        if not issubclass(inner, ScoredMethod) or issubclass(inner, HeadAllocation):
-            raise UserError(
-                f"{inner.card.name}+adakv makes no sense: adakv divides the budget of a method that scores every entry "
-                f"once per head, and {inner.card.name} does not."
-            )
-        name = f"{inner.card.name}+adakv"
-        ours, scorer = cls.card, inner.card
-        around = f"The number of entries of each head follows Ada-KV (arXiv {ours.arxiv}), their choice this method."
-        card = scorer.model_copy(update={
-            "name": name, "heads": ours.heads, "family": ours.family, "title": f"{scorer.title} + {ours.title}",
-            "limits": (*scorer.limits, *ours.limits), "deviations": (*scorer.deviations, around, TOTAL),
-        })
-        body = {"card": card, "__doc__": inner.__doc__, "__module__": inner.__module__}
-        return dataclass(frozen=True)(type(name, (HeadAllocation, inner), body))
+        note = f"The number of entries of each head follows Ada-KV (arXiv {cls.card.arxiv}), their choice this method."
+        return go_around(inner, HeadAllocation, cls.card, note, TOTAL)
 
 
 def allocate(scores: Tensor, entries: int, floor: float) -> Tensor:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from kvbench.constraints import Natural, Positive
-from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Shape, Step, Upstream
-from kvbench.selection import ScoredMethod, group_mean
+from kvbench.selection import ScoredMethod, group_mean, require_inverse_rotation
 from kvbench.store import LayerKV
 
 if TYPE_CHECKING:
@@ -64,11 +63,7 @@ class ExpectedAttention(ScoredMethod):
 
     def bind(self, model: Model) -> Self:
         """Refuse a model whose rotary embedding cannot be inverted (`UserError`)."""
-        if not all(rope.trusted for rope in model.ropes):
-            raise UserError(
-                f"expected-attention inverts the rotary embedding of queries, which is not understood on every layer "
-                f"of {model.id}. Use a method that does not, such as knorm."
-            )
+        require_inverse_rotation(model, self.card.name)
         return self
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:

@@ -29,8 +29,7 @@ def make_step():
         return Step(
             layer=0, moment=moment, positions=torch.arange(before, before + count).expand(key.shape[0], -1),
             seen=before + count, query=query, key=key, value=key if value is None else value, scale=scale,
-            causal=True, rope=NO_ROPE,
-            **{"window": None, "softcap": None, "sinks": None, **options},
+            causal=True, **{"rope": NO_ROPE, "window": None, "softcap": None, "sinks": None, **options},
         )
 
     return make

@@ -1,0 +1,102 @@
+"""CriticalKV: weighs any scores by the norm of what an entry adds to the layer's output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.constraints import Ge, Share
+from kvbench.errors import UserError
+from kvbench.method import BudgetKind, Card, Method, Step, Upstream
+from kvbench.methods.eviction.snapkv import SnapKV
+from kvbench.selection import ScoredMethod, go_around, top_entries
+from kvbench.store import LayerKV
+
+BLOCK_ELEMENTS = 1 << 22
+"""Elements of projected values in memory at a time."""
+
+
+@dataclass(frozen=True)
+class CriticalScores(ScoredMethod):
+    """Fills a share of the budget by the scores alone, and the rest by scores times the norm of the projected value."""
+
+    first_stage: Share = 0.5
+    """Share of the budget that the scores alone fill."""
+    epsilon: Annotated[float, Ge(0)] = 1e-4
+    """Added to the scores before they are weighed."""
+
+    def score(self, kv: LayerKV, step: Step) -> Tensor:
+        """Weighed scores; infinite for the first stage and for protected entries. [B, H_kv, n]"""
+        scores = super().score(kv, step)  # type: ignore[safe-super]  # of the method that this one goes around
+        if (scores < 0).any():
+            raise UserError(
+                f"{self.card.name} makes no sense: scores are multiplied by a norm, and those of the method are "
+                "negative. Use one whose scores are attention, such as snapkv."
+            )
+        entries = self.entries_in(step.layer, step.window)
+        assert entries is not None
+        first = top_entries(scores, int(entries * self.first_stage))
+        weighed = (scores + self.epsilon) * projected_norm(kv.values, step, self.card.name)
+        return weighed.masked_fill(scores == torch.inf, torch.inf).scatter(-1, first, torch.inf)
+
+
+@dataclass(frozen=True)
+class CriticalKV(CriticalScores, SnapKV):
+    """SnapKV with scores weighed by the projected values; `x+criticalkv` weighs the scores of method x."""
+
+    card: ClassVar[Card] = Card(
+        name="criticalkv",
+        title="Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective",
+        idea="Dropping an entry changes the output by its attention times its projected value. "
+        "Half of the budget goes to the most attended entries, the rest to those with the largest product.",
+        arxiv="2502.03805",
+        year=2025,
+        family="eviction",
+        stages=("compression",),
+        budget=BudgetKind.STORED,
+        heads="independent",
+        upstream=Upstream(repo="NVIDIA/kvpress", commit="8bb29b9", license="Apache-2.0"),
+        deviations=(
+            ("Scores are SnapKV's with its defaults here: pooled and summed over the window, where kvpress takes "
+            "means. So epsilon weighs less than in kvpress."),
+            "The norm of a KV head is the mean over its query heads, as in kvpress.",
+        ),
+        limits=(
+            "It needs the weights of the output projection in memory, in floating point.",
+            "It refuses scores below zero, such as knorm's: a larger norm would make them worse.",
+            ("With `+adakv` the first stage takes the same number of entries in every head; the authors allocate "
+            "before both stages."),
+        ),
+    )
+
+    @classmethod
+    def over(cls, inner: type[Method]) -> type[Method]:
+        """Create `inner+criticalkv`: the scores of another method, weighed."""
+        note = f"Scores are weighed by projected values in two stages, as in CriticalKV (arXiv {cls.card.arxiv})."
+        return go_around(inner, CriticalScores, cls.card, note)
+
+
+def projected_norm(values: Tensor, step: Step, name: str) -> Tensor:
+    """Sum of absolute elements of each value times the output projection, mean over the query heads. [B, H_kv, n]
+
+    name: of the method, for the refusal.
+
+    Raises:
+        UserError: the layer's output projection is not known.
+    """
+    if step.output is None:
+        raise UserError(
+            f"{name} needs the weights of the output projection, and kvbench does not find them in layer {step.layer}: "
+            "they are offloaded, quantized, or under a name that it does not know. Use a method without them, such as "
+            "snapkv."
+        )
+    weight = step.output.unflatten(0, (values.shape[1], -1)).float()  # [H_kv, G, D_v, hidden]
+    size = max(1, BLOCK_ELEMENTS // (values.shape[0] * weight.shape[0] * weight.shape[3]))
+    parts = []
+    for block in values.float().split(size, dim=2):
+        norms = [(block @ weight[:, i]).abs().sum(-1) for i in range(weight.shape[1])]
+        parts.append(torch.stack(norms).mean(0))
+    return torch.cat(parts, dim=-1)

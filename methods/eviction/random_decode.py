@@ -1,0 +1,67 @@
+"""Random eviction while decoding: the control that every method with eviction while decoding should beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.constraints import Natural
+from kvbench.method import BudgetKind, Card, Step
+from kvbench.selection import RollingMethod
+from kvbench.store import LayerKV
+
+
+@dataclass(frozen=True)
+class RandomDecode(RollingMethod):
+    """Keeps to the budget in every step: drops random entries, but none of the prompt and none of the last tokens."""
+
+    window: Natural = 32
+    """Last tokens, which are always kept."""
+    seed: int = 0
+
+    card: ClassVar[Card] = Card(
+        name="random-decode",
+        title="Random eviction while decoding, with the prompt pinned",
+        idea="The prompt stays, and each head drops a random generated entry whenever it is over its budget. "
+        "It is the control for every method that evicts while decoding.",
+        arxiv="2609.03430",
+        year=2026,
+        family="eviction",
+        stages=("generation", "compression"),
+        budget=BudgetKind.STORED,
+        heads="indexed",
+        upstream=None,
+        deviations=(
+            "The last tokens are always kept, as in `random`; with `window=0` every generated token competes.",
+        ),
+        unverified=(
+            ("The paper was not at hand: the prompt is pinned and entries are drawn uniformly per KV head, as its "
+            "summaries say; that the last tokens are kept is an assumption."),
+        ),
+        limits=(
+            ("A prompt that leaves no more than `window` entries of the budget cannot be pinned: it is evicted at "
+            "random too, as by `random`. Pass a budget in tokens that is larger than the prompt and the window."),
+        ),
+    )
+
+    def minimum_entries(self) -> int:
+        """The window and one entry to choose."""
+        return self.window + 1
+
+    def layer(self, index: int) -> LayerKV:
+        """A store with positions, in which entries are dropped in place."""
+        return LayerKV(track=True, bounded=True)
+
+    def score(self, kv: LayerKV, step: Step, entries: int) -> Tensor:
+        """Random numbers by head and position, new in every step; infinite for prompt and window. [B, H_kv, n]"""
+        assert kv.positions is not None and self.length is not None
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + step.layer) * 1_000_003 + step.seen)
+        numbers = torch.rand(kv.keys.shape[1], step.seen, generator=generator).to(kv.keys.device)
+        scores = numbers.expand(kv.keys.shape[0], -1, -1).gather(-1, kv.positions.long())
+        kept = kv.positions >= step.seen - self.window
+        if entries > self.length + self.window:
+            kept = kept | (kv.positions < self.length)
+        return scores.masked_fill(kept, torch.inf)
