@@ -1,4 +1,4 @@
-"""Measures the overhead of kvbench: `make bench`, or `python scripts/bench.py [startup|harness|generate|memory]...`.
+"""Measures the overhead of kvbench: `make bench`, or `python scripts/bench.py [NAME]...`, with these names.
 
 Every other number is a ratio of two times measured in turn in one process, or bytes, because absolute times of a shared
 CPU vary. Writes results/bench/cpu-2-cores.json.
@@ -6,6 +6,7 @@ CPU vary. Writes results/bench/cpu-2-cores.json.
 startup: seconds to import kvbench, to print the help and to list the methods; meaningful on an idle core only.
 harness: a whole run, relative to the same forward passes called directly with transformers' cache.
 generate: answers with the full cache, relative to Hugging Face `generate` on the same model and prompts.
+sweep: 12 methods on the same contexts with `--share-prefill`, relative to the sum of single runs, in CPU seconds.
 memory: peak bytes of a prefill beyond those of the full cache, by length.
 """
 
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from kvbench.engine import agreement
 from kvbench.engine.session import Session
 from kvbench.hf import Model, load, load_model
 from kvbench.hf.tiny import tiny_model
@@ -40,6 +42,7 @@ from kvbench.runs.environment import find_git
 from kvbench.runs.options import Request
 from kvbench.runs.prepare import prepare
 from kvbench.runs.runner import run
+from kvbench.sweep.cell import ModelCache, SweepCell, group_cells, run_group
 from kvbench.task import Mode, Split, encode
 
 ROUNDS = 3
@@ -47,6 +50,10 @@ CONTEXTS = 20
 NEW_TOKENS = 32
 OUT = Path(__file__).parent.parent / "results" / "bench" / "cpu-2-cores.json"
 LENGTHS = (8192, 16384, 32768)
+SWEPT = (
+    "snapkv", "knorm", "keydiff", "expected-attention", "streaming-llm", "tova", "pyramidkv", "kivi", "full-int8",
+    "quest", "snapkv+adakv", "kvzip",
+)
 
 
 def paired(ours: Callable[[], object], theirs: Callable[[], object]) -> dict[str, float]:
@@ -140,6 +147,40 @@ def answers(model: Model, turns: int) -> dict[str, Any]:
     }
 
 
+def bench_sweep() -> dict[str, Any]:
+    """CPU seconds of a sweep of 12 methods on the same contexts, over those of 12 single runs."""
+    cache = ModelCache()
+    request = Request(method="", task="niah", samples=4, length=1024, device="cpu", split="dev", visibility="hidden")
+
+    def spend(folder: str, *, share: bool) -> float:
+        cells = [
+            SweepCell(
+                index=i, grid=1, name=name, options={}, request=replace(request, method=name, out=Path(folder))
+            )
+            for i, name in enumerate(SWEPT)
+        ]
+        started = time.process_time()
+        for group in group_cells(cells, 1, share=share):
+            agreement.forget()
+            for report in run_group(group, cache, lambda *_: None):
+                if report.status != "ok" or report.existing:
+                    raise SystemExit(f"{report.cell.name}: {report.error or 'it was finished before'}")
+        return time.process_time() - started
+
+    ratios = []
+    for number in range(ROUNDS + 1):
+        with tempfile.TemporaryDirectory() as alone, tempfile.TemporaryDirectory() as shared:
+            times = spend(shared, share=True), spend(alone, share=False)
+        if number:  # the first round loads the model and generates the prompts
+            ratios.append(times[0] / times[1])
+    return {
+        "methods": SWEPT, "samples": request.samples, "length": request.length,
+        "shared_over_single": {
+            "median": statistics.median(ratios), "min": min(ratios), "max": max(ratios), "rounds": ROUNDS
+        },
+    }
+
+
 def peak_of_prefill(method: str, length: int) -> int:
     """Peak resident bytes that a prefill adds to this process."""
     model = tiny_model(query_heads=4, kv_heads=2)
@@ -195,7 +236,10 @@ def bench_startup() -> dict[str, Any]:
     return found
 
 
-BENCHES = {"startup": bench_startup, "harness": bench_harness, "generate": bench_generate, "memory": bench_memory}
+BENCHES = {
+    "startup": bench_startup, "harness": bench_harness, "generate": bench_generate, "sweep": bench_sweep,
+    "memory": bench_memory,
+}
 
 
 def main() -> None:

@@ -42,8 +42,8 @@ def print_result(result: Result, folder: Path) -> None:
     if result.output.truncated:
         rows.append(("truncated", f"{result.output.truncated} of {spec.samples} prompts: too long, middle left out"))
     rows += _memory(result)
-    if latency.mixed is not None:
-        rows.append(("time", f"not reported: {latency.mixed}"))
+    if latency.mixed is not None or latency.untimed is not None:
+        rows.append(("time", f"not reported: {latency.mixed or latency.untimed}"))
     elif result.diffusion is None:
         prefill = f"prefill {format_seconds(latency.prefill_s)} (compression {format_seconds(latency.compress_s)})"
         rows.append(("time", f"{prefill}, {format_seconds(latency.tpot_s)} per output token"))

@@ -28,6 +28,9 @@ def sweep_command(
     address: Annotated[
         str | None, typer.Option(help="HOST:PORT of a Ray cluster; default: start one on this machine.")
     ] = None,
+    share_prefill: Annotated[
+        bool, typer.Option("--share-prefill", help="Run each context's prefill once for all methods; gives no times.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the cells and predict their time; run nothing.")
     ] = False,
@@ -51,7 +54,7 @@ def sweep_command(
         raise UserError("a cell with a device map may use all GPUs. Use --workers 1.")
     if dry_run:
         return show_prediction(cells, workers or 1, as_json=as_json)
-    reports = run_cells(cells, executor, workers, address)
+    reports = run_cells(cells, executor, workers, address, share=share_prefill)
     _print(reports)
     if as_json:
         print_json([x.document for x in reports])
@@ -59,9 +62,10 @@ def sweep_command(
 
 
 def run_cells(
-    cells: list[SweepCell], executor: str = "local", workers: int | None = None, address: str | None = None
+    cells: list[SweepCell], executor: str = "local", workers: int | None = None, address: str | None = None, *,
+    share: bool = False,
 ) -> list[CellReport]:
-    """Run the cells and return their reports in the same order.
+    """Run the cells and return their reports in the same order. share: run the prefills of the same contexts once.
 
     Raises:
         InterruptedRunError: Ctrl-C; the message says how many cells are done.
@@ -78,11 +82,11 @@ def run_cells(
             with connected(address):
                 cells = _place(cells, find_device)
                 with show_progress(cells) as progress:
-                    run_ray(cells, workers, progress)
+                    run_ray(cells, workers, progress, share=share)
         else:
             cells = _place(cells)
             with show_progress(cells) as progress:
-                run_local(cells, workers or 1, progress)
+                run_local(cells, workers or 1, progress, share=share)
     except (KeyboardInterrupt, InterruptedRunError):
         done = "nothing was run" if progress is None else f"saved {progress.counts} in {cells[0].request.out}"
         raise InterruptedRunError(f"interrupted: {done}. Run the same command to continue.") from None

@@ -26,6 +26,7 @@ from kvbench.task import Encoded, Mode
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from kvbench.engine.recording import Recording
     from kvbench.hf import Model
     from kvbench.runs.spec import RunSpec
 
@@ -50,18 +51,24 @@ _cached: WeakKeyDictionary[nn.Module, OrderedDict[Hashable, list[Tensor]]] = Wea
 
 
 def find_full_logits(
-    model: Model, encoded: Encoded, spec: RunSpec, own: Sequence[Sequence[int]], capacity: int
+    model: Model, encoded: Encoded, spec: RunSpec, own: Sequence[Sequence[int]], capacity: int,
+    recording: Recording | None = None,
 ) -> list[Tensor]:
     """As `compute_full_logits`, from the cache of this model's logits if they are in it."""
     cached = _cached.setdefault(model.module, OrderedDict())
     history = tuple(tuple(ids) for ids in own) if spec.history == "own" else None
     key = (encoded, spec.mode, spec.visibility, spec.chunk, spec.kernels, history)
     if key not in cached:
-        cached[key] = [x.cpu() for x in compute_full_logits(model, encoded, spec, own, capacity)]
+        cached[key] = [x.cpu() for x in compute_full_logits(model, encoded, spec, own, capacity, recording)]
     cached.move_to_end(key)
     while sum(x.nbytes for logits in cached.values() for x in logits) > CACHED_BYTES and len(cached) > 1:
         cached.popitem(last=False)
     return cached[key]
+
+
+def forget() -> None:
+    """Drop all cached logits, as in a new process."""
+    _cached.clear()
 
 
 def force_answer(talk: Session, answer: Sequence[int], *, counts: bool = False) -> Tensor:
@@ -77,16 +84,20 @@ def force_answer(talk: Session, answer: Sequence[int], *, counts: bool = False) 
 
 
 def compute_full_logits(
-    model: Model, encoded: Encoded, spec: RunSpec, own: Sequence[Sequence[int]], capacity: int
+    model: Model, encoded: Encoded, spec: RunSpec, own: Sequence[Sequence[int]], capacity: int,
+    recording: Recording | None = None,
 ) -> list[Tensor]:
     """The full cache's logits on the reference answers of a conversation, by turn. [T, V] each
 
     own: the method's answers without stop tokens, which later turns see if the history is `own`.
+    recording: the prefill of the context, if it has been run.
     """
     found = []
     visible = () if spec.visibility == "hidden" else encoded.turns[0].first
     # A context of its own: the kernels that run here are not counted as the method's.
-    with using(spec.kernels), Session(model, FullCache(), capacity=capacity, chunk=spec.chunk) as session:
+    with using(spec.kernels), Session(
+        model, FullCache(), capacity=capacity, chunk=spec.chunk, recording=recording
+    ) as session:
         session.prefill(encoded.context, visible=visible)
         for turn, ids in enumerate(encoded.turns):
             if spec.mode is Mode.MULTI_REQUEST:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -13,9 +14,11 @@ from torch import Tensor
 from kvbench.budget import Shape
 from kvbench.engine.autoregressive import Tokens, greedy
 from kvbench.engine.ledger import Ledger
+from kvbench.engine.recording import InexactPrefillError, Pass, Recording
 from kvbench.engine.timing import now
 from kvbench.errors import UserError
 from kvbench.hf import Forward, Model, attached
+from kvbench.kernels.choice import note
 from kvbench.method import Method
 from kvbench.runs.journal import CacheBytes, Effect
 from kvbench.step import Moment, Step
@@ -35,11 +38,13 @@ class Session:
         chunk: most prompt tokens per forward pass; None: the whole prompt at once.
         recompress: compress again after every question.
         track: store the logical position of every entry, for checks; uses extra bytes.
+        recording: the exact prefill of the context to come, which `prefill` then takes instead of running the model.
+        compare: compute the attention of a recorded prefill all the same, and require that it is equal.
     """
 
     def __init__(
         self, model: Model, method: Method, *, capacity: int = 0, chunk: int | None = None, recompress: bool = False,
-        track: bool = False,
+        track: bool = False, recording: Recording | None = None, compare: bool = False,
     ) -> None:
         self.model, self.method = model, method
         self.capacity, self.chunk, self.recompress = capacity, chunk, recompress
@@ -55,6 +60,7 @@ class Session:
         self.answer_started = 0.0  # perf_counter at the end of the last question
         self.shape: Shape | None = None  # of the context
         self._pending: list[list[int]] = []
+        self._recording, self._compare = recording, compare
         self._ledger = Ledger(self.layers)
         self._static: Tensor | None = None
         self._open = ExitStack()
@@ -96,6 +102,7 @@ class Session:
         self.shape = self.model.shape(ids.shape[1])
         chunks = ids.split(self.chunk or ids.shape[1], dim=1)
         self.logits = self.method.prefill(self, chunks)
+        self._recording = None
         self.method.end_of_context(self)
         self._ledger.note_context(self.method, self.shape, self.batch)
         return self.logits
@@ -113,13 +120,8 @@ class Session:
                 f"{self.method.card.name} replays the context through the model and cannot take synthetic entries."
             )
         for step in steps:
-            kv = self.layers[step.layer]
             self.batch, self.seen = step.key.shape[0], step.seen
-            kv.append(step)
-            kv.attend = _attend_to_nothing  # type: ignore[method-assign]  # of this object, for this call
-            self.method.attend(kv, step)
-            del kv.attend
-            self._evict(kv, step)
+            self._store(step)
         self.shape = self.model.shape(self.seen)
         self.method.end_of_context(self)
         self._ledger.note_context(self.method, self.shape, self.batch)
@@ -228,6 +230,10 @@ class Session:
     def forward(self, ids: Tensor, moment: Moment, *, keep: int = 1) -> Tensor:
         """Run one forward pass. ids: new tokens [B, T]. Returns logits of the last `keep` positions [B, keep, V]."""
         count = ids.shape[1]
+        if self._recording is not None and moment.in_context:
+            found = self._recording.find(self.seen, ids)
+            if found is not None and keep == 1:
+                return self._replay(found, moment)
         if self._static is None:
             positions = torch.arange(self.seen, self.seen + count, device=ids.device).expand(ids.shape[0], -1)
         else:
@@ -246,6 +252,42 @@ class Session:
         output = self.method.attend(kv, step)
         self._evict(kv, step)
         return output
+
+    def _replay(self, recorded: Pass, moment: Moment) -> Tensor:
+        """Take the entries and logits of a recorded pass instead of running the model. Returns logits [B, 1, V].
+
+        Raises:
+            InexactPrefillError: the method's own pass would have been different.
+        """
+        assert self._recording is not None
+        for label, implementation in self._recording.kernels.items():
+            note(label, implementation)
+        self.seen += recorded.ids.shape[1]
+        for layer, made in enumerate(recorded.steps):
+            step = replace(made, moment=moment)
+            if not self._compare:
+                self._store(step, exact=True)
+            elif not torch.equal(self._attend(step), recorded.outputs[layer]):
+                raise InexactPrefillError(f"its attention in layer {layer} differs from the full cache's.")
+        return recorded.logits.clone()
+
+    def _store(self, step: Step, *, exact: bool = False) -> None:
+        """Store, score and compress a step's entries without computing attention.
+
+        exact: require that the method holds every entry and passes attention on unchanged (`InexactPrefillError`).
+        """
+        kv, nothing = self.layers[step.layer], _attend_to_nothing(step)
+        kv.append(step)
+        new = step.key.shape[2]
+        before = step.seen - new if step.window is None else min(step.seen - new, step.window)
+        if exact and set(kv.entries_kept()) != {before + new}:
+            raise InexactPrefillError("it drops entries before the end of the context.")
+        kv.attend = lambda step: nothing  # type: ignore[method-assign]  # noqa: ARG005  # of this object, for this call
+        output = self.method.attend(kv, step)
+        del kv.attend
+        if exact and output is not nothing:
+            raise InexactPrefillError("its attention in the prefill is not the store's.")
+        self._evict(kv, step)
 
     def _evict(self, kv: LayerKV, step: Step) -> None:
         if step.moment is Moment.DECODE:

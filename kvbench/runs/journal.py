@@ -161,6 +161,7 @@ class Line(Record):
     tokens: TokenCounts | None
     stop_reason: str | None
     times: Times | None
+    """None if the sample took the prefill of another run (`shared_prefill`)."""
     bytes: CacheBytes | None
     effect: Effect | None
     agreement: Agreement | None
@@ -169,6 +170,8 @@ class Line(Record):
     """For diffusion models only."""
     kernels: dict[str, str] = Field(default_factory=dict)
     """The implementation of each operation in the whole sample; on the line of its first turn."""
+    shared_prefill: bool = False
+    """Whether the exact prefill of the context was run once for several runs of a sweep."""
     machine: Machine | None = None
     """On the line of the sample's first turn. None in early journals."""
     facts: dict[str, Any]

@@ -75,7 +75,9 @@ class Latency(Record):
     p95: float | None
     n: int
     mixed: str | None = None
-    """Why there are no times: the machines or numbers of threads that samples ran on. None: there was one."""
+    """Why there are no times: samples ran on several machines or numbers of threads. None: on one."""
+    untimed: str | None = None
+    """Why there are no times: prefills were shared. None: they were not."""
 
 
 class BaselineResult(Record):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from kvbench.runs.spec import RunSpec
 from kvbench.runs.summary import describe_mixed, find_machines, summarize
 
 if TYPE_CHECKING:
+    from kvbench.engine.shared import SharedPrefill
     from kvbench.runs.progress import Progress
 
 
@@ -53,7 +55,22 @@ def find_existing(job: Job) -> Outcome | None:
     return Outcome(result, job.folder, existing=True, code_changes=tuple(result.spec.find_code_changes(job.spec)))
 
 def run(job: Job, progress: Progress | None = None) -> Outcome:
-    """Run the missing samples and write the result.
+    """Run the missing samples and write the result; see `run_samples`."""
+    samples = run_samples(job, progress)
+    while True:
+        try:
+            next(samples)
+        except StopIteration as end:
+            outcome: Outcome = end.value
+            return outcome
+
+
+def run_samples(
+    job: Job, progress: Progress | None = None, shared: SharedPrefill | None = None
+) -> Generator[int, None, Outcome]:
+    """Run the missing samples, yielding the index of each before it is run, and write the result.
+
+    shared: the prefills that runs on the same contexts share when they take turns; such a run has no times.
 
     Raises:
         SaveError: a file could not be written.
@@ -75,7 +92,7 @@ def run(job: Job, progress: Progress | None = None) -> Outcome:
                 mixed = describe_mixed([*find_machines(journal.lines), find_machine(job.model.device.type)])
                 if mixed is not None:
                     say(f"{mixed}: the result will have scores but no times. For times, use another --out.")
-            _run_missing(job, journal, progress)
+            yield from _run_missing(job, journal, progress, shared)
         except KeyboardInterrupt:
             raise InterruptedRunError(
                 f"interrupted: {len(journal.finished)} of {job.spec.samples} samples are saved in {job.folder}. "
@@ -110,13 +127,19 @@ def _claim_folder(job: Job) -> None:
     write_record(path, job.spec)
 
 
-def _run_missing(job: Job, journal: Journal, progress: Progress | None) -> None:
+def _run_missing(
+    job: Job, journal: Journal, progress: Progress | None, shared: SharedPrefill | None
+) -> Generator[int, None, None]:
     missing = set(range(job.spec.samples)) - journal.finished
     machine = find_machine(job.model.device.type)
     for index, example, encoded in make_examples(job, missing):
+        yield index
         with using(job.spec.kernels) as ran:
             try:
-                lines = (run_sample if job.model.masking is None else fill_sample)(job, index, example, encoded)
+                if job.model.masking is None:
+                    lines = run_sample(job, index, example, encoded, shared)
+                else:
+                    lines = fill_sample(job, index, example, encoded)
             except SampleFailedError as failure:
                 lines = failure.lines
                 _log_failure(job.folder, index, failure)

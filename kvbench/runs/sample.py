@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from math import isfinite
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from kvbench.budget import BudgetKind
 from kvbench.engine.agreement import compare_logits, find_full_logits, force_answer
 from kvbench.engine.autoregressive import Tokens
+from kvbench.engine.recording import InexactPrefillError, Recording
 from kvbench.engine.session import Session
 from kvbench.engine.timing import now
 from kvbench.errors import UserError
@@ -22,6 +24,9 @@ from kvbench.runs.job import Job, cap_new_tokens, check_capacity, find_capacity
 from kvbench.runs.journal import Line, Times, TokenCounts
 from kvbench.runs.spec import RunSpec
 from kvbench.task import Encoded, EncodedTurn, Example, Mode, Turn
+
+if TYPE_CHECKING:
+    from kvbench.engine.shared import SharedPrefill
 
 
 @dataclass
@@ -53,8 +58,12 @@ class SampleFailedError(Exception):
         self.lines = lines
 
 
-def run_sample(job: Job, index: int, example: Example, encoded: Encoded) -> list[Line]:
+def run_sample(
+    job: Job, index: int, example: Example, encoded: Encoded, shared: SharedPrefill | None = None
+) -> list[Line]:
     """Run a sample and return its journal lines.
+
+    shared: the prefills that this run shares with others on the same contexts; a sample that takes one has no times.
 
     Raises:
         SampleFailedError: a turn raised.
@@ -71,8 +80,14 @@ def run_sample(job: Job, index: int, example: Example, encoded: Encoded) -> list
         capacity = find_capacity(encoded, spec, limits)
         check_capacity(job, capacity)
         compares = not (model.random or method.budget_kind is BudgetKind.NONE)
+        recording, proves = None, False
+        if shared is not None:
+            recording, proves = shared.take(model, encoded.context + visible, spec)
         forced: list[Tensor] = []
-        with Session(model, method, capacity=capacity, chunk=spec.chunk, recompress=spec.recompress) as session:
+        with Session(
+            model, method, capacity=capacity, chunk=spec.chunk, recompress=spec.recompress, recording=recording,
+            compare=proves,
+        ) as session:
             before = now(device)
             session.prefill(encoded.context, visible=visible)
             timer.prefill_s, timer.compress_s = now(device) - before, session.compress_seconds
@@ -99,7 +114,14 @@ def run_sample(job: Job, index: int, example: Example, encoded: Encoded) -> list
                                        prompt_hash=prompt_hash, started=started, query=query))
                 timer = Timer(time.perf_counter())
         if compares:
-            lines = _with_agreement(job, encoded, lines, forced, capacity)
+            lines = _with_agreement(job, encoded, lines, forced, capacity, recording)
+        if shared is not None and recording is not None:
+            shared.accept(spec)
+            lines = [x.model_copy(update={"times": None, "shared_prefill": True}) for x in lines]
+    except InexactPrefillError as error:
+        assert shared is not None
+        shared.refuse(spec, str(error))
+        return run_sample(job, index, example, encoded)
     except Exception as error:
         del lines[len(example.turns) - 1 :]  # if closing the session raised, the last turn failed
         lines.append(fail(example, index, len(lines), error, prompt_hash, started, time.perf_counter() - timer.wall))
@@ -122,12 +144,12 @@ def fail(
 
 
 def _with_agreement(
-    job: Job, encoded: Encoded, lines: list[Line], forced: list[Tensor], capacity: int
+    job: Job, encoded: Encoded, lines: list[Line], forced: list[Tensor], capacity: int, recording: Recording | None
 ) -> list[Line]:
     """The lines with agreement, or unchanged if the full cache does not fit in memory."""
     own = [line.ids[:-1] if line.stop_reason == "stop" else line.ids for line in lines]
     try:
-        full = find_full_logits(job.model, encoded, job.spec, own, capacity)
+        full = find_full_logits(job.model, encoded, job.spec, own, capacity, recording)
     except torch.OutOfMemoryError:
         return lines
     found = []

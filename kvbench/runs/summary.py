@@ -220,8 +220,8 @@ def describe_mixed(machines: Sequence[Machine]) -> str | None:
 
 
 def _latency(lines: Sequence[Line]) -> Latency:
-    mixed = describe_mixed(find_machines(lines))
-    times = [x.times for x in lines if x.times is not None and mixed is None]
+    mixed, untimed = describe_mixed(find_machines(lines)), _describe_untimed(lines)
+    times = [x.times for x in lines if x.times is not None and mixed is None and untimed is None]
     first = [x for x in times if x.prefill_s is not None]
     per_token = [x.decode_s / x.steps for x in times if x.steps]
     seconds, steps = sum(x.decode_s for x in times), sum(x.steps for x in times)
@@ -232,7 +232,14 @@ def _latency(lines: Sequence[Line]) -> Latency:
         ttft_s=_middle([x.ttft_s for x in first]), tpot_s=_middle(per_token),
         tokens_per_s=steps / seconds if steps else None,
         p50=quantile(per_token, 0.5), p95=quantile(per_token, 0.95), n=len(per_token), mixed=mixed,
+        untimed=untimed,
     )
+
+
+def _describe_untimed(lines: Sequence[Line]) -> str | None:
+    """Why the times of the samples are not those of a user of the method; None: they are."""
+    shared = len({x.index for x in lines if x.shared_prefill})
+    return f"{shared} contexts took a prefill that other runs of the sweep share" if shared else None
 
 
 def _middle(values: Sequence[float]) -> float | None:

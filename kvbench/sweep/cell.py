@@ -7,8 +7,9 @@ import gc
 import io
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +20,7 @@ from kvbench.runs.options import Request
 from kvbench.runs.prepare import prepare
 
 if TYPE_CHECKING:
+    from kvbench.engine.shared import SharedPrefill
     from kvbench.hf import Model
     from kvbench.runs.results import Result
 
@@ -44,6 +46,15 @@ class SweepCell:
         """Equal for cells that can share a loaded model."""
         request = self.request
         return request.model, request.device, request.dtype, request.device_map
+
+    @property
+    def context_key(self) -> tuple[object, ...]:
+        """Equal for cells that run the same prefills."""
+        x = self.request
+        return (
+            *self.model_key, x.task, x.task_settings, x.template, x.split, x.seed, x.length, x.turns, x.mode,
+            x.visibility, x.chunk, x.kernels,
+        )
 
 
 @dataclass(frozen=True)
@@ -121,22 +132,66 @@ class LineWriter(io.TextIOBase):
         return len(text)
 
 
-def run_cell(cell: SweepCell, cache: ModelCache, advance: Callable[[int], None]) -> CellReport:
-    """Run the missing samples of a cell; every exception except Ctrl-C becomes a failed report.
+def group_cells(cells: Sequence[SweepCell], workers: int, *, share: bool) -> list[list[SweepCell]]:
+    """The cells that one process runs at a time, those of one model together.
+
+    With `share`, the cells on the same contexts, divided where there are more workers than such groups; otherwise each
+    cell alone.
+    """
+    models = list(dict.fromkeys(x.model_key for x in cells))
+    ordered = sorted(cells, key=lambda x: models.index(x.model_key))
+    if not share:
+        return [[x] for x in ordered]
+    groups: dict[tuple[object, ...], list[SweepCell]] = {}
+    for cell in ordered:
+        groups.setdefault(cell.context_key, []).append(cell)
+    parts = max(1, workers // len(groups))
+    return [part for x in groups.values() for part in (x[i::parts] for i in range(parts)) if part]
+
+
+def run_group(
+    cells: Sequence[SweepCell], cache: ModelCache, advance: Callable[[SweepCell, int], None]
+) -> Iterator[CellReport]:
+    """Run the missing samples of cells and yield their reports; every exception but Ctrl-C becomes a failed report.
+
+    Several cells take turns, sample by sample, and share the prefills of their contexts.
 
     Args:
-        cell: the cell.
+        cells: the cells, of one model.
         cache: holds the last loaded model.
-        advance: called with the number of finished samples after each sample.
+        advance: called with a cell and the number of its finished samples after each sample.
     """
-    from kvbench.runs.runner import InterruptedRunError, run
+    shared = None
+    if len(cells) > 1:
+        from kvbench.engine.shared import SharedPrefill
+
+        shared = SharedPrefill()
+    waiting: list[tuple[int, int, Generator[int, None, CellReport]]] = []
+    for place, cell in enumerate(cells):
+        steps = _run_steps(cell, cache, partial(advance, cell), shared)
+        waiting.append((-1, place, steps))
+    while waiting:
+        first = min(waiting, key=lambda x: x[:2])
+        waiting.remove(first)
+        _, place, steps = first
+        try:
+            waiting.append((next(steps), place, steps))
+        except StopIteration as end:
+            yield end.value
+
+
+def _run_steps(
+    cell: SweepCell, cache: ModelCache, advance: Callable[[int], None], shared: SharedPrefill | None
+) -> Generator[int, None, CellReport]:
+    """Run a cell; yields the index of each sample before it is run."""
+    from kvbench.runs.runner import InterruptedRunError, run_samples
 
     job: Job | None = None
     try:
         job = prepare(cell.request, cache.take(cell))
         cache.put(cell, job.loaded)
         _wait_for(job.folder)
-        outcome = run(job, CountCallback(advance))
+        outcome = yield from run_samples(job, CountCallback(advance), shared)
     except InterruptedRunError:
         raise
     except UserError as error:

@@ -11,8 +11,7 @@ import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING
@@ -27,23 +26,23 @@ GRACE = 10.0
 """Seconds that an idle worker has to exit."""
 
 
-def run_local(cells: Sequence[SweepCell], workers: int, progress: SweepProgress) -> None:
-    """Run every cell and report to `progress`.
+def run_local(cells: Sequence[SweepCell], workers: int, progress: SweepProgress, *, share: bool = False) -> None:
+    """Run every cell and report to `progress`. share: run the prefills of the same contexts once.
 
     Raises:
         KeyboardInterrupt: Ctrl-C, after all workers have ended.
         InterruptedRunError: Ctrl-C while a cell ran in this process.
     """
-    from kvbench.sweep.cell import ModelCache, run_cell
+    from kvbench.sweep.cell import ModelCache, group_cells, run_group
 
-    models = list(dict.fromkeys(x.model_key for x in cells))
-    ordered = sorted(cells, key=lambda x: models.index(x.model_key))
+    groups = group_cells(cells, workers, share=share)
     if workers == 1:
         cache = ModelCache()
-        for cell in ordered:
-            progress.finish(run_cell(cell, cache, partial(progress.receive, cell)))
+        for group in groups:
+            for report in run_group(group, cache, progress.receive):
+                progress.finish(report)
         return
-    pool = WorkerPool(ordered, min(workers, len(ordered)), progress)
+    pool = WorkerPool(groups, min(workers, len(groups)), progress)
     try:
         pool.run()
     finally:
@@ -52,29 +51,29 @@ def run_local(cells: Sequence[SweepCell], workers: int, progress: SweepProgress)
 
 @dataclass
 class WorkerProcess:
-    """A process, the cell it runs, and the key of the model it has loaded."""
+    """A process, the cells that it has not finished, and the key of the model it has loaded."""
 
     number: int
     process: SpawnProcess
     connection: Connection
-    cell: SweepCell | None = None
+    cells: list[SweepCell] = field(default_factory=list)
     model_key: object = None
 
 
 class WorkerPool:
-    """Distributes cells to worker processes; a cell whose worker dies is retried."""
+    """Distributes groups of cells to worker processes; cells whose worker dies are retried."""
 
-    def __init__(self, cells: Sequence[SweepCell], size: int, progress: SweepProgress) -> None:
-        self.waiting, self.size, self.progress = list(cells), size, progress
+    def __init__(self, groups: Sequence[list[SweepCell]], size: int, progress: SweepProgress) -> None:
+        self.waiting, self.size, self.progress = list(groups), size, progress
         self.workers: list[WorkerProcess] = []
         self.losses: Counter[int] = Counter()
-        self.gpus = _find_gpus() if any(x.request.device == "cuda" for x in cells) else []
+        self.gpus = _find_gpus() if any(x.request.device == "cuda" for group in groups for x in group) else []
 
     def run(self) -> None:
-        """Run until no cell is waiting and no worker is busy."""
+        """Run until no group is waiting and no worker is busy."""
         while True:
             self._assign()
-            busy = {x.connection: x for x in self.workers if x.cell is not None}
+            busy = {x.connection: x for x in self.workers if x.cells}
             if not busy:
                 return
             for connection in wait(list(busy)):
@@ -85,7 +84,7 @@ class WorkerPool:
         """End all workers; an idle worker exits when its connection closes."""
         for worker in self.workers:
             worker.connection.close()
-            if worker.cell is not None:
+            if worker.cells:
                 worker.process.terminate()  # finished samples are saved
         for worker in self.workers:
             worker.process.join(GRACE)
@@ -94,51 +93,50 @@ class WorkerPool:
                 worker.process.join()
 
     def _assign(self) -> None:
-        """Give every idle worker a cell, preferably one of the model that it has loaded."""
+        """Give every idle worker a group, preferably one of the model that it has loaded."""
         while self.waiting:
-            worker = next((x for x in self.workers if x.cell is None), None)
+            worker = next((x for x in self.workers if not x.cells), None)
             if worker is None:
                 if len(self.workers) == self.size:
                     return
                 worker = self._start_worker()
-            cell = next((x for x in self.waiting if x.model_key == worker.model_key), self.waiting[0])
-            self.waiting.remove(cell)
-            worker.cell, worker.model_key = cell, cell.model_key
+            group = next((x for x in self.waiting if x[0].model_key == worker.model_key), self.waiting[0])
+            self.waiting.remove(group)
+            worker.cells, worker.model_key = list(group), group[0].model_key
             try:
-                worker.connection.send(cell)
+                worker.connection.send(group)
             except OSError:
                 self._remove(worker)
 
     def _receive(self, worker: WorkerProcess) -> None:
-        """Handle one message of a worker: a log line, a number of finished samples, or the report."""
-        cell = worker.cell
-        assert cell is not None
+        """Handle one message of a worker: a log line, a cell's number of finished samples, or its report."""
         try:
             message = worker.connection.recv()
         except (EOFError, OSError):
             self._remove(worker)
             return
-        if isinstance(message, int | str):
-            self.progress.receive(cell, message)
+        if isinstance(message, str):
+            self.progress.receive(worker.cells[0], message)
+        elif isinstance(message, tuple):
+            self.progress.receive(*message)
         else:
-            worker.cell = None
+            worker.cells.remove(message.cell)
             self.progress.finish(message)
 
     def _remove(self, worker: WorkerProcess) -> None:
         from kvbench.sweep.cell import CellReport
 
-        cell = worker.cell
-        assert cell is not None
         worker.process.join()
         worker.connection.close()
         self.workers.remove(worker)
-        self.losses[cell.index] += 1
         reason = f"the worker died ({_cause(worker.process.exitcode)})"
-        if self.losses[cell.index] < TRIES:
-            self.progress.receive(cell, f"{reason}; retrying.")
-            self.waiting.insert(0, cell)
-        else:
-            self.progress.finish(CellReport(cell, "failed", f"{reason} {TRIES} times. Finished samples are saved."))
+        for cell in reversed(worker.cells):
+            self.losses[cell.index] += 1
+            if self.losses[cell.index] < TRIES:
+                self.progress.receive(cell, f"{reason}; retrying.")
+                self.waiting.insert(0, [cell])  # alone, so that a cell that kills its worker fails alone
+            else:
+                self.progress.finish(CellReport(cell, "failed", f"{reason} {TRIES} times. Finished samples are saved."))
 
     def _start_worker(self) -> WorkerProcess:
         number = next(x for x in range(self.size) if x not in {y.number for y in self.workers})
@@ -194,13 +192,13 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
 def _work(connection: Connection) -> None:
     """Main function of a worker: receive cells and send messages until the connection closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; only the main one handles it
-    from kvbench.sweep.cell import LineWriter, ModelCache, run_cell
+    from kvbench.sweep.cell import LineWriter, ModelCache, run_group
 
     cache = ModelCache()
     with redirect_stderr(LineWriter(connection.send)):
         while True:
             try:
-                cell = connection.recv()
-                connection.send(run_cell(cell, cache, connection.send))
+                for report in run_group(connection.recv(), cache, lambda *done: connection.send(done)):
+                    connection.send(report)
             except (EOFError, OSError):
                 return

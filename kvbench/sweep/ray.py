@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import UserError, unknown
 from kvbench.log import say
-from kvbench.sweep.cell import CellReport, LineWriter, ModelCache, SweepCell, describe, run_cell
+from kvbench.sweep.cell import CellReport, LineWriter, ModelCache, SweepCell, describe, group_cells, run_group
 
 if TYPE_CHECKING:
     from kvbench.runs.options import Request
@@ -87,28 +87,31 @@ def find_device(request: Request) -> str:
     return asked or ("cuda" if gpus else "cpu")
 
 
-def run_ray(cells: Sequence[SweepCell], workers: int | None, progress: SweepProgress) -> None:
-    """Run every cell as a task and report to `progress`.
+def run_ray(
+    cells: Sequence[SweepCell], workers: int | None, progress: SweepProgress, *, share: bool = False
+) -> None:
+    """Run every cell, or group of cells, as a task and report to `progress`.
 
     Args:
         cells: all cells of the sweep.
-        workers: most cells in parallel; None: as many as fit on the cluster.
+        workers: most tasks in parallel; None: as many as fit on the cluster.
         progress: of the sweep.
+        share: run the prefills of the same contexts once, in one task.
     """
     ray = load_ray()
     cells = [replace(x, request=replace(x.request, out=x.request.out.absolute())) for x in cells]
     queue = _make_queue()
-    models = list(dict.fromkeys(x.model_key for x in cells))
-    waiting = sorted(cells, key=lambda x: models.index(x.model_key))
-    running: dict[Any, SweepCell] = {}
+    waiting = group_cells(cells, workers or 1, share=share)
+    running: dict[Any, list[SweepCell]] = {}
     while waiting or running:
         while waiting and (workers is None or len(running) < workers):
-            cell = waiting.pop(0)
-            running[_task(cell).remote(cell, Path.cwd(), queue)] = cell
+            group = waiting.pop(0)
+            running[_task(group).remote(group, Path.cwd(), queue)] = group
         ended, _ = ray.wait(list(running), timeout=LISTEN)
         _pass_on(queue, cells, progress)
         for reference in ended:
-            progress.finish(_collect(reference, running.pop(reference)))
+            for report in _collect(reference, running.pop(reference)):
+                progress.finish(report)
     _pass_on(queue, cells, progress)
     unseen = [x for x in progress.reports.values() if x.folder is not None and not x.folder.exists()]
     if unseen:
@@ -118,27 +121,27 @@ def run_ray(cells: Sequence[SweepCell], workers: int | None, progress: SweepProg
         )
 
 
-def work(cell: SweepCell, folder: Path, queue: Any) -> CellReport:
-    """Run a cell on a node, in the sweep's working directory so that relative paths agree."""
+def work(group: Sequence[SweepCell], folder: Path, queue: Any) -> list[CellReport]:
+    """Run cells on a node, in the sweep's working directory so that relative paths agree."""
     if folder.is_dir():
         os.chdir(folder)
-    send = partial(queue.put.remote, cell.index)
-    with redirect_stderr(LineWriter(send)):
-        return run_cell(cell, MODEL_CACHE, send)
+    with redirect_stderr(LineWriter(partial(queue.put.remote, group[0].index))):
+        return list(run_group(group, MODEL_CACHE, lambda cell, done: queue.put.remote(cell.index, done)))
 
 
-def _task(cell: SweepCell) -> Any:
-    """The Ray task of a cell. Ray runs each task with a GPU in its own process, which frees the GPU memory."""
-    return load_ray().remote(num_cpus=1, num_gpus=int(cell.request.device == "cuda"), max_retries=RETRIES)(work)
+def _task(group: Sequence[SweepCell]) -> Any:
+    """The Ray task of a group. Ray runs each task with a GPU in its own process, which frees the GPU memory."""
+    return load_ray().remote(num_cpus=1, num_gpus=int(group[0].request.device == "cuda"), max_retries=RETRIES)(work)
 
 
-def _collect(reference: Any, cell: SweepCell) -> CellReport:
+def _collect(reference: Any, group: Sequence[SweepCell]) -> list[CellReport]:
     ray = load_ray()
     try:
-        report: CellReport = ray.get(reference)
+        reports: list[CellReport] = ray.get(reference)
     except ray.exceptions.RayError as error:
-        return CellReport(cell, "failed", f"lost {RETRIES + 1} times: {describe(error)}. Finished samples are saved.")
-    return report
+        reason = f"lost {RETRIES + 1} times: {describe(error)}. Finished samples are saved."
+        return [CellReport(cell, "failed", reason) for cell in group]
+    return reports
 
 
 def _pass_on(queue: Any, cells: Sequence[SweepCell], progress: SweepProgress) -> None:

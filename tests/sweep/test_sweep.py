@@ -354,7 +354,7 @@ def test_workers_share_cores_and_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cells = expand(SweepFile(run={"task": "niah"}, grid=[{"method": "full", "device": "cuda", "seed": [1, 2, 3]}]))
-    pool = WorkerPool(cells, 3, SweepProgress(cells, lambda _: None))
+    pool = WorkerPool([[x] for x in cells], 3, SweepProgress(cells, lambda _: None))
     assert [pool._settings(i) for i in range(3)] == [
         {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": x} for x in ("4", "6", "4")
     ]

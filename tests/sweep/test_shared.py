@@ -1,0 +1,179 @@
+"""Shared prefills: the same journals as single runs bit for bit, one pass per context, and faults that are caught."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvbench.engine import shared as sharing
+from kvbench.engine.shared import predict_bytes, record
+from kvbench.hf.tiny import tiny_model
+from kvbench.registry import find_method, list_entries
+from kvbench.runs.files import read_lines
+from kvbench.runs.options import Request
+from kvbench.sweep.cell import ModelCache, SweepCell, group_cells, run_group
+
+TOYS = Path(__file__).parents[1] / "toys" / "toy.py"
+METHODS = [
+    *(x.name for x in list_entries("method") if find_method(x.name).card.models == "autoregressive"),
+    "snapkv+adakv", "snapkv+kivi", "razor-attention+kivi",
+]
+FEW = ["expected-attention", "h2o", "kivi", "kvzip", "quest", "snapkv"]
+UNSHARED = {"times": None, "shared_prefill": False, "started": "", "seconds": 0.0}
+"""The fields that may differ."""
+
+FAULTY = '''
+from dataclasses import dataclass
+from typing import ClassVar
+import torch
+from kvbench.method import BudgetKind, Card, Method
+from kvbench.store import LayerKV
+
+def card(name):
+    return Card(name=name, title=name, idea="i. i.", arxiv=None, year=None, family="test", stages=(),
+                budget=BudgetKind.STORED, heads="independent", upstream=None)
+
+class RoundingKV(LayerKV):
+    def _rows(self, step):
+        rows = super()._rows(step)
+        return {name: (x * 4).round() / 4 for name, x in rows.items()}
+
+@dataclass(frozen=True)
+class Rounding(Method):
+    """Quantizes entries as they are added, so the prefill is not exact; the store hides it from the method."""
+    card: ClassVar[Card] = card("rounding")
+    def layer(self, index):
+        return RoundingKV()
+    def evict(self, kv, step):
+        if step.moment.compresses:
+            kv.keep(torch.arange(kv.n - self.rows, kv.n).expand(*kv.keys.shape[:2], -1))
+
+@dataclass(frozen=True)
+class Halving(Method):
+    """Changes the attention of the prefill."""
+    card: ClassVar[Card] = card("halving")
+    def attend(self, kv, step):
+        return kv.attend(step) * (0.5 if step.moment.in_context and step.seen > 150 else 1)
+    def evict(self, kv, step):
+        if step.moment.compresses:
+            kv.keep(torch.arange(kv.n - self.rows, kv.n).expand(*kv.keys.shape[:2], -1))
+
+@dataclass(frozen=True)
+class Early(Method):
+    """Evicts after every chunk of the context."""
+    card: ClassVar[Card] = card("early")
+    def evict(self, kv, step):
+        if step.moment.in_context and kv.n > self.rows:
+            kv.keep(torch.arange(kv.n - self.rows, kv.n).expand(*kv.keys.shape[:2], -1))
+'''
+
+
+def make_cells(methods, folder, model, **options):
+    """One cell per method on the same three contexts."""
+    request = Request(
+        method="", task=f"{TOYS}:Toy", model=str(model), length=220, samples=2, device="cpu", out=folder, **options
+    )
+    return [
+        SweepCell(
+            index=i, grid=1, name=name, options={},
+            request=replace(request, method=name, budget="40%" if name == "razor-attention+kivi" else None),
+        )
+        for i, name in enumerate(methods)
+    ]
+
+
+def run_cells(cells, *, share):
+    """The reports by method, and the lines of each journal without the fields that may differ."""
+    found, cache = {}, ModelCache()
+    for group in group_cells(cells, 1, share=share):
+        for report in run_group(group, cache, lambda *_: None):
+            assert report.folder is not None, report.error
+            lines = read_lines(report.folder / "samples.jsonl")
+            found[report.cell.name] = report, [x.model_copy(update=UNSHARED) for x in lines]
+    return found
+
+
+def assert_same_lines(shared, alone):
+    """The journals agree in every field: tokens, bytes, counters, agreement, kernels."""
+    for name, (_, lines) in alone.items():
+        assert shared[name][1] == lines, name
+
+
+@pytest.mark.parametrize(("methods", "mode", "chunk"), [
+    (FEW, "single", 70), pytest.param(METHODS, "single", None, marks=pytest.mark.slow),
+    pytest.param(METHODS, "multi-turn", 70, marks=pytest.mark.slow),
+])
+def test_a_shared_prefill_changes_no_method(model_folder, tmp_path, methods, mode, chunk):
+    """Every method of the registry has the same lines, in one chunk and in several."""
+    options = {"mode": mode, "visibility": "hidden", "chunk": chunk}
+    alone = run_cells(make_cells(methods, tmp_path / "alone", model_folder, **options), share=False)
+    shared = run_cells(make_cells(methods, tmp_path / "shared", model_folder, **options), share=True)
+    assert_same_lines(shared, alone)
+    reports = {name: report for name, (report, _) in shared.items()}
+    assert all(x.result is not None and x.result.latency.untimed is not None for x in reports.values())
+    assert all(x.result.latency.ttft_s is None and x.result.latency.n == 0 for x in reports.values())
+
+
+def test_a_context_is_run_once(model_folder, tmp_path, monkeypatch):
+    """Three methods on two contexts: two recordings, and no other pass over a context, not even for the agreement."""
+    made, passes = [], []
+    record_really, run_really = sharing.record, sharing.Session.forward
+    monkeypatch.setattr(sharing, "record", lambda *x, **y: made.append(x[1]) or record_really(*x, **y))
+
+    def forward(session, ids, moment, *, keep=1):
+        if moment.in_context and session._recording is None:
+            passes.append(ids.shape[1])
+        return run_really(session, ids, moment, keep=keep)
+
+    monkeypatch.setattr(sharing.Session, "forward", forward)
+    cells = make_cells(["knorm", "snapkv", "keydiff"], tmp_path, model_folder)
+    reports = list(run_group(cells, ModelCache(), lambda *_: None))
+    assert [x.status for x in reports] == ["ok"] * 3
+    assert len(made) == 2
+    assert passes == [len(x) for x in made]
+
+
+@pytest.mark.parametrize("name", ["Rounding", "Halving", "Early"])
+def test_a_method_without_exact_prefill_runs_alone(model_folder, tmp_path, capsys, name):
+    """Whether its store, its attention or its eviction differs: its lines are those of a single run, with times."""
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    method = f"{tmp_path}/faulty.py:{name}"
+    alone = run_cells(make_cells([method], tmp_path / "alone", model_folder, chunk=80), share=False)
+    shared = run_cells(make_cells([method, "knorm"], tmp_path / "shared", model_folder, chunk=80), share=True)
+    assert_same_lines(shared, alone)
+    assert f"{name.lower()} runs every context alone" in capsys.readouterr().err
+    assert shared[method][0].result.latency.untimed is None
+    assert shared["knorm"][0].result.latency.untimed is not None
+
+
+def test_a_recording_too_large_for_the_memory_is_not_made(model_folder, tmp_path, monkeypatch, capsys):
+    """The methods run alone, and a line names the bytes."""
+    monkeypatch.setattr(sharing, "free_bytes", lambda _: 1000)
+    cells = make_cells(["knorm", "snapkv"], tmp_path, model_folder)
+    reports = list(run_group(cells, ModelCache(), lambda *_: None))
+    assert [x.result.latency.untimed for x in reports] == [None, None]
+    assert capsys.readouterr().err.count("every method runs it alone") == 1
+
+
+def test_predicted_bytes_are_those_of_the_recording():
+    """With and without attention outputs."""
+    model = tiny_model(query_heads=4, kv_heads=2)
+    for outputs in (False, True):
+        made = record(model, list(range(40)), 16, "torch", outputs=outputs)
+        found = [x for part in made.passes for x in part.outputs]
+        found += [x for part in made.passes for step in part.steps for x in (step.query, step.key, step.value)]
+        assert sum(x.nbytes for x in found) == predict_bytes(model, 40, outputs=outputs)
+
+
+def test_groups_hold_the_cells_on_the_same_contexts(model_folder, tmp_path):
+    """By seed here; divided where there are more workers than groups; alone without sharing."""
+    cells = make_cells(["knorm", "snapkv", "keydiff"], tmp_path, model_folder)
+    other = [replace(x, request=replace(x.request, seed=1)) for x in cells]
+    names = lambda groups: [[(x.name, x.request.seed) for x in group] for group in groups]  # noqa: E731
+    assert names(group_cells([*cells, *other], 1, share=True)) == [
+        [(x, 0) for x in ("knorm", "snapkv", "keydiff")], [(x, 1) for x in ("knorm", "snapkv", "keydiff")],
+    ]
+    assert [len(x) for x in group_cells(cells, 2, share=True)] == [2, 1]
+    assert [len(x) for x in group_cells(cells, 1, share=False)] == [1, 1, 1]
