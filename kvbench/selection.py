@@ -86,6 +86,14 @@ def top_entries(scores: Tensor, entries: int) -> Tensor:
     return scores.argsort(dim=-1, descending=True, stable=True)[..., :entries].sort(dim=-1).values
 
 
+def best_by_head(scores: Tensor, counts: Tensor) -> Tensor:
+    """Mark each head's best entries. scores: [B, H_kv, n]. counts: [B, H_kv]. Returns [B, H_kv, n] bool"""
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    ranks = torch.empty_like(order).scatter_(-1, order, places)
+    return ranks < counts[..., None]
+
+
 def hide_unseen(scores: Tensor, kv: LayerKV, step: Step) -> Tensor:
     """Give entries that have left a sliding window the lowest score. [B, H_kv, n]"""
     if step.window is None:

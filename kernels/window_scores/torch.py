@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,20 @@ def window_scores(
     """Attention mass of each entry over the last w queries, normalized over all N entries. [B, H_q, N] float32
 
     query: [B, H_q, w, D], the queries of the last w entries. keys: [B, H_kv, N, D].
+    """
+    weights = window_weights(
+        query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks
+    )
+    return torch.cat([block.sum(3) for block in weights], dim=-1).flatten(1, 2)
+
+
+def window_weights(
+    query: Tensor, keys: Tensor, *, scale: float, seen: int, window: int | None = None, positions: Tensor | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None,
+) -> Iterator[Tensor]:
+    """Weights of the last w queries on each block of entries, normalized over all N. [B, H_kv, G, w, n] float32
+
+    For scores that need more than sums: variances, maxima. Arguments are those of `window_scores`.
     """
     batch, _, n_query, _ = query.shape
     kv_heads, n_key = keys.shape[1:3]
@@ -37,4 +53,5 @@ def window_scores(
     if sinks is not None:
         parts.append(sinks.float().view(1, kv_heads, -1, 1).expand(batch, -1, -1, n_query))
     lse = torch.stack(parts).logsumexp(0)[..., None]
-    return torch.cat([torch.exp(logits(*block) - lse).sum(3) for block in blocks], dim=-1).flatten(1, 2)
+    for block in blocks:
+        yield torch.exp(logits(*block) - lse)

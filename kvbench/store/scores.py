@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvbench.kernels.window_scores import window_scores
+from kvbench.kernels.window_scores.torch import window_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from kvbench.step import Step
@@ -29,4 +32,19 @@ def attention_mass_of(queries: Tensor, kv: LayerKV, step: Step) -> Tensor:
     return window_scores(
         queries, kv.keys, scale=step.scale, seen=step.seen, window=step.window, positions=kv.positions,
         softcap=step.softcap, sinks=step.sinks,
+    )
+
+
+def window_weights_of(queries: Tensor, kv: LayerKV, step: Step, head: slice = slice(None)) -> Iterator[Tensor]:
+    """Attention of each of the last queries to blocks of entries, of some KV heads. [B, H_kv, G, w, n] float32
+
+    queries: [B, H_q, w, D].
+    """
+    group = queries.shape[1] // kv.keys.shape[1]
+    by_head = queries.unflatten(1, (-1, group))[:, head].flatten(1, 2)
+    sinks = None if step.sinks is None else step.sinks.unflatten(0, (-1, group))[head].flatten()
+    positions = None if kv.positions is None else kv.positions[:, head]
+    return window_weights(
+        by_head, kv.keys[:, head], scale=step.scale, seen=step.seen, window=step.window, positions=positions,
+        softcap=step.softcap, sinks=sinks,
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvbench.constraints import Share
 from kvbench.method import BudgetKind, Card, Method, Upstream
 from kvbench.methods.eviction.snapkv import SnapKV
-from kvbench.selection import ScoredMethod, go_around
+from kvbench.selection import ScoredMethod, best_by_head, go_around
 from kvbench.store import LayerKV
 
 TOTAL = (
@@ -86,11 +86,3 @@ def allocate(scores: Tensor, entries: int, floor: float) -> Tensor:
     first = (share - whole).argsort(dim=-1, descending=True, stable=True)
     extra = torch.zeros_like(whole).scatter_(1, first, (torch.arange(heads, device=scores.device) < left).long())
     return protected + whole + extra
-
-
-def best_by_head(scores: Tensor, counts: Tensor) -> Tensor:
-    """Mark each head's best entries. scores: [B, H_kv, n]. counts: [B, H_kv]. Returns [B, H_kv, n] bool"""
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    ranks = torch.empty_like(order).scatter_(-1, order, places)
-    return ranks < counts[..., None]

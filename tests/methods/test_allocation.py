@@ -13,11 +13,12 @@ from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Budget
-from kvbench.methods.allocation.adakv import AdaKV, allocate, best_by_head
+from kvbench.methods.allocation.adakv import AdaKV, allocate
 from kvbench.methods.eviction.h2o import H2O
 from kvbench.methods.eviction.pyramidkv import PyramidKV, schedule
 from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.registry import find_method
+from kvbench.selection import best_by_head
 
 
 def scores_owned(counts: list[int], size: int) -> torch.Tensor:

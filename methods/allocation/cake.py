@@ -1,0 +1,98 @@
+"""CAKE: layers compete for one budget by how dispersed and how unsteady their attention is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.cascade import CascadeMethod, fill_water, round_shares
+from kvbench.constraints import Ge, Gt, Odd
+from kvbench.method import BudgetKind, Card, Step, Upstream
+from kvbench.selection import group_mean, pool_scores, protect_last
+from kvbench.store import LayerKV
+from kvbench.store.scores import window_weights_of
+
+
+@dataclass(frozen=True)
+class CAKE(CascadeMethod):
+    """Keeps the observation window and entries by mean and variance of its attention; layers share one budget."""
+
+    window: Annotated[int, Ge(2)] = 32
+    kernel: Annotated[int, Ge(1), Odd] = 5
+    gamma: Annotated[float, Ge(0)] = 200.0
+    """Weight of the variance over the window's queries in the score of an entry."""
+    dispersion: Annotated[float, Gt(0)] = 1.0
+    """Temperature of the entropy in a layer's preference, tau1 of the paper."""
+    shift: Annotated[float, Gt(0)] = 1.0
+    """Temperature of the variance in a layer's preference, tau2 of the paper."""
+
+    card: ClassVar[Card] = Card(
+        name="cake",
+        title="CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences",
+        idea="A layer whose attention is spread over many entries, or shifts from query to query, needs more of them. "
+        "Layers share one budget by this preference, and earlier layers are trimmed as later ones arrive.",
+        arxiv="2503.12491",
+        year=2025,
+        family="allocation",
+        stages=("compression",),
+        budget=BudgetKind.STORED,
+        paper_budget="1024",
+        heads="pooled",
+        upstream=Upstream(repo="antgroup/cakekv", commit=None, license=None),
+        deviations=(
+            ("Shares are in exact proportion to the preferences, up to all entries of a layer, and add up to the "
+            "budget. The authors' code spreads what a full layer leaves evenly, so that a budget can grow later and "
+            "the total falls short."),
+            "Entropy, mean and variance are float32; the authors' code takes the variance in the model's type.",
+            "A budget just below the context is met too; the authors' code keeps everything up to a window above it.",
+            "Entries after the context are kept. The authors' code also evicts an entry in every step.",
+            "Layers with a sliding window keep an equal share of it each.",
+        ),
+        unverified=(
+            ("dispersion and shift: the authors tune them per model and budget, such as 1.6 and 0.4 for Llama-3.1-8B "
+            "at 1,024 entries. Their code takes 1 and 1 for any other model."),
+        ),
+        limits=("Entries are chosen by the last tokens: a question that is asked later does not affect the choice.",),
+    )
+
+    def minimum_entries(self) -> int:
+        """The window and one entry to choose."""
+        return self.window + 1
+
+    def layer(self, index: int) -> LayerKV:
+        """A store that also keeps the last queries, until the compression."""
+        return LayerKV(queries=self.window)
+
+    def score(self, kv: LayerKV, step: Step) -> Tensor:
+        """Pooled mean and variance of the window's attention; infinite in the window. [B, H_kv, n]"""
+        assert kv.recent_queries is not None
+        blocks = window_weights_of(kv.recent_queries, kv, step)
+        found = [x.mean(3) + self.gamma * x.var(3, correction=min(1, x.shape[3] - 1)) for x in blocks]
+        scores = torch.cat(found, dim=-1).flatten(1, 2)  # [B, H_q, n]
+        before = max(0, kv.n - kv.recent_queries.shape[2])
+        scores[..., :before] = pool_scores(scores[..., :before], self.kernel, "avg")
+        return protect_last(group_mean(scores, kv.keys.shape[1]), self.window)
+
+    def measure(self, kv: LayerKV, step: Step, scores: Tensor) -> Tensor:
+        """The layer's preference: entropy and variance of attention before the window, to their powers. [B]"""
+        assert kv.recent_queries is not None
+        before = kv.n - kv.recent_queries.shape[2]
+        entropy = variance = torch.zeros(len(scores), dtype=torch.float64, device=scores.device)
+        start = 0
+        for block in window_weights_of(kv.recent_queries, kv, step):
+            weights = block[..., : max(0, before - start)]
+            start += block.shape[-1]
+            entropy = entropy - (weights * (weights + 1e-10).log()).sum((1, 2, 3, 4)).double()
+            variance = variance + weights.var(3).sum((1, 2, 3)).double()
+        return entropy.clamp_min(0) ** (1 / self.dispersion) * variance ** (1 / self.shift)
+
+    def divide(self, measures: Tensor, total: int, stored: int) -> Tensor:
+        """The window, and a share of the rest in proportion to the preference. [B, layers]"""
+        assert self.pooled is not None
+        rest, most = total - self.window * len(self.pooled), stored - self.window
+        shares = fill_water(measures, rest, most)
+        complete = measures.shape[1] == len(self.pooled)
+        return self.window + (round_shares(shares, rest) if complete else shares)
