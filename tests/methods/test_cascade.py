@@ -129,7 +129,7 @@ def test_sequences_of_a_batch_get_their_own_shares(make_step):
 
 
 def test_cake_scores_and_prefers_by_its_equations(make_step):
-    """Mean and variance over the window's queries in float64, entropy over the entries before it, not normalized again."""
+    """Mean and variance over the queries in float64; entropy over the entries before the window, as they are."""
     query, key = draw(2, 4, 40, 8), draw(2, 2, 40, 8, seed=1)
     method, step = CAKE(window=6, kernel=1, gamma=7.0, dispersion=2.0, shift=0.5), make_step(query, key, scale=0.7)
     kv = method.layer(0)
