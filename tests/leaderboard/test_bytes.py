@@ -9,7 +9,7 @@ import pytest
 from pydantic_core import to_jsonable_python
 
 from kvbench.budget import Budget, LayerShape, Shape
-from kvbench.leaderboard.verification import result as result_checks
+from kvbench.leaderboard.verification import declared
 from kvbench.leaderboard.verification.outcome import RefusedError
 from kvbench.methods.heads.duo_attention import DuoAttention
 from kvbench.methods.heads.razor_attention import RazorAttention
@@ -24,9 +24,11 @@ ORDER = tuple(sorted(((layer, head) for layer in range(6) for head in range(4)),
 
 def look(method, fitted, budget, monkeypatch, *, stored=None, resolved=None, identity=False, recompress=False):
     """Run the check on one sample with these stored bytes; default: the bytes that the method declares."""
-    monkeypatch.setattr(result_checks, "find_shapes", lambda *_: {GEMMA.length: GEMMA})
+    monkeypatch.setattr(declared, "find_shapes", lambda *_: {GEMMA.length: GEMMA})
+    for name in ("check_entries", "check_reads"):  # test_forgeries.py has cases of them
+        monkeypatch.setattr(declared, name, lambda *_, **__: None)
     line = SimpleNamespace(
-        turn=0, index=0, denoising=None, tokens=SimpleNamespace(context=GEMMA.length),
+        turn=0, index=0, denoising=None, tokens=SimpleNamespace(context=GEMMA.length, query=0, generated=0),
         bytes=SimpleNamespace(
             full_bytes=GEMMA.full_bytes, stored_bytes=fitted.declared_bytes(GEMMA) if stored is None else stored,
             host_bytes=0,
@@ -39,7 +41,8 @@ def look(method, fitted, budget, monkeypatch, *, stored=None, resolved=None, ide
     )
     found = to_jsonable_python(fitted.resolution) if resolved is None else resolved
     result = SimpleNamespace(budget=SimpleNamespace(resolved=found))
-    return result_checks.check_bytes(SimpleNamespace(spec=spec), method, result, [line], None)
+    made = [(None, SimpleNamespace(turns=[SimpleNamespace(answer=())]))]
+    return declared.check_bytes(SimpleNamespace(spec=spec), method, result, [line], made, None)
 
 
 @pytest.mark.parametrize("kind", [DuoAttention, RazorAttention])

@@ -89,13 +89,18 @@ def change_bytes(**factors):
     return change
 
 
+def move_entries(first, second, *rest):
+    """As many entries in all, more of them in the first layer."""
+    return first + 9, second - 9, *rest
+
+
 @pytest.mark.parametrize(("change", "name"), [
-    (change_bytes(read_bytes_per_step=0.5), "bytes.read_bytes_per_step"),
+    (change_bytes(read_bytes_per_step=1.1), "bytes.read_bytes_per_step"),
     (change_bytes(end_bytes=0.9), "bytes.end_bytes"),
     (change_bytes(peak_bytes=0.9), "bytes.peak_bytes"),
-    (lambda x: {"effect": x.effect.model_copy(update={"entries_kept": tuple(y / 2 for y in x.effect.entries_kept)})},
+    (lambda x: {"effect": x.effect.model_copy(update={"entries_kept": move_entries(*x.effect.entries_kept)})},
      "effect.entries_kept.0"),
-    (lambda x: {"effect": x.effect.model_copy(update={"facts": {**x.effect.facts, "entries_dropped": 9}})},
+    (lambda x: {"effect": x.effect.model_copy(update={"facts": {"entries_dropped": 2000}})},
      "effect.facts.entries_dropped"),
     (lambda x: {"agreement": x.agreement.model_copy(update={"top1": 1.0, "kl": 0.0})}, "top-1 agreement"),
 ])

@@ -18,8 +18,9 @@ from .conftest import edit, edit_spec, later, make_run, on_gpu
 
 def test_an_honest_run_reaches_l0(snapkv, check):
     assert check(snapkv.files) == {
-        "files": "ok", "split": "ok", "machine": "ok", "method": "ok", "model": "ok", "prompts": "ok",
-        "answers": "ok", "scores": "ok", "summary": "ok", "bytes": "ok", "baseline": "flag", "copies": "ok",
+        "files": "ok", "split": "ok", "machine": "ok", "measurements": "ok", "method": "ok", "model": "ok",
+        "prompts": "ok", "answers": "ok", "scores": "ok", "summary": "ok", "bytes": "ok", "baseline": "flag",
+        "copies": "ok",
         "level": "L0", "refused": "",
     }
 
@@ -61,7 +62,7 @@ def test_changed_reference_answers_are_refused(snapkv, check):
     ({"sample": "<script>"}, "prompts: sample 0 turn 0: its sample is '<script>' with 2 turns, the task's is"),
     ({"ids": (2**31,)}, "answers: sample 0 turn 0 has a token id out of range, or misplaced log-probabilities"),
     ({"stop_reason": "length"}, "answers: sample 0 turn 0: its token counts or its stop reason"),
-    ({"effect": None}, "answers: sample 0 turn 0 has an answer, but lacks tokens, times, bytes or effect"),
+    ({"effect": None}, "answers: sample 0 turn 0 has an answer, but lacks tokens, bytes or effect"),
 ])
 def test_a_line_that_contradicts_its_question_is_refused(snapkv, check, change, reason):
     files = snapkv.with_lines(lambda i, x: x.model_copy(update=change) if i == 0 else x)
@@ -91,7 +92,7 @@ def test_a_run_with_recompress_reaches_l0(check, tmp_path):
 def test_a_changed_budget_is_refused(snapkv, check):
     """The run has the bytes of 25 %; at 50 % the method declares twice as many."""
     files = edit_spec(snapkv.files, lambda x: x.update(budget="50%"))
-    assert check(files)["refused"].startswith("bytes: sample 0: snapkv declares")
+    assert check(files)["refused"].startswith("bytes: sample 0 turn 0: snapkv declares")
 
 
 @pytest.mark.parametrize("name", ["memory", "latency", "output", "effect", "agreement"])
@@ -154,8 +155,9 @@ def test_a_device_without_its_hardware_is_refused(snapkv, check, device, gpu):
     assert found["refused"] == f"machine: it ran on device '{device}', its environment names GPU {gpu!r}"
 
 
-def test_another_machine_than_the_journals_is_flagged(snapkv, check):
-    assert check(edit(snapkv.files, RESULT, lambda x: x["environment"].update(cpu="other")))["machine"] == "flag"
+def test_another_machine_than_the_journals_is_refused(snapkv, check):
+    found = check(edit(snapkv.files, RESULT, lambda x: x["environment"].update(cpu="other")))
+    assert found["refused"].startswith("machine: its result names 'other with 1 threads', its journal ")
 
 
 def test_runs_on_the_dev_split_are_refused(snapkv, check):
@@ -176,7 +178,7 @@ def test_tuning_on_the_test_split_is_flagged(snapkv, check, said, outcome):
     (lambda x: x["model"].update(tokenizer_sha256="0" * 64), "tokenizer: the tokenizer of 'mini' is"),
     (lambda x: x["task"].update(chat_template_sha="0" * 16), "tokenizer: the chat template of 'mini' is None"),
     (lambda x: x["model"].update(params=1), "model: mini has 4001152 parameters, not 1"),
-    (lambda x: x["model"].update(kind="diffusion"), "model: snapkv is for autoregressive models"),
+    (lambda x: x["model"].update(kind="diffusion"), "measurements: sample 0 turn 0: a diffusion model, and no record"),
     (lambda x: x["model"].update(dtype="float4"), "model: mini in 'float4'"),
     (lambda x: x.update(visibility="first-turn"), "prompts: sample 0 turn 0: "),
     (lambda x: x["task"].update(prompt_id="mine"), "task: its prompt_id does not fit niah_multikey_1"),

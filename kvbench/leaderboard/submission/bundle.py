@@ -17,14 +17,14 @@ from kvbench import __version__
 from kvbench.errors import UserError
 from kvbench.leaderboard.submission.archive import JOURNAL, MAX_BYTES, check_size, read_files
 from kvbench.leaderboard.submission.records import MANIFEST, RESULT, SAMPLES, SPEC, BundledFile, Manifest, hash_content
-from kvbench.leaderboard.submission.strict_json import parse
+from kvbench.leaderboard.submission.strict_json import MAX_NUMBER, parse
 from kvbench.leaderboard.verification.outcome import RefusedError, quote
 from kvbench.runs.files import finished_samples
 from kvbench.runs.journal import Line
 from kvbench.runs.results import Result
-from kvbench.runs.spec import RunSpec
+from kvbench.runs.spec import RunSpec, resolve_protocol
 
-LIMITS = {"samples": 10_000, "turns": 1_000, "length": 1 << 21}
+LIMITS = {"samples": (1, 10_000), "turns": (1, 1_000), "length": (1, 1 << 21), "seed": (0, MAX_NUMBER)}
 """Limits of a spec; a verifier cannot reproduce larger runs."""
 MAX_LINES = 100_000
 MAX_LINE_BYTES = 4 << 20
@@ -106,9 +106,18 @@ def open_head(files: Mapping[str, bytes]) -> Head:
         wrong = [x for x in sorted(manifest.files | found) if manifest.files.get(x) != found.get(x)]
         raise RefusedError("manifest", f"the manifest does not match the files: {quote(wrong[0])} differs")
     spec, result = parse(files[SPEC], RunSpec, SPEC), parse(files[RESULT], Result, RESULT)
-    for name, value in (("samples", spec.samples), ("turns", spec.turns), ("length", spec.task.length)):
-        if not 1 <= value <= LIMITS[name]:
-            raise RefusedError("schema", f"{SPEC}: {name} {value} is not between 1 and {LIMITS[name]:,}")
+    asked = {"samples": spec.samples, "turns": spec.turns, "length": spec.task.length, "seed": spec.seed}
+    for name, value in asked.items():
+        least, most = LIMITS[name]
+        if not least <= value <= most:
+            raise RefusedError("schema", f"{SPEC}: {name} {value} is not between {least} and {most:,}")
+    if spec.model.kind == "autoregressive":  # a diffusion model has one visibility in every mode
+        try:
+            resolve_protocol(
+                spec.mode, spec.visibility, spec.history, spec.turns, recompress=spec.recompress, default_turns=1
+            )
+        except UserError as error:
+            raise RefusedError("schema", f"{SPEC}: {error}") from error
     if wrong := [name for name, (stated, true) in _list_copied_fields(spec, result).items() if stated != true]:
         raise RefusedError("schema", f"{RESULT}: its {wrong[0]} differs from {SPEC}")
     if manifest is not None and manifest.run_id != spec.run_id:
@@ -151,7 +160,7 @@ def _read_lines(files: Mapping[str, bytes], spec: RunSpec) -> tuple[Line, ...]:
     ended: set[int] = set()
     for x in lines:
         where = f"sample {x.index} turn {x.turn}"
-        if not (0 <= x.index < spec.samples and 0 <= x.turn < x.turns <= LIMITS["turns"]):
+        if not (0 <= x.index < spec.samples and 0 <= x.turn < x.turns <= LIMITS["turns"][1]):
             raise RefusedError("journal", f"{where} is not part of the run")
         if (x.index, x.turn) in seen or x.index in ended:
             raise RefusedError("journal", f"{where} occurs twice, or after the error that ended its sample")

@@ -12,7 +12,7 @@ from kvbench.leaderboard.submission.records import Check
 from kvbench.leaderboard.verification.outcome import RefusedError, ok, quote, refusing_errors
 from kvbench.leaderboard.verification.replay import Replay
 from kvbench.runs.examples import Made
-from kvbench.runs.job import cap_new_tokens
+from kvbench.runs.job import cap_new_tokens, check_capacity, find_capacity
 from kvbench.runs.journal import Line
 from kvbench.runs.sample import score_answer, turn_facts
 from kvbench.runs.spec import RunSpec
@@ -36,6 +36,8 @@ def check_prompts(replay: Replay, lines: Sequence[Line], making: Iterable[Made])
         made.append(example)
         for line in some:
             _check_prompt(replay.spec, line, *example)
+        if some[-1].error is None and replay.spec.model.kind == "autoregressive":
+            _check_length(replay, *example)
     return made, ok("prompts", f"{len(made)} prompts regenerated from seed {replay.spec.seed} match the journal")
 
 
@@ -69,6 +71,13 @@ def _check_prompt(spec: RunSpec, line: Line, example: Example, encoded: Encoded)
         )
 
 
+def _check_length(replay: Replay, example: Example, encoded: Encoded) -> None:
+    """Refuse a conversation with more tokens than the model supports."""
+    limits = [cap_new_tokens(x.max_new_tokens, replay.spec.generation) for x in example.turns]
+    with refusing_errors("prompts", "its conversations"):
+        check_capacity(replay.job, find_capacity(encoded, replay.spec, limits))
+
+
 def check_answers(replay: Replay, lines: Sequence[Line], made: Sequence[Made]) -> Check:
     """Check that every prediction decodes from its token ids and respects max_new_tokens and stop tokens.
 
@@ -84,10 +93,15 @@ def check_answers(replay: Replay, lines: Sequence[Line], made: Sequence[Made]) -
             if line.prediction is not None or line.ids or line.score is not None or line.scores:
                 raise RefusedError("answers", f"{where} failed, but has an answer")
             continue
-        if None in (line.tokens, line.times, line.bytes, line.effect):
-            raise RefusedError("answers", f"{where} has an answer, but lacks tokens, times, bytes or effect")
+        if None in (line.tokens, line.bytes, line.effect):
+            raise RefusedError("answers", f"{where} has an answer, but lacks tokens, bytes or effect")
         if any(not 0 <= x < MAX_TOKEN_ID for x in line.ids) or (LOGPROBS in line.facts) is not bool(turn.choices):
             raise RefusedError("answers", f"{where} has a token id out of range, or misplaced log-probabilities")
+        if line.agreement is not None and line.agreement.n != len(ids.answer):
+            raise RefusedError(
+                "answers", f"{where}: its agreement has {line.agreement.n} positions, its reference answer "
+                f"{len(ids.answer)} tokens"
+            )
         if turn.choices:
             text = next((x for x, y in zip(turn.choices, ids.choices, strict=True) if y == line.ids), None)
             generated, reason = 0, "choice"

@@ -184,11 +184,11 @@ def find_known_tokenizer(spec: RunSpec, task: Task) -> tuple[PreTrainedTokenizer
     return tokenizer, frame, folder
 
 
-def check_model(spec: RunSpec, card: Card, folder: Path) -> Check:
-    """Compare the run's model with the installed one of that name.
+def check_model(spec: RunSpec, card: Card, folder: Path) -> tuple[ModelSize, Check]:
+    """Compare the run's model with the installed one of that name, whose size is returned.
 
     Raises:
-        RefusedError: other number of parameters, or a method for the other kind of model.
+        RefusedError: other number of parameters, a method for the other kind of model, or more tokens than it supports.
     """
     from kvbench.hf.find import hash_model
 
@@ -196,16 +196,20 @@ def check_model(spec: RunSpec, card: Card, folder: Path) -> Check:
     if card.models != stated.kind:
         raise RefusedError("model", f"{spec.method.name} is for {card.models} models, and its model is {stated.kind}")
     with refusing_errors("model", f"{stated.id} in {quote(stated.dtype)}"):
-        params = predict(folder, stated.dtype).params
-    if params != stated.params:
-        raise RefusedError("model", f"{stated.id} has {params} parameters, not {stated.params}")
+        size = predict(folder, stated.dtype)
+    if size.params != stated.params:
+        raise RefusedError("model", f"{stated.id} has {size.params} parameters, not {stated.params}")
+    if (longest := max(spec.task.length, spec.turns)) > size.max_length:  # a turn has at least one token
+        raise RefusedError(
+            "model", f"{stated.id} supports {size.max_length} tokens, and its contexts and turns need {longest}"
+        )
     if not any(folder.glob("*.safetensors")) and not stated.id.startswith("random:"):
-        return flag("model", f"the weights of {stated.id} are not on this machine: not compared")
+        return size, flag("model", f"the weights of {stated.id} are not on this machine: not compared")
     found = hash_model(stated.id, folder)
     if found != stated.sha256:
         there = quote(stated.sha256[:12])
-        return flag("model", f"the weights of {stated.id} have hash {found[:12]} here, {there} in the run")
-    return ok("model", f"{stated.id} with the run's weights is on this machine")
+        return size, flag("model", f"the weights of {stated.id} have hash {found[:12]} here, {there} in the run")
+    return size, ok("model", f"{stated.id} with the run's weights is on this machine")
 
 
 def _skeleton(name: str) -> str:

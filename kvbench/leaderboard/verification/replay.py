@@ -45,9 +45,11 @@ class MethodStub:
 class ModelStub:
     """The part of a model that examples, scores and summaries need."""
 
+    id: str
     tokenizer: PreTrainedTokenizerBase
     random: bool
     device_map: dict[str, str] | None
+    max_length: int
 
 
 @dataclass(frozen=True)

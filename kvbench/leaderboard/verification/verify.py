@@ -14,6 +14,7 @@ from kvbench.leaderboard.submission.bundle import Bundle, open_bundle
 from kvbench.leaderboard.submission.records import Check, FreshSeedResult, Level, RerunResult, Verification
 from kvbench.leaderboard.submission.repository import Repository
 from kvbench.leaderboard.verification.answers import LOGPROBS, check_answers, check_prompts, check_scores, rescore
+from kvbench.leaderboard.verification.declared import check_bytes
 from kvbench.leaderboard.verification.lookup import (
     UnverifiableError,
     check_card,
@@ -25,8 +26,10 @@ from kvbench.leaderboard.verification.lookup import (
     is_tuned_on_test,
 )
 from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, refuse
+from kvbench.leaderboard.verification.plausibility import check_plausibility
+from kvbench.leaderboard.verification.provenance import check_machine
 from kvbench.leaderboard.verification.replay import MethodStub, ModelStub, Replay, remake_examples
-from kvbench.leaderboard.verification.result import check_bytes, check_machine, check_summary
+from kvbench.leaderboard.verification.result import check_summary
 from kvbench.method import Method
 from kvbench.runs.environment import find_git
 from kvbench.runs.results import Score
@@ -99,7 +102,8 @@ def _check_records(bundle: Bundle) -> Iterator[Check]:
         yield ok("split", f"test{', settings chosen on ' if tuned else ''}{', '.join(tuned)}")
     if bundle.result.status == "failed":
         yield flag("status", f"the run failed: {bundle.result.error}")
-    yield check_machine(bundle.result, bundle.lines, datetime.now(UTC))
+    yield check_machine(bundle.result, bundle.lines, manifest, datetime.now(UTC))
+    yield check_plausibility(spec, bundle.lines)
 
 
 def _check_content(found: Findings, bundle: Bundle) -> Iterator[Check]:
@@ -122,11 +126,13 @@ def _check_content(found: Findings, bundle: Bundle) -> Iterator[Check]:
     except UnverifiableError as error:
         yield flag("prompts", f"{error}: its prompts cannot be regenerated, so its scores are not verified")
         return
-    yield check_model(spec, card, folder)
+    size, check = check_model(spec, card, folder)
+    yield check
     scorer = next(x for x in task.scorers if x.id == spec.task.scorer)
     random = spec.model.id.startswith("random:")
     stub = MethodStub(card, card.budget if method is None else method.budget_kind)
-    replay = Replay(spec, stub, task, scorer, ModelStub(tokenizer, random, result.environment.device_map), frame)
+    stand_in = ModelStub(spec.model.id, tokenizer, random, result.environment.device_map, size.max_length)
+    replay = Replay(spec, stub, task, scorer, stand_in, frame)
     made, check = check_prompts(replay, bundle.lines, remake_examples(replay))
     yield check
     yield check_answers(replay, bundle.lines, made)
@@ -136,4 +142,4 @@ def _check_content(found: Findings, bundle: Bundle) -> Iterator[Check]:
         yield flag("logprobs", "its answers depend on log-probabilities in its journal, which only a rerun can check")
     found.score, checks = check_summary(replay, result, again)
     yield from checks
-    yield check_bytes(replay, method, result, again, folder)
+    yield check_bytes(replay, method, result, again, made, folder)

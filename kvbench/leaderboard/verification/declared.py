@@ -1,0 +1,208 @@
+"""Checks bytes, kept entries and reads against what the model's shape and the method's formulas allow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic_core import to_jsonable_python
+
+from kvbench.budget import BudgetKind, Shape
+from kvbench.errors import UndeclaredError
+from kvbench.leaderboard.submission.records import Check
+from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, refusing_errors
+from kvbench.leaderboard.verification.replay import Replay, find_shapes, fit_budget
+from kvbench.method import Method
+from kvbench.runs.examples import Made
+from kvbench.runs.journal import CacheBytes, Effect, Line, TokenCounts
+from kvbench.runs.results import Result
+
+DROPPED = "entries_dropped"
+"""The counter of every store; any other counter above 0 shows that entries may take fewer bytes, or be read less."""
+ROUNDING = 1e-6
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A line that was answered, and the number of tokens since the end of the context."""
+
+    name: str
+    index: int
+    """Of its sample."""
+    context: int
+    """Tokens of prompt and response block for a diffusion model."""
+    bytes: CacheBytes
+    effect: Effect
+    after: int
+    """Tokens of questions and answers so far, in the cache at most."""
+    first: bool
+
+
+def check_bytes(
+    replay: Replay, method: Method | None, result: Result, lines: Sequence[Line], made: Sequence[Made], folder: Path
+) -> Check:
+    """Compare bytes, entries and reads with the model's shape, and with what the method declares for its budget.
+
+    Raises:
+        RefusedError: they contradict each other; the reason states both numbers.
+    """
+    spec = replay.spec
+    turns = list_turns(lines, made)
+    first = [x for x in turns if x.first]
+    shapes = find_shapes(spec, folder, [x.context for x in first])
+    for x in first:
+        full = shapes[x.context].full_bytes
+        if x.bytes.full_bytes != full:
+            raise RefusedError(
+                "bytes", f"{x.name}: a full cache of {x.context} tokens has {full} bytes, not {x.bytes.full_bytes}"
+            )
+    if method is None or spec.model.kind == "diffusion":
+        return (flag if method is None else ok)(
+            "bytes", f"full-cache bytes match {spec.model.id}; the method's declared bytes are not known"
+        )
+    undeclared: UndeclaredError | None = None
+    more = 0
+    fitted = {length: _fit(replay, method, result, shape) for length, shape in shapes.items()}
+    for x in first:
+        shape, bound = shapes[x.context], fitted[x.context]
+        stored = x.bytes.stored_bytes, x.bytes.host_bytes
+        with refusing_errors("bytes", f"the bytes that {spec.method.name} declares"):
+            identity = bound.identity(shape)
+            try:
+                declared = bound.declared_bytes(shape), bound.declared_host_bytes(shape)
+            except UndeclaredError as error:
+                undeclared, declared = error, stored
+        if spec.recompress and stored != declared and min(stored[0] - declared[0], stored[1] - declared[1]) >= 0:
+            more += 1  # it may keep data for the next compression, on top of the declared bytes
+        elif declared != stored:
+            raise RefusedError(
+                "bytes", f"{x.name}: {spec.method.name} declares {declared[0]} bytes (and {declared[1]} on the host) "
+                f"for {shape.length} tokens at this budget, its journal has {stored[0]} (and {stored[1]})"
+            )
+        if identity != x.effect.identity:
+            raise RefusedError("bytes", f"{x.name}: its journal has identity {x.effect.identity}, not {identity}")
+        check_entries(x, bound, shape)
+    for x in turns:
+        if undeclared is None:
+            check_reads(x, fitted[x.context], shapes[x.context], recompress=spec.recompress)
+    resolved = [to_jsonable_python(fitted[x.context].resolution) for x in first if x.index == 0]
+    if any(result.budget.resolved.get(key) != value for found in resolved for key, value in found.items()):
+        raise RefusedError("bytes", "its budget does not resolve to the values in its result")
+    if undeclared is not None:
+        return flag("bytes", f"full-cache bytes match {spec.model.id}; stored bytes were not checked: {undeclared}")
+    if more:
+        return flag(
+            "bytes", f"{more} of {len(first)} samples store more than {spec.method.name} declares, as is allowed with "
+            "--recompress: the excess was not checked"
+        )
+    return ok("bytes", f"stored bytes of {len(first)} samples equal those that {spec.method.name} declares")
+
+
+def list_turns(lines: Sequence[Line], made: Sequence[Made]) -> list[Turn]:
+    """The answered lines, in order."""
+    found: list[Turn] = []
+    after = 0
+    for x in lines:
+        after = after if x.turn else 0
+        if x.tokens is None or x.bytes is None or x.effect is None:
+            continue
+        after += _count_after(x.tokens, len(made[x.index][1].turns[x.turn].answer))
+        context = x.tokens.context if x.denoising is None else x.denoising.sequence_length
+        name = f"sample {x.index} turn {x.turn}"
+        found.append(Turn(name, x.index, context, x.bytes, x.effect, after, first=x.turn == 0))
+    return found
+
+
+def _count_after(tokens: TokenCounts, reference: int) -> int:
+    """Tokens that a turn adds to the cache, whether later turns see the reference answer or the generated one."""
+    return tokens.query + max(tokens.generated, reference)
+
+
+def _fit(replay: Replay, method: Method, result: Result, shape: Shape) -> Method:
+    with refusing_errors("bytes", "its resolved budget"):
+        bound = method.rebind(result.budget.resolved, shape)
+    return fit_budget(bound, replay.spec, shape)
+
+
+def check_entries(x: Turn, method: Method, shape: Shape) -> None:
+    """Compare the entries that a turn keeps of its context with the model's layers, the budget, and the counters.
+
+    Raises:
+        RefusedError: they contradict each other.
+    """
+    def refuse(reason: str) -> RefusedError:
+        return RefusedError("bytes", f"{x.name}: {reason}")
+
+    held = [shape.rows(layer) for layer in shape.layers]
+    kept = x.effect.entries_kept
+    if x.effect.entries_seen != max(held) or len(kept) != len(held):
+        raise refuse(f"{len(kept)} layers of {x.effect.entries_seen} entries, the model has {len(held)} of {max(held)}")
+    for i, (n, most) in enumerate(zip(kept, held, strict=True)):
+        if n > most + ROUNDING:
+            raise refuse(f"layer {i} keeps {n:g} entries of {most}")
+    budgets = _budget_entries(method, shape)
+    if budgets is not None and abs(sum(kept) - sum(budgets)) > ROUNDING * sum(held):
+        raise refuse(f"its layers keep {sum(kept):g} entries per KV head in all, at this budget {sum(budgets)}")
+    heads = [layer.kv_heads for layer in shape.layers]
+    gone = sum(n * (most - some) for n, most, some in zip(heads, held, kept, strict=True))
+    counted = x.effect.facts.get(DROPPED, 0)
+    if gone > counted + ROUNDING * max(1, gone) or counted > sum(heads) * (max(held) + x.after):
+        raise refuse(f"it keeps {gone:.0f} entries fewer than the full cache, and counts {counted} as dropped")
+    if not x.effect.acted and counted:
+        raise refuse(f"{counted} entries were dropped, and the method is said not to have acted")
+    size = [layer.kv_heads * (layer.key_dim + layer.value_dim) * shape.itemsize for layer in shape.layers]
+    least = sum(n * some for n, some in zip(size, kept, strict=True))
+    if _is_exact(x.effect) and x.bytes.stored_bytes + x.bytes.host_bytes < math.floor(least):
+        raise refuse(
+            f"{sum(kept):.0f} unquantized entries take {least:.0f} bytes, its journal has {x.bytes.stored_bytes}"
+        )
+
+
+def check_reads(x: Turn, method: Method, shape: Shape, *, recompress: bool) -> None:
+    """Compare the bytes that a decode step reads with the bytes that are stored, or declared to be read.
+
+    Raises:
+        RefusedError: a step reads more than there is, or less than the method reads.
+    """
+    read = x.bytes.read_bytes_per_step
+    with refusing_errors("bytes", "the bytes that its method declares to read"):
+        declared = method.declared_read_bytes(shape)
+        if method.budget_kind is BudgetKind.READ:
+            token = replace(shape, length=1).full_bytes
+            most = declared + x.after * token
+        else:
+            most = x.bytes.end_bytes
+        least = declared
+        budgets = _budget_entries(method, shape)
+        if read < least and not _is_exact(x.effect) and method.budget_kind is not BudgetKind.READ:
+            least = 0 if budgets is None else min(_packed_bytes(method, shape, budgets, n) for n in range(x.after + 1))
+    if read > most:
+        raise RefusedError("bytes", f"{x.name}: a step reads {read} bytes, and at most {most} are possible")
+    if read and read < least and not recompress and not x.bytes.host_bytes:
+        raise RefusedError(
+            "bytes", f"{x.name}: a step reads {read} bytes, and the method reads at least {least} of its context"
+        )
+
+
+def _packed_bytes(method: Method, shape: Shape, kept: Sequence[int], after: int) -> int:
+    """Declared bytes after this many more tokens, which may complete a block of full precision that is then packed."""
+    longer = replace(shape, length=shape.length + after)
+    return sum(method.layer_bytes(i, longer, n + after) for i, n in enumerate(kept))
+
+
+def _budget_entries(method: Method, shape: Shape) -> list[int] | None:
+    """Entries per KV head of each layer at this budget; None if heads share a budget, by the method's own formula."""
+    if type(method).declared_bytes is not Method.declared_bytes:
+        return None
+    found = []
+    for i, layer in enumerate(shape.layers):
+        budget, held = method.entries_in(i, layer.window), shape.rows(layer)
+        found.append(held if budget is None else min(held, budget))
+    return found
+
+
+def _is_exact(found: Effect) -> bool:
+    """Whether no counter but that of dropped entries is above 0: every entry that is kept has all its bytes."""
+    return not any(value for name, value in found.facts.items() if name != DROPPED)

@@ -1,0 +1,136 @@
+"""Checks that the numbers of a journal can have been measured together. Needs no method, task or model.
+
+Every rule holds by the way in which kvbench measures, so it has no tolerance other than that of rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvbench.leaderboard.submission.records import Check
+from kvbench.leaderboard.verification.outcome import RefusedError, ok
+from kvbench.runs.journal import Agreement, AgreementPart, CacheBytes, DenoisingLine, Effect, Line, Times, TokenCounts
+from kvbench.runs.spec import RunSpec
+
+LEAST_PASS_S = 1e-5
+"""Seconds of a forward pass: launching its operations takes longer on every machine."""
+ROUNDING = 1e-6
+
+
+def check_plausibility(spec: RunSpec, lines: Sequence[Line]) -> Check:
+    """Check that bytes, times, counters and agreement of every line are possible.
+
+    Raises:
+        RefusedError: they are not; the reason states the numbers.
+    """
+    for x in lines:
+        for reason in _list_impossible(spec, x):
+            raise RefusedError("measurements", f"sample {x.index} turn {x.turn}: {reason}")
+    times = [x.times.decode_s for x in lines if x.times is not None and x.times.steps]
+    if len(times) >= 4 and 2 * len(set(times)) < len(times):
+        raise RefusedError("measurements", f"{len(times)} measured times are only {len(set(times))} different numbers")
+    return ok("measurements", f"bytes, times, counters and agreement of {len(lines)} lines are possible")
+
+
+def _list_impossible(spec: RunSpec, x: Line) -> Iterator[str]:
+    if x.tokens is None or x.bytes is None or x.effect is None:
+        return  # a failed sample; `check_answers` refuses any other line without them
+    if (x.times is None) is not x.shared_prefill:
+        yield "a line has times unless its sample took the prefill of another run"
+    yield from _list_wrong_bytes(x.bytes, x.times, recompress=spec.recompress)
+    yield from _list_wrong_counters(x.effect)
+    if x.agreement is not None:
+        yield from _list_wrong_agreement(x.agreement)
+    if (x.denoising is None) is (spec.model.kind == "diffusion"):
+        yield f"a {spec.model.kind} model, and {'no' if x.denoising is None else 'a'} record of denoising steps"
+    elif x.times is None:
+        return
+    elif x.denoising is None:
+        yield from _list_wrong_times(x, x.times, x.tokens)
+    else:
+        yield from _list_wrong_denoising(x, x.denoising, x.tokens, x.times, x.bytes, x.effect)
+
+
+def _list_wrong_bytes(found: CacheBytes, times: Times | None, *, recompress: bool) -> Iterator[str]:
+    """The peak is a maximum that includes the end of the context and the end of the turn."""
+    after = found.stored_bytes + found.spare_bytes
+    for when, size in (("context", after), ("turn", found.end_bytes)):
+        if found.peak_bytes < size:
+            yield f"its peak of {found.peak_bytes} bytes is below the {size} that it had at the end of the {when}"
+    if found.end_bytes < found.stored_bytes and not recompress:
+        yield f"it ends with {found.end_bytes} bytes, fewer than the {found.stored_bytes} that it stores of the context"
+    if times is not None and times.steps and not found.read_bytes_per_step and found.stored_bytes:
+        yield f"it reads no bytes in {times.steps} decode steps"
+
+
+def _list_wrong_counters(found: Effect) -> Iterator[str]:
+    least = min(found.facts.values(), default=0)
+    if least < 0:
+        yield f"a counter of {least} entries"
+    if max(found.entries_kept, default=0.0) > found.entries_seen:
+        yield f"it keeps {max(found.entries_kept):g} entries of {found.entries_seen}"
+    if found.acted and not any(value for name, value in found.facts.items() if name not in found.maxima):
+        yield "the method acted, but no counter is above 0"
+
+
+def _list_wrong_agreement(found: Agreement) -> Iterator[str]:
+    parts: tuple[Agreement | AgreementPart, ...] = (found, *found.by_distance)
+    for x in parts:
+        share = x.top1 * x.n
+        if not 0 <= x.top1 <= 1 or abs(share - round(share)) > ROUNDING * max(1, x.n):
+            yield f"a top-1 agreement of {x.top1:g} is not a share of {x.n} positions"
+        if x.kl < -ROUNDING or x.n < 1:
+            yield f"a KL divergence of {x.kl:g} over {x.n} positions"
+    if found.by_distance:
+        starts = [x.start for x in found.by_distance]
+        if starts[0] or starts != sorted(set(starts)) or sum(x.n for x in found.by_distance) != found.n:
+            yield f"its agreement by distance does not cover its {found.n} positions once each"
+        for name in ("top1", "kl"):
+            mean = sum(getattr(x, name) * x.n for x in found.by_distance) / found.n
+            if abs(mean - getattr(found, name)) > ROUNDING * max(1.0, mean):
+                yield f"its agreement by distance has a mean {name} of {mean:g}, not {getattr(found, name):g}"
+
+
+def _list_wrong_times(x: Line, found: Times, tokens: TokenCounts) -> Iterator[str]:
+    prefill, compress = found.prefill_s, found.compress_s
+    if (prefill is None, compress is None) != ((True, True) if x.turn else (False, False)):
+        yield "the context is timed on the first turn and on no other"
+    if found.steps != (0 if x.stop_reason == "choice" else max(0, tokens.generated - 1)):
+        yield f"{found.steps} decode steps do not give {tokens.generated} tokens"
+    if prefill is not None and compress is not None and compress > prefill:
+        yield f"its compression took {compress:g} s of a prefill of {prefill:g} s"
+    if prefill is not None and not LEAST_PASS_S <= prefill <= found.ttft_s + ROUNDING:
+        yield f"its first token came after {found.ttft_s:g} s, its prefill took {prefill:g} s"
+    if found.decode_s < found.steps * LEAST_PASS_S:
+        yield f"{found.steps} decode steps in {found.decode_s:g} s are faster than any machine"
+    if (least := found.ttft_s + found.decode_s) > x.seconds + ROUNDING:
+        yield f"its turn took {x.seconds:g} s, first token and decode steps {least:g} s"
+
+
+def _list_wrong_denoising(
+    x: Line, found: DenoisingLine, tokens: TokenCounts, times: Times, size: CacheBytes, effect: Effect
+) -> Iterator[str]:
+    if found.sequence_length != tokens.context + found.response_length:
+        yield f"{tokens.context} prompt and {found.response_length} response tokens are not {found.sequence_length}"
+    if not times.steps == tokens.generated == found.committed_tokens <= found.response_length:
+        yield f"{found.committed_tokens} committed tokens do not fit {tokens.generated} generated ones"
+    if not 0 < found.computed_tokens <= found.sequence_length + ROUNDING:
+        yield f"it computes {found.computed_tokens:g} of {found.sequence_length} tokens per step"
+    if effect.entries_seen != found.sequence_length or effect.entries_kept != (found.computed_tokens,):
+        yield f"its effect check counts {effect.entries_kept} of {effect.entries_seen} tokens"
+    if found.nfe < 1 or (found.steps is not None and found.nfe > found.steps):
+        yield f"{found.nfe} forward passes in {found.steps} denoising steps"
+    if (size.spare_bytes, size.host_bytes) != (0, 0) or not size.stored_bytes == size.end_bytes == size.peak_bytes:
+        yield "its stored bytes are not its peak, as for every diffusion run"
+    timed = [("the answer", times.decode_s, found.nfe)]
+    for name, plain in found.baselines.items():
+        timed.append((f"baseline {name}", plain.seconds, plain.nfe))
+        if not 0 <= plain.same_tokens <= 1 or plain.committed_tokens > found.response_length:
+            yield f"baseline {name} has a share of {plain.same_tokens:g} equal tokens of {plain.committed_tokens}"
+    for name, seconds, passes in timed:
+        if passes < 1 or seconds < passes * LEAST_PASS_S:
+            yield f"{passes} forward passes of {name} in {seconds:g} s are faster than any machine"
+    if (times.prefill_s, times.compress_s) != (None, None) or times.ttft_s != times.decode_s:
+        yield "a diffusion model has no prefill and one time per answer"
+    if (least := sum(seconds for _, seconds, _ in timed)) > x.seconds + ROUNDING:
+        yield f"its turn took {x.seconds:g} s, its answers {least:g} s"

@@ -1,0 +1,248 @@
+"""Consistent forgeries by an attacker who read the code: journal, summary, spec, hashes and manifest all agree.
+
+Each forges one thing in a copy of an honest run. The assertion is the true reason for which it is found.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvbench.leaderboard.submission.records import MANIFEST, RESULT, SAMPLES
+from kvbench.leaderboard.verification import replay
+from kvbench.runs.journal import AgreementPart, Line
+
+from .conftest import GPU, edit, edit_spec, on_gpu, repack
+
+Change = Callable[[Line], dict[str, Any]]
+
+
+def forge(part: str, **values: Any) -> Change:
+    """Changes fields of one part of every line; a function receives the part and gives the new value."""
+    def change(x: Line) -> dict[str, Any]:
+        found = getattr(x, part)
+        new = {name: value(found) if callable(value) else value for name, value in values.items()}
+        return {part: found.model_copy(update=new)}
+
+    return change
+
+
+def forge_facts(**counts: int) -> Change:
+    return forge("effect", facts=lambda x: {**x.facts, **counts})
+
+
+def shift(x: Any) -> tuple[float, ...]:
+    """As many entries in all, in other layers."""
+    first, second, *rest = x.entries_kept
+    return (first + 500, second - 500, *rest)
+
+
+IMPOSSIBLE: dict[str, tuple[Change, str]] = {
+    # Bytes
+    "the peak is below the end of the turn": (forge("bytes", peak_bytes=lambda x: x.end_bytes - 1), "its peak of"),
+    "the peak is the stored bytes without spare bytes": (
+        forge("bytes", peak_bytes=lambda x: x.stored_bytes), "its peak of",
+    ),
+    "fewer bytes at the end than the context takes": (
+        forge("bytes", end_bytes=lambda x: x.stored_bytes - 8), "it ends with",
+    ),
+    "steps that read nothing": (forge("bytes", read_bytes_per_step=0), "it reads no bytes in"),
+    "steps that read half of what is stored": (
+        forge("bytes", read_bytes_per_step=lambda x: x.stored_bytes // 2), "a step reads",
+    ),
+    "steps that read more than there is": (
+        forge("bytes", read_bytes_per_step=lambda x: x.end_bytes + 8), "a step reads",
+    ),
+    "half of the stored bytes called spare": (
+        forge("bytes", stored_bytes=lambda x: x.stored_bytes // 2, spare_bytes=lambda x: x.stored_bytes),
+        "snapkv declares",
+    ),
+    "half of the stored bytes on the host": (
+        forge("bytes", stored_bytes=lambda x: x.stored_bytes // 2, host_bytes=lambda x: x.stored_bytes // 2),
+        "snapkv declares",
+    ),
+    "a full cache of twice its size, which halves the ratio": (
+        forge("bytes", full_bytes=lambda x: 2 * x.full_bytes), "a full cache of",
+    ),
+    # Entries and counters
+    "half of the entries kept": (
+        forge("effect", entries_kept=lambda x: tuple(y / 2 for y in x.entries_kept)), "its layers keep",
+    ),
+    "all entries kept in an evicting run": (
+        forge("effect", entries_kept=lambda x: (x.entries_seen,) * len(x.entries_kept)), "its layers keep",
+    ),
+    "more entries kept than seen": (
+        forge("effect", entries_kept=lambda x: (x.entries_seen + 1.0,) * len(x.entries_kept)), "it keeps",
+    ),
+    "a layer that keeps a negative number": (forge("effect", entries_kept=shift), "has a negative amount"),
+    "twice as many entries seen": (forge("effect", entries_seen=lambda x: 2 * x.entries_seen), "5 layers of"),
+    "one layer fewer": (forge("effect", entries_kept=lambda x: x.entries_kept[1:]), "4 layers of"),
+    "an effect without a counter": (forge_facts(entries_dropped=0), "the method acted, but no counter is above 0"),
+    "fewer entries dropped than are missing": (forge_facts(entries_dropped=9), "it keeps 1640 entries fewer"),
+    "more entries dropped than the model has": (forge_facts(entries_dropped=10**6), "it keeps 1640 entries fewer"),
+    "a negative counter": (forge_facts(entries_dropped=-1), "a counter of -1 entries"),
+    "no effect with entries dropped": (forge("effect", acted=False), "entries were dropped, and the method is said"),
+    "a lossless run with entries dropped": (forge("effect", identity=True), "its journal has identity True"),
+    # Agreement with the full cache
+    "a top-1 agreement above 1": (forge("agreement", top1=1.5), "a top-1 agreement of 1.5 is not a share"),
+    "a top-1 agreement between two shares": (forge("agreement", top1=0.999), "a top-1 agreement of 0.999"),
+    "a negative divergence": (forge("agreement", kl=-0.5), "a KL divergence of -0.5"),
+    "an agreement over no position": (forge("agreement", top1=0.0, n=0), "a KL divergence of"),
+    "an agreement over ten times as many positions": (
+        forge("agreement", n=lambda x: 10 * x.n), "its agreement has",
+    ),
+    "parts of the agreement that leave positions out": (
+        forge("agreement", by_distance=lambda x: (AgreementPart(start=0, top1=1.0, kl=0.0, n=1),)),
+        "its agreement by distance does not cover",
+    ),
+    "parts of the agreement with a better mean": (
+        forge("agreement", kl=0.5, by_distance=lambda x: (AgreementPart(start=0, top1=x.top1, kl=0.1, n=x.n),)),
+        "its agreement by distance has a mean kl",
+    ),
+    # Times
+    "decoding in no time": (forge("times", decode_s=1e-9), "are faster than any machine"),
+    "prompts in no time": (
+        lambda x: forge("times", prefill_s=0.0, compress_s=0.0)(x) if x.turn == 0 else {}, "its prefill took 0 s",
+    ),
+    "compression longer than the prefill": (
+        lambda x: forge("times", compress_s=lambda y: 2 * y.prefill_s)(x) if x.turn == 0 else {},
+        "its compression took",
+    ),
+    "the first token before the end of the prefill": (
+        lambda x: forge("times", ttft_s=lambda y: y.prefill_s / 2)(x) if x.turn == 0 else {}, "its first token came",
+    ),
+    "a prefill on a later turn": (forge("times", prefill_s=0.001, compress_s=0.0), "the context is timed on"),
+    "no prefill at all": (forge("times", prefill_s=None, compress_s=None), "the context is timed on the first turn"),
+    "twice as many steps, which doubles the speed": (
+        forge("times", steps=lambda x: 2 * x.steps), "decode steps do not give",
+    ),
+    "no times": (lambda _: {"times": None}, "a line has times unless its sample took the prefill"),
+    "a turn shorter than its parts": (lambda x: {"seconds": x.times.decode_s / 2}, "its turn took"),
+    "a turn of no time": (lambda _: {"seconds": 0.0}, "its turn took 0 s"),
+    "the same good times in every sample": (
+        lambda x: {**forge("times", decode_s=0.01)(x), "seconds": x.seconds + 1}, "8 measured times are only 1",
+    ),
+    # Dates
+    "samples of the future": (lambda _: {"started": "2999-01-01T00:00:00+00:00"}, "it started at '2999"),
+    "samples older than kvbench": (lambda _: {"started": "2020-01-01T00:00:00+00:00"}, "before the first commit"),
+    "dates without a time zone": (lambda _: {"started": "2026-11-22T00:00:00"}, "which is not a time with a time zone"),
+    "one sample of the future": (
+        lambda x: {"started": "2999-01-01T00:00:00+00:00"} if x.index else {}, "sample 1 started at '2999",
+    ),
+    "samples that still run": (lambda _: {"seconds": 1e7}, "it had not ended when it was packed"),
+    # Hardware
+    "a GPU in the journal of a CPU run": (
+        lambda x: (x.machine and forge("machine", gpu=GPU)(x)) or {}, "it ran on device 'cpu', its journal names GPU",
+    ),
+    "another processor in the journal": (
+        lambda x: (x.machine and forge("machine", cpu="theirs")(x)) or {}, "its result names",
+    ),
+    "more threads in the journal": (
+        lambda x: (x.machine and forge("machine", threads=64)(x)) or {}, "its result names",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
+def test_an_impossible_journal_is_refused(snapkv, check, change, reason):
+    found = check(snapkv.with_lines(lambda _, x: x.model_copy(update=change(x))))
+    assert reason in found["refused"] and found["level"] is None
+
+
+def in_environment(**values: Any) -> Callable[[dict[str, bytes]], dict[str, bytes]]:
+    return lambda files: edit(files, RESULT, lambda x: x["environment"].update(values))
+
+
+def in_spec(*path: str, value: object) -> Callable[[dict[str, bytes]], dict[str, bytes]]:
+    def change(spec: Any) -> None:
+        for name in path[:-1]:
+            spec = spec[name]
+        spec[path[-1]] = value
+
+    return lambda files: edit_spec(files, change)
+
+
+def of_version(name: str, value: str) -> Callable[[dict[str, bytes]], dict[str, bytes]]:
+    """The version of a package, in spec and environment."""
+    return lambda files: in_environment(**{name: value})(in_spec("versions", name, value=value)(files))
+
+
+def in_manifest(**values: Any) -> Callable[[dict[str, bytes]], dict[str, bytes]]:
+    return lambda files: edit(files, MANIFEST, lambda x: x.update(values))
+
+
+def with_threads(files: dict[str, bytes], count: int) -> dict[str, bytes]:
+    """The number of threads, in journal and result."""
+    lines = [json.loads(x) for x in gzip.decompress(files[SAMPLES]).splitlines()]
+    for line in lines:
+        line["machine"] = line["machine"] and {**line["machine"], "threads": count}
+    data = gzip.compress("".join(f"{json.dumps(x)}\n" for x in lines).encode(), mtime=0)
+    return in_environment(threads=count)(repack(files, {SAMPLES: data}))
+
+
+STATED: dict[str, tuple[Callable[[dict[str, bytes]], dict[str, bytes]], str]] = {
+    "a commit by the name of a branch": (
+        in_environment(git={"commit": "main", "dirty": False}), "machine: its commit 'main' is not a hash",
+    ),
+    "a short commit": (in_environment(git={"commit": "c" * 12, "dirty": False}), "machine: its commit 'cccccccccccc'"),
+    "a model hash that is none": (in_spec("model", "sha256", value="abc"), "machine: its model.sha256 'abc' is not"),
+    "a source hash that is none": (
+        in_spec("sources", "harness", value="F" * 64), "machine: its sources.harness 'FFF",
+    ),
+    "a template hash that is none": (
+        in_spec("task", "chat_template_sha", value="x"), "machine: its task.chat_template_sha 'x'",
+    ),
+    "a kvbench that is not written yet": (of_version("kvbench", "9.9.9"), "machine: kvbench '9.9.9' is later than"),
+    "a torch that nobody knows": (of_version("torch", "99.0"), "machine: torch '99.0' is not known"),
+    "a version that is a command": (of_version("torch", "2.11; rm -rf"), "machine: its version of torch is '2.11; rm"),
+    "versions in the environment only": (in_environment(torch="2.11.9"), "machine: the versions in its environment"),
+    "a Python on which kvbench does not run": (in_environment(python="2.7.18"), "machine: it ran on Python '2.7.18'"),
+    "a faster processor in the result": (in_environment(cpu="EPYC 9999"), "machine: its result names 'EPYC 9999"),
+    "fewer threads in the result": (in_environment(threads=64), "machine: its result names"),
+    "a GPU on a CPU run": (in_environment(gpu=GPU), "machine: it ran on device 'cpu', its environment names GPU"),
+    "packed before it ran": (
+        in_manifest(created="2026-11-21T01:00:00+00:00"), "it had not ended when it was packed",
+    ),
+    "packed in the future": (in_manifest(created="2999-01-01T00:00:00+00:00"), "machine: it was packed at '2999"),
+    "packed at no time": (in_manifest(created="yesterday"), "machine: it was packed at 'yesterday'"),
+    "a million samples": (in_spec("samples", value=10**6), "schema: spec.json: samples 1000000 is not between"),
+    "a seed that no run can have": (in_spec("seed", value=-1), "schema: spec.json: seed -1 is not between"),
+    "an unknown protocol of questions": (in_spec("mode", value="single"), "schema: spec.json: turns 2 has no meaning"),
+    "turns beyond the model": (in_spec("turns", value=900), "prompts: "),
+    "no threads": (lambda files: with_threads(files, 0), "machine: it ran on fewer threads than one"),
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), STATED.values(), ids=STATED.keys())
+def test_a_false_statement_is_refused(snapkv, check, change, reason):
+    found = check(change(snapkv.files))
+    assert reason in found["refused"] and found["level"] is None
+
+
+def test_another_gpu_in_the_result_is_refused(snapkv, check):
+    found = check(in_environment(gpu="NVIDIA B300")(on_gpu(snapkv)))
+    assert found["refused"].startswith("machine: its result names 'NVIDIA B300 with 1 threads', its journal")
+
+
+def test_a_later_torch_is_flagged(snapkv, check):
+    found = check(of_version("torch", "2.999.0")(snapkv.files))
+    assert (found["machine"], found["level"], found["refused"]) == ("flag", "L0", "")
+
+
+def test_an_agreement_left_out_is_flagged(snapkv, check):
+    found = check(snapkv.with_lines(lambda _, x: x.model_copy(update={"agreement": None})))
+    assert (found["agreement"], found["level"]) == ("flag", "L0")
+
+
+def test_a_context_beyond_the_model_is_refused_before_any_prompt_is_made(snapkv, check, monkeypatch):
+    """The prompt alone would take minutes."""
+    def make(*_: object) -> None:
+        raise AssertionError("a prompt was made")
+
+    monkeypatch.setattr(replay, "make_examples", make)
+    found = check(edit_spec(snapkv.files, lambda x: x["task"].update(length=1 << 21)))
+    assert found["refused"].startswith("model: mini supports 8192 tokens, and its contexts and turns need 2097152")
