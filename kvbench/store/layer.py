@@ -192,11 +192,15 @@ class LayerKV:
                 causal=step.causal, length=self.length,
             )
         parts = [
-            ragged_partial(step.query, self.frozen.key, self.frozen.value, self.frozen.offsets, self.frozen.counts,
-                           positions=self.frozen.position, bias=self.frozen.bias, **options),
+            ragged_partial(self.frozen_query(step), self.frozen.key, self.frozen.value, self.frozen.offsets,
+                           self.frozen.counts, positions=self.frozen.position, bias=self.frozen.bias, **options),
             dense_partial(step.query, self.keys, self.values, positions=self._where(), length=self.length, **options),
         ]
         return merge_partials(parts, step.sinks).to(step.query.dtype)
+
+    def frozen_query(self, step: Step) -> Tensor:
+        """The queries as they meet the frozen keys. [B, H_q, T, D]"""
+        return step.query
 
     # Evicting
 
