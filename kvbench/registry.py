@@ -71,8 +71,9 @@ class Entry:
         return cast("type", found)
 
 
-def list_entries(kind: Kind) -> list[Entry]:
-    """All methods or tasks, sorted by name.
+@functools.cache  # a sweep looks up the names of every cell
+def list_entries(kind: Kind) -> tuple[Entry, ...]:
+    """All methods or tasks, sorted by name; read once per process.
 
     Raises:
         UserError: two of them share a name.
@@ -90,7 +91,7 @@ def list_entries(kind: Kind) -> list[Entry]:
                     f"two {kind}s are called '{name}': {owners[name].module} and {entry.module}. Rename or remove one."
                 )
             owners[name] = entry
-    return sorted(entries, key=lambda x: x.name)
+    return tuple(sorted(entries, key=lambda x: x.name))
 
 
 def find_method(name: str) -> type[Method]:
@@ -252,7 +253,6 @@ def _read(path: Path, kind: Kind, folder: Path) -> tuple[Entry, ...]:
         return ()
 
 
-@functools.cache  # a sweep looks up the names of every cell
 def _entries(text: str, path: Path, kind: Kind, folder: Path) -> tuple[Entry, ...]:
     inner = path.relative_to(folder).with_suffix("")
     module = ".".join(("kvbench", f"{kind}s", *inner.parts))

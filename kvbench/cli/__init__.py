@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -91,9 +92,8 @@ def call(arguments: Sequence[str]) -> int:
     Returns:
         The exit code: 0 success, 1 failure with a printed reason, 2 bad input, 130 interrupted.
     """
-    command = typer.main.get_command(app)
     try:
-        code = command.main(list(arguments), prog_name="kvbench", standalone_mode=False)
+        code = _command().main(list(arguments), prog_name="kvbench", standalone_mode=False)
     except UserError as error:
         return _stop(str(error), getattr(error, "exit_code", 2))
     except CLICK_ERROR as error:
@@ -106,6 +106,11 @@ def call(arguments: Sequence[str]) -> int:
     if code == INTERRUPTED:
         return _stop("interrupted.", code)
     return code if isinstance(code, int) else 0
+
+
+@functools.cache  # building it takes longer than a short command
+def _command() -> Any:
+    return typer.main.get_command(app)
 
 
 def _stop(message: str, code: int) -> int:

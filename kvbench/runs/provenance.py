@@ -13,7 +13,7 @@ import hashlib
 import importlib.util
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from kvbench.method import Method
@@ -28,6 +28,7 @@ IGNORED = {"kvbench.errors", "kvbench.log", "kvbench.machine", "kvbench.registry
 KERNELS = "kvbench.kernels"
 INSTALLED = {"site-packages", "dist-packages"}
 """Folders of installed packages."""
+LIBRARIES = [Path(sysconfig.get_path(x)) for x in ("stdlib", "platstdlib")]
 HOLDERS = (ast.stmt, ast.excepthandler, ast.match_case)
 """Syntax nodes that can contain an import."""
 
@@ -35,10 +36,10 @@ HOLDERS = (ast.stmt, ast.excepthandler, ast.match_case)
 def find_sources(method: type[Method], task: type[Task]) -> Sources:
     """SHA-256 per component. A file of several components counts for the harness, a kernel file for the kernels."""
     harness = _follow([RUN])
-    of_method, of_task = (_follow(_modules(x)) for x in (method, task))
+    of_method, of_task = (_follow(_modules(x), known=harness) for x in (method, task))
     kernels = {name: path for name, path in (harness | of_method | of_task).items() if _within(name, KERNELS)}
     return Sources(
-        method=_hash(of_method, but=harness | kernels), task=_hash(of_task, but=harness | kernels),
+        method=_hash(of_method, but=kernels), task=_hash(of_task, but=kernels),
         kernels=_hash(kernels), harness=_hash(harness, but=kernels),
     )
 
@@ -70,17 +71,17 @@ def _modules(cls: type) -> Iterator[str]:
             yield from (name for x in inner if x is not base for name in _modules(x))
 
 
-def _follow(modules: Iterable[str]) -> dict[str, Path]:
+def _follow(modules: Iterable[str], known: Collection[str] = ()) -> dict[str, Path]:
     """Files of these modules and of all that they import, within kvbench and the modules' own packages.
 
-    kvbench imports only itself and installed packages.
+    kvbench imports only itself and installed packages. Modules in `known` are left out with what they import.
     """
     queue = list(modules)
     roots = {"kvbench", *(_root(x) for x in queue)}
     files: dict[str, Path] = {}
     while queue:
         name = queue.pop()
-        path = None if name in files or name in IGNORED or _root(name) not in roots else _locate(name)
+        path = None if name in files or name in known or name in IGNORED or _root(name) not in roots else _locate(name)
         if path is None:
             continue
         files[name] = path
@@ -118,9 +119,8 @@ def _is_installed(root: str) -> bool:
     """Whether a top-level name is of the standard library or an installed package, or is not found."""
     folders, own = _find_top(root)
     places = [Path(x) for x in folders] or ([Path(own)] if own else [])
-    libraries = [Path(sysconfig.get_path(x)) for x in ("stdlib", "platstdlib")]
     return root in sys.stdlib_module_names or not places or any(
-        not INSTALLED.isdisjoint(x.parts) or any(map(x.is_relative_to, libraries)) for x in places
+        not INSTALLED.isdisjoint(x.parts) or any(map(x.is_relative_to, LIBRARIES)) for x in places
     )
 
 

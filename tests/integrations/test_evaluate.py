@@ -11,6 +11,7 @@ import pytest
 
 from kvbench.errors import UserError
 from kvbench.integrations.evaluate import load_metric
+from kvbench.registry import list_entries
 
 TOYS = """
 from kvbench.task import Scorer, Task
@@ -39,6 +40,7 @@ def toys(monkeypatch, tmp_path):
         for name, value in {"toy-of-metrics": "metric_toys:Toy", "lost": "nothing_of_this_name:X"}.items()
     ]
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [x for x in points if x.group == group])
+    monkeypatch.setattr("kvbench.registry.list_entries", list_entries.__wrapped__)  # without its cache
 
 
 @pytest.fixture(autouse=True)
