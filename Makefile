@@ -12,6 +12,7 @@ TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org
 # For tiny models a second thread saves little, and on a busy machine threads that wait for one another spin for minutes.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 export HF_HUB_DISABLE_TELEMETRY := 1
+unexport PYTHONDONTWRITEBYTECODE  # without bytecode every process of the tests compiles all files again
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-all lint bench site constraints

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+gc.disable()  # until all tests are collected: nothing that is made before goes away
 
 import hypothesis
 import pytest
@@ -208,3 +210,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         count = next(iter(same[0].get_closest_marker("few").args), 1)
         for item in same[:-count]:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector leaves out what was there before the first test: hundreds of megabytes of modules."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Modules may go away in order when the process ends."""
+    gc.unfreeze()
