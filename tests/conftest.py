@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-gc.disable()  # until all tests are collected: nothing that is made before goes away
 
 import hypothesis
 import pytest
@@ -26,6 +25,7 @@ TOYS = Path(__file__).parent / "toys" / "toy.py"
 hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("shared")
 torch.set_num_threads(1)
+gc.disable()  # until all tests are collected: nothing that is made before goes away
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before transformers, which imports triton
 

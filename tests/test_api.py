@@ -83,6 +83,7 @@ def test_runs_are_compared_by_result_folder_and_id(model_folder, tmp_path, capsy
         kvbench.compare(full)
 
 
+@pytest.mark.slow
 def test_the_documented_example_runs(tmp_path, monkeypatch):
     """Every Python block of docs/python.md."""
     monkeypatch.chdir(tmp_path)

@@ -214,6 +214,7 @@ def test_equal_methods_rarely_differ(n, turns, differ):
         assert 0.001 < rate < ALPHA + 3 * (ALPHA * (1 - ALPHA) / 500) ** 0.5
 
 
+@pytest.mark.slow
 def test_the_family_wise_error_rate_is_kept():
     """Ten equal methods against one: 5 % of 200 simulated tables have a difference; far more without Holm."""
     rng = np.random.default_rng(5)

@@ -516,6 +516,7 @@ def test_the_memory_of_a_failed_call_is_freed():
     assert refs[0]() is None
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("error", [
     torch.AcceleratorError("CUDA error: out of memory\nmore"), RuntimeError("CUDA driver error: out of memory"),
     MemoryError("out of memory"),
@@ -539,6 +540,7 @@ def lost(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", synchronize)
 
 
+@pytest.mark.slow
 def test_an_unusable_cuda_context_is_noticed(lost):
     """It is not cleaned up, and the failure says that nothing more can be timed."""
     def fail():
@@ -678,6 +680,7 @@ def test_bytes_of_a_step_by_hand(bench):
     attention = cells[0]["times"]["attention"]
     achieved = moved["kernel"] / attention["seconds"]["median"]
     assert attention["bandwidth_share"] == pytest.approx(achieved / found["copy_bandwidth"]["before"])
+@pytest.mark.slow
 def test_every_method_has_its_own_largest_batch(bench):
     """As predicted; the speed-up is of the time per token and not paired."""
     found = bench("--method", "snapkv", "--budget", "50%", "--batch", "max", "--timing", "step", "--memory", "0.006")
@@ -760,6 +763,7 @@ def test_a_lost_device_ends_the_job_and_the_same_command_continues(bench, greedy
     assert (again.status, again.cells[:2], len(again.cells)) == ("done", found.cells[:2], 3)
 
 
+@pytest.mark.slow
 def test_absolute_times_of_a_cpu_are_not_printed(bench):
     """Speed-ups are; a synthetic state is stated."""
     answer = bench("--method", "full", "--timing", "step", "--state", "synthetic")

@@ -65,6 +65,7 @@ def test_sparse_writes_what_its_card_writes(deep, text, fill, block, settings):
         assert found == sparse_dllm(Writing(deep, text, 16, shifted=False), block, **settings)
 
 
+@pytest.mark.slow
 def test_these_cases_are_not_what_no_cache_writes(deep, fill):
     """Else they would say nothing of what is chosen."""
     model = Model.from_module(deep, masking=Masking(MASK, shifted=False))

@@ -27,15 +27,12 @@ EXACT = [
 ]
 
 
-LONG = {
-    "runs are repeatable", "batch does not matter", "bytes are counted", "committed tokens are computed",
-    "short answers run",
-}
-"""Claims that take longer than all others together: `make test` leaves them out."""
+QUICK = {"settings are frozen", "identity equals no cache", "acts"}
+"""Claims that `make test` tries on every policy; the others take several times longer."""
 
 
 @pytest.mark.parametrize(
-    "claim", [pytest.param(x, marks=pytest.mark.slow) if x in LONG else x for x in POLICY_INVARIANTS]
+    "claim", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in POLICY_INVARIANTS]
 )
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_keeps_every_claim(name, claim):
@@ -46,6 +43,7 @@ def test_every_policy_keeps_every_claim(name, claim):
         assert str(reason)  # noqa: PT017  # a reason is what is asked for
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("name", "settings"), EXACT, ids=[x for x, _ in EXACT])
 def test_declared_identities_are_identities(name, settings):
     """The claim applies, and holds."""

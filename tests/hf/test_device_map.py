@@ -60,6 +60,7 @@ def test_weights_on_disk(name: str, places: dict[str, str], tmp_path: Path) -> N
         assert (ours.trusted, ours.movable, ours.width) == (theirs.trusted, theirs.movable, theirs.width)
 
 
+@pytest.mark.slow
 def test_a_spread_model_is_proven(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In half precision by a copy, as any; and a planted fault is found."""
     assert load_model(str(llama), dtype="bfloat16", device_map=dict(SPREAD)).dtype == "bfloat16"

@@ -24,6 +24,7 @@ def test_units(text: str, has: bool, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert has_bfloat16_units() is has
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("asked", [None, "auto"])
 def test_auto(asked: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """On a CPU without units it is float32, said in one line; what is predicted has the same type."""
@@ -47,6 +48,7 @@ def test_unknown() -> None:
     assert "auto" in refusal("mini", dtype="float8")
 
 
+@pytest.mark.slow
 def test_run_and_doctor(kvbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of different types have different ids, and their bytes are those that are stored."""
     options = ["run", "--method", "full", "--task", "niah", "--length", 400, "--samples", 1, "--json"]

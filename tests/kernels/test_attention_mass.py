@@ -45,6 +45,7 @@ def test_all_queries_are_column_sums(heads, attention, error):
     assert error(attention_mass(query[:, :, order], keys, order, scale=0.3), wanted) < 1e-5
 
 
+@pytest.mark.slow
 def test_memory_is_linear(attention, largest, monkeypatch):
     """Logits of few queries exist at a time."""
     monkeypatch.setattr(plain, "BLOCK_ELEMENTS", 1 << 14)

@@ -32,6 +32,7 @@ def test_runs_with_and_without_template_are_verified(done, check):
     assert (found["prompts"], found["level"], found["refused"]) == ("ok", "L0", "")
 
 
+@pytest.mark.few
 def test_swapping_template_and_none_is_refused(done, check, chat_mini):
     tokenizer, _ = lookup._load(chat_mini)
     sha = done.job.task.frame(tokenizer).sha
@@ -45,7 +46,7 @@ def test_an_unknown_template_hash_is_refused(done, check):
     assert found["refused"].startswith("tokenizer: the chat template of ")
 
 
-@pytest.mark.few
+@pytest.mark.slow
 def test_a_rerun_uses_the_same_template(done, chat_mini):
     model = replace(load_model(str(chat_mini), dtype="bfloat16"), id=done.job.spec.model.id)
     job, differs = prepare_rerun(done.job.spec, model)

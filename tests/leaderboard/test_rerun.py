@@ -94,6 +94,7 @@ def move_entries(first, second, *rest):
     return first + 9, second - 9, *rest
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("change", "name"), [
     (change_bytes(read_bytes_per_step=1.1), "bytes.read_bytes_per_step"),
     (change_bytes(end_bytes=0.9), "bytes.end_bytes"),
@@ -112,6 +113,7 @@ def test_other_measurements_than_the_reruns_are_refused(snapkv, verify_with, cha
     assert record.level is None and name in record.checks[-1].reason
 
 
+@pytest.mark.slow
 def test_the_score_of_a_rerun_is_the_verifiers(runs, snapkv, verify_with):
     """One mended answer is within the allowed divergence, and does not change the published score."""
     right = runs["full"].bundle.lines
@@ -191,6 +193,7 @@ def test_permutation_p_values_of_small_cases():
     assert _permutation_p([1.0] * 40, [1.0] * 39 + [0.0]) > 0.4
 
 
+@pytest.mark.slow
 def test_a_significantly_worse_fresh_mean_is_refused(forged, verify_with, monkeypatch):
     """Few contexts have no power, so the p-value is set to that of 40."""
     monkeypatch.setattr(fresh_seed, "_permutation_p", lambda *_: 0.001)
@@ -208,6 +211,7 @@ def test_rerun_on_the_command_line(kvbench, snapkv, tmp_path):
     assert kvbench("leaderboard", "verify", tmp_path).code == 0, "what a verifier wrote is no part of the bundle"
 
 
+@pytest.mark.slow
 def test_samples_are_drawn_with_a_random_seed(kvbench, snapkv):
     seeds = {kvbench("leaderboard", "rerun", snapkv.folder, "--json").json[0]["rerun"]["seed"] for _ in range(2)}
     assert len(seeds) == 2

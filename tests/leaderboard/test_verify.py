@@ -84,6 +84,7 @@ def test_bytes_other_than_the_declared_ones_are_refused(snapkv, check, name):
     assert check(snapkv.with_lines(lower))["bytes"] == "refused"
 
 
+@pytest.mark.slow
 def test_a_run_with_recompress_reaches_l0(check, tmp_path):
     found = check(make_run(tmp_path, "snapkv", recompress=True).files)
     assert (found["level"], found["refused"]) == ("L0", "")

@@ -50,6 +50,7 @@ def test_shares_survive_being_written_down(percent):
     assert math.isclose(Budget.parse(str(budget)).value, budget.value, rel_tol=1e-11)
 
 
+@pytest.mark.slow
 @given(text=st.one_of(st.text(max_size=8), st.from_regex(r"-?[0-9.]{1,6}(e[0-9]{1,3})?%?", fullmatch=True)))
 def test_any_text_is_a_budget_or_an_error_that_says_what_is_allowed(text):
     """Whatever is typed ends in a sane budget, or in a message with the text and with what is allowed."""

@@ -206,6 +206,7 @@ def shape_of(length, *, layers=4, heads=8, window=None):
     return Shape(length=length, layers=(full,) * layers + sliding, itemsize=2)
 
 
+@pytest.mark.slow
 @given(length=st.integers(8, 40_000), share=st.floats(0.02, 0.98), window=st.sampled_from([None, 16, 1024]))
 @settings(max_examples=200, deadline=None)
 def test_a_budget_is_spent_to_the_last_row(length, share, window):

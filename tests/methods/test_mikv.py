@@ -152,6 +152,7 @@ def test_a_channel_that_the_prompt_does_not_use_is_not_balanced(make_step):
     assert method.attend(kv, last).isfinite().all()
 
 
+@pytest.mark.slow
 def test_entries_are_never_promoted(make_step):
     """The low tier only grows, and its entries and the high tier's are all entries, equally many for every head."""
     method = replace(MiKV(), length=30)

@@ -157,6 +157,7 @@ def test_a_profile_is_measured_once(cache, capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_settings_have_profiles_of_their_own(cache):
     """Another probe, another model: another file."""
     for model, tokens in ((tiny_model(), 8), (tiny_model(), 9), (tiny_model(2, 2), 8)):

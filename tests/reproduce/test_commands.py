@@ -79,7 +79,7 @@ def test_a_table_is_run_and_judged(kvbench, paper, out):
     assert "already finished" in again.err
 
 
-@pytest.mark.few
+@pytest.mark.slow
 @pytest.mark.parametrize(("said", "prompted", "verdict"), [
     ("none", "none", "reproduced"), ("own", "none", "partly"), ("none", "own", "not run"),
 ])
@@ -208,6 +208,7 @@ def test_what_differs_is_said_and_flipped_one_by_one(kvbench, pair):
     assert answer.json["total"]["mean"] == pytest.approx(means[1] - means[0])
 
 
+@pytest.mark.slow
 def test_what_cannot_be_flipped_says_why(kvbench, pair, tmp_path):
     """The code of another day, and a value that makes no sense alone."""
     runs, names = pair

@@ -106,6 +106,7 @@ def test_weights_and_data_that_are_not_here_are_missing():
     assert plan.predicted_bytes == shape.weight_bytes + dense
 
 
+@pytest.mark.slow
 def test_a_large_model_needs_a_gpu_and_room(monkeypatch):
     """On a CPU it is not begun; on a GPU with too little memory neither."""
     claim = one("ruler:readme/llama3.1-8b/full/4k")

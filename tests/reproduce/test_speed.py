@@ -110,6 +110,7 @@ def test_on_the_paper_s_gpu_a_speed_is_partly_reproduced_at_most(timed, monkeypa
     assert (near.verdict, near.differs[0]) == ("partly", speed.ENGINE)
 
 
+@pytest.mark.slow
 def test_a_factor_is_over_the_dense_cache_in_the_same_job(timed):
     """The ratio that the job itself gives."""
     _, found = timed

@@ -84,7 +84,7 @@ def before(encoded, turn, name, lines):
     return ids
 
 
-@pytest.mark.few(3)
+@pytest.mark.few
 @pytest.mark.parametrize("method", [("full",), (LAST, "--budget", "100%")], ids=["full", "compared"])
 @pytest.mark.parametrize("name", MODES)
 def test_the_choice_with_the_greatest_log_probability_wins(toys, plain, model_folder, name, method):

@@ -302,6 +302,7 @@ def test_a_finished_run_of_other_code_is_reported_with_the_difference(kvbench, a
     assert "Delete the folder" in line
 
 
+@pytest.mark.slow
 def test_samples_of_other_code_are_not_continued(kvbench, arguments, tmp_path):
     """An unfinished journal is refused with the next step; a folder without samples is taken over."""
     kvbench(*arguments, "--method", LAST)

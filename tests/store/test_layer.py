@@ -108,6 +108,7 @@ def pick(data, rows, count):
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(data=st.data(), batch=st.sampled_from([1, 2]), bounded=st.booleans(), track=st.booleans(),
        window=st.sampled_from([None, 5]), capacity=st.sampled_from([0, 12]))

@@ -229,6 +229,7 @@ def test_the_sweep_of_the_curated_results_is_valid(monkeypatch):
     assert len(cells) == 4 * (2 + 11 * 3 + 6 * 3 + 2 + 2 + 2 + 2 * 2)
 
 
+@pytest.mark.slow
 def test_a_cell_is_a_run(kvbench, sweep, arguments, tmp_path):
     """Same id, same folder: `kvbench run` and the sweep read each other's results; failed runs stay failed."""
     path = sweep(

@@ -23,7 +23,7 @@ def mini():
     return AutoModelForCausalLM.from_pretrained(MINI, dtype=torch.bfloat16).eval()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 def test_mini_answers_and_stops(task, mini, mini_tokenizer):
     """Of six fresh samples at 600 tokens greedy generation says five or more, and nothing after the answer."""

@@ -239,7 +239,7 @@ def test_prompt_fills_the_length(task: Niah, mini_tokenizer, seed, turns, extra)
     assert length - unit <= used <= length
 
 
-@pytest.mark.few(3)
+@pytest.mark.few
 @each_task
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10**6), turns=st.integers(1, 5))
@@ -299,6 +299,7 @@ def test_a_needle_haystack_leaves_out_what_is_asked_for():
     assert sorted(text.split("\n")) == sorted(NUMBER_LINE(*pair) for pair in WORDS[:3])
 
 
+@pytest.mark.few
 @each_needle_task
 def test_the_minimum_length_covers_the_longest_needles_among_any_lines(task: Niah, mini_tokenizer):
     """The longest key and value fit at the minimum length, whatever lines the haystack has."""
@@ -339,7 +340,7 @@ def test_too_short_a_length_is_the_users_mistake(task: Niah, mini_tokenizer):
         task.example(random.Random(0), id="x", length=200, turns=5, tokenizer=mini_tokenizer)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few
 @each_task
 def test_needles_move(task: Niah, mini_tokenizer):
     """The answer's depth differs from sample to sample (RULER's own shuffle is the same in all of them)."""

@@ -38,6 +38,7 @@ def test_the_text_is_scbenchs(chars):
     ]
 
 
+@pytest.mark.few
 @each_task
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10**6), turns=st.integers(1, 6), extra=st.integers(0, 900))

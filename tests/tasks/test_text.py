@@ -84,6 +84,7 @@ def test_the_text_is_as_written(small, chars):
     assert turn.choices == turn.references == (turn.answer,)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_what_stands_before_the_module(chars):
     """Other modules, each after a line with its name."""

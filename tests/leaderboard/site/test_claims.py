@@ -21,6 +21,7 @@ def read_claims(results):
     return (results.build().folder / "claims.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_every_printed_number_has_its_verdict(results):
     """The matrix counts each number once, and each appears in a table of its paper."""
     page = read_claims(results)

@@ -337,6 +337,7 @@ def test_chart_points_link_to_their_runs(results):
     assert all(x.startswith(f"runs/{name.split()[0]}-") for x, name in links)
 
 
+@pytest.mark.slow
 def test_a_build_replaces_the_old_site(results):
     """Removed runs disappear, and no temporary files remain."""
     fill(results)

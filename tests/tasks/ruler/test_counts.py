@@ -111,6 +111,7 @@ def test_the_three_most_frequent_words_are_the_answer(mini_tokenizer):
         assert sum(counts.values()) == example.facts["words"]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("task", "slack"), [(CWE, 45), (FWE, 60)], ids=lambda x: getattr(x, "name", ""))
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6), extra=st.integers(0, 5000))
@@ -131,6 +132,7 @@ def test_a_list_longer_than_the_vocabulary_goes_on_with_keys():
     assert len(draw_listed(random.Random(0), 40, 10)[1]) == 8126
 
 
+@pytest.mark.slow
 def test_the_answers_move(mini_tokenizer):
     """A slot of the list holds a common word in some samples only; RULER's own slots are the same in all."""
     hits = Counter()

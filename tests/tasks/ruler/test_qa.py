@@ -134,7 +134,7 @@ def test_no_question_comes_twice_and_dev_has_its_own(squad, mini_tokenizer):
         some(task, mini_tokenizer, n=27, turns=2)
 
 
-@pytest.mark.few
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [SquadQa, FactsQa], ids=lambda kind: kind.name)
 def test_the_answer_moves(kind, squad, mini_tokenizer):
     """Gold documents stand at ranks all over; RULER's own stand at one rank for a number of documents."""
@@ -143,6 +143,7 @@ def test_the_answer_moves(kind, squad, mini_tokenizer):
     assert min(depths) < 0.2 and max(depths) > 0.8 and len(set(depths)) > 10
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 10**6), turns=st.integers(1, 5), extra=st.integers(60, 3000))
 def test_facts_have_one_answer_in_one_document(mini_tokenizer, seed, turns, extra):

@@ -164,7 +164,7 @@ def test_the_official_scorers_take_the_reference_answers(task: Generated, mini_t
         assert [scorer(turn.answer, turn.references, facts) for scorer in task.scorers] == [1.0] * len(task.scorers)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few
 @each_task
 def test_what_is_asked_for_is_anywhere(task: Generated, mini_tokenizer):
     """Depths of what a turn asks for are spread over the whole context, and the first turn is no exception."""

@@ -115,6 +115,7 @@ def test_endings_tell_the_group(mini_tokenizer, seed, turns):
         assert turn.references == ("ABCD"[options.index(groups[nearest])], groups[nearest])
 
 
+@pytest.mark.slow
 def test_letters_are_equally_often_right(mini_tokenizer):
     """No letter is a good guess."""
     letters = [
