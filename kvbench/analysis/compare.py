@@ -11,8 +11,8 @@ from itertools import groupby
 from pathlib import Path
 
 from kvbench.analysis.load import FinishedRun
-from kvbench.analysis.significance import ALPHA, adjust, compare_scores, flip_signs, group_ties
-from kvbench.errors import UserError
+from kvbench.analysis.significance import ALPHA, adjust, compare_scores, find_least_p, flip_signs, group_ties
+from kvbench.errors import UserError, unknown
 from kvbench.runs.files import read_file
 from kvbench.runs.results import Result
 from kvbench.runs.spec import RunSpec
@@ -44,11 +44,26 @@ class Difference:
     p: float | None
     p_adjusted: float | None
     """Holm-adjusted over all runs that are compared with the baseline."""
+    least_p: float = 0.0
+    """The smallest adjusted p-value that this many contexts can reach."""
+
+    @property
+    def too_few(self) -> bool:
+        """Whether no result of these contexts could be significant."""
+        return self.p_adjusted is not None and self.least_p >= ALPHA
 
     @property
     def within_noise(self) -> bool | None:
-        """True if the adjusted p-value is 5 % or more."""
-        return None if self.p_adjusted is None else self.p_adjusted >= ALPHA
+        """True if the adjusted p-value is 5 % or more; None if there is none, or there are too few contexts."""
+        return None if self.p_adjusted is None or self.too_few else self.p_adjusted >= ALPHA
+
+    def judge(self, *, higher_is_better: bool) -> str:
+        """`better`, `worse`, `within noise` or `too few to tell`; empty if there is nothing to judge."""
+        if self.mean is None or self.p_adjusted is None:
+            return ""
+        if self.too_few:
+            return "too few to tell"
+        return "within noise" if self.within_noise else "better" if (self.mean > 0) == higher_is_better else "worse"
 
 
 @dataclass(frozen=True)
@@ -133,7 +148,10 @@ def compare_runs(first: FinishedRun, others: Sequence[FinishedRun]) -> list[Diff
     found = [compare_pair(first, x) for x in others]
     tested = [x.p for x in found if x.p is not None]
     adjusted = iter(adjust(tested))
-    return [x if x.p is None else replace(x, p_adjusted=next(adjusted)) for x in found]
+    return [
+        x if x.p is None else replace(x, p_adjusted=next(adjusted), least_p=find_least_p(x.contexts, len(tested)))
+        for x in found
+    ]
 
 
 def compare_pair(first: FinishedRun, other: FinishedRun) -> Difference:
@@ -142,13 +160,17 @@ def compare_pair(first: FinishedRun, other: FinishedRun) -> Difference:
     if not pairs:
         return Difference(other.result.run_id, 0, 0, None, None, None, None)
     found = compare_scores(_by_context(pairs))
-    return Difference(other.result.run_id, found.n, found.contexts, found.mean, found.ci95, found.p, found.p)
+    return Difference(
+        other.result.run_id, found.n, found.contexts, found.mean, found.ci95, found.p, found.p,
+        find_least_p(found.contexts),
+    )
 
 
 def rank_runs(runs: Sequence[FinishedRun]) -> list[int | None]:
     """Ranks of runs of one protocol; runs that do not differ significantly share a rank (`group_ties`).
 
-    None for a run that failed, has no score, or has other questions than most of the runs.
+    None for a run that failed, has no score, or has other questions than most of the runs; None for all runs if there
+    are too few contexts to tell any two of them apart.
     """
     whole = [x for x in runs if x.result.status == "ok" and x.result.score.mean is not None]
     questions = {id(x): frozenset((key, line.prompt_hash) for key, line in x.lines.items()) for x in whole}
@@ -156,6 +178,8 @@ def rank_runs(runs: Sequence[FinishedRun]) -> list[int | None]:
         return [None] * len(runs)
     same = Counter(questions.values()).most_common(1)[0][0]
     whole = [x for x in whole if questions[id(x)] == same]
+    if is_too_few(whole):
+        return [None] * len(runs)
     sign = -1 if whole[0].result.score.higher_is_better else 1
     whole.sort(key=lambda x: sign * (x.result.score.mean or 0.0))
     ranks: dict[int, int] = {}
@@ -163,6 +187,12 @@ def rank_runs(runs: Sequence[FinishedRun]) -> list[int | None]:
         rank = len(ranks) + 1
         ranks |= dict.fromkeys(map(id, group), rank)
     return [ranks.get(id(x)) for x in runs]
+
+
+def is_too_few(runs: Sequence[FinishedRun]) -> bool:
+    """Whether runs on the same questions have too few contexts for ranks: no difference could be significant."""
+    contexts = len({x.index for x in runs[0].lines.values()})
+    return find_least_p(contexts, len(runs) - 1) >= ALPHA
 
 
 def _p_value(first: FinishedRun, other: FinishedRun) -> float:
@@ -188,9 +218,30 @@ def _regress(full: FinishedRun, other: FinishedRun, common: dict[tuple[str, int]
     return Regressions(other.result.run_id, full.result.run_id, len(common), len(worse), tuple(worse))
 
 
-def find_baseline(runs: Sequence[FinishedRun]) -> int:
-    """Index of the run that the others are compared with: the first one of the full cache, else the first one."""
-    return next((i for i, x in enumerate(runs) if x.result.status == "ok" and is_full(x.result)), 0)
+def find_baseline(runs: Sequence[FinishedRun], asked: str | None = None) -> int:
+    """Index of the run that the others are compared with.
+
+    asked: the name of its method, or its id or the end of it; None: the first run of the full cache, else the first
+        run.
+
+    Raises:
+        UserError: no run, or runs of several settings, have the name.
+    """
+    if asked is None:
+        return next((i for i, x in enumerate(runs) if x.result.status == "ok" and is_full(x.result)), 0)
+    found = [i for i, x in enumerate(runs) if is_called(x.result, asked)]
+    if not found:
+        names = {name for x in runs for name in (x.result.method.name, x.result.run_id)}
+        raise unknown("baseline", asked, names, "Give the method or the id of one of the runs.")
+    if len(found) > 1:
+        ids = ", ".join(runs[i].result.run_id for i in found)
+        raise UserError(f"baseline '{asked}' is the name of {len(found)} runs. Give the id of one of them: {ids}.")
+    return found[0]
+
+
+def is_called(result: Result, name: str) -> bool:
+    """Whether this is the name of the run's method, or the run's id, or the hash at its end."""
+    return name in (result.method.name, result.run_id, result.run_id.rpartition("-")[2])
 
 
 def find_full(spec: RunSpec, out: Path) -> Result | None:

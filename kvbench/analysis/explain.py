@@ -54,7 +54,7 @@ class ScoreShift:
     """A difference of scores."""
 
     mean: float
-    ci95: tuple[float, float]
+    ci95: tuple[float, float] | None
     n: int
     """Common questions; 0: there are none, and the interval is that of two independent means."""
 
@@ -84,7 +84,7 @@ def find_rerun(first: FinishedRun) -> Change:
 def measure(first: FinishedRun, other: FinishedRun) -> ScoreShift | None:
     """The other run's score minus the first's, paired on common questions; None if one has no score."""
     found = compare_pair(first, other)
-    if found.mean is not None and found.ci95 is not None:
+    if found.mean is not None:
         return ScoreShift(found.mean, found.ci95, found.n)
     a, b = first.result.score, other.result.score
     failed = "failed" in (first.result.status, other.result.status)

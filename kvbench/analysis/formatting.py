@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from kvbench.analysis.metrics import Metric
+
 if TYPE_CHECKING:
     from kvbench.analysis.compare import Difference
     from kvbench.runs.results import Result, Score
@@ -37,11 +39,12 @@ def _printable(text: str) -> str:
 
 def format_difference(difference: Difference | None, score: Score) -> tuple[str, str, str, str]:
     """Mean, confidence interval, adjusted p-value and verdict of a difference."""
-    if difference is None or difference.mean is None or difference.ci95 is None or difference.p_adjusted is None:
+    if difference is None or difference.mean is None or difference.p_adjusted is None:
         return "-", "-", "-", ""
-    better = (difference.mean > 0) == score.higher_is_better
-    verdict = "within noise" if difference.within_noise else "better" if better else "worse"
-    return f"{difference.mean:+.3f}", format_interval(difference.ci95), format_p(difference.p_adjusted), verdict
+    metric = Metric.of(score)
+    interval = "-" if difference.ci95 is None else metric.write_difference_interval(difference.ci95)
+    verdict = difference.judge(higher_is_better=score.higher_is_better)
+    return metric.write_difference(difference.mean), interval, format_p(difference.p_adjusted), verdict
 
 
 def format_p(p: float) -> str:
@@ -55,12 +58,14 @@ def format_interval(ends: tuple[float, float]) -> str:
 
 
 def format_score(result: Result) -> str:
-    """Mean and confidence interval of the score, or the reason why there is none."""
+    """Mean and confidence interval of the score with its metric, or the reason why there is none."""
     score: Score = result.score
-    if score.mean is not None and score.ci95 is not None:
-        return f"{score.mean:.3f}  [{score.ci95[0]:.3f}, {score.ci95[1]:.3f}] {score.metric}"
+    metric = Metric.of(score)
+    if score.mean is not None:
+        interval = "no interval" if score.ci95 is None else metric.write_interval(score.ci95)
+        return f"{metric.write(score.mean)}  {interval}  {metric.title}"
     if score.partial_mean is not None:
-        return f"none: {result.n_failed} samples failed (mean of the others {score.partial_mean:.3f})"
+        return f"none: {result.n_failed} samples failed (mean of the others {metric.write(score.partial_mean)})"
     return "none: random weights" if result.n_failed == 0 else "none: every sample failed"
 
 
@@ -71,6 +76,11 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
         count /= 1000
     return f"{count:.2f} TB"
+
+
+def format_share(share: float | None) -> str:
+    """A share in percent; a dash for None."""
+    return "-" if share is None else f"{share:.1%}"
 
 
 def format_seconds(value: float | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from kvbench.log import say
 from kvbench.runs.files import read_answers, read_file
 from kvbench.runs.journal import Answer
 from kvbench.runs.results import Result, SuiteRecord
+from kvbench.runs.stats import INTERVAL, find_interval
 
 RUNS = Path("runs")
 
@@ -84,4 +85,17 @@ def load_run(folder: Path) -> FinishedRun:
                 f"run '{folder}' has two samples with the id '{x.sample}', numbers {x.index} and {other}; questions "
                 "are paired by id. Give every record of the task its own id, and run it again."
             )
-    return FinishedRun(folder, read_file(folder / "result.json", Result), named)
+    return FinishedRun(folder, renew_interval(read_file(folder / "result.json", Result), lines), named)
+
+
+def renew_interval(result: Result, answers: Iterable[Answer]) -> Result:
+    """The result with today's interval of its score, which results of earlier versions do not have."""
+    score = result.score
+    if score.mean is None or score.interval == INTERVAL:
+        return result
+    clusters: dict[int, list[float]] = {}
+    for x in answers:
+        if x.score is not None:
+            clusters.setdefault(x.index, []).append(x.score)
+    found = find_interval(list(clusters.values()))
+    return result.model_copy(update={"score": score.model_copy(update={"ci95": found, "interval": INTERVAL})})

@@ -5,6 +5,7 @@ The confidence interval in a run's own result is computed in `kvbench/runs/stats
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,10 +37,32 @@ class Paired:
     """Questions."""
     contexts: int
     mean: float
-    ci95: tuple[float, float]
-    """Paired bootstrap over contexts: each draw takes both methods' answers to all questions of a context."""
+    ci95: tuple[float, float] | None
+    """Paired bootstrap over contexts: each draw takes both methods' answers to all questions of a context.
+
+    Where all contexts agree, Clopper and Pearson's bound on the contexts that may differ; None for unbounded scores.
+    """
     p: float
     """From `flip_signs`."""
+
+
+def find_least_p(contexts: int, comparisons: int = 1) -> float:
+    """The smallest adjusted p-value that a test by context can reach: all contexts differ in the same direction."""
+    return min(1.0, comparisons * 2.0 ** (1 - contexts))
+
+
+def find_needed_contexts(comparisons: int) -> int:
+    """The fewest contexts with which a test can find a difference, adjusted for this many comparisons."""
+    return next(n for n in itertools.count(1) if find_least_p(n, comparisons) < ALPHA)
+
+
+def describe_too_few(contexts: int, comparisons: int) -> str:
+    """One line on why contexts are too few to tell, and how many are enough."""
+    runs = f"{comparisons} comparisons" if comparisons > 1 else "a comparison"
+    return (
+        f"{contexts} contexts are too few to tell: even if all of them agreed, no difference would be significant. "
+        f"Use --samples {find_needed_contexts(comparisons)} or more for {runs}."
+    )
 
 
 def compare_scores(contexts: Sequence[Sequence[tuple[float, float]]]) -> Paired:
@@ -51,7 +74,23 @@ def compare_scores(contexts: Sequence[Sequence[tuple[float, float]]]) -> Paired:
     differences = [[b - a for a, b in pairs] for pairs in contexts]
     sums = [sum(x) for x in differences]
     n = sum(map(len, differences))
-    return Paired(n, len(differences), sum(sums) / n, bootstrap_interval(differences), flip_signs(sums))
+    mean, scores = sum(sums) / n, [score for pairs in contexts for pair in pairs for score in pair]
+    interval: tuple[float, float] | None = None
+    if len({round(sum(x) / len(x), 12) for x in differences}) > 1:
+        interval = bootstrap_interval(differences)
+    elif all(0 <= x <= 1 for x in scores):
+        interval = _find_alike_interval(mean, len(differences))
+    return Paired(n, len(differences), mean, interval, flip_signs(sums))
+
+
+def _find_alike_interval(mean: float, contexts: int) -> tuple[float, float]:
+    """The interval of a difference that is the same in all contexts, for scores from 0 to 1.
+
+    Where none of n contexts differs from the others, up to 1 - 0.025 ** (1 / n) of all contexts may (Clopper and
+    Pearson), by as much as the scores allow.
+    """
+    others = 1 - 0.025 ** (1 / contexts)
+    return mean - others * (1 + mean), mean + others * (1 - mean)
 
 
 def flip_signs(differences: Sequence[float]) -> float:

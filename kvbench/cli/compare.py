@@ -8,9 +8,14 @@ from typing import Annotated
 
 import typer
 
-from kvbench.cli.options import Json, Out
+from kvbench.cli.options import Baseline, Json, Out
 from kvbench.cli.output import print_json
 from kvbench.errors import UserError
+
+COSTS = (
+    "shares of the full cache: stored after the context, at the end of the conversation, and read per step; cut: "
+    "answers that the length limit ended"
+)
 
 
 def compare_command(
@@ -18,6 +23,7 @@ def compare_command(
         help="Folders or ids of two or more runs. The baseline is the first run of the full cache, else the first run."
     )],
     *,
+    baseline: Baseline = None,
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
@@ -33,8 +39,12 @@ def compare_command(
     )
     from kvbench.analysis.formatting import print_table
     from kvbench.analysis.load import find_run, load_run
-    from kvbench.cli.results import print_regressions, score_cells
+    from kvbench.analysis.metrics import Metric
+    from kvbench.analysis.shares import fill_full_reads
+    from kvbench.analysis.significance import describe_too_few
+    from kvbench.cli.results import cost_cells, print_regressions, score_cells
     from kvbench.log import say
+    from kvbench.report.group import label_results
 
     if len(runs) < 2:
         raise UserError("compare needs two or more runs. Give their folders or ids.")
@@ -46,17 +56,24 @@ def compare_command(
         say("warning: score differences may be due to these and not to the methods.")
     if (code := describe_code(loaded)) is not None:
         say(f"warning: {code}. See result.json of each run for details.")
+    loaded = fill_full_reads(loaded)
     results = [x.result for x in loaded]
     ranks: list[int | None] = [None] * len(loaded)
     if len({name_questions(x.spec) for x in results}) == 1:
         ranks = rank_runs(loaded)
-    base = find_baseline(loaded)
+    base = find_baseline(loaded, baseline)
     differences = compare_runs(loaded[base], [*loaded[:base], *loaded[base + 1 :]])
-    columns, rows = score_cells(results, ranks, [*differences[:base], None, *differences[base:]])
-    print_table(f"baseline: {results[base].run_id}", columns, rows)
+    labels = label_results(results)
+    columns, rows = score_cells(results, labels, ranks, [*differences[:base], None, *differences[base:]])
+    print_table(f"{Metric.of(results[base].score).title}; baseline: {labels[base]}", columns, rows)
+    if any(x.too_few for x in differences):
+        contexts = min(x.contexts for x in differences if x.too_few)
+        say(describe_too_few(contexts, len(differences)))
+    columns, rows = cost_cells(results, labels)
+    print_table(COSTS, columns, rows)
     regressions = find_regressions(loaded)
     if regressions:
-        print_regressions(regressions)
+        print_regressions(regressions, {x.run_id: label for x, label in zip(results, labels, strict=True)})
     if as_json:
         shown = {"run_id", "status", "method", "score", "output", "memory", "latency"}
         print_json({
@@ -65,6 +82,12 @@ def compare_command(
                 run.model_dump(mode="json", include=shown) | {"rank": rank}
                 for run, rank in zip(results, ranks, strict=True)
             ],
-            "differences": [asdict(x) | {"within_noise": x.within_noise} for x in differences],
+            "differences": [
+                asdict(x) | {
+                    "within_noise": x.within_noise,
+                    "verdict": x.judge(higher_is_better=results[base].score.higher_is_better) or None,
+                }
+                for x in differences
+            ],
             "regressions": [asdict(x) for x in regressions], "warnings": conflicts,
         })

@@ -121,8 +121,9 @@ def _note(change: Change, *, run: bool) -> str:
 def _effect(effect: ScoreShift | None) -> tuple[str, str]:
     if effect is None:
         return "-", "-"
-    return f"{effect.mean:+.3f}", f"[{effect.ci95[0]:+.3f}, {effect.ci95[1]:+.3f}]"
+    ends = effect.ci95
+    return f"{effect.mean:+.3f}", "-" if ends is None else f"[{ends[0]:+.3f}, {ends[1]:+.3f}]"
 
 
 def _json(effect: ScoreShift | None) -> dict[str, object] | None:
-    return None if effect is None else {"mean": effect.mean, "ci95": list(effect.ci95), "paired": effect.n}
+    return None if effect is None else {"mean": effect.mean, "ci95": effect.ci95, "paired": effect.n}

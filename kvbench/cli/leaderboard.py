@@ -151,7 +151,11 @@ def _odd(record: Verification) -> list[Check]:
 
 def _score(record: Verification) -> tuple[str, str, str]:
     """The verified score, as a table row."""
+    from kvbench.analysis.metrics import Metric
+
     score = record.score
-    if score is None or score.mean is None or score.ci95 is None:
+    if score is None or score.mean is None:
         return "score", "", "not verified" if score is None else "none"
-    return "score", "", f"{score.mean:.3f} [{score.ci95[0]:.3f}, {score.ci95[1]:.3f}] {score.metric}"
+    metric = Metric.of(score)
+    interval = "no interval" if score.ci95 is None else metric.write_interval(score.ci95)
+    return "score", "", f"{metric.write(score.mean)} {interval} {metric.title}"

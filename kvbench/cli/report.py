@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvbench.cli.options import Json, Out
+from kvbench.cli.options import Baseline, Json, Out
 from kvbench.cli.output import print_json
 from kvbench.errors import UserError, unknown
 
@@ -26,6 +26,7 @@ def report_command(
     output: Annotated[
         Path, typer.Option("-o", "--output", help="File to write: .html, or .png for runs of needle-grid.")
     ],
+    baseline: Baseline = None,
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
@@ -33,8 +34,10 @@ def report_command(
     kind = output.suffix.lower()
     if kind not in KINDS:
         raise unknown("report format", output.suffix or str(output), KINDS, "Change the file name given with -o.")
-    from kvbench.analysis.formatting import format_score, print_table
+    from kvbench.analysis.formatting import print_table
     from kvbench.analysis.load import find_runs, load_run
+    from kvbench.analysis.significance import describe_too_few
+    from kvbench.cli.results import group_cells
     from kvbench.log import say
     from kvbench.report.grid import draw_picture, read_grid
     from kvbench.report.group import group_runs
@@ -52,21 +55,17 @@ def report_command(
             f"run {result.run_id} belongs to task {result.task.name}, which has no grid of lengths and depths. A .png "
             "shows runs of needle-grid only; use -o report.html for others."
         )
-    groups = group_runs(loaded)
+    groups = group_runs(loaded, baseline)
     content = draw_picture(grids) if kind == ".png" else write_report(groups, grids)
     try:
         output.write_bytes(content)
     except OSError as error:
         raise UserError(f"report '{output}' cannot be written: {error.strerror}. Give another path with -o.") from error
     for entries in groups:
-        print_table(name_group(entries[0].result), ("rank", "method", "stored", "score"), [
-            (
-                "-" if x.rank is None else str(x.rank), x.label,
-                "-" if x.result.memory is None else f"{x.result.memory.ratio_total:.1%}",
-                f"FAILED: {x.result.error}" if x.result.error else format_score(x.result),
-            )
-            for x in entries
-        ])
+        columns, rows = group_cells(entries)
+        print_table(name_group(entries[0].result), columns, rows)
+        if len(entries) > 1 and (few := next((x.difference for x in entries if x.difference), None)) and few.too_few:
+            say(describe_too_few(few.contexts, len(entries) - 1))
     for grid in grids:
         print_table("", (grid.name, ""), [("bytes", grid.size), ("score", grid.summary)])
     print_table("", ("file", str(output)), [("runs", str(len(loaded))), ("bytes", f"{len(content):,}")])

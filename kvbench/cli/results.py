@@ -2,42 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbench.analysis.formatting import (
     format_bytes,
     format_difference,
-    format_interval,
     format_score,
     format_seconds,
+    format_share,
     print_table,
+)
+from kvbench.analysis.metrics import Metric
+from kvbench.analysis.shares import (
+    conversation_share,
+    cut_share,
+    distinct_read_share,
+    read_share,
+    reference_width,
+    stored_share,
 )
 
 if TYPE_CHECKING:
     from kvbench.analysis.compare import Difference, Regressions
-    from kvbench.runs.results import DiffusionResult, Latency, Output, Result
+    from kvbench.report.group import GroupedRun
+    from kvbench.runs.results import DiffusionResult, Latency, Result
 
-LISTED = 10
-"""Regressions shown per run; --json has all."""
+ENDINGS = {
+    "stop": "ended by a stop token", "length": "cut by the length limit", "choice": "chosen by log-probability",
+}
+"""How an answer ended, by stop reason."""
+LISTED = 3
+"""Regressions shown per run; `kvbench answers` shows all, and --json lists them."""
 
 
 def print_result(result: Result, folder: Path) -> None:
     """Print the summary of one run."""
     spec, latency = result.spec, result.latency
     settings = " ".join(f"{key}={value}" for key, value in spec.method.settings.items())
-    turns = f"{spec.turns} questions" if spec.turns > 1 else "1 question"
     rows = [
         ("method", f"{spec.method.name} {settings}".strip()),
         ("task", f"{spec.task.name}, {spec.task.length} tokens, {spec.split} split"),
-        ("samples", f"{spec.samples} contexts x {turns}"),
+        ("samples", format_samples(result)),
         ("model", f"{spec.model.id} ({spec.model.dtype}, {spec.device})"),
         ("mode", _mode(result)),
         ("score", format_score(result)),
     ]
     if len(result.score.by_turn) > 1:
-        rows.append(("by turn", "  ".join("-" if x.mean is None else f"{x.mean:.3f}" for x in result.score.by_turn)))
+        write = Metric.of(result.score).write
+        rows.append(("by turn", "  ".join("-" if x.mean is None else write(x.mean) for x in result.score.by_turn)))
+    rows.append(("answers", format_output(result)))
     rows += _agreement(result)
     if result.output.truncated:
         rows.append(("truncated", f"{result.output.truncated} of {spec.samples} prompts: too long, middle left out"))
@@ -80,19 +95,38 @@ def _agreement(result: Result) -> list[tuple[str, str]]:
 
 
 def _memory(result: Result) -> list[tuple[str, str]]:
-    """The budget that was requested, the bytes that were stored, and those that a decode step read."""
+    """The requested budget, the bytes at the end of the context and of the conversation, spare bytes, and reads.
+
+    The harness's spare bytes are in none of the shares.
+    """
     memory = result.memory
     if memory is None:
         return []
-    rows = [("budget", "none" if result.spec.budget is None else f"requested {result.spec.budget}")]
-    host = f" and {format_bytes(memory.host_bytes)} in host memory" if memory.host_bytes else ""
-    rows.append(("stored", (
-        f"{format_bytes(memory.stored_bytes)}{host}: {memory.ratio_total:.1%} of the full cache's "
-        f"{format_bytes(memory.full_bytes)}, peak {format_bytes(memory.peak_bytes)}"
+    whole = "of the full cache" if reference_width(result) == 1 else "of the full cache in 16 bits"
+    host = f", of which {format_bytes(memory.host_bytes)} in host memory" if memory.host_bytes else ""
+    held = memory.stored_bytes + memory.host_bytes
+    rows = [
+        ("budget", "none" if result.spec.budget is None else f"requested {result.spec.budget}"),
+        ("stored, context", f"{format_bytes(held)}{host}: {format_share(stored_share(result))} {whole}"),
+    ]
+    if memory.end_stored_bytes is not None:
+        held = memory.end_stored_bytes + memory.host_bytes
+        share = format_share(conversation_share(result))
+        rows.append(("stored, conversation", f"{format_bytes(held)}{host}: {share} {whole}"))
+    rows.append(("spare", (
+        f"{format_bytes(memory.spare_bytes)} allocated for later tokens by the harness; peak with them "
+        f"{format_bytes(memory.peak_bytes)}"
     )))
     if result.diffusion is None:
-        share = memory.read_bytes_per_step / memory.full_bytes
-        rows.append(("read per step", f"{format_bytes(memory.read_bytes_per_step)}: {share:.1%} of the full cache"))
+        reads = read_share(result)
+        part = "" if reads is None else f": {reads:.1%} {whole}'s reads"
+        rows.append(("read per step", f"{format_bytes(memory.read_bytes_per_step)}{part}"))
+        distinct = memory.distinct_read_bytes_per_step
+        if distinct is not None and distinct != memory.read_bytes_per_step:
+            rows.append(("distinct", (
+                f"{format_bytes(distinct)}: {format_share(distinct_read_share(result))}, entries that several query "
+                "heads read counted once"
+            )))
     return rows
 
 
@@ -135,45 +169,100 @@ def _per_second(tokens: float | None) -> str:
 
 
 def score_cells(
-    results: Sequence[Result], ranks: Sequence[int | None], differences: Sequence[Difference | None]
+    results: Sequence[Result], labels: Sequence[str], ranks: Sequence[int | None],
+    differences: Sequence[Difference | None],
 ) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of a table with one run per row; None in `differences` marks the baseline."""
-    columns = [
-        "run", "method", "mode", "budget", "stored", "rank", "score", "95% CI", "difference", "95% CI", "p", "verdict",
-        "top-1", "tokens", "stop reasons", "prefill", "per token",
-    ]
+    """Columns and rows of the table of scores, one run per row; None in `differences` marks the baseline."""
+    columns = ["method", "rank", "score", "difference", "p", "verdict"]
     rows = []
-    for result, rank, difference in zip(results, ranks, differences, strict=True):
-        score, memory, latency = result.score, result.memory, result.latency
+    for result, label, rank, difference in zip(results, labels, ranks, differences, strict=True):
+        mean, ends, p, verdict = format_difference(difference, result.score)
         rows.append([
-            _short(result.run_id), result.method.name, f"{result.mode} {result.visibility}",
-            result.budget.asked or "-",
-            "-" if memory is None else f"{memory.ratio:.1%}", "-" if rank is None else str(rank),
-            "failed" if result.status == "failed" else "-" if score.mean is None else f"{score.mean:.3f}",
-            "-" if score.ci95 is None else format_interval(score.ci95),
-            *(("baseline", "", "", "") if difference is None else format_difference(difference, score)),
-            "-" if result.agreement is None else f"{result.agreement.top1:.3f}", *format_output(result.output),
-            format_seconds(latency.prefill_s), format_seconds(latency.tpot_s),
+            label, "-" if rank is None else str(rank), _score_cell(result),
+            *(("baseline", "", "") if difference is None else (mean if ends == "-" else f"{mean}\n{ends}", p, verdict)),
         ])
     return columns, rows
 
 
-def print_regressions(found: Sequence[Regressions]) -> None:
-    """Print how many answers of each run score lower than the full cache's, and the worst of them."""
+def group_cells(entries: Sequence[GroupedRun]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of the table of a report's group: score, difference to the baseline, stored and read bytes."""
+    metric, baseline = Metric.of(entries[0].result.score), entries[0].baseline
+    versus = [] if baseline is None else [f"vs. {baseline}", "verdict"]
+    rows = []
+    for x in entries:
+        mean, _, _, verdict = format_difference(x.difference, x.result.score)
+        rows.append([
+            "-" if x.rank is None else str(x.rank), x.label,
+            f"FAILED: {x.result.error}" if x.result.error else _score_cell(x.result),
+            *([mean, verdict] if versus else []),
+            format_share(stored_share(x.result)), format_share(read_share(x.result)),
+        ])
+    return ["rank", "method", metric.title, *versus, "stored", "reads"], rows
+
+
+def _score_cell(result: Result) -> str:
+    score, metric = result.score, Metric.of(result.score)
+    if result.status == "failed" or score.mean is None:
+        return "failed" if result.status == "failed" else "-"
+    return metric.write(score.mean) if score.ci95 is None else (
+        f"{metric.write(score.mean)}\n{metric.write_interval(score.ci95)}"
+    )
+
+
+def cost_cells(results: Sequence[Result], labels: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of the table of costs: shares of the full cache, agreement, cut answers and times.
+
+    Distinct reads are left out where they are all equal to the reads.
+    """
+    shares = {"stored": stored_share, "at end": conversation_share, "reads": read_share}
+    if any(read_share(x) != distinct_read_share(x) is not None for x in results):
+        shares["distinct"] = distinct_read_share
+    columns = ["method", *shares, "top-1", "cut", "per token"]
+    rows = []
+    for result, label in zip(results, labels, strict=True):
+        rows.append([
+            label, *(format_share(x(result)) for x in shares.values()),
+            "-" if result.agreement is None else f"{result.agreement.top1:.3f}", format_share(cut_share(result)),
+            format_seconds(result.latency.tpot_s),
+        ])
+    return columns, rows
+
+
+def print_regressions(found: Sequence[Regressions], labels: Mapping[str, str]) -> None:
+    """Print how many answers of each run score lower than the full cache's, and the worst of them.
+
+    labels: by run id.
+    """
     rows = []
     for run in found:
         worst = [f"{x.sample} turn {x.turn}: {x.full:.3f} -> {x.score:.3f}" for x in run.samples[:LISTED]]
         if run.count > LISTED:
-            worst.append(f"{run.count - LISTED} more with --json")
-        rows.append([run.run_id, _short(run.full), f"{run.count} of {run.n}", "\n".join(worst)])
-    print_table("", ("run", "full cache", "worse answers", "largest losses"), rows)
+            worst.append(f"{run.count - LISTED} more: kvbench answers {_short(run.run_id)} {_short(run.full)}")
+        rows.append([labels[run.run_id], f"{run.count} of {run.n}", "\n".join(worst)])
+    print_table("answers that score lower than the full cache's", ("method", "worse", "largest losses"), rows)
 
 
-def format_output(output: Output) -> tuple[str, str]:
-    """Mean tokens per answer, and the count of each stop reason."""
+def format_output(result: Result) -> str:
+    """Mean tokens per answer, and how the answers ended."""
+    output = result.output
     answers = sum(output.stop_reasons.values())
-    ended = ", ".join(f"{reason} {count}" for reason, count in sorted(output.stop_reasons.items()))
-    return (f"{output.tokens / answers:.1f}", ended) if answers else ("-", "-")
+    ended = ", ".join(
+        f"{output.stop_reasons[x]} {ENDINGS[x]}" for x in ENDINGS if output.stop_reasons.get(x)
+    )
+    if not answers:
+        return "-"
+    reference = "" if output.reference_tokens is None else f" (reference answers {output.reference_tokens:.1f})"
+    return f"{output.tokens / answers:.1f} tokens on average{reference}; {ended}"
+
+
+def format_samples(result: Result) -> str:
+    """Contexts, and the questions that were asked."""
+    contexts = f"{result.spec.samples} context{'s' if result.spec.samples > 1 else ''}"
+    asked = result.n_questions
+    if not asked or asked == (result.n_samples - result.n_failed) * result.spec.turns:
+        turns = result.spec.turns
+        return f"{contexts} x {turns} question{'s' if turns > 1 else ''}"
+    return f"{contexts}, {asked} questions in total, at most {result.spec.turns} each"
 
 
 def _short(run_id: str) -> str:

@@ -24,13 +24,14 @@ def score_command(
     """Score the answers of a run again, without a model and without changing the run."""
     from kvbench.analysis.formatting import print_table
     from kvbench.analysis.load import find_run
+    from kvbench.analysis.metrics import Metric
     from kvbench.analysis.rescore import rescore
 
     record, path = rescore(find_run(run, out), scorer, task)
-    mean, interval = record.score.mean, record.score.ci95
+    mean, interval, metric = record.score.mean, record.score.ci95, Metric.of(record.score)
     print_table("", (record.scorer, record.run_id), [
-        (record.score.metric, "none: samples failed" if mean is None else f"{mean:.3f}"),
-        ("95% CI", "-" if interval is None else f"[{interval[0]:.3f}, {interval[1]:.3f}]"),
+        (metric.title, "none: samples failed" if mean is None else metric.write(mean)),
+        ("95% CI", "-" if interval is None else metric.write_interval(interval)),
         ("samples", f"{record.n_scored} of {record.n_samples}"),
         ("file", str(path)),
     ])

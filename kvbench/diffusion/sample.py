@@ -99,7 +99,9 @@ def _run_turn(
         sample=example.id, index=index, turn=number, turns=len(example.turns), prompt_hash=encoded.prompt_hash,
         prediction=texts["method"], ids=tuple(answer), references=tuple(turn.references),
         score=scores["method"].get(job.scorer.id), scores=scores["method"],
-        tokens=TokenCounts(context=len(prompt), query=0, generated=len(answer)),
+        tokens=TokenCounts(
+            context=len(prompt), query=0, generated=len(answer), reference=len(encoded.turns[number].answer)
+        ),
         stop_reason="stop" if answer and answer[-1] in job.stop_ids else "length",
         times=Times(prefill_s=None, compress_s=None, ttft_s=seconds, decode_s=seconds, steps=len(answer)),
         bytes=CacheBytes(

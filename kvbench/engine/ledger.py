@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 
 from kvbench.budget import Shape
@@ -18,7 +19,9 @@ class Ledger:
         self._layers = layers
         self._stored = [0] * len(layers)
         self._peak = 0
-        self._context: tuple[int, int, int] | None = None  # full, stored and spare bytes right after compression
+        self._shape: Shape | None = None  # of the context
+        self._batch = 1
+        self._context: tuple[int, int] | None = None  # stored and spare bytes right after compression
         self._effect: Effect | None = None
 
     def note_layer(self, index: int) -> None:
@@ -36,7 +39,7 @@ class Ledger:
         self.note_layers()
         total = sum(store.nbytes() for store in self._layers)
         spare = sum(store.spare_bytes() for store in self._layers)
-        self._context = (shape.full_bytes * batch, total - spare, spare)
+        self._shape, self._batch, self._context = shape, batch, (total - spare, spare)
         kept = tuple(sum(x) / len(x) for x in (store.entries_kept() for store in self._layers))
         self._effect = Effect(
             acted=False, identity=method.identity(shape), facts={}, maxima=(),
@@ -45,14 +48,29 @@ class Ledger:
 
     def memory(self) -> CacheBytes:
         """Bytes of the cache right after compression and now."""
-        assert self._context is not None, "prefill first"
+        assert self._context is not None and self._shape is not None, "prefill first"
         self.note_layers()
-        full, stored, spare = self._context
+        stored, spare = self._context
         return CacheBytes(
-            full_bytes=full, stored_bytes=stored, spare_bytes=spare, end_bytes=sum(self._stored), peak_bytes=self._peak,
+            full_bytes=self._shape.full_bytes * self._batch, stored_bytes=stored, spare_bytes=spare,
+            end_bytes=sum(self._stored), peak_bytes=self._peak,
             host_bytes=sum(storage_bytes(store.host_tensors()) for store in self._layers),
             read_bytes_per_step=sum(store.read_bytes() for store in self._layers),
+            end_stored_bytes=sum(self._stored) - sum(store.spare_bytes() for store in self._layers),
+            end_full_bytes=self._full_bytes([store.seen for store in self._layers]),
+            distinct_read_bytes_per_step=sum(store.distinct_read_bytes() for store in self._layers),
+            full_read_bytes_per_step=self._full_bytes([store.full_read_tokens() for store in self._layers]),
         )
+
+    def _full_bytes(self, tokens: Sequence[float]) -> int:
+        """Bytes of the full cache after this many tokens by layer, those of the conversation outside any window."""
+        shape = self._shape
+        assert shape is not None
+        total = 0.0
+        for layer, count in zip(shape.layers, tokens, strict=True):
+            entries = shape.rows(layer) + count - shape.length if count else 0
+            total += shape.layer_bytes(layer) / shape.rows(layer) * entries
+        return round(total * self._batch)
 
     def effect(self) -> Effect:
         """The stores' counters of changes to KV entries."""
@@ -68,6 +86,7 @@ class Ledger:
         """A copy of the counts that continues over forks of the stores."""
         other = Ledger(layers)
         other._stored, other._peak = list(self._stored), self._peak
+        other._shape, other._batch = self._shape, self._batch
         other._context, other._effect = self._context, self._effect
         return other
 

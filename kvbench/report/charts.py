@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvbench.analysis.metrics import Metric
+from kvbench.analysis.shares import read_share, stored_share
 from kvbench.extras import load_extra
-from kvbench.report.group import GroupedRun, find_frontier, read_share, stored_share
+from kvbench.report.group import GroupedRun, find_frontier
 from kvbench.runs.results import Result
 
 Spec = dict[str, Any]
@@ -67,8 +69,7 @@ def draw_cost(entries: Sequence[GroupedRun], cost: Cost) -> Spec | None:
     best = find_frontier([(x["cost"], x["score"]) for x in points], higher_is_better=score.higher_is_better)
     ends = [end for x in points for end in (x["low"], x["high"])]
     families = tuple(sorted({x["family"] for x in points}))
-    metric = score.metric if score.higher_is_better else f"{score.metric} (lower is better)"
-    return _outline(cost, metric, families, bounded=0 <= min(ends) <= max(ends) <= 1) | {"datasets": {
+    return _outline(cost, Metric.of(score).title, families, bounded=0 <= min(ends) <= max(ends) <= 1) | {"datasets": {
         "rows": points, "frontier": [points[i] for i in best], **_name([points[i] for i in reversed(best)], points),
         "full": [x for x, row in zip(points, rows, strict=True) if row.full][:1],
         "chance": [x for x in points if x["method"] == RANDOM],
@@ -122,7 +123,8 @@ def _place(entry: GroupedRun, cost: Cost) -> Point:
     result = entry.result
     mean, ends = result.score.mean, result.score.ci95
     assert mean is not None, result.run_id
-    low, high = ends or (mean, mean)
+    metric = Metric.of(result.score)
+    mean, low, high = (metric.scale(x) for x in (mean, *(ends or (mean, mean))))
     stored, read = stored_share(result), read_share(result)
     return {
         "label": entry.label, "method": result.method.name, "family": result.method.family, "score": mean, "low": low,

@@ -7,8 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvbench.analysis.compare import Difference, compare_runs, is_full, name_protocol, rank_runs
+from kvbench.analysis.compare import (
+    Difference,
+    compare_runs,
+    find_baseline,
+    is_called,
+    is_full,
+    name_protocol,
+    rank_runs,
+)
 from kvbench.analysis.load import FinishedRun
+from kvbench.analysis.shares import fill_full_reads, read_share, stored_share
 from kvbench.runs.results import Result
 
 VISIBILITIES = {
@@ -26,7 +35,9 @@ class GroupedRun:
     rank: int | None = None
     """None: it failed, or has no score."""
     difference: Difference | None = None
-    """To the full cache; None: it is the full cache, or there is none."""
+    """To the baseline; None: it is the baseline, or there is none."""
+    baseline: str | None = None
+    """Method of the run that the difference is taken to; by default the full cache."""
     full: bool = False
     """Whether it is a run of the full cache."""
 
@@ -36,25 +47,43 @@ class GroupedRun:
         return self.result.status == "ok" and self.result.score.mean is not None
 
 
-def group_runs(runs: Sequence[FinishedRun]) -> list[list[GroupedRun]]:
-    """Group runs by task and protocol, sorted by task and length; best runs first, failed ones last."""
+def group_runs(runs: Sequence[FinishedRun], baseline: str | None = None) -> list[list[GroupedRun]]:
+    """Group runs by task and protocol, sorted by task and length; best runs first, failed ones last.
+
+    baseline: method or id of the run that others are compared with; None: the full cache. A group without it has no
+        differences.
+
+    Raises:
+        UserError: no group has the baseline, or a group has several.
+    """
     groups: dict[str, list[FinishedRun]] = {}
-    for run in runs:
+    for run in fill_full_reads(runs):
         groups.setdefault(name_protocol(run.result), []).append(run)
-    return sorted(map(_enter, groups.values()), key=lambda x: _place(x[0].result))
+    if baseline is not None and not any(is_called(x.result, baseline) for x in runs):
+        find_baseline(runs, baseline)  # raises
+    return sorted((_enter(x, baseline) for x in groups.values()), key=lambda x: _place(x[0].result))
 
 
 def _place(result: Result) -> tuple[str, int, str, str, str]:
     return result.task.name, result.task.length, result.mode, result.visibility, result.model.id
 
 
-def _enter(runs: Sequence[FinishedRun]) -> list[GroupedRun]:
+def _find_base(runs: Sequence[FinishedRun], asked: str | None) -> FinishedRun | None:
+    if asked is None:
+        return next((x for x in runs if is_full(x.result) and x.result.status == "ok"), None)
+    return runs[find_baseline(runs, asked)] if any(is_called(x.result, asked) for x in runs) else None
+
+
+def _enter(runs: Sequence[FinishedRun], baseline: str | None) -> list[GroupedRun]:
     results = [x.result for x in runs]
-    full = next((x for x in runs if is_full(x.result) and x.result.status == "ok"), None)
-    others = [x for x in runs if x is not full]
-    differences = {} if full is None else dict(zip(map(id, others), compare_runs(full, others), strict=True))
+    base = _find_base(runs, baseline)
+    others = [x for x in runs if x is not base]
+    differences = {} if base is None else dict(zip(map(id, others), compare_runs(base, others), strict=True))
     entries = [
-        GroupedRun(run.result, label, rank, differences.get(id(run)), full=is_full(run.result))
+        GroupedRun(
+            run.result, label, rank, differences.get(id(run)), full=is_full(run.result),
+            baseline=None if base is None else base.result.method.name,
+        )
         for run, label, rank in zip(runs, label_results(results), rank_runs(runs), strict=True)
     ]
     sign = -1 if results[0].score.higher_is_better else 1
@@ -88,17 +117,6 @@ def name_question(result: Result) -> str:
         chosen |= generation.denoising.model_dump(exclude_defaults=True)
     asked = f"{result.task.name}, {result.task.length:,} tokens, {VISIBILITIES[result.visibility]}"
     return ", ".join([asked, *(f"{name} {value}" for name, value in chosen.items())])
-
-
-def stored_share(result: Result) -> float | None:
-    """Stored bytes, host memory included, as a share of the full cache."""
-    return None if result.memory is None else result.memory.ratio_total
-
-
-def read_share(result: Result) -> float | None:
-    """Bytes read per decode step, as a share of the full cache."""
-    memory = result.memory
-    return None if memory is None else memory.read_bytes_per_step / memory.full_bytes
 
 
 class Axis(StrEnum):

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 
 from kvbench.analysis.columns import find_columns, flatten, write_csv
 from kvbench.analysis.formatting import format_p
+from kvbench.analysis.metrics import Metric
+from kvbench.analysis.shares import conversation_share, cut_share, distinct_read_share, read_share, stored_share
 from kvbench.analysis.significance import ALPHA
 from kvbench.report.charts import COSTS, draw_cost, draw_turns
 from kvbench.report.grid import Grid, draw_grid, list_scores
-from kvbench.report.group import VISIBILITIES, GroupedRun, read_share, stored_share
+from kvbench.report.group import VISIBILITIES, GroupedRun
 from kvbench.report.page import write_chart, write_download, write_page
-from kvbench.report.table import NONE, TableCell, interval, milliseconds, number, write_table
+from kvbench.report.table import NONE, TableCell, milliseconds, number, write_table
 from kvbench.runs.results import Result
 
 ABOUT = f"""
@@ -21,14 +24,18 @@ ABOUT = f"""
 are 95 %, by context. Ranks: the best run leads the first rank, and every run that a paired test by context does not
 distinguish from it (p of {ALPHA:g} or more, Holm-adjusted over all runs below) shares its rank; the first run that
 differs leads the next rank. Differences to the full cache are on the same questions, with p-values adjusted over the
-runs of the table. Bytes are measured. Failed runs have no rank and no score.</p>
+runs of the table; "too few to tell": no difference of so few contexts could be significant, and there are no ranks.
+Bytes are measured: stored and bytes/token at the end of the context, conversation at the end of the last answer, read
+per decode step, each as a share of the full cache at that moment; distinct counts an entry once that several query
+heads read. Cut: answers that the length limit ended. Failed runs have no rank and no score.</p>
 <p class="note">Charts: the solid line is the Pareto frontier, the dashed line the full cache, and the dotted line the
 method `random` (if it was run). Click a family in a legend to show only that family.</p>
 """
 HEAD = (
     TableCell("rank"), TableCell("method", kind="text"), TableCell("family", kind="pick text"), TableCell("score"),
-    TableCell("95 %"), TableCell("vs. full"), TableCell("95 %"), TableCell("p"), TableCell("budget", kind="pick"),
-    TableCell("stored"), TableCell("bytes/token"), TableCell("read"), TableCell("per token"), TableCell("first token"),
+    TableCell("95 %"), TableCell("vs. full"), TableCell("95 %"), TableCell("p"), TableCell("verdict", kind="text"),
+    TableCell("budget", kind="pick"), TableCell("stored"), TableCell("conversation"), TableCell("bytes/token"),
+    TableCell("read"), TableCell("distinct"), TableCell("cut"), TableCell("per token"), TableCell("first token"),
     TableCell("top-1"), TableCell("KL, nats"), TableCell("effect in"), TableCell("run", kind="text"),
 )
 RUN_HEAD = (
@@ -78,7 +85,6 @@ def list_protocol(result: Result) -> list[tuple[str, str]]:
     task, model, spec, where = result.task, result.model, result.spec, result.environment
     settings = " ".join(f"{key}={value}" for key, value in task.settings.items())
     generation = spec.generation.model_dump(mode="json", exclude_none=True)
-    better = "higher" if result.score.higher_is_better else "lower"
     threads = "1 thread" if where.threads == 1 else f"{where.threads} threads"
     machine = f"{where.gpu or where.cpu}, {threads}, {result.latency.timing} timing"
     return [
@@ -87,7 +93,7 @@ def list_protocol(result: Result) -> list[tuple[str, str]]:
             f"{task.prompt_id}, {task.length:,} tokens, chat template {task.chat_template_sha or 'none'}, "
             f"BOS token from {task.bos}, truncation {task.truncation}, data {task.dataset_revision or 'generated'}"
         )),
-        ("scorer", f"{task.scorer} ({result.score.metric}, {better} is better)"),
+        ("scorer", f"{task.scorer}: {Metric.of(result.score).title}"),
         ("samples", f"{spec.samples} contexts x {spec.turns} questions, split {spec.split}, seed {spec.seed}"),
         ("mode", ", ".join([
             str(result.mode), VISIBILITIES[result.visibility], f"{result.history} history",
@@ -116,7 +122,8 @@ def write_group(entries: Sequence[GroupedRun], name: str) -> str:
     terms = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>\n" for key, value in list_protocol(result))
     ranks = sorted({x.rank for x in entries if x.rank is not None})
     rows = write_table(
-        "Runs, best first; runs of one rank share a background", HEAD, [list_cells(x) for x in entries], named_by=1,
+        "Runs, best first; runs of one rank share a background", _name_columns(entries),
+        [list_cells(x) for x in entries], named_by=1,
         shaded=[x.rank is not None and ranks.index(x.rank) % 2 == 0 for x in entries], sortable=True,
     )
     runs = write_table("Runs", [TableCell(x, kind="text") for x in RUN_HEAD],
@@ -129,20 +136,34 @@ def write_group(entries: Sequence[GroupedRun], name: str) -> str:
     )
 
 
+def _name_columns(entries: Sequence[GroupedRun]) -> list[TableCell]:
+    """HEAD with the metric and the baseline of the group."""
+    names = {"score": Metric.of(entries[0].result.score).title, "vs. full": f"vs. {entries[0].baseline or 'full'}"}
+    return [replace(x, text=names.get(x.text, x.text)) for x in HEAD]
+
+
 def list_cells(entry: GroupedRun) -> list[TableCell]:
     """The cells of a row, in the order of HEAD."""
     result, difference = entry.result, entry.difference
     score, memory, latency, effect = result.score, result.memory, result.latency, result.effect
-    shown = number(score.mean, ".3f")
+    metric = Metric.of(score)
+    shown = NONE if score.mean is None else TableCell(metric.write(score.mean), metric.scale(score.mean))
     if not entry.measured:
         shown = TableCell(result.error or "random weights have no score", kind="text failed")
-    p = None if difference is None else difference.p_adjusted
+    p, mean, ends, verdict = None, None, None, ""
+    if difference is not None:
+        p, mean, ends = difference.p_adjusted, difference.mean, difference.ci95
+        verdict = difference.judge(higher_is_better=score.higher_is_better)
     return [
         number(entry.rank, "d"), TableCell(entry.label), TableCell(result.method.family, kind="text"), shown,
-        interval(score.ci95), number(None if difference is None else difference.mean, "+.3f"),
-        interval(None if difference is None else difference.ci95), NONE if p is None else TableCell(format_p(p), p),
+        NONE if score.ci95 is None else TableCell(metric.write_interval(score.ci95), score.ci95[0]),
+        NONE if mean is None else TableCell(metric.write_difference(mean), mean),
+        NONE if ends is None else TableCell(metric.write_difference_interval(ends), ends[0]),
+        NONE if p is None else TableCell(format_p(p), p), TableCell(verdict, kind="text"),
         TableCell(result.budget.asked or "-"), number(stored_share(result), ".1%"),
-        number(None if memory is None else memory.bytes_per_token, ",.0f"), number(read_share(result), ".1%"),
+        number(conversation_share(result), ".1%"), number(None if memory is None else memory.bytes_per_token, ",.0f"),
+        number(read_share(result), ".1%"), number(distinct_read_share(result), ".1%"),
+        number(cut_share(result), ".1%"),
         milliseconds(latency.tpot_s), milliseconds(latency.ttft_s),
         number(None if result.agreement is None else result.agreement.top1, ".3f"),
         number(None if result.agreement is None else result.agreement.kl, ".3g"),

@@ -15,8 +15,9 @@ from functools import cached_property
 from kvbench.analysis.compare import Difference, compare_runs, is_full, name_questions, rank_runs
 from kvbench.analysis.formatting import format_difference, format_interval, format_seconds
 from kvbench.analysis.load import FinishedRun
+from kvbench.analysis.shares import fill_full_reads, read_share, stored_share
 from kvbench.registry import list_models
-from kvbench.report.group import Axis, name_question, read_share, stored_share
+from kvbench.report.group import Axis, name_question
 from kvbench.runs.results import Result
 from kvbench.runs.spec import Visibility
 from kvbench.task import Mode
@@ -273,7 +274,7 @@ def describe_standing(standing: Standing) -> dict[str, str]:
 def group_protocols(runs: Iterable[FinishedRun]) -> list[Protocol]:
     """Group runs by their questions."""
     found: dict[str, list[FinishedRun]] = {}
-    for x in runs:
+    for x in fill_full_reads(list(runs)):
         found.setdefault(f"{name_questions(x.result.spec)} {x.result.latency.timing}", []).append(x)
     return [
         Protocol(key, tuple(some), next((x for x in some if is_full(x.result) and x.result.status == "ok"), None))

@@ -30,11 +30,6 @@ def milliseconds(seconds: float | None) -> TableCell:
     return NONE if seconds is None else TableCell(f"{1000 * seconds:,.1f} ms", seconds)
 
 
-def interval(ends: tuple[float, float] | None) -> TableCell:
-    """An interval, sorted by its lower end; a dash for None."""
-    return NONE if ends is None else TableCell(f"[{ends[0]:.2f}, {ends[1]:.2f}]", ends[0])
-
-
 NONE = TableCell("-", "")
 
 

@@ -97,6 +97,10 @@ def judge(plan: ClaimPlan, runs: Mapping[Request, FinishedRun], baseline: ClaimP
         Missing("run", f"{x.result.run_id} has no score: {x.result.error or 'its weights are random'}")
         for x in found if x.result.status != "ok" or x.result.score.mean is None
     ]
+    missing += [
+        Missing("run", f"{x.result.run_id} has no interval: its answers do not vary")
+        for x in found if x.result.score.mean is not None and x.result.score.ci95 is None
+    ]
     if missing:
         return Judgment(claim, "not run", missing=tuple(missing))
     ours = _average([_score(x.result) for x in found], claim.table.scale)

@@ -19,6 +19,8 @@ class TokenCounts(Record):
     query: int
     """Tokens of the question that were run after compression, in this turn."""
     generated: int
+    reference: int | None = None
+    """Tokens of the reference answer. None: a file of before this field."""
 
 
 class Times(Record):
@@ -52,6 +54,17 @@ class CacheBytes(Record):
     """Bytes in host memory; on a CPU, bytes in the tier that the store declares as host memory."""
     read_bytes_per_step: int
     """Bytes of KV entries that one decode step reads; 0 if a retrieval method ran no step."""
+    end_stored_bytes: int | None = None
+    """Bytes that hold the conversation at the end of the turn, without spare bytes and host memory.
+
+    None here and below: a diffusion model, or a file of before these fields.
+    """
+    end_full_bytes: int | None = None
+    """Bytes of the full cache of the same conversation."""
+    distinct_read_bytes_per_step: int | None = None
+    """As `read_bytes_per_step`, with an entry counted once that several query heads read."""
+    full_read_bytes_per_step: int | None = None
+    """Bytes that the full cache reads at the same step."""
 
 
 class Effect(Record):

@@ -9,6 +9,7 @@ from pydantic import Field
 from kvbench.runs.journal import Agreement, CacheBytes
 from kvbench.runs.schema import SCHEMA_VERSION
 from kvbench.runs.spec import History, ModelSpec, Record, RunSpec, TaskSpec, Visibility
+from kvbench.runs.stats import IntervalMethod
 from kvbench.task import Mode
 
 
@@ -28,7 +29,9 @@ class Score(Record):
     partial_mean: float | None
     """Mean over the samples that did not fail."""
     ci95: tuple[float, float] | None
-    """95 % confidence interval of the mean, bootstrap over contexts."""
+    """95 % confidence interval of the mean, by context; null also where a graded score does not vary."""
+    interval: IntervalMethod = "bootstrap"
+    """Method of the interval (docs/statistics.md); the default is for files that lack this field."""
     by_turn: tuple[TurnScore, ...]
 
 
@@ -60,6 +63,8 @@ class MemoryResult(CacheBytes):
     """The same with host memory."""
     bytes_per_token: float
     """Stored bytes per token of context."""
+    full_16bit_bytes: int | None = None
+    """Bytes of the full cache in 16 bits, whatever type it was computed in; None: a file of before this field."""
 
 
 class Latency(Record):
@@ -123,6 +128,8 @@ class Output(Record):
     stop_reasons: dict[str, int]
     truncated: int = 0
     """Samples whose prompts were cut in the middle; their fact `cut_tokens` has the number of tokens."""
+    reference_tokens: float | None = None
+    """Mean tokens of a reference answer under the model's tokenizer; None: a file of before this field."""
 
 
 class EffectResult(Record):
@@ -194,6 +201,8 @@ class Result(Record):
     n_samples: int
     n_scored: int
     n_failed: int
+    n_questions: int | None = None
+    """Questions that were asked and answered; contexts of a data set may have unequal numbers."""
     score: Score
     scores: dict[str, float]
     agreement: Agreement | None

@@ -111,7 +111,7 @@ def run_sample(
                         reply = _reply(job, talk.answer(limit, history=history, stop=job.stop_ids))
                     done = now(device)
                     lines.append(_line(job, index, example, turn, talk, reply, timer, done,
-                                       prompt_hash=prompt_hash, started=started, query=query))
+                                       prompt_hash=prompt_hash, started=started, query=query, answer=ids.answer))
                 timer = Timer(time.perf_counter())
         if compares:
             lines = _with_agreement(job, encoded, lines, forced, capacity, recording)
@@ -223,7 +223,7 @@ def _choose(
 
 def _line(
     job: Job, index: int, example: Example, turn: int, talk: Session, reply: Reply, timer: Timer, done: float, *,
-    prompt_hash: str, started: str, query: tuple[int, ...],
+    prompt_hash: str, started: str, query: tuple[int, ...], answer: tuple[int, ...],
 ) -> Line:
     references = example.turns[turn].references
     scores = score_answer(job, example, turn, reply.text, reply.facts)
@@ -235,6 +235,7 @@ def _line(
         scores=scores,
         tokens=TokenCounts(
             context=shape.length, query=len(query), generated=0 if reply.stop_reason == "choice" else len(reply.ids),
+            reference=len(answer),
         ),
         stop_reason=reply.stop_reason,
         times=Times(

@@ -43,8 +43,27 @@ def upgrade(document: Any) -> Any:
     Version 2 was renamed in parts before its release, so documents of version 2 are translated like those of version 1.
     No earlier name has a new meaning, so current documents stay as they are.
     """
-    old = isinstance(document, dict) and document.get("schema_version") in (1, SCHEMA_VERSION)
-    return _translate(document, None, NAMES | NAMES_WITHIN[None]) if old else document
+    known = isinstance(document, dict) and document.get("schema_version") in (1, SCHEMA_VERSION)
+    return _derive(_translate(document, None, NAMES | NAMES_WITHIN[None])) if known else document
+
+
+def _derive(document: dict[str, Any]) -> dict[str, Any]:
+    """A document with the later fields of result.json that follow from its earlier ones."""
+    memory, output, model = (document.get(x) for x in ("memory", "output", "model"))
+    if not (isinstance(output, dict) and isinstance(model, dict)):
+        return document
+    found = dict(document)
+    if isinstance(memory, dict) and isinstance(memory.get("full_bytes"), int) and isinstance(model.get("dtype"), str):
+        found["memory"] = {"full_16bit_bytes": in_16_bits(memory["full_bytes"], model["dtype"]), **memory}
+    reasons = output.get("stop_reasons")
+    if isinstance(reasons, dict) and all(isinstance(x, int) for x in reasons.values()):
+        found.setdefault("n_questions", sum(reasons.values()))
+    return found
+
+
+def in_16_bits(count: int, dtype: str) -> int:
+    """Bytes in 16 bits per element of a full cache that has this many in `dtype`."""
+    return count // 2 if dtype == "float32" else count
 
 
 def _translate(found: Any, name: object, names: Mapping[str, str]) -> Any:

@@ -1,13 +1,61 @@
-"""Bootstrap confidence intervals over contexts: turns of one context are not independent."""
+"""Confidence intervals over contexts: turns of one context are not independent (docs/statistics.md)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
 DRAWS = 2000
 """Bootstrap resamples."""
+CONFIDENCE = 0.95
+
+IntervalMethod = Literal["bootstrap", "exact"]
+"""`bootstrap`: of every score, in results of kvbench 0.1. `exact`: `find_interval`."""
+INTERVAL: IntervalMethod = "exact"
+"""The method of new results."""
+
+
+def find_interval(
+    clusters: Sequence[Sequence[float]], method: IntervalMethod = INTERVAL
+) -> tuple[float, float] | None:
+    """The 95 % interval of the mean of all values, in whole clusters.
+
+    Scores of 0 and 1: Clopper and Pearson's interval with the effective number of questions. Graded scores: bootstrap;
+    None if all contexts agree, which includes a single context: there is no variation to draw from.
+    """
+    if method == "bootstrap":
+        return bootstrap_interval(clusters)
+    if all(x in (0.0, 1.0) for cluster in clusters for x in cluster):
+        return find_exact_interval(clusters)
+    means = {round(float(np.mean(x)), 12) for x in clusters}
+    return bootstrap_interval(clusters) if len(means) > 1 else None
+
+
+def find_exact_interval(clusters: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Clopper and Pearson's 95 % interval of a share of right answers, for clustered answers (Korn and Graubard 1998).
+
+    The number of questions is replaced by the effective number, at which independent answers would vary as much as the
+    contexts do; at least the number of contexts, at most that of questions. If the contexts do not vary, as at 0 and
+    1, it is the number of contexts.
+    """
+    from scipy.special import betaincinv, stdtrit  # type: ignore[import-untyped]
+
+    right, asked = (np.array([f(x) for x in clusters], dtype=float) for f in (sum, len))
+    contexts, questions = len(clusters), float(asked.sum())
+    mean = float(right.sum()) / questions
+    n = float(contexts)
+    if contexts > 1 and 0 < mean < 1:
+        variance = contexts / (contexts - 1) * float(((right - mean * asked) ** 2).sum()) / questions**2
+        if variance:
+            upper = (1 + CONFIDENCE) / 2
+            few = 1.0 if questions == contexts else stdtrit(questions - 1, upper) / stdtrit(contexts - 1, upper)
+            n = min(max(mean * (1 - mean) / variance * few**2, n), questions)
+    tail, hits = (1 - CONFIDENCE) / 2, mean * n
+    low = float(betaincinv(hits, n - hits + 1, tail)) if hits else 0.0
+    high = float(betaincinv(hits + 1, n - hits, 1 - tail)) if hits < n else 1.0
+    return low, high
 
 
 def bootstrap_interval(clusters: Sequence[Sequence[float]], seed: int = 0) -> tuple[float, float]:

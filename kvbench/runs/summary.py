@@ -8,7 +8,7 @@ from statistics import fmean, median
 
 from kvbench.runs.environment import find_environment
 from kvbench.runs.job import Job
-from kvbench.runs.journal import Agreement, AgreementPart, Effect, Line, Machine, total_facts
+from kvbench.runs.journal import Agreement, AgreementPart, CacheBytes, Effect, Line, Machine, total_facts
 from kvbench.runs.results import (
     BaselineResult,
     BudgetResult,
@@ -24,15 +24,19 @@ from kvbench.runs.results import (
     Score,
     TurnScore,
 )
+from kvbench.runs.schema import in_16_bits
 from kvbench.runs.spec import RunSpec
-from kvbench.runs.stats import bootstrap_interval, quantile
+from kvbench.runs.stats import INTERVAL, IntervalMethod, find_interval, quantile
 from kvbench.task import Scorer
 
 
-def summarize(job: Job, lines: Sequence[Line], environment: Environment | None = None) -> Result:
+def summarize(
+    job: Job, lines: Sequence[Line], environment: Environment | None = None, interval: IntervalMethod = INTERVAL
+) -> Result:
     """The result of a run whose samples are all in the journal.
 
     environment: of the machine that ran the samples; None: this machine.
+    interval: of the score; an earlier method recomputes an earlier result.
     """
     spec = job.spec
     started, seconds = min((x.started for x in lines), default=""), sum(x.seconds for x in lines)
@@ -63,13 +67,15 @@ def summarize(job: Job, lines: Sequence[Line], environment: Environment | None =
         task=spec.task, mode=spec.mode, visibility=spec.visibility, history=spec.history,
         budget=BudgetResult(asked=spec.budget, kind=job.method.budget_kind.value, resolved=job.resolution),
         n_samples=spec.samples, n_scored=len({x.index for x in good if x.score is not None}), n_failed=len(failed),
-        score=score_lines(job.scorer, lines, lambda x: x.score), scores=others, agreement=_agreement(good),
+        n_questions=sum(x.stop_reason is not None for x in good),
+        score=score_lines(job.scorer, lines, lambda x: x.score, interval), scores=others, agreement=_agreement(good),
         output=Output(
             tokens=sum(x.tokens.generated for x in good if x.tokens is not None),
             stop_reasons=dict(Counter(x.stop_reason for x in good if x.stop_reason)),
             truncated=sum(bool(x.facts.get("cut_tokens")) for x in good if x.turn == 0),
+            reference_tokens=_mean([x.tokens.reference for x in good if x.tokens is not None]),
         ),
-        memory=_memory(good), latency=_latency(good), diffusion=_diffusion(job, good), effect=effect,
+        memory=_memory(good, spec.model.dtype), latency=_latency(good), diffusion=_diffusion(job, good), effect=effect,
         kernels=_kernels(spec.kernels, lines),
         environment=environment.model_copy(update={"started": started, "seconds": seconds}),
     )
@@ -103,7 +109,9 @@ def _agreement(lines: Sequence[Line]) -> Agreement | None:
     )
 
 
-def score_lines(scorer: Scorer, lines: Sequence[Line], value: Callable[[Line], float | None]) -> Score:
+def score_lines(
+    scorer: Scorer, lines: Sequence[Line], value: Callable[[Line], float | None], interval: IntervalMethod = INTERVAL
+) -> Score:
     """Mean and confidence interval of a metric; None, not zero, if a sample failed."""
     failed = {x.index for x in lines if x.error is not None}
     values: dict[int, dict[int, float]] = {}
@@ -117,7 +125,7 @@ def score_lines(scorer: Scorer, lines: Sequence[Line], value: Callable[[Line], f
     turns = range(1 + max((turn for x in values.values() for turn in x), default=-1))
     return Score(
         metric=scorer.metric, higher_is_better=scorer.higher_is_better, mean=whole, partial_mean=partial,
-        ci95=bootstrap_interval(clusters) if whole is not None else None,
+        ci95=find_interval(clusters, interval) if whole is not None else None, interval=interval,
         by_turn=tuple(
             TurnScore(mean=fmean(got) if got else None, n=len(got))
             for got in ([x[turn] for x in values.values() if turn in x] for turn in turns)
@@ -180,11 +188,10 @@ def _diffusion(job: Job, lines: Sequence[Line]) -> DiffusionResult | None:
     )
 
 
-def _memory(lines: Sequence[Line]) -> MemoryResult | None:
+def _memory(lines: Sequence[Line], dtype: str) -> MemoryResult | None:
     """Means over samples; within a sample, the maximum over turns."""
-    names = (
-        "full_bytes", "stored_bytes", "spare_bytes", "host_bytes", "end_bytes", "peak_bytes", "read_bytes_per_step"
-    )
+    measured = [x.bytes for x in lines if x.bytes is not None and x.tokens is not None]
+    names = [name for name in CacheBytes.model_fields if all(getattr(x, name) is not None for x in measured)]
     samples: dict[int, dict[str, int]] = {}
     tokens: dict[int, int] = {}
     for x in lines:
@@ -202,6 +209,7 @@ def _memory(lines: Sequence[Line]) -> MemoryResult | None:
         ratio=total["stored_bytes"] / total["full_bytes"],
         ratio_total=(total["stored_bytes"] + total["host_bytes"]) / total["full_bytes"],
         bytes_per_token=total["stored_bytes"] / sum(tokens.values()),
+        full_16bit_bytes=in_16_bits(means["full_bytes"], dtype),
     )
 
 
@@ -240,6 +248,12 @@ def _describe_untimed(lines: Sequence[Line]) -> str | None:
     """Why the times of the samples are not those of a user of the method; None: they are."""
     shared = len({x.index for x in lines if x.shared_prefill})
     return f"{shared} contexts took a prefill that other runs of the sweep share" if shared else None
+
+
+def _mean(values: Sequence[int | None]) -> float | None:
+    """None if there are no values, or one of them is None."""
+    found = [x for x in values if x is not None]
+    return fmean(found) if found and len(found) == len(values) else None
 
 
 def _middle(values: Sequence[float]) -> float | None:

@@ -354,6 +354,14 @@ class LayerKV:
         """Bytes that one decode step reads: all that is held, unless a store reads a part."""
         return self.nbytes() - self.spare_bytes()
 
+    def distinct_read_bytes(self) -> int:
+        """As `read_bytes`, with an entry counted once that several query heads read."""
+        return self.read_bytes()
+
+    def full_read_tokens(self) -> float:
+        """Tokens that the full cache reads at the step of `read_bytes`, before any window."""
+        return self.seen
+
     def credit(self, branch: LayerKV) -> None:
         """Add a fork's read counters to this store. No-op for stores that always read every entry."""
 

@@ -198,7 +198,7 @@ class LowRankKV(SelectiveKV):
         value = chunks.values.rows.shape[3] * chunks.values.rows.itemsize
         brought = storage_bytes([chunks.basis]) + batch * heads * most * (chunks.size * row + value) if most else 0
         self.reads.update({
-            "queries": 1, "chunks_selected": chosen, "chunks_reused": hits,
+            "queries": 1, "seen": self.seen, "chunks_selected": chosen, "chunks_reused": hits,
             "bytes": storage_bytes([chunks.landmarks, slots.key, slots.value]) + batch * heads * dense + brought,
         })
 

@@ -19,13 +19,17 @@ class SelectiveKV(LayerKV):
     selective: bool = field(default=False, init=False)
     """Whether a part is read; before that, everything."""
     reads: Counter[str] = field(default_factory=Counter, init=False)
-    """`bytes` that `queries` tokens read, each as a step of its own, and what else is effect."""
+    """`bytes` that `queries` tokens read, each as a step of its own, the tokens `seen` by them, and counters."""
 
     def read_bytes(self) -> int:
         """Bytes that a step read on average; 0 before the first."""
         if not self.selective:
             return super().read_bytes()
         return self.reads["bytes"] // max(1, self.reads["queries"])
+
+    def full_read_tokens(self) -> float:
+        """Mean over the same steps; 0 before the first."""
+        return self.reads["seen"] / max(1, self.reads["queries"]) if self.selective else super().full_read_tokens()
 
     def fork(self) -> LayerKV:
         """A copy that counts for itself."""
@@ -41,5 +45,7 @@ class SelectiveKV(LayerKV):
 
     def facts(self) -> dict[str, Fact]:
         """Counters of the reads and of the changes."""
-        counted = {name: Fact(x, changed=name == self.proof) for name, x in self.reads.items() if name != "bytes"}
+        counted = {
+            name: Fact(x, changed=name == self.proof) for name, x in self.reads.items() if name not in ("bytes", "seen")
+        }
         return {**super().facts(), **counted}

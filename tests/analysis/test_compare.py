@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +16,7 @@ from kvbench.analysis.compare import (
     compare_pair,
     compare_runs,
     describe_code,
+    find_baseline,
     find_full,
     find_regressions,
     look,
@@ -23,8 +26,9 @@ from kvbench.analysis.compare import (
 )
 from kvbench.analysis.load import FinishedRun, find_runs
 from kvbench.analysis.power import describe_power, describe_powers
-from kvbench.analysis.significance import adjust
-from kvbench.cli.results import format_output, print_regressions
+from kvbench.analysis.significance import adjust, find_needed_contexts
+from kvbench.cli.results import LISTED, format_output, print_regressions
+from kvbench.errors import UserError
 from kvbench.runs.files import read_file, write_record
 from kvbench.runs.journal import Line
 from kvbench.runs.options import Request
@@ -119,15 +123,15 @@ def test_a_method_without_a_budget_that_loses_entries_is_not_the_full_cache():
     assert find_regressions([merging, run("a", dict.fromkeys(FULL, 0.0))]) == []
 
 
-def test_ten_regressions_are_shown_and_the_rest_counted(capsys):
-    """In the table; the record has all."""
+def test_the_largest_losses_are_shown_and_the_rest_counted(capsys):
+    """In the table, with the command that shows them; the record has all."""
     scores = {(i, 0): 1.0 for i in range(25)}
     found = find_regressions([run("full", scores, full=True), run("a", dict.fromkeys(scores, 0.0))])
-    print_regressions(found)
+    print_regressions(found, {"a": "snapkv 25%"})
     shown = capsys.readouterr().out
     assert "25 of 25" in shown
-    assert shown.count("1.000 -> 0.000") == 10
-    assert "15 more with --json" in shown
+    assert shown.count("1.000 -> 0.000") == LISTED
+    assert f"{25 - LISTED} more: kvbench answers a full" in shown
     assert len(found[0].samples) == 25
 
 
@@ -142,7 +146,39 @@ def test_a_difference_is_tested_by_context():
     """Five contexts of four questions each that all got worse: p = 2 / 2**5."""
     asked = list(product(range(5), range(4)))
     found = compare_pair(run("a", dict.fromkeys(asked, 1.0)), run("b", dict.fromkeys(asked, 0.0)))
-    assert (found.n, found.contexts, found.mean, found.ci95, found.p) == (20, 5, -1.0, (-1.0, -1.0), 2 / 32)
+    assert (found.n, found.contexts, found.mean, found.p) == (20, 5, -1.0, 2 / 32)
+
+
+def test_too_few_contexts_cannot_tell():
+    """With five contexts the least p-value is 2 / 2**5, and adjusted for four runs that of eight is 4 * 2 / 2**8."""
+    def compare(contexts, others):
+        asked = [(i, 0) for i in range(contexts)]
+        first, *rest = (run(str(n), dict.fromkeys(asked, float(n == 0))) for n in range(others + 1))
+        return compare_runs(first, rest), rank_runs([first, *rest])
+
+    for contexts, others, few in ((5, 1, True), (6, 1, False), (7, 4, True), (8, 4, False)):
+        found, ranks = compare(contexts, others)
+        assert {x.too_few for x in found} == {few}
+        assert {x.within_noise for x in found} == {None if few else False}
+        assert {x.judge(higher_is_better=True) for x in found} == {"too few to tell" if few else "worse"}
+        assert ranks == ([None] * (others + 1) if few else [1, *[2] * others])
+        assert find_needed_contexts(others) <= contexts or few
+    assert [find_needed_contexts(x) for x in (1, 4, 10)] == [6, 8, 9]
+
+
+def test_the_baseline_is_the_full_cache_or_the_named_run():
+    """By method, id or the hash at its end; a name of several runs and an unknown name are refused."""
+    runs = [run("a-1", FULL), run("b-2", FULL), run("c-3", FULL)]
+    names = ("snapkv", "full", "snapkv")
+    runs = [
+        replace(x, result=x.result.model_copy(update={"method": SimpleNamespace(name=name)}))
+        for x, name in zip(runs, names, strict=True)
+    ]
+    assert [find_baseline(runs, x) for x in ("full", "b-2", "3")] == [1, 1, 2]
+    with pytest.raises(UserError, match=r"'snapkv' is the name of 2 runs.*a-1, c-3"):
+        find_baseline(runs, "snapkv")
+    with pytest.raises(UserError, match=r"unknown baseline 'ful'\. Did you mean 'full'"):
+        find_baseline(runs, "ful")
 
 
 def test_more_runs_need_larger_differences():
@@ -328,10 +364,17 @@ def test_runs_are_found_by_folder_id_and_suite(tmp_path):
     assert find_runs([str(suite), "a", str(runs / "b"), str(tmp_path)], runs) == [runs / "b", runs / "a"]
 
 
-def test_stop_reasons_are_shown():
-    """With the mean length; both are empty without answers."""
-    assert format_output(Output(tokens=30, stop_reasons={"stop": 3, "length": 1})) == ("7.5", "length 1, stop 3")
-    assert format_output(Output(tokens=0, stop_reasons={})) == ("-", "-")
+def test_stop_reasons_are_shown(result):
+    """In words, with the mean length of answers and of reference answers."""
+    def show(**values):
+        return format_output(result.model_copy(update={"output": Output(**values)}))
+
+    ended = {"stop": 3, "length": 1}
+    assert show(tokens=30, stop_reasons=ended) == (
+        "7.5 tokens on average; 3 ended by a stop token, 1 cut by the length limit"
+    )
+    assert "(reference answers 7.0)" in show(tokens=30, stop_reasons=ended, reference_tokens=7.0)
+    assert show(tokens=0, stop_reasons={}) == "-"
 
 
 def test_different_code_gives_a_warning(result):

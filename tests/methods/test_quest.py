@@ -130,6 +130,10 @@ def test_bytes_and_effect():
     bounds = kv_heads * 16 * row
     last = kv_heads * 17 * row  # the fourth new entry fills the seventeenth page
     assert memory.read_bytes_per_step == 2 * ((3 * bounds + last) // 4 + query_heads * 3 * 4 * row)
+    distinct = facts["pages_distinct"] * 4 * row
+    assert abs(memory.distinct_read_bytes_per_step - (distinct + 2 * (3 * bounds + last)) / steps) <= layers
+    assert memory.full_read_bytes_per_step == layers * kv_heads * row * (65 + 66 + 67 + 68) / steps
+    assert memory.end_full_bytes == layers * kv_heads * row * 68
 
 
 def test_answers_on_a_fork_count():

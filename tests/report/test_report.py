@@ -18,12 +18,13 @@ import pytest
 
 from kvbench.analysis.columns import flatten
 from kvbench.analysis.load import load_run
+from kvbench.analysis.shares import read_share, stored_share
 from kvbench.cli import call
 from kvbench.errors import UserError
 from kvbench.report import charts, page
 from kvbench.report.charts import COSTS, draw_cost, draw_turns
 from kvbench.report.grid import draw_grid, draw_picture, list_cells, read_grid
-from kvbench.report.group import GroupedRun, find_frontier, group_runs, label_results, read_share, stored_share
+from kvbench.report.group import GroupedRun, find_frontier, group_runs, label_results
 from kvbench.report.sections import HEAD, write_report
 from kvbench.report.sections import list_cells as list_row
 from kvbench.report.table import TableCell, write_table
@@ -217,7 +218,7 @@ def test_read_and_stored_bytes_have_separate_charts(groups):
         points = draw_cost(entries, cost)["datasets"]["rows"]
         assert [x["cost"] for x in points] == [share(x.result) for x in entries]
     result = entries[0].result
-    assert read_share(result) == result.memory.read_bytes_per_step / result.memory.full_bytes
+    assert read_share(result) == result.memory.read_bytes_per_step / result.memory.full_read_bytes_per_step
 
 
 def test_a_chart_has_its_anchors_and_leaves_failures_out(groups):

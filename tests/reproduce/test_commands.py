@@ -22,7 +22,7 @@ where = "here"
 evidence = "verified"
 decimals = 0
 baseline = "full"
-run = { samples = 5, length = 384 }
+run = { samples = 6, length = 384 }
 
 [table.protocol]
 visibility = "hidden"

@@ -29,12 +29,13 @@ MODES = {
 }
 NAMES = {
     "": "schema_version run_id status error suite spec model method task mode visibility history budget n_samples "
-    "n_scored n_failed score scores agreement output memory latency diffusion effect kernels environment",
+    "n_scored n_failed n_questions score scores agreement output memory latency diffusion effect kernels environment",
     "budget": "asked kind resolved",
-    "score": "metric higher_is_better mean ci95 by_turn partial_mean",
-    "output": "tokens stop_reasons truncated",
+    "score": "metric higher_is_better mean ci95 interval by_turn partial_mean",
+    "output": "tokens stop_reasons truncated reference_tokens",
     "memory": "full_bytes stored_bytes ratio ratio_total read_bytes_per_step spare_bytes host_bytes end_bytes "
-    "peak_bytes bytes_per_token",
+    "peak_bytes bytes_per_token end_stored_bytes end_full_bytes distinct_read_bytes_per_step full_read_bytes_per_step "
+    "full_16bit_bytes",
     "latency": "timing prefill_s compress_s ttft_s tpot_s tokens_per_s p50 p95 n mixed untimed",
     "environment": "python torch transformers triton kvbench git cpu gpu threads device_map started seconds",
 }

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from kvbench.analysis.load import FinishedRun
+from kvbench.analysis.load import FinishedRun, renew_interval
+from kvbench.analysis.shares import fill_full_reads
 from kvbench.errors import UserError
 from kvbench.leaderboard.submission.archive import JOURNAL, find_bundles, read_files, read_regular
 from kvbench.leaderboard.submission.bundle import Head, open_head, split_journal
@@ -97,7 +98,8 @@ def read_listed(results: Path) -> tuple[list[ListedRun], list[Problem]]:
             runs[run.name] = run
         except RefusedError as error:
             problems.append(Problem(place, str(error)))
-    return list(runs.values()), problems
+    filled = fill_full_reads([x.run for x in runs.values()])
+    return [replace(x, run=run) for x, run in zip(runs.values(), filled, strict=True)], problems
 
 
 def _find(results: Path) -> Iterator[Path]:
@@ -125,7 +127,7 @@ def _read_run(folder: Path, place: str) -> ListedRun:
     shown = [
         parse(part, Line, JOURNAL) for part, x in zip(parts, answers.values(), strict=True) if x.index in first
     ]
-    result = head.result
+    result = renew_interval(head.result, answers.values())
     if verification is not None and verification.score is not None:
         result = result.model_copy(update={"score": verification.score})  # recomputed by the verifier
     name = head.spec.run_id if head.submitter is None else f"{head.spec.run_id}.{head.submitter}"
@@ -170,7 +172,7 @@ def _check_result(result: Result, answers: Mapping[tuple[str, int], Answer]) -> 
     if stated is not None and not (scores and math.isclose(stated, math.fsum(scores) / len(scores), abs_tol=TOLERANCE)):
         raise RefusedError("scores", f"its mean is {stated}, which is not the mean of its {len(scores)} scored answers")
     if result.memory is not None:
-        amounts = result.memory.model_dump()
+        amounts = result.memory.model_dump(exclude_none=True)
         least = min(amounts, key=lambda name: float(amounts[name]))
         if amounts[least] < 0 or not amounts["full_bytes"]:
             raise RefusedError("bytes", f"a full cache of {amounts['full_bytes']} bytes, {least} {amounts[least]:g}")

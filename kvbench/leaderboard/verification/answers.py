@@ -63,6 +63,11 @@ def _check_prompt(spec: RunSpec, line: Line, example: Example, encoded: Encoded)
     ids = encoded.turns[line.turn]
     asked = ids.later if line.turn and spec.mode is not Mode.MULTI_REQUEST else ids.first
     seen = () if spec.visibility == "hidden" else encoded.turns[0].first
+    if line.tokens.reference not in (None, len(ids.answer)):  # None: a journal of kvbench 0.1
+        raise RefusedError(
+            "prompts", f"{where}: its reference answer has {line.tokens.reference} tokens, the task's has "
+            f"{len(ids.answer)}"
+        )
     context, query = len(encoded.context) + len(seen), 0 if seen and line.turn == 0 else len(asked)
     if (line.tokens.context, line.tokens.query) != (context, query):
         raise RefusedError(

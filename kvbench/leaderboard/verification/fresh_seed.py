@@ -38,7 +38,7 @@ def run_fresh_seed(bundle: Bundle, model: Model, secret: str, progress: Progress
     """
     score = bundle.result.score
     if score.mean is None or score.ci95 is None:
-        raise UnverifiableError("it has no score to compare with")
+        raise UnverifiableError("it has no score with an interval to compare with")
     seed = int.from_bytes(hashlib.sha256(secret.encode()).digest()[:4]) >> 1
     job, _ = prepare_rerun(bundle.spec, model, seed)
     _, _, encoded = next(make_examples(job, [0]))
@@ -46,9 +46,11 @@ def run_fresh_seed(bundle: Bundle, model: Model, secret: str, progress: Progress
         raise UnverifiableError(f"the examples of {bundle.spec.task.name} are the same under every seed")
     lines = rerun_samples(job, range(bundle.spec.samples), progress)
     fresh = score_lines(job.scorer, lines, lambda x: x.score)
-    if fresh.mean is None or fresh.ci95 is None:
+    if fresh.mean is None:
         failed = next(x.error for x in lines if x.error is not None)
         raise RefusedError("hidden", f"samples fail under a fresh seed: {quote(failed)}")
+    if fresh.ci95 is None:
+        raise UnverifiableError("its answers under a fresh seed do not vary, so their score has no interval")
     sign = 1 if score.higher_is_better else -1
     p_value = _permutation_p(*([sign * x for x in _context_means(some)] for some in (bundle.lines, lines)))
     found = FreshSeedResult(

@@ -12,11 +12,11 @@ from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, quo
 from kvbench.leaderboard.verification.replay import Replay
 from kvbench.runs.journal import Line
 from kvbench.runs.results import Result, Score
-from kvbench.runs.summary import summarize
+from kvbench.runs.summary import score_lines, summarize
 
 RECOMPUTED = (
-    "status", "error", "n_scored", "n_failed", "score", "scores", "agreement", "output", "memory", "latency",
-    "diffusion", "effect",
+    "status", "error", "n_scored", "n_failed", "n_questions", "score", "scores", "agreement", "output", "memory",
+    "latency", "diffusion", "effect",
 )
 """Parts of a result that its journal determines; `kernels` too, if the journal records them."""
 TOLERANCE = 1e-9
@@ -25,13 +25,13 @@ CI_TOLERANCE = 0.02
 
 
 def check_summary(replay: Replay, result: Result, lines: Sequence[Line]) -> tuple[Score, Iterable[Check]]:
-    """Recompute the result from the journal and compare every number.
+    """Recompute the result from the journal and compare every number; the score has today's interval.
 
     Raises:
         RefusedError: a number differs; the reason states both.
     """
     with refusing_errors("summary", "its journal cannot be summarized"):
-        ours = summarize(replay.job, lines, result.environment)
+        ours = summarize(replay.job, lines, result.environment, result.score.interval)
     noted = any(x.kernels for x in lines)
     names: dict[str, Any] = dict.fromkeys((*RECOMPUTED, *(["kernels"] if noted else [])), True)
     names["environment"] = {"started", "seconds"}
@@ -50,7 +50,7 @@ def check_summary(replay: Replay, result: Result, lines: Sequence[Line]) -> tupl
         checks.append(flag("agreement", "it has no agreement with the full cache, which did not fit, as it says"))
     if result.kernels.ops and not noted:
         checks.append(flag("kernels", "the kernels are those that its result names: its journal does not record any"))
-    return ours.score, checks
+    return score_lines(replay.scorer, lines, lambda x: x.score), checks
 
 
 def _compares(replay: Replay) -> bool:

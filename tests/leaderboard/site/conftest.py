@@ -73,7 +73,7 @@ class Results:
         full = result["memory"]["full_bytes"]
         result["memory"] |= {
             "stored_bytes": round(stored * full), "ratio": stored, "ratio_total": stored,
-            "read_bytes_per_step": full // 5,
+            "read_bytes_per_step": full // 5, "full_read_bytes_per_step": full,
         }
         if kind == "none":
             result["effect"] |= {"n": 0, "n_acted": 0}
