@@ -81,7 +81,7 @@ def run_bench(request: BenchRequest) -> Bench:
     def save(status: Literal["running", "done"], after: float | None) -> Bench:
         bench = Bench(
             status=status, command=_list_options(request),
-            model=_describe(model), kernels=job.kernels,
+            model=ModelSpec.of(model), kernels=job.kernels,
             weight_bytes=job.outline.weight_bytes, memory_bytes=job.memory,
             copy_bandwidth=CopyBandwidth(
                 copied_bytes=COPIED_BYTES[device.type], before=job.copy_bandwidth, after=after
@@ -219,10 +219,3 @@ def check_positions(request: BenchRequest, model: Model) -> None:
             f"length {max(request.lengths)} and {STEPS} more tokens are beyond the {model.max_length} positions that "
             f"{model.id} can compute. Use a smaller --length."
         )
-
-
-def _describe(model: Model) -> ModelSpec:
-    return ModelSpec(
-        id=model.id, revision=model.revision, kind=model.kind, dtype=model.dtype, params=model.params,
-        sha256=model.sha256, tokenizer_sha256=model.tokenizer_sha256,
-    )

@@ -1,9 +1,12 @@
-"""The findings of `kvbench reproduce --shape`: test published findings on the bundled models."""
+"""The findings of `kvbench reproduce --shape`: on runs of the bundled models, or on texts with any model."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import time
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,10 +16,13 @@ from kvbench.cli.output import print_json
 from kvbench.errors import UserError
 
 if TYPE_CHECKING:
+    from kvbench.findings.run import FindingResult
     from kvbench.reproduce.shape import FindingRecord
     from kvbench.sweep.cell import CellReport
 
 RECORD = Path("results/shape/findings.json")
+LAYERS = 4
+"""Layers below which statistics over layers say nothing."""
 
 
 def check_findings(name: str, samples: int | None, out: Path, *, dry_run: bool, as_json: bool) -> int:
@@ -49,6 +55,65 @@ def check_findings(name: str, samples: int | None, out: Path, *, dry_run: bool, 
     if as_json:
         print_json(record.model_dump(mode="json"))
     return 0
+
+
+def measure_findings(name: str, model: str, texts: int | None, out: Path, *, dry_run: bool, as_json: bool) -> int:
+    """Test statements of papers on texts of the standard library; with `all`, write the record of the model."""
+    from kvbench.findings.run import LENGTH, TEXTS, FindingsRecord, Plan, find_findings, judge, measure, read_journal
+    from kvbench.findings.run import VERSION as STATISTICS_VERSION
+
+    plan = Plan(find_findings(name), texts or TEXTS, LENGTH)
+    if dry_run:
+        names = ", ".join(plan.statistics)
+        typer.echo(f"{len(plan.findings)} findings on {plan.texts} texts of {LENGTH:,} tokens: {names}.")
+        return 0
+    started, begin = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+    from kvbench.hf import load_model
+    from kvbench.log import say
+    from kvbench.runs.environment import find_environment
+    from kvbench.runs.spec import ModelSpec
+    from kvbench.tasks.text.stdlib import StdlibPerplexity
+
+    loaded = load_model(model)
+    if loaded.kind != "autoregressive" or not all(x.trusted and x.movable for x in loaded.ropes):
+        raise UserError(f"{model} has no causal attention with rotary embeddings that kvbench can invert. Use another.")
+    if len(loaded.layers) < LAYERS:
+        raise UserError(f"{model} has {len(loaded.layers)} layers, and these findings need {LAYERS}. Use another.")
+    data = StdlibPerplexity().dataset_revision
+    key = hashlib.sha256(f"{STATISTICS_VERSION} {LENGTH} {data} {loaded.sha256} {loaded.dtype}".encode()).hexdigest()
+    journal = out / "findings" / f"{loaded.id}-{key[:12]}.jsonl"
+    for text, statistic in measure(loaded, plan, journal):
+        say(f"text {text + 1} of {plan.texts}: {statistic}")
+    record = FindingsRecord(
+        version=STATISTICS_VERSION, model=ModelSpec.of(loaded), texts=plan.texts, length=LENGTH, data=data,
+        environment=find_environment("cpu", started=started, seconds=time.monotonic() - begin),
+        findings=judge(plan, read_journal(journal)),
+    )
+    _print_measured(record.findings, plan.texts)
+    if name == "all" and texts is None:
+        from kvbench.runs.files import saving, write_record
+
+        path = RECORD.with_name(f"{loaded.id}.json")
+        with saving(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_record(path, record)
+        typer.echo(f"{path} is written.")
+    if as_json:
+        print_json(record.model_dump(mode="json"))
+    return 0
+
+
+def _print_measured(findings: tuple[FindingResult, ...], texts: int) -> None:
+    """Print each finding with its checks, one row each."""
+    from kvbench.analysis.formatting import print_table
+
+    rows: list[tuple[str, ...]] = []
+    for finding in findings:
+        rows.append((finding.name, finding.statement, "", finding.verdict))
+        rows += [
+            ("", x.rule, f"{x.mean:.3f}  [{x.ci95[0]:.3f}, {x.ci95[1]:.3f}]", x.verdict) for x in finding.checks
+        ]
+    print_table("", ("finding", "", f"mean over {texts} texts, 95% CI", "verdict"), rows)
 
 
 def _folder(report: CellReport) -> Path:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvbench.cli.findings import check_findings
+from kvbench.cli.findings import check_findings, measure_findings
 from kvbench.cli.options import Json
 from kvbench.cli.output import print_json
 from kvbench.errors import UserError
@@ -28,7 +28,9 @@ def reproduce_command(
     ] = None,
     *,
     listed: Annotated[bool, typer.Option("--list", help="List the published tables and findings.")] = False,
-    shape: Annotated[Text, typer.Option(help="Finding to test on the bundled models, or all.")] = None,
+    shape: Annotated[
+        Text, typer.Option(help="Finding to test, or all: on the bundled models, or with --model on texts.")
+    ] = None,
     model: Annotated[
         Text, typer.Option(help="Use this model instead of the paper's; only the direction is compared.")
     ] = None,
@@ -50,7 +52,7 @@ def reproduce_command(
         return _list(as_json=as_json)
     if shape is not None:
         if model is not None:
-            raise UserError("--shape uses the bundled models. Leave out --model.")
+            return measure_findings(shape, model, samples, out, dry_run=dry_run, as_json=as_json)
         return check_findings(shape, samples, out, dry_run=dry_run, as_json=as_json)
     from kvbench.reproduce.claims import find_claims
     from kvbench.reproduce.needs import look_around

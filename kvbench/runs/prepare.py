@@ -183,10 +183,7 @@ def _resolve_spec(resolved: ResolvedRequest, model: Model, frame: Frame) -> RunS
             prompt_id=task.prompt_id, chat_template_sha=frame.sha, bos=_bos(model, frame), truncation=task.truncation,
             stop=tuple(sorted(model.stop_ids | task.stop_ids(model.tokenizer))), code=hash_own_code(type(task)),
         ),
-        model=ModelSpec(
-            id=model.id, revision=model.revision, kind=model.kind, dtype=model.dtype, params=model.params,
-            sha256=model.sha256, tokenizer_sha256=model.tokenizer_sha256,
-        ),
+        model=ModelSpec.of(model),
         mode=protocol.mode, visibility=protocol.visibility, history=protocol.history, recompress=protocol.recompress,
         budget=None if budget is None else str(budget), split=cast("Literal['dev', 'test']", request.split),
         seed=request.seed, samples=request.samples, turns=protocol.turns, chunk=request.chunk,

@@ -7,13 +7,16 @@ import json
 import math
 import re
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
 from kvbench.errors import UserError, unknown
 from kvbench.runs.schema import SCHEMA_VERSION
 from kvbench.task import Mode
+
+if TYPE_CHECKING:
+    from kvbench.hf import Model
 
 Visibility = Literal["visible", "hidden", "first-turn"]
 History = Literal["reference", "own"]
@@ -76,6 +79,11 @@ class ModelSpec(Record):
     params: int
     sha256: str
     tokenizer_sha256: str
+
+    @classmethod
+    def of(cls, model: Model) -> Self:
+        """The identity of a loaded model."""
+        return cls(**{name: getattr(model, name) for name in cls.model_fields})
 
 
 class DenoisingSpec(Record):

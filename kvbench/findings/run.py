@@ -1,0 +1,304 @@
+"""Measures the statistics of findings on texts, keeps them in a journal, and judges each finding by its checks."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, Self
+
+import torch
+from pydantic import BaseModel, Field, model_validator
+
+from kvbench.errors import UserError, unknown
+from kvbench.findings import attention, entries, passes
+from kvbench.findings.numbers import mean, spearman
+from kvbench.findings.observe import Observer, Values, observe
+from kvbench.hf import Model
+from kvbench.hf.config import quiet
+from kvbench.registry import HERE
+from kvbench.runs.results import Environment
+from kvbench.runs.schema import SCHEMA_VERSION
+from kvbench.runs.spec import ModelSpec, Record
+from kvbench.runs.stats import bootstrap_interval
+from kvbench.tasks.text.stdlib import library
+from kvbench.toml import STRICT, read_toml
+
+FILE = HERE / "findings" / "findings.toml"
+TEXTS = 8
+LENGTH = 2048
+"""Tokens of a text."""
+VERSION = 1
+"""Of the statistics and texts: raised when their numbers change."""
+OBSERVERS: dict[str, Callable[[], Observer]] = {
+    "sparsity": attention.Sparsity, "heavy-hitters": attention.HeavyHitters,
+    "observation-window": attention.ObservationWindow, "consecutive": attention.Consecutive,
+    "page-bounds": attention.PageBounds, "entropy": attention.Entropy,
+    "expected-queries": attention.ExpectedQueries, "outlier-channels": entries.OutlierChannels,
+    "singular-values": entries.SingularValues, "key-similarity": entries.KeySimilarity,
+    "rotated-rounding": entries.RotatedRounding,
+}
+"""Statistics of one exact forward pass."""
+PASSES = ("stream", "edit", "reuse", "prune")
+"""Statistics that take several forward passes; all but `stream` on the first half of each text."""
+REFERENCE = 1_000_000
+"""Index of the text whose subspaces others are compared with."""
+Decision = Literal["holds", "does not hold", "undecided"]
+
+
+class Check(BaseModel):
+    """A statistic with one bound, another statistic that it exceeds, or the agreement of its layers between texts."""
+
+    model_config = STRICT
+
+    value: str
+    least: float | None = None
+    most: float | None = None
+    above: str | None = None
+    agreement: float | None = None
+    """Least rank correlation of the numbers by layer of two texts."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if sum(x is not None for x in (self.least, self.most, self.above, self.agreement)) != 1:
+            raise ValueError(f"check of {self.value} needs exactly one of least, most, above, agreement")
+        return self
+
+    @property
+    def rule(self) -> str:
+        """The rule as text."""
+        if self.above is not None:
+            return f"{self.value} > {self.above}"
+        if self.agreement is not None:
+            return f"agreement of {self.value} between texts >= {self.agreement:g}"
+        return f"{self.value} >= {self.least:g}" if self.least is not None else f"{self.value} <= {self.most:g}"
+
+
+class Finding(BaseModel):
+    """A statement that holds if all of its checks hold."""
+
+    model_config = STRICT
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
+    source: str
+    arxiv: str
+    statement: str
+    printed: str
+    statistic: str
+    checks: list[Check] = Field(min_length=1)
+
+
+class Findings(BaseModel):
+    """The findings file."""
+
+    model_config = STRICT
+
+    finding: list[Finding] = Field(min_length=1)
+
+
+class CheckResult(Record):
+    """A check with its mean over texts."""
+
+    rule: str
+    mean: float
+    ci95: tuple[float, float]
+    """Bootstrap interval over texts. Of `above`: of the difference."""
+    texts: tuple[float, ...]
+    verdict: Decision
+
+
+class FindingResult(Record):
+    """A finding, its checks and the means of all numbers of its statistic."""
+
+    name: str
+    source: str
+    arxiv: str
+    statement: str
+    printed: str
+    verdict: Decision
+    checks: tuple[CheckResult, ...]
+    means: dict[str, float | tuple[float, ...]]
+
+
+class FindingsRecord(Record):
+    """results/shape/<model>.json"""
+
+    schema_version: Literal[2] = SCHEMA_VERSION
+    version: int
+    model: ModelSpec
+    texts: int
+    length: int
+    data: str
+    """Python's version and a hash of the standard library, from which the texts are taken."""
+    environment: Environment
+    findings: tuple[FindingResult, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The texts and statistics of one command."""
+
+    findings: tuple[Finding, ...]
+    texts: int
+    length: int
+
+    @property
+    def statistics(self) -> list[str]:
+        """Names of the statistics, each once."""
+        return list(dict.fromkeys(x.statistic for x in self.findings))
+
+
+def find_findings(name: str) -> tuple[Finding, ...]:
+    """One finding by name, or `all`.
+
+    Raises:
+        UserError: an unknown name.
+    """
+    every = read_toml(FILE, Findings, "findings file", "See docs/findings.md.").finding
+    found = tuple(x for x in every if name in ("all", x.name))
+    if not found:
+        raise unknown("finding", name, ["all", *(x.name for x in every)])
+    return found
+
+
+def make_text(model: Model, index: int, length: int) -> list[int]:
+    """Tokens of modules of the standard library, in an order drawn by the index.
+
+    Raises:
+        UserError: the library is shorter.
+    """
+    modules = list(library()[0])
+    random.Random(f"findings {index}").shuffle(modules)
+    ids: list[int] = []
+    with quiet():  # a module may be longer than the model's positions; the text is not
+        for module in modules:
+            ids += model.tokenizer(f"# {module.name}\n{''.join(module.lines)}", add_special_tokens=False).input_ids
+            if len(ids) >= length:
+                return ids[:length]
+    raise UserError(f"the standard library has {len(ids)} tokens for this model, and {length} are needed.")
+
+
+def measure(model: Model, plan: Plan, journal: Path) -> Iterator[tuple[int, str]]:
+    """Measure what the journal lacks; yield text and statistic after each is written.
+
+    A damaged last line, as a killed process leaves it, is measured again.
+    """
+    have = read_journal(journal)
+    missing = [(i, x) for i in range(plan.texts) for x in plan.statistics if x not in have.get(i, {})]
+    subspaces: dict[int, torch.Tensor] = {}
+    if any(x == "singular-values" for _, x in missing):
+        first = entries.SingularValues()
+        observe(model, make_text(model, REFERENCE, plan.length), [first])
+        subspaces = first.reference
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    with journal.open("a", encoding="utf-8") as file:
+        for i in sorted({i for i, _ in missing}):
+            wanted = [x for j, x in missing if j == i]
+            ids = make_text(model, i, plan.length)
+            for name, values in _measure_text(model, ids, wanted, subspaces):
+                file.write(json.dumps({"text": i, "statistic": name, "values": values}) + "\n")
+                file.flush()
+                yield i, name
+
+
+def _measure_text(
+    model: Model, ids: Sequence[int], wanted: Sequence[str], subspaces: dict[int, torch.Tensor]
+) -> Iterator[tuple[str, Values]]:
+    makers: dict[str, Callable[[], Observer]] = {
+        **OBSERVERS, "singular-values": partial(entries.SingularValues, subspaces),
+    }
+    observers = {x: makers[x]() for x in wanted if x in makers}
+    if observers:
+        observe(model, ids, observers.values())
+        yield from ((x, observer.result()) for x, observer in observers.items())
+    half = ids[: len(ids) // 2]
+    for name in (x for x in wanted if x in PASSES):
+        if name == "stream":
+            newline = model.tokenizer("\n", add_special_tokens=False).input_ids[-1]
+            yield name, passes.stream(model, ids, newline)
+        else:
+            yield name, {"edit": passes.edit, "reuse": passes.reuse, "prune": passes.prune}[name](model, half)
+
+
+def read_journal(path: Path) -> dict[int, dict[str, Values]]:
+    """Statistics by text and name. Lines after a damaged one are left out, and the file is cut there."""
+    found: dict[int, dict[str, Values]] = {}
+    if not path.exists():
+        return found
+    data, good = path.read_bytes(), 0
+    for line in data.splitlines(keepends=True):
+        try:
+            if not line.endswith(b"\n"):
+                break
+            record = json.loads(line)
+            found.setdefault(int(record["text"]), {})[str(record["statistic"])] = dict(record["values"])
+        except (ValueError, TypeError, KeyError):
+            break
+        good += len(line)
+    if good < len(data):
+        with path.open("r+b") as file:
+            file.truncate(good)
+    return found
+
+
+def judge(plan: Plan, measured: dict[int, dict[str, Values]]) -> tuple[FindingResult, ...]:
+    """Judge every finding by the texts of the plan, all of which were measured."""
+    found = []
+    for finding in plan.findings:
+        values = [measured[i][finding.statistic] for i in range(plan.texts)]
+        checks = tuple(_judge_check(x, values) for x in finding.checks)
+        verdicts = {x.verdict for x in checks}
+        verdict: Decision = "does not hold" if "does not hold" in verdicts else "undecided"
+        found.append(FindingResult(
+            name=finding.name, source=finding.source, arxiv=finding.arxiv, statement=finding.statement,
+            printed=finding.printed, verdict="holds" if verdicts == {"holds"} else verdict, checks=checks,
+            means=_average(values),
+        ))
+    return tuple(found)
+
+
+def _judge_check(check: Check, values: Sequence[Values]) -> CheckResult:
+    """The check holds if the whole interval over texts satisfies it, and does not hold if none of it does."""
+    numbers = _numbers(check, values)
+    low, high = bootstrap_interval([[x] for x in numbers])
+    least = check.agreement if check.agreement is not None else 0.0 if check.above is not None else check.least
+    if least is not None:
+        good, bad = low >= least, high < least
+    else:
+        assert check.most is not None
+        good, bad = high <= check.most, low > check.most
+    verdict: Decision = "holds" if good else "does not hold" if bad else "undecided"
+    return CheckResult(rule=check.rule, mean=mean(numbers), ci95=(low, high), texts=tuple(numbers), verdict=verdict)
+
+
+def _numbers(check: Check, values: Sequence[Values]) -> list[float]:
+    """One number per text; for `agreement`, the rank correlation of a text's layers with the next text's."""
+    if check.agreement is not None:
+        rows = [torch.tensor(x[check.value], dtype=torch.float64) for x in values]
+        return [float(spearman(a, b)) for a, b in zip(rows, rows[1:] + rows[:1], strict=True)]
+    found = [_scalar(x[check.value]) for x in values]
+    if check.above is not None:
+        found = [a - _scalar(x[check.above]) for a, x in zip(found, values, strict=True)]
+    return found
+
+
+def _scalar(x: float | list[float]) -> float:
+    assert not isinstance(x, list), "a check is of one number per text"
+    if not math.isfinite(x):
+        raise UserError("a statistic is not a finite number. Remove its journal, then run the same command.")
+    return x
+
+
+def _average(values: Sequence[Values]) -> dict[str, float | tuple[float, ...]]:
+    found: dict[str, float | tuple[float, ...]] = {}
+    for name, first in values[0].items():
+        if isinstance(first, list):
+            rows = torch.tensor([x[name] for x in values], dtype=torch.float64)
+            found[name] = tuple(rows.mean(0).tolist())
+        else:
+            found[name] = mean([_scalar(x[name]) for x in values])
+    return found

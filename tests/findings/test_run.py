@@ -1,0 +1,118 @@
+"""The findings file, the journal of statistics, and verdicts."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbench.errors import UserError
+from kvbench.findings import run
+from kvbench.findings.run import Check, Plan, find_findings, judge, make_text, measure, read_journal
+from kvbench.hf import load_model
+
+
+@pytest.fixture(scope="module")
+def model():
+    """The bundled model."""
+    return load_model("mini", dtype="float32")
+
+
+def plan(name: str = "all", texts: int = 2) -> Plan:
+    """A small plan."""
+    return Plan(find_findings(name), texts, 384)
+
+
+def test_every_finding_has_a_statistic_and_can_be_judged():
+    """Names are unique, statistics exist."""
+    names = [x.name for x in find_findings("all")]
+    assert len(set(names)) == len(names) >= 18
+    assert {x.statistic for x in find_findings("all")} == {*run.OBSERVERS, *run.PASSES}
+
+
+def test_an_unknown_finding_suggests_one():
+    """The nearest name."""
+    with pytest.raises(UserError, match="Did you mean 'attention-sinks'"):
+        find_findings("attention-sink")
+
+
+def test_texts_differ_and_repeat(model):
+    """The same index gives the same tokens."""
+    assert make_text(model, 0, 300) == make_text(model, 0, 300) != make_text(model, 1, 300)
+    assert len(make_text(model, 0, 300)) == 300
+
+
+def test_an_interrupted_measurement_goes_on(model, tmp_path):
+    """A killed process leaves half a line: only what is missing is measured, and the numbers are the same."""
+    asked, journal = plan("page-bounds"), tmp_path / "runs" / "j.jsonl"
+    first = list(measure(model, asked, journal))
+    whole = journal.read_bytes()
+    assert first == [(0, "page-bounds"), (1, "page-bounds")]
+    assert list(measure(model, asked, journal)) == []
+    journal.write_bytes(whole[: len(whole) * 3 // 4])
+    assert list(measure(model, asked, journal)) == [(1, "page-bounds")]
+    assert journal.read_bytes() == whole
+
+
+def test_all_findings_are_judged_on_a_model(model, tmp_path):
+    """Every check of every finding has a finite mean, and its statistic is there."""
+    asked = Plan(find_findings("all"), 1, 640)
+    list(measure(model, asked, tmp_path / "j.jsonl"))
+    found = judge(asked, read_journal(tmp_path / "j.jsonl"))
+    assert all(math.isfinite(y.mean) for x in found for y in x.checks)
+    assert {x.verdict for x in found} <= {"holds", "does not hold", "undecided"}
+
+
+@pytest.mark.parametrize(("check", "values", "verdict"), [
+    (Check(value="x", least=0.5), [0.6, 0.7, 0.8], "holds"),
+    (Check(value="x", least=0.5), [0.3, 0.7, 0.8], "undecided"),
+    (Check(value="x", least=0.5), [0.3, 0.2, 0.1], "does not hold"),
+    (Check(value="x", most=0.5), [0.3, 0.2, 0.1], "holds"),
+    (Check(value="x", most=0.5), [0.6, 0.7, 0.8], "does not hold"),
+    (Check(value="x", above="y"), [0.6, 0.7, 0.8], "holds"),
+    (Check(value="x", above="z"), [0.6, 0.7, 0.8], "does not hold"),
+])
+def test_a_check_by_hand(check, values, verdict):
+    """The whole interval, a part of it, or none of it satisfies the bound."""
+    texts = [{"x": x, "y": 0.0, "z": 1.0} for x in values]
+    assert run._judge_check(check, texts).verdict == verdict
+
+
+def test_agreement_between_texts_by_hand():
+    """Equal orders of layers agree by 1, reversed ones by -1."""
+    same = [{"x": [1.0, 2.0, 3.0]}, {"x": [2.0, 4.0, 8.0]}]
+    other = [{"x": [1.0, 2.0, 3.0]}, {"x": [8.0, 4.0, 2.0]}]
+    check = Check(value="x", agreement=0.8)
+    assert run._judge_check(check, same).mean == pytest.approx(1.0)
+    assert run._judge_check(check, other).mean == pytest.approx(-1.0)
+
+
+def test_a_check_has_one_rule():
+    """Two bounds are refused."""
+    with pytest.raises(ValueError, match="exactly one"):
+        Check(value="x", least=0.1, most=0.2)
+
+
+@given(st.binary(max_size=200))
+def test_any_journal_is_read(tmp_path_factory, data):
+    """Damaged lines are left out and cut off; what was whole before them is kept."""
+    path = tmp_path_factory.getbasetemp() / "journal.jsonl"
+    good = json.dumps({"text": 0, "statistic": "s", "values": {"x": 1.0}}).encode() + b"\n"
+    path.write_bytes(good + data)
+    assert read_journal(path)[0]["s"] == {"x": 1.0} or b"statistic" in data
+    assert path.read_bytes().startswith(good)
+
+
+def test_the_command_measures_and_resumes(kvbench, monkeypatch, tmp_path):
+    """One finding on one text; run again it measures nothing."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "LENGTH", 384)
+    arguments = ("reproduce", "--shape", "sparse-attention", "--model", "mini", "--samples", "1", "--json")
+    first, again = kvbench(*arguments), kvbench(*arguments)
+    assert first.code == again.code == 0
+    assert "text 1 of 1" in first.err and "text 1 of 1" not in again.err
+    assert first.json["findings"] == again.json["findings"]
+    assert not (tmp_path / "results").exists()  # only `all` with all texts is recorded
