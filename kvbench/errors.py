@@ -9,6 +9,11 @@ from pathlib import Path
 
 FILE = re.compile(r"\w\.[A-Za-z]{2,4}$")
 """Names that end like a file name."""
+MOST = 2**31 - 1
+"""Largest number of an option, unless the option has a smaller one."""
+MOST_SAMPLES, MOST_TURNS, MOST_INSTANCES = 1_000_000, 10_000, 10_000
+MOST_SEED = 2**32 - 1
+"""The seeds that every random generator in use takes."""
 
 
 class UserError(Exception):
@@ -37,6 +42,18 @@ def unknown(kind: str, name: str, allowed: Iterable[str], hint: str = "") -> Use
     if names:
         message += f" Allowed: {', '.join(names)}."
     return UserError(f"{message} {hint}".strip())
+
+
+def check_number(name: str, value: float, least: float = 1, most: float = MOST) -> None:
+    """Check that a number of the user is within its range. NaN is outside of every range.
+
+    Raises:
+        UserError: it is not.
+    """
+    if not value >= least:
+        raise UserError(f"{name} {value} must be {least} or more.")
+    if value > most:
+        raise UserError(f"{name} {value} must be {most:,} or less.")
 
 
 def suggest_file(path: Path) -> str:

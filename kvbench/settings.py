@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from kvbench.constraints import setting_fields, setting_types, violation
-from kvbench.errors import UserError, unknown
+from kvbench.errors import MOST, UserError, check_number, unknown
 from kvbench.method import Method
 from kvbench.task import Task
 
@@ -52,6 +52,8 @@ def configure(cls: type[T], given: Mapping[str, str], option: str, name: str) ->
             values[key] = _read(text, setting_types(cls)[key])
         except ValueError:
             raise violation(name, cls, key, text) from None
+        if isinstance(values[key], int):
+            check_number(f"{name}: {key}", values[key], -MOST)
     try:
         return cls(**values)
     except (ValueError, TypeError) as error:

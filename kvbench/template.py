@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import TYPE_CHECKING, Literal
 
+from kvbench.errors import UserError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # noqa: TID251  # its type
 
@@ -40,7 +42,11 @@ class Frame:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Frame:
-        """Cut the tokenizer's chat template with markers; without a template, return `plain`."""
+        """Cut the tokenizer's chat template with markers; without a template, return `plain`.
+
+        Raises:
+            UserError: the template fails, or does something that its sandbox forbids.
+        """
         template = tokenizer.chat_template
         if template is None:
             return cls.plain()
@@ -48,9 +54,16 @@ class Frame:
 
         def render(*texts: str) -> str:
             talk = [{"role": role, "content": x} for role, x in zip(cycle(("user", "assistant")), texts, strict=False)]
-            return str(
-                tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True, date_string=DATE)
-            )
+            try:
+                return str(
+                    tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True, date_string=DATE)
+                )
+            except Exception as error:  # a template can raise anything
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                raise UserError(
+                    f"the model's chat template cannot be rendered: {reason}. Use --template none, or correct the "
+                    "template in its tokenizer_config.json or chat_template.jinja."
+                ) from error
 
         head, _, tail = render(user).partition(user)
         talk = render(user, assistant, again)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvbench.budget import DEFAULT_BUDGET, Budget, BudgetKind
-from kvbench.errors import UserError, unknown
+from kvbench.errors import UserError, check_number, unknown
 from kvbench.hf import ModelSize, predict_memory
 from kvbench.method import Method, ModelKind
 from kvbench.registry import find_method, list_entries
@@ -234,8 +234,10 @@ def make_forecast(
     if gpu not in GPUS:
         raise unknown("gpu", gpu, GPUS)
     for name, value in (("length", length), ("batch", batch), ("chunk", chunk)):
-        if value is not None and value < 1:
-            raise UserError(f"{name} {value} must be 1 or more.")
+        if value is not None:
+            check_number(name, value)
+    if budget is not None:
+        Budget.parse(budget)
     outline = predict_memory(model, dtype, length)
     if outline.kind == "diffusion":
         raise UserError(f"{model} is a diffusion model, whose caches last for one answer only: nothing to plan.")

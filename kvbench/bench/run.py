@@ -22,7 +22,8 @@ from kvbench.bench.outcome import Failure, attempt
 from kvbench.bench.records import Bench, BenchCell, CopyBandwidth, Timing
 from kvbench.bench.state import Setting
 from kvbench.bench.timing import COPIED_BYTES, measure_copy
-from kvbench.errors import UserError, unknown
+from kvbench.budget import Budget
+from kvbench.errors import UserError, check_number, unknown
 from kvbench.hf import Model, check_device, load_model, predict_memory
 from kvbench.log import say
 from kvbench.machine import free_bytes
@@ -34,6 +35,7 @@ from kvbench.runs.spec import Implementation, ModelSpec
 from kvbench.settings import parse_pairs
 
 ROUNDS: dict[Timing, int] = {"kernel": 16, "step": 16, "end-to-end": 5}
+LEAST_GB = 0.001
 HOST_SHARE = 0.6
 """Share of the available host memory that pinned blocks may take."""
 MARGIN = LATER - STEPS
@@ -148,7 +150,6 @@ def _prepare(request: BenchRequest) -> BenchJob:
     check_device(device)
     outline = predict_memory(request.model, request.dtype, device=device)
     made = make_methods(request.methods, parse_pairs(request.settings, "--set"), request.model, outline.kind)
-    check_kernels(request.kernels)
     check_kernels_device(request.kernels, device.partition(":")[0])
     if outline.kind == "diffusion" and timings != ["end-to-end"]:
         raise UserError(
@@ -192,15 +193,21 @@ def _check(request: BenchRequest) -> list[Timing]:
         "seconds": (request.seconds,),
     }
     for name, values in numbers.items():
-        if any(x is not None and x < 1 for x in values):
-            raise UserError(f"{name} {', '.join(map(str, values))} must be 1 or more.")
-    if request.memory is not None and request.memory <= 0:
-        raise UserError(f"memory {request.memory} must be above 0 GB.")
+        for value in values:
+            if value is not None:
+                check_number(name, value)
+    if request.memory is not None:
+        check_number("memory in GB", request.memory, LEAST_GB)
     if request.out is not None and (request.out.is_dir() or not request.out.absolute().parent.is_dir()):
         raise UserError(f"--out '{request.out}' must be a file in an existing folder.")
     for batch in request.batches:
         if batch != MAX and not (batch.isdecimal() and int(batch)):
             raise UserError(f"batch '{batch}' must be a number of 1 or more, or max (the largest that fits).")
+        if batch != MAX:
+            check_number("batch", int(batch))
+    if request.budget is not None:
+        Budget.parse(request.budget)
+    check_kernels(request.kernels)
     return [cast("Timing", x) for x in dict.fromkeys(request.timings)]
 
 

@@ -10,7 +10,7 @@ import typer
 
 from kvbench.cli.options import Json
 from kvbench.cli.output import print_json
-from kvbench.errors import UserError
+from kvbench.errors import MOST_SAMPLES, UserError, check_number
 
 if TYPE_CHECKING:
     from kvbench.check.audit import Audit
@@ -75,8 +75,7 @@ def _check_task(task: Task, model: str, samples: int, *, as_json: bool) -> int:
     from kvbench.check.audit import audit_task
     from kvbench.hf import load_tokenizer
 
-    if samples < 1:
-        raise UserError(f"samples {samples} must be 1 or more.")
+    check_number("samples", samples, most=MOST_SAMPLES)
     return _print_audit(task.name, audit_task(task, load_tokenizer(model), samples), model, as_json=as_json)
 
 

@@ -13,7 +13,7 @@ import typer
 from kvbench.cli.options import Json
 from kvbench.cli.output import print_json
 from kvbench.cli.serve import serve_command, tokens
-from kvbench.errors import UserError
+from kvbench.errors import MOST_SEED, UserError, check_number, suggest_file
 
 if TYPE_CHECKING:
     from kvbench.leaderboard.submission.records import Check, Level, Verification
@@ -44,6 +44,7 @@ def verify_command(
     from kvbench.leaderboard.submission.repository import Repository
     from kvbench.leaderboard.verification.verify import verify
 
+    _check_paths([*paths, *(results or [])])
     bundles = [x for path in paths for x in find_bundles(path)]
     if not bundles:
         raise UserError(f"'{paths[0]}' contains no run. Give the folder of a run, a submission, or a folder of them.")
@@ -78,6 +79,9 @@ def rerun_command(
     from kvbench.leaderboard.verification.verify import verify
     from kvbench.runs.progress import show_progress
 
+    _check_paths([path, *(results or [])])
+    if seed is not None:
+        check_number("seed", seed, 0, MOST_SEED)
     wanted = read_share(share or "10%") if share is not None or hidden_seed is None else None
     secret = None if hidden_seed is None else read_secret(hidden_seed)
     options = RerunOptions(wanted, secrets.randbits(32) if seed is None else seed, secret)
@@ -108,6 +112,13 @@ def build_command(
     if as_json:
         print_json({**asdict(built), "folder": str(built.folder)})
     return 0
+
+
+def _check_paths(paths: list[Path]) -> None:
+    """Refuse a path that is not there."""
+    for path in paths:
+        if not path.exists():
+            raise UserError(f"'{path}' does not exist.{suggest_file(path)} Give a run or a submission.")
 
 
 def _report(

@@ -11,7 +11,7 @@ import typer
 from kvbench.cli.findings import check_findings, measure_findings
 from kvbench.cli.options import Json
 from kvbench.cli.output import print_json
-from kvbench.errors import UserError
+from kvbench.errors import MOST_SAMPLES, UserError, check_number
 
 if TYPE_CHECKING:
     from kvbench.reproduce.plan import ClaimPlan, Missing
@@ -46,8 +46,8 @@ def reproduce_command(
     """Compare a paper's numbers with measured ones, with a verdict for each. The same command resumes."""
     if sum((claim is not None, listed, shape is not None)) != 1:
         raise UserError("reproduce takes exactly one of: a claim, --list, --shape. See `kvbench reproduce --help`.")
-    if samples is not None and samples < 1:
-        raise UserError(f"samples {samples} must be 1 or more.")
+    if samples is not None:
+        check_number("samples", samples, most=MOST_SAMPLES)
     if listed:
         return _list(as_json=as_json)
     if shape is not None:

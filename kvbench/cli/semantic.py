@@ -11,7 +11,7 @@ import typer
 
 from kvbench.cli.options import Json
 from kvbench.cli.output import print_json
-from kvbench.errors import UserError, unknown
+from kvbench.errors import MOST, MOST_SEED, UserError, unknown
 
 if TYPE_CHECKING:
     from kvbench.trace.semantic import Matrix, Outcome
@@ -25,12 +25,12 @@ def semantic_command(
         Path | None, typer.Option(help="CSV or TSV with question1, question2, is_duplicate; default: made pairs.")
     ] = None,
     embedder: Annotated[str, typer.Option(help="minilm (`kvbench trace add minilm`), or words.")] = EMBEDDER,
-    most: Annotated[int, typer.Option(help="Most pairs, drawn by the seed.", min=8)] = 5000,
+    most: Annotated[int, typer.Option(help="Most pairs, drawn by the seed.", min=8, max=MOST)] = 5000,
     seconds: Annotated[
         str | None,
         typer.Option(metavar="LOOKUP,ANSWER", help="Declared seconds of a lookup and an answer: break-even hit rate."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of made pairs, draws, halves and clusters.", min=0, max=2**32 - 1)] = 0,
+    seed: Annotated[int, typer.Option(help="Of made pairs, draws, halves and clusters.", min=0, max=MOST_SEED)] = 0,
     as_json: Json = False,
 ) -> None:
     """Show precision and recall of semantic caches on pairs of questions, and their threshold curve."""

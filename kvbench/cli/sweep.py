@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvbench.cli.output import print_json
-from kvbench.errors import UserError, unknown
+from kvbench.errors import MOST_INSTANCES, UserError, check_number, unknown
 
 if TYPE_CHECKING:
     from kvbench.runs.options import Request
@@ -44,8 +44,8 @@ def sweep_command(
 
     if executor not in EXECUTORS:
         raise unknown("executor", executor, EXECUTORS)
-    if workers is not None and workers < 1:
-        raise UserError(f"workers {workers} must be 1 or more.")
+    if workers is not None:
+        check_number("workers", workers, most=MOST_INSTANCES)
     if address is not None and executor != "ray":
         raise UserError(f"--address {address} has no effect with --executor {executor}. Use --executor ray.")
     cells = read_sweep(file)

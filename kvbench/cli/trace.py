@@ -11,7 +11,7 @@ import typer
 from kvbench.cli.options import Json
 from kvbench.cli.output import print_json
 from kvbench.cli.semantic import EMBEDDER, add_minilm, semantic_command
-from kvbench.errors import UserError, unknown
+from kvbench.errors import MOST_INSTANCES, MOST_SEED, UserError, check_number, unknown
 
 if TYPE_CHECKING:
     from kvbench.trace.requests import Trace
@@ -25,7 +25,7 @@ Blocks = Annotated[
     list[str] | None,
     typer.Option("--blocks", help="Capacity: blocks (10000), a share of the distinct blocks (10%), or infinite."),
 ]
-Seed = Annotated[int, typer.Option(help="Of random draws.", min=0, max=2**32 - 1)]
+Seed = Annotated[int, typer.Option(help="Of random draws.", min=0, max=MOST_SEED)]
 Format = Annotated[str | None, typer.Option("--format", help="Format of a file, where it is not recognized.")]
 
 
@@ -189,6 +189,7 @@ def memory_command(
     from kvbench.trace.memory import count_copies, count_rejections, measure_waste
 
     found = _find(trace, kind)
+    check_number("instances", instances, most=MOST_INSTANCES)
     waste, copies = measure_waste(found), count_copies(found, pages)
     rejected = [count_rejections(found, instances, max(1, pages // max(1, instances)), x) for x in ("own", "borrow")]
     print_table(f"{TITLE}: {found.name}", ("allocation", "unused"), [(x.scheme, f"{x.share:.2%}") for x in waste])

@@ -38,6 +38,7 @@ from kvbench.template import Frame
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
+    from kvbench.method import ModelKind
 
 GB = 1e9
 
@@ -59,7 +60,7 @@ def prepare(request: Request, model: Model | None = None) -> Job:
     check_kernels_device(request.kernels, device)
     if request.kernels != "torch" and request.device_map is not None:
         raise UserError(f"kernels '{request.kernels}' run on one GPU. Use --kernels torch, or leave --device-map out.")
-    model = model or _load(request, device, resolved.length)
+    model = model or _load(resolved, device)
     check_kernels_dtype(request.kernels, device, model.dtype)
     resolved = replace(resolved, generation=resolve_generation(resolved, model))
     tokenizer, frame = find_frame(resolved.task, model.tokenizer, resolved.template)
@@ -101,10 +102,13 @@ def find_device(request: Request) -> Literal["cpu", "cuda"]:
     return cast("Literal['cpu', 'cuda']", found)
 
 
-def _load(request: Request, device: str, length: int) -> Model:
+def _load(resolved: ResolvedRequest, device: str) -> Model:
     from kvbench.hf import load_model, predict_memory
 
+    request, length = resolved.request, resolved.length
     need = predict_memory(request.model, request.dtype, length, device)
+    _check_kind(resolved, request.model, need.kind)
+    _check_longest(length, request.model, need.max_length)
     free = free_bytes(device)
     where = f"{free / GB:.1f} GB free on {device}" if request.device_map is None else f"spread by {request.device_map}"
     say(
@@ -128,23 +132,36 @@ def _load(request: Request, device: str, length: int) -> Model:
     return load_model(request.model, device, request.dtype)
 
 
+def _check_kind(resolved: ResolvedRequest, model: str, kind: ModelKind) -> None:
+    """Check that method and generation settings are for this kind of model, autoregressive or diffusion."""
+    wanted = resolved.method.card.models
+    if wanted != kind:
+        instead = "none" if kind == "diffusion" else "full"
+        raise UserError(
+            f"{resolved.method.card.name} needs {'a diffusion' if wanted == 'diffusion' else 'an autoregressive'} "
+            f"model; {model} is {'a diffusion model' if kind == 'diffusion' else 'autoregressive'}. "
+            f"See `kvbench list methods`; to run without a cache method use {instead}."
+        )
+    if kind == "autoregressive" and resolved.generation.denoising is not None:
+        raise UserError(f"{model} is autoregressive: of the --gen settings it takes max_new_tokens only.")
+
+
+def _check_longest(length: int, model: str, most: int) -> None:
+    if length > most:
+        raise UserError(
+            f"length {length} is more than model {model} supports, {most} tokens. Use --length {most} or less."
+        )
+
+
 def resolve_generation(resolved: ResolvedRequest, model: Model) -> GenerationSpec:
     """The generation settings for this kind of model, autoregressive or diffusion.
 
     Raises:
         UserError: the method or a setting is for the other kind.
     """
-    wanted, generation = resolved.method.card.models, resolved.generation
-    if wanted != model.kind:
-        instead = "none" if model.kind == "diffusion" else "full"
-        raise UserError(
-            f"{resolved.method.card.name} needs {'a diffusion' if wanted == 'diffusion' else 'an autoregressive'} "
-            f"model; {model.id} is {'a diffusion model' if model.kind == 'diffusion' else 'autoregressive'}. "
-            f"See `kvbench list methods`; to run without a cache method use {instead}."
-        )
+    _check_kind(resolved, model.id, model.kind)
+    generation = resolved.generation
     if model.masking is None:
-        if generation.denoising is not None:
-            raise UserError(f"{model.id} is autoregressive: of the --gen settings it takes max_new_tokens only.")
         return generation
     at_once = min(model.masking.tokens_per_step, resolved.task.tokens_per_step or model.masking.tokens_per_step)
     denoising = (generation.denoising or DenoisingSpec()).model_copy(update={"tokens_per_step": at_once})
@@ -159,11 +176,7 @@ def _check_length(resolved: ResolvedRequest, model: Model) -> None:
             f"length {length} is too short for {task.name} with {turns} turn{'s' if turns > 1 else ''}: it needs "
             f"{least} tokens. Use --length {least} or more."
         )
-    if length > model.max_length:
-        raise UserError(
-            f"length {length} is more than model {model.id} supports, {model.max_length} tokens. "
-            f"Use --length {model.max_length} or less."
-        )
+    _check_longest(length, model.id, model.max_length)
 
 
 def _resolve_spec(resolved: ResolvedRequest, model: Model, frame: Frame) -> RunSpec:

@@ -11,7 +11,7 @@ from typing import cast, get_args
 
 from kvbench.budget import DEFAULT_BUDGET, Budget, BudgetKind
 from kvbench.downloads.sources import find_added, list_added, refuse_missing
-from kvbench.errors import UserError, unknown
+from kvbench.errors import MOST_SAMPLES, MOST_SEED, UserError, check_number, unknown
 from kvbench.kernels.choice import IMPLEMENTATIONS, REST
 from kvbench.method import Method
 from kvbench.registry import find_method, find_task, list_architectures, list_models, list_ops
@@ -120,9 +120,11 @@ def read_device_map(text: str) -> str | dict[str, str | int]:
 
 
 def _check_numbers(request: Request, length: int) -> None:
-    for name, value in (("samples", request.samples), ("length", length), ("chunk", request.chunk)):
-        if value is not None and value < 1:
-            raise UserError(f"{name} {value} must be 1 or more.")
+    check_number("samples", request.samples, most=MOST_SAMPLES)
+    check_number("length", length)
+    check_number("seed", request.seed, 0, MOST_SEED)
+    if request.chunk is not None:
+        check_number("chunk", request.chunk)
     if request.split not in tuple(Split):
         raise unknown("split", request.split, [str(x) for x in Split])
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from kvbench.errors import UserError, unknown
+from kvbench.errors import MOST_TURNS, UserError, check_number, unknown
 from kvbench.runs.schema import SCHEMA_VERSION
 from kvbench.task import Mode
 
@@ -230,8 +230,8 @@ def resolve_protocol(
         raise UserError(f"history 'own' has no meaning in mode {mode}: no turn follows another. Use --mode multi-turn.")
     if kind is not Mode.MULTI_TURN and recompress:
         raise UserError(f"--recompress has no meaning in mode {mode}: no turn follows another. Use --mode multi-turn.")
-    if turns is not None and turns < 1:
-        raise UserError(f"turns {turns} must be 1 or more.")
+    if turns is not None:
+        check_number("turns", turns, most=MOST_TURNS)
     if kind is Mode.SINGLE and turns not in (None, 1):
         raise UserError(
             f"turns {turns} has no meaning in mode single: it asks one question per context. "
@@ -284,6 +284,7 @@ def read_generation(given: dict[str, str]) -> GenerationSpec:
 def _whole(key: str, text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise UserError(f"--gen {key}={text} must be a whole number, 1 or more.")
+    check_number(f"--gen {key}", int(text))
     return int(text)
 
 

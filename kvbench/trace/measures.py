@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.errors import UserError, unknown
+from kvbench.errors import UserError, check_number, unknown
 from kvbench.runs.stats import bootstrap_ratio
 from kvbench.trace.cache import Simulation, simulate
 from kvbench.trace.policies import POLICIES, Optimum
@@ -90,6 +90,7 @@ def read_capacity(text: str, trace: Trace) -> float:
         raise UserError(f"capacity '{text}' is not a number. {allowed}") from None
     if not math.isfinite(value) or value < 0:
         raise UserError(f"capacity '{text}' must be 0 or more. {allowed}")
+    check_number("capacity", value, 0)
     if text.endswith("%"):
         return float(int(len(trace.parents) * value / 100))
     if value != int(value):

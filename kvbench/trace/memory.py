@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvbench.errors import UserError, unknown
+from kvbench.errors import MOST_INSTANCES, check_number, unknown
 from kvbench.trace.requests import Trace
 
 Held = TypeVar("Held")
 PAGE = 16
 """Tokens of a page in the schemes below that use pages."""
+MOST_PAGES = 10_000_000
 GROUP_BYTES = (64 << 10, 2 << 20)
 """vAttention's page groups: 64 KiB and 2 MiB of one layer's keys or values."""
 
@@ -68,9 +69,10 @@ def count_copies(trace: Trace, pages: int, seconds: tuple[float, float] = (1e-4,
         pages: of the pool; a request that does not fit is left out.
         seconds: per prompt and output token, a declared model of how long a request runs.
     """
+    check_number("pages", pages, most=MOST_PAGES)
     return [
-        _summarize("pages from a queue", _run_pool(trace, pages, seconds, _QueuePool(pages))),
-        _summarize("contiguous groups", _run_pool(trace, pages, seconds, _RangePool(pages))),
+        _summarize("pages from a queue", _run_pool(trace, seconds, _QueuePool(pages))),
+        _summarize("contiguous groups", _run_pool(trace, seconds, _RangePool(pages))),
     ]
 
 
@@ -139,11 +141,9 @@ def _find_runs(pages: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _run_pool(
-    trace: Trace, pages: int, seconds: tuple[float, float], pool: _QueuePool | _RangePool
+    trace: Trace, seconds: tuple[float, float], pool: _QueuePool | _RangePool
 ) -> list[tuple[int, int]]:
     """(copies, pages) of every request that ran."""
-    if pages < 1:
-        raise UserError(f"pages {pages} must be 1 or more.")
     return [(len(_find_runs(x)), len(x)) for x in _replay(trace, seconds, pool.take, pool.give) if x]
 
 
@@ -181,8 +181,8 @@ def count_rejections(
     """
     if scheme not in ("own", "borrow"):
         raise unknown("memory scheme", scheme, ("own", "borrow"))
-    if instances < 1 or pages < 1:
-        raise UserError(f"{instances} instances of {pages} pages: both must be 1 or more.")
+    check_number("instances", instances, most=MOST_INSTANCES)
+    check_number("pages", pages, most=MOST_PAGES)
     free = [pages] * instances
 
     def take(need: int) -> list[tuple[int, int]] | None:

@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvbench.errors import UserError, unknown
+from kvbench.errors import MOST_INSTANCES, check_number, unknown
 from kvbench.trace.cache import PrefixCache
 from kvbench.trace.policies import LRU
 from kvbench.trace.requests import Request, Trace
@@ -62,8 +62,7 @@ def route(
     """
     if router not in ROUTERS:
         raise unknown("router", router, ROUTERS)
-    if instances < 1:
-        raise UserError(f"instances {instances} must be 1 or more.")
+    check_number("instances", instances, most=MOST_INSTANCES)
     caches = [PrefixCache(trace, blocks, LRU()) for _ in range(instances)]
     cluster = Cluster(caches, [0] * instances, [0] * instances, [0.0] * instances, random.Random(seed))
     found, before, size = 0, 0.0, trace.block_tokens or 1

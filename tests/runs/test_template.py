@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime as dt
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -198,3 +199,19 @@ def test_what_the_template_does_to_a_score_is_explained(kvbench, chat_mini, tmp_
     notes = {x["name"]: x["note"] for x in answer.json["differences"]}
     assert notes.keys() == {"model", "template"}
     assert notes["template"] == "no effect: the same run"
+
+
+@pytest.mark.parametrize(("template", "reason"), [
+    ("{{ messages.__class__.__mro__ }}", "access to attribute '__class__' of 'list' object is unsafe"),
+    ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
+    ("{{ raise_exception('no system role') }}", "no system role"), ("{% for %}", "Expected"),
+])
+def test_a_template_that_fails_or_is_stopped_is_refused(chat_mini, tmp_path, kvbench, template, reason):
+    """With the reason, and the next step."""
+    folder = tmp_path / "model"
+    shutil.copytree(chat_mini, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    answer = kvbench("run", "--method", "full", "--task", "niah", "--model", folder, "--length", 300, "--samples", 1)
+    assert answer.code == 2
+    assert "chat template cannot be rendered" in answer.err and reason in answer.err, answer.err

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import select
 
-from kvbench.errors import UserError, unknown
+from kvbench.errors import MOST, UserError, unknown
 from kvbench.leaderboard.server.tables import Database, Scope, Token, note, now
 from kvbench.leaderboard.submission.records import Handle
 
@@ -49,7 +49,7 @@ def revoke_token(database: Database, number: int) -> Token:
         UserError: there is no such token.
     """
     with database.write() as session:
-        token = session.get(Token, number)
+        token = session.get(Token, number) if 0 < number <= MOST else None
         if token is None:
             raise UserError(f"there is no token {number}. See `kvbench leaderboard token list`.")
         token.revoked = token.revoked or now()
