@@ -117,6 +117,12 @@ class Technique:
     """Whether others share the place."""
 
     @property
+    def since(self) -> str | None:
+        """The day on which all its runs were there; None if a day is unknown."""
+        days = [x.since for x in self.standings]
+        return None if None in days else max(x for x in days if x is not None)
+
+    @property
     def leads(self) -> int:
         """Number of protocols under which it leads."""
         return sum(x.leads for x in self.standings)
@@ -257,14 +263,14 @@ def _explain_unranked(protocol: Protocol, ranks: Sequence[int | None]) -> str | 
 def describe_standing(standing: Standing) -> dict[str, str]:
     """A run as text, by the names of columns; a dash for what is unknown."""
     result = standing.run.result
-    score, axis = result.score, Axis.COMPUTED
-    mean = "-" if score.mean is None else f"{score.mean:.3f}"
+    score = result.score
     difference, interval, _, verdict = format_difference(standing.difference, score)
     loss = "-" if difference == "-" else f"{difference} {interval}, {verdict}"
-    shares = {"stored": standing.stored, "read": standing.read, "computed": axis.measure(result)}
+    shares = {"stored": standing.stored, "read": standing.read, "computed": Axis.COMPUTED.measure(result)}
     return {
         "protocol": standing.protocol.name,
-        "score": mean if score.ci95 is None else f"{mean} {format_interval(score.ci95)}",
+        "score": "-" if score.mean is None else f"{score.mean:.3f}",
+        "95 % interval": "-" if score.ci95 is None else format_interval(score.ci95),
         "against the full cache": loss,
         **{name: "-" if x is None else f"{x:.1%}" for name, x in shares.items()},
         "per token": standing.time or "-", "since": standing.since or "-",

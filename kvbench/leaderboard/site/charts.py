@@ -1,99 +1,60 @@
-"""Charts of the site as static SVG: one set per protocol, and a small curve per protocol for a method's page.
+"""Charts of the site as static SVG: score against measured size, one panel per family.
 
 They are drawn when the site is built, so pages show them without a script, in print and in archives.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-from xml.etree import ElementTree as ET
 
-from markupsafe import Markup
-
-from kvbench.analysis.load import FinishedRun
-from kvbench.extras import load_extra
-from kvbench.leaderboard.site.pages import sanitize
 from kvbench.leaderboard.site.tables import Group, RankedRun
-from kvbench.report.charts import COSTS, Spec, draw_cost
-from kvbench.report.grid import draw_grid, list_scores, read_grid
-from kvbench.report.group import Axis, GroupedRun
+from kvbench.report.charts import RANDOM
+from kvbench.report.group import Axis
+from kvbench.report.suggest import name_technique
 
-WIDTH = 560
-"""Pixels; two charts fit next to each other on a wide page."""
-SVG = "{http://www.w3.org/2000/svg}"
-CHARTS = {Axis.STORED: "stored bytes", Axis.READ: "bytes read", Axis.COMPUTED: "positions computed"}
-"""The report's chart for each axis."""
-BACKSLASH = "\N{REVERSE SOLIDUS OPERATOR}"
-"""Looks like a backslash, without being an escape character."""
-TITLE_FIELDS = ("method: ", "score: ", "stored: ", "read: ")
-"""Fields of the report's tooltip that become the title of a point."""
-
-
-def draw_group(group: Group) -> list[Markup]:
-    """Draw scores against the measured saving, and against time if all runs are from one GPU."""
-    wanted = {CHARTS[x.axis] for x in group.tables}
-    if group.example.spec.device != "cpu" and len(group.machines) == 1:
-        wanted.add("time per token")
-    entries = [GroupedRun(x.result, x.label, x.rank, full=x in group.anchors)
-               for x in group.rows if x.listed.counted]
-    specs = [draw_cost(entries, x) for x in COSTS if x.name in wanted]
-    runs = {_sanitize(x.result.run_id): f"runs/{x.listed.name}/index.html" for x in group.rows}
-    return [_render(x, "points", runs) for x in specs if x is not None]
+LEFT, RIGHT, TOP, LABELS = 30.0, 232.0, 10.0, 246.0
+"""Edges of a panel's plot, and where its labels begin."""
+LEAST_HEIGHT, LINE = 160.0, 13.0
+"""Height of a plot with few labels, and of a line of text."""
+TICK = 0.5
+"""Shares between the labels of the horizontal axis."""
+STYLES = 8
+"""Number of colors and of markers."""
 
 
-def draw_heatmap(run: FinishedRun) -> Markup | None:
-    """Draw scores by depth and length. Returns None if the run is not of a grid."""
-    grid = read_grid(run)
-    return None if grid is None else _render(draw_grid(grid, list_scores([grid])), "cells", {})
+@dataclass(frozen=True)
+class Scale:
+    """Where sizes and scores lie in the panels of one axis."""
 
+    axis: Axis
+    widest: float
+    low: float
+    high: float
 
-def _render(spec: Spec, kind: str, runs: Mapping[str, str]) -> Markup:
-    """Render a chart as SVG with the page's colors. A point gets a title and links to the page of its run."""
-    spec = _sanitize(spec)
-    root = ET.fromstring(_convert(json.dumps({**spec, "width": WIDTH})))  # noqa: S314  # made here
-    for parent in list(root.iter()):
-        for place, node in enumerate(parent):
-            fields = node.attrib.pop("aria-label", "").split("; ")
-            roles = node.attrib.pop("aria-roledescription", None), node.attrib.pop("role", None)
-            page = runs.get(fields[-1].removeprefix("run: "))
-            if roles[0] == "point" and page is not None:
-                title = "; ".join(x for x in fields if x.startswith(TITLE_FIELDS))
-                ET.SubElement(node, f"{SVG}title").text = title
-                # Not in the tab order: the table has the same links.
-                parent[place] = ET.Element(f"{SVG}a", {"href": page, "aria-label": title, "tabindex": "-1"})
-                parent[place].append(node)
-    root.remove(root[0])  # the white background
-    root.attrib |= {"class": f"chart {kind}", "role": "group" if runs else "img", "aria-label": spec["description"]}
-    ET.register_namespace("", SVG[1:-1])
-    return Markup(ET.tostring(root, encoding="unicode"))  # noqa: S704  # its writer escaped what is text
+    @classmethod
+    def of(cls, axis: Axis, rows: Iterable[RankedRun]) -> Scale:
+        """The scale on which all rows fit; sizes from 0 to at least 1, scores at least from 0 to 1."""
+        sizes, scores = [1.0], [0.0, 1.0]
+        for x in rows:
+            score, size = x.result.score, axis.measure(x.result)
+            if score.mean is not None and size is not None:
+                sizes.append(size)
+                scores += [score.mean, *(score.ci95 or ())]
+        return cls(axis, max(sizes), min(scores), max(scores))
 
+    def across(self, size: float) -> float:
+        """Horizontal position of a size."""
+        return round(LEFT + (RIGHT - LEFT) * size / self.widest, 1)
 
-def _sanitize(part: Any) -> Any:
-    """Sanitize all strings of a specification, and replace backslashes.
-
-    XML cannot hold every character, and Vega-Lite puts titles into expressions without escaping backslashes.
-    """
-    if isinstance(part, dict):
-        return {key: _sanitize(value) for key, value in part.items()}
-    if isinstance(part, list):
-        return [_sanitize(x) for x in part]
-    return sanitize(part).replace("\\", BACKSLASH) if isinstance(part, str) else part
-
-
-@functools.lru_cache(maxsize=256)
-def _convert(spec: str) -> str:
-    """Cached, because a server rebuilds the site after each submission."""
-    svg: str = load_extra("vl_convert", extra="report", what="kvbench leaderboard build").vegalite_to_svg(spec)
-    return svg
+    def up(self, score: float, height: float) -> float:
+        """Vertical position of a score in a plot of this height."""
+        return round(TOP + height * (self.high - score) / (self.high - self.low), 1)
 
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A run in a small chart, in the chart's coordinates."""
+    """A run in a panel, in the panel's coordinates."""
 
     row: RankedRun
     x: float
@@ -103,44 +64,114 @@ class CurvePoint:
 
 
 @dataclass(frozen=True)
-class MethodCurve:
-    """The curve of one method under one protocol."""
+class Curve:
+    """The runs of one technique, smallest first."""
 
-    group: Group
-    axis: Axis
+    label: str
+    color: int
+    marker: int
     points: tuple[CurvePoint, ...]
+    label_y: float
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A chart of a few techniques, with labels at its right edge."""
+
+    title: str
+    scale: Scale
+    height: float
+    curves: tuple[Curve, ...]
     full: float | None
     """Vertical position of the full cache's score."""
-    ticks: tuple[tuple[float, str], ...]
-    levels: tuple[tuple[float, str], ...]
+    chance: tuple[CurvePoint, ...]
+    """The method `random`, which every method should beat."""
+
+    @property
+    def ticks(self) -> list[tuple[float, str]]:
+        """Positions and labels of the horizontal axis."""
+        step = TICK * max(1, round(self.scale.widest / (4 * TICK)))
+        return [(self.scale.across(i * step), f"{i * step:.0%}") for i in range(int(self.scale.widest / step) + 1)]
+
+    @property
+    def levels(self) -> list[tuple[float, str]]:
+        """Positions and labels of the vertical axis."""
+        low, high = self.scale.low, self.scale.high
+        return [(self.scale.up(x, self.height), f"{x:.3g}") for x in (low, (low + high) / 2, high)]
 
 
-LEFT, RIGHT, TOP, BOTTOM = 34.0, 298.0, 10.0, 150.0
+def draw_families(group: Group, labels: Mapping[str, str]) -> list[tuple[Axis, list[Panel]]]:
+    """One panel per family and axis, all panels of an axis on one scale.
+
+    labels: of techniques.
+    """
+    counted = [x for x in group.rows if x.listed.counted and x.result.status == "ok"]
+    found = []
+    for axis in (x.axis for x in group.tables):
+        scale = Scale.of(axis, counted)
+        rows = [x for x in counted if x not in group.anchors and axis.measure(x.result) is not None]
+        families = sorted({x.result.method.family for x in rows})
+        panels = [
+            _draw(name, scale, group, [x for x in rows if x.result.method.family == name], labels) for name in families
+        ]
+        found.append((axis, [x for x in panels if x is not None]))
+    return [(axis, panels) for axis, panels in found if panels]
 
 
-def place_curve(group: Group, rows: Sequence[RankedRun]) -> MethodCurve | None:
-    """Place the runs of one method by measured saving and score. Returns None if no run has both numbers."""
+def draw_method(group: Group, rows: Sequence[RankedRun], labels: Mapping[str, str]) -> Panel | None:
+    """The panel of one method under one protocol. Returns None if no run has both numbers."""
     axis = Axis.of(rows[0].result)
-    sized = [(x, axis.measure(x.result), x.result.score) for x in rows]
-    found = sorted(
-        ((x, size, score.mean, score.ci95 or (score.mean, score.mean)) for x, size, score in sized
-         if size is not None and score.mean is not None),
-        key=lambda x: x[1],
-    )
-    if not found:
+    return _draw("", Scale.of(axis, [*rows, *group.anchors]), group, rows, labels)
+
+
+def _draw(
+    title: str, scale: Scale, group: Group, rows: Sequence[RankedRun], labels: Mapping[str, str]
+) -> Panel | None:
+    techniques: dict[str, list[RankedRun]] = {}
+    chance = [x for x in group.rows if x.result.method.name == RANDOM and x.listed.counted]
+    chance = [] if len(chance) == len(rows) else chance
+    for x in (x for x in rows if x not in chance):
+        if x.result.score.mean is not None and scale.axis.measure(x.result) is not None:
+            techniques.setdefault(labels.get(name_technique(x.result), x.label), []).append(x)
+    if not techniques:
         return None
+    height = max(LEAST_HEIGHT, LINE * len(techniques))
+    placed = [(label, _place(some, scale, height)) for label, some in sorted(techniques.items())]
+    heights = spread([points[-1].y for _, points in placed], LINE, TOP, TOP + height)
     full = next((x.result.score.mean for x in group.anchors), None)
-    ends = [0.0, 1.0, *(end for *_, ci in found for end in ci), *([] if full is None else [full])]
-    low, high, widest = min(ends), max(ends), max(1.0, *(size for _, size, *_ in found))
-
-    def across(size: float) -> float:
-        return round(LEFT + (RIGHT - LEFT) * size / widest, 1)
-
-    def up(score: float) -> float:
-        return round(BOTTOM - (BOTTOM - TOP) * (score - low) / (high - low), 1)
-
-    return MethodCurve(
-        group, axis, tuple(CurvePoint(x, across(size), up(mean), up(ci[0]), up(ci[1])) for x, size, mean, ci in found),
-        None if full is None else up(full), tuple((across(x), f"{x:.0%}") for x in (0.0, widest / 2, widest)),
-        tuple((up(x), f"{x:.3g}") for x in (low, (low + high) / 2, high)),
+    return Panel(
+        title, scale, height,
+        tuple(Curve(label, i % STYLES, (i + i // STYLES) % STYLES, points, y) for i, ((label, points), y) in enumerate(
+            zip(placed, heights, strict=True)
+        )),
+        None if full is None else scale.up(full, height), _place(chance, scale, height),
     )
+
+
+def _place(rows: Iterable[RankedRun], scale: Scale, height: float) -> tuple[CurvePoint, ...]:
+    """The points of runs that have both numbers, smallest first."""
+    sized = ((x, scale.axis.measure(x.result), x.result.score) for x in rows)
+    found = [
+        (size, score.mean, score.ci95 or (score.mean, score.mean), x) for x, size, score in sized
+        if size is not None and score.mean is not None
+    ]
+    return tuple(
+        CurvePoint(x, scale.across(size), scale.up(mean, height), scale.up(low, height), scale.up(high, height))
+        for size, mean, (low, high), x in sorted(found, key=lambda x: (x[0], x[1]))
+    )
+
+
+def spread(wanted: Sequence[float], apart: float, top: float, bottom: float) -> list[float]:
+    """Positions near the wanted ones that are at least `apart` from each other.
+
+    They lie between top and bottom if there is space for all.
+    """
+    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
+    found = dict.fromkeys(order, 0.0)
+    last = top - apart
+    for i in order:
+        last = found[i] = max(wanted[i], last + apart)
+    last = bottom + apart
+    for i in reversed(order):
+        last = found[i] = min(found[i], last - apart)
+    return [round(found[i], 1) for i in range(len(wanted))]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kvbench.analysis.formatting import format_difference
 from kvbench.leaderboard.site import run_facts
-from kvbench.leaderboard.site.charts import draw_group, draw_heatmap, place_curve
+from kvbench.leaderboard.site.charts import Panel, draw_families, draw_method
 from kvbench.leaderboard.site.claims import ClaimsReport
 from kvbench.leaderboard.site.export import ADDED_FIELDS, list_rows, write_json, write_parquet
+from kvbench.leaderboard.site.guide import FrontPage
+from kvbench.leaderboard.site.heatmap import draw_heatmap
 from kvbench.leaderboard.site.listed import Problem
-from kvbench.leaderboard.site.pages import TEMPLATES, Pages, name_pages, tag_group, write_value
+from kvbench.leaderboard.site.pages import TEMPLATES, Pages, link_code, name_pages, write_value
 from kvbench.leaderboard.site.tables import Group, RankedRun
 from kvbench.leaderboard.submission.records import VERIFICATION
 from kvbench.leaderboard.verification.lookup import UnverifiableError, find_known_method
@@ -21,10 +22,6 @@ from kvbench.method import Card
 from kvbench.runs.command import write_command
 from kvbench.runs.results import Result
 
-FILTERS = {
-    "model": "Model", "suite": "Suite", "task": "Task", "mode": "Mode", "visibility": "Visibility",
-}
-"""Fields that all runs of a group share."""
 MAX_LISTED = 64
 """Turns and layers that a run's page shows."""
 
@@ -52,19 +49,23 @@ def list_files(
     rows = [row for group in groups for row in group.rows]
     names = name_pages(x.result.method.name for x in rows)
     pages = Pages({"pages": names, "count": len(rows), "groups": groups})
-    filters = [
-        *((key, title, sorted({tag_group(x.example)[key] for x in groups})) for key, title in FILTERS.items()),
-        ("family", "Family", sorted({x.result.method.family for x in rows})),
-        ("machine", "Machine", sorted({y for x in groups for y in x.machines})),
-    ]
-    charts = {x.key: draw_group(x) for x in groups}
+    front = FrontPage(groups)
     methods = [_gather(name, groups) for name in names]
-    yield "index.html", pages.write("index", problems=problems, filters=filters, charts=charts)
+    yield "index.html", pages.write("index", problems=problems, front=front, answers=front.write_answers(names))
     yield "methods.html", pages.write("methods", methods=methods)
     yield "claims.html", pages.write("claims", claims=claims)
     yield "about.html", pages.write("about", own_columns=[(name, words) for name, (_, words) in ADDED_FIELDS.items()])
+    labels = front.guide.labels
+    for group in groups:
+        yield f"protocols/{group.key}.html", pages.write(
+            "protocol", root="../", group=group, charts=draw_families(group, labels),
+            families=sorted({x.result.method.family for x in group.rows}),
+        )
     for method in methods:
-        yield f"methods/{names[method.name]}.html", pages.write("method", root="../", **_describe_method(method))
+        yield f"methods/{names[method.name]}.html", pages.write(
+            "method", root="../", method=method, facts=_describe_method(method), code=link_code(method.card.upstream),
+            charts=_draw_curves(method, labels),
+        )
     for group in groups:
         yield from _write_runs(pages, group)
     yield "style.css", (TEMPLATES / "style.css").read_bytes()
@@ -85,23 +86,28 @@ def _gather(name: str, groups: Sequence[Group]) -> MethodPage:
     return MethodPage(name, card, result, tuple((group, rows) for group, rows in found if rows))
 
 
-def _describe_method(method: MethodPage) -> dict[str, Any]:
-    card, upstream = method.card, method.card.upstream
+def _describe_method(method: MethodPage) -> list[tuple[str, str]]:
+    card = method.card
     settings: dict[str, set[str]] = {}
     for run in (row.result for _, rows in method.groups for row in rows):
         for key, value in run.method.settings.items():
             settings.setdefault(key, set()).add(write_value(value))
-    code = "none" if upstream is None else ", ".join(
-        x for x in (upstream.repo, upstream.commit, upstream.license) if x is not None
-    )
-    described = [
+    return [
         ("family", method.result.method.family), ("version", card.version), ("budget kind", card.budget.value),
         ("the paper's budget", card.paper_budget or "none"), ("heads", card.heads),
-        ("changes", ", ".join(card.stages) or "nothing"), ("reference code", code),
+        ("changes", ", ".join(card.stages) or "nothing"),
         *((f"setting {key}", ", ".join(sorted(values))) for key, values in settings.items()),
     ]
-    curves = [x for group, rows in method.groups if (x := place_curve(group, rows)) is not None]
-    return {"method": method, "facts": described, "curves": curves}
+
+
+def _draw_curves(method: MethodPage, labels: Mapping[str, str]) -> dict[str, list[tuple[Group, Panel]]]:
+    """The panels of a method by model."""
+    found: dict[str, list[tuple[Group, Panel]]] = {}
+    for group, rows in method.groups:
+        panel = draw_method(group, rows, labels)
+        if panel is not None:
+            found.setdefault(group.example.model.id, []).append((group, panel))
+    return found
 
 
 def _write_runs(pages: Pages, group: Group) -> Iterator[tuple[str, bytes]]:

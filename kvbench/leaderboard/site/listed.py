@@ -26,6 +26,8 @@ from kvbench.runs.results import Result
 CONTEXTS_SHOWN = 3
 """Contexts whose answers a run's page shows."""
 TOLERANCE = 1e-6
+RECORD_CHECKS = ("files", "kernels", "facts")
+"""Checks of how a run is recorded, on which neither its score nor its bytes depend."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,9 @@ class ListedRun:
 
     @property
     def flags(self) -> list[str]:
-        """Reasons of all flagged checks; the missing manifest of a curated run is left out."""
+        """Reasons of the flagged checks that concern the score or the bytes; the run's page has all checks."""
         checks = () if self.verification is None else self.verification.checks
-        return [x.reason for x in checks if x.outcome == "flag" and (self.submitter is not None or x.name != "files")]
+        return [x.reason for x in checks if x.outcome == "flag" and x.name not in RECORD_CHECKS]
 
     @property
     def priority(self) -> tuple[bool, bool, str, str]:

@@ -21,7 +21,8 @@ from kvbench.leaderboard.site.claims import VERDICTS, join_reasons
 from kvbench.leaderboard.site.columns import TableColumn, choose_columns
 from kvbench.leaderboard.site.tables import Group, RankedRun, name_machine
 from kvbench.leaderboard.submission.records import LEVELS
-from kvbench.report.group import Axis, name_question
+from kvbench.method import Upstream
+from kvbench.report.group import VISIBILITIES, Axis, name_question
 from kvbench.report.sections import list_protocol
 from kvbench.report.suggest import warn_of_model
 from kvbench.runs.results import Result
@@ -72,8 +73,9 @@ def _read_templates() -> Environment:
         "version": __version__, "levels": LEVELS, "verdicts": VERDICTS, "script": Script.read(),
     }
     templates.filters |= {
-        "heading": name_group, "subtitle": describe_group, "baseline": name_baseline, "protocol": list_protocol,
-        "machine": name_machine, "tags": tag_group, "tables": list_tables, "small_model": warn_of_model,
+        "heading": name_group, "columns": name_question, "visibility": VISIBILITIES.__getitem__,
+        "subtitle": describe_group, "baseline": name_baseline, "protocol": list_protocol,
+        "machine": name_machine, "tables": list_tables, "small_model": warn_of_model,
         "after": cut_name,
         "arxiv": is_arxiv, "percent": "{:.1%}".format, "bytes": format_bytes, "interval": format_interval,
         "p": format_p, "reasons": join_reasons,
@@ -128,14 +130,6 @@ def write_value(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def tag_group(result: Result) -> dict[str, str]:
-    """Values by which groups are filtered."""
-    return {
-        "model": result.model.id, "suite": result.task.suite, "task": result.task.name, "mode": result.mode,
-        "visibility": result.visibility,
-    }
-
-
 def list_tables(
     group: Group, method: str | None = None
 ) -> list[tuple[str, list[TableColumn], list[tuple[str, list[RankedRun]]]]]:
@@ -161,6 +155,14 @@ def cut_name(label: str, name: str) -> str:
 def is_arxiv(text: str | None) -> bool:
     """Whether the text is an arXiv number, and so safe in a link."""
     return text is not None and re.fullmatch(r"\d{4}\.\d{4,5}", text, re.ASCII) is not None
+
+
+def link_code(upstream: Upstream | None) -> str | None:
+    """The address of a method's reference code on GitHub; None if its fields are not plain names."""
+    if upstream is None or not re.fullmatch(r"[\w-]+/[\w.-]+", upstream.repo, re.ASCII):
+        return None
+    commit = upstream.commit if upstream.commit and re.fullmatch(r"[0-9a-f]{6,40}", upstream.commit) else None
+    return f"https://github.com/{upstream.repo}{'' if commit is None else f'/tree/{commit}'}"
 
 
 def name_pages(names: Iterable[str]) -> Mapping[str, str]:
