@@ -62,10 +62,15 @@ class Protocol:
     full: FinishedRun | None
     """A run of the full cache."""
 
+    @property
+    def example(self) -> Result:
+        """A run for the fields that all share."""
+        return (self.full or self.runs[0]).result
+
     @cached_property
     def name(self) -> str:
         """Task, length, visibility and chosen generation settings."""
-        return name_question(self.runs[0].result)
+        return name_question(self.example)
 
 
 @dataclass(frozen=True)
@@ -186,7 +191,7 @@ class Guide:
     def answer(self, question: Question) -> Answer:
         """Order the techniques of the matching protocols: by place, then by their largest loss."""
         judged = [
-            self.judge(x, question.axis, question.limit) for x in self.protocols if question.fits(x.runs[0].result)
+            self.judge(x, question.axis, question.limit) for x in self.protocols if question.fits(x.example)
         ]
         standings: dict[str, list[Standing]] = {}
         for found in judged:
@@ -255,7 +260,7 @@ def _explain_unranked(protocol: Protocol, ranks: Sequence[int | None]) -> str | 
     if len(ranks) == 1:
         return "one technique has a run, so nothing is ranked"
     if len(set(ranks) - {None}) < 2:
-        contexts = protocol.runs[0].result.spec.samples
+        contexts = protocol.example.spec.samples
         return f"too few to tell, no test separates the {len(ranks)} techniques with {count(contexts, 'context')}"
     return None
 

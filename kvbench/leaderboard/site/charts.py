@@ -120,8 +120,9 @@ def draw_families(group: Group, labels: Mapping[str, str]) -> list[tuple[Axis, l
 
 def draw_method(group: Group, rows: Sequence[RankedRun], labels: Mapping[str, str]) -> Panel | None:
     """The panel of one method under one protocol. Returns None if no run has both numbers."""
-    axis = Axis.of(rows[0].result)
-    return _draw("", Scale.of(axis, [*rows, *group.anchors]), group, rows, labels)
+    axis, name = Axis.of(rows[0].result), rows[0].result.method.name
+    short = {key: label.removeprefix(name).strip() or name for key, label in labels.items()}
+    return _draw("", Scale.of(axis, [*rows, *group.anchors]), group, rows, short)
 
 
 def _draw(
@@ -129,7 +130,8 @@ def _draw(
 ) -> Panel | None:
     techniques: dict[str, list[RankedRun]] = {}
     chance = [x for x in group.rows if x.result.method.name == RANDOM and x.listed.counted]
-    chance = [] if len(chance) == len(rows) else chance
+    if all(x in chance for x in rows):
+        chance = []  # a panel of this method alone
     for x in (x for x in rows if x not in chance):
         if x.result.score.mean is not None and scale.axis.measure(x.result) is not None:
             techniques.setdefault(labels.get(name_technique(x.result), x.label), []).append(x)

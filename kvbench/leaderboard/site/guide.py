@@ -27,6 +27,7 @@ from kvbench.report.suggest import (
     describe_standing,
     name_technique,
 )
+from kvbench.runs.results import Result
 from kvbench.runs.spec import Visibility
 from kvbench.task import Mode
 
@@ -54,9 +55,9 @@ class Turns:
     def __str__(self) -> str:
         return f"{self.mode}, {VISIBILITIES[self.visibility]}" if self.visibility else str(self.mode)
 
-    def covers(self, group: Group) -> bool:
-        """Whether the runs of a group are of this kind."""
-        return self.mode == group.example.mode and self.visibility in (None, group.example.visibility)
+    def covers(self, example: Result) -> bool:
+        """Whether a run is of this kind."""
+        return self.mode == example.mode and self.visibility in (None, example.visibility)
 
 
 @dataclass(frozen=True)
@@ -105,24 +106,26 @@ class FrontPage:
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = [x for x in groups if any(row.listed.counted for row in x.rows)]
         self.guide = Guide(_make_protocol(x) for x in self.groups)
-        self.models = list(dict.fromkeys(x.example.model.id for x in sorted(
-            self.groups, key=lambda x: (x.example.model.kind, x.example.model.id)
-        )))
-        self.turns = _list_turns(self.groups)
-        self.tasks = [None, *sorted({x.example.task.name for x in self.groups})]
-        axes = {axis for x in self.groups for axis in _list_axes(x)}
+        self.examples = {x.key: x.example for x in self.guide.protocols}
+        examples = list(self.examples.values())
+        self.models = list(dict.fromkeys(
+            x.model.id for x in sorted(examples, key=lambda x: (x.model.kind, x.model.id))
+        ))
+        self.turns = _list_turns(examples)
+        self.tasks = [None, *sorted({x.task.name for x in examples})]
+        axes = {axis for x in examples for axis in _list_axes(x)}
         self.limits = [(axis, share) for axis in Axis if axis in axes for share in LIMITS[axis]]
-
         self.default = self.limits.index(DEFAULT) if DEFAULT in self.limits else 0
         self.families = sorted({row.result.method.family for x in self.groups for row in x.rows})
 
     def list_turns(self, group: Group) -> str:
         """The numbers of the turns that cover a group."""
-        return " ".join(str(i) for i, x in enumerate(self.turns) if x.covers(group))
+        return " ".join(str(i) for i, x in enumerate(self.turns) if x.covers(self.examples[group.key]))
 
     def list_tasks(self, group: Group) -> str:
         """The numbers of the tasks that cover a group."""
-        return " ".join(str(i) for i, x in enumerate(self.tasks) if x in (None, group.example.task.name))
+        name = self.examples[group.key].task.name
+        return " ".join(str(i) for i, x in enumerate(self.tasks) if x in (None, name))
 
     @cached_property
     def summaries(self) -> list[Summary]:
@@ -130,7 +133,7 @@ class FrontPage:
         return [self._summarize(x) for x in self.models]
 
     def _summarize(self, model: str) -> Summary:
-        groups = [x for x in self.groups if x.example.model.id == model]
+        groups = [x for x in self.groups if self.examples[x.key].model.id == model]
         techniques: dict[str, list[RankedRun]] = {}
         for group in groups:
             for row in group.rows:
@@ -142,14 +145,15 @@ class FrontPage:
             ))
             for key, rows in techniques.items()
         ]
-        return Summary(model, _list_axes(groups[0])[0], tuple(groups), tuple(sorted(rows, key=lambda x: x.label)))
+        rows.sort(key=lambda x: x.label)
+        return Summary(model, _list_axes(self.examples[groups[0].key])[0], tuple(groups), tuple(rows))
 
     def _place(self, row: RankedRun, group: Group) -> SummaryCell:
         label = self.guide.labels[name_technique(row.result)]
         protocol = next(x for x in self.guide.protocols if x.key == group.key)
         limits, leads = [], []
         for i, (axis, share) in enumerate(self.limits):
-            if axis in _list_axes(group):
+            if axis in _list_axes(protocol.example):
                 found = self.guide.judge(protocol, axis, share).standings.get(label)
                 if found is not None and found.run is row.listed.run:
                     limits.append(i)
@@ -169,10 +173,10 @@ class FrontPage:
 
     def _answer_all(self) -> Iterable[tuple[int, int, int, int, Answer]]:
         for m, model in enumerate(self.models):
-            groups = [x for x in self.groups if x.example.model.id == model]
+            examples = [x for x in self.examples.values() if x.model.id == model]
             for turns_index, turns in enumerate(self.turns):
                 for task_index, task in enumerate(self.tasks):
-                    covered = [x for x in groups if turns.covers(x) and task in (None, x.example.task.name)]
+                    covered = [x for x in examples if turns.covers(x) and task in (None, x.task.name)]
                     for i, (axis, share) in enumerate(self.limits):
                         if any(axis in _list_axes(x) for x in covered):
                             question = Question(model, turns.mode, axis, share, task, turns.visibility)
@@ -253,15 +257,15 @@ def _make_protocol(group: Group) -> Protocol:
     return Protocol(group.key, tuple(x.run for x in counted), full)
 
 
-def _list_axes(group: Group) -> tuple[Axis, ...]:
-    return (Axis.COMPUTED,) if group.example.model.kind == "diffusion" else (Axis.STORED, Axis.READ)
+def _list_axes(example: Result) -> tuple[Axis, ...]:
+    return (Axis.COMPUTED,) if example.model.kind == "diffusion" else (Axis.STORED, Axis.READ)
 
 
-def _list_turns(groups: Iterable[Group]) -> list[Turns]:
+def _list_turns(examples: Iterable[Result]) -> list[Turns]:
     """The modes, each followed by its visibilities if it has several."""
     found: dict[Mode, set[Visibility]] = {}
-    for x in groups:
-        found.setdefault(x.example.mode, set()).add(x.example.visibility)
+    for x in examples:
+        found.setdefault(x.mode, set()).add(x.visibility)
     turns = []
     for mode in (x for x in (Mode.MULTI_TURN, Mode.MULTI_REQUEST, Mode.SINGLE) if x in found):
         turns.append(Turns(mode, None))

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import shutil
 
 import pytest
+
+from kvbench.analysis.load import find_runs, load_run
+from kvbench.leaderboard.site.build import build_site
+from kvbench.report.group import Axis
+from kvbench.report.suggest import Guide, Question, group_protocols
+from kvbench.task import Mode
+
+from .conftest import CURATED
 
 CHROMIUM = shutil.which("chromium")
 HOSTILE = "\"'></title><script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\">"
@@ -46,20 +56,37 @@ def site(results):
     return results.build().folder
 
 
-@pytest.fixture
-def page(browser, site):
-    """The index page. Console errors and requests outside the site fail the test at its end."""
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
+def watch(browser, folder, **options):
+    """The first page of a site. Console errors and requests outside the site fail the test at its end."""
+    context = browser.new_context(**options)
     page = context.new_page()
     said, asked = [], []
     page.on("console", lambda message: said.append(message.text))
     page.on("pageerror", lambda error: said.append(str(error)))
     page.on("request", lambda request: asked.append(request.url))
-    page.goto((site / "index.html").as_uri())
+    page.goto((folder / "index.html").as_uri())
     yield page
     context.close()
     assert said == []
-    assert [x for x in asked if not x.startswith((site.as_uri(), "data:"))] == []
+    assert [x for x in asked if not x.startswith((folder.as_uri(), "data:"))] == []
+
+
+@pytest.fixture
+def page(browser, site):
+    """The first page on a wide screen."""
+    yield from watch(browser, site, viewport={"width": 1280, "height": 900})
+
+
+@pytest.fixture(scope="module")
+def curated(tmp_path_factory):
+    """The site of the curated results."""
+    return build_site(CURATED.parent, tmp_path_factory.mktemp("curated") / "site").folder
+
+
+@pytest.fixture(scope="module")
+def guide():
+    """The answers of `kvbench suggest` from the same results."""
+    return Guide(group_protocols(load_run(x) for x in find_runs([str(CURATED.parent)])))
 
 
 def visible_methods(page):
@@ -67,29 +94,130 @@ def visible_methods(page):
     return page.locator("tr.row:visible th[scope=row] a").all_inner_texts()
 
 
-def test_filters_hide_other_runs(page):
-    """Filters by visibility, family and text are kept in the URL, which restores the view."""
-    assert page.locator("#shown").inner_text().startswith("7 of 7 runs, in 2 of 2 protocols.")
-    page.get_by_label("Visibility").select_option("first-turn")
-    assert page.locator("#shown").inner_text().startswith("5 of 7 runs, in 1 of 2 protocols.")
-    assert page.locator("section.group:visible").count() == 1
-    page.get_by_label("Find").fill("kvzip")
-    assert visible_methods(page) == ["kvzip"]
-    assert page.url.endswith("#visibility=first-turn&find=kvzip")
+def open_protocol(page, name):
+    """Follow a link to a protocol."""
+    page.locator("#protocols").get_by_role("link", name=name).click()
+
+
+@pytest.mark.parametrize(
+    ("question", "choices"),
+    [
+        (Question("mini", Mode.MULTI_TURN, Axis.STORED, 0.25), {}),
+        (Question("mini", Mode.MULTI_TURN, Axis.STORED, 0.1, visibility="hidden"), {
+            "At most": "10 % of the bytes stored", "Turns": "multi-turn, question hidden",
+        }),
+        (Question("mini", Mode.MULTI_TURN, Axis.READ, 0.25), {"At most": "25 % of the bytes read"}),
+        (Question("mini", Mode.MULTI_TURN, Axis.STORED, 0.05), {"At most": "5 % of the bytes stored"}),
+        (Question("mini-diffusion", Mode.SINGLE, Axis.COMPUTED, 0.5, task="list-copy"), {
+            "Model": "mini-diffusion", "At most": "50 % of the positions computed", "Task": "list-copy",
+        }),
+    ],
+)
+def test_the_best_technique_is_found_in_as_many_clicks_as_choices(browser, curated, guide, question, choices):
+    """The best at 25 % for multi-turn on mini needs none; every answer is that of `kvbench suggest`."""
+    for page in watch(browser, curated, viewport={"width": 1280, "height": 900}):
+        for label, option in choices.items():
+            page.get_by_label(label).select_option(option)
+        answer = guide.answer(question)
+        assert page.locator("#verdict").inner_text() == answer.verdict
+        shown = page.locator(".technique")
+        assert shown.count() == min(len(answer.techniques), max(3, len(answer.best)))
+        for i, technique in enumerate(answer.techniques[:shown.count()]):
+            assert shown.nth(i).locator("h3 a").inner_text() == technique.label
+            scores = shown.nth(i).locator("[data-field=score]").all_inner_texts()
+            assert sorted(scores) == sorted(f"{x.run.result.score.mean:.3f}" for x in technique.standings)
+        order = page.locator(".summary:visible tbody:last-child tr:visible").evaluate_all(
+            "rows => rows.map(x => x.dataset.label)"
+        )
+        assert order == [x.label for x in answer.techniques]
+        assert page.locator(".summary:visible tr.full").is_visible()
+
+
+def test_the_answer_links_to_its_evidence(browser, curated):
+    """From the score to the run, from the questions to the protocol, from the name to the method."""
+    for page in watch(browser, curated):
+        first = page.locator(".technique").first
+        name, score = first.locator("h3 a").inner_text(), first.locator("[data-field=score]").first.inner_text()
+        first.locator("[data-field=score]").first.click()
+        assert page.locator("h1").inner_text().startswith(name)
+        assert page.locator(".big").first.inner_text() == score
+        page.go_back()
+        page.locator(".technique [data-field=protocol]").first.click()
+        assert "mini in bfloat16; 40 contexts" in page.locator("main").inner_text()
+        page.go_back()
+        page.locator(".technique h3 a").first.click()
+        assert page.locator("h1").inner_text() == name
+        assert page.locator(".panel").count() == 4  # every protocol of its model
+
+
+def test_no_page_is_larger_than_two_megabytes(curated):
+    """And a curve's color and marker are its own within its panel, so that color is not the only mark."""
+    pages = list(curated.rglob("*.html"))
+    assert max(x.stat().st_size for x in pages) < 2_000_000
+    for path in curated.glob("protocols/*.html"):
+        for panel in re.findall(r'<figure class="panel".*?</figure>', path.read_text(), re.DOTALL):
+            curves = re.findall(r'<g class="curve (s\d)".*?<path class="dot"[^>]* d="([^"]*)"', panel, re.DOTALL)
+            assert len(curves) == len(set(curves)) > 0
+
+
+def test_labels_of_a_panel_do_not_overlap(browser, curated):
+    """On every protocol's page."""
+    for page in watch(browser, curated, viewport={"width": 1280, "height": 900}):
+        for path in curated.glob("protocols/*.html"):
+            page.goto(path.as_uri())
+            crowded = page.evaluate("""[...document.querySelectorAll("figure.panel")].filter(panel => {
+                const boxes = [...panel.querySelectorAll(".name")].map(x => x.getBoundingClientRect());
+                const edge = panel.getBoundingClientRect().right;
+                boxes.sort((a, b) => a.top - b.top);
+                return boxes.some((x, i) => x.right > edge + 1 || (i && x.top < boxes[i - 1].bottom - 3));
+            }).length""")
+            assert crowded == 0
+
+
+def test_the_question_and_the_filters_are_in_the_address(page):
+    """Which restores the view; options without a run cannot be chosen."""
+    assert page.locator("#verdict").inner_text().startswith("kvzip is best: under 1 protocol")
+    assert page.get_by_label("Turns").evaluate("x => [...x.options].map(y => y.text)") == [
+        "multi-turn", "multi-turn, first question visible", "multi-turn, question hidden"
+    ]
+    page.get_by_label("Turns").select_option("multi-turn, question hidden")
+    page.get_by_label("Find").fill("snap")
+    assert visible_methods(page) == ["snapkv"]
+    assert "turns=multi-turn%2C+question+hidden" in page.url
     other = page.context.new_page()
     other.goto(page.url)
-    assert visible_methods(other) == ["kvzip"]
+    assert other.locator("#verdict").inner_text() == page.locator("#verdict").inner_text()
+    assert visible_methods(other) == ["snapkv"]
     other.close()
     page.get_by_label("Find").fill("no such method")
-    assert page.get_by_text("No run matches the filters.").is_visible()
+    assert visible_methods(page) == []
+    assert page.locator("tr.full").is_visible()
+    page.get_by_role("button", name="Reset").click()
+    page.locator(".matrix tbody:last-child tr:visible").wait_for()
+    assert visible_methods(page) == ["snapkv"]
+
+
+def test_filters_act_on_charts_and_rows(page):
+    """A family or text hides other panels, curves and rows; the full cache stays in every table."""
+    open_protocol(page, "first question visible")
+    assert page.locator("#shown").inner_text().startswith("5 of 5 runs.")
+    curves = page.locator(".panel:visible .curve:visible")
+    assert curves.count() == 8  # four methods on two axes
+    page.get_by_label("Find").fill("kvzip")
+    assert visible_methods(page) == ["full", "kvzip", "full"]
+    assert curves.count() == 2
+    assert page.url.endswith("#find=kvzip")
+    page.get_by_label("Find").fill("no such method")
+    assert visible_methods(page) == ["full", "full"]
+    assert page.locator(".panel:visible").count() == 0
     page.get_by_role("button", name="Show all").click()
-    page.wait_for_function("document.getElementById('shown').textContent.startsWith('7 of 7')")
+    page.get_by_text("5 of 5 runs.").wait_for()
     assert "#" not in page.url
 
 
 def test_sorting_stays_within_a_band(page):
     """Three clicks: two orders, then the initial one. The full cache stays first."""
-    page.get_by_label("Visibility").select_option("first-turn")
+    open_protocol(page, "first question visible")
     table = page.locator("table.rows:visible").first
     names = table.locator("tr.row th[scope=row] a")
     button = table.get_by_role("button", name="Stored")
@@ -107,15 +235,27 @@ def test_sorting_stays_within_a_band(page):
     assert (head.get_attribute("aria-sort"), names.all_inner_texts()) == ("none", ["full", "kvzip", "snapkv", "h2o"])
 
 
+def test_the_summary_is_sorted_by_the_score_that_it_shows(page):
+    """The full cache stays first; another limit restores the order of the answer."""
+    page.get_by_label("Turns").select_option("multi-turn, first question visible")
+    head = page.get_by_role("button", name="Technique")
+    head.click()
+    assert visible_methods(page) == ["h2o", "kvzip", "snapkv"]
+    page.locator("thead button:visible").nth(1).click()
+    assert visible_methods(page)[0] == "kvzip"
+    page.get_by_label("At most").select_option("50 % of the bytes stored")
+    assert visible_methods(page) == ["kvzip", "snapkv", "h2o"]
+
+
 def test_everything_is_reached_by_keyboard(page):
-    """The skip link, the filters and a sorting head have a visible focus."""
+    """The skip link, the question, the filters and a sorting head have a name and a visible focus."""
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.textContent") == "Skip to the content"
     page.keyboard.press("Enter")
     assert page.evaluate("document.activeElement.id") == "main"
-    page.get_by_label("Visibility").focus()
-    page.keyboard.press("f")  # as in first-turn
-    assert page.locator("section.group:visible").count() == 1
+    page.get_by_label("At most").focus()
+    page.keyboard.press("ArrowUp")  # from 25 % to 10 %
+    assert "limit=stored-10" in page.url
     page.locator("table.rows:visible thead button").first.focus()
     page.keyboard.press("Enter")
     assert page.evaluate("document.activeElement.closest('th').getAttribute('aria-sort')") == "ascending"
@@ -126,11 +266,26 @@ def test_everything_is_reached_by_keyboard(page):
     assert unnamed == 0
 
 
+@pytest.mark.parametrize("width", [1280, 390])
+def test_screen_readers_get_headings_tables_and_changes(browser, site, width):
+    """On both layouts: no heading level is skipped, each cell has its row, and changes are announced."""
+    for page in watch(browser, site, viewport={"width": width, "height": 844}):
+        levels = page.evaluate("[...document.querySelectorAll('h1, h2, h3')].filter(x => x.checkVisibility())"
+                               ".map(x => Number(x.tagName[1]))")
+        assert levels[0] == 1
+        assert all(b - a <= 1 for a, b in itertools.pairwise(levels))
+        assert page.get_by_role("status").count() == 2  # the verdict, and the count of techniques
+        table = page.get_by_role("region", name="Techniques on mini").get_by_role("table")
+        assert table.get_by_role("row").count() == 5  # head, full cache, three techniques
+        assert table.get_by_role("rowheader").count() == 4
+        assert page.locator(".technique .led").first.text_content().strip("\u25cf ") == "best or tied"
+
+
 def test_links_lead_to_methods_runs_and_files(page, site):
-    """Links lead from the index to a method, to a run, and to its files."""
+    """Links lead from the first page to a method, to a run, and to its files."""
     page.get_by_role("link", name="kvzip", exact=True).first.click()
     assert page.locator("h1").inner_text() == "kvzip"
-    assert page.locator(".curve circle").count() == 1
+    assert page.locator(".panel .curve a").count() == 1
     page.get_by_role("link", name="Run of kvzip").last.click()
     assert page.locator("h1").inner_text().startswith("kvzip")
     page.get_by_role("link", name="result.json").click()
@@ -146,19 +301,37 @@ def test_hostile_names_are_escaped(page, site):
         assert page.locator("img").count() == 0
         assert page.title().endswith("kvbench")
     page.goto((site / "index.html").as_uri())
+    open_protocol(page, "question hidden")
     page.get_by_label("Family").select_option(HOSTILE)
     assert visible_methods(page) == [HOSTILE]
 
 
+def test_a_hostile_label_cannot_leave_the_answers(results, browser):
+    """Settings of a ranked run come from its submitter; the script shows them as text."""
+    results.add("full", "good", method="full", stored=1.0, kind="none")
+    results.add("a", "good", edit=lambda result, lines: result["model"].update(
+        id=f"</script>{HOSTILE}", sha256="0" * 64,
+    ))
+    results.add("b", "poor", edit=lambda result, lines: result["method"]["settings"].update(pool=f"</script>{HOSTILE}"))
+    for page in watch(browser, results.build().folder):
+        assert page.title().endswith("kvbench")
+        assert page.locator("img").count() == 0
+        page.get_by_label("Model").select_option("mini")
+        assert HOSTILE in page.locator("#best").inner_text()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_pages_fit_a_narrow_screen(browser, site, scheme):
-    """At 390 pixels only tables and charts scroll, and tables show the main columns."""
+    """At 390 pixels no page scrolls sideways, and on the first page no table does."""
     context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme=scheme)
     page = context.new_page()
     for path in sorted(site.rglob("*.html")):
         page.goto(path.as_uri())
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, path
     page.goto((site / "index.html").as_uri())
+    assert page.evaluate("[...document.querySelectorAll('main *')].filter("
+                         "x => !x.closest('.hide, thead') && x.getBoundingClientRect().right > 391).length") == 0
+    page.locator("#protocols a").first.click()
     heads = page.locator("table.rows").first.locator("thead th:visible").all_inner_texts()
     assert [x.split()[0] for x in heads] == ["Rank", "Method", "Stored", "Score", "Run"]
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -167,10 +340,14 @@ def test_pages_fit_a_narrow_screen(browser, site, scheme):
 
 
 def test_pages_work_without_scripts(browser, site):
-    """Only filters and sorting are missing."""
+    """The tables show every run; only choosing, filters and sorting are missing."""
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()
     page.goto((site / "index.html").as_uri())
-    assert len(visible_methods(page)) == 8  # the full cache stands in both tables
+    assert visible_methods(page) == ["h2o", "kvzip", "quest", "snapkv"]
+    assert page.locator(".matrix .cell:visible").count() == 6  # five ranked runs and the full cache
+    assert not page.locator("#question").is_visible()
+    open_protocol(page, "first question visible")
+    assert len(visible_methods(page)) == 6  # the full cache stands in both tables
     assert not page.locator("#filters").is_visible()
     context.close()

@@ -63,12 +63,12 @@ def test_all_links_resolve(results):
     fill(results)
     built = results.build()
     pages = read_pages(built.folder)
-    assert len(pages) == 4 + 3 + 3
+    assert len(pages) == 4 + 1 + 3 + 3  # also a protocol, three methods and three runs
     for path, page in pages.items():
         for link in page.links:
             if link.startswith("data:"):
                 continue
-            if link.startswith("https://arxiv.org/abs/"):  # a link that a reader may press
+            if link.startswith(("https://arxiv.org/abs/", "https://github.com/")):  # a link that a reader may press
                 continue
             target, _, anchor = link.partition("#")
             found = (path.parent / unquote(target)).resolve() if target else path
@@ -105,6 +105,12 @@ def test_the_policy_of_every_page_allows_its_own_script_and_nothing_else(results
         assert "<style" not in text
 
 
+def read_protocol(folder):
+    """The only page of a protocol."""
+    (path,) = folder.glob("protocols/*.html")
+    return Page(path)
+
+
 def write_everywhere(results, text):
     """Add a run with this text in every field that a submitter controls, and one whose method has this name."""
     def write(result, lines):
@@ -138,7 +144,7 @@ def test_submitted_text_is_escaped(results, make_results, text):
         fill(folder)
         write_everywhere(folder, said)
         pages = read_pages(folder.build().folder).values()
-        assert sum(said in x.text for x in pages) == 5  # index, methods, the method, its two runs
+        assert sum(said in x.text for x in pages) == 7  # index, methods, the method, its two protocols and runs
         tags = sum((x.tags for x in pages), Counter())
         found.append((set(tags), tags["script",]))
     assert found[0] == found[1]
@@ -162,15 +168,15 @@ def test_headings_show_generation_settings(results):
 
     results.add("a")
     results.add("b", edit=limit)
-    page = Page(results.build().folder / "index.html")
-    assert page.text.count("first question visible, max_new_tokens 7") == 2  # its heading, and the list of tables
+    texts = [Page(x).text for x in results.build().folder.glob("protocols/*.html")]
+    assert sorted("first question visible, max_new_tokens 7" in x for x in texts) == [False, True]
 
 
 def test_a_submission_shows_its_submitter(results):
     """Row and page show the submitter, the page also the tuning data; the manifest can be downloaded."""
     results.send(results.add("a"), "ada")
     folder = results.build().folder
-    assert "10% by ada" in Page(folder / "index.html").text
+    assert "10% by ada" in read_protocol(folder).text
     run = next(folder.glob("runs/*.ada/index.html"))
     assert "Submitted by ada, settings chosen on niah:dev." in " ".join(Page(run).text.split())
     assert sorted(x.name for x in run.parent.iterdir()) == [
@@ -191,19 +197,17 @@ def test_invisible_characters_are_escaped(results):
     assert index.text.count("evic\\u202etion") >= 1
 
 
-@pytest.mark.parametrize(("text", "shown"), [("a\x01b", "a\u29f5x01b"), ('a\\"+(((', "a\u29f5&quot;+(((")])
-def test_characters_that_charts_cannot_hold_are_escaped(results, text, shown):
-    """In legend, axis, points and description; such a family or metric does not stop the build."""
+def test_control_characters_are_spelled_out(results):
+    """In the charts, the answers and the tables."""
     def write(result, lines):
-        result["method"]["family"] = result["method"]["card"]["family"] = result["score"]["metric"] = text
+        result["method"]["settings"]["pool"] = result["score"]["metric"] = "a\x01b"
 
     results.add("a", edit=write)
-    results.add("b", method="h2o", edit=write)
-    index = (results.build().folder / "index.html").read_text()
-    assert "\x01" not in index
-    chart = index[index.index('class="chart points"'):]
-    assert f'aria-label="{shown}' in chart  # its description
-    assert "snapkv 10%" in chart
+    results.add("b")
+    folder = results.build().folder
+    for page in (folder / "index.html", *folder.glob("protocols/*.html")):
+        assert "\x01" not in page.read_text()
+        assert "pool=a\\x01b" in Page(page).text
 
 
 def test_long_values_are_cut_with_a_note(results):
@@ -298,8 +302,8 @@ def test_tables_of_bundled_models_carry_a_note(results):
     fill(results)
     results.add("other", edit=lambda result, lines: result["model"].update(id="big", sha256="0" * 64))
     folder = results.build().folder
-    captions = re.findall(r"<caption>(By stored bytes.*?)</caption>", (folder / "index.html").read_text())
-    assert sorted("says nothing about 8B models" in x for x in captions) == [False, True]
+    texts = [Page(x).text for x in folder.glob("protocols/*.html")]
+    assert sorted("says nothing about 8B models" in x for x in texts) == [False, True]
     assert "says nothing about 8B models" in Page(folder / "methods" / "full.html").text
 
 
@@ -327,14 +331,16 @@ def test_the_same_runs_give_the_same_bytes(results):
 
 
 def test_chart_points_link_to_their_runs(results):
-    """Each point has a label; lines and frontier labels are not links."""
+    """One panel per family and axis; each point has its label, and the full cache is a line."""
     fill(results)
     results.add("quest", "good", method="quest", stored=1.05, kind="read")
     folder = results.build().folder
-    index = (folder / "index.html").read_text()
-    links = re.findall(r'<a href="(runs/[^"]*)" aria-label="method: ([^;]*); score: ', index)
-    assert sorted(name for _, name in links) == sorted(2 * ["full", "quest 10%", "snapkv 10%"])
-    assert all(x.startswith(f"runs/{name.split()[0]}-") for x, name in links)
+    (page,) = folder.glob("protocols/*.html")
+    links = re.findall(r'<a href="../(runs/[^"]*)" tabindex="-1" aria-label="([^"]*): ([^"]*)"', page.read_text())
+    assert sorted(links, key=lambda x: x[1])[::2] == sorted(links, key=lambda x: x[1])[1::2]  # on both axes
+    assert {(name, score) for _, name, score in links} == {("quest 10%", "1.000"), ("snapkv 10%", "0.500")}
+    assert all(x.startswith(f"runs/{name.split()[0]}-") for x, name, _ in links)
+    assert page.read_text().count('<path class="full"') == 2  # both methods are of one template, so of one family
 
 
 @pytest.mark.slow

@@ -119,7 +119,7 @@ function showTechnique(technique) {
     fill(line, fields);
     line.querySelector("[data-field=protocol]").href = text(fields.group);
     line.querySelector("[data-field=score]").href = text(fields.page);
-    line.querySelector(".led").hidden = !technique.led[i];
+    if (!technique.led[i]) line.querySelector(".led").remove();
     if (interval) {
       line.querySelector(".span").setAttribute("d", `M${interval[0]} 5H${interval[2]}`);
       line.querySelector(".mean").setAttribute("d", `M${interval[1]} 0V10`);
