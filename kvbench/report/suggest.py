@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kvbench.analysis.compare import Difference, compare_runs, is_full, name_questions, rank_runs
-from kvbench.analysis.formatting import format_difference, format_interval, format_seconds
+from kvbench.analysis.formatting import format_difference, format_seconds, format_share
 from kvbench.analysis.load import FinishedRun
+from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import fill_full_reads, read_share, stored_share
+from kvbench.analysis.significance import ALPHA, describe_too_few, find_least_p
 from kvbench.registry import list_models
 from kvbench.report.group import Axis, name_question
 from kvbench.runs.results import Result
@@ -259,8 +261,10 @@ def _explain_unranked(protocol: Protocol, ranks: Sequence[int | None]) -> str | 
         return warning
     if len(ranks) == 1:
         return "one technique has a run, so nothing is ranked"
+    contexts = protocol.example.spec.samples
+    if find_least_p(contexts, len(ranks) - 1) >= ALPHA:
+        return describe_too_few(contexts, len(ranks) - 1).rstrip(".")
     if len(set(ranks) - {None}) < 2:
-        contexts = protocol.example.spec.samples
         return f"too few to tell, no test separates the {len(ranks)} techniques with {count(contexts, 'context')}"
     return None
 
@@ -268,16 +272,16 @@ def _explain_unranked(protocol: Protocol, ranks: Sequence[int | None]) -> str | 
 def describe_standing(standing: Standing) -> dict[str, str]:
     """A run as text, by the names of columns; a dash for what is unknown."""
     result = standing.run.result
-    score = result.score
+    score, metric = result.score, Metric.of(result.score)
     difference, interval, _, verdict = format_difference(standing.difference, score)
     loss = "-" if difference == "-" else f"{difference} {interval}, {verdict}"
     shares = {"stored": standing.stored, "read": standing.read, "computed": Axis.COMPUTED.measure(result)}
     return {
         "protocol": standing.protocol.name,
-        "score": "-" if score.mean is None else f"{score.mean:.3f}",
-        "95 % interval": "-" if score.ci95 is None else format_interval(score.ci95),
+        "score": "-" if score.mean is None else metric.write(score.mean),
+        "95 % interval": "-" if score.ci95 is None else metric.write_interval(score.ci95),
         "against the full cache": loss,
-        **{name: "-" if x is None else f"{x:.1%}" for name, x in shares.items()},
+        **{name: format_share(x) for name, x in shares.items()},
         "per token": standing.time or "-", "since": standing.since or "-",
     }
 

@@ -8,6 +8,8 @@ from statistics import fmean
 from typing import Literal
 
 from kvbench.analysis.formatting import format_seconds
+from kvbench.analysis.metrics import Metric
+from kvbench.analysis.shares import conversation_share, cut_share, distinct_read_share
 from kvbench.report.group import Axis
 from kvbench.runs.results import Result
 
@@ -24,6 +26,8 @@ class TableColumn:
     """Sort order at the first click."""
     narrow: bool = False
     """Whether it is also shown on a narrow screen."""
+    score: bool = False
+    """Whether it is the score, which is shown with its interval."""
 
     def cell(self, result: Result) -> tuple[float | None, str]:
         """The number and its text."""
@@ -34,8 +38,12 @@ class TableColumn:
 def choose_columns(axis: Axis, results: Iterable[Result], *, timed: bool) -> list[TableColumn]:
     """Columns with at least one number, the axis first; `timed`: whether times are comparable."""
     results = list(results)
-    upwards = all(x.score.higher_is_better for x in results)
-    score = SCORE if upwards else replace(SCORE, first="ascending")
+    metric = Metric.of(results[0].score)
+    score = replace(
+        SCORE, name=f"{'Perplexity' if metric.exponential else 'Score'} {metric.arrow}", write=metric.write,
+        about=f"{metric.title}, mean over all answers, with its 95 % interval",
+        first="descending" if metric.higher_is_better else "ascending",
+    )
     order = sorted((score if x is SCORE else x for x in COLUMNS), key=lambda x: x.name.lower() != axis)
     return [
         x for x in order
@@ -61,14 +69,17 @@ def _later(result: Result) -> float | None:
     return fmean(means) if means and result.status == "ok" else None
 
 
+def _cut(result: Result) -> float | None:
+    return cut_share(result) or None  # a column of zeros says nothing
+
+
 def _speedup(result: Result) -> float | None:
     baseline = None if result.diffusion is None else result.diffusion.baselines.get("none")
     return None if baseline is None else baseline.speedup
 
 
 SCORE = TableColumn(
-    "Score", "mean over all answers, with its 95 % interval", lambda x: x.score.mean, _decimal, "descending",
-    narrow=True,
+    "Score", "", lambda x: x.score.mean, _decimal, "descending", narrow=True, score=True,
 )
 TIME = TableColumn("Per token", "median time per output token", lambda x: x.latency.tpot_s, format_seconds, "ascending")
 COLUMNS = (
@@ -77,7 +88,16 @@ COLUMNS = (
         "ascending", narrow=True,
     ),
     TableColumn(
-        "Read", "bytes read per decode step, as a share of the full cache", Axis.READ.measure, _percent, "ascending",
+        "Read", "bytes read per decode step, as a share of those that the full cache reads", Axis.READ.measure,
+        _percent, "ascending",
+    ),
+    TableColumn(
+        "Distinct", "the same, an entry counted once that several query heads read", distinct_read_share, _percent,
+        "ascending",
+    ),
+    TableColumn(
+        "At the end", "stored bytes at the end of the conversation, as a share of the full cache then",
+        conversation_share, _percent, "ascending",
     ),
     TableColumn(
         "Computed", "positions computed per denoising step, as a share of all", Axis.COMPUTED.measure, _percent,
@@ -90,6 +110,7 @@ COLUMNS = (
     TableColumn("Later turns", "mean over the turns after it", _later, _decimal, "descending"),
     TableColumn("Top-1", "share of answer tokens that method and full cache predict alike",
            lambda x: None if x.agreement is None else x.agreement.top1, _decimal, "descending"),
+    TableColumn("Cut", "share of answers that the length limit ended", _cut, _percent, "ascending"),
     TableColumn("Speed-up", "over running without a cache, in the same job", _speedup, "{:.2f} x".format, "descending"),
     TIME,
 )

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvbench.analysis.formatting import format_difference
+from kvbench.analysis.metrics import Metric
 from kvbench.leaderboard.site import run_facts
 from kvbench.leaderboard.site.charts import Panel, draw_families, draw_method
 from kvbench.leaderboard.site.claims import ClaimsReport
@@ -120,6 +121,7 @@ def _write_runs(pages: Pages, group: Group) -> Iterator[tuple[str, bytes]]:
         place = f"runs/{listed.name}"
         yield f"{place}/index.html", pages.write(
             "run", root="../../", group=group, row=row, band=bands.get(listed.name), most=MAX_LISTED,
+            metric=Metric.of(result.score),
             difference=_compare(row), scores=[(name, f"{x:.3f}") for name, x in result.scores.items()],
             memory=run_facts.list_memory(result), effect=run_facts.list_effect(result),
             diffusion=run_facts.list_diffusion(result), times=run_facts.list_times(result),
@@ -142,4 +144,6 @@ def _compare(row: RankedRun) -> tuple[str, ...] | None:
     *numbers, verdict = format_difference(found, row.result.score)
     if found.within_noise:
         verdict = f"not significant with {found.contexts} contexts, adjusted for the number of rows in the table"
+    if found.too_few:
+        verdict = f"{found.contexts} contexts are too few to tell"
     return (*numbers, verdict)

@@ -16,7 +16,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from kvbench import __version__
-from kvbench.analysis.formatting import format_bytes, format_interval, format_p
+from kvbench.analysis.formatting import format_bytes, format_interval, format_p, format_share
+from kvbench.analysis.metrics import Metric
+from kvbench.analysis.shares import read_share, stored_share
 from kvbench.leaderboard.site.claims import VERDICTS, join_reasons
 from kvbench.leaderboard.site.columns import TableColumn, choose_columns
 from kvbench.leaderboard.site.tables import Group, RankedRun, name_machine
@@ -25,7 +27,7 @@ from kvbench.method import Upstream
 from kvbench.report.group import VISIBILITIES, Axis, name_question
 from kvbench.report.sections import list_protocol
 from kvbench.report.suggest import warn_of_model
-from kvbench.runs.results import Result
+from kvbench.runs.results import Result, Score
 
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_VALUE_CHARS = 2000
@@ -76,7 +78,7 @@ def _read_templates() -> Environment:
         "heading": name_group, "columns": name_question, "visibility": VISIBILITIES.__getitem__,
         "subtitle": describe_group, "baseline": name_baseline, "protocol": list_protocol,
         "machine": name_machine, "tables": list_tables, "small_model": warn_of_model,
-        "after": cut_name,
+        "after": cut_name, "mean": write_mean, "stored": stored_share, "read": read_share, "share": format_share,
         "arxiv": is_arxiv, "percent": "{:.1%}".format, "bytes": format_bytes, "interval": format_interval,
         "p": format_p, "reasons": join_reasons,
     }
@@ -121,6 +123,11 @@ def describe_group(group: Group) -> str:
 def name_baseline(result: Result) -> str:
     """Name of the run that all others of a protocol are compared with."""
     return "no cache" if result.model.kind == "diffusion" else "the full cache"
+
+
+def write_mean(score: Score) -> str:
+    """The mean as its metric is shown; a dash if there is none."""
+    return "-" if score.mean is None else Metric.of(score).write(score.mean)
 
 
 def write_value(value: object) -> str:

@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kvbench.analysis.formatting import format_bytes, format_seconds
+from kvbench.analysis.shares import (
+    conversation_share,
+    distinct_read_share,
+    read_share,
+    stored_share,
+)
 from kvbench.leaderboard.site.pages import write_value
 from kvbench.runs.results import BaselineResult, Result
 
 Facts = list[tuple[str, str]]
-MEMORY = (
-    ("full_bytes", "full cache of the same context"),
-    ("stored_bytes", "stored on the device after compression"),
-    ("host_bytes", "stored in host memory"),
-    ("spare_bytes", "spare bytes for later tokens"),
-    ("end_bytes", "stored on the device at the end of the turn"),
-    ("peak_bytes", "peak on the device"),
-    ("read_bytes_per_step", "read per decode step"),
+MEMORY: tuple[tuple[str, str, Callable[[Result], float | None] | None], ...] = (
+    ("full_bytes", "full cache of the same context", None),
+    ("stored_bytes", "stored for the context, host memory included", stored_share),
+    ("host_bytes", "of these in host memory", None),
+    ("spare_bytes", "spare bytes for later tokens, the harness's", None),
+    ("end_stored_bytes", "stored at the end of the conversation", conversation_share),
+    ("peak_bytes", "peak on the device", None),
+    ("read_bytes_per_step", "read per decode step", read_share),
+    ("distinct_read_bytes_per_step", "read per decode step, each entry once", distinct_read_share),
 )
+"""Bytes, and their shares of what the full cache stores or reads at the same moment."""
 
 
-def list_memory(result: Result) -> list[tuple[str, str, float]]:
-    """Name, size, and share of the full cache, for each measured number of bytes."""
+def list_memory(result: Result) -> list[tuple[str, str, float | None]]:
+    """Name, size and share for each measured number of bytes."""
     memory = result.memory
     if memory is None:
         return []
-    found = ((words, getattr(memory, name)) for name, words in MEMORY)
-    return [(words, format_bytes(count), count / memory.full_bytes) for words, count in found]
+    counts = memory.model_dump() | {"stored_bytes": memory.stored_bytes + memory.host_bytes}
+    return [
+        (words, format_bytes(counts[name]), None if share is None else share(result))
+        for name, words, share in MEMORY if counts[name] is not None
+    ]
 
 
 def list_times(result: Result) -> Facts:

@@ -150,14 +150,21 @@ def test_submitted_text_is_escaped(results, make_results, text):
     assert found[0] == found[1]
 
 
-def test_an_insignificant_difference_is_labeled_as_such(results):
-    """With five contexts even the largest difference is not significant."""
-    results.add("full", [[1.0]] * 5, method="full", stored=1.0, kind="none")
-    results.add("a", [[0.0]] * 5)
+@pytest.mark.parametrize(
+    ("contexts", "scores", "words"),
+    [
+        (5, [0.0], "p 0.062: 5 contexts are too few to tell"),
+        (12, [1.0, 0.0], "p 1.000: not significant with 12 contexts, adjusted for the number of rows"),
+    ],
+)
+def test_an_insignificant_difference_is_labeled_as_such(results, contexts, scores, words):
+    """With five contexts no difference can be significant, however large it is."""
+    results.add("full", [[1.0]] * contexts, method="full", stored=1.0, kind="none")
+    results.add("a", [[scores[-1]], *[[scores[0]]] * (contexts - 1)])
     folder = results.build().folder
     text = " ".join(Page(next(folder.glob("runs/snapkv-*/index.html"))).text.split())
-    assert "-1.000 against the full cache" in text
-    assert "p 0.062: not significant with 5 contexts, adjusted for the number of rows" in text
+    assert " against the full cache" in text
+    assert words in text
 
 
 def test_headings_show_generation_settings(results):
