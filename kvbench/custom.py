@@ -156,6 +156,22 @@ class CustomTask(Task):
         if samples > total:
             raise UserError(f"{self.name} has {total} records, not {samples}. Use --samples {total} or fewer.")
 
+    def check_turns(self, turns: int) -> None:
+        """Raise a UserError if a record has fewer turns: a run asks as many questions about every context."""
+        records = self.records.valid.values()
+        least, most = (pick(records, key=lambda x: len(x.turns)) for pick in (min, max))
+        few, many = len(least.turns), len(most.turns)
+        if turns <= few:
+            return
+        if few == many:
+            has = "1 turn" if few == 1 else f"{few} turns"
+            raise UserError(f"the records of {self.name} have {has} each, not {turns}. Use --turns {few} or fewer.")
+        raise UserError(
+            f"the records of {self.name} have unequal numbers of turns: '{least.id}' has {few}, '{most.id}' has {many}. "
+            f"A run asks {turns} questions about every context: use --turns {few} or fewer, or leave short records out "
+            f"of {self.records.path}."
+        )
+
     def compose(self, record: Record, turns: int) -> Example:
         """Build the example of a record, with its first `turns` turns and its whole context."""
         table = self.table
@@ -267,6 +283,7 @@ def make_task(table: Table, records: Records, find_scorer: FindScorer) -> type[C
         "name": table.name, "version": table.version, "suite": table.suite, "summary": table.summary,
         "modes": tuple(Mode(x) for x in table.modes), "scorers": (scorer,), "truncation": table.truncation,
         "default_length": table.length, "joint": table.joint, "separator": table.separator,
+        "default_turns": max((len(x.turns) for x in records.valid.values()), default=1),
     })
 
 

@@ -155,6 +155,9 @@ class Task(ABC):
     def check_samples(self, samples: int) -> None:  # noqa: B027  # most tasks accept any number
         """Raise a UserError if the task cannot provide this number of samples."""
 
+    def check_turns(self, turns: int) -> None:  # noqa: B027  # most tasks accept any number
+        """Raise a UserError if a record has fewer turns: a run asks as many questions about every context."""
+
     def examples(
         self, *, seed: int, split: Split, n: int, length: int, turns: int, mode: Mode,  # noqa: ARG002  # for data sets
         tokenizer: PreTrainedTokenizerBase,

@@ -273,7 +273,8 @@ def test_whatever_a_line_holds_is_a_record_or_an_error(value):
 
 def test_a_run_of_a_file(kvbench, arguments, write, tmp_path):
     """A run from the command line works in every mode and is not repeated; a changed record makes a new run."""
-    arguments[arguments.index("--task") + 1] = str(write(max_new_tokens=2))
+    records = [{**x, "turns": (x["turns"] * 2)[:2]} for x in RECORDS]
+    arguments[arguments.index("--task") + 1] = str(write(records, max_new_tokens=2))
     arguments[arguments.index("--samples") + 1] = "3"
     found = {}
     for mode in ("single", "multi-turn", "multi-request"):
@@ -284,9 +285,9 @@ def test_a_run_of_a_file(kvbench, arguments, write, tmp_path):
         assert answer.json["task"]["dataset_revision"].startswith("sha256:")
         assert answer.json["task"]["scorer"] == "contains@1"
     assert found["single"] == [("fr", 0), ("7", 0), ("de", 0)]
-    assert found["multi-turn"] == found["multi-request"] == [("fr", 0), ("fr", 1), ("7", 0), ("de", 0)]
+    assert found["multi-turn"] == found["multi-request"] == [(x, turn) for x in ("fr", "7", "de") for turn in (0, 1)]
     assert "already finished" in kvbench(*arguments, "--method", "full").err
-    write([*RECORDS[:2], {**RECORDS[2], "context": "Berlin is in Germany!"}], max_new_tokens=2)
+    write([*records[:2], {**records[2], "context": "Berlin is in Germany!"}], max_new_tokens=2)
     assert "already finished" not in kvbench(*arguments, "--method", "full").err
 
 
@@ -429,6 +430,27 @@ def test_the_files_that_the_documents_show_work(kvbench, tmp_path, model_folder)
     answer = kvbench("check", tmp_path / "capitals.toml", "--model", model_folder, "--json")
     assert (answer.code, answer.json["examples"], answer.json["findings"]) == (0, 1, [])
     assert set(tomllib.loads(table)) == set(Table.model_fields)
+
+
+@pytest.mark.parametrize(("records", "options", "message"), [
+    ([2, 2], "--turns 7", "the records of capitals have 2 turns each, not 7. Use --turns 2 or fewer."),
+    ([1, 3], "", "of capitals have unequal numbers of turns: 'r0' has 1, 'r1' has 3. A run asks 3 questions"),
+])
+def test_a_run_asks_as_many_questions_as_it_records(kvbench, write, records, options, message):
+    """More than a record has are refused with the most that all have."""
+    path = write([make_record(f"r{i}", 40, *"?" * turns) for i, turns in enumerate(records)])
+    line = f"run --method full --task {path} --samples 2 --mode multi-turn {options}"
+    answer = kvbench(*line.split())
+    assert answer.code == 2
+    assert message in answer.err
+
+
+def test_a_file_asks_its_own_number_of_questions(write, run_records):
+    """Without --turns, and the result has their number."""
+    answer = run_records(write([make_record("a", 40, "?", "!"), make_record("b", 40, "?", "!")]), "full",
+                         "--mode", "multi-turn")
+    assert (answer.json["spec"]["turns"], answer.json["n_questions"]) == (2, 4)
+    assert "2 contexts x 2 questions" in answer.out
 
 
 def test_a_record_beyond_the_model_fails_and_is_not_scored(write, run_records):

@@ -66,6 +66,7 @@ def check(request: Request) -> ResolvedRequest:
     length = task.default_length if request.length is None else request.length
     _check_numbers(request, length)
     task.check_samples(request.samples)
+    task.check_turns(protocol.turns)
     check_kernels(request.kernels)
     _check_output(request)
     if request.device_map is not None:
