@@ -167,7 +167,7 @@ class CustomTask(Task):
             has = "1 turn" if few == 1 else f"{few} turns"
             raise UserError(f"the records of {self.name} have {has} each, not {turns}. Use --turns {few} or fewer.")
         raise UserError(
-            f"the records of {self.name} have unequal numbers of turns: '{least.id}' has {few}, '{most.id}' has {many}. "
+            f"the records of {self.name} have unequal numbers of turns: '{least.id}' has {few}, '{most.id}' {many}. "
             f"A run asks {turns} questions about every context: use --turns {few} or fewer, or leave short records out "
             f"of {self.records.path}."
         )

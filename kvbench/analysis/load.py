@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvbench.errors import UserError, unknown
 from kvbench.log import say
+from kvbench.registry import list_models
 from kvbench.runs.files import read_answers, read_file
 from kvbench.runs.journal import Answer
 from kvbench.runs.results import Result, SuiteRecord
@@ -35,6 +36,8 @@ def find_run(text: str, out: Path = RUNS) -> Path:
     for folder in (Path(text), out / text):
         if (folder / "spec.json").is_file():
             return folder
+    if (Path(text) / "config.json").is_file() or text in list_models():
+        raise UserError(f"'{text}' is a model, not a run. Give the folder of a run, or the id of a run in {out}/.")
     known = [x.parent.name for x in out.glob("*/spec.json")] if out.is_dir() else []
     raise unknown("run", text, known[-20:], f"Give the folder of a run, or the id of a run in {out}/.")
 

@@ -12,6 +12,7 @@ import typer
 
 from kvbench import __version__
 from kvbench.cli import (
+    answers,
     bench,
     check,
     compare,
@@ -64,6 +65,7 @@ app.command("show")(show.show_command)
 app.command("doctor")(doctor.doctor_command)
 app.command("check")(check.check_command)
 app.command("score")(score.score_command)
+app.command("answers")(answers.answers_command)
 app.command("compare")(compare.compare_command)
 app.command("bench")(bench.bench_command)
 app.command("plan")(bench.plan_command)

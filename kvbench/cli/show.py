@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvbench.cli.options import Json
+from kvbench.cli.options import Json, Out
 from kvbench.cli.output import print_json
 from kvbench.errors import UserError, unknown
 
@@ -45,14 +45,20 @@ def list_command(
 
 def show_command(
     name: Annotated[str, typer.Argument(
-        help="A method, task, suite or model: its name, path/to/file.py:Class, or path/to/task.toml."
+        help="A method, task, suite or model: its name, path/to/file.py:Class, or path/to/task.toml. Or the folder or "
+        "id of a run."
     )],
     *,
+    out: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """Show the card and settings of a method, task or model, or the runs of a suite."""
+    """Show a run, the card and settings of a method, task or model, or the runs of a suite."""
     from kvbench.analysis.formatting import print_table
 
+    for folder in (Path(name), out / name):
+        if (folder / "spec.json").is_file():
+            _show_run(folder, as_json=as_json)
+            return
     document = _describe(name)
     rows = [
         (key.replace("_", " "), _text(value)) for key, value in document.items()
@@ -70,6 +76,33 @@ def show_command(
         ])
     if as_json:
         print_json(document)
+
+
+def _show_run(folder: Path, *, as_json: bool) -> None:
+    """Show a finished run as `kvbench run` does; of another, how far it is."""
+    from kvbench.analysis.formatting import print_table
+    from kvbench.analysis.load import load_run
+    from kvbench.cli.results import print_result
+    from kvbench.runs.command import write_command
+    from kvbench.runs.files import finished_samples, read_file, read_lines
+    from kvbench.runs.spec import RunSpec
+
+    spec = read_file(folder / "spec.json", RunSpec)
+    finished = (folder / "result.json").is_file()
+    if finished:
+        result = load_run(folder).result
+        print_result(result, folder)
+    journal = any((folder / x).exists() for x in ("samples.jsonl", "samples.jsonl.gz"))
+    done = len(finished_samples(read_lines(folder / "samples.jsonl"))) if journal and not finished else 0
+    print_table("", ("", "finished" if finished else "not finished"), [
+        *([] if finished else [("samples", f"{done} of {spec.samples}")]),
+        ("command", write_command(spec)), ("answers", f"kvbench answers {folder}"),
+    ])
+    if as_json:
+        print_json(
+            result.model_dump(mode="json") if finished
+            else {"kind": "run", "run_id": spec.run_id, "samples": done, "spec": spec.model_dump(mode="json")}
+        )
 
 
 def _heading(task: dict[str, Any]) -> str:

@@ -97,7 +97,7 @@ def _run_turn(
     shape = model.shape(ours.sequence_length)
     return Line(
         sample=example.id, index=index, turn=number, turns=len(example.turns), prompt_hash=encoded.prompt_hash,
-        prediction=texts["method"], ids=tuple(answer), references=tuple(turn.references),
+        prediction=texts["method"], ids=tuple(answer), question=turn.question, references=tuple(turn.references),
         score=scores["method"].get(job.scorer.id), scores=scores["method"],
         tokens=TokenCounts(
             context=len(prompt), query=0, generated=len(answer), reference=len(encoded.turns[number].answer)

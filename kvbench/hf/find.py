@@ -50,6 +50,11 @@ def find_folder(name: str, *, weights: bool = True) -> Path:
 
         return convert_file(path)
     if source and path.is_dir():
+        if (path / "spec.json").is_file():
+            raise UserError(
+                f"'{source}' is the folder of a run, not of a model. Give a model; `kvbench show {source}` names the "
+                "run's own."
+            )
         if not (path / "config.json").is_file():
             raise UserError(f"model folder '{source}' has no config.json: give a folder in Hugging Face format.")
         return path

@@ -167,6 +167,8 @@ class Line(Record):
     prompt_hash: str
     prediction: str | None
     ids: tuple[int, ...]
+    question: str | None = None
+    """Without the separator before it. None: a file of before this field."""
     references: tuple[str, ...]
     score: float | None
     scores: dict[str, float]

@@ -92,7 +92,9 @@ def find_scorer(task: Task | type[Task], name: str | None) -> Scorer:
     """
     known = {x.id: x for x in task.scorers}
     if name is not None and name not in known:
-        raise unknown(f"scorer of {task.name}", name, known)
+        same = [x.id for x in task.scorers if x.metric == name]
+        hint = f"'{name}' is the metric of {' and '.join(same)}: give its id." if same else ""
+        raise unknown(f"scorer of {task.name}", name, known, hint)
     return known[name] if name is not None else task.scorers[0]
 
 

@@ -137,7 +137,8 @@ def fail(
     kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
     return Line(
         sample=example.id, index=index, turn=turn, turns=len(example.turns), prompt_hash=prompt_hash, prediction=None,
-        ids=(), references=example.turns[turn].references, score=None, scores={}, tokens=None, stop_reason=None,
+        ids=(), question=example.turns[turn].question, references=example.turns[turn].references, score=None, scores={},
+        tokens=None, stop_reason=None,
         times=None, bytes=None, effect=None, agreement=None, facts=turn_facts(example, turn), started=started,
         seconds=seconds, error=f"{kind}{first}",
     )
@@ -231,7 +232,8 @@ def _line(
     assert shape is not None
     return Line(
         sample=example.id, index=index, turn=turn, turns=len(example.turns), prompt_hash=prompt_hash,
-        prediction=reply.text, ids=reply.ids, references=tuple(references), score=scores.get(job.scorer.id),
+        prediction=reply.text, ids=reply.ids, question=example.turns[turn].question, references=tuple(references),
+        score=scores.get(job.scorer.id),
         scores=scores,
         tokens=TokenCounts(
             context=shape.length, query=len(query), generated=0 if reply.stop_reason == "choice" else len(reply.ids),

@@ -53,6 +53,8 @@ def _check_prompt(spec: RunSpec, line: Line, example: Example, encoded: Encoded)
             "prompts", f"{where}: its sample is {quote(line.sample)} with {line.turns} turns, the task's is "
             f"{quote(example.id)} with {len(example.turns)}"
         )
+    if line.question not in (None, example.turns[line.turn].question):  # None: a journal of kvbench 0.1
+        raise RefusedError("prompts", f"{where}: its question differs from the task's")
     if line.references != example.turns[line.turn].references:
         raise RefusedError("prompts", f"{where}: its reference answers differ from the task's")
     facts = to_jsonable_python(turn_facts(example, line.turn))

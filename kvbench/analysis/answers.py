@@ -1,0 +1,111 @@
+"""The answers of a run, or of two runs to the same questions, for reading."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbench.errors import UserError
+from kvbench.runs.files import read_file, read_lines
+from kvbench.runs.journal import Line
+from kvbench.runs.spec import RunSpec
+
+BEST = 1.0
+"""Score of a right answer."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One question, and each run's answer to it."""
+
+    sample: str
+    index: int
+    turn: int
+    question: str | None
+    """None: a journal of kvbench 0.1, which has no questions."""
+    references: tuple[str, ...]
+    lines: tuple[Line, ...]
+    """One per run, in the order of the runs."""
+
+    @property
+    def changed(self) -> bool:
+        """Whether the runs gave other answers, or one of them failed."""
+        return len({(x.prediction, x.score) for x in self.lines}) > 1
+
+    @property
+    def wrong(self) -> bool:
+        """Whether one of the answers failed or has less than the full score."""
+        return any(x.error is not None or (x.score is not None and x.score < BEST) for x in self.lines)
+
+    @property
+    def shift(self) -> float:
+        """How much the score changes from the first run to the second, in either direction."""
+        first, last = self.lines[0].score, self.lines[-1].score
+        return 0.0 if first is None or last is None else abs(last - first)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The questions that all given runs answered."""
+
+    specs: tuple[RunSpec, ...]
+    asked: tuple[Asked, ...]
+    apart: int
+    """Questions that only one of the runs was asked."""
+
+
+def read_asked(folders: Sequence[Path]) -> Answers:
+    """Read the answers of one or two runs, finished or not; of two runs the changed answers come first.
+
+    Raises:
+        UserError: runs of different tasks, no answers, or no common question.
+    """
+    specs = tuple(read_file(x / "spec.json", RunSpec) for x in folders)
+    tasks = sorted({x.task.name for x in specs})
+    if len(tasks) > 1:
+        raise UserError(f"the runs belong to different tasks ({', '.join(tasks)}). Give two runs of one task.")
+    found = [
+        {(x.index, x.turn, x.prompt_hash): x for x in read_lines(folder / "samples.jsonl")}
+        for folder in folders if (folder / "samples.jsonl").exists() or (folder / "samples.jsonl.gz").exists()
+    ]
+    if len(found) < len(folders) or not all(found):
+        raise UserError("a run has no answers yet. Run its command again to continue it.")
+    common = sorted(set.intersection(*(set(x) for x in found)))
+    if not common:
+        raise UserError(
+            "the runs have no question in common: their prompts differ. `kvbench compare` names the settings in which "
+            "they differ."
+        )
+    asked = [_ask([x[key] for x in found]) for key in common]
+    asked.sort(key=lambda x: (not x.changed, -x.shift, x.index, x.turn))
+    return Answers(specs, tuple(asked), len(set.union(*(set(x) for x in found))) - len(common))
+
+
+def _ask(lines: Sequence[Line]) -> Asked:
+    first = lines[0]
+    question = next((x.question for x in lines if x.question is not None), None)
+    return Asked(first.sample, first.index, first.turn, question, first.references, tuple(lines))
+
+
+def choose(answers: Answers, *, wrong: bool, sample: str | None) -> list[Asked]:
+    """The questions to show.
+
+    Args:
+        answers: of one or two runs.
+        wrong: those with a wrong answer only.
+        sample: the id or the number of one sample; None: all.
+
+    Raises:
+        UserError: the metric has no right and wrong answers, or there is no such sample.
+    """
+    if wrong and any(x.score is not None and x.score > BEST for y in answers.asked for x in y.lines):
+        raise UserError("the scores of this run exceed 1, so answers are not right or wrong. Leave --wrong out.")
+    found = [x for x in answers.asked if sample is None or sample in (x.sample, str(x.index))]
+    if not found:
+        known = {x.index: x.sample for x in answers.asked}
+        raise UserError(
+            f"there is no sample '{sample}'. Give a number from {min(known)} to {max(known)}, or an id such as "
+            f"{known[min(known)]}."
+        )
+    return [x for x in found if x.wrong] if wrong else found
