@@ -10,8 +10,8 @@ import sys
 import pytest
 
 HALF = "float16 or half or near_a_tie or test_mini or golden"
-"""By name: tests in half precision (`float16` is part of `bfloat16`), of the bundled model, whose weights are bfloat16,
-and of recorded outputs."""
+"""By name, of `make test`: tests in half precision (`float16` is part of `bfloat16`), of the bundled model,
+whose weights are bfloat16, and of recorded outputs."""
 EMULATED = {
     "AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
     "without vectors": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "default"},
@@ -35,7 +35,7 @@ def test_half_precision_holds_where_products_are_emulated(cpu):
     """
     plain = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
-        [sys.executable, "-c", RUN, "-q", "-rf", "-p", "no:xdist", "-p", "no:cacheprovider", "--ignore", __file__,
+        [sys.executable, "-c", RUN, "-q", "-rf", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "not slow",
          "-k", HALF],
         env=plain | EMULATED[cpu], capture_output=True, text=True, check=False,
     )

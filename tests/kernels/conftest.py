@@ -21,10 +21,26 @@ ALLOWED = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
 def pytest_generate_tests(metafunc):
-    """The names of HEADS go in for every test that asks for `heads`, and element types for `precision`."""
-    if "heads" in metafunc.fixturenames:
+    """Cases of `heads` and `options`, where a test does not list its own, and of `precision`.
+
+    Every option is tried with GQA in torch. Other layouts, and Triton, which is slow to interpret, are tried with none
+    and with all options.
+    """
+    marks = [x.args[0] for x in metafunc.definition.iter_markers("parametrize")]
+    names = set(metafunc.fixturenames) - {x for names in marks for x in ([names] if isinstance(names, str) else names)}
+    ends = ["plain", "everything"]
+    options = ends if "triton" in metafunc.fixturenames else list(OPTIONS)
+    if {"heads", "options"} <= names:
+        cases = [*((x, y) for x in ("MHA", "MQA") for y in ends), *(("GQA", y) for y in options)]
+        metafunc.parametrize(
+            ("heads", "options"), [(HEADS[x], OPTIONS[y]) for x, y in cases], ids=["-".join(x) for x in cases],
+            indirect=["options"],
+        )
+    elif "heads" in names:
         metafunc.parametrize("heads", HEADS.values(), ids=HEADS)
-    if "precision" in metafunc.fixturenames:
+    elif "options" in names:
+        metafunc.parametrize("options", [OPTIONS[x] for x in options], ids=options, indirect=True)
+    if "precision" in names:
         bfloat16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)  # Triton's interpreter multiplies it wrongly
         metafunc.parametrize("precision", [torch.float32, torch.float16, bfloat16], ids=str)
 
@@ -34,7 +50,7 @@ def pytest_itemcollected(item):
     item.add_marker(pytest.mark.few)
 
 
-@pytest.fixture(params=OPTIONS.values(), ids=OPTIONS)
+@pytest.fixture
 def options(request):
     """What an attention may be asked for, one by one and together; `sinks: True` stands for a logit per query head."""
     heads = request.getfixturevalue("heads") if "heads" in request.fixturenames else HEADS["GQA"]

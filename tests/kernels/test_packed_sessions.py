@@ -21,7 +21,6 @@ FLAT = {"ragged_attention.ragged_partial"}
 SLIDING = (4, 1, 20)
 METHODS = {
     "kivi": ((4, 2, None), {"group": 4, "residual": 8}, None, TAIL | CODES | {"pack.dequantize"}),
-    "kivi, sliding window": (SLIDING, {"group": 4, "residual": 8}, None, TAIL | CODES),
     "mikv": ((4, 2, None), {}, None, TAIL | CODES | {"column_sums", "attention_mass"}),
     "mikv, high tier of 4 bits": (
         SLIDING, {"high_bits": 4}, None, TAIL | CODES | {"column_sums", "attention_mass", "pack.dequantize"},

@@ -15,7 +15,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=["sums", "maxima", "squares"])
-@pytest.mark.parametrize("size", [(2, 2), (16, 16), (10, 30)], ids=str)
+@pytest.mark.parametrize("size", [(2, 2), (10, 30)], ids=str)
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize("special", [False, True], ids=["plain", "softcap and sinks"])
 def test_equals_separate_queries(attention, heads, error, size, pair, kernels, special):

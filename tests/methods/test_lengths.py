@@ -1,4 +1,4 @@
-"""Every method in three turns after contexts of every kind of length, for GQA, MHA and MQA, against the full cache."""
+"""Every method in three turns after contexts of different lengths, for GQA, MHA and MQA, against the full cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from kvbench.runs.journal import Effect
 
 LENGTHS = (1, 7, 31, 32, 33, 128, 600)
 SHAPES = {"GQA": (4, 2), "MHA": (2, 2), "MQA": (4, 1)}
-FAST = {33, "GQA"}
+CASES = [*(("GQA", x) for x in LENGTHS), *((x, y) for x in ("MHA", "MQA") for y in (33, 600))]
+FAST = {("GQA", 33), "GQA"}
 """What `make test` runs: every method at one length and for one head layout."""
 QUESTIONS, LIMIT, HISTORY = (5, 1, 9), 2, 2
 """Tokens of each turn's question, of each answer, and of what stands in the answer's place from then on."""
@@ -49,10 +50,12 @@ class Talk:
 
 def rest_slow(cases):
     """The cases, marked as slow where they are not among FAST."""
-    return [x if x in FAST else pytest.param(x, marks=pytest.mark.slow) for x in cases]
+    return [
+        pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=() if x in FAST else pytest.mark.slow) for x in cases
+    ]
 
 
-@pytest.fixture(params=rest_slow(SHAPES))
+@pytest.fixture
 def model(request):
     """A tiny model of each head layout."""
     return tiny_model(*SHAPES[request.param])
@@ -129,7 +132,7 @@ def check(method, model, length, chunk=None):
     return found
 
 
-@pytest.mark.parametrize("length", rest_slow(LENGTHS))
+@pytest.mark.parametrize(("model", "length"), rest_slow(CASES), indirect=["model"])
 def test_three_turns_at_every_length(method_name, model, length):
     """Tokens, entries and bytes are right, and until a method acts its logits are the full cache's, chunks or not."""
     method = find_method(method_name)().bind(model)
@@ -145,6 +148,7 @@ def test_three_turns_at_every_length(method_name, model, length):
     assert worst(parts.logits, whole.logits) <= max(CLOSE, EDGE * lost), "in chunks other logits"
 
 
+@pytest.mark.parametrize("model", rest_slow(SHAPES), indirect=True)
 def test_a_refusal_names_what_can_be_reached(method_name, model):
     """A budget of one entry or of a hundredth is met or refused, and the refusal names the least that is not."""
     method = find_method(method_name)().bind(model)
