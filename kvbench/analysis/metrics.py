@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvbench.runs.results import Score
+if TYPE_CHECKING:
+    from kvbench.runs.results import Score
 
 NATS = "token_nll"
 """The mean negative log-likelihood of a token, in nats; shown as its exponential, the perplexity."""
