@@ -1,8 +1,8 @@
-"""Base class of methods that divide one budget over layers, and trim earlier layers as later ones arrive.
+"""Base classes of methods that divide one budget over layers, some of which trim earlier layers as later ones arrive.
 
-A layer is scored and measured when the context has passed it. The budget of all layers is then divided over the layers
-so far; more layers leave less to each, so earlier layers only ever shrink, and the result is that of a division after
-the last layer. At most the budget and one whole layer are stored at a time.
+In a cascade, a layer is scored and measured when the context has passed it. The budget of all layers is then divided
+over the layers so far; more layers leave less to each, so earlier layers only ever shrink, and the result is that of a
+division after the last layer. At most the budget and one whole layer are stored at a time.
 """
 
 from __future__ import annotations
@@ -30,25 +30,17 @@ ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
-class CascadeMethod(ScoredMethod):
-    """Divides the budget of all full-attention layers by a measure of each; sliding layers keep their own budget."""
+class SharedBudgetMethod(ScoredMethod):
+    """Scores every full-attention layer and decides later what they keep; sliding layers keep their own budget.
+
+    A subclass decides in `end_of_layer`, at the latest with the last layer of `pooled`, and removes what it finds in
+    the layers' `state`.
+    """
 
     pooled: tuple[int, ...] | None = resolved()
     """The layers that share one budget; None: every entry is kept."""
 
     recompressible: ClassVar[str | None] = "the budget is divided over the layers once, at the end of the context."
-
-    @abstractmethod
-    def measure(self, kv: LayerKV, step: Step, scores: Tensor) -> Tensor:
-        """The numbers that this layer's share depends on, by sequence. [B, ...]"""
-
-    @abstractmethod
-    def divide(self, measures: Tensor, total: int, stored: int) -> Tensor:
-        """Entries per KV head of each layer so far, `total` in all layers of the model. [B, layers]
-
-        Where all layers are there, whole numbers with this sum; before, bounds that later layers can only lower.
-        measures: [B, layers, ...]. stored: entries of a layer before it is trimmed.
-        """
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
         """Resolve the budget, and the layers that share it."""
@@ -68,23 +60,51 @@ class CascadeMethod(ScoredMethod):
         return sum(SCORE_BYTES * shape.length * shape.layers[i].kv_heads for i in self.pooled or ())
 
     def evict(self, kv: LayerKV, step: Step) -> None:
-        """Score and measure a layer that shares the budget; compress any other on its own."""
+        """Score a layer that shares the budget; compress any other on its own."""
         if self.pooled is None or step.layer not in self.pooled:
             super().evict(kv, step)
         elif step.moment.compresses and self.rows is not None and self.rows < kv.n:
             kv.refuse_frozen()
-            scores = hide_unseen(self.score(kv, step), kv, step)
-            kv.state["measure"] = self.measure(kv, step, scores)
-            kv.state["score"] = scores
+            kv.state["score"] = hide_unseen(self.score(kv, step), kv, step)
+
+    def scored(self, layers: Sequence[LayerKV], step: Step) -> list[LayerKV]:
+        """The layers so far that share the budget; empty where this one does not."""
+        if self.pooled is None or "score" not in layers[step.layer].state:
+            return []
+        return [layers[i] for i in self.pooled if i <= step.layer]
+
+
+@dataclass(frozen=True)
+class CascadeMethod(SharedBudgetMethod):
+    """Divides the shared budget by a measure of each layer, and trims earlier layers as later ones arrive."""
+
+    @abstractmethod
+    def measure(self, kv: LayerKV, step: Step, scores: Tensor) -> Tensor:
+        """The numbers that this layer's share depends on, by sequence. [B, ...]"""
+
+    @abstractmethod
+    def divide(self, measures: Tensor, total: int, stored: int) -> Tensor:
+        """Entries per KV head of each layer so far, `total` in all layers of the model. [B, layers]
+
+        Where all layers are there, whole numbers with this sum; before, bounds that later layers can only lower.
+        measures: [B, layers, ...]. stored: entries of a layer before it is trimmed.
+        """
+
+    def evict(self, kv: LayerKV, step: Step) -> None:
+        """Measure a layer that it scores."""
+        super().evict(kv, step)
+        if "score" in kv.state:
+            kv.state["measure"] = self.measure(kv, step, kv.state["score"])
 
     def end_of_layer(self, layers: Sequence[LayerKV], step: Step) -> None:
         """Trim the layers so far to their shares; with the last one, exactly."""
-        if self.pooled is None or self.rows is None or "score" not in layers[step.layer].state:
+        seen = self.scored(layers, step)
+        if not seen:
             return
-        seen = [layers[i] for i in self.pooled if i <= step.layer]
+        assert self.pooled is not None and self.rows is not None
         measures = torch.stack([x.state["measure"] for x in seen], dim=1)
         shares = self.divide(measures, self.rows * len(self.pooled), step.seen)
-        last = step.layer == self.pooled[-1]
+        last = len(seen) == len(self.pooled)
         bounds = shares if last else shares + ROUNDING
         for kv, counts in zip(seen, bounds.ceil().long().unbind(1), strict=True):
             self.trim(kv, counts, last=last)

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
+from kvbench.constraints import Positive
 from kvbench.errors import UserError
 from kvbench.method import Method
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from kvbench.hf import Model
@@ -72,6 +75,29 @@ class RollingMethod(Method):
             kv.drop(scores.topk(kv.n - entries, dim=-1, largest=False).indices)
 
 
+@dataclass(frozen=True)
+class PeriodicMethod(RollingMethod):
+    """Drops the worst entries at the end of the context, and later whenever `period` entries exceed the budget."""
+
+    period: Positive = 128
+    """Entries above the budget at which entries are dropped again, down to the budget."""
+
+    graphable: ClassVar[str | None] = "entries are dropped now and then, and the store counts its entries on the host."
+
+    def layer(self, index: int) -> LayerKV:
+        """A store with positions, in which entries are dropped in place, with room for those of a period."""
+        del index
+        from kvbench.store import LayerKV  # here, because stores import kernels
+
+        return LayerKV(track=True, bounded=True, slack=self.period)
+
+    def evict(self, kv: LayerKV, step: Step) -> None:
+        """Down to the budget, where a whole period exceeds it."""
+        entries = self.entries_in(step.layer, step.window)
+        if entries is not None and (step.moment.in_context or kv.n >= entries + self.period):
+            super().evict(kv, step)
+
+
 def require_inverse_rotation(model: Model, name: str) -> None:
     """Refuse a model whose rotary embedding cannot be inverted (`UserError`). name: of the method."""
     if not all(rope.trusted for rope in model.ropes):
@@ -84,6 +110,15 @@ def require_inverse_rotation(model: Model, name: str) -> None:
 def top_entries(scores: Tensor, entries: int) -> Tensor:
     """Ascending indices of the best entries of every head; of equal scores the first. [B, H_kv, entries]"""
     return scores.argsort(dim=-1, descending=True, stable=True)[..., :entries].sort(dim=-1).values
+
+
+def keep_best(stores: Sequence[LayerKV], scores: Sequence[Tensor], entries: int) -> None:
+    """Keep the best entries over all heads of these layers, `entries` per head on average. scores: [B, H_kv, n] each"""
+    pool = torch.stack([x.to(scores[0].device) for x in scores], dim=1)  # [B, layers, H_kv, n]
+    best = top_entries(pool.flatten(1), entries * pool.shape[1] * pool.shape[2])
+    masks = torch.zeros_like(pool, dtype=torch.bool).flatten(1).scatter_(1, best, True).view_as(pool)
+    for store, mask in zip(stores, masks.unbind(1), strict=True):
+        store.keep_where(mask.to(store.keys.device))
 
 
 def best_by_head(scores: Tensor, counts: Tensor) -> Tensor:

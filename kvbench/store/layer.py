@@ -35,6 +35,7 @@ class LayerKV:
         column_sums: accumulate the attention mass that each entry received, over all queries.
         track: store each entry's logical position.
         bounded: entries are dropped in place while decoding, so the block does not grow.
+        slack: entries that a bounded store has room for above those that it keeps.
         ragged: heads will keep unequal numbers of entries (`keep_where`, `freeze`).
     """
 
@@ -42,6 +43,7 @@ class LayerKV:
     column_sums: bool = False
     track: bool = False
     bounded: bool = False
+    slack: int = 1
     ragged: bool = False
 
     n: int = field(default=0, init=False)
@@ -148,7 +150,7 @@ class LayerKV:
 
     def reserve(self, tokens: int, forward: int) -> None:
         """Make room now for `tokens` more tokens, at most `forward` at a time, so that decode does not have to."""
-        extra = forward if self.bounded else tokens
+        extra = min(tokens, max(forward, self.slack)) if self.bounded else tokens
         if self.length is not None:
             self._refuse_overflow(extra)
         elif self._buffer is not None and self.n + extra > self._buffer.capacity:
@@ -209,7 +211,7 @@ class LayerKV:
         self.refuse_frozen()
         kept = {name: gather(x, indices) for name, x in self._held_with_holes().items()}
         self._count_dropped(self.n - indices.shape[2], indices)
-        self._replace(kept, indices.shape[2] + (1 if self.bounded else max(0, self.capacity - self.seen)))
+        self._replace(kept, indices.shape[2] + (self.slack if self.bounded else max(0, self.capacity - self.seen)))
 
     def keep_where(self, mask: Tensor) -> None:
         """Keep entries by head, unequal numbers allowed, flat and never written again. mask: [B, H_kv, n] bool"""

@@ -24,6 +24,16 @@ def plain_keys(kv: LayerKV, step: Step, start: int = 0, stop: int | None = None)
     return step.rope.rotate(by_head, positions.flatten(0, 1), inverse=True).view_as(keys)
 
 
+def roll_queries(kv: LayerKV, step: Step, count: int) -> None:
+    """Keep the last `count` queries in `kv.state["queries"]`, in place; zeros before the first. [B, H_q, count, D]"""
+    if "queries" not in kv.state:
+        kv.state["queries"] = step.query.new_zeros((*step.query.shape[:2], count, step.query.shape[3]))
+    held, new = kv.state["queries"], step.query[:, :, -count:]
+    kept = count - new.shape[2]
+    held[:, :, :kept] = held[:, :, count - kept :].clone()
+    held[:, :, kept:] = new
+
+
 def attention_mass_of(queries: Tensor, kv: LayerKV, step: Step) -> Tensor:
     """Attention that each entry receives, summed over the last queries seen so far. [B, H_q, n] float32
 

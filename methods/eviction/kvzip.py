@@ -14,7 +14,7 @@ from kvbench.engine.timing import now
 from kvbench.errors import UserError
 from kvbench.kernels.column_sums import column_maxima
 from kvbench.method import BudgetKind, Card, LayerShape, Method, Moment, Step, Upstream
-from kvbench.selection import top_entries
+from kvbench.selection import keep_best
 from kvbench.store import LayerKV
 from kvbench.template import Frame
 from kvbench.tokens import tokenize
@@ -168,12 +168,7 @@ class KVzip(Method):
             for x, index in zip(scores, layers, strict=True):
                 store = session.layers[index]
                 x[store.logical_positions().expand_as(x) < protected] = torch.inf
-            pool = torch.stack([x.to(scores[0].device) for x in scores], dim=1)  # [B, layers, H_kv, n]
-            best = top_entries(pool.flatten(1), entries * len(layers) * shape.kv_heads)
-            masks = torch.zeros_like(pool, dtype=torch.bool).flatten(1).scatter_(1, best, True).view_as(pool)
-            for i, index in enumerate(layers):
-                store = session.layers[index]
-                store.keep_where(masks[:, i].to(store.keys.device))
+            keep_best([session.layers[x] for x in layers], scores, entries)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,156 @@
+"""DefensiveKV: scores entries by the worst case over the last queries, with a floor, instead of the mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvbench.cascade import SharedBudgetMethod
+from kvbench.constraints import Ge, Odd, Positive, Share
+from kvbench.method import BudgetKind, Card, Step, Upstream
+from kvbench.methods.allocation.adakv import HeadAllocation
+from kvbench.methods.eviction.criticalkv import projected_norm
+from kvbench.selection import ScoredMethod, best_by_head, keep_best, protect_last
+from kvbench.store import LayerKV
+from kvbench.store.scores import window_weights_of
+
+DEVIATIONS = (
+    ("The attention mass of the window is taken on the window. The authors' code sums the 32 entries before it, after "
+    "it has cut the window off."),
+    ("The window and the entries of the first stage are always kept. The authors' code gives them the largest score of "
+    "the layer, so that a layer with small scores can lose its window to others."),
+    "Scores are float32; the norm of a KV head's projected value is the mean over its query heads.",
+)
+UPSTREAM = Upstream(repo="FFY0/DefensiveKV", commit=None, license=None)
+LIMITS = (
+    ("Where the first stage needs the whole budget, as with diffuse attention, the mean alone decides, and every head "
+    "keeps equally many: lower first_stage for the worst case to count."),
+    "It needs the weights of the output projection in memory, in floating point.",
+    "Entries are chosen by the last tokens: a question that is asked later does not affect the choice.",
+)
+
+
+@dataclass(frozen=True)
+class DefensiveScores(ScoredMethod):
+    """Scores an entry by the most attention that any of the last queries gives it, at least the head's mean."""
+
+    window: Positive = 32
+    kernel: Annotated[int, Ge(1), Odd] = 5
+    aggregate: Literal["max", "mean"] = "max"
+    """Over the window's queries and the heads of a group: the worst case, or the mean of earlier methods."""
+    prior: bool = True
+    """Whether no entry scores below the mean of its head."""
+    first_stage: Share = 0.9
+    """Share of the mean attention, that of the window included, whose entries are kept before any other."""
+
+    def minimum_entries(self) -> int:
+        """The window and one entry to choose."""
+        return self.window + 1
+
+    def layer(self, index: int) -> LayerKV:
+        """A store that also keeps the last queries, for heads with unequal numbers of entries."""
+        return LayerKV(queries=self.window, ragged=True)
+
+    def score(self, kv: LayerKV, step: Step) -> Tensor:
+        """Risk times share of the projected values; infinite for the window and the first stage. [B, H_kv, n]"""
+        assert kv.recent_queries is not None
+        entries = self.entries_in(step.layer, step.window)
+        before = max(0, kv.n - kv.recent_queries.shape[2])
+        if entries is None or not before:
+            return protect_last(torch.zeros(kv.keys.shape[:3], device=kv.keys.device), self.window)
+        risks, means, masses = [], [], []
+        for head in range(kv.keys.shape[1]):  # one KV head at a time, to bound the memory
+            weights = window_weights_of(kv.recent_queries, kv, step, slice(head, head + 1))
+            every = torch.cat(list(weights), dim=-1)[:, 0]  # [B, G, w, n]
+            risks.append(self.risk(every[..., :before]))
+            means.append(every[..., :before].mean((1, 2)))
+            masses.append(every[..., before:].sum(-1).mean((1, 2)))
+        risk, mean = torch.stack(risks, dim=1), torch.stack(means, dim=1)  # [B, H_kv, before]
+        norms = projected_norm(kv.values[:, :, :before], step, self.card.name)
+        risk = risk * norms / norms.sum(-1, keepdim=True)
+        window_mass = torch.stack(masses, dim=1).mean(1)  # [B]
+        first = count_first(mean, self.first_stage - window_mass).clamp_max(entries - self.window)
+        scores = torch.full(kv.keys.shape[:3], torch.inf, device=kv.keys.device)
+        scores[..., :before] = risk.masked_fill(best_by_head(mean, first), torch.inf)
+        return protect_last(scores, self.window)
+
+    def risk(self, weights: Tensor) -> Tensor:
+        """Pooled weights, aggregated over queries and heads of the group, with a floor. [B, G, w, n] -> [B, n]"""
+        pooled = F.avg_pool1d(weights.flatten(0, 2)[:, None], self.kernel, stride=1, padding=self.kernel // 2)
+        smooth = pooled[:, 0].view_as(weights)
+        tiny = torch.finfo(torch.float32).tiny
+        smooth = smooth * weights.sum(-1, keepdim=True) / smooth.sum(-1, keepdim=True).clamp_min(tiny)
+        risk = smooth.amax((1, 2)) if self.aggregate == "max" else smooth.mean((1, 2))
+        return torch.maximum(risk, risk.mean(-1, keepdim=True)) if self.prior else risk
+
+
+def count_first(mean: Tensor, share: Tensor) -> Tensor:
+    """Entries of each head whose mean attention, in descending order, adds up to less than a share. [B, H_kv]
+
+    mean: [B, H_kv, n]. share: [B].
+    """
+    ordered = mean.sort(dim=-1, descending=True).values
+    reached = (ordered / ordered.sum(-1, keepdim=True)).cumsum(-1)
+    return (reached < share[:, None, None]).sum(-1)
+
+
+@dataclass(frozen=True)
+class DefensiveKV(HeadAllocation, DefensiveScores):
+    """Keeps the layer's entries with the highest risk in any head, and the observation window."""
+
+    floor: Share = 0.0
+    """Share of the budget that every head gets before the rest is divided."""
+
+    card: ClassVar[Card] = Card(
+        name="defensivekv",
+        title="Taming the Fragility of KV Cache Eviction in LLM Inference",
+        idea="The mean attention of the last queries misses entries that one of them needs badly. "
+        "The score is the most attention from any query, at least the mean of all entries, times the projected value.",
+        arxiv="2510.13334",
+        year=2025,
+        family="allocation",
+        stages=("compression",),
+        budget=BudgetKind.STORED,
+        paper_budget="20%",
+        heads="pooled",
+        upstream=UPSTREAM,
+        deviations=DEVIATIONS,
+        limits=LIMITS,
+    )
+
+
+@dataclass(frozen=True)
+class LayerDefensiveKV(SharedBudgetMethod, DefensiveScores):
+    """Keeps the entries with the highest risk in any head of any layer, and the observation window."""
+
+    card: ClassVar[Card] = Card(
+        name="layer-defensivekv",
+        title="Taming the Fragility of KV Cache Eviction in LLM Inference (Layer-DefensiveKV)",
+        idea="DefensiveKV's scores can be compared between layers, since projected values are shares of the head. "
+        "One budget is filled with the entries with the highest risk in any head of any layer.",
+        arxiv="2510.13334",
+        year=2025,
+        family="allocation",
+        stages=("compression",),
+        budget=BudgetKind.STORED,
+        paper_budget="20%",
+        heads="pooled",
+        upstream=UPSTREAM,
+        deviations=(*DEVIATIONS, "Layers with a sliding window keep an equal share of it each, as DefensiveKV does."),
+        limits=(*LIMITS, "Every layer is stored whole until the last one is scored, so the peak does not fall."),
+    )
+
+    def select(self, kv: LayerKV, scores: Tensor, entries: int) -> None:
+        """Keep the best entries of a sliding layer, in unequal numbers per head."""
+        keep_best([kv], [scores], entries)
+
+    def end_of_layer(self, layers: Sequence[LayerKV], step: Step) -> None:
+        """Keep the best entries of all layers, after the last one that shares the budget."""
+        seen = self.scored(layers, step)
+        if self.pooled is not None and self.rows is not None and len(seen) == len(self.pooled):
+            keep_best(seen, [x.state.pop("score") for x in seen], self.rows)
