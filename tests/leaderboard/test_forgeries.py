@@ -12,11 +12,15 @@ from typing import Any
 
 import pytest
 
+from kvbench.leaderboard.submission import repository
+from kvbench.leaderboard.submission.deliver import put_in_folder
 from kvbench.leaderboard.submission.records import MANIFEST, RESULT, SAMPLES
+from kvbench.leaderboard.submission.repository import Repository
 from kvbench.leaderboard.verification import replay
+from kvbench.leaderboard.verification.verify import verify
 from kvbench.runs.journal import AgreementPart, Line
 
-from .conftest import GPU, edit, edit_spec, on_gpu, repack
+from .conftest import GPU, edit, edit_spec, on_gpu, repack, scale_times
 
 Change = Callable[[Line], dict[str, Any]]
 
@@ -246,3 +250,47 @@ def test_a_context_beyond_the_model_is_refused_before_any_prompt_is_made(snapkv,
     monkeypatch.setattr(replay, "make_examples", make)
     found = check(edit_spec(snapkv.files, lambda x: x["task"].update(length=1 << 21)))
     assert found["refused"].startswith("model: mini supports 8192 tokens, and its contexts and turns need 2097152")
+
+
+@pytest.fixture
+def published(snapkv, tmp_path) -> Repository:
+    """A repository that holds the honest run, by ada."""
+    put_in_folder(snapkv.files, snapkv.bundle.manifest, tmp_path)
+    return Repository([tmp_path])
+
+
+def by_eve(files: dict[str, bytes]) -> dict[str, bytes]:
+    return in_manifest(submitter="eve")(files)
+
+
+@pytest.mark.parametrize(("factor", "outcome", "reason"), [
+    (lambda _: 1 + 1e-9, "refused", "by ada by one factor, within"),
+    (lambda _: 0.9, "refused", "by ada by one factor, within"),
+    (lambda x: 1 + 1e-4 * (x.index + x.turn), "refused", "by ada by one factor, within"),
+    (lambda x: 1 + 4e-3 * (x.index + x.turn), "flag", "by ada by one factor, within 0."),
+    (lambda x: 1 - 0.05 * (x.index + x.turn), "ok", "differs from 1 other runs"),
+], ids=["tiny", "constant", "small noise", "noise", "another run"])
+def test_times_with_one_factor_between_them_are_a_copy(snapkv, published, factor, outcome, reason):
+    """Whatever else was changed; a repeated run has other times."""
+    files = by_eve(snapkv.with_lines(lambda _, x: scale_times(x, factor(x))))
+    copies = verify(files, published).conclude().checks[-1]
+    assert (copies.name, copies.outcome) == ("copies", outcome) and reason in copies.reason
+
+
+@pytest.mark.parametrize("mended", [0, 1])
+def test_wrong_answers_of_another_method_are_flagged(snapkv, runs, published, monkeypatch, mended):
+    """Even with other times, and with one answer mended."""
+    monkeypatch.setattr(repository, "MIN_SHARED_ERRORS", 1)
+    wrong = [i for i, x in enumerate(snapkv.bundle.lines) if x.score == 0][:mended]
+    names = ("prediction", "ids", "score", "scores", "tokens", "stop_reason")
+    right = runs["full"].bundle.lines
+
+    def copy(number: int, x: Line) -> Line:
+        answer = {name: getattr(right[number], name) for name in names} if number in wrong else {}
+        steps = {"times": x.times.model_copy(update={"steps": answer["tokens"].generated - 1})} if answer else {}
+        return scale_times(x.model_copy(update={**answer, **steps}), 1 - 0.05 * (x.index + x.turn))
+
+    files = edit_spec(by_eve(snapkv.with_lines(copy)), lambda x: x["method"]["settings"].update(pool="avg"))
+    left = sum(x.score == 0 for x in snapkv.bundle.lines) - mended
+    copies = verify(files, published).conclude().checks[-1]
+    assert (copies.outcome, f"{left} of its {left} wrong answers equal" in copies.reason) == ("flag", True)

@@ -13,7 +13,7 @@ from kvbench.leaderboard.submission.deliver import put_in_folder
 from kvbench.leaderboard.submission.records import MANIFEST, RESULT
 from kvbench.leaderboard.submission.repository import Repository
 
-from .conftest import edit, edit_spec, later, make_run, on_gpu
+from .conftest import edit, edit_spec, make_run, on_gpu
 
 
 def test_an_honest_run_reaches_l0(snapkv, check):
@@ -296,24 +296,11 @@ def test_a_failed_run_is_flagged_and_has_no_score(snapkv, check):
     assert json.loads(files[RESULT])["score"]["mean"] is None
 
 
-def test_a_repeated_run_with_other_times_is_not_a_copy(snapkv, check, tmp_path):
-    put_in_folder(snapkv.files, snapkv.bundle.manifest, tmp_path)
-    assert check(later(snapkv, 0.001, "eve"), Repository([tmp_path]))["copies"] == "ok"
-
-
-def test_the_wrong_answers_of_another_method_are_flagged(snapkv, check, tmp_path, monkeypatch):
-    """Even with other times."""
-    monkeypatch.setattr(repository, "MIN_SHARED_ERRORS", 1)
-    put_in_folder(snapkv.files, snapkv.bundle.manifest, tmp_path)
-    files = edit_spec(later(snapkv, 0.001, "eve"), lambda x: x["method"]["settings"].update(pool="avg"))
-    assert check(files, Repository([tmp_path]))["copies"] == "flag"
-
-
 def test_fingerprints_of_choices_include_log_probabilities(snapkv):
     """With a single choice all methods give the same answer."""
 
     def weigh(value):
-        lines = [x.model_copy(update={"facts": {"logprobs": [[value]]}}) for x in snapkv.bundle.lines]
-        return repository.JournalFingerprint.of(replace(snapkv.bundle, lines=tuple(lines))).answers
+        lines = [x.model_copy(update={"score": 0.0, "facts": {"logprobs": [[value]]}}) for x in snapkv.bundle.lines]
+        return repository.JournalFingerprint.of(replace(snapkv.bundle, lines=tuple(lines))).wrong
 
     assert weigh(-1.0) == weigh(-1.0) != weigh(-2.0)

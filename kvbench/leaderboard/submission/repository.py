@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from kvbench.analysis.compare import name_protocol, name_questions
 from kvbench.leaderboard.submission.archive import find_bundles, read_files
@@ -16,10 +18,15 @@ from kvbench.leaderboard.verification.answers import LOGPROBS
 from kvbench.leaderboard.verification.lookup import is_known_full
 from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, refuse
 from kvbench.log import say
-from kvbench.runs.journal import Line
+from kvbench.runs.journal import Times
 
 MIN_SHARED_ERRORS = 10
-"""Wrong answers in common that two different methods do not reach by chance."""
+"""Fewer common wrong answers prove nothing."""
+SHARED_ERRORS = 0.95
+"""Share of common wrong answers; any two of the 240 curated runs on a CPU have at most 0.89."""
+MIN_TIMES = 8
+SPREAD_OF_COPIES, SPREAD_OF_DOUBTS = 0.001, 0.01
+"""Spread of the ratios of two runs' times: median deviation from their median. Two curated runs have 0.025 or more."""
 
 
 @dataclass(frozen=True)
@@ -61,27 +68,53 @@ class RunIdentity:
 
 @dataclass(frozen=True)
 class JournalFingerprint:
-    """Hashes that identify a journal."""
+    """The parts of a journal that a copy has in common with its original."""
 
-    answers: Mapping[int, str]
-    """Hash of each sample's answers: token ids, and log-probabilities of choices."""
+    wrong: Mapping[tuple[int, int], str]
+    """Hash of each wrong answer by sample and turn: token ids, and log-probabilities of choices.
+
+    Right answers are the same for every lossless method, so they prove no copy.
+    """
     times: frozenset[str]
     """Hash of each sample's times; no two runs share one."""
-    wrong: int
-    """Number of wrong answers. Right answers are the same for every lossless method, so they prove no copy."""
+    speeds: tuple[Mapping[tuple[int, int], float], ...]
+    """Logarithms of the seconds per decode step, and of those to the first token, by sample and turn."""
 
     @classmethod
     def of(cls, bundle: Bundle) -> JournalFingerprint:
         """Compute the fingerprint of a bundle's journal."""
         best = 1.0 if bundle.result.score.higher_is_better else 0.0
-        samples: dict[int, list[Line]] = {}
-        for line in bundle.lines:
-            samples.setdefault(line.index, []).append(line)
-        times = [[x.times.model_dump() for x in lines if x.times is not None] for lines in samples.values()]
+        samples: dict[int, list[Times]] = {}
+        steps, firsts = {}, {}
+        for x in bundle.lines:
+            if x.times is not None:
+                samples.setdefault(x.index, []).append(x.times)
+                if x.times.steps and x.times.decode_s > 0:
+                    steps[x.index, x.turn] = math.log(x.times.decode_s / x.times.steps)
+                if x.times.ttft_s > 0:
+                    firsts[x.index, x.turn] = math.log(x.times.ttft_s)
         return cls(
-            answers={i: _hash([(x.ids, x.facts.get(LOGPROBS)) for x in lines]) for i, lines in samples.items()},
-            times=frozenset(_hash(x) for x in times if x), wrong=sum(x.score != best for x in bundle.lines),
+            wrong={
+                (x.index, x.turn): _hash([x.ids, x.facts.get(LOGPROBS)])
+                for x in bundle.lines if x.score is not None and x.score != best
+            },
+            times=frozenset(_hash([x.model_dump() for x in times]) for times in samples.values()),
+            speeds=(steps, firsts),
         )
+
+    def count_shared(self, other: JournalFingerprint) -> int:
+        """Number of wrong answers that both have."""
+        return sum(other.wrong.get(place) == found for place, found in self.wrong.items())
+
+    def find_spread(self, other: JournalFingerprint) -> float:
+        """Smallest spread of the ratios of the two runs' times; infinite if there are too few."""
+        spreads = [math.inf]
+        for ours, theirs in zip(self.speeds, other.speeds, strict=True):
+            ratios = [ours[x] - theirs[x] for x in ours.keys() & theirs.keys()]
+            if len(ratios) >= MIN_TIMES:
+                middle = median(ratios)
+                spreads.append(median(abs(x - middle) for x in ratios))
+        return min(spreads)
 
 
 class Repository:
@@ -111,25 +144,32 @@ class Repository:
         return ok("baseline", f"{best}{apart}")
 
     def check_copies(self, bundle: Bundle) -> Check:
-        """Refuse a run with the times of another; flag one that repeats another method's wrong answers."""
+        """Refuse a run with the times of another; flag one with its wrong answers, or with times too much like its."""
         identity, fingerprint = RunIdentity.of(bundle), JournalFingerprint.of(bundle)
         others = [
             (x, self._read(path)) for path, x in self._runs.items()
             if x.prompts == identity.prompts and (x.run_id, x.submitter) != (identity.run_id, identity.submitter)
         ]
+        doubts = []
         for x, other in others:
+            spread = fingerprint.find_spread(other)
             if other.times & fingerprint.times:
                 return refuse("copies", f"its times equal those of {x}: it is a copy")
-        for x, other in others:
-            common = fingerprint.answers.keys() & other.answers.keys()
-            if not common or any(fingerprint.answers[i] != other.answers[i] for i in common):
-                continue
-            if x.method == identity.method:
-                return ok("copies", f"its answers equal those of {x}, its times do not: it repeats that run")
-            if min(fingerprint.wrong, other.wrong) >= MIN_SHARED_ERRORS:
-                return flag(
-                    "copies", f"its answers, {fingerprint.wrong} of them wrong, equal those of {x}, another method"
+            if spread < SPREAD_OF_DOUBTS:
+                alike = f"its times differ from those of {x} by one factor, within {spread:.1g}"
+                if spread < SPREAD_OF_COPIES:
+                    return refuse("copies", f"{alike}: it is a copy")
+                doubts.append(alike)
+            shared = fingerprint.count_shared(other)
+            if (
+                x.method != identity.method and shared >= MIN_SHARED_ERRORS
+                and shared >= SHARED_ERRORS * min(len(fingerprint.wrong), len(other.wrong))
+            ):
+                doubts.append(
+                    f"{shared} of its {len(fingerprint.wrong)} wrong answers equal those of {x}, another method"
                 )
+        if doubts:
+            return flag("copies", doubts[0])
         return ok("copies", f"differs from {len(others)} other runs on the same prompts")
 
     def _read(self, path: Path) -> JournalFingerprint:
@@ -138,7 +178,7 @@ class Repository:
                 self._fingerprints[path] = JournalFingerprint.of(open_bundle(read_files(path)))
             except RefusedError as error:
                 say(f"{path} is ignored: {error}.")
-                self._fingerprints[path] = JournalFingerprint({}, frozenset(), 0)
+                self._fingerprints[path] = JournalFingerprint({}, frozenset(), ({}, {}))
         return self._fingerprints[path]
 
 
