@@ -9,8 +9,10 @@ from pydantic import Field
 from kvbench.runs.journal import Agreement, CacheBytes
 from kvbench.runs.schema import SCHEMA_VERSION
 from kvbench.runs.spec import History, ModelSpec, Record, RunSpec, TaskSpec, Visibility
-from kvbench.runs.stats import IntervalMethod
 from kvbench.task import Mode
+
+IntervalMethod = Literal["bootstrap", "exact"]
+"""`bootstrap`: of every score, in results of kvbench 0.1. `exact`: `find_interval` of kvbench/runs/stats.py."""
 
 
 class TurnScore(Record):

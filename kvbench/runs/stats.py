@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from kvbench.runs.results import IntervalMethod
 
 DRAWS = 2000
 """Bootstrap resamples."""
 CONFIDENCE = 0.95
 
-IntervalMethod = Literal["bootstrap", "exact"]
-"""`bootstrap`: of every score, in results of kvbench 0.1. `exact`: `find_interval`."""
 INTERVAL: IntervalMethod = "exact"
 """The method of new results."""
 

@@ -15,6 +15,7 @@ from kvbench.runs.results import (
     DiffusionResult,
     EffectResult,
     Environment,
+    IntervalMethod,
     Kernels,
     Latency,
     MemoryResult,
@@ -26,7 +27,7 @@ from kvbench.runs.results import (
 )
 from kvbench.runs.schema import in_16_bits
 from kvbench.runs.spec import RunSpec
-from kvbench.runs.stats import INTERVAL, IntervalMethod, find_interval, quantile
+from kvbench.runs.stats import INTERVAL, find_interval, quantile
 from kvbench.task import Scorer
 
 
