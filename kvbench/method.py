@@ -59,6 +59,8 @@ class Card(BaseModel):
     stages: tuple[str, ...]
     """SCBench's stages of the cache that it changes: generation, compression, retrieval, loading."""
     budget: BudgetKind
+    calibration: str | None = None
+    """What is measured on the model, or trained, before a run; None: nothing."""
     paper_budget: str | None = None
     """The budget that `--budget paper` uses."""
     heads: Literal["independent", "pooled", "indexed"]

@@ -34,7 +34,7 @@ Kind = Literal["method", "task"]
 BASES: dict[Kind, type] = {"method": Method, "task": Task}
 MARKS: dict[Kind, str] = {"method": "card", "task": "name"}
 """The class variable that a listed class must have; abstract base classes have none."""
-FACTS = ("title", "arxiv", "year", "budget", "models", "summary", "needs")
+FACTS = ("title", "arxiv", "year", "budget", "calibration", "models", "summary", "needs")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvbench.task import Task
 
 WHAT = ("methods", "tasks", "models", "suites")
+METHOD_COLUMNS = ("name", "year", "arxiv", "budget", "calibration", "title")
 
 
 def list_command(
@@ -36,6 +37,9 @@ def list_command(
             print_table(heading, ("name", "summary"), [
                 (", ".join([x["name"], *x["aliases"]]), _text(x["summary"])) for x in tasks
             ])
+    elif what == "methods":
+        for family, methods in groupby(sorted(found, key=_family), _family):
+            print_table(family, METHOD_COLUMNS, [[_text(x[key]) for key in METHOD_COLUMNS] for x in methods])
     else:
         columns = list(dict.fromkeys(key for x in found for key in x))
         print_table("", columns or ["name"], [[_text(x.get(key)) for key in columns] for x in found])
@@ -110,6 +114,12 @@ def _heading(task: dict[str, Any]) -> str:
     return f"{task['suite']}: needs {task['needs']}" if task["needs"] else str(task["suite"])
 
 
+def _family(method: dict[str, Any]) -> str:
+    """Heading of a table of methods: their family, and the kind of model where it is not autoregressive."""
+    family = str(method["family"])
+    return family if method["models"] in ("autoregressive", family) else f"{family} ({method['models']} models)"
+
+
 def _find(what: str) -> list[dict[str, Any]]:
     from kvbench.downloads.sources import list_added
     from kvbench.registry import list_architectures, list_entries, list_models
@@ -117,8 +127,8 @@ def _find(what: str) -> list[dict[str, Any]]:
     if what == "methods":
         return [
             {"name": x.name, "family": x.facts.get("family"), "models": x.models,
-             "budget": x.facts.get("budget"), "year": x.facts.get("year"), "arxiv": x.facts.get("arxiv"),
-             "title": x.facts.get("title")}
+             "budget": x.facts.get("budget"), "calibration": x.facts.get("calibration"), "year": x.facts.get("year"),
+             "arxiv": x.facts.get("arxiv"), "title": x.facts.get("title")}
             for x in list_entries("method")
         ]
     if what == "tasks":

@@ -46,6 +46,7 @@ class QFilter(ScoredMethod):
         family="eviction",
         stages=("compression",),
         budget=BudgetKind.STORED,
+        calibration="query directions, in one pass",
         heads="independent",
         upstream=Upstream(repo="NVIDIA/kvpress", commit="8bb29b9", license="Apache-2.0"),
         deviations=(

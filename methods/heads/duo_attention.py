@@ -43,6 +43,7 @@ class DuoAttention(HeadMethod):
         family="heads",
         stages=("compression",),
         budget=BudgetKind.STORED,
+        calibration="head profile, or trained gates",
         paper_budget="a share `sparsity` of the heads keeps `sinks` and `recent` entries, the others keep every entry",
         heads="indexed",
         upstream=Upstream(repo="mit-han-lab/duo-attention", commit="03dca842639c64ed0d0daf9042da845cdea44637",

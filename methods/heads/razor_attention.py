@@ -39,6 +39,7 @@ class RazorAttention(HeadMethod):
         family="heads",
         stages=("compression",),
         budget=BudgetKind.STORED,
+        calibration="head profile",
         paper_budget="15 % of the heads keep every entry, the others `sinks` + max(buffer, length / compression)",
         heads="indexed",
         upstream=None,

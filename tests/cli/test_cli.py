@@ -298,6 +298,19 @@ def test_a_failed_run_has_no_difference(kvbench, arguments, tmp_path):
     assert "acted in 0 of 4 samples" in answer.err
 
 
+def test_methods_are_listed_by_family(kvbench):
+    """A table for each family, with the year, the paper, what a budget counts, and what is measured before a run."""
+    answer = kvbench("list", "methods", "--json")
+    assert answer.code == 0
+    found = {x["name"]: x for x in answer.json}
+    assert found["qfilter"]["calibration"] == "query directions, in one pass"
+    assert found["snapkv"]["calibration"] is None
+    assert (found["quest"]["family"], found["quest"]["budget"]) == ("retrieval", "read")
+    table = kvbench("list", "methods").out
+    headings = [line.strip() for line in table.splitlines() if line[:1].isalpha()]
+    assert headings == sorted({x["family"] for x in found.values()})
+
+
 def test_ctrl_c_outside_of_a_run_is_reported(kvbench, monkeypatch):
     """With every version of typer."""
     def interrupted(kind):
