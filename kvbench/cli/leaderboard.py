@@ -59,12 +59,12 @@ def rerun_command(
     *,
     share: Annotated[
         str | None,
-        typer.Option(help="Share of samples to run again: 10% (L1) or 100% (L2); default: 10%, 0 with --hidden-seed."),
+        typer.Option(help="Share of samples to run again: 10% (L1), 100% (L2); default: 10%; with --hidden-seed 100%."),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed that selects the samples; default: random.")] = None,
     hidden_seed: Annotated[
         str | None,
-        typer.Option(metavar="FILE|env:NAME", help="Secret seed: also run new samples generated from it (L3)."),
+        typer.Option(metavar="FILE|env:NAME", help="Secret seed: also run new contexts generated from it (L3)."),
     ] = None,
     results: Results = None,
     write: Write = False,
@@ -82,8 +82,10 @@ def rerun_command(
     _check_paths([path, *(results or [])])
     if seed is not None:
         check_number("seed", seed, 0, MOST_SEED)
-    wanted = read_share(share or "10%") if share is not None or hidden_seed is None else None
+    wanted = read_share(share or ("10%" if hidden_seed is None else "100%"))
     secret = None if hidden_seed is None else read_secret(hidden_seed)
+    if secret is not None and wanted < 1:
+        raise UserError(f"--share {share} is too little for --hidden-seed: L3 includes L2. Leave --share out.")
     options = RerunOptions(wanted, secrets.randbits(32) if seed is None else seed, secret)
     found = verify(path, Repository(results or [path]))
     rerun_levels(found, options, show_progress)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
+from kvbench.leaderboard.submission.bundle import open_bundle
 from kvbench.leaderboard.submission.deliver import put_in_folder
 from kvbench.leaderboard.submission.records import RerunResult
 from kvbench.leaderboard.submission.repository import Repository
 from kvbench.leaderboard.verification import fresh_seed, levels
-from kvbench.leaderboard.verification.fresh_seed import _permutation_p
+from kvbench.leaderboard.verification.fresh_seed import _permutation_p, count_contexts, run_fresh_seed
 from kvbench.leaderboard.verification.levels import RerunOptions, rerun_levels
 from kvbench.leaderboard.verification.lookup import UnverifiableError
 from kvbench.leaderboard.verification.rerun import _check_agreement
 from kvbench.leaderboard.verification.rerun_job import load_rerun_model, prepare_rerun
 from kvbench.leaderboard.verification.verify import verify
+from kvbench.registry import find_method
 from kvbench.runs.progress import show_progress
 
 from .conftest import edit_spec, on_gpu
@@ -35,7 +38,8 @@ def verify_with():
 
     def record(files, share=None, secret=None):
         found = verify(files, Repository())
-        rerun_levels(found, RerunOptions(share, 0, secret), show_progress)
+        if share is not None:
+            rerun_levels(found, RerunOptions(share, 0, secret), show_progress)
         return found.conclude()
 
     return record
@@ -156,7 +160,9 @@ def test_a_changed_stop_token_is_refused_by_a_rerun(snapkv, verify_with):
 
 
 def test_a_rerun_opens_no_file_of_the_submitter(snapkv):
-    gated = {"name": "duo-attention", "settings": {"gates": "/etc/passwd", "gates_sha256": "0" * 64}}
+    version = find_method("duo-attention").card.version
+    settings = {"gates": "/etc/passwd", "gates_sha256": "0" * 64}
+    gated = {"name": "duo-attention", "version": version, "settings": settings}
     spec = snapkv.bundle.spec
     spec = spec.model_copy(update={"method": spec.method.model_copy(update=gated)})
     with pytest.raises(UnverifiableError, match="setting gates of duo-attention may name a file of the submitter"):
@@ -171,17 +177,44 @@ def test_the_rerun_uses_the_installed_model_of_that_name(snapkv):
 
 
 def test_a_fresh_seed_gives_l3_and_stays_secret(snapkv, verify_with, monkeypatch):
-    """Neither secret nor seed is written to the record."""
+    """Neither secret nor seed is written to the record. The rerun before it is not made twice here."""
     seeds = []
-    original = fresh_seed.prepare_rerun
-    monkeypatch.setattr(fresh_seed, "prepare_rerun", lambda *x: seeds.append(x[2]) or original(*x))
-    record = verify_with(snapkv.files, None, SECRET)
-    assert record.level == "L3" and record.hidden is not None
+    prepare = fresh_seed.prepare_rerun
+    monkeypatch.setattr(fresh_seed, "prepare_rerun", lambda spec, *x: seeds.append(spec.seed) or prepare(spec, *x))
+    monkeypatch.setattr(fresh_seed, "count_contexts", lambda *_, **__: 4)
+    record = verify_with(snapkv.files, 1.0, SECRET)
+    assert record.level == "L3" and record.hidden is not None and record.rerun.share == 1
     assert record.hidden.submitted_mean == snapkv.bundle.result.score.mean
     assert 0.01 <= record.hidden.p_value <= 1
     written = record.model_dump_json()
     assert len(seeds) == 1 and seeds[0] != snapkv.bundle.spec.seed
     assert SECRET not in written and str(seeds[0]) not in written
+
+
+def test_a_refused_rerun_ends_before_the_fresh_seed(forged, verify_with, monkeypatch):
+    monkeypatch.setattr(levels, "run_fresh_seed", lambda *_: pytest.fail("the fresh seed was run"))
+    record = verify_with(forged, 1.0, SECRET)
+    assert (record.level, record.hidden) == (None, None)
+
+
+@pytest.mark.parametrize(("scores", "contexts"), [
+    ([1.0] * 4, 6),  # C(4 + 6, 4) = 210 orders, of which one is as extreme
+    ([0.5] * 4, 6), ([1.0, 1.0, 0.0, 0.0], 46), ([1.0] * 20, 20),
+])
+def test_the_fresh_seed_has_power_against_a_wholly_false_sheet(scores, contexts):
+    """The permutation test refuses these scores if the method gets all of the new contexts wrong, and only then."""
+    assert count_contexts(scores, higher_is_better=True) == contexts
+    assert _permutation_p(scores, [0.0] * contexts) < fresh_seed.ALPHA
+    if contexts > len(scores):
+        fewer = contexts - 1
+        k = sum(x > 0 for x in scores)
+        assert math.comb(len(scores), k) / math.comb(len(scores) + fewer, k) >= fresh_seed.ALPHA / 2
+
+
+@pytest.mark.parametrize("scores", [[0.0] * 20, [1.0] + [0.0] * 19, [1.0]])
+def test_scores_that_no_new_contexts_can_refute_have_no_l3(scores):
+    with pytest.raises(UnverifiableError, match=r"(could not refute them|it has one context)"):
+        count_contexts(scores, higher_is_better=True)
 
 
 def test_permutation_p_values_of_small_cases():
@@ -193,13 +226,18 @@ def test_permutation_p_values_of_small_cases():
     assert _permutation_p([1.0] * 40, [1.0] * 39 + [0.0]) > 0.4
 
 
-@pytest.mark.slow
-def test_a_significantly_worse_fresh_mean_is_refused(forged, verify_with, monkeypatch):
-    """Few contexts have no power, so the p-value is set to that of 40."""
-    monkeypatch.setattr(fresh_seed, "_permutation_p", lambda *_: 0.001)
-    record = verify_with(forged, None, SECRET)
-    assert (record.level, record.hidden.submitted_mean) == (None, 1.0)
-    assert "does not hold on new examples" in record.checks[-1].reason
+def test_a_wholly_false_answer_sheet_of_four_contexts_is_refused(snapkv, forged, monkeypatch):
+    """Even if it passes the rerun: its right answers do not hold on new contexts."""
+    def fail(job, wanted, progress):
+        del job, progress
+        lines = forged_bundle.lines
+        return [x.model_copy(update={"index": i, "score": 0.0}) for i in wanted for x in lines if x.index == 0]
+
+    forged_bundle = open_bundle(forged)
+    monkeypatch.setattr(fresh_seed, "rerun_samples", fail)
+    hidden, check = run_fresh_seed(forged_bundle, snapkv.job.model, SECRET, show_progress)
+    assert (hidden.samples, hidden.submitted_mean, check.outcome) == (6, 1.0, "refused")
+    assert "does not hold on new examples" in check.reason
 
 
 def test_rerun_on_the_command_line(kvbench, snapkv, tmp_path):
@@ -222,9 +260,11 @@ def test_samples_are_drawn_with_a_random_seed(kvbench, snapkv):
     (["--share", "0%"], "--share 0% must be a percentage above 0%"),
     (["--share", "101%"], "--share 101% must be a percentage above 0%"),
     (["--share", "nan%"], "--share nan% must be a percentage above 0%"),
+    (["--share", "50%", "--hidden-seed", "env:LONG"], "--share 50% is too little for --hidden-seed: L3 includes L2"),
     (["--hidden-seed", "/no/file"], "--hidden-seed /no/file cannot be read"),
     (["--hidden-seed", "env:SHORT"], "--hidden-seed env:SHORT holds fewer than 16 characters"),
 ])
-def test_invalid_options_are_user_errors(kvbench, snapkv, options, reason):
+def test_invalid_options_are_user_errors(kvbench, snapkv, options, reason, monkeypatch):
+    monkeypatch.setenv("LONG", SECRET)
     done = kvbench("leaderboard", "rerun", snapkv.folder, *options)
     assert (done.code, reason in done.err) == (2, True)

@@ -12,6 +12,8 @@ from kvbench.leaderboard.submission.bundle import open_bundle
 from kvbench.leaderboard.submission.deliver import put_in_folder
 from kvbench.leaderboard.submission.records import MANIFEST, RESULT
 from kvbench.leaderboard.submission.repository import Repository
+from kvbench.leaderboard.verification.verify import verify
+from kvbench.registry import find_method
 
 from .conftest import edit, edit_spec, make_run, on_gpu
 
@@ -222,12 +224,13 @@ def test_unknown_names_and_paths_are_not_followed_and_not_verified(snapkv, check
 def test_a_file_named_by_a_setting_is_not_read(snapkv, check, tmp_path):
     """Some methods read such files in their constructor."""
     (tmp_path / "gates.tsv").write_text("secret")
-    files = edit_spec(snapkv.files, lambda x: x["method"].update(
-        name="duo-attention", family="heads", settings={"gates": str(tmp_path / "gates.tsv")},
-    ))
-    files = edit(files, RESULT, lambda x: x["method"]["card"].update(name="duo-attention", family="heads"))
-    found = check(files)
-    assert (found["method"], found["refused"]) == ("flag", "")
+    stated = {"name": "duo-attention", "version": find_method("duo-attention").card.version, "family": "heads"}
+    settings = {"gates": str(tmp_path / "gates.tsv")}
+    files = edit_spec(snapkv.files, lambda x: x["method"].update(**stated, settings=settings))
+    found = verify(edit(files, RESULT, lambda x: x["method"]["card"].update(stated)), Repository()).conclude()
+    method = next(x for x in found.checks if x.name == "method")
+    assert (method.outcome, "setting gates of duo-attention may name a file" in method.reason) == ("flag", True)
+    assert not found.refused
 
 
 def test_other_weights_under_the_same_name_are_flagged(snapkv, check):

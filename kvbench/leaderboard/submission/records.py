@@ -24,9 +24,9 @@ LEVELS: dict[Level, str] = {
     "L0": "answers rescored on regenerated prompts",
     "L1": "a random share of its samples rerun",
     "L2": "all of its samples rerun",
-    "L3": "run on new examples under a secret seed",
+    "L3": "all of its samples rerun, and new examples run under a secret seed",
 }
-"""Meaning of each level, as badges show it."""
+"""Meaning of each level, as badges show it; each includes those above it in this list."""
 Outcome = Literal["ok", "flag", "refused"]
 Handle = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?$")]
 """ASCII letters only, so that no name can imitate another."""
@@ -115,9 +115,9 @@ class FreshSeedResult(Record):
 
     samples: int
     submitted_mean: float
-    submitted_ci95: tuple[float, float]
+    submitted_ci95: tuple[float, float] | None
     mean: float
-    ci95: tuple[float, float]
+    ci95: tuple[float, float] | None
     p_value: float
     """One-sided permutation test: probability of a fresh mean this much worse by chance."""
 

@@ -1,9 +1,14 @@
-"""Level L3: runs the spec on new examples under a secret seed, and compares the mean with the submitted one."""
+"""Level L3: runs the spec on new examples under a secret seed, and compares the mean with the submitted one.
+
+It runs as many contexts as it takes to refute a wholly false answer sheet: one whose method gets everything wrong.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -27,40 +32,68 @@ ALPHA = 0.01
 """Significance level: a fresh mean that is worse with a smaller p-value refutes the submitted one."""
 RESAMPLES = 9_999
 BATCH = 100
+MAX_CONTEXTS = 1_000
+"""Most contexts that a fresh seed runs."""
 
 
-def run_fresh_seed(bundle: Bundle, model: Model, secret: str, progress: Progress) -> tuple[FreshSeedResult, Check]:
-    """Run as many samples under a seed derived from the secret, and compare the means.
+def run_fresh_seed(
+    bundle: Bundle, model: Model, secret: str, show_progress: Callable[[int], AbstractContextManager[Progress]]
+) -> tuple[FreshSeedResult, Check]:
+    """Run new contexts under a seed derived from the secret, and compare the means.
 
     Raises:
-        UnverifiableError: it cannot run here, or the task has the same examples under every seed.
+        UnverifiableError: it cannot run here, the task has the same examples under every seed, or no number of contexts
+            could refute the score.
         RefusedError: the run differs from the submission, its samples fail, or its mean is significantly worse.
     """
     score = bundle.result.score
-    if score.mean is None or score.ci95 is None:
-        raise UnverifiableError("it has no score with an interval to compare with")
+    if score.mean is None:
+        raise UnverifiableError("it has no score to compare with")
+    submitted = _context_means(bundle.lines)
+    contexts = count_contexts(submitted, higher_is_better=score.higher_is_better)
     seed = int.from_bytes(hashlib.sha256(secret.encode()).digest()[:4]) >> 1
-    job, _ = prepare_rerun(bundle.spec, model, seed)
+    job, _ = prepare_rerun(bundle.spec.model_copy(update={"seed": seed, "samples": contexts}), model)
     _, _, encoded = next(make_examples(job, [0]))
     if encoded.prompt_hash == next(x.prompt_hash for x in bundle.lines if x.index == 0):
         raise UnverifiableError(f"the examples of {bundle.spec.task.name} are the same under every seed")
-    lines = rerun_samples(job, range(bundle.spec.samples), progress)
+    with show_progress(contexts) as progress:
+        lines = rerun_samples(job, range(contexts), progress)
     fresh = score_lines(job.scorer, lines, lambda x: x.score)
     if fresh.mean is None:
         failed = next(x.error for x in lines if x.error is not None)
         raise RefusedError("hidden", f"samples fail under a fresh seed: {quote(failed)}")
-    if fresh.ci95 is None:
-        raise UnverifiableError("its answers under a fresh seed do not vary, so their score has no interval")
     sign = 1 if score.higher_is_better else -1
-    p_value = _permutation_p(*([sign * x for x in _context_means(some)] for some in (bundle.lines, lines)))
+    p_value = _permutation_p(*([sign * x for x in some] for some in (submitted, _context_means(lines))))
     found = FreshSeedResult(
-        samples=bundle.spec.samples, submitted_mean=score.mean, submitted_ci95=score.ci95, mean=fresh.mean,
-        ci95=fresh.ci95, p_value=p_value,
+        samples=contexts, submitted_mean=score.mean, submitted_ci95=score.ci95, mean=fresh.mean, ci95=fresh.ci95,
+        p_value=p_value,
     )
-    stated = f"{score.mean:.3f} submitted, {fresh.mean:.3f} under a fresh seed (p = {p_value:.3f})"
+    stated = f"{score.mean:.3f} submitted, {fresh.mean:.3f} on {contexts} contexts of a fresh seed (p = {p_value:.3f})"
     if p_value < ALPHA:
         return found, refuse("hidden", f"{stated}: the score does not hold on new examples")
     return found, ok("hidden", stated)
+
+
+def count_contexts(submitted: Sequence[float], *, higher_is_better: bool) -> int:
+    """Contexts of a fresh seed that refute these scores if all of them get the worst score; at least as many as given.
+
+    The worst score is 0, or, where lower is better, worse than all of these. If k of n contexts are better than the
+    worst, chance alone puts all k among the submitted n of n + m with probability C(n, k) / C(n + m, k). Half of ALPHA
+    leaves room for the error of the random permutations.
+
+    Raises:
+        UnverifiableError: MAX_CONTEXTS are too few, or there is only one context to compare with.
+    """
+    n = len(submitted)
+    if n == 1:
+        raise UnverifiableError("it has one context, and a permutation needs two")
+    k = sum(x > 0 for x in submitted) if higher_is_better else n
+    for m in range(n, MAX_CONTEXTS + 1):
+        if math.comb(n, k) / math.comb(n + m, k) < ALPHA / 2:
+            return m
+    raise UnverifiableError(
+        f"{k} of {n} contexts score above the worst: {MAX_CONTEXTS} new contexts could not refute them"
+    )
 
 
 def _context_means(lines: Sequence[Line]) -> list[float]:

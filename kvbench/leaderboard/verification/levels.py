@@ -28,12 +28,12 @@ MIN_SECRET = 16
 class RerunOptions:
     """Which reruns to make."""
 
-    share: float | None
-    """Share of the samples; None: no rerun of samples."""
+    share: float
+    """Share of the samples."""
     seed: int
     """Draws the samples."""
     secret: str | None
-    """Determines the fresh seed; None: no run under a fresh seed."""
+    """Determines the fresh seed of L3, which includes L2; None: no run under a fresh seed."""
 
 
 def rerun_levels(
@@ -46,20 +46,19 @@ def rerun_levels(
     check = "rerun"
     try:
         model = load_rerun_model(bundle.spec)
-        if options.share is not None:
-            wanted = draw_samples(bundle.spec.samples, options.share, options.seed)
-            with show_progress(len(wanted)) as progress:
-                found.rerun, score, checks = rerun(bundle, model, wanted, options.seed, progress)
-            found.checks += checks
-            if not any(x.outcome == "refused" for x in checks):
-                found.score = score
+        wanted = draw_samples(bundle.spec.samples, options.share, options.seed)
+        with show_progress(len(wanted)) as progress:
+            found.rerun, score, checks = rerun(bundle, model, wanted, options.seed, progress)
+        found.checks += checks
+        if any(x.outcome == "refused" for x in checks):
+            return
+        found.score = score
         check = "hidden"
         if options.secret is not None:
-            with show_progress(bundle.spec.samples) as progress:
-                found.hidden, concluded = run_fresh_seed(bundle, model, options.secret, progress)
+            found.hidden, concluded = run_fresh_seed(bundle, model, options.secret, show_progress)
             found.checks.append(concluded)
     except UnverifiableError as error:
-        found.checks.append(flag(check, f"{error}: it was not rerun"))
+        found.checks.append(flag(check, f"not run: {error}"))
     except RefusedError as error:
         found.checks.append(error.check)
 

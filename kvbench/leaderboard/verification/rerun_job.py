@@ -51,8 +51,8 @@ def load_rerun_model(spec: RunSpec) -> Model:
         raise UnverifiableError(str(error)) from error
 
 
-def prepare_rerun(spec: RunSpec, model: Model, seed: int | None = None) -> tuple[Job, tuple[str, ...]]:
-    """Prepare the run, under its own seed or another; also returns the fields of its spec that differ here.
+def prepare_rerun(spec: RunSpec, model: Model) -> tuple[Job, tuple[str, ...]]:
+    """Prepare the run; also returns the fields of its spec that differ here.
 
     Raises:
         UnverifiableError: the method is not installed, a setting is a path, or this machine cannot run it.
@@ -61,11 +61,11 @@ def prepare_rerun(spec: RunSpec, model: Model, seed: int | None = None) -> tuple
     find_known_method(spec)
     with refusing_errors("rerun", "it cannot be rerun"):
         try:
-            job = prepare(write_request(spec if seed is None else spec.model_copy(update={"seed": seed})), model)
+            job = prepare(write_request(spec), model)
         except UserError as error:
             raise UnverifiableError(str(error)) from error
     differs = []
-    documents = [x.model_dump(mode="json", exclude={"seed"}) for x in (spec, job.spec)]
+    documents = [x.model_dump(mode="json") for x in (spec, job.spec)]
     for name, stated, found in differences(documents[0], documents[1]):
         if not name.startswith(MAY_DIFFER) and not (stated is None and name.startswith("method.settings.")):
             raise RefusedError("rerun", f"its {name} is {quote(stated)}, here it is {quote(found)}")

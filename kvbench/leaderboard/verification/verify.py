@@ -50,15 +50,15 @@ class Findings:
 
     @property
     def level(self) -> Level | None:
-        """Highest level reached."""
+        """Highest level reached; each includes those below."""
         reached = {x.name for x in self.checks if x.outcome == "ok"}
         if any(x.outcome == "refused" for x in self.checks) or not reached >= REQUIRED_FOR_L0:
             return None
-        if self.hidden is not None:
-            return "L3"
-        if self.rerun is not None:
-            return "L2" if self.rerun.share == 1 else "L1"
-        return "L0"
+        if self.rerun is None:
+            return "L0"
+        if self.rerun.share < 1:
+            return "L1"
+        return "L2" if self.hidden is None else "L3"
 
     def conclude(self) -> Verification:
         """Build the verification record."""
