@@ -15,7 +15,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 unexport PYTHONDONTWRITEBYTECODE  # without bytecode every process of the tests compiles all files again
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all lint bench site constraints
+.PHONY: help setup demo test test-slow test-all lint bench parity site constraints
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -53,6 +53,10 @@ bench: $(STAMP) ## Measure what the harness costs, and a decode step of each met
 	$(BIN)/python scripts/bench.py
 	$(ONE_THREAD) $(BIN)/kvbench bench --method all --method snapkv+adakv --method snapkv+kivi --model random:two-layers \
 		--length 16384 --chunk 2048 --timing step --budget 25% --out results/bench/cpu-2-cores-steps.json
+
+# kvpress needs an older transformers, so it gets an environment of its own in the user's cache.
+parity: $(STAMP) ## Compare kept entries and logits with kvpress's, and write docs/parity.md
+	$(ONE_THREAD) $(BIN)/python scripts/parity/run.py $(TORCH_INDEX)
 
 site: $(STAMP) ## Build the leaderboard from results/ into site/
 	$(BIN)/kvbench leaderboard build results -o site

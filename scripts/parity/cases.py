@@ -1,0 +1,102 @@
+"""What is compared: a line per comparison, with the settings of both sides. Imports neither kvbench nor kvpress."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+KVPRESS = "0.5.5"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The prompts of a model."""
+
+    length: int
+    """Tokens of a context; a multiple of 64, so that no budget below is a fraction of an entry."""
+    prompts: int
+
+
+MODELS = {"mini": Plan(512, 2), "smollm2-135m": Plan(256, 2)}
+
+GATES = "<gates>"
+"""Stands for a file of random gates, the same for both sides."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison."""
+
+    method: str
+    """kvbench's name."""
+    press: str | None
+    """A class of kvpress, of theirs.py, or one around another: `AdaKVPress(SnapKVPress)`. None: nothing to compare."""
+    settings: dict[str, str] = field(default_factory=dict)
+    options: dict[str, object] = field(default_factory=dict)
+    """Arguments of the press, of the inner one if there are two."""
+    budget: str = "25%"
+    ratio: str = "compression_ratio"
+    """The press's argument for the share that it removes; empty: it has none."""
+    eager: bool = False
+    """Whether the press reads the attention matrix."""
+    note: str = ""
+    """Who departs, and from what."""
+
+    @property
+    def name(self) -> str:
+        """The comparison, as the tables call it."""
+        return f"{self.method} / {self.press or 'none'}"
+
+
+SNAPKV = {"window": "32", "kernel": "7", "pool": "avg"}
+SNAP_PRESS = {"window_size": 32, "kernel_size": 7}
+
+CASES = (
+    Case("snapkv", "SnapKVPress", SNAPKV, SNAP_PRESS),
+    Case("snapkv", "GroupedSnapKV", {**SNAPKV, "pool": "max"}, SNAP_PRESS, note=(
+        "`GroupedSnapKV` pools as the grouped code of PyramidKV's authors does: the maximum, after the mean over the "
+        "query heads. kvpress has average pooling only. Neighbors then have equal scores, of which it keeps the first, "
+        "as kvbench does; torch's `topk`, which the authors call, may keep any.")),
+    Case("streaming-llm", "StreamingLLMPress", {"positions": "original"}),
+    Case("keydiff", "KeyDiffPress"),
+    Case("knorm", "KnormPress", note=(
+        "Equal tokens of the first layer have keys of equal norm. kvbench keeps the first of them; kvpress ranks them "
+        "by the rounding of their rotation, so that another machine may keep others.")),
+    Case("expected-attention", "ExpectedAttentionPress"),
+    Case("observed-attention", "ObservedAttentionPress", eager=True),
+    Case("h2o", "H2O", eager=True, note=(
+        "kvpress has no H2O. `H2O` sums the attention weights that `ObservedAttentionPress` reads, without dividing "
+        "them, and protects the last half of the budget. Eviction while decoding is not compared.")),
+    Case("tova", "TOVAPress", note=(
+        "`TOVAPress` always keeps the last token (kvpress/presses/tova_press.py says so); TOVA's authors and kvbench "
+        "do not.")),
+    Case("pyramidkv", "PyramidKVPress", {**SNAPKV, "window": "4"}, {**SNAP_PRESS, "window_size": 4}, note=(
+        "`PyramidKVPress.get_layer_budget` (kvpress/presses/pyramidkv_press.py) departs from the authors: it counts "
+        "the window in a layer's budget, which they add to it, and does not round down to integer steps. Where the "
+        "upper layers would get less than the window it gives every layer the same number, and says nothing.")),
+    Case("pyramidkv", "AuthorsPyramidKV", {**SNAPKV, "window": "4", "pool": "max"}, {**SNAP_PRESS, "window_size": 4},
+         note="`AuthorsPyramidKV` is `GroupedSnapKV` with the budgets of the authors' `PyramidKVCluster`."),
+    Case("adakv", "AdaKVPress(SnapKVPress)", SNAPKV, SNAP_PRESS, note=(
+        "`AdaKVPress` (kvpress/presses/adakv_press.py) departs from the authors: each head keeps its share `alpha` of "
+        "the budget, protected tokens included, and the rest goes to the layer's best entries. The authors mix the two "
+        "counts instead (`round(count * (1 - alpha) + floor)`), which gives heads with few top scores more entries. It "
+        "masks entries and frees none.")),
+    Case("adakv", "AuthorsAdaKV(GroupedSnapKV)", {**SNAPKV, "pool": "max"}, SNAP_PRESS, note=(
+        "`AuthorsAdaKV` allocates as the authors' `AdaptiveSnapKVCluster` does. They truncate the floor and round each "
+        "head's number, so that a layer may miss its budget by an entry per head; kvbench meets it.")),
+    Case("kvzip", "KVzipPress", note=(
+        "Three departures of kvpress/presses/kvzip_press.py from the authors. Without a chat template a line break, "
+        'not their "Answer: ", stands between prompt and repeat, and the first tokens are repeated, so that no sink '
+        "is in the softmax. With one, only the first `n_sink` tokens of its head are protected: the others have a "
+        "score of 0 and are the first to go.")),
+    Case("kvzip", "MatchedKVzip", note=(
+        "`MatchedKVzip` is `KVzipPress` with the authors' text between prompt and repeat, and with the protected "
+        "tokens of kvbench: the head of the chat template, or four sinks without one.")),
+    Case("duo-attention", "GivenDuoAttention", {"gates": GATES, "sparsity": "0.5", "sinks": "16", "recent": "64"},
+         {"head_compression_ratio": 0.5, "gates": GATES, "sink": 16, "recent": 64}, budget="paper", ratio="", note=(
+        "`GivenDuoAttention` is `DuoAttentionPress` with gates from a file. It masks entries and frees none, and its "
+        "windows do not slide while decoding.")),
+    Case("random", None, note=(
+        "Random numbers of two programs are not comparable. With a seed, `RandomPress` "
+        "(kvpress/presses/random_press.py) seeds a new generator in every layer, so all layers keep the same entries; "
+        "kvbench's layers differ.")),
+)

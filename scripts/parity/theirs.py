@@ -1,0 +1,222 @@
+"""kvpress's side: `python theirs.py FOLDER`, in an environment with kvpress, after ours.py; writes the same arrays.
+
+The presses below change kvpress's in one point each, which the note of their case names.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import kvpress
+import numpy as np
+import torch
+import transformers
+from cases import CASES, GATES, MODELS, Case
+from kvpress import AdaKVPress, DuoAttentionPress, KVzipPress, ObservedAttentionPress, SnapKVPress
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+ANSWER = "\n\nAnswer: "
+"""Between prompt and repeat in the code of KVzip's authors, for models whose chat template they do not know."""
+
+
+@dataclass
+class H2O(ObservedAttentionPress):
+    """Sums of attention weights, and the last half of the budget."""
+
+    def score(
+        self, module: nn.Module, hidden: Tensor, keys: Tensor, values: Tensor, weights: Tensor, kwargs: Any
+    ) -> Tensor:
+        """[B, H_kv, n]"""
+        scores = weights.sum(2).unflatten(1, (keys.shape[1], -1)).mean(2)
+        scores[..., -count_kept(self, keys) // 2 :] = torch.inf
+        return scores
+
+
+@dataclass
+class GroupedSnapKV(SnapKVPress):
+    """The mean over the query heads of a KV head first, then the maximum over neighbors; the first of equal entries.
+
+    The maximum gives neighbors the same score, and of these `topk`, which kvpress and the authors call, takes any.
+    """
+
+    def score(
+        self, module: nn.Module, hidden: Tensor, keys: Tensor, values: Tensor, weights: Tensor, kwargs: Any
+    ) -> Tensor:
+        """[B, H_kv, n]"""
+        weights = self.compute_window_attention(
+            module, hidden, keys, self.window_size, kwargs["position_embeddings"]
+        )
+        scores = weights.mean(-2).unflatten(1, (keys.shape[1], -1)).mean(2)
+        scores = F.max_pool1d(scores, self.kernel_size, stride=1, padding=self.kernel_size // 2)
+        return F.pad(scores, (0, self.window_size), value=scores.max().item() + 1)
+
+    def compress(
+        self, module: nn.Module, hidden: Tensor, keys: Tensor, values: Tensor, weights: Tensor, kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of the layer's best entries."""
+        best = rank(self.score(module, hidden, keys, values, weights, kwargs))[..., : self.count(module, keys)]
+        index = best[..., None].expand(-1, -1, -1, module.head_dim)
+        return keys.gather(2, index).contiguous(), values.gather(2, index).contiguous()
+
+    def count(self, module: nn.Module, keys: Tensor) -> int:
+        """Entries of a layer."""
+        return count_kept(self, keys)
+
+
+@dataclass
+class AuthorsPyramidKV(GroupedSnapKV):
+    """Layer budgets of `PyramidKVCluster` (KVCache-Factory, pyramidkv/pyramidkv_utils.py)."""
+
+    beta: int = 20
+
+    def count(self, module: nn.Module, keys: Tensor) -> int:
+        """Entries of a layer: fewer in each, in equal steps."""
+        before, mean = keys.shape[2] - self.window_size, count_kept(self, keys) - self.window_size
+        high = min(2 * mean - mean // self.beta, before)
+        step = (2 * high - 2 * mean) // (module.config.num_hidden_layers - 1)
+        return (mean if keys.shape[2] < 2 * mean else high - module.layer_idx * step) + self.window_size
+
+
+@dataclass
+class AuthorsAdaKV(AdaKVPress):
+    """Head budgets of `AdaptiveSnapKVCluster` (FFY0/AdaKV, adaptive_snapkv/monkeypatch/snapkv_utils.py)."""
+
+    def compress(
+        self, module: nn.Module, hidden: Tensor, keys: Tensor, values: Tensor, weights: Tensor, kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values as they are; what each head drops is masked."""
+        window, heads = self.press.window_size, keys.shape[1]
+        base = count_kept(self, keys) - window
+        scores = self.press.score(module, hidden, keys, values, weights, kwargs)[0, :, :-window]
+        owner = rank(scores.flatten())[: heads * base] // scores.shape[1]
+        count = torch.bincount(owner, minlength=heads) * (1 - self.alpha_safeguard) + int(base * self.alpha_safeguard)
+        masked = torch.zeros_like(keys[..., 0], dtype=torch.bool)
+        for head, kept in enumerate(count.round().int().tolist()):
+            masked[0, head, rank(scores[head])[kept:]] = True
+        module.masked_key_indices = torch.nonzero(masked, as_tuple=True)
+        return keys, values
+
+
+def rank(scores: Tensor) -> Tensor:
+    """Indices by falling score, of equal scores the first one first."""
+    return scores.argsort(dim=-1, descending=True, stable=True)
+
+
+def count_kept(press: Any, keys: Tensor) -> int:
+    """The budget in entries per KV head."""
+    return int(keys.shape[2] * (1 - press.compression_ratio))
+
+
+@dataclass
+class MatchedKVzip(KVzipPress):
+    """The authors' text between prompt and repeat, and as many first tokens that are kept as in kvbench."""
+
+    def prepare(self, model: PreTrainedModel, tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Chunks of the context and the ids that repeat them."""
+        if tokenizer.chat_template is None:
+            self._suffix_ids = tokenizer.encode(ANSWER, return_tensors="pt", add_special_tokens=False)
+        self.prefix_length = self.n_sink = max(self.n_sink, self.prefix_length)
+        return super().prepare(model, tokenizer, *args, **kwargs)
+
+
+@dataclass
+class GivenDuoAttention(DuoAttentionPress):
+    """Gates from a file."""
+
+    gates: str = ""
+    sink: int = 0
+    recent: int = 0
+
+    def load_attention_pattern(self, model: PreTrainedModel) -> tuple[int, int, np.ndarray]:  # type: ignore[override]
+        """Sinks, recent entries and gates."""
+        return self.sink, self.recent, np.loadtxt(self.gates, delimiter="\t")
+
+
+def main() -> None:
+    """Run every case on every model."""
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    for name in MODELS:
+        given = json.loads((folder / f"{name}.prompts.json").read_text(encoding="utf-8"))
+        model = AutoModelForCausalLM.from_pretrained(given["folder"], dtype=torch.float32).eval()
+        found: dict[str, np.ndarray] = {}
+        for eager in (False, True):
+            model.set_attn_implementation("eager" if eager else "sdpa")
+            for i, prompt in enumerate(given["prompts"]):
+                context, question = (torch.tensor([prompt[x]]) for x in ("context", "question"))
+                full, logits = run(model, None, context, question)
+                found[f"full/{i}/logits"] = logits
+                for case in CASES:
+                    if case.press is not None and case.eager == eager:
+                        print(f"kvpress, {name}: {case.name}", flush=True)
+                        press = make_press(case, folder / f"{name}.gates.tsv")
+                        cache, logits = run(model, press, context, question)
+                        found[f"{case.name}/{i}/kept"] = find_kept(model, cache, full, context.shape[1])
+                        found[f"{case.name}/{i}/logits"] = logits
+        facts = {"versions": {x: importlib.metadata.version(x) for x in ("kvpress", "torch", "transformers")}}
+        np.savez(folder / f"{name}.theirs.npz", facts=np.array(json.dumps(facts)), **found)
+
+
+def make_press(case: Case, gates: Path) -> Any:
+    """The press of a case, at its budget."""
+    assert case.press is not None
+    outer, _, inner = case.press.removesuffix(")").partition("(")
+    options = {key: str(gates) if value == GATES else value for key, value in case.options.items()}
+    if case.ratio:
+        options[case.ratio] = 1 - float(case.budget.removesuffix("%")) / 100
+    press = find_press(inner or outer)(**options)
+    return find_press(outer)(press) if inner else press
+
+
+def find_press(name: str) -> Any:
+    """A class of this file or of kvpress."""
+    return globals().get(name) or getattr(kvpress, name)
+
+
+@torch.inference_mode()
+def run(model: PreTrainedModel, press: Any, context: Tensor, question: Tensor) -> tuple[list[Tensor], np.ndarray]:
+    """The keys of every layer after the context, and the question's logits [T, V], a token at a time.
+
+    press: None leaves the cache whole.
+    """
+    for layer in model.model.layers:
+        layer.self_attn.masked_key_indices = None
+    cache = DynamicCache()
+    if press is None:
+        model.model(input_ids=context, past_key_values=cache)
+    else:
+        with press(model):
+            model.model(input_ids=context, past_key_values=cache)
+    keys = [layer.keys.clone() for layer in cache.layers]
+    logits = []
+    for t in range(question.shape[1]):
+        positions = torch.tensor([[context.shape[1] + t]])
+        made = model(input_ids=question[:, t : t + 1], past_key_values=cache, position_ids=positions)
+        logits.append(made.logits[0, -1])
+    return keys, torch.stack(logits).float().numpy()
+
+
+def find_kept(model: PreTrainedModel, cache: list[Tensor], full: list[Tensor], length: int) -> np.ndarray:
+    """Marks of the entries kept: those whose keys are in the cache, but for masked ones. [layers, H_kv, n]"""
+    kept = np.zeros((len(full), full[0].shape[1], length), dtype=bool)
+    for index, (keys, wanted) in enumerate(zip(cache, full, strict=True)):
+        for head in range(keys.shape[1]):
+            place = {row.numpy().tobytes(): i for i, row in enumerate(wanted[0, head])}
+            kept[index, head, [place[row.numpy().tobytes()] for row in keys[0, head]]] = True
+        masked = getattr(model.model.layers[index].self_attn, "masked_key_indices", None)
+        if masked is not None:
+            _, heads, entries = masked
+            kept[index, heads.numpy(), entries.numpy()] = False
+    return kept
+
+
+if __name__ == "__main__":
+    main()
