@@ -94,6 +94,8 @@ class Method:
     replays_context: ClassVar[bool] = False
     """Whether `prefill` does more than run the context once, chunk by chunk. A subclass that overrides `prefill` has
     True unless it says otherwise."""
+    generates_alone: ClassVar[bool] = False
+    """Whether `generate` is overridden: such answers are not generated in a batch."""
     rows: int | None = resolved()
     """Entries per KV head of a full-attention layer that the budget amounts to; None: all."""
     length: int | None = resolved()
@@ -103,6 +105,8 @@ class Method:
         super().__init_subclass__(**options)
         if "prefill" in vars(cls) and "replays_context" not in vars(cls):
             cls.replays_context = True
+        if "generate" in vars(cls):
+            cls.generates_alone = True
 
     def __post_init__(self) -> None:
         """Refuse settings that break the constraints of their fields (`UserError`).

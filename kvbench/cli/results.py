@@ -64,6 +64,7 @@ def print_result(result: Result, folder: Path) -> None:
         rows.append(("time", f"{prefill}, {format_seconds(latency.tpot_s)} per output token"))
     if result.diffusion is not None:
         rows += _diffusion(result.diffusion, latency)
+    rows += _batch(result)
     rows += _effect(result)
     rows.append(("run", str(folder)))
     if result.error:
@@ -80,6 +81,19 @@ def _mode(result: Result) -> str:
     if result.task.chat_template_sha is not None:
         parts.append("in the chat template")
     return ", ".join(parts)
+
+
+def _batch(result: Result) -> list[tuple[str, str]]:
+    """How many answers were decoded together, and the tokens that this changed."""
+    found = result.batch
+    if found is None:
+        return []
+    text = f"{found.size} answer{'s' if found.size > 1 else ''} at a time"
+    if found.alone is not None:
+        text += f"; one at a time where {found.alone}"
+    if found.tokens is not None:
+        text += f"; {found.different} of {found.tokens} tokens of the first context differ from one at a time"
+    return [("batch", text)]
 
 
 def _agreement(result: Result) -> list[tuple[str, str]]:

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvbench.budget import BudgetKind
+from kvbench.engine.passes import Passes, finish
 from kvbench.engine.session import Session
 from kvbench.kernels.choice import using
 from kvbench.method import Card, Method
@@ -76,8 +77,13 @@ def force_answer(talk: Session, answer: Sequence[int], *, counts: bool = False) 
 
     The session does not change; with `counts`, the bytes read count as read for its answer.
     """
+    return finish(force_answer_passes(talk, answer, counts=counts))
+
+
+def force_answer_passes(talk: Session, answer: Sequence[int], *, counts: bool = False) -> Passes[Tensor]:
+    """The passes of `force_answer`."""
     with talk.fork() as branch:
-        logits = branch.force(answer)[0].float()
+        logits = (yield from branch.force_passes(answer))[0].float()
         if counts:
             talk.credit(branch)
     return logits

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvbench.engine.passes import request
 from kvbench.errors import UserError
 from kvbench.step import Moment
 
 if TYPE_CHECKING:
+    from kvbench.engine.passes import Passes
     from kvbench.engine.session import Session
 
 
@@ -26,7 +28,7 @@ class Tokens:
     """Decode steps that were run."""
 
 
-def greedy(session: Session, max_new_tokens: int, stop: frozenset[int]) -> Tokens:
+def greedy_passes(session: Session, max_new_tokens: int, stop: frozenset[int]) -> Passes[Tokens]:
     """Generate the most likely token until every sequence has stopped or has `max_new_tokens`.
 
     The stop token is part of the answer. The last token is not run through the model.
@@ -47,7 +49,7 @@ def greedy(session: Session, max_new_tokens: int, stop: frozenset[int]) -> Token
                 done[i] = x in stop
         if all(done) or made == max_new_tokens:
             break
-        session.logits = session.forward(token[:, None], Moment.DECODE)[:, -1]
+        session.logits = (yield from request(session, token[:, None], Moment.DECODE))[:, -1]
     return Tokens(ids, ["stop" if x else "length" for x in done], steps=made - 1)
 
 

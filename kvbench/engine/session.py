@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from kvbench.budget import Shape
-from kvbench.engine.autoregressive import Tokens, greedy
+from kvbench.engine.autoregressive import Tokens, greedy_passes
 from kvbench.engine.ledger import Ledger
+from kvbench.engine.passes import Passes, finish, request
 from kvbench.engine.recording import InexactPrefillError, Pass, Recording
 from kvbench.engine.timing import now
 from kvbench.errors import UserError
@@ -141,29 +142,41 @@ class Session:
 
     def question(self, query: Sequence[int] | Tensor, max_new_tokens: int) -> None:
         """Run a pending answer and the question, and reserve room for `max_new_tokens` tokens of its answer."""
+        finish(self.question_passes(query, max_new_tokens))
+
+    def question_passes(self, query: Sequence[int] | Tensor, max_new_tokens: int) -> Passes[None]:
+        """The passes of `question`."""
         ids = torch.cat([self._ids(self._pending), self._ids(query)], dim=1)
         if ids.shape[1]:
             if self.recompress:
                 self.method.require_recompressible()
             self.reserve(ids.shape[1] + max_new_tokens, ids.shape[1])
             chunks = ids.split(self.chunk or ids.shape[1], dim=1)
-            self.logits = self.run_chunks(chunks, Moment.RECOMPRESS if self.recompress else Moment.TURN_END)
+            self.logits = yield from self._chunk_passes(
+                chunks, Moment.RECOMPRESS if self.recompress else Moment.TURN_END
+            )
             self._pending = []
 
     def answer(
         self, max_new_tokens: int, *, history: Sequence[int] | None = None, stop: frozenset[int] | None = None
     ) -> Tokens:
         """Generate at most `max_new_tokens` tokens after the last question; see `ask`."""
+        return finish(self.answer_passes(max_new_tokens, history=history, stop=stop))
+
+    def answer_passes(
+        self, max_new_tokens: int, *, history: Sequence[int] | None = None, stop: frozenset[int] | None = None
+    ) -> Passes[Tokens]:
+        """The passes of `answer`."""
         stop = self.model.stop_ids if stop is None else stop
         if history is not None:
             with self.fork() as branch:
                 self.answer_started = now(self.model.device)
-                tokens = self.method.generate(branch, max_new_tokens, stop)
+                tokens = yield from branch.generate_passes(max_new_tokens, stop)
                 self.credit(branch)
             self.remember(history)
             return tokens
         self.answer_started = now(self.model.device)
-        tokens = self.method.generate(self, max_new_tokens, stop)
+        tokens = yield from self.generate_passes(max_new_tokens, stop)
         last = [[x for x in ids[-1:] if x not in stop] for ids in tokens.ids]
         if len({len(x) for x in last}) > 1:
             raise UserError("sequences of one batch ended differently: own history needs batch 1.")
@@ -171,9 +184,15 @@ class Session:
         self._ledger.note_layers()
         return tokens
 
+    def generate_passes(self, max_new_tokens: int, stop: frozenset[int]) -> Passes[Tokens]:
+        """The passes of the method's `generate`; there are none to wait for if it generates in its own way."""
+        if self.method.generates_alone:
+            return self.method.generate(self, max_new_tokens, stop)
+        return (yield from greedy_passes(self, max_new_tokens, stop))
+
     def greedy(self, max_new_tokens: int, stop: frozenset[int]) -> Tokens:
         """Generate the most likely token at each step, at most `max_new_tokens` of them."""
-        return greedy(self, max_new_tokens, stop)
+        return finish(greedy_passes(self, max_new_tokens, stop))
 
     def ban_first(self, ids: Iterable[int]) -> None:
         """Forbid these tokens as the first token of the next answer."""
@@ -186,12 +205,7 @@ class Session:
 
     def score(self, ids: Sequence[int] | Tensor) -> Tensor:
         """Log-probabilities of these tokens as the continuation; they are appended, as by `force`. [B, T]"""
-        tokens = self._ids(ids)
-        scores = [
-            logits.float().log_softmax(-1).gather(-1, chunk[..., None])[..., 0]
-            for chunk, logits in self._forced(tokens)
-        ]
-        return torch.cat(scores, dim=1)
+        return finish(self._forced(self._ids(ids), score_tokens))
 
     def force(self, ids: Sequence[int] | Tensor) -> Tensor:
         """Append these tokens and return the logits that predict each of them (teacher forcing). [B, T, V]
@@ -199,54 +213,70 @@ class Session:
         The logits equal those of decode steps. Methods without a static decode step may evict or quantize entries at
         every step, so their tokens are run one at a time; for all others one forward pass gives the same logits.
         """
-        return torch.cat([logits for _, logits in self._forced(self._ids(ids))], dim=1)
+        return finish(self.force_passes(ids))
 
-    def _forced(self, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield chunks of tokens with the logits that predict them, to bound the memory of logits."""
+    def force_passes(self, ids: Sequence[int] | Tensor) -> Passes[Tensor]:
+        """The passes of `force`."""
+        return self._forced(self._ids(ids), lambda _, logits: logits)
+
+    def _forced(self, tokens: Tensor, take: Callable[[Tensor, Tensor], Tensor]) -> Passes[Tensor]:
+        """Force tokens in chunks, to bound the memory of logits; joins `take(chunk, logits that predict it)`."""
         assert self.logits is not None, "prefill first"
         pending = self._ids(self._pending)
         stepwise = self.method.graphable is not None
         size = 1 if stepwise else min(self.chunk or SCORE_CHUNK, SCORE_CHUNK)
         self.reserve(pending.shape[1] + tokens.shape[1], max(pending.shape[1], size))
         if pending.shape[1]:
-            self.logits = self.run_chunks(pending.split(self.chunk or SCORE_CHUNK, dim=1), Moment.TURN_END)
+            chunks = pending.split(self.chunk or SCORE_CHUNK, dim=1)
+            self.logits = yield from self._chunk_passes(chunks, Moment.TURN_END)
             self._pending = []
+        taken = []
         chunks = tokens.split(size, dim=1)
         for i, chunk in enumerate(chunks):
             end = Moment.DECODE if stepwise else Moment.TURN_END
             moment = end if stepwise or i == len(chunks) - 1 else end.chunk
-            logits = self.forward(chunk, moment, keep=chunk.shape[1])
-            yield chunk, torch.cat([self.logits[:, None], logits[:, :-1]], dim=1)
+            logits = yield from request(self, chunk, moment, chunk.shape[1])
+            taken.append(take(chunk, torch.cat([self.logits[:, None], logits[:, :-1]], dim=1)))
             self.logits = logits[:, -1]
         self._ledger.note_layers()
+        return torch.cat(taken, dim=1)
 
     def run_chunks(self, chunks: Iterable[Tensor], end: Moment) -> Tensor:
         """Run chunks of ids. end: the moment of the last chunk. Returns the last logits [B, V]."""
+        return finish(self._chunk_passes(chunks, end))
+
+    def _chunk_passes(self, chunks: Iterable[Tensor], end: Moment) -> Passes[Tensor]:
         *parts, last = chunks
         for ids in parts:
-            self.forward(ids, end.chunk)
-        return self.forward(last, end)[:, -1]
+            yield from request(self, ids, end.chunk)
+        return (yield from request(self, last, end))[:, -1]
 
     def forward(self, ids: Tensor, moment: Moment, *, keep: int = 1) -> Tensor:
         """Run one forward pass. ids: new tokens [B, T]. Returns logits of the last `keep` positions [B, keep, V]."""
-        count = ids.shape[1]
         if self._recording is not None and moment.in_context:
             found = self._recording.find(self.seen, ids)
             if found is not None and keep == 1:
                 return self._replay(found, moment)
-        if self._static is None:
-            positions = torch.arange(self.seen, self.seen + count, device=ids.device).expand(ids.shape[0], -1)
-        else:
-            positions = (self._static + torch.arange(count, device=ids.device)).expand(ids.shape[0], -1)
-            self._static.add_(count)
-        self.seen += count
+        positions = self.take_positions(ids)
         return self.model.run(
             ids,
-            Forward(moment=moment, positions=positions, seen=self.seen, attend=self._attend, ropes=self.model.ropes),
+            Forward(moment=moment, positions=positions, seen=self.seen, attend=self.attend, ropes=self.model.ropes),
             keep,
         )
 
-    def _attend(self, step: Step) -> Tensor:
+    def take_positions(self, ids: Tensor) -> Tensor:
+        """Positions of the next tokens, which count as seen from now on. ids: [B, T]. Returns [B, T]."""
+        count = ids.shape[1]
+        if self._static is None:
+            positions = torch.arange(self.seen, self.seen + count, device=ids.device)
+        else:
+            positions = self._static + torch.arange(count, device=ids.device)
+            self._static.add_(count)
+        self.seen += count
+        return positions.expand(ids.shape[0], -1)
+
+    def attend(self, step: Step) -> Tensor:
+        """Store a step's entries, compute its attention, and let the method evict. [B, H_q, T, D_v]"""
         kv = self.layers[step.layer]
         kv.append(step)
         output = self.method.attend(kv, step)
@@ -267,7 +297,7 @@ class Session:
             step = replace(made, moment=moment)
             if not self._compare:
                 self._store(step, exact=True)
-            elif not torch.equal(self._attend(step), recorded.outputs[layer]):
+            elif not torch.equal(self.attend(step), recorded.outputs[layer]):
                 raise InexactPrefillError(f"its attention in layer {layer} differs from the full cache's.")
         return recorded.logits.clone()
 
@@ -358,3 +388,8 @@ class Session:
 def _attend_to_nothing(step: Step) -> Tensor:
     """Zeros in the shape of an attention output."""
     return step.value.new_zeros(()).expand(*step.query.shape[:3], step.value.shape[3])
+
+
+def score_tokens(tokens: Tensor, logits: Tensor) -> Tensor:
+    """Log-probabilities of tokens. tokens: [B, T]. logits: [B, T, V]. Returns [B, T]."""
+    return logits.float().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]

@@ -39,8 +39,9 @@ class RecordingSession(Session):
         self.steps: list[Step] = []
         self.outputs: list[Tensor] = []
 
-    def _attend(self, step: Step) -> Tensor:
-        output = super()._attend(step)
+    def attend(self, step: Step) -> Tensor:
+        """Attention over every entry, recorded. [B, H_q, T, D_v]"""
+        output = super().attend(step)
         self.steps.append(step)
         self.outputs.append(output)
         return output

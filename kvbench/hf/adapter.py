@@ -120,12 +120,15 @@ def serving(forward: Forward) -> Iterator[None]:
         _FORWARD.reset(token)
 
 
-def run_model(module: PreTrainedModel, ids: Tensor, forward: Forward, keep: int = 1) -> Tensor:
-    """Logits of the last `keep` positions. ids: [B, T]. Returns [B, keep, V]"""
+def run_model(module: PreTrainedModel, ids: Tensor, forward: Forward, keep: int | Tensor = 1) -> Tensor:
+    """Logits of the last `keep` positions, or of the positions in `keep` [K]. ids: [B, T]. Returns [B, K, V]"""
+    fewer = keeps_logits(module)
     with serving(forward):
-        options = {"logits_to_keep": keep} if keeps_logits(module) else {}
+        options = {"logits_to_keep": keep} if fewer else {}
         logits: Tensor = module(input_ids=ids, position_ids=forward.positions, use_cache=False, **options).logits
-    return logits[:, -keep:]
+    if isinstance(keep, int):
+        return logits[:, -keep:]
+    return logits if fewer else logits[:, keep]
 
 
 def embedding_device(module: PreTrainedModel) -> torch.device:

@@ -137,8 +137,11 @@ class Model:
         """The shape of the full cache of a context of this length."""
         return Shape(length=length, layers=self.layers, itemsize=self.module.dtype.itemsize)
 
-    def run(self, ids: Tensor, forward: Forward, keep: int = 1) -> Tensor:
-        """Logits of the last `keep` positions; requires `attached`. ids: [B, T]. Returns [B, keep, V]"""
+    def run(self, ids: Tensor, forward: Forward, keep: int | Tensor = 1) -> Tensor:
+        """Logits of the last `keep` positions, or of the positions in `keep` [K]; requires `attached`.
+
+        ids: [B, T]. Returns [B, K, V].
+        """
         if not is_attached(self.module):
             raise RuntimeError("kvbench's attention is not switched on: the session is closed, or was never opened")
         return run_model(self.module, ids, forward, keep)

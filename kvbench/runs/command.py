@@ -22,7 +22,8 @@ def write_request(spec: RunSpec) -> Request:
         length=spec.task.length, samples=spec.samples, turns=spec.turns, seed=spec.seed,
         method_settings=_pairs(spec.method.settings), task_settings=_pairs(spec.task.settings),
         generation=_pairs({key: value for key, value in generation.items() if value is not None}), chunk=spec.chunk,
-        kernels=spec.kernels, dtype=spec.model.dtype, suite=spec.suite,
+        batch=None if spec.batch == 1 else str(spec.batch), kernels=spec.kernels, dtype=spec.model.dtype,
+        suite=spec.suite,
     )
 
 

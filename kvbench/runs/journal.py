@@ -156,6 +156,17 @@ class Machine(Record):
     threads: int
 
 
+class BatchLine(Record):
+    """How the answers of a sample were decoded in a run with `--batch`."""
+
+    size: int
+    """Answers that were decoded together; 1: one at a time, as the method requires or after a failure."""
+    tokens: int | None = None
+    """Tokens of the sample that were compared with answers decoded one at a time; in 16 bits, on the first sample."""
+    different: int | None = None
+    """How many of them differ."""
+
+
 class Line(Record):
     """One turn of a sample. The last line of a failed sample has the error."""
 
@@ -176,7 +187,7 @@ class Line(Record):
     tokens: TokenCounts | None
     stop_reason: str | None
     times: Times | None
-    """None if the sample took the prefill of another run (`shared_prefill`)."""
+    """None if the sample took a shared prefill or its answers were decoded in a batch."""
     bytes: CacheBytes | None
     effect: Effect | None
     agreement: Agreement | None
@@ -187,6 +198,8 @@ class Line(Record):
     """The implementation of each operation in the whole sample; on the line of its first turn."""
     shared_prefill: bool = False
     """Whether the exact prefill of the context was run once for several runs of a sweep."""
+    batch: BatchLine | None = None
+    """None: without `--batch`."""
     machine: Machine | None = None
     """On the line of the sample's first turn. None in early journals."""
     facts: dict[str, Any]

@@ -54,6 +54,9 @@ class Request:
         Help("A generation setting: max_new_tokens=N caps each answer; others are in docs/diffusion.md.", "--gen"),
     ] = ()
     chunk: Annotated[int | None, Help("Most prompt tokens per forward pass; default: the whole prompt.")] = None
+    batch: Annotated[
+        str | None, Help("Answers to decode together: a number, or auto; above 1 the run has no times.", numeric=True)
+    ] = None
     kernels: Annotated[str, Help("torch, triton, or flash (torch, with flash-attn for prompts).")] = "torch"
     device: Annotated[str | None, Help("cpu or cuda; default: cuda if there is a GPU.")] = None
     device_map: Annotated[

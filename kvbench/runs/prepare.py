@@ -20,6 +20,7 @@ from kvbench.runs.request import (
     check_kernels_device,
     check_kernels_dtype,
     check_model,
+    read_batch,
     read_device_map,
 )
 from kvbench.runs.spec import (
@@ -71,7 +72,7 @@ def prepare(request: Request, model: Model | None = None) -> Job:
     job = Job(
         spec, resolved.method, resolved.task, resolved.scorer, model, resolved.budget, frame, folder, loaded=loaded
     )
-    return _try_first(job)
+    return _try_first(job, request)
 
 
 def find_device(request: Request) -> Literal["cpu", "cuda"]:
@@ -217,8 +218,8 @@ def _bos(model: Model, frame: Frame) -> Literal["tokenizer", "template", "none"]
     return "none" if ids[:1] != [token] else "tokenizer" if frame.special else "template"
 
 
-def _try_first(job: Job) -> Job:
-    """Generate the first sample, bind the method, fit the budget, and check the capacity of the model.
+def _try_first(job: Job, request: Request) -> Job:
+    """Generate the first sample, bind the method, fit the budget, check the model's capacity, and choose the batch.
 
     On a diffusion model all samples are generated: the denoising settings must fit every answer.
 
@@ -245,4 +246,10 @@ def _try_first(job: Job) -> Job:
         whole = chain([(0, example, encoded)], made)  # one set of denoising settings must fit every answer
         capacity = max(find_capacity(ids, spec, [plan_turn(job, x)[0] for x in one.turns]) for _, one, ids in whole)
     check_capacity(job, capacity)
-    return replace(job, method=bound, resolution=dict(fitted.resolution))
+    from kvbench.runs.batch import resolve_batch  # imports torch, too
+
+    batch = resolve_batch(read_batch(request.batch), job, fitted, job.model.shape(context), capacity)
+    spec = spec.model_copy(update={"batch": batch})
+    return replace(
+        job, spec=spec, folder=request.out / spec.run_id, method=bound, resolution=dict(fitted.resolution)
+    )

@@ -65,6 +65,7 @@ def check(request: Request) -> ResolvedRequest:
     generation = read_generation(parse_pairs(request.generation, "--gen"))
     length = task.default_length if request.length is None else request.length
     _check_numbers(request, length)
+    read_batch(request.batch)
     task.check_samples(request.samples)
     task.check_turns(protocol.turns)
     check_kernels(request.kernels)
@@ -120,6 +121,19 @@ def read_device_map(text: str) -> str | dict[str, str | int]:
     if importlib.util.find_spec("accelerate") is None:
         raise UserError("--device-map needs the package accelerate. Install it: pip install 'kvbench[accelerate]'")
     return cast("str | dict[str, str | int]", found)
+
+
+def read_batch(text: str | None) -> int | None:
+    """The number of `--batch`; None: `auto`.
+
+    Raises:
+        UserError: neither a number from 1 on nor `auto`.
+    """
+    if text == "auto":
+        return None
+    if text is not None and (not text.isdecimal() or int(text) < 1):
+        raise UserError(f"batch '{text}' must be a whole number, 1 or more, or auto.")
+    return 1 if text is None else int(text)
 
 
 def _check_numbers(request: Request, length: int) -> None:

@@ -84,7 +84,7 @@ class Latency(Record):
     mixed: str | None = None
     """Why there are no times: samples ran on several machines or numbers of threads. None: on one."""
     untimed: str | None = None
-    """Why there are no times: prefills were shared. None: they were not."""
+    """Why there are no times: prefills were shared, or answers decoded in a batch. None: neither."""
 
 
 class BaselineResult(Record):
@@ -158,6 +158,19 @@ class Kernels(Record):
     ran: dict[str, str] = Field(default_factory=dict)
 
 
+class BatchResult(Record):
+    """How answers were decoded in a run with `--batch`."""
+
+    size: int
+    """The most answers that were decoded together."""
+    alone: str | None
+    """Why answers were decoded one at a time; None: they were not."""
+    tokens: int | None
+    """Tokens compared with answers decoded one at a time; None in float32, where tests prove them equal."""
+    different: int | None
+    """How many of them differ."""
+
+
 class Git(Record):
     """The commit that kvbench ran from, and whether its code had uncommitted changes."""
 
@@ -213,6 +226,8 @@ class Result(Record):
     memory: MemoryResult | None
     latency: Latency
     diffusion: DiffusionResult | None = None
+    batch: BatchResult | None = None
+    """None: without `--batch`."""
     effect: EffectResult | None
     kernels: Kernels
     environment: Environment

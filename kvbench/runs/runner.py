@@ -12,10 +12,12 @@ from kvbench.diffusion.sample import fill_sample
 from kvbench.errors import UserError
 from kvbench.kernels.choice import using
 from kvbench.log import say
+from kvbench.runs.batch import Made, group_samples, run_batch
 from kvbench.runs.environment import find_machine
 from kvbench.runs.examples import make_examples
 from kvbench.runs.files import Journal, locked, read_file, saving, write_record
 from kvbench.runs.job import Job
+from kvbench.runs.journal import Line
 from kvbench.runs.results import Result
 from kvbench.runs.sample import SampleFailedError, run_sample
 from kvbench.runs.spec import RunSpec
@@ -132,20 +134,31 @@ def _run_missing(
 ) -> Generator[int, None, None]:
     missing = set(range(job.spec.samples)) - journal.finished
     machine = find_machine(job.model.device.type)
-    for index, example, encoded in make_examples(job, missing):
-        yield index
+    compares = job.spec.model.dtype != "float32"
+    for group in group_samples(make_examples(job, missing), job.spec, shared=shared is not None):
+        yield group[0][0]
         with using(job.spec.kernels) as ran:
-            try:
-                if job.model.masking is None:
-                    lines = run_sample(job, index, example, encoded, shared)
-                else:
-                    lines = fill_sample(job, index, example, encoded)
-            except SampleFailedError as failure:
-                lines = failure.lines
+            if job.spec.batch > 1:
+                done = run_batch(job, group, shared, compare=compares)
+                compares = False
+            else:
+                done = [_run_one(job, group[0], shared)]
+        for (index, _, _), (lines, failure) in zip(group, done, strict=True):
+            if failure is not None:
                 _log_failure(job.folder, index, failure)
-        journal.append([lines[0].model_copy(update={"kernels": ran, "machine": machine}), *lines[1:]])
+            journal.append([lines[0].model_copy(update={"kernels": ran, "machine": machine}), *lines[1:]])
         if progress is not None:
             progress.advance(len(journal.finished))
+
+
+def _run_one(job: Job, made: Made, shared: SharedPrefill | None) -> tuple[list[Line], SampleFailedError | None]:
+    try:
+        if job.model.masking is None:
+            return run_sample(job, *made, shared), None
+        return fill_sample(job, *made), None
+    except SampleFailedError as failure:
+        return failure.lines, failure
+
 
 def _log_failure(folder: Path, index: int, failure: SampleFailedError) -> None:
     path = folder / "errors.log"

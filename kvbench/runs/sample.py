@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from kvbench.budget import BudgetKind
-from kvbench.engine.agreement import compare_logits, find_full_logits, force_answer
+from kvbench.engine.agreement import compare_logits, find_full_logits, force_answer_passes
 from kvbench.engine.autoregressive import Tokens
+from kvbench.engine.passes import Passes, finish, merge
 from kvbench.engine.recording import InexactPrefillError, Recording
 from kvbench.engine.session import Session
 from kvbench.engine.timing import now
@@ -61,72 +62,100 @@ class SampleFailedError(Exception):
 def run_sample(
     job: Job, index: int, example: Example, encoded: Encoded, shared: SharedPrefill | None = None
 ) -> list[Line]:
-    """Run a sample and return its journal lines.
+    """Run a sample, one question at a time, and return its journal lines.
 
     shared: the prefills that this run shares with others on the same contexts; a sample that takes one has no times.
 
     Raises:
         SampleFailedError: a turn raised.
     """
-    spec, model, device = job.spec, job.model, job.model.device
     lines: list[Line] = []
+    begun = time.perf_counter()
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    timer = Timer(time.perf_counter())
-    prompt_hash = encoded.prompt_hash
     try:
-        limits = [cap_new_tokens(x.max_new_tokens, spec.generation) for x in example.turns]
-        visible = () if spec.visibility == "hidden" else encoded.turns[0].first
-        method = job.method.fit(job.budget, model.shape(len(encoded.context) + len(visible)))
-        capacity = find_capacity(encoded, spec, limits)
-        check_capacity(job, capacity)
-        compares = not (model.random or method.budget_kind is BudgetKind.NONE)
-        recording, proves = None, False
-        if shared is not None:
-            recording, proves = shared.take(model, encoded.context + visible, spec)
-        forced: list[Tensor] = []
-        with Session(
-            model, method, capacity=capacity, chunk=spec.chunk, recompress=spec.recompress, recording=recording,
-            compare=proves,
-        ) as session:
-            before = now(device)
-            session.prefill(encoded.context, visible=visible)
-            timer.prefill_s, timer.compress_s = now(device) - before, session.compress_seconds
-            for turn, (ids, limit) in enumerate(zip(encoded.turns, limits, strict=True)):
-                with _conversation(session, spec) as talk:
-                    query = _query(ids, turn, spec)
-                    timer.asked = now(device)
-                    talk.question(query, limit)
-                    if compares:
-                        paused = now(device)
-                        forced.append(force_answer(talk, ids.answer, counts=ids.answer in ids.choices))
-                        timer.asked += now(device) - paused
-                    history = _history(spec, example, turn, ids)
-                    if ids.choices:
-                        known = {ids.answer: forced[-1]} if compares else {}
-                        reply = _choose(job, talk, example.turns[turn], ids, known)
-                        talk.remember(reply.ids if history is None else history)
-                    else:
-                        if job.task.nonempty:
-                            talk.ban_first(job.stop_ids)
-                        reply = _reply(job, talk.answer(limit, history=history, stop=job.stop_ids))
-                    done = now(device)
-                    lines.append(_line(job, index, example, turn, talk, reply, timer, done,
-                                       prompt_hash=prompt_hash, started=started, query=query, answer=ids.answer))
-                timer = Timer(time.perf_counter())
-        if compares:
-            lines = _with_agreement(job, encoded, lines, forced, capacity, recording)
-        if shared is not None and recording is not None:
-            shared.accept(spec)
-            lines = [x.model_copy(update={"times": None, "shared_prefill": True}) for x in lines]
+        return finish(converse(job, index, example, encoded, shared, lines))
     except InexactPrefillError as error:
         assert shared is not None
-        shared.refuse(spec, str(error))
+        shared.refuse(job.spec, str(error))
         return run_sample(job, index, example, encoded)
     except Exception as error:
         del lines[len(example.turns) - 1 :]  # if closing the session raised, the last turn failed
-        lines.append(fail(example, index, len(lines), error, prompt_hash, started, time.perf_counter() - timer.wall))
+        seconds = time.perf_counter() - begun - sum(x.seconds for x in lines)
+        lines.append(fail(example, index, len(lines), error, encoded.prompt_hash, started, seconds))
         raise SampleFailedError(lines) from error
+
+
+def converse(
+    job: Job, index: int, example: Example, encoded: Encoded, shared: SharedPrefill | None = None,
+    lines: list[Line] | None = None, width: int = 1,
+) -> Passes[list[Line]]:
+    """The passes of a sample after its prefill, which is run at once. Returns its journal lines.
+
+    lines: where lines are put as turns end. width: questions of mode multi-request that run together.
+    """
+    spec, model, device = job.spec, job.model, job.model.device
+    lines = [] if lines is None else lines
+    timer, started = Timer(time.perf_counter()), datetime.now(UTC).isoformat(timespec="seconds")
+    limits = [cap_new_tokens(x.max_new_tokens, spec.generation) for x in example.turns]
+    visible = () if spec.visibility == "hidden" else encoded.turns[0].first
+    method = job.method.fit(job.budget, model.shape(len(encoded.context) + len(visible)))
+    capacity = find_capacity(encoded, spec, limits)
+    check_capacity(job, capacity)
+    compares = not (model.random or method.budget_kind is BudgetKind.NONE)
+    recording, proves = None, False
+    if shared is not None:
+        recording, proves = shared.take(model, encoded.context + visible, spec)
+    with Session(
+        model, method, capacity=capacity, chunk=spec.chunk, recompress=spec.recompress, recording=recording,
+        compare=proves,
+    ) as session:
+        before = now(device)
+        session.prefill(encoded.context, visible=visible)
+        timer.prefill_s, timer.compress_s = now(device) - before, session.compress_seconds
+        turns = (
+            _ask(job, index, example, encoded, turn, session, limit, timer, lines, compares=compares, started=started)
+            for turn, limit in enumerate(limits)
+        )
+        forced = yield from merge(turns, width if spec.mode is Mode.MULTI_REQUEST else 1)
+    lines.sort(key=lambda x: x.turn)
+    if compares:
+        lines[:] = _with_agreement(job, encoded, lines, [x for x in forced if x is not None], capacity, recording)
+    if shared is not None and recording is not None:
+        shared.accept(spec)
+        lines[:] = [x.model_copy(update={"times": None, "shared_prefill": True}) for x in lines]
     return lines
+
+
+def _ask(
+    job: Job, index: int, example: Example, encoded: Encoded, turn: int, session: Session, limit: int, timer: Timer,
+    lines: list[Line], *, compares: bool, started: str,
+) -> Passes[Tensor | None]:
+    """Ask the question of a turn and add its line. Returns the logits of the reference answer, if they are compared."""
+    spec, device, ids = job.spec, job.model.device, encoded.turns[turn]
+    timer = timer if turn == 0 else Timer(time.perf_counter())
+    forced = None
+    with _conversation(session, spec) as talk:
+        query = _query(ids, turn, spec)
+        timer.asked = now(device)
+        yield from talk.question_passes(query, limit)
+        if compares:
+            paused = now(device)
+            forced = yield from force_answer_passes(talk, ids.answer, counts=ids.answer in ids.choices)
+            timer.asked += now(device) - paused
+        history = _history(spec, example, turn, ids)
+        if ids.choices:
+            known = {} if forced is None else {ids.answer: forced}
+            reply = yield from _choose(job, talk, example.turns[turn], ids, known)
+            talk.remember(reply.ids if history is None else history)
+        else:
+            if job.task.nonempty:
+                talk.ban_first(job.stop_ids)
+            tokens = yield from talk.answer_passes(limit, history=history, stop=job.stop_ids)
+            reply = _reply(job, tokens)
+        done = now(device)
+        lines.append(_line(job, index, example, turn, talk, reply, timer, done,
+                           prompt_hash=encoded.prompt_hash, started=started, query=query, answer=ids.answer))
+    return forced
 
 
 def fail(
@@ -204,7 +233,7 @@ def score_answer(job: Job, example: Example, turn: int, text: str, found: Mappin
 
 def _choose(
     job: Job, talk: Session, turn: Turn, ids: EncodedTurn, known: dict[tuple[int, ...], Tensor]
-) -> Reply:
+) -> Passes[Reply]:
     """The choice with the greatest log-probability. The session does not change.
 
     known: logits of continuations that were computed before.
@@ -212,7 +241,9 @@ def _choose(
     talk.answer_started = now(job.model.device)
     logprobs = []
     for choice in ids.choices:
-        logits = known[choice] if choice in known else force_answer(talk, choice, counts=True)
+        logits = known.get(choice)
+        if logits is None:
+            logits = yield from force_answer_passes(talk, choice, counts=True)
         tokens = torch.tensor(choice, device=logits.device)
         logprobs.append(logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].tolist())
     if not all(isfinite(x) for choice in logprobs for x in choice):

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from kvbench.errors import MOST_TURNS, UserError, check_number, unknown
 from kvbench.runs.schema import SCHEMA_VERSION
@@ -155,7 +155,8 @@ class RunSpec(Record):
     seed: int
     samples: int
     turns: int
-    batch: Literal[1] = 1
+    batch: int = Field(default=1, ge=1)
+    """Answers decoded together."""
     chunk: int | None
     """Most prompt tokens per forward pass; None: the whole prompt at once."""
     kernels: Implementation

@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import fmean, median
 
+from kvbench.runs.batch import describe_alone
 from kvbench.runs.environment import find_environment
 from kvbench.runs.job import Job
 from kvbench.runs.journal import Agreement, AgreementPart, CacheBytes, Effect, Line, Machine, total_facts
 from kvbench.runs.results import (
     BaselineResult,
+    BatchResult,
     BudgetResult,
     DiffusionResult,
     EffectResult,
@@ -77,6 +79,7 @@ def summarize(
             reference_tokens=_mean([x.tokens.reference for x in good if x.tokens is not None]),
         ),
         memory=_memory(good, spec.model.dtype), latency=_latency(good), diffusion=_diffusion(job, good), effect=effect,
+        batch=_batch(job, good),
         kernels=_kernels(spec.kernels, lines),
         environment=environment.model_copy(update={"started": started, "seconds": seconds}),
     )
@@ -248,7 +251,23 @@ def _latency(lines: Sequence[Line]) -> Latency:
 def _describe_untimed(lines: Sequence[Line]) -> str | None:
     """Why the times of the samples are not those of a user of the method; None: they are."""
     shared = len({x.index for x in lines if x.shared_prefill})
-    return f"{shared} contexts took a prefill that other runs of the sweep share" if shared else None
+    if shared:
+        return f"{shared} contexts took a prefill that other runs of the sweep share"
+    size = max((x.batch.size for x in lines if x.batch is not None), default=None)
+    return None if size is None else f"answers were decoded in batches of up to {size}"
+
+
+def _batch(job: Job, lines: Sequence[Line]) -> BatchResult | None:
+    found = [x.batch for x in lines if x.batch is not None]
+    if not found:
+        return None
+    compared = [(x.tokens, x.different or 0) for x in found if x.tokens is not None]
+    failed = "a batch raised an error" if any(x.size == 1 for x in found) and job.spec.batch > 1 else None
+    return BatchResult(
+        size=max(x.size for x in found), alone=describe_alone(job.method) or failed,
+        tokens=sum(x for x, _ in compared) if compared else None,
+        different=sum(x for _, x in compared) if compared else None,
+    )
 
 
 def _mean(values: Sequence[int | None]) -> float | None:

@@ -15,16 +15,23 @@ class AppendedRows:
     def __init__(self, rows: dict[str, Tensor], capacity: int) -> None:
         self.n = 0
         self.length: Tensor | None = None
-        self._buffer = Buffer(rows, capacity)
-        self._buffer.join(self)
+        self._block = Buffer(rows, capacity)
+        self._block.join(self)
         self.append(rows)
 
+    @property
+    def _buffer(self) -> Buffer:
+        """The block, with this store's own entries in it."""
+        self._block.resume(self)
+        return self._block
+
     def append(self, rows: dict[str, Tensor]) -> None:
-        """Write entries behind those held, into a block of their own where a fork has written or where room ends."""
+        """Write entries behind those held; into a block of their own where room ends."""
         count = next(iter(rows.values())).shape[2]
-        if count and (self._buffer.top(but=self) > self.n or self.n + count > self._buffer.capacity):
-            self._reallocate(max(self._buffer.capacity, self.n + count))
-        self._buffer.write(self.n, rows)
+        buffer = self._buffer
+        if count and (self.n + count > buffer.capacity or not buffer.clear(self)):
+            self._reallocate(max(buffer.capacity, self.n + count))
+        self._block.write(self.n, rows)
         self.n += count
 
     def reserve(self, rows: int) -> None:
@@ -34,14 +41,18 @@ class AppendedRows:
 
     def _reallocate(self, capacity: int) -> None:
         held = self.held()
-        self._buffer.leave(self)
-        self._buffer = Buffer(held, capacity)
-        self._buffer.write(0, held)
-        self._buffer.join(self)
+        self._block.leave(self)
+        self._block = Buffer(held, capacity)
+        self._block.write(0, held)
+        self._block.join(self)
 
     def held(self) -> dict[str, Tensor]:
         """The entries, by name."""
         return {name: x[:, :, : self.n] for name, x in self._buffer.tensors.items()}
+
+    def whole(self) -> dict[str, Tensor]:
+        """The whole block by name, with the room for entries to come."""
+        return self._buffer.tensors
 
     def fork(self) -> AppendedRows:
         """The same entries, for one who goes on by itself."""
@@ -51,11 +62,11 @@ class AppendedRows:
 
     def close(self) -> None:
         """Give the entries back."""
-        self._buffer.leave(self)
+        self._block.leave(self)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that it keeps alive."""
-        return list(self._buffer.tensors.values())
+        return list(self.whole().values())
 
     def spare_bytes(self) -> int:
         """Bytes that hold no entry yet."""

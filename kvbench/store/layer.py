@@ -63,7 +63,7 @@ class LayerKV:
     """Whether no compression is to come, so that nothing more is kept for scoring."""
     length: Tensor | None = field(default=None, init=False)
     """Entries held, on the device, where steps have static shapes; `keys` and the like are then the whole block."""
-    _buffer: Buffer | None = field(default=None, init=False)
+    _block: Buffer | None = field(default=None, init=False)
     _window: int | None = field(default=None, init=False)
 
     def bytes_for(self, layer: LayerShape, shape: Shape, entries: int) -> int:
@@ -76,6 +76,13 @@ class LayerKV:
         return entries * layer.kv_heads * width + offsets
 
     # Entries as tensors
+
+    @property
+    def _buffer(self) -> Buffer | None:
+        """The dense block, with this store's own entries in it: forks share it, and write into the same places."""
+        if self._block is not None:
+            self._block.resume(self)
+        return self._block
 
     def _rows(self, step: Step) -> dict[str, Tensor]:
         """New entries as they are stored, by name."""
@@ -133,12 +140,14 @@ class LayerKV:
             self.length.add_(count)
             self.n += count
             return
-        if self._buffer is None:
-            self._buffer = Buffer(rows, max(count, self.capacity if step.moment.in_context else 0))
-            self._buffer.join(self)
-        elif self._buffer.top(but=self) > self.n or self.n + count > self._buffer.capacity:
-            self._reallocate(self.n + count)
-        self._buffer.write(self.n, rows)
+        buffer = self._buffer
+        if buffer is None:
+            buffer = Buffer(rows, max(count, self.capacity if step.moment.in_context else 0))
+            buffer.join(self)
+            self._block = buffer
+        elif self.n + count > buffer.capacity or not buffer.clear(self):
+            buffer = self._reallocate(self.n + count)
+        buffer.write(self.n, rows)
         self.n += count
         if self.queries and not self.settled:
             self.recent_queries = last_rows(self.recent_queries, step.query, self.queries)
@@ -156,18 +165,19 @@ class LayerKV:
         elif self._buffer is not None and self.n + extra > self._buffer.capacity:
             self._reallocate(self.n + extra)
 
-    def _reallocate(self, capacity: int) -> None:
-        assert self._buffer is not None
+    def _reallocate(self, capacity: int) -> Buffer:
         self._replace(self._held(), capacity)
+        assert self._block is not None
+        return self._block
 
     def _replace(self, rows: dict[str, Tensor], capacity: int) -> None:
         """Hold these entries and no others, in a block of their own."""
-        if self._buffer is not None:
-            self._buffer.leave(self)
+        if self._block is not None:
+            self._block.leave(self)
         count = next(iter(rows.values())).shape[2]
-        self._buffer = Buffer(rows, max(count, capacity))
-        self._buffer.write(0, rows)
-        self._buffer.join(self)
+        self._block = Buffer(rows, max(count, capacity))
+        self._block.write(0, rows)
+        self._block.join(self)
         self.n = count
 
     def _refuse_overflow(self, count: int) -> None:
@@ -319,9 +329,9 @@ class LayerKV:
 
     def close(self) -> None:
         """Free the entries; those that a fork appended to a shared block may be overwritten."""
-        if self._buffer is not None:
-            self._buffer.leave(self)
-        self._buffer = self.frozen = self.recent_queries = None
+        if self._block is not None:
+            self._block.leave(self)
+        self._block = self.frozen = self.recent_queries = None
         self.state = {}
 
     def make_static(self) -> None:
@@ -329,7 +339,7 @@ class LayerKV:
         if self.bounded:
             raise UserError("rows dropped while decoding have no static steps: the method must say so (`graphable`).")
         assert self._buffer is not None
-        if self._buffer.top(but=self) > self.n:
+        if self._buffer.is_shared(self):
             self._reallocate(self._buffer.capacity)
         for x in self._buffer.tensors.values():
             x[:, :, self.n :].zero_()  # read from now on, with weight zero: NaN there would be NaN in the output

@@ -194,7 +194,7 @@ class PackedKV(LayerKV):
         assert self.packing is not None and self._buffer is not None and self.frozen is None
         self.packed = PackedRows(self._held(), self.packing, self.n + max(0, self.capacity - self.seen))
         self._buffer.leave(self)
-        self._buffer = None
+        self._block = None
         self.column_sums = False
 
     def flush(self) -> None:

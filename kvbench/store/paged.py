@@ -12,9 +12,9 @@ from kvbench.budget import LayerShape, Shape
 from kvbench.kernels.page_attention import page_attention
 from kvbench.kernels.page_select import page_bounds, page_scores, select_pages
 from kvbench.step import Step
+from kvbench.store.blocks import AppendedRows
 from kvbench.store.facts import Fact
 from kvbench.store.layer import LayerKV
-from kvbench.store.rows import storage_bytes
 from kvbench.store.selective import SelectiveKV
 
 COUNTER_BYTES = 8
@@ -32,8 +32,8 @@ class PagedKV(SelectiveKV):
     proof: ClassVar[str | None] = "pages_skipped"
     distinct: Tensor | None = field(default=None, init=False)
     """Pages read, those that heads of a group share once; on the device, so that no step waits for it. []"""
-    _bounds: Tensor | None = field(default=None, init=False)  # [B, H_kv, pages that fit, 2 * D]
-    _pages: int = field(default=0, init=False)  # with bounds
+    _bounds: AppendedRows | None = field(default=None, init=False)
+    """Of the full pages. [B, H_kv, pages, 2 * D]"""
 
     def bytes_for(self, layer: LayerShape, shape: Shape, entries: int) -> int:
         """Every entry, two bounds for every full page, and the counter."""
@@ -74,34 +74,38 @@ class PagedKV(SelectiveKV):
         for x in self._buffer.tensors.values():
             x[:, :, self.n :].zero_()  # pages are read whole, with weight zero: NaN there would be NaN in the output
         keys = self._buffer.tensors["key"]
-        self._bounds = keys.new_zeros((*keys.shape[:2], keys.shape[2] // self.page, 2 * keys.shape[3]))
-        self._pages = 0
+        none = {"bounds": keys.new_empty((*keys.shape[:2], 0, 2 * keys.shape[3]))}
+        if self._bounds is not None:
+            self._bounds.close()
+        self._bounds = AppendedRows(none, keys.shape[2] // self.page)
+        self._bounds.whole()["bounds"].zero_()  # static steps read bounds of pages to come, too
         self._bound_full()
 
     def _bound_full(self) -> None:
         assert self._bounds is not None and self._buffer is not None
         full = self.n // self.page
-        if full > self._pages:
-            keys = self._buffer.tensors["key"][:, :, self._pages * self.page : full * self.page]
-            self._bounds[:, :, self._pages : full] = page_bounds(keys, self.page)
-            self._pages = full
+        if full > self._bounds.n:
+            keys = self._buffer.tensors["key"][:, :, self._bounds.n * self.page : full * self.page]
+            self._bounds.append({"bounds": page_bounds(keys, self.page)})
 
     def _bound_touched(self, count: int) -> None:
         """Bounds of every page that `count` entries may have touched; those not full yet are bounded again later."""
         assert self._bounds is not None and self._buffer is not None and self.length is not None
         touched = (count + self.page - 2) // self.page + 1
         pages = (self.length - count) // self.page + torch.arange(touched, device=self.length.device)
-        pages = pages.clamp_max(self._bounds.shape[2] - 1)
+        bounds = self._bounds.whole()["bounds"]
+        pages = pages.clamp_max(bounds.shape[2] - 1)
         keys = self._buffer.tensors["key"].unflatten(2, (-1, self.page)).index_select(2, pages).flatten(2, 3)
-        self._bounds.index_copy_(2, pages, page_bounds(keys, self.page))
-        self._pages = self.n // self.page
+        bounds.index_copy_(2, pages, page_bounds(keys, self.page))
+        self._bounds.n = self.n // self.page
 
     def select(self, step: Step, count: int) -> Tensor:
         """The pages that each new query should read: `count` of them, its own included. [B, H_q, T, k]"""
         assert self._bounds is not None
-        bounds = self._bounds if self.length is not None else self._bounds[:, :, : self._pages]
+        bounds = self._bounds.whole() if self.length is not None else self._bounds.held()
         return select_pages(
-            page_scores(step.query, bounds), count=count, page=self.page, before=self._before(step), window=step.window
+            page_scores(step.query, bounds["bounds"]), count=count, page=self.page, before=self._before(step),
+            window=step.window,
         )
 
     def attend_pages(self, step: Step, pages: Tensor) -> Tensor:
@@ -120,17 +124,18 @@ class PagedKV(SelectiveKV):
         """Count pages gathered for every query head, those that differ per KV head, and those left alone."""
         assert self._bounds is not None and self.distinct is not None and self._buffer is not None
         batch, heads, n_query, chosen = pages.shape
-        kv_heads = self._bounds.shape[1]
+        bounds = self._bounds.whole()["bounds"]
+        kv_heads = bounds.shape[1]
         seen = range(self.n - n_query, self.n)
         first = [0 if step.window is None else max(0, row - step.window + 1) // self.page for row in seen]
         skipped = sum(max(0, row // self.page + 1 - low - chosen) for row, low in zip(seen, first, strict=True))
-        bound_bytes = batch * kv_heads * self._pages * self._bounds.shape[3] * self._bounds.itemsize
+        bound_bytes = batch * kv_heads * self._bounds.n * bounds.shape[3] * bounds.itemsize
         self.reads.update({
             "queries": n_query, "pages_read": pages.numel(), "pages_skipped": skipped * batch * heads,
             "bytes": pages.numel() * self.page * self._entry_bytes + n_query * bound_bytes, "seen": sum(seen) + n_query,
         })
         by_group = pages.unflatten(1, (kv_heads, -1)).transpose(2, 3).flatten(3)  # [B, H_kv, T, G * k]
-        marks = pages.new_zeros((*by_group.shape[:3], self._bounds.shape[2] + 1), dtype=torch.bool)
+        marks = pages.new_zeros((*by_group.shape[:3], bounds.shape[2] + 1), dtype=torch.bool)
         self.distinct.add_(marks.scatter_(3, by_group, True).sum())
 
     @property
@@ -147,9 +152,11 @@ class PagedKV(SelectiveKV):
         return (self.reads["bytes"] - again * self.page * self._entry_bytes) // max(1, self.reads["queries"])
 
     def fork(self) -> LayerKV:
-        """An independent copy with its own counters. Bounds are shared like entries: only their owner appends."""
+        """An independent copy with its own counters. Bounds are shared like entries."""
         other = super().fork()
         assert isinstance(other, PagedKV)
+        if self._bounds is not None and other._bounds is self._bounds:  # noqa: SLF001  # the same class
+            other._bounds = self._bounds.fork()  # noqa: SLF001
         other.distinct = None if self.distinct is None else torch.zeros_like(self.distinct)
         return other
 
@@ -168,15 +175,15 @@ class PagedKV(SelectiveKV):
     def close(self) -> None:
         """Give the entries back, and the bounds."""
         super().close()
-        self._bounds = None
+        if self._bounds is not None:
+            self._bounds.close()
+            self._bounds = None
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that the layer keeps alive."""
-        return [*super().tensors(), *(x for x in (self._bounds, self.distinct) if x is not None)]
+        bounds = [] if self._bounds is None else self._bounds.tensors()
+        return [*super().tensors(), *bounds, *([] if self.distinct is None else [self.distinct])]
 
     def spare_bytes(self) -> int:
         """Bytes that hold no entry and no page's bounds yet."""
-        if self._bounds is None:
-            return super().spare_bytes()
-        free = self._bounds.shape[2] - self._pages
-        return super().spare_bytes() + storage_bytes([self._bounds]) // max(1, self._bounds.shape[2]) * free
+        return super().spare_bytes() + (0 if self._bounds is None else self._bounds.spare_bytes())

@@ -25,7 +25,11 @@ class Reader(Protocol):
 
 
 class Buffer:
-    """Preallocated tensors with a common entry axis (2), shared by forks that append one after the other."""
+    """Preallocated tensors with a common entry axis (2), shared by forks.
+
+    Forks that continue side by side write their own entries into the same places. Those of the others are set aside
+    meanwhile, and put back before their fork reads or appends (`resume`), so the entries that all share exist once.
+    """
 
     def __init__(self, like: dict[str, Tensor], capacity: int) -> None:
         self.capacity = capacity
@@ -33,6 +37,10 @@ class Buffer:
             name: x.new_empty((*x.shape[:2], capacity, *x.shape[3:])) for name, x in like.items()
         }
         self._readers: dict[int, weakref.ref[Reader]] = {}
+        self._aside: dict[int, tuple[int, dict[str, Tensor]]] = {}
+        """By reader: its own entries, and where they start; not among `_readers` meanwhile."""
+        self._common = capacity
+        """Entries below this are the same for every reader."""
 
     def write(self, start: int, rows: dict[str, Tensor]) -> None:
         """Copy entries in, from entry `start`."""
@@ -41,16 +49,53 @@ class Buffer:
 
     def join(self, store: Reader) -> None:
         """From now on this store reads entries here."""
+        self._aside.pop(id(store), None)
         self._readers[id(store)] = weakref.ref(store)
 
     def leave(self, store: Reader) -> None:
         """This store reads no entry here any more."""
+        self._aside.pop(id(store), None)
         self._readers.pop(id(store), None)
 
-    def top(self, but: Reader | None = None) -> int:
-        """Entries that somebody reads: who holds fewer may not append in place."""
-        stores = [x for x in (ref() for ref in self._readers.values()) if x is not None and x is not but]
-        return max((x.n if x.length is None else self.capacity for x in stores), default=0)
+    def resume(self, store: Reader) -> None:
+        """Put this store's own entries back, if they were set aside for another's."""
+        if id(store) in self._aside:
+            start, rows = self._aside.pop(id(store))
+            self._set_aside(start, store)
+            self.write(start, rows)
+            self._readers[id(store)] = weakref.ref(store)
+
+    def clear(self, store: Reader) -> bool:
+        """Set aside the entries of others after this store's last one, which may then append; False: it may not.
+
+        Entries of a store with static shapes stay where they are.
+        """
+        others = [x for x in self._others(store) if x.n > store.n or x.length is not None]
+        if any(x.length is not None for x in others):
+            return False
+        if others:
+            self._set_aside(store.n, store)
+        return True
+
+    def is_shared(self, store: Reader) -> bool:
+        """Whether another store has, or had, entries here after this store's last one."""
+        return bool(self._aside) or any(x.n > store.n or x.length is not None for x in self._others(store))
+
+    def _others(self, store: Reader) -> list[Reader]:
+        return [x for x in (ref() for ref in self._readers.values()) if x is not None and x is not store]
+
+    def _set_aside(self, start: int, store: Reader) -> None:
+        """Copy the entries from `start` on of every reader but this store, which has none of its own there."""
+        if start < self._common:
+            for key, (at, rows) in self._aside.items():
+                before = {name: x[:, :, start:at] for name, x in self.tensors.items()}
+                self._aside[key] = start, {name: torch.cat([before[name], x], dim=2) for name, x in rows.items()}
+            self._common = start
+        for other in self._others(store):
+            if other.n > self._common:
+                own = {name: x[:, :, self._common : other.n].clone() for name, x in self.tensors.items()}
+                self._aside[id(other)] = self._common, own
+                del self._readers[id(other)]
 
 
 @dataclass

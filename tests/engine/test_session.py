@@ -193,8 +193,8 @@ def test_positions_count_tokens_after_eviction(method):
     """After a compression and an answer the next token's position is the number of tokens, not of entries."""
     model, seen = tiny_model(), []
     with Session(model, fitted(method, model, 40), capacity=90) as session:
-        original = session._attend
-        session._attend = lambda step: (seen.append(step.positions), original(step))[1]
+        original = session.attend
+        session.attend = lambda step: (seen.append(step.positions), original(step))[1]
         session.prefill(CONTEXT)
         session.ask(FIRST, 4, stop=NO_STOP)
     assert seen[-1].tolist() == [[len(CONTEXT + FIRST) + 2]]

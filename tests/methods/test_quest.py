@@ -75,14 +75,14 @@ def test_bounds_follow_the_entries():
         parts.prefill(tokens[:17])
         for layer in parts.layers:
             paged = layer.keys[:, :, :16].unflatten(2, (4, 4))
-            assert layer._bounds[:, :, : layer._pages].equal(torch.cat([paged.amin(3), paged.amax(3)], -1))
+            assert layer._bounds.held()["bounds"].equal(torch.cat([paged.amin(3), paged.amax(3)], -1))
         for token in tokens[17:]:
             parts.forward(torch.tensor([[token]]), Moment.DECODE)
         for layer in parts.layers:
-            assert layer._pages == 12
+            assert layer._bounds.n == 12
             paged = layer.keys[:, :, :48].unflatten(2, (12, 4))
-            assert layer._bounds[:, :, :12].equal(torch.cat([paged.amin(3), paged.amax(3)], -1))
-        assert [x._pages for x in whole.layers] == [12, 12]
+            assert layer._bounds.held()["bounds"].equal(torch.cat([paged.amin(3), paged.amax(3)], -1))
+        assert [x._bounds.n for x in whole.layers] == [12, 12]
 
 
 def test_a_question_reads_as_its_tokens_would_one_by_one():

@@ -131,9 +131,11 @@ def test_a_store_is_lists_of_rows(data, batch, bounded, track, window, capacity)
             with pytest.raises(UserError, match="second time"):
                 getattr(kv, choice)(mask if choice == "keep_where" else index)
         elif choice == "append":
-            tokens = list(range(lists.seen, lists.seen + data.draw(st.integers(1, 4), label="tokens")))
-            add(kv, tokens, batch=batch, window=window)
-            lists.seen += len(tokens)
+            own = 100 * data.draw(st.integers(0, 3), label="fork") if window is None else 0  # forks differ from here on
+            count = data.draw(st.integers(1, 4), label="tokens")
+            tokens = [own + x for x in range(lists.seen, lists.seen + count)]
+            lists.seen += count
+            kv.append(step_of(tokens, lists.seen, batch, window))
             lists.dense = [x + tokens for x in lists.dense]
         elif choice == "keep":
             indices = pick(data, [n] * batch * HEADS, data.draw(st.integers(1, n), label="count"))
@@ -216,16 +218,32 @@ def test_one_fork_after_the_other_uses_the_same_rows():
         branch.close()
 
 
-def test_two_forks_at_a_time_do_not_see_each_other():
-    """The second of two forks that both append gets rows of its own."""
+def test_forks_that_continue_side_by_side_share_the_context():
+    """Each sees its own entries after the common ones, which exist once; only own entries are copied."""
     kv = context()
+    before = pointers(kv)
     one, two = kv.fork(), kv.fork()
-    add(one, [6, 7])
-    add(two, [6, 7, 8])
-    add(one, [8])
-    add(kv, [6])
-    for store, tokens in ((one, 9), (two, 9), (kv, 7)):
-        assert store.keys[0, 0, :, 0].tolist() == list(range(tokens))
+    for store, tokens in ((one, [16, 17]), (two, [26, 27, 28]), (one, [18]), (kv, [36])):
+        store.append(step_of(tokens, store.seen + len(tokens)))
+    for _ in range(2):
+        for store, own in ((one, [16, 17, 18]), (two, [26, 27, 28]), (kv, [36])):
+            assert store.keys[0, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 5, *own]
+            assert pointers(store) == before
+    aside = [x for _, rows in kv._buffer._aside.values() for x in rows.values()]
+    assert sorted(x.shape[2] for x in aside) == [3, 3, 3, 3]
+
+
+def test_entries_set_aside_reach_back_to_the_earliest_fork():
+    """A store that continues before the others forked: those entries were common, and are set aside as well."""
+    kv = context()
+    one = kv.fork()
+    one.append(step_of([16, 17], 8))
+    two = one.fork()
+    one.append(step_of([18], 9))
+    two.append(step_of([28], 9))
+    kv.append(step_of([36, 37, 38, 39], 10))
+    for store, own in ((two, [16, 17, 28]), (one, [16, 17, 18]), (kv, [36, 37, 38, 39])):
+        assert store.keys[0, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 5, *own]
 
 
 def test_a_fork_outlives_the_one_it_came_from():
@@ -239,8 +257,8 @@ def test_a_fork_outlives_the_one_it_came_from():
     assert two.keys[0, 0, :, 0].tolist() == list(range(8))
 
 
-def test_an_abandoned_fork_keeps_nobody_from_appending():
-    """A fork that is dropped without being closed leaves its rows to the next."""
+def test_an_abandoned_fork_takes_no_memory():
+    """A fork that is dropped without being closed is not set aside for the next."""
     kv = context()
     before = pointers(kv)
     one = kv.fork()
@@ -249,6 +267,7 @@ def test_an_abandoned_fork_keeps_nobody_from_appending():
     two = kv.fork()
     add(two, [6])
     assert pointers(two) == before
+    assert kv._buffer._aside == {}
 
 
 def test_compressing_a_fork_leaves_the_parent_alone():

@@ -1,0 +1,160 @@
+"""Samples whose answers are decoded together: `--batch`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, zip_longest
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvbench.engine.passes import finish, merge
+from kvbench.engine.recording import InexactPrefillError
+from kvbench.errors import UndeclaredError, UserError
+from kvbench.hf import attached
+from kvbench.log import say
+from kvbench.machine import ram_bytes
+from kvbench.runs.journal import BatchLine, Line
+from kvbench.runs.sample import SampleFailedError, converse, run_sample
+from kvbench.task import Encoded, Example, Mode
+
+if TYPE_CHECKING:
+    from kvbench.budget import Shape
+    from kvbench.engine.shared import SharedPrefill
+    from kvbench.method import Method
+    from kvbench.runs.job import Job
+    from kvbench.runs.spec import RunSpec
+
+MOST_AUTO = 64
+"""The largest batch that `auto` chooses."""
+SHARE_OF_MEMORY = 0.5
+"""The share of the memory beside the weights that the caches of a batch may take by prediction."""
+GB = 1e9
+Made = tuple[int, Example, Encoded]
+
+
+def describe_alone(method: Method) -> str | None:
+    """Why the answers of a batch are decoded one at a time; None: they are decoded together."""
+    return f"{method.card.name} generates answers in its own way" if method.generates_alone else None
+
+
+def divide_batch(batch: int, spec: RunSpec) -> tuple[int, int]:
+    """Contexts at a time, and questions about each: a batch takes the questions of a context first."""
+    questions = min(batch, spec.turns) if spec.mode is Mode.MULTI_REQUEST else 1
+    return max(1, batch // questions), questions
+
+
+def group_samples(samples: Iterable[Made], spec: RunSpec, *, shared: bool) -> Iterator[list[Made]]:
+    """The samples that run together; with shared prefills one, because one context is in memory at a time."""
+    contexts = 1 if shared else divide_batch(spec.batch, spec)[0]
+    samples = iter(samples)
+    while group := list(islice(samples, contexts)):
+        yield group
+
+
+def run_batch(
+    job: Job, group: Sequence[Made], shared: SharedPrefill | None, *, compare: bool
+) -> list[tuple[list[Line], SampleFailedError | None]]:
+    """Run samples together. Returns the lines of each, without times, and its failure.
+
+    If one raises, each is run alone, so that it fails alone. compare: answer the first sample's questions one at a
+    time, too, and count the tokens that differ.
+    """
+    begun = time.perf_counter()
+    found = None if describe_alone(job.method) is not None else _run_together(job, group, shared)
+    size = 1 if found is None else len(group) * divide_batch(job.spec.batch, job.spec)[1]
+    done = [_run_alone(job, x, shared) for x in group] if found is None else [(lines, None) for lines in found]
+    tokens = different = None
+    if compare and size > 1:
+        tokens, different = count_different(done[0][0], _run_alone(job, group[0], shared)[0])
+    seconds = (time.perf_counter() - begun) / sum(len(lines) for lines, _ in done)
+    marked: list[tuple[list[Line], SampleFailedError | None]] = []
+    for place, (lines, failure) in enumerate(done):
+        update = {"times": None, "batch": BatchLine(size=size), "seconds": seconds}
+        marked.append(([x.model_copy(update=update) for x in lines], failure))
+        if place == 0 and tokens is not None:
+            compared = BatchLine(size=size, tokens=tokens, different=different)
+            marked[0][0][0] = marked[0][0][0].model_copy(update={"batch": compared})
+    return marked
+
+
+def _run_together(job: Job, group: Sequence[Made], shared: SharedPrefill | None) -> list[list[Line]] | None:
+    questions = divide_batch(job.spec.batch, job.spec)[1]
+    try:
+        with attached(job.model.module):  # until the last session is closed, in whatever order
+            return finish(merge((converse(job, *x, shared, width=questions) for x in group), len(group)))
+    except InexactPrefillError as error:
+        assert shared is not None
+        shared.refuse(job.spec, str(error))
+        return _run_together(job, group, None)
+    except Exception as error:  # noqa: BLE001  # of a method, on one of the samples
+        numbers = ", ".join(str(x[0]) for x in group)
+        say(f"a batch of samples {numbers} raised {type(error).__name__}: they are run one at a time.")
+        return None
+
+
+def _run_alone(job: Job, made: Made, shared: SharedPrefill | None) -> tuple[list[Line], SampleFailedError | None]:
+    try:
+        return run_sample(job, *made, shared), None
+    except SampleFailedError as failure:
+        return failure.lines, failure
+
+
+def count_different(ours: Sequence[Line], theirs: Sequence[Line]) -> tuple[int, int]:
+    """Tokens of two sets of answers, and how many of them differ; a token that only one has differs."""
+    pairs = [pair for a, b in zip_longest(ours, theirs) for pair in zip_longest(a.ids if a else (), b.ids if b else ())]
+    return len(pairs), sum(x != y for x, y in pairs)
+
+
+# The size of a batch
+
+
+def resolve_batch(asked: int | None, job: Job, fitted: Method, shape: Shape, capacity: int) -> int:
+    """The number of answers that are decoded together. asked: None chooses it by the predicted memory.
+
+    Raises:
+        UserError: the caches of so many answers would not fit.
+    """
+    spec = job.spec
+    if job.model.masking is not None:
+        if asked == 1:
+            return 1
+        raise UserError("on a diffusion model every answer runs alone, and no batch is possible. Leave --batch out.")
+    limit = SHARE_OF_MEMORY * (_total_bytes(spec.device) - job.model.module.num_parameters() * shape.itemsize)
+    most = 1
+    answers = spec.samples * (spec.turns if spec.mode is Mode.MULTI_REQUEST else 1)
+    largest = min(MOST_AUTO, answers) if asked is None else asked
+    while most < largest and predict_bytes(2 * most, spec, fitted, shape, capacity) <= limit:
+        most *= 2
+    if asked is None:
+        return min(most, largest)
+    need = predict_bytes(asked, spec, fitted, shape, capacity)
+    if asked > 1 and need > limit:
+        contexts, questions = divide_batch(asked, spec)
+        raise UserError(
+            f"batch {asked} needs about {need / GB:.2f} GB for {contexts} contexts with {questions} answers each, and "
+            f"{limit / GB:.2f} GB are allowed ({SHARE_OF_MEMORY:.0%} of {spec.device} memory beside the weights). "
+            f"Use --batch {most} or less, or --batch auto."
+        )
+    return asked
+
+
+def predict_bytes(batch: int, spec: RunSpec, fitted: Method, shape: Shape, capacity: int) -> int:
+    """Bytes of a batch's caches: two full caches during prefill and comparison, and what is held of each context.
+
+    An answer has its own entries after the context, and a copy of them; stores that overwrite entries copy the context.
+    """
+    try:
+        stored = fitted.declared_bytes(shape)
+    except UndeclaredError:
+        stored = shape.full_bytes
+    later = (capacity - shape.length) * shape.full_bytes // shape.length
+    copied = stored if any(fitted.layer(x).bounded for x in range(len(shape.layers))) else 0
+    contexts, questions = divide_batch(batch, spec)
+    full = 2 * shape.full_bytes + fitted.running_bytes(shape)
+    return full + contexts * (stored + later + questions * (2 * later + copied))
+
+
+def _total_bytes(device: str) -> int:
+    return int(torch.cuda.get_device_properties(0).total_memory) if device == "cuda" else ram_bytes()

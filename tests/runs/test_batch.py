@@ -1,0 +1,168 @@
+"""`--batch`: the journal of a run whose answers are decoded together, its record, and bad input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvbench.engine.session import Session
+from kvbench.errors import UserError
+from kvbench.runs import batch as batching
+from kvbench.runs.batch import divide_batch, predict_bytes
+from kvbench.runs.examples import make_examples
+from kvbench.runs.files import read_lines
+from kvbench.runs.options import Request
+from kvbench.runs.prepare import prepare
+from kvbench.runs.runner import run
+
+TOYS = Path(__file__).parents[1] / "toys" / "toy.py"
+CHANGED = {"times": None, "batch": None, "started": "", "seconds": 0.0, "agreement": None}
+
+FAULTY = '''
+from dataclasses import dataclass
+from typing import ClassVar
+import torch
+from kvbench.method import BudgetKind, Card, Method
+
+def card(name):
+    return Card(name=name, title=name, idea="i. i.", arxiv=None, year=None, family="test", stages=(),
+                budget=BudgetKind.STORED, heads="independent", upstream=None)
+
+class Last(Method):
+    def evict(self, kv, step):
+        if step.moment.compresses:
+            kv.keep(torch.arange(kv.n - self.rows, kv.n).expand(*kv.keys.shape[:2], -1))
+
+@dataclass(frozen=True)
+class Own(Last):
+    """Generates in its own way."""
+    card: ClassVar[Card] = card("own")
+    def generate(self, session, max_new_tokens, stop):
+        return session.greedy(1, stop)
+
+@dataclass(frozen=True)
+class Picky(Last):
+    """Raises on one of the contexts, while its answer is generated."""
+    card: ClassVar[Card] = card("picky")
+    def attend(self, kv, step):
+        if step.moment == "decode" and abs(float(kv.keys[0, 0, 0, 0]) - PLACE) < 1e-6:
+            raise ValueError("not this one")
+        return kv.attend(step)
+'''
+
+
+def make_request(model_folder, out, **options):
+    """A run on four contexts."""
+    options = {"method": "snapkv", "length": 180, "samples": 4, **options}
+    return Request(task=f"{TOYS}:Toy", model=str(model_folder), device="cpu", out=out, **options)
+
+
+def make_lines(request):
+    """The result of a run, and its lines without the fields that a batch changes; agreements apart."""
+    outcome = run(prepare(request))
+    lines = read_lines(outcome.folder / "samples.jsonl")
+    agreements = [x.agreement for x in lines]
+    return outcome.result, [x.model_copy(update=CHANGED) for x in lines], agreements, lines
+
+
+MODES = {
+    "single": {}, "multi-request": {"mode": "multi-request"}, "multi-turn": {"mode": "multi-turn"},
+    "own history": {"mode": "multi-turn", "history": "own"}, "chunks": {"mode": "multi-request", "chunk": 50},
+    "recompress": {"mode": "multi-turn", "recompress": True},
+}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("batch", ["2", "7"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_batch_changes_no_line(model_folder, tmp_path, mode, batch):
+    """Contexts, questions, or both together: tokens, scores, bytes and counters are those of one at a time."""
+    result, lines, agreements, _ = make_lines(make_request(model_folder, tmp_path, **MODES[mode]))
+    other, found, compared, full = make_lines(make_request(model_folder, tmp_path, **MODES[mode], batch=batch))
+    assert found == lines
+    for a, b in zip(agreements, compared, strict=True):
+        assert (a.top1, a.n, a.kl) == (b.top1, b.n, pytest.approx(b.kl, abs=1e-5))
+    assert other.run_id != result.run_id
+    assert (result.batch, result.latency.untimed) == (None, None)
+    contexts, questions = divide_batch(int(batch), other.spec)
+    assert other.batch.size == min(4, contexts) * questions
+    assert other.batch.alone is None
+    assert other.latency.untimed == f"answers were decoded in batches of up to {other.batch.size}"
+    assert all(x.times is None for x in full)
+    assert (other.latency.n, other.latency.ttft_s) == (0, None)
+
+
+def test_batch_1_is_a_plain_run(model_folder, tmp_path):
+    """The same run id, with times."""
+    plain, one = (prepare(make_request(model_folder, tmp_path, batch=x)) for x in (None, "1"))
+    assert plain.spec.run_id == one.spec.run_id
+    assert run(one).result.latency.n == 4
+
+
+def test_a_method_that_generates_in_its_own_way_runs_one_by_one(model_folder, tmp_path):
+    """The result names the reason, and has no times all the same."""
+    (tmp_path / "own.py").write_text(FAULTY)
+    result, *_ = make_lines(make_request(model_folder, tmp_path, method=f"{tmp_path}/own.py:Own", batch="4"))
+    assert (result.batch.size, result.batch.alone) == (1, "own generates answers in its own way")
+    assert result.latency.untimed is not None
+
+
+def test_a_sample_that_raises_fails_alone(model_folder, tmp_path, capsys):
+    """The other samples of its batch have their answers, and the lines are those of one at a time."""
+    job = prepare(make_request(model_folder, tmp_path, method=f"{TOYS}:Last"))
+    _, _, encoded = list(make_examples(job, range(4)))[2]
+    prompt = encoded.context + encoded.turns[0].first
+    with Session(job.model, job.method.fit(job.budget, job.model.shape(len(prompt)))) as session:
+        session.prefill(prompt)
+        place = float(session.layers[0].keys[0, 0, 0, 0])
+    (tmp_path / "picky.py").write_text(FAULTY.replace("PLACE", repr(place)))
+    picky = f"{tmp_path}/picky.py:Picky"
+    _, lines, *_ = make_lines(make_request(model_folder, tmp_path, method=picky))
+    result, found, *_ = make_lines(make_request(model_folder, tmp_path, method=picky, batch="4"))
+    assert [x.error is None for x in found] == [x.error is None for x in lines] == [True, True, False, True]
+    assert found == lines
+    assert "a batch of samples 0, 1, 2, 3 raised ValueError" in capsys.readouterr().err
+    assert result.batch.alone == "a batch raised an error"
+
+
+def test_differences_are_counted_in_16_bits(model_folder, tmp_path):
+    """The first sample is answered one at a time, too; in float32 the tests prove equality."""
+    options = {"mode": "multi-request", "batch": "3", "method": "snapkv"}
+    half, *_ = make_lines(make_request(model_folder, tmp_path, dtype="bfloat16", **options))
+    assert half.batch.tokens > 0
+    assert half.batch.different is not None
+    assert half.batch.different <= half.batch.tokens
+    single, *_ = make_lines(make_request(model_folder, tmp_path, dtype="float32", **options))
+    assert (single.batch.tokens, single.batch.different) == (None, None)
+
+
+@pytest.mark.parametrize(("batch", "message"), [
+    ("0", "batch '0' must be a whole number, 1 or more, or auto"), ("-2", "batch '-2' must be"),
+    ("many", "batch 'many' must be"), ("1.5", "batch '1.5' must be"),
+])
+def test_bad_batches_are_refused(kvbench, arguments, batch, message):
+    """With the value, the rule and the next step; nothing is written."""
+    answer = kvbench(*arguments, "--method", "full", "--batch", batch)
+    assert answer.code == 2
+    assert message in answer.err
+
+
+def test_a_batch_beyond_the_memory_is_refused(model_folder, tmp_path, monkeypatch):
+    """The message names what fits, and `auto` chooses it."""
+    job = prepare(make_request(model_folder, tmp_path, mode="multi-request"))
+    shape = job.model.shape(160)
+    fitted = job.method.fit(job.budget, shape)
+    limit = predict_bytes(4, job.spec, fitted, shape, 180)
+    weights = job.model.module.num_parameters() * 4
+    monkeypatch.setattr(batching, "_total_bytes", lambda _: limit / batching.SHARE_OF_MEMORY + weights)
+    assert batching.resolve_batch(None, job, fitted, shape, 180) == 4
+    assert batching.resolve_batch(4, job, fitted, shape, 180) == 4
+    with pytest.raises(UserError, match=r"batch 64 needs about .* Use --batch 4 or less, or --batch auto"):
+        batching.resolve_batch(64, job, fitted, shape, 180)
+
+
+def test_auto_is_no_larger_than_the_run(model_folder, tmp_path):
+    """Four contexts, or four with three questions each."""
+    assert prepare(make_request(model_folder, tmp_path, batch="auto")).spec.batch == 4
+    assert prepare(make_request(model_folder, tmp_path, batch="auto", mode="multi-request")).spec.batch == 12
