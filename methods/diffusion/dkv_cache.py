@@ -15,6 +15,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvbench.constraints import Natural, Positive
 from kvbench.diffusion.policy import Denoising, PassPlan, Policy, top
 from kvbench.diffusion.sampling import Sampling
 from kvbench.errors import UserError
@@ -33,13 +34,7 @@ DREAM = "made for Dream; here it also runs on models without a shifted head"
 class Refreshing(Policy):
     """Base of the variants. refresh: steps between full passes, counted from the start of each block."""
 
-    refresh: int = 8
-
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        super().__post_init__()
-        if self.refresh < 1:
-            raise UserError(f"{self.card.name}: refresh {self.refresh} must be 1 or more steps.")
+    refresh: Positive = 8
 
     def identity(self, shape: Shape) -> bool:
         """True if every step is a full pass."""
@@ -55,7 +50,7 @@ class DkvCacheDecode(Refreshing):
     shift: on a shifted head, the entries to keep: `un`: the next token is decoded; `un_right`: the own token is, too.
     """
 
-    first: int | None = None
+    first: Positive | None = None
     shift: Literal["un", "un_right"] = "un"
 
     card: ClassVar[Card] = Card(
@@ -65,12 +60,6 @@ class DkvCacheDecode(Refreshing):
         arxiv="2505.15781", year=2025, family="diffusion", stages=("generation",), budget=BudgetKind.NONE,
         heads="independent", upstream=UPSTREAM, deviations=(BATCHES, LAST),
     )
-
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        super().__post_init__()
-        if self.first is not None and self.first < 1:
-            raise UserError(f"{self.card.name}: first {self.first} must be 1 or more full passes.")
 
     def plan(self, d: Denoising) -> PassPlan:
         """All tokens, or all but those decoded before the last step began."""
@@ -85,8 +74,8 @@ class DkvCacheDecode(Refreshing):
 class DkvCacheGreedy(Refreshing):
     """window: masks around each upcoming token that are computed with it."""
 
-    refresh: int = 2
-    window: int = 4
+    refresh: Positive = 2
+    window: Natural = 4
 
     card: ClassVar[Card] = Card(
         name="dkv-cache-greedy", title="dKV-Cache-Greedy", models="diffusion",
@@ -97,12 +86,6 @@ class DkvCacheGreedy(Refreshing):
         deviations=("made for LLaDA; with a shifted head the positions that predict these tokens are computed",),
         limits=("only with --gen remasking=random: the order must be known before the confidences",),
     )
-
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        super().__post_init__()
-        if self.window < 0:
-            raise UserError(f"dkv-cache-greedy: window {self.window} must be 0 or more masks.")
 
     def check(self, sampling: Sampling, answer: int) -> None:
         """Require an order that is known in advance.

@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvbench.constraints import Positive, Share
 from kvbench.diffusion.policy import Denoising, PassPlan, Policy
-from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Shape, Upstream
 from kvbench.store.positions import PositionKV, sequences
 
@@ -22,9 +22,9 @@ class DllmCache(Policy):
     share: share of the answer that is recomputed in between: the tokens whose values changed most.
     """
 
-    prompt: int = 50
-    answer: int = 7
-    share: float = 0.25
+    prompt: Positive = 50
+    answer: Positive = 7
+    share: Share = 0.25
 
     card: ClassVar[Card] = Card(
         name="dllm-cache", title="dLLM-Cache", models="diffusion",
@@ -37,15 +37,6 @@ class DllmCache(Policy):
             "computed tokens are counted in feed-forward layers; values of all answer tokens are computed as well",
         ),
     )
-
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        super().__post_init__()
-        if self.prompt < 1 or self.answer < 1 or not 0 <= self.share <= 1:
-            raise UserError(
-                f"dllm-cache: prompt {self.prompt} and answer {self.answer} must be 1 or more passes, and share "
-                f"{self.share} from 0 to 1."
-            )
 
     def identity(self, shape: Shape) -> bool:
         """True if every pass computes all tokens."""

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvbench.constraints import Natural, Positive
 from kvbench.diffusion.policy import Denoising, PassPlan, Policy
 from kvbench.diffusion.sampling import Sampling
 from kvbench.errors import UserError
@@ -50,8 +51,8 @@ class ElasticCache(Policy):
     """
 
     gamma: float = 0.9
-    window: int = 16
-    tracked: int = 1
+    window: Positive = 16
+    tracked: Natural = 1
     axis: Literal["heads", "keys"] = "heads"
 
     card: ClassVar[Card] = Card(
@@ -65,12 +66,6 @@ class ElasticCache(Policy):
         limits=("one sequence at a time", "the answer is one block: leave --gen block out",
                 "gamma above 1 is not exact: tokens outside the window resume from their stored inputs"),
     )
-
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        super().__post_init__()
-        if self.window < 1 or self.tracked < 0:
-            raise UserError(f"elastic-cache: window {self.window} must be 1 or more, tracked {self.tracked} 0 or more.")
 
     def store(self, length: int) -> PositionKV:
         """A store that also has queries and layer inputs."""

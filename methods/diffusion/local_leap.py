@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvbench.constraints import Natural, Share
 from kvbench.diffusion.policy import Denoising, Policy
 from kvbench.diffusion.sampling import Sampling
 from kvbench.errors import UserError
@@ -18,8 +19,8 @@ from kvbench.method import BudgetKind, Card, Upstream
 class LocalLeap(Policy):
     """relaxed: threshold near an anchor. radius: positions on either side of an anchor."""
 
-    relaxed: float = 0.75
-    radius: int = 4
+    relaxed: Share = 0.75
+    radius: Natural = 4
 
     card: ClassVar[Card] = Card(
         name="local-leap", title="LocalLeap", models="diffusion",
@@ -30,12 +31,6 @@ class LocalLeap(Policy):
         unverified=("the reference was read in a copy of its repository",),
         limits=("only with --gen threshold: the paper's is 0.9",),
     )
-
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        super().__post_init__()
-        if not 0 <= self.relaxed <= 1 or self.radius < 0:
-            raise UserError(f"local-leap: relaxed {self.relaxed} must be 0 to 1, and radius {self.radius} 0 or more.")
 
     def check(self, sampling: Sampling, answer: int) -> None:
         """Require a threshold.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvbench.constraints import Ge, Gt, Le, Natural, Odd
 from kvbench.diffusion.policy import Denoising, PassPlan, Policy
-from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Shape, Step, Upstream
 from kvbench.store.positions import PositionKV
 
@@ -33,9 +33,9 @@ class SparseDllm(Policy):
     delay: the full pass whose entries are kept, counted from 0 at the start of a block. by_head: select per KV head.
     """
 
-    keep: float = 0.5
-    pool: int = 3
-    delay: int = 1
+    keep: Annotated[float, Gt(0), Le(1)] = 0.5
+    pool: Annotated[int, Ge(1), Odd] = 3
+    delay: Natural = 1
     by_head: bool = False
 
     card: ClassVar[Card] = Card(
@@ -48,15 +48,6 @@ class SparseDllm(Policy):
         deviations=("with a shifted head the position before the block is computed as a part of the block",),
         unverified=("by_head is dLLM-Serve's head_select, known from its code only",),
     )
-
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        super().__post_init__()
-        if not 0 < self.keep <= 1 or self.pool < 1 or self.pool % 2 == 0 or self.delay < 0:
-            raise UserError(
-                f"sparse-dllm: keep {self.keep} must be above 0 and at most 1, pool {self.pool} odd, and delay "
-                f"{self.delay} 0 or more."
-            )
 
     def store(self, length: int) -> PositionKV:
         """A store of entries in any order."""

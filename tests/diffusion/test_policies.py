@@ -286,15 +286,20 @@ def test_a_regime_without_meaning_is_refused(model, one, fill, method, how, mess
         fill(model, method, prompt=one, **how)
 
 
-@pytest.mark.parametrize("make", [
-    lambda: DkvCacheDecode(refresh=0), lambda: DkvCacheDecode(first=0), lambda: WindowDiffusion(active=9, window=8),
-    lambda: LocalLeap(relaxed=1.5), lambda: DllmCache(share=2.0), lambda: SparseDllm(keep=0.0),
-    lambda: SparseDllm(pool=2), lambda: ElasticCache(window=0),
+@pytest.mark.parametrize(("kind", "settings", "message"), [
+    (DkvCacheDecode, {"refresh": 0}, "refresh must be 1 or more, got 0"),
+    (DkvCacheDecode, {"first": 0}, "first must be 1 or more, got 0"),
+    (WindowDiffusion, {"active": 9, "window": 8}, "active must be at most window 8, got 9"),
+    (LocalLeap, {"relaxed": 1.5}, "relaxed must be between 0 and 1, got 1.5"),
+    (DllmCache, {"share": 2.0}, "share must be between 0 and 1, got 2.0"),
+    (SparseDllm, {"keep": 0.0}, "keep must be above 0 and at most 1, got 0.0"),
+    (SparseDllm, {"pool": 2}, "pool must be odd and 1 or more, got 2"),
+    (ElasticCache, {"window": 0}, "window must be 1 or more, got 0"),
 ])
-def test_settings_without_meaning_are_refused(make):
-    """Before a model runs."""
-    with pytest.raises(UserError, match="must be"):
-        make()
+def test_settings_without_meaning_are_refused(kind, settings, message):
+    """Before a model runs, with the value and the rule."""
+    with pytest.raises(UserError, match=message):
+        kind(**settings)
 
 
 def test_dllm_cache_computes_the_share_that_changed(unshifted, fill):

@@ -181,7 +181,7 @@ REFUSED = [
     ("local-leap", "", "--gen threshold=0.9"),
     ("window-diffusion", "--gen block=4", "leave --gen block out"),
     ("elastic-cache", "--gen block=4", "leave --gen block out"),
-    ("dkv-cache-decode", "--set first=0", "dkv-cache-decode: first 0 must be 1 or more"),
+    ("dkv-cache-decode", "--set first=0", "dkv-cache-decode: first must be 1 or more, got 0"),
     ("dkv-cache-decode", "--set shift=right", "shift must be one of un, un_right, got right"),
     ("snapkv", "", "snapkv needs an autoregressive model; "),
     ("full", "", "is a diffusion model. See `kvbench list methods`; to run without a cache method use"),
