@@ -29,12 +29,13 @@ Results = Annotated[
     list[Path] | None,
     typer.Option(help="Folders in which baselines and duplicates are looked up; repeatable; default: PATHS."),
 ]
+Own = Annotated[bool, typer.Option("--own", help="These runs are yours: they need no manifest.")]
 Write = Annotated[bool, typer.Option("--write", help="Write verification.json into each submission, for the site.")]
 
 
 @app.command("verify")
 def verify_command(
-    paths: Paths, *, results: Results = None, write: Write = False, as_json: Json = False
+    paths: Paths, *, results: Results = None, own: Own = False, write: Write = False, as_json: Json = False
 ) -> int:
     """Verify submissions without running a model (level L0).
 
@@ -49,7 +50,7 @@ def verify_command(
     if not bundles:
         raise UserError(f"'{paths[0]}' contains no run. Give the folder of a run, a submission, or a folder of them.")
     repository = Repository(results or paths)
-    found = [(x, verify(x, repository).conclude()) for x in bundles]
+    found = [(x, verify(x, repository, own=own).conclude()) for x in bundles]
     return _report(found, write=write, as_json=as_json, below=(None,))
 
 
@@ -67,6 +68,7 @@ def rerun_command(
         typer.Option(metavar="FILE|env:NAME", help="Secret seed: also run new contexts generated from it (L3)."),
     ] = None,
     results: Results = None,
+    own: Own = False,
     write: Write = False,
     as_json: Json = False,
 ) -> int:
@@ -87,7 +89,7 @@ def rerun_command(
     if secret is not None and wanted < 1:
         raise UserError(f"--share {share} is too little for --hidden-seed: L3 includes L2. Leave --share out.")
     options = RerunOptions(wanted, secrets.randbits(32) if seed is None else seed, secret)
-    found = verify(path, Repository(results or [path]))
+    found = verify(path, Repository(results or [path]), own=own)
     rerun_levels(found, options, show_progress)
     return _report([(path, found.conclude())], write=write, as_json=as_json, below=(None, "L0"))
 
@@ -129,6 +131,7 @@ def _report(
     """Print the checks of one submission, or one row for each of several; exit code 1 if a level is in `below`."""
     from kvbench.analysis.formatting import print_table
     from kvbench.leaderboard.submission.records import VERIFICATION
+    from kvbench.leaderboard.submission.seal import seal
     from kvbench.runs.files import write_record
 
     if len(found) == 1:
@@ -144,7 +147,7 @@ def _report(
     for path, record in found if write else ():
         if not path.is_dir():
             raise UserError(f"--write needs a folder, and {path} is a .tar file. Unpack it, or leave out --write.")
-        write_record(path / VERIFICATION, record)
+        write_record(path / VERIFICATION, seal(record))
     if as_json:
         print_json([{"path": str(path), **record.model_dump(mode="json")} for path, record in found])
     return 1 if any(record.level in below for _, record in found) else 0

@@ -7,17 +7,30 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvbench.leaderboard.site.listed import ListedRun, read_listed
 from kvbench.leaderboard.submission import repository
 from kvbench.leaderboard.submission.deliver import put_in_folder
-from kvbench.leaderboard.submission.records import MANIFEST, RESULT, SAMPLES
+from kvbench.leaderboard.submission.records import (
+    MANIFEST,
+    RESULT,
+    SAMPLES,
+    VERIFICATION,
+    OtherScore,
+    RerunResult,
+    Verification,
+)
 from kvbench.leaderboard.submission.repository import Repository
+from kvbench.leaderboard.submission.seal import seal
 from kvbench.leaderboard.verification import replay
 from kvbench.leaderboard.verification.verify import verify
+from kvbench.runs.files import write_record
 from kvbench.runs.journal import AgreementPart, Line
 
 from .conftest import GPU, edit, edit_spec, on_gpu, repack, scale_times
@@ -294,3 +307,69 @@ def test_wrong_answers_of_another_method_are_flagged(snapkv, runs, published, mo
     left = sum(x.score == 0 for x in snapkv.bundle.lines) - mended
     copies = verify(files, published).conclude().checks[-1]
     assert (copies.outcome, f"{left} of its {left} wrong answers equal" in copies.reason) == ("flag", True)
+
+
+def claim_level(files: dict[str, bytes]) -> Verification:
+    """A record in which a submitter awards the run the highest level and a perfect score."""
+    record = verify(files, Repository()).conclude()
+    best = record.score.model_copy(update={"mean": 1.0, "ci95": (1.0, 1.0)})
+    return record.model_copy(update={"level": "L3", "score": best, "commit": "c" * 40})
+
+
+def list_one(folder: Path) -> ListedRun:
+    """The only run below a folder, as the site sees it."""
+    (run,), problems = read_listed(folder)
+    assert not problems
+    return run
+
+
+@pytest.mark.parametrize("sealed", [None, "0" * 64])
+def test_a_verification_that_comes_with_the_folder_is_not_believed(snapkv, tmp_path, sealed):
+    folder = put_in_folder(snapkv.files, snapkv.bundle.manifest, tmp_path)
+    record = claim_level(snapkv.files).model_copy(update={"seal": sealed})
+    write_record(folder / VERIFICATION, record)
+    run = list_one(tmp_path)
+    assert (run.verification, run.counted) == (None, False)
+    assert run.result.score.mean == snapkv.bundle.result.score.mean < 1
+
+
+def test_a_changed_field_breaks_the_seal(snapkv, tmp_path):
+    """A record that this verifier wrote counts, and no other that quotes its seal."""
+    folder = put_in_folder(snapkv.files, snapkv.bundle.manifest, tmp_path)
+    record = seal(verify(snapkv.files, Repository()).conclude())
+    write_record(folder / VERIFICATION, record)
+    assert list_one(tmp_path).counted
+    write_record(folder / VERIFICATION, record.model_copy(update={"level": "L2"}))
+    assert not list_one(tmp_path).counted
+
+
+def test_a_record_of_a_verifier_with_another_key_is_not_believed(snapkv, tmp_path, monkeypatch):
+    folder = put_in_folder(snapkv.files, snapkv.bundle.manifest, tmp_path)
+    write_record(folder / VERIFICATION, seal(verify(snapkv.files, Repository()).conclude()))
+    assert list_one(tmp_path).counted
+    monkeypatch.setenv("KVBENCH_VERIFIER_KEY", "a secret of two machines")
+    assert not list_one(tmp_path).counted
+
+
+def test_a_folder_without_manifest_is_no_curated_run(snapkv, tmp_path):
+    """Only runs that are committed with the code are believed without a seal."""
+    folder = tmp_path / "cpu-2-cores" / "run"
+    shutil.copytree(snapkv.folder, folder)
+    write_record(folder / VERIFICATION, claim_level(snapkv.files).model_copy(update={"submitter": None}))
+    assert not list_one(tmp_path).counted
+
+
+def test_ranks_use_the_scores_of_the_rerun(snapkv, tmp_path):
+    """They come from single answers, and those that a rerun scored otherwise are replaced."""
+    folder = put_in_folder(snapkv.files, snapkv.bundle.manifest, tmp_path)
+    record = verify(snapkv.files, Repository()).conclude()
+    right = next(x for x in snapkv.bundle.lines if x.score == 1)
+    rerun = RerunResult(
+        share=1.0, seed=0, samples=4, answers=8, same_answers=7, tokens=80, same_tokens=79, submitted_mean=1.0,
+        mean=0.9, differs=(), cpu="x", gpu=None,
+        other_scores=(OtherScore(index=right.index, turn=right.turn, score=0.0),),
+    )
+    write_record(folder / VERIFICATION, seal(record.model_copy(update={"level": "L2", "rerun": rerun})))
+    scores = {(x.index, x.turn): x.score for x in list_one(tmp_path).run.lines.values()}
+    submitted = {(x.index, x.turn): x.score for x in snapkv.bundle.lines}
+    assert scores == submitted | {(right.index, right.turn): 0.0} != submitted

@@ -9,8 +9,9 @@ import pytest
 
 from kvbench.leaderboard.submission.bundle import open_bundle
 from kvbench.leaderboard.submission.deliver import put_in_folder
-from kvbench.leaderboard.submission.records import RerunResult
+from kvbench.leaderboard.submission.records import RerunResult, Verification
 from kvbench.leaderboard.submission.repository import Repository
+from kvbench.leaderboard.submission.seal import is_believed
 from kvbench.leaderboard.verification import fresh_seed, levels
 from kvbench.leaderboard.verification.fresh_seed import _permutation_p, count_contexts, run_fresh_seed
 from kvbench.leaderboard.verification.levels import RerunOptions, rerun_levels
@@ -129,6 +130,7 @@ def test_the_score_of_a_rerun_is_the_verifiers(runs, snapkv, verify_with):
     record = verify_with(files, 1.0)
     assert record.level == "L2"
     assert record.rerun.submitted_mean > record.rerun.mean == record.score.mean
+    assert [(x.index, x.turn, x.score) for x in record.rerun.other_scores] == [(wrong // 2, wrong % 2, 0.0)]
 
 
 def test_mended_answers_are_refused_by_the_sign_test():
@@ -245,14 +247,15 @@ def test_rerun_on_the_command_line(kvbench, snapkv, tmp_path):
     done = kvbench("leaderboard", "rerun", folder, "--share", "25%", "--write", "--json")
     assert (done.code, done.json[0]["level"]) == (0, "L1")
     written = json.loads((folder / "verification.json").read_text())
-    assert written == {key: value for key, value in done.json[0].items() if key != "path"}
+    assert written == {key: value for key, value in done.json[0].items() if key != "path"} | {"seal": written["seal"]}
+    assert is_believed(Verification.model_validate_json((folder / "verification.json").read_text()), folder)
     assert kvbench("leaderboard", "verify", tmp_path).code == 0, "what a verifier wrote is no part of the bundle"
 
 
 @pytest.mark.slow
 def test_samples_are_drawn_with_a_random_seed(kvbench, snapkv):
-    seeds = {kvbench("leaderboard", "rerun", snapkv.folder, "--json").json[0]["rerun"]["seed"] for _ in range(2)}
-    assert len(seeds) == 2
+    found = [kvbench("leaderboard", "rerun", snapkv.folder, "--own", "--json").json[0] for _ in range(2)]
+    assert found[0]["rerun"]["seed"] != found[1]["rerun"]["seed"]
 
 
 @pytest.mark.parametrize(("options", "reason"), [

@@ -27,10 +27,14 @@ def test_an_honest_run_reaches_l0(snapkv, check):
     }
 
 
-def test_a_run_without_manifest_is_flagged(snapkv, check):
+def test_a_folder_from_outside_without_manifest_is_refused(snapkv, check):
     files = {name: data for name, data in snapkv.files.items() if name != MANIFEST}
-    assert check(files)["files"] == "flag"
-    assert check(files)["level"] == "L0"
+    assert check(files)["refused"].startswith("files: no manifest: pack the run with kvbench submit")
+
+
+def test_a_run_of_the_users_own_needs_no_manifest(snapkv):
+    record = verify(snapkv.folder, Repository(), own=True).conclude()
+    assert (record.level, record.checks[0].outcome) == ("L0", "flag")
 
 
 def test_a_changed_score_in_the_result_is_refused_with_both_numbers(snapkv, check):
@@ -221,7 +225,7 @@ def test_unknown_names_and_paths_are_not_followed_and_not_verified(snapkv, check
     assert (found["prompts"], found["level"], found["refused"]) == ("flag", None, "")
 
 
-def test_a_file_named_by_a_setting_is_not_read(snapkv, check, tmp_path):
+def test_a_file_named_by_a_setting_is_not_read(snapkv, tmp_path):
     """Some methods read such files in their constructor."""
     (tmp_path / "gates.tsv").write_text("secret")
     stated = {"name": "duo-attention", "version": find_method("duo-attention").card.version, "family": "heads"}

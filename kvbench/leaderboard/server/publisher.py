@@ -14,7 +14,8 @@ from kvbench.leaderboard.server.submissions import list_submissions
 from kvbench.leaderboard.server.tables import Database, Status, Submission
 from kvbench.leaderboard.submission.archive import TRASH, read_files, write_folder
 from kvbench.leaderboard.submission.bundle import open_head
-from kvbench.leaderboard.submission.records import VERIFICATION
+from kvbench.leaderboard.submission.records import VERIFICATION, Verification
+from kvbench.leaderboard.submission.seal import seal
 from kvbench.leaderboard.verification.outcome import RefusedError
 from kvbench.log import say
 
@@ -89,7 +90,8 @@ def publish_accepted(database: Database, state: State) -> None:
 
 def _gather(state: State, found: Submission) -> dict[str, bytes]:
     assert found.verification is not None, "an accepted submission was verified"
-    return {**read_files(state.bundle(found.id)), VERIFICATION: f"{found.verification}\n".encode()}
+    record = seal(Verification.model_validate_json(found.verification))
+    return {**read_files(state.bundle(found.id)), VERIFICATION: f"{record.model_dump_json()}\n".encode()}
 
 
 def _is_curated(folder: Path) -> bool:

@@ -15,7 +15,8 @@ from kvbench.analysis.shares import fill_full_reads
 from kvbench.errors import UserError
 from kvbench.leaderboard.submission.archive import JOURNAL, find_bundles, read_files, read_regular
 from kvbench.leaderboard.submission.bundle import Head, open_head, split_journal
-from kvbench.leaderboard.submission.records import VERIFICATION, Verification
+from kvbench.leaderboard.submission.records import VERIFICATION, RerunResult, Verification
+from kvbench.leaderboard.submission.seal import is_believed
 from kvbench.leaderboard.submission.strict_json import MAX_NUMBER, check_containers, parse
 from kvbench.leaderboard.verification.lookup import check_method_name
 from kvbench.leaderboard.verification.outcome import RefusedError, quote, refusing_errors
@@ -46,7 +47,7 @@ class ListedRun:
     tuned_on: tuple[str, ...]
     """Data on which the settings were chosen, as the submitter states."""
     verification: Verification | None
-    """None if there is none for these exact files."""
+    """None if there is none of this verifier for these exact files."""
     files: Mapping[str, bytes]
 
     @property
@@ -132,6 +133,8 @@ def _read_run(folder: Path, place: str) -> ListedRun:
     result = renew_interval(head.result, answers.values())
     if verification is not None and verification.score is not None:
         result = result.model_copy(update={"score": verification.score})  # recomputed by the verifier
+    if verification is not None and verification.rerun is not None:
+        answers = _replace_scores(answers, verification.rerun)
     name = head.spec.run_id if head.submitter is None else f"{head.spec.run_id}.{head.submitter}"
     return ListedRun(
         name, place, FinishedRun(folder, result, answers), tuple(sorted(shown, key=lambda x: (x.index, x.turn))),
@@ -144,10 +147,21 @@ def _read_verification(folder: Path, head: Head) -> Verification | None:
     if not os.path.lexists(path):
         return None
     found = parse(read_regular(path), Verification, VERIFICATION)
+    if not is_believed(found, folder):
+        return None  # whoever sent the folder may have written it
     if found.refused:
         refused = next(x for x in found.checks if x.outcome == "refused")
         raise RefusedError(refused.name, f"refused by its verification: {refused.reason}")
     return found if found.content == head.content else None
+
+
+def _replace_scores(answers: dict[tuple[str, int], Answer], rerun: RerunResult) -> dict[tuple[str, int], Answer]:
+    """The answers with the scores of the rerun, from which ranks and comparisons follow."""
+    other = {(x.index, x.turn): x.score for x in rerun.other_scores}
+    return {
+        key: x.model_copy(update={"score": other[x.index, x.turn]}) if (x.index, x.turn) in other else x
+        for key, x in answers.items()
+    }
 
 
 def _read_answer(part: bytes) -> Answer:

@@ -1,7 +1,7 @@
 """The records of a submission: manifest.json, written by the submitter, and verification.json, written by the verifier.
 
 A bundle is a folder, or a plain tar, of spec.json, samples.jsonl.gz, result.json and manifest.json.
-verification.json is not part of a bundle. It deserves as much trust as the verifier who wrote it.
+verification.json is not part of a bundle. It deserves as much trust as the verifier who wrote it (`seal.py`).
 """
 
 from __future__ import annotations
@@ -86,6 +86,15 @@ class Check(Record):
     """One line of plain text."""
 
 
+class OtherScore(Record):
+    """The rerun's score of an answer that has another one in the submission."""
+
+    index: int
+    """Of the sample."""
+    turn: int
+    score: float | None
+
+
 class RerunResult(Record):
     """Comparison of submitted samples with a rerun by the verifier."""
 
@@ -104,6 +113,8 @@ class RerunResult(Record):
     submitted_mean: float | None
     """Mean submitted score of these samples."""
     mean: float | None
+    other_scores: tuple[OtherScore, ...] = ()
+    """These replace the submitted scores in every comparison."""
     differs: tuple[str, ...]
     """Fields of the spec that differ in the rerun: versions, sources, device."""
     cpu: str
@@ -143,6 +154,8 @@ class Verification(Record):
     commit: str | None
     """Commit of the verifier; ends in `-dirty` if its tree was changed."""
     created: str
+    seal: str | None = None
+    """Shows that the verifier of this machine wrote it; None: not sealed."""
 
     @property
     def refused(self) -> bool:

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from kvbench.leaderboard.submission.bundle import Bundle
-from kvbench.leaderboard.submission.records import Check, RerunResult
+from kvbench.leaderboard.submission.records import Check, OtherScore, RerunResult
 from kvbench.leaderboard.verification.answers import LOGPROBS
 from kvbench.leaderboard.verification.measurements import check_measurements
 from kvbench.leaderboard.verification.outcome import RefusedError, ok, refuse
@@ -63,11 +63,14 @@ def rerun(
         share=len(wanted) / bundle.spec.samples, seed=seed, samples=len(wanted), answers=len(pairs),
         same_answers=sum(same == n for same, n in agreed), tokens=sum(n for _, n in agreed),
         same_tokens=sum(same for same, _ in agreed), submitted_mean=_mean(submitted), mean=_mean(lines),
+        other_scores=tuple(
+            OtherScore(index=x.index, turn=x.turn, score=y.score) for x, y in pairs if x.score != y.score
+        ),
         differs=differs, cpu=cpu_name(), gpu=_gpu(job),
     )
     failed = [sum(x.error is not None for x in some) for some in (submitted, lines)]
     sign = 1 if job.scorer.higher_is_better else -1
-    checks = [_check_agreement(found, failed, *_count_divergences(pairs), _list_score_gains(pairs, sign))]
+    checks = [_check_agreement(found, failed, *count_divergences(pairs), _list_score_gains(pairs, sign))]
     try:
         check_measurements(pairs, [same == n for same, n in agreed])
         checks.append(ok("bytes", f"stored bytes of {found.samples} samples equal those of the rerun"))
@@ -87,7 +90,7 @@ def _count_same(submitted: Line, ours: Line) -> tuple[int, int]:
     return same, max(len(submitted.ids), len(ours.ids))
 
 
-def _count_divergences(pairs: Sequence[tuple[Line, Line]]) -> tuple[int, int]:
+def count_divergences(pairs: Sequence[tuple[Line, Line]]) -> tuple[int, int]:
     """Number of answers with another token than the rerun, and of tokens up to the first one of each answer."""
     divergences = compared = 0
     for x, y in pairs:

@@ -13,6 +13,7 @@ from kvbench.leaderboard.submission.archive import read_files
 from kvbench.leaderboard.submission.bundle import Bundle, open_bundle
 from kvbench.leaderboard.submission.records import Check, FreshSeedResult, Level, RerunResult, Verification
 from kvbench.leaderboard.submission.repository import Repository
+from kvbench.leaderboard.submission.seal import is_curated
 from kvbench.leaderboard.verification.answers import LOGPROBS, check_answers, check_prompts, check_scores, rescore
 from kvbench.leaderboard.verification.declared import check_bytes
 from kvbench.leaderboard.verification.lookup import (
@@ -72,12 +73,16 @@ class Findings:
         )
 
 
-def verify(source: Path | Mapping[str, bytes], repository: Repository) -> Findings:
-    """Check a bundle, given by path or files. A refusal ends the checks that depend on it."""
+def verify(source: Path | Mapping[str, bytes], repository: Repository, *, own: bool = False) -> Findings:
+    """Check a bundle, given by path or files. A refusal ends the checks that depend on it.
+
+    own: it is a run of the user's own, or a curated one, which needs no manifest.
+    """
     found = Findings()
+    own = own or (isinstance(source, Path) and is_curated(source))
     try:
         found.bundle = open_bundle(read_files(source) if isinstance(source, Path) else source)
-        for check in chain(_check_records(found.bundle), _check_content(found, found.bundle)):
+        for check in chain(_check_records(found.bundle, own=own), _check_content(found, found.bundle)):
             found.checks.append(check)
         found.checks += [repository.check_baseline(found.bundle), repository.check_copies(found.bundle)]
     except RefusedError as error:
@@ -85,10 +90,12 @@ def verify(source: Path | Mapping[str, bytes], repository: Repository) -> Findin
     return found
 
 
-def _check_records(bundle: Bundle) -> Iterator[Check]:
+def _check_records(bundle: Bundle, *, own: bool) -> Iterator[Check]:
     """Check manifest, split, status and environment."""
     spec, manifest = bundle.spec, bundle.manifest
-    if manifest is None:
+    if manifest is None and not own:
+        yield refuse("files", "no manifest: pack the run with kvbench submit, or verify your own with --own")
+    elif manifest is None:
         yield flag("files", "no manifest: it is not a submission")
     else:
         size = sum(map(len, bundle.files.values()))

@@ -17,6 +17,7 @@ from kvbench.leaderboard.site.build import Built, build_site
 from kvbench.leaderboard.submission.archive import read_files
 from kvbench.leaderboard.submission.bundle import open_head, pack_run
 from kvbench.leaderboard.submission.records import VERIFICATION, Check, Level, Verification
+from kvbench.leaderboard.submission.seal import seal
 from kvbench.leaderboard.verification.outcome import RefusedError
 from kvbench.registry import list_entries
 from kvbench.runs.schema import upgrade
@@ -124,7 +125,7 @@ class Results:
             run_id=head.spec.run_id, content=content or head.content, submitter=None, level=level, checks=checks,
             score=score, kvbench="0.1.0", commit=None, created="2026-11-21T00:00:00+00:00",
         )
-        (folder / VERIFICATION).write_text(record.model_dump_json())
+        (folder / VERIFICATION).write_text(seal(record).model_dump_json())
 
     def build(self) -> Built:
         """Build the site next to the folder."""
