@@ -1,19 +1,59 @@
-"""Text that every machine has, for methods that measure something on the model before a run."""
+"""One pass over text that every machine has, for methods that measure something on the model before a run."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.log import say
+from kvbench.method import Method, Moment
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
 
+CHUNK = 512
 LEAST_TOKENS = 16
+_FOUND: dict[str, tuple[Tensor, ...]] = {}
+"""Measured tensors of every layer by their hash, in this process: too large for a result, which has the hash."""
+_HASHES: dict[tuple[type, str, str, int], str] = {}
+
+
+def calibrate(
+    model: Model, recorder: Method, tokens: int, summarize: Callable[[dict[str, Tensor], int], Tensor]
+) -> str:
+    """Measure a tensor for every layer, once per process, model and recorder; its hash, for `calibrated`.
+
+    recorder: the full cache; leaves sums over the text in the layers' `state`. summarize: of a layer's state and the
+    number of tokens.
+    """
+    key = type(recorder), model.sha256, model.dtype, tokens
+    if key not in _HASHES:
+        found = measure(model, recorder, tokens, summarize)
+        _HASHES[key] = hashlib.sha256(b"".join(x.cpu().numpy().tobytes() for x in found)).hexdigest()
+        _FOUND[_HASHES[key]] = found
+    return _HASHES[key]
+
+
+def calibrated(sha256: str, layer: int) -> Tensor:
+    """The tensor of a layer that was measured under this hash."""
+    return _FOUND[sha256][layer]
+
+
+def measure(
+    model: Model, recorder: Method, tokens: int, summarize: Callable[[dict[str, Tensor], int], Tensor]
+) -> tuple[Tensor, ...]:
+    """Run the text with a recorder; what `summarize` makes of each layer's state."""
+    ids = calibration_ids(model, tokens)
+    with Session(model, recorder, capacity=ids.shape[1]) as session:
+        for chunk in ids.split(CHUNK, dim=1):
+            session.forward(chunk, Moment.CONTEXT_CHUNK)
+        return tuple(summarize(store.state, ids.shape[1]) for store in session.layers)
 
 
 def calibration_ids(model: Model, tokens: int) -> Tensor:

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from kvbench.calibration import calibration_ids
+from kvbench.calibration import calibrate, calibrated
 from kvbench.constraints import Positive
-from kvbench.engine.session import Session
-from kvbench.method import BudgetKind, Card, Method, Moment, Step, Upstream, resolved
+from kvbench.method import BudgetKind, Card, Method, Step, Upstream, resolved
 from kvbench.selection import ScoredMethod
 from kvbench.store import LayerKV
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
-
-CHUNK = 512
-MEASURED: dict[str, tuple[Tensor, ...]] = {}
-"""Filters by their hash, in this process: a layer's directions. [H_kv, D]"""
-HASHES: dict[tuple[str, str, int], str] = {}
-"""Hashes of filters by model, type and number of tokens."""
 
 
 @dataclass(frozen=True)
@@ -63,17 +55,12 @@ class QFilter(ScoredMethod):
 
     def bind(self, model: Model) -> Self:
         """Measure the main directions of the queries, once per process and model."""
-        key = model.sha256, model.dtype, self.tokens
-        if key not in HASHES:
-            found = measure(model, self.tokens)
-            HASHES[key] = hashlib.sha256(b"".join(x.cpu().numpy().tobytes() for x in found)).hexdigest()
-            MEASURED[HASHES[key]] = found
-        return replace(self, filters=HASHES[key])
+        return replace(self, filters=calibrate(model, Recorder(), self.tokens, main_directions))
 
     def score(self, kv: LayerKV, step: Step) -> Tensor:
         """Projection of each key on the direction of its head. [B, H_kv, n]"""
         assert self.filters is not None
-        directions = MEASURED[self.filters][step.layer].to(kv.keys.device)  # [H_kv, D]
+        directions = calibrated(self.filters, step.layer).to(kv.keys.device)  # [H_kv, D]
         return (kv.keys.float() @ directions[..., None])[..., 0]
 
 
@@ -83,31 +70,20 @@ class Recorder(Method):
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:
         """Attention over every entry. [B, H_q, T, D_v]"""
-        query = step.query[0].double()  # [H_q, T, D]
-        for name, found in (("sum", query.sum(1)), ("outer", query.mT @ query)):
+        query = step.query[0].double().unflatten(0, (step.key.shape[1], -1))  # [H_kv, G, T, D]
+        for name, found in (("query", query.sum(2)), ("outer", query.mT @ query)):
             kv.state[name] = kv.state[name] + found if name in kv.state else found
         return kv.attend(step)
 
 
-def measure(model: Model, tokens: int) -> tuple[Tensor, ...]:
-    """The main direction of the queries of each KV head, by layer, towards the mean query. [H_kv, D] float32"""
-    ids = calibration_ids(model, tokens)
-    with Session(model, Recorder(), capacity=ids.shape[1]) as session:
-        for chunk in ids.split(CHUNK, dim=1):
-            session.forward(chunk, Moment.CONTEXT_CHUNK)
-        return tuple(
-            main_directions(store.state["sum"], store.state["outer"], layer.kv_heads)
-            for store, layer in zip(session.layers, model.layers, strict=True)
-        )
-
-
-def main_directions(total: Tensor, outer: Tensor, kv_heads: int) -> Tensor:
+def main_directions(sums: dict[str, Tensor], tokens: int) -> Tensor:
     """First right singular vector of each query head's queries, averaged over groups. [H_kv, D] float32
 
-    total: sum of the queries [H_q, D]. outer: sum of their outer products [H_q, D, D].
+    sums: of the queries by KV head [H_kv, G, D], and of their outer products [H_kv, G, D, D].
     """
-    first = torch.linalg.eigh(outer).eigenvectors[..., -1]  # [H_q, D]
-    first = first * torch.where((first * total).sum(-1, keepdim=True) < 0, -1.0, 1.0)
-    mean = first.unflatten(0, (kv_heads, -1)).mean(1)
+    del tokens  # directions have no scale
+    first = torch.linalg.eigh(sums["outer"]).eigenvectors[..., -1]
+    first = first * torch.where((first * sums["query"]).sum(-1, keepdim=True) < 0, -1.0, 1.0)
+    mean = first.mean(1)
     unit: Tensor = mean / mean.norm(dim=-1, keepdim=True).clamp_min(1e-12)
     return unit.float()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from kvbench.calibration import calibration_ids
+from kvbench import calibration
+from kvbench.calibration import calibration_ids, measure
 from kvbench.hf.tiny import tiny_model
-from kvbench.methods.eviction import qfilter
-from kvbench.methods.eviction.qfilter import QFilter, main_directions, measure
+from kvbench.methods.eviction.qfilter import QFilter, Recorder, main_directions
 
 
 def draw(*shape, seed=0):
@@ -17,7 +17,8 @@ def draw(*shape, seed=0):
 
 def directions_of(queries, kv_heads):
     """From the queries of each query head. [H_q, T, D]"""
-    return main_directions(queries.sum(1), queries.mT @ queries, kv_heads)
+    grouped = queries.unflatten(0, (kv_heads, -1))
+    return main_directions({"query": grouped.sum(2), "outer": grouped.mT @ grouped}, queries.shape[1])
 
 
 def test_a_direction_is_the_first_singular_vector_towards_the_mean_query():
@@ -40,7 +41,7 @@ def test_the_directions_of_a_group_are_averaged():
 
 def test_keys_along_the_queries_stay(make_step, monkeypatch):
     """Of keys with products 1, -2, 3 and 0 with the direction, the score keeps this order."""
-    monkeypatch.setitem(qfilter.MEASURED, "some", (torch.tensor([[1.0, 0.0]]),))
+    monkeypatch.setitem(calibration._FOUND, "some", (torch.tensor([[1.0, 0.0]]),))
     key = torch.tensor([[1.0, 9], [-2, 9], [3, -9], [0, 0]])[None, None]
     method, step = QFilter(filters="some", rows=2, length=4), make_step(key, key)
     kv = method.layer(0)
@@ -54,10 +55,11 @@ def test_a_model_is_measured_once_and_chunks_do_not_matter(monkeypatch):
     """The hash names the directions; a second bind measures nothing."""
     model = tiny_model()
     first = QFilter(tokens=64).bind(model)
-    whole = measure(model, 64)
-    monkeypatch.setattr(qfilter, "CHUNK", 7)
-    assert all(torch.allclose(x, y, atol=1e-4) for x, y in zip(measure(model, 64), whole, strict=True))
-    monkeypatch.setattr(qfilter, "measure", None)
+    whole = measure(model, Recorder(), 64, main_directions)
+    monkeypatch.setattr(calibration, "CHUNK", 7)
+    parts = measure(model, Recorder(), 64, main_directions)
+    assert all(torch.allclose(x, y, atol=1e-4) for x, y in zip(parts, whole, strict=True))
+    monkeypatch.setattr(calibration, "measure", None)
     assert QFilter(tokens=64).bind(model).filters == first.filters
     assert first.resolution == {"filters": first.filters}
 

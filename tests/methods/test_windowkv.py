@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def run(method, make_step):
 
 
 def test_budgets_fall_from_group_to_group():
-    """The authors' schedule for 32 layers, groups of 8 and a mean of 2,048: 2926, 2341, 1756, 1170, here with its sum."""
+    """The authors' numbers for 32 layers, groups of 8 and a mean of 2,048: 2926, 2341, 1756, 1170; the sum is exact."""
     fitted = WindowKV(window=16).fit(Budget("rows", 2064), make_shape(32, 10_000))
     rows = [x - 16 for x in fitted.layer_rows]
     for group, wanted in enumerate((2926, 2341, 1756, 1170)):
@@ -58,12 +59,12 @@ def test_any_number_of_layers_spends_the_budget(layers):
 
 
 def test_the_layers_of_a_group_keep_the_same_windows(make_step):
-    """Groups of three: layers 0 to 2 hold one prefix of windows, 3 to 5 another, equal in all heads, freed afterwards."""
+    """Layers 0 to 2 hold a prefix of one order of windows, 3 to 5 of another, in all heads; the orders are freed."""
     fitted, kept, stores = run(WindowKV(window=6, review=5, share=3), make_step)
     for group in ((0, 1, 2), (3, 4, 5)):
         sets = [set(kept[i][0, 0].tolist()) for i in group]
         sets.sort(key=len)
-        assert all(x <= y for x, y in zip(sets, sets[1:], strict=False))
+        assert all(x <= y for x, y in pairwise(sets))
     assert set(kept[0][0, 0].tolist()) != set(kept[3][0, 0].tolist())
     assert all(x[0, 0].equal(x[0, 1]) for x in kept)
     assert all(not x.state for x in stores)
