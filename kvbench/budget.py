@@ -86,7 +86,7 @@ class Shape:
     itemsize: int
     """Bytes per element of the model's cache."""
 
-    def rows(self, layer: LayerShape) -> int:
+    def entries(self, layer: LayerShape) -> int:
         """Entries per KV head that a full cache of this layer holds."""
         return self.length if layer.window is None else min(self.length, layer.window)
 
@@ -97,7 +97,7 @@ class Shape:
 
     def layer_bytes(self, layer: LayerShape) -> int:
         """Bytes of one layer of the full cache."""
-        return self.rows(layer) * layer.kv_heads * (layer.key_dim + layer.value_dim) * self.itemsize
+        return self.entries(layer) * layer.kv_heads * (layer.key_dim + layer.value_dim) * self.itemsize
 
 
 def solve(bytes_at: Callable[[int], float], target: float, candidates: Sequence[int]) -> int | None:

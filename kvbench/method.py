@@ -213,7 +213,7 @@ class Method:
         """Bytes that hold the context right after compression, by formula; the ledger measures them."""
         total = 0
         for index, layer in enumerate(shape.layers):
-            held, budget = shape.rows(layer), self.entries_in(index, layer.window)
+            held, budget = shape.entries(layer), self.entries_in(index, layer.window)
             total += self.layer_bytes(index, shape, held if budget is None else min(held, budget))
         return total
 

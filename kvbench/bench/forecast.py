@@ -114,7 +114,7 @@ class Need:
         """Work space of compressing the largest layer: LAYER_COPIES copies of its full entries."""
         shape = self.model.shape
         return LAYER_COPIES * max(
-            shape.rows(x) * x.kv_heads * (x.key_dim + x.value_dim) * shape.itemsize for x in shape.layers
+            shape.entries(x) * x.kv_heads * (x.key_dim + x.value_dim) * shape.itemsize for x in shape.layers
         )
 
     def device_bytes(self, batch: int, state: State) -> int:

@@ -43,7 +43,7 @@ class Ledger:
         kept = tuple(sum(x) / len(x) for x in (store.entries_kept() for store in self._layers))
         self._effect = Effect(
             acted=False, identity=method.identity(shape), facts={}, maxima=(),
-            entries_seen=max(shape.rows(x) for x in shape.layers), entries_kept=kept,
+            entries_seen=max(shape.entries(x) for x in shape.layers), entries_kept=kept,
         )
 
     def memory(self) -> CacheBytes:
@@ -68,8 +68,8 @@ class Ledger:
         assert shape is not None
         total = 0.0
         for layer, count in zip(shape.layers, tokens, strict=True):
-            entries = shape.rows(layer) + count - shape.length if count else 0
-            total += shape.layer_bytes(layer) / shape.rows(layer) * entries
+            entries = shape.entries(layer) + count - shape.length if count else 0
+            total += shape.layer_bytes(layer) / shape.entries(layer) * entries
         return round(total * self._batch)
 
     def effect(self) -> Effect:

@@ -3,8 +3,8 @@
 This module exports the base store; other stores have modules of their own (`kvbench.store.int8`).
 """
 
+from kvbench.store.entries import Buffer, FlatEntries, storage_bytes
 from kvbench.store.facts import Fact
 from kvbench.store.layer import LayerKV
-from kvbench.store.rows import Buffer, FlatRows, storage_bytes
 
-__all__ = ["Buffer", "Fact", "FlatRows", "LayerKV", "storage_bytes"]
+__all__ = ["Buffer", "Fact", "FlatEntries", "LayerKV", "storage_bytes"]

@@ -6,18 +6,18 @@ import copy
 
 from torch import Tensor
 
-from kvbench.store.rows import Buffer, storage_bytes
+from kvbench.store.entries import Buffer, storage_bytes
 
 
 class AppendedRows:
     """Entries that are only ever added to, in place; forks share them."""
 
-    def __init__(self, rows: dict[str, Tensor], capacity: int) -> None:
+    def __init__(self, entries: dict[str, Tensor], capacity: int) -> None:
         self.n = 0
         self.length: Tensor | None = None
-        self._block = Buffer(rows, capacity)
+        self._block = Buffer(entries, capacity)
         self._block.join(self)
-        self.append(rows)
+        self.append(entries)
 
     @property
     def _buffer(self) -> Buffer:
@@ -25,19 +25,19 @@ class AppendedRows:
         self._block.resume(self)
         return self._block
 
-    def append(self, rows: dict[str, Tensor]) -> None:
+    def append(self, entries: dict[str, Tensor]) -> None:
         """Write entries behind those held; into a block of their own where room ends."""
-        count = next(iter(rows.values())).shape[2]
+        count = next(iter(entries.values())).shape[2]
         buffer = self._buffer
         if count and (self.n + count > buffer.capacity or not buffer.clear(self)):
             self._reallocate(max(buffer.capacity, self.n + count))
-        self._block.write(self.n, rows)
+        self._block.write(self.n, entries)
         self.n += count
 
-    def reserve(self, rows: int) -> None:
+    def reserve(self, entries: int) -> None:
         """Make room for more entries now, so that decoding does not have to."""
-        if self.n + rows > self._buffer.capacity:
-            self._reallocate(self.n + rows)
+        if self.n + entries > self._buffer.capacity:
+            self._reallocate(self.n + entries)
 
     def _reallocate(self, capacity: int) -> None:
         held = self.held()
@@ -77,37 +77,37 @@ class AppendedRows:
 class Residual:
     """The last entries of a tensor, exactly: entries come at the back of a small block and leave at its front."""
 
-    def __init__(self, rows: Tensor, capacity: int) -> None:
-        self.n, self._first = rows.shape[2], 0
-        self.block = rows.new_empty((*rows.shape[:2], max(self.n, capacity), rows.shape[3]))
-        self.block[:, :, : self.n] = rows
+    def __init__(self, entries: Tensor, capacity: int) -> None:
+        self.n, self._first = entries.shape[2], 0
+        self.block = entries.new_empty((*entries.shape[:2], max(self.n, capacity), entries.shape[3]))
+        self.block[:, :, : self.n] = entries
 
     @property
-    def rows(self) -> Tensor:
+    def entries(self) -> Tensor:
         """The stored entries. [B, H_kv, n, D]"""
         return self.block[:, :, self._first : self._first + self.n]
 
-    def append(self, rows: Tensor) -> None:
+    def append(self, entries: Tensor) -> None:
         """Add entries; those held move to the front where the block ends, into a larger one where it is too small."""
-        count = rows.shape[2]
+        count = entries.shape[2]
         if self._first + self.n + count > self.block.shape[2]:
             self.reserve(count)
-            self.block[:, :, : self.n] = self.rows.clone()
+            self.block[:, :, : self.n] = self.entries.clone()
             self._first = 0
-        self.block[:, :, self._first + self.n : self._first + self.n + count] = rows
+        self.block[:, :, self._first + self.n : self._first + self.n + count] = entries
         self.n += count
 
     def take(self, count: int) -> Tensor:
         """The oldest entries, which are held no longer; read them before anything is added. [B, H_kv, count, D]"""
-        rows = self.rows[:, :, :count]
+        entries = self.entries[:, :, :count]
         self._first, self.n = self._first + count, self.n - count
-        return rows
+        return entries
 
-    def reserve(self, rows: int) -> None:
+    def reserve(self, entries: int) -> None:
         """Have room for more entries."""
-        if self.n + rows > self.block.shape[2]:
-            held = self.rows
-            self.block, self._first = held.new_empty((*held.shape[:2], self.n + rows, held.shape[3])), 0
+        if self.n + entries > self.block.shape[2]:
+            held = self.entries
+            self.block, self._first = held.new_empty((*held.shape[:2], self.n + entries, held.shape[3])), 0
             self.block[:, :, : self.n] = held
 
     def fork(self) -> Residual:

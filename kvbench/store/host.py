@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 
-class HostRows:
+class HostEntries:
     """Entries that were moved to the host, pinned, and are fetched one by one.
 
     On a CPU there is no other memory: the tier is then simulated, copies and counts included, and says so.
     """
 
-    def __init__(self, rows: Tensor) -> None:
+    def __init__(self, entries: Tensor) -> None:
         """Copy the entries. [B, H_kv, n, ...]"""
-        self._device = rows.device
-        self.rows = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda)
-        self.rows.copy_(rows)
+        self._device = entries.device
+        self.entries = torch.empty(entries.shape, dtype=entries.dtype, pin_memory=entries.is_cuda)
+        self.entries.copy_(entries)
 
     @property
     def simulated(self) -> bool:
@@ -27,7 +27,8 @@ class HostRows:
         """These entries of every head, on the device that they came from. index: [B, H_kv, m]. [B, H_kv, m, ...]"""
         batch, heads, count = index.shape
         head = torch.arange(batch * heads).view(batch, heads, 1)
-        flat = (head * self.rows.shape[2] + index.cpu()).flatten()
-        found = torch.empty((len(flat), *self.rows.shape[3:]), dtype=self.rows.dtype, pin_memory=not self.simulated)
-        torch.index_select(self.rows.flatten(0, 2), 0, flat, out=found)
-        return found.to(self._device, non_blocking=True).view(batch, heads, count, *self.rows.shape[3:])
+        flat = (head * self.entries.shape[2] + index.cpu()).flatten()
+        shape = (len(flat), *self.entries.shape[3:])
+        found = torch.empty(shape, dtype=self.entries.dtype, pin_memory=not self.simulated)
+        torch.index_select(self.entries.flatten(0, 2), 0, flat, out=found)
+        return found.to(self._device, non_blocking=True).view(batch, heads, count, *self.entries.shape[3:])

@@ -33,8 +33,8 @@ class Int8KV(LayerKV):
         self._replace(quantize_rows(exact["key"], exact["value"]), self.n + max(0, self.capacity - self.seen))
         self.quantized = True
 
-    def _rows(self, step: Step) -> dict[str, Tensor]:
-        return quantize_rows(step.key, step.value) if self.quantized else super()._rows(step)
+    def _entries(self, step: Step) -> dict[str, Tensor]:
+        return quantize_rows(step.key, step.value) if self.quantized else super()._entries(step)
 
     def attend(self, step: Step) -> Tensor:
         """Attention over codes, scales folded into queries and weights; exact before `quantize`."""
@@ -48,9 +48,9 @@ class Int8KV(LayerKV):
 
     def facts(self) -> dict[str, Fact]:
         """Entries in 8 bits and the distinct key codes among them."""
-        rows = self.n * len(self.entries_kept()) if self.quantized else 0
-        codes = int(torch.bincount(self.keys.flatten().to(torch.int64) + 128).count_nonzero()) if rows else 0
+        entries = self.n * len(self.entries_kept()) if self.quantized else 0
+        codes = int(torch.bincount(self.keys.flatten().to(torch.int64) + 128).count_nonzero()) if entries else 0
         return {
-            **super().facts(), "entries_quantized": Fact(rows, changed=True),
+            **super().facts(), "entries_quantized": Fact(entries, changed=True),
             "distinct_codes": Fact(codes, maximum=True),
         }

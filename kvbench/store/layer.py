@@ -20,8 +20,8 @@ from kvbench.kernels.column_sums import column_sums
 from kvbench.kernels.dense_attention import dense_attention
 from kvbench.kernels.ragged_attention import dense_partial, merge_partials, ragged_partial
 from kvbench.step import Step
+from kvbench.store.entries import Buffer, FlatEntries, gather, last_entries, match_holes, scatter, storage_bytes
 from kvbench.store.facts import Fact
-from kvbench.store.rows import Buffer, FlatRows, gather, last_rows, match_holes, scatter, storage_bytes
 
 POSITION_BYTES = SCORE_BYTES = OFFSET_BYTES = 4
 
@@ -56,7 +56,7 @@ class LayerKV:
     """Upper bound of the conversation's tokens, so that decoding never reallocates."""
     recent_queries: Tensor | None = field(default=None, init=False)
     """The last `queries` queries of the context. [B, H_q, w, D]"""
-    frozen: FlatRows | None = field(default=None, init=False)
+    frozen: FlatEntries | None = field(default=None, init=False)
     state: dict[str, Tensor] = field(default_factory=dict, init=False)
     """Tensors that a method keeps per layer; counted and forked with the entries."""
     settled: bool = field(default=False, init=False)
@@ -68,7 +68,7 @@ class LayerKV:
 
     def bytes_for(self, layer: LayerShape, shape: Shape, entries: int) -> int:
         """Bytes that a context takes after compression to this many entries per KV head, by formula."""
-        holes = entries < shape.rows(layer)
+        holes = entries < shape.entries(layer)
         width = (layer.key_dim + layer.value_dim) * shape.itemsize
         width += POSITION_BYTES if self.track or (holes and layer.window is not None) else 0
         width += SCORE_BYTES if self.column_sums and self.bounded else 0
@@ -84,19 +84,19 @@ class LayerKV:
             self._block.resume(self)
         return self._block
 
-    def _rows(self, step: Step) -> dict[str, Tensor]:
+    def _entries(self, step: Step) -> dict[str, Tensor]:
         """New entries as they are stored, by name."""
-        rows = {"key": step.key, "value": step.value}
+        entries = {"key": step.key, "value": step.value}
         if self.track:
-            rows["position"] = step.positions[:, None].expand(-1, step.key.shape[1], -1).to(torch.int32)
+            entries["position"] = step.positions[:, None].expand(-1, step.key.shape[1], -1).to(torch.int32)
         if self.column_sums:
-            rows["score"] = torch.zeros(step.key.shape[:3], dtype=torch.float32, device=step.key.device)
-        return rows
+            entries["score"] = torch.zeros(step.key.shape[:3], dtype=torch.float32, device=step.key.device)
+        return entries
 
     def _view(self, name: str) -> Tensor:
         assert self._buffer is not None, "the layer holds no entries yet"
-        rows = self._buffer.tensors[name]
-        return rows if self.length is not None else rows[:, :, : self.n]
+        entries = self._buffer.tensors[name]
+        return entries if self.length is not None else entries[:, :, : self.n]
 
     @property
     def keys(self) -> Tensor:
@@ -129,28 +129,28 @@ class LayerKV:
     def append(self, step: Step) -> None:
         """Add a forward's entries, and what later scoring needs of its queries."""
         self.seen, self._window = step.seen, step.window
-        rows = self._rows(step)
+        entries = self._entries(step)
         count = step.key.shape[2]
         if self.length is not None:
             assert self._buffer is not None
             self._refuse_overflow(count)
             index = self.length + torch.arange(count, device=self.length.device)
-            for name, x in rows.items():
+            for name, x in entries.items():
                 self._buffer.tensors[name].index_copy_(2, index, x)
             self.length.add_(count)
             self.n += count
             return
         buffer = self._buffer
         if buffer is None:
-            buffer = Buffer(rows, max(count, self.capacity if step.moment.in_context else 0))
+            buffer = Buffer(entries, max(count, self.capacity if step.moment.in_context else 0))
             buffer.join(self)
             self._block = buffer
         elif self.n + count > buffer.capacity or not buffer.clear(self):
             buffer = self._reallocate(self.n + count)
-        buffer.write(self.n, rows)
+        buffer.write(self.n, entries)
         self.n += count
         if self.queries and not self.settled:
-            self.recent_queries = last_rows(self.recent_queries, step.query, self.queries)
+            self.recent_queries = last_entries(self.recent_queries, step.query, self.queries)
         if self.column_sums:
             self.scores.add_(
                 column_sums(step.query, self.keys, scale=step.scale, seen=step.seen, window=step.window,
@@ -170,13 +170,13 @@ class LayerKV:
         assert self._block is not None
         return self._block
 
-    def _replace(self, rows: dict[str, Tensor], capacity: int) -> None:
+    def _replace(self, entries: dict[str, Tensor], capacity: int) -> None:
         """Hold these entries and no others, in a block of their own."""
         if self._block is not None:
             self._block.leave(self)
-        count = next(iter(rows.values())).shape[2]
-        self._block = Buffer(rows, max(count, capacity))
-        self._block.write(0, rows)
+        count = next(iter(entries.values())).shape[2]
+        self._block = Buffer(entries, max(count, capacity))
+        self._block.write(0, entries)
         self._block.join(self)
         self.n = count
 
@@ -184,8 +184,8 @@ class LayerKV:
         assert self._buffer is not None
         if self.n + count > self._buffer.capacity:
             raise UserError(
-                f"{count} more rows do not fit the fixed capacity of {self._buffer.capacity} with {self.n} held: open "
-                "the session with a larger capacity before its steps are made static."
+                f"{count} more entries do not fit the fixed capacity of {self._buffer.capacity} with {self.n} held: "
+                "open the session with a larger capacity before its steps are made static."
             )
 
     # Reading
@@ -245,7 +245,7 @@ class LayerKV:
         assert self._window is None or position is not None, "a window over frozen entries needs their positions"
         offsets = torch.zeros(counts.numel() + 1, dtype=torch.int32, device=counts.device)
         offsets[1:] = counts.flatten().cumsum(0)
-        self.frozen = FlatRows(key, value, offsets, counts.flatten().tolist(), position, bias)
+        self.frozen = FlatEntries(key, value, offsets, counts.flatten().tolist(), position, bias)
         self.dropped += counts.numel() * self.n - key.shape[0]
         empty = {name: x[:, :, :0] for name, x in self._held().items()}
         if position is not None:
@@ -253,11 +253,11 @@ class LayerKV:
             empty["position"] = position.new_empty((*counts.shape, 0))
         self._replace(empty, max(0, self.capacity - self.seen))
 
-    def keep_last(self, rows: int) -> None:
+    def keep_last(self, entries: int) -> None:
         """Keep the last entries of every head: what a sliding window leaves of any cache, so no eviction."""
-        if self.frozen is None and self._buffer is not None and self.n > rows:
-            held = {name: x[:, :, self.n - rows :] for name, x in self._held().items()}
-            self._replace(held, rows + max(0, self.capacity - self.seen))
+        if self.frozen is None and self._buffer is not None and self.n > entries:
+            held = {name: x[:, :, self.n - entries :] for name, x in self._held().items()}
+            self._replace(held, entries + max(0, self.capacity - self.seen))
 
     def drop(self, indices: Tensor) -> None:
         """Evict entries in place, filling their slots with the last entries: no copy of the rest.
@@ -266,7 +266,7 @@ class LayerKV:
         indices: [B, H_kv, m], distinct.
         """
         self.refuse_frozen()
-        assert self.bounded, "rows may be overwritten only in a store that is `bounded`: its forks copy their rows"
+        assert self.bounded, "entries may be overwritten only in a store that is `bounded`: its forks copy"
         if self._window is not None and not self.track:
             self._replace(self._held_with_holes(), self.n)
         assert self._buffer is not None
@@ -289,8 +289,8 @@ class LayerKV:
         assert self._buffer is not None
         return {name: x[:, :, : self.n] for name, x in self._buffer.tensors.items()}
 
-    def _count_dropped(self, rows: int, indices: Tensor) -> None:
-        self.dropped += rows * indices.shape[0] * indices.shape[1]
+    def _count_dropped(self, entries: int, indices: Tensor) -> None:
+        self.dropped += entries * indices.shape[0] * indices.shape[1]
 
     def _held_with_holes(self) -> dict[str, Tensor]:
         """Stored tensors before entries are dropped; a window then needs positions, which the order implied so far."""
@@ -337,7 +337,7 @@ class LayerKV:
     def make_static(self) -> None:
         """From now on every step has the same shapes: the length lives on the device, masks do the rest."""
         if self.bounded:
-            raise UserError("rows dropped while decoding have no static steps: the method must say so (`graphable`).")
+            raise UserError("entries dropped while decoding have no static steps: the method must say so: `graphable`.")
         assert self._buffer is not None
         if self._buffer.is_shared(self):
             self._reallocate(self._buffer.capacity)

@@ -12,10 +12,10 @@ from kvbench.budget import LayerShape, Shape
 from kvbench.kernels.lowrank_keys import factor_keys, restore_keys
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials, ragged_partial
 from kvbench.step import Step
+from kvbench.store.entries import gather, storage_bytes
 from kvbench.store.facts import Fact
-from kvbench.store.host import HostRows
+from kvbench.store.host import HostEntries
 from kvbench.store.layer import LayerKV
-from kvbench.store.rows import gather, storage_bytes
 from kvbench.store.selective import SelectiveKV
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Chunks:
     number: Tensor  # [B, H_kv, J] int32: which of the context's chunks
     factors: Tensor  # [B, n, r], of every entry of the context that is in a chunk
     basis: Tensor  # [B, H_kv, r, D]
-    values: HostRows  # [B, H_kv, J, size * D_v]
+    values: HostEntries  # [B, H_kv, J, size * D_v]
 
     def tensors(self) -> list[Tensor]:
         """Every tensor on the device."""
@@ -115,7 +115,7 @@ class LowRankKV(SelectiveKV):
         values = self.values[:, :, :inside].unflatten(2, (count, size)).flatten(3)
         self._chunks = Chunks(
             size, gather(landmarks, number).to(self.keys.dtype), number.to(torch.int32), factors, basis,
-            HostRows(gather(values, number)),
+            HostEntries(gather(values, number)),
         )
         self._slots = Slots(
             number.new_full((batch, heads, slots), number.shape[2], dtype=torch.int32),
@@ -151,12 +151,12 @@ class LowRankKV(SelectiveKV):
         assert self._slots is not None
         self._bring_back(step.rope, chosen)
         width, value_width = self.keys.shape[3], self.values.shape[3]
-        rows = self._slots.key[0, 0].numel() // width
+        entries = self._slots.key[0, 0].numel() // width
         heads = len(self._slots.chunk.flatten(0, 1))
         return ragged_partial(
             step.query[:, :, t : t + 1], self._slots.key.view(-1, width), self._slots.value.view(-1, value_width),
-            torch.arange(heads + 1, device=chosen.device, dtype=torch.int32) * rows, [rows] * heads, scale=step.scale,
-            seen=step.seen, softcap=step.softcap,
+            torch.arange(heads + 1, device=chosen.device, dtype=torch.int32) * entries, [entries] * heads,
+            scale=step.scale, seen=step.seen, softcap=step.softcap,
         )
 
     def _bring_back(self, rope: Rope, chosen: Tensor) -> None:
@@ -179,11 +179,11 @@ class LowRankKV(SelectiveKV):
         wanted = missing.int().argsort(dim=-1, descending=True, stable=True)[..., :most]
         # A head with fewer misses than another brings back once more what it has.
         new = chosen.gather(2, wanted).where(order[:most] < misses, slots.chunk.gather(2, free).long())
-        rows = chunks.number.gather(2, new).long()[..., None] * chunks.size
-        rows = (rows + torch.arange(chunks.size, device=rows.device)).flatten(2)  # [B, H_kv, most * size]
-        places = (free[..., None] * chunks.size + torch.arange(chunks.size, device=rows.device)).flatten(2)
+        entries = chunks.number.gather(2, new).long()[..., None] * chunks.size
+        entries = (entries + torch.arange(chunks.size, device=entries.device)).flatten(2)  # [B, H_kv, most * size]
+        places = (free[..., None] * chunks.size + torch.arange(chunks.size, device=entries.device)).flatten(2)
         block = slots.key.view(batch, heads, count * chunks.size, -1)
-        restore_keys(block, places, chunks.factors, chunks.basis, rows, rope)
+        restore_keys(block, places, chunks.factors, chunks.basis, entries, rope)
         at = (torch.arange(batch * heads, device=free.device).view(batch, heads, 1) * count + free).flatten()
         slots.value.flatten(0, 2).index_copy_(0, at, chunks.values.fetch(new).flatten(0, 2))
         slots.chunk.scatter_(2, free, new.to(torch.int32))
@@ -195,7 +195,7 @@ class LowRankKV(SelectiveKV):
         batch, heads = chunks.landmarks.shape[:2]
         dense = (self.keys[0, 0].numel() + self.values[0, 0].numel()) * self.keys.itemsize
         row = chunks.factors.shape[2] * chunks.factors.itemsize
-        value = chunks.values.rows.shape[3] * chunks.values.rows.itemsize
+        value = chunks.values.entries.shape[3] * chunks.values.entries.itemsize
         brought = storage_bytes([chunks.basis]) + batch * heads * most * (chunks.size * row + value) if most else 0
         self.reads.update({
             "queries": 1, "seen": self.seen, "chunks_selected": chosen, "chunks_reused": hits,
@@ -221,19 +221,19 @@ class LowRankKV(SelectiveKV):
 
     def host_tensors(self) -> list[Tensor]:
         """The values of the chunks stored apart."""
-        return [] if self._chunks is None else [self._chunks.values.rows]
+        return [] if self._chunks is None else [self._chunks.values.entries]
 
     def entries_kept(self) -> list[int]:
         """Entries held by each (batch, KV head), in whatever form."""
-        return [count + self._rows_apart() for count in super().entries_kept()]
+        return [count + self._entries_apart() for count in super().entries_kept()]
 
-    def _rows_apart(self) -> int:
+    def _entries_apart(self) -> int:
         return 0 if self._chunks is None else self._chunks.number.shape[2] * self._chunks.size
 
     def facts(self) -> dict[str, Fact]:
         """Entries stored apart, on what kind of host, and layers that stayed exact."""
         if self._chunks is None:
             return {**super().facts(), "layers_dense": Fact(1)}
-        rows = self._rows_apart() * len(super().entries_kept())
+        entries = self._entries_apart() * len(super().entries_kept())
         tier = "entries_on_simulated_host" if self._chunks.values.simulated else "entries_on_host"
-        return {**super().facts(), "entries_factored": Fact(rows, changed=True), tier: Fact(rows)}
+        return {**super().facts(), "entries_factored": Fact(entries, changed=True), tier: Fact(entries)}

@@ -48,13 +48,13 @@ class Packing:
         exact = (entries - keys) * layer.key_dim + (entries - values) * layer.value_dim
         return codes + groups * PARAMETER_BYTES + exact * shape.itemsize
 
-    def packed_keys(self, rows: int) -> int:
+    def packed_keys(self, entries: int) -> int:
         """How many of a KV head's entries have packed keys."""
-        return rows - rows % self.residual
+        return entries - entries % self.residual
 
-    def packed_values(self, rows: int) -> int:
+    def packed_values(self, entries: int) -> int:
         """How many of a KV head's entries have packed values."""
-        return max(0, rows - self.residual)
+        return max(0, entries - self.residual)
 
 
 class PackedRows:
@@ -63,8 +63,8 @@ class PackedRows:
     So the last packed keys may belong to values that are still exact, never the other way round.
     """
 
-    def __init__(self, rows: dict[str, Tensor], packing: Packing, capacity: int) -> None:
-        key, value = rows["key"], rows["value"]
+    def __init__(self, entries: dict[str, Tensor], packing: Packing, capacity: int) -> None:
+        key, value = entries["key"], entries["value"]
         self.packing, self.n = packing, key.shape[2]
         self._widths = key.shape[3], value.shape[3]
         keys, values = packing.packed_keys(self.n), packing.packed_values(self.n)
@@ -74,7 +74,7 @@ class PackedRows:
         self.values = AppendedRows(self._value_codes(value[:, :, :values]), packing.packed_values(most))
         self.last_keys = Residual(key[:, :, keys:], room)
         self.last_values = Residual(value[:, :, values:], room)
-        where = {"position": rows["position"]} if "position" in rows else None
+        where = {"position": entries["position"]} if "position" in entries else None
         self.where = None if where is None else AppendedRows(where, self.n + later)
 
     def _key_codes(self, keys: Tensor) -> dict[str, Tensor]:
@@ -95,13 +95,13 @@ class PackedRows:
             Codes(values["packed"], values["scale"], values["minimum"], self.packing.value_bits, self._widths[1]),
         )
 
-    def append(self, rows: dict[str, Tensor]) -> None:
+    def append(self, entries: dict[str, Tensor]) -> None:
         """Add entries, exactly; `flush` packs."""
-        self.last_keys.append(rows["key"])
-        self.last_values.append(rows["value"])
+        self.last_keys.append(entries["key"])
+        self.last_values.append(entries["value"])
         if self.where is not None:
-            self.where.append({"position": rows["position"]})
-        self.n += rows["key"].shape[2]
+            self.where.append({"position": entries["position"]})
+        self.n += entries["key"].shape[2]
 
     def flush(self) -> None:
         """Pack what is too much for the residual: keys in whole blocks, values one by one."""
@@ -123,7 +123,7 @@ class PackedRows:
             parts.append(
                 packed_partial(query, keys, values, seen=seen, positions=at[0], start=seen - self.n, **options)
             )
-        exact = self.last_values.rows
+        exact = self.last_values.entries
         if packed > both:
             first = both // self.packing.group * self.packing.group
             between = dequantize(keys.slice(first, packed))[:, :, both - first :].to(exact.dtype)
@@ -132,15 +132,15 @@ class PackedRows:
                 query, between, exact[:, :, : packed - both], seen=seen, positions=at[1], length=total, **options
             ))
         rest = exact[:, :, packed - both :]
-        parts.append(dense_partial(query, self.last_keys.rows, rest, seen=seen, positions=at[2], **options))
+        parts.append(dense_partial(query, self.last_keys.entries, rest, seen=seen, positions=at[2], **options))
         return parts
 
     def reserve(self, tokens: int, forward: int) -> None:
         """Make room for `tokens` more entries, of which up to `forward` are exact before they are packed."""
         if self.packing.later:
-            rows, exact = self.n + tokens, self.packing.residual + forward
-            self.keys.reserve(self.packing.packed_keys(rows) // self.packing.group - self.keys.n)
-            self.values.reserve(self.packing.packed_values(rows) - self.values.n)
+            entries, exact = self.n + tokens, self.packing.residual + forward
+            self.keys.reserve(self.packing.packed_keys(entries) // self.packing.group - self.keys.n)
+            self.values.reserve(self.packing.packed_values(entries) - self.values.n)
         else:
             exact = tokens
         for last in (self.last_keys, self.last_values):
@@ -185,7 +185,7 @@ class PackedKV(LayerKV):
     def bytes_for(self, layer: LayerShape, shape: Shape, entries: int) -> int:
         """Packed entries and the residual, and positions where a window must count across evicted entries."""
         assert self.packing is not None
-        holes = entries < shape.rows(layer) and layer.window is not None
+        holes = entries < shape.entries(layer) and layer.window is not None
         positions = entries * POSITION_BYTES if holes else 0
         return layer.kv_heads * (self.packing.head_bytes(layer, shape, entries) + positions)
 
@@ -221,7 +221,7 @@ class PackedKV(LayerKV):
             super().append(step)
             return
         self.seen, self._window = step.seen, step.window
-        self.packed.append(self._rows(step))
+        self.packed.append(self._entries(step))
         self.n = self.packed.n
 
     def reserve(self, tokens: int, forward: int) -> None:

@@ -61,11 +61,11 @@ class PagedKV(SelectiveKV):
         elif self.selective:
             self._bound_full()
 
-    def _whole(self, rows: int) -> int:
-        return -(-rows // self.page) * self.page
+    def _whole(self, entries: int) -> int:
+        return -(-entries // self.page) * self.page
 
-    def _replace(self, rows: dict[str, Tensor], capacity: int) -> None:
-        super()._replace(rows, self._whole(max(capacity, next(iter(rows.values())).shape[2])))
+    def _replace(self, entries: dict[str, Tensor], capacity: int) -> None:
+        super()._replace(entries, self._whole(max(capacity, next(iter(entries.values())).shape[2])))
         if self.selective:
             self._start_bounds()
 

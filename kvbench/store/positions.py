@@ -16,7 +16,7 @@ from torch.nn.attention import sdpa_kernel
 from kvbench.kernels.dense_attention import dense_attention
 from kvbench.kernels.dense_attention.torch import ONE_QUERY
 from kvbench.step import Step
-from kvbench.store.rows import storage_bytes
+from kvbench.store.entries import storage_bytes
 
 
 def attend_rows(step: Step) -> Tensor:
@@ -40,7 +40,7 @@ def attend_over(step: Step, keys: Tensor, values: Tensor, mask: Tensor | None = 
 
 
 def sequences(places: Tensor) -> Tensor:
-    """Index of each sequence, beside places of it: `rows[sequences(places), places]`. [B, m] -> [B, 1]"""
+    """Index of each sequence, beside places of it: `entries[sequences(places), places]`. [B, m] -> [B, 1]"""
     return torch.arange(len(places), device=places.device)[:, None]
 
 
@@ -66,8 +66,8 @@ class PositionKV:
             self.keys = step.key.new_zeros(batch, heads, self.length, key_dim)
             self.values = step.value.new_zeros(batch, heads, self.length, step.value.shape[-1])
         every = sequences(step.positions)
-        for rows, new in ((self.keys, step.key), (self.values, step.value)):
-            rows.transpose(1, 2)[every, step.positions] = new.transpose(1, 2)  # scatter_ would copy all entries
+        for entries, new in ((self.keys, step.key), (self.values, step.value)):
+            entries.transpose(1, 2)[every, step.positions] = new.transpose(1, 2)  # scatter_ would copy all entries
 
     def attend(self, step: Step, read: Tensor | None = None) -> Tensor:
         """Attention of the step's entries over entries by position. [B, H_q, m, D_v]

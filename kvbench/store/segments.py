@@ -15,9 +15,9 @@ from kvbench.kernels.pack import Codes, packed_width, quantize
 from kvbench.kernels.packed_attention import packed_partial
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials
 from kvbench.step import Step
+from kvbench.store.entries import gather
 from kvbench.store.facts import Fact
 from kvbench.store.layer import POSITION_BYTES, LayerKV
-from kvbench.store.rows import gather
 
 PARAMETER_BYTES = 4
 """A scale and a minimum in float16."""
@@ -25,7 +25,7 @@ CHANNEL_BYTES = 2
 
 
 @dataclass(frozen=True)
-class CodedRows:
+class CodedEntries:
     """Entries of one precision: keys with a scale per channel, values with one per entry, which all heads share."""
 
     key: Codes  # scale [B, H_kv, 1, D]
@@ -33,12 +33,12 @@ class CodedRows:
     position: Tensor | None  # [B, H_kv, n] int32, where a window has to count tokens
 
     @classmethod
-    def encode(cls, key: Tensor, value: Tensor, position: Tensor | None, bits: int) -> CodedRows:
+    def encode(cls, key: Tensor, value: Tensor, position: Tensor | None, bits: int) -> CodedEntries:
         """Entries of codes. key: [B, H_kv, n, D]; value: [B, H_kv, n, D_v], its channels made equal."""
-        rows = quantize(value.transpose(1, 2), bits, tokens=value.shape[1], channels=value.shape[3])  # [B, n, H_kv, ..]
+        entries = quantize(value.transpose(1, 2), bits, tokens=value.shape[1], channels=value.shape[3])  # [B, n, H, ..]
         value_codes = replace(
-            rows, packed=rows.packed.transpose(1, 2).contiguous(), scale=rows.scale.transpose(1, 2),
-            minimum=rows.minimum.transpose(1, 2),
+            entries, packed=entries.packed.transpose(1, 2).contiguous(), scale=entries.scale.transpose(1, 2),
+            minimum=entries.minimum.transpose(1, 2),
         )
         return cls(quantize(key, bits, tokens=key.shape[2]), value_codes, position)
 
@@ -53,19 +53,19 @@ class Segment:
     """Consecutive tokens, never written again: forks share them."""
 
     channel: Tensor  # what values were divided by, [B, H_kv, 1, D_v] float16
-    rows: tuple[CodedRows, ...]
+    entries: tuple[CodedEntries, ...]
 
     def partials(self, query: Tensor, options: dict[str, Any]) -> list[Partial]:
         """Attention over the entries of each precision."""
         group = query.shape[1] // self.channel.shape[1]
         channel = self.channel.float().repeat_interleave(group, dim=1)  # [B, H_q, 1, D_v]
-        parts = [packed_partial(query, x.key, x.value, positions=x.position, **options) for x in self.rows]
+        parts = [packed_partial(query, x.key, x.value, positions=x.position, **options) for x in self.entries]
         return [Partial(x.output * channel, x.lse) for x in parts]
 
     @property
     def n(self) -> int:
         """Entries of a KV head."""
-        return sum(x.key.packed.shape[2] for x in self.rows)
+        return sum(x.key.packed.shape[2] for x in self.entries)
 
 
 @dataclass
@@ -75,9 +75,9 @@ class SegmentedKV(LayerKV):
     bounded: bool = True
     segments: list[Segment] = field(default_factory=list, init=False)
 
-    def _rows(self, step: Step) -> dict[str, Tensor]:
+    def _entries(self, step: Step) -> dict[str, Tensor]:
         score = torch.zeros(step.key.shape[:3], dtype=torch.float32, device=step.key.device)
-        return {**super()._rows(step), "score": score}
+        return {**super()._entries(step), "score": score}
 
     def bytes_for(
         self, layer: LayerShape, shape: Shape, entries: int, *, coded: Sequence[tuple[int, int]] = ()
@@ -107,13 +107,13 @@ class SegmentedKV(LayerKV):
         others = rest.argsort(dim=-1, descending=True, stable=True)[..., : count - important.shape[2]]
         largest = first["value"].abs().amax(2, keepdim=True).float()
         channel = largest.sqrt().masked_fill(largest == 0, 1.0).to(torch.float16)
-        rows = []
+        entries = []
         for indices, bits in ((important, high_bits), (others, low_bits)):
             if indices.shape[2]:
                 chosen = {name: gather(x, indices) for name, x in first.items()}
                 equal = chosen["value"].float() / channel.float()
-                rows.append(CodedRows.encode(chosen["key"], equal, chosen.get("position"), bits))
-        self.segments = [*self.segments, Segment(channel, tuple(rows))]
+                entries.append(CodedEntries.encode(chosen["key"], equal, chosen.get("position"), bits))
+        self.segments = [*self.segments, Segment(channel, tuple(entries))]
         assert self._buffer is not None
         tail = {name: x[:, :, count:].clone() for name, x in held.items()}
         if len(self.segments) == 1:
@@ -138,7 +138,7 @@ class SegmentedKV(LayerKV):
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of segments and tail."""
-        held = [x for segment in self.segments for rows in segment.rows for x in rows.tensors()]
+        held = [x for segment in self.segments for entries in segment.entries for x in entries.tensors()]
         return super().tensors() + held + [segment.channel for segment in self.segments]
 
     def entries_kept(self) -> list[int]:
@@ -148,7 +148,7 @@ class SegmentedKV(LayerKV):
 
     def facts(self) -> dict[str, Fact]:
         """Entries that are codes, and the distinct bytes among their keys."""
-        packed = [rows.key.packed.flatten() for segment in self.segments for rows in segment.rows]
+        packed = [entries.key.packed.flatten() for segment in self.segments for entries in segment.entries]
         coded = sum(segment.n for segment in self.segments) * len(self.entries_kept())
         distinct = int(torch.bincount(torch.cat(packed)).count_nonzero()) if packed else 0
         return {

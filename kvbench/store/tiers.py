@@ -16,9 +16,9 @@ from kvbench.kernels.packed_attention import packed_partial
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials
 from kvbench.step import Step
 from kvbench.store.blocks import AppendedRows
+from kvbench.store.entries import gather
 from kvbench.store.facts import Fact
 from kvbench.store.layer import POSITION_BYTES, SCORE_BYTES, LayerKV
-from kvbench.store.rows import gather
 
 PARAMETER_BYTES = 4
 """A scale and a minimum in float16."""
@@ -43,11 +43,11 @@ class Coding:
 
     def encode(self, key: Tensor, value: Tensor) -> dict[str, Tensor]:
         """Codes, scales and minima of entries, by name. key: [B, H_kv, n, D]; value: [B, H_kv, n, D_v]"""
-        rows: dict[str, Tensor] = {}
+        entries: dict[str, Tensor] = {}
         for name, x in (("key", key), ("value", value)):
             codes = quantize(x, self.bits, channels=self.group(x.shape[-1]))
-            rows |= {f"{name}_packed": codes.packed, f"{name}_scale": codes.scale, f"{name}_minimum": codes.minimum}
-        return rows
+            entries |= {f"{name}_packed": codes.packed, f"{name}_scale": codes.scale, f"{name}_minimum": codes.minimum}
+        return entries
 
     def entry_bytes(self, layer: LayerShape) -> int:
         """Bytes of the codes, scales and minima of one entry."""
@@ -56,10 +56,10 @@ class Coding:
             for width in (layer.key_dim, layer.value_dim)
         )
 
-    def view(self, rows: dict[str, Tensor], widths: tuple[int, int]) -> tuple[Codes, Codes]:
+    def view(self, entries: dict[str, Tensor], widths: tuple[int, int]) -> tuple[Codes, Codes]:
         """Keys and values of these widths, as they were encoded."""
         key, value = (
-            Codes(rows[f"{name}_packed"], rows[f"{name}_scale"], rows[f"{name}_minimum"], self.bits, width)
+            Codes(entries[f"{name}_packed"], entries[f"{name}_scale"], entries[f"{name}_minimum"], self.bits, width)
             for name, width in zip(("key", "value"), widths, strict=True)
         )
         return key, value
@@ -94,7 +94,7 @@ class TieredKV(LayerKV):
         head = high * high_bytes + (entries - high) * low_bytes + layer.key_dim * BALANCER_BYTES
         return layer.kv_heads * head
 
-    def split(self, indices: Tensor, balancer: Tensor, rows: int) -> None:
+    def split(self, indices: Tensor, balancer: Tensor, entries: int) -> None:
         """End the context: these entries of every head are the high tier, all others become codes.
 
         indices: [B, H_kv, C]. balancer: [B, H_kv, 1, D]. entries: what the high tier may come to in this conversation.
@@ -105,43 +105,43 @@ class TieredKV(LayerKV):
         others = rest.int().argsort(dim=-1, descending=True, stable=True)[..., :count]
         self.state["balancer"] = balancer
         self._widths = held["key"].shape[3], held["value"].shape[3]
-        later = max(0, self.capacity - self.seen) - max(0, rows - indices.shape[2])
+        later = max(0, self.capacity - self.seen) - max(0, entries - indices.shape[2])
         self.demoted = AppendedRows(self._coded({name: gather(x, others) for name, x in held.items()}), count + later)
         kept = {name: gather(x, indices) for name, x in held.items()}
         if self.high is not None:
             kept = {**self._encode(self.high, kept), "score": kept["score"], "position": kept["position"]}
         self.column_sums = False  # from now on both tiers share a softmax: `attend` scores
-        self._replace(kept, rows + 1)
+        self._replace(kept, entries + 1)
 
     def demote(self, indices: Tensor) -> None:
         """Move entries from the high tier to the low one, for good. indices: [B, H_kv, m], distinct."""
         assert self.demoted is not None
-        rows = {name: gather(x, indices) for name, x in self._held().items()}
+        entries = {name: gather(x, indices) for name, x in self._held().items()}
         if self.high is not None:
-            key, value = (dequantize(x) for x in self.high.view(rows, self._widths))
-            rows = {"key": key / self.state["balancer"], "value": value, "position": rows["position"]}
-        self.demoted.append(self._coded(rows))
+            key, value = (dequantize(x) for x in self.high.view(entries, self._widths))
+            entries = {"key": key / self.state["balancer"], "value": value, "position": entries["position"]}
+        self.demoted.append(self._coded(entries))
         self.drop(indices)
 
-    def _coded(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _coded(self, entries: dict[str, Tensor]) -> dict[str, Tensor]:
         """Entries as the low tier holds them; positions only where a window has to count tokens."""
-        position = {"position": rows["position"]} if self._window is not None else {}
+        position = {"position": entries["position"]} if self._window is not None else {}
         assert self.low is not None
-        return {**self._encode(self.low, rows), **position}
+        return {**self._encode(self.low, entries), **position}
 
-    def _encode(self, coding: Coding, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        return coding.encode(rows["key"] * self.state["balancer"], rows["value"])
+    def _encode(self, coding: Coding, entries: dict[str, Tensor]) -> dict[str, Tensor]:
+        return coding.encode(entries["key"] * self.state["balancer"], entries["value"])
 
-    def _rows(self, step: Step) -> dict[str, Tensor]:
-        rows = super()._rows(step)
+    def _entries(self, step: Step) -> dict[str, Tensor]:
+        entries = super()._entries(step)
         if self.demoted is None:
-            return rows
-        rows["score"] = torch.zeros(step.key.shape[:3], dtype=torch.float32, device=step.key.device)
+            return entries
+        entries["score"] = torch.zeros(step.key.shape[:3], dtype=torch.float32, device=step.key.device)
         if self.high is not None:
-            rows = {**self._encode(self.high, rows), "score": rows["score"], "position": rows["position"]}
-        return rows
+            entries = {**self._encode(self.high, entries), "score": entries["score"], "position": entries["position"]}
+        return entries
 
-    def _count_dropped(self, rows: int, indices: Tensor) -> None:
+    def _count_dropped(self, entries: int, indices: Tensor) -> None:
         """Nothing is evicted: what leaves the dense block is demoted."""
 
     # Reading
@@ -158,10 +158,10 @@ class TieredKV(LayerKV):
         parts = []
         if self.demoted.n:
             assert self.low is not None
-            rows = self.demoted.held()
-            codes = self.low.view(rows, self._widths)
+            entries = self.demoted.held()
+            codes = self.low.view(entries, self._widths)
             query = balanced.to(step.query.dtype)  # kernels multiply in the query's type
-            parts.append(packed_partial(query, *codes, positions=rows.get("position"), **options))
+            parts.append(packed_partial(query, *codes, positions=entries.get("position"), **options))
         parts += self._high_parts(step, balanced, options)
         self._score(step, balanced, joint_lse(parts, step.sinks))
         return merge_partials(parts, step.sinks).to(step.query.dtype)
@@ -196,10 +196,10 @@ class TieredKV(LayerKV):
             return
         key, positions = self.high.view(self._held(), self._widths)[0], self._where()
         for low in range(0, self.n, MASS_BLOCK):
-            rows = slice(low, min(low + MASS_BLOCK, self.n))
-            self.scores[:, :, rows].add_(attention_mass(
-                balanced, dequantize(key.slice(rows.start, rows.stop)), at - low,
-                positions=None if positions is None else positions[:, :, rows], **options,
+            entries = slice(low, min(low + MASS_BLOCK, self.n))
+            self.scores[:, :, entries].add_(attention_mass(
+                balanced, dequantize(key.slice(entries.start, entries.stop)), at - low,
+                positions=None if positions is None else positions[:, :, entries], **options,
             ))
 
     # Room, forks and bytes
@@ -240,13 +240,13 @@ class TieredKV(LayerKV):
 
     def facts(self) -> dict[str, Fact]:
         """Entries that are codes, and the distinct bytes among those of the low tier's keys."""
-        rows = distinct = 0
+        entries = distinct = 0
         if self.demoted is not None:
             packed = self.demoted.held()["key_packed"]
             heads = packed.shape[0] * packed.shape[1]
-            rows = (self.demoted.n + (0 if self.high is None else self.n)) * heads
+            entries = (self.demoted.n + (0 if self.high is None else self.n)) * heads
             distinct = int(torch.bincount(packed.flatten(), minlength=1).count_nonzero())
         return {
-            **super().facts(), "entries_quantized": Fact(rows, changed=True),
+            **super().facts(), "entries_quantized": Fact(entries, changed=True),
             "distinct_codes": Fact(distinct, maximum=True),
         }

@@ -119,7 +119,7 @@ class ThinK(Method):
 
     def identity(self, shape: Shape) -> bool:
         """Whether no channel is dropped: none by `ratio`, or no entry is old enough."""
-        return all(int(x.key_dim * self.ratio) == 0 or shape.rows(x) <= self.recent for x in shape.layers)
+        return all(int(x.key_dim * self.ratio) == 0 or shape.entries(x) <= self.recent for x in shape.layers)
 
 
 def best_channels(kv: LayerKV, count: int) -> Tensor:

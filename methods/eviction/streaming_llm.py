@@ -74,7 +74,7 @@ class StreamingLLM(Method):
     def layer_bytes(self, index: int, shape: Shape, entries: int) -> int:
         """Declared bytes of the entries and, if entries are dropped, of the sinks' original keys."""
         total, layer = super().layer_bytes(index, shape, entries), shape.layers[index]
-        if self.positions == "cache" and entries < shape.rows(layer):
+        if self.positions == "cache" and entries < shape.entries(layer):
             total += self._sinks(entries, layer.window) * layer.kv_heads * layer.key_dim * shape.itemsize
         return total
 

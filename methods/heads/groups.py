@@ -119,7 +119,7 @@ class HeadMethod(Method):
             return shape.full_bytes
         total, whole = 0, self.whole_heads(shape)
         for index, layer in enumerate(shape.layers):
-            full = shape.rows(layer)
+            full = shape.entries(layer)
             mean = self.compensate and self.sees_context(layer.window)
             total += HeadGroupsKV().bytes_for(
                 layer, shape, min(full, self._trimmed(layer.window) or full), whole=whole[index], mean=mean
@@ -165,7 +165,7 @@ def by_score(scores: Sequence[Sequence[float]]) -> tuple[Head, ...]:
 def _costliest(shape: Shape) -> tuple[Head, ...]:
     """Heads by descending bytes: without a model to rank them, the declared bytes are then an upper bound."""
     return by_score([
-        [float(shape.rows(x) * (x.key_dim + x.value_dim))] * x.kv_heads for x in shape.layers
+        [float(shape.entries(x) * (x.key_dim + x.value_dim))] * x.kv_heads for x in shape.layers
     ])
 
 

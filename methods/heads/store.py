@@ -118,8 +118,8 @@ class HeadGroupsKV(LayerKV):
     ) -> int:
         """Bytes of `whole` heads with every entry, and of the others with `entries` and, if `mean`, a mean."""
         exact, streaming = replace(layer, kv_heads=whole), replace(layer, kv_heads=layer.kv_heads - whole)
-        total = super().bytes_for(exact, shape, shape.rows(layer)) + super().bytes_for(streaming, shape, entries)
-        if mean and entries < shape.rows(layer):
+        total = super().bytes_for(exact, shape, shape.entries(layer)) + super().bytes_for(streaming, shape, entries)
+        if mean and entries < shape.entries(layer):
             total += streaming.kv_heads * (layer.key_dim + layer.value_dim) * MEAN_BYTES
         return total
 

@@ -41,7 +41,7 @@ class MergingKV(LayerKV):
 
     def bytes_for(self, layer: LayerShape, shape: Shape, entries: int) -> int:
         """Keys, values, offsets and, on merged layers, the bias."""
-        bias = entries * layer.kv_heads * BIAS_BYTES if self.bias and entries < shape.rows(layer) else 0
+        bias = entries * layer.kv_heads * BIAS_BYTES if self.bias and entries < shape.entries(layer) else 0
         return super().bytes_for(layer, shape, entries) + bias
 
     def facts(self) -> dict[str, Fact]:

@@ -103,7 +103,7 @@ class Around(PackedMethod):
 
     def packed_entries(self, shape: Shape) -> list[int]:
         """Entries per KV head in each layer that packs, including the last ones, which stay exact."""
-        budgets = [(shape.rows(x), self.entries_in(i, x.window)) for i, x in enumerate(shape.layers)]
+        budgets = [(shape.entries(x), self.entries_in(i, x.window)) for i, x in enumerate(shape.layers)]
         return [full if entries is None else min(full, entries) for full, entries in budgets]
 
     def entries_in(self, layer: int, window: int | None) -> int | None:
@@ -126,7 +126,7 @@ class AroundHeads(Around):
 
     def packed_entries(self, shape: Shape) -> list[int]:
         """Entries per KV head in each layer with heads that keep every entry."""
-        return [shape.rows(shape.layers[index]) for index in self.plain().whole_heads(shape)]
+        return [shape.entries(shape.layers[index]) for index in self.plain().whole_heads(shape)]
 
     def layer(self, index: int) -> LayerKV:
         """Two stores as in the other method, or one if every head keeps every entry."""
@@ -147,7 +147,7 @@ class AroundHeads(Around):
         total: int = plain.declared_bytes(shape)
         for index, heads in plain.whole_heads(shape).items():
             layer = replace(shape.layers[index], kv_heads=heads)
-            total += PackedKV(packing=self.packing()).bytes_for(layer, shape, shape.rows(layer))
+            total += PackedKV(packing=self.packing()).bytes_for(layer, shape, shape.entries(layer))
             total -= shape.layer_bytes(layer)
         return total
 

@@ -64,7 +64,7 @@ class PackedMethod(Method):
 
     def identity(self, shape: Shape) -> bool:
         """Whether the context is too short for a packed block."""
-        return max(shape.rows(x) for x in shape.layers) < self.residual
+        return max(shape.entries(x) for x in shape.layers) < self.residual
 
     def layer(self, index: int) -> LayerKV:
         """A store like the other method's, which is packed at the end of the context."""

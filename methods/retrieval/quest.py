@@ -94,7 +94,7 @@ class Quest(Method):
         """Bytes of every entry and of the bounds."""
         if self.rows is None:
             return shape.full_bytes
-        return sum(self.layer_bytes(i, shape, shape.rows(x)) for i, x in enumerate(shape.layers))
+        return sum(self.layer_bytes(i, shape, shape.entries(x)) for i, x in enumerate(shape.layers))
 
     def declared_read_bytes(self, shape: Shape) -> int:
         """Bytes of all bounds and of each query head's own pages; all bytes of the layers that read everything."""
@@ -104,7 +104,7 @@ class Quest(Method):
             if entries is None or not isinstance(store, PagedKV):
                 total += shape.layer_bytes(layer)
             else:
-                total += store.read_bytes_for(layer, shape, shape.rows(layer), pages=self._pages(entries))
+                total += store.read_bytes_for(layer, shape, shape.entries(layer), pages=self._pages(entries))
         return total
 
     def _pages(self, entries: int) -> int:

@@ -19,7 +19,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(plain, "QUERY_BLOCK", 4)
 
 
-def flat_rows(keys, values, counts, before):
+def flat_entries(keys, values, counts, before):
     """The first entries of every head's keys and values, flat, with ascending positions below `before`."""
     heads = list(zip(keys.flatten(0, 1), values.flatten(0, 1), counts, strict=True))
     offsets = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
@@ -56,7 +56,7 @@ def test_equals_the_reference(size, counts, options, attention, error):
     """Heads that kept everything and heads that kept nothing, under every option, give the reference's output."""
     _, keys, values = attention(GQA, 1, 20, seed=1)
     query, tail_keys, tail_values = attention(GQA, *size)
-    flat = flat_rows(keys, values, counts, SEEN - size[1])
+    flat = flat_entries(keys, values, counts, SEEN - size[1])
     positions = torch.arange(SEEN - size[1], SEEN).expand(2, 2, -1).int()
     options = {"scale": 0.3, "seen": SEEN, "tail_positions": positions, **options}
     assert error(
@@ -68,7 +68,7 @@ def test_a_bias_is_added_after_the_soft_cap(options, attention, error):
     """A bias on the logits of flat entries goes with every option, and the tail has none."""
     _, keys, values = attention(GQA, 1, 20, seed=1)
     query, tail_keys, tail_values = attention(GQA, 5, 9)
-    flat = flat_rows(keys, values, COUNTS["uneven"], SEEN - 9)
+    flat = flat_entries(keys, values, COUNTS["uneven"], SEEN - 9)
     flat["bias"] = torch.linspace(-3, 4, 21)
     positions = torch.arange(SEEN - 9, SEEN).expand(2, 2, -1).int()
     options = {"scale": 0.3, "seen": SEEN, "tail_positions": positions, **options}
@@ -83,7 +83,7 @@ def test_one_entry_with_the_log_of_a_count_is_so_many_entries(softcap, attention
     _, keys, values = attention(GQA, 1, 20, seed=1)
     query, tail_keys, tail_values = attention(GQA, 5, 9)
     options = {"scale": 0.3, "seen": 100, "tail_positions": None, "softcap": softcap}
-    once = flat_rows(keys, values, COUNTS["uneven"], 50)
+    once = flat_entries(keys, values, COUNTS["uneven"], 50)
     repeats = torch.arange(21) % 4 + 1
     often = {**once, **{name: once[name].repeat_interleave(repeats, 0) for name in ("keys", "values", "positions")}}
     often["counts"] = [int(x.sum()) for x in repeats.split(COUNTS["uneven"])]
@@ -98,7 +98,7 @@ def test_other_head_layouts(heads_, attention, error):
     """One query head per KV head, and all query heads on one."""
     _, keys, values = attention(heads_, 1, 20, seed=1)
     query, tail_keys, tail_values = attention(heads_, 3, 7)
-    flat = flat_rows(keys, values, list(range(0, 4 * heads_[1], 2)), 30)
+    flat = flat_entries(keys, values, list(range(0, 4 * heads_[1], 2)), 30)
     options = {"scale": 0.3, "seen": SEEN, "tail_positions": None}
     assert error(
         both(query, flat, tail_keys, tail_values, **options), reference(query, flat, tail_keys, tail_values, **options)
@@ -111,7 +111,7 @@ def test_a_length_on_the_device_cuts_the_tail(n_query, options, attention, error
     """Reading a whole preallocated tail up to `length` equals reading its slice, `seen` on the device or not."""
     _, keys, values = attention(GQA, 1, 20, seed=1)
     query, tail_keys, tail_values = attention(GQA, n_query, 16)
-    flat = flat_rows(keys, values, COUNTS["uneven"], SEEN - 9)
+    flat = flat_entries(keys, values, COUNTS["uneven"], SEEN - 9)
     positions = torch.zeros(2, 2, 16, dtype=torch.int32)
     positions[..., :9] = torch.arange(SEEN - 9, SEEN)
     options = {"scale": 0.3, **options}
@@ -128,7 +128,7 @@ def test_a_length_on_the_device_cuts_the_tail(n_query, options, attention, error
 def test_queries_without_a_visible_entry_add_nothing(attention):
     """Where the window has left all flat entries behind, the partial is zero with weight zero, never NaN."""
     query, keys, values = attention(GQA, 3, 20)
-    flat = flat_rows(keys, values, COUNTS["uneven"], 12)
+    flat = flat_entries(keys, values, COUNTS["uneven"], 12)
     part = ragged_partial(query, **flat, scale=0.3, seen=SEEN, window=4)
     assert (part.output == 0).all()
     assert (part.lse == -torch.inf).all()
@@ -139,7 +139,7 @@ def test_half_precision(dtype, attention, error, allowed):
     """In 16 bits the output is off by no more than a few roundings."""
     _, keys, values = attention(GQA, 1, 20, seed=1, dtype=dtype)
     query, tail_keys, tail_values = attention(GQA, 5, 9, dtype=dtype)
-    flat = flat_rows(keys, values, COUNTS["uneven"], 30)
+    flat = flat_entries(keys, values, COUNTS["uneven"], 30)
     options = {"scale": 0.3, "seen": SEEN, "tail_positions": None}
     found = both(query, flat, tail_keys, tail_values, **options)
     assert error(found, reference(query, flat, tail_keys, tail_values, **options)) < allowed[dtype]
@@ -151,7 +151,7 @@ def test_memory_is_linear(attention, largest, monkeypatch):
     peaks = {}
     for n in (1024, 2048):
         query, keys, values = attention((2, 1), n, n, batch=1)
-        flat = flat_rows(keys, values, [n], 2 * n)
+        flat = flat_entries(keys, values, [n], 2 * n)
         peaks[n] = largest(
             lambda q=query, k=keys, v=values, f=flat, n=n: both(q, f, k, v, scale=0.3, seen=3 * n, tail_positions=None)
         )
@@ -171,7 +171,7 @@ def triton_error(triton, attention, error):
         _, keys, values = attention(heads, 1, max(counts) + 1, batch=batch, seed=1, dtype=dtype)
         query, tail_keys, tail_values = attention(heads, *size, batch=batch, dtype=dtype)
         seen = max(counts) + size[1] + 2  # some are gone: a window counts tokens
-        flat = flat_rows(keys, values, counts, seen - size[1])
+        flat = flat_entries(keys, values, counts, seen - size[1])
         if biased:
             flat["bias"] = torch.linspace(-3, 4, sum(counts))
         positions = torch.arange(seen - size[1], seen).expand(batch, heads[1], -1).int()
@@ -213,7 +213,7 @@ def test_triton_serves_batches_and_head_layouts(heads, precision, triton_error, 
 def test_triton_adds_nothing_for_queries_without_a_visible_entry(triton, attention):
     """Where the window has left all flat entries behind, the partial is zero with weight zero, never NaN."""
     query, keys, values = attention(GQA, 3, 20)
-    flat = flat_rows(keys, values, COUNTS["uneven"], 12)
+    flat = flat_entries(keys, values, COUNTS["uneven"], 12)
     part = ragged_partial(triton(query), **triton(flat), scale=0.3, seen=SEEN, window=4)
     assert (part.output == 0).all()
     assert (part.lse == -torch.inf).all()
@@ -263,7 +263,7 @@ def test_triton_at_full_size(n_query, precision, triton, error, allowed):
         torch.randn(*shape, 128, generator=generator).to(precision)
         for shape in ((1, 32, n_query), (1, 8, 7000), (1, 8, 7000), (1, 8, 150), (1, 8, 150))
     )
-    flat = flat_rows(keys, values, counts, 8000)
+    flat = flat_entries(keys, values, counts, 8000)
     options = {"scale": 128**-0.5, "seen": 8150, "tail_positions": None}
     found = both(*triton([query, flat, tail_keys, tail_values]), **options)
     assert error(found, reference(query, flat, tail_keys, tail_values, **options)) < allowed[precision]

@@ -56,8 +56,8 @@ def test_every_element_is_within_half_a_scale(bits):
             session.prefill(ids(100))
         store, exact = ours.layers[0].packed, full.layers[0]
         keys, values = store.codes()
-        assert store.last_keys.rows.equal(exact.keys[:, :, 96:])
-        assert store.last_values.rows.equal(exact.values[:, :, 68:])
+        assert store.last_keys.entries.equal(exact.keys[:, :, 96:])
+        assert store.last_values.entries.equal(exact.values[:, :, 68:])
         steps = keys.scale.float().repeat_interleave(R, 2), values.scale.float().repeat_interleave(WIDTH, 3)
         for codes, rows, step in zip((keys, values), (exact.keys, exact.values), steps, strict=True):
             n = codes.packed.shape[2]
@@ -218,7 +218,7 @@ def test_heads_that_keep_every_entry_are_packed_and_streaming_heads_are_not():
             for (heads, x), (others, y) in zip(a.groups, b.groups, strict=True):
                 assert heads.equal(others)
                 if hasattr(y, "packed"):
-                    assert y.packed.last_values.rows.equal(x.values[:, :, -R:])
+                    assert y.packed.last_values.entries.equal(x.values[:, :, -R:])
                 else:
                     assert y.keys.equal(x.keys)
 

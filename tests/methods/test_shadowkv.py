@@ -14,7 +14,7 @@ from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Budget, LayerShape, Moment, Shape
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.retrieval.shadowkv import ShadowKV, find_outliers, select_chunks
-from kvbench.store.host import HostRows
+from kvbench.store.host import HostEntries
 from kvbench.store.lowrank import Factoring
 
 
@@ -253,8 +253,8 @@ def test_a_model_whose_layers_all_slide_is_refused():
 def test_host_entries_come_back_by_head():
     """Each head and sequence gets its own entries, and on a CPU the tier says that it is simulated."""
     rows = torch.arange(2 * 3 * 5 * 4.0).view(2, 3, 5, 4)
-    host = HostRows(rows)
+    host = HostEntries(rows)
     index = torch.randint(5, (2, 3, 7), generator=torch.Generator().manual_seed(0))
     assert host.fetch(index).equal(rows.gather(2, index[..., None].expand(-1, -1, -1, 4)))
     assert host.simulated
-    assert host.rows.data_ptr() != rows.data_ptr()
+    assert host.entries.data_ptr() != rows.data_ptr()

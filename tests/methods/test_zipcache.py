@@ -158,7 +158,7 @@ def test_with_all_entries_as_probes_saliency_is_the_column_mean(make_step, monke
     assert torch.allclose(scores[0].double(), sums, rtol=1e-4)
     best = (sums / torch.arange(40, 0, -1)).topk(24, dim=-1).indices.sort(-1).values
     keys = rows[1][:, :, :40].gather(2, best[..., None].expand(-1, -1, -1, DIM))
-    assert dequantize(kv.segments[0].rows[0].key).equal(dequantize(quantize(keys, 4, tokens=24)))
+    assert dequantize(kv.segments[0].entries[0].key).equal(dequantize(quantize(keys, 4, tokens=24)))
 
 
 @pytest.mark.parametrize(("normalizer", "wanted"), [("visible", {0, 1}), ("length", {1, 3})])
@@ -168,7 +168,7 @@ def test_normalizers_by_hand(make_step, monkeypatch, normalizer, wanted):
     method = replace(ZipCache(important=0.5, normalizer=normalizer), length=4)
     key = torch.arange(4.0).view(1, 1, 4, 1).expand(1, 1, 4, 2) / 3
     _, kv = run(make_step, method, (torch.zeros(1, 1, 4, 2), key, key), [4])
-    found = (dequantize(kv.segments[0].rows[0].key)[0, 0, :, 0] * 3).round().int().tolist()
+    found = (dequantize(kv.segments[0].entries[0].key)[0, 0, :, 0] * 3).round().int().tolist()
     assert set(found) == wanted
 
 
@@ -181,7 +181,7 @@ def test_permuting_tokens_permutes_what_is_important(make_step):
     for where in (torch.arange(40), order):
         rows = query[:, :, :40], key[:, :, where], value[:, :, where]
         _, kv = run(make_step, method, rows, [40])
-        high = dequantize(kv.segments[0].rows[0].key)[0]
+        high = dequantize(kv.segments[0].entries[0].key)[0]
         kept.append([x[x[:, 0].argsort()] for x in high])
     for a, b in zip(*kept, strict=True):
         assert a.equal(b)
@@ -194,8 +194,8 @@ def test_errors_are_within_their_bounds(make_step):
     _, kv = run(make_step, method, rows, [50])
     (segment,) = kv.segments
     assert segment.n == 50
-    assert [x.key.packed.shape[2] for x in segment.rows] == [30, 20]
-    for part in segment.rows:
+    assert [x.key.packed.shape[2] for x in segment.entries] == [30, 20]
+    for part in segment.entries:
         keys, values = dequantize(part.key)[0], dequantize(replace(
             part.value, scale=part.value.scale.expand(-1, HEADS, -1, -1),
             minimum=part.value.minimum.expand(-1, HEADS, -1, -1),

@@ -55,7 +55,7 @@ def stored(kv):
     return tuple(
         torch.cat([
             naive.dequantize(x.packed, x.scale, x.minimum, x.bits, x.width, tokens=x.tokens, channels=x.channels),
-            last.rows.double(),
+            last.entries.double(),
         ], dim=2)
         for x, last in zip(kv.packed.codes(), (kv.packed.last_keys, kv.packed.last_values), strict=True)
     )
@@ -76,7 +76,7 @@ def same(a, b):
     return all(
         x.packed.equal(y.packed) and x.scale.equal(y.scale) and x.minimum.equal(y.minimum) for x, y in codes
     ) and all(
-        x.rows.equal(y.rows) for x, y in ((a.packed.last_keys, b.packed.last_keys),
+        x.entries.equal(y.entries) for x, y in ((a.packed.last_keys, b.packed.last_keys),
                                           (a.packed.last_values, b.packed.last_values))
     )
 
@@ -90,8 +90,8 @@ def test_the_context_is_packed_but_for_the_residual(length):
     keys, values = kv.packed.codes()
     assert keys.packed.equal(quantize(key[:, :, :whole], 2, tokens=GROUP).packed)
     assert values.packed.equal(quantize(value[:, :, :old], 3, channels=GROUP).packed)
-    assert kv.packed.last_keys.rows.equal(key[:, :, whole:])
-    assert kv.packed.last_values.rows.equal(value[:, :, old:])
+    assert kv.packed.last_keys.entries.equal(key[:, :, whole:])
+    assert kv.packed.last_values.entries.equal(value[:, :, old:])
     assert kv.entries_kept() == [length, length]
     assert kv.facts()["entries_quantized"].value == 2 * whole
 
@@ -185,8 +185,8 @@ def test_later_rows_stay_exact_where_only_the_context_is_packed():
     for seen in range(21, 61):
         add(kv, key[:, :, seen - 1 : seen], value[:, :, seen - 1 : seen], seen)
     assert [x.packed.shape[2] for x in kv.packed.codes()] == codes == [16, 12]
-    assert kv.packed.last_keys.rows.equal(key[:, :, 16:])
-    assert kv.packed.last_values.rows.equal(value[:, :, 12:])
+    assert kv.packed.last_keys.entries.equal(key[:, :, 16:])
+    assert kv.packed.last_values.entries.equal(value[:, :, 12:])
     assert [x.data_ptr() for x in kv.tensors()] == [x.data_ptr() for x in blocks]
 
 
@@ -288,11 +288,11 @@ def test_a_residual_moves_its_rows_to_the_front():
     for i in range(3, 40):
         residual.append(x[:, :, i : i + 1])
         assert residual.take(1).flatten().tolist() == [i - 3]
-        assert residual.rows.flatten().tolist() == [i - 2, i - 1, i]
+        assert residual.entries.flatten().tolist() == [i - 2, i - 1, i]
     assert residual.block is block
     assert residual.spare_bytes() == 3 * 4
     residual.append(x[:, :, :9])
-    assert residual.rows.flatten().tolist() == [37, 38, 39, *range(9)]
+    assert residual.entries.flatten().tolist() == [37, 38, 39, *range(9)]
 
 
 def test_dequantized_keys_between_are_the_stored_ones():
@@ -302,12 +302,12 @@ def test_dequantized_keys_between_are_the_stored_ones():
     keys, values = kv.packed.codes()
     assert (keys.packed.shape[2], values.packed.shape[2]) == (16, 13)
     kv.packed.last_values.block.zero_()
-    kv.packed.last_values.rows[:, :, :3] = 1.0  # only the rows between have a value
+    kv.packed.last_values.entries[:, :, :3] = 1.0  # only the rows between have a value
     step = step_of(*rows(1, seed=3), 22, moment=Moment.DECODE)
     kv.append(step)
-    kv.packed.last_values.rows[:, :, -1] = 0.0
-    exact = torch.cat([dequantize(keys), kv.packed.last_keys.rows], dim=2)
+    kv.packed.last_values.entries[:, :, -1] = 0.0
+    exact = torch.cat([dequantize(keys), kv.packed.last_keys.entries], dim=2)
     query = step.query.unflatten(1, (2, 2))
     weights = (query @ exact[:, :, None].mT * 0.3).softmax(-1)
-    some = torch.cat([dequantize(values), kv.packed.last_values.rows], dim=2)
+    some = torch.cat([dequantize(values), kv.packed.last_values.entries], dim=2)
     assert torch.allclose(kv.attend(step), (weights @ some[:, :, None]).flatten(1, 2), atol=1e-5)

@@ -36,8 +36,8 @@ def card(name):
                 budget=BudgetKind.STORED, heads="independent", upstream=None)
 
 class RoundingKV(LayerKV):
-    def _rows(self, step):
-        rows = super()._rows(step)
+    def _entries(self, step):
+        rows = super()._entries(step)
         return {name: (x * 4).round() / 4 for name, x in rows.items()}
 
 @dataclass(frozen=True)

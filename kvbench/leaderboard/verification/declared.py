@@ -135,7 +135,7 @@ def check_entries(x: Turn, method: Method, shape: Shape) -> None:
     def refuse(reason: str) -> RefusedError:
         return RefusedError("bytes", f"{x.name}: {reason}")
 
-    held = [shape.rows(layer) for layer in shape.layers]
+    held = [shape.entries(layer) for layer in shape.layers]
     kept = x.effect.entries_kept
     if x.effect.entries_seen != max(held) or len(kept) != len(held):
         raise refuse(f"{len(kept)} layers of {x.effect.entries_seen} entries, the model has {len(held)} of {max(held)}")
@@ -198,7 +198,7 @@ def _budget_entries(method: Method, shape: Shape) -> list[int] | None:
         return None
     found = []
     for i, layer in enumerate(shape.layers):
-        budget, held = method.entries_in(i, layer.window), shape.rows(layer)
+        budget, held = method.entries_in(i, layer.window), shape.entries(layer)
         found.append(held if budget is None else min(held, budget))
     return found
 

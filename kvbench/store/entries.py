@@ -42,9 +42,9 @@ class Buffer:
         self._common = capacity
         """Entries below this are the same for every reader."""
 
-    def write(self, start: int, rows: dict[str, Tensor]) -> None:
+    def write(self, start: int, entries: dict[str, Tensor]) -> None:
         """Copy entries in, from entry `start`."""
-        for name, x in rows.items():
+        for name, x in entries.items():
             self.tensors[name][:, :, start : start + x.shape[2]].copy_(x)
 
     def join(self, store: Reader) -> None:
@@ -60,9 +60,9 @@ class Buffer:
     def resume(self, store: Reader) -> None:
         """Put this store's own entries back, if they were set aside for another's."""
         if id(store) in self._aside:
-            start, rows = self._aside.pop(id(store))
+            start, entries = self._aside.pop(id(store))
             self._set_aside(start, store)
-            self.write(start, rows)
+            self.write(start, entries)
             self._readers[id(store)] = weakref.ref(store)
 
     def clear(self, store: Reader) -> bool:
@@ -87,9 +87,9 @@ class Buffer:
     def _set_aside(self, start: int, store: Reader) -> None:
         """Copy the entries from `start` on of every reader but this store, which has none of its own there."""
         if start < self._common:
-            for key, (at, rows) in self._aside.items():
+            for key, (at, entries) in self._aside.items():
                 before = {name: x[:, :, start:at] for name, x in self.tensors.items()}
-                self._aside[key] = start, {name: torch.cat([before[name], x], dim=2) for name, x in rows.items()}
+                self._aside[key] = start, {name: torch.cat([before[name], x], dim=2) for name, x in entries.items()}
             self._common = start
         for other in self._others(store):
             if other.n > self._common:
@@ -99,7 +99,7 @@ class Buffer:
 
 
 @dataclass
-class FlatRows:
+class FlatEntries:
     """Entries of unequal number per (batch, KV head), flat: what eviction per head, or merging, left of a context."""
 
     key: Tensor  # [R, D]
@@ -114,7 +114,7 @@ class FlatRows:
         return [x for x in (self.key, self.value, self.offsets, self.position, self.bias) if x is not None]
 
 
-def last_rows(old: Tensor | None, new: Tensor, count: int) -> Tensor:
+def last_entries(old: Tensor | None, new: Tensor, count: int) -> Tensor:
     """The last entries of two blocks, in their own storage."""
     if old is None or new.shape[2] >= count:
         return new[:, :, -count:].clone()
@@ -130,19 +130,19 @@ def gather(x: Tensor, indices: Tensor) -> Tensor:
     return x.gather(2, _expand(indices, x))
 
 
-def scatter(x: Tensor, indices: Tensor, rows: Tensor) -> None:
+def scatter(x: Tensor, indices: Tensor, entries: Tensor) -> None:
     """Write entries of each head, in place. indices: [B, H_kv, C]; entries as `x`, C of them."""
-    x.scatter_(2, _expand(indices, x), rows)
+    x.scatter_(2, _expand(indices, x), entries)
 
 
-def match_holes(indices: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def match_holes(indices: Tensor, entries: int) -> tuple[Tensor, Tensor]:
     """Which of the last entries go where, so that the first ones are those that stay. indices: [B, H_kv, m], distinct.
 
-    Of `rows` entries these leave. Returns sources and targets, each [B, H_kv, m]; an entry that need not move goes onto
-    itself.
+    Of `entries` entries these leave. Returns sources and targets, each [B, H_kv, m]; an entry that need not move goes
+    onto itself.
     """
     count = indices.shape[2]
-    kept = rows - count
+    kept = entries - count
     holes = indices.sort(-1).values  # those below `kept` come first
     back = torch.ones((*indices.shape[:2], count), dtype=torch.bool, device=indices.device)
     # A victim among the last entries is no source. Victims below `kept` mark an extra column that is cut off.
