@@ -71,15 +71,17 @@ class Entry:
         return cast("type", found)
 
 
-@functools.cache  # a sweep looks up the names of every cell
-def list_entries(kind: Kind) -> tuple[Entry, ...]:
+@functools.cache
+def list_entries(kind: Kind, part: str = "") -> tuple[Entry, ...]:
     """All methods or tasks, sorted by name; read once per process.
+
+    part: read only files that contain this text, which takes a tenth of the time.
 
     Raises:
         UserError: two of them share a name.
     """
     folder = HERE / f"{kind}s"
-    entries = [x for path in sorted(folder.rglob("*.py")) for x in _read(path, kind, folder)]
+    entries = [x for path in sorted(folder.rglob("*.py")) for x in _read(path, kind, folder, part)]
     for point in importlib.metadata.entry_points(group=f"kvbench.{kind}s"):
         package = point.dist.name if point.dist is not None else point.module
         entries.append(Entry(kind, point.name, point.module, point.attr, facts={"family": package}))
@@ -183,11 +185,15 @@ def list_ops() -> dict[str, list[str]]:
 def _find(kind: Kind, name: str) -> type:
     if ".py" in name or "/" in name:
         return _load_file(name, kind)
-    entries = list_entries(kind)
-    for entry in entries:
+    return _find_registered(kind, name)
+
+
+@functools.cache  # a sweep looks up the names of every cell
+def _find_registered(kind: Kind, name: str) -> type:
+    for entry in list_entries(kind, name):
         if name in (entry.name, *entry.aliases):
             return entry.load()
-    names = [x for entry in entries for x in (entry.name, *entry.aliases)]
+    names = [x for entry in list_entries(kind) for x in (entry.name, *entry.aliases)]
     raise unknown(kind, name, names, f"See `kvbench list {kind}s`, or give path/to/file.py:Class.")
 
 
@@ -245,10 +251,11 @@ def _defines(found: object, kind: Kind) -> bool:
     )
 
 
-def _read(path: Path, kind: Kind, folder: Path) -> tuple[Entry, ...]:
-    """Entries of one of kvbench's files, from its syntax tree; none if it does not parse."""
+def _read(path: Path, kind: Kind, folder: Path, part: str) -> tuple[Entry, ...]:
+    """Entries of one of kvbench's files, from its syntax tree; none if it does not parse or does not contain a part."""
     try:
-        return _entries(path.read_text(encoding="utf-8"), path, kind, folder)
+        text = path.read_text(encoding="utf-8")
+        return _entries(text, path, kind, folder) if part in text else ()
     except (SyntaxError, UnicodeDecodeError):
         return ()
 

@@ -20,7 +20,7 @@ import kvbench.methods
 import kvbench.tasks
 from kvbench.errors import UserError
 from kvbench.method import Method, resolved
-from kvbench.registry import find_either, find_method, find_scorer, find_task, list_entries, list_ops
+from kvbench.registry import _find_registered, find_either, find_method, find_scorer, find_task, list_entries, list_ops
 from kvbench.settings import configure, jsonable_settings, parse_pairs
 from kvbench.task import Task
 
@@ -137,7 +137,8 @@ def test_other_packages_are_found_by_their_entry_points(monkeypatch):
     monkeypatch.setattr(
         importlib.metadata, "entry_points", lambda group: [x for x in points if x.group == group]
     )
-    monkeypatch.setattr("kvbench.registry.list_entries", list_entries.__wrapped__)  # without its cache
+    for cached in (list_entries, _find_registered):
+        monkeypatch.setattr(f"kvbench.registry.{cached.__name__}", cached.__wrapped__)
     assert find_method("theirs").card.name == "full"
     points.append(importlib.metadata.EntryPoint("snapkv", "elsewhere:SnapKV", "kvbench.methods"))
     with pytest.raises(UserError, match="two methods are called 'snapkv'"):

@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
 from typing import Annotated, Any
 
 import typer
@@ -32,6 +33,7 @@ from kvbench.cli import (
     trace,
 )
 from kvbench.errors import UserError, unknown
+from kvbench.log import say
 
 # Newer versions of typer contain their own click; its base exception is reached through a class that typer exports.
 CLICK_ERROR: type[Exception] = next(x for x in typer.BadParameter.__mro__ if x.__name__ == "ClickException")
@@ -80,8 +82,18 @@ app.add_typer(models.app, name="models")
 app.add_typer(trace.app, name="trace")
 
 
+class _Announcer(MetaPathFinder):
+    """Says when the import of torch begins, which takes seconds; it looks at every import and finds nothing."""
+
+    def find_spec(self, fullname: str, *_: object) -> None:
+        if fullname == "torch":
+            sys.meta_path.remove(self)
+            say("importing torch and transformers, which takes seconds ...")
+
+
 def main() -> None:
     """Entry point of the `kvbench` command."""
+    sys.meta_path.insert(0, _Announcer())
     # On a busy CPU, OpenMP threads that spin while waiting cost up to thirty times the work itself. OpenMP reads this
     # variable when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -99,9 +99,18 @@ def _locate(name: str) -> Path | None:
     """The file of a module; None: no module of that name has a Python file."""
     root, *inner = name.split(".")
     folders, own = _find_top(root)
-    places = [Path(x, *inner) for x in folders]
-    if not places:
+    if not folders:
         return Path(own) if own and not inner else None
+    return _locate_own(tuple(folders), *inner) if root == "kvbench" else _search(folders, inner)
+
+
+@functools.cache  # a sweep asks for the same few hundred files in every cell
+def _locate_own(folders: tuple[str, ...], *inner: str) -> Path | None:
+    return _search(folders, inner)
+
+
+def _search(folders: Iterable[str], inner: Iterable[str]) -> Path | None:
+    places = [Path(x, *inner) for x in folders]
     found = [y for x in places for y in (x / "__init__.py", x.with_name(f"{x.name}.py")) if y.is_file()]
     return found[0] if found else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -32,3 +33,19 @@ def test_help_needs_no_package_but_typer(statement):
 def test_lists_import_no_heavy_package(what):
     """Methods and tasks are listed from the syntax trees of their files."""
     assert not imported(f"from kvbench.cli import call; call(['list', '{what}'])") & HEAVY
+
+
+@pytest.mark.parametrize("line", [
+    "run --method snapkv --task niah", "check snapkv", "check niah", "plan --method snapkv --model mini",
+    "bench --method snapkv",
+])
+def test_a_line_is_printed_before_torch_is_imported(tmp_path, line):
+    """Here the import ends the process."""
+    (tmp_path / "torch.py").write_text("raise SystemExit(7)")
+    code = "import sys; sys.argv[1:] = sys.argv[1].split(); from kvbench.cli import main; main()"
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", code, line], env={**os.environ, "PYTHONPATH": path}, capture_output=True,
+        text=True, check=False,
+    )
+    assert (done.returncode, done.stderr) == (7, "importing torch and transformers, which takes seconds ...\n")
