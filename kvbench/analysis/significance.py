@@ -5,6 +5,7 @@ The confidence interval in a run's own result is computed in `kvbench/runs/stats
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -124,7 +125,10 @@ def flip_signs(differences: Sequence[float]) -> float:
     chance = np.zeros(2 * middle + 1)  # the probability of each sum from -middle to middle
     chance[middle] = 1.0
     for step in steps[steps > 0]:
-        chance = (np.roll(chance, step) + np.roll(chance, -step)) / 2
+        after = np.zeros_like(chance)
+        after[step:] = chance[:-step]
+        after[:-step] += chance[step:]
+        chance = after / 2
     reached = abs(int((np.sign(differences) * steps).sum())) - slack
     if reached <= 0:
         return 1.0
@@ -133,13 +137,19 @@ def flip_signs(differences: Sequence[float]) -> float:
 
 def _share_denominator(values: Sequence[float]) -> list[int] | None:
     """The values as multiples of a common fraction; None if there is none with which they sum to at most CELLS."""
-    exact = [Fraction(x).limit_denominator(DENOMINATOR) for x in values]
+    exact = [_find_fraction(x) for x in values]
     if any(abs(x - y) > ROUNDING for x, y in zip(values, exact, strict=True)):
         return None
     part = math.lcm(*(x.denominator for x in exact))
     parts = [int(x * part) for x in exact]
     least = math.gcd(*parts) or 1  # all values are 0 after rounding
     return [x // least for x in parts] if sum(parts) <= CELLS * least else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _find_fraction(value: float) -> Fraction:
+    """Cached, because the scores of most tasks have few values."""
+    return Fraction(value).limit_denominator(DENOMINATOR)
 
 
 def adjust(p_values: Sequence[float]) -> list[float]:

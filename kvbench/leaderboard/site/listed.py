@@ -130,11 +130,12 @@ def _read_run(folder: Path, place: str) -> ListedRun:
     shown = [
         parse(part, Line, JOURNAL) for part, x in zip(parts, answers.values(), strict=True) if x.index in first
     ]
-    result = renew_interval(head.result, answers.values())
+    result = head.result
     if verification is not None and verification.score is not None:
         result = result.model_copy(update={"score": verification.score})  # recomputed by the verifier
     if verification is not None and verification.rerun is not None:
         answers = _replace_scores(answers, verification.rerun)
+    result = renew_interval(result, answers.values())
     name = head.spec.run_id if head.submitter is None else f"{head.spec.run_id}.{head.submitter}"
     return ListedRun(
         name, place, FinishedRun(folder, result, answers), tuple(sorted(shown, key=lambda x: (x.index, x.turn))),

@@ -116,7 +116,7 @@ class Results:
     ) -> None:
         """Write a verification.json, optionally with its own interval."""
         head = open_head(read_files(folder))
-        score = None if interval is None else head.result.score.model_copy(update={"ci95": interval})
+        score = None if interval is None else head.result.score.model_copy(update={"ci95": interval, "interval": "exact"})
         if level is not None:
             if passed is None:
                 passed = ("bytes", "method") if head.spec.method.name in METHODS else ("bytes",)
