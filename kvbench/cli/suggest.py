@@ -13,7 +13,9 @@ from kvbench.cli.output import print_json
 from kvbench.errors import UserError, unknown
 
 if TYPE_CHECKING:
-    from kvbench.report.suggest import Answer, Question, Technique
+    from collections.abc import Sequence
+
+    from kvbench.report.suggest import Answer, Question, Standing, Technique
     from kvbench.runs.results import Result
 
 SHOWN = 3
@@ -101,27 +103,43 @@ def _read_question(
 
 def _print_answer(answer: Answer) -> None:
     from kvbench.analysis.formatting import print_table
-    from kvbench.report.suggest import describe_standing
+    from kvbench.report.suggest import describe_lead
 
     typer.echo(answer.verdict)
     shown = answer.techniques[:max(SHOWN, len(answer.best))]
-    for technique in shown:
-        described = [describe_standing(x) for x in technique.standings]
-        names = [name for name in described[0] if any(x[name] != "-" for x in described)]
-        print_table(_head(technique, answer), names, [[x[name] for name in names] for x in described])
+    for x in shown:
+        typer.echo(f"{_place(x)}{x.label}: {describe_lead(x, answer)}{f', since {x.since}' if x.since else ''}")
+    for judged in answer.judged:
+        found = [(x.label, judged.standings[x.label]) for x in shown if x.label in judged.standings]
+        if found:
+            print_table(judged.protocol.name, *_list_cells(found))
+    if any(y.leads for x in shown for y in x.standings):
+        typer.echo("* best or tied under this protocol")
     if others := answer.techniques[len(shown):]:
         typer.echo(f"{len(others)} more within the limit: {', '.join(x.label for x in others)}.")
-    for x in answer.limits:
-        typer.echo(f"Note: {x}")
+    for note in answer.limits:
+        typer.echo(f"Note: {note}")
 
 
-def _head(technique: Technique, answer: Answer) -> str:
-    from kvbench.report.suggest import count
+def _list_cells(found: Sequence[tuple[str, Standing]]) -> tuple[list[str], list[list[str]]]:
+    """The columns of one protocol that have a value, and a row per technique."""
+    from kvbench.report.suggest import describe_standing
 
-    if technique.place is None:
-        return technique.label
-    place = f"{'=' if technique.tied else ''}{technique.place}"
-    return f"{place}. {technique.label}: best or tied under {technique.leads} of {count(answer.ranked, 'protocol')}"
+    rows = []
+    for label, standing in found:
+        x = describe_standing(standing)
+        rows.append({
+            "technique": f"{'* ' if standing.leads else ''}{label}",
+            "score, 95 %": f"{x['score']} {x['95 % interval']}",
+            "vs. full, 95 %": x["against the full cache"],
+            **{name: x[name] for name in ("stored", "read", "computed", "per token")},
+        })
+    columns = [name for name in rows[0] if any(row[name] != "-" for row in rows)]
+    return columns, [[row[name] for name in columns] for row in rows]
+
+
+def _place(technique: Technique) -> str:
+    return "" if technique.place is None else f"{'=' if technique.tied else ''}{technique.place}. "
 
 
 def _describe(answer: Answer) -> dict[str, Any]:

@@ -163,12 +163,13 @@ class Answer:
             return f"No technique with a run {does} at most {self.question.limit:.0%} {whole}."
         if not self.best:
             return "Nothing can be ranked; the reasons are below."
-        under = count(self.ranked, "protocol")
-        leads = self.best[0].leads
-        where = under if leads == self.ranked else f"{leads} of {under}"
-        if len(self.best) == 1:
-            return f"{self.best[0].label} is best: under {where}, no technique scores significantly better."
-        return f"{len(self.best)} techniques share the first place: under {where}, none scores significantly better."
+        n, leads, names = self.ranked, self.best[0].leads, [x.label for x in self.best]
+        where = "one protocol" if n == 1 else f"all of {n} protocols" if leads == n else f"{leads} of {n} protocols"
+        if len(names) > 1:
+            return f"{len(names)} techniques share the first place, best or tied under {where}: {', '.join(names)}."
+        if n == 1:
+            return f"{names[0]} is best under {where}; no other technique is tied with it."
+        return f"{names[0]} is best or tied under {where}, more than any other technique."
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,13 @@ class Judged:
     """By technique."""
     unranked: str | None
     """Why the techniques are not ranked; None: they are."""
+
+
+def describe_lead(technique: Technique, answer: Answer) -> str:
+    """Under how many protocols a technique is among the best."""
+    if technique.place is None:
+        return "not among the best" if answer.ranked else "not ranked"
+    return f"best or tied under {technique.leads} of {count(answer.ranked, 'protocol')}"
 
 
 class Guide:
@@ -274,13 +282,13 @@ def describe_standing(standing: Standing) -> dict[str, str]:
     result = standing.run.result
     score, metric = result.score, Metric.of(result.score)
     difference, interval, _, verdict = format_difference(standing.difference, score)
-    loss = "-" if difference == "-" else f"{difference} {interval}, {verdict}"
     shares = {"stored": standing.stored, "read": standing.read, "computed": Axis.COMPUTED.measure(result)}
     return {
         "protocol": standing.protocol.name,
         "score": "-" if score.mean is None else metric.write(score.mean),
         "95 % interval": "-" if score.ci95 is None else metric.write_interval(score.ci95),
-        "against the full cache": loss,
+        "against the full cache": "-" if difference == "-" else f"{difference} {interval}",
+        "verdict": verdict or "-",
         **{name: format_share(x) for name, x in shares.items()},
         "per token": standing.time or "-", "since": standing.since or "-",
     }

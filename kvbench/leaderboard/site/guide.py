@@ -23,7 +23,7 @@ from kvbench.report.suggest import (
     Question,
     Standing,
     Technique,
-    count,
+    describe_lead,
     describe_standing,
     name_technique,
 )
@@ -38,8 +38,7 @@ LIMITS = {
 DEFAULT = Axis.STORED, 0.25
 OPTIONS = {Axis.STORED: "memory", Axis.READ: "read", Axis.COMPUTED: "computed"}
 """Options of `kvbench suggest`."""
-NAMES = {Axis.STORED: "of the bytes stored", Axis.READ: "of the bytes read", Axis.COMPUTED: "of the positions computed"}
-COLUMNS = "against the full cache", "stored", "read", "computed", "per token"
+COLUMNS = "against the full cache", "verdict", "stored", "read", "computed", "per token"
 """Columns of the evidence, as `describe_standing` names them, after protocol and score."""
 MOST_SHOWN = 3
 """Techniques shown with their runs, if no more share the first place."""
@@ -100,7 +99,6 @@ class Summary:
 class FrontPage:
     """The questions of the first page, their answers, and the summaries."""
 
-    names = NAMES
     columns = COLUMNS
 
     def __init__(self, groups: Sequence[Group]) -> None:
@@ -207,11 +205,10 @@ class _Table:
 
     def _write_technique(self, technique: Technique, answer: Answer) -> dict[str, Any]:
         place = "" if technique.place is None else f"{'=' if technique.tied else ''}{technique.place}"
-        leads = f"best or tied under {technique.leads} of {count(answer.ranked, 'protocol')}"
         missing = [x.protocol.name for x in answer.judged if technique.label not in x.standings]
         return {
             "label": self._text(technique.label), "page": self._text(f"methods/{self.pages[technique.method]}.html"),
-            "place": self._text(place), "leads": self._text(leads if technique.place else "not ranked"),
+            "place": self._text(place), "leads": self._text(describe_lead(technique, answer)),
             "since": self._text(f"since {technique.since}" if technique.since else "date unknown"),
             "runs": [self._number(x) for x in technique.standings],
             "led": [int(x.leads) for x in technique.standings],

@@ -116,7 +116,8 @@ class Results:
     ) -> None:
         """Write a verification.json, optionally with its own interval."""
         head = open_head(read_files(folder))
-        score = None if interval is None else head.result.score.model_copy(update={"ci95": interval, "interval": "exact"})
+        renewed = {"ci95": interval, "interval": "exact"}
+        score = None if interval is None else head.result.score.model_copy(update=renewed)
         if level is not None:
             if passed is None:
                 passed = ("bytes", "method") if head.spec.method.name in METHODS else ("bytes",)

@@ -104,12 +104,12 @@ def open_protocol(page, name):
     [
         (Question("mini", Mode.MULTI_TURN, Axis.STORED, 0.25), {}),
         (Question("mini", Mode.MULTI_TURN, Axis.STORED, 0.1, visibility="hidden"), {
-            "At most": "10 % of the bytes stored", "Turns": "multi-turn, question hidden",
+            "At most": "10 % stored", "Turns": "multi-turn, question hidden",
         }),
-        (Question("mini", Mode.MULTI_TURN, Axis.READ, 0.25), {"At most": "25 % of the bytes read"}),
-        (Question("mini", Mode.MULTI_TURN, Axis.STORED, 0.05), {"At most": "5 % of the bytes stored"}),
+        (Question("mini", Mode.MULTI_TURN, Axis.READ, 0.25), {"At most": "25 % read"}),
+        (Question("mini", Mode.MULTI_TURN, Axis.STORED, 0.05), {"At most": "5 % stored"}),
         (Question("mini-diffusion", Mode.SINGLE, Axis.COMPUTED, 0.5, task="list-copy"), {
-            "Model": "mini-diffusion", "At most": "50 % of the positions computed", "Task": "list-copy",
+            "Model": "mini-diffusion", "At most": "50 % computed", "Task": "list-copy",
         }),
     ],
 )
@@ -176,7 +176,7 @@ def test_labels_of_a_panel_do_not_overlap(browser, curated):
 
 def test_the_question_and_the_filters_are_in_the_address(page):
     """Which restores the view; options without a run cannot be chosen."""
-    assert page.locator("#verdict").inner_text().startswith("kvzip is best: under 1 protocol")
+    assert page.locator("#verdict").inner_text().startswith("kvzip is best under one protocol;")
     assert page.get_by_label("Turns").evaluate("x => [...x.options].map(y => y.text)") == [
         "multi-turn", "multi-turn, first question visible", "multi-turn, question hidden"
     ]
@@ -243,7 +243,7 @@ def test_the_summary_is_sorted_by_the_score_that_it_shows(page):
     assert visible_methods(page) == ["h2o", "kvzip", "snapkv"]
     page.locator("thead button:visible").nth(1).click()
     assert visible_methods(page)[0] == "kvzip"
-    page.get_by_label("At most").select_option("50 % of the bytes stored")
+    page.get_by_label("At most").select_option("50 % stored")
     assert visible_methods(page) == ["kvzip", "snapkv", "h2o"]
 
 

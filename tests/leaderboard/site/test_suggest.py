@@ -42,7 +42,7 @@ def test_the_significantly_best_technique_is_suggested(full):
     full.add("a", "poor")
     full.add("b", "good", method="kvzip")
     answer = ask(full)
-    assert answer.verdict == "kvzip is best: under 1 protocol, no technique scores significantly better."
+    assert answer.verdict == "kvzip is best under one protocol; no other technique is tied with it."
     assert places(answer) == {"kvzip": (1, False, 1), "snapkv": (None, False, 0)}
     assert [(x.difference.mean, x.leads) for y in answer.techniques for x in y.standings] == [(0, True), (-0.5, False)]
     assert "mini is a small model trained on these tasks and says nothing about 8B models." in answer.limits
@@ -55,7 +55,7 @@ def test_techniques_that_no_test_separates_share_a_place(full):
     full.add("c", "bad", method="h2o")
     answer = ask(full)
     assert places(answer) == {"kvzip": (1, True, 1), "mikv": (1, True, 1), "h2o": (None, False, 0)}
-    assert answer.verdict.startswith("2 techniques share the first place: under 1 protocol,")
+    assert answer.verdict == "2 techniques share the first place, best or tied under one protocol: kvzip, mikv."
 
 
 @pytest.mark.parametrize("contexts", [1, 5])
@@ -127,7 +127,7 @@ def test_the_technique_that_leads_under_most_protocols_comes_first(full):
     full.add("e", "bad", edit=hide)
     answer = ask(full)
     assert places(answer) == {"kvzip": (1, False, 2), "snapkv": (2, False, 1), "h2o": (None, False, 0)}
-    assert answer.verdict == "kvzip is best: under 2 protocols, no technique scores significantly better."
+    assert answer.verdict == "kvzip is best or tied under all of 2 protocols, more than any other technique."
     assert any("question hidden: no run of the full cache, so losses are unknown" in x for x in answer.limits)
     assert places(ask(full, visibility="first-turn")) == {
         "kvzip": (1, True, 1), "snapkv": (1, True, 1), "h2o": (None, False, 0)
@@ -176,7 +176,7 @@ def test_the_command_prints_the_evidence(full, kvbench):
         full.folder, "--json",
     )
     assert answer.code == 0
-    assert answer.out.startswith("kvzip is best: ")
+    assert answer.out.startswith("kvzip is best under one protocol; ")
     assert "Note: mini is a small model" in answer.out
     assert [(x["label"], x["place"], x["runs"][0]["score"]["mean"]) for x in answer.json["techniques"]] == [
         ("kvzip", 1, 1.0), ("snapkv", None, 0.5)
