@@ -82,9 +82,12 @@ def test_a_stage_whose_gpu_is_lost_is_tried_again(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_stage_runs_on_a_cpu_and_is_not_run_again(tmp_path):
-    """Each writes a complete file; a second call prints the same table and runs nothing."""
-    stages = ["probe", "tests", "methods", "core", "lengths", "largest", "answers"]
+def test_every_kind_of_stage_runs_on_a_cpu_and_is_not_run_again(tmp_path):
+    """Each writes a complete file; a second call prints the same table and runs nothing.
+
+    `methods` and `core` are `lengths` with more methods, and `all`, `long` and `models` are one of these at full size.
+    """
+    stages = ["probe", "tests", "lengths", "largest", "answers"]
     first = suite("--dry", "--out", tmp_path, *stages)
     assert first.returncode == 0, first.stderr
     assert {x.name for x in tmp_path.iterdir()} == {"tests.txt", *(f"{x}.json" for x in stages if x != "tests")}
