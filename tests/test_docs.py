@@ -61,6 +61,7 @@ def test_the_hooks_shown_are_the_hooks():
         assert [x for x in re.split(r",\s*", parameters) if x not in ("", "*")] == actual, name
 
 
+@pytest.mark.slow
 def test_the_example_method_keeps_every_claim():
     """What a newcomer copies passes `kvbench check`."""
     assert [x for x in check(find_method(str(EXAMPLE))) if not x.passed] == []

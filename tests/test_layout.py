@@ -64,6 +64,7 @@ def offenders(folder: str, *packages: str, allow: tuple[str, ...] = ()) -> list[
     ]
 
 
+@pytest.mark.slow
 def test_modules_are_found():
     """The other tests look at something: every folder holds modules, and no module is read twice through a link."""
     for folder in ("kvbench", *LINKS):

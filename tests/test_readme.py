@@ -69,6 +69,7 @@ def test_every_method_is_in_the_table():
     assert {x for name, x in papers.items() if x and name != "none"} == set(linked.values())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not RESULTS.exists(), reason="nothing is recorded")
 def test_tables_are_those_of_the_results():
     """README.md and docs/results.md hold what scripts/show_results.py writes into them."""

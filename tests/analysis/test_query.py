@@ -86,6 +86,7 @@ def test_samples_has_a_row_per_answer(folders):
     ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("sql", [
     "SELECT * FROM '/etc/passwd'", "SELECT * FROM read_text('/etc/passwd')", "SELECT * FROM glob('/etc/*')",
     "SELECT * FROM read_csv('https://example.org/x.csv')", "SELECT getenv('HOME')", "SELECT * FROM folders",

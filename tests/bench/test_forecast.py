@@ -110,6 +110,7 @@ def test_the_largest_batch_is_the_last_that_fits(gigabytes, length, budget, stat
     assert most >= half.max_batch(memory, state)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("length", "most"), [(4096, 512), (32_768, 64), (131_072, 16)])
 def test_pinned_host_memory_limits_the_largest_batch(length, most):
     """ShadowKV's values are pinned in one block per layer, which torch rounds up to a power of two."""

@@ -45,7 +45,7 @@ def text(request):
     return torch.randint(WORDS, (20,), generator=torch.Generator().manual_seed(request.param))
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("shifted", [False, True], ids=["llada", "dream"])
 @pytest.mark.parametrize(("method", "by_hand", "settings", "steps"), CASES.values(), ids=CASES)
 def test_a_policy_writes_what_its_card_writes(deep, text, fill, shifted, method, by_hand, settings, steps):
@@ -56,6 +56,7 @@ def test_a_policy_writes_what_its_card_writes(deep, text, fill, shifted, method,
         assert found == by_hand(Writing(deep, text, 16, shifted), steps, **settings)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("block", "settings"), SPARSE.values(), ids=SPARSE)
 def test_sparse_writes_what_its_card_writes(deep, text, fill, block, settings):
     """Which rows stay of those outside a block decides the tokens."""

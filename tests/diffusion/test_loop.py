@@ -105,6 +105,7 @@ def test_the_same_seed_is_the_same_answer(model, fill, how):
     assert (fill(model, NoCache(), seed=1, **how).ids != fill(model, NoCache(), **how).ids) == drawn
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("how", [{}, {"block": 4}, {"threshold": 0.2}])
 def test_a_sequence_does_not_depend_on_its_batch(model, prompts, fill, how):
     """Batch invariance, also where thresholds finish sequences after unequal numbers of steps."""
@@ -161,6 +162,7 @@ def test_noise_belongs_to_a_pass_and_a_place(unshifted, prompts):
     assert not torch.equal(d._sample(hidden, sequence, places)[0], among)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_sampled_tokens_have_the_probabilities_of_the_softmax(unshifted, temperature):
     """Of 20,000 one-token answers to one prompt, each token's share is softmax(logits / T) within five deviations."""

@@ -48,6 +48,7 @@ def test_a_policy_that_never_acts_fails_its_run(kvbench, arguments, method, how)
     assert "acted in 0 of 4 samples" in answer.json["error"]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("how", "status"), [("threshold=0.9", "ok"), ("steps=8", "failed")])
 def test_a_threshold_may_leave_a_sample_nothing_to_reuse(kvbench, arguments, how, status):
     """Where texts decide how many passes there are, acting in some samples is enough; the row still counts them."""
@@ -56,6 +57,7 @@ def test_a_threshold_may_leave_a_sample_nothing_to_reuse(kvbench, arguments, how
     assert result["status"] == status
 
 
+@pytest.mark.slow
 def test_a_sample_that_raises_is_failed_and_no_zero(kvbench, arguments, tmp_path):
     """The others stand; the first line of what was raised is in the journal, the traceback beside it."""
     answer = kvbench(*arguments, "--method", f"{TOYS}:Breaking", "--mode", "multi-turn", "--turns", "2")

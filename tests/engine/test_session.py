@@ -213,6 +213,7 @@ def test_recompression_chooses_with_the_question():
     assert rows == {False: [16 + len(FIRST)] * 2, True: [16] * 2}
 
 
+@pytest.mark.few
 @every_method
 def test_a_capacity_that_is_too_small_changes_nothing(method):
     """Sessions that reallocate at every step give the same tokens and likelihoods."""

@@ -173,7 +173,7 @@ def test_rows_lie_where_their_layers_do(fake: tuple[Model, tuple[str, str]]) -> 
                     assert {x.device.type for x in kv.tensors()} == {device}
 
 
-@pytest.mark.few
+@pytest.mark.slow
 def test_positions_left_behind_are_seen(fake: tuple[Model, tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: a step whose positions stayed with the model's input raises."""
     spread, devices = fake

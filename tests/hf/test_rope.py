@@ -56,6 +56,7 @@ def test_shift_moves_keys_and_queries_as_the_model_does(name: str, start: int, d
             assert (shifted - moved).abs().max() <= EXACT * moved.abs().max()
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", ROTATED)
 def test_unrotated_keys_do_not_know_their_position(name: str) -> None:
     """Inverse rotation gives the same rows wherever the token stood, and rotating them again gives them back."""
@@ -66,6 +67,7 @@ def test_unrotated_keys_do_not_know_their_position(name: str) -> None:
         assert (back - one.key).abs().max() <= 1e-6 * one.key.abs().max()
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", [*ROTATED, *sorted(LEARNED)])
 def test_terms_are_what_a_rotation_does(name: str) -> None:
     """Multiples of a channel and of its partner, added up, are the rotated row, however a model pairs its channels."""
@@ -80,6 +82,7 @@ def test_terms_are_what_a_rotation_does(name: str) -> None:
         assert torch.allclose(turned, rope.rotate(rows, positions), atol=1e-6)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", [*ROTATED, *sorted(LEARNED)])
 def test_which_layers_rotate(name: str) -> None:
     """The rotated width of every layer is the architecture's: partial, whole, or none."""

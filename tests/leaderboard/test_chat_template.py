@@ -41,6 +41,7 @@ def test_swapping_template_and_none_is_refused(done, check, chat_mini):
     assert found["refused"].startswith("prompts: sample 0 turn 0: ")
 
 
+@pytest.mark.few
 def test_an_unknown_template_hash_is_refused(done, check):
     found = check(edit_spec(done.files, lambda x: x["task"].update(chat_template_sha="0" * 16)))
     assert found["refused"].startswith("tokenizer: the chat template of ")

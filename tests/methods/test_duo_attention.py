@@ -47,7 +47,7 @@ def fitted(model, length, sparsity):
     return method.bind(model).fit(PAPER, model.shape(length))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few
 @pytest.mark.parametrize("length", [60, 17, 16, 9])
 @pytest.mark.parametrize("shape", [(4, 2, None), (2, 2, None), (4, 1, None)], ids=["GQA", "MHA", "MQA"])
 def test_sparsity_0_is_the_full_cache_and_1_is_streaming(shape, length):

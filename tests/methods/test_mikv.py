@@ -116,7 +116,7 @@ def conversation(make_step, method, window, turns, context=30):
     return pairs, kv
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("window", [None, 16])
 @pytest.mark.parametrize(
     "settings",

@@ -133,6 +133,7 @@ def test_probes_are_copies_of_unlike_tokens():
     assert not ids[0].equal(ids[1])
 
 
+@pytest.mark.slow
 def test_scores_do_not_depend_on_chunks(monkeypatch):
     """The probe in chunks of 5 tokens has the scores of the probe as a whole."""
     model = tiny_model()

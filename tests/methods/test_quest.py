@@ -160,6 +160,7 @@ def test_first_layers_may_read_everything():
         assert session.memory().stored_bytes == session.method.declared_bytes(model.shape(64))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("window", [None, 48])
 def test_a_static_step_waits_for_nothing(window):
     """With static shapes a step selects and reads under FakeTensorMode: it asks the device for no number."""

@@ -42,6 +42,7 @@ def test_a_prompt_beyond_the_budget_is_evicted_at_random():
         assert (positions < 60).sum(-1).min() > 8
 
 
+@pytest.mark.slow
 def test_every_generated_entry_is_drawn_equally_often(make_step):
     """One of 40 entries leaves, 800 times with another seed: each about 20 times, the pinned ones never."""
     key = torch.zeros(1, 1, 51, 2)

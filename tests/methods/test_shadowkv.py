@@ -39,7 +39,7 @@ class EveryChunk(ShadowKV):
         return Factoring(self.chunk, chunks, self.outliers, self.rows // self.chunk, self.key_rank)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few
 @pytest.mark.parametrize("shape", [(4, 2), (2, 2), (4, 1)], ids=["GQA", "MHA", "MQA"])
 @pytest.mark.parametrize("outliers", [0, 3])
 def test_full_rank_and_every_chunk_are_the_full_cache(shape, outliers):

@@ -405,7 +405,7 @@ def test_invalid_report_requests(kvbench, folder, arguments, tmp_path):
     assert not png.exists()
 
 
-@pytest.mark.few
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["altair", "vl_convert", "itables"])
 def test_a_missing_package_names_the_extra(groups, package, monkeypatch):
     """In one line."""

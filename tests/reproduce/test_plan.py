@@ -97,6 +97,7 @@ def test_what_kvbench_lacks_is_named(claim, what, why):
     assert plan.requests == ()
 
 
+@pytest.mark.slow
 def test_weights_and_data_that_are_not_here_are_missing():
     """Without a network and an empty cache; the memory is predicted all the same, from the shape."""
     (plan,) = look_around([plan_claim(one(QASPER))])

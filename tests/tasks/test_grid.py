@@ -91,6 +91,7 @@ def test_samples_go_through_the_grid_again_and_again(mini_tokenizer):
     assert len({x.turns[0].references for x in examples}) == 18
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 10**6), length=st.integers(402, 1500))
 def test_prompts_fill_their_lengths(mini_tokenizer, seed, length):

@@ -337,6 +337,7 @@ def test_the_same_runs_give_the_same_bytes(results):
     assert contents[0] == contents[1]
 
 
+@pytest.mark.slow
 def test_chart_points_link_to_their_runs(results):
     """One panel per family and axis; each point has its label, and the full cache is a line."""
     fill(results)

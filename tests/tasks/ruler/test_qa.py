@@ -70,6 +70,7 @@ def test_documents_are_cut_to_whole_words():
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(index=st.integers(0, 7), turns=st.integers(1, 5), extra=st.integers(0, 4000))
 def test_squad_fills_the_length_around_whole_gold_documents(squad, mini_tokenizer, index, turns, extra):

@@ -134,7 +134,7 @@ def test_the_text_is_as_written(task: Generated, chars):
     assert "".join(map(chars.decode, talk)) == GOLDEN[task.name]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few
 @each_task
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 10**6), turns=st.integers(1, 6), extra=st.integers(0, 900))
