@@ -1,0 +1,90 @@
+"""Elastic Cache, on text: merges all other entries into the nearest of the most attended ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.constraints import Natural
+from kvbench.method import BudgetKind, Card, Step, Upstream
+from kvbench.selection import ScoredMethod, protect_first, protect_last, top_entries
+from kvbench.store import LayerKV
+
+
+@dataclass(frozen=True)
+class ElasticCacheText(ScoredMethod):
+    """Keeps the most attended tokens, the same in all heads, as means of the entries nearest to each."""
+
+    first: Natural = 1
+    """First tokens, which always stand for a set of their own or more."""
+    last: Natural = 1
+    """Last tokens, likewise."""
+
+    recompressible: ClassVar[str | None] = "merged entries are not merged again, and later entries stay as they are."
+    card: ClassVar[Card] = Card(
+        name="elastic-cache-text",
+        title="Efficient Inference of Vision Instruction-Following Models with Elastic Cache",
+        idea="Dropping an entry loses it, merging it into a neighbor does not quite. "
+        "The most attended tokens are anchors, and each becomes the mean of the entries that are nearest to it.",
+        arxiv="2407.18121",
+        year=2024,
+        family="merging",
+        stages=("compression",),
+        budget=BudgetKind.STORED,
+        paper_budget="50%",
+        heads="pooled",
+        upstream=Upstream(repo="liuzuyan/ElasticCache", commit=None, license=None),
+        deviations=(
+            "Text only: the paper is about images and text. Its rule is used as it is.",
+            ("Anchors are the most attended tokens, as in the paper. The authors' code compares indices with a number "
+            "of ranks, so that it keeps others."),
+            ("Entries after the context are kept. The authors drop one at a fixed place, 25 before the end of the "
+            "compressed prompt, whenever the cache is above its share."),
+            "Of two anchors at the same distance the earlier one takes an entry.",
+        ),
+        limits=(
+            "A mean of many entries counts as one in the softmax: no bias makes up for the others.",
+            "Keys are averaged after rotation, so that fast channels cancel out over long distances.",
+            "Sums of attention favor early tokens, which more queries see.",
+        ),
+    )
+
+    def minimum_entries(self) -> int:
+        """The outermost tokens and one more."""
+        return self.first + self.last + 1
+
+    def layer(self, index: int) -> LayerKV:
+        """A store with accumulated attention, which is freed after the compression."""
+        return LayerKV(column_sums=True)
+
+    def score(self, kv: LayerKV, step: Step) -> Tensor:
+        """Accumulated attention, mean over all heads; infinite for the outermost tokens. [B, H_kv, n]"""
+        sums = kv.scores.mean(1, keepdim=True).expand_as(kv.scores)
+        return protect_first(protect_last(sums, self.last), kv, self.first)
+
+    def select(self, kv: LayerKV, scores: Tensor, entries: int) -> None:
+        """Keep the anchors, each with the mean key and value of the entries nearest to it."""
+        anchors = top_entries(scores, entries)
+        owner = nearest(anchors[:, 0], kv.n)[:, None].expand(-1, kv.keys.shape[1], -1)  # [B, H_kv, n]
+        key, value = (bucket_means(x, owner, entries) for x in (kv.keys, kv.values))
+        kv.keep(anchors)
+        kv.keys.copy_(key)
+        kv.values.copy_(value)
+
+
+def nearest(anchors: Tensor, count: int) -> Tensor:
+    """The anchor that is nearest to each of `count` places; of two, the earlier. anchors: ascending [B, C] -> [B, n]"""
+    middles = (anchors[:, 1:] + anchors[:, :-1]) / 2
+    places = torch.arange(count, dtype=middles.dtype, device=anchors.device).expand(anchors.shape[0], -1)
+    return torch.searchsorted(middles.contiguous(), places.contiguous())
+
+
+def bucket_means(rows: Tensor, owner: Tensor, buckets: int) -> Tensor:
+    """Mean of the rows of each bucket, in float32. rows: [B, H_kv, n, D]. owner: [B, H_kv, n]. [B, H_kv, buckets, D]"""
+    sums = torch.zeros((*rows.shape[:2], buckets, rows.shape[3]), dtype=torch.float32, device=rows.device)
+    sums.scatter_add_(2, owner[..., None].expand_as(rows), rows.float())
+    sizes = torch.zeros(sums.shape[:3], device=rows.device).scatter_add_(2, owner, torch.ones_like(owner).float())
+    return (sums / sizes[..., None]).to(rows.dtype)

@@ -1,0 +1,67 @@
+"""Elastic Cache on text: buckets by hand, exact means, and what a merged entry loses."""
+
+from __future__ import annotations
+
+import torch
+
+from kvbench.methods.merging.elastic_cache_text import ElasticCacheText, bucket_means, nearest
+
+
+def draw(*shape, seed=0):
+    """Normal random numbers."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def evicted(method, rows, step):
+    """The store after a context, compressed to this many entries."""
+    kv = ElasticCacheText(**method.settings, rows=rows, length=step.seen).layer(0)
+    kv.track = True
+    kv.append(step)
+    ElasticCacheText(**method.settings, rows=rows, length=step.seen).evict(kv, step)
+    return kv
+
+
+def test_buckets_end_halfway_between_anchors():
+    """Anchors 0, 4 and 9 of ten tokens: {0, 1, 2}, {3 to 6}, {7, 8, 9}; token 2 is halfway and goes left."""
+    assert nearest(torch.tensor([[0, 4, 9]]), 10).tolist() == [[0, 0, 0, 1, 1, 1, 1, 2, 2, 2]]
+
+
+def test_an_anchor_becomes_the_mean_of_its_bucket(make_step):
+    """Naive loops over heads and buckets, with anchors by attention summed over all heads."""
+    step = make_step(draw(2, 4, 30, 8), draw(2, 2, 30, 8, seed=1), draw(2, 2, 30, 8, seed=2))
+    kv = evicted(ElasticCacheText(), 7, step)
+    for batch in range(2):
+        anchors = kv.positions[batch, 0].tolist()
+        assert kv.positions[batch, 1].tolist() == anchors
+        assert (anchors[0], anchors[-1]) == (0, 29)
+        owners = [min(range(7), key=lambda i: (abs(anchors[i] - j), i)) for j in range(30)]
+        for head in range(2):
+            for i in range(7):
+                members = [j for j in range(30) if owners[j] == i]
+                for rows, found in ((step.key, kv.keys), (step.value, kv.values)):
+                    wanted = rows[batch, head, members].mean(0)
+                    assert torch.allclose(found[batch, head, i], wanted, atol=1e-6)
+
+
+def test_anchors_are_the_most_attended_tokens(make_step):
+    """The column sums of the causal matrix over all heads, but for the first and last token."""
+    step = make_step(draw(1, 4, 30, 8), draw(1, 2, 30, 8, seed=1))
+    keys = step.key.repeat_interleave(2, dim=1)
+    future = torch.ones(30, 30, dtype=torch.bool).triu(1)
+    sums = (step.query @ keys.mT).masked_fill(future, -torch.inf).softmax(-1).sum((1, 2))[0]
+    wanted = {0, 29, *(1 + sums[1:29].topk(5).indices).tolist()}
+    assert set(evicted(ElasticCacheText(), 7, step).positions[0, 0].tolist()) == wanted
+
+
+def test_three_equal_entries_count_as_one(make_step):
+    """Three tokens of (k1, v1) and one of (k2, v2) become two entries with equal weights: no bias makes up for it."""
+    one, other = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
+    key = torch.stack([one, one, one, other])[None, None]
+    kv = evicted(ElasticCacheText(), 2, make_step(torch.zeros(1, 1, 4, 2), key))
+    assert torch.allclose(kv.keys[0, 0], torch.stack([one, (one + other) / 2]))
+
+
+def test_means_are_taken_in_float32():
+    """A thousand ones in bfloat16 have the mean one."""
+    rows = torch.ones(1, 1, 1000, 2, dtype=torch.bfloat16)
+    assert bucket_means(rows, torch.zeros(1, 1, 1000, dtype=torch.long), 1).tolist() == [[[[1.0, 1.0]]]]
