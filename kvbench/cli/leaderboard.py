@@ -129,21 +129,11 @@ def _report(
     found: list[tuple[Path, Verification]], *, write: bool, as_json: bool, below: tuple[Level | None, ...]
 ) -> int:
     """Print the checks of one submission, or one row for each of several; exit code 1 if a level is in `below`."""
-    from kvbench.analysis.formatting import print_table
     from kvbench.leaderboard.submission.records import VERIFICATION
     from kvbench.leaderboard.submission.seal import seal
     from kvbench.runs.files import write_record
 
-    if len(found) == 1:
-        (path, record), = found
-        print_record(record, str(path))
-    else:
-        print_table("", ("run", "level", "score", "not ok"), [
-            (path.name, x.level or "-", _score(x)[2], ", ".join(f"{y.name} {y.outcome}" for y in _odd(x)))
-            for path, x in found
-        ])
-        counts = Counter((y.outcome, y.name, y.reason) for _, x in found for y in _odd(x))
-        print_table("", ("runs", "outcome", "check", "reason"), [(str(n), *key) for key, n in counts.most_common()])
+    print_records(found)
     for path, record in found if write else ():
         if not path.is_dir():
             raise UserError(f"--write needs a folder, and {path} is a .tar file. Unpack it, or leave out --write.")
@@ -153,7 +143,23 @@ def _report(
     return 1 if any(record.level in below for _, record in found) else 0
 
 
-def print_record(record: Verification, path: str) -> None:
+def print_records(found: list[tuple[Path, Verification]]) -> None:
+    """Print every check of one submission, or one row for each of several and their checks that are not ok."""
+    from kvbench.analysis.formatting import print_table
+
+    if len(found) == 1:
+        (path, record), = found
+        _print_record(record, str(path))
+        return
+    print_table("", ("run", "level", "score", "not ok"), [
+        (path.name, x.level or "-", _score(x)[2], ", ".join(f"{y.name} {y.outcome}" for y in _odd(x)))
+        for path, x in found
+    ])
+    counts = Counter((y.outcome, y.name, y.reason) for _, x in found for y in _odd(x))
+    print_table("", ("runs", "outcome", "check", "reason"), [(str(n), *key) for key, n in counts.most_common()])
+
+
+def _print_record(record: Verification, path: str) -> None:
     """Print every check of a submission."""
     from kvbench.analysis.formatting import print_table
 

@@ -1,4 +1,4 @@
-"""`kvbench submit`: pack, verify and deliver a run to a leaderboard."""
+"""`kvbench submit`: pack, verify and deliver runs to a leaderboard."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvbench.cli.leaderboard import print_records
 from kvbench.cli.options import Json
 from kvbench.cli.output import print_json
 from kvbench.errors import UserError
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def submit_command(
-    run: Annotated[str, typer.Argument(help="Folder or id of a finished run.")],
+    runs: Annotated[list[str], typer.Argument(help="Folders or ids of finished runs, or folders that contain them.")],
     *,
     submitter: Annotated[
         str, typer.Option(help="Your name on the leaderboard: ASCII letters, digits, '.', '_' and '-'.")
@@ -34,39 +35,56 @@ def submit_command(
     out: Annotated[Path, typer.Option(help="Folder in which run ids are looked up.")] = Path("runs"),
     as_json: Json = False,
 ) -> int:
-    """Pack a run, verify it locally (level L0), and deliver it to a leaderboard."""
-    from kvbench.analysis.load import find_run
-    from kvbench.cli.leaderboard import print_record
+    """Pack runs, verify them locally (level L0), and deliver them to a leaderboard.
+
+    Nothing is delivered unless every run can be packed. A run that would be refused is not delivered; then the exit
+    code is 1.
+    """
+    from kvbench.analysis.load import find_runs
     from kvbench.leaderboard.submission.bundle import pack_run
-    from kvbench.leaderboard.submission.deliver import HUB, read_token
+    from kvbench.leaderboard.submission.deliver import HUB, check_url, read_token
     from kvbench.leaderboard.submission.repository import Repository
     from kvbench.leaderboard.verification.outcome import RefusedError
     from kvbench.leaderboard.verification.verify import verify
 
-    remote = to.startswith((HUB, "https://", "http://"))
-    if not remote and "://" in to:
-        raise UserError(f"--to {to} is not a supported destination. Give a folder, hf:OWNER/DATASET, or http(s)://...")
-    token = read_token(token_file) if to.startswith("http") and remote else ""
-    folder = find_run(run, out)
-    try:
-        files = pack_run(folder, submitter, tuple(tuned_on or ()))
-    except RefusedError as error:
-        raise UserError(f"run {folder} cannot be packed: {error}.") from error
-    found = verify(files, Repository([] if remote else [Path(to)]))
-    record = found.conclude()
-    print_record(record, str(folder))
-    delivered = None
-    if not record.refused and found.bundle is not None and found.bundle.manifest is not None:
-        delivered = _deliver(files, found.bundle.manifest, to, token)
-    else:
-        typer.echo("not delivered: the submission would be refused.", err=True)
+    token = ""
+    if "://" in to:
+        check_url(to)
+        token = read_token(token_file)
+    folders = find_runs(runs, out)
+    packed = {}
+    for folder in folders:
+        try:
+            packed[folder] = pack_run(folder, submitter, tuple(tuned_on or ()))
+        except RefusedError as error:
+            raise UserError(f"run {folder} cannot be packed: {error}. Nothing was delivered.") from error
+    there = [] if token or to.startswith(HUB) else [Path(to)]
+    repository = Repository(there)
+    repository.add(folders, submitter)  # the runs may be the baselines of one another
+    verified = [(verify(files, repository), files) for files in packed.values()]
+    records = [found.conclude() for found, _ in verified]
+    print_records(list(zip(folders, records, strict=True)))
+    manifests: list[Manifest] = []
+    delivered: list[dict[str, Any] | None] = []
+    for (found, files), record in zip(verified, records, strict=True):
+        manifest = None if found.bundle is None or record.refused else found.bundle.manifest
+        delivered.append(None if manifest is None else _deliver(files, manifest, to, token))
+        manifests += [] if manifest is None else [manifest]
+    if refused := delivered.count(None):
+        what = "the submission" if len(folders) == 1 else f"{refused} of {len(folders)} submissions"
+        typer.echo(f"not delivered: {what} would be refused.", err=True)
+    if there and manifests:
+        _print_pull_request(there[0], manifests)
     if as_json:
-        print_json({"delivered": delivered, **record.model_dump(mode="json")})
-    return 0 if delivered is not None else 1
+        documents = [
+            {"delivered": x, **record.model_dump(mode="json")} for x, record in zip(delivered, records, strict=True)
+        ]
+        print_json(documents[0] if len(documents) == 1 else documents)
+    return 0 if None not in delivered else 1
 
 
 def _deliver(files: dict[str, bytes], manifest: Manifest, to: str, token: str) -> dict[str, Any]:
-    from kvbench.leaderboard.submission.deliver import HUB, find_checkout, put_in_folder, send_to_hub, send_to_server
+    from kvbench.leaderboard.submission.deliver import HUB, put_in_folder, send_to_hub, send_to_server
 
     if to.startswith(HUB):
         address = send_to_hub(files, manifest, to.removeprefix(HUB))
@@ -78,12 +96,21 @@ def _deliver(files: dict[str, bytes], manifest: Manifest, to: str, token: str) -
         return answer
     place = put_in_folder(files, manifest, Path(to))
     typer.echo(f"written to {place}")
-    checkout = find_checkout(place)
-    if checkout is not None:
-        branch = f"{manifest.submitter}/{manifest.run_id}"
-        typer.echo(
-            f"for a pull request, in {checkout}:\n"
-            f"  git switch -c {branch}\n  git add {place.resolve().relative_to(checkout)}\n"
-            f"  git commit -m '{manifest.run_id}'\n  git push -u origin {branch}"
-        )
     return {"folder": str(place)}
+
+
+def _print_pull_request(root: Path, manifests: list[Manifest]) -> None:
+    """Print the commands for a pull request, if the folder is in a git checkout."""
+    from kvbench.leaderboard.submission.deliver import find_checkout, find_place
+
+    checkout = find_checkout(root)
+    if checkout is None:
+        return
+    places = [(root / find_place(x)).resolve().relative_to(checkout) for x in manifests]
+    what = manifests[0].run_id if len(manifests) == 1 else f"{len(manifests)}-runs-{manifests[0].run_id}"
+    branch = f"{manifests[0].submitter}/{what}"
+    typer.echo(
+        f"for a pull request, in {checkout}:\n"
+        f"  git switch -c {branch}\n  git add {' '.join(map(str, places))}\n"
+        f"  git commit -m '{what}'\n  git push -u origin {branch}"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -114,6 +115,25 @@ def test_other_tuning_data_do_not_replace_a_bundle(kvbench, snapkv, tmp_path):
     assert kvbench(*arguments).code == 0
     done = kvbench(*arguments, "--tuned-on", "niah:dev")
     assert (done.code, "settings tuned on nothing, not on niah:dev. Remove it" in done.err) == (2, True)
+
+
+def test_a_folder_of_runs_is_submitted_at_once(kvbench, runs, snapkv, tmp_path):
+    """The runs are the baselines of one another, and a run that is refused does not keep back the others."""
+    out = snapkv.folder.parent
+    done = kvbench("submit", out, "--submitter", "ada", "--to", tmp_path, "--json")
+    assert done.code == 0
+    assert sorted(x["run_id"] for x in done.json) == sorted(x.bundle.spec.run_id for x in runs.values())
+    assert {y["outcome"] for x in done.json for y in x["checks"] if y["name"] == "baseline"} == {"ok"}
+    forged = tmp_path / "forged"
+    shutil.copytree(snapkv.folder, forged)
+    journal = forged / "samples.jsonl"
+    journal.write_text(journal.read_text().replace('"prompt_hash":"', '"prompt_hash":"0'))
+    done = kvbench("submit", forged, runs["full"].folder, "--submitter", "bob", "--to", tmp_path / "b", "--json")
+    assert (done.code, [x["delivered"] is None for x in done.json]) == (1, [True, False])
+    assert "1 of 2 submissions would be refused" in done.err
+    (forged / "result.json").write_text("{}")
+    done = kvbench("submit", runs["full"].folder, forged, "--submitter", "eve", "--to", tmp_path / "e")
+    assert (done.code, "Nothing was delivered" in done.err, (tmp_path / "e").exists()) == (2, True, False)
 
 
 def test_a_failed_write_leaves_no_files(snapkv, tmp_path, monkeypatch):
@@ -232,7 +252,10 @@ def test_a_run_that_would_be_refused_is_not_sent(kvbench, snapkv, fake_server, m
 @pytest.mark.parametrize(("options", "reason"), [
     (["--submitter", "a b"], "--submitter 'a b' is not allowed in a manifest"),
     (["--submitter", "ada", "--tuned-on", "a b"], "--tuned-on 'a b' is not allowed in a manifest"),
-    (["--submitter", "ada", "--to", "ftp://x"], "--to ftp://x is not a supported destination"),
+    *((["--submitter", "ada", "--to", url], f"--to {url!r} is not the address of a leaderboard") for url in (
+        "ftp://x", "https://", "http:///path", "http://[::1", "http://x:99999", "http://x:port", "https://x y",
+        "https://x\ny", "https://ada:secret@x", "https://x?a=b", "https://b\u00fccher", "://x",
+    )),
     (["--submitter", "ada", "--to", "https://x"], "Set KVBENCH_TOKEN, or give --token-file."),
     (["--submitter", "ada", "--to", "https://x", "--token-file", "/no"], "--token-file /no cannot be read"),
 ])

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
@@ -113,6 +114,25 @@ def send_to_server(files: Mapping[str, bytes], url: str, token: str) -> dict[str
         raise DeliveryError(
             f"{url} cannot be reached: {reason}. Try again: a repeated upload is not a second submission."
         ) from error
+
+
+def check_url(url: str) -> None:
+    """Check the address of a leaderboard server.
+
+    Raises:
+        UserError: it is not the URL of a server.
+    """
+    try:
+        parts = urllib.parse.urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        plain = not (parts.username or parts.password or parts.query or parts.fragment)
+    except ValueError:  # an invalid port or IPv6 address
+        valid = plain = False
+    if not valid or not plain or not url.isascii() or not url.isprintable() or " " in url:
+        raise UserError(
+            f"--to {url!r} is not the address of a leaderboard. Give a URL such as https://leaderboard.example.org, "
+            "hf:OWNER/DATASET, or a folder."
+        )
 
 
 def read_token(file: Path | None) -> str:

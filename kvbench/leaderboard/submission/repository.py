@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -123,9 +123,14 @@ class Repository:
     def __init__(self, folders: Iterable[Path] = ()) -> None:
         self._runs: dict[Path, RunIdentity] = {}
         self._fingerprints: dict[Path, JournalFingerprint] = {}
+        self.add(folders)
+
+    def add(self, folders: Iterable[Path], submitter: str | None = None) -> None:
+        """Add the runs below more folders; those without a manifest are of this submitter."""
         for path in (x for folder in folders for x in find_bundles(folder)):
             try:
-                self._runs[path] = RunIdentity.of(open_head(read_files(path)))
+                found = RunIdentity.of(open_head(read_files(path)))
+                self._runs[path] = replace(found, submitter=found.submitter or submitter)
             except RefusedError as error:
                 say(f"{path} is ignored: {error}.")
 
