@@ -26,6 +26,11 @@ from kvbench.task import Mode
 
 SLACK = 1.05
 """A run may exceed the limit by this factor: methods round to whole tokens, and sinks and scores come on top."""
+FAILS_BELOW = 0.1
+"""Score of the full cache, of 1, below which there is hardly an answer that a technique could lose."""
+SHOWN = 3
+MOST_SHOWN = 8
+"""Techniques shown with their runs: at least the first, and as many as share the first place up to the second."""
 DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 LIMITED = {
     Axis.STORED: ("stores", "of the full cache"), Axis.READ: ("reads", "of the full cache per decode step"),
@@ -154,6 +159,11 @@ class Answer:
     def best(self) -> tuple[Technique, ...]:
         """The techniques in first place."""
         return tuple(x for x in self.techniques if x.place == 1)
+
+    @property
+    def shown(self) -> tuple[Technique, ...]:
+        """The techniques that are shown with their runs."""
+        return self.techniques[:min(max(SHOWN, len(self.best)), MOST_SHOWN)]
 
     @property
     def verdict(self) -> str:
@@ -343,9 +353,10 @@ def _loss(standing: Standing) -> float:
 def warn_of_full(full: Result) -> str | None:
     """The warning that the full cache itself fails the task; None if it does not."""
     score = full.score
-    if score.mean is None or not score.higher_is_better or score.mean >= 0.5:
+    if score.mean is None or not score.higher_is_better or score.mean >= FAILS_BELOW:
         return None
-    return f"the full cache itself scores {score.mean:.3f}: the model fails this task, so nothing is ranked"
+    shown = Metric.of(score).write(score.mean)
+    return f"the full cache itself scores {shown}, so the model fails this task and nothing is ranked"
 
 
 def warn_of_model(name: str) -> str | None:
