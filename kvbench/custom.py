@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from kvbench.errors import UserError
-from kvbench.scorers import SCORERS
+from kvbench.scorers import SCORERS, name_strict
 from kvbench.task import Example, Mode, Scorer, Split, Task, Turn, count_prompt
 from kvbench.tokens import cut_middle
 from kvbench.toml import STRICT, explain, read_toml
@@ -277,11 +277,13 @@ def make_task(table: Table, records: Records, find_scorer: FindScorer) -> type[C
                 f"scorer {scorer.id} needs the facts {', '.join(scorer.facts)}, which records cannot have. Use one of "
                 f"{', '.join(SCORERS)}."
             )
+    known = SCORERS.values() if owner is None else owner.scorers
+    scorers = (scorer, *(x for x in known if x.id == name_strict(scorer.id)))
     # The class name contains the hash, so that two files with the same task name are two tasks.
     return type(f"CustomTask_{table.name}_{records.sha256}", (CustomTask,), {
         "__module__": __name__, "__doc__": CustomTask.__doc__, "table": table, "records": records, "owner": owner,
         "name": table.name, "version": table.version, "suite": table.suite, "summary": table.summary,
-        "modes": tuple(Mode(x) for x in table.modes), "scorers": (scorer,), "truncation": table.truncation,
+        "modes": tuple(Mode(x) for x in table.modes), "scorers": scorers, "truncation": table.truncation,
         "default_length": table.length, "joint": table.joint, "separator": table.separator,
         "default_turns": max((len(x.turns) for x in records.valid.values()), default=1),
     })

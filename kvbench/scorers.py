@@ -1,10 +1,18 @@
-"""Scorers for tasks without code (`kvbench.custom`)."""
+"""Scorers for tasks without code (`kvbench.custom`), and strict scorers, which a dump of the context does not pass."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvbench.task import Scorer
+
+WORD = r"[^\W_]+"
+SENTENCE_END = re.compile(r"\n|(?<=[.!?])\s")
+LEAST_DIGITS = 2
+"""A number that is named has at least the reference's digits divided by this, so that counts and list numbers do not
+stand for the value."""
 
 
 def contains(prediction: str, references: Sequence[str]) -> float:
@@ -22,8 +30,71 @@ def string_match_all(prediction: str, references: Sequence[str]) -> float:
     return sum(x.lower() in prediction.lower() for x in references) / len(references)
 
 
-SCORERS = {
-    f"{name}@1": Scorer(f"{name}@1", name, score)
+def match_first(prediction: str, references: Sequence[str], *, every: bool) -> float | None:
+    """Score the first value that the prediction names, or as many as there are references.
+
+    A value has the form of the references: a number, a code in capitals, or words and digits joined in the same way
+    (`key-value`, a UUID). References of another form, such as names, must stand in the first sentence, as whole words.
+
+    Args:
+        prediction: the answer.
+        references: the right values; not empty.
+        every: all of them are asked for, and the score is the share that is named; else any of them is right.
+
+    Returns:
+        None for several references of another form, because a list of words has no form.
+    """
+    wanted = [x.strip().lower() for x in references]
+    forms = [find_form(x.strip()) for x in references]
+    if any(x is None for x in forms):
+        if every and len(wanted) > 1:
+            return None
+        first = _split(SENTENCE_END.split(prediction.strip(), maxsplit=1)[0].lower())
+        return float(any(_split(x) in first for x in wanted))
+    form = "|".join(dict.fromkeys(f"(?:{x})" for x in forms))
+    named = list(dict.fromkeys(x.lower() for x in re.findall(rf"(?<![^\W_])(?:{form})(?![^\W_])", prediction)))
+    if not every:
+        return float(named[:1] != [] and named[0] in wanted)
+    return sum(x in named[: len(set(wanted))] for x in wanted) / len(wanted)
+
+
+def _split(text: str) -> str:
+    """The words of a text, each between two spaces."""
+    return f" {' '.join(re.findall(WORD, text))} "
+
+
+def find_form(reference: str) -> str | None:
+    """A regular expression for the form of a value; None for a word or a text, which has none."""
+    if re.fullmatch(r"[0-9]+", reference):
+        return rf"[0-9]{{{-(-len(reference) // LEAST_DIGITS)},}}"
+    if re.fullmatch(r"[A-Z]{2,}", reference):
+        return f"[A-Z]{{{len(reference)}}}"
+    if re.fullmatch(rf"{WORD}([^\w\s]{WORD})+", reference):
+        return "".join(WORD if i % 2 else re.escape(x) for i, x in enumerate(re.split(f"({WORD})", reference)))
+    return rf"(?=[a-zA-Z]*[0-9]){WORD}" if reference.isalnum() and not reference.isalpha() else None
+
+
+def make_strict(scorer: Scorer, *, every: bool) -> Scorer:
+    """The strict scorer to show next to a scorer that counts a reference anywhere in the answer."""
+    return Scorer(name_strict(scorer.id), f"{scorer.metric}, first value", partial(match_first, every=every))
+
+
+def name_strict(scorer_id: str) -> str:
+    """The id of the strict scorer of a scorer."""
+    return f"{scorer_id.partition('@')[0]}-strict@1"
+
+
+def _publish(name: str, score: Callable[..., float]) -> Scorer:
+    return Scorer(f"{name}@1", name, score)
+
+
+CONTAINS, EXACT, MATCH_ALL = (
+    _publish(name, score)
     for name, score in (("contains", contains), ("exact", exact), ("string-match-all", string_match_all))
+)
+SCORERS = {
+    x.id: x for x in (
+        CONTAINS, EXACT, MATCH_ALL, make_strict(CONTAINS, every=False), make_strict(MATCH_ALL, every=True),
+    )
 }
 """Scorers for tasks without code; `kvbench show TASK` lists the ids of all other scorers."""

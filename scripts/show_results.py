@@ -17,10 +17,11 @@ from statistics import fmean
 
 import vl_convert
 
+from kvbench.analysis.load import load_run
+from kvbench.analysis.shares import fill_full_reads, read_share, stored_share
 from kvbench.registry import find_method
 from kvbench.report.charts import COSTS, Cost, draw_cost
 from kvbench.report.group import GroupedRun, label_results
-from kvbench.runs.files import read_file
 from kvbench.runs.results import Result
 
 ROOT = Path(__file__).parent.parent
@@ -38,7 +39,8 @@ IN_ONE_BLOCK = ("0b8334c74ef9", "a731f91b7a14")
 
 def read_results() -> list[Result]:
     """Every result of the folder: anchors first, then by method, length, visibility, stored bytes and bytes read."""
-    results = [read_file(x, Result) for x in RESULTS.glob("*/result.json")]
+    runs = fill_full_reads([load_run(x.parent) for x in RESULTS.glob("*/result.json")])
+    results = [x.result for x in runs]
     names = {x.method.name for x in results}
     order = [*ANCHORS, *sorted(names - set(ANCHORS))]
     return sorted(
@@ -48,14 +50,16 @@ def read_results() -> list[Result]:
 
 def ratio(result: Result) -> float:
     """Stored bytes as a share of the full cache's, host memory included."""
-    assert result.memory is not None, result.run_id
-    return result.memory.ratio_total
+    share = stored_share(result)
+    assert share is not None, result.run_id
+    return share
 
 
 def read(result: Result) -> str:
-    """Bytes that a decode step reads, as a share of the full cache's."""
-    assert result.memory is not None, result.run_id
-    return f"{result.memory.read_bytes_per_step / result.memory.full_bytes:.1%}"
+    """Bytes that a decode step reads, as a share of those that the full cache reads."""
+    share = read_share(result)
+    assert share is not None, result.run_id
+    return f"{share:.1%}"
 
 
 def setting(result: Result) -> str:

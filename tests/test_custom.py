@@ -114,10 +114,12 @@ def test_the_scorers_for_tasks_without_code(score, prediction, references, expec
 def test_a_scorer_may_be_a_tasks_own(write):
     """The code of that task is recorded with the run; scorer ids contain versions."""
     task = read(write(scorer="scbench-kv@1"))
-    assert task.scorers[0].id == "scbench-kv@1"
+    assert [x.id for x in task.scorers] == ["scbench-kv@1", "scbench-kv-strict@1"]
     assert task.owner.name in ("kv", "kv-short")
     assert find_sources(Full, task).task != find_sources(Full, read(write())).task
-    assert sorted(SCORERS) == ["contains@1", "exact@1", "string-match-all@1"]
+    assert sorted(SCORERS) == [
+        "contains-strict@1", "contains@1", "exact@1", "string-match-all-strict@1", "string-match-all@1"
+    ]
     with pytest.raises(UserError, match=r"unknown scorer 'contains'\. Did you mean 'contains@1'\?"):
         read(write(scorer="contains"))
 
@@ -409,7 +411,9 @@ def test_a_check_of_nothing_is_refused(kvbench, line, message):
 def test_show_tells_a_task_of_a_file(kvbench, write):
     """A TOML file or a Python file."""
     answer = kvbench("show", write(), "--json")
-    assert (answer.json["kind"], answer.json["name"], answer.json["scorers"]) == ("task", "capitals", ["contains@1"])
+    assert (answer.json["kind"], answer.json["name"], answer.json["scorers"]) == (
+        "task", "capitals", ["contains@1", "contains-strict@1"]
+    )
     assert kvbench("show", f"{TOYS}:Toy", "--json").json["name"] == "toy"
     assert kvbench("show", f"{TOYS}:Last", "--json").json["kind"] == "method"
 

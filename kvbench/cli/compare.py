@@ -14,7 +14,7 @@ from kvbench.errors import UserError
 
 COSTS = (
     "shares of the full cache: stored after the context, at the end of the conversation, and read per step; cut: "
-    "answers that the length limit ended"
+    "answers that the length limit ended; strict: score if the first value named counts"
 )
 
 
@@ -37,6 +37,7 @@ def compare_command(
         name_questions,
         rank_runs,
     )
+    from kvbench.analysis.doubts import list_doubts
     from kvbench.analysis.formatting import print_table
     from kvbench.analysis.load import find_run, load_run
     from kvbench.analysis.metrics import Metric
@@ -64,6 +65,9 @@ def compare_command(
     base = find_baseline(loaded, baseline)
     differences = compare_runs(loaded[base], [*loaded[:base], *loaded[base + 1 :]])
     labels = label_results(results)
+    for label, result in zip(labels, results, strict=True):
+        for doubt in list_doubts(result):
+            say(f"warning: {label}: {doubt}")
     columns, rows = score_cells(results, labels, ranks, [*differences[:base], None, *differences[base:]])
     print_table(f"{Metric.of(results[base].score).title}; baseline: {labels[base]}", columns, rows)
     if any(x.too_few for x in differences):

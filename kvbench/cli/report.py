@@ -34,6 +34,7 @@ def report_command(
     kind = output.suffix.lower()
     if kind not in KINDS:
         raise unknown("report format", output.suffix or str(output), KINDS, "Change the file name given with -o.")
+    from kvbench.analysis.doubts import list_doubts
     from kvbench.analysis.formatting import print_table
     from kvbench.analysis.load import find_runs, load_run
     from kvbench.analysis.significance import describe_too_few
@@ -64,6 +65,9 @@ def report_command(
     for entries in groups:
         columns, rows = group_cells(entries)
         print_table(name_group(entries[0].result), columns, rows)
+        for entry in entries:
+            for doubt in list_doubts(entry.result):
+                say(f"warning: {entry.label}: {doubt}")
         if len(entries) > 1 and (few := next((x.difference for x in entries if x.difference), None)) and few.too_few:
             say(describe_too_few(few.contexts, len(entries) - 1))
     for grid in grids:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvbench.analysis.doubts import find_strict, list_doubts
 from kvbench.analysis.formatting import (
     format_bytes,
     format_difference,
@@ -52,6 +53,8 @@ def print_result(result: Result, folder: Path) -> None:
     if len(result.score.by_turn) > 1:
         write = Metric.of(result.score).write
         rows.append(("by turn", "  ".join("-" if x.mean is None else write(x.mean) for x in result.score.by_turn)))
+    if (strict := find_strict(result)) is not None:
+        rows.append(("strict", f"{strict:.3f} if the first value named counts"))
     rows.append(("answers", format_output(result)))
     rows += _agreement(result)
     if result.output.truncated:
@@ -67,6 +70,7 @@ def print_result(result: Result, folder: Path) -> None:
     rows += _batch(result)
     rows += _effect(result)
     rows.append(("run", str(folder)))
+    rows += [("WARNING", f"{x} See kvbench answers {_short(result.run_id)}.") for x in list_doubts(result)]
     if result.error:
         rows.append(("FAILED", result.error))
     print_table("", ("", result.status), rows)
@@ -121,16 +125,14 @@ def _memory(result: Result) -> list[tuple[str, str]]:
     held = memory.stored_bytes + memory.host_bytes
     rows = [
         ("budget", "none" if result.spec.budget is None else f"requested {result.spec.budget}"),
-        ("stored, context", f"{format_bytes(held)}{host}: {format_share(stored_share(result))} {whole}"),
+        ("stored", f"{format_bytes(held)}{host}: {format_share(stored_share(result))} {whole}"),
     ]
     if memory.end_stored_bytes is not None:
         held = memory.end_stored_bytes + memory.host_bytes
         share = format_share(conversation_share(result))
-        rows.append(("stored, conversation", f"{format_bytes(held)}{host}: {share} {whole}"))
-    rows.append(("spare", (
-        f"{format_bytes(memory.spare_bytes)} allocated for later tokens by the harness; peak with them "
-        f"{format_bytes(memory.peak_bytes)}"
-    )))
+        rows.append(("at end", f"{format_bytes(held)}{host}: {share} {whole}, questions included"))
+    spare, peak = format_bytes(memory.spare_bytes), format_bytes(memory.peak_bytes)
+    rows.append(("spare", f"{spare} for later tokens (the harness's), peak {peak}"))
     if result.diffusion is None:
         reads = read_share(result)
         part = "" if reads is None else f": {reads:.1%} {whole}'s reads"
@@ -231,11 +233,14 @@ def cost_cells(results: Sequence[Result], labels: Sequence[str]) -> tuple[list[s
     shares = {"stored": stored_share, "at end": conversation_share, "reads": read_share}
     if any(read_share(x) != distinct_read_share(x) is not None for x in results):
         shares["distinct"] = distinct_read_share
-    columns = ["method", *shares, "top-1", "cut", "per token"]
+    stricts = [find_strict(x) for x in results]
+    strictly = [] if all(x is None for x in stricts) else ["strict"]
+    columns = ["method", *strictly, *shares, "top-1", "cut", "per token"]
     rows = []
-    for result, label in zip(results, labels, strict=True):
+    for result, label, strict in zip(results, labels, stricts, strict=True):
         rows.append([
-            label, *(format_share(x(result)) for x in shares.values()),
+            label, *(["-" if strict is None else f"{strict:.3f}"] if strictly else []),
+            *(format_share(x(result)) for x in shares.values()),
             "-" if result.agreement is None else f"{result.agreement.top1:.3f}", format_share(cut_share(result)),
             format_seconds(result.latency.tpot_s),
         ])
@@ -265,8 +270,8 @@ def format_output(result: Result) -> str:
     )
     if not answers:
         return "-"
-    reference = "" if output.reference_tokens is None else f" (reference answers {output.reference_tokens:.1f})"
-    return f"{output.tokens / answers:.1f} tokens on average{reference}; {ended}"
+    reference = "" if output.reference_tokens is None else f" (reference {output.reference_tokens:.1f})"
+    return f"{output.tokens / answers:.1f} tokens{reference}; {ended}"
 
 
 def format_samples(result: Result) -> str:

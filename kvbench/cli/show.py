@@ -98,10 +98,9 @@ def _show_run(folder: Path, *, as_json: bool) -> None:
         print_result(result, folder)
     journal = any((folder / x).exists() for x in ("samples.jsonl", "samples.jsonl.gz"))
     done = len(finished_samples(read_lines(folder / "samples.jsonl"))) if journal and not finished else 0
-    print_table("", ("", "finished" if finished else "not finished"), [
-        *([] if finished else [("samples", f"{done} of {spec.samples}")]),
-        ("command", write_command(spec)), ("answers", f"kvbench answers {folder}"),
-    ])
+    if not finished:
+        print_table("", (spec.run_id, "not finished"), [("samples", f"{done} of {spec.samples}")])
+    typer.echo(f"made by: {write_command(spec)}\nanswers: kvbench answers {folder}")
     if as_json:
         print_json(
             result.model_dump(mode="json") if finished

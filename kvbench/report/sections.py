@@ -8,6 +8,7 @@ from dataclasses import replace
 from html import escape
 
 from kvbench.analysis.columns import find_columns, flatten, write_csv
+from kvbench.analysis.doubts import find_strict, list_doubts
 from kvbench.analysis.formatting import format_p
 from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import conversation_share, cut_share, distinct_read_share, read_share, stored_share
@@ -27,7 +28,8 @@ differs leads the next rank. Differences to the full cache are on the same quest
 runs of the table; "too few to tell": no difference of so few contexts could be significant, and there are no ranks.
 Bytes are measured: stored and bytes/token at the end of the context, conversation at the end of the last answer, read
 per decode step, each as a share of the full cache at that moment; distinct counts an entry once that several query
-heads read. Cut: answers that the length limit ended. Failed runs have no rank and no score.</p>
+heads read. Strict: the score if the first value named counts. Cut: answers that the length limit ended.
+Failed runs have no rank and no score.</p>
 <p class="note">Charts: the solid line is the Pareto frontier, the dashed line the full cache, and the dotted line the
 method `random` (if it was run). Click a family in a legend to show only that family.</p>
 """
@@ -35,8 +37,9 @@ HEAD = (
     TableCell("rank"), TableCell("method", kind="text"), TableCell("family", kind="pick text"), TableCell("score"),
     TableCell("95 %"), TableCell("vs. full"), TableCell("95 %"), TableCell("p"), TableCell("verdict", kind="text"),
     TableCell("budget", kind="pick"), TableCell("stored"), TableCell("conversation"), TableCell("bytes/token"),
-    TableCell("read"), TableCell("distinct"), TableCell("cut"), TableCell("per token"), TableCell("first token"),
-    TableCell("top-1"), TableCell("KL, nats"), TableCell("effect in"), TableCell("run", kind="text"),
+    TableCell("read"), TableCell("distinct"), TableCell("strict"), TableCell("cut"), TableCell("per token"),
+    TableCell("first token"), TableCell("top-1"), TableCell("KL, nats"), TableCell("effect in"),
+    TableCell("run", kind="text"),
 )
 RUN_HEAD = (
     "run", "settings", "budget", "prefill", "kernels", "kvbench", "torch", "transformers", "commit", "started",
@@ -119,6 +122,10 @@ def write_group(entries: Sequence[GroupedRun], name: str) -> str:
     slow = "" if result.spec.device != "cpu" else (
         '<p class="note">Times on a shared CPU are not comparable between runs.</p>\n'
     )
+    doubts = "".join(
+        f'<p class="note">Warning: {escape(x.label)}: {escape(doubt)}</p>\n'
+        for x in entries for doubt in list_doubts(x.result)
+    )
     terms = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>\n" for key, value in list_protocol(result))
     ranks = sorted({x.rank for x in entries if x.rank is not None})
     rows = write_table(
@@ -131,7 +138,7 @@ def write_group(entries: Sequence[GroupedRun], name: str) -> str:
     return (
         f'<section id="{name}">\n<h2>{escape(name_group(result))}</h2>\n'
         f"<details><summary>Protocol of these runs</summary>\n<dl>{terms}</dl></details>\n"
-        f'<div class="charts">\n{costs}</div>\n{slow}{rows}<div class="narrow">{turns}</div>\n'
+        f'{doubts}<div class="charts">\n{costs}</div>\n{slow}{rows}<div class="narrow">{turns}</div>\n'
         f"<details><summary>Settings, versions and commits of these runs</summary>\n{runs}</details>\n</section>\n"
     )
 
@@ -163,7 +170,7 @@ def list_cells(entry: GroupedRun) -> list[TableCell]:
         TableCell(result.budget.asked or "-"), number(stored_share(result), ".1%"),
         number(conversation_share(result), ".1%"), number(None if memory is None else memory.bytes_per_token, ",.0f"),
         number(read_share(result), ".1%"), number(distinct_read_share(result), ".1%"),
-        number(cut_share(result), ".1%"),
+        number(find_strict(result), ".3f"), number(cut_share(result), ".1%"),
         milliseconds(latency.tpot_s), milliseconds(latency.ttft_s),
         number(None if result.agreement is None else result.agreement.top1, ".3f"),
         number(None if result.agreement is None else result.agreement.kl, ".3g"),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kvbench.analysis.compare import Difference, compare_runs, is_full, name_questions, rank_runs
+from kvbench.analysis.doubts import fails
 from kvbench.analysis.formatting import format_difference, format_seconds, format_share
 from kvbench.analysis.load import FinishedRun
 from kvbench.analysis.metrics import Metric
@@ -26,11 +27,6 @@ from kvbench.task import Mode
 
 SLACK = 1.05
 """A run may exceed the limit by this factor: methods round to whole tokens, and sinks and scores come on top."""
-FAILS_BELOW = 0.1
-"""Score of the full cache, of 1, below which there is hardly an answer that a technique could lose."""
-SHOWN = 3
-MOST_SHOWN = 8
-"""Techniques shown with their runs: at least the first, and as many as share the first place up to the second."""
 DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 LIMITED = {
     Axis.STORED: ("stores", "of the full cache"), Axis.READ: ("reads", "of the full cache per decode step"),
@@ -159,11 +155,6 @@ class Answer:
     def best(self) -> tuple[Technique, ...]:
         """The techniques in first place."""
         return tuple(x for x in self.techniques if x.place == 1)
-
-    @property
-    def shown(self) -> tuple[Technique, ...]:
-        """The techniques that are shown with their runs."""
-        return self.techniques[:min(max(SHOWN, len(self.best)), MOST_SHOWN)]
 
     @property
     def verdict(self) -> str:
@@ -352,11 +343,9 @@ def _loss(standing: Standing) -> float:
 
 def warn_of_full(full: Result) -> str | None:
     """The warning that the full cache itself fails the task; None if it does not."""
-    score = full.score
-    if score.mean is None or not score.higher_is_better or score.mean >= FAILS_BELOW:
+    if not fails(full):
         return None
-    shown = Metric.of(score).write(score.mean)
-    return f"the full cache itself scores {shown}, so the model fails this task and nothing is ranked"
+    return f"the full cache itself scores {full.score.mean:.3f}: the model fails this task, so nothing is ranked"
 
 
 def warn_of_model(name: str) -> str | None:

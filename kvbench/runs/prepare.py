@@ -13,6 +13,7 @@ from kvbench.machine import find_version, free_bytes, ram_bytes
 from kvbench.runs.examples import make_examples
 from kvbench.runs.job import Job, cap_new_tokens, check_capacity, find_capacity
 from kvbench.runs.options import Request
+from kvbench.runs.pooling import warn_of_pooling
 from kvbench.runs.provenance import find_sources, hash_own_code
 from kvbench.runs.request import (
     ResolvedRequest,
@@ -234,6 +235,8 @@ def _try_first(job: Job, request: Request) -> Job:
             f"{spec.task.name} does not separate its question from its context, so the question cannot be hidden. "
             "Leave --visibility out."
         )
+    if (warning := warn_of_pooling(spec, example, encoded)) is not None:
+        say(f"warning: {warning}")
     context = len(encoded.context) if spec.visibility == "hidden" else prompt_tokens(encoded)
     bound = job.method.bind(job.model)  # some budgets are resolved per head
     fitted = bound.fit(job.budget, job.model.shape(context))

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, ClassVar
 from kvbench.task import Example, Scorer, Task, Turn, count_prompt
 from kvbench.tasks.length import Line, largest_fit
 from kvbench.tasks.ruler.haystack import NOISE, cut
-from kvbench.tasks.ruler.scoring import STRING_MATCH_ALL
+from kvbench.tasks.ruler.scoring import STRICT_ALL, STRING_MATCH_ALL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -119,7 +119,7 @@ class VariableTracking(Task):
     version: ClassVar[str] = "1"
     suite: ClassVar[str] = "ruler"
     summary: ClassVar[str] = "RULER: all variables that were assigned a value, over four hops among lines of noise"
-    scorers: ClassVar[tuple[Scorer, ...]] = (STRING_MATCH_ALL,)
+    scorers: ClassVar[tuple[Scorer, ...]] = (STRING_MATCH_ALL, STRICT_ALL)
     default_length: ClassVar[int] = 4096
     needs: ClassVar[str | None] = "a larger model"
 

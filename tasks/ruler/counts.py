@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvbench.task import Example, Mode, Scorer, Task, Turn, count_prompt
 from kvbench.tasks.length import Line, largest_fit
-from kvbench.tasks.ruler.scoring import STRING_MATCH_ALL
+from kvbench.tasks.ruler.scoring import STRICT_ALL, STRING_MATCH_ALL
 from kvbench.tasks.words import draw_keys, words
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Counting(Task):
     version: ClassVar[str] = "1"
     suite: ClassVar[str] = "ruler"
     modes: ClassVar[tuple[Mode, ...]] = (Mode.SINGLE,)
-    scorers: ClassVar[tuple[Scorer, ...]] = (STRING_MATCH_ALL,)
+    scorers: ClassVar[tuple[Scorer, ...]] = (STRING_MATCH_ALL, STRICT_ALL)
     default_length: ClassVar[int] = 4096
     default_turns: ClassVar[int] = 1
 

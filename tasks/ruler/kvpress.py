@@ -19,6 +19,7 @@ from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvbench.errors import UserError
+from kvbench.scorers import match_first
 from kvbench.task import Example, Mode, Scorer, Split, Turn
 from kvbench.tasks.dataset import DatasetTask
 from kvbench.tasks.records import Columns, Record, Source, open_copy, open_hub
@@ -38,6 +39,11 @@ def string_match(prediction: str, references: Sequence[str], task: str) -> float
     text = CONTROL.sub("", prediction.strip()).strip().lower()
     found = [reference.lower() in text for reference in references]
     return float(any(found)) if task.startswith("qa") else sum(found) / len(found)
+
+
+def match_strictly(prediction: str, references: Sequence[str], task: str) -> float | None:
+    """As `string_match`, for the first values that the prediction names."""
+    return match_first(prediction, references, every=not task.startswith("qa"))
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ class KvpressRuler(DatasetTask):
     modes: ClassVar[tuple[Mode, ...]] = (Mode.SINGLE,)
     scorers: ClassVar[tuple[Scorer, ...]] = (
         Scorer("ruler-string-match-kvpress@1", "string_match", string_match, facts=("task",)),
+        Scorer("ruler-string-match-kvpress-strict@1", "string_match, first value", match_strictly, facts=("task",)),
     )
     default_length: ClassVar[int] = 8192
     default_turns: ClassVar[int] = 1

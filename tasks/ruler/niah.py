@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, ClassVar
 from kvbench.task import Example, Scorer, Task, Turn, count_prompt, encode, prompt_tokens
 from kvbench.tasks.length import Line, largest_fit
 from kvbench.tasks.ruler.haystack import Haystack, NeedleHaystack, NoiseHaystack, ProseHaystack, read_sentences
-from kvbench.tasks.ruler.scoring import STRING_MATCH_ALL
+from kvbench.tasks.ruler.scoring import STRICT_ALL, STRING_MATCH_ALL
 from kvbench.tasks.ruler.values import Kind, draw, longest
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Niah(Task):
 
     version: ClassVar[str] = "1"
     suite: ClassVar[str] = "ruler"
-    scorers: ClassVar[tuple[Scorer, ...]] = (STRING_MATCH_ALL,)
+    scorers: ClassVar[tuple[Scorer, ...]] = (STRING_MATCH_ALL, STRICT_ALL)
     keys: ClassVar[int] = 1
     """Fewest hidden keys, not counting the lines of a haystack of needles."""
     values: ClassVar[int] = 1

@@ -24,7 +24,7 @@ from kvbench.errors import UserError
 from kvbench.task import Example, Mode, Scorer, Split, Task, Turn, count_prompt
 from kvbench.tasks.length import Line, largest_fit
 from kvbench.tasks.ruler.documents import Library, Question, read_hotpot, read_squad
-from kvbench.tasks.ruler.scoring import STRING_MATCH_PART
+from kvbench.tasks.ruler.scoring import STRICT_PART, STRING_MATCH_PART
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,7 +78,7 @@ class DocumentQa(Task):
 
     version: ClassVar[str] = "1"
     suite: ClassVar[str] = "ruler"
-    scorers: ClassVar[tuple[Scorer, ...]] = (STRING_MATCH_PART,)
+    scorers: ClassVar[tuple[Scorer, ...]] = (STRING_MATCH_PART, STRICT_PART)
     default_length: ClassVar[int] = 4096
     joint: ClassVar[str] = "\n\n"
     separator: ClassVar[str] = "\n\n"

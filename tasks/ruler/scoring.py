@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from kvbench.scorers import make_strict
 from kvbench.task import Scorer
 
 CONTROL = re.compile(r"[\x00-\x1f]")
@@ -31,4 +32,6 @@ def string_match_part(prediction: str, references: Sequence[str]) -> float:
 
 
 STRING_MATCH_ALL = Scorer("ruler-string-match-all@1", "string_match_all", string_match_all)
+STRICT_ALL = make_strict(STRING_MATCH_ALL, every=True)
 STRING_MATCH_PART = Scorer("ruler-string-match-part@1", "string_match_part", string_match_part)
+STRICT_PART = make_strict(STRING_MATCH_PART, every=False)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
+from kvbench.scorers import make_strict
 from kvbench.task import Example, Scorer, Task, Turn, count_prompt, encode, prompt_tokens
 from kvbench.tasks.length import Line, largest_fit
 from kvbench.tasks.scoring.scbench import contains
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 INTRO = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
 QUESTION = '\nKey: "{key}"\nThe value associated with the specified key is: '
 MAX_NEW_TOKENS = 150
+PUBLISHED = Scorer("scbench-kv@1", "contains", contains)
 MIN_PAIR_TOKENS = 5
 """Lower bound on the tokens of two quoted strings with punctuation, for any tokenizer."""
 SHORT = 6
@@ -40,7 +42,7 @@ class KeyValue(Task):
 
     version: ClassVar[str] = "1"
     suite: ClassVar[str] = "scbench"
-    scorers: ClassVar[tuple[Scorer, ...]] = (Scorer("scbench-kv@1", "contains", contains),)
+    scorers: ClassVar[tuple[Scorer, ...]] = (PUBLISHED, make_strict(PUBLISHED, every=False))
     joint: ClassVar[str] = "\n\n"
     separator: ClassVar[str] = "\n\n"
     @abstractmethod

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
+from kvbench.scorers import make_strict
 from kvbench.task import Scorer
 from kvbench.tasks.scoring.overlap import rouge_lsum
 from kvbench.tasks.scoring.text import character_f1, contains_words, find_option, first_number, word_f1
@@ -135,9 +136,11 @@ def _fixed(rule: str, metric: str, score: Callable[..., float], *facts: str, ver
 
 
 QA_F1 = _official("qa-f1", "word_f1", best(word_f1))
+KV = _official("kv", "accuracy", has_word)
+DIALOGUE = _official("dialogue", "accuracy", has_upper_word)
 SCORERS: Mapping[str, tuple[Scorer, ...]] = {
     **dict.fromkeys(("passkey", "number_string"), (_official("digits", "accuracy", starts_with_digits),)),
-    "kv_retrieval": (_official("kv", "accuracy", has_word),),
+    "kv_retrieval": (KV, make_strict(KV, every=False)),
     "longbook_sum_eng": (_official("summary", "rougeLsum", best(rouge_lsum)),),
     "longbook_qa_eng": (QA_F1,),
     "longbook_qa_chn": (_official("qa-chn-f1", "character_f1", best(character_f1)),),
@@ -146,7 +149,7 @@ SCORERS: Mapping[str, tuple[Scorer, ...]] = {
         _fixed("choice", "accuracy", choose_fixed, "letter", "options", version=2),
     ),
     "longdialogue_qa_eng": (
-        _official("dialogue", "accuracy", has_upper_word), _fixed("dialogue", "accuracy", mentions, version=2),
+        DIALOGUE, _fixed("dialogue", "accuracy", mentions, version=2), make_strict(DIALOGUE, every=False),
     ),
     "math_find": (_official("math-find", "accuracy", starts_with_number),),
     "math_calc": (

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from kvbench.errors import unknown
+from kvbench.scorers import make_strict
 from kvbench.task import Mode, Scorer
 from kvbench.tasks.scoring.infinitebench import (
     QA_F1,
@@ -142,20 +143,21 @@ def mixed(make: Callable[..., Scorer], rule: str, parts: Mapping[str, Scorer]) -
 
 
 STRING = official("string", "contains", contains)
+STRING_STRICT = make_strict(STRING, every=False)
+VT = official("vt", "string_match_all", names_official)
+QA = official("qa-eng", "contains", mentions_official)
 SUMMARY = official("summary", "rougeLsum", best(rouge_lsum))
 PASSKEY = official("passkey", "accuracy", starts_with_digits)
 REPOQA = official("repoqa", "pass@1", repeats_official, "lang", "name", "functions")
 REPOQA_FIXED = fixed("repoqa", "pass@1", repeats_fixed, "lang", "name", "functions_all")
 MIXED_KV = official("mixed-kv", "contains", mixed_contains_official, "mode")
 SCORERS: Mapping[str, tuple[Scorer, ...]] = {
-    "scbench_kv": (STRING,),
-    "scbench_prefix_suffix": (STRING,),
-    "scbench_vt": (
-        official("vt", "string_match_all", names_official), fixed("vt", "string_match_all", names_fixed),
-    ),
+    "scbench_kv": (STRING, STRING_STRICT),
+    "scbench_prefix_suffix": (STRING, STRING_STRICT),
+    "scbench_vt": (VT, fixed("vt", "string_match_all", names_fixed), make_strict(VT, every=True)),
     "scbench_repoqa": (REPOQA, REPOQA_FIXED),
     "scbench_qa_eng": (
-        official("qa-eng", "contains", mentions_official), fixed("qa-eng", "contains", mentions, version=2), QA_F1,
+        QA, fixed("qa-eng", "contains", mentions, version=2), QA_F1, make_strict(QA, every=False),
     ),
     "scbench_qa_chn": (
         official("qa-chn", "character_f1", chinese_official), fixed("qa-chn", "character_f1", best(character_f1)),

@@ -371,9 +371,9 @@ def test_stop_reasons_are_shown(result):
 
     ended = {"stop": 3, "length": 1}
     assert show(tokens=30, stop_reasons=ended) == (
-        "7.5 tokens on average; 3 ended by a stop token, 1 cut by the length limit"
+        "7.5 tokens; 3 ended by a stop token, 1 cut by the length limit"
     )
-    assert "(reference answers 7.0)" in show(tokens=30, stop_reasons=ended, reference_tokens=7.0)
+    assert "(reference 7.0)" in show(tokens=30, stop_reasons=ended, reference_tokens=7.0)
     assert show(tokens=0, stop_reasons={}) == "-"
 
 

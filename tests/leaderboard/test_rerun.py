@@ -9,20 +9,21 @@ import pytest
 
 from kvbench.leaderboard.submission.bundle import open_bundle
 from kvbench.leaderboard.submission.deliver import put_in_folder
-from kvbench.leaderboard.submission.records import RerunResult, Verification
+from kvbench.leaderboard.submission.records import RESULT, RerunResult, Verification
 from kvbench.leaderboard.submission.repository import Repository
 from kvbench.leaderboard.submission.seal import is_believed
 from kvbench.leaderboard.verification import fresh_seed, levels
 from kvbench.leaderboard.verification.fresh_seed import _permutation_p, count_contexts, run_fresh_seed
 from kvbench.leaderboard.verification.levels import RerunOptions, rerun_levels
 from kvbench.leaderboard.verification.lookup import UnverifiableError
+from kvbench.leaderboard.verification.measurements import LATER
 from kvbench.leaderboard.verification.rerun import _check_agreement
 from kvbench.leaderboard.verification.rerun_job import load_rerun_model, prepare_rerun
 from kvbench.leaderboard.verification.verify import verify
 from kvbench.registry import find_method
 from kvbench.runs.progress import show_progress
 
-from .conftest import edit_spec, on_gpu
+from .conftest import edit, edit_spec, on_gpu
 
 SECRET = "correct horse battery staple"
 
@@ -64,6 +65,18 @@ def test_rerunning_a_share_gives_l1(snapkv, verify_with):
     assert (record.rerun.samples, record.rerun.answers, record.rerun.same_answers) == (2, 4, 4)
     assert record.rerun.same_tokens == record.rerun.tokens > 0
     assert record.rerun.mean == record.rerun.submitted_mean
+
+
+def test_a_journal_of_kvbench_0_1_is_rerun(snapkv, verify_with):
+    """Fields that it does not have are not compared; to leave out some of them is refused."""
+    def leave_out(names):
+        drop = dict.fromkeys(names)
+        lines = snapkv.with_lines(lambda _, x: x.model_copy(update={"bytes": x.bytes.model_copy(update=drop)}))
+        return verify_with(edit(lines, RESULT, lambda x: x["memory"].update(drop)), 0.5)
+
+    assert leave_out(LATER["bytes"]).level == "L1"
+    refused = next(x.reason for x in leave_out(LATER["bytes"][:1]).checks if x.outcome == "refused")
+    assert "its bytes.end_stored_bytes is None" in refused
 
 
 @pytest.mark.slow

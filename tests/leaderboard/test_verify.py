@@ -12,8 +12,10 @@ from kvbench.leaderboard.submission.bundle import open_bundle
 from kvbench.leaderboard.submission.deliver import put_in_folder
 from kvbench.leaderboard.submission.records import MANIFEST, RESULT
 from kvbench.leaderboard.submission.repository import Repository
+from kvbench.leaderboard.verification.measurements import LATER
 from kvbench.leaderboard.verification.verify import verify
 from kvbench.registry import find_method
+from kvbench.runs.stats import bootstrap_interval
 
 from .conftest import edit, edit_spec, make_run, on_gpu
 
@@ -43,9 +45,37 @@ def test_a_changed_score_in_the_result_is_refused_with_both_numbers(snapkv, chec
     assert found["refused"] == f"scores: its score.mean is 1.0, its journal gives {true}"
 
 
+def test_a_run_from_before_a_task_had_a_strict_scorer_is_verified(snapkv, check):
+    """Scorers that no line of the journal has are not asked for; the run's own scorer always is."""
+    name = "ruler-string-match-all@1"
+    files = snapkv.with_lines(lambda _, x: x.model_copy(update={"scores": {name: x.scores[name]}}))
+    found = check(edit(files, RESULT, lambda x: x.update(scores={name: x["scores"][name]})))
+    assert (found["refused"], found["level"]) == ("", "L0")
+
+
+def test_a_run_of_kvbench_0_1_is_verified(snapkv, check):
+    """Without the later fields of lines and result, and with the interval of its time."""
+    def age(_, line):
+        memory = line.bytes.model_copy(update=dict.fromkeys(LATER["bytes"]))
+        tokens = line.tokens.model_copy(update={"reference": None})
+        return line.model_copy(update={"bytes": memory, "tokens": tokens, "question": None})
+
+    def age_result(result):
+        scores = [[x.score for x in snapkv.bundle.lines if x.index == i] for i in range(result["n_samples"])]
+        result["score"].update(ci95=list(bootstrap_interval(scores)), interval="bootstrap")
+        result["output"]["reference_tokens"] = None
+        result["memory"].update(dict.fromkeys(LATER["bytes"]))
+
+    files = edit(snapkv.with_lines(age), RESULT, age_result)
+    found = check(files)
+    assert (found["refused"], found["level"]) == ("", "L0")
+    narrow = edit(files, RESULT, lambda x: x["score"].update(ci95=[0.4, 0.6]))
+    assert "score.ci95" in check(narrow)["refused"]
+
+
 def test_a_changed_score_in_the_journal_is_refused_with_both_numbers(snapkv, check):
     wrong = next(i for i, x in enumerate(snapkv.bundle.lines) if x.score == 0)
-    better = {"score": 1.0, "scores": {"ruler-string-match-all@1": 1.0}}
+    better = {"score": 1.0, "scores": {**snapkv.bundle.lines[wrong].scores, "ruler-string-match-all@1": 1.0}}
     files = snapkv.with_lines(lambda i, x: x.model_copy(update=better) if i == wrong else x)
     assert "its ruler-string-match-all@1 is 1.0, recomputed 0.0" in check(files)["refused"].replace("'", "")
 

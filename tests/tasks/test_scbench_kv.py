@@ -98,12 +98,12 @@ def test_too_short_a_length_is_the_users_mistake(task: KeyValue, mini_tokenizer)
 )
 def test_contains(prediction, score):
     """SCBench's score: the label is inside the raw prediction."""
-    (scorer,) = KeyValueShort.scorers
+    scorer = KeyValueShort.scorers[0]
     assert scorer.id == "scbench-kv@1"
     assert scorer.score(prediction, ("7654321",)) == score
 
 
 def test_contains_regards_case():
     """SCBench compares raw text."""
-    (scorer,) = KeyValueUuid.scorers
+    scorer = KeyValueUuid.scorers[0]
     assert scorer.score("ABC", ("abc",)) == 0.0

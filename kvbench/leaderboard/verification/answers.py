@@ -149,6 +149,7 @@ def rescore(replay: Replay, lines: Sequence[Line], made: Sequence[Made]) -> list
     Raises:
         RefusedError: a scorer fails on a prediction.
     """
+    known = {replay.scorer.id, *(name for line in lines for name in line.scores)}  # a task may have further ones today
     found = []
     for line in lines:
         scores: dict[str, float] = {}
@@ -156,6 +157,7 @@ def rescore(replay: Replay, lines: Sequence[Line], made: Sequence[Made]) -> list
             weighed = {LOGPROBS: line.facts[LOGPROBS]} if LOGPROBS in line.facts else {}
             with refusing_errors("scores", f"sample {line.index} turn {line.turn} cannot be scored"):
                 scores = score_answer(replay.job, made[line.index][0], line.turn, line.prediction, weighed)
+        scores = {name: score for name, score in scores.items() if name in known}
         found.append(line.model_copy(update={"score": scores.get(replay.scorer.id), "scores": scores}))
     return found
 

@@ -21,7 +21,7 @@ from kvbench.tasks.ruler.official.script import (
     guess_high,
 )
 from kvbench.tasks.ruler.qa import DOCUMENT, INTRO, MAX_NEW_TOKENS, PREFIX, QUESTION, FileQa, HotpotQa, SquadQa
-from kvbench.tasks.ruler.scoring import STRING_MATCH_PART
+from kvbench.tasks.ruler.scoring import STRICT_PART, STRING_MATCH_PART
 
 FILES: dict[str, type[FileQa]] = {SquadQa.name: SquadQa, HotpotQa.name: HotpotQa}
 STEP = 10
@@ -37,7 +37,7 @@ class OfficialQa(OfficialTask):
     name: ClassVar[str] = "ruler-official-qa"
     summary: ClassVar[str] = "RULER's own samples of qa_1 and qa_2: --task-set task=qa_1 data=PATH"
     needs: ClassVar[str | None] = "SQuAD's or HotpotQA's file, a larger model"
-    scorers: ClassVar[tuple[Scorer, ...]] = (STRING_MATCH_PART,)
+    scorers: ClassVar[tuple[Scorer, ...]] = (STRING_MATCH_PART, STRICT_PART)
     joint: ClassVar[str] = "\n\n"
     max_new_tokens: ClassVar[int] = MAX_NEW_TOKENS
 

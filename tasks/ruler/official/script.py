@@ -24,7 +24,7 @@ import numpy as np
 from kvbench.errors import UserError
 from kvbench.machine import find_version
 from kvbench.task import Example, Mode, Scorer, Split, Task, Turn
-from kvbench.tasks.ruler.scoring import STRING_MATCH_ALL
+from kvbench.tasks.ruler.scoring import STRICT_ALL, STRING_MATCH_ALL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -129,7 +129,7 @@ class OfficialTask(Task):
     version: ClassVar[str] = "1"
     suite: ClassVar[str] = "ruler"
     modes: ClassVar[tuple[Mode, ...]] = (Mode.SINGLE,)
-    scorers: ClassVar[tuple[Scorer, ...]] = (STRING_MATCH_ALL,)
+    scorers: ClassVar[tuple[Scorer, ...]] = (STRING_MATCH_ALL, STRICT_ALL)
     default_length: ClassVar[int] = 4096
     default_turns: ClassVar[int] = 1
     max_new_tokens: ClassVar[int]

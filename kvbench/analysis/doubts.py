@@ -1,0 +1,47 @@
+"""Reasons to doubt the scores of a run: the full cache fails the task, answers repeat the context, or are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvbench.analysis.compare import is_full
+from kvbench.analysis.shares import cut_share
+from kvbench.runs.results import Result
+from kvbench.scorers import name_strict
+
+FAILING = 0.5
+"""Mean below which the full cache fails a task."""
+MUCH = 0.1
+"""Difference of the strict score that is reported."""
+OFTEN = 0.5
+"""Share of cut answers that is reported."""
+
+
+def fails(full: Result) -> bool:
+    """Whether the full cache fails the task, for metrics of which higher is better."""
+    score = full.score
+    return score.mean is not None and score.higher_is_better and score.mean < FAILING
+
+
+def find_strict(result: Result) -> float | None:
+    """Mean by the strict scorer of the run's scorer, for which the first value named counts; None if there is none."""
+    return result.scores.get(name_strict(result.task.scorer))
+
+
+def list_doubts(result: Result) -> Iterator[str]:
+    """Sentences on why the score of a run may not be what it seems."""
+    mean, strict, cut = result.score.mean, find_strict(result), cut_share(result)
+    if mean is None:
+        return
+    if is_full(result) and fails(result):
+        yield (
+            f"the full cache itself scores {mean:.3f}: the model fails this task, so differences between methods say "
+            "little."
+        )
+    if strict is not None and mean - strict >= MUCH:
+        yield (
+            f"{result.score.metric} gives {mean:.3f}, but {strict:.3f} if the first value named counts: answers name "
+            "other values first, as a copy of the context does."
+        )
+    if cut is not None and cut >= OFTEN:
+        yield f"the length limit cut {cut:.0%} of the answers."

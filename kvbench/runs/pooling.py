@@ -1,0 +1,27 @@
+"""The width over which a method pools scores, compared with the values that a task asks for."""
+
+from __future__ import annotations
+
+from kvbench.runs.spec import RunSpec
+from kvbench.scorers import find_form
+from kvbench.task import Encoded, Example
+
+
+def warn_of_pooling(spec: RunSpec, example: Example, encoded: Encoded) -> str | None:
+    """The warning that a method pools scores over no more tokens than a value has; None if it does not.
+
+    A peak of the scores inside a value keeps as many tokens around it as the kernel has. The kernel is the setting of
+    that name.
+    """
+    kernel = spec.method.settings.get("kernel")
+    values = [
+        len(ids.answer) for turn, ids in zip(example.turns, encoded.turns, strict=True)
+        if all(find_form(x) is not None for x in turn.references)
+    ]
+    longest = max(values, default=0)
+    if not isinstance(kernel, int) or not 1 < kernel <= longest:
+        return None
+    return (
+        f"{spec.method.name} pools scores over {kernel} tokens, and an answer of {spec.task.name} has {longest} under "
+        f"this tokenizer: only part of it may be kept. Use --set kernel={2 * longest - 1} to span it from any token."
+    )

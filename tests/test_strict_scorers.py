@@ -1,0 +1,97 @@
+"""A strict scorer: the first value named counts, so that a copy of the context is not an answer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvbench.analysis.doubts import find_strict, list_doubts
+from kvbench.registry import find_task
+from kvbench.runs.pooling import warn_of_pooling
+from kvbench.runs.results import Output, Score
+from kvbench.scorers import find_form, match_first
+from kvbench.task import Encoded, EncodedTurn, Example, Turn
+
+UUIDS = ["3f2a1b7c-1d2e-4f3a-9b8c-1234567890ab", "00000000-1111-2222-3333-444444444444"]
+
+
+@pytest.mark.parametrize(("prediction", "references", "score"), [
+    (" 1234567.", ["1234567"], 1.0),
+    ("7654321, 1234567", ["1234567"], 0.0),
+    ('{"calm-cat": 7654321, "brave-dog": 1234567}', ["1234567"], 0.0),
+    ("The 1 value is 1234567", ["1234567"], 1.0),
+    ("12345670 1234567", ["1234567"], 0.0),
+    (UUIDS[0], UUIDS[:1], 1.0),
+    (f'"{UUIDS[1]}": "{UUIDS[0]}"', UUIDS[:1], 0.0),
+    ("brave-dog", ["brave-dog"], 1.0), ("calm-cat brave-dog", ["brave-dog"], 0.0),
+    ("It is Paris.", ["Paris"], 1.0), ("Rome is old. Paris is new.", ["Paris"], 0.0), ("Rome\nParis", ["Paris"], 0.0),
+    ("I know it.", ["no"], 0.0), ("It is rome", ["Paris", "Rome"], 1.0), ("", ["1234567"], 0.0),
+])
+def test_the_first_value_counts(prediction, references, score):
+    """Numbers, ids and codes by their form; other answers by the first sentence, as whole words."""
+    assert match_first(prediction, references, every=False) == score
+
+
+@pytest.mark.parametrize(("prediction", "score"), [
+    ("The 2 numbers are 1111111 and 2222222.", 1.0), ("2222222, 1111111, 3333333", 1.0),
+    ("3333333, 1111111, 2222222", 0.5), ("3333333 4444444 1111111 2222222", 0.0), ("1111111", 0.5),
+])
+def test_as_many_values_count_as_are_asked_for(prediction, score):
+    """In any order; each further value costs one."""
+    assert match_first(prediction, ["1111111", "2222222"], every=True) == score
+
+
+def test_a_list_of_words_has_no_form():
+    """The scorer then does not apply."""
+    assert match_first("tree, stone", ["tree", "stone"], every=True) is None
+    assert [find_form(x) for x in ("tree", "Jane Roe")] == [None, None]
+
+
+@pytest.mark.parametrize("name", ["niah", "kv-short", "kv", "vt", "qa_1", "scbench_kv", "infinitebench_kv_retrieval"])
+def test_a_dump_of_the_context_passes_the_published_scorer_only(name):
+    """The published scorer keeps its id and its place; the strict one stands next to it."""
+    task = find_task(name)
+    published = task.scorers[0]
+    strict = next(x for x in task.scorers if x.id == f"{published.id.partition('@')[0]}-strict@1")
+    right = {"vt": "ABCDE", "qa_1": "Paris"}.get(name, UUIDS[0] if name.endswith(("kv", "retrieval")) else "1234567")
+    other = {"ABCDE": "VWXYZ", "Paris": "Rome is old.", "1234567": "7654321"}.get(right, UUIDS[1])
+    assert published(f"{other} {right}", (right,), {}) == 1.0
+    assert (strict(f"{other} {right}", (right,), {}), strict(right, (right,), {})) == (0.0, 1.0)
+
+
+def doubt(mean, *, strict=None, stop=10, length=0, full=True):
+    """The doubts of a run with these scores and stop reasons."""
+    score = Score(metric="contains", higher_is_better=True, mean=mean, partial_mean=mean, ci95=None, by_turn=())
+    return list(list_doubts(SimpleNamespace(
+        score=score, scores={} if strict is None else {"kv-strict@1": strict}, task=SimpleNamespace(scorer="kv@1"),
+        output=Output(tokens=10, stop_reasons={"stop": stop, "length": length}),
+        budget=SimpleNamespace(kind="none" if full else "stored"), effect=SimpleNamespace(n=0),
+    )))
+
+
+def test_doubts_about_a_run():
+    """A task that the full cache fails, answers that name other values first, and answers that are cut."""
+    assert doubt(1.0, strict=1.0) == doubt(0.2, full=False) == doubt(None) == []
+    assert "the full cache itself scores 0.200: the model fails this task" in doubt(0.2)[0]
+    (found,) = doubt(1.0, strict=0.3)
+    assert found.startswith("contains gives 1.000, but 0.300 if the first value named counts")
+    assert doubt(1.0, stop=4, length=6) == ["the length limit cut 60% of the answers."]
+    strict = SimpleNamespace(scores={"kv-strict@1": 0.0}, task=SimpleNamespace(scorer="kv@1"))
+    assert find_strict(strict) == 0.0
+
+
+@pytest.mark.parametrize(("kernel", "tokens", "warned"), [(7, 7, True), (15, 7, False), (7, 3, False), (1, 7, False)])
+def test_a_narrow_kernel_gives_a_warning(kernel, tokens, warned):
+    """Seven digits are seven tokens in one tokenizer and three in another; a kernel of 1 does not pool."""
+    spec = SimpleNamespace(
+        method=SimpleNamespace(name="snapkv", settings={"kernel": kernel}), task=SimpleNamespace(name="kv-short")
+    )
+    answer = tuple(range(tokens))
+    encoded = Encoded((1,), (EncodedTurn((2,), (2,), answer),))
+    example = Example("x", "c", (Turn("q", "", "1234567", ("1234567",), 20),))
+    found = warn_of_pooling(spec, example, encoded)
+    assert (found is not None) == warned
+    assert found is None or (f"an answer of kv-short has {tokens}" in found and "--set kernel=13" in found)
+    prose = Example("x", "c", (Turn("q", "", "a long story", ("a long story",), 20),))
+    assert warn_of_pooling(spec, prose, encoded) is None
