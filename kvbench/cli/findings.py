@@ -72,14 +72,14 @@ def measure_findings(name: str, model: str, texts: int | None, out: Path, *, dry
     from kvbench.log import say
     from kvbench.runs.environment import find_environment
     from kvbench.runs.spec import ModelSpec
-    from kvbench.tasks.text.stdlib import StdlibPerplexity
+    from kvbench.stdlib import library, name_revision
 
     loaded = load_model(model)
     if loaded.kind != "autoregressive" or not all(x.trusted and x.movable for x in loaded.ropes):
         raise UserError(f"{model} has no causal attention with rotary embeddings that kvbench can invert. Use another.")
     if len(loaded.layers) < LAYERS:
         raise UserError(f"{model} has {len(loaded.layers)} layers, and these findings need {LAYERS}. Use another.")
-    data = StdlibPerplexity().dataset_revision
+    data = name_revision(library()[1])
     key = hashlib.sha256(f"{STATISTICS_VERSION} {LENGTH} {data} {loaded.sha256} {loaded.dtype}".encode()).hexdigest()
     journal = out / "findings" / f"{loaded.id}-{key[:12]}.jsonl"
     for text, statistic in measure(loaded, plan, journal):

@@ -25,7 +25,7 @@ from kvbench.runs.results import Environment
 from kvbench.runs.schema import SCHEMA_VERSION
 from kvbench.runs.spec import ModelSpec, Record
 from kvbench.runs.stats import bootstrap_interval
-from kvbench.tasks.text.stdlib import library
+from kvbench.stdlib import library
 from kvbench.toml import STRICT, read_toml
 
 FILE = HERE / "findings" / "findings.toml"

@@ -17,20 +17,15 @@ text depends on the Python version: `dataset_revision` has the version and a has
 
 from __future__ import annotations
 
-import hashlib
 import math
-import platform
 import random
-import sys
-import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, ClassVar
 
 from kvbench.errors import UserError
+from kvbench.stdlib import LONGEST, Module, library, name_revision
 from kvbench.task import Example, Mode, Scorer, Task, Turn, count_prompt
 from kvbench.tasks.length import Line, largest_fit
 from kvbench.template import Frame
@@ -38,57 +33,10 @@ from kvbench.template import Frame
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LONGEST = 120
-"""Most bytes of a line, without its end."""
-TABLES = {"encodings", "pydoc_data"}
-TESTS = {"test", "tests", "idle_test"}
 SLOPE = 10
 """Typical tokens of a line, where searches start."""
 LEAST = 4
 """Tokens of a line in text with few tokens."""
-
-
-@dataclass(frozen=True)
-class Module:
-    """The source of one module."""
-
-    name: str
-    """Path of the module in the library."""
-    lines: tuple[str, ...]
-    """Lines, including their ends."""
-    margins: tuple[int, ...]
-    """Indices of unindented lines that begin with a word, except the first line."""
-
-
-@cache
-def read_modules(folder: str) -> tuple[tuple[Module, ...], str]:
-    """The modules of a standard library and a hash of all of them; UserError if the folder has none."""
-    modules, total = [], hashlib.sha256()
-    root = Path(folder)
-    names = sorted(sys.stdlib_module_names - TABLES)
-    found = [x for name in names for x in (root / f"{name}.py", *sorted((root / name).rglob("*.py"))) if x.is_file()]
-    for path in found:
-        parts = path.relative_to(root).parts
-        if TESTS & set(parts):
-            continue
-        data = path.read_bytes()
-        lines = data.splitlines()
-        if len(lines) < 2 or max(map(len, lines)) > LONGEST:
-            continue
-        text = tuple(f"{line.decode()}\n" for line in lines)
-        margins = tuple(i for i, line in enumerate(text) if i and line[0].isidentifier())
-        modules.append(Module("/".join(parts), text, margins))
-        total.update(f"{modules[-1].name}\n{''.join(text)}\0".encode())
-    if not modules:
-        raise UserError(
-            f"this Python's standard library has no source text in {folder}. Use a Python that was installed with it."
-        )
-    return tuple(modules), total.hexdigest()
-
-
-def library() -> tuple[tuple[Module, ...], str]:
-    """The modules of the running Python's standard library."""
-    return read_modules(sysconfig.get_paths()["stdlib"])
 
 
 def token_nll(prediction: str, references: Sequence[str], *, logprobs: Sequence[Sequence[float]]) -> float:
@@ -134,7 +82,7 @@ class StdlibPerplexity(Task):
     @property
     def dataset_revision(self) -> str:
         """Python's version and a hash of the text."""
-        return f"python-{platform.python_version()}:{library()[1][:12]}"
+        return name_revision(library()[1])
 
     def frame(self, tokenizer: PreTrainedTokenizerBase) -> Frame:  # noqa: ARG002  # overrides
         """No chat template."""
