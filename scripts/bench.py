@@ -7,6 +7,7 @@ startup: seconds to import kvbench, to print the help and to list the methods; m
 harness: a whole run, relative to the same forward passes called directly with transformers' cache.
 generate: answers with the full cache, relative to Hugging Face `generate` on the same model and prompts.
 sweep: 12 methods on the same contexts with `--share-prefill`, relative to the sum of single runs, in CPU seconds.
+batch: 5 questions about a context, and about 4 contexts, answered together, relative to one at a time, in CPU seconds.
 memory: peak bytes of a prefill beyond those of the full cache, by length.
 """
 
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +31,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from kvbench.budget import Budget
 from kvbench.engine import agreement
+from kvbench.engine.passes import Passes, finish, merge
 from kvbench.engine.session import Session
-from kvbench.hf import Model, load, load_model
+from kvbench.hf import Model, attached, load, load_model
 from kvbench.hf.tiny import tiny_model
 from kvbench.machine import cpu_name, find_version
 from kvbench.methods.baseline.full import Full
@@ -181,6 +185,53 @@ def bench_sweep() -> dict[str, Any]:
     }
 
 
+def bench_batch() -> dict[str, Any]:
+    """Answers per CPU second with SnapKV at 25 %, decoded 5 and 20 together, over those decoded one at a time."""
+    name, length, asked, contexts = "smollm2-135m", 2048, 5, 4
+    model = load_model(name, dtype="float32")
+    method = SnapKV().fit(Budget("fraction", 0.25), model.shape(length))
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(1000, 20000, (count,), generator=generator).tolist()
+
+    def ask(session: Session, question: list[int]) -> Passes[list[int]]:
+        with session.fork() as branch:
+            yield from branch.question_passes(question, NEW_TOKENS)
+            return (yield from branch.answer_passes(NEW_TOKENS, stop=frozenset())).ids[0]
+
+    questions = [draw(10 + x) for x in range(asked)]
+    with attached(model.module), ExitStack() as stack:
+        sessions = []
+        for _ in range(contexts):
+            session = stack.enter_context(Session(model, method, capacity=length + 100))
+            session.prefill(draw(length))
+            sessions.append(session)
+
+        def spend(some: list[Session], width: int) -> tuple[float, list[list[int]]]:
+            started = time.process_time()
+            made = finish(merge((ask(x, question) for x in some for question in questions), width))
+            return (time.process_time() - started) / len(made), made
+
+        ratios: dict[int, list[float]] = {asked: [], asked * contexts: []}
+        same = True
+        for number in range(ROUNDS + 1):
+            alone, answers = spend(sessions[:1], 1)
+            for width, found in ratios.items():
+                seconds, made = spend(sessions[: width // asked], width)
+                same &= made[:asked] == answers
+                found.append(alone / seconds)
+            if number == 0:  # warm-up
+                ratios = {x: [] for x in ratios}
+    return {
+        "model": name, "length": length, "new_tokens": NEW_TOKENS, "equal_answers": same,
+        "speed_over_one_at_a_time": {
+            str(width): {"median": statistics.median(x), "min": min(x), "max": max(x), "rounds": ROUNDS}
+            for width, x in ratios.items()
+        },
+    }
+
+
 def peak_of_prefill(method: str, length: int) -> int:
     """Peak resident bytes that a prefill adds to this process."""
     model = tiny_model(query_heads=4, kv_heads=2)
@@ -238,7 +289,7 @@ def bench_startup() -> dict[str, Any]:
 
 BENCHES = {
     "startup": bench_startup, "harness": bench_harness, "generate": bench_generate, "sweep": bench_sweep,
-    "memory": bench_memory,
+    "batch": bench_batch, "memory": bench_memory,
 }
 
 

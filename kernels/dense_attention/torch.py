@@ -51,6 +51,8 @@ def dense_attention(
         raise NotImplementedError("bidirectional attention with a window")
     if length is None and not narrow and not special:
         if n_query == 1:
+            if not query.is_cuda:  # no cuDNN to leave out, and the context costs as much as a short attention
+                return _sdpa(query, keys, values, None, scale)
             with sdpa_kernel(list(ONE_QUERY)):
                 return _sdpa(query, keys, values, None, scale)
         if flash_takes(query, values) and (query.is_cuda or before == 0 or not causal):

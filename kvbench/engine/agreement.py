@@ -17,12 +17,12 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvbench.budget import BudgetKind
-from kvbench.engine.passes import Passes, finish
+from kvbench.engine.passes import Passes, finish, merge
 from kvbench.engine.session import Session
 from kvbench.kernels.choice import using
 from kvbench.method import Card, Method
 from kvbench.runs.journal import Agreement, AgreementPart
-from kvbench.task import Encoded, Mode
+from kvbench.task import Encoded, EncodedTurn, Mode
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -58,7 +58,7 @@ def find_full_logits(
     """As `compute_full_logits`, from the cache of this model's logits if they are in it."""
     cached = _cached.setdefault(model.module, OrderedDict())
     history = tuple(tuple(ids) for ids in own) if spec.history == "own" else None
-    key = (encoded, spec.mode, spec.visibility, spec.chunk, spec.kernels, history)
+    key = (encoded, spec.mode, spec.visibility, spec.chunk, spec.batch, spec.kernels, history)
     if key not in cached:
         cached[key] = [x.cpu() for x in compute_full_logits(model, encoded, spec, own, capacity, recording)]
     cached.move_to_end(key)
@@ -105,17 +105,20 @@ def compute_full_logits(
         model, FullCache(), capacity=capacity, chunk=spec.chunk, recording=recording
     ) as session:
         session.prefill(encoded.context, visible=visible)
+        if spec.mode is Mode.MULTI_REQUEST:
+            return finish(merge((_force_on_fork(session, ids) for ids in encoded.turns), spec.batch))
         for turn, ids in enumerate(encoded.turns):
-            if spec.mode is Mode.MULTI_REQUEST:
-                with session.fork() as branch:
-                    branch.question(ids.first, len(ids.answer))
-                    found.append(force_answer(branch, ids.answer))
-                continue
             first = () if visible else ids.first
             session.question(ids.later if turn else first, len(ids.answer))
             found.append(force_answer(session, ids.answer))
             session.remember(own[turn] if spec.history == "own" else ids.answer)
     return found
+
+
+def _force_on_fork(session: Session, ids: EncodedTurn) -> Passes[Tensor]:
+    with session.fork() as branch:
+        yield from branch.question_passes(ids.first, len(ids.answer))
+        return (yield from force_answer_passes(branch, ids.answer))
 
 
 def compare_logits(ours: Tensor, full: Tensor) -> Agreement:

@@ -92,6 +92,7 @@ class Protocol:
     visibility: str = "hidden"
     history: str = "reference"
     chunk: int | None = None
+    batch: int = 1
     kernels: str = "torch"
 
 
