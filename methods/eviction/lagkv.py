@@ -37,7 +37,8 @@ class LagKV(ScoredMethod):
         deviations=(
             ("Within the last parts, which have no complete part after them, the most recent entries come first. "
             "kvpress leaves their order to ties, where the budget does not cover them."),
-            "A channel without range in the next part is scaled by the smallest positive number, not divided by zero.",
+            ("A channel without range in the next part counts as zero. kvpress divides by zero there, and all scores of "
+            "the part are undefined."),
         ),
         limits=(
             ("The last part and an incomplete one are kept before any scored entry. Where the budget is not larger, "
@@ -65,5 +66,5 @@ class LagKV(ScoredMethod):
         """Share of each entry in its part's variation, scaled to the range of the next part. [B, H_kv, parts, lag]"""
         rows = rows.unflatten(2, (-1, self.lag))
         low, high = (x[:, :, 1:, None] for x in rows.aminmax(dim=3))
-        scaled = (rows[:, :, :-1] - low) / (high - low).clamp_min(torch.finfo(torch.float32).tiny)
+        scaled = ((rows[:, :, :-1] - low) / (high - low)).where(high > low, 0.0)
         return scaled.std(-1).softmax(-1)

@@ -95,6 +95,28 @@ CASES = (
          {"head_compression_ratio": 0.5, "gates": GATES, "sink": 16, "recent": 64}, budget="paper", ratio="", note=(
         "`GivenDuoAttention` is `DuoAttentionPress` with gates from a file. It masks entries and frees none, and its "
         "windows do not slide while decoding.")),
+    Case("cur", "CURPress"),
+    Case("lagkv", "FirstLagKV", {"lag": "32"}, {"lag_size": 32}, note=(
+        "Scores are ranks within a part, so entries of different parts tie. `FirstLagKV` is `LagKVPress` with the "
+        "first of equal entries; torch's `topk`, which kvpress calls, may keep any. kvpress divides by the range of a "
+        "channel (kvpress/presses/lagkv_press.py), which is zero for a channel that a model does not use: all scores "
+        "of the layer are then undefined.")),
+    Case("noncausal", "NonCausalAttnPress", {"scaled": "false"}, note=(
+        "kvpress does not scale the logits (kvpress/presses/non_causal_attention_press.py); kvbench does so unless "
+        "`scaled=false`.")),
+    Case("chunkkv", "ChunkKV16(SnapKVPress)", {**SNAPKV, "chunk": "16"}, SNAP_PRESS, note=(
+        "`ChunkKV16` is `ChunkKVPress` with chunks of 16 tokens, which divide the budget.")),
+    Case("criticalkv", "CriticalKVPress(SnapKVPress)", {**SNAPKV, "epsilon": "0.0032"}, SNAP_PRESS, note=(
+        "kvbench sums the attention of the 32 queries that kvpress averages, so epsilon is 32 times as large.")),
+    Case("leverage", None, note=(
+        "`LeverageScorePress` draws a random projection without a seed for every layer.")),
+    Case("compactor", None, note="It contains the random projection of `leverage`."),
+    Case("qfilter", None, note=(
+        "`QFilterPress` loads published directions of large models, and negates the products; kvbench measures "
+        "directions on the model.")),
+    Case("simlayerkv", None, note="`SimLayerKVPress` finds lazy layers by a threshold, kvbench by the budget."),
+    Case("finch", None, note=(
+        "`FinchPress` marks the question with an extra token, and moves keys to the first positions.")),
     Case("random", None, note=(
         "Random numbers of two programs are not comparable. With a seed, `RandomPress` "
         "(kvpress/presses/random_press.py) seeds a new generator in every layer, so all layers keep the same entries; "

@@ -17,7 +17,15 @@ import numpy as np
 import torch
 import transformers
 from cases import CASES, GATES, MODELS, Case
-from kvpress import AdaKVPress, DuoAttentionPress, KVzipPress, ObservedAttentionPress, SnapKVPress
+from kvpress import (
+    AdaKVPress,
+    ChunkKVPress,
+    DuoAttentionPress,
+    KVzipPress,
+    LagKVPress,
+    ObservedAttentionPress,
+    SnapKVPress,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
@@ -102,6 +110,26 @@ class AuthorsAdaKV(AdaKVPress):
             masked[0, head, rank(scores[head])[kept:]] = True
         module.masked_key_indices = torch.nonzero(masked, as_tuple=True)
         return keys, values
+
+
+@dataclass
+class FirstLagKV(LagKVPress):
+    """The first of equal entries, where `topk` takes any."""
+
+    def compress(
+        self, module: nn.Module, hidden: Tensor, keys: Tensor, values: Tensor, weights: Tensor, kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of the layer's best entries."""
+        best = rank(self.score(module, hidden, keys, values, weights, kwargs))[..., : count_kept(self, keys)]
+        index = best[..., None].expand(-1, -1, -1, module.head_dim)
+        return keys.gather(2, index).contiguous(), values.gather(2, index).contiguous()
+
+
+@dataclass
+class ChunkKV16(ChunkKVPress):
+    """Chunks of 16 tokens."""
+
+    chunk_length: int = 16
 
 
 def rank(scores: Tensor) -> Tensor:

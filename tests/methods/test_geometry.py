@@ -71,6 +71,20 @@ def test_lagkv_follows_its_equations(make_step):
     assert (found[..., 16:] >= 1).all()
 
 
+def test_a_channel_without_range_does_not_decide(make_step):
+    """A channel that is constant in the next part, or everywhere, leaves scores that are numbers."""
+    key = draw(1, 1, 4 + 3 * 6, 8)
+    key[..., 0] = 0
+    key[:, :, 10:16, 1] = 3
+    scores = score(LagKV(lag=6), make_step(key, key))
+    assert not scores.isnan().any()
+    rest = key[0, 0, 4:16, 2:]
+    low, high = rest[6:].min(0).values, rest[6:].max(0).values
+    channels = torch.cat([torch.zeros(6, 2), (rest[:6] - low) / (high - low)], dim=1)
+    spread = channels.std(-1)
+    assert scores[0, 0, 4:10].argsort().equal(spread.argsort())
+
+
 def test_lagkv_keeps_equally_many_of_every_part(make_step):
     """With room for the last parts and six more entries, each of two scored parts keeps its three best."""
     key = draw(1, 1, 4 + 3 * 6, 8)
