@@ -37,8 +37,8 @@ class LagKV(ScoredMethod):
         deviations=(
             ("Within the last parts, which have no complete part after them, the most recent entries come first. "
             "kvpress leaves their order to ties, where the budget does not cover them."),
-            ("A channel without range in the next part counts as zero. kvpress divides by zero there, and all scores of "
-            "the part are undefined."),
+            ("A channel without range in the next part counts as zero. kvpress divides by zero there, and all scores "
+            "of the part are undefined."),
         ),
         limits=(
             ("The last part and an incomplete one are kept before any scored entry. Where the budget is not larger, "
