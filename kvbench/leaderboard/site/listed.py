@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from kvbench.runs.journal import Answer, Line
 from kvbench.runs.results import Result
 
 CONTEXTS_SHOWN = 3
-"""Contexts whose answers a run's page shows."""
+"""Contexts of each kind whose answers a run's page shows."""
 TOLERANCE = 1e-6
 RECORD_CHECKS = ("files", "kernels", "facts")
 """Checks of how a run is recorded, on which neither its score nor its bytes depend."""
@@ -41,7 +41,7 @@ class ListedRun:
     """Its folder, relative to the results."""
     run: FinishedRun
     sample: tuple[Line, ...]
-    """All turns of the first CONTEXTS_SHOWN contexts."""
+    """All turns of the CONTEXTS_SHOWN contexts with the worst scores, and of as many first ones."""
     submitter: str | None
     """None: not a submission."""
     tuned_on: tuple[str, ...]
@@ -126,9 +126,9 @@ def _read_run(folder: Path, place: str) -> ListedRun:
     if len(answers) < len(parts):
         raise RefusedError("journal", "a turn of a sample occurs twice")
     _check_result(head.result, answers)
-    first = sorted({x.index for x in answers.values()})[:CONTEXTS_SHOWN]
+    chosen = _choose_contexts(answers.values(), head.result)
     shown = [
-        parse(part, Line, JOURNAL) for part, x in zip(parts, answers.values(), strict=True) if x.index in first
+        parse(part, Line, JOURNAL) for part, x in zip(parts, answers.values(), strict=True) if x.index in chosen
     ]
     result = head.result
     if verification is not None and verification.score is not None:
@@ -138,9 +138,20 @@ def _read_run(folder: Path, place: str) -> ListedRun:
     result = renew_interval(result, answers.values())
     name = head.spec.run_id if head.submitter is None else f"{head.spec.run_id}.{head.submitter}"
     return ListedRun(
-        name, place, FinishedRun(folder, result, answers), tuple(sorted(shown, key=lambda x: (x.index, x.turn))),
-        head.submitter, () if head.manifest is None else head.manifest.tuned_on, verification, files,
+        name, place, FinishedRun(folder, result, answers),
+        tuple(sorted(shown, key=lambda x: (chosen.index(x.index), x.turn))), head.submitter,
+        () if head.manifest is None else head.manifest.tuned_on, verification, files,
     )
+
+
+def _choose_contexts(answers: Collection[Answer], result: Result) -> list[int]:
+    """The contexts with the worst scores, and the first ones; worst first."""
+    scores: dict[int, list[float]] = {x: [] for x in sorted({answer.index for answer in answers})}
+    for answer in answers:
+        scores[answer.index] += [] if answer.score is None else [answer.score]
+    sign = 1 if result.score.higher_is_better else -1
+    worst = sorted(scores, key=lambda x: sign * math.fsum(scores[x]) / max(1, len(scores[x])))[:CONTEXTS_SHOWN]
+    return list(dict.fromkeys([*worst, *list(scores)[:CONTEXTS_SHOWN]]))
 
 
 def _read_verification(folder: Path, head: Head) -> Verification | None:

@@ -217,6 +217,15 @@ def test_control_characters_are_spelled_out(results):
         assert "pool=a\\x01b" in Page(page).text
 
 
+def test_a_run_page_shows_its_worst_answers_first(results):
+    """The contexts with the worst scores, then the first ones."""
+    scores = [[1.0, 1.0]] * 8 + [[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
+    results.add("a", scores, edit=lambda result, lines: [x.update(prediction=f"said {x['index']}.") for x in lines])
+    text = Page(next(results.build().folder.glob("runs/*/index.html"))).text
+    assert list(dict.fromkeys(re.findall(r"said (\d+)\.", text))) == ["9", "8", "0", "1", "2"]
+    assert "5 of 11, worst first" in text
+
+
 def test_long_values_are_cut_with_a_note(results):
     """Long fields do not make long pages."""
     results.add("a", method="mine", edit=lambda result, lines: result["method"]["card"].update(idea="x" * 300_000))
