@@ -27,18 +27,27 @@ class FinishedRun:
     """Answers by sample and turn."""
 
 
+def locate_run(text: str, out: Path = RUNS) -> Path | None:
+    """The folder of a run, from its path, or its id in `out` or the hash at the end of the id; None: no such run."""
+    for folder in (Path(text), out / text):
+        if (folder / "spec.json").is_file():
+            return folder
+    found = [x.parent for x in out.glob("*/spec.json") if text and x.parent.name.endswith(f"-{text}")]
+    return found[0] if len(found) == 1 else None
+
+
 def find_run(text: str, out: Path = RUNS) -> Path:
-    """The folder of a run, from its path or its id in `out`.
+    """As `locate_run`.
 
     Raises:
         UserError: no such run.
     """
-    for folder in (Path(text), out / text):
-        if (folder / "spec.json").is_file():
-            return folder
+    folder = locate_run(text, out)
+    if folder is not None:
+        return folder
     if (Path(text) / "config.json").is_file() or text in list_models():
         raise UserError(f"'{text}' is a model, not a run. Give the folder of a run, or the id of a run in {out}/.")
-    known = [x.parent.name for x in out.glob("*/spec.json")] if out.is_dir() else []
+    known = [x.parent.name for x in out.glob("*/spec.json")]
     raise unknown("run", text, known[-20:], f"Give the folder of a run, or the id of a run in {out}/.")
 
 

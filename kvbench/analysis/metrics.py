@@ -48,12 +48,12 @@ class Metric:
         return math.exp(min(value, 700.0)) if self.exponential else value
 
     def write(self, value: float) -> str:
-        """A score as text: three decimals, or three digits of a perplexity."""
-        return f"{self.scale(value):#.4g}" if self.exponential else f"{value:.3f}"
+        """A score as text: three decimals, or four digits of a perplexity."""
+        return _round(self.scale(value)) if self.exponential else f"{value:.3f}"
 
     def write_interval(self, ends: tuple[float, float]) -> str:
         """A confidence interval of scores."""
-        low, high = (f"{self.scale(x):#.3g}" if self.exponential else f"{x:.2f}" for x in ends)
+        low, high = (_round(self.scale(x)) if self.exponential else f"{x:.2f}" for x in ends)
         return f"[{low}, {high}]"
 
     def write_difference(self, value: float) -> str:
@@ -64,3 +64,7 @@ class Metric:
         """A confidence interval of a difference."""
         low, high = (f"{math.expm1(min(x, 700.0)):+.1%}" if self.exponential else f"{x:+.2f}" for x in ends)
         return f"[{low}, {high}]"
+
+
+def _round(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:#.4g}"

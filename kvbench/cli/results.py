@@ -135,7 +135,7 @@ def _memory(result: Result) -> list[tuple[str, str]]:
     rows.append(("spare", f"{spare} for later tokens (the harness's), peak {peak}"))
     if result.diffusion is None:
         reads = read_share(result)
-        part = "" if reads is None else f": {reads:.1%} {whole}'s reads"
+        part = "" if reads is None else f": {reads:.1%} of the reads {whole}"
         rows.append(("read per step", f"{format_bytes(memory.read_bytes_per_step)}{part}"))
         distinct = memory.distinct_read_bytes_per_step
         if distinct is not None and distinct != memory.read_bytes_per_step:
@@ -256,7 +256,7 @@ def print_regressions(found: Sequence[Regressions], labels: Mapping[str, str]) -
     for run in found:
         worst = [f"{x.sample} turn {x.turn}: {x.full:.3f} -> {x.score:.3f}" for x in run.samples[:LISTED]]
         if run.count > LISTED:
-            worst.append(f"{run.count - LISTED} more: kvbench answers {_short(run.run_id)} {_short(run.full)}")
+            worst.append(f"{run.count - LISTED} more: kvbench answers {_short(run.full)} {_short(run.run_id)}")
         rows.append([labels[run.run_id], f"{run.count} of {run.n}", "\n".join(worst)])
     print_table("answers that score lower than the full cache's", ("method", "worse", "largest losses"), rows)
 
@@ -270,8 +270,8 @@ def format_output(result: Result) -> str:
     )
     if not answers:
         return "-"
-    reference = "" if output.reference_tokens is None else f" (reference {output.reference_tokens:.1f})"
-    return f"{output.tokens / answers:.1f} tokens{reference}; {ended}"
+    reference = "" if output.reference_tokens is None else f" (reference {output.reference_tokens:.1f} tokens)"
+    return f"{output.tokens / answers:.1f} tokens{reference}; {ended}" if output.tokens else f"{ended}{reference}"
 
 
 def format_samples(result: Result) -> str:

@@ -58,11 +58,11 @@ def show_command(
 ) -> None:
     """Show a run, the card and settings of a method, task or model, or the runs of a suite."""
     from kvbench.analysis.formatting import print_table
+    from kvbench.analysis.load import locate_run
 
-    for folder in (Path(name), out / name):
-        if (folder / "spec.json").is_file():
-            _show_run(folder, as_json=as_json)
-            return
+    if (folder := locate_run(name, out)) is not None:
+        _show_run(folder, as_json=as_json)
+        return
     document = _describe(name)
     rows = [
         (key.replace("_", " "), _text(value)) for key, value in document.items()

@@ -131,7 +131,7 @@ def test_the_largest_losses_are_shown_and_the_rest_counted(capsys):
     shown = capsys.readouterr().out
     assert "25 of 25" in shown
     assert shown.count("1.000 -> 0.000") == LISTED
-    assert f"{25 - LISTED} more: kvbench answers a full" in shown
+    assert f"{25 - LISTED} more: kvbench answers full a" in shown
     assert len(found[0].samples) == 25
 
 
@@ -373,7 +373,8 @@ def test_stop_reasons_are_shown(result):
     assert show(tokens=30, stop_reasons=ended) == (
         "7.5 tokens; 3 ended by a stop token, 1 cut by the length limit"
     )
-    assert "(reference 7.0)" in show(tokens=30, stop_reasons=ended, reference_tokens=7.0)
+    assert "(reference 7.0 tokens)" in show(tokens=30, stop_reasons=ended, reference_tokens=7.0)
+    assert show(tokens=0, stop_reasons={"choice": 2}) == "2 chosen by log-probability"
     assert show(tokens=0, stop_reasons={}) == "-"
 
 

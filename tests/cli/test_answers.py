@@ -82,8 +82,9 @@ def test_an_older_journal_has_no_questions(kvbench):
 
 
 def test_show_describes_a_run(kvbench, two, tmp_path):
-    """By folder and by id, as `kvbench run` printed it, with its command; an unfinished run shows how far it is."""
-    for line in (["show", two[0]], ["show", two[0].name, "--out", two[0].parent]):
+    """By folder, id or hash, as `kvbench run` printed it, with its command; an unfinished run shows how far it is."""
+    hashed = two[0].name.rpartition("-")[2]
+    for line in (["show", two[0]], *(["show", x, "--out", two[0].parent] for x in (two[0].name, hashed))):
         answer = kvbench(*line, "--json")
         assert answer.json["run_id"] == two[0].name
         assert "kvbench run --method full" in answer.out
