@@ -29,6 +29,9 @@ def submit_command(
         list[str] | None,
         typer.Option(metavar="TASK[:SPLIT]", help="Task on which the settings were tuned; repeatable; default: none."),
     ] = None,
+    source: Annotated[
+        Path | None, typer.Option(help="File of the run's method, if it is your own; it is shown next to the run.")
+    ] = None,
     token_file: Annotated[
         Path | None, typer.Option(help="File with the token for a URL; default: $KVBENCH_TOKEN.")
     ] = None,
@@ -43,6 +46,7 @@ def submit_command(
     from kvbench.analysis.load import find_runs
     from kvbench.leaderboard.submission.bundle import pack_run
     from kvbench.leaderboard.submission.deliver import HUB, check_url, read_token
+    from kvbench.leaderboard.submission.records import METHOD
     from kvbench.leaderboard.submission.repository import Repository
     from kvbench.leaderboard.verification.outcome import RefusedError
     from kvbench.leaderboard.verification.verify import verify
@@ -55,9 +59,11 @@ def submit_command(
     packed = {}
     for folder in folders:
         try:
-            packed[folder] = pack_run(folder, submitter, tuple(tuned_on or ()))
+            packed[folder] = pack_run(folder, submitter, tuple(tuned_on or ()), source)
         except RefusedError as error:
             raise UserError(f"run {folder} cannot be packed: {error}. Nothing was delivered.") from error
+    if source is not None and not any(METHOD in x for x in packed.values()):
+        raise UserError(f"--source {source} belongs to no run: all methods are kvbench's own. Leave --source out.")
     there = [] if token or to.startswith(HUB) else [Path(to)]
     repository = Repository(there)
     repository.add(folders, submitter)  # the runs may be the baselines of one another

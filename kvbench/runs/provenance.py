@@ -162,8 +162,13 @@ def _is_for_types(test: ast.expr) -> bool:
 def _hash(files: dict[str, Path], but: Iterable[str] = ()) -> str:
     """SHA-256 over names and contents. A file given by its path counts by its file name, not its folder."""
     left = {name: files[name] for name in files.keys() - set(but)}
+    return hash_contents((name if "." in name else x.name, x.read_bytes()) for name, x in left.items())
+
+
+def hash_contents(files: Iterable[tuple[str, bytes]]) -> str:
+    """SHA-256 over the names and contents of source files."""
     total = hashlib.sha256()
-    for label, content in sorted((name if "." in name else x.name, x.read_bytes()) for name, x in left.items()):
+    for label, content in sorted(files):
         total.update(label.encode() + b"\0" + content + b"\0")
     return total.hexdigest()
 

@@ -16,7 +16,7 @@ import pytest
 
 from kvbench.leaderboard.submission.archive import write_tar
 from kvbench.leaderboard.submission.bundle import Bundle, _list, open_bundle, pack_run
-from kvbench.leaderboard.submission.records import MANIFEST, RESULT, SAMPLES, SPEC
+from kvbench.leaderboard.submission.records import MANIFEST, METHOD, RESULT, SAMPLES, SPEC
 from kvbench.leaderboard.submission.repository import Repository
 from kvbench.leaderboard.verification.verify import verify
 from kvbench.runs import environment
@@ -24,6 +24,7 @@ from kvbench.runs.job import Job
 from kvbench.runs.journal import Line
 from kvbench.runs.options import Request
 from kvbench.runs.prepare import prepare
+from kvbench.runs.provenance import hash_contents
 from kvbench.runs.results import Git
 from kvbench.runs.runner import run
 from kvbench.runs.spec import RunSpec
@@ -142,6 +143,14 @@ def edit_spec(files: dict[str, bytes], change: Callable[[Any], object]) -> dict[
 
     files = edit(repack(files, {SPEC: json.dumps(spec).encode()}), RESULT, follow)
     return edit(files, MANIFEST, lambda x: x.update(run_id=run_id))
+
+
+def as_own_method(files: dict[str, bytes], content: bytes = b"# mine", name: str = "mine") -> dict[str, bytes]:
+    """The run as if its method were the submitter's own file mine.py."""
+    code = hash_contents([("mine.py", content)])
+    files = edit_spec(files, lambda x: x["method"].update(name=name, code=code))
+    files = edit(files, RESULT, lambda x: x["method"]["card"].update(name=name))
+    return edit(repack(files, {METHOD: content}), MANIFEST, lambda x: x.update(source="mine.py"))
 
 
 def tar(files: dict[str, bytes]) -> bytes:

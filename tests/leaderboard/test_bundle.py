@@ -74,8 +74,8 @@ def test_invalid_submitter_names_are_user_errors(snapkv, name):
 
 
 def test_extra_files_in_a_folder_are_refused(folder):
-    (folder / "method.py").write_text("boom")
-    assert refusal(lambda: read_files(folder)) == "files: 'method.py' is not a file of a bundle"
+    (folder / "setup.py").write_text("boom")
+    assert refusal(lambda: read_files(folder)) == "files: 'setup.py' is not a file of a bundle"
 
 
 def test_a_link_is_refused(folder, tmp_path):

@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
+from kvbench.leaderboard.site.build import build_site
 from kvbench.leaderboard.site.listed import ListedRun, read_listed
 from kvbench.leaderboard.submission import repository
 from kvbench.leaderboard.submission.deliver import put_in_folder
 from kvbench.leaderboard.submission.records import (
     MANIFEST,
+    METHOD,
     RESULT,
     SAMPLES,
     VERIFICATION,
@@ -30,10 +32,14 @@ from kvbench.leaderboard.submission.repository import Repository
 from kvbench.leaderboard.submission.seal import seal
 from kvbench.leaderboard.verification import replay
 from kvbench.leaderboard.verification.verify import verify
+from kvbench.registry import HERE
 from kvbench.runs.files import write_record
 from kvbench.runs.journal import AgreementPart, Line
+from kvbench.runs.options import Request
+from kvbench.runs.prepare import prepare
+from kvbench.runs.runner import run
 
-from .conftest import GPU, edit, edit_spec, on_gpu, repack, scale_times
+from .conftest import GPU, as_own_method, edit, edit_spec, on_gpu, repack, scale_times
 
 Change = Callable[[Line], dict[str, Any]]
 
@@ -318,9 +324,9 @@ def claim_level(files: dict[str, bytes]) -> Verification:
 
 def list_one(folder: Path) -> ListedRun:
     """The only run below a folder, as the site sees it."""
-    (run,), problems = read_listed(folder)
+    (found,), problems = read_listed(folder)
     assert not problems
-    return run
+    return found
 
 
 @pytest.mark.parametrize("sealed", [None, "0" * 64])
@@ -328,9 +334,9 @@ def test_a_verification_that_comes_with_the_folder_is_not_believed(snapkv, tmp_p
     folder = put_in_folder(snapkv.files, snapkv.bundle.manifest, tmp_path)
     record = claim_level(snapkv.files).model_copy(update={"seal": sealed})
     write_record(folder / VERIFICATION, record)
-    run = list_one(tmp_path)
-    assert (run.verification, run.counted) == (None, False)
-    assert run.result.score.mean == snapkv.bundle.result.score.mean < 1
+    listed = list_one(tmp_path)
+    assert (listed.verification, listed.counted) == (None, False)
+    assert listed.result.score.mean == snapkv.bundle.result.score.mean < 1
 
 
 def test_a_changed_field_breaks_the_seal(snapkv, tmp_path):
@@ -373,3 +379,67 @@ def test_ranks_use_the_scores_of_the_rerun(snapkv, tmp_path):
     scores = {(x.index, x.turn): x.score for x in list_one(tmp_path).run.lines.values()}
     submitted = {(x.index, x.turn): x.score for x in snapkv.bundle.lines}
     assert scores == submitted | {(right.index, right.turn): 0.0} != submitted
+
+
+def without_source(files: dict[str, bytes]) -> dict[str, bytes]:
+    files = in_manifest(source=None)(files)
+    return repack({name: data for name, data in files.items() if name != METHOD}, {})
+
+
+SOURCES: dict[str, tuple[Callable[[dict[str, bytes]], dict[str, bytes]], str]] = {
+    "no source": (lambda x: without_source(as_own_method(x)), "source: method 'mine' comes without its source"),
+    "a harmless source in place of the one that ran": (
+        lambda x: repack(as_own_method(x), {METHOD: b"# harmless"}), "source: 'mine.py' is not the code that ran",
+    ),
+    "a new method without the hash of its code": (
+        lambda x: in_spec("method", "code", value=None)(as_own_method(x)), "source: method 'mine' is not registered",
+    ),
+    "the name of a registered method": (
+        lambda x: as_own_method(x, name="snapkv"), "source: a method of the submitter's own has the registered name",
+    ),
+    "a name that looks like a registered one": (
+        lambda x: as_own_method(x, name="5napkv"), "method: its name '5napkv' can be taken for the registered method",
+    ),
+    "two letters that look like one": (
+        lambda x: as_own_method(x, name="window-diffusi0n"), "method: its name 'window-diffusi0n' can be taken for",
+    ),
+    "a source next to a registered method": (
+        lambda x: in_manifest(source="mine.py")(repack(x, {METHOD: b"# mine"})),
+        "source: method 'snapkv' is registered",
+    ),
+    "a source that the manifest does not name": (
+        lambda x: in_manifest(source=None)(as_own_method(x)), "manifest: its source is None",
+    ),
+    "a source by a path": (
+        lambda x: in_manifest(source="../mine.py")(as_own_method(x)), "schema: manifest.json: 'source'",
+    ),
+    "a source that is no text": (lambda x: as_own_method(x, b"\xff\xfe"), "source: 'mine.py': UnicodeDecodeError"),
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), SOURCES.values(), ids=SOURCES.keys())
+def test_a_method_of_ones_own_comes_with_the_source_that_ran(snapkv, check, change, reason):
+    found = check(change(snapkv.files))
+    assert found["refused"].startswith(reason) and found["level"] is None
+
+
+def test_a_method_of_ones_own_is_submitted_with_its_source_and_has_no_rank(kvbench, snapkv, tmp_path):
+    """From the run to the site: the source is stored and shown, and the run stands apart."""
+    mine = tmp_path / "mine.py"
+    mine.write_text((HERE.parent / "examples" / "my_method.py").read_text())
+    asked = Request(
+        str(mine), "niah", samples=1, length=384, mode="multi-turn", turns=2, device="cpu", out=tmp_path / "runs",
+    )
+    folder = run(prepare(asked, snapkv.job.loaded)).folder
+    submit = ("submit", folder, "--submitter", "ada", "--to", tmp_path / "results")
+    assert "Give it with --source" in kvbench(*submit).err
+    assert "is not the code that ran" in kvbench(*submit, "--source", __file__).err
+    assert "belongs to no run" in kvbench("submit", snapkv.folder, *submit[2:], "--source", mine).err
+    assert kvbench(*submit, "--source", mine).code == 0
+    assert kvbench("leaderboard", "verify", tmp_path / "results", "--write", "--json").json[0]["level"] == "L0"
+    listed = list_one(tmp_path / "results")
+    assert (listed.verification.level, listed.counted) == ("L0", False)
+    build_site(tmp_path / "results", tmp_path / "site")
+    (shown,) = (tmp_path / "site").glob("runs/*/method.py")
+    assert shown.read_text() == mine.read_text()
+    assert 'href="method.py"' in (shown.parent / "index.html").read_text()

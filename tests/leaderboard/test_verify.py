@@ -17,7 +17,7 @@ from kvbench.leaderboard.verification.verify import verify
 from kvbench.registry import find_method
 from kvbench.runs.stats import bootstrap_interval
 
-from .conftest import edit, edit_spec, make_run, on_gpu
+from .conftest import as_own_method, edit, edit_spec, make_run, on_gpu
 
 
 def test_an_honest_run_reaches_l0(snapkv, check):
@@ -236,9 +236,8 @@ def test_confusable_method_names_are_refused(snapkv, check, name):
 
 
 def test_a_users_own_file_is_not_the_registered_method(snapkv, check):
-    """Even under its name."""
-    files = edit_spec(snapkv.files, lambda x: x["method"].update(code="0" * 64))
-    assert check(files)["method"] == "flag"
+    found = check(as_own_method(snapkv.files, name="snapkv"))
+    assert found["refused"].startswith("source: a method of the submitter's own has the registered name 'snapkv'")
 
 
 @pytest.mark.parametrize("change", [
@@ -273,12 +272,9 @@ def test_other_weights_under_the_same_name_are_flagged(snapkv, check):
 
 
 def test_the_submitters_code_is_never_run(snapkv, check, tmp_path):
-    trap = tmp_path / "trap.py"
-    trap.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    files = edit_spec(snapkv.files, lambda x: x["method"].update(name=f"{trap}:Trap"))
-    files = edit(files, RESULT, lambda x: x["method"]["card"].update(name=f"{trap}:Trap"))
-    found = check(files)
-    assert (found["method"], found["scores"], found["bytes"], found["level"]) == ("flag", "ok", "flag", "L0")
+    found = check(as_own_method(snapkv.files, f"open({str(tmp_path / 'ran')!r}, 'w')".encode()))
+    assert (found["source"], found["method"], found["scores"], found["bytes"]) == ("ok", "flag", "ok", "flag")
+    assert (found["level"], found["refused"]) == ("L0", "")
     assert not (tmp_path / "ran").exists()
 
 
@@ -304,8 +300,7 @@ def test_the_full_cache_of_the_same_protocol_is_the_baseline(snapkv, runs, check
 
 def test_an_unregistered_lossless_method_is_not_a_baseline(snapkv, runs, check, tmp_path):
     full = runs["full"]
-    files = edit_spec(full.files, lambda x: x["method"].update(name="mine"))
-    files = edit(files, RESULT, lambda x: x["method"]["card"].update(name="mine"))
+    files = as_own_method(full.files)
     put_in_folder(files, open_bundle(files).manifest, tmp_path)
     assert check(snapkv.files, Repository([tmp_path]))["baseline"] == "flag"
     assert check(files)["baseline"] == "flag"

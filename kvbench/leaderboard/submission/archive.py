@@ -12,14 +12,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
-from kvbench.leaderboard.submission.records import BUNDLED, MANIFEST, RESULT, SAMPLES, SPEC, VERIFICATION
+from kvbench.leaderboard.submission.records import BUNDLED, MANIFEST, METHOD, RESULT, SAMPLES, SPEC, VERIFICATION
 from kvbench.leaderboard.verification.outcome import RefusedError, quote
 from kvbench.runs.files import saving
 
 JOURNAL = "samples.jsonl"
 """The journal's name in a run's folder; a bundle holds it compressed."""
 MIB = 1 << 20
-MAX_BYTES = {SPEC: MIB, RESULT: MIB, MANIFEST: MIB, VERIFICATION: MIB, SAMPLES: 64 * MIB, JOURNAL: 256 * MIB}
+MAX_BYTES = {
+    SPEC: MIB, RESULT: MIB, MANIFEST: MIB, METHOD: MIB, VERIFICATION: MIB, SAMPLES: 64 * MIB, JOURNAL: 256 * MIB,
+}
 """Maximum bytes of each file."""
 MAX_TAR_BYTES = 68 * MIB
 PART, TRASH = ".part-", ".gone-"
@@ -53,7 +55,7 @@ def read_files(path: Path) -> dict[str, bytes]:
 def write_tar(files: Mapping[str, bytes], out: IO[bytes]) -> None:
     """Write a bundle as a plain tar; the same files give the same bytes."""
     with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-        for name in (*BUNDLED, MANIFEST):
+        for name in (x for x in (*BUNDLED, METHOD, MANIFEST) if x in files):
             member = tarfile.TarInfo(name)
             member.size = len(files[name])
             tar.addfile(member, io.BytesIO(files[name]))
@@ -107,7 +109,7 @@ def _read_folder(folder: Path) -> dict[str, bytes]:
     journal = SAMPLES if SAMPLES in names else JOURNAL
     wanted = {SPEC, RESULT, journal}
     if MANIFEST in names:
-        wanted |= {MANIFEST}
+        wanted |= {MANIFEST} | ({METHOD} & names)
         if extra := names - wanted - {VERIFICATION}:
             raise RefusedError("files", f"{quote(min(extra))} is not a file of a bundle")
     if missing := wanted - names:
@@ -138,7 +140,7 @@ def _read_tar(path: Path) -> dict[str, bytes]:
     try:
         with tarfile.open(path, "r:") as tar:
             for member in tar:
-                if member.name not in {*BUNDLED, MANIFEST} or member.name in files:
+                if member.name not in {*BUNDLED, METHOD, MANIFEST} or member.name in files:
                     raise RefusedError("files", f"{quote(member.name)} is not a file of a bundle, or occurs twice")
                 file = tar.extractfile(member) if member.type in PLAIN and member.sparse is None else None
                 if file is None:

@@ -16,11 +16,22 @@ from pydantic import ValidationError
 from kvbench import __version__
 from kvbench.errors import UserError
 from kvbench.leaderboard.submission.archive import JOURNAL, MAX_BYTES, check_size, read_files
-from kvbench.leaderboard.submission.records import MANIFEST, RESULT, SAMPLES, SPEC, BundledFile, Manifest, hash_content
+from kvbench.leaderboard.submission.records import (
+    BUNDLED,
+    MANIFEST,
+    METHOD,
+    RESULT,
+    SAMPLES,
+    SPEC,
+    BundledFile,
+    Manifest,
+    hash_content,
+)
 from kvbench.leaderboard.submission.strict_json import MAX_NUMBER, parse
 from kvbench.leaderboard.verification.outcome import RefusedError, quote
 from kvbench.runs.files import finished_samples
 from kvbench.runs.journal import Line
+from kvbench.runs.provenance import hash_contents
 from kvbench.runs.results import Result
 from kvbench.runs.spec import RunSpec, resolve_protocol
 
@@ -58,30 +69,57 @@ class Bundle(Head):
     """Sorted by sample and turn."""
 
 
-def pack_run(folder: Path, submitter: str, tuned_on: tuple[str, ...]) -> dict[str, bytes]:
-    """Pack a finished run and its manifest.
+def pack_run(
+    folder: Path, submitter: str, tuned_on: tuple[str, ...], source: Path | None = None
+) -> dict[str, bytes]:
+    """Pack a finished run and its manifest. source: the file of the method, for runs whose method is not kvbench's.
 
     Raises:
-        RefusedError: a file is missing or too large.
-        UserError: the submitter or the tuning data has a name that a manifest does not allow.
+        RefusedError: a file is missing, too large or invalid.
+        UserError: the source is missing, or not the code that ran; or a manifest does not allow the name of the
+            submitter, of the tuning data or of the source.
     """
     files = read_files(folder)
     if JOURNAL in files:
         files[SAMPLES] = gzip.compress(files.pop(JOURNAL), mtime=0)
-    files.pop(MANIFEST, None)
-    run_id = parse(files[SPEC], RunSpec, SPEC).run_id
+    files = {name: files[name] for name in BUNDLED}
+    spec = parse(files[SPEC], RunSpec, SPEC)
+    parse(files[RESULT], Result, RESULT)
+    if (content := _read_source(spec, source)) is not None:
+        files[METHOD] = check_size(METHOD, content)
     try:
         manifest = Manifest(
-            run_id=run_id, submitter=submitter, tuned_on=tuned_on, kvbench=__version__, files=_list(files),
+            run_id=spec.run_id, submitter=submitter, tuned_on=tuned_on, kvbench=__version__, files=_list(files),
+            source=source.name if source is not None and METHOD in files else None,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
     except ValidationError as error:
         option = f"--{str(error.errors()[0]['loc'][0]).replace('_', '-')}"
         raise UserError(
             f"{option} {error.errors()[0]['input']!r} is not allowed in a manifest. A submitter consists of "
-            "ASCII letters, digits, '.', '_' and '-'; tuning data are TASK, TASK:dev or TASK:test."
+            "ASCII letters, digits, '.', '_' and '-', and so does a source, which ends in .py; tuning data are TASK, "
+            "TASK:dev or TASK:test."
         ) from error
     return {**files, MANIFEST: f"{manifest.model_dump_json(indent=1)}\n".encode()}
+
+
+def _read_source(spec: RunSpec, source: Path | None) -> bytes | None:
+    """The content of the method's source; None: the method is one of kvbench's."""
+    name, code = spec.method.name, spec.method.code
+    if code is None:
+        return None
+    if source is None:
+        raise UserError(f"method {name} is a file of your own. Give it with --source: it is shown next to the run.")
+    try:
+        content = source.read_bytes()
+    except OSError as error:
+        raise UserError(f"--source {source} cannot be read: {error.strerror}. Give the method's file.") from error
+    if hash_contents([(source.name, content)]) != code:
+        raise UserError(
+            f"--source {source} is not the code that ran. Give the unchanged file of method {name}; a submitted method "
+            "is one file and imports no other file of yours."
+        )
+    return content
 
 
 def open_bundle(files: Mapping[str, bytes]) -> Bundle:
@@ -105,6 +143,8 @@ def open_head(files: Mapping[str, bytes]) -> Head:
     if manifest is not None and manifest.files != found:
         wrong = [x for x in sorted(manifest.files | found) if manifest.files.get(x) != found.get(x)]
         raise RefusedError("manifest", f"the manifest does not match the files: {quote(wrong[0])} differs")
+    if manifest is not None and (manifest.source is None) is (METHOD in files):
+        raise RefusedError("manifest", f"its source is {quote(manifest.source)}, which does not fit its files")
     spec, result = parse(files[SPEC], RunSpec, SPEC), parse(files[RESULT], Result, RESULT)
     asked = {"samples": spec.samples, "turns": spec.turns, "length": spec.task.length, "seed": spec.seed}
     for name, value in asked.items():

@@ -1,6 +1,7 @@
 """The records of a submission: manifest.json, written by the submitter, and verification.json, written by the verifier.
 
-A bundle is a folder, or a plain tar, of spec.json, samples.jsonl.gz, result.json and manifest.json.
+A bundle is a folder, or a plain tar, of spec.json, samples.jsonl.gz, result.json and manifest.json, and of method.py if
+the method is the submitter's own.
 verification.json is not part of a bundle. It deserves as much trust as the verifier who wrote it (`seal.py`).
 """
 
@@ -18,7 +19,9 @@ from kvbench.runs.spec import Record
 
 MANIFEST, VERIFICATION = "manifest.json", "verification.json"
 BUNDLED = SPEC, SAMPLES, RESULT = "spec.json", "samples.jsonl.gz", "result.json"
-"""The files that a manifest lists."""
+"""The files that every manifest lists."""
+METHOD = "method.py"
+"""The source of a method that kvbench does not have, under this name; it is shown and never run."""
 Level = Literal["L0", "L1", "L2", "L3"]
 LEVELS: dict[Level, str] = {
     "L0": "answers rescored on regenerated prompts",
@@ -54,8 +57,10 @@ class Manifest(Record):
     created: str
     kvbench: str
     """Version that packed the bundle."""
+    source: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,100}\.py$")] | None = None
+    """The original name of method.py; None: the method is kvbench's."""
     files: dict[str, BundledFile]
-    """By name: exactly the files in BUNDLED."""
+    """By name: the files in BUNDLED, and METHOD if `source` names it."""
 
     @property
     def content(self) -> str:

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 from kvbench.analysis.compare import is_full
 from kvbench.constraints import setting_fields, setting_types
 from kvbench.errors import UserError
-from kvbench.leaderboard.submission.records import Check
+from kvbench.leaderboard.submission.bundle import Head
+from kvbench.leaderboard.submission.records import METHOD, Check
 from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, quote, refusing_errors
 from kvbench.method import BudgetKind, Card, Method
 from kvbench.registry import Kind, find_method, find_task, list_entries
 from kvbench.runs.command import write_setting
+from kvbench.runs.provenance import hash_contents
 from kvbench.runs.results import Result
 from kvbench.runs.spec import RunSpec
 from kvbench.settings import configure, jsonable_settings
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
     from kvbench.hf import ModelSize
 
 
-LOOKALIKES = str.maketrans("01i", "oll")
+LOOKALIKES = str.maketrans("01i5", "olls")
+PAIRS = {"rn": "m", "vv": "w"}
+"""Two letters that look like one."""
 
 
 class UnverifiableError(Exception):
@@ -72,6 +76,36 @@ def check_method_name(name: str) -> None:
     for known in _names("method"):
         if any(part != known and _skeleton(part) == _skeleton(known) for part in name.split("+")):
             raise RefusedError("method", f"its name {quote(name)} can be taken for the registered method {known}")
+
+
+def check_source(bundle: Head) -> Check | None:
+    """Check that a submitted method of the submitter's own comes with the source that ran. Nothing of it is run.
+
+    Raises:
+        RefusedError: the source is missing, is other code, or goes by the name of a registered method.
+    """
+    stated, manifest = bundle.spec.method, bundle.manifest
+    if manifest is None:  # a run of the user's own
+        return None
+    name, known = quote(stated.name), set(stated.name.split("+")) <= _names("method")
+    if stated.code is None:
+        if not known:
+            raise RefusedError(
+                "source", f"method {name} is not registered here: run it by its file, and submit it with --source FILE"
+            )
+        if manifest.source is not None:
+            raise RefusedError("source", f"method {name} is registered, and did not run from {quote(manifest.source)}")
+        return None
+    if known:
+        raise RefusedError("source", f"a method of the submitter's own has the registered name {name}: give it another")
+    if manifest.source is None:
+        raise RefusedError("source", f"method {name} comes without its source: submit it with --source FILE")
+    content = bundle.files[METHOD]
+    if hash_contents([(manifest.source, content)]) != stated.code:
+        raise RefusedError("source", f"{quote(manifest.source)} is not the code that ran as method {name}")
+    with refusing_errors("source", quote(manifest.source)):
+        content.decode("utf-8")
+    return ok("source", f"{manifest.source}, {len(content):,} bytes, is the code that ran; it is shown and was not run")
 
 
 def check_card(result: Result, method: Method | None) -> tuple[Card, Check]:
@@ -214,7 +248,10 @@ def check_model(spec: RunSpec, card: Card, folder: Path) -> tuple[ModelSize, Che
 
 def _skeleton(name: str) -> str:
     """The name without case and punctuation, look-alikes as one character."""
-    return "".join(x for x in name.lower() if x.isalnum()).translate(LOOKALIKES)
+    text = "".join(x for x in name.lower() if x.isalnum()).translate(LOOKALIKES)
+    for pair, one in PAIRS.items():
+        text = text.replace(pair, one)
+    return text
 
 
 def _find_path_setting(kind: type[Method | Task], settings: Mapping[str, Any]) -> str | None:

@@ -21,6 +21,7 @@ from kvbench.leaderboard.verification.lookup import (
     check_card,
     check_method_name,
     check_model,
+    check_source,
     find_known_method,
     find_known_task,
     find_known_tokenizer,
@@ -119,6 +120,9 @@ def _check_content(found: Findings, bundle: Bundle) -> Iterator[Check]:
     method: Method | None = None
     since: list[str] = []
     check_method_name(spec.method.name)
+    source = check_source(bundle)
+    if source is not None:
+        yield source
     try:
         method, since = find_known_method(spec)
     except UnverifiableError as error:
