@@ -33,6 +33,8 @@ class Case:
     settings: dict[str, str] = field(default_factory=dict)
     options: dict[str, object] = field(default_factory=dict)
     """Arguments of the press, of the inner one if there are two."""
+    outer: dict[str, object] = field(default_factory=dict)
+    """Arguments of the outer press, in addition to the inner one."""
     budget: str = "25%"
     ratio: str = "compression_ratio"
     """The press's argument for the share that it removes; empty: it has none."""
@@ -52,10 +54,10 @@ SNAP_PRESS = {"window_size": 32, "kernel_size": 7}
 
 CASES = (
     Case("snapkv", "SnapKVPress", SNAPKV, SNAP_PRESS),
-    Case("snapkv", "GroupedSnapKV", {**SNAPKV, "pool": "max"}, SNAP_PRESS, note=(
+    Case("snapkv", "FirstOfEqual(GroupedSnapKV)", {**SNAPKV, "pool": "max"}, SNAP_PRESS, note=(
         "`GroupedSnapKV` pools as the grouped code of PyramidKV's authors does: the maximum, after the mean over the "
-        "query heads. kvpress has average pooling only. Neighbors then have equal scores, of which it keeps the first, "
-        "as kvbench does; torch's `topk`, which the authors call, may keep any.")),
+        "query heads. kvpress has average pooling only. Neighbors then have equal scores, of which `FirstOfEqual` "
+        "keeps the first, as kvbench does; torch's `topk`, which kvpress and the authors call, may keep any.")),
     Case("streaming-llm", "StreamingLLMPress", {"positions": "original"}),
     Case("keydiff", "KeyDiffPress"),
     Case("knorm", "KnormPress", note=(
@@ -73,8 +75,9 @@ CASES = (
         "`PyramidKVPress.get_layer_budget` (kvpress/presses/pyramidkv_press.py) departs from the authors: it counts "
         "the window in a layer's budget, which they add to it, and does not round down to integer steps. Where the "
         "upper layers would get less than the window it gives every layer the same number, and says nothing.")),
-    Case("pyramidkv", "AuthorsPyramidKV", {**SNAPKV, "window": "4", "pool": "max"}, {**SNAP_PRESS, "window_size": 4},
-         note="`AuthorsPyramidKV` is `GroupedSnapKV` with the budgets of the authors' `PyramidKVCluster`."),
+    Case("pyramidkv", "AuthorsPyramidKV(GroupedSnapKV)", {**SNAPKV, "window": "4", "pool": "max"},
+         {**SNAP_PRESS, "window_size": 4},
+         note="`AuthorsPyramidKV` has the layer budgets of the authors' `PyramidKVCluster`."),
     Case("adakv", "AdaKVPress(SnapKVPress)", SNAPKV, SNAP_PRESS, note=(
         "`AdaKVPress` (kvpress/presses/adakv_press.py) departs from the authors: each head keeps its share `alpha` of "
         "the budget, protected tokens included, and the rest goes to the layer's best entries. The authors mix the two "
@@ -95,28 +98,34 @@ CASES = (
          {"head_compression_ratio": 0.5, "gates": GATES, "sink": 16, "recent": 64}, budget="paper", ratio="", note=(
         "`GivenDuoAttention` is `DuoAttentionPress` with gates from a file. It masks entries and frees none, and its "
         "windows do not slide while decoding.")),
+    Case("chunkkv", "ChunkKVPress(SnapKVPress)", {"chunk": "16", "window": "32"}, {**SNAP_PRESS, "kernel_size": 1},
+         outer={"chunk_length": 16}, note=(
+        "`ChunkKVPress` (kvpress/presses/chunkkv_press.py) keeps a whole number of chunks, here the budget's; where "
+        "chunks do not divide it, it keeps fewer entries and kvbench cuts the last chunk.")),
+    Case("criticalkv", "CriticalKVPress(SnapKVPress)", {**SNAPKV, "epsilon": "0.0032"}, SNAP_PRESS, note=(
+        "`epsilon` is 32 times kvpress's, because scores are sums over a window of 32 and kvpress's are means.")),
     Case("cur", "CURPress"),
-    Case("lagkv", "FirstLagKV", {"lag": "32"}, {"lag_size": 32}, note=(
-        "Scores are ranks within a part, so entries of different parts tie. `FirstLagKV` is `LagKVPress` with the "
-        "first of equal entries; torch's `topk`, which kvpress calls, may keep any. kvpress divides by the range of a "
-        "channel (kvpress/presses/lagkv_press.py), which is zero for a channel that a model does not use: all scores "
-        "of the layer are then undefined.")),
+    Case("lagkv", "FirstOfEqual(LagKVPress)", {"lag": "32"}, {"lag_size": 32}, note=(
+        "Ranks are equal across parts, so that ties decide part of the budget. Where a key channel is constant over a "
+        "part, `LagKVPress` (kvpress/presses/lagkv_press.py) divides by zero and ranks NaN; the first layer of `mini` "
+        "has such channels.")),
     Case("noncausal", "NonCausalAttnPress", {"scaled": "false"}, note=(
         "kvpress does not scale the logits (kvpress/presses/non_causal_attention_press.py); kvbench does so unless "
-        "`scaled=false`.")),
-    Case("chunkkv", "ChunkKV16(SnapKVPress)", {**SNAPKV, "chunk": "16"}, SNAP_PRESS, note=(
-        "`ChunkKV16` is `ChunkKVPress` with chunks of 16 tokens, which divide the budget.")),
-    Case("criticalkv", "CriticalKVPress(SnapKVPress)", {**SNAPKV, "epsilon": "0.0032"}, SNAP_PRESS, note=(
-        "kvbench sums the attention of the 32 queries that kvpress averages, so epsilon is 32 times as large.")),
-    Case("leverage", None, note=(
-        "`LeverageScorePress` draws a random projection without a seed for every layer.")),
-    Case("compactor", None, note="It contains the random projection of `leverage`."),
-    Case("qfilter", None, note=(
-        "`QFilterPress` loads published directions of large models, and negates the products; kvbench measures "
-        "directions on the model.")),
-    Case("simlayerkv", None, note="`SimLayerKVPress` finds lazy layers by a threshold, kvbench by the budget."),
-    Case("finch", None, note=(
-        "`FinchPress` marks the question with an extra token, and moves keys to the first positions.")),
+        "`scaled=false`. In the one head that differs, the two entries at the edge of the budget have scores that are "
+        "equal to nine digits.")),
+    Case("finch", "WindowFinch", {"positions": "original", "window": "32"}, {"last": 32}, note=(
+        "`WindowFinch` is `FinchPress` with the window as an argument and without moving keys. kvpress multiplies a "
+        "query's weights by the number of keys before it (kvpress/presses/finch_press.py), kvbench by that of the keys "
+        "that it sees, one more.")),
+    *(Case(method, None, note=note) for method, note in {
+        "leverage": "Both draw a random projection of the keys, and the draws differ.",
+        "compactor": "As `leverage`, which is part of it.",
+        "qfilter": "kvpress downloads directions for a list of models; kvbench measures them.",
+        "think": "`ThinKPress` (kvpress/presses/think_press.py) sets channels to zero and frees none; no entry is "
+                 "dropped.",
+        "simlayerkv": "`SimLayerKVPress` takes a threshold, and kvbench a budget, which decides how many layers are "
+                      "lazy.",
+    }.items()),
     Case("random", None, note=(
         "Random numbers of two programs are not comparable. With a seed, `RandomPress` "
         "(kvpress/presses/random_press.py) seeds a new generator in every layer, so all layers keep the same entries; "

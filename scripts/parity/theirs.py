@@ -19,10 +19,10 @@ import transformers
 from cases import CASES, GATES, MODELS, Case
 from kvpress import (
     AdaKVPress,
-    ChunkKVPress,
+    BasePress,
     DuoAttentionPress,
+    FinchPress,
     KVzipPress,
-    LagKVPress,
     ObservedAttentionPress,
     SnapKVPress,
 )
@@ -49,10 +49,7 @@ class H2O(ObservedAttentionPress):
 
 @dataclass
 class GroupedSnapKV(SnapKVPress):
-    """The mean over the query heads of a KV head first, then the maximum over neighbors; the first of equal entries.
-
-    The maximum gives neighbors the same score, and of these `topk`, which kvpress and the authors call, takes any.
-    """
+    """The mean over the query heads of a KV head first, then the maximum over neighbors."""
 
     def score(
         self, module: nn.Module, hidden: Tensor, keys: Tensor, values: Tensor, weights: Tensor, kwargs: Any
@@ -65,31 +62,39 @@ class GroupedSnapKV(SnapKVPress):
         scores = F.max_pool1d(scores, self.kernel_size, stride=1, padding=self.kernel_size // 2)
         return F.pad(scores, (0, self.window_size), value=scores.max().item() + 1)
 
+
+@dataclass
+class FirstOfEqual(BasePress):
+    """Another press's scores; of equal ones the first entry is kept, where kvpress's `topk` takes any."""
+
+    press: Any
+
     def compress(
         self, module: nn.Module, hidden: Tensor, keys: Tensor, values: Tensor, weights: Tensor, kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Keys and values of the layer's best entries."""
-        best = rank(self.score(module, hidden, keys, values, weights, kwargs))[..., : self.count(module, keys)]
+        best = rank(self.press.score(module, hidden, keys, values, weights, kwargs))[..., : self.count(module, keys)]
         index = best[..., None].expand(-1, -1, -1, module.head_dim)
         return keys.gather(2, index).contiguous(), values.gather(2, index).contiguous()
 
     def count(self, module: nn.Module, keys: Tensor) -> int:
         """Entries of a layer."""
-        return count_kept(self, keys)
+        return count_kept(self.press, keys)
 
 
 @dataclass
-class AuthorsPyramidKV(GroupedSnapKV):
+class AuthorsPyramidKV(FirstOfEqual):
     """Layer budgets of `PyramidKVCluster` (KVCache-Factory, pyramidkv/pyramidkv_utils.py)."""
 
     beta: int = 20
 
     def count(self, module: nn.Module, keys: Tensor) -> int:
         """Entries of a layer: fewer in each, in equal steps."""
-        before, mean = keys.shape[2] - self.window_size, count_kept(self, keys) - self.window_size
+        window = self.press.window_size
+        before, mean = keys.shape[2] - window, count_kept(self.press, keys) - window
         high = min(2 * mean - mean // self.beta, before)
         step = (2 * high - 2 * mean) // (module.config.num_hidden_layers - 1)
-        return (mean if keys.shape[2] < 2 * mean else high - module.layer_idx * step) + self.window_size
+        return (mean if keys.shape[2] < 2 * mean else high - module.layer_idx * step) + window
 
 
 @dataclass
@@ -112,26 +117,6 @@ class AuthorsAdaKV(AdaKVPress):
         return keys, values
 
 
-@dataclass
-class FirstLagKV(LagKVPress):
-    """The first of equal entries, where `topk` takes any."""
-
-    def compress(
-        self, module: nn.Module, hidden: Tensor, keys: Tensor, values: Tensor, weights: Tensor, kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Keys and values of the layer's best entries."""
-        best = rank(self.score(module, hidden, keys, values, weights, kwargs))[..., : count_kept(self, keys)]
-        index = best[..., None].expand(-1, -1, -1, module.head_dim)
-        return keys.gather(2, index).contiguous(), values.gather(2, index).contiguous()
-
-
-@dataclass
-class ChunkKV16(ChunkKVPress):
-    """Chunks of 16 tokens."""
-
-    chunk_length: int = 16
-
-
 def rank(scores: Tensor) -> Tensor:
     """Indices by falling score, of equal scores the first one first."""
     return scores.argsort(dim=-1, descending=True, stable=True)
@@ -152,6 +137,18 @@ class MatchedKVzip(KVzipPress):
             self._suffix_ids = tokenizer.encode(ANSWER, return_tensors="pt", add_special_tokens=False)
         self.prefix_length = self.n_sink = max(self.n_sink, self.prefix_length)
         return super().prepare(model, tokenizer, *args, **kwargs)
+
+
+@dataclass
+class WindowFinch(FinchPress):
+    """The last tokens are the question, without a token that marks its start; keys stay at their positions."""
+
+    last: int = 0
+
+    def __call__(self, model: PreTrainedModel) -> Any:
+        """Compress prompts inside a `with` statement."""
+        self.window_size, self.rerotate_keys = self.last, False
+        return BasePress.__call__(self, model)
 
 
 @dataclass
@@ -201,7 +198,7 @@ def make_press(case: Case, gates: Path) -> Any:
     if case.ratio:
         options[case.ratio] = 1 - float(case.budget.removesuffix("%")) / 100
     press = find_press(inner or outer)(**options)
-    return find_press(outer)(press) if inner else press
+    return find_press(outer)(press, **case.outer) if inner else press
 
 
 def find_press(name: str) -> Any:
