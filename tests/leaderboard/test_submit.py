@@ -131,7 +131,7 @@ def test_a_folder_of_runs_is_submitted_at_once(kvbench, runs, snapkv, tmp_path):
     done = kvbench("submit", forged, runs["full"].folder, "--submitter", "bob", "--to", tmp_path / "b", "--json")
     assert (done.code, [x["delivered"] is None for x in done.json]) == (1, [True, False])
     assert "1 of 2 submissions would be refused" in done.err
-    (forged / "result.json").write_text("{}")
+    journal.unlink()
     done = kvbench("submit", runs["full"].folder, forged, "--submitter", "eve", "--to", tmp_path / "e")
     assert (done.code, "Nothing was delivered" in done.err, (tmp_path / "e").exists()) == (2, True, False)
 
