@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -13,8 +14,10 @@ from kvbench.check.trial import (
     LENGTH,
     NEVER_STOP,
     NotApplicableError,
+    choose_budget,
     find_shapes,
     open_at_budget,
+    open_session,
     random_ids,
     talk,
 )
@@ -63,7 +66,9 @@ def measured_bytes_are_declared(method: Method) -> str:
         with open_at_budget(method, model) as session:
             session.prefill(CONTEXT)
             measured, declared = session.memory().stored_bytes, session.method.declared_bytes(model.shape(LENGTH))
-            assert measured == declared, f"{name}: measured {measured} bytes, declared {declared}"
+            assert measured == declared, (
+                f"{name}: measured {measured} bytes, declared {declared}: {_explain(session, measured - declared)}"
+            )
             host, declared = session.memory().host_bytes, session.method.declared_host_bytes(model.shape(LENGTH))
             assert host == declared, f"{name}: measured {host} bytes in host memory, declared {declared}"
             found.append(f"{measured / session.memory().full_bytes:.1%}")
@@ -107,6 +112,68 @@ def decode_copies_nothing(method: Method) -> str:
         before = [[x.untyped_storage().data_ptr() for x in layer] for layer in held]
     assert before == after, "storages were replaced while decoding"
     return "20 steps, no storage replaced"
+
+
+def _explain(session: Session, excess: int) -> str:
+    """The stored tensors with their bytes; where some of them make up the difference, these alone."""
+    found: dict[str, tuple[int, Tensor]] = {}
+    for store in session.layers:
+        for name, x, size in _name_tensors(store):
+            found[name] = found.get(name, (0, x))[0] + size, x
+    alone = {name: x for name, x in found.items() if x[0] == excess}
+    return ", ".join(
+        f"{size} bytes: {name}, {str(x.dtype).removeprefix('torch.')}{', not declared' if alone else ''}"
+        for name, (size, x) in (alone or found).items()
+    )
+
+
+def _name_tensors(store: LayerKV) -> Iterator[tuple[str, Tensor, int]]:
+    """The tensors that a store counts: the name, the tensor, and its bytes without room for later entries."""
+    entries = {} if store._buffer is None else store._buffer.tensors  # noqa: SLF001  # to name what it holds
+    places = [("", entries), ("kv.state ", store.state), ("frozen ", vars(store.frozen or object)), ("", vars(store))]
+    names = {
+        y.untyped_storage().data_ptr(): f"{place}{name}"
+        for place, held in reversed(places) for name, y in held.items() if isinstance(y, Tensor)
+    }
+    for x in store.tensors():
+        name = names.get(x.untyped_storage().data_ptr(), f"a tensor of {type(store).__name__}")
+        own = any(x is y for y in entries.values())
+        yield name, x, x[:, :, : store.n].nbytes if own else x.untyped_storage().nbytes()
+
+
+def state_follows_entries(method: Method) -> str:
+    """No tensor of `kv.state` has an element per entry: `keep` and `drop` would leave it as it is."""
+    counts: dict[str, set[int]] = {}
+    other: set[str] = set()
+    originals = {name: getattr(LayerKV, name) for name in ("keep", "keep_where", "drop")}
+
+    def spy(name: str) -> Callable[[LayerKV, Tensor], None]:
+        def watched(self: LayerKV, chosen: Tensor) -> None:
+            for key, x in self.state.items():
+                if x.ndim > 2 and x.shape[2] == self.n:
+                    counts.setdefault(key, set()).add(self.n)
+                else:
+                    other.add(key)
+            originals[name](self, chosen)
+
+        return watched
+
+    for name in originals:
+        setattr(LayerKV, name, spy(name))
+    try:
+        for length in (LENGTH, LENGTH - 7):
+            with open_session(method, tiny_model(), choose_budget(method), length) as session:
+                session.prefill(CONTEXT[:length])
+                talk(session)
+    finally:
+        for name, original in originals.items():
+            setattr(LayerKV, name, original)
+    stale = [key for key, found in counts.items() if len(found) > 1 and key not in other]
+    assert not stale, (
+        f"kv.state[{stale[0]!r}] has an element per entry, and does not follow keep and drop. Use "
+        f"LayerKV(entry_state=({stale[0]!r},)) and kv.get_entry_state({stale[0]!r})"
+    )
+    return f"{len(counts.keys() | other)} tensors in kv.state, none with an element per entry"
 
 
 def _tensors(session: Session) -> list[list[Tensor]]:

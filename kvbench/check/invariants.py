@@ -25,6 +25,7 @@ INVARIANTS: dict[str, Callable[[Method], str]] = {
         logits.first_token_is_exact,
         footprint.acts_at_its_budget,
         footprint.measured_bytes_are_declared,
+        footprint.state_follows_entries,
         footprint.evicted_entries_are_freed,
         footprint.decode_copies_nothing,
         logits.chunks_do_not_matter,

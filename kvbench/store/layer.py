@@ -37,6 +37,7 @@ class LayerKV:
         bounded: entries are dropped in place while decoding, so the block does not grow.
         slack: entries that a bounded store has room for above those that it keeps.
         ragged: heads will keep unequal numbers of entries (`keep_where`, `freeze`).
+        entry_state: names of numbers to keep per entry, which `keep` and `drop` move with it (`get_entry_state`).
     """
 
     queries: int = 0
@@ -45,6 +46,7 @@ class LayerKV:
     bounded: bool = False
     slack: int = 1
     ragged: bool = False
+    entry_state: tuple[str, ...] = ()
 
     n: int = field(default=0, init=False)
     """Entries per KV head in the dense block. Where steps have static shapes, as the host counts them."""
@@ -58,7 +60,7 @@ class LayerKV:
     """The last `queries` queries of the context. [B, H_q, w, D]"""
     frozen: FlatEntries | None = field(default=None, init=False)
     state: dict[str, Tensor] = field(default_factory=dict, init=False)
-    """Tensors that a method keeps per layer; counted and forked with the entries."""
+    """Tensors that a method keeps per layer; counted and forked with the entries, and left as they are by `keep`."""
     settled: bool = field(default=False, init=False)
     """Whether no compression is to come, so that nothing more is kept for scoring."""
     length: Tensor | None = field(default=None, init=False)
@@ -72,6 +74,7 @@ class LayerKV:
         width = (layer.key_dim + layer.value_dim) * shape.itemsize
         width += POSITION_BYTES if self.track or (holes and layer.window is not None) else 0
         width += SCORE_BYTES if self.column_sums and self.bounded else 0
+        width += SCORE_BYTES * len(self.entry_state)
         offsets = (layer.kv_heads + 1) * OFFSET_BYTES if self.ragged and holes else 0
         return entries * layer.kv_heads * width + offsets
 
@@ -89,14 +92,18 @@ class LayerKV:
         entries = {"key": step.key, "value": step.value}
         if self.track:
             entries["position"] = step.positions[:, None].expand(-1, step.key.shape[1], -1).to(torch.int32)
-        if self.column_sums:
-            entries["score"] = torch.zeros(step.key.shape[:3], dtype=torch.float32, device=step.key.device)
+        for name in (*(["score"] if self.column_sums else ()), *self.entry_state):
+            entries[name] = torch.zeros(step.key.shape[:3], dtype=torch.float32, device=step.key.device)
         return entries
 
     def _view(self, name: str) -> Tensor:
         assert self._buffer is not None, "the layer holds no entries yet"
         entries = self._buffer.tensors[name]
         return entries if self.length is not None else entries[:, :, : self.n]
+
+    def get_entry_state(self, name: str) -> Tensor:
+        """A number per entry, zero when the entry arrives, to be written in place. [B, H_kv, n] float32"""
+        return self._view(name)
 
     @property
     def keys(self) -> Tensor:
@@ -242,6 +249,11 @@ class LayerKV:
         an entry that represents n merged ones.
         """
         self.refuse_frozen()
+        if self.entry_state:
+            raise UserError(
+                f"the state of entries, {', '.join(self.entry_state)}, does not follow entries that heads keep in "
+                "unequal numbers. Use keep or drop, or a store without entry_state."
+            )
         assert self._window is None or position is not None, "a window over frozen entries needs their positions"
         offsets = torch.zeros(counts.numel() + 1, dtype=torch.int32, device=counts.device)
         offsets[1:] = counts.flatten().cumsum(0)
@@ -318,7 +330,7 @@ class LayerKV:
         other.state = {name: x.clone() for name, x in self.state.items()}
         if self._buffer is None:
             return other
-        if self.bounded or self.column_sums or self.length is not None:
+        if self.bounded or self.column_sums or self.entry_state or self.length is not None:
             other.length = None
             other._replace(self._held(), self._buffer.capacity)  # the same class
             if self.length is not None:
