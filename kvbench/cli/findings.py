@@ -16,7 +16,7 @@ from kvbench.cli.output import print_json
 from kvbench.errors import UserError
 
 if TYPE_CHECKING:
-    from kvbench.findings.run import FindingResult
+    from kvbench.findings.records import FindingResult
     from kvbench.reproduce.shape import FindingRecord
     from kvbench.sweep.cell import CellReport
 
@@ -59,7 +59,8 @@ def check_findings(name: str, samples: int | None, out: Path, *, dry_run: bool, 
 
 def measure_findings(name: str, model: str, texts: int | None, out: Path, *, dry_run: bool, as_json: bool) -> int:
     """Test statements of papers on texts of the standard library; with `all`, write the record of the model."""
-    from kvbench.findings.run import LENGTH, TEXTS, FindingsRecord, Plan, find_findings, judge, measure, read_journal
+    from kvbench.findings.records import FindingsRecord
+    from kvbench.findings.run import LENGTH, TEXTS, Plan, find_findings, judge, measure, read_journal
     from kvbench.findings.run import VERSION as STATISTICS_VERSION
 
     plan = Plan(find_findings(name), texts or TEXTS, LENGTH)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 import torch
 from pydantic import BaseModel, Field, model_validator
@@ -18,12 +18,10 @@ from kvbench.errors import UserError, unknown
 from kvbench.findings import attention, entries, passes
 from kvbench.findings.numbers import mean, spearman
 from kvbench.findings.observe import Observer, Values, observe
+from kvbench.findings.records import CheckResult, Decision, FindingResult
 from kvbench.hf import Model
 from kvbench.hf.config import quiet
 from kvbench.registry import HERE
-from kvbench.runs.results import Environment
-from kvbench.runs.schema import SCHEMA_VERSION
-from kvbench.runs.spec import ModelSpec, Record
 from kvbench.runs.stats import bootstrap_interval
 from kvbench.stdlib import library
 from kvbench.toml import STRICT, read_toml
@@ -47,7 +45,6 @@ PASSES = ("stream", "edit", "reuse", "prune")
 """Statistics that take several forward passes; all but `stream` on the first half of each text."""
 REFERENCE = 1_000_000
 """Index of the text whose subspaces others are compared with."""
-Decision = Literal["holds", "does not hold", "undecided"]
 
 
 class Check(BaseModel):
@@ -98,44 +95,6 @@ class Findings(BaseModel):
     model_config = STRICT
 
     finding: list[Finding] = Field(min_length=1)
-
-
-class CheckResult(Record):
-    """A check with its mean over texts."""
-
-    rule: str
-    mean: float
-    ci95: tuple[float, float]
-    """Bootstrap interval over texts. Of `above`: of the difference."""
-    texts: tuple[float, ...]
-    verdict: Decision
-
-
-class FindingResult(Record):
-    """A finding, its checks and the means of all numbers of its statistic."""
-
-    name: str
-    source: str
-    arxiv: str
-    statement: str
-    printed: str
-    verdict: Decision
-    checks: tuple[CheckResult, ...]
-    means: dict[str, float | tuple[float, ...]]
-
-
-class FindingsRecord(Record):
-    """results/shape/<model>.json"""
-
-    schema_version: Literal[2] = SCHEMA_VERSION
-    version: int
-    model: ModelSpec
-    texts: int
-    length: int
-    data: str
-    """Python's version and a hash of the standard library, from which the texts are taken."""
-    environment: Environment
-    findings: tuple[FindingResult, ...]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from kvbench import machine
 from kvbench.analysis.load import FinishedRun, load_run
 from kvbench.downloads.sources import result_id
 from kvbench.errors import UserError
+from kvbench.findings.records import FindingsRecord
 from kvbench.registry import list_entries
 from kvbench.reproduce.claims import list_claims
 from kvbench.reproduce.memory import judge_bytes
@@ -57,6 +58,12 @@ def read_findings(folder: Path) -> ShapeRecord | None:
     """The record of the findings tested on the bundled models; None if there is none."""
     path = folder / "shape" / "findings.json"
     return read_file(path, ShapeRecord) if path.exists() else None
+
+
+def read_measured(folder: Path) -> tuple[FindingsRecord, ...]:
+    """The records of findings that were tested on texts, by model."""
+    paths = sorted(x for x in (folder / "shape").glob("*.json") if x.name != "findings.json")
+    return tuple(read_file(x, FindingsRecord) for x in paths)
 
 
 def _judge(

@@ -10,6 +10,7 @@ from kvbench.leaderboard.site.files import list_files
 from kvbench.leaderboard.site.listed import Problem, read_listed
 from kvbench.leaderboard.site.output import check_output, write_site
 from kvbench.leaderboard.site.tables import make_groups
+from kvbench.leaderboard.site.traces import read_traces
 
 
 @dataclass(frozen=True)
@@ -35,5 +36,5 @@ def build_site(results: Path, output: Path) -> Built:
     check_output(results, output)
     runs, problems = read_listed(results)
     groups = make_groups(runs)
-    write_site(list_files(groups, problems, read_claims(results, runs)), output)
+    write_site(list_files(groups, problems, read_claims(results, runs), read_traces(results)), output)
     return Built(output, len(runs), len(groups), tuple(problems))

@@ -16,6 +16,7 @@ from kvbench.leaderboard.site.heatmap import draw_heatmap
 from kvbench.leaderboard.site.listed import Problem
 from kvbench.leaderboard.site.pages import TEMPLATES, Pages, link_code, name_pages, write_value
 from kvbench.leaderboard.site.tables import Group, RankedRun
+from kvbench.leaderboard.site.traces import Traces
 from kvbench.leaderboard.submission.records import VERIFICATION
 from kvbench.leaderboard.verification.lookup import UnverifiableError, find_known_method
 from kvbench.leaderboard.verification.outcome import RefusedError
@@ -44,7 +45,7 @@ class MethodPage:
 
 
 def list_files(
-    groups: Sequence[Group], problems: Sequence[Problem], claims: ClaimsReport
+    groups: Sequence[Group], problems: Sequence[Problem], claims: ClaimsReport, traces: Traces
 ) -> Iterator[tuple[str, bytes]]:
     """Yield the name and the content of every file. The same runs give the same files."""
     rows = [row for group in groups for row in group.rows]
@@ -55,6 +56,7 @@ def list_files(
     yield "index.html", pages.write("index", problems=problems, front=front, answers=front.write_answers(names))
     yield "methods.html", pages.write("methods", methods=methods)
     yield "claims.html", pages.write("claims", claims=claims)
+    yield "traces.html", pages.write("traces", boards=traces.boards, problems=traces.problems)
     yield "about.html", pages.write("about", own_columns=[(name, words) for name, (_, words) in ADDED_FIELDS.items()])
     labels = front.guide.labels
     for group in groups:

@@ -1,0 +1,49 @@
+"""Results of findings: checks, verdicts, and the record of a model."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from kvbench.runs.results import Environment
+from kvbench.runs.schema import SCHEMA_VERSION
+from kvbench.runs.spec import ModelSpec, Record
+
+Decision = Literal["holds", "does not hold", "undecided"]
+
+
+class CheckResult(Record):
+    """A check with its mean over texts."""
+
+    rule: str
+    mean: float
+    ci95: tuple[float, float]
+    """Bootstrap interval over texts. Of `above`: of the difference."""
+    texts: tuple[float, ...]
+    verdict: Decision
+
+
+class FindingResult(Record):
+    """A finding, its checks and the means of all numbers of its statistic."""
+
+    name: str
+    source: str
+    arxiv: str
+    statement: str
+    printed: str
+    verdict: Decision
+    checks: tuple[CheckResult, ...]
+    means: dict[str, float | tuple[float, ...]]
+
+
+class FindingsRecord(Record):
+    """results/shape/<model>.json"""
+
+    schema_version: Literal[2] = SCHEMA_VERSION
+    version: int
+    model: ModelSpec
+    texts: int
+    length: int
+    data: str
+    """Python's version and a hash of the standard library, from which the texts are taken."""
+    environment: Environment
+    findings: tuple[FindingResult, ...]
