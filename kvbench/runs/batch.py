@@ -62,8 +62,12 @@ def run_batch(
     time, too, and count the tokens that differ.
     """
     begun = time.perf_counter()
-    found = None if describe_alone(job.method) is not None else _run_together(job, group, shared)
-    size = 1 if found is None else len(group) * divide_batch(job.spec.batch, job.spec)[1]
+    alone = describe_alone(job.method)
+    found = None if alone is not None else _run_together(job, group, shared)
+    if found is None:
+        size, alone = 1, alone or "a batch raised an error"
+    else:
+        size = len(group) * divide_batch(job.spec.batch, job.spec)[1]
     done = [_run_alone(job, x, shared) for x in group] if found is None else [(lines, None) for lines in found]
     tokens = different = None
     if compare and size > 1:
@@ -71,7 +75,7 @@ def run_batch(
     seconds = (time.perf_counter() - begun) / sum(len(lines) for lines, _ in done)
     marked: list[tuple[list[Line], SampleFailedError | None]] = []
     for place, (lines, failure) in enumerate(done):
-        update = {"times": None, "batch": BatchLine(size=size), "seconds": seconds}
+        update = {"times": None, "batch": BatchLine(size=size, alone=alone), "seconds": seconds}
         marked.append(([x.model_copy(update=update) for x in lines], failure))
         if place == 0 and tokens is not None:
             compared = BatchLine(size=size, tokens=tokens, different=different)

@@ -160,7 +160,9 @@ class BatchLine(Record):
     """How the answers of a sample were decoded in a run with `--batch`."""
 
     size: int
-    """Answers that were decoded together; 1: one at a time, as the method requires or after a failure."""
+    """Answers that were decoded together."""
+    alone: str | None = None
+    """Why they were decoded one at a time instead; None: they were not."""
     tokens: int | None = None
     """Tokens of the sample that were compared with answers decoded one at a time; in 16 bits, on the first sample."""
     different: int | None = None

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import fmean, median
 
-from kvbench.runs.batch import describe_alone
 from kvbench.runs.environment import find_environment
 from kvbench.runs.job import Job
 from kvbench.runs.journal import Agreement, AgreementPart, CacheBytes, Effect, Line, Machine, total_facts
@@ -79,7 +78,7 @@ def summarize(
             reference_tokens=_mean([x.tokens.reference for x in good if x.tokens is not None]),
         ),
         memory=_memory(good, spec.model.dtype), latency=_latency(good), diffusion=_diffusion(job, good), effect=effect,
-        batch=_batch(job, good),
+        batch=_batch(good),
         kernels=_kernels(spec.kernels, lines),
         environment=environment.model_copy(update={"started": started, "seconds": seconds}),
     )
@@ -257,14 +256,13 @@ def _describe_untimed(lines: Sequence[Line]) -> str | None:
     return None if size is None else f"answers were decoded in batches of up to {size}"
 
 
-def _batch(job: Job, lines: Sequence[Line]) -> BatchResult | None:
+def _batch(lines: Sequence[Line]) -> BatchResult | None:
     found = [x.batch for x in lines if x.batch is not None]
     if not found:
         return None
     compared = [(x.tokens, x.different or 0) for x in found if x.tokens is not None]
-    failed = "a batch raised an error" if any(x.size == 1 for x in found) and job.spec.batch > 1 else None
     return BatchResult(
-        size=max(x.size for x in found), alone=describe_alone(job.method) or failed,
+        size=max(x.size for x in found), alone=next((x.alone for x in found if x.alone is not None), None),
         tokens=sum(x for x, _ in compared) if compared else None,
         different=sum(x for _, x in compared) if compared else None,
     )

@@ -166,3 +166,10 @@ def test_auto_is_no_larger_than_the_run(model_folder, tmp_path):
     """Four contexts, or four with three questions each."""
     assert prepare(make_request(model_folder, tmp_path, batch="auto")).spec.batch == 4
     assert prepare(make_request(model_folder, tmp_path, batch="auto", mode="multi-request")).spec.batch == 12
+
+
+def test_a_last_batch_of_one_is_no_failure(model_folder, tmp_path):
+    """Four samples, three at a time: no answer was decoded alone for a reason."""
+    result, *_, lines = make_lines(make_request(model_folder, tmp_path, batch="3"))
+    assert [x.batch.size for x in lines] == [3, 3, 3, 1]
+    assert (result.batch.size, result.batch.alone) == (3, None)

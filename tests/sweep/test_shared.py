@@ -101,6 +101,18 @@ def assert_same_lines(shared, alone):
         assert shared[name][1] == lines, name
 
 
+@pytest.mark.slow
+def test_a_shared_prefill_and_a_batch_go_together(model_folder, tmp_path):
+    """Three questions about a context that several methods share are decoded together."""
+    options = {"mode": "multi-request", "turns": 3, "batch": "6"}
+    alone = run_cells(make_cells(["h2o", "snapkv"], tmp_path / "alone", model_folder, **options), share=False)
+    shared = run_cells(make_cells(["h2o", "snapkv"], tmp_path / "shared", model_folder, **options), share=True)
+    for name, (report, lines) in shared.items():
+        assert report.result.batch.size == 3
+        tokens = [(x.ids, x.score, x.bytes, x.effect) for x in lines]
+        assert tokens == [(x.ids, x.score, x.bytes, x.effect) for x in alone[name][1]]
+
+
 @pytest.mark.parametrize(("methods", "mode", "chunk"), [
     (FEW, "single", 70), pytest.param(METHODS, "single", None, marks=pytest.mark.slow),
     pytest.param(METHODS, "multi-turn", 70, marks=pytest.mark.slow),
