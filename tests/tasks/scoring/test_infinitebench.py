@@ -20,7 +20,8 @@ def official(task, prediction, *references, **facts):
 
 
 def fixed(task, prediction, *references, **facts):
-    _, scorer = SCORERS[task]
+    scorer = SCORERS[task][1]
+    assert scorer.id.startswith("infinitebench-fixed-")
     return scorer(prediction, references, facts)
 
 
@@ -30,7 +31,7 @@ def test_every_task_has_scorers_the_official_one_first():
     for scorers in SCORERS.values():
         assert len({x.id for x in scorers}) == len(scorers)
         assert scorers[0].id.startswith("infinitebench-official-") and scorers[0].id.endswith("@88b3daa6")
-        assert all(re.fullmatch(r"infinitebench-fixed-[a-z-]+@\d", x.id) for x in scorers[1:])
+        assert all(re.fullmatch(r"infinitebench-(fixed-[a-z-]+|official-[a-z]+-strict)@\d", x.id) for x in scorers[1:])
 
 
 @pytest.mark.parametrize(
