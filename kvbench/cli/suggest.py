@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from kvbench.report.suggest import Answer, Question, Standing, Technique
     from kvbench.runs.results import Result
 
-SHOWN = 3
-"""Techniques printed with their runs; --json has all."""
-
 
 def suggest_command(
     *,
@@ -106,16 +103,15 @@ def _print_answer(answer: Answer) -> None:
     from kvbench.report.suggest import describe_lead
 
     typer.echo(answer.verdict)
-    shown = answer.techniques[:max(SHOWN, len(answer.best))]
-    for x in shown:
+    for x in answer.shown:
         typer.echo(f"{_place(x)}{x.label}: {describe_lead(x, answer)}{f', since {x.since}' if x.since else ''}")
     for judged in answer.judged:
-        found = [(x.label, judged.standings[x.label]) for x in shown if x.label in judged.standings]
+        found = [(x.label, judged.standings[x.label]) for x in answer.shown if x.label in judged.standings]
         if found:
             print_table(judged.protocol.name, *_list_cells(found))
-    if any(y.leads for x in shown for y in x.standings):
+    if any(y.leads for x in answer.shown for y in x.standings):
         typer.echo("* best or tied under this protocol")
-    if others := answer.techniques[len(shown):]:
+    if others := answer.techniques[len(answer.shown):]:
         typer.echo(f"{len(others)} more within the limit: {', '.join(x.label for x in others)}.")
     for note in answer.limits:
         typer.echo(f"Note: {note}")

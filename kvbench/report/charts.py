@@ -11,6 +11,7 @@ from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import read_share, stored_share
 from kvbench.extras import load_extra
 from kvbench.report.group import GroupedRun, find_frontier
+from kvbench.report.suggest import name_technique
 from kvbench.runs.results import Result
 
 Spec = dict[str, Any]
@@ -100,9 +101,9 @@ def _outline(cost: Cost, metric: str, families: tuple[str, ...], *, bounded: boo
         return alt.when(family).then(alt.value(shown)).otherwise(alt.value(hidden))
 
     chart = alt.layer(
-        layer("rows").mark_line(strokeWidth=1).encode(color=color, detail="method:N", opacity=fade(0.3)),
+        layer("rows").mark_line(strokeWidth=1).encode(color=color, detail="technique:N", opacity=fade(0.3)),
         layer("rows").mark_line(strokeWidth=3).encode(
-            color=color, detail="method:N", opacity=alt.when(method).then(alt.value(1)).otherwise(alt.value(0))
+            color=color, detail="technique:N", opacity=alt.when(method).then(alt.value(1)).otherwise(alt.value(0))
         ),
         layer("rows").mark_rule(strokeWidth=1).encode(y="low:Q", y2="high:Q", color=color, opacity=fade(0.35)),
         alt.Chart(alt.NamedData("full")).mark_rule(strokeDash=[6, 4]).encode(y="score:Q"),
@@ -127,7 +128,8 @@ def _place(entry: GroupedRun, cost: Cost) -> Point:
     mean, low, high = (metric.scale(x) for x in (mean, *(ends or (mean, mean))))
     stored, read = stored_share(result), read_share(result)
     return {
-        "label": entry.label, "method": result.method.name, "family": result.method.family, "score": mean, "low": low,
+        "label": entry.label, "method": result.method.name, "technique": name_technique(result),
+        "family": result.method.family, "score": mean, "low": low,
         "high": high, "cost": cost.read(result), "run": result.run_id, "rank": entry.rank,
         "shown": f"{mean:.3f} [{low:.3f}, {high:.3f}]",
         "stored": "-" if stored is None else f"{stored:.1%}", "read": "-" if read is None else f"{read:.1%}",

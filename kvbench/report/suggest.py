@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kvbench.analysis.compare import Difference, compare_runs, is_full, name_questions, rank_runs
-from kvbench.analysis.doubts import fails
+from kvbench.analysis.doubts import list_doubts
 from kvbench.analysis.formatting import format_difference, format_seconds, format_share
 from kvbench.analysis.load import FinishedRun
 from kvbench.analysis.metrics import Metric
@@ -27,6 +27,11 @@ from kvbench.task import Mode
 
 SLACK = 1.05
 """A run may exceed the limit by this factor: methods round to whole tokens, and sinks and scores come on top."""
+RANKED_FROM = 0.1
+"""Score of the full cache, of 1, below which there is hardly an answer that a technique could lose."""
+SHOWN = 3
+MOST_SHOWN = 8
+"""Techniques shown with their runs: at least the first, and as many as share the first place up to the second."""
 DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 LIMITED = {
     Axis.STORED: ("stores", "of the full cache"), Axis.READ: ("reads", "of the full cache per decode step"),
@@ -157,6 +162,11 @@ class Answer:
         return tuple(x for x in self.techniques if x.place == 1)
 
     @property
+    def shown(self) -> tuple[Technique, ...]:
+        """The techniques that are shown with their runs."""
+        return self.techniques[:min(max(SHOWN, len(self.best)), MOST_SHOWN)]
+
+    @property
     def verdict(self) -> str:
         """The answer in one sentence."""
         if not self.techniques:
@@ -253,6 +263,8 @@ class Guide:
                 yield f"{found.protocol.name}: {found.unranked}."
             if found.protocol.full is None:
                 yield f"{found.protocol.name}: no run of the full cache, so losses are unknown."
+            else:
+                yield from (f"{found.protocol.name}: {x}" for x in list_doubts(found.protocol.full.result))
         fitting = {label for found in judged for label in found.standings}
         others = {
             self.labels[name_technique(x.result)]
@@ -266,7 +278,7 @@ class Guide:
 
 def _explain_unranked(protocol: Protocol, ranks: Sequence[int | None]) -> str | None:
     full = None if protocol.full is None else protocol.full.result
-    if full is not None and (warning := warn_of_full(full)) is not None:
+    if full is not None and (warning := explain_failing(full)) is not None:
         return warning
     if len(ranks) == 1:
         return "one technique has a run, so nothing is ranked"
@@ -341,11 +353,12 @@ def _loss(standing: Standing) -> float:
     return (mean or 0.0) * (-1 if score.higher_is_better else 1)
 
 
-def warn_of_full(full: Result) -> str | None:
-    """The warning that the full cache itself fails the task; None if it does not."""
-    if not fails(full):
+def explain_failing(full: Result) -> str | None:
+    """Why nothing is ranked where the full cache has hardly a right answer; None if it has."""
+    score = full.score
+    if score.mean is None or not score.higher_is_better or score.mean >= RANKED_FROM:
         return None
-    return f"the full cache itself scores {full.score.mean:.3f}: the model fails this task, so nothing is ranked"
+    return f"the full cache itself scores {Metric.of(score).write(score.mean)}, so nothing is ranked"
 
 
 def warn_of_model(name: str) -> str | None:

@@ -40,8 +40,6 @@ OPTIONS = {Axis.STORED: "memory", Axis.READ: "read", Axis.COMPUTED: "computed"}
 """Options of `kvbench suggest`."""
 COLUMNS = "against the full cache", "verdict", "stored", "read", "computed", "per token"
 """Columns of the evidence, as `describe_standing` names them, after protocol and score."""
-MOST_SHOWN = 3
-"""Techniques shown with their runs, if no more share the first place."""
 
 
 @dataclass(frozen=True)
@@ -195,12 +193,11 @@ class _Table:
 
     def write(self, answer: Answer) -> dict[str, Any]:
         """An answer: its verdict, limits and command, the order of all techniques, and the best with their runs."""
-        shown = answer.techniques[:max(MOST_SHOWN, len(answer.best))]
         return {
             "verdict": self._text(answer.verdict), "limits": [self._text(x) for x in answer.limits],
             "command": self._text(_write_command(answer.question)),
             "order": [self._text(x.label) for x in answer.techniques],
-            "best": [self._write_technique(x, answer) for x in shown],
+            "best": [self._write_technique(x, answer) for x in answer.shown],
         }
 
     def _write_technique(self, technique: Technique, answer: Answer) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from kvbench import __version__
+from kvbench.analysis.doubts import list_doubts
 from kvbench.analysis.formatting import format_bytes, format_interval, format_p, format_share
 from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import read_share, stored_share
@@ -26,7 +27,7 @@ from kvbench.leaderboard.submission.records import LEVELS
 from kvbench.method import Upstream
 from kvbench.report.group import VISIBILITIES, Axis, name_question
 from kvbench.report.sections import list_protocol
-from kvbench.report.suggest import warn_of_model
+from kvbench.report.suggest import explain_failing, warn_of_model
 from kvbench.runs.results import Result, Score
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -77,7 +78,7 @@ def _read_templates() -> Environment:
     templates.filters |= {
         "heading": name_group, "columns": name_question, "visibility": VISIBILITIES.__getitem__,
         "subtitle": describe_group, "baseline": name_baseline, "protocol": list_protocol,
-        "machine": name_machine, "tables": list_tables, "small_model": warn_of_model,
+        "machine": name_machine, "tables": list_tables, "small_model": warn_of_model, "failing": explain_failing, "doubts": list_doubts,
         "after": cut_name, "mean": write_mean, "stored": stored_share, "read": read_share, "share": format_share,
         "arxiv": is_arxiv, "percent": "{:.1%}".format, "bytes": format_bytes, "interval": format_interval,
         "p": format_p, "reasons": join_reasons,

@@ -16,6 +16,7 @@ from kvbench.analysis.compare import Difference, compare_runs, name_questions, r
 from kvbench.leaderboard.site.listed import ListedRun
 from kvbench.leaderboard.verification.lookup import is_known_full
 from kvbench.report.group import Axis, label_results
+from kvbench.report.suggest import explain_failing
 from kvbench.runs.results import Result
 
 EDGES = (0.15, 0.3, 0.6, 1.0)
@@ -35,8 +36,8 @@ class RankedRun:
     difference: Difference | None
     """To the full cache; None: it is the full cache, there is none, or the run is not counted."""
     rank: int | None = None
-    """Within its band; None: full cache, failed, without a score, on other questions than most of the band, or not
-    counted.
+    """Within its band; None: full cache, failed, without a score, on other questions than most of the band, not
+    counted, too few contexts to tell, or a full cache that fails the task.
     """
     tied: bool = False
     """Whether others share the rank."""
@@ -128,22 +129,25 @@ def _make_group(protocol: str, members: Sequence[ListedRun]) -> Group:
     for x in rows:
         if x.result.status == "ok" and x.listed not in full:
             by_axis.setdefault(Axis.of(x.result), []).append(x)
+    ranked = not full or explain_failing(full[0].result) is None
     return Group(
         key=hashlib.sha256(protocol.encode()).hexdigest()[:8],
         anchors=tuple(row for x in full for row in rows if row.listed is x),
-        tables=tuple(AxisTable(axis, _make_bands(axis, by_axis[axis])) for axis in Axis if axis in by_axis),
+        tables=tuple(
+            AxisTable(axis, _make_bands(axis, by_axis[axis], ranked=ranked)) for axis in Axis if axis in by_axis
+        ),
         failed=tuple(x for x in rows if x.result.status == "failed"),
     )
 
 
-def _make_bands(axis: Axis, rows: Sequence[RankedRun]) -> tuple[Band, ...]:
+def _make_bands(axis: Axis, rows: Sequence[RankedRun], *, ranked: bool) -> tuple[Band, ...]:
     bands: dict[int, list[RankedRun]] = {}
     for x in (x for x in rows if x.listed.counted):
         size = axis.measure(x.result)
         bands.setdefault(len(EDGES) + 1 if size is None else sum(size > edge for edge in EDGES), []).append(x)
-    ranked = [Band(_name_band(axis, band), _rank(axis, bands[band])) for band in sorted(bands)]
+    counted = [Band(_name_band(axis, band), _rank(axis, bands[band], ranked=ranked)) for band in sorted(bands)]
     others = sorted((x for x in rows if not x.listed.counted), key=lambda x: _best_first(axis, x))
-    return (*ranked, Band(UNRANKED, tuple(others))) if others else tuple(ranked)
+    return (*counted, Band(UNRANKED, tuple(others))) if others else tuple(counted)
 
 
 def _name_band(axis: Axis, band: int) -> str:
@@ -156,11 +160,13 @@ def _name_band(axis: Axis, band: int) -> str:
     return f"{axis}: {low} {EDGES[band]:.0%} of {whole}"
 
 
-def _rank(axis: Axis, rows: Sequence[RankedRun]) -> tuple[RankedRun, ...]:
-    ranks = rank_runs([x.listed.run for x in rows])
+def _rank(axis: Axis, rows: Sequence[RankedRun], *, ranked: bool) -> tuple[RankedRun, ...]:
+    ranks = rank_runs([x.listed.run for x in rows]) if ranked else [None] * len(rows)
     count = Counter(ranks)
-    ranked = [replace(x, rank=rank, tied=count[rank] > 1) for x, rank in zip(rows, ranks, strict=True)]
-    return tuple(sorted(ranked, key=lambda x: _best_first(axis, x)))
+    placed = [
+        replace(x, rank=rank, tied=rank is not None and count[rank] > 1) for x, rank in zip(rows, ranks, strict=True)
+    ]
+    return tuple(sorted(placed, key=lambda x: _best_first(axis, x)))
 
 
 def _best_first(axis: Axis, row: RankedRun) -> tuple[float, float, float, str]:

@@ -86,6 +86,17 @@ def test_insignificant_differences_share_a_rank(results):
     assert ranks(group) == {"kvzip": (1, True), "mikv": (1, True), "snapkv": (3, False)}
 
 
+def test_nothing_is_ranked_where_the_full_cache_fails_the_task(results):
+    """Its page warns, and the runs have neither rank nor tie."""
+    results.add("a", "bad", method="full", stored=1.0, kind="none")
+    results.add("b", "poor")
+    results.add("c", "good", method="kvzip")
+    (group,) = read_groups(results)
+    assert ranks(group) == {"snapkv": (None, False), "kvzip": (None, False)}
+    (page,) = results.build().folder.glob("protocols/*.html")
+    assert "the full cache itself scores 0.000, so nothing is ranked" in page.read_text()
+
+
 def test_the_full_cache_is_an_anchor_without_a_rank(results):
     """It is the first row, and all others have a difference to it."""
     results.add("a", "good", method="full", stored=1.0, kind="none")
