@@ -78,7 +78,8 @@ def _read_templates() -> Environment:
     templates.filters |= {
         "heading": name_group, "columns": name_question, "visibility": VISIBILITIES.__getitem__,
         "subtitle": describe_group, "baseline": name_baseline, "protocol": list_protocol,
-        "machine": name_machine, "tables": list_tables, "small_model": warn_of_model, "failing": explain_failing, "doubts": list_doubts,
+        "machine": name_machine, "tables": list_tables, "small_model": warn_of_model, "failing": explain_failing,
+        "doubts": list_doubts,
         "after": cut_name, "mean": write_mean, "stored": stored_share, "read": read_share, "share": format_share,
         "arxiv": is_arxiv, "percent": "{:.1%}".format, "bytes": format_bytes, "interval": format_interval,
         "p": format_p, "reasons": join_reasons,

@@ -81,6 +81,16 @@ def test_nothing_is_ranked_where_the_full_cache_fails_the_task(results):
     assert any("the full cache itself scores 0.028" in x for x in answer.limits)
 
 
+def test_a_weak_full_cache_is_a_warning(results):
+    """Many published tasks score below one half; techniques are ranked, with a note."""
+    results.add("full", [[1.0, 0.0, 0.0]] * 12, method="full", stored=1.0, kind="none")
+    results.add("a", [[1.0, 0.0, 0.0]] * 12, method="kvzip")
+    results.add("b", [[0.0] * 3] * 12)
+    answer = ask(results)
+    assert [x.label for x in answer.best] == ["kvzip"]
+    assert any("the full cache itself scores 0.333: the model fails this task" in x for x in answer.limits)
+
+
 def test_a_single_technique_is_not_called_the_best(full):
     full.add("a", "good")
     answer = ask(full)
