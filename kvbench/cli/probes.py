@@ -18,6 +18,23 @@ LEAST_DISK = 1.0
 """GB that a few runs with a small model need."""
 
 
+EXTRAS = {
+    "accelerate": ("accelerate", "--device-map, which spreads a model over several GPUs, memory and disk"),
+    "data": ("datasets", "tasks from data sets, such as LongBench"),
+    "gguf": ("gguf", "`kvbench models add`, and --model file.gguf"),
+    "lm-eval": ("lm_eval", "tasks of lm-evaluation-harness"),
+    "postgresql": ("psycopg", "`kvbench leaderboard serve --db postgresql+psycopg://...`"),
+    "query": ("duckdb", "`kvbench query`"),
+    "ray": ("ray", "`kvbench sweep --executor ray`"),
+    "report": ("altair", "`kvbench report`, and the leaderboard's site"),
+    "server": ("fastapi", "`kvbench leaderboard serve`"),
+    "trackio": ("trackio", "`kvbench run --trackio`"),
+    "triton": ("triton", "--kernels triton"),
+    "wandb": ("wandb", "`kvbench run --wandb`"),
+}
+"""Extras of pyproject.toml: a package of each, and the features that need it."""
+
+
 @dataclass(frozen=True)
 class Probe:
     """The result of one check."""
@@ -25,13 +42,21 @@ class Probe:
     name: str
     ok: bool
     found: str
+    hint: str | None = None
+    """Of a check that passed: what is slow or missing here, and what to type."""
+
+    @property
+    def state(self) -> str:
+        """The result in a word."""
+        return "WRONG" if not self.ok else "ok" if self.hint is None else "note"
 
 
 def examine() -> list[Probe]:
     """All checks: packages, hardware, disk, cache and bundled models."""
+    gpu = _gpu()
     return [
-        _python(), _package("torch", (2, 11)), _package("transformers", (5, 17)), _triton(), _gpu(), _threads(),
-        _bfloat16(), _memory(), _disk(), _writable_cache(), *_models(), _shadowed(),
+        _python(), _package("torch", (2, 11)), _package("transformers", (5, 17)), gpu, _flash(gpu),
+        _threads(), _bfloat16(), _memory(), _disk(), _writable_cache(), *_models(), _shadowed(), *_extras(),
     ]
 
 
@@ -49,8 +74,16 @@ def _package(name: str, least: tuple[int, int]) -> Probe:
     return Probe(name, ok, version if ok else f"{version}: kvbench needs {need} or newer")
 
 
-def _triton() -> Probe:
-    return Probe("triton", True, find_version("triton") or "not installed (only --kernels triton needs it)")
+def _extras() -> list[Probe]:
+    """One line for each extra that is missing, after one for those that are installed."""
+    found = {extra: find_version(package) for extra, (package, _) in EXTRAS.items()}
+    there = [extra for extra, version in found.items() if version is not None]
+    return [Probe("extras", True, f"installed: {', '.join(there) or 'none'}"), *(
+        Probe(
+            extra, True, "not installed", f"{EXTRAS[extra][1]} is not available; pip install 'kvbench[{extra}]'"
+        )
+        for extra, version in found.items() if version is None
+    )]
 
 
 def _gpu() -> Probe:
@@ -59,9 +92,22 @@ def _gpu() -> Probe:
     except Exception as error:  # noqa: BLE001  # a broken install raises anything
         return Probe("gpu", False, f"torch cannot be imported: {error}")
     if not torch.cuda.is_available():
-        return Probe("gpu", True, "none (runs use the CPU)")
+        return Probe("gpu", True, "none", (
+            "runs use the CPU, which is slow for models of more than about 100 M parameters: use --model mini, or "
+            "`kvbench models add smollm2-135m` and few --samples"
+        ))
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return Probe("gpu", True, ", ".join(names))
+
+
+def _flash(gpu: Probe) -> Probe:
+    version = find_version("flash-attn")
+    if version is not None:
+        return Probe("flash-attn", True, version)
+    if gpu.hint is not None or not gpu.ok:
+        return Probe("flash-attn", True, "not installed (--kernels flash needs a GPU)")
+    hint = "prompts run with torch's own attention; for --kernels flash, pip install 'kvbench[flash]'"
+    return Probe("flash-attn", True, "not installed", hint)
 
 
 def _threads() -> Probe:
@@ -77,8 +123,9 @@ def _threads() -> Probe:
 def _bfloat16() -> Probe:
     if has_bfloat16_units():
         return Probe("bfloat16", True, "computed by the CPU itself")
-    text = "no units in this CPU: --dtype auto (the default) computes in float32, and --dtype bfloat16 is slow here"
-    return Probe("bfloat16", True, text)
+    return Probe("bfloat16", True, "this CPU has no units for it", (
+        "--dtype bfloat16 is slow here; leave --dtype out (auto computes in float32), or type --dtype float32"
+    ))
 
 
 def _memory() -> Probe:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import tomllib
 import types
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 
 from kvbench import __version__
 from kvbench.check import Outcome
+from kvbench.cli.probes import EXTRAS
 from kvbench.runs.files import read_lines
 from kvbench.runs.spec import Mode, RunSpec
 
@@ -256,7 +259,8 @@ def test_doctor_names_failed_checks(kvbench, monkeypatch):
     """Every check has a name; a failed one gives exit code 1."""
     answer = kvbench("doctor", "--json")
     found = {x["name"]: x for x in answer.json}
-    assert {"python", "torch", "transformers", "triton", "gpu", "threads", "disk", "cache", "kernels"} <= found.keys()
+    checks = {"python", "torch", "transformers", "flash-attn", "gpu", "threads", "disk", "cache", "kernels", "extras"}
+    assert checks <= found.keys()
     assert answer.code == (0 if all(x["ok"] for x in answer.json) else 1)
     monkeypatch.setattr(
         "kvbench.cli.probes.find_version", lambda package: "4.50.0" if package == "transformers" else "9.9"
@@ -264,6 +268,31 @@ def test_doctor_names_failed_checks(kvbench, monkeypatch):
     answer = kvbench("doctor")
     assert answer.code == 1
     assert "4.50.0: kvbench needs 5.17 or newer" in answer.out
+
+
+def test_doctor_names_slow_and_missing_parts_and_what_to_type(kvbench, monkeypatch):
+    """A machine without bfloat16 units, GPU and optional packages still passes."""
+    monkeypatch.setattr("kvbench.cli.probes.has_bfloat16_units", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(
+        "kvbench.cli.probes.find_version", lambda package: "9.9" if package in ("torch", "transformers") else None
+    )
+    found = {x["name"]: x for x in kvbench("doctor", "--json").json}
+    assert all(x["ok"] for x in found.values() if x["name"] not in ("disk", "threads", "kernels"))
+    assert "--dtype float32" in found["bfloat16"]["hint"]
+    assert "--model mini" in found["gpu"]["hint"]
+    for extra in EXTRAS:
+        assert f"pip install 'kvbench[{extra}]'" in found[extra]["hint"]
+    assert found["extras"]["found"] == "installed: none"
+
+
+def test_doctor_knows_the_extras_of_the_package():
+    """Each with a package that it installs."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    table = project["optional-dependencies"]
+    assert set(EXTRAS) == set(table) - {"flash"}
+    for extra, (package, _) in EXTRAS.items():
+        assert any(re.split(r"[\[><=]", x)[0].replace("-", "_") == package for x in table[extra])
 
 
 def test_a_run_id_is_a_hash_of_the_spec(kvbench, arguments, tmp_path):
