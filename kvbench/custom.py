@@ -164,12 +164,10 @@ class CustomTask(Task):
         if turns <= few:
             return
         if few == many:
-            has = "1 turn" if few == 1 else f"{few} turns"
-            raise UserError(f"the records of {self.name} have {has} each, not {turns}. Use --turns {few} or fewer.")
+            raise UserError(f"records of {self.name} have {few} turns each, not {turns}. Use --turns {few} or fewer.")
         raise UserError(
-            f"the records of {self.name} have unequal numbers of turns: '{least.id}' has {few}, '{most.id}' {many}. "
-            f"A run asks {turns} questions about every context: use --turns {few} or fewer, or leave short records out "
-            f"of {self.records.path}."
+            f"records of {self.name} have unequal numbers of turns: '{least.id}' has {few}, '{most.id}' {many}. "
+            f"A run asks {turns} questions about every context: use --turns {few} or fewer, or leave short records out."
         )
 
     def compose(self, record: Record, turns: int) -> Example:

@@ -437,7 +437,7 @@ def test_the_files_that_the_documents_show_work(kvbench, tmp_path, model_folder)
 
 
 @pytest.mark.parametrize(("records", "options", "message"), [
-    ([2, 2], "--turns 7", "the records of capitals have 2 turns each, not 7. Use --turns 2 or fewer."),
+    ([2, 2], "--turns 7", "records of capitals have 2 turns each, not 7. Use --turns 2 or fewer."),
     ([1, 3], "", "of capitals have unequal numbers of turns: 'r0' has 1, 'r1' 3. A run asks 3 questions"),
 ])
 def test_a_run_asks_as_many_questions_as_it_records(kvbench, write, records, options, message):

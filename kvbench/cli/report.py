@@ -37,6 +37,7 @@ def report_command(
     from kvbench.analysis.doubts import list_doubts
     from kvbench.analysis.formatting import print_table
     from kvbench.analysis.load import find_runs, load_run
+    from kvbench.analysis.metrics import Metric
     from kvbench.analysis.significance import describe_too_few
     from kvbench.cli.results import group_cells
     from kvbench.log import say
@@ -64,7 +65,8 @@ def report_command(
         raise UserError(f"report '{output}' cannot be written: {error.strerror}. Give another path with -o.") from error
     for entries in groups:
         columns, rows = group_cells(entries)
-        print_table(name_group(entries[0].result), columns, rows)
+        result = entries[0].result
+        print_table(f"{name_group(result)}: {Metric.of(result.score).title}", columns, rows)
         for entry in entries:
             for doubt in list_doubts(entry.result):
                 say(f"warning: {entry.label}: {doubt}")

@@ -202,7 +202,7 @@ def score_cells(
 
 def group_cells(entries: Sequence[GroupedRun]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows of the table of a report's group: score, difference to the baseline, stored and read bytes."""
-    metric, baseline = Metric.of(entries[0].result.score), entries[0].baseline
+    baseline = entries[0].baseline
     versus = [] if baseline is None else [f"vs. {baseline}", "verdict"]
     rows = []
     for x in entries:
@@ -213,7 +213,7 @@ def group_cells(entries: Sequence[GroupedRun]) -> tuple[list[str], list[list[str
             *([mean, verdict] if versus else []),
             format_share(stored_share(x.result)), format_share(read_share(x.result)),
         ])
-    return ["rank", "method", metric.title, *versus, "stored", "reads"], rows
+    return ["rank", "method", "score", *versus, "stored", "reads"], rows
 
 
 def _score_cell(result: Result) -> str:
