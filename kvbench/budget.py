@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from kvbench.errors import UserError, check_number
+from kvbench.errors import MOST, UserError
 
 
 class BudgetKind(StrEnum):
@@ -51,7 +51,8 @@ class Budget:
             return cls("fraction", value / 100)
         if value != int(value):
             raise UserError(f"budget '{text}' is not a whole number of tokens; a share needs a % sign. {allowed}")
-        check_number("budget", value)
+        if value > MOST:
+            raise UserError(f"budget '{text}' must be {MOST:,} or less. {allowed}")
         return cls("rows", value)
 
     def __str__(self) -> str:
