@@ -51,7 +51,11 @@ def check(folder, scratch):
 
     copy = shutil.copytree(folder, scratch / folder.name)
     record, _ = rescore(copy)
-    assert record.score == result.score
+    if record.score.interval == result.score.interval:
+        assert record.score == result.score
+    else:  # results of kvbench 0.1 have another interval of the same mean
+        same = {"ci95": result.score.ci95, "interval": result.score.interval}
+        assert record.score.model_copy(update=same) == result.score
 
 
 def test_weights_are_those_of_one_bundled_model():

@@ -781,7 +781,7 @@ def test_absolute_times_of_a_cpu_are_not_printed(bench):
     ("--state warm --timing step", "unknown state 'warm'"), ("--batch 0", "batch '0' must be a number"),
     ("--batch many", "batch 'many' must be a number"), ("--length 1k", "must be whole numbers"),
     ("--length 0", "length 0 must be 1 or more"), ("--seconds 0", "seconds 0.0 must be 1 or more"),
-    ("--memory 0", "memory 0.0 must be above 0 GB"), ("--out nowhere/bench.json", "in an existing folder"),
+    ("--memory 0", "0.0 must be 0.001 or more"), ("--out nowhere/bench.json", "in an existing folder"),
     ("--kernels cuda", "unknown kernels 'cuda'"),
     ("--kernels flash", "flash"), ("--method nope", "unknown method 'nope'"),
     ("--set window=3 --method h2o", "--set applies to one method"), ("--method none", "none is for diffusion models"),

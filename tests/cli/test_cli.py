@@ -29,7 +29,7 @@ BAD_REQUESTS = [
     ("--model=./nothing", "model"),
     ("--mode=multi", "unknown mode 'multi'. Did you mean 'multi-turn'?"),
     ("--set=windw=3", "unknown setting of"),
-    ("--set=fails_at=x", "--set fails_at=x"),
+    ("--set=fails_at=x", "fails_at must be a whole number, got x"),
     ("--set=kind=x", "kind must be memory or bug"),
     ("--task-set=word=a,b=c --task-set=x=1", "unknown setting of"),
     ("--budget=0", "budget '0' must be above 0"),
