@@ -91,6 +91,15 @@ IMPOSSIBLE: dict[str, tuple[Change, str]] = {
     "a full cache of twice its size, which halves the ratio": (
         forge("bytes", full_bytes=lambda x: 2 * x.full_bytes), "a full cache of",
     ),
+    "a full cache that reads twice as much per step": (
+        forge("bytes", full_read_bytes_per_step=lambda x: 2 * x.full_bytes), "its full_read_bytes_per_step is",
+    ),
+    "a full cache that grows twice as much": (
+        forge("bytes", end_full_bytes=lambda x: 2 * x.full_bytes), "its end_full_bytes is",
+    ),
+    "more stored at the end than there is": (
+        forge("bytes", end_stored_bytes=lambda x: x.end_bytes + 8), "its end_stored_bytes is",
+    ),
     # Entries and counters
     "half of the entries kept": (
         forge("effect", entries_kept=lambda x: tuple(y / 2 for y in x.entries_kept)), "its layers keep",

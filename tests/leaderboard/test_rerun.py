@@ -157,6 +157,19 @@ def test_mended_answers_are_refused_by_the_sign_test():
     assert _check_agreement(found, (0, 0), 9, 2390, [1.0, -1.0] * 4).outcome == "ok"
 
 
+@pytest.mark.parametrize(("divergences", "compared", "outcome"), [
+    (1, 1, "ok"), (2, 13, "ok"), (3, 13, "refused"), (8, 239, "ok"), (12, 239, "refused"), (64, 2390, "ok"),
+    (70, 2390, "refused"),
+])
+def test_more_divergences_than_between_processors_are_refused(divergences, compared, outcome):
+    """The limit follows from the measured rate, 2 % of the tokens, and the number of tokens."""
+    found = RerunResult(
+        share=1.0, seed=0, samples=4, answers=8, same_answers=0, tokens=compared, same_tokens=0, submitted_mean=0.5,
+        mean=0.5, differs=(), cpu="x", gpu=None,
+    )
+    assert _check_agreement(found, (0, 0), divergences, compared, []).outcome == outcome
+
+
 def test_differing_source_hashes_are_named_and_not_refused(snapkv, verify_with):
     files = edit_spec(snapkv.files, lambda x: x["sources"].update(method="0" * 64))
     record = verify_with(files, 0.25)

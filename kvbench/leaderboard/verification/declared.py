@@ -184,6 +184,7 @@ def check_reads(x: Turn, method: Method, shape: Shape, *, recompress: bool) -> N
         raise RefusedError(
             "bytes", f"{x.name}: a step reads {read} bytes, and the method reads at least {least} of its context"
         )
+    _check_end(x, shape)
 
 
 def _packed_bytes(method: Method, shape: Shape, kept: Sequence[int], after: int) -> int:
@@ -201,6 +202,21 @@ def _budget_entries(method: Method, shape: Shape) -> list[int] | None:
         budget, held = method.entries_in(i, layer.window), shape.entries(layer)
         found.append(held if budget is None else min(held, budget))
     return found
+
+
+def _check_end(x: Turn, shape: Shape) -> None:
+    """Refuse bytes at the end of a turn, and of the full cache there, that the number of tokens rules out."""
+    size = x.bytes
+    longest = size.full_bytes + x.after * replace(shape, length=1).full_bytes
+    limits = {
+        "end_stored_bytes": (0, size.end_bytes), "end_full_bytes": (size.full_bytes, longest),
+        "distinct_read_bytes_per_step": (0, size.read_bytes_per_step),
+        "full_read_bytes_per_step": (0, size.end_full_bytes or longest),
+    }
+    for name, (least, most) in limits.items():
+        found = getattr(size, name)
+        if found is not None and not least <= found <= most:
+            raise RefusedError("bytes", f"{x.name}: its {name} is {found}, possible are {least} to {most}")
 
 
 def _is_exact(found: Effect) -> bool:

@@ -35,8 +35,8 @@ def check_plausibility(spec: RunSpec, lines: Sequence[Line]) -> Check:
 def _list_impossible(spec: RunSpec, x: Line) -> Iterator[str]:
     if x.tokens is None or x.bytes is None or x.effect is None:
         return  # a failed sample; `check_answers` refuses any other line without them
-    if (x.times is None) is not x.shared_prefill:
-        yield "a line has times unless its sample took the prefill of another run"
+    if (x.times is None) is not (x.shared_prefill or x.batch is not None):
+        yield "a line has times unless its sample took the prefill of another run or was decoded in a batch"
     yield from _list_wrong_bytes(x.bytes, x.times, recompress=spec.recompress)
     yield from _list_wrong_counters(x.effect)
     if x.agreement is not None:
