@@ -74,7 +74,7 @@ def calibration_ids(model: Model, tokens: int) -> Tensor:
             "Use a method without calibration."
         )
     text = "\n".join(topics[name] for name in sorted(topics))[: 16 * count]
-    ids = model.tokenizer(text, add_special_tokens=False).input_ids[:count]
+    ids = model.tokenizer(text, add_special_tokens=False, truncation=True, max_length=count).input_ids
     if len(ids) < count:
         say(f"the tokenizer of {model.id} makes {len(ids)} tokens of the manual: random tokens are used instead.")
         vocabulary = model.module.get_input_embeddings().weight
