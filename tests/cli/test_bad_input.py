@@ -22,6 +22,7 @@ LINES = {
     "list": "list methods",
     "show": "show {}",
     "check": "check {}",
+    "answers": "answers {}",
     "score": "score {}",
     "compare": "compare {} {}",
     "bench": "bench --method snapkv",
