@@ -154,7 +154,8 @@ def predict_bytes(batch: int, spec: RunSpec, fitted: Method, shape: Shape, capac
     except UndeclaredError:
         stored = shape.full_bytes
     later = (capacity - shape.length) * shape.full_bytes // shape.length
-    copied = stored if any(fitted.layer(x).bounded for x in range(len(shape.layers))) else 0
+    stores = [fitted.layer(x) for x in range(len(shape.layers))]
+    copied = stored if any(x.bounded or x.entry_state for x in stores) else 0
     contexts, questions = divide_batch(batch, spec)
     full = 2 * shape.full_bytes + fitted.running_bytes(shape)
     return full + contexts * (stored + later + questions * (2 * later + copied))
