@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from kvbench.runs.results import Result
 
 
+CURATED = Path("results")
+"""The curated results of a checkout."""
+
+
 def suggest_command(
     *,
     model: Annotated[str, typer.Option(help="Model of the runs, such as mini.")],
@@ -33,7 +37,7 @@ def suggest_command(
     task: Annotated[str | None, typer.Option(help="A task; default: every task with a run.")] = None,
     visibility: Annotated[str | None, typer.Option(help="visible, hidden or first-turn; default: each.")] = None,
     results: Annotated[
-        list[Path] | None, typer.Option("--results", help="Folder of runs; repeatable; default: runs.")
+        list[Path] | None, typer.Option("--results", help="Folder of runs; repeatable; default: runs and results.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -47,7 +51,7 @@ def suggest_command(
     from kvbench.runs.files import read_file
     from kvbench.runs.results import Result
 
-    folders = find_runs([str(x) for x in results or [RUNS]])
+    folders = find_runs([str(x) for x in results or [x for x in (RUNS, CURATED) if x.is_dir()] or [RUNS]])
     found = [(x, read_file(x / "result.json", Result)) for x in folders]
     question = _read_question(
         model, mode, {"stored": memory, "read": read, "computed": computed}, task, visibility, [x for _, x in found]
