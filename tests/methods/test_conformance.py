@@ -403,6 +403,18 @@ class DividesByLittle(Honest):
         return kv.attend(step) / max(0, kv.n - 4) * (kv.n - 4)
 
 
+@fault("state follows entries", "element per entry")
+@dataclass(frozen=True)
+class KeepsNumbers(Honest):
+    """Keeps a number per entry where `keep` does not find it."""
+
+    def attend(self, kv, step):
+        """Write the numbers of all entries."""
+        output = kv.attend(step)
+        kv.state["numbers"] = kv.keys.norm(dim=-1)
+        return output
+
+
 @fault("short contexts run", "did not act")
 @dataclass(frozen=True)
 class LongOnly(Honest):
