@@ -10,6 +10,7 @@ import ast
 import functools
 import hashlib
 import importlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import inspect
@@ -18,6 +19,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import CodeType
 from typing import Literal, cast
 
 from kvbench.custom import read_task
@@ -197,6 +199,16 @@ def _find_registered(kind: Kind, name: str) -> type:
     raise unknown(kind, name, names, f"See `kvbench list {kind}s`, or give path/to/file.py:Class.")
 
 
+class _FromSource(importlib.machinery.SourceFileLoader):
+    """Compiles the file as it is now: bytecode on disk is trusted for a second after an edit of equal length."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        """The code of the source, whatever is cached."""
+        path = self.get_filename(fullname)
+        code: CodeType = self.source_to_code(self.get_data(path), path)
+        return code
+
+
 def _load_file(text: str, *kinds: Kind) -> type:
     kind = " or ".join(kinds)
     location, _, class_name = text.partition(".py:")
@@ -208,7 +220,7 @@ def _load_file(text: str, *kinds: Kind) -> type:
         )
     # The name is a hash of the path, so that two files of one name are two modules. Dataclasses need it in sys.modules.
     name = f"{FILE_MODULE}{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_FromSource(name, str(path)))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

@@ -156,13 +156,17 @@ def describe(results: Sequence[Result]) -> str:
         if x.environment.git is not None and x.environment.git.commit[:12] in IN_ONE_BLOCK
         and find_method(x.method.name).graphable is not None
     })
+    changed = sorted({
+        x.method.name for x in results if x.spec.method.version != find_method(x.method.name).card.version
+    })
+    versions = f"Runs of {', '.join(changed)} are of an earlier version of these methods.\n" if changed else ""
     early = f" For {', '.join(old)} it is from before they were forced token by token." if old else ""
     return (
         f"Model `mini`, task `{first.task.name}`, `multi-turn`, {first.n_samples} contexts with {first.spec.turns} "
         f"questions each, reference history, seed {first.spec.seed}, on {first.environment.cpu} (2 cores), "
         f"{_name_commits(results)}.\n"
         "Top-1 agreement and KL divergence compare with the full cache, teacher-forced on the reference answers."
-        f"{early}\n"
+        f"{early}\n{versions}"
     )
 
 

@@ -22,6 +22,11 @@ FLASH_WIDTH = 256
 """Most channels that SDPA's flash attention supports on a GPU."""
 
 
+def has_cudnn(query: Tensor) -> bool:
+    """Whether cuDNN could take a call of scaled_dot_product_attention."""
+    return query.is_cuda
+
+
 def dense_attention(
     query: Tensor,
     keys: Tensor,
@@ -51,7 +56,7 @@ def dense_attention(
         raise NotImplementedError("bidirectional attention with a window")
     if length is None and not narrow and not special:
         if n_query == 1:
-            if not query.is_cuda:  # no cuDNN to leave out, and the context costs as much as a short attention
+            if not has_cudnn(query):  # the context costs as much as a short attention
                 return _sdpa(query, keys, values, None, scale)
             with sdpa_kernel(list(ONE_QUERY)):
                 return _sdpa(query, keys, values, None, scale)

@@ -46,4 +46,5 @@ class FindingsRecord(Record):
     data: str
     """Python's version and a hash of the standard library, from which the texts are taken."""
     environment: Environment
+    """Of the command that finished the record; `seconds` leaves out what an earlier one had measured."""
     findings: tuple[FindingResult, ...]

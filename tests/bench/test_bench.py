@@ -358,6 +358,7 @@ def test_every_call_of_sdpa_names_its_kernels(monkeypatch, name):
         allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
         return sdpa(*args, **kwargs)
 
+    monkeypatch.setattr("kvbench.kernels.dense_attention.torch.has_cudnn", lambda query: True)
     sdpa = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
     job = setting()

@@ -148,7 +148,7 @@ def test_the_list_is_of_all_tables_and_findings(kvbench):
     (["snapkv", "--list"], "reproduce takes exactly one of"),
     (["snapkw"], "unknown paper 'snapkw'. Did you mean 'snapkv'?"),
     (["--shape", "x"], "unknown finding 'x'"),
-    (["--shape", "all", "--model", "mini"], "--shape uses the bundled models"),
+    (["--shape", "all", "--model", "minni"], "minni"),
     (["snapkv", "--samples", "0"], "samples 0 must be 1 or more"),
 ])
 def test_a_wrong_request_is_refused(kvbench, arguments, said):
