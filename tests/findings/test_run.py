@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvbench.errors import UserError
 from kvbench.findings import run
+from kvbench.findings.records import FindingsRecord
 from kvbench.findings.run import Check, Plan, find_findings, judge, make_text, measure, read_journal
 from kvbench.hf import load_model
 
@@ -104,6 +105,21 @@ def test_any_journal_is_read(tmp_path_factory, data):
     path.write_bytes(good + data)
     assert read_journal(path)[0]["s"] == {"x": 1.0} or b"statistic" in data
     assert path.read_bytes().startswith(good)
+
+
+def test_the_page_has_the_numbers_of_the_record():
+    """Every check of results/shape with its mean, interval and verdict stands in docs/findings.md."""
+    root = run.HERE.parent
+    record = FindingsRecord.model_validate_json((root / "results/shape/smollm2-135m-q4_1.json").read_text())
+    page = (root / "docs/findings.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    for finding in record.findings:
+        assert any(f"`{finding.name}`: {finding.statement}" in x for x in rows)
+        for check in finding.checks:
+            low, high = check.ci95
+            cell = f"`{check.rule}` | {check.mean:.3f} [{low:.3f}, {high:.3f}]"
+            assert any(cell in x and check.verdict in x for x in rows), check.rule
+    assert [x.name for x in record.findings] == [x.name for x in find_findings("all")]
 
 
 def test_the_command_measures_and_resumes(kvbench, monkeypatch, tmp_path):
