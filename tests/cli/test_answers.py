@@ -74,7 +74,7 @@ def test_bad_input_is_refused(kvbench, two, options, message):
 
 def test_an_older_journal_has_no_questions(kvbench):
     """A curated run shows the rest, and says so."""
-    folder = next(CURATED.glob("snapkv*"))
+    folder = next(CURATED.glob("expected-attention*"))
     assert b'"question"' not in gzip.decompress((folder / "samples.jsonl.gz").read_bytes())
     answer = kvbench("answers", folder, "--sample", "0")
     assert answer.code == 0

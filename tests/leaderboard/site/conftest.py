@@ -27,12 +27,12 @@ CURATED = Path(__file__).parents[3] / "results" / "cpu-2-cores"
 
 
 def find_template(budget: str, visibility: str, length: int) -> tuple[Path, dict[str, Any]]:
-    """Find the curated run of snapkv with these options, and its result."""
-    for folder in CURATED.glob("snapkv-niah_*"):
+    """Find the curated run of kvbench 0.1 with these options, and its result."""
+    for folder in CURATED.glob("expected-attention-niah_*"):
         result: dict[str, Any] = upgrade(json.loads((folder / "result.json").read_text()))
         if (result["budget"]["asked"], result["visibility"], result["task"]["length"]) == (budget, visibility, length):
             return folder, result
-    raise LookupError(f"no curated run of snapkv at {budget}, {visibility}, {length:,} tokens")
+    raise LookupError(f"no curated run of expected-attention at {budget}, {visibility}, {length:,} tokens")
 
 
 MODEL, RESULT = find_template("10%", "first-turn", 2048)
@@ -62,8 +62,7 @@ class Results:
         values = [x for context in scores for x in context]
         for part in (spec["method"], result["method"], result["method"]["card"]):
             part["name"] = method
-        if method == "full":
-            result["method"]["settings"] = {}
+        result["method"]["settings"] = {} if method == "full" else {"window": 32, "kernel": 7, "pool": "max"}
         spec |= {"samples": len(scores), "turns": len(scores[0])}
         result |= {"n_samples": len(scores), "n_scored": len(scores), "visibility": "first-turn"}
         result["score"] |= {
