@@ -156,7 +156,9 @@ IMPOSSIBLE: dict[str, tuple[Change, str]] = {
     "a turn shorter than its parts": (lambda x: {"seconds": x.times.decode_s / 2}, "its turn took"),
     "a turn of no time": (lambda _: {"seconds": 0.0}, "its turn took 0 s"),
     "the same good times in every sample": (
-        lambda x: {**forge("times", decode_s=0.01)(x), "seconds": x.seconds + 1}, "8 measured times are only 1",
+        lambda x: {
+            **forge("times", decode_s=0.01)(x), "seconds": x.seconds + 1, "started": "2026-11-22T12:00:00+00:00",
+        }, "8 measured times are only 1",
     ),
     # Dates
     "samples of the future": (lambda _: {"started": "2999-01-01T00:00:00+00:00"}, "it started at '2999"),
