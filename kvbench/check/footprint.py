@@ -26,6 +26,7 @@ from kvbench.hf import Model
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Method
 from kvbench.runs.journal import Effect
+from kvbench.step import Step
 from kvbench.store import LayerKV
 
 
@@ -142,29 +143,42 @@ def _name_tensors(store: LayerKV) -> Iterator[tuple[str, Tensor, int]]:
 
 
 def state_follows_entries(method: Method) -> str:
-    """No tensor of `kv.state` has an element per entry: `keep` and `drop` would leave it as it is."""
+    """No tensor of `kv.state` with an element per entry is left as it was after `keep` and `drop`."""
     counts: dict[str, set[int]] = {}
     other: set[str] = set()
-    originals = {name: getattr(LayerKV, name) for name in ("keep", "keep_where", "drop")}
+    before: dict[int, dict[str, Tensor]] = {}  # by store: tensors with an element per entry, before entries left
+    originals = {name: getattr(LayerKV, name) for name in ("append", "keep", "keep_where", "drop")}
 
     def spy(name: str) -> Callable[[LayerKV, Tensor], None]:
         def watched(self: LayerKV, chosen: Tensor) -> None:
             for key, x in self.state.items():
                 if x.ndim > 2 and x.shape[2] == self.n:
-                    counts.setdefault(key, set()).add(self.n)
+                    before.setdefault(id(self), {})[key] = x
                 else:
                     other.add(key)
             originals[name](self, chosen)
 
         return watched
 
+    def find_stale(kv: LayerKV) -> None:
+        for key, x in before.pop(id(kv), {}).items():
+            if kv.state.get(key) is x:
+                counts.setdefault(key, set()).add(x.shape[2])
+
+    def append(self: LayerKV, step: Step) -> None:
+        find_stale(self)
+        originals["append"](self, step)
+
     for name in originals:
-        setattr(LayerKV, name, spy(name))
+        setattr(LayerKV, name, append if name == "append" else spy(name))
     try:
         for length in (LENGTH, LENGTH - 7):
+            before.clear()  # ids of closed stores may be taken again
             with open_session(method, tiny_model(), choose_budget(method), length) as session:
                 session.prefill(CONTEXT[:length])
                 talk(session)
+                for kv in session.layers:
+                    find_stale(kv)
     finally:
         for name, original in originals.items():
             setattr(LayerKV, name, original)
@@ -173,7 +187,7 @@ def state_follows_entries(method: Method) -> str:
         f"kv.state[{stale[0]!r}] has an element per entry, and does not follow keep and drop. Use "
         f"LayerKV(entry_state=({stale[0]!r},)) and kv.get_entry_state({stale[0]!r})"
     )
-    return f"{len(counts.keys() | other)} tensors in kv.state, none with an element per entry"
+    return f"{len(counts.keys() | other)} tensors in kv.state, none with an element per entry that is out of date"
 
 
 def _tensors(session: Session) -> list[list[Tensor]]:
