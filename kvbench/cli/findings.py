@@ -16,8 +16,8 @@ from kvbench.cli.output import print_json
 from kvbench.errors import UserError
 
 if TYPE_CHECKING:
-    from kvbench.findings.records import FindingResult
-    from kvbench.reproduce.shape import FindingRecord
+    from kvbench.findings.records import FindingResult, FindingsRecord
+    from kvbench.reproduce.shape import FindingRecord, ShapeRecord
     from kvbench.sweep.cell import CellReport
 
 RECORD = Path("results/shape/findings.json")
@@ -46,11 +46,7 @@ def check_findings(name: str, samples: int | None, out: Path, *, dry_run: bool, 
     })
     _print_findings(record.findings)
     if name == "all" and samples is None:
-        from kvbench.runs.files import saving, write_record
-
-        with saving(RECORD):
-            RECORD.parent.mkdir(parents=True, exist_ok=True)
-        write_record(RECORD, record)
+        _save(record, RECORD)
         typer.echo(f"{RECORD}: {len(record.runs)} runs, {record.environment.seconds:.0f} s.")
     if as_json:
         print_json(record.model_dump(mode="json"))
@@ -60,8 +56,16 @@ def check_findings(name: str, samples: int | None, out: Path, *, dry_run: bool, 
 def measure_findings(name: str, model: str, texts: int | None, out: Path, *, dry_run: bool, as_json: bool) -> int:
     """Test statements of papers on texts of the standard library; with `all`, write the record of the model."""
     from kvbench.findings.records import FindingsRecord
-    from kvbench.findings.run import LENGTH, TEXTS, Plan, find_findings, judge, measure, read_journal
-    from kvbench.findings.run import VERSION as STATISTICS_VERSION
+    from kvbench.findings.run import (
+        LENGTH,
+        STATISTICS_VERSION,
+        TEXTS,
+        Plan,
+        find_findings,
+        judge,
+        measure,
+        read_journal,
+    )
 
     plan = Plan(find_findings(name), texts or TEXTS, LENGTH)
     if dry_run:
@@ -92,16 +96,20 @@ def measure_findings(name: str, model: str, texts: int | None, out: Path, *, dry
     )
     _print_measured(record.findings, plan.texts)
     if name == "all" and texts is None:
-        from kvbench.runs.files import saving, write_record
-
         path = RECORD.with_name(f"{loaded.id}.json")
-        with saving(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        write_record(path, record)
+        _save(record, path)
         typer.echo(f"{path} is written.")
     if as_json:
         print_json(record.model_dump(mode="json"))
     return 0
+
+
+def _save(record: ShapeRecord | FindingsRecord, path: Path) -> None:
+    from kvbench.runs.files import saving, write_record
+
+    with saving(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_record(path, record)
 
 
 def _print_measured(findings: tuple[FindingResult, ...], texts: int) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from statistics import fmean, median
+
 import torch
 from torch import Tensor
 
-from kvbench.findings.numbers import jaccard, mean, median, pearson, spearman, top_mask
+from kvbench.findings.numbers import jaccard, pearson, spearman, top_mask
 from kvbench.findings.observe import Layer, Observer, Values
 
 NEGLIGIBLE = 0.01
@@ -83,7 +85,7 @@ class ObservationWindow(Observer):
 
     def result(self) -> Values:
         early, late = self.hits[WINDOW], self.hits[LATER]
-        return {"hit_rate": mean(late), "drop": mean(early) - mean(late), "by_layer": late}
+        return {"hit_rate": fmean(late), "drop": fmean(early) - fmean(late), "by_layer": late}
 
 
 class Consecutive(Observer):
@@ -106,10 +108,10 @@ class Consecutive(Observer):
         for i, first in enumerate(self.layers):
             for j in range(i + 1, len(self.layers)):
                 by_distance.setdefault(j - i, []).append(float(jaccard(first, self.layers[j])))
-        apart = [mean(x) for distance, x in by_distance.items() if distance >= max(2, len(self.layers) // 3)]
+        apart = [fmean(x) for distance, x in by_distance.items() if distance >= max(2, len(self.layers) // 3)]
         return {
             "next_step": median(self.near), "step_32": median(self.far),
-            "next_layer": mean(by_distance[1]), "distant_layers": mean(apart),
+            "next_layer": fmean(by_distance[1]), "distant_layers": fmean(apart),
         }
 
 
@@ -132,7 +134,7 @@ class PageBounds(Observer):
 
     def result(self) -> Values:
         return {
-            "later_layers": mean(self.recall[2:]), "first_layers": mean(self.recall[:2]), "by_layer": self.recall
+            "later_layers": fmean(self.recall[2:]), "first_layers": fmean(self.recall[:2]), "by_layer": self.recall
         }
 
 

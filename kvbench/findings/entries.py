@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
+from statistics import fmean, median
 
 import torch
 from torch import Tensor
 
-from kvbench.findings.numbers import mean, median, spearman
+from kvbench.findings.numbers import spearman
 from kvbench.findings.observe import Layer, Observer, Values, mix
 
 BITS = 2
@@ -89,10 +90,10 @@ class SingularValues(Observer):
     def result(self) -> Values:
         pairs = list(zip(self.plain, self.rotated, self.value, strict=True))
         return {
-            "over_rotated": mean([float(a > b) for a, b, _ in pairs]),
-            "over_values": mean([float(a > c) for a, _, c in pairs]),
-            "within_less_across": mean(self.within) - mean(self.across),
-            "plain": mean(self.plain), "rotated": mean(self.rotated), "value": mean(self.value),
+            "over_rotated": fmean([float(a > b) for a, b, _ in pairs]),
+            "over_values": fmean([float(a > c) for a, _, c in pairs]),
+            "within_less_across": fmean(self.within) - fmean(self.across),
+            "plain": fmean(self.plain), "rotated": fmean(self.rotated), "value": fmean(self.value),
             "plain_by_layer": self.plain, "rotated_by_layer": self.rotated, "value_by_layer": self.value,
         }
 
@@ -133,7 +134,7 @@ class KeySimilarity(Observer):
 
     def result(self) -> Values:
         return {
-            "key_less_value": mean(self.keys) - mean(self.values), "distinct_attended": median(self.distinct),
+            "key_less_value": fmean(self.keys) - fmean(self.values), "distinct_attended": median(self.distinct),
             "by_layer": self.keys,
         }
 
@@ -157,11 +158,11 @@ class RotatedRounding(Observer):
                     found[bits].append(float((rounded - y).square().mean()) / error)
 
     def result(self) -> Values:
-        found: Values = {f"rotated_{bits}": mean(x) for bits, x in self.rotated.items()}
-        found.update({f"plain_{bits}": mean(x) for bits, x in self.plain.items()})
-        found["worst_rotated"] = max(abs(mean(x) - 1) for x in self.rotated.values())
+        found: Values = {f"rotated_{bits}": fmean(x) for bits, x in self.rotated.items()}
+        found.update({f"plain_{bits}": fmean(x) for bits, x in self.plain.items()})
+        found["worst_rotated"] = max(abs(fmean(x) - 1) for x in self.rotated.values())
         found["plain_over_rotated"] = min(
-            mean(self.plain[x]) / mean(self.rotated[x]) for x in CODEBOOK_BITS if x > 1
+            fmean(self.plain[x]) / fmean(self.rotated[x]) for x in CODEBOOK_BITS if x > 1
         )
         return found
 

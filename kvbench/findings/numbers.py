@@ -37,13 +37,3 @@ def pearson(first: Tensor, other: Tensor) -> Tensor:
 def spearman(first: Tensor, other: Tensor) -> Tensor:
     """Rank correlation along the last dimension."""
     return pearson(ranks(first), ranks(other))
-
-
-def median(values: list[float]) -> float:
-    """The median; of an even number of values the mean of the middle two."""
-    return float(torch.tensor(values, dtype=torch.float64).quantile(0.5))
-
-
-def mean(values: list[float]) -> float:
-    """The arithmetic mean."""
-    return sum(values) / len(values)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from statistics import fmean, median
 
 import torch
 from torch import Tensor
 
-from kvbench.findings.numbers import mean, median, spearman
+from kvbench.findings.numbers import spearman
 from kvbench.findings.observe import Layer, Values, attend, causal_mask, mix, run_layers
 from kvbench.hf import Model
 
@@ -90,7 +91,7 @@ def edit(model: Model, ids: Sequence[int]) -> Values:
         wanted = new.key[:, start:]
         moved.append(float(torch.cosine_similarity(turned, wanted, dim=-1).mean()))
         left.append(float(torch.cosine_similarity(key[0], wanted, dim=-1).mean()))
-    return {"moved": mean(moved), "not_moved": mean(left), "least_moved": min(moved)}
+    return {"moved": fmean(moved), "not_moved": fmean(left), "least_moved": min(moved)}
 
 
 def reuse(model: Model, ids: Sequence[int]) -> Values:

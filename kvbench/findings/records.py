@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from kvbench.runs.results import Environment
@@ -9,6 +10,13 @@ from kvbench.runs.schema import SCHEMA_VERSION
 from kvbench.runs.spec import ModelSpec, Record
 
 Decision = Literal["holds", "does not hold", "undecided"]
+
+
+def join_verdicts(verdicts: Sequence[Decision]) -> Decision:
+    """The verdict on a finding: it holds if all of its checks hold, and does not hold if one does not."""
+    if "does not hold" in verdicts:
+        return "does not hold"
+    return "undecided" if "undecided" in verdicts else "holds"
 
 
 class CheckResult(Record):

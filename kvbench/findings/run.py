@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Self
 
 import torch
@@ -16,9 +17,9 @@ from pydantic import BaseModel, Field, model_validator
 
 from kvbench.errors import UserError, unknown
 from kvbench.findings import attention, entries, passes
-from kvbench.findings.numbers import mean, spearman
+from kvbench.findings.numbers import spearman
 from kvbench.findings.observe import Observer, Values, observe
-from kvbench.findings.records import CheckResult, Decision, FindingResult
+from kvbench.findings.records import CheckResult, Decision, FindingResult, join_verdicts
 from kvbench.hf import Model
 from kvbench.hf.config import quiet
 from kvbench.registry import HERE
@@ -30,7 +31,7 @@ FILE = HERE / "findings" / "findings.toml"
 TEXTS = 8
 LENGTH = 2048
 """Tokens of a text."""
-VERSION = 1
+STATISTICS_VERSION = 1
 """Of the statistics and texts: raised when their numbers change."""
 OBSERVERS: dict[str, Callable[[], Observer]] = {
     "sparsity": attention.Sparsity, "heavy-hitters": attention.HeavyHitters,
@@ -75,7 +76,7 @@ class Check(BaseModel):
         return f"{self.value} >= {self.least:g}" if self.least is not None else f"{self.value} <= {self.most:g}"
 
 
-class Finding(BaseModel):
+class Statement(BaseModel):
     """A statement that holds if all of its checks hold."""
 
     model_config = STRICT
@@ -89,19 +90,19 @@ class Finding(BaseModel):
     checks: list[Check] = Field(min_length=1)
 
 
-class Findings(BaseModel):
+class Statements(BaseModel):
     """The findings file."""
 
     model_config = STRICT
 
-    finding: list[Finding] = Field(min_length=1)
+    finding: list[Statement] = Field(min_length=1)
 
 
 @dataclass(frozen=True)
 class Plan:
     """The texts and statistics of one command."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[Statement, ...]
     texts: int
     length: int
 
@@ -111,13 +112,13 @@ class Plan:
         return list(dict.fromkeys(x.statistic for x in self.findings))
 
 
-def find_findings(name: str) -> tuple[Finding, ...]:
+def find_findings(name: str) -> tuple[Statement, ...]:
     """One finding by name, or `all`.
 
     Raises:
         UserError: an unknown name.
     """
-    every = read_toml(FILE, Findings, "findings file", "See docs/findings.md.").finding
+    every = read_toml(FILE, Statements, "findings file", "See docs/findings.md.").finding
     found = tuple(x for x in every if name in ("all", x.name))
     if not found:
         raise unknown("finding", name, ["all", *(x.name for x in every)])
@@ -210,11 +211,9 @@ def judge(plan: Plan, measured: dict[int, dict[str, Values]]) -> tuple[FindingRe
     for finding in plan.findings:
         values = [measured[i][finding.statistic] for i in range(plan.texts)]
         checks = tuple(_judge_check(x, values) for x in finding.checks)
-        verdicts = {x.verdict for x in checks}
-        verdict: Decision = "does not hold" if "does not hold" in verdicts else "undecided"
         found.append(FindingResult(
             name=finding.name, source=finding.source, arxiv=finding.arxiv, statement=finding.statement,
-            printed=finding.printed, verdict="holds" if verdicts == {"holds"} else verdict, checks=checks,
+            printed=finding.printed, verdict=join_verdicts([x.verdict for x in checks]), checks=checks,
             means=_average(values),
         ))
     return tuple(found)
@@ -231,7 +230,7 @@ def _judge_check(check: Check, values: Sequence[Values]) -> CheckResult:
         assert check.most is not None
         good, bad = high <= check.most, low > check.most
     verdict: Decision = "holds" if good else "does not hold" if bad else "undecided"
-    return CheckResult(rule=check.rule, mean=mean(numbers), ci95=(low, high), texts=tuple(numbers), verdict=verdict)
+    return CheckResult(rule=check.rule, mean=fmean(numbers), ci95=(low, high), texts=tuple(numbers), verdict=verdict)
 
 
 def _numbers(check: Check, values: Sequence[Values]) -> list[float]:
@@ -259,5 +258,5 @@ def _average(values: Sequence[Values]) -> dict[str, float | tuple[float, ...]]:
             rows = torch.tensor([x[name] for x in values], dtype=torch.float64)
             found[name] = tuple(rows.mean(0).tolist())
         else:
-            found[name] = mean([_scalar(x[name]) for x in values])
+            found[name] = fmean([_scalar(x[name]) for x in values])
     return found

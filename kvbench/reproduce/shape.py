@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from kvbench.analysis.significance import ALPHA, adjust, flip_signs
 from kvbench.errors import UserError, unknown
+from kvbench.findings.records import Decision, join_verdicts
 from kvbench.registry import HERE
 from kvbench.reproduce.paper import HINT
 from kvbench.runs.files import read_file, read_lines
@@ -29,7 +30,6 @@ PARTS = ("all", "first", "later", "none")
 """Parts of a run: all turns, the first, the later ones, or the baseline `none` of a diffusion run."""
 SAME_BYTES = 1.02
 """Allowed ratio of stored bytes in comparisons at equal bytes."""
-Decision = Literal["holds", "does not hold", "undecided"]
 
 
 class Comparison(BaseModel):
@@ -191,7 +191,8 @@ def decide(findings: Sequence[Finding], runs: Mapping[str, Finished]) -> list[Fi
         comparisons = tuple(next(judged) for _ in finding.comparisons)
         records.append(FindingRecord(
             name=finding.name, source=finding.source, arxiv=finding.arxiv, statement=finding.statement,
-            verdict=_worst([x.verdict for x in comparisons]), remark=finding.remark.strip(), comparisons=comparisons,
+            verdict=join_verdicts([x.verdict for x in comparisons]), remark=finding.remark.strip(),
+            comparisons=comparisons,
         ))
     return records
 
@@ -235,13 +236,6 @@ def _judge(tested: Compared, p_adjusted: float) -> Compared:
     if p_adjusted < ALPHA and not void:
         verdict = "holds" if fmean(tested.contexts) > tested.by else "does not hold"
     return tested.model_copy(update={"p_adjusted": p_adjusted, "verdict": verdict})
-
-
-def _worst(verdicts: Sequence[Decision]) -> Decision:
-    """A finding holds if all comparisons hold, and does not hold if one does not."""
-    if "does not hold" in verdicts:
-        return "does not hold"
-    return "undecided" if "undecided" in verdicts else "holds"
 
 
 def _by_context(side: str, runs: Mapping[str, Finished]) -> dict[tuple[str, str], float]:
