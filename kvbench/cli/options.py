@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from kvbench.errors import UserError
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON line, last on standard output.")]
 Out = Annotated[Path, typer.Option(help="Folder in which run ids are looked up.")]
 Baseline = Annotated[str | None, typer.Option(
     help="Method or id of the run that the others are compared with. Default: the full cache."
 )]
+
+
+def read_seconds(option: str, text: str, example: str, *, positive: bool = False) -> tuple[float, float]:
+    """Two declared times, separated by a comma.
+
+    Raises:
+        UserError: the text is anything else.
+    """
+    try:
+        first, second = map(float, text.split(","))
+    except ValueError:
+        raise UserError(f"{option} '{text}' must be two numbers such as {example}.") from None
+    if not all(math.isfinite(x) and (x > 0 or (x == 0 and not positive)) for x in (first, second)):
+        rule = "two positive numbers" if positive else "two numbers of 0 or more"
+        raise UserError(f"{option} '{text}' must be {rule}, such as {example}.")
+    return first, second

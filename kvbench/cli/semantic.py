@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvbench.cli.options import Json
+from kvbench.cli.options import Json, read_seconds
 from kvbench.cli.output import print_json
-from kvbench.errors import MOST, MOST_SEED, UserError, unknown
+from kvbench.errors import MOST, MOST_SEED, unknown
 
 if TYPE_CHECKING:
     from kvbench.trace.semantic import Matrix, Outcome
@@ -43,7 +42,7 @@ def semantic_command(
 
     if embedder not in (EMBEDDER, WORDS):
         raise unknown("embedder", embedder, (EMBEDDER, WORDS))
-    times = None if seconds is None else _read_seconds(seconds)
+    times = None if seconds is None else read_seconds("--seconds", seconds, "0.03,0.2", positive=True)
     found = make_pairs(seed) if pairs is None else read_pairs(pairs)
     if len(found) > most:
         typer.echo(f"{most:,} of {len(found):,} pairs are drawn. Give --most for more.", err=True)
@@ -98,14 +97,3 @@ def _find_embed(name: str) -> Callable[[list[str]], Matrix]:
 def _row(x: Outcome) -> tuple[str, ...]:
     precision = "no hit" if x.precision is None else f"{x.precision:.3f}"
     return x.cache, x.threshold, f"{x.hit_rate:.3f}", precision, f"{x.recall:.3f}", f"{x.score:.3f}"
-
-
-def _read_seconds(text: str) -> tuple[float, float]:
-    rule = f"--seconds '{text}' must be two positive numbers such as 0.03,0.2."
-    try:
-        lookup, answer = map(float, text.split(","))
-    except ValueError:
-        raise UserError(rule) from None
-    if not all(math.isfinite(x) and x > 0 for x in (lookup, answer)):
-        raise UserError(rule)
-    return lookup, answer

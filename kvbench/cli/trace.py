@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvbench.cli.options import Json
+from kvbench.cli.options import Json, read_seconds
 from kvbench.cli.output import print_json
 from kvbench.cli.semantic import EMBEDDER, add_minilm, semantic_command
 from kvbench.errors import MOST_INSTANCES, MOST_SEED, UserError, check_number, unknown
@@ -105,7 +104,7 @@ def run_command(
         raise UserError(f"--set is of one policy, and {len(names)} are run. Give one --policy.")
     capacities = [read_capacity(x, found) for x in blocks or ["1%", "10%", "infinite"]]
     size = bytes_per_token(model) * (found.block_tokens or 0)
-    pins = None if seconds_per_token is None else _read_pair(seconds_per_token)
+    pins = None if seconds_per_token is None else read_seconds("--seconds-per-token", seconds_per_token, "1e-4,0.02")
     rows = tabulate(found, names, capacities, settings or [], pins, size)
     columns = ("policy", "blocks", f"GB, {model}", "hit rate", "95 %", "tokens", "per request", "of optimum",
                "evictions", "rejected")
@@ -278,16 +277,6 @@ def _choose(asked: list[str], trace: Trace) -> list[str]:
         if name not in POLICIES:
             raise unknown("policy", name, POLICIES)
     return asked
-
-
-def _read_pair(text: str) -> tuple[float, float]:
-    try:
-        prefill, decode = map(float, text.split(","))
-    except ValueError:
-        raise UserError(f"--seconds-per-token '{text}' must be two numbers such as 1e-4,0.02.") from None
-    if not all(math.isfinite(x) and x >= 0 for x in (prefill, decode)):
-        raise UserError(f"--seconds-per-token '{text}' must be two numbers of 0 or more.")
-    return prefill, decode
 
 
 def _write(path: Path, trace: str, rows: list[dict[str, Any]]) -> None:

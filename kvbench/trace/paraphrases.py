@@ -16,6 +16,8 @@ REQUIRED = ("question1", "question2", "is_duplicate")
 OPTIONAL = ("category", "context1", "context2")
 LABELS = {"0": False, "1": True}
 LONGEST_FIELD = 1 << 20
+Question = tuple[str, str]
+"""A text and the conversation before it."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,16 @@ class Pair:
     cached_context: str = ""
     """The conversation before the question, as one text."""
     asked_context: str = ""
+
+    @property
+    def cached_question(self) -> Question:
+        """The cached question with its conversation."""
+        return self.cached, self.cached_context
+
+    @property
+    def asked_question(self) -> Question:
+        """The question asked with its conversation."""
+        return self.asked, self.asked_context
 
 
 def make_pairs(seed: int) -> list[Pair]:

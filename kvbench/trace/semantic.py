@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbench.errors import UserError
-from kvbench.trace.paraphrases import Pair
+from kvbench.trace.paraphrases import Pair, Question
 
 Matrix = npt.NDArray[np.float32]
 THRESHOLDS = tuple(round(0.5 + 0.05 * i, 2) for i in range(10))
@@ -133,8 +133,8 @@ def split(questions: Questions, seed: int) -> tuple[Questions, Questions]:
 def look_up(questions: Questions, *, contexts: bool) -> Lookups:
     """Find the nearest cached question of each question asked; `contexts`: the conversations must be as similar."""
     groups = _group(questions.pairs)
-    cached = [groups[_key(x.cached, x.cached_context)] for x in questions.pairs]
-    asked = [groups[_key(x.asked, x.asked_context)] for x in questions.pairs]
+    cached = [groups[x.cached_question] for x in questions.pairs]
+    asked = [groups[x.asked_question] for x in questions.pairs]
     known = set(cached)
     similarity = np.empty(len(questions.pairs), np.float32)
     right = np.zeros(len(questions.pairs), bool)
@@ -156,21 +156,17 @@ def _compare_contexts(questions: Questions, asked: int) -> Matrix:
     return np.where(others & alone, 1.0, np.where(others | alone, 0.0, compared)).astype(np.float32)
 
 
-def _key(text: str, context: str) -> tuple[str, str]:
-    return text, context
-
-
-def _group(pairs: Sequence[Pair]) -> dict[tuple[str, str], int]:
+def _group(pairs: Sequence[Pair]) -> dict[Question, int]:
     """Numbers of the questions; those that labels join, also through others, have the same number."""
-    parent: dict[tuple[str, str], tuple[str, str]] = {}
+    parent: dict[Question, Question] = {}
 
-    def root(x: tuple[str, str]) -> tuple[str, str]:
+    def root(x: Question) -> Question:
         while parent.setdefault(x, x) != x:
             parent[x] = x = parent[parent[x]]
         return x
 
     for pair in pairs:
-        first, other = root(_key(pair.cached, pair.cached_context)), root(_key(pair.asked, pair.asked_context))
+        first, other = root(pair.cached_question), root(pair.asked_question)
         if pair.same:
             parent[first] = other
     numbers = {x: i for i, x in enumerate(parent)}
@@ -251,14 +247,14 @@ class Selection:
 def select_examples(questions: Questions, seed: int) -> Selection:
     """Take the EXAMPLES nearest cached questions of the nearest of sqrt(n) clusters."""
     groups = _group(questions.pairs)
-    place = {_key(x.cached, x.cached_context): i for i, x in enumerate(questions.pairs)}
+    place = {x.cached_question: i for i, x in enumerate(questions.pairs)}
     index = np.array(sorted(place.values()))
     vectors = questions.cached[index]
-    answers = np.array([groups[_key(questions.pairs[i].cached, questions.pairs[i].cached_context)] for i in index])
+    answers = np.array([groups[questions.pairs[i].cached_question] for i in index])
     centers, member = _cluster(vectors, max(1, round(len(index) ** 0.5)), seed)
     hits = all_hits = wanted = compared = 0
     for i, pair in enumerate(questions.pairs):
-        answer = groups[_key(pair.asked, pair.asked_context)]
+        answer = groups[pair.asked_question]
         if answer not in answers:
             continue
         wanted += 1
