@@ -53,10 +53,9 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class CurvePoint:
-    """A run in a panel, in the panel's coordinates."""
+class Point:
+    """A value with its interval, in the coordinates of a chart."""
 
-    row: RankedRun
     x: float
     y: float
     low: float
@@ -64,13 +63,20 @@ class CurvePoint:
 
 
 @dataclass(frozen=True)
+class CurvePoint(Point):
+    """A run in a panel."""
+
+    row: RankedRun
+
+
+@dataclass(frozen=True)
 class Curve:
-    """The runs of one technique, smallest first."""
+    """The points of one technique or policy, smallest first."""
 
     label: str
     color: int
     marker: int
-    points: tuple[CurvePoint, ...]
+    points: tuple[Point, ...]
     label_y: float
 
 
@@ -158,7 +164,7 @@ def _place(rows: Iterable[RankedRun], scale: Scale, height: float) -> tuple[Curv
         if size is not None and score.mean is not None
     ]
     return tuple(
-        CurvePoint(x, scale.across(size), scale.up(mean, height), scale.up(low, height), scale.up(high, height))
+        CurvePoint(scale.across(size), scale.up(mean, height), scale.up(low, height), scale.up(high, height), x)
         for size, mean, (low, high), x in sorted(found, key=lambda x: (x[0], x[1]))
     )
 

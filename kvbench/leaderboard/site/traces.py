@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
-from kvbench.leaderboard.site.charts import LABELS, LEFT, LINE, RIGHT, STYLES, TOP, spread
+from kvbench.leaderboard.site.charts import LEFT, LINE, RIGHT, STYLES, TOP, Curve, Point, spread
 from kvbench.runs.spec import Record
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -59,37 +59,14 @@ class TraceTable(Record):
 
 
 @dataclass(frozen=True)
-class TracePoint:
-    """A row in the coordinates of the chart."""
-
-    row: TraceRow
-    x: float
-    y: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
-class TraceCurve:
-    """A policy over capacity."""
-
-    label: str
-    color: int
-    marker: int
-    points: tuple[TracePoint, ...]
-    label_y: float
-
-
-@dataclass(frozen=True)
 class TraceBoard:
     """One trace with its chart."""
 
     table: TraceTable
-    curves: tuple[TraceCurve, ...]
+    curves: tuple[Curve, ...]
     ticks: tuple[tuple[float, str], ...]
     levels: tuple[tuple[float, str], ...]
     height: float = HEIGHT
-    label_x: float = LABELS
 
 
 @dataclass(frozen=True)
@@ -128,17 +105,16 @@ def draw_trace(table: TraceTable, names: Sequence[str]) -> TraceBoard:
     def up(rate: float) -> float:
         return round(TOP + HEIGHT * (1 - rate / top), 1)
 
-    policies: dict[str, list[TracePoint]] = {}
+    policies: dict[str, list[Point]] = {}
     for x in table.ordered():
         if x.blocks:
-            point = TracePoint(x, across(x.blocks), up(x.block), up(x.low), up(x.high))
-            policies.setdefault(x.policy, []).append(point)
+            policies.setdefault(x.policy, []).append(Point(across(x.blocks), up(x.block), up(x.low), up(x.high)))
     curves = sorted(policies.items())
     places = spread([points[-1].y for _, points in curves], LINE, TOP, TOP + HEIGHT)
     return TraceBoard(
         table,
         tuple(
-            TraceCurve(name, i % STYLES, (i + i // STYLES) % STYLES, tuple(points), y)
+            Curve(name, i % STYLES, (i + i // STYLES) % STYLES, tuple(points), y)
             for (name, points), y in zip(curves, places, strict=True) for i in (names.index(name),)
         ),
         tuple((across(x), _shorten(x)) for x in _few(sizes)),
