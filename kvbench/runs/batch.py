@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvbench.diffusion.sample import fill_sample
 from kvbench.engine.passes import finish, merge
 from kvbench.engine.recording import InexactPrefillError
 from kvbench.errors import UndeclaredError, UserError
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 MOST_AUTO = 64
 """The largest batch that `auto` chooses."""
 SHARE_OF_MEMORY = 0.5
-"""The share of the memory beside the weights that the caches of a batch may take by prediction."""
+"""The share of the memory left by the weights that the predicted caches of a batch may take."""
 GB = 1e9
 Made = tuple[int, Example, Encoded]
 
@@ -68,10 +69,10 @@ def run_batch(
         size, alone = 1, alone or "a batch raised an error"
     else:
         size = len(group) * divide_batch(job.spec.batch, job.spec)[1]
-    done = [_run_alone(job, x, shared) for x in group] if found is None else [(lines, None) for lines in found]
+    done = [run_one(job, x, shared) for x in group] if found is None else [(lines, None) for lines in found]
     tokens = different = None
     if compare and size > 1:
-        tokens, different = count_different(done[0][0], _run_alone(job, group[0], shared)[0])
+        tokens, different = count_different(done[0][0], run_one(job, group[0], shared)[0])
     seconds = (time.perf_counter() - begun) / sum(len(lines) for lines, _ in done)
     marked: list[tuple[list[Line], SampleFailedError | None]] = []
     for place, (lines, failure) in enumerate(done):
@@ -98,9 +99,12 @@ def _run_together(job: Job, group: Sequence[Made], shared: SharedPrefill | None)
         return None
 
 
-def _run_alone(job: Job, made: Made, shared: SharedPrefill | None) -> tuple[list[Line], SampleFailedError | None]:
+def run_one(job: Job, made: Made, shared: SharedPrefill | None) -> tuple[list[Line], SampleFailedError | None]:
+    """Run one sample, one question at a time. Returns its lines and its failure."""
     try:
-        return run_sample(job, *made, shared), None
+        if job.model.masking is None:
+            return run_sample(job, *made, shared), None
+        return fill_sample(job, *made), None
     except SampleFailedError as failure:
         return failure.lines, failure
 
@@ -138,7 +142,7 @@ def resolve_batch(asked: int | None, job: Job, fitted: Method, shape: Shape, cap
         contexts, questions = divide_batch(asked, spec)
         raise UserError(
             f"batch {asked} needs about {need / GB:.2f} GB for {contexts} contexts with {questions} answers each, and "
-            f"{limit / GB:.2f} GB are allowed ({SHARE_OF_MEMORY:.0%} of {spec.device} memory beside the weights). "
+            f"{limit / GB:.2f} GB are allowed ({SHARE_OF_MEMORY:.0%} of {spec.device} memory left by the weights). "
             f"Use --batch {most} or less, or --batch auto."
         )
     return asked

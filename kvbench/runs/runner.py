@@ -8,18 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbench.diffusion.sample import fill_sample
 from kvbench.errors import UserError
 from kvbench.kernels.choice import using
 from kvbench.log import say
-from kvbench.runs.batch import Made, group_samples, run_batch
+from kvbench.runs.batch import group_samples, run_batch, run_one
 from kvbench.runs.environment import find_machine
 from kvbench.runs.examples import make_examples
 from kvbench.runs.files import Journal, locked, read_file, saving, write_record
 from kvbench.runs.job import Job
-from kvbench.runs.journal import Line
 from kvbench.runs.results import Result
-from kvbench.runs.sample import SampleFailedError, run_sample
+from kvbench.runs.sample import SampleFailedError
 from kvbench.runs.spec import RunSpec
 from kvbench.runs.summary import describe_mixed, find_machines, summarize
 
@@ -55,6 +53,7 @@ def find_existing(job: Job) -> Outcome | None:
         return None
     result = read_file(path, Result)
     return Outcome(result, job.folder, existing=True, code_changes=tuple(result.spec.find_code_changes(job.spec)))
+
 
 def run(job: Job, progress: Progress | None = None) -> Outcome:
     """Run the missing samples and write the result; see `run_samples`."""
@@ -142,22 +141,13 @@ def _run_missing(
                 done = run_batch(job, group, shared, compare=compares)
                 compares = False
             else:
-                done = [_run_one(job, group[0], shared)]
+                done = [run_one(job, group[0], shared)]
         for (index, _, _), (lines, failure) in zip(group, done, strict=True):
             if failure is not None:
                 _log_failure(job.folder, index, failure)
             journal.append([lines[0].model_copy(update={"kernels": ran, "machine": machine}), *lines[1:]])
         if progress is not None:
             progress.advance(len(journal.finished))
-
-
-def _run_one(job: Job, made: Made, shared: SharedPrefill | None) -> tuple[list[Line], SampleFailedError | None]:
-    try:
-        if job.model.masking is None:
-            return run_sample(job, *made, shared), None
-        return fill_sample(job, *made), None
-    except SampleFailedError as failure:
-        return failure.lines, failure
 
 
 def _log_failure(folder: Path, index: int, failure: SampleFailedError) -> None:

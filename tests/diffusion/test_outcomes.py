@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvbench.runs import runner
+from kvbench.runs import batch
 
 from .conftest import TOYS, read_lines
 
@@ -24,10 +24,10 @@ def test_a_run_that_was_killed_comes_to_the_same(kvbench, arguments, tmp_path, m
             raise KeyboardInterrupt
         return fill(job, index, example, encoded)
 
-    fill = runner.fill_sample
+    fill = batch.fill_sample
     options[options.index("--out") + 1] = tmp_path / "again"
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "fill_sample", stop)
+        patch.setattr(batch, "fill_sample", stop)
         assert kvbench(*options).code == 130
     assert len(read_lines(tmp_path / "again")) == 2 * 3
     resumed = kvbench(*options).json

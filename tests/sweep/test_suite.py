@@ -161,7 +161,7 @@ def test_an_interrupted_suite_resumes(kvbench, suite, options, monkeypatch, tmp_
             raise KeyboardInterrupt
         return run_sample(*args)
 
-    monkeypatch.setattr("kvbench.runs.runner.run_sample", interrupted)
+    monkeypatch.setattr("kvbench.runs.batch.run_sample", interrupted)
     answer = kvbench("run", "--suite", suite(), "--method", LAST, *options)
     assert (answer.code, answer.out) == (130, "")
     assert "interrupted: saved 2/4 cells, 5/8 samples in" in answer.err.splitlines()[-1]

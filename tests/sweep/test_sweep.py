@@ -299,7 +299,7 @@ def test_an_interrupted_sweep_resumes(kvbench, sweep, monkeypatch):
             raise KeyboardInterrupt
         return run_sample(*args)
 
-    monkeypatch.setattr("kvbench.runs.runner.run_sample", interrupted)
+    monkeypatch.setattr("kvbench.runs.batch.run_sample", interrupted)
     answer = kvbench("sweep", path, "--json")
     assert (answer.code, answer.out) == (130, "")
     assert "interrupted: saved 1/2 cells, 6/8 samples in" in answer.err.splitlines()[-1]
