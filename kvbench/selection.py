@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
-from kvbench.constraints import Positive
+from kvbench.constraints import Natural, Positive
 from kvbench.errors import UserError
 from kvbench.method import Method
+from kvbench.store import LayerKV
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from kvbench.hf import Model
     from kvbench.method import Card
     from kvbench.step import Step
-    from kvbench.store import LayerKV
 
 Pool = Literal["avg", "max"]
 
@@ -50,6 +50,29 @@ class ScoredMethod(Method):
     def select(self, kv: LayerKV, scores: Tensor, entries: int) -> None:
         """Keep the best entries of every head, equally many; allocations over heads override this."""
         kv.keep(top_entries(scores, entries))
+
+
+@dataclass(frozen=True)
+class AttentionSums(ScoredMethod):
+    """Scores tokens by accumulated attention, the same in all heads; the outermost tokens are always kept."""
+
+    first: Natural = 1
+    """First tokens, which are always kept."""
+    last: Natural = 1
+    """Last tokens, which are always kept."""
+
+    def minimum_entries(self) -> int:
+        """The outermost tokens and one more."""
+        return self.first + self.last + 1
+
+    def layer(self, index: int) -> LayerKV:  # noqa: ARG002  # overrides
+        """A store with accumulated attention, which is freed after the compression."""
+        return LayerKV(column_sums=True)
+
+    def score(self, kv: LayerKV, step: Step) -> Tensor:  # noqa: ARG002  # overrides
+        """Accumulated attention, mean over all heads; infinite for the outermost tokens. [B, H_kv, n]"""
+        sums = kv.scores.mean(1, keepdim=True).expand_as(kv.scores)
+        return protect_first(protect_last(sums, self.last), kv, self.first)
 
 
 @dataclass(frozen=True)

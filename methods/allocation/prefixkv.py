@@ -9,20 +9,14 @@ import torch
 from torch import Tensor
 
 from kvbench.cascade import CascadeMethod
-from kvbench.constraints import Natural
 from kvbench.method import BudgetKind, Card, Step, Upstream
-from kvbench.selection import protect_first, protect_last
+from kvbench.selection import AttentionSums
 from kvbench.store import LayerKV
 
 
 @dataclass(frozen=True)
-class PrefixKV(CascadeMethod):
+class PrefixKV(AttentionSums, CascadeMethod):
     """Keeps in each layer the most attended tokens, the same in all heads, up to a share that all layers have."""
-
-    first: Natural = 1
-    """First tokens, which are always kept."""
-    last: Natural = 1
-    """Last tokens, which are always kept."""
 
     card: ClassVar[Card] = Card(
         name="prefixkv",
@@ -49,19 +43,6 @@ class PrefixKV(CascadeMethod):
         ),
         limits=("Sums favor early tokens, which more queries see.",),
     )
-
-    def minimum_entries(self) -> int:
-        """The outermost tokens and one entry to choose."""
-        return self.first + self.last + 1
-
-    def layer(self, index: int) -> LayerKV:
-        """A store with accumulated attention, which is freed after the compression."""
-        return LayerKV(column_sums=True)
-
-    def score(self, kv: LayerKV, step: Step) -> Tensor:
-        """Accumulated attention, mean over all heads; infinite for the outermost tokens. [B, H_kv, n]"""
-        sums = kv.scores.mean(1, keepdim=True).expand_as(kv.scores)
-        return protect_first(protect_last(sums, self.last), kv, self.first)
 
     def measure(self, kv: LayerKV, step: Step, scores: Tensor) -> Tensor:
         """The share of attention that larger entries have before each entry, in descending order. [B, n - outer]"""

@@ -8,20 +8,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.constraints import Natural
-from kvbench.method import BudgetKind, Card, Step, Upstream
-from kvbench.selection import ScoredMethod, protect_first, protect_last, top_entries
+from kvbench.method import BudgetKind, Card, Upstream
+from kvbench.selection import AttentionSums, top_entries
 from kvbench.store import LayerKV
 
 
 @dataclass(frozen=True)
-class ElasticCacheText(ScoredMethod):
+class ElasticCacheText(AttentionSums):
     """Keeps the most attended tokens, the same in all heads, as means of the entries nearest to each."""
-
-    first: Natural = 1
-    """First tokens, which always stand for a set of their own or more."""
-    last: Natural = 1
-    """Last tokens, likewise."""
 
     recompressible: ClassVar[str | None] = "merged entries are not merged again, and later entries stay as they are."
     card: ClassVar[Card] = Card(
@@ -51,19 +45,6 @@ class ElasticCacheText(ScoredMethod):
             "Sums of attention favor early tokens, which more queries see.",
         ),
     )
-
-    def minimum_entries(self) -> int:
-        """The outermost tokens and one more."""
-        return self.first + self.last + 1
-
-    def layer(self, index: int) -> LayerKV:
-        """A store with accumulated attention, which is freed after the compression."""
-        return LayerKV(column_sums=True)
-
-    def score(self, kv: LayerKV, step: Step) -> Tensor:
-        """Accumulated attention, mean over all heads; infinite for the outermost tokens. [B, H_kv, n]"""
-        sums = kv.scores.mean(1, keepdim=True).expand_as(kv.scores)
-        return protect_first(protect_last(sums, self.last), kv, self.first)
 
     def select(self, kv: LayerKV, scores: Tensor, entries: int) -> None:
         """Keep the anchors, each with the mean key and value of the entries nearest to it."""
