@@ -9,7 +9,7 @@ from torch import Tensor
 from kvbench.store.entries import Buffer, storage_bytes
 
 
-class AppendedRows:
+class AppendedBlock:
     """Entries that are only ever added to, in place; forks share them."""
 
     def __init__(self, entries: dict[str, Tensor], capacity: int) -> None:
@@ -26,7 +26,7 @@ class AppendedRows:
         return self._block
 
     def append(self, entries: dict[str, Tensor]) -> None:
-        """Write entries behind those held; into a block of their own where room ends."""
+        """Write entries after the stored ones; a full block is copied into a larger one."""
         count = next(iter(entries.values())).shape[2]
         buffer = self._buffer
         if count and (self.n + count > buffer.capacity or not buffer.clear(self)):
@@ -35,7 +35,7 @@ class AppendedRows:
         self.n += count
 
     def reserve(self, entries: int) -> None:
-        """Make room for more entries now, so that decoding does not have to."""
+        """Enlarge the block now, so that decode steps do not have to."""
         if self.n + entries > self._buffer.capacity:
             self._reallocate(self.n + entries)
 
@@ -51,17 +51,17 @@ class AppendedRows:
         return {name: x[:, :, : self.n] for name, x in self._buffer.tensors.items()}
 
     def whole(self) -> dict[str, Tensor]:
-        """The whole block by name, with the room for entries to come."""
+        """The whole block by name, with its spare capacity."""
         return self._buffer.tensors
 
-    def fork(self) -> AppendedRows:
-        """The same entries, for one who goes on by itself."""
+    def fork(self) -> AppendedBlock:
+        """An independent copy that shares the entries."""
         other = copy.copy(self)
         self._buffer.join(other)
         return other
 
     def close(self) -> None:
-        """Give the entries back."""
+        """Stop reading the entries, which may then be overwritten."""
         self._block.leave(self)
 
     def tensors(self) -> list[Tensor]:
@@ -75,7 +75,7 @@ class AppendedRows:
 
 
 class Residual:
-    """The last entries of a tensor, exactly: entries come at the back of a small block and leave at its front."""
+    """The last entries of a tensor in full precision: appended at the back of a small block, taken from its front."""
 
     def __init__(self, entries: Tensor, capacity: int) -> None:
         self.n, self._first = entries.shape[2], 0
@@ -88,7 +88,7 @@ class Residual:
         return self.block[:, :, self._first : self._first + self.n]
 
     def append(self, entries: Tensor) -> None:
-        """Add entries; those held move to the front where the block ends, into a larger one where it is too small."""
+        """Append entries. At the end of the block, the stored ones move to its front, or into a larger block."""
         count = entries.shape[2]
         if self._first + self.n + count > self.block.shape[2]:
             self.reserve(count)
@@ -98,13 +98,13 @@ class Residual:
         self.n += count
 
     def take(self, count: int) -> Tensor:
-        """The oldest entries, which are held no longer; read them before anything is added. [B, H_kv, count, D]"""
+        """Remove and return the oldest entries, a view: read it before the next append. [B, H_kv, count, D]"""
         entries = self.entries[:, :, :count]
         self._first, self.n = self._first + count, self.n - count
         return entries
 
     def reserve(self, entries: int) -> None:
-        """Have room for more entries."""
+        """Enlarge the block for more entries."""
         if self.n + entries > self.block.shape[2]:
             held = self.entries
             self.block, self._first = held.new_empty((*held.shape[:2], self.n + entries, held.shape[3])), 0

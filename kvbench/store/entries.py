@@ -27,8 +27,8 @@ class Reader(Protocol):
 class Buffer:
     """Preallocated tensors with a common entry axis (2), shared by forks.
 
-    Forks that continue side by side write their own entries into the same places. Those of the others are set aside
-    meanwhile, and put back before their fork reads or appends (`resume`), so the entries that all share exist once.
+    Forks that continue in turns write their entries into the same places. Before one writes, the entries of the others
+    are copied away; they are copied back before their fork reads or appends (`resume`). So shared entries exist once.
     """
 
     def __init__(self, like: dict[str, Tensor], capacity: int) -> None:
@@ -38,7 +38,7 @@ class Buffer:
         }
         self._readers: dict[int, weakref.ref[Reader]] = {}
         self._aside: dict[int, tuple[int, dict[str, Tensor]]] = {}
-        """By reader: its own entries, and where they start; not among `_readers` meanwhile."""
+        """Entries that were copied away, by reader, and where they start; such a reader is not in `_readers`."""
         self._common = capacity
         """Entries below this are the same for every reader."""
 

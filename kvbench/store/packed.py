@@ -15,7 +15,7 @@ from kvbench.kernels.pack import Codes, dequantize, packed_width, quantize, unpa
 from kvbench.kernels.packed_attention import packed_partial
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials
 from kvbench.step import Step
-from kvbench.store.blocks import AppendedRows, Residual
+from kvbench.store.blocks import AppendedBlock, Residual
 from kvbench.store.facts import Fact
 from kvbench.store.layer import POSITION_BYTES, LayerKV
 
@@ -57,7 +57,7 @@ class Packing:
         return max(0, entries - self.residual)
 
 
-class PackedRows:
+class PackedBlock:
     """All entries of a layer: packed ones, and a residual that keys and values leave at different times.
 
     So the last packed keys may belong to values that are still exact, never the other way round.
@@ -70,12 +70,12 @@ class PackedRows:
         keys, values = packing.packed_keys(self.n), packing.packed_values(self.n)
         later = max(0, capacity - self.n)
         most, room = (self.n + later, 2 * packing.residual) if packing.later else (self.n, packing.residual + later)
-        self.keys = AppendedRows(self._key_codes(key[:, :, :keys]), packing.packed_keys(most) // packing.group)
-        self.values = AppendedRows(self._value_codes(value[:, :, :values]), packing.packed_values(most))
+        self.keys = AppendedBlock(self._key_codes(key[:, :, :keys]), packing.packed_keys(most) // packing.group)
+        self.values = AppendedBlock(self._value_codes(value[:, :, :values]), packing.packed_values(most))
         self.last_keys = Residual(key[:, :, keys:], room)
         self.last_values = Residual(value[:, :, values:], room)
         where = {"position": entries["position"]} if "position" in entries else None
-        self.where = None if where is None else AppendedRows(where, self.n + later)
+        self.where = None if where is None else AppendedBlock(where, self.n + later)
 
     def _key_codes(self, keys: Tensor) -> dict[str, Tensor]:
         """By group of tokens: codes [B, H_kv, groups, tokens, bytes], scales and minima [B, H_kv, groups, D]."""
@@ -148,10 +148,10 @@ class PackedRows:
         if self.where is not None:
             self.where.reserve(tokens)
 
-    def _blocks(self) -> list[AppendedRows]:
+    def _blocks(self) -> list[AppendedBlock]:
         return [x for x in (self.keys, self.values, self.where) if x is not None]
 
-    def fork(self) -> PackedRows:
+    def fork(self) -> PackedBlock:
         """The same entries, for one who goes on by itself: codes are shared, the residual is copied."""
         other = copy.copy(self)
         other.keys, other.values = self.keys.fork(), self.values.fork()
@@ -180,7 +180,7 @@ class PackedKV(LayerKV):
 
     packing: Packing | None = None
 
-    packed: PackedRows | None = field(default=None, init=False)
+    packed: PackedBlock | None = field(default=None, init=False)
 
     def bytes_for(self, layer: LayerShape, shape: Shape, entries: int) -> int:
         """Packed entries and the residual, and positions where a window must count across evicted entries."""
@@ -192,13 +192,13 @@ class PackedKV(LayerKV):
     def pack(self) -> None:
         """End the context: the stored entries become codes, but for the residual."""
         assert self.packing is not None and self._buffer is not None and self.frozen is None
-        self.packed = PackedRows(self._held(), self.packing, self.n + max(0, self.capacity - self.seen))
+        self.packed = PackedBlock(self._held(), self.packing, self.n + max(0, self.capacity - self.seen))
         self._buffer.leave(self)
         self._block = None
         self.column_sums = False
 
     def flush(self) -> None:
-        """Pack what later forwards brought; see `PackedRows.flush`."""
+        """Pack what later forwards brought; see `PackedBlock.flush`."""
         if self.packed is not None:
             self.packed.flush()
 

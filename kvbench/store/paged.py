@@ -12,7 +12,7 @@ from kvbench.budget import LayerShape, Shape
 from kvbench.kernels.page_attention import page_attention
 from kvbench.kernels.page_select import page_bounds, page_scores, select_pages
 from kvbench.step import Step
-from kvbench.store.blocks import AppendedRows
+from kvbench.store.blocks import AppendedBlock
 from kvbench.store.facts import Fact
 from kvbench.store.layer import LayerKV
 from kvbench.store.selective import SelectiveKV
@@ -32,7 +32,7 @@ class PagedKV(SelectiveKV):
     proof: ClassVar[str | None] = "pages_skipped"
     distinct: Tensor | None = field(default=None, init=False)
     """Pages read, those that heads of a group share once; on the device, so that no step waits for it. []"""
-    _bounds: AppendedRows | None = field(default=None, init=False)
+    _bounds: AppendedBlock | None = field(default=None, init=False)
     """Of the full pages. [B, H_kv, pages, 2 * D]"""
 
     def bytes_for(self, layer: LayerShape, shape: Shape, entries: int) -> int:
@@ -77,7 +77,7 @@ class PagedKV(SelectiveKV):
         none = {"bounds": keys.new_empty((*keys.shape[:2], 0, 2 * keys.shape[3]))}
         if self._bounds is not None:
             self._bounds.close()
-        self._bounds = AppendedRows(none, keys.shape[2] // self.page)
+        self._bounds = AppendedBlock(none, keys.shape[2] // self.page)
         self._bounds.whole()["bounds"].zero_()  # static steps read bounds of pages to come, too
         self._bound_full()
 

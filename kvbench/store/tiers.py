@@ -15,7 +15,7 @@ from kvbench.kernels.pack import Codes, dequantize, packed_width, quantize
 from kvbench.kernels.packed_attention import packed_partial
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials
 from kvbench.step import Step
-from kvbench.store.blocks import AppendedRows
+from kvbench.store.blocks import AppendedBlock
 from kvbench.store.entries import gather
 from kvbench.store.facts import Fact
 from kvbench.store.layer import POSITION_BYTES, SCORE_BYTES, LayerKV
@@ -82,7 +82,7 @@ class TieredKV(LayerKV):
     share: float = 1.0
     """Of the entries to come, how many the high tier grows by."""
 
-    demoted: AppendedRows | None = field(default=None, init=False)
+    demoted: AppendedBlock | None = field(default=None, init=False)
     _widths: tuple[int, int] = field(default=(0, 0), init=False)
 
     def bytes_for(self, layer: LayerShape, shape: Shape, entries: int, *, high: int = 0) -> int:
@@ -106,7 +106,7 @@ class TieredKV(LayerKV):
         self.state["balancer"] = balancer
         self._widths = held["key"].shape[3], held["value"].shape[3]
         later = max(0, self.capacity - self.seen) - max(0, entries - indices.shape[2])
-        self.demoted = AppendedRows(self._coded({name: gather(x, others) for name, x in held.items()}), count + later)
+        self.demoted = AppendedBlock(self._coded({name: gather(x, others) for name, x in held.items()}), count + later)
         kept = {name: gather(x, indices) for name, x in held.items()}
         if self.high is not None:
             kept = {**self._encode(self.high, kept), "score": kept["score"], "position": kept["position"]}
