@@ -60,7 +60,7 @@ class Card(BaseModel):
     """SCBench's stages of the cache that it changes: generation, compression, retrieval, loading."""
     budget: BudgetKind
     calibration: str | None = None
-    """What is measured on the model, or trained, before a run; None: nothing."""
+    """The calibration or training on the model before a run; None: none."""
     paper_budget: str | None = None
     """The budget that `--budget paper` uses."""
     heads: Literal["independent", "pooled", "indexed"]

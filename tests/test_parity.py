@@ -28,7 +28,7 @@ def parity(monkeypatch):
 
 
 def make_side(cases, seed=0):
-    """What a side's file holds: a quarter of the entries marked, and logits."""
+    """Contents of a side's file: a quarter of the entries marked, and logits."""
     draw = np.random.default_rng(seed)
     found = {f"full/{i}/logits": draw.normal(size=(3, 8)) for i in range(PROMPTS)}
     for case in cases:

@@ -1,4 +1,4 @@
-"""What is compared: a line per comparison, with the settings of both sides. Imports neither kvbench nor kvpress."""
+"""The comparisons: a line per comparison, with the settings of both sides. Imports neither kvbench nor kvpress."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Case:
     eager: bool = False
     """Whether the press reads the attention matrix."""
     note: str = ""
-    """Who departs, and from what."""
+    """The side that departs, and the source it departs from."""
 
     @property
     def name(self) -> str:
