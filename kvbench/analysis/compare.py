@@ -58,12 +58,12 @@ class Difference:
         return None if self.p_adjusted is None or self.too_few else self.p_adjusted >= ALPHA
 
     def judge(self, *, higher_is_better: bool) -> str:
-        """`better`, `worse`, `within noise` or `too few to tell`; empty if there is nothing to judge."""
+        """`better`, `worse`, `not significant` or `too few to tell`; empty if there is nothing to judge."""
         if self.mean is None or self.p_adjusted is None:
             return ""
         if self.too_few:
             return "too few to tell"
-        return "within noise" if self.within_noise else "better" if (self.mean > 0) == higher_is_better else "worse"
+        return "not significant" if self.within_noise else "better" if (self.mean > 0) == higher_is_better else "worse"
 
 
 @dataclass(frozen=True)

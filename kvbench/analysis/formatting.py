@@ -19,10 +19,10 @@ WIDEST = 200
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table on standard output; cells are folded, never truncated."""
+    """Print a table on standard output; cells are folded, never truncated, and names stay on one line."""
     table = Table(title=title or None, title_justify="left", header_style="bold")
     for name in columns:
-        table.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold", no_wrap=name == "name" and len(columns) > 1)
     for row in rows:
         table.add_row(*map(_printable, row))
     console = Console(markup=False, highlight=False)

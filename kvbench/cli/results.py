@@ -189,7 +189,7 @@ def score_cells(
     differences: Sequence[Difference | None],
 ) -> tuple[list[str], list[list[str]]]:
     """Columns and rows of the table of scores, one run per row; None in `differences` marks the baseline."""
-    columns = ["method", "rank", "score", "difference", "p", "verdict"]
+    columns = ["method", "rank", "score", "difference", "p (Holm)", "verdict"]
     rows = []
     for result, label, rank, difference in zip(results, labels, ranks, differences, strict=True):
         mean, ends, p, verdict = format_difference(difference, result.score)

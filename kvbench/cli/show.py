@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from kvbench.task import Task
 
 WHAT = ("methods", "tasks", "models", "suites")
-METHOD_COLUMNS = ("name", "year", "arxiv", "budget", "calibration", "title")
 
 
 def list_command(
@@ -39,7 +38,7 @@ def list_command(
             ])
     elif what == "methods":
         for family, methods in groupby(sorted(found, key=_family), _family):
-            print_table(family, METHOD_COLUMNS, [[_text(x[key]) for key in METHOD_COLUMNS] for x in methods])
+            print_table(family, ("name", "paper", "budget", "title"), map(_list_method, methods))
     else:
         columns = list(dict.fromkeys(key for x in found for key in x))
         print_table("", columns or ["name"], [[_text(x.get(key)) for key in columns] for x in found])
@@ -117,6 +116,12 @@ def _family(method: dict[str, Any]) -> str:
     """Heading of a table of methods: their family, and the kind of model where it is not autoregressive."""
     family = str(method["family"])
     return family if method["models"] in ("autoregressive", family) else f"{family} ({method['models']} models)"
+
+
+def _list_method(method: dict[str, Any]) -> tuple[str, ...]:
+    """Cells of a method's row; `kvbench show` says how it is calibrated."""
+    budget = str(method["budget"]) + ("\ncalibrated" if method["calibration"] else "")
+    return method["name"], f"{_text(method['year'])} {_text(method['arxiv'])}", budget, str(method["title"])
 
 
 def _find(what: str) -> list[dict[str, Any]]:

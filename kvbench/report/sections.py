@@ -35,8 +35,9 @@ method `random` (if it was run). Click a family in a legend to show only that fa
 """
 HEAD = (
     TableCell("rank"), TableCell("method", kind="text"), TableCell("family", kind="pick text"), TableCell("score"),
-    TableCell("95 %"), TableCell("vs. full"), TableCell("95 %"), TableCell("p"), TableCell("verdict", kind="text"),
-    TableCell("budget", kind="pick"), TableCell("stored"), TableCell("conversation"), TableCell("bytes/token"),
+    TableCell("95 %"), TableCell("vs. full"), TableCell("95 %"), TableCell("p (Holm)"),
+    TableCell("verdict", kind="text"), TableCell("budget", kind="pick"),
+    TableCell("stored"), TableCell("conversation"), TableCell("bytes/token"),
     TableCell("read"), TableCell("distinct"), TableCell("strict"), TableCell("cut"), TableCell("per token"),
     TableCell("first token"), TableCell("top-1"), TableCell("KL, nats"), TableCell("effect in"),
     TableCell("run", kind="text"),
