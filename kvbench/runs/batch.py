@@ -40,9 +40,14 @@ def describe_alone(method: Method) -> str | None:
     return f"{method.card.name} generates answers in its own way" if method.generates_alone else None
 
 
+def answers_apart(spec: RunSpec) -> bool:
+    """Whether no question follows the method's own answer to another, so that a context's answers can run together."""
+    return spec.mode is Mode.MULTI_REQUEST or (spec.mode is Mode.MULTI_TURN and spec.history == "reference")
+
+
 def divide_batch(batch: int, spec: RunSpec) -> tuple[int, int]:
     """Contexts at a time, and questions about each: a batch takes the questions of a context first."""
-    questions = min(batch, spec.turns) if spec.mode is Mode.MULTI_REQUEST else 1
+    questions = min(batch, spec.turns) if answers_apart(spec) else 1
     return max(1, batch // questions), questions
 
 
@@ -131,7 +136,7 @@ def resolve_batch(asked: int | None, job: Job, fitted: Method, shape: Shape, cap
         raise UserError("on a diffusion model every answer runs alone, and no batch is possible. Leave --batch out.")
     limit = SHARE_OF_MEMORY * (_total_bytes(spec.device) - job.model.module.num_parameters() * shape.itemsize)
     most = 1
-    answers = spec.samples * (spec.turns if spec.mode is Mode.MULTI_REQUEST else 1)
+    answers = spec.samples * (spec.turns if answers_apart(spec) else 1)
     largest = min(MOST_AUTO, answers) if asked is None else asked
     while most < largest and predict_bytes(2 * most, spec, fitted, shape, capacity) <= limit:
         most *= 2

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime
+from itertools import pairwise
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -32,10 +33,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Timer:
-    """Start times of the current turn, and the times before its first token."""
+    """Start and end times of a turn, and the times before its first token."""
 
     wall: float
     asked: float = 0.0
+    done: float = 0.0
     prefill_s: float | None = None
     compress_s: float | None = None
 
@@ -91,7 +93,7 @@ def converse(
 ) -> Passes[list[Line]]:
     """The passes of a sample after its prefill, which is run at once. Returns its journal lines.
 
-    lines: where lines are put as turns end. width: questions of mode multi-request that run together.
+    lines: where lines are put as turns end. width: questions whose answers run together.
     """
     spec, model, device = job.spec, job.model, job.model.device
     lines = [] if lines is None else lines
@@ -112,11 +114,11 @@ def converse(
         before = now(device)
         session.prefill(encoded.context, visible=visible)
         timer.prefill_s, timer.compress_s = now(device) - before, session.compress_seconds
-        turns = (
-            _ask(job, index, example, encoded, turn, session, limit, timer, lines, compares=compares, started=started)
-            for turn, limit in enumerate(limits)
-        )
-        forced = yield from merge(turns, width if spec.mode is Mode.MULTI_REQUEST else 1)
+        questions = _Questions(job, index, example, encoded, limits, timer, lines, compares=compares, started=started)
+        if width > 1 and spec.mode is Mode.MULTI_TURN:
+            forced = yield from questions.ask_ahead(session, width)
+        else:
+            forced = yield from merge((questions.ask(session, turn) for turn in range(len(limits))), width)
     lines.sort(key=lambda x: x.turn)
     if compares:
         lines[:] = _with_agreement(job, encoded, lines, [x for x in forced if x is not None], capacity, recording)
@@ -126,36 +128,99 @@ def converse(
     return lines
 
 
-def _ask(
-    job: Job, index: int, example: Example, encoded: Encoded, turn: int, session: Session, limit: int, timer: Timer,
-    lines: list[Line], *, compares: bool, started: str,
-) -> Passes[Tensor | None]:
-    """Ask the question of a turn and add its line. Returns the logits of the reference answer, if they are compared."""
-    spec, device, ids = job.spec, job.model.device, encoded.turns[turn]
-    timer = timer if turn == 0 else Timer(time.perf_counter())
-    forced = None
-    with _conversation(session, spec) as talk:
-        query = _query(ids, turn, spec)
-        timer.asked = now(device)
-        yield from talk.question_passes(query, limit)
-        if compares:
-            paused = now(device)
+@dataclass(frozen=True)
+class _Questions:
+    """The questions of a sample, and the lines that their answers become."""
+
+    job: Job
+    index: int
+    example: Example
+    encoded: Encoded
+    limits: list[int]
+    timer: Timer
+    lines: list[Line]
+    _: KW_ONLY
+    compares: bool
+    """Whether the logits of the reference answers are wanted."""
+    started: str
+
+    def ask(self, session: Session, turn: int) -> Passes[Tensor | None]:
+        """Ask a question and add its line. Returns the logits of the reference answer, if they are compared."""
+        timer = self.timer if turn == 0 else Timer(time.perf_counter())
+        with _conversation(session, self.job.spec) as talk:
+            timer.asked = now(self.job.model.device)
+            yield from talk.question_passes(self._query(turn), self.limits[turn])
+            forced, reply = yield from self._answer(talk, turn, timer)
+            self._add_line(talk, turn, reply, timer)
+        return forced
+
+    def ask_ahead(self, session: Session, width: int) -> Passes[list[Tensor | None]]:
+        """Ask all questions of a conversation whose history is known, then answer `width` of them together."""
+        with ExitStack() as stack:
+            talks: list[Session] = []
+            for turn, limit in enumerate(self.limits):
+                talk = stack.enter_context((talks[-1] if talks else session).fork())
+                if turn:
+                    talk.remember(self.encoded.turns[turn - 1].answer)
+                yield from talk.question_passes(self._query(turn), limit)
+                talks.append(talk)
+            timers = [self.timer, *(Timer(self.timer.wall) for _ in talks[1:])]
+            done = yield from merge((self._answer(x, turn, timers[turn]) for turn, x in enumerate(talks)), width)
+            for turn, (before, talk) in enumerate(pairwise([session, *talks])):
+                talk.credit(before)
+                self._add_line(talk, turn, done[turn][1], timers[turn])
+        return [forced for forced, _ in done]
+
+    def _answer(self, talk: Session, turn: int, timer: Timer) -> Passes[tuple[Tensor | None, Reply]]:
+        """The logits of the reference answer, if they are compared, and the answer to the question asked last."""
+        job, ids, forced = self.job, self.encoded.turns[turn], None
+        if self.compares:
+            paused = now(job.model.device)
             forced = yield from force_answer_passes(talk, ids.answer, counts=ids.answer in ids.choices)
-            timer.asked += now(device) - paused
-        history = _history(spec, example, turn, ids)
+            timer.asked += now(job.model.device) - paused
+        follows = job.spec.mode is Mode.MULTI_TURN and turn + 1 < len(self.limits)
+        history = ids.answer if follows and job.spec.history == "reference" else None
         if ids.choices:
             known = {} if forced is None else {ids.answer: forced}
-            reply = yield from _choose(job, talk, example.turns[turn], ids, known)
+            reply = yield from _choose(job, talk, self.example.turns[turn], ids, known)
             talk.remember(reply.ids if history is None else history)
         else:
             if job.task.nonempty:
                 talk.ban_first(job.stop_ids)
-            tokens = yield from talk.answer_passes(limit, history=history, stop=job.stop_ids)
-            reply = _reply(job, tokens)
-        done = now(device)
-        lines.append(_line(job, index, example, turn, talk, reply, timer, done,
-                           prompt_hash=encoded.prompt_hash, started=started, query=query, answer=ids.answer))
-    return forced
+            reply = _reply(job, (yield from talk.answer_passes(self.limits[turn], history=history, stop=job.stop_ids)))
+        timer.done = now(job.model.device)
+        return forced, reply
+
+    def _query(self, turn: int) -> tuple[int, ...]:
+        """The tokens of a question that are not in the cache yet; none if the context held it."""
+        ids, spec = self.encoded.turns[turn], self.job.spec
+        if turn == 0 or spec.mode is Mode.MULTI_REQUEST:
+            return ids.first if spec.visibility == "hidden" else ()
+        return ids.later
+
+    def _add_line(self, talk: Session, turn: int, reply: Reply, timer: Timer) -> None:
+        job, asked, shape = self.job, self.example.turns[turn], talk.shape
+        scores = score_answer(job, self.example, turn, reply.text, reply.facts)
+        assert shape is not None
+        self.lines.append(Line(
+            sample=self.example.id, index=self.index, turn=turn, turns=len(self.limits),
+            prompt_hash=self.encoded.prompt_hash, prediction=reply.text, ids=reply.ids, question=asked.question,
+            references=tuple(asked.references), score=scores.get(job.scorer.id), scores=scores,
+            tokens=TokenCounts(
+                context=shape.length, query=len(self._query(turn)),
+                generated=0 if reply.stop_reason == "choice" else len(reply.ids),
+                reference=len(self.encoded.turns[turn].answer),
+            ),
+            stop_reason=reply.stop_reason,
+            times=Times(
+                prefill_s=timer.prefill_s, compress_s=timer.compress_s,
+                ttft_s=(timer.prefill_s or 0.0) + talk.answer_started - timer.asked,
+                decode_s=timer.done - talk.answer_started, steps=reply.steps,
+            ),
+            bytes=talk.memory(), effect=talk.effect(), agreement=None,
+            facts={**turn_facts(self.example, turn), **reply.facts}, started=self.started,
+            seconds=time.perf_counter() - timer.wall, error=None,
+        ))
 
 
 def fail(
@@ -196,19 +261,6 @@ def _conversation(session: Session, spec: RunSpec) -> Iterator[Session]:
             yield branch
     else:
         yield session
-
-
-def _query(ids: EncodedTurn, turn: int, spec: RunSpec) -> tuple[int, ...]:
-    """The tokens of a question that are not in the cache yet; none if the context held it."""
-    if turn == 0 or spec.mode is Mode.MULTI_REQUEST:
-        return ids.first if spec.visibility == "hidden" else ()
-    return ids.later
-
-
-def _history(spec: RunSpec, example: Example, turn: int, ids: EncodedTurn) -> tuple[int, ...] | None:
-    """The reference answer, if a later turn sees it."""
-    follows = spec.mode is Mode.MULTI_TURN and turn + 1 < len(example.turns)
-    return ids.answer if follows and spec.history == "reference" else None
 
 
 def turn_facts(example: Example, turn: int) -> dict[str, object]:
@@ -252,33 +304,3 @@ def _choose(
     facts: dict[str, object] = {"logprobs": [[round(x, 5) for x in choice] for choice in logprobs]}
     return Reply(turn.choices[best], ids.choices[best], "choice", 0, facts)
 
-
-def _line(
-    job: Job, index: int, example: Example, turn: int, talk: Session, reply: Reply, timer: Timer, done: float, *,
-    prompt_hash: str, started: str, query: tuple[int, ...], answer: tuple[int, ...],
-) -> Line:
-    references = example.turns[turn].references
-    scores = score_answer(job, example, turn, reply.text, reply.facts)
-    shape = talk.shape
-    assert shape is not None
-    return Line(
-        sample=example.id, index=index, turn=turn, turns=len(example.turns), prompt_hash=prompt_hash,
-        prediction=reply.text, ids=reply.ids, question=example.turns[turn].question, references=tuple(references),
-        score=scores.get(job.scorer.id),
-        scores=scores,
-        tokens=TokenCounts(
-            context=shape.length, query=len(query), generated=0 if reply.stop_reason == "choice" else len(reply.ids),
-            reference=len(answer),
-        ),
-        stop_reason=reply.stop_reason,
-        times=Times(
-            prefill_s=timer.prefill_s, compress_s=timer.compress_s,
-            ttft_s=(timer.prefill_s or 0.0) + talk.answer_started - timer.asked,
-            decode_s=done - talk.answer_started, steps=reply.steps,
-        ),
-        bytes=talk.memory(),
-        effect=talk.effect(),
-        agreement=None, facts={**turn_facts(example, turn), **reply.facts}, started=started,
-        seconds=time.perf_counter() - timer.wall,
-        error=None,
-    )
