@@ -127,7 +127,8 @@ def _run_suite(name: str, given: dict[str, Any], trackers: tuple[str, ...], out:
 
 def _print(reports: list[CellReport], means: list[SuiteMean]) -> None:
     """Print one row per run with the options in which the runs differ, then the means."""
-    from kvbench.analysis.formatting import format_score, print_table
+    from kvbench.analysis.formatting import format_score, format_share, print_table
+    from kvbench.analysis.shares import stored_share
     from kvbench.sweep.file import as_text
 
     keys = list(dict.fromkeys(["task", *(key for x in reports for key in x.cell.options)]))
@@ -139,8 +140,7 @@ def _print(reports: list[CellReport], means: list[SuiteMean]) -> None:
         measured = ["-", "-", "-"]
         if result is not None:
             measured[0] = format_score(result)
-            if result.memory is not None:
-                measured[1] = f"{result.memory.ratio:.1%}"
+            measured[1] = format_share(stored_share(result))
             if result.agreement is not None:
                 measured[2] = f"{result.agreement.top1:.3f}"
         rows.append([

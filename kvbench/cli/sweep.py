@@ -107,15 +107,16 @@ def _place(cells: list[SweepCell], *how: Callable[[Request], str]) -> list[Sweep
 
 def _print(reports: list[CellReport]) -> None:
     """Print one row per cell."""
-    from kvbench.analysis.formatting import format_score, print_table
+    from kvbench.analysis.formatting import format_score, format_share, print_table
+    from kvbench.analysis.shares import stored_share
 
     rows = []
     for report in reports:
         result = report.result
-        ratio = "-" if result is None or result.memory is None else f"{result.memory.ratio:.1%}"
+        stored = "-" if result is None else format_share(stored_share(result))
         where = "-" if report.folder is None else str(report.folder)
         rows.append([
-            report.cell.name, report.status, "-" if result is None else format_score(result), ratio,
+            report.cell.name, report.status, "-" if result is None else format_score(result), stored,
             where if report.error is None else f"{where}: {report.error}",
         ])
     print_table("", ("cell", "", "score", "stored", "run"), rows)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from kvbench.analysis.formatting import format_bytes
+from kvbench.analysis.formatting import format_bytes, format_share
 from kvbench.analysis.load import FinishedRun
+from kvbench.analysis.shares import read_share, stored_share
 from kvbench.extras import load_extra
 from kvbench.report.charts import Point, Spec, color_cells, finish, widen
 from kvbench.runs.journal import Answer
@@ -51,11 +52,12 @@ class Grid:
         memory = self.result.memory
         if memory is None:
             return "no bytes measured"
-        text = f"stores {memory.ratio_total:.1%} of the full cache, {format_bytes(memory.stored_bytes)}"
+        share = format_share(stored_share(self.result))
+        text = f"stores {share} of the full cache, {format_bytes(memory.stored_bytes)}"
         if memory.host_bytes:
             text += f" and {format_bytes(memory.host_bytes)} in host memory"
         if self.result.budget.kind == "read":
-            text += f", {memory.read_bytes_per_step / memory.full_bytes:.1%} read per step"
+            text += f", {format_share(read_share(self.result))} read per step"
         return text
 
     @property

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
+from kvbench.analysis.shares import reference_width
 from kvbench.analysis.significance import ALPHA, adjust, flip_signs
 from kvbench.errors import UserError, unknown
 from kvbench.findings.records import Decision, join_verdicts
@@ -252,5 +253,5 @@ def _by_context(side: str, runs: Mapping[str, Finished]) -> dict[tuple[str, str]
 
 
 def _bytes(side: str, runs: Mapping[str, Finished]) -> float | None:
-    memory = runs[split(side)[0]].result.memory
-    return None if memory is None else memory.ratio
+    result = runs[split(side)[0]].result
+    return None if result.memory is None else result.memory.ratio / reference_width(result)

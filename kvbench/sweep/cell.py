@@ -73,6 +73,8 @@ class CellReport:
     @property
     def document(self) -> dict[str, Any]:
         """The report as JSON, for `kvbench sweep --json`."""
+        from kvbench.analysis.shares import stored_share  # imports numpy; `kvbench list` imports this module
+
         result, request = self.result, self.cell.request
         return {
             "cell": self.cell.name, "run_id": None if self.folder is None else self.folder.name,
@@ -80,7 +82,7 @@ class CellReport:
             "existing": self.existing, "method": request.method, "task": request.task, "model": request.model,
             "budget": request.budget, "mode": request.mode,
             "score": None if result is None else result.score.model_dump(mode="json"),
-            "ratio": None if result is None or result.memory is None else result.memory.ratio,
+            "stored_share": None if result is None else stored_share(result),
         }
 
 

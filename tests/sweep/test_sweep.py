@@ -85,7 +85,7 @@ def assert_same(left: list[dict], right: list[dict]) -> None:
     """Equal runs in equal order."""
     assert [x["run_id"] for x in left] == [x["run_id"] for x in right]
     for a, b in zip(left, right, strict=True):
-        assert (a["status"], a["score"], a["ratio"]) == (b["status"], b["score"], b["ratio"])
+        assert (a["status"], a["score"], a["stored_share"]) == (b["status"], b["score"], b["stored_share"])
         assert outcome(a["folder"]) == outcome(b["folder"])
 
 
