@@ -1,9 +1,11 @@
-"""Writes the tables and charts of the curated results into docs/results.md and README.md.
+"""Writes the tables and charts of the curated results into docs/results.md, docs/results-smollm2.md and README.md.
 
 Only the text between the markers `<!-- begin NAME -->` and `<!-- end NAME -->` is replaced. The command line makes the
 results, and does not repeat finished runs:
 
     kvbench sweep scripts/sweeps/curated.toml --workers 2
+    kvbench sweep scripts/sweeps/smollm2.toml --workers 2 --share-prefill
+    kvbench sweep scripts/sweeps/smollm2_tasks.toml --workers 2
     python scripts/show_results.py
 """
 
@@ -25,21 +27,22 @@ from kvbench.report.group import GroupedRun, label_results
 from kvbench.runs.results import Result
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "results" / "cpu-2-cores"
+RESULTS = ROOT / "results"
+MINI, SMOLLM2, SMOLLM2_TASKS = (RESULTS / x for x in ("cpu-2-cores", "smollm2-135m", "smollm2-135m-tasks"))
 PICTURES = ROOT / "docs"
-PAGE = PICTURES / "results.md"
+MINI_PAGE, SMOLLM2_PAGE = PICTURES / "results.md", PICTURES / "results-smollm2.md"
 README = ROOT / "README.md"
 ANCHORS = ("full", "full-int8")
 SEEN = {"hidden": "question hidden", "first-turn": "first of five questions visible"}
 QUARTER = "25%"
-IN_README = ("full", "streaming-llm", "h2o", "snapkv", "keydiff", "kvzip", "kivi, 2/2 bits", "quest")
+IN_README = ("full", "random", "streaming-llm", "h2o", "snapkv", "keydiff", "kvzip", "quest", "kivi, 2/2 bits", "mikv")
 IN_ONE_BLOCK = ("0b8334c74ef9", "a731f91b7a14")
 """Commits at which reference answers were forced in one block, also where methods drop or round rows in every step."""
 
 
-def read_results() -> list[Result]:
+def read_results(folder: Path) -> list[Result]:
     """Every result of the folder: anchors first, then by method, length, visibility, stored bytes and bytes read."""
-    runs = fill_full_reads([load_run(x.parent) for x in RESULTS.glob("*/result.json")])
+    runs = fill_full_reads([load_run(x.parent) for x in folder.glob("*/result.json")])
     results = [x.result for x in runs]
     names = {x.method.name for x in results}
     order = [*ANCHORS, *sorted(names - set(ANCHORS))]
@@ -102,22 +105,53 @@ def page_table(results: Sequence[Result]) -> str:
     return table(header, rows)
 
 
-def quarter_table(results: Sequence[Result], names: Sequence[str] | None = None) -> str:
-    """One line per method, at 25 % or at its fixed size; with names, these in their order."""
-    rows: dict[str, dict[tuple[str, int], Result]] = {}
+def group_quarter(results: Sequence[Result]) -> dict[str, dict[tuple[str, int], Result]]:
+    """Runs at 25 % or at the method's fixed size, by method, visibility and length."""
+    groups: dict[str, dict[tuple[str, int], Result]] = {}
     for x in results:
         if x.budget.asked in (None, QUARTER):
             name = x.method.name if x.budget.asked or setting(x) == "-" else f"{x.method.name}, {setting(x)}"
-            rows.setdefault(name, {})[x.visibility, x.task.length] = x
+            groups.setdefault(name, {})[x.visibility, x.task.length] = x
+    return groups
+
+
+def mini_table(results: Sequence[Result]) -> str:
+    """One line per method of the bundled model, at 25 % or at its fixed size."""
     shown = []
-    for name in names or rows:
-        cells = rows[name]
+    for name, cells in group_quarter(results).items():
         hidden = [cells["hidden", length] for length in (1024, 2048)]
         seen = cells.get(("first-turn", 2048))
         turns = "not run" if seen is None else by_turn(seen)
         shown.append((name, f"{ratio(hidden[1]):.1%}", read(hidden[1]), *(score(x) for x in hidden), turns))
     header = ("method", "stored", "read", "hidden, 1,024", "hidden, 2,048", "first-turn, 2,048: first, then others")
     return table(header, shown)
+
+
+def smollm2_table(results: Sequence[Result], names: Sequence[str] | None = None) -> str:
+    """One line per method of the real model; with names, these in their order."""
+    groups = group_quarter(results)
+    shown = []
+    for name in names or groups:
+        hidden, seen = (groups[name].get((x, 1024)) for x in ("hidden", "visible"))
+        first = hidden or seen
+        assert first is not None, name
+        agreement = "-" if first.agreement is None else f"{first.agreement.top1:.2f}"
+        scores = ("not run" if x is None else score(x) for x in (hidden, seen))
+        shown.append((name, f"{ratio(first):.1%}", read(first), *scores, agreement))
+    return table(("method", "stored", "read", "question hidden", "question visible", "top-1"), shown)
+
+
+def task_table(results: Sequence[Result]) -> str:
+    """The full cache's score on every task by length."""
+    groups: dict[str, dict[int, Result]] = {}
+    for x in sorted(results, key=lambda x: x.task.name):
+        groups.setdefault(x.task.name, {})[x.task.length] = x
+    lengths = sorted({x.task.length for x in results})
+    rows = [
+        (name, *(score(cells[length]) if length in cells else "too short" for length in lengths))
+        for name, cells in groups.items()
+    ]
+    return table(("task", *(f"{x:,} tokens" for x in lengths)), rows)
 
 
 def list_pictures() -> list[tuple[Path, str, Cost]]:
@@ -128,16 +162,24 @@ def list_pictures() -> list[tuple[Path, str, Cost]]:
     ]
 
 
-def draw_pictures(results: Sequence[Result]) -> None:
-    """At the greatest length; the charts are those of `kvbench report`."""
-    longest = max(x.task.length for x in results)
+def draw_picture(path: Path, results: Sequence[Result], cost: Cost, title: str) -> None:
+    """A chart of `kvbench report`."""
+    spec = draw_cost([GroupedRun(*x) for x in zip(results, label_results(results), strict=True)], cost)
+    assert spec is not None, path
+    path.write_bytes(vl_convert.vegalite_to_png(spec | {"width": 640, "height": 440, "title": title}))
+
+
+def draw_pictures(mini: Sequence[Result], smollm2: Sequence[Result]) -> None:
+    """The bundled model at the greatest length, and the real one."""
+    longest = max(x.task.length for x in mini)
     for path, visibility, cost in list_pictures():
-        chosen = [x for x in results if (x.task.length, x.visibility) == (longest, visibility)]
-        entries = [GroupedRun(*x) for x in zip(chosen, label_results(chosen), strict=True)]
-        spec = draw_cost(entries, cost)
-        assert spec is not None, path
-        title = f"{SEEN[visibility]}, {longest:,} tokens"
-        path.write_bytes(vl_convert.vegalite_to_png(spec | {"width": 640, "height": 440, "title": title}))
+        chosen = [x for x in mini if (x.task.length, x.visibility) == (longest, visibility)]
+        draw_picture(path, chosen, cost, f"mini, {SEEN[visibility]}, {longest:,} tokens")
+    hidden = [x for x in smollm2 if x.visibility == "hidden"]
+    for suffix, cost in zip(("", "-read"), COSTS[:2], strict=True):
+        draw_picture(
+            PICTURES / f"results-smollm2{suffix}.png", hidden, cost, "SmolLM2-135M, question hidden, 1,024 tokens"
+        )
 
 
 def _name_commits(results: Sequence[Result]) -> str:
@@ -170,6 +212,19 @@ def describe(results: Sequence[Result]) -> str:
     )
 
 
+def describe_smollm2(results: Sequence[Result]) -> str:
+    """Where the numbers of the real model come from."""
+    by_visibility = {x.visibility: x for x in results}
+    hidden, seen = by_visibility["hidden"], by_visibility["visible"]
+    return (
+        f"Model `{hidden.model.id}` in {hidden.spec.model.dtype}, task `{hidden.task.name}`, "
+        f"{hidden.task.length:,} tokens, seed {hidden.spec.seed}, on {hidden.environment.cpu} (2 cores), "
+        f"{_name_commits(results)}.\n"
+        f"Question hidden: `{hidden.mode}`, {hidden.n_samples} contexts with {hidden.spec.turns} questions each. "
+        f"Question visible: `{seen.mode}`, {seen.n_samples} contexts with one question each.\n"
+    )
+
+
 def all_tables(results: Sequence[Result]) -> str:
     """A table for each length and visibility."""
     parts = []
@@ -180,11 +235,15 @@ def all_tables(results: Sequence[Result]) -> str:
     return "\n".join(parts)
 
 
-def make_texts(results: Sequence[Result]) -> dict[Path, dict[str, str]]:
-    """What stands between the markers of each file."""
+def make_texts() -> dict[Path, dict[str, str]]:
+    """The text between the markers of each file."""
+    mini, smollm2, tasks = (read_results(x) for x in (MINI, SMOLLM2, SMOLLM2_TASKS))
     return {
-        README: {"table": quarter_table(results, IN_README)},
-        PAGE: {"source": describe(results), "quarter": quarter_table(results), "tables": all_tables(results)},
+        README: {"table": smollm2_table(smollm2, IN_README)},
+        MINI_PAGE: {"source": describe(mini), "quarter": mini_table(mini), "tables": all_tables(mini)},
+        SMOLLM2_PAGE: {
+            "source": describe_smollm2(smollm2), "methods": smollm2_table(smollm2), "tasks": task_table(tasks),
+        },
     }
 
 
@@ -198,7 +257,6 @@ def fill(page: str, texts: Mapping[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    found = read_results()
-    draw_pictures(found)
-    for path, texts in make_texts(found).items():
+    draw_pictures(read_results(MINI), read_results(SMOLLM2))
+    for path, texts in make_texts().items():
         path.write_text(fill(path.read_text(encoding="utf-8"), texts), encoding="utf-8")
