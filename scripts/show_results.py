@@ -129,16 +129,15 @@ def mini_table(results: Sequence[Result]) -> str:
 
 def smollm2_table(results: Sequence[Result], names: Sequence[str] | None = None) -> str:
     """One line per method of the real model; with names, these in their order."""
-    groups = group_quarter(results)
+    groups, visibilities = group_quarter(results), sorted({x.visibility for x in results})
     shown = []
     for name in names or groups:
-        hidden, seen = (groups[name].get((x, 1024)) for x in ("hidden", "visible"))
-        first = hidden or seen
-        assert first is not None, name
+        cells = {x.visibility: x for x in groups[name].values()}
+        first = cells[min(cells)]
         agreement = "-" if first.agreement is None else f"{first.agreement.top1:.2f}"
-        scores = ("not run" if x is None else score(x) for x in (hidden, seen))
+        scores = (score(cells[x]) if x in cells else "not run" for x in visibilities)
         shown.append((name, f"{ratio(first):.1%}", read(first), *scores, agreement))
-    return table(("method", "stored", "read", "question hidden", "question visible", "top-1"), shown)
+    return table(("method", "stored", "read", *(f"question {x}" for x in visibilities), "top-1"), shown)
 
 
 def task_table(results: Sequence[Result]) -> str:
@@ -214,14 +213,14 @@ def describe(results: Sequence[Result]) -> str:
 
 def describe_smollm2(results: Sequence[Result]) -> str:
     """Where the numbers of the real model come from."""
-    by_visibility = {x.visibility: x for x in results}
-    hidden, seen = by_visibility["hidden"], by_visibility["visible"]
+    first = results[0]
+    questions = [
+        f"Question {name}: `{x.mode}`, {x.n_samples} contexts, {x.n_samples * x.spec.turns} questions.\n"
+        for name, x in sorted({x.visibility: x for x in results}.items())
+    ]
     return (
-        f"Model `{hidden.model.id}` in {hidden.spec.model.dtype}, task `{hidden.task.name}`, "
-        f"{hidden.task.length:,} tokens, seed {hidden.spec.seed}, on {hidden.environment.cpu} (2 cores), "
-        f"{_name_commits(results)}.\n"
-        f"Question hidden: `{hidden.mode}`, {hidden.n_samples} contexts with {hidden.spec.turns} questions each. "
-        f"Question visible: `{seen.mode}`, {seen.n_samples} contexts with one question each.\n"
+        f"Model `{first.model.id}` in {first.model.dtype}, task `{first.task.name}`, {first.task.length:,} tokens, "
+        f"seed {first.spec.seed}, on {first.environment.cpu} (2 cores), {_name_commits(results)}.\n{''.join(questions)}"
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from markupsafe import Markup
 
 from kvbench.leaderboard.site.tables import Group, RankedRun
+from kvbench.registry import list_models
 from kvbench.report.group import VISIBILITIES, Axis
 from kvbench.report.suggest import (
     Answer,
@@ -104,8 +105,9 @@ class FrontPage:
         self.guide = Guide(_make_protocol(x) for x in self.groups)
         self.examples = {x.key: x.example for x in self.guide.protocols}
         examples = list(self.examples.values())
+        bundled = set(list_models())  # small ones, trained on the tasks: after all others
         self.models = list(dict.fromkeys(
-            x.model.id for x in sorted(examples, key=lambda x: (x.model.kind, x.model.id))
+            x.model.id for x in sorted(examples, key=lambda x: (x.model.kind, x.model.id in bundled, x.model.id))
         ))
         self.turns = _list_turns(examples)
         self.tasks = [None, *sorted({x.task.name for x in examples})]
