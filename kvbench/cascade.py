@@ -56,8 +56,9 @@ class SharedBudgetMethod(ScoredMethod):
         return replace(fitted, pooled=full)
 
     def running_bytes(self, shape: Shape) -> int:
-        """Bytes of the scores of every layer that shares the budget."""
-        return sum(SCORE_BYTES * shape.length * shape.layers[i].kv_heads for i in self.pooled or ())
+        """Bytes for scoring, and of the scores of every layer that shares the budget."""
+        scores = sum(SCORE_BYTES * shape.length * shape.layers[i].kv_heads for i in self.pooled or ())
+        return super().running_bytes(shape) + scores
 
     def evict(self, kv: LayerKV, step: Step) -> None:
         """Score a layer that shares the budget; compress any other on its own."""

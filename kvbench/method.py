@@ -227,9 +227,8 @@ class Method:
         return 0
 
     def running_bytes(self, shape: Shape) -> int:
-        """Bytes of running statistics while the context is run, freed after compression."""
-        del shape
-        return 0
+        """Bytes next to keys and values while the context is run: by default those that the stores keep for scoring."""
+        return sum(self.layer(index).running_bytes(layer, shape) for index, layer in enumerate(shape.layers))
 
     def declared_read_bytes(self, shape: Shape) -> int:
         """Upper bound of the bytes that one decode step reads right after the context."""

@@ -88,10 +88,11 @@ class Need:
 
     @property
     def bytes_while_running(self) -> int:
-        """Upper bound of one sequence's bytes during prefill: the full cache, room for later tokens, statistics."""
+        """Upper bound of one sequence's bytes in a prefill, by chunks or not: full cache, statistics, later tokens."""
         twice = 2 if self.method.replays_context else 1
         entries = max(self.model.shape.full_bytes, self.cache) + self.spare
-        return twice * entries + self.method.running_bytes(self.model.shape)
+        running = self.method.running_bytes(self.model.shape)
+        return twice * entries + running + -(-self.later * running // self.model.shape.length)
 
     @property
     def prefill(self) -> int:

@@ -78,6 +78,12 @@ class LayerKV:
         offsets = (layer.kv_heads + 1) * OFFSET_BYTES if self.ragged and holes else 0
         return entries * layer.kv_heads * width + offsets
 
+    def running_bytes(self, layer: LayerShape, shape: Shape) -> int:
+        """Bytes next to keys and values while the context is run, by formula: positions, numbers per entry, queries."""
+        numbers = POSITION_BYTES * self.track + SCORE_BYTES * (self.column_sums + len(self.entry_state))
+        queries = min(self.queries, shape.length) * layer.query_heads * layer.key_dim * shape.itemsize
+        return shape.entries(layer) * layer.kv_heads * numbers + queries
+
     # Entries as tensors
 
     @property

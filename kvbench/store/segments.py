@@ -17,7 +17,7 @@ from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_parti
 from kvbench.step import Step
 from kvbench.store.entries import gather
 from kvbench.store.facts import Fact
-from kvbench.store.layer import POSITION_BYTES, LayerKV
+from kvbench.store.layer import POSITION_BYTES, SCORE_BYTES, LayerKV
 
 PARAMETER_BYTES = 4
 """A scale and a minimum in float16."""
@@ -92,6 +92,10 @@ class SegmentedKV(LayerKV):
             head += count * (packed_width(layer.key_dim, bits) + packed_width(layer.value_dim, bits))
             head += layer.key_dim * PARAMETER_BYTES if count else 0
         return layer.kv_heads * head + entries * PARAMETER_BYTES
+
+    def running_bytes(self, layer: LayerShape, shape: Shape) -> int:
+        """Bytes for scoring, those of the scores of every entry included."""
+        return super().running_bytes(layer, shape) + shape.entries(layer) * layer.kv_heads * SCORE_BYTES
 
     def encode(self, count: int, important: Tensor, high_bits: int, low_bits: int, room: int) -> None:
         """Turn the first `count` entries into a segment, important ones in more bits; the tail has room for `room`.

@@ -59,7 +59,8 @@ class ExpectedAttention(ScoredMethod):
 
     def running_bytes(self, shape: Shape) -> int:
         """Bytes of the moments: a sum and a matrix of outer products per query head, and a count per layer."""
-        return sum(MOMENT_BYTES * (x.query_heads * x.key_dim * (x.key_dim + 1) + 1) for x in shape.layers)
+        moments = sum(MOMENT_BYTES * (x.query_heads * x.key_dim * (x.key_dim + 1) + 1) for x in shape.layers)
+        return super().running_bytes(shape) + moments
 
     def bind(self, model: Model) -> Self:
         """Refuse a model whose rotary embedding cannot be inverted (`UserError`)."""

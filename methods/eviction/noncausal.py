@@ -34,7 +34,7 @@ class BlockAttention(ScoredMethod):
     def running_bytes(self, shape: Shape) -> int:
         """Bytes of an incomplete block's queries and keys, and of the sums."""
         held = min(shape.length, self.block + self.outer_tokens()[1])
-        return sum(
+        return super().running_bytes(shape) + sum(
             held * (x.query_heads + x.kv_heads) * x.key_dim * shape.itemsize + shape.length * x.kv_heads * MASS_BYTES
             for x in shape.layers
         )

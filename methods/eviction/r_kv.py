@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvbench.budget import LayerShape
 from kvbench.constraints import Ge, Gt, Odd, Positive, Share
 from kvbench.method import BudgetKind, Card, Shape, Step, Upstream
 from kvbench.selection import PeriodicMethod, pool_scores
@@ -64,10 +65,14 @@ class RKV(PeriodicMethod):
 
     def layer_bytes(self, index: int, shape: Shape, entries: int) -> int:
         """Bytes of the entries and of the last queries."""
-        layer = shape.layers[index]
-        return super().layer_bytes(index, shape, entries) + (
-            0 if self.rows is None else self.window * layer.query_heads * layer.key_dim * shape.itemsize
-        )
+        return super().layer_bytes(index, shape, entries) + self._query_bytes(shape.layers[index], shape)
+
+    def running_bytes(self, shape: Shape) -> int:
+        """Bytes for scoring, and of the last queries."""
+        return super().running_bytes(shape) + sum(self._query_bytes(x, shape) for x in shape.layers)
+
+    def _query_bytes(self, layer: LayerShape, shape: Shape) -> int:
+        return 0 if self.rows is None else self.window * layer.query_heads * layer.key_dim * shape.itemsize
 
     def evict(self, kv: LayerKV, step: Step) -> None:
         """Note the queries, then evict where it is time."""

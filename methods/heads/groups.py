@@ -126,6 +126,11 @@ class HeadMethod(Method):
             )
         return total
 
+    def running_bytes(self, shape: Shape) -> int:
+        """None: heads are ranked before the run, so the stores keep nothing for scoring."""
+        del shape
+        return 0
+
     def whole_heads(self, shape: Shape) -> Counter[int]:
         """Number of KV heads of each layer that keep every entry, after `fit`."""
         order = self.order or _costliest(shape)

@@ -17,6 +17,7 @@ from kvbench.store import LayerKV
 from kvbench.store.tiers import EXACT, Coding, TieredKV
 
 BALANCER_RANGE = (1e-5, 1e5)
+MAXIMUM_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,10 @@ class MiKV(TwoPrecisions):
     def layer_bytes(self, index: int, shape: Shape, entries: int) -> int:
         """Declared bytes of both tiers."""
         return self.layer(index).bytes_for(shape.layers[index], shape, entries, high=self.high_entries(entries))
+
+    def running_bytes(self, shape: Shape) -> int:
+        """Bytes for scoring, and of each channel's maximum over queries and over keys."""
+        return super().running_bytes(shape) + sum(2 * MAXIMUM_BYTES * x.kv_heads * x.key_dim for x in shape.layers)
 
     # Storage, attention, eviction
 

@@ -33,6 +33,17 @@ def needed(model, name, budget="50%", length=LENGTH):
     return Need(predict_memory("mini", length=length), made.fit(read_budget(budget, made), model.shape(length)))
 
 
+def measured(model, need, chunk=None):
+    """The ledger's bytes after a prefill and an answer on a fork, and the bytes that its last step read."""
+    ids = torch.randint(4096, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    with Session(model, need.method, capacity=LENGTH + LATER, chunk=chunk) as session:
+        session.prefill(ids)
+        with session.fork() as fork:
+            fork.answer(STEPS + 1, stop=frozenset())
+            read = sum(store.read_bytes() for store in fork.layers)
+        return session.memory(), read
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.slow) if x in PROFILED else x for x in METHODS + COMPOSED]
@@ -40,13 +51,7 @@ def needed(model, name, budget="50%", length=LENGTH):
 def test_predicted_bytes_are_those_the_ledger_measures(mini, name):
     """Stored bytes agree to 0.1 %, and upper bounds are not exceeded."""
     need = needed(mini, name)
-    ids = torch.randint(4096, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
-    with Session(mini, need.method, capacity=LENGTH + LATER) as session:
-        session.prefill(ids)
-        with session.fork() as fork:
-            fork.answer(STEPS + 1, stop=frozenset())
-            read = sum(store.read_bytes() for store in fork.layers)
-        memory = session.memory()
+    memory, read = measured(mini, need)
     assert abs(memory.stored_bytes - BATCH * need.cache) <= 0.001 * memory.stored_bytes
     assert memory.host_bytes == BATCH * need.method.declared_host_bytes(need.model.shape)
     assert memory.spare_bytes <= BATCH * need.spare
@@ -54,6 +59,17 @@ def test_predicted_bytes_are_those_the_ledger_measures(mini, name):
     declared, later = need.step_bytes(BATCH) - need.model.step_bytes, STEPS * BATCH * need.spare // LATER
     least = 0.5 if need.method.card.budget is BudgetKind.READ else 0.999  # pages selected repeatedly are read once
     assert least * declared <= read <= declared + later + 0.002 * declared
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow) if x in PROFILED else x for x in METHODS + COMPOSED]
+)
+def test_a_prefill_in_chunks_stays_below_the_predicted_peak(mini, name):
+    """Until the last chunk, every layer holds all entries and all that is kept for scoring."""
+    need = needed(mini, name)
+    memory, _ = measured(mini, need, chunk=LENGTH // 4)
+    assert memory.peak_bytes <= BATCH * need.bytes_while_running
 
 
 def test_the_lower_bound_by_hand():
@@ -144,7 +160,7 @@ def test_methods_that_repeat_the_context_need_twice_the_entries():
     """KVzip repeats the context before it compresses."""
     outline = predict_llama(32_768)
     peaks = []
-    for name in ("snapkv", "kvzip"):
+    for name in ("knorm", "kvzip"):
         made = find_method(name)()
         peaks.append(Need(outline, made.fit(None, outline.shape)).bytes_while_running)
     assert peaks[1] == 2 * peaks[0]
