@@ -186,7 +186,7 @@ def _refusing(name: str) -> Iterator[None]:
 
 
 def catch_steps(module: PreTrainedModel, position: int = 0, ropes: Sequence[Rope] = ()) -> list[Step]:
-    """The attention step of every layer for a single token, in the order of layers; requires `attached`.
+    """The attention step of every layer for a context of one token, in the order of layers; requires `attached`.
 
     The attention output is the token's own value.
     """
@@ -198,7 +198,7 @@ def catch_steps(module: PreTrainedModel, position: int = 0, ropes: Sequence[Rope
 
     ids = _probe_ids(module, 1)
     positions = torch.tensor([[position]], device=ids.device)
-    forward = Forward(moment=Moment.CONTEXT_CHUNK, positions=positions, seen=1, attend=attend, ropes=ropes)
+    forward = Forward(moment=Moment.CONTEXT_END, positions=positions, seen=1, attend=attend, ropes=ropes)
     run_model(module, ids, forward)
     return sorted(steps, key=lambda step: step.layer)
 
