@@ -61,4 +61,5 @@ def test_run_and_doctor(kvbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert single["memory"]["stored_bytes"] == 2 * own["memory"]["stored_bytes"]
     assert kvbench(*options, "--dtype", "float32").json["run_id"] == single["run_id"]
     monkeypatch.setattr("kvbench.cli.probes.has_bfloat16_units", lambda: False)
-    assert any("--dtype auto" in x["found"] for x in kvbench("doctor", "--json").json)
+    (probe,) = [x for x in kvbench("doctor", "--json").json if x["name"] == "bfloat16"]
+    assert "no units" in probe["found"] and "--dtype float32" in probe["hint"]

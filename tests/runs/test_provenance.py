@@ -25,7 +25,7 @@ NEW = ("new.py", "methods/eviction/new.py", "kernels/new/__init__.py", "kernels/
 SHOWN = (
     "kvbench.cli", "kvbench.runs.progress", "kvbench.analysis", "kvbench.integrations",
     "kvbench.sweep", "kvbench.toml", "kvbench.custom", "kvbench.scorers", "kvbench.runs.options",
-    "kvbench.runs.request", "kvbench.runs.prepare", "kvbench.runs.provenance",
+    "kvbench.runs.request", "kvbench.runs.prepare", "kvbench.runs.provenance", "kvbench.runs.pooling",
 )
 """Modules that read options, print results, or resolve options to a spec, which records what they found."""
 

@@ -112,7 +112,7 @@ def test_a_suite_is_its_runs(kvbench, suite, options, tmp_path):
 def test_a_suite_loads_its_model_once(kvbench, suite, options, monkeypatch):
     """For any number of runs."""
     loaded, load = [], preparation._load
-    monkeypatch.setattr(preparation, "_load", lambda asked, *args: loaded.append(asked.model) or load(asked, *args))
+    monkeypatch.setattr(preparation, "_load", lambda x, *args: loaded.append(x.request.model) or load(x, *args))
     assert kvbench("run", "--suite", suite(), "--method", LAST, *options).code == 0
     assert len(loaded) == 1
 

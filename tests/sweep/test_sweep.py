@@ -265,7 +265,7 @@ def test_a_cell_is_a_run(kvbench, sweep, arguments, tmp_path):
 def test_cells_of_one_model_share_its_loading(kvbench, sweep, model_folder, monkeypatch):
     """Six cells of two models load two, in any order of the file."""
     loaded, load = [], preparation._load
-    monkeypatch.setattr(preparation, "_load", lambda asked, *args: loaded.append(asked.model) or load(asked, *args))
+    monkeypatch.setattr(preparation, "_load", lambda x, *args: loaded.append(x.request.model) or load(x, *args))
     grid = f'{LAST_GRID}seed = [0, 1, 2]\nmodel = ["{model_folder}", "random:{model_folder}"]\n'
     answer = kvbench("sweep", sweep(grid), "--json")
     assert answer.code == 0, answer.err
