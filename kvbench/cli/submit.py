@@ -32,6 +32,12 @@ def submit_command(
     source: Annotated[
         Path | None, typer.Option(help="File of the run's method, if it is your own; it is shown next to the run.")
     ] = None,
+    code_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="https link to the method's code, shown in the run's row.")
+    ] = None,
+    paper_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="https link to the method's paper, shown in the run's row.")
+    ] = None,
     token_file: Annotated[
         Path | None, typer.Option(help="File with the token for a URL; default: $KVBENCH_TOKEN.")
     ] = None,
@@ -59,7 +65,9 @@ def submit_command(
     packed = {}
     for folder in folders:
         try:
-            packed[folder] = pack_run(folder, submitter, tuple(tuned_on or ()), source)
+            packed[folder] = pack_run(
+                folder, submitter, tuple(tuned_on or ()), source, code_url=code_url, paper_url=paper_url
+            )
         except RefusedError as error:
             raise UserError(f"run {folder} cannot be packed: {error}. Nothing was delivered.") from error
     if source is not None and not any(METHOD in x for x in packed.values()):

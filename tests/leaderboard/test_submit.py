@@ -17,7 +17,17 @@ from kvbench.leaderboard.submission.archive import read_files
 from kvbench.leaderboard.submission.bundle import open_bundle
 from kvbench.leaderboard.submission.deliver import put_in_folder
 from kvbench.leaderboard.submission.records import MANIFEST, RESULT, SAMPLES, SPEC
+from kvbench.leaderboard.verification.outcome import RefusedError
 
+from .conftest import edit
+
+LINKS = [
+    "http://example.org/code", "javascript:alert(1)", "//example.org", "https://ada:secret@example.org",
+    "https://example.org:8443/", "https://localhost/", "https://b\u00fccher.de/", "https://example.org/\u202ecod",
+    "https://example.org/a b", "https://example.org/'\"><script>", "https://example.org/\n",
+    f"https://example.org/{'a' * 200}",
+]
+"""Addresses that no manifest may have."""
 TOKEN = "kvb_it-is-a-secret"
 
 
@@ -114,7 +124,36 @@ def test_other_tuning_data_do_not_replace_a_bundle(kvbench, snapkv, tmp_path):
     arguments = ("submit", snapkv.folder, "--submitter", "ada", "--to", tmp_path)
     assert kvbench(*arguments).code == 0
     done = kvbench(*arguments, "--tuned-on", "niah:dev")
-    assert (done.code, "settings tuned on nothing, not on niah:dev. Remove it" in done.err) == (2, True)
+    expected = "settings tuned on nothing; this one has settings tuned on niah:dev. Remove it"
+    assert (done.code, expected in done.err) == (2, True)
+
+
+def test_other_links_do_not_replace_a_bundle(kvbench, snapkv, tmp_path):
+    """They are in the manifest, and a bundle without them is another one."""
+    arguments = ("submit", snapkv.folder, "--submitter", "ada", "--to", tmp_path)
+    links = ("--code-url", "https://example.org/code", "--paper-url", "https://example.org/paper.pdf")
+    assert kvbench(*arguments, *links).code == 0
+    manifest = open_bundle(read_files(tmp_path / "ada" / snapkv.bundle.spec.run_id)).manifest
+    assert manifest.links == [("code", links[1]), ("paper", links[3])]
+    done = kvbench(*arguments)
+    assert done.code == 2
+    assert f"tuned on nothing, code at {links[1]}, paper at {links[3]}; this one has settings tuned on" in done.err
+
+
+@pytest.mark.parametrize("url", LINKS)
+def test_only_plain_https_links_are_packed(kvbench, snapkv, tmp_path, url):
+    """Nothing is written, and the message names the option and the rule."""
+    done = kvbench("submit", snapkv.folder, "--submitter", "ada", "--to", tmp_path, "--code-url", url)
+    assert (done.code, list(tmp_path.iterdir())) == (2, [])
+    assert "--code-url" in done.err and "a link is an https:// address of at most 200 characters" in done.err
+
+
+@pytest.mark.parametrize("url", LINKS)
+def test_a_manifest_with_another_link_is_refused(snapkv, url):
+    """By the verifier and the site, whoever wrote the manifest."""
+    files = edit(snapkv.files, MANIFEST, lambda x: x.update(paper_url=url))
+    with pytest.raises(RefusedError, match="paper_url"):
+        open_bundle(files)
 
 
 def test_a_folder_of_runs_is_submitted_at_once(kvbench, runs, snapkv, tmp_path):

@@ -19,6 +19,8 @@ ADDED_FIELDS = {
     "rank": (int, "within the band; none: full cache, failed, without a score, or not verified"),
     "tied": (bool, "whether others share the rank"),
     "submitter": (str, "name of the submitter; none: not a submission"),
+    "code_url": (str, "the submitter's link to code; none: not given"),
+    "paper_url": (str, "the submitter's link to a paper; none: not given"),
     "level": (str, "verification level"),
     "page": (str, "page of the run, relative to the site"),
 }
@@ -35,10 +37,11 @@ def list_rows(groups: Sequence[Group]) -> list[FlatRecord]:
         }
         for row in group.rows:
             axis, band = places.get(row.listed.name, (None, None))
-            verification = row.listed.verification
+            verification, links = row.listed.verification, dict(row.listed.links)
             found.append({
                 **flatten(row.result), "table": group.key, "axis": axis, "band": band, "rank": row.rank,
                 "tied": row.tied, "submitter": row.listed.submitter,
+                "code_url": links.get("code"), "paper_url": links.get("paper"),
                 "level": None if verification is None else verification.level,
                 "page": f"runs/{row.listed.name}/index.html",
             })

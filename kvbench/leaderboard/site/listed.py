@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,6 +46,8 @@ class ListedRun:
     """None: not a submission."""
     tuned_on: tuple[str, ...]
     """Data on which the settings were chosen, as the submitter states."""
+    links: Sequence[tuple[str, str]]
+    """The submitter's links, each with the word to show."""
     verification: Verification | None
     """None if there is none of this verifier for these exact files."""
     files: Mapping[str, bytes]
@@ -140,7 +142,8 @@ def _read_run(folder: Path, place: str) -> ListedRun:
     return ListedRun(
         name, place, FinishedRun(folder, result, answers),
         tuple(sorted(shown, key=lambda x: (chosen.index(x.index), x.turn))), head.submitter,
-        () if head.manifest is None else head.manifest.tuned_on, verification, files,
+        () if head.manifest is None else head.manifest.tuned_on, () if head.manifest is None else head.manifest.links,
+        verification, files,
     )
 
 

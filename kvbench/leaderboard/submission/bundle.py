@@ -70,14 +70,15 @@ class Bundle(Head):
 
 
 def pack_run(
-    folder: Path, submitter: str, tuned_on: tuple[str, ...], source: Path | None = None
+    folder: Path, submitter: str, tuned_on: tuple[str, ...], source: Path | None = None, *,
+    code_url: str | None = None, paper_url: str | None = None,
 ) -> dict[str, bytes]:
     """Pack a finished run and its manifest. source: the file of the method, for runs whose method is not kvbench's.
 
     Raises:
         RefusedError: a file is missing, too large or invalid.
         UserError: the source is missing, or not the code that ran; or a manifest does not allow the name of the
-            submitter, of the tuning data or of the source.
+            submitter, of the tuning data or of the source, or a link.
     """
     files = read_files(folder)
     if JOURNAL in files:
@@ -91,14 +92,14 @@ def pack_run(
         manifest = Manifest(
             run_id=spec.run_id, submitter=submitter, tuned_on=tuned_on, kvbench=__version__, files=_list(files),
             source=source.name if source is not None and METHOD in files else None,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            code_url=code_url, paper_url=paper_url, created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
     except ValidationError as error:
         option = f"--{str(error.errors()[0]['loc'][0]).replace('_', '-')}"
         raise UserError(
             f"{option} {error.errors()[0]['input']!r} is not allowed in a manifest. A submitter consists of "
             "ASCII letters, digits, '.', '_' and '-', and so does a source, which ends in .py; tuning data are TASK, "
-            "TASK:dev or TASK:test."
+            "TASK:dev or TASK:test; a link is an https:// address of at most 200 characters."
         ) from error
     return {**files, MANIFEST: f"{manifest.model_dump_json(indent=1)}\n".encode()}
 

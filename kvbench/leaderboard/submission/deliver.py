@@ -53,8 +53,8 @@ def put_in_folder(files: Mapping[str, bytes], manifest: Manifest, root: Path) ->
             raise UserError(f"{folder} holds another bundle of this run. Remove it first, if this one replaces it.")
         if there.identity != manifest.identity:
             raise UserError(
-                f"{folder} holds this run with settings tuned on {', '.join(there.tuned_on) or 'nothing'}, not on "
-                f"{', '.join(manifest.tuned_on) or 'nothing'}. Remove it first, if this one replaces it."
+                f"{folder} holds this run with {there.stated}; this one has {manifest.stated}. "
+                "Remove it first, if this one replaces it."
             )
         return folder
     write_folder(files, folder)

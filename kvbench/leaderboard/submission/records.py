@@ -36,6 +36,10 @@ Handle = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9](?:[A-Za-z0-9._-
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Choice = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+:/-]{0,99}$")]
 """`TASK`, `TASK:dev` or `TASK:test`."""
+Link = Annotated[str, StringConstraints(
+    max_length=200, pattern=r"^https://(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.)+[A-Za-z]{2,63}(?:/[A-Za-z0-9._~/?#=&%+:,@-]*)?$",
+)]
+"""An https address with a host name, without user name, port or characters that HTML or a terminal interprets."""
 
 
 class BundledFile(Record):
@@ -54,6 +58,10 @@ class Manifest(Record):
     submitter: Handle
     tuned_on: Annotated[tuple[Choice, ...], Field(max_length=64)]
     """Data on which the settings were chosen; empty if nothing was tuned."""
+    code_url: Link | None = None
+    """Code of the method, as the submitter states."""
+    paper_url: Link | None = None
+    """Paper of the method, as the submitter states."""
     created: str
     kvbench: str
     """Version that packed the bundle."""
@@ -69,9 +77,22 @@ class Manifest(Record):
 
     @property
     def identity(self) -> str:
-        """Hash of content, submitter and tuning data: a bundle that is sent again has the same one."""
-        stated = f"{self.content} {self.submitter} {' '.join(sorted(set(self.tuned_on)))}"
+        """Hash of content, submitter, tuning data and links: a bundle that is sent again has the same one."""
+        links = "".join(f" {name} {url}" for name, url in self.links)
+        stated = f"{self.content} {self.submitter} {' '.join(sorted(set(self.tuned_on)))}{links}"
         return hashlib.sha256(stated.encode()).hexdigest()[:24]
+
+
+    @property
+    def links(self) -> list[tuple[str, str]]:
+        """The submitter's links, with the word that pages show for each."""
+        return [(name, url) for name, url in (("code", self.code_url), ("paper", self.paper_url)) if url is not None]
+
+    @property
+    def stated(self) -> str:
+        """Tuning data and links, in words."""
+        links = "".join(f", {name} at {url}" for name, url in self.links)
+        return f"settings tuned on {', '.join(self.tuned_on) or 'nothing'}{links}"
 
 
 def hash_content(files: Mapping[str, BundledFile]) -> str:

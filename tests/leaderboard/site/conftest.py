@@ -101,9 +101,9 @@ class Results:
                 self.verify(folder, "L0")
         return folder
 
-    def send(self, folder: Path, submitter: str) -> None:
-        """Turn a run into a submission."""
-        files = pack_run(folder, submitter, ("niah:dev",))
+    def send(self, folder: Path, submitter: str, **links: str) -> None:
+        """Turn a run into a submission. links: `code_url` and `paper_url`."""
+        files = pack_run(folder, submitter, ("niah:dev",), **links)
         for path in folder.iterdir():
             path.unlink()
         for name, content in files.items():

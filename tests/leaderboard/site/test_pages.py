@@ -9,6 +9,7 @@ import os
 import random
 import re
 from collections import Counter
+from html import escape
 from html.parser import HTMLParser
 from urllib.parse import unquote
 
@@ -189,6 +190,22 @@ def test_a_submission_shows_its_submitter(results):
     assert sorted(x.name for x in run.parent.iterdir()) == [
         "index.html", "manifest.json", "result.json", "samples.jsonl.gz", "spec.json"
     ]
+
+
+def test_a_submitters_links_are_on_the_board_and_in_the_exports(results):
+    """Row, run page, JSON and Parquet have them; no search engine counts them, and no other row has any."""
+    links = {"code_url": "https://example.org/code?a=1&b=2#c", "paper_url": "https://arxiv.org/abs/2404.14469"}
+    results.send(results.add("a"), "ada", **links)
+    results.add("b", "good")
+    folder = results.build().folder
+    run, = folder.glob("runs/*.ada/index.html")
+    protocol, = folder.glob("protocols/*.html")
+    anchor = re.compile(r'<a href="(https://[^"]*)" rel="nofollow noreferrer ugc" [^>]*>(\w+)</a>')
+    for page in (run, protocol):
+        assert anchor.findall(page.read_text()) == [(escape(links["code_url"]), "code"), (links["paper_url"], "paper")]
+    rows = json.loads((folder / "results.json").read_text())["runs"]
+    stated = {x["submitter"]: (x["code_url"], x["paper_url"]) for x in rows}
+    assert stated == {"ada": tuple(links.values()), None: (None, None)}
 
 
 def test_invisible_characters_are_escaped(results):
