@@ -3,7 +3,7 @@
 Every other number is a ratio of two times measured in turn in one process, or bytes, because absolute times of a shared
 CPU vary. Writes results/bench/cpu-2-cores.json.
 
-startup: seconds to import kvbench, to print the help and to list the methods; meaningful on an idle core only.
+startup: CPU seconds of a new process that imports kvbench or transformers, or runs a short command.
 harness: a whole run, relative to the same forward passes called directly with transformers' cache.
 generate: answers with the full cache, relative to Hugging Face `generate` on the same model and prompts.
 sweep: 12 methods on the same contexts with `--share-prefill`, relative to the sum of single runs, in CPU seconds.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import json
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -270,21 +271,26 @@ def bench_memory() -> dict[str, Any]:
 
 
 def bench_startup() -> dict[str, Any]:
-    """Median seconds of new processes that import kvbench, print the help, and list the methods."""
-    commands = {
-        "import kvbench": ["-c", "import kvbench"],
-        "kvbench --help": ["-c", "from kvbench.cli import main; main()", "--help"],
-        "kvbench list methods": ["-c", "from kvbench.cli import main; main()", "list", "methods"],
+    """Median CPU seconds of new processes, and the least; the last command imports torch and transformers, too."""
+    command = "from kvbench.cli import main; main()"
+    processes = {
+        "import kvbench": ["import kvbench"],
+        "kvbench --help": [command, "--help"],
+        "kvbench list methods": [command, "list", "methods"],
+        "import torch": ["import torch"],
+        "from transformers import PreTrainedModel": ["from transformers import PreTrainedModel"],
+        "kvbench plan": [command, "plan", "--method", "snapkv"],
     }
-    found = {}
-    for name, arguments in commands.items():
-        seconds = []
-        for _ in range(5):
-            started = time.perf_counter()
-            subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)  # noqa: S603
-            seconds.append(time.perf_counter() - started)
-        found[name] = {"median_s": statistics.median(seconds), "min_s": min(seconds), "rounds": len(seconds)}
-    return found
+    seconds: dict[str, list[float]] = {name: [] for name in processes}
+    for _ in range(5):
+        for name, arguments in processes.items():
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run(  # noqa: S603
+                [sys.executable, "-c", *arguments], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            seconds[name].append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return {name: {"median_s": statistics.median(x), "min_s": min(x), "rounds": len(x)} for name, x in seconds.items()}
 
 
 BENCHES = {

@@ -99,6 +99,14 @@ def test_the_page_lists_every_comparison(parity):
     assert all(f"`{x.method}`" in page for x in cases.CASES)
 
 
+def test_the_page_is_of_the_registered_versions(parity):
+    """A method whose numbers changed has another version, and its rows are compared again: `make parity`."""
+    cases, _ = parity
+    page = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
+    stated = set(re.findall(r"^\| `(.*?)` \| (\d+) \|", page, re.MULTILINE))
+    assert stated == {(x.method, find_method(x.method).card.version) for x in cases.CASES if x.press}
+
+
 def test_every_case_can_be_run(parity):
     """Methods exist, take the settings and the budget; contexts have whole numbers of entries at every budget."""
     cases, _ = parity

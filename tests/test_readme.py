@@ -63,7 +63,9 @@ def test_the_python_shown_runs(tmp_path, monkeypatch, capsys):
 def test_every_method_is_in_the_table():
     """By the name that the command line takes; the papers are those of the cards."""
     table = README[README.index("## Methods") : README.index("## Related")]
+    (least,) = re.findall(r"more than (\d+) of these methods", README)
     papers = {x.name: x.facts.get("arxiv") for x in list_entries("method")}
+    assert len(papers) > int(least)
     assert set(papers) - set(re.findall(r"`([\w-]+)`", table)) == set()
     linked = dict(re.findall(r"\[`([\w-]+)`\]\(https://arxiv\.org/abs/([\d.]+)\)", table))
     assert linked == {name: papers[name] for name in linked}
