@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-GATHERED = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Elements gathered at a time; on a CPU, about the size of its cache."""
+GATHERED = 1 << 20
+"""Elements gathered at a time on a CPU, about the size of its cache."""
+GATHERED_ON_GPU = 1 << 26
 
 
 def page_attention(
@@ -29,7 +30,7 @@ def page_attention(
     sink = None if sinks is None else sinks.float().view(1, -1, 1).expand(batch, -1, n_query).flatten()  # [U]
     paged_keys, paged_values = keys.view(-1, page * keys.shape[3]), values.view(-1, page * values.shape[3])
     entry = torch.arange(page, device=pages.device)
-    size = max(1, GATHERED[query.device.type] // (chosen * paged_keys.shape[1]))
+    size = max(1, (GATHERED_ON_GPU if query.is_cuda else GATHERED) // (chosen * paged_keys.shape[1]))
     blocks = []
     for low in range(0, len(units), size):
         some = slice(low, min(low + size, len(units)))

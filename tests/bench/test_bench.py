@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import weakref
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +16,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
-from torch.overrides import TorchFunctionMode
 
 from kvbench.bench import decode, timing
 from kvbench.bench.answer import time_answers
@@ -313,42 +307,6 @@ def test_the_reason_for_no_graph(name, graph, reason):
         assert reason in timed.reason
 
 
-NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-WAITING = {"shadowkv"}
-"""It waits for its selection, to fetch values from the host."""
-HOST_CALLS = ("tensor", "as_tensor", "new_tensor", "cuda", "cpu", "item", "tolist", "numpy", "__bool__", "__int__")
-"""Functions of torch that copy between host and device."""
-FACTORIES = ("arange", "zeros", "ones", "full", "empty", "randperm", "randint", "rand")
-"""Functions that make a tensor on the host unless they are given a device; a single number may stay there."""
-
-
-class HostCalls(TorchFunctionMode):
-    """Records calls that copy between host and device, and tensors made on the host, which are copied later."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        name, options = getattr(func, "__name__", ""), kwargs or {}
-        found = func(*args, **options)
-        if name in HOST_CALLS or (name in FACTORIES and "device" not in options and found.dim()):
-            self.names.append(name)
-        return found
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_the_attention_of_a_step_copies_nothing_from_the_host(name):
-    """A CUDA graph cannot capture such a copy: the method would be timed with Python's launches."""
-    job = setting()
-    with open_context(job, fitted(name), LENGTH, 2) as context, open_attention(job, context.session, graph=True) as x:
-        x.prepare()
-        x.call()  # the warm-up may copy what is cached later
-        with HostCalls() as calls:
-            x.call()
-    assert bool(calls.names) == (name in WAITING), calls.names
-
-
 @pytest.mark.parametrize("name", ["full", "snapkv", "quest", "kivi"])
 def test_every_call_of_sdpa_names_its_kernels(monkeypatch, name):
     """Otherwise cuDNN takes it on a GPU, and builds a plan for every new length."""
@@ -384,19 +342,6 @@ def test_an_operation_that_writes_in_place_is_compared(monkeypatch):
     monkeypatch.setattr(choice, "_find", find)
     with using("triton"), pytest.raises(WrongKernelError, match="restore_keys"):
         compare_operations(setting(), fitted("shadowkv"), LENGTH)
-
-
-@pytest.mark.few(5)
-@pytest.mark.parametrize("name", METHODS)
-def test_the_attention_of_a_step_needs_no_value_from_the_device(name):
-    """So it can be a graph even if the whole step cannot. Methods that synchronize are listed."""
-    job = setting()
-    with open_context(job, fitted(name), LENGTH, 2) as stand, open_attention(job, stand.session, graph=True) as timed:
-        timed.prepare()
-        timed.call()
-        expected = pytest.raises(NEEDS_VALUES) if name in WAITING else nullcontext()
-        with expected, FakeTensorMode(allow_non_fake_inputs=True):
-            timed.call()
 
 
 def test_attention_is_called_for_every_layer_with_other_queries_in_turn(monkeypatch):

@@ -16,7 +16,7 @@ PAGES = 8
 @pytest.fixture(params=[1, 1 << 20], ids=["one query at a time", "all at once"])
 def gathered(request, monkeypatch):
     """Blocks of one query and of all."""
-    monkeypatch.setattr(plain, "GATHERED", {"cpu": request.param})
+    monkeypatch.setattr(plain, "GATHERED", request.param)
 
 
 def chosen(heads, n_query, before, count, batch=2):

@@ -1,0 +1,194 @@
+"""The calls that become CUDA graphs ask nothing of the host: for every method, on fake tensors of a GPU."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+from types import CellType, FunctionType, GeneratorType, SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kvbench.bench import decode
+from kvbench.bench.decode import open_attention
+from kvbench.bench.state import Setting, open_context
+from kvbench.hf.tiny import placed, tiny_model
+from kvbench.kernels.choice import using
+from kvbench.method import Budget, BudgetKind
+from kvbench.methods.baseline.full import Full
+from kvbench.registry import find_method, list_entries
+
+LENGTH, LATER = 96, 24
+METHODS = [x.name for x in list_entries("method") if x.models == "autoregressive"]
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+WAITING = {"shadowkv"}
+"""It waits for its selection, to fetch values from the host."""
+DEVICE = torch.device("cuda:0" if torch.backends.cuda.is_built() else "meta")
+"""A torch without CUDA cannot index fake CUDA tensors; meta tensors that claim to be on a GPU take the same code."""
+MODE = FakeTensorMode(allow_non_fake_inputs=True)
+HOST_CALLS = ("tensor", "as_tensor", "new_tensor", "cuda", "cpu", "item", "tolist", "numpy", "__bool__", "__int__",
+              "__float__", "__index__")
+"""Functions of torch that copy between host and device."""
+FACTORIES = ("arange", "zeros", "ones", "full", "empty", "randperm", "randint", "rand", "randn")
+"""Functions that make a tensor on the host unless they are given a device; a single number may stay there."""
+
+
+class HostCalls(TorchFunctionMode):
+    """Records calls that copy between host and device, and tensors made on the host, which are copied later."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name, options = getattr(func, "__name__", ""), kwargs or {}
+        if name in HOST_CALLS:
+            self.names.append(name)
+        found = func(*args, **options)
+        if name in FACTORIES and "device" not in options and found.dim():
+            self.names.append(name)
+        return found
+
+
+class Copies(TorchDispatchMode):
+    """Records operations with tensors of the device and of the host, single numbers aside: each is a copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        places = {x.device for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor) and x.dim()}
+        if len(places) > 1:
+            self.names.append(func.__name__)
+        return out
+
+
+def put_on_gpu(call):
+    """A copy of a call and of everything that it refers to, in which every tensor is a fake one on the GPU."""
+    def move(tensor, memo):
+        if id(tensor) not in memo:
+            with MODE:
+                fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=DEVICE)
+            memo[id(tensor)] = type(tensor)(fake, False) if isinstance(tensor, torch.nn.Parameter) else fake
+        return memo[id(tensor)]
+
+    def move_closure(function, memo):
+        if function.__closure__ is None:
+            return function
+        cells = tuple(CellType(copy.deepcopy(x.cell_contents, memo)) for x in function.__closure__)
+        return FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+
+    kinds = {
+        FunctionType: move_closure, GeneratorType: lambda opened, memo: opened,
+        torch.device: lambda device, memo: DEVICE,
+    }
+    with (
+        mock.patch.object(torch.Tensor, "__deepcopy__", move), mock.patch.dict(copy._deepcopy_dispatch, kinds),
+        mock.patch.object(torch.nn.Parameter, "__deepcopy__", move),
+    ):
+        return copy.deepcopy(call)
+
+
+@contextmanager
+def fake_gpu():
+    """Fake tensors are on an H100; Triton's kernels are not run, the code around them is."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    jit = pytest.importorskip("triton.runtime.jit")
+    with (
+        mock.patch.object(interpreter.InterpretedFunction, "run"), mock.patch.object(jit.JITFunction, "run"),
+        mock.patch.object(FakeTensor, "is_cuda", property(lambda x: x.device == DEVICE), create=True),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=132)),
+    ):
+        yield
+
+
+@contextmanager
+def open_whole_step(job, session):
+    """The call that `open_steps` captures."""
+    with session.fork() as fork:
+        fork.make_static()
+        yield decode._Steps(job, fork).run
+
+
+@contextmanager
+def open_attention_of_step(job, session):
+    """The call that `open_attention` captures."""
+    with open_attention(job, session, graph=True) as timed:
+        timed.prepare()
+        yield timed.call
+
+
+def list_questions(name):
+    """Questions to the host of every captured call of a method under every implementation.
+
+    They are those of later calls, because the first may copy what later ones then find on the GPU.
+    """
+    with placed("cpu", torch.bfloat16):
+        model = tiny_model()
+    made = find_method(name)().bind(model)
+    chosen = made.budget_kind in (BudgetKind.STORED, BudgetKind.READ)
+    budget = Budget("rows", max(made.minimum_entries(), LENGTH // 4)) if chosen else None
+    method, job = made.fit(budget, model.shape(LENGTH)), Setting(model=model, later=LATER)
+    found = {}
+    with open_context(job, method, LENGTH, 2) as context, fake_gpu():
+        for opener in (open_attention_of_step, open_whole_step)[: 2 if made.graphable is None else 1]:
+            with opener(job, context.session) as timed:
+                call = put_on_gpu(timed)
+            with MODE:
+                call()
+            for kernels in ("torch", "triton"):
+                with using(kernels), MODE, Copies() as copies, HostCalls() as calls:
+                    call()
+                found[opener.__name__, kernels] = calls.names + copies.names
+    return found
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_captured_call_asks_nothing_of_the_host(name):
+    """Neither the attention of a step, nor the whole step of a method that does not say why it cannot be a graph.
+
+    A CUDA graph cannot capture a copy from or to the host: the method would be timed with Python's launches.
+    """
+    if name in WAITING:
+        with pytest.raises(NEEDS_VALUES):
+            list_questions(name)
+    else:
+        found = list_questions(name)
+        assert found == {key: [] for key in found}
+
+
+@pytest.mark.parametrize(("fault", "found"), [
+    (lambda query: torch.tensor([1.0], device=query.device), ["tensor"]),
+    (lambda query: torch.arange(3), ["arange"]),
+    (lambda query: torch.ones(()).expand(3).to(query.device), ["_to_copy.default"]),
+    (lambda query: query[..., torch.zeros((), dtype=torch.long).expand(3)], ["index.Tensor"]),
+    (lambda query: query.cpu(), ["cpu", "_to_copy.default"]),
+    (lambda query: query.sum().item(), None), (lambda query: bool(query.any()), None),
+    (lambda query: query[query > 0], None), (lambda query: torch.zeros(()) + query, []),
+])
+def test_every_kind_of_question_is_noticed(monkeypatch, fault, found):
+    """A tensor from Python numbers, one made on the host, copies, an index on the host, values and shapes from values.
+
+    A single number on the host is no copy.
+    """
+    attend = Full.attend
+    monkeypatch.setattr(Full, "attend", lambda self, kv, step: (fault(step.query), attend(self, kv, step))[1])
+    if found is None:
+        with pytest.raises(NEEDS_VALUES):
+            list_questions("full")
+    else:
+        questions = list_questions("full")
+        assert len(questions) == 4
+        assert all(set(found) <= set(x) and bool(found) == bool(x) for x in questions.values())
