@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvbench.check import INVARIANTS, NotApplicableError, check
-from kvbench.hf.tiny import tiny_model
+from kvbench.hf import tiny
 from kvbench.method import BudgetKind, Card, Method, Moment
 from kvbench.registry import find_method
 from kvbench.selection import ScoredMethod, protect_last
@@ -486,10 +486,10 @@ class Trains(Honest):
 @pytest.fixture
 def clean():
     """Undo what faulty methods leave behind; the tiny models are shared by all tests."""
-    tiny_model.cache_clear()
+    tiny._make.cache_clear()
     yield
     LEFT_BEHIND.clear()
-    tiny_model.cache_clear()
+    tiny._make.cache_clear()
 
 
 @pytest.mark.few(12)
