@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import re
 import subprocess
@@ -23,12 +25,20 @@ KERNELS = {
     "codes": {"attend_codes", "attend_bitmaps", "sieve_entries", "code_groups", "write_entries", "code_entries",
               "write_keys", "merge_run", "merge_parts"},
 }
+KERNELS["methods"] = KERNELS["rows"] | KERNELS["codes"]
+"""By the calls that launch them: operations on tensors of several types and widths, and every method."""
+
+
+def test_every_kernel_is_compiled():
+    """No launch in the operations' files is missing in the lists of this file."""
+    texts = [x.read_text() for x in Path(__file__).parents[2].glob("kernels/*/triton.py")]
+    assert {x for text in texts for x in re.findall(r"^ +(\w+)\[.*\]\($", text, re.MULTILINE)} == KERNELS["methods"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", KERNELS)
-def test_every_kernel_compiles_for_hopper(which, tmp_path):
-    """In the blocks that the operations choose for it: no type is wrong, shared memory suffices, no register spills."""
+def test_kernels_compile_for_hopper(which, tmp_path):
+    """In the blocks that the operations choose for them: types fit, shared memory suffices, no register spills."""
     pytest.importorskip("triton", reason="Triton is for Linux")
     environment = {x: y for x, y in os.environ.items() if x != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -145,6 +155,49 @@ def call_operations_on_codes():
         merge_runs(block, block, rows(2, 8, 4096, dtype=torch.float32), sets, sets, 5.0, 1)
 
 
+def call_methods():
+    """Every method, in the shapes of its own calls: a context, a question and two steps of heads of 128 channels.
+
+    The torch implementation computes; the Triton implementation is given the same arguments, for its launches.
+    """
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from kvbench.bench.state import Setting, open_context
+    from kvbench.engine.autoregressive import step_logits
+    from kvbench.hf import Model
+    from kvbench.kernels import choice
+    from kvbench.method import Budget, BudgetKind
+    from kvbench.registry import find_method, list_entries
+
+    def find(package, implementation, name):
+        launches, computes = (getattr(importlib.import_module(f"{package}.{x}"), name) for x in ("triton", "torch"))
+
+        @functools.wraps(launches)
+        def both(*args, **kwargs):
+            launches(*args, **kwargs)
+            return computes(*args, **kwargs)
+
+        return both
+
+    choice._find = find
+    torch._assert_async = lambda *_: None  # tests what the launches would have written
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=256, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=128,
+    )
+    with choice.using("torch"):
+        model = Model.from_module(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+    job = Setting(model)
+    for name in (x.name for x in list_entries("method") if x.models == "autoregressive"):
+        made = find_method(name)().bind(model)
+        chosen = made.budget_kind in (BudgetKind.STORED, BudgetKind.READ)
+        method = made.fit(Budget("rows", max(made.minimum_entries(), 128)) if chosen else None, model.shape(512))
+        with open_context(job, method, 512, 2) as context:
+            context.session.question(job.tokens(2, 5, seed=3), 5)
+            for token in job.tokens(2, 2, seed=2).split(1, dim=1):
+                step_logits(context.session, token)
+
+
 def main():
     """Compile what would be launched, and print what it takes."""
     import triton
@@ -160,10 +213,13 @@ def main():
         get_current_device = staticmethod(lambda: 0)
         get_current_stream = staticmethod(lambda device: 0)
 
-    launch = JITFunction.run
+    launch, known = JITFunction.run, set()
 
     def compile_only(self, *args, grid, warmup, **kwargs):
         kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        if kernel.hash in known:
+            return
+        known.add(kernel.hash)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(kernel.asm["cubin"])
             file.flush()
@@ -176,7 +232,7 @@ def main():
     triton.runtime.driver.set_active(Hopper())
     JITFunction.run = compile_only
     with using("triton"):
-        {"rows": call_operations, "codes": call_operations_on_codes}[sys.argv[1]]()
+        {"rows": call_operations, "codes": call_operations_on_codes, "methods": call_methods}[sys.argv[1]]()
 
 
 if __name__ == "__main__":
