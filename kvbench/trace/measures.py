@@ -79,7 +79,7 @@ def read_capacity(text: str, trace: Trace) -> float:
     """Blocks from `10000`, `10%` of the trace's distinct blocks, or `infinite`.
 
     Raises:
-        UserError: anything else, or a negative number.
+        UserError: anything else, or less than one block.
     """
     allowed = "Allowed: blocks such as 10000, a share of the trace's distinct blocks such as 10%, or infinite."
     if text == "infinite":
@@ -88,14 +88,13 @@ def read_capacity(text: str, trace: Trace) -> float:
         value = float(text.removesuffix("%"))
     except ValueError:
         raise UserError(f"capacity '{text}' is not a number. {allowed}") from None
-    if not math.isfinite(value) or value < 0:
-        raise UserError(f"capacity '{text}' must be 0 or more. {allowed}")
-    check_number("capacity", value, 0)
-    if text.endswith("%"):
-        return float(int(len(trace.parents) * value / 100))
-    if value != int(value):
+    check_number("capacity", value, 0)  # refuses NaN and infinity too
+    blocks = int(len(trace.parents) * value / 100) if text.endswith("%") else value
+    if blocks != int(blocks):
         raise UserError(f"capacity '{text}' must be a whole number of blocks. {allowed}")
-    return value
+    if blocks < 1:
+        raise UserError(f"capacity '{text}' is less than one block of this trace. {allowed}")
+    return float(blocks)
 
 
 def read_settings(pairs: list[str], fields: dict[str, Any], policy: str) -> dict[str, Any]:

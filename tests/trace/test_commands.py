@@ -35,8 +35,10 @@ def test_rows_say_that_they_are_a_simulation(kvbench):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["run", "--policy", "lur"], "unknown policy 'lur'. Did you mean 'lru'?"),
-    (["run", "--blocks", "-5"], "capacity '-5' must be 0 or more"),
-    (["run", "--blocks", "nan"], "capacity 'nan' must be 0 or more"),
+    (["run", "--blocks", "-5"], "capacity -5.0 must be 0 or more"),
+    (["run", "--blocks", "nan"], "capacity nan must be 0 or more"),
+    (["run", "--blocks", "0"], "capacity '0' is less than one block of this trace"),
+    (["run", "--blocks", "0.001%"], "capacity '0.001%' is less than one block of this trace"),
     (["run", "--blocks", "2.5"], "must be a whole number of blocks"),
     (["run", "--trace", "mooncake-conversation"], "Run `kvbench trace add mooncake-conversation` first"),
     (["run", "--trace", "sinthetic"], "unknown trace 'sinthetic'. Did you mean 'synthetic'?"),
