@@ -70,7 +70,7 @@ def attend_everywhere(
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, *, scaling: float, **options: Any
 ) -> tuple[Tensor, None]:
-    """What transformers calls. query: [B, H_q, L, D]; key, value: [B, H_kv, L, D]; returns [B, L, H_q, D]"""
+    """Called by transformers. query: [B, H_q, L, D]; key, value: [B, H_kv, L, D]; returns [B, L, H_q, D]"""
     del mask, options  # causal, and no row is padded on the left
     groups = module.num_key_value_groups
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)

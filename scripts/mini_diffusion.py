@@ -91,7 +91,7 @@ def start(folder: Path) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerBase]:
 
 
 def deepen(old: Qwen3ForCausalLM, layers: int) -> Qwen3ForCausalLM:
-    """The model with so many layers: the last ones write nothing yet, so that it says what it said."""
+    """The model with that many layers; the new ones add nothing yet, so its outputs stay the same."""
     config = copy.deepcopy(old.config)
     config.num_hidden_layers, config.layer_types = layers, ["full_attention"] * layers
     torch.manual_seed(0)

@@ -25,7 +25,7 @@ from kvbench.tasks.ruler import niah
 from kvbench.tasks.scbench.kv import KeyValueShort, KeyValueUuid
 
 GATED: tuple[Task, ...] = (niah.NiahSingle1(), niah.NiahSingle2(), niah.NiahMultikey1(), KeyValueShort())
-"""What the default runs ask: 100 samples at 1,024 and 2,048 tokens."""
+"""Samples of the default runs: 100 at 1,024 and 2,048 tokens."""
 OTHERS: tuple[Task, ...] = (
     *(niah.NiahSingle3(), niah.NiahMultikey2(), niah.NiahMultikey3(), niah.NiahMultivalue(), niah.NiahMultiquery()),
     KeyValueUuid(),

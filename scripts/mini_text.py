@@ -52,7 +52,7 @@ LAST: Mix = (
     *((niah.NiahSingle3(), 1.5), (niah.NiahMultikey2(), 1.5), (niah.NiahMultikey3(), 1.5)),
     *((lists.ListCopy(), 1.0), (lists.ListReverse(), 1.0)),
 )
-"""What it can learn, and most of it what the default runs ask: four values at once are beyond it."""
+"""Questions that it can learn, mostly those of the default runs: four values at once are too many for it."""
 SHARP: Mix = (
     *((SHORT, 14.0), (kv.KeyValueUuid(), 1.0), (SINGLE_1, 1.5), (MULTIKEY_1, 2.5)),
     *((niah.NiahSingle3(), 1.0), (niah.NiahMultikey2(), 1.0), (niah.NiahMultikey3(), 1.0), (lists.ListCopy(), 0.5)),
@@ -193,7 +193,7 @@ def near_misses(rng: random.Random, n: int) -> list[tuple[str, str]]:
 
 
 Make = Callable[[int], Example]
-"""An example of so many units of context."""
+"""An example of that many units of context."""
 
 
 def fit(make: Make, n: int, least: int, length: int, task: Task, tokenizer: PreTrainedTokenizerBase) -> Item | None:

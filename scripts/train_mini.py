@@ -225,7 +225,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder of tokenizer and checkpoint")
     parser.add_argument("--kind", choices=["mini", "diffusion"], default="mini", help="what to train")
     parser.add_argument("--out", type=Path, help="where it goes; default: among the bundled models")
-    parser.add_argument("--stages", type=int, default=len(STAGES), help="stop after so many stages")
+    parser.add_argument("--stages", type=int, default=len(STAGES), help="stop after this many stages")
     parser.add_argument("--samples", type=int, default=100, help="samples of each gate measurement")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)

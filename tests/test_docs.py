@@ -1,4 +1,4 @@
-"""What the documents show is what there is: code blocks, hooks, and every field of a result."""
+"""The documents are true: code blocks, hooks, and every field of a result."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_hooks_shown_are_the_hooks():
 
 @pytest.mark.slow
 def test_the_example_method_keeps_every_claim():
-    """What a newcomer copies passes `kvbench check`."""
+    """A method that a newcomer copies passes `kvbench check`."""
     assert [x for x in check(find_method(str(EXAMPLE))) if not x.passed] == []
 
 

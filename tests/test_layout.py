@@ -1,4 +1,4 @@
-"""The house stands as docs/design.md says: who may import whom, and that the links hold."""
+"""The layout is that of docs/design.md: which package may import which, and the symbolic links."""
 
 from __future__ import annotations
 

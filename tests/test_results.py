@@ -37,7 +37,7 @@ def test_a_run_is_whole(step, subtests, tmp_path):
 
 
 def check(folder, scratch):
-    """What holds for a run's folder."""
+    """Properties of a run's folder."""
     spec = read_file(folder / "spec.json", RunSpec)
     result = read_file(folder / "result.json", Result)
     assert (result.status, result.error) == ("ok", None)

@@ -16,7 +16,7 @@ EMULATED = {
     "AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
     "without vectors": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "default"},
 }
-"""What makes a CPU with bfloat16 units round as one without: oneDNN's products, and the width of PyTorch's own sums."""
+"""Settings that make a CPU with bfloat16 units round as one without: oneDNN's products, the width of PyTorch's sums."""
 RUN = """
 import sys, pytest, torch
 assert not torch.ops.mkldnn._is_mkldnn_bf16_supported(), "products are not emulated"

@@ -46,7 +46,7 @@ def text_of(item):
 
 
 def values(items):
-    """What the tests are run with: names, and the names of things that have one."""
+    """Arguments of the tests: names, and the names of objects that have one."""
     given = [x for item in items if hasattr(item, "callspec") for x in item.callspec.params.values()]
     parts = [part for x in given for part in (x if isinstance(x, tuple) else (x,))]
     return {x if isinstance(x, str) else getattr(x, "name", getattr(x, "__name__", None)) for x in parts}

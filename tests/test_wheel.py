@@ -23,7 +23,7 @@ FILES = subprocess.run(
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from the sdist of a copy, because a build writes beside the sources; without a network."""
+    """Built from the sdist of a copy, because a build writes next to the sources; without a network."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in FILES:
         source, target = ROOT / name, folder / "clone" / name

@@ -1,1 +1,1 @@
-"""Published numbers and findings, beside what kvbench measures: read, planned, run and judged."""
+"""Published numbers and findings, next to kvbench's measurements: read, planned, run and judged."""

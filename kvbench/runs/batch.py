@@ -127,7 +127,7 @@ def resolve_batch(asked: int | None, job: Job, fitted: Method, shape: Shape, cap
     """The number of answers that are decoded together. asked: None chooses it by the predicted memory.
 
     Raises:
-        UserError: the caches of so many answers would not fit.
+        UserError: the caches of that many answers would not fit.
     """
     spec = job.spec
     if job.model.masking is not None:

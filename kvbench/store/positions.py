@@ -40,7 +40,7 @@ def attend_over(step: Step, keys: Tensor, values: Tensor, mask: Tensor | None = 
 
 
 def sequences(places: Tensor) -> Tensor:
-    """Index of each sequence, beside places of it: `entries[sequences(places), places]`. [B, m] -> [B, 1]"""
+    """Index of each sequence, to go with places in it: `entries[sequences(places), places]`. [B, m] -> [B, 1]"""
     return torch.arange(len(places), device=places.device)[:, None]
 
 

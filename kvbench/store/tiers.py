@@ -205,7 +205,7 @@ class TieredKV(LayerKV):
     # Room, forks and bytes
 
     def reserve(self, tokens: int, forward: int) -> None:
-        """The high tier grows by its share of the tokens and holds a forward's beside; the others go to the low one."""
+        """The high tier grows by its share of the tokens and holds those of one pass; others go to the low one."""
         super().reserve(tokens, forward + math.ceil(self.share * tokens))
         if self.demoted is not None:
             self.demoted.reserve(tokens)

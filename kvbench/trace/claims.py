@@ -1,4 +1,4 @@
-"""Published statements beside what a trace gives here, with the definition that was used."""
+"""Published statements next to the values of a trace, with the definition that was used."""
 
 from __future__ import annotations
 

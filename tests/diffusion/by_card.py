@@ -37,7 +37,7 @@ class Writing:
         self.start, self.n = len(self.prompt), len(self.ids)
 
     def rows(self, layer: int, hidden: Tensor, positions: Tensor) -> Rows:
-        """What a layer makes of rows before attention. hidden: [m, D]"""
+        """The part of a layer before attention. hidden: [m, D]"""
         block = self.layers[layer]
         x = block.input_layernorm(hidden)
         q, k, v = (
@@ -47,13 +47,13 @@ class Writing:
         return turn(q, positions), turn(k, positions), v
 
     def attention(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """What attention adds. [m, D]"""
+        """Residual update of attention. [m, D]"""
         read = weigh(queries, keys) @ values.repeat_interleave(HEADS // KV_HEADS, 0)
         added: Tensor = self.layers[layer].self_attn.o_proj(read.transpose(0, 1).reshape(queries.shape[1], -1))
         return added
 
     def mlp(self, layer: int, hidden: Tensor) -> Tensor:
-        """What the feed-forward part adds. [m, D]"""
+        """Residual update of the feed-forward part. [m, D]"""
         block = self.layers[layer]
         added: Tensor = block.mlp(block.post_attention_layernorm(hidden))
         return added

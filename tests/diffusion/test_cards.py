@@ -1,4 +1,4 @@
-"""What policies choose, token for token against their cards written out by hand (by_card.py)."""
+"""The choices of policies, token for token against their cards written out by hand (by_card.py)."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ FAULTS = {
 
 @pytest.mark.slow
 def test_a_policy_that_works_keeps_them():
-    """What the faults are planted in."""
+    """The policy in which the tests below plant faults passes every check."""
     assert [x.name for x in check(Lagging) if not x.passed] == []
 
 

@@ -59,7 +59,7 @@ def test_a_threshold_may_leave_a_sample_nothing_to_reuse(kvbench, arguments, how
 
 @pytest.mark.slow
 def test_a_sample_that_raises_is_failed_and_no_zero(kvbench, arguments, tmp_path):
-    """The others stand; the first line of what was raised is in the journal, the traceback beside it."""
+    """The others stand; the first line of what was raised is in the journal, the traceback next to it."""
     answer = kvbench(*arguments, "--method", f"{TOYS}:Breaking", "--mode", "multi-turn", "--turns", "2")
     assert answer.code == 1
     result = answer.json

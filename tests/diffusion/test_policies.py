@@ -119,12 +119,12 @@ def test_dkv_on_a_shifted_head_keeps_what_predicts_decoded_tokens(shifted, one, 
     """
     steps = rows_by_step(shifted, DkvCacheDecode(refresh=NEVER, shift=shift), one)
     for (_, known, _), (rows, _, _) in pairwise(steps):
-        kept = {p for p in range(35) if p + 1 in known} | {35}  # the roll puts the last row beside the first token
+        kept = {p for p in range(35) if p + 1 in known} | {35}  # the roll puts the last row next to the first token
         assert rows == set(range(36)) - (kept if shift == "un" else kept & known)
 
 
 def test_the_greedy_window_takes_masks_left_and_right_by_turns(unshifted, one):
-    """Beside last step's tokens and those to come, `window` masks around each of them."""
+    """Next to the last step's tokens and those to come, `window` masks around each of them."""
     for window in (0, 2, 4):
         steps = rows_by_step(unshifted, DkvCacheGreedy(refresh=NEVER, window=window), one, remasking="random")
         for (_, before, _), (rows, known, _) in pairwise(steps):

@@ -33,7 +33,7 @@ def filled(monkeypatch):
 
 
 def test_a_run_measures_what_it_computes(kvbench, arguments, tmp_path):
-    """Rows and passes as the policy's rule gives them, effect and baselines beside it."""
+    """Rows and passes as the policy's rule gives them, with effect and baselines."""
     answer = kvbench(*arguments, "--method", "dkv-cache-decode", "--gen", "steps=8")
     assert answer.code == 0, answer.err
     result = answer.json
@@ -81,7 +81,7 @@ def test_no_cache_is_its_own_baseline(kvbench, arguments):
     ([END], 0), ([], 0),
 ])
 def test_likeness_is_the_share_of_the_longer_answers_places(other, same):
-    """Beside 3 4; a stop token is no part of an answer, and two empty answers are the same."""
+    """Compared with 3 4; a stop token is no part of an answer, and two empty answers are the same."""
     stop = frozenset({END})
     assert sample._likeness([3, 4, END], other, stop) == sample._likeness(other, [3, 4, END], stop) == same
     assert sample._likeness([END], [], stop) == 1

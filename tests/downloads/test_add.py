@@ -53,7 +53,7 @@ def write_wheel(folder: Path, package: str, data: bytes) -> Part:
 
 
 def left() -> list[str]:
-    """What is in the folder of models, without the lock."""
+    """Names in the folder of models, without the lock."""
     return sorted(x.name for x in models_folder().iterdir() if x.name != ".lock")
 
 
@@ -119,7 +119,7 @@ def test_joined_file_of_another_hash(kvbench, source: Source, monkeypatch: pytes
 
 @pytest.mark.slow
 def test_wrong_perplexity(kvbench, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that predicts the text otherwise than recorded is not added."""
+    """A model whose predictions differ from the recorded ones is not added."""
     monkeypatch.setattr(add, "TOLERANCE", 1e-3)
     answer = kvbench("models", "add", "tiny")
     assert answer.code == 2 and "instead of 300.0" in answer.err

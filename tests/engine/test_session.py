@@ -56,7 +56,7 @@ def plain_answer(model, tokens, limit):
 CONTEXT, FIRST, SECOND = ids(40), ids(7, 2), ids(5, 3)
 
 
-# What a conversation consists of
+# Parts of a conversation
 
 
 def test_reference_history_replaces_the_answers():
@@ -230,7 +230,7 @@ def test_a_capacity_that_is_too_small_changes_nothing(method):
     assert all(torch.allclose(scores, results[0][1], atol=1e-5) for _, scores in results)
 
 
-# What it refuses, and what it leaves behind
+# Refusals, and the state after them
 
 
 def test_a_second_context_is_refused():

@@ -87,6 +87,6 @@ def test_a_task_is_refused() -> None:
 
 
 def test_a_misspelt_shape_is_answered_with_the_nearest() -> None:
-    """Beside the bundled models, those after `random:` are named."""
+    """Next to the bundled models, those after `random:` are named."""
     with pytest.raises(UserError, match=r"random:llama-3\.1-8b"):
         predict_memory("random:lama-3.1-8b")

@@ -91,7 +91,7 @@ def test_a_map_that_cannot_be_is_refused(name: str, places: dict[str, str], mess
 def test_spreading_is_silent(
     llama: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What accelerate has to say of weights that are elsewhere is known."""
+    """Warnings of accelerate about offloaded weights are known."""
     load_model(str(llama), device_map=dict(SPREAD))
     assert capfd.readouterr() == ("", "")
     assert caplog.records == []

@@ -47,7 +47,7 @@ def test_quantized(tmp_path: Path) -> None:
     ({"leave_out": "blk.1.attn_k.weight"}, "k_proj"),
 ])
 def test_refused(options: dict[str, str], says: str, tmp_path: Path) -> None:
-    """What cannot be converted exactly is refused with the reason."""
+    """A file that cannot be converted exactly is refused with the reason."""
     write_gguf(tmp_path / "a.gguf", **options)
     with pytest.raises(UserError) as caught:
         gguf.convert_gguf(tmp_path / "a.gguf", tmp_path / "out")

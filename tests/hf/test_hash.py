@@ -63,7 +63,7 @@ def test_tokenizer_hash_follows_the_tokenizer(llama: Path) -> None:
 
 @pytest.mark.parametrize("memory", ['{"half', "[]", None])
 def test_hash_memory_may_be_broken(memory: str | None, saved: dict[str, Path], tmp_path: Path) -> None:
-    """What remembers hashes between runs may be cut off, nonsense or unwritable, and is never needed."""
+    """The file that caches hashes between runs may be cut off, invalid or unwritable, and is never needed."""
     expected = load_model(str(saved["llama"])).sha256
     shutil.rmtree(tmp_path / "cache")
     if memory is None:

@@ -452,7 +452,7 @@ def test_kvbench_does_not_import_lm_eval():
 
 
 def test_a_wrong_request_is_one_line(monkeypatch, capsys):
-    """What is the user's to put right has kvbench's exit codes, and no traceback."""
+    """Mistakes of the user have kvbench's exit codes, and no traceback."""
 
     def fail():
         raise NotMeasuredError("it acted in none")

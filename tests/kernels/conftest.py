@@ -1,4 +1,4 @@
-"""What the kernels' tests share: random entries, an error measure, and a scale for temporary memory."""
+"""Shared by the kernels' tests: random entries, an error measure, and a scale for temporary memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def pytest_itemcollected(item):
 
 @pytest.fixture
 def options(request):
-    """What an attention may be asked for, one by one and together; `sinks: True` stands for a logit per query head."""
+    """Options of attention, one by one and together; `sinks: True` stands for a logit per query head."""
     heads = request.getfixturevalue("heads") if "heads" in request.fixturenames else HEADS["GQA"]
     return request.param | ({"sinks": torch.linspace(-2, 3, heads[0])} if "sinks" in request.param else {})
 

@@ -36,7 +36,7 @@ def sparse(attention):
 @settings(deadline=None, max_examples=50)
 @given(rows=st.integers(1, 3), width=st.integers(1, 70), seed=st.integers(0, 99), data=st.data())
 def test_the_largest_elements_are_kept(rows, width, seed, data):
-    """Exactly so many of each entry, of equal magnitudes the first ones, and they come back where they were."""
+    """Exactly that many of each entry, of equal magnitudes the first ones, and they come back where they were."""
     kept = data.draw(st.integers(1, width))
     x = torch.randint(-4, 5, (2, rows, width), generator=torch.Generator().manual_seed(seed)).float()
     found, wanted = compress(x, kept), naive.compress(x, kept)
@@ -127,7 +127,7 @@ def small_tiles(monkeypatch):
 
 @pytest.fixture
 def triton_error(triton, error):
-    """Error of Triton's output for so many entries, of which it also keeps the largest elements itself."""
+    """Error of Triton's output for that many entries, of which it also keeps the largest elements itself."""
 
     def measure(n_query, n_key, *, widths=(64, 32), kept=(33, 8), heads=(4, 2), batch=1, dtype=torch.float32,
                 **options):

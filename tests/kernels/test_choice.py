@@ -57,7 +57,7 @@ def test_what_ran_is_noted_by_where_its_function_stands(package):
 
 
 def test_what_was_chosen_can_be_compared_with_torch(package):
-    """Where another implementation runs, torch's runs beside it on the same arguments; where torch's runs, it is it."""
+    """Where another implementation runs, torch's runs on the same arguments; torch's alone runs once."""
     twice, half = package
     seen = []
     with using("triton"):

@@ -108,7 +108,7 @@ def test_memory_is_linear(attention, largest, monkeypatch):
 
 @pytest.fixture
 def triton_error(triton, error):
-    """Error of Triton's output for so many entries, the last of which are the queries' own."""
+    """Error of Triton's output for that many entries, the last of which are the queries' own."""
 
     def measure(n_query, n_key, *, widths=(64, 32), heads=(4, 2), batch=1, dtype=torch.float32, **options):
         generator = torch.Generator().manual_seed(0)

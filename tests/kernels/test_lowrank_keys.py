@@ -25,7 +25,7 @@ def whole(factors, basis):
 @pytest.mark.parametrize("rank", [1, 3, 7, 12])
 @pytest.mark.parametrize("count", [1, 5, 12, 50])
 def test_is_the_truncated_decomposition(rank, count, monkeypatch):
-    """What the Gram matrix gives is the best approximation of its rank over all heads together, to 1e-5."""
+    """The Gram matrix gives the best approximation of its rank over all heads together, to 1e-5."""
     monkeypatch.setattr(plain, "ENTRY_BLOCK", 8)
     keys = random_keys(count=count)
     found, wanted = whole(*factor_keys(keys, rank)), whole(*naive.factor_keys(keys, rank))

@@ -116,7 +116,7 @@ def test_a_value_that_float16_lacks_is_covered_by_its_group():
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
 def test_equals_the_reference(bits, group):
-    """What the codes stand for is the reference's, in float32."""
+    """Decoded values equal the reference's, in float32."""
     codes = quantize(torch.randn(2, 3, 12, 24, generator=torch.Generator().manual_seed(1)), bits, tokens=group[0],
                      channels=group[1])
     assert torch.allclose(dequantize(codes).double(), brought_back(codes), rtol=1e-6, atol=1e-6)
@@ -221,7 +221,7 @@ def test_triton_makes_no_codes_of_no_entries(triton):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about what the interpreter multiplies
 @pytest.mark.parametrize("value", [-7e4, 3e38, float("inf"), float("nan")])
 def test_triton_refuses_values_beyond_float16(value, triton):
-    """What no scale and minimum can hold is found on the device, and never made infinite."""
+    """Values that no scale and minimum can represent are found on the device, and never become infinite."""
     x = torch.zeros(1, 2, 8)
     x[0, 1, 3] = value
     with pytest.raises(RuntimeError, match=r"65504.*cannot be stored in 2 bits"):

@@ -130,7 +130,7 @@ def test_half_precision(dtype, packed, error, allowed):
 
 
 def test_large_values_cost_no_more(packed, error):
-    """Keys and values far from zero, where codes are small beside their minimum, lose nothing but float32's digits."""
+    """Keys and values far from zero, where codes are small next to their minimum, lose nothing but float32's digits."""
     query, keys, values, tail_keys, tail_values = packed(GQA, 2, 4, 2, GROUPS["KIVI"])
     far = quantize(dequantize(keys) + 100, 2, tokens=6), quantize(dequantize(values) + 100, 2, channels=4)
     rows = (query, *far, tail_keys + 100, tail_values + 100)
@@ -193,7 +193,7 @@ BIAS = 0.3
 
 @pytest.fixture
 def triton_error(triton, error):
-    """Error of Triton's output for so many packed entries; its log-sum-exp must agree as well."""
+    """Error of Triton's output for that many packed entries; its log-sum-exp must agree as well."""
 
     def moved(codes):
         return replace(codes, packed=triton(codes.packed), scale=triton(codes.scale), minimum=triton(codes.minimum))

@@ -32,9 +32,9 @@ METHODS = {
     ),
     "kvmerger": ((4, 2, None), {}, Budget("rows", 16), TAIL | FLAT | {"column_sums", "merge_sets"}),
 }
-"""Model, settings, budget, and what must have run as Triton's beside a prompt."""
+"""Model, settings, budget, and the operations that must have run as Triton's."""
 TORCH = {"attention_mass.joint_lse", "lowrank_keys.factor_keys"}
-"""What the Triton implementations leave to torch."""
+"""Operations that the Triton implementations leave to torch."""
 
 
 def ids(count, seed=1):

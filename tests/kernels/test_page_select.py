@@ -52,7 +52,7 @@ def test_the_bound_of_equal_keys_is_their_logit(attention):
 @pytest.mark.parametrize("count", [1, 3, 50])
 @pytest.mark.parametrize(("before", "n_query"), [(0, 1), (3, 1), (4, 1), (15, 1), (16, 1), (21, 6), (0, 9)])
 def test_selection_equals_the_reference(before, n_query, count, window):
-    """A query's own page is always chosen and none after it; beside them the best bounds, whatever was asked for."""
+    """A query's own page is always chosen and none after it; the best bounds fill the rest."""
     complete = (before + n_query) // PAGE
     scores = torch.randn(2, 4, n_query, complete, generator=torch.Generator().manual_seed(0))
     found = select_pages(scores, count=count, page=PAGE, before=before, window=window)

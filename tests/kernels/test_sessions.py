@@ -33,7 +33,7 @@ CONVERSATIONS = {
     "tova": DENSE | {"window_scores": "triton"}, "quest": DENSE | PAGED,
     "kvzip": DENSE | RAGGED | {"column_sums.column_maxima": "triton"},
 }
-"""What must have run as what."""
+"""The implementation that must have run each operation."""
 SETTINGS = {"quest": {"page": 4}, "snapkv": {"window": 4, "kernel": 3}}
 
 

@@ -1,4 +1,4 @@
-"""What the methods' tests share: steps made by hand."""
+"""Shared by the methods' tests: steps made by hand."""
 
 from __future__ import annotations
 

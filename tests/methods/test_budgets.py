@@ -25,7 +25,7 @@ def shape_of(length, window=None):
 
 
 def attempt(call, *arguments):
-    """What a call returns and None, or None and the message of its refusal."""
+    """The value of a call and None, or None and the message of its refusal."""
     try:
         return call(*arguments), None
     except UserError as error:

@@ -532,6 +532,6 @@ def test_exceptions_are_failed_claims():
 
 
 def test_methods_are_methods(method_name):
-    """What is found by name is a Method with a card of that name."""
+    """A name leads to a Method with a card of that name."""
     assert issubclass(find_method(method_name), Method)
     assert find_method(method_name).card.name == method_name

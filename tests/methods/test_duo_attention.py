@@ -169,7 +169,7 @@ def test_gates_of_a_file_decide_which_heads_keep_all(tmp_path):
     ],
 )
 def test_files_that_are_no_gates_of_the_model_are_refused(text, message, tmp_path):
-    """What cannot be read, is no table, or has another model's shape, is refused before anything runs."""
+    """A file that cannot be read, is no table, or has another model's shape, is refused before anything runs."""
     path = tmp_path / "gates.tsv"
     if text is not None:
         path.write_text(text)

@@ -59,7 +59,7 @@ def test_bytes_and_effect():
 
 
 def test_only_its_own_budget_can_be_asked_for():
-    """What it reaches may be asked for; anything else is refused with what it reaches."""
+    """The budget that it reaches may be requested; others are refused, and the message names the one."""
     shape = tiny_model().shape(100)
     assert FullInt8().fit(None, shape) == FullInt8().fit(Budget.parse("28.1%"), shape)
     for text in ("50%", "1024", "paper"):

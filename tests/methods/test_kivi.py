@@ -134,7 +134,7 @@ def test_bytes_are_the_paper_s():
 
 
 def test_only_its_own_budgets_can_be_asked_for():
-    """What is reached may be asked for, also at lengths less than a block apart; anything else names what is."""
+    """The budget that is reached may be requested, also at lengths less than a block apart; others are refused."""
     for length in range(992, 1024):
         assert Kivi().fit(Budget.parse("20.3%"), shape_of(length)) == Kivi()
     for text in ("25%", "50%", "1024", "100%"):

@@ -195,7 +195,7 @@ VARIANTS = {
 @pytest.mark.parametrize("claim", [*CLAIMED, "measured bytes are declared"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_settings_keep_the_claims(variant, claim):
-    """What every method must keep holds under the other settings; a threshold declares no bytes and says so."""
+    """The invariants hold under the other settings; a threshold declares no bytes and says so."""
     method = KVMerger(**VARIANTS[variant])
     if variant == "eps" and claim not in CLAIMED:
         with pytest.raises(UserError, match="the text decides"):

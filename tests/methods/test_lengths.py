@@ -23,7 +23,7 @@ LENGTHS = (1, 7, 31, 32, 33, 128, 600)
 SHAPES = {"GQA": (4, 2), "MHA": (2, 2), "MQA": (4, 1)}
 CASES = [*(("GQA", x) for x in LENGTHS), *((x, y) for x in ("MHA", "MQA") for y in (33, 600))]
 FAST = {("GQA", 33), "GQA"}
-"""What `make test` runs: every method at one length and for one head layout."""
+"""Cases of `make test`: every method at one length and for one head layout."""
 QUESTIONS, LIMIT, HISTORY = (5, 1, 9), 2, 2
 """Tokens of each turn's question, of each answer, and of what stands in the answer's place from then on."""
 LATER = sum(QUESTIONS) + HISTORY * (len(QUESTIONS) - 1)
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("profile_cache")
 
 @dataclass(frozen=True)
 class Talk:
-    """What three turns came to."""
+    """The outcome of three turns."""
 
     logits: list[Tensor]
     """After the context, after each question, and on a forced answer at the end. [V], [V], [V], [V] and [4, V]"""

@@ -104,7 +104,7 @@ def test_later_entries_are_pruned_in_blocks(make_step):
 
 
 def test_a_fork_prunes_for_itself(make_step):
-    """What a fork adds to the sparse entries is not in the other's."""
+    """Sparse entries that one fork adds are not in the other."""
     method = Mustafar(recent=2)
     kv = store_after(method, make_step(draw(1, 4, 10, 8), draw(1, 2, 10, 8, seed=1)))
     before = expand_held(kv, "key", 8)

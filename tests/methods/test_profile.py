@@ -83,7 +83,7 @@ def test_a_perfect_induction_head_scores_one_and_no_echo(make_step):
     echo, induction = (x / ((COPIES - 1) * period) for x in look_back(kv, step, period, 0))
 
     assert torch.allclose(induction, torch.tensor([1.0, 0.0], dtype=torch.float64), atol=1e-6)
-    others = [m / (m + 1) for m in range(1, COPIES)]  # an echo head sees the token itself beside m copies
+    others = [m / (m + 1) for m in range(1, COPIES)]  # an echo head sees the token itself and m copies
     assert torch.allclose(echo, torch.tensor([0.0, sum(others) / len(others)], dtype=torch.float64), atol=1e-6)
 
 

@@ -137,7 +137,7 @@ def test_bytes_and_effect():
 
 
 def test_answers_on_a_fork_count():
-    """What an answer read on a fork is in the conversation's effect; a fork that goes on counts from zero."""
+    """Bytes that an answer read on a fork are in the conversation's effect; a fork that goes on counts from zero."""
     model = tiny_model()
     with Session(model, fitted(model, 12, 64), capacity=100) as session:
         session.prefill(ids(64))

@@ -1,4 +1,4 @@
-"""What scoring methods share, by hand and against plain Python."""
+"""The base of scoring methods, by hand and against plain Python."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def run(make_step, method, rows, lengths, window=None, context_chunks=1):
     return outputs, kv
 
 
-class Twin:
+class Reference:
     """ZipCache's cache, a token at a time: what every token is read as, and what its probes saw in it."""
 
     def __init__(self, method, rows, window):
@@ -137,12 +137,12 @@ def test_equals_a_naive_model_of_the_store(make_step, settings, window):
     method = replace(ZipCache(**{"gap": 10, **settings}), length=30)
     rows, lengths = random_rows(), [30, *[1] * 15, 23, *[1] * 10, 9, 1]
     outputs, kv = run(make_step, method, rows, lengths, window)
-    twin = Twin(method, rows, window)
+    reference = Reference(method, rows, window)
     for i, (ours, count) in enumerate(zip(outputs, lengths, strict=True)):
-        theirs = twin.run(count)
+        theirs = reference.run(count)
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4), f"pass {i}: {(ours - theirs).abs().max()}"
-    assert len(kv.segments) == twin.blocks == 1 + 58 // method.gap
-    assert kv.n == twin.seen - twin.coded == 58 % method.gap
+    assert len(kv.segments) == reference.blocks == 1 + 58 // method.gap
+    assert kv.n == reference.seen - reference.coded == 58 % method.gap
 
 
 @pytest.mark.parametrize("chunks", [1, 5])

@@ -157,7 +157,7 @@ def test_what_can_be_run_is_what_kvbench_takes(table):
 
 
 def test_a_claim_is_found_by_less_of_its_name():
-    """What is left out stands for all, at the end and in the middle."""
+    """An omitted part stands for all, at the end and in the middle."""
     assert len(find_claims("kivi:longbench")) == 96
     assert {x.row for x in find_claims("kivi:longbench//kivi-2")} == {"KIVI-2"}
     assert {x.model for x in find_claims("kivi:longbench//kivi-2")} == {

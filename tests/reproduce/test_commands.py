@@ -60,7 +60,7 @@ def out(tmp_path: Path) -> list[str]:
 
 
 def test_a_table_is_run_and_judged(kvbench, paper, out):
-    """What holds, what does not, what cannot be run and why, before and after."""
+    """The page lists claims that hold, that do not, and that cannot be run with the reason, before and after."""
     answer = kvbench("reproduce", f"{paper}:scores", *out)
     assert answer.code == 0, answer.err
     verdicts = {x["id"].partition("mini/")[2]: x["verdict"] for x in answer.json}
@@ -226,7 +226,7 @@ def test_what_cannot_be_flipped_says_why(kvbench, pair, tmp_path):
 
 @pytest.mark.slow
 def test_how_claims_stand_is_read_off_a_folder(kvbench, paper, tmp_path):
-    """What was run is judged as the command does it, wherever it lies; nothing else is begun or claimed."""
+    """Finished runs are judged as the command does it, in any folder; nothing else is started or claimed."""
     answer = kvbench("reproduce", f"{paper}:scores/mini/full", "--out", tmp_path / "results" / "here", "--json")
     assert answer.json[0]["verdict"] == "reproduced"
     verdicts = {

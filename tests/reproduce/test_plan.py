@@ -22,7 +22,7 @@ def one(claim: str) -> Claim:
 
 
 def test_a_number_is_asked_as_the_paper_asked_it():
-    """SnapKV's Qasper: 200 rows cut to 31,500 tokens beside an answer of 128, half precision, its own window."""
+    """SnapKV's Qasper: 200 rows cut to 31,500 tokens next to an answer of 128, half precision, its own window."""
     (request,) = plan_claim(one(QASPER)).requests
     assert (request.method, request.budget, request.task) == ("snapkv", "1024", "longbench_qasper")
     assert (request.model, request.dtype) == ("mistralai/Mistral-7B-Instruct-v0.2", "float16")

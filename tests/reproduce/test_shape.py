@@ -50,7 +50,7 @@ def finding(*comparisons: Comparison) -> Finding:
 
 
 def outcome(comparison: Comparison, **runs: Any) -> Compared:
-    """What comes of one comparison alone."""
+    """The verdict of one comparison."""
     (record,) = decide([finding(comparison)], runs)
     assert record.verdict == record.comparisons[0].verdict
     return record.comparisons[0]
@@ -68,7 +68,7 @@ def test_the_seven_findings_are_registered_and_can_be_run():
 
 
 def test_runs_are_shared():
-    """What two findings need is run once, and both sides of a comparison see the same questions."""
+    """A run that two findings need is made once, and both sides of a comparison see the same questions."""
     found = read_shape()
     sides = [x for y in found.finding for z in y.comparisons for x in (z.more, z.less)]
     assert len(found.requests(found.finding)) < len(sides)

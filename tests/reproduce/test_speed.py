@@ -1,4 +1,4 @@
-"""Printed speeds: which cell of `kvbench bench` stands beside them, and what it may be called."""
+"""Printed speeds: the cell of `kvbench bench` that is compared with each, and the verdict."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tiny(claim: str, **changes: object) -> ClaimPlan:
 
 
 def test_a_throughput_is_of_the_batch_that_the_paper_ran():
-    """ShadowKV at 122K: 24 sequences under a budget of 2048, the dense cache 4."""
+    """ShadowKV at 122K: 24 sequences under a budget of 2048, the full cache 4."""
     asked = one("shadowkv:throughput/llama-3.1-8b/shadowkv/122k").timing
     assert asked == SpeedRequest(
         "shadowkv", "random:llama-3.1-8b", 124_928, 24, "step", "2048", ("chunk=8", "rank=160")
@@ -46,7 +46,7 @@ def test_a_throughput_is_of_the_batch_that_the_paper_ran():
     ("shadowkv:throughput/glm-4-9b-1m/shadowkv/60k", "kvbench has no architecture of GLM-4-9B-1M's shape"),
 ])
 def test_what_cannot_be_timed_says_why(claim, why):
-    """What the paper does not say, what kvbench does not have."""
+    """Missing are details that the paper does not give, and parts that kvbench does not have."""
     assert why in [x.why for x in one(claim).missing]
 
 
@@ -82,7 +82,7 @@ def test_a_speed_is_timed_once(timed, monkeypatch):
 
 @pytest.mark.slow
 def test_on_another_machine_a_speed_is_a_shape(timed):
-    """In the unit of the table, with the regime beside it."""
+    """In the unit of the table, with the regime."""
     _, found = timed
     judged = judge_speed(one("quest:latency/llama-2-7b/flashinfer-fp16/8k"), found)
     seconds = found.cell.times["step"].seconds

@@ -1,4 +1,4 @@
-"""What may be called reproduced: the rule of docs/reproducing.md, on numbers made by hand."""
+"""The rule of docs/reproducing.md for calling a number reproduced, on numbers made by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvbench.reproduce.plan import Missing, plan_claim
 from kvbench.reproduce.verdict import Number, find_unanchored, judge
 
 CLAIM = "kivi:longbench/mistral-7b-instruct-v0.2/kivi-2/trec"
-"""71.00, as the 16-bit cache's beside it."""
+"""71.00, as that of the 16-bit cache."""
 
 
 def one(claim: str) -> Claim:
@@ -38,7 +38,7 @@ def ran(mean: float | None, ci95: tuple[float, float] | None = None, **changes: 
 
 
 def judged(run: Any, claim: str = CLAIM, beside: Any = None, **how: Any) -> verdict.Judgment:
-    """The verdict on one run, and on one beside it for the baseline."""
+    """The verdict on one run, and on a second one for the baseline."""
     plan = plan_claim(one(claim), **how)
     runs = dict.fromkeys(plan.requests, run)
     baseline = None
@@ -169,7 +169,7 @@ def test_a_verdict_can_be_sent_on():
     ((-1.0, 1.0), "no significant difference"),
 ])
 def test_a_shape_says_which_way_the_score_moves(ci95, said):
-    """The paper's fell by 2; ours fell, rose, or cannot be told from the dense cache's."""
+    """The paper's fell by 2; ours fell, rose, or cannot be told from the full cache's."""
     difference = Number(sum(ci95) / 2, ci95)
     found = verdict.Judgment(one(CLAIM), "shape only", printed_difference=-2.0, difference=difference)
     assert found.direction == said

@@ -106,9 +106,9 @@ def test_a_sweep_spreads_models_too(kvbench, model_folder, tmp_path, spread):
     assert answer.code == 0, answer.err
     results = [json.loads((Path(x["folder"]) / "result.json").read_text()) for x in answer.json]
     assert [x["environment"]["device_map"] for x in results] == [SPREAD, None]
-    twins = sweep_file(tmp_path, model_folder, f'[[grid]]\ndevice-map = "{spread}"\n[[grid]]\n')
-    twins.write_text(twins.read_text() + 'device = "cpu"\n')
-    answer = kvbench("sweep", twins)
+    file = sweep_file(tmp_path, model_folder, f'[[grid]]\ndevice-map = "{spread}"\n[[grid]]\n')
+    file.write_text(file.read_text() + 'device = "cpu"\n')
+    answer = kvbench("sweep", file)
     assert answer.code == 2
     assert "are the same run" in answer.err
 

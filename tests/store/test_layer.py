@@ -57,7 +57,7 @@ def storage_sum(tensors):
 
 @dataclass
 class Lists:
-    """What a store should hold: token numbers by (sequence, head), and what it should say about itself."""
+    """The expected contents of a store: token numbers by (sequence, head), and the facts that it reports."""
 
     dense: list[list[int]]
     frozen: list[list[int]] | None = None
@@ -65,7 +65,7 @@ class Lists:
     dropped: int = 0
 
     def copy(self):
-        """An independent twin."""
+        """An independent copy."""
         return Lists(
             [list(x) for x in self.dense], None if self.frozen is None else [list(x) for x in self.frozen], self.seen,
             self.dropped,
@@ -352,7 +352,7 @@ def test_eviction_frees_the_old_rows(kind):
 
 
 def outputs_of(stores, tokens, window=None):
-    """What the stores answer to the same new tokens."""
+    """The stores' outputs for the same new tokens."""
     step = step_of(tokens, stores[0].seen + len(tokens), window=window)
     outputs = []
     for store in stores:
@@ -429,13 +429,13 @@ def test_unwritten_rows_never_leak(kind):
             store.quantize()
     kv.make_static()
     for store in (kv, kv.fork()):
-        twin = plain.fork()
+        branch = plain.fork()
         for token in (6, 7, 8):
             step = step_of([token], token + 1, moment=Moment.DECODE)
             store.append(step)
-            twin.append(step)
-            assert torch.allclose(store.attend(step), twin.attend(step), atol=1e-5)
-        assert store.entries_kept() == twin.entries_kept()
+            branch.append(step)
+            assert torch.allclose(store.attend(step), branch.attend(step), atol=1e-5)
+        assert store.entries_kept() == branch.entries_kept()
 
 
 def test_a_static_store_that_is_full_says_so():

@@ -51,7 +51,7 @@ def packed_store(key, value, packing=PACKING, capacity=0, **options):
 
 
 def stored(kv):
-    """What the store holds, brought back: keys and values of all rows, in float64."""
+    """Decoded contents of the store: keys and values of all entries, in float64."""
     return tuple(
         torch.cat([
             naive.dequantize(x.packed, x.scale, x.minimum, x.bits, x.width, tokens=x.tokens, channels=x.channels),
@@ -255,7 +255,7 @@ def test_forks_share_codes_and_go_their_own_ways():
 
 
 def test_a_fork_that_is_closed_leaves_room_to_append_in_place():
-    """What a closed fork appended to shared codes is overwritten, not copied around."""
+    """Codes that a closed fork appended to a shared block are overwritten, not copied."""
     key, value = rows(60)
     kv = packed_store(key[:, :, :20], value[:, :, :20], capacity=60)
     shared = [x.data_ptr() for x in kv.tensors()]

@@ -324,22 +324,22 @@ def test_the_mean_is_over_runs_with_one_protocol(kvbench, suite, options, tmp_pa
 
     assert averaged(*results) == []
     first, second = (x for x in results if x.mode == "multi-turn")
-    twin = second.model_copy(update={"task": first.task})
+    other_run = second.model_copy(update={"task": first.task})
     others = [x for x in results if x.mode != "multi-turn"]
-    assert averaged(altered(first, 0.25), altered(twin, 0.5), *others) == [
+    assert averaged(altered(first, 0.25), altered(other_run, 0.5), *others) == [
         SuiteMean(
             "multi-turn", "first-turn", "reference", False, "own", first.budget.asked, first.task.length, 2, 0.375
         )
     ]
-    assert averaged(altered(first, 0.25), altered(twin, 0.5, status="failed")) == []
-    assert averaged(altered(first, 0.25), altered(twin, None)) == []
-    less = twin.score.model_copy(update={"mean": 0.5, "higher_is_better": False})
-    assert averaged(altered(first, 0.25), twin.model_copy(update={"score": less})) == []
+    assert averaged(altered(first, 0.25), altered(other_run, 0.5, status="failed")) == []
+    assert averaged(altered(first, 0.25), altered(other_run, None)) == []
+    less = other_run.score.model_copy(update={"mean": 0.5, "higher_is_better": False})
+    assert averaged(altered(first, 0.25), other_run.model_copy(update={"score": less})) == []
     again = first.spec.model_copy(update={"recompress": True})
     other = first.budget.model_copy(update={"asked": "50%"})
     for change in ({"history": "own"}, {"spec": again}, {"budget": other}):
-        assert averaged(altered(first, 0.25), altered(twin, 0.5, **change)) == []
-    assert averaged(altered(first, 0.25), altered(twin, 0.5), templates=("own", "none")) == []
+        assert averaged(altered(first, 0.25), altered(other_run, 0.5, **change)) == []
+    assert averaged(altered(first, 0.25), altered(other_run, 0.5), templates=("own", "none")) == []
 
 
 def test_a_suite_file_is_named_after_its_runs(suite, tmp_path):

@@ -25,7 +25,7 @@ OTHER = "0" * 40
 
 @dataclass(frozen=True)
 class Books(DatasetTask):
-    """Asks for the colour of a book."""
+    """Asks for the color of a book."""
 
     name: ClassVar[str] = "books"
     version: ClassVar[str] = "1"
@@ -256,7 +256,7 @@ def test_a_seed_is_an_order(tmp_path, chars):
 
 
 def test_a_long_context_loses_its_middle(tmp_path, chars):
-    """Both ends stay: of 40 characters 8 fit beside 1 + 13 of the question and 5 of the answer in a length of 27."""
+    """Both ends stay: of 40 characters 8 fit next to 1 + 13 of the question and 5 of the answer in a length of 27."""
     path = write(tmp_path / "books.jsonl", book(context="abcdefghijklmnopqrstuvwxyzabcdefghijKLMN"))
     (example,) = make(Books(data=str(path)), chars, length=27)
     assert (example.context, example.facts["cut_tokens"]) == ("abcdKLMN", 32)

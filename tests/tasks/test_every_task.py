@@ -1,4 +1,4 @@
-"""What holds for every task: determinism, splits, modes, and how text becomes ids."""
+"""Properties of every task: determinism, splits, modes, and how text becomes ids."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_context_and_questions_are_encoded_apart(task, mini_tokenizer):
 def test_a_context_says_as_much_of_every_question(task, mini_tokenizer):
     """The keys that questions about one context name stand in it equally often: the first is not known beforehand.
 
-    Tasks on data sets are tested beside their prompts.
+    Tasks on data sets are tested with their prompts.
     """
     for example in some(task, mini_tokenizer):
         asked = "\n".join(turn.question for turn in example.turns)

@@ -102,7 +102,7 @@ def test_answers_are_long(task: NumberedList, mini_tokenizer, length, tokens):
 
 @each_task
 def test_turns_come_in_random_order(task: NumberedList, mini_tokenizer):
-    """The first turn is not always about the same part of the list: no position of the context is favoured."""
+    """The first turn is not always about the same part of the list: no position of the context is favored."""
     examples = task.examples(
         seed=0, split=Split.DEV, n=20, length=400, turns=3, mode=Mode.MULTI_TURN, tokenizer=mini_tokenizer
     )

@@ -202,7 +202,7 @@ def test_several_questions_share_a_plural_introduction(chars):
 
 
 def test_a_question_may_come_again():
-    """What a training script asks for: any number of questions, with keys that repeat."""
+    """A training script may ask for any number of questions, with keys that repeat."""
     example = NiahMultiquery().compose(Fixed(), WORDS, [3, 2, 1, 0, 0, 1, 2, 3, 3, 2, 1, 0], 0, id="x")
     assert len(example.turns) == 3 and example.turns[0] == example.turns[2] != example.turns[1]
     again = NiahMultivalue().compose(Fixed(), [*ONE_KEY, ("old-oak", "3333333")], [1, 4, 0], 0, id="x")

@@ -56,7 +56,7 @@ class Mixed(Task):
         return "mixed@1"
 
     def stop_ids(self, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-        """What is set."""
+        """The one that the settings name, if any."""
         del tokenizer
         return frozenset(() if self.stop is None else (self.stop,))
 

@@ -45,7 +45,7 @@ class Connection(H11Protocol):
         self._timer = self.loop.call_later(SILENCE_S / 4, self._watch, progress, since)
 
     def _describe_progress(self) -> tuple[Any, ...] | None:
-        """What the client has sent or read; None while the server works on its request."""
+        """Progress of the client, in bytes sent or read; None while the server works on its request."""
         if self.cycle is None or self.cycle.response_complete:
             return "between requests", id(self.cycle)  # bytes do not count: headers must be complete in time
         if self.flow.write_paused:

@@ -130,7 +130,7 @@ def test_the_prompt_is_the_official_one(open_task, make, octets, kind):
 
 
 def test_the_question_begins_where_the_prompt_names_it(open_task, make, octets):
-    """What a method does not see when questions are hidden: instruction and question, but not the blank line."""
+    """When questions are hidden, a method sees the blank line, but neither instruction nor question."""
     questions = {
         kind: make(open_task(kind), octets).turns[0].question
         for kind in ("passage_retrieval_en", "qasper", "trec", "vcsum", "repobench-p")

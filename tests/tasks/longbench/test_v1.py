@@ -55,7 +55,7 @@ def test_a_long_prompt_is_cut_as_officially(open_task, make, octets, chatty, kin
 
 @pytest.mark.parametrize("length", range(440, 460))
 def test_a_cut_prompt_fills_the_length(open_task, make, mini_tokenizer, length):
-    """With tokens of several characters, what is decoded and tokenised again never takes more than the length."""
+    """With tokens of several characters, what is decoded and tokenized again never takes more than the length."""
     task = open_task("qasper", context="The same words again, " * 400)
     example = make(task, mini_tokenizer, length)
     used = prompt_tokens(encode(task, example, mini_tokenizer)) + 128
@@ -78,7 +78,7 @@ def test_a_cut_that_would_reach_the_question_is_refused(open_task, make, octets)
     ("length", "bucket"), [(0, "0-4k"), (3999, "0-4k"), (4000, "4-8k"), (7999, "4-8k"), (8000, "8k+")]
 )
 def test_facts(open_task, make, octets, length, bucket):
-    """What a scorer asks for, and by what results are told apart."""
+    """Facts hold the fields that a scorer needs, and the bucket of the length."""
     task = open_task("trec", length=length)
     assert make(task, octets).facts == {
         "_id": "abc", "length": length, "language": "en", "bucket": bucket, "all_classes": ["One", "Two"],

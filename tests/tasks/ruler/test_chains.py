@@ -135,7 +135,7 @@ def test_depths_are_those_of_the_asked_lines(mini_tokenizer):
 
 
 def test_the_longest_name_takes_a_token_a_letter_at_most(mini_tokenizer):
-    """What the minimum length is measured with is no shorter than random names."""
+    """The names with which the minimum length is measured are no shorter than random names."""
     (name,) = set(longest(5, mini_tokenizer).names)
     rng = random.Random(7)
     drawn = ["".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=5)) for _ in range(500)]

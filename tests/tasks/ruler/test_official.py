@@ -130,7 +130,7 @@ def test_samples_say_which_generator_made_them(make):
 
 
 def test_the_answer_stands_at_one_rank_in_all_samples(make, mini_tokenizer):
-    """The artefact: of 20 documents the gold one is the 19th; in lists of one size common words have the same slots."""
+    """The artifact: of 20 documents the gold one is the 19th; in lists of one size common words have the same slots."""
     task = make("qa_1")
     run = Run(42, 4096, 0, mini_tokenizer, task.joint)
     for index, asked in enumerate(task.library.questions[:12]):
@@ -202,7 +202,7 @@ def test_a_template_that_alone_is_too_long_is_refused(make, chars):
 
 
 def test_without_essays_and_questions_the_next_step_is_named(mini_tokenizer):
-    """What is missing, and what to take in its place."""
+    """The message names what is missing, and what to use instead."""
     with pytest.raises(UserError, match=r"niah_multivalue of .* haystack=PATH; or use the task niah_multivalue"):
         some(OfficialNiah(task="niah_multivalue"), mini_tokenizer)
     with pytest.raises(UserError, match=r"HotpotQA's questions.*data=PATH"):

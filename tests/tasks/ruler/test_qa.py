@@ -182,7 +182,7 @@ def test_prompt_ids_and_revisions_name_the_data(squad, hotpot):
 
 @pytest.mark.parametrize("kind", [SquadQa, HotpotQa], ids=lambda kind: kind.name)
 def test_without_data_the_next_step_is_named(kind, mini_tokenizer):
-    """What is missing, where it is, and what to take offline."""
+    """The message names what is missing, where it is, and what to use offline."""
     with pytest.raises(UserError, match=rf"{kind.name} needs .*--task-set data=PATH of .*https.*use qa-facts"):
         kind().minimum_length(1, mini_tokenizer)
 

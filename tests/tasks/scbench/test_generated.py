@@ -118,7 +118,7 @@ def depths_of(example, turn):
 
 
 def test_no_name_is_scbenchs():
-    """What is generated is never taken for SCBench's own: another name, in another folder."""
+    """Generated tasks are never taken for SCBench's own: they have other names, in another folder."""
     names = {x.name for x in list_entries("task") if ".scbench.generated." in x.module}
     assert names == {task.name for task in TASKS}
     assert not any(name.startswith("scbench") for name in names)

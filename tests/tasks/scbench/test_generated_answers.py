@@ -1,4 +1,4 @@
-"""What is generated has one right answer, found again from the text alone, and the scorers tell it from its like."""
+"""Generated questions have one right answer, found again from the text alone; scorers reject similar ones."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def make(task: Task, tokenizer, **changes: object):
 
 
 def longer(record: dict, times: int) -> dict:
-    """The record with so many turns and a context of about 9,000 tokens."""
+    """The record with that many turns and a context of about 9,000 tokens."""
     body = "input" if "context" not in record else "context"
     text = record[body]
     long = text * 3000 if isinstance(text, list) else f"BEGIN {text}" + " and so on" * 3000 + " END"

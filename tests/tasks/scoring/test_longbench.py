@@ -1,4 +1,4 @@
-"""LongBench's rules, each fault as a claim beside its repair."""
+"""LongBench's rules, each fault as a claim, with its repair."""
 
 from __future__ import annotations
 
