@@ -234,6 +234,10 @@ class Method:
         """Upper bound of the bytes that one decode step reads right after the context."""
         return self.declared_bytes(shape)
 
+    def least_read_bytes(self, shape: Shape) -> int:
+        """Lower bound of the bytes that one decode step reads; the upper one unless reads depend on the entries."""
+        return self.declared_read_bytes(shape)
+
     def bind(self, model: Model) -> Self:
         """Compute what depends on the model: calibration, gates, head profiles (cached by the model's hash)."""
         del model

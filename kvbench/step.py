@@ -82,6 +82,8 @@ class Step:
     causal: bool
     rope: Rope
     """Rotary embedding of this layer."""
+    ids: Tensor | None = None
+    """Ids of the new tokens; None: a step without tokens, made in a test. [B, T]"""
     output: Tensor | None = None
     """Output projection, by query head, where the method compresses; None: elsewhere, and where the adapter does not
     find it. [H_q, D_v, hidden]"""

@@ -82,6 +82,7 @@ def make_entries(setting: Setting, length: int, batch: int) -> Iterator[Step]:
     One query is expanded to all positions: values do not change the time, and the queries of a long context in every
     layer would not fit into memory.
     """
+    ids = setting.tokens(batch, length, seed=1)
     with attached(setting.model.module):
         caught = catch_steps(setting.model.module, ropes=setting.model.ropes)
     for step in caught:
@@ -95,5 +96,5 @@ def make_entries(setting: Setting, length: int, batch: int) -> Iterator[Step]:
         yield replace(
             step, moment=Moment.CONTEXT_END, seen=length,
             positions=torch.arange(length, device=device).expand(batch, -1),
-            query=query.expand(-1, -1, length, -1), key=key, value=value,
+            query=query.expand(-1, -1, length, -1), key=key, value=value, ids=ids,
         )

@@ -111,7 +111,7 @@ def run_together(requests: Sequence[PassRequest]) -> list[Tensor]:
             own = replace(
                 step, moment=x.moment, seen=x.session.seen, positions=step.positions[:, span],
                 query=step.query[:, :, span], key=step.key[:, :, span], value=step.value[:, :, span],
-                output=step.output if x.moment.compresses else None,
+                ids=x.ids, output=step.output if x.moment.compresses else None,
             )
             outputs.append(x.session.attend(own))
         return torch.cat(outputs, dim=2)

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ class Forward:
     """Attention output of the step's queries. [B, H_q, T, D_v]"""
     causal: bool = True
     ropes: Sequence[Rope] = ()
+    ids: Tensor | None = None
+    """Ids of the tokens, which `run_model` fills in. [B, T]"""
 
 
 _FORWARD: ContextVar[Forward | None] = ContextVar("kvbench_forward", default=None)
@@ -62,7 +64,7 @@ def _attention(
         layer=layer, moment=forward.moment, positions=forward.positions.to(key.device), seen=forward.seen,
         query=query, key=key, value=value,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap,
-        sinks=s_aux, causal=forward.causal, rope=forward.ropes[layer] if forward.ropes else NO_ROPE,
+        sinks=s_aux, causal=forward.causal, ids=forward.ids, rope=forward.ropes[layer] if forward.ropes else NO_ROPE,
         output=find_output(module, query.shape[1], value.shape[-1]) if forward.moment.compresses else None,
     )
     return forward.attend(step).transpose(1, 2).contiguous(), None
@@ -123,7 +125,7 @@ def serving(forward: Forward) -> Iterator[None]:
 def run_model(module: PreTrainedModel, ids: Tensor, forward: Forward, keep: int | Tensor = 1) -> Tensor:
     """Logits of the last `keep` positions, or of the positions in `keep` [K]. ids: [B, T]. Returns [B, K, V]"""
     fewer = keeps_logits(module)
-    with serving(forward):
+    with serving(replace(forward, ids=ids)):
         options = {"logits_to_keep": keep} if fewer else {}
         logits: Tensor = module(input_ids=ids, position_ids=forward.positions, use_cache=False, **options).logits
     if isinstance(keep, int):

@@ -26,12 +26,13 @@ from kvbench.hf.tiny import placed, tiny_model
 from kvbench.kernels.choice import using
 from kvbench.method import Budget, BudgetKind
 from kvbench.methods.baseline.full import Full
+from kvbench.reading import ReadingMethod
 from kvbench.registry import find_method, list_entries
 
 LENGTH, LATER = 96, 24
 METHODS = [x.name for x in list_entries("method") if x.models == "autoregressive"]
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-WAITING = {"shadowkv"}
+WAITING = {"shadowkv", *(x for x in METHODS if issubclass(find_method(x), ReadingMethod))}
 """It waits for its selection, to fetch values from the host."""
 DEVICE = torch.device("cuda:0" if torch.backends.cuda.is_built() else "meta")
 """A torch without CUDA cannot index fake CUDA tensors; meta tensors that claim to be on a GPU take the same code."""

@@ -31,6 +31,8 @@ CLOSE = 3 * TOLERANCE
 """Between two ways to cut the same sums: pages, chunks or two tiers."""
 ROW = 1.125
 """Most bytes of an entry after the context, in full cache entries: its own, and a score and position or page bounds."""
+KEYS_TWICE = {"instinfer": 1.5}
+"""Methods that store every key a second time, and the same bound for them."""
 
 pytestmark = pytest.mark.usefixtures("profile_cache")
 
@@ -126,7 +128,8 @@ def check(method, model, length, chunk=None):
         assert memory.host_bytes == method.declared_host_bytes(shape), "bytes on the host"
         later = model.shape(length + LATER).full_bytes - shape.full_bytes
         stored = sum(x.nbytes() - x.spare_bytes() for x in session.layers)
-        assert stored <= declared + ROW * later, f"{stored} bytes after three turns, {declared} after the context"
+        most = declared + KEYS_TWICE.get(method.card.name, ROW) * later
+        assert stored <= most, f"{stored} bytes after three turns, {declared} after the context"
     equal = max(1, found.acted.index(True)) if any(found.acted) else len(found.acted)  # the context is run exactly
     assert worst(found.logits[:equal], dense.logits[:equal]) <= CLOSE, "other logits, before anything was done"
     return found

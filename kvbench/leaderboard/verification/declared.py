@@ -174,7 +174,7 @@ def check_reads(x: Turn, method: Method, shape: Shape, *, recompress: bool) -> N
             most = declared + x.after * token
         else:
             most = x.bytes.end_bytes
-        least = declared
+        least = method.least_read_bytes(shape)
         budgets = _budget_entries(method, shape)
         if read < least and not _is_exact(x.effect) and method.budget_kind is not BudgetKind.READ:
             least = 0 if budgets is None else min(_packed_bytes(method, shape, budgets, n) for n in range(x.after + 1))

@@ -1,0 +1,139 @@
+"""Base class of methods that store every entry and let each token read some, and the choice of whole units."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import torch
+
+from kvbench.errors import UserError
+from kvbench.method import Budget, LayerShape, Method, Shape
+from kvbench.store.chosen import ChosenKV
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvbench.kernels.ragged_attention import Partial
+    from kvbench.step import Step
+    from kvbench.store import LayerKV
+
+
+@dataclass(frozen=True)
+class ReadingMethod(Method):
+    """Indexes the context at its end; every later token chooses by the index which entries it reads.
+
+    The budget is the number of entries that a token reads in each head, protected ones included. Sliding-window layers
+    stay exact.
+    """
+
+    graphable: ClassVar[str | None] = "the host gathers the entries that a token chose, so each step waits for them."
+    recompressible: ClassVar[str | None] = "every entry is stored, and each token chooses again which ones it reads."
+
+    @abstractmethod
+    def start(self, kv: ChosenKV, step: Step) -> None:
+        """Index the context, at its end."""
+
+    @abstractmethod
+    def read(self, kv: ChosenKV, step: Step, seen: int) -> Partial:
+        """Attention of one token over what it chooses of the first `seen` entries, its own included. step: its own"""
+
+    @abstractmethod
+    def index_bytes(self, layer: LayerShape, shape: Shape) -> int:
+        """Bytes of the index of one layer right after the context."""
+
+    @abstractmethod
+    def token_bytes(self, layer: LayerShape, shape: Shape) -> int:
+        """Bytes that a token reads in one layer right after the context, index and entries."""
+
+    def fit(self, budget: Budget | None, shape: Shape) -> Self:
+        """Resolve the budget; refuse a model of which every layer stays exact (`UserError`)."""
+        fitted = super().fit(budget, shape)
+        if not fitted.identity(shape) and all(x.window is not None for x in shape.layers):
+            raise UserError(
+                f"{self.card.name} keeps sliding-window layers exact, and this model has no others: it would have no "
+                "effect. Use a method that selects in them, such as quest."
+            )
+        return fitted
+
+    def layer(self, index: int) -> LayerKV:
+        """A store of all entries that counts what is read."""
+        del index
+        return ChosenKV()
+
+    def evict(self, kv: LayerKV, step: Step) -> None:
+        """Index the context after the attention of its last chunk, so that the prefill is exact."""
+        if not step.moment.compresses or step.window is not None or self.rows is None or self.rows >= step.seen:
+            return
+        assert isinstance(kv, ChosenKV)
+        self.start(kv, step)
+
+    def attend(self, kv: LayerKV, step: Step) -> Tensor:
+        """Attention of every new token over what it chooses, one token after the other. [B, H_q, T, D_v]"""
+        if not isinstance(kv, ChosenKV) or not kv.selective:
+            return kv.attend(step)
+        return kv.attend_each(step, lambda token, seen: self.read(kv, token, seen))
+
+    def declared_bytes(self, shape: Shape) -> int:
+        """Bytes of every entry and of the index."""
+        if self.identity(shape):
+            return shape.full_bytes
+        return sum(
+            shape.layer_bytes(x) if x.window is not None else self.layer_bytes(i, shape, self.stored_entries(shape))
+            for i, x in enumerate(shape.layers)
+        )
+
+    def stored_entries(self, shape: Shape) -> int:
+        """Entries per KV head that are stored of the context."""
+        return shape.length
+
+    def layer_bytes(self, index: int, shape: Shape, entries: int) -> int:
+        """Bytes of a layer's entries and of its index."""
+        layer = shape.layers[index]
+        return super().layer_bytes(index, shape, entries) + self.index_bytes(layer, shape)
+
+    def declared_read_bytes(self, shape: Shape) -> int:
+        """Bytes that a token reads; all bytes of sliding-window layers."""
+        if self.identity(shape):
+            return shape.full_bytes
+        return sum(
+            shape.layer_bytes(x) if x.window is not None else self.token_bytes(x, shape) for x in shape.layers
+        )
+
+    def entry_bytes(self, layer: LayerShape, shape: Shape) -> int:
+        """Bytes of the entries that a token reads, in all KV heads."""
+        assert self.rows is not None
+        return self.rows * layer.kv_heads * (layer.key_dim + layer.value_dim) * shape.itemsize
+
+
+def mark_best(scores: Tensor, count: int, first: int, last: int) -> Tensor:
+    """Mark `count` entries of every head: the first and the last ones, and of the others the best. [B, H, n] bool"""
+    scores = scores.clone()
+    scores[..., :first] = torch.inf
+    scores[..., max(0, scores.shape[-1] - last) :] = torch.inf
+    best = scores.topk(min(count, scores.shape[-1]), dim=-1).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
+
+
+def mark_units(scores: Tensor, offsets: Tensor, count: int) -> Tensor:
+    """Mark `count` entries of every head, by whole units from the best one on; of the last one its first entries.
+
+    scores: [B, H, U]. offsets: [B, H, U + 1], where each unit starts among the m entries that the units divide, and m.
+    Returns [B, H, m] bool.
+    """
+    sizes = offsets.diff(dim=-1).long()
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    ordered = sizes.gather(-1, order)
+    taken = (count - (ordered.cumsum(-1) - ordered)).clamp_min(0).minimum(ordered)
+    taken = torch.zeros_like(taken).scatter_(-1, order, taken)
+    unit = unit_of_entries(offsets)
+    entry = torch.arange(unit.shape[-1], device=unit.device)
+    return entry - offsets.long().gather(-1, unit) < taken.gather(-1, unit)
+
+
+def unit_of_entries(offsets: Tensor) -> Tensor:
+    """The unit that each entry belongs to. offsets: as for `mark_units`. [B, H, m]"""
+    sizes = offsets.diff(dim=-1).flatten()
+    units = torch.arange(offsets.shape[-1] - 1, device=offsets.device).repeat(offsets.shape[0] * offsets.shape[1])
+    return units.repeat_interleave(sizes).view(*offsets.shape[:2], -1)

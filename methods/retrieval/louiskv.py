@@ -1,0 +1,141 @@
+"""LouisKV: clusters of keys are chosen again only when the direction of the query changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvbench.clustering import cluster_segments, count_clusters, sort_by_label
+from kvbench.constraints import Ge, Le, Positive
+from kvbench.kernels.ragged_attention import Partial
+from kvbench.method import BudgetKind, Card, LayerShape, Shape, Step
+from kvbench.reading import ReadingMethod, mark_units
+from kvbench.store.chosen import ChosenKV
+
+INDEX_BYTES = 4
+
+
+@dataclass(frozen=True)
+class LouisKV(ReadingMethod):
+    """Reads, per KV head, the best clusters of the context's keys; a token like the one before reads the same ones."""
+
+    threshold: Annotated[float, Ge(-1), Le(1)] = 0.7
+    """Mean cosine of a token's queries with those of the token before, below which clusters are chosen again."""
+    cluster: Positive = 16
+    """Mean entries per cluster."""
+    segment: Positive = 8192
+    """Most entries that are clustered together."""
+    iterations: Positive = 10
+    """Most iterations of k-means."""
+    sinks: Positive = 32
+    """First entries, which are always read."""
+    recent: Positive = 32
+    """Last entries of the context, which are always read."""
+
+    card: ClassVar[Card] = Card(
+        name="louiskv",
+        title="LouisKV: Efficient KV Cache Retrieval for Long Input-Output Sequences",
+        idea="Tokens in a row need the same entries until the direction of the query changes, so only then are entries "
+        "chosen again. The units of choice are clusters of the prompt's keys, which lie scattered over the text.",
+        arxiv="2510.11292",
+        year=2025,
+        family="retrieval",
+        stages=("retrieval",),
+        budget=BudgetKind.READ,
+        paper_budget="512",
+        heads="pooled",
+        upstream=None,
+        deviations=(
+            ("The budget counts sinks and recent entries; the paper's counts the clusters' entries only."),
+            ("Later entries are always read, in addition to the budget: the paper moves the oldest ones, in segments "
+            "between two choices, out of a full buffer of unknown size."),
+            "Each token of a question compares its queries with those of the token before it, as if it were decoded.",
+            "Entries stay in the memory of the device; the paper keeps them on the host and fetches what is missing.",
+        ),
+        unverified=(
+            "No code was published when this was written, and the paper was read in reviews.",
+            "threshold: 0.7 is the paper's for Qwen3-8B, and depends on the model.",
+            "iterations, sinks and recent: the paper's numbers were not at hand.",
+            "segment: clusters of at most 8,192 entries' neighbors bound the time of k-means.",
+            "Queries are compared after rotation, and each layer decides for itself.",
+            "The last cluster is read in part where the budget ends.",
+        ),
+        limits=("It saves reads, not memory.", "The prompt is run with full attention."),
+    )
+
+    def minimum_entries(self) -> int:
+        """The sinks, the recent entries and one to choose."""
+        return self.sinks + self.recent + 1
+
+    def start(self, kv: ChosenKV, step: Step) -> None:
+        """Cluster the keys between sinks and recent entries, and put each cluster's entries next to each other."""
+        assert self.rows is not None
+        batch, heads, entries, _ = kv.keys.shape
+        inner = slice(self.sinks, entries - self.recent)
+        centers, labels = cluster_segments(kv.keys[:, :, inner], self.cluster, self.segment, self.iterations)
+        order, offsets = sort_by_label(labels, centers.shape[2])
+        places = torch.arange(entries, device=order.device).repeat(batch, heads, 1)
+        places[:, :, inner] = order + self.sinks
+        kv.keep(places)
+        kv.start(centers=centers.to(kv.keys.dtype), offsets=offsets)
+        kv.state["query"] = torch.zeros_like(step.query[:, :, 0])
+        kv.state["chosen"] = offsets.new_full((batch, heads, self.chosen), -1)
+
+    @property
+    def chosen(self) -> int:
+        """Entries that are chosen by clusters."""
+        assert self.rows is not None
+        return self.rows - self.sinks - self.recent
+
+    def read(self, kv: ChosenKV, step: Step, seen: int) -> Partial:
+        """Attention over sinks, chosen clusters, recent and later entries; clusters are chosen again where needed."""
+        query, before, chosen = step.query[:, :, 0], kv.state["query"], kv.state["chosen"]
+        similar = F.cosine_similarity(query.float(), before.float(), dim=-1).mean(1)  # [B]
+        again = (similar < self.threshold) | (chosen[:, 0, 0] < 0)
+        before.copy_(query)
+        if again.any():
+            chosen[again] = self.choose(kv, query[again], again, step.scale)
+        kv.reads["retrievals"] += int(again.sum())
+        mask = torch.ones((*chosen.shape[:2], seen), dtype=torch.bool, device=chosen.device)
+        inside = kv.index["offsets"][0, 0, -1]
+        mask[:, :, self.sinks : self.sinks + inside] = False
+        return kv.read(step, mask.scatter_(2, chosen.long(), True))
+
+    def choose(self, kv: ChosenKV, query: Tensor, sequences: Tensor, scale: float) -> Tensor:
+        """The entries of the clusters with the largest mean share over the group. query: [b, H_q, D]. [b, H_kv, C]"""
+        centers, offsets = kv.scan(kv.index["centers"][sequences]), kv.scan(kv.index["offsets"][sequences])
+        grouped = query.unflatten(1, (centers.shape[1], -1))
+        shares = ((grouped @ centers.mT).float() * scale).softmax(-1).mean(2)  # [b, H_kv, U]
+        mask = mark_units(shares, offsets, self.chosen)
+        found = mask.nonzero()[:, 2].view(*mask.shape[:2], -1) + self.sinks
+        return found.to(offsets.dtype)
+
+    def clusters(self, shape: Shape) -> int:
+        """Clusters per KV head."""
+        return count_clusters(shape.length - self.sinks - self.recent, self.cluster, self.segment)
+
+    def scanned_bytes(self, layer: LayerShape, shape: Shape) -> int:
+        """Bytes of the centers and of where clusters start."""
+        count = self.clusters(shape)
+        return layer.kv_heads * (count * layer.key_dim * shape.itemsize + (count + 1) * INDEX_BYTES)
+
+    def index_bytes(self, layer: LayerShape, shape: Shape) -> int:
+        """Bytes of the clusters, of the chosen entries and of the last token's queries."""
+        queries = layer.query_heads * layer.key_dim * shape.itemsize
+        return self.scanned_bytes(layer, shape) + layer.kv_heads * self.chosen * INDEX_BYTES + queries
+
+    def token_bytes(self, layer: LayerShape, shape: Shape) -> int:
+        """Bytes that a token reads which chooses again."""
+        return self.entry_bytes(layer, shape) + self.scanned_bytes(layer, shape)
+
+    def least_read_bytes(self, shape: Shape) -> int:
+        """Bytes that a token reads which does not choose again."""
+        if self.identity(shape):
+            return shape.full_bytes
+        return sum(
+            shape.layer_bytes(x) if x.window is not None else self.entry_bytes(x, shape) for x in shape.layers
+        )
