@@ -35,6 +35,9 @@ class ReadingMethod(Method):
     def start(self, kv: ChosenKV, step: Step) -> None:
         """Index the context, at its end."""
 
+    def extend(self, kv: ChosenKV, step: Step) -> None:
+        """Add new entries to the index, where it grows with them."""
+
     @abstractmethod
     def read(self, kv: ChosenKV, step: Step, seen: int) -> Partial:
         """Attention of one token over what it chooses of the first `seen` entries, its own included. step: its own"""
@@ -73,6 +76,7 @@ class ReadingMethod(Method):
         """Attention of every new token over what it chooses, one token after the other. [B, H_q, T, D_v]"""
         if not isinstance(kv, ChosenKV) or not kv.selective:
             return kv.attend(step)
+        self.extend(kv, step)
         return kv.attend_each(step, lambda token, seen: self.read(kv, token, seen))
 
     def declared_bytes(self, shape: Shape) -> int:
@@ -116,24 +120,32 @@ def mark_best(scores: Tensor, count: int, first: int, last: int) -> Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
 
 
-def mark_units(scores: Tensor, offsets: Tensor, count: int) -> Tensor:
-    """Mark `count` entries of every head, by whole units from the best one on; of the last one its first entries.
+def take_units(scores: Tensor, offsets: Tensor, count: int) -> Tensor:
+    """How many entries to take of every unit: whole units from the best one on, until there are `count`. [B, H, U]
 
     scores: [B, H, U]. offsets: [B, H, U + 1], where each unit starts among the m entries that the units divide, and m.
-    Returns [B, H, m] bool.
     """
     sizes = offsets.diff(dim=-1).long()
     order = scores.argsort(dim=-1, descending=True, stable=True)
     ordered = sizes.gather(-1, order)
     taken = (count - (ordered.cumsum(-1) - ordered)).clamp_min(0).minimum(ordered)
-    taken = torch.zeros_like(taken).scatter_(-1, order, taken)
+    return torch.zeros_like(taken).scatter_(-1, order, taken)
+
+
+def mark_taken(taken: Tensor, offsets: Tensor) -> Tensor:
+    """Mark the first entries of every unit, as many as are taken. [B, H, m] bool"""
     unit = unit_of_entries(offsets)
     entry = torch.arange(unit.shape[-1], device=unit.device)
     return entry - offsets.long().gather(-1, unit) < taken.gather(-1, unit)
 
 
+def mark_units(scores: Tensor, offsets: Tensor, count: int) -> Tensor:
+    """Mark `count` entries of every head, by whole units from the best one on; of the last one its first entries."""
+    return mark_taken(take_units(scores, offsets, count), offsets)
+
+
 def unit_of_entries(offsets: Tensor) -> Tensor:
-    """The unit that each entry belongs to. offsets: as for `mark_units`. [B, H, m]"""
+    """The unit that each entry belongs to. offsets: as for `take_units`. [B, H, m]"""
     sizes = offsets.diff(dim=-1).flatten()
     units = torch.arange(offsets.shape[-1] - 1, device=offsets.device).repeat(offsets.shape[0] * offsets.shape[1])
     return units.repeat_interleave(sizes).view(*offsets.shape[:2], -1)

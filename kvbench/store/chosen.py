@@ -12,7 +12,9 @@ from torch.nn import functional as F
 
 from kvbench.kernels.ragged_attention import Partial, merge_partials, ragged_partial
 from kvbench.step import Step
+from kvbench.store.blocks import AppendedBlock
 from kvbench.store.facts import Fact
+from kvbench.store.layer import LayerKV
 from kvbench.store.selective import SelectiveKV
 
 
@@ -24,9 +26,32 @@ class ChosenKV(SelectiveKV):
     index: dict[str, Tensor] = field(default_factory=dict, init=False)
     """Made at the end of the context and never written again: forks share it."""
 
-    def start(self, **index: Tensor) -> None:
+    codes: AppendedBlock | None = field(default=None, init=False)
+    """The part of the index that grows with the entries. [B, H_kv, n, ...] by name"""
+
+    def start(self, codes: dict[str, Tensor] | None = None, **index: Tensor) -> None:
         """The context is complete: from now on attention may read a part."""
         self.index, self.selective = index, True
+        if codes is not None:
+            self.codes = AppendedBlock(codes, max(self.n, self.capacity))
+
+    def code(self, name: str) -> Tensor:
+        """A part of the index that grows with the entries. [B, H_kv, n, ...]"""
+        assert self.codes is not None
+        return self.codes.held()[name]
+
+    def reserve(self, tokens: int, forward: int) -> None:
+        """Make room for more tokens, also in the index."""
+        super().reserve(tokens, forward)
+        if self.codes is not None:
+            self.codes.reserve(tokens)
+
+    def fork(self) -> LayerKV:
+        """An independent copy with its own counters. The index is shared like entries."""
+        other = super().fork()
+        assert isinstance(other, ChosenKV)
+        other.codes = None if self.codes is None else self.codes.fork()
+        return other
 
     def attend_each(self, step: Step, read: Callable[[Step, int], Partial]) -> Tensor:
         """Attention of the new tokens, one after the other. [B, H_q, T, D_v]
@@ -93,10 +118,18 @@ class ChosenKV(SelectiveKV):
         """Free the entries and the index."""
         super().close()
         self.index = {}
+        if self.codes is not None:
+            self.codes.close()
+            self.codes = None
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that the layer keeps alive."""
-        return [*super().tensors(), *self.index.values()]
+        codes = [] if self.codes is None else self.codes.tensors()
+        return [*super().tensors(), *self.index.values(), *codes]
+
+    def spare_bytes(self) -> int:
+        """Bytes that hold no entry and no part of the index yet."""
+        return super().spare_bytes() + (0 if self.codes is None else self.codes.spare_bytes())
 
     def facts(self) -> dict[str, Fact]:
         """Counters of the reads, and layers that read everything."""

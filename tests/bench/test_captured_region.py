@@ -33,7 +33,7 @@ LENGTH, LATER = 96, 24
 METHODS = [x.name for x in list_entries("method") if x.models == "autoregressive"]
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 WAITING = {"shadowkv", *(x for x in METHODS if issubclass(find_method(x), ReadingMethod))}
-"""It waits for its selection, to fetch values from the host."""
+"""They wait for their selection, to fetch values from the host or to gather entries."""
 DEVICE = torch.device("cuda:0" if torch.backends.cuda.is_built() else "meta")
 """A torch without CUDA cannot index fake CUDA tensors; meta tensors that claim to be on a GPU take the same code."""
 MODE = FakeTensorMode(allow_non_fake_inputs=True)

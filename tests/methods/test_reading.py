@@ -104,7 +104,9 @@ def read_everything(name, **settings):
     return (logits[0] - logits[1]).abs().max().item(), facts
 
 
-@pytest.mark.parametrize(("name", "settings"), [("instinfer", {}), ("sentencekv", {})])
+@pytest.mark.parametrize(("name", "settings"), [
+    ("instinfer", {}), ("sentencekv", {}), ("pqcache", {}), ("retroinfer", {}),
+])
 def test_reading_everything_is_the_full_cache(name, settings):
     """Through the index and the choice, with a budget that covers all entries."""
     distance, facts = read_everything(name, **settings)

@@ -1,0 +1,130 @@
+"""RetroInfer: the best clusters of keys are read, and the next ones count by their mean key and mean value."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvbench.clustering import cluster_segments, count_clusters, means, sort_by_label
+from kvbench.constraints import Positive, Share
+from kvbench.kernels.ragged_attention import Partial, merge_partials
+from kvbench.method import BudgetKind, Card, LayerShape, Shape, Step, Upstream
+from kvbench.reading import ReadingMethod, mark_taken, take_units
+from kvbench.store.chosen import ChosenKV
+
+OFFSET_BYTES = 4
+
+
+@dataclass(frozen=True)
+class RetroInfer(ReadingMethod):
+    """Reads, per KV head, sinks, recent entries and the best clusters, and estimates the attention to other ones."""
+
+    cluster: Positive = 16
+    """Mean entries per cluster."""
+    segment: Positive = 8000
+    """Most entries that are clustered together."""
+    iterations: Positive = 10
+    """Most iterations of k-means."""
+    estimated: Share = 0.232
+    """Share of the clusters, after those that are read, whose attention is estimated."""
+    sinks: Positive = 4
+    """First entries, which are always read."""
+    recent: Positive = 64
+    """Last entries of the context, which are always read."""
+
+    card: ClassVar[Card] = Card(
+        name="retroinfer",
+        title="RetroInfer: A Vector-Storage Approach for Scalable Long-Context LLM Inference",
+        idea="A few clusters of similar keys get most of the attention and are read. The attention to the clusters "
+        "that follow them is estimated from their mean key, their size and the sum of their values.",
+        arxiv="2505.02922",
+        year=2025,
+        family="retrieval",
+        stages=("retrieval",),
+        budget=BudgetKind.READ,
+        heads="independent",
+        upstream=Upstream(repo="microsoft/RetrievalAttention", commit="2a66c4c", license=None),
+        deviations=(
+            "The budget counts entries, sinks and recent ones included; the authors read 1.8 % of the clusters.",
+            ("A cluster that the budget ends in is read in part, and its other entries may be estimated; the authors "
+            "read whole clusters."),
+            ("Later entries are always read, in addition to the budget; the authors cluster generated tokens whenever "
+            "there are 1,024."),
+            "Entries stay in the memory of the device; the authors keep them on the host with a cache of clusters.",
+        ),
+        unverified=("iterations: the number of the authors' k-means was not read.",),
+        limits=("It saves reads, not memory.", "The prompt is run with full attention."),
+    )
+
+    def minimum_entries(self) -> int:
+        """The sinks, the recent entries and one to choose."""
+        return self.sinks + self.recent + 1
+
+    def start(self, kv: ChosenKV, step: Step) -> None:
+        """Cluster the centered keys by direction, and put each cluster's entries next to each other."""
+        del step
+        batch, heads, entries, _ = kv.keys.shape
+        inner = slice(self.sinks, entries - self.recent)
+        keys, values = kv.keys[:, :, inner].float(), kv.values[:, :, inner].float()
+        middle = keys.mean(2, keepdim=True)
+        centers, labels = cluster_segments(keys - middle, self.cluster, self.segment, self.iterations, spherical=True)
+        order, offsets = sort_by_label(labels, centers.shape[2])
+        places = torch.arange(entries, device=order.device).repeat(batch, heads, 1)
+        places[:, :, inner] = order + self.sinks
+        mean_values = means(values, labels, values.new_zeros((batch, heads, centers.shape[2], values.shape[3])))
+        kv.keep(places)
+        kv.start(
+            centers=(centers + middle).to(kv.keys.dtype), values=mean_values.to(kv.values.dtype), offsets=offsets
+        )
+
+    def read(self, kv: ChosenKV, step: Step, seen: int) -> Partial:
+        """Attention over sinks, the best clusters, recent and later entries, merged with the estimate of others."""
+        assert self.rows is not None
+        centers, offsets = kv.scan(kv.index["centers"]), kv.scan(kv.index["offsets"])
+        grouped = step.query[:, :, 0].unflatten(1, (centers.shape[1], -1))
+        logits = (grouped @ centers.mT).float() * step.scale  # [B, H_kv, G, U]
+        sizes = offsets.diff(dim=-1).long()
+        shares = logits.softmax(-1).sum(2).masked_fill(sizes == 0, -1)
+        taken = take_units(shares, offsets, self.rows - self.sinks - self.recent)
+        chosen = mark_taken(taken, offsets)
+        mask = torch.ones((*chosen.shape[:2], seen), dtype=torch.bool, device=chosen.device)
+        mask[:, :, self.sinks : self.sinks + chosen.shape[2]] = chosen
+        exact = kv.read(step, mask)
+        count = self.estimated_clusters(sizes.shape[-1])
+        if not count:
+            return exact
+        left = sizes - taken
+        places = shares.masked_fill(left == 0, -1).topk(count, dim=-1).indices  # [B, H_kv, Z]
+        counts = left.gather(-1, places).float()[:, :, None].log()  # -inf: nothing is left of it
+        zone = logits.gather(-1, places[:, :, None].expand(-1, -1, logits.shape[2], -1)) + counts
+        values = kv.scan(kv.index["values"].gather(2, places[..., None].expand(-1, -1, -1, kv.values.shape[3])))
+        lse = zone.logsumexp(-1)
+        weights = (zone - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+        rest = Partial((weights @ values.float()).flatten(1, 2)[:, :, None], lse.flatten(1, 2)[..., None])
+        return Partial(merge_partials([exact, rest]), torch.logaddexp(exact.lse, rest.lse))
+
+    def clusters(self, shape: Shape) -> int:
+        """Clusters per KV head."""
+        return count_clusters(shape.length - self.sinks - self.recent, self.cluster, self.segment)
+
+    def estimated_clusters(self, clusters: int) -> int:
+        """Clusters whose attention is estimated."""
+        return math.ceil(self.estimated * clusters)
+
+    def scanned_bytes(self, layer: LayerShape, shape: Shape) -> int:
+        """Bytes of the centers and of where clusters start."""
+        count = self.clusters(shape)
+        return layer.kv_heads * (count * layer.key_dim * shape.itemsize + (count + 1) * OFFSET_BYTES)
+
+    def index_bytes(self, layer: LayerShape, shape: Shape) -> int:
+        """Bytes of the clusters and of their mean values."""
+        values = self.clusters(shape) * layer.value_dim * shape.itemsize
+        return self.scanned_bytes(layer, shape) + layer.kv_heads * values
+
+    def token_bytes(self, layer: LayerShape, shape: Shape) -> int:
+        """Bytes that a token reads: every center, some mean values, and entries."""
+        values = self.estimated_clusters(self.clusters(shape)) * layer.value_dim * shape.itemsize
+        return self.scanned_bytes(layer, shape) + layer.kv_heads * values + self.entry_bytes(layer, shape)

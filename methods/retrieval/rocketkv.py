@@ -1,0 +1,132 @@
+"""RocketKV: a part of the entries is evicted for good, and tokens read the best chunks of what is left."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+
+from kvbench.constraints import Ge, Odd, Positive
+from kvbench.kernels.ragged_attention import Partial
+from kvbench.method import BudgetKind, Card, LayerShape, Shape, Step, Upstream
+from kvbench.reading import ReadingMethod, mark_units
+from kvbench.selection import group_mean, pool_scores, protect_last, top_entries
+from kvbench.store import LayerKV
+from kvbench.store.chosen import ChosenKV
+from kvbench.store.scores import attention_mass_of
+
+OFFSET_BYTES = 4
+
+
+@dataclass(frozen=True)
+class RocketKV(ReadingMethod):
+    """Evicts as SnapKV does, then reads, per KV head, the chunks with the best bounds in a few channels."""
+
+    window: Positive = 32
+    """Last queries of the context that decide which entries are kept."""
+    kernel: Annotated[int, Ge(1), Odd] = 63
+    """Width of the pooling of their attention."""
+
+    card: ClassVar[Card] = Card(
+        name="rocketkv",
+        title="RocketKV: Accelerating Long-Context LLM Inference via Two-Stage KV Cache Compression",
+        idea="Evicting coarsely first makes the choice among the entries that stay cheap and precise. "
+        "Chunks of them are chosen by the extreme keys of each chunk, in the channels in which the query is largest.",
+        arxiv="2502.14051",
+        year=2025,
+        family="retrieval",
+        stages=("compression", "retrieval"),
+        budget=BudgetKind.READ,
+        heads="independent",
+        upstream=Upstream(repo="NVlabs/RocketKV", commit=None, license="NVIDIA, non-commercial"),
+        deviations=(
+            ("The budget counts the entries read per token. Kept are as many as make the ratios of both stages equal; "
+            "the authors set the two numbers for each model."),
+            ("Later entries are always read, in addition to the budget; the authors rank them like the others, so that "
+            "a token may not read its own entry."),
+            "Each token of a question chooses its own chunks, as if it were decoded.",
+        ),
+        unverified=(
+            "The authors' repository was not at hand; read was a copy of its attention in AndreyBocharnikov/RocketKV.",
+        ),
+        limits=(
+            ("Entries evicted at the end of the context cannot be chosen by later questions; the paper's variant for "
+            "several turns, which keeps all, is not built."),
+            "Bounds of small chunks take as many bytes as keys: at a budget of 25 %, chunks have two entries.",
+        ),
+    )
+
+    def minimum_entries(self) -> int:
+        """An entry to choose, and enough that the kept ones exceed the window."""
+        return self.window + 1
+
+    def layer(self, index: int) -> LayerKV:
+        """A store that also keeps the last queries, until the compression."""
+        return ChosenKV(queries=self.window)
+
+    def kept(self, length: int) -> int:
+        """Entries per KV head that stay: the geometric mean of the context's and those that a token reads."""
+        assert self.rows is not None
+        return round(math.sqrt(length * self.rows))
+
+    def stored_entries(self, shape: Shape) -> int:
+        """Entries per KV head that are kept of the context."""
+        return self.kept(shape.length)
+
+    def chunk(self, length: int) -> int:
+        """Entries per chunk: the root of the ratio of kept entries to those that a token reads."""
+        assert self.rows is not None
+        ratio = self.kept(length) / self.rows
+        size = math.ceil(math.sqrt(ratio))
+        return size if size <= ratio else 1
+
+    def channels(self, chunk: int, kept: int, width: int) -> int:
+        """Channels by which chunks are chosen: what chunks of this size leave of the ratio."""
+        assert self.rows is not None
+        return max(1, min(width, width * chunk * self.rows // kept))
+
+    def start(self, kv: ChosenKV, step: Step) -> None:
+        """Keep the entries with the most attention, and store the extreme keys of their chunks."""
+        assert kv.recent_queries is not None
+        entries = kv.n
+        mass = group_mean(attention_mass_of(kv.recent_queries, kv, step), kv.keys.shape[1])
+        before = entries - self.window
+        mass[..., :before] = pool_scores(mass[..., :before], self.kernel, "max")
+        kv.keep(top_entries(protect_last(mass, self.window), self.kept(entries)))
+        chunks = kv.keys.split(self.chunk(entries), dim=2)
+        bounds = torch.stack([torch.stack([x.amin(2), x.amax(2)], dim=2) for x in chunks], dim=3)
+        starts = torch.tensor([0, *(x.shape[2] for x in chunks)], dtype=torch.int32, device=bounds.device).cumsum(0)
+        kv.start(bounds=bounds, offsets=starts.to(torch.int32))  # [B, H_kv, 2, chunks, D], [chunks + 1]
+
+    def read(self, kv: ChosenKV, step: Step, seen: int) -> Partial:
+        """Attention over the best chunks and all later entries."""
+        assert self.rows is not None
+        bounds, offsets = kv.index["bounds"], kv.scan(kv.index["offsets"])
+        size, kept = int(offsets[1]), int(offsets[-1])
+        grouped = step.query[:, :, 0].float().unflatten(1, (bounds.shape[1], -1))  # [B, H_kv, G, D]
+        high = (grouped.sum(2) > 0).long()
+        channels = grouped.abs().mean(2).topk(self.channels(size, kept, grouped.shape[3]), dim=-1).indices
+        sides = high.gather(2, channels)[:, :, None, None].expand(-1, -1, 1, bounds.shape[3], -1)
+        both = bounds.gather(4, channels[:, :, None, None].expand(-1, -1, 2, bounds.shape[3], -1))
+        extreme = kv.scan(both.gather(2, sides)[:, :, 0]).float()  # [B, H_kv, chunks, r]
+        part = grouped.gather(3, channels[:, :, None].expand(-1, -1, grouped.shape[2], -1))
+        covered = part.abs().sum(-1) / grouped.abs().sum(-1).clamp_min(1e-12)
+        logits = part @ extreme.mT * step.scale / covered.clamp_min(1e-12).sqrt()[..., None]
+        chosen = mark_units(logits.softmax(-1).mean(2), offsets.expand(*bounds.shape[:2], -1), self.rows)
+        mask = torch.ones((*chosen.shape[:2], seen), dtype=torch.bool, device=chosen.device)
+        mask[:, :, :kept] = chosen
+        return kv.read(step, mask)
+
+    def index_bytes(self, layer: LayerShape, shape: Shape) -> int:
+        """Bytes of the extreme keys of the chunks, and of where chunks start."""
+        chunks = -(-self.kept(shape.length) // self.chunk(shape.length))
+        return layer.kv_heads * chunks * 2 * layer.key_dim * shape.itemsize + (chunks + 1) * OFFSET_BYTES
+
+    def token_bytes(self, layer: LayerShape, shape: Shape) -> int:
+        """Bytes that a token reads: one bound of every chunk in a few channels, where chunks start, and entries."""
+        kept, size = self.kept(shape.length), self.chunk(shape.length)
+        chunks = -(-kept // size)
+        scanned = chunks * self.channels(size, kept, layer.key_dim) * shape.itemsize
+        return layer.kv_heads * scanned + (chunks + 1) * OFFSET_BYTES + self.entry_bytes(layer, shape)
