@@ -54,7 +54,10 @@ def check_findings(name: str, samples: int | None, out: Path, *, dry_run: bool, 
 
 
 def measure_findings(name: str, model: str, texts: int | None, out: Path, *, dry_run: bool, as_json: bool) -> int:
-    """Test statements of papers on texts of the standard library; with `all`, write the record of the model."""
+    """Test statements of papers on texts of the standard library.
+
+    With `all`, write the record of the model. One finding on all texts replaces its part of a record that is there.
+    """
     from kvbench.findings.records import FindingsRecord
     from kvbench.findings.run import (
         LENGTH,
@@ -76,6 +79,7 @@ def measure_findings(name: str, model: str, texts: int | None, out: Path, *, dry
     from kvbench.hf import load_model
     from kvbench.log import say
     from kvbench.runs.environment import find_environment
+    from kvbench.runs.files import read_file
     from kvbench.runs.spec import ModelSpec
     from kvbench.stdlib import library, name_revision
 
@@ -95,10 +99,16 @@ def measure_findings(name: str, model: str, texts: int | None, out: Path, *, dry
         findings=judge(plan, read_journal(journal)),
     )
     _print_measured(record.findings, plan.texts)
-    if name == "all" and texts is None:
-        path = RECORD.with_name(f"{loaded.id}.json")
-        _save(record, path)
-        typer.echo(f"{path} is written.")
+    path = RECORD.with_name(f"{loaded.id}.json")
+    if texts is None and (name == "all" or path.exists()):
+        whole = record if name == "all" else read_file(path, FindingsRecord).renew(record)
+        if whole is None:
+            typer.echo(f"{path} is of other weights, texts or statistics and stays as it is.")
+        else:
+            order = [x.name for x in find_findings("all")]
+            found = sorted((x for x in whole.findings if x.name in order), key=lambda x: order.index(x.name))
+            _save(whole.model_copy(update={"findings": tuple(found)}), path)
+            typer.echo(f"{path} is written.")
     if as_json:
         print_json(record.model_dump(mode="json"))
     return 0

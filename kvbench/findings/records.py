@@ -56,3 +56,12 @@ class FindingsRecord(Record):
     environment: Environment
     """Of the command that finished the record; `seconds` leaves out what an earlier one had measured."""
     findings: tuple[FindingResult, ...]
+
+    def renew(self, newer: FindingsRecord) -> FindingsRecord | None:
+        """The newer record with this one's other findings; None: it is of another model, or of other texts."""
+        parts = ("version", "model", "texts", "length", "data")
+        if any(getattr(self, x) != getattr(newer, x) for x in parts):
+            return None
+        measured = {x.name for x in newer.findings}
+        kept = tuple(x for x in self.findings if x.name not in measured)
+        return newer.model_copy(update={"findings": (*kept, *newer.findings)})

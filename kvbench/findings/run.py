@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Self
@@ -16,7 +16,7 @@ import torch
 from pydantic import BaseModel, Field, model_validator
 
 from kvbench.errors import UserError, unknown
-from kvbench.findings import attention, entries, passes
+from kvbench.findings import attention, compressed, entries, passes, questions
 from kvbench.findings.numbers import spearman
 from kvbench.findings.observe import Observer, Values, observe
 from kvbench.findings.records import CheckResult, Decision, FindingResult, join_verdicts
@@ -42,10 +42,8 @@ OBSERVERS: dict[str, Callable[[], Observer]] = {
     "rotated-rounding": entries.RotatedRounding,
 }
 """Statistics of one exact forward pass."""
-PASSES = ("stream", "edit", "reuse", "prune")
-"""Statistics that take several forward passes; all but `stream` on the first half of each text."""
 REFERENCE = 1_000_000
-"""Index of the text whose subspaces others are compared with."""
+"""Index of the text that others are compared with."""
 
 
 class Check(BaseModel):
@@ -142,6 +140,49 @@ def make_text(model: Model, index: int, length: int) -> list[int]:
     raise UserError(f"the standard library has {len(ids)} tokens for this model, and {length} are needed.")
 
 
+class Reference:
+    """The text that others are compared with; each property is measured where a statistic needs it."""
+
+    def __init__(self, model: Model, length: int) -> None:
+        self.model = model
+        self.ids = make_text(model, REFERENCE, length)
+
+    @cached_property
+    def subspaces(self) -> dict[int, torch.Tensor]:
+        """Subspaces of its keys by layer."""
+        found = entries.SingularValues()
+        observe(self.model, self.ids, [found])
+        return found.reference
+
+    @cached_property
+    def heads(self) -> list[tuple[int, int]]:
+        """KV heads, those that retrieve best first."""
+        return compressed.rank_heads(self.model, _first_half(self.ids))
+
+
+def _first_half(ids: Sequence[int]) -> Sequence[int]:
+    return ids[: len(ids) // 2]
+
+
+PASSES: dict[str, Callable[[Model, Sequence[int], Reference], Values]] = {
+    "stream": lambda model, ids, _: passes.stream(
+        model, ids, model.tokenizer("\n", add_special_tokens=False).input_ids[-1]
+    ),
+    "edit": lambda model, ids, _: passes.edit(model, _first_half(ids)),
+    "reuse": lambda model, ids, _: passes.reuse(model, _first_half(ids)),
+    "prune": lambda model, ids, _: passes.prune(model, _first_half(ids)),
+    "retrieval-heads": lambda model, ids, other: compressed.retrieve(model, _first_half(ids), other.heads),
+    "divergence": lambda model, ids, _: compressed.diverge(model, _first_half(ids)),
+    "dropped-layers": lambda model, ids, _: compressed.drop_layers(model, _first_half(_first_half(ids))),
+    "pruned-cache": lambda model, ids, _: compressed.prune_cache(model, _first_half(ids)),
+    "reconstruction": lambda model, ids, _: questions.reconstruct(model, _first_half(ids)),
+    "query-positions": lambda model, ids, other: questions.compare_queries(
+        model, _first_half(ids), _first_half(other.ids)
+    ),
+}
+"""Statistics that take several forward passes; all but `stream` on a half or a quarter of each text."""
+
+
 def measure(model: Model, plan: Plan, journal: Path) -> Iterator[tuple[int, str]]:
     """Measure what the journal lacks; yield text and statistic after each is written.
 
@@ -149,39 +190,30 @@ def measure(model: Model, plan: Plan, journal: Path) -> Iterator[tuple[int, str]
     """
     have = read_journal(journal)
     missing = [(i, x) for i in range(plan.texts) for x in plan.statistics if x not in have.get(i, {})]
-    subspaces: dict[int, torch.Tensor] = {}
-    if any(x == "singular-values" for _, x in missing):
-        first = entries.SingularValues()
-        observe(model, make_text(model, REFERENCE, plan.length), [first])
-        subspaces = first.reference
+    reference = Reference(model, plan.length)
     journal.parent.mkdir(parents=True, exist_ok=True)
     with journal.open("a", encoding="utf-8") as file:
         for i in sorted({i for i, _ in missing}):
             wanted = [x for j, x in missing if j == i]
             ids = make_text(model, i, plan.length)
-            for name, values in _measure_text(model, ids, wanted, subspaces):
+            for name, values in _measure_text(model, ids, wanted, reference):
                 file.write(json.dumps({"text": i, "statistic": name, "values": values}) + "\n")
                 file.flush()
                 yield i, name
 
 
 def _measure_text(
-    model: Model, ids: Sequence[int], wanted: Sequence[str], subspaces: dict[int, torch.Tensor]
+    model: Model, ids: Sequence[int], wanted: Sequence[str], reference: Reference
 ) -> Iterator[tuple[str, Values]]:
-    makers: dict[str, Callable[[], Observer]] = {
-        **OBSERVERS, "singular-values": partial(entries.SingularValues, subspaces),
-    }
-    observers = {x: makers[x]() for x in wanted if x in makers}
+    def make(name: str) -> Observer:
+        return entries.SingularValues(reference.subspaces) if name == "singular-values" else OBSERVERS[name]()
+
+    observers = {x: make(x) for x in wanted if x in OBSERVERS}
     if observers:
         observe(model, ids, observers.values())
         yield from ((x, observer.result()) for x, observer in observers.items())
-    half = ids[: len(ids) // 2]
     for name in (x for x in wanted if x in PASSES):
-        if name == "stream":
-            newline = model.tokenizer("\n", add_special_tokens=False).input_ids[-1]
-            yield name, passes.stream(model, ids, newline)
-        else:
-            yield name, {"edit": passes.edit, "reuse": passes.reuse, "prune": passes.prune}[name](model, half)
+        yield name, PASSES[name](model, ids, reference)
 
 
 def read_journal(path: Path) -> dict[int, dict[str, Values]]:

@@ -14,6 +14,8 @@ from kvbench.findings import run
 from kvbench.findings.records import FindingsRecord
 from kvbench.findings.run import Check, Plan, find_findings, judge, make_text, measure, read_journal
 from kvbench.hf import load_model
+from kvbench.runs.environment import find_environment
+from kvbench.runs.spec import ModelSpec
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +122,26 @@ def test_the_page_has_the_numbers_of_the_record():
             cell = f"`{check.rule}` | {check.mean:.3f} [{low:.3f}, {high:.3f}]"
             assert any(cell in x and check.verdict in x for x in rows), check.rule
     assert [x.name for x in record.findings] == [x.name for x in find_findings("all")]
+
+
+def test_a_record_takes_newer_findings_of_the_same_texts(model, tmp_path):
+    """A finding that was measured again replaces its part; another length is refused."""
+    environment = find_environment("cpu", started="2026-11-23T00:00:00+00:00", seconds=0.0)
+
+    def record(name, length=384):
+        asked = Plan(find_findings(name), 1, length)
+        journal = tmp_path / f"{length}.jsonl"
+        list(measure(model, asked, journal))
+        return FindingsRecord(
+            version=1, model=ModelSpec.of(model), texts=1, length=length, data="d", environment=environment,
+            findings=judge(asked, read_journal(journal)),
+        )
+
+    first, other = record("page-bounds"), record("sparse-attention")
+    both = first.renew(other)
+    assert [x.name for x in both.findings] == ["page-bounds", "sparse-attention"]
+    assert both.renew(other) == both
+    assert both.renew(record("page-bounds", 448)) is None
 
 
 def test_the_command_measures_and_resumes(kvbench, monkeypatch, tmp_path):

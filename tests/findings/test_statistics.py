@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvbench.findings import attention, entries, numbers, passes
+from kvbench.findings import attention, compressed, entries, numbers, passes, questions
 from kvbench.findings.observe import attend, causal_mask, mix, observe, run_layers
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 
@@ -239,3 +239,72 @@ def test_observers_see_every_layer_once():
     seen = attention.Sparsity()
     observe(tiny_model(), text(), [seen])
     assert len(seen.shares) == 2
+
+
+def test_reading_by_all_heads_loses_no_recall(monkeypatch):
+    """With all KV heads whole, recall is the full cache's; with none, sinks and window alone are read."""
+    monkeypatch.setattr(compressed, "HEAD_SHARES", (0.0, 0.5, 1.0))
+    model = tiny_model()
+    found = compressed.retrieve(model, text(), compressed.rank_heads(model, text()))
+    assert found["heads_100%"] == pytest.approx(found["full"] / max(found["full"], 1 / 50))
+
+
+def test_a_planted_retrieval_head_ranks_first():
+    """A head that attends to the token after the same token scores 1, the other one 0."""
+    length, span = 100, 20
+    weights = torch.zeros(2, length, length)
+    weights[:, :, 0] = 1
+    for i in range(span - 1):
+        weights[1, length - span + i] = 0
+        weights[1, length - span + i, i + 1] = 1
+    scores = compressed.RetrievalScores(span)
+    see(scores, Made(weights, key=keys(2, length)))
+    assert scores.scores[0].tolist() == pytest.approx([1 / 19, 1.0])  # the first head: token 0 is its own copy
+
+
+def test_a_repeated_span_stands_at_both_ends():
+    """Its tokens differ from each other."""
+    tokens, span = compressed.repeat_span(text())
+    assert tokens[:span] == tokens[-span:]
+    assert len(set(tokens[:span])) == span == 50
+
+
+def test_keeping_every_entry_does_not_diverge(monkeypatch):
+    """A budget of 100 % has no divergence and full agreement; a small one has both."""
+    rough = compressed.diverge(tiny_model(), text())
+    monkeypatch.setattr(compressed, "KEPT", 1.0)
+    exact = compressed.diverge(tiny_model(), text())
+    assert exact["nats_per_step"] == pytest.approx(0.0, abs=1e-6)
+    assert exact["agreement"] == 1.0
+    assert rough["nats_per_step"] > 1e-4
+
+
+def test_a_layer_that_drops_nothing_shifts_nothing(monkeypatch):
+    """With a window as long as the text; with a short one the keys of the next layer move."""
+    assert compressed.drop_layers(tiny_model(), text())["by_layer"][0] > 1e-6
+    monkeypatch.setattr(compressed, "WINDOW", LENGTH)
+    assert compressed.drop_layers(tiny_model(), text())["by_layer"] == pytest.approx([0.0], abs=1e-6)
+
+
+def test_pruning_within_the_recent_entries_changes_nothing(monkeypatch):
+    """If all entries count as recent, the divergence is 0; otherwise whole channels cost more than elements."""
+    found = compressed.prune_cache(tiny_model(), text())
+    assert 0 < found["elements_50%"] < found["elements_70%"]
+    monkeypatch.setattr(compressed, "OBSERVED", LENGTH)
+    assert all(x == pytest.approx(0.0, abs=1e-6) for x in compressed.prune_cache(tiny_model(), text()).values())
+
+
+def test_masses_are_those_of_the_rows():
+    """Uniform attention of the last ten of 20 rows to the first ten tokens: the sum over two heads, and the largest."""
+    mass = questions.Mass(10, slice(10, None))
+    see(mass, Made(uniform(20), key=keys(1, 20)))
+    wanted = 2 * sum(1 / x for x in range(11, 21))
+    assert mass.sums[0].tolist() == [pytest.approx([wanted] * 10)]
+    assert mass.largest[0].tolist() == [pytest.approx([1 / 11] * 10)]
+
+
+def test_the_same_text_is_alike_at_the_same_position():
+    """A text compared with itself: cosine 1 in every layer; moved, less."""
+    found = questions.compare_queries(tiny_model(), text(), text())
+    assert found["same_position"] == pytest.approx(1.0, abs=1e-5)
+    assert found["same_content"] < 1 - 1e-3
