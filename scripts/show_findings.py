@@ -1,4 +1,4 @@
-"""Writes the table of docs/findings.md and draws docs/findings.png from the record of a model.
+"""Writes the tables of docs/findings.md and draws docs/findings.png from the record of a model.
 
 Only the text between the markers `<!-- begin NAME -->` and `<!-- end NAME -->` is replaced. The command line makes the
 record:
@@ -18,24 +18,13 @@ import altair as alt
 import vl_convert
 
 from kvbench.findings.records import FindingsRecord
+from kvbench.findings.statements import find_findings
 from kvbench.runs.files import read_file
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "results" / "shape" / "smollm2-135m-q4_1.json"
 PAGE = ROOT / "docs" / "findings.md"
 PICTURE = ROOT / "docs" / "findings.png"
-PANELS = (
-    ("Attention below 1 % of the row's maximum", {"share": ("sparse-attention", "by_layer")}),
-    ("Attention received by a fifth of the tokens", {"share": ("heavy-hitters", "top_fifth_by_layer")}),
-    ("Entropy of attention over its maximum", {"entropy": ("entropy-by-depth", "by_layer")}),
-    ("Attention in Quest's quarter of pages over the best quarter", {"recall": ("page-bounds", "by_layer")}),
-    ("SnapKV's window: choice that is still attended 256 tokens later", {"hits": ("observation-window", "by_layer")}),
-    ("Energy at ShadowKV's rank", {
-        "keys before rotation": ("low-rank-keys", "plain_by_layer"),
-        "rotated keys": ("low-rank-keys", "rotated_by_layer"), "values": ("low-rank-keys", "value_by_layer"),
-    }),
-)
-"""Title and lines of each panel: a finding and the name of its statistic by layer."""
 
 
 def write_table(record: FindingsRecord) -> str:
@@ -56,19 +45,33 @@ def write_table(record: FindingsRecord) -> str:
     return "\n".join(lines)
 
 
+def write_reasons(record: FindingsRecord) -> str:
+    """The remarks on findings that do not hold."""
+    failed = {x.name for x in record.findings if x.verdict != "holds"}
+    return "\n".join(f"- `{x.name}`: {x.remark}" for x in find_findings("all") if x.remark and x.name in failed)
+
+
+def write_definitions() -> str:
+    """A row per finding."""
+    rows = [f"| `{x.name}` | {x.definition} |" for x in find_findings("all")]
+    return "\n".join(["| finding | its statistics |", "| --- | --- |", *rows])
+
+
 def draw(record: FindingsRecord) -> bytes:
-    """Small multiples by layer."""
+    """The figures of all findings, as small multiples by layer."""
     means = {x.name: x.means for x in record.findings}
     panels = []
-    for title, lines in PANELS:
+    for finding in (x for x in find_findings("all") if x.figure and x.name in means):
+        assert finding.figure is not None
+        title, lines = finding.figure.title, finding.figure.lines
         rows: list[dict[str, Any]] = []
-        for name, (finding, statistic) in lines.items():
-            numbers = means[finding][statistic]
+        for name, statistic in lines.items():
+            numbers = means[finding.name][statistic]
             assert isinstance(numbers, tuple), statistic
             rows += [{"layer": i, "value": x, "line": name} for i, x in enumerate(numbers)]
         legend = alt.Legend(title=None, orient="bottom") if len(lines) > 1 else None
         panels.append(alt.Chart(alt.Data(values=rows)).mark_line(point=alt.OverlayMarkDef(size=14)).encode(
-            x=alt.X("layer:Q", title="layer"), y=alt.Y("value:Q", title=None, scale=alt.Scale(domain=[0, 1])),
+            x=alt.X("layer:Q", title="layer"), y=alt.Y("value:Q", title=None),
             color=alt.Color("line:N", legend=legend),
         ).properties(title=alt.TitleParams(title, fontSize=11), width=300, height=150))
     chart = alt.concat(*panels, columns=2).resolve_scale(color="independent")
@@ -77,16 +80,19 @@ def draw(record: FindingsRecord) -> bytes:
 
 
 def main() -> None:
-    """Replace the table and draw the picture."""
+    """Replace the tables and draw the picture."""
     record = read_file(RECORD, FindingsRecord)
     page = PAGE.read_text(encoding="utf-8")
-    table = write_table(record)
-    found, count = re.subn(
-        r"(<!-- begin findings -->\n).*?(<!-- end findings -->)", lambda x: f"{x[1]}{table}\n{x[2]}", page,
-        flags=re.DOTALL,
-    )
-    assert count == 1, f"{PAGE} has the markers once"
-    PAGE.write_text(found, encoding="utf-8")
+    parts = {
+        "findings": write_table(record), "reasons": write_reasons(record), "definitions": write_definitions(),
+    }
+    for name, text in parts.items():
+        page, count = re.subn(
+            rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)", lambda x, text=text: f"{x[1]}{text}\n{x[2]}", page,
+            flags=re.DOTALL,
+        )
+        assert count == 1, f"{PAGE} has the markers of {name} once"
+    PAGE.write_text(page, encoding="utf-8")
     PICTURE.write_bytes(draw(record))
 
 

@@ -1,4 +1,4 @@
-"""SQL over finished runs, as two tables of an in-memory DuckDB without access to files or network."""
+"""SQL over finished runs and findings, as tables of an in-memory DuckDB without access to files or network."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.analysis.columns import FlatRecord, RecordColumn, find_columns, flatten, make_table
+from kvbench.analysis.load import find_runs
 from kvbench.errors import UserError
 from kvbench.extras import load_extra
+from kvbench.reproduce.recorded import FindingRow, list_rows
 from kvbench.runs.files import read_file, read_lines
 from kvbench.runs.journal import Line
 from kvbench.runs.results import Result
 
 RUN_ID = RecordColumn("run_id", (), str, many=False, text=False)
-TABLES = {"results": find_columns(Result), "samples": (RUN_ID, *find_columns(Line))}
-"""`results` has one row per run, `samples` one per (sample, turn)."""
+TABLES = {
+    "results": find_columns(Result), "samples": (RUN_ID, *find_columns(Line)), "findings": find_columns(FindingRow),
+}
+"""`results` has one row per run, `samples` one per (sample, turn), `findings` one per check of a finding."""
 LOCKED = {
     "enable_external_access": False, "autoinstall_known_extensions": False, "autoload_known_extensions": False,
     "temp_directory": "", "lock_configuration": True,
 }
 """DuckDB settings: no files, no network, no extensions, and no way for a query to change that."""
-HINT = "`DESCRIBE results` and `DESCRIBE samples` list the columns."
+HINT = "`DESCRIBE results`, `DESCRIBE samples` and `DESCRIBE findings` list the columns."
 
 
 @dataclass(frozen=True)
@@ -37,10 +41,10 @@ class QueryResult:
 
 
 def query_runs(sql: str, folders: Sequence[Path]) -> QueryResult:
-    """Run one SELECT over the runs in these folders; a table that the query does not name is not read.
+    """Run one SELECT over the runs and findings below these folders; a table that the query does not name is not read.
 
     Raises:
-        UserError: DuckDB rejects the query, it is not exactly one statement, or not a SELECT.
+        UserError: DuckDB rejects the query, it is not exactly one statement, or not a SELECT; or there is no run.
     """
     duckdb = load_extra("duckdb", extra="query", what="kvbench query")
     words = set(re.findall(r"\w+", sql.lower()))
@@ -50,8 +54,7 @@ def query_runs(sql: str, folders: Sequence[Path]) -> QueryResult:
             if [x.type.name for x in statements] not in (["SELECT"], ["EXPLAIN"]):
                 raise UserError(f"a query must be one SELECT, EXPLAIN or DESCRIBE statement. {HINT}")
             for name in words & TABLES.keys() or TABLES:
-                rows = _read_results(folders) if name == "results" else _read_samples(folders)
-                connection.register("given", make_table(rows, TABLES[name]))
+                connection.register("given", make_table(READERS[name](folders), TABLES[name]))
                 connection.execute(f"CREATE TABLE {name} AS SELECT * FROM given")  # noqa: S608  # one of TABLES
                 connection.unregister("given")
             cursor = connection.execute(statements[0])
@@ -63,13 +66,24 @@ def query_runs(sql: str, folders: Sequence[Path]) -> QueryResult:
 
 
 def _read_results(folders: Sequence[Path]) -> Iterable[FlatRecord]:
-    return (flatten(read_file(x / "result.json", Result)) for x in folders)
+    return (flatten(read_file(x / "result.json", Result)) for x in _find(folders))
 
 
 def _read_samples(folders: Sequence[Path]) -> Iterable[FlatRecord]:
-    for folder in folders:
+    for folder in _find(folders):
         run_id = read_file(folder / "result.json", Result).run_id
         yield from ({"run_id": run_id, **flatten(x)} for x in read_lines(folder / "samples.jsonl"))
+
+
+def _find(folders: Sequence[Path]) -> list[Path]:
+    return find_runs([str(x) for x in folders])
+
+
+def _read_findings(folders: Sequence[Path]) -> Iterable[FlatRecord]:
+    return (flatten(row) for folder in folders for row in list_rows(folder))
+
+
+READERS = {"results": _read_results, "samples": _read_samples, "findings": _read_findings}
 
 
 def _plain(value: Any) -> Any:

@@ -64,11 +64,11 @@ def measure_findings(name: str, model: str, texts: int | None, out: Path, *, dry
         STATISTICS_VERSION,
         TEXTS,
         Plan,
-        find_findings,
         judge,
         measure,
         read_journal,
     )
+    from kvbench.findings.statements import find_findings
 
     plan = Plan(find_findings(name), texts or TEXTS, LENGTH)
     if dry_run:

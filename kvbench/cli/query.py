@@ -1,4 +1,4 @@
-"""`kvbench query`: SQL over finished runs."""
+"""`kvbench query`: SQL over finished runs and findings."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from kvbench.errors import UserError
 
 
 def query_command(
-    sql: Annotated[str, typer.Argument(help="One SELECT statement over the tables results and samples.")],
+    sql: Annotated[str, typer.Argument(help="One SELECT statement over the tables results, samples and findings.")],
     *,
     results: Annotated[
         list[Path] | None, typer.Option("--results", help="Folder of runs; repeatable; default: runs.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Query finished runs with SQL; 'DESCRIBE results' lists the columns."""
+    """Query finished runs and findings with SQL; 'DESCRIBE results' lists the columns."""
     from kvbench.analysis.formatting import print_table
-    from kvbench.analysis.load import RUNS, find_runs
+    from kvbench.analysis.load import RUNS
     from kvbench.analysis.query import query_runs
 
     folders = results or [RUNS]
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"folder '{folder}' does not exist. Give a folder of runs with --results.")
-    found = query_runs(sql, find_runs([str(x) for x in folders]))
+    found = query_runs(sql, folders)
     print_table("", found.columns, [[_show(x) for x in row] for row in found.rows])
     if as_json:
         print_json([dict(zip(found.columns, row, strict=True)) for row in found.rows])

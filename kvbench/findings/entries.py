@@ -185,6 +185,8 @@ def gaussian_codebook(bits: int) -> tuple[Tensor, float]:
     for _ in range(2000):
         place = torch.bucketize(x, (levels[1:] + levels[:-1]) / 2)
         total = torch.zeros_like(levels).index_add_(0, place, weight)
-        levels = torch.zeros_like(levels).index_add_(0, place, weight * x) / total
+        before, levels = levels, torch.zeros_like(levels).index_add_(0, place, weight * x) / total
+        if torch.equal(before, levels):
+            break
     place = torch.bucketize(x, (levels[1:] + levels[:-1]) / 2)
     return levels.float(), float((weight * (x - levels[place]).square()).sum())

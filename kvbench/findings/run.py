@@ -10,24 +10,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Self
 
 import torch
-from pydantic import BaseModel, Field, model_validator
 
-from kvbench.errors import UserError, unknown
+from kvbench.errors import UserError
 from kvbench.findings import attention, compressed, entries, passes, questions
 from kvbench.findings.numbers import spearman
 from kvbench.findings.observe import Observer, Values, observe
 from kvbench.findings.records import CheckResult, Decision, FindingResult, join_verdicts
+from kvbench.findings.statements import Check, Statement
 from kvbench.hf import Model
 from kvbench.hf.config import quiet
-from kvbench.registry import HERE
 from kvbench.runs.stats import bootstrap_interval
 from kvbench.stdlib import library
-from kvbench.toml import STRICT, read_toml
 
-FILE = HERE / "findings" / "findings.toml"
 TEXTS = 8
 LENGTH = 2048
 """Tokens of a text."""
@@ -46,56 +42,6 @@ REFERENCE = 1_000_000
 """Index of the text that others are compared with."""
 
 
-class Check(BaseModel):
-    """A statistic with one bound, another statistic that it exceeds, or the agreement of its layers between texts."""
-
-    model_config = STRICT
-
-    value: str
-    least: float | None = None
-    most: float | None = None
-    above: str | None = None
-    agreement: float | None = None
-    """Least rank correlation of the numbers by layer of two texts."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if sum(x is not None for x in (self.least, self.most, self.above, self.agreement)) != 1:
-            raise ValueError(f"check of {self.value} needs exactly one of least, most, above, agreement")
-        return self
-
-    @property
-    def rule(self) -> str:
-        """The rule as text."""
-        if self.above is not None:
-            return f"{self.value} > {self.above}"
-        if self.agreement is not None:
-            return f"agreement of {self.value} between texts >= {self.agreement:g}"
-        return f"{self.value} >= {self.least:g}" if self.least is not None else f"{self.value} <= {self.most:g}"
-
-
-class Statement(BaseModel):
-    """A statement that holds if all of its checks hold."""
-
-    model_config = STRICT
-
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
-    source: str
-    arxiv: str
-    statement: str
-    printed: str
-    statistic: str
-    checks: list[Check] = Field(min_length=1)
-
-
-class Statements(BaseModel):
-    """The findings file."""
-
-    model_config = STRICT
-
-    finding: list[Statement] = Field(min_length=1)
-
-
 @dataclass(frozen=True)
 class Plan:
     """The texts and statistics of one command."""
@@ -108,19 +54,6 @@ class Plan:
     def statistics(self) -> list[str]:
         """Names of the statistics, each once."""
         return list(dict.fromkeys(x.statistic for x in self.findings))
-
-
-def find_findings(name: str) -> tuple[Statement, ...]:
-    """One finding by name, or `all`.
-
-    Raises:
-        UserError: an unknown name.
-    """
-    every = read_toml(FILE, Statements, "findings file", "See docs/findings.md.").finding
-    found = tuple(x for x in every if name in ("all", x.name))
-    if not found:
-        raise unknown("finding", name, ["all", *(x.name for x in every)])
-    return found
 
 
 def make_text(model: Model, index: int, length: int) -> list[int]:

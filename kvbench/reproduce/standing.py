@@ -10,13 +10,11 @@ from kvbench import machine
 from kvbench.analysis.load import FinishedRun, load_run
 from kvbench.downloads.sources import result_id
 from kvbench.errors import UserError
-from kvbench.findings.records import FindingsRecord
 from kvbench.registry import list_entries
 from kvbench.reproduce.claims import list_claims
 from kvbench.reproduce.memory import judge_bytes
 from kvbench.reproduce.paper import Paper, list_papers
 from kvbench.reproduce.plan import ClaimPlan, Missing, find_baseline, plan_claim
-from kvbench.reproduce.shape import ShapeRecord
 from kvbench.reproduce.speed import find_timed, judge_speed
 from kvbench.reproduce.verdict import Judgment, judge
 from kvbench.runs.files import read_file
@@ -52,18 +50,6 @@ def _plan_all() -> dict[str, ClaimPlan]:
 
 def _plan(papers: Mapping[str, Paper]) -> dict[str, ClaimPlan]:
     return {x.id: plan_claim(x) for name, paper in papers.items() for x in list_claims(name, paper)}
-
-
-def read_findings(folder: Path) -> ShapeRecord | None:
-    """The record of the findings tested on the bundled models; None if there is none."""
-    path = folder / "shape" / "findings.json"
-    return read_file(path, ShapeRecord) if path.exists() else None
-
-
-def read_measured(folder: Path) -> tuple[FindingsRecord, ...]:
-    """The records of findings that were tested on texts, by model."""
-    paths = sorted(x for x in (folder / "shape").glob("*.json") if x.name != "findings.json")
-    return tuple(read_file(x, FindingsRecord) for x in paths)
 
 
 def _judge(

@@ -17,6 +17,7 @@ from kvbench.analysis.columns import find_columns, flatten, make_table, write_cs
 from kvbench.analysis.load import find_runs
 from kvbench.analysis.query import query_runs
 from kvbench.errors import UserError
+from kvbench.reproduce.recorded import FindingRow
 from kvbench.runs.files import read_file, read_lines
 from kvbench.runs.journal import Line
 from kvbench.runs.results import Result
@@ -131,9 +132,27 @@ def test_without_duckdb_the_extra_is_named(folders, monkeypatch):
         query_runs("SELECT 1", folders)
 
 
+def test_findings_has_a_row_per_check(kvbench):
+    """Of every record in results/shape, and one per comparison on runs; no run is read."""
+    shape = CURATED.parent / "shape"
+    records = [json.loads(x.read_text()) for x in shape.glob("*.json") if x.name != "findings.json"]
+    compared = json.loads((shape / "findings.json").read_text())["findings"]
+    sql = "SELECT tested_on, model, finding, rule, mean, ci95, numbers, verdict, printed FROM findings"
+    answer = kvbench("query", sql, "--results", CURATED.parent, "--json")
+    assert answer.code == 0, answer.err
+    texts = [x for x in answer.json if x["tested_on"] == "texts"]
+    wanted = [(r["model"]["id"], x["name"], y) for r in records for x in r["findings"] for y in x["checks"]]
+    assert [(x["model"], x["finding"], x["rule"], x["mean"], x["ci95"], x["numbers"]) for x in texts] == [
+        (model, name, y["rule"], y["mean"], y["ci95"], y["texts"]) for model, name, y in wanted
+    ]
+    assert len(answer.json) - len(texts) == sum(len(x["comparisons"]) for x in compared)
+    assert {x["verdict"] for x in answer.json} <= {"holds", "does not hold", "undecided"}
+
+
 def test_columns_can_be_listed(folders):
-    """All columns of both tables, with their types."""
-    for table, columns in (("results", find_columns(Result)), ("samples", find_columns(Line))):
+    """All columns of every table, with their types."""
+    kinds = {"results": Result, "samples": Line, "findings": FindingRow}
+    for table, columns in ((name, find_columns(x)) for name, x in kinds.items()):
         listed = {x[0]: x[1] for x in query_runs(f"DESCRIBE {table}", folders).rows}
         types = {str: "VARCHAR", int: "BIGINT", float: "DOUBLE", bool: "BOOLEAN"}
         assert {x.name: types[x.kind] + "[]" * x.many for x in columns}.items() <= listed.items()

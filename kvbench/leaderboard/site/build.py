@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvbench.leaderboard.site.claims import read_claims
 from kvbench.leaderboard.site.files import list_files
+from kvbench.leaderboard.site.findings import read_pages
 from kvbench.leaderboard.site.listed import Problem, read_listed
 from kvbench.leaderboard.site.output import check_output, write_site
 from kvbench.leaderboard.site.tables import make_groups
@@ -36,5 +37,6 @@ def build_site(results: Path, output: Path) -> Built:
     check_output(results, output)
     runs, problems = read_listed(results)
     groups = make_groups(runs)
-    write_site(list_files(groups, problems, read_claims(results, runs), read_traces(results)), output)
+    extra = read_claims(results, runs), read_pages(results), read_traces(results)
+    write_site(list_files(groups, problems, *extra), output)
     return Built(output, len(runs), len(groups), tuple(problems))

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import get_args
 
 from kvbench.errors import UserError
-from kvbench.findings.records import FindingsRecord
 from kvbench.leaderboard.site.listed import ListedRun
-from kvbench.reproduce.shape import ShapeRecord
-from kvbench.reproduce.standing import list_judgments, read_findings, read_measured
+from kvbench.reproduce.standing import list_judgments
 from kvbench.reproduce.verdict import Judgment, Verdict, find_unanchored
 
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -64,31 +62,26 @@ def _lay_out(model: str, judged: Sequence[Judgment], off: float | None) -> Model
 
 @dataclass(frozen=True)
 class ClaimsReport:
-    """Verdicts on printed numbers by paper, and findings tested on the bundled models."""
+    """Verdicts on printed numbers by paper."""
 
     sources: tuple[PaperVerdicts, ...]
-    findings: ShapeRecord | None
-    """None: the findings were not tested in this folder."""
     pages: Mapping[Path, str]
     """Page names of runs by folder."""
-    measured: tuple[FindingsRecord, ...] = ()
-    """Findings that were tested on texts, one record per model."""
     problem: str | None = None
     """The reason why nothing can be shown."""
 
 
 def read_claims(results: Path, runs: Sequence[ListedRun]) -> ClaimsReport:
-    """Judge every claim by the runs, benchmarks and findings of a results folder."""
+    """Judge every claim by the runs and benchmarks of a results folder."""
     papers: dict[str, list[Judgment]] = {}
     try:
-        findings, measured = read_findings(results), read_measured(results)
         for x in list_judgments(results, results=[(x.run.folder, x.result) for x in runs]):
             papers.setdefault(x.claim.paper, []).append(x)
     except UserError as error:
-        return ClaimsReport((), None, {}, problem=str(error))
+        return ClaimsReport((), {}, problem=str(error))
     pages = {x.run.folder: x.name for x in runs}
     verdicts = tuple(PaperVerdicts(name, tuple(judged)) for name, judged in papers.items())
-    return ClaimsReport(verdicts, findings, pages, measured)
+    return ClaimsReport(verdicts, pages)
 
 
 def join_reasons(cells: Sequence[Judgment | None]) -> list[str]:

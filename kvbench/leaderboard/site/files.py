@@ -11,6 +11,7 @@ from kvbench.leaderboard.site import run_facts
 from kvbench.leaderboard.site.charts import Panel, draw_families, draw_method
 from kvbench.leaderboard.site.claims import ClaimsReport
 from kvbench.leaderboard.site.export import ADDED_FIELDS, list_rows, write_json, write_parquet
+from kvbench.leaderboard.site.findings import Findings
 from kvbench.leaderboard.site.guide import FrontPage
 from kvbench.leaderboard.site.heatmap import draw_heatmap
 from kvbench.leaderboard.site.listed import Problem
@@ -45,7 +46,7 @@ class MethodPage:
 
 
 def list_files(
-    groups: Sequence[Group], problems: Sequence[Problem], claims: ClaimsReport, traces: Traces
+    groups: Sequence[Group], problems: Sequence[Problem], claims: ClaimsReport, findings: Findings, traces: Traces
 ) -> Iterator[tuple[str, bytes]]:
     """Yield the name and the content of every file. The same runs give the same files."""
     rows = [row for group in groups for row in group.rows]
@@ -56,6 +57,11 @@ def list_files(
     yield "index.html", pages.write("index", problems=problems, front=front, answers=front.write_answers(names))
     yield "methods.html", pages.write("methods", methods=methods)
     yield "claims.html", pages.write("claims", claims=claims)
+    yield "findings.html", pages.write("findings", findings=findings)
+    for text_finding in findings.on_texts:
+        yield text_finding.path, pages.write("finding", root="../", finding=text_finding, on_texts=True)
+    for run_finding in findings.on_runs:
+        yield run_finding.path, pages.write("finding", root="../", finding=run_finding, on_texts=False)
     yield "traces.html", pages.write("traces", boards=traces.boards, problems=traces.problems)
     yield "about.html", pages.write("about", own_columns=[(name, words) for name, (_, words) in ADDED_FIELDS.items()])
     labels = front.guide.labels

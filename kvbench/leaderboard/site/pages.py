@@ -20,6 +20,7 @@ from kvbench.analysis.doubts import list_doubts
 from kvbench.analysis.formatting import format_bytes, format_interval, format_p, format_share
 from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import read_share, stored_share
+from kvbench.downloads.sources import SOURCES
 from kvbench.leaderboard.site.claims import VERDICTS, join_reasons
 from kvbench.leaderboard.site.columns import TableColumn, choose_columns
 from kvbench.leaderboard.site.tables import Group, RankedRun, name_machine
@@ -29,6 +30,7 @@ from kvbench.report.group import VISIBILITIES, Axis, name_question
 from kvbench.report.sections import list_protocol
 from kvbench.report.suggest import explain_failing, warn_of_model
 from kvbench.runs.results import Result, Score
+from kvbench.runs.spec import ModelSpec
 
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_VALUE_CHARS = 2000
@@ -82,7 +84,7 @@ def _read_templates() -> Environment:
         "doubts": list_doubts,
         "after": cut_name, "mean": write_mean, "stored": stored_share, "read": read_share, "share": format_share,
         "arxiv": is_arxiv, "percent": "{:.1%}".format, "bytes": format_bytes, "interval": format_interval,
-        "p": format_p, "reasons": join_reasons,
+        "p": format_p, "reasons": join_reasons, "weights": describe_weights,
     }
     return templates
 
@@ -125,6 +127,12 @@ def describe_group(group: Group) -> str:
 def name_baseline(result: Result) -> str:
     """Name of the run that all others of a protocol are compared with."""
     return "no cache" if result.model.kind == "diffusion" else "the full cache"
+
+
+def describe_weights(model: ModelSpec) -> str:
+    """The element type, and the quantization from which the weights were made."""
+    made_from = next((x.quantization for x in SOURCES.values() if x.id == model.id), None)
+    return model.dtype if made_from is None else f"{model.dtype}, weights dequantized from {made_from}"
 
 
 def write_mean(score: Score) -> str:

@@ -64,7 +64,7 @@ def test_all_links_resolve(results):
     fill(results)
     built = results.build()
     pages = read_pages(built.folder)
-    assert len(pages) == 5 + 1 + 3 + 3  # also a protocol, three methods and three runs
+    assert len(pages) == 6 + 1 + 3 + 3  # also a protocol, three methods and three runs
     for path, page in pages.items():
         for link in page.links:
             if link.startswith("data:"):
