@@ -68,6 +68,7 @@ def reproduce_command(
 def _list(*, as_json: bool) -> int:
     """Print one row per published table and per finding."""
     from kvbench.analysis.formatting import print_table
+    from kvbench.findings.statements import find_findings
     from kvbench.reproduce.claims import list_claims
     from kvbench.reproduce.paper import list_papers
     from kvbench.reproduce.plan import plan_claim
@@ -77,7 +78,7 @@ def _list(*, as_json: bool) -> int:
         (name, paper, table, [plan_claim(x) for x in list_claims(name, paper) if x.table is table])
         for name, paper in list_papers().items() for table in paper.table
     ]
-    findings = read_shape().finding
+    findings, on_texts = read_shape().finding, find_findings("all")
     print_table("numbers", ("claim", "title", "numbers", "runnable here", "copied from"), [
         (
             f"{name}:{table.name}", table.title, str(len(plans)), str(sum(not x.missing for x in plans)),
@@ -88,6 +89,9 @@ def _list(*, as_json: bool) -> int:
     print_table("findings, for --shape", ("finding", "statement", "source"), [
         (x.name, x.statement, x.source) for x in findings
     ])
+    print_table("findings, for --shape with --model", ("finding", "statement", "source"), [
+        (x.name, x.statement, x.source) for x in on_texts
+    ])
     if as_json:
         print_json({
             "tables": [
@@ -97,6 +101,7 @@ def _list(*, as_json: bool) -> int:
                 for name, paper, table, plans in tables
             ],
             "findings": [x.model_dump(mode="json") for x in findings],
+            "findings_on_texts": [x.model_dump(mode="json") for x in on_texts],
         })
     return 0
 

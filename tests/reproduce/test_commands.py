@@ -141,6 +141,7 @@ def test_the_list_is_of_all_tables_and_findings(kvbench):
     assert len(tables["snapkv:longbench"]["runnable"]) == 320
     assert tables["quest:passkey-10k"]["runnable"] == []
     assert "hidden-question" in {x["name"] for x in answer.json["findings"]}
+    assert "attention-sinks" in {x["name"] for x in answer.json["findings_on_texts"]}
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
