@@ -282,3 +282,8 @@ class Method:
     def generate(self, session: Session, max_new_tokens: int, stop: frozenset[int]) -> Tokens:
         """Generate tokens from the session's last logits, greedily."""
         return session.greedy(max_new_tokens, stop)
+
+    def target(self, session: Session) -> Session | None:
+        """The session whose greedy answers the method promises to give; None: it gives its own."""
+        del session
+        return None

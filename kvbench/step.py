@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -87,3 +87,12 @@ class Step:
     output: Tensor | None = None
     """Output projection, by query head, where the method compresses; None: elsewhere, and where the adapter does not
     find it. [H_q, D_v, hidden]"""
+
+    def part(self, tokens: slice, *, seen: int, moment: Moment) -> Step:
+        """This step for some of its new tokens. seen: tokens so far with the last of them."""
+        return replace(
+            self, moment=moment, seen=seen, positions=self.positions[:, tokens], query=self.query[:, :, tokens],
+            key=self.key[:, :, tokens], value=self.value[:, :, tokens],
+            ids=None if self.ids is None else self.ids[:, tokens],
+            output=self.output if moment.compresses else None,
+        )

@@ -68,6 +68,7 @@ def print_result(result: Result, folder: Path) -> None:
     if result.diffusion is not None:
         rows += _diffusion(result.diffusion, latency)
     rows += _batch(result)
+    rows += _lossless(result)
     rows += _effect(result)
     rows.append(("run", str(folder)))
     rows += [("WARNING", f"{x} See kvbench answers {_short(result.run_id)}.") for x in list_doubts(result)]
@@ -144,6 +145,23 @@ def _memory(result: Result) -> list[tuple[str, str]]:
                 "heads read counted once"
             )))
     return rows
+
+
+def _lossless(result: Result) -> list[tuple[str, str]]:
+    """Accepted tokens per round, what moved, and the comparison with plain decoding."""
+    found = result.lossless
+    if found is None:
+        return []
+    share = "" if found.acceptance is None else f" ({found.acceptance:.1%} of those drafted)"
+    moved = f", {format_bytes(round(found.reloaded_bytes_per_token))} reloaded per token"
+    speed = "" if found.speedup is None else f"; {found.speedup:.2f} times the speed of plain decoding in this run"
+    return [
+        ("drafts", (
+            f"{found.accepted_per_round:.2f} tokens accepted per round{share}, {found.tokens_per_round:.2f} generated; "
+            f"{format_bytes(found.resident_bytes)} resident{moved if found.reloaded_bytes_per_token else ''}"
+        )),
+        ("verified", f"{found.different} of {found.tokens} tokens differ from plain decoding{speed}"),
+    ]
 
 
 def _effect(result: Result) -> list[tuple[str, str]]:

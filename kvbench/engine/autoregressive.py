@@ -14,6 +14,7 @@ from kvbench.step import Moment
 if TYPE_CHECKING:
     from kvbench.engine.passes import Passes
     from kvbench.engine.session import Session
+    from kvbench.engine.speculation import Speculation
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,9 @@ class Tokens:
     stop_reasons: list[str]
     """By sequence: `stop` or `length`."""
     steps: int
-    """Decode steps that were run."""
+    """Tokens after the first, each a decode step unless they were drafted and verified."""
+    speculation: Speculation | None = None
+    """None: one token was decoded per step."""
 
 
 def greedy_passes(session: Session, max_new_tokens: int, stop: frozenset[int]) -> Passes[Tokens]:

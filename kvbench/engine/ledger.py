@@ -21,7 +21,7 @@ class Ledger:
         self._peak = 0
         self._shape: Shape | None = None  # of the context
         self._batch = 1
-        self._context: tuple[int, int] | None = None  # stored and spare bytes right after compression
+        self._context: tuple[int, int, int] | None = None  # stored, spare and host bytes right after compression
         self._effect: Effect | None = None
 
     def note_layer(self, index: int) -> None:
@@ -39,7 +39,7 @@ class Ledger:
         self.note_layers()
         total = sum(store.nbytes() for store in self._layers)
         spare = sum(store.spare_bytes() for store in self._layers)
-        self._shape, self._batch, self._context = shape, batch, (total - spare, spare)
+        self._shape, self._batch, self._context = shape, batch, (total - spare, spare, self._host_bytes())
         kept = tuple(sum(x) / len(x) for x in (store.entries_kept() for store in self._layers))
         self._effect = Effect(
             acted=False, identity=method.identity(shape), facts={}, maxima=(),
@@ -50,17 +50,20 @@ class Ledger:
         """Bytes of the cache right after compression and now."""
         assert self._context is not None and self._shape is not None, "prefill first"
         self.note_layers()
-        stored, spare = self._context
+        stored, spare, host = self._context
         return CacheBytes(
             full_bytes=self._shape.full_bytes * self._batch, stored_bytes=stored, spare_bytes=spare,
             end_bytes=sum(self._stored), peak_bytes=self._peak,
-            host_bytes=sum(storage_bytes(store.host_tensors()) for store in self._layers),
+            host_bytes=host,
             read_bytes_per_step=sum(store.read_bytes() for store in self._layers),
-            end_stored_bytes=sum(self._stored) - sum(store.spare_bytes() for store in self._layers),
+            end_stored_bytes=sum(self._stored) - sum(x.spare_bytes() for x in self._layers) + self._host_bytes() - host,
             end_full_bytes=self._full_bytes([store.seen for store in self._layers]),
             distinct_read_bytes_per_step=sum(store.distinct_read_bytes() for store in self._layers),
             full_read_bytes_per_step=self._full_bytes([store.full_read_tokens() for store in self._layers]),
         )
+
+    def _host_bytes(self) -> int:
+        return sum(storage_bytes(store.host_tensors()) - store.host_spare_bytes() for store in self._layers)
 
     def _full_bytes(self, tokens: Sequence[float]) -> int:
         """Bytes of the full cache after this many tokens by layer, those of the conversation outside any window."""

@@ -9,7 +9,7 @@ So there is no padding, lengths and moments may differ, and no store or method k
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar
 
@@ -108,12 +108,7 @@ def run_together(requests: Sequence[PassRequest]) -> list[Tensor]:
     def attend(step: Step) -> Tensor:
         outputs = []
         for x, span in zip(requests, spans, strict=True):
-            own = replace(
-                step, moment=x.moment, seen=x.session.seen, positions=step.positions[:, span],
-                query=step.query[:, :, span], key=step.key[:, :, span], value=step.value[:, :, span],
-                ids=x.ids, output=step.output if x.moment.compresses else None,
-            )
-            outputs.append(x.session.attend(own))
+            outputs.append(x.session.attend(step.part(span, seen=x.session.seen, moment=x.moment)))
         return torch.cat(outputs, dim=2)
 
     moment = next((x.moment for x in requests if x.moment.compresses), requests[0].moment)

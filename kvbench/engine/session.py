@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from kvbench.runs.journal import CacheBytes, Effect
 from kvbench.step import Moment, Step
 from kvbench.store import LayerKV
 
+S = TypeVar("S", bound="Session")
 SCORE_CHUNK = 512
 """Most positions whose logits over the whole vocabulary are in memory at once."""
 
@@ -306,16 +307,13 @@ class Session:
 
         exact: require that the method holds every entry and passes attention on unchanged (`InexactPrefillError`).
         """
-        kv, nothing = self.layers[step.layer], _attend_to_nothing(step)
+        kv = self.layers[step.layer]
         kv.append(step)
         new = step.key.shape[2]
         before = step.seen - new if step.window is None else min(step.seen - new, step.window)
         if exact and set(kv.entries_kept()) != {before + new}:
             raise InexactPrefillError("it drops entries before the end of the context.")
-        kv.attend = lambda step: nothing  # type: ignore[method-assign]  # noqa: ARG005  # of this object, for this call
-        output = self.method.attend(kv, step)
-        del kv.attend
-        if exact and output is not nothing:
+        if not observe(self.method, kv, step) and exact:
             raise InexactPrefillError("its attention in the prefill is not the store's.")
         self._evict(kv, step)
 
@@ -354,6 +352,14 @@ class Session:
         other._open = ExitStack()
         return other
 
+    def over(self, layers: list[LayerKV], method: Method, kind: type[S]) -> S:
+        """A session at the same place of the conversation, over other stores that hold it."""
+        other = object.__new__(kind)
+        other.__dict__.update(self.__dict__)
+        other.layers, other.method, other._ledger = layers, method, Ledger(layers)
+        other._recording, other._pending, other._open = None, [], ExitStack()
+        return other
+
     def credit(self, branch: Session) -> None:
         """Add a fork's read counters to this session, and take the larger peak of the two."""
         self._ledger.credit(branch._ledger)
@@ -385,9 +391,14 @@ class Session:
         return self._ledger.effect()
 
 
-def _attend_to_nothing(step: Step) -> Tensor:
-    """Zeros in the shape of an attention output."""
-    return step.value.new_zeros(()).expand(*step.query.shape[:3], step.value.shape[3])
+def observe(method: Method, kv: LayerKV, step: Step) -> bool:
+    """Let a method see a step, for its scores, without the store's attention. Whether it would have passed that on."""
+    nothing = step.value.new_zeros(()).expand(*step.query.shape[:3], step.value.shape[3])
+    kv.attend = lambda step: nothing  # type: ignore[method-assign]  # noqa: ARG005  # of this object, for this call
+    try:
+        return method.attend(kv, step) is nothing
+    finally:
+        del kv.attend
 
 
 def score_tokens(tokens: Tensor, logits: Tensor) -> Tensor:

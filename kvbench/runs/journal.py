@@ -51,11 +51,11 @@ class CacheBytes(Record):
     peak_bytes: int
     """Most bytes at once, measured between operations, without host memory."""
     host_bytes: int
-    """Bytes in host memory; on a CPU, bytes in the tier that the store declares as host memory."""
+    """Bytes of the context in host memory; on a CPU, bytes in the tier that the store declares as host memory."""
     read_bytes_per_step: int
     """Bytes of KV entries that one decode step reads; 0 if a retrieval method ran no step."""
     end_stored_bytes: int | None = None
-    """Bytes that hold the conversation at the end of the turn, without spare bytes and host memory.
+    """Bytes that hold the conversation at the end of the turn, without spare bytes and `host_bytes`.
 
     None here and below: a diffusion model, or a file of before these fields.
     """
@@ -148,6 +148,22 @@ class DenoisingLine(Record):
     """`none`, and `half-steps` where steps decide."""
 
 
+class LosslessLine(Record):
+    """Rounds of drafting and verification of one answer, and the same answer decoded one token at a time."""
+
+    rounds: int
+    drafted: int
+    """Tokens."""
+    accepted: int
+    """Drafted tokens that the cache that verifies would have chosen too."""
+    reloaded_bytes: int
+    """Bytes of the cache that verifies, fetched from host memory."""
+    different: int
+    """Tokens that differ from greedy decoding with the cache that verifies alone, one token at a time."""
+    plain_s: float
+    """Seconds of that decoding."""
+
+
 class Machine(Record):
     """The hardware that a sample's times depend on."""
 
@@ -202,6 +218,8 @@ class Line(Record):
     """Whether the exact prefill of the context was run once for several runs of a sweep."""
     batch: BatchLine | None = None
     """None: without `--batch`."""
+    lossless: LosslessLine | None = None
+    """For methods that draft and verify only."""
     machine: Machine | None = None
     """On the line of the sample's first turn. None in early journals."""
     facts: dict[str, Any]

@@ -101,6 +101,26 @@ class BaselineResult(Record):
     """Share of the longer answer's positions, stop tokens excluded, with the policy's token; mean over answers."""
 
 
+class LosslessResult(Record):
+    """Drafting and verification, over all answers."""
+
+    accepted_per_round: float
+    tokens_per_round: float
+    """Accepted tokens and the one that verification adds."""
+    acceptance: float | None
+    """Share of drafted tokens that were accepted; None: none were drafted."""
+    resident_bytes: int
+    """Bytes of the cache outside host memory right after the context, mean over contexts."""
+    reloaded_bytes_per_token: float
+    """Bytes fetched from host memory for verification, per token after the first."""
+    different: int
+    """Tokens that differ from greedy decoding with the cache that verifies alone."""
+    tokens: int
+    """Tokens that were compared."""
+    speedup: float | None
+    """Decoding time of that cache alone over that of the method, in the same run; None: samples have no times."""
+
+
 class DiffusionResult(Record):
     """Settings and cost of a diffusion run; means over answers."""
 
@@ -226,6 +246,8 @@ class Result(Record):
     memory: MemoryResult | None
     latency: Latency
     diffusion: DiffusionResult | None = None
+    lossless: LosslessResult | None = None
+    """For methods that draft and verify only."""
     batch: BatchResult | None = None
     """None: without `--batch`."""
     effect: EffectResult | None

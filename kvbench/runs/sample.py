@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from datetime import UTC, datetime
 from itertools import pairwise
 from math import isfinite
@@ -23,7 +23,7 @@ from kvbench.engine.session import Session
 from kvbench.engine.timing import now
 from kvbench.errors import UserError
 from kvbench.runs.job import Job, cap_new_tokens, check_capacity, find_capacity
-from kvbench.runs.journal import Line, Times, TokenCounts
+from kvbench.runs.journal import Line, LosslessLine, Times, TokenCounts
 from kvbench.runs.spec import RunSpec
 from kvbench.task import Encoded, EncodedTurn, Example, Mode, Turn
 
@@ -51,6 +51,7 @@ class Reply:
     stop_reason: str
     steps: int
     facts: dict[str, object] = field(default_factory=dict)
+    lossless: LosslessLine | None = None
 
 
 class SampleFailedError(Exception):
@@ -187,7 +188,11 @@ class _Questions:
         else:
             if job.task.nonempty:
                 talk.ban_first(job.stop_ids)
-            reply = _reply(job, (yield from talk.answer_passes(self.limits[turn], history=history, stop=job.stop_ids)))
+            limit, paused = self.limits[turn], now(job.model.device)
+            plain = _decode_plainly(job, talk, limit)
+            timer.asked += now(job.model.device) - paused
+            tokens = yield from talk.answer_passes(limit, history=history, stop=job.stop_ids)
+            reply = _reply(job, tokens, plain)
         timer.done = now(job.model.device)
         return forced, reply
 
@@ -217,7 +222,7 @@ class _Questions:
                 ttft_s=(timer.prefill_s or 0.0) + talk.answer_started - timer.asked,
                 decode_s=timer.done - talk.answer_started, steps=reply.steps,
             ),
-            bytes=talk.memory(), effect=talk.effect(), agreement=None,
+            bytes=talk.memory(), effect=talk.effect(), agreement=None, lossless=reply.lossless,
             facts={**turn_facts(self.example, turn), **reply.facts}, started=self.started,
             seconds=time.perf_counter() - timer.wall, error=None,
         ))
@@ -268,11 +273,31 @@ def turn_facts(example: Example, turn: int) -> dict[str, object]:
     return {**(example.facts if turn == 0 else {}), **example.turns[turn].facts}
 
 
-def _reply(job: Job, tokens: Tokens) -> Reply:
-    ids = tokens.ids[0]
+def _decode_plainly(job: Job, talk: Session, limit: int) -> tuple[list[int], float] | None:
+    """The answer that a lossless method promises, decoded one token at a time, and the seconds that this takes.
+
+    None: the method promises none. The session does not change.
+    """
+    target = job.method.target(talk)
+    if target is None:
+        return None
+    with target.fork() as branch:
+        started = now(job.model.device)
+        tokens = branch.greedy(limit, job.stop_ids)
+        return tokens.ids[0], now(job.model.device) - started
+
+
+def _reply(job: Job, tokens: Tokens, plain: tuple[list[int], float] | None) -> Reply:
+    ids, lossless = tokens.ids[0], None
+    if plain is not None and tokens.speculation is not None:
+        wanted, seconds = plain
+        equal = sum(x == y for x, y in zip(ids, wanted, strict=False))
+        lossless = LosslessLine(
+            **asdict(tokens.speculation), different=max(len(ids), len(wanted)) - equal, plain_s=seconds
+        )
     answer = ids[:-1] if ids and ids[-1] in job.stop_ids else ids
     text = str(job.model.tokenizer.decode(answer, skip_special_tokens=True))
-    return Reply(text, tuple(ids), tokens.stop_reasons[0], tokens.steps)
+    return Reply(text, tuple(ids), tokens.stop_reasons[0], tokens.steps, lossless=lossless)
 
 
 def score_answer(job: Job, example: Example, turn: int, text: str, found: Mapping[str, object]) -> dict[str, float]:

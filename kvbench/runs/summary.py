@@ -19,6 +19,7 @@ from kvbench.runs.results import (
     IntervalMethod,
     Kernels,
     Latency,
+    LosslessResult,
     MemoryResult,
     MethodResult,
     Output,
@@ -78,7 +79,7 @@ def summarize(
             reference_tokens=_mean([x.tokens.reference for x in good if x.tokens is not None]),
         ),
         memory=_memory(good, spec.model.dtype), latency=_latency(good), diffusion=_diffusion(job, good), effect=effect,
-        batch=_batch(good),
+        lossless=_lossless(good), batch=_batch(good),
         kernels=_kernels(spec.kernels, lines),
         environment=environment.model_copy(update={"started": started, "seconds": seconds}),
     )
@@ -254,6 +255,28 @@ def _describe_untimed(lines: Sequence[Line]) -> str | None:
         return f"{shared} contexts took a prefill that other runs of the sweep share"
     size = max((x.batch.size for x in lines if x.batch is not None), default=None)
     return None if size is None else f"answers were decoded in batches of up to {size}"
+
+
+def _lossless(lines: Sequence[Line]) -> LosslessResult | None:
+    """Sums over answers, and their ratios."""
+    answers = [(x, x.lossless) for x in lines if x.lossless is not None]
+    if not answers:
+        return None
+    found = [x for _, x in answers]
+    rounds, drafted, accepted = (sum(getattr(x, name) for x in found) for name in ("rounds", "drafted", "accepted"))
+    tokens = sum(len(x.ids) for x, _ in answers)
+    later = max(1, tokens - len(answers))
+    alone = describe_mixed(find_machines(lines)) is None and _describe_untimed(lines) is None
+    seconds = sum(x.times.decode_s for x, _ in answers if x.times is not None) if alone else 0.0
+    stored = {x.index: x.bytes.stored_bytes for x, _ in answers if x.bytes is not None}
+    return LosslessResult(
+        accepted_per_round=accepted / max(1, rounds), tokens_per_round=(tokens - len(answers)) / max(1, rounds),
+        acceptance=accepted / drafted if drafted else None,
+        resident_bytes=round(fmean(stored.values())),
+        reloaded_bytes_per_token=sum(x.reloaded_bytes for x in found) / later,
+        different=sum(x.different for x in found), tokens=tokens,
+        speedup=sum(x.plain_s for x in found) / seconds if seconds else None,
+    )
 
 
 def _batch(lines: Sequence[Line]) -> BatchResult | None:

@@ -328,6 +328,11 @@ class LayerKV:
                 "compressed a second time. Leave --recompress out."
             )
 
+    def crop(self, tokens: int) -> None:
+        """Forget the last tokens, each an entry of the dense block."""
+        self.n -= tokens
+        self.seen -= tokens
+
     # Forking
 
     def fork(self) -> LayerKV:
@@ -401,6 +406,10 @@ class LayerKV:
             return 0
         held = storage_bytes(self._buffer.tensors.values())
         return held - held * self.n // self._buffer.capacity if self._buffer.capacity else 0
+
+    def host_spare_bytes(self) -> int:
+        """Bytes in host memory that hold no entry yet."""
+        return 0
 
     def entries_kept(self) -> list[int]:
         """Stored entries of each (batch, KV head)."""

@@ -35,7 +35,7 @@ from kvbench.runs.spec import PROTOCOL_VERSION
 from kvbench.task import Mode, Split, Task
 
 HERE = Path(__file__).parent
-COMPOSED = ("snapkv+adakv", "snapkv+kivi", "razor-attention+kivi")
+COMPOSED = ("snapkv+adakv", "snapkv+kivi", "razor-attention+kivi", "snapkv+vericache")
 METHODS = [x.name for x in list_entries("method")]
 TASKS = [
     x.name for x in list_entries("task") if x.load().examples is Task.examples and x.load()().dataset_revision is None

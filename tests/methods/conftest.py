@@ -10,7 +10,7 @@ from kvbench.method import Moment, Step
 from kvbench.registry import list_entries
 
 AUTOREGRESSIVE = [x.name for x in list_entries("method") if x.models == "autoregressive"]
-COMPOSED = ["snapkv+adakv", "snapkv+kivi", "razor-attention+kivi"]
+COMPOSED = ["snapkv+adakv", "snapkv+kivi", "razor-attention+kivi", "snapkv+vericache"]
 
 
 def pytest_generate_tests(metafunc):

@@ -169,7 +169,9 @@ def check_reads(x: Turn, method: Method, shape: Shape, *, recompress: bool) -> N
     read = x.bytes.read_bytes_per_step
     with refusing_errors("bytes", "the bytes that its method declares to read"):
         declared = method.declared_read_bytes(shape)
-        if method.budget_kind is BudgetKind.READ:
+        if method.generates_alone:
+            most = declared * (1 + x.after)  # a later token adds at most an entry to each of its reads
+        elif method.budget_kind is BudgetKind.READ:
             token = replace(shape, length=1).full_bytes
             most = declared + x.after * token
         else:

@@ -1,0 +1,1 @@
+"""Methods that draft tokens with a compressed cache and verify them, so that the answers are those of another cache."""

@@ -1,0 +1,99 @@
+"""QuantSpec: the upper 4 bits of an 8-bit cache draft, and all 8 bits verify."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from kvbench.constraints import Positive
+from kvbench.errors import UserError
+from kvbench.method import Budget, BudgetKind, Card, Method, Shape, Step
+from kvbench.methods.baseline.full import Full
+from kvbench.methods.lossless.verified import Verified
+from kvbench.store import LayerKV
+from kvbench.store.hierarchical import HierarchicalKV, HierarchicalPairKV
+from kvbench.store.verified import VerifiedKV
+
+
+@dataclass(frozen=True)
+class QuantSpec(Verified):
+    """Stores entries once, in two halves of 4 bits; the newest one or two groups stay exact."""
+
+    draft_length: Positive = 4
+    """Most tokens that are drafted in a round."""
+    group: Positive = 32
+    """Tokens that share a key channel's scale, most channels that share a value's scale, and the fewest exact entries.
+    """
+
+    recompressible: ClassVar[str | None] = "entries are coded once, when they are old enough."
+    card: ClassVar[Card] = Card(
+        name="quantspec",
+        title="QuantSpec: Self-Speculative Decoding with Hierarchical Quantized KV Cache",
+        idea="An 8-bit code is an upper half that is a 4-bit code of its own, and a lower half that refines it. The "
+        "upper halves draft tokens and both halves verify them, so that one cache serves both.",
+        arxiv="2502.10424",
+        year=2025,
+        family="lossless",
+        stages=("generation", "compression"),
+        budget=BudgetKind.BITS,
+        heads="independent",
+        upstream=None,
+        deviations=(
+            "The draft runs the model's own weights; the paper's runs them in 4 bits.",
+            ("Groups have 32 tokens, so that short contexts are coded, too; the buffer of exact entries is one to two "
+            "groups, as in the paper's double buffer."),
+        ),
+        unverified=("The draft length is a guess: no table of the paper was read.",),
+        limits=(
+            ("Answers equal those of greedy decoding with the 8-bit cache, which is not the full cache: the agreement "
+            "with the full cache states the difference."),
+            "In plain PyTorch codes are expanded before every attention, so a step is slower than with the full cache.",
+            "Greedy decoding only.",
+        ),
+    )
+
+    @cached_property
+    def drafter(self) -> Method:
+        """Attention over the upper halves; nothing is evicted."""
+        return Full()
+
+    def fit(self, budget: Budget | None, shape: Shape) -> QuantSpec:
+        """Accept only the budget that the settings reach (`UserError`)."""
+        for width in sorted({x.value_dim for x in shape.layers}):
+            if width % min(self.group, width):
+                raise UserError(
+                    f"quantspec: group={self.group} does not divide the {width} channels of a value. Use a divisor of "
+                    f"{width}, or {width} or more."
+                )
+        return super().fit(budget, shape)
+
+    def layer(self, index: int) -> LayerKV:
+        """One store for both caches."""
+        del index
+        return HierarchicalPairKV(target=HierarchicalKV(group=self.group))
+
+    def evict(self, kv: LayerKV, step: Step) -> None:
+        """Code entries that are old enough, from the end of the context on."""
+        assert isinstance(kv, VerifiedKV) and isinstance(kv.target, HierarchicalKV)
+        if step.moment.is_last:
+            kv.target.flush()
+
+    def identity(self, shape: Shape) -> bool:
+        """Whether no entry is old enough to be coded."""
+        return shape.length < 2 * self.group
+
+    def declared_bytes(self, shape: Shape) -> int:
+        """Bytes of both halves and of the exact entries."""
+        store = HierarchicalKV(group=self.group)
+        return sum(store.bytes_for(x, shape, shape.entries(x)) for x in shape.layers)
+
+    def declared_read_bytes(self, shape: Shape) -> int:
+        """Bytes of a token if every drafted one is rejected."""
+        store = HierarchicalKV(group=self.group)
+        upper = sum(store.upper_bytes_for(x, shape, shape.entries(x)) for x in shape.layers)
+        return self.draft_length * upper + self.declared_bytes(shape)
+
+    def minimum_entries(self) -> int:
+        """The least context of which a group is coded."""
+        return 2 * self.group

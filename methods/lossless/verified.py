@@ -1,0 +1,127 @@
+"""The base of lossless methods: another method's cache drafts tokens, and a cache of every entry verifies them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor
+
+from kvbench.constraints import Positive
+from kvbench.engine.session import observe
+from kvbench.engine.speculation import find_stores, open_draft, speculate
+from kvbench.method import Method, Moment, Shape, Step
+from kvbench.methods.baseline.full import Full
+from kvbench.store import LayerKV
+from kvbench.store.verified import HostKV, VerifiedKV
+
+if TYPE_CHECKING:
+    from kvbench.engine.autoregressive import Tokens
+    from kvbench.engine.session import Session
+
+
+@dataclass(frozen=True)
+class Verified(Method):
+    """Drafts up to `draft_length` tokens with one cache per round and verifies them with another."""
+
+    draft_length: Positive = 8
+    """Most tokens that are drafted in a round."""
+
+    replays_context: ClassVar[bool] = False
+    graphable: ClassVar[str | None] = "the number of accepted tokens differs from round to round."
+
+    @cached_property
+    def drafter(self) -> Method:
+        """The method of the cache that drafts, with the same budget."""
+        raise NotImplementedError
+
+    def target_layer(self, index: int) -> LayerKV:
+        """An empty store of the cache that verifies."""
+        del index
+        return LayerKV()
+
+    def layer(self, index: int) -> LayerKV:
+        """A store with both caches."""
+        return VerifiedKV(target=self.target_layer(index), draft=self.drafter.layer(index))
+
+    def attend(self, kv: LayerKV, step: Step) -> Tensor:
+        """Attention over the cache that verifies; the drafter scores its entries. [B, H_q, T, D_v]"""
+        assert isinstance(kv, VerifiedKV)
+        output = kv.attend(step)
+        observe(self.drafter, kv.draft, step)
+        return output
+
+    def evict(self, kv: LayerKV, step: Step) -> None:
+        """Let the drafter decide which entries its cache keeps."""
+        assert isinstance(kv, VerifiedKV)
+        self.drafter.evict(kv.draft, step)
+
+    def follow(self, kv: VerifiedKV, step: Step) -> None:
+        """Give verified entries to the cache that drafts."""
+        kv.draft.append(step)
+        observe(self.drafter, kv.draft, step)
+        self.evict(kv, step)
+
+    def end_of_layer(self, layers: Sequence[LayerKV], step: Step) -> None:
+        """Let the drafter decide across its layers."""
+        self.drafter.end_of_layer([x.draft for x in layers if isinstance(x, VerifiedKV)], step)
+
+    def prefill(self, session: Session, chunks: Iterable[Tensor]) -> Tensor:
+        """Run the context once for both caches, in the drafter's way. [B, V]"""
+        for store in find_stores(session):
+            store.prepare()
+        if not self.drafter.replays_context:
+            return session.run_chunks(chunks, Moment.CONTEXT_END)
+        draft = open_draft(session, self.drafter)
+        logits = self.drafter.prefill(draft, chunks)
+        session.compress_seconds += draft.compress_seconds
+        return logits
+
+    def end_of_context(self, session: Session) -> None:
+        """Let the drafter decide across layers, and move entries that verify from host memory there."""
+        self.drafter.end_of_context(open_draft(session, self.drafter))
+        for store in find_stores(session):
+            if isinstance(store.target, HostKV):
+                store.target.move()
+
+    def generate(self, session: Session, max_new_tokens: int, stop: frozenset[int]) -> Tokens:
+        """Draft and verify in rounds."""
+        return speculate(session, self.drafter, self.draft_length, max_new_tokens, stop, follow=self.follow)
+
+    def target(self, session: Session) -> Session | None:
+        """The session of the cache that verifies."""
+        return session.over([store.target for store in find_stores(session)], Full(), type(session))
+
+    def minimum_entries(self) -> int:
+        """Those of the drafter."""
+        return self.drafter.minimum_entries()
+
+    def declared_bytes(self, shape: Shape) -> int:
+        """Bytes of the draft, and of the cache that verifies unless it is in host memory."""
+        draft = self.drafter.declared_bytes(shape)
+        return draft if isinstance(self.target_layer(0), HostKV) else draft + self.target_bytes(shape)
+
+    def declared_host_bytes(self, shape: Shape) -> int:
+        """Bytes of the drafter in host memory, and of the cache that verifies if it is there."""
+        draft = self.drafter.declared_host_bytes(shape)
+        return draft + self.target_bytes(shape) if isinstance(self.target_layer(0), HostKV) else draft
+
+    def target_bytes(self, shape: Shape) -> int:
+        """Bytes of the cache that verifies."""
+        return shape.full_bytes
+
+    def running_bytes(self, shape: Shape) -> int:
+        """Running statistics of the drafter, and the cache that verifies before it moves to host memory."""
+        running = self.drafter.running_bytes(shape)
+        return running + self.target_bytes(shape) if isinstance(self.target_layer(0), HostKV) else running
+
+    def declared_read_bytes(self, shape: Shape) -> int:
+        """Bytes of a token if every drafted one is rejected: all steps of a draft, and a pass over everything."""
+        return self.draft_length * self.drafter.declared_read_bytes(shape) + self.target_bytes(shape)
+
+    def least_read_bytes(self, shape: Shape) -> int:
+        """No bound: a round may give any number of tokens, which share its reads."""
+        del shape
+        return 0

@@ -1,0 +1,257 @@
+"""Lossless decoding: tokens of greedy decoding with the cache that verifies, and both caches in step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvbench.check.trial import CONTEXT, LENGTH, NEVER_STOP, choose_budget, open_session, random_ids
+from kvbench.engine.session import Session
+from kvbench.engine.speculation import find_stores
+from kvbench.errors import UserError
+from kvbench.hf.tiny import tiny_model
+from kvbench.kernels.pack import quantize, unpack
+from kvbench.method import Budget, Moment
+from kvbench.methods.baseline.full import Full
+from kvbench.methods.lossless.triforce import RetrievedKV
+from kvbench.registry import find_method
+from kvbench.store import LayerKV
+from kvbench.store.hierarchical import HierarchicalKV, lower_half
+from tests.methods.conftest import AUTOREGRESSIVE
+
+ALONE = ["full", "magicdec", "quantspec", "triforce", "vericache"]
+DRAFTERS = [x for x in AUTOREGRESSIVE if x not in ALONE]
+FAST = ("snapkv", "random")
+QUESTIONS = [random_ids(5, seed=21), random_ids(9, seed=22)]
+ANSWER = 14
+
+
+def ask_all(method, budget, model, *, stop=NEVER_STOP, questions=QUESTIONS):
+    """The answers to two questions, each after the answers before it, and the session."""
+    with open_session(method, model, budget) as session:
+        session.prefill(CONTEXT)
+        return [session.ask(x, ANSWER, stop=stop) for x in questions], session.seen
+
+
+def require_full_answers(method, *, stop=NEVER_STOP):
+    """The answers equal those of the full cache, and so do the tokens that the session has seen."""
+    model = tiny_model()
+    found, seen = ask_all(method, choose_budget(method), model, stop=stop)
+    wanted, tokens = ask_all(Full(), None, model, stop=stop)
+    assert [x.ids for x in found] == [x.ids for x in wanted]
+    assert [x.stop_reasons for x in found] == [x.stop_reasons for x in wanted]
+    assert seen == tokens
+    return found
+
+
+def test_every_method_can_draft_but_those_that_store_all_or_verify():
+    """No method is left out of the test below but for a reason that its error states."""
+    for name in ALONE:
+        with pytest.raises(UserError, match="makes no sense"):
+            find_method(f"{name}+vericache")
+    with pytest.raises(UserError, match="diffusion models"):
+        find_method("dllm-cache+vericache")
+
+
+@pytest.mark.parametrize(
+    "name", [x if x in FAST else pytest.param(x, marks=pytest.mark.slow) for x in [*DRAFTERS, "snapkv+adakv"]]
+)
+def test_any_draft_gives_the_answers_of_the_full_cache(name):
+    """Over two questions, with every method's cache as the draft, random eviction included."""
+    require_full_answers(find_method(f"{name}+vericache")(draft_length=4))
+
+
+@pytest.mark.parametrize("settings", [{"draft": "snapkv"}, {"draft": "streaming-llm"}])
+def test_magicdec_gives_the_answers_of_the_full_cache(settings):
+    """With both of its drafts."""
+    require_full_answers(find_method("magicdec")(**settings))
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("budget", [24, 60])
+def test_triforce_gives_the_answers_of_the_full_cache(budget):
+    """With a window smaller than the retrieved chunks, and a larger one."""
+    require_full_answers(find_method("triforce")(window_budget=budget, sinks=4))
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("length", [1, 8, 3])
+def test_an_answer_ends_at_its_stop_token_inside_a_draft(length):
+    """No token after it is given, and neither cache holds it."""
+    answer = ask_all(Full(), None, tiny_model())[0][0].ids[0]
+    for place in (0, 2, 5):
+        require_full_answers(find_method("knorm+vericache")(draft_length=length), stop=frozenset(answer[place:][:1]))
+
+
+@pytest.mark.parametrize("length", [1, 3, 8])
+def test_a_draft_of_every_entry_is_accepted_whole(length):
+    """With the full cache as the draft a round gives its draft and one more token."""
+    model = tiny_model()
+    found, _ = ask_all(find_method("snapkv+vericache")(draft_length=length), Budget("fraction", 1.0), model)
+    for answer in found:
+        rounds = -(-(ANSWER - 1) // (length + 1))
+        assert (answer.speculation.rounds, answer.speculation.accepted) == (rounds, answer.speculation.drafted)
+        assert answer.speculation.drafted == ANSWER - 1 - rounds
+
+
+def hold(session):
+    """Keys and values of every layer's caches: of the target, and of the draft."""
+    return [(x.target.keys, x.target.values, x.draft.keys, x.draft.values) for x in find_stores(session)]
+
+
+def test_both_caches_hold_the_same_tokens_after_every_answer():
+    """The target's entries are those of a prefill of all tokens but the newest, and a whole draft's equal them."""
+    model = tiny_model()
+    method = find_method("snapkv+vericache")(draft_length=3)
+    with open_session(method, model, Budget("fraction", 1.0)) as session:
+        session.prefill(CONTEXT)
+        answer = session.ask(QUESTIONS[0], ANSWER, stop=NEVER_STOP).ids[0]
+        with open_session(Full(), model, None) as full:
+            full.prefill([*CONTEXT, *QUESTIONS[0], *answer[:-1]])
+            assert session.seen == full.seen
+            for (keys, values, *draft), store in zip(hold(session), full.layers, strict=True):
+                assert torch.allclose(keys, store.keys, atol=1e-5)
+                assert torch.allclose(values, store.values, atol=1e-5)
+                assert draft[0].equal(keys) and draft[1].equal(values)
+
+
+def test_a_draft_that_evicts_takes_the_verified_entries():
+    """After an answer the last entries of SnapKV's cache are the target's, as many as tokens followed the context."""
+    with open_session(find_method("snapkv+vericache")(draft_length=3), tiny_model(), Budget("rows", 40)) as session:
+        session.prefill(CONTEXT)
+        session.ask(QUESTIONS[0], ANSWER, stop=NEVER_STOP)
+        later = session.seen - LENGTH
+        for keys, _, draft, _ in hold(session):
+            assert draft.shape[2] == 40 + later
+            assert draft[:, :, 40:].equal(keys[:, :, LENGTH:])
+
+
+@pytest.mark.parametrize("fault", ["crops one too few", "does not follow"])
+def test_caches_out_of_step_are_caught(fault, monkeypatch):
+    """A target that keeps a rejected entry gives other answers; a draft that misses tokens is no longer accepted."""
+    if fault == "crops one too few":
+        original = LayerKV.crop
+        monkeypatch.setattr(LayerKV, "crop", lambda self, count: original(self, max(0, count - 1)))
+        with pytest.raises((AssertionError, RuntimeError)):
+            require_full_answers(find_method("knorm+vericache")(draft_length=4))
+    else:
+        method = find_method("snapkv+vericache")
+        monkeypatch.setattr(method, "follow", lambda self, kv, step: None)
+        found, _ = ask_all(method(draft_length=3), Budget("fraction", 1.0), tiny_model())
+        assert any(x.speculation.accepted < x.speculation.drafted for x in found)
+
+
+def test_reloaded_bytes_are_those_of_every_pass_over_the_full_cache():
+    """A round fetches all entries up to its last drafted token, in each layer, as counted by hand."""
+    model = tiny_model()
+    token = model.shape(1).full_bytes
+    with open_session(find_method("snapkv+vericache")(draft_length=3), model, Budget("fraction", 1.0)) as session:
+        session.prefill(CONTEXT)
+        found = session.ask(QUESTIONS[0], 9, stop=NEVER_STOP).speculation  # rounds of 4 tokens: 1 + 4 + 4
+        start = LENGTH + len(QUESTIONS[0])
+        assert found.rounds == 2
+        assert found.reloaded_bytes == token * ((start + 4) + (start + 8))
+        assert session.memory().host_bytes == token * LENGTH
+
+
+def test_read_bytes_are_those_of_drafts_and_passes_per_token():
+    """With everything accepted in rounds of 4 tokens: 3 draft steps and one pass, over 4 tokens."""
+    model = tiny_model()
+    with open_session(find_method("snapkv+vericache")(draft_length=3), model, Budget("fraction", 1.0)) as session:
+        session.prefill(CONTEXT)
+        session.ask(QUESTIONS[0], 9, stop=NEVER_STOP)
+        held = model.shape(session.seen).full_bytes
+        assert session.memory().read_bytes_per_step == pytest.approx((3 + 1) * held / 4, rel=1e-3)
+
+
+def test_a_batch_gives_each_sequence_its_own_answer():
+    """Sequences accept the same number of tokens per round, and their answers are those of one at a time."""
+    model, contexts = tiny_model(), [random_ids(LENGTH, seed=4), random_ids(LENGTH, seed=5)]
+    method = find_method("snapkv+vericache")(draft_length=3)
+    with open_session(method, model, Budget("rows", 40)) as session:
+        session.prefill(torch.tensor(contexts))
+        together = session.ask(QUESTIONS[0], ANSWER, stop=NEVER_STOP).ids
+    for ids, context in zip(together, contexts, strict=True):
+        with open_session(Full(), model, None) as full:
+            full.prefill(context)
+            assert full.ask(QUESTIONS[0], ANSWER, stop=NEVER_STOP).ids[0] == ids
+
+
+# QuantSpec
+
+
+def draw(*shape, seed=0):
+    """Normal random numbers."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_lower_half_refines_the_upper_by_sixteenths():
+    """Scale 1 and minimum 0: 3.3 is the code 3 and, half a scale added, 0.8 * 16 = 12.8 sixteenths, the code 13."""
+    x = torch.tensor([[0.0, 15.0, 3.3, 6.6]])
+    upper = quantize(x, 4, channels=4)
+    assert (upper.scale.item(), upper.minimum.item()) == (1.0, 0.0)
+    assert unpack(upper.packed, 4, 4).tolist() == [[0, 15, 3, 7]]
+    assert unpack(lower_half(x, upper), 4, 4).tolist() == [[8, 8, 13, 2]]
+
+
+@pytest.mark.parametrize(("count", "exact"), [(63, 63), (64, 32), (95, 63), (96, 32)])
+def test_one_to_two_groups_stay_exact(count, exact):
+    """Codes are whole groups, and the last 32 to 63 entries are exact."""
+    with Session(tiny_model(), find_method("quantspec")(group=32), capacity=count + 40) as session:
+        session.prefill(random_ids(count))
+        assert {(x.target.n, x.target.coded) for x in find_stores(session)} == {(exact, count - exact)}
+
+
+def test_both_halves_are_sixteen_times_as_exact_as_the_upper():
+    """The largest error of all 8 bits is at most an eighth of that of 4 bits, for keys and for values."""
+    key, value = draw(1, 2, 96, 8), draw(1, 2, 96, 8, seed=1)
+    store = HierarchicalKV(group=16)
+    store._replace({"key": key, "value": value}, 100)  # as a context leaves it
+    store.flush()
+    for whole, upper, x in zip(store.expand(whole=True), store.expand(whole=False), (key, value), strict=True):
+        assert (whole[:, :, 80:] - x[:, :, 80:]).abs().max() == 0
+        assert 0 < (whole - x).abs().max() <= (upper - x).abs().max() / 8
+
+
+def test_quantspec_gives_the_answers_of_its_8_bit_cache():
+    """Those of greedy decoding over both halves, which need not be those of the full cache."""
+    model, method = tiny_model(), find_method("quantspec")(group=16)
+    with open_session(method, model, None) as session:
+        session.prefill(CONTEXT)
+        for question in QUESTIONS:
+            session.question(question, ANSWER)
+            with session.method.target(session).fork() as plain:
+                wanted = plain.greedy(ANSWER, NEVER_STOP).ids
+            assert session.answer(ANSWER, stop=NEVER_STOP).ids == wanted
+
+
+# TriForce
+
+
+def test_the_chunks_with_the_highest_mean_product_are_retrieved(make_step):
+    """Two of four chunks of two, by the last query, and the entry after the last full chunk."""
+    source, store = LayerKV(), RetrievedKV(bounded=True, slack=4)
+    keys = torch.tensor([0.0, 0.0, 3.0, 1.0, -5.0, -5.0, 9.0, -6.0, 7.0]).view(1, 1, 9, 1)
+    query = torch.tensor([-1.0, 1.0]).view(1, 1, 2, 1)  # the last one decides: means 0, 2, -5, 1.5
+    for before, span in ((0, slice(0, 7)), (7, slice(7, 9))):
+        step = make_step(query[:, :, : keys[:, :, span].shape[2]] if before else keys[:, :, span], keys[:, :, span],
+                         before=before)
+        source.append(step)
+    store.retrieve(source, step, 2, 5)
+    assert store.keys.flatten().tolist() == [3.0, 1.0, 9.0, -6.0, 7.0]
+    assert store.seen == 9
+
+
+def test_retrieved_chunks_take_later_tokens(make_step):
+    """Entries of the context are copied once it is complete; later ones are appended."""
+    store = RetrievedKV(bounded=True, slack=4)
+    context, later = (make_step(x, x, before=n, moment=m) for x, n, m in (
+        (draw(1, 1, 5, 2), 0, Moment.CONTEXT_END), (draw(1, 1, 2, 2, seed=1), 5, Moment.TURN_END)
+    ))
+    store.append(context)
+    assert (store.n, store.seen) == (0, 5)
+    source = LayerKV()
+    source.append(context)
+    store.retrieve(source, context, 2, None)
+    store.append(later)
+    assert store.keys.equal(torch.cat([context.key, later.key], dim=2))
