@@ -96,6 +96,8 @@ class Method:
     True unless it says otherwise."""
     generates_alone: ClassVar[bool] = False
     """Whether `generate` is overridden: such answers are not generated in a batch."""
+    reads_hidden: ClassVar[bool] = False
+    """Whether it reads `step.hidden`; its prefill cannot be taken from another method's."""
     rows: int | None = resolved()
     """Entries per KV head of a full-attention layer that the budget amounts to; None: all."""
     length: int | None = resolved()

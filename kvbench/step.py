@@ -84,6 +84,9 @@ class Step:
     """Rotary embedding of this layer."""
     ids: Tensor | None = None
     """Ids of the new tokens; None: a step without tokens, made in a test. [B, T]"""
+    hidden: Tensor | None = None
+    """Hidden states of the new tokens as the layer's attention takes them, where the method reads them
+    (`Method.reads_hidden`); None: elsewhere, and where the adapter does not find them. [B, T, hidden]"""
     output: Tensor | None = None
     """Output projection, by query head, where the method compresses; None: elsewhere, and where the adapter does not
     find it. [H_q, D_v, hidden]"""
@@ -94,5 +97,6 @@ class Step:
             self, moment=moment, seen=seen, positions=self.positions[:, tokens], query=self.query[:, :, tokens],
             key=self.key[:, :, tokens], value=self.value[:, :, tokens],
             ids=None if self.ids is None else self.ids[:, tokens],
+            hidden=None if self.hidden is None else self.hidden[:, tokens],
             output=self.output if moment.compresses else None,
         )

@@ -19,12 +19,18 @@ def column_sums(
 
 def column_maxima(
     query: Tensor, keys: Tensor, *, scale: float, seen: int, window: int | None = None, positions: Tensor | None = None,
-    softcap: float | None = None, sinks: Tensor | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, factors: Tensor | None = None,
 ) -> Tensor:
-    """The largest weight of each entry over the last T queries and the heads of its group. [B, H_kv, N] float64"""
-    return attention_weights(
+    """The largest weight of each entry over the last T queries and the heads of its group. [B, H_kv, N] float64
+
+    factors: [B, T], by which each query's weights are multiplied first.
+    """
+    weights = attention_weights(
         query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks
-    ).amax((2, 3))
+    )
+    if factors is not None:
+        weights = weights * factors.double()[:, None, None, :, None]
+    return weights.amax((2, 3))
 
 
 def column_squares(

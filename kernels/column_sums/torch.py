@@ -34,16 +34,21 @@ def column_sums(
 
 def column_maxima(
     query: Tensor, keys: Tensor, *, scale: float, seen: int, window: int | None = None, positions: Tensor | None = None,
-    softcap: float | None = None, sinks: Tensor | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, factors: Tensor | None = None,
 ) -> Tensor:
     """The largest weight of each entry over the last T queries and the heads of its group. [B, H_kv, N] float32
 
-    query: [B, H_q, T, D], the queries of the last T entries. keys: [B, H_kv, N, D].
+    query: [B, H_q, T, D], the queries of the last T entries. keys: [B, H_kv, N, D]. factors: [B, T], above 0, by which
+    each query's weights are multiplied first.
     """
-    if is_repeated(query, window, positions):
+    if factors is None and is_repeated(query, window, positions):
         return repeated_maxima(query, keys, scale=scale, softcap=softcap, sinks=sinks)
     best = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
+    start = 0
     for weights in _blocks(query, keys, scale, seen, window, positions, softcap, sinks):
+        if factors is not None:
+            weights *= factors[:, None, None, start : start + weights.shape[3], None]
+            start += weights.shape[3]
         some = best[:, :, : weights.shape[-1]]
         torch.maximum(some, weights.amax((2, 3)), out=some)
     return best

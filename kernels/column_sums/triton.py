@@ -31,14 +31,14 @@ def column_sums(
 
 def column_maxima(
     query: Tensor, keys: Tensor, *, scale: float, seen: int, window: int | None = None, positions: Tensor | None = None,
-    softcap: float | None = None, sinks: Tensor | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, factors: Tensor | None = None,
 ) -> Tensor:
     """The largest weight of each entry over the last T queries; see `torch.column_maxima`."""
-    if is_repeated(query, window, positions):
+    if factors is None and is_repeated(query, window, positions):
         return repeated_maxima(query, keys, scale=scale, softcap=softcap, sinks=sinks)
     return weigh(
         query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks,
-        measure="max",
+        measure="max", factors=factors,
     )
 
 
@@ -59,13 +59,14 @@ def weigh(
     query: Tensor, keys: Tensor, *,
     scale: float, seen: int, lse: Tensor | None = None, window: int | None = None, positions: Tensor | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, at: Tensor | None = None, logical: Tensor | None = None,
-    by_head: bool = False, measure: Literal["sum", "square", "max"] = "sum",
+    by_head: bool = False, measure: Literal["sum", "square", "max"] = "sum", factors: Tensor | None = None,
 ) -> Tensor:
     """The sum, the sum of squares or the maximum of the weights that queries put on each entry, in float32.
 
     lse: [B, H_q, T], log of each query's normalizer, sinks included; None: computed in a first pass, which is `attend`
         without values.
     at, logical: [T], entry index and position of each query; None: the queries are the last T.
+    factors: [B, T], above 0, by which each query's weights are multiplied first.
     Returns [B, H_kv, N], over the heads of the group, or with `by_head` [B, H_q, N].
     """
     if lse is None:
@@ -73,6 +74,8 @@ def weigh(
             query, keys, keys[..., :0], keys.shape[1], scale=scale, seen=seen, window=window, positions=positions,
             softcap=softcap, sinks=sinks, at=at, logical=logical,
         )
+    if factors is not None:
+        lse = lse - factors.log()[:, None]
     batch, heads, n_query, width = query.shape
     kv_heads, n_key = keys.shape[1:3]
     block_n, block_m, warps = _blocks(n_query, width, keys.itemsize)

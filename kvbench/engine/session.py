@@ -18,7 +18,7 @@ from kvbench.engine.passes import Passes, finish, request
 from kvbench.engine.recording import InexactPrefillError, Pass, Recording
 from kvbench.engine.timing import now
 from kvbench.errors import UserError
-from kvbench.hf import Forward, Model, attached
+from kvbench.hf import Forward, Model, attached, catching_hidden
 from kvbench.kernels.choice import note
 from kvbench.method import Method
 from kvbench.runs.journal import CacheBytes, Effect
@@ -69,6 +69,8 @@ class Session:
 
     def __enter__(self) -> Self:
         self._open.enter_context(attached(self.model.module))
+        if self.method.reads_hidden:
+            self._open.enter_context(catching_hidden(self.model.module))
         return self
 
     def __exit__(
@@ -115,8 +117,10 @@ class Session:
         Storing, scoring and compressing are run as in a prefill; attention is not, and there are no logits.
 
         Raises:
-            UserError: the method replays the context through the model.
+            UserError: the method replays the context through the model, or reads its hidden states.
         """
+        if self.method.reads_hidden:
+            raise UserError(f"{self.method.card.name} reads the model's hidden states, which synthetic entries lack.")
         if self.method.replays_context:
             raise UserError(
                 f"{self.method.card.name} replays the context through the model and cannot take synthetic entries."
@@ -291,6 +295,8 @@ class Session:
             InexactPrefillError: the method's own pass would have been different.
         """
         assert self._recording is not None
+        if self.method.reads_hidden:
+            raise InexactPrefillError("it reads the model's hidden states, which a recorded prefill does not have.")
         for label, implementation in self._recording.kernels.items():
             note(label, implementation)
         self.seen += recorded.ids.shape[1]

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,8 @@ class Forward:
 
 
 _FORWARD: ContextVar[Forward | None] = ContextVar("kvbench_forward", default=None)
+_HIDDEN: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
+"""The hidden states that an attention module was called with, until its attention is computed."""
 
 
 def _attention(
@@ -65,6 +68,7 @@ def _attention(
         query=query, key=key, value=value,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap,
         sinks=s_aux, causal=forward.causal, ids=forward.ids, rope=forward.ropes[layer] if forward.ropes else NO_ROPE,
+        hidden=_HIDDEN.pop(module, None),
         output=find_output(module, query.shape[1], value.shape[-1]) if forward.moment.compresses else None,
     )
     return forward.attend(step).transpose(1, 2).contiguous(), None
@@ -104,6 +108,24 @@ def attached(module: PreTrainedModel, attention: str = NAME) -> Iterator[None]:
         yield
     finally:
         module.set_attn_implementation(before or "eager")
+
+
+@contextmanager
+def catching_hidden(module: PreTrainedModel) -> Iterator[None]:
+    """Pass each layer's hidden states on to its attention step."""
+
+    def catch(attention: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        _HIDDEN[attention] = named["hidden_states"] if "hidden_states" in named else args[0]
+
+    hooks = [
+        x.register_forward_pre_hook(catch, with_kwargs=True) for x in module.modules()
+        if hasattr(x, "layer_idx") and any(hasattr(x, name) for name in OUTPUTS)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def is_attached(module: PreTrainedModel) -> bool:

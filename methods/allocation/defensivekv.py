@@ -14,7 +14,7 @@ from kvbench.cascade import SharedBudgetMethod
 from kvbench.constraints import Ge, Odd, Positive, Share
 from kvbench.method import BudgetKind, Card, Step, Upstream
 from kvbench.methods.allocation.adakv import HeadAllocation
-from kvbench.methods.eviction.criticalkv import projected_norm
+from kvbench.methods.eviction.criticalkv import projected_norms
 from kvbench.selection import ScoredMethod, best_by_head, keep_best, protect_last
 from kvbench.store import LayerKV
 from kvbench.store.scores import window_weights_of
@@ -71,7 +71,7 @@ class DefensiveScores(ScoredMethod):
             means.append(every[..., :before].mean((1, 2)))
             masses.append(every[..., before:].sum(-1).mean((1, 2)))
         risk, mean = torch.stack(risks, dim=1), torch.stack(means, dim=1)  # [B, H_kv, before]
-        norms = projected_norm(kv.values[:, :, :before], step, self.card.name)
+        norms = projected_norms(kv.values[:, :, :before], step, self.card.name).mean(2)
         risk = risk * norms / norms.sum(-1, keepdim=True)
         window_mass = torch.stack(masses, dim=1).mean(1)  # [B]
         first = count_first(mean, self.first_stage - window_mass).clamp_max(entries - self.window)

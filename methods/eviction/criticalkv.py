@@ -39,7 +39,7 @@ class CriticalScores(ScoredMethod):
         entries = self.entries_in(step.layer, step.window)
         assert entries is not None
         first = top_entries(scores, int(entries * self.first_stage))
-        weighed = (scores + self.epsilon) * projected_norm(kv.values, step, self.card.name)
+        weighed = (scores + self.epsilon) * projected_norms(kv.values, step, self.card.name).mean(2)
         return weighed.masked_fill(scores == torch.inf, torch.inf).scatter(-1, first, torch.inf)
 
 
@@ -79,10 +79,10 @@ class CriticalKV(CriticalScores, SnapKV):
         return go_around(inner, CriticalScores, cls.card, note)
 
 
-def projected_norm(values: Tensor, step: Step, name: str) -> Tensor:
-    """Sum of absolute elements of each value times the output projection, mean over the query heads. [B, H_kv, n]
+def projected_norms(values: Tensor, step: Step, name: str, order: int = 1) -> Tensor:
+    """The norm of each value times the output projection of each query head of its group. [B, H_kv, G, n]
 
-    name: of the method, for the refusal.
+    order: 1, the sum of absolute elements, or 2, the length. name: of the method, for the refusal.
 
     Raises:
         UserError: the layer's output projection is not known.
@@ -97,6 +97,6 @@ def projected_norm(values: Tensor, step: Step, name: str) -> Tensor:
     size = max(1, BLOCK_ELEMENTS // (values.shape[0] * weight.shape[0] * weight.shape[3]))
     parts = []
     for block in values.float().split(size, dim=2):
-        norms = [(block @ weight[:, i]).abs().sum(-1) for i in range(weight.shape[1])]
-        parts.append(torch.stack(norms).mean(0))
+        norms = [torch.linalg.vector_norm(block @ weight[:, i], order, dim=-1) for i in range(weight.shape[1])]
+        parts.append(torch.stack(norms, dim=2))
     return torch.cat(parts, dim=-1)

@@ -99,7 +99,7 @@ class KVzip(Method):
         protected = self.protected(session.model, ids)
         if self.rows <= protected:
             raise UserError(
-                f"kvzip keeps the {protected} tokens of the chat template before the context, so a budget of "
+                f"{self.card.name} keeps the {protected} tokens of the chat template before the context, so a budget of "
                 f"{self.rows} tokens per KV head leaves nothing to choose. Use --budget {protected + 1} or more, or "
                 "--template none."
             )
@@ -107,7 +107,7 @@ class KVzip(Method):
         longest = max(x.shape[1] for _, x in repeats)
         if ids.shape[1] + longest > session.model.max_length:
             raise UserError(
-                f"kvzip repeats up to {longest} tokens after a context of {ids.shape[1]}, and model {session.model.id} "
+                f"{self.card.name} repeats up to {longest} tokens after a context of {ids.shape[1]}, and model {session.model.id} "
                 f"takes at most {session.model.max_length} positions. Use a smaller --length, or "
                 f"--set chunk_size below {self.chunk_size}."
             )
@@ -118,16 +118,20 @@ class KVzip(Method):
         for store in session.layers:
             store.capacity -= longest
             store.state["score"] = torch.zeros(store.keys.shape[:3], dtype=torch.float32, device=store.keys.device)
-        for span, repeat in repeats:
+        for span, repeated in repeats:
             with session.fork() as branch:
-                branch.method = Repeat(span.start, span.stop, ids.shape[1], protected)
-                branch.run_chunks(repeat.split(session.chunk or repeat.shape[1], dim=1), Moment.TURN_END)
+                branch.method = self.make_pass(span.start, span.stop, ids.shape[1], protected)
+                branch.run_chunks(repeated.split(session.chunk or repeated.shape[1], dim=1), Moment.TURN_END)
                 for store, forked in zip(session.layers, branch.layers, strict=True):
                     store.state["score"] = forked.state["score"]
                 session.credit(branch)
         self._keep(session, protected)
         session.compress_seconds += now(session.model.device) - started
         return logits
+
+    def make_pass(self, start: int, stop: int, context: int, protected: int) -> Repeat:
+        """The pass that repeats the context's positions from `start` to `stop`."""
+        return Repeat(start, stop, context, protected)
 
     def protected(self, model: Model, ids: Tensor) -> int:
         """Number of first tokens that are not repeated and always kept: sinks, and the head of the chat template.
@@ -191,10 +195,14 @@ class Repeat(Method):
         )])
         chunk = (positions >= self.start) & (positions < self.stop)
         if chunk.any():
-            found = column_maxima(
-                step.query, kv.keys[:, :, positions - gone], scale=step.scale, seen=step.seen, window=step.window,
-                positions=positions.expand(*kv.keys.shape[:2], -1), softcap=step.softcap, sinks=step.sinks,
-            )[:, :, chunk]
+            found = self.weigh(kv, step, positions, gone)[:, :, chunk]
             at = positions[chunk] - gone
             kv.state["score"][:, :, at] = torch.maximum(kv.state["score"][:, :, at], found)
         return kv.attend(step)
+
+    def weigh(self, kv: LayerKV, step: Step, positions: Tensor, gone: int) -> Tensor:
+        """The highest attention of any query to the entries at these positions. [B, H_kv, n]"""
+        return column_maxima(
+            step.query, kv.keys[:, :, positions - gone], scale=step.scale, seen=step.seen, window=step.window,
+            positions=positions.expand(*kv.keys.shape[:2], -1), softcap=step.softcap, sinks=step.sinks,
+        )

@@ -84,6 +84,26 @@ def test_maxima_and_squares_by_hand():
     assert torch.allclose(squares, torch.tensor([[[0.125, 0.625, 0.25]]]))
 
 
+@pytest.mark.parametrize("size", [(1, 16), (16, 16), (10, 30)], ids=str)
+def test_factors_weigh_queries_before_the_maximum(heads, size, options, attention, error):
+    """Each query's weights are multiplied by its factor; the greatest product counts, not the greatest weight."""
+    query, keys, _ = attention(heads, *size)
+    options = {"scale": 0.3, "seen": size[1], **options}
+    factors = torch.rand(2, size[0], generator=torch.Generator().manual_seed(0)) + 0.1
+    found = column_maxima(query, keys, **options, factors=factors)
+    assert error(found, naive.column_maxima(query, keys, **options, factors=factors)) < 1e-5
+    assert size[0] == 1 or error(found, naive.column_maxima(query, keys, **options)) > 1e-3
+
+
+def test_factors_by_hand():
+    """Weights 1/4, 3/4 and 1/4, 1/4, 1/2 times 4 and 1."""
+    keys = torch.tensor([[0.0, 0.0], [3.0, 1.0], [1.0, 2.0]]).clamp_min(1).log().view(1, 1, 3, 2)
+    query, factors = torch.eye(2).view(1, 1, 2, 2), torch.tensor([[4.0, 1.0]])
+    for maxima in (column_maxima, naive.column_maxima):
+        found = maxima(query, keys, scale=1.0, seen=3, factors=factors).float()
+        assert torch.allclose(found, torch.tensor([[[1.0, 3.0, 0.5]]]))
+
+
 @pytest.mark.parametrize("options", [{}, {"window": 100, "softcap": 2.0}], ids=["plain", "everything"])
 def test_memory_is_linear(options, attention, largest, monkeypatch):
     """The largest temporary is one block, whatever the number of entries: no T x N tensor is ever made."""
@@ -117,6 +137,16 @@ def test_triton_s_other_measures_equal_the_reference(operation, reference, optio
     query, keys, _ = attention((6, 2), 18, 20, batch=1)
     options = {"scale": 0.3, "seen": 20, **options}
     assert error(operation(*triton([query, keys]), **triton(options)), reference(query, keys, **options)) < 1e-5
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_triton_s_factors_equal_the_reference(options, triton, attention, error):
+    """Queries in a batch with factors of their own."""
+    query, keys, _ = attention((6, 2), 18, 20, batch=2)
+    options = {"scale": 0.3, "seen": 20, **options}
+    factors = torch.rand(2, 18, generator=torch.Generator().manual_seed(0)) + 0.1
+    found = column_maxima(*triton([query, keys]), **triton({**options, "factors": factors}))
+    assert error(found, naive.column_maxima(query, keys, **options, factors=factors)) < 1e-5
 
 
 @pytest.mark.usefixtures("small_tiles")

@@ -14,7 +14,7 @@ from kvbench.errors import UserError
 from kvbench.hf.adapter import find_output
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Budget, Card
-from kvbench.methods.eviction.criticalkv import CriticalKV, projected_norm
+from kvbench.methods.eviction.criticalkv import CriticalKV, projected_norms
 from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.registry import find_method
 from kvbench.selection import ScoredMethod
@@ -49,7 +49,7 @@ def test_norms_are_means_over_the_group(make_step):
     """Loops over query heads: the sum of absolute elements of v W, mean of the two heads that share a KV head."""
     weight, value = draw(4, 8, 20), draw(2, 2, 13, 8, seed=1)
     step = make_step(draw(2, 4, 13, 8), value, output=weight)
-    found = projected_norm(value, step, "criticalkv")
+    found = projected_norms(value, step, "criticalkv").mean(2)
     for head in range(2):
         wanted = sum((value[:, head] @ weight[i]).abs().sum(-1) for i in (2 * head, 2 * head + 1)) / 2
         assert torch.allclose(found[:, head], wanted, atol=1e-4)
