@@ -47,7 +47,7 @@ def column_maxima(
     start = 0
     for weights in _blocks(query, keys, scale, seen, window, positions, softcap, sinks):
         if factors is not None:
-            weights *= factors[:, None, None, start : start + weights.shape[3], None]
+            weights.mul_(factors[:, None, None, start : start + weights.shape[3], None])
             start += weights.shape[3]
         some = best[:, :, : weights.shape[-1]]
         torch.maximum(some, weights.amax((2, 3)), out=some)

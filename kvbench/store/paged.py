@@ -101,12 +101,18 @@ class PagedKV(SelectiveKV):
 
     def select(self, step: Step, count: int) -> Tensor:
         """The pages that each new query should read: `count` of them, its own included. [B, H_q, T, k]"""
-        assert self._bounds is not None
-        bounds = self._bounds.whole() if self.length is not None else self._bounds.held()
         return select_pages(
-            page_scores(step.query, bounds["bounds"]), count=count, page=self.page, before=self._before(step),
+            page_scores(step.query, self.get_bounds()), count=count, page=self.page, before=self.count_before(step),
             window=step.window,
         )
+
+    def get_bounds(self) -> Tensor:
+        """Minimum and maximum of the keys of each full page; of later pages too where steps have static shapes.
+
+        Returns [B, H_kv, pages, 2 * D].
+        """
+        assert self._bounds is not None
+        return (self._bounds.whole() if self.length is not None else self._bounds.held())["bounds"]
 
     def attend_pages(self, step: Step, pages: Tensor) -> Tensor:
         """Attention of the new queries over these pages and nothing else. [B, H_q, T, D_v]"""
@@ -114,10 +120,12 @@ class PagedKV(SelectiveKV):
         self._count(step, pages)
         return page_attention(
             step.query, self._buffer.tensors["key"], self._buffer.tensors["value"], pages, page=self.page,
-            before=self._before(step), scale=step.scale, window=step.window, softcap=step.softcap, sinks=step.sinks,
+            before=self.count_before(step), scale=step.scale, window=step.window, softcap=step.softcap,
+            sinks=step.sinks,
         )
 
-    def _before(self, step: Step) -> int | Tensor:
+    def count_before(self, step: Step) -> int | Tensor:
+        """Entries before the first of a step's queries; on the device where steps have static shapes."""
         return (self.n if self.length is None else self.length) - step.query.shape[2]
 
     def _count(self, step: Step, pages: Tensor) -> None:
@@ -126,13 +134,14 @@ class PagedKV(SelectiveKV):
         batch, heads, n_query, chosen = pages.shape
         bounds = self._bounds.whole()["bounds"]
         kv_heads = bounds.shape[1]
-        seen = range(self.n - n_query, self.n)
-        first = [0 if step.window is None else max(0, row - step.window + 1) // self.page for row in seen]
-        skipped = sum(max(0, row // self.page + 1 - low - chosen) for row, low in zip(seen, first, strict=True))
+        places = range(self.n - n_query, self.n)
+        first = [0 if step.window is None else max(0, row - step.window + 1) // self.page for row in places]
+        skipped = sum(max(0, row // self.page + 1 - low - chosen) for row, low in zip(places, first, strict=True))
         bound_bytes = batch * kv_heads * self._bounds.n * bounds.shape[3] * bounds.itemsize
         self.reads.update({
             "queries": n_query, "pages_read": pages.numel(), "pages_skipped": skipped * batch * heads,
-            "bytes": pages.numel() * self.page * self._entry_bytes + n_query * bound_bytes, "seen": sum(seen) + n_query,
+            "bytes": pages.numel() * self.page * self._entry_bytes + n_query * bound_bytes,
+            "seen": sum(range(self.seen - n_query, self.seen)) + n_query,
         })
         by_group = pages.unflatten(1, (kv_heads, -1)).transpose(2, 3).flatten(3)  # [B, H_kv, T, G * k]
         marks = pages.new_zeros((*by_group.shape[:3], bounds.shape[2] + 1), dtype=torch.bool)

@@ -99,16 +99,16 @@ class KVzip(Method):
         protected = self.protected(session.model, ids)
         if self.rows <= protected:
             raise UserError(
-                f"{self.card.name} keeps the {protected} tokens of the chat template before the context, so a budget of "
-                f"{self.rows} tokens per KV head leaves nothing to choose. Use --budget {protected + 1} or more, or "
+                f"{self.card.name} keeps the {protected} tokens of the chat template before the context, so a budget "
+                f"of {self.rows} tokens per KV head leaves nothing to choose. Use --budget {protected + 1} or more, or "
                 "--template none."
             )
         repeats = list(self.repeats(session.model, ids))
         longest = max(x.shape[1] for _, x in repeats)
         if ids.shape[1] + longest > session.model.max_length:
             raise UserError(
-                f"{self.card.name} repeats up to {longest} tokens after a context of {ids.shape[1]}, and model {session.model.id} "
-                f"takes at most {session.model.max_length} positions. Use a smaller --length, or "
+                f"{self.card.name} repeats up to {longest} tokens after a context of {ids.shape[1]}, and model "
+                f"{session.model.id} takes at most {session.model.max_length} positions. Use a smaller --length, or "
                 f"--set chunk_size below {self.chunk_size}."
             )
         for store in session.layers:

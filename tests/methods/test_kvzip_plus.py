@@ -52,7 +52,7 @@ class Recorder(Method):
 
 def written_out(model, context):
     """Scores in float64 of a repeat in one piece: max over queries and heads of a_ji |W_O v_i| / |h_j|."""
-    sequence = torch.cat([context, torch.tensor([[0, 0]]), context[:, SINKS:]], dim=1)  # prompt and answer: a token each
+    sequence = torch.cat([context, torch.tensor([[0, 0]]), context[:, SINKS:]], dim=1)
     recorder = Recorder()
     with Session(model, recorder) as session:
         session.prefill(sequence)
@@ -140,14 +140,9 @@ def test_steps_carry_hidden_states_only_where_they_are_asked_for():
     assert not attention._forward_pre_hooks
 
 
-def test_a_model_whose_projection_is_not_found_is_refused():
+def test_a_model_whose_projection_is_not_found_is_refused(monkeypatch):
     """The message names what is needed and another method."""
-    model, context = tiny_model(), ids(LENGTH)
     original = Session.attend
-
-    def without(self, step):
-        return original(self, replace(step, output=None))
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match="needs the weights of the output"):
-        patch.setattr(Session, "attend", without)
-        run(KVzipPlus(), model, context)
+    monkeypatch.setattr(Session, "attend", lambda self, step: original(self, replace(step, output=None)))
+    with pytest.raises(UserError, match="needs the weights of the output"):
+        run(KVzipPlus(), tiny_model(), ids(LENGTH))
