@@ -1,0 +1,120 @@
+"""Keyformer: as H2O, with noise on the logits and a temperature, so that dropped tokens do not distort the scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.constraints import Ge, Gt, Share
+from kvbench.kernels.dense_attention.torch import visible_entries
+from kvbench.method import BudgetKind, Card, Step, Upstream
+from kvbench.selection import RollingMethod
+from kvbench.store import LayerKV
+
+BLOCK_ELEMENTS = 1 << 22
+"""Logits in memory at a time."""
+
+
+@dataclass(frozen=True)
+class Keyformer(RollingMethod):
+    """Keeps, per KV head, the entries with the most accumulated noisy attention, and recent ones, at every step."""
+
+    recent: Share = 0.3
+    """Share of the budget for the most recent entries."""
+    temperature: Annotated[float, Gt(0)] = 1.0
+    """Temperature of the scores' softmax in the context."""
+    rise: Annotated[float, Ge(0)] = 0.01
+    """Added to the temperature with every token after the context."""
+    seed: int = 0
+
+    card: ClassVar[Card] = Card(
+        name="keyformer",
+        title="Keyformer: KV Cache Reduction through Key Tokens Selection for Efficient Generative Inference",
+        idea="Dropping entries moves attention to those that stay, in favor of early ones. "
+        "So scores accumulate a softmax over logits with Gumbel noise, whose temperature rises while decoding.",
+        arxiv="2403.09054",
+        year=2024,
+        family="eviction",
+        stages=("generation", "compression"),
+        budget=BudgetKind.STORED,
+        paper_budget="60%",
+        heads="indexed",
+        upstream=Upstream(repo="d-matrix-ai/keyformer-llm", commit="f327831", license="Apache-2.0"),
+        deviations=(
+            "Scores are summed over the query heads of a KV head; the paper has no grouped queries.",
+            "Dropped entries are freed; the authors' code masks them.",
+            ("Noise depends on the seed, the layer, the head and the positions of query and key, so that the size of "
+            "chunks does not matter. The sequences of a batch share it, and each has its own scores."),
+            "The tokens of a later question raise the temperature like generated tokens; the paper has one prompt.",
+        ),
+        unverified=(
+            "rise: the default of the authors' code; the paper divides a rise from 1 to 2 by the tokens to generate.",
+        ),
+        limits=(
+            "A number is drawn for every pair of query and key in every head, which takes longer than the attention.",
+        ),
+    )
+
+    def minimum_entries(self) -> int:
+        """One entry to choose and one recent entry."""
+        return 2
+
+    def layer(self, index: int) -> LayerKV:
+        """A store with scores and positions, in which entries are dropped in place."""
+        del index
+        return LayerKV(entry_state=("score",), track=True, bounded=True)
+
+    def attend(self, kv: LayerKV, step: Step) -> Tensor:
+        """Attention over every entry, after adding the scores of the new queries. [B, H_q, T, D_v]"""
+        if self.rows is not None:
+            kv.get_entry_state("score").add_(self.noisy_sums(kv, step))
+        return kv.attend(step)
+
+    def score(self, kv: LayerKV, step: Step, entries: int) -> Tensor:
+        """Accumulated scores; infinite for recent entries. [B, H_kv, n]"""
+        assert kv.positions is not None
+        recent = kv.positions >= step.seen - round(entries * self.recent)
+        return kv.get_entry_state("score").masked_fill(recent, torch.inf)
+
+    def noisy_sums(self, kv: LayerKV, step: Step) -> Tensor:
+        """The softmax of noisy logits, summed over the new queries and the heads of the group. [B, H_kv, n] float32"""
+        assert kv.positions is not None and self.length is not None
+        keys, count = kv.keys, step.query.shape[2]
+        before = kv.n - count
+        sums = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
+        queries = step.query.unflatten(1, (keys.shape[1], -1))  # [B, H_kv, G, T, D]
+        size = max(1, BLOCK_ELEMENTS // (queries.shape[:3].numel() * kv.n))
+        for start in range(0, count, size):
+            stop = min(start + size, count)
+            some, high = queries[:, :, :, start:stop], before + stop
+            logits = (some.flatten(2, 3) @ keys[:, :, :high].mT).float().unflatten(2, some.shape[2:4]) * step.scale
+            if step.softcap is not None:
+                logits = step.softcap * torch.tanh(logits / step.softcap)
+            positions = kv.positions[:, :, :high]
+            first = step.seen - count + start
+            mask = visible_entries(before + start, stop - start, high, step.window, positions, first, keys.device)
+            logits = logits + self.draw_noise(step, range(first, first + stop - start), positions)
+            after = torch.arange(first, first + stop - start, device=keys.device) - self.length + 1
+            logits = logits / (self.temperature + self.rise * after.clamp_min(0))[:, None]
+            logits = logits.masked_fill(~(mask if mask.dim() == 2 else mask[:, :, None]), -torch.inf)
+            sums[:, :, :high] += logits.softmax(-1).sum((2, 3))
+        return sums
+
+    def draw_noise(self, step: Step, queries: range, positions: Tensor) -> Tensor:
+        """Gumbel noise by query head, query and key, the same wherever a pair occurs. [B, H_kv, G, t, n]
+
+        queries: positions of the queries. positions: of the keys, [B, H_kv, n].
+        """
+        heads, kv_heads = step.query.shape[1], positions.shape[1]
+        drawn = []
+        for query in queries:
+            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + step.layer) * 1_000_003 + query)
+            exponential = torch.empty(query + 1, heads).exponential_(generator=generator)
+            at = positions.clamp_max(query).long().cpu()  # later keys are masked
+            by_key = exponential.T.unflatten(0, (kv_heads, -1))  # [H_kv, G, query + 1]
+            index = at[:, :, None].expand(-1, -1, by_key.shape[1], -1)
+            drawn.append(by_key.expand(len(at), -1, -1, -1).gather(-1, index))
+        return -torch.stack(drawn, dim=3).log().to(positions.device)
