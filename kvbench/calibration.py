@@ -32,9 +32,14 @@ def calibrate(
     recorder: the full cache; leaves sums over the text in the layers' `state`. summarize: of a layer's state and the
     number of tokens.
     """
-    key = type(recorder), model.sha256, model.dtype, tokens
+    return remember(type(recorder), model, tokens, lambda: measure(model, recorder, tokens, summarize))
+
+
+def remember(kind: type, model: Model, tokens: int, find: Callable[[], tuple[Tensor, ...]]) -> str:
+    """Find a tensor for every layer, once per process, kind of method, model and number of tokens; their hash."""
+    key = kind, model.sha256, model.dtype, tokens
     if key not in _HASHES:
-        found = measure(model, recorder, tokens, summarize)
+        found = find()
         _HASHES[key] = hashlib.sha256(b"".join(x.cpu().numpy().tobytes() for x in found)).hexdigest()
         _FOUND[_HASHES[key]] = found
     return _HASHES[key]
