@@ -281,6 +281,9 @@ class Method:
         """Run the context. Logits of the last position. [B, V]"""
         return session.run_chunks(chunks, Moment.CONTEXT_END)
 
+    def begin_question(self, session: Session, ids: Tensor) -> None:
+        """Prepare for a question, before it is run. Not called where the context held the question. ids: [B, T]"""
+
     def generate(self, session: Session, max_new_tokens: int, stop: frozenset[int]) -> Tokens:
         """Generate tokens from the session's last logits, greedily."""
         return session.greedy(max_new_tokens, stop)

@@ -151,7 +151,10 @@ class Session:
 
     def question_passes(self, query: Sequence[int] | Tensor, max_new_tokens: int) -> Passes[None]:
         """The passes of `question`."""
-        ids = torch.cat([self._ids(self._pending), self._ids(query)], dim=1)
+        asked = self._ids(query)
+        if asked.shape[1]:
+            self.method.begin_question(self, asked)
+        ids = torch.cat([self._ids(self._pending), asked], dim=1)
         if ids.shape[1]:
             if self.recompress:
                 self.method.require_recompressible()

@@ -1,0 +1,60 @@
+"""Several compressed caches of one context in host memory, of which one is on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvbench.store.entries import FlatEntries
+from kvbench.store.facts import Fact
+from kvbench.store.layer import LayerKV
+
+
+@dataclass
+class EpisodicKV(LayerKV):
+    """One layer: the chosen episode's entries of the context, and after them the entries of later turns."""
+
+    episodes: list[dict[str, Tensor]] = field(default_factory=list, init=False)
+    """Entries of the context by episode, on the host: key, value and, where there is a window, position."""
+    loads: int = field(default=0, init=False)
+    """Episodes that were moved to the device."""
+
+    def adopt(
+        self, episodes: Sequence[dict[str, Tensor]], *, seen: int, window: int | None, device: torch.device
+    ) -> None:
+        """Hold these caches of a context of `seen` tokens. Tensors: [B, H_kv, n, ...], already on the host."""
+        self.episodes, self.seen, self._window = list(episodes), seen, window
+        first = episodes[0]
+        self.track = self.track or "position" in first
+        held = seen if window is None else min(seen, window)
+        self.dropped += first["key"].shape[:2].numel() * (held - first["key"].shape[2])
+        empty = {name: x[:, :, :0].to(device) for name, x in first.items() if name != "position" or self.track}
+        self._replace(empty, max(0, self.capacity - self.seen))
+
+    def load(self, chosen: Sequence[int], device: torch.device) -> None:
+        """Put the episode that each sequence has chosen in the place of the one before."""
+        parts = {
+            name: torch.stack([self.episodes[x][name][row] for row, x in enumerate(chosen)]).to(device)
+            for name in self.episodes[0]
+        }
+        heads, count = parts["key"].shape[:2].numel(), parts["key"].shape[2]
+        offsets = torch.arange(heads + 1, dtype=torch.int32, device=device) * count
+        flat = {name: x.flatten(0, 2) for name, x in parts.items()}
+        self.frozen = FlatEntries(flat["key"], flat["value"], offsets, [count] * heads, flat.get("position"), None)
+        self.loads += 1
+
+    def host_tensors(self) -> list[Tensor]:
+        """The entries of all episodes."""
+        return [x for episode in self.episodes for x in episode.values()]
+
+    def close(self) -> None:
+        """Free the entries of all episodes."""
+        super().close()
+        self.episodes = []
+
+    def facts(self) -> dict[str, Fact]:
+        """Counters for the effect check, by name."""
+        return {**super().facts(), "episodes_loaded": Fact(self.loads)}
