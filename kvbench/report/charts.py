@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from kvbench.runs.results import Result
 Spec = dict[str, Any]
 Point = dict[str, Any]
 
+QUARTER = re.compile(r"-q([1-4])@")
+"""In the id of a scorer: the quarter of the reference answer that it looks at."""
 RANDOM = "random"
 """The method that keeps random entries; every method should score above its line."""
 LABEL_SPACING = (0.12, 0.05)
@@ -160,22 +163,52 @@ def draw_turns(entries: Sequence[GroupedRun]) -> Spec | None:
     Raises:
         UserError: Altair is not installed.
     """
-    alt = load_extra("altair", extra="report", what="a chart")
-    cells = [
-        {"label": x.label, "turn": turn, "score": part.mean, "n": part.n}
+    return _draw_cells("turn", "Mean score of each turn.", [
+        {"label": x.label, "turn": turn, "score": part.mean}
         for x in entries if x.measured and len(x.result.score.by_turn) > 1
         for turn, part in enumerate(x.result.score.by_turn, 1) if part.mean is not None
-    ]
+    ])
+
+
+def draw_quarters(entries: Sequence[GroupedRun]) -> Spec | None:
+    """Draw the score of each quarter of the answer, one line of cells per run. Returns None if no task measures it.
+
+    Raises:
+        UserError: Altair is not installed.
+    """
+    return _draw_cells("quarter of the answer", "Mean score of each quarter of the reference answer.", [
+        {"label": x.label, "quarter of the answer": int(found[1]), "score": score}
+        for x in entries if x.measured for name, score in sorted(x.result.scores.items())
+        if (found := QUARTER.search(name)) is not None
+    ])
+
+
+def draw_distances(entries: Sequence[GroupedRun]) -> Spec | None:
+    """Draw the top-1 agreement by position in the answer, one line of cells per run. Returns None for short answers.
+
+    Raises:
+        UserError: Altair is not installed.
+    """
+    return _draw_cells("from token", "Top-1 agreement with the full cache, by position in the reference answer.", [
+        {"label": x.label, "from token": part.start, "score": part.top1}
+        for x in entries if x.result.status == "ok" and x.result.agreement is not None
+        for part in x.result.agreement.by_distance
+    ])
+
+
+def _draw_cells(axis: str, about: str, cells: list[Point]) -> Spec | None:
+    """One line of cells per label; the field `axis` is the column and `score` the number in the cell."""
     if not cells:
         return None
+    alt = load_extra("altair", extra="report", what="a chart")
     labels = list(dict.fromkeys(x["label"] for x in cells))
     base = alt.Chart(alt.NamedData("cells")).encode(
-        x=alt.X("turn:O", axis=alt.Axis(labelAngle=0, orient="top")),
+        x=alt.X(f"{axis}:O", axis=alt.Axis(labelAngle=0, orient="top")),
         y=alt.Y("label:N", title=None, sort=labels, axis=alt.Axis(labelLimit=170)),
-        tooltip=["label:N", "turn:O", "score:Q", "n:Q"],
+        tooltip=["label:N", f"{axis}:O", "score:Q"],
     )
-    chart = color_cells(base, [x.mean for entry in entries for x in entry.result.score.by_turn if x.mean is not None])
-    spec = finish(widen(chart.properties(height=15 * len(labels)), "Mean score of each turn."))
+    chart = color_cells(base, [x["score"] for x in cells])
+    spec = finish(widen(chart.properties(height=15 * len(labels)), about))
     return spec | {"datasets": {"cells": cells}}
 
 

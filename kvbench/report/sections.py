@@ -13,7 +13,7 @@ from kvbench.analysis.formatting import format_p
 from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import conversation_share, cut_share, distinct_read_share, read_share, stored_share
 from kvbench.analysis.significance import ALPHA
-from kvbench.report.charts import COSTS, draw_cost, draw_turns
+from kvbench.report.charts import COSTS, draw_cost, draw_distances, draw_quarters, draw_turns
 from kvbench.report.grid import Grid, draw_grid, list_scores
 from kvbench.report.group import VISIBILITIES, GroupedRun
 from kvbench.report.page import write_chart, write_download, write_page
@@ -119,7 +119,12 @@ def write_group(entries: Sequence[GroupedRun], name: str) -> str:
         write_chart(draw_cost(entries, cost), f"{name}-cost-{i}", f"Score against {cost.name}")
         for i, cost in enumerate(COSTS)
     )
-    turns = write_chart(draw_turns(entries), f"{name}-turns", "Score by turn")
+    cells = "".join(
+        write_chart(draw(entries), f"{name}-{key}", title) for draw, key, title in (
+            (draw_turns, "turns", "Score by turn"), (draw_quarters, "quarters", "Score by quarter of the answer"),
+            (draw_distances, "distances", "Top-1 agreement with the full cache, by position in the answer"),
+        )
+    )
     slow = "" if result.spec.device != "cpu" else (
         '<p class="note">Times on a shared CPU are not comparable between runs.</p>\n'
     )
@@ -139,7 +144,7 @@ def write_group(entries: Sequence[GroupedRun], name: str) -> str:
     return (
         f'<section id="{name}">\n<h2>{escape(name_group(result))}</h2>\n'
         f"<details><summary>Protocol of these runs</summary>\n<dl>{terms}</dl></details>\n"
-        f'{doubts}<div class="charts">\n{costs}</div>\n{slow}{rows}<div class="narrow">{turns}</div>\n'
+        f'{doubts}<div class="charts">\n{costs}</div>\n{slow}{rows}<div class="narrow">{cells}</div>\n'
         f"<details><summary>Settings, versions and commits of these runs</summary>\n{runs}</details>\n</section>\n"
     )
 

@@ -23,12 +23,13 @@ from kvbench.analysis.shares import read_share, stored_share
 from kvbench.cli import call
 from kvbench.errors import UserError
 from kvbench.report import charts, page
-from kvbench.report.charts import COSTS, draw_cost, draw_turns
+from kvbench.report.charts import COSTS, draw_cost, draw_distances, draw_quarters, draw_turns
 from kvbench.report.grid import draw_grid, draw_picture, list_cells, read_grid
 from kvbench.report.group import GroupedRun, find_frontier, group_runs, label_results
 from kvbench.report.sections import HEAD, write_report
 from kvbench.report.sections import list_cells as list_row
 from kvbench.report.table import TableCell, write_table
+from kvbench.runs.journal import Agreement, AgreementPart
 from kvbench.runs.results import Result
 
 GRID = f"{Path(__file__).parents[1] / 'toys' / 'grid.py'}:Cells"
@@ -244,6 +245,21 @@ def test_turn_chart_shows_every_turn(groups):
     assert [x["score"] for x in cells] == [part.mean for x in entries for part in x.result.score.by_turn]
     single = entries[0].result.score.model_copy(update={"by_turn": entries[0].result.score.by_turn[:1]})
     assert draw_turns([GroupedRun(entries[0].result.model_copy(update={"score": single}), "x")]) is None
+
+
+def test_position_charts_show_quarters_and_distances(groups):
+    """A cell per quarter of a task that measures them, and per part of a long answer; others have no chart."""
+    entry = max(groups, key=len)[0]
+    assert draw_quarters([entry]) is None
+    assert draw_distances([entry]) is None
+    scores = {"growth-lines@1": 0.5, **{f"growth-lines-q{i}@1": i / 10 for i in (2, 1, 3, 4)}}
+    parts = tuple(AgreementPart(start=x, top1=1 - x / 1000, kl=0.0, n=64) for x in (0, 64, 128))
+    agreement = Agreement(top1=0.9, kl=0.0, n=192, by_distance=parts)
+    changed = GroupedRun(entry.result.model_copy(update={"scores": scores, "agreement": agreement}), "x")
+    cells = draw_quarters([changed])["datasets"]["cells"]
+    assert [(x["quarter of the answer"], x["score"]) for x in cells] == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
+    cells = draw_distances([changed])["datasets"]["cells"]
+    assert [(x["from token"], x["score"]) for x in cells] == [(0, 1.0), (64, 0.936), (128, 0.872)]
 
 
 # Pages

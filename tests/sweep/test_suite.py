@@ -65,7 +65,7 @@ def test_a_bundled_suite_can_run(name):
 
 def test_the_offline_suites_exist():
     """One for each kind of task."""
-    assert {"ruler-mini", "scbench-mini", "growth-mini"} <= set(NAMES)
+    assert {"ruler-mini", "scbench-mini", "growth-mini", "decode"} <= set(NAMES)
 
 
 def test_the_sizes_of_published_suites():
