@@ -253,13 +253,13 @@ def test_position_charts_show_quarters_and_distances(groups):
     assert draw_quarters([entry]) is None
     assert draw_distances([entry]) is None
     scores = {"growth-lines@1": 0.5, **{f"growth-lines-q{i}@1": i / 10 for i in (2, 1, 3, 4)}}
-    parts = tuple(AgreementPart(start=x, top1=1 - x / 1000, kl=0.0, n=64) for x in (0, 64, 128))
+    parts = tuple(AgreementPart(start=x, top1=1 - x / 256, kl=0.0, n=64) for x in (0, 64, 128))
     agreement = Agreement(top1=0.9, kl=0.0, n=192, by_distance=parts)
     changed = GroupedRun(entry.result.model_copy(update={"scores": scores, "agreement": agreement}), "x")
     cells = draw_quarters([changed])["datasets"]["cells"]
     assert [(x["quarter of the answer"], x["score"]) for x in cells] == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
     cells = draw_distances([changed])["datasets"]["cells"]
-    assert [(x["from token"], x["score"]) for x in cells] == [(0, 1.0), (64, 0.936), (128, 0.872)]
+    assert [(x["from token"], x["score"]) for x in cells] == [(0, 1.0), (64, 0.75), (128, 0.5)]
 
 
 # Pages
