@@ -106,7 +106,7 @@ class TurnRecord(BaseModel):
         return self
 
 
-class Record(BaseModel):
+class TaskRecord(BaseModel):
     """One line of the JSONL file."""
 
     model_config = STRICT
@@ -122,7 +122,7 @@ class Records:
 
     path: Path
     sha256: str
-    valid: dict[int, Record]
+    valid: dict[int, TaskRecord]
     errors: dict[int, str]
 
 
@@ -170,7 +170,7 @@ class CustomTask(Task):
             f"A run asks {turns} questions about every context: use --turns {few} or fewer, or leave short records out."
         )
 
-    def compose(self, record: Record, turns: int) -> Example:
+    def compose(self, record: TaskRecord, turns: int) -> Example:
         """Build the example of a record, with its first `turns` turns and its whole context."""
         table = self.table
         made = []
@@ -294,7 +294,7 @@ def _read_records(path: Path, stamp: tuple[int, ...]) -> Records:  # noqa: ARG00
     for line, text in enumerate(data.split(b"\n"), 1):
         if text.strip():
             try:
-                valid[line] = Record.model_validate_json(text)
+                valid[line] = TaskRecord.model_validate_json(text)
             except ValidationError as error:
                 errors[line] = explain(error).replace(" at line 1 column ", " at column ")
     return Records(path, hashlib.sha256(data).hexdigest(), valid, errors)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kvbench.custom import Record, Table
+from kvbench.custom import Table, TaskRecord
 from kvbench.errors import UserError
 from kvbench.hf import load_tokenizer
 from kvbench.methods.baseline.full import Full
@@ -266,7 +266,7 @@ def test_a_file_without_records_is_refused(write):
 def test_whatever_a_line_holds_is_a_record_or_an_error(value):
     """No other exception is raised, and required texts are not empty."""
     try:
-        record = Record.model_validate_json(json.dumps(value))
+        record = TaskRecord.model_validate_json(json.dumps(value))
     except ValidationError:
         return
     assert record.context.strip() and record.turns

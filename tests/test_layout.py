@@ -6,6 +6,7 @@ import ast
 import functools
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -145,6 +146,16 @@ def test_nobody_asks_which_method_it_is():
         and {x.id for x in ast.walk(node.args[1]) if isinstance(x, ast.Name)} & classes
     ]
     assert found == []
+
+
+def test_no_two_classes_of_the_harness_share_a_name():
+    """One noun stands for one thing."""
+    names = [
+        node.name for path, tree in modules().items() if path.startswith("kvbench/")
+        for node in tree.body if isinstance(node, ast.ClassDef)
+    ]
+    assert len(names) > 300
+    assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
 def test_no_drawer_for_odds_and_ends():

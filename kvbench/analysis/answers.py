@@ -46,7 +46,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Answers:
+class CommonQuestions:
     """The questions that all given runs answered."""
 
     specs: tuple[RunSpec, ...]
@@ -55,7 +55,7 @@ class Answers:
     """Questions that only one of the runs was asked."""
 
 
-def read_asked(folders: Sequence[Path]) -> Answers:
+def read_asked(folders: Sequence[Path]) -> CommonQuestions:
     """Read the answers of one or two runs, finished or not; of two runs the changed answers come first.
 
     Raises:
@@ -79,7 +79,7 @@ def read_asked(folders: Sequence[Path]) -> Answers:
         )
     asked = [_ask([x[key] for x in found]) for key in common]
     asked.sort(key=lambda x: (not x.changed, -x.shift, x.index, x.turn))
-    return Answers(specs, tuple(asked), len(set.union(*(set(x) for x in found))) - len(common))
+    return CommonQuestions(specs, tuple(asked), len(set.union(*(set(x) for x in found))) - len(common))
 
 
 def _ask(lines: Sequence[Line]) -> Asked:
@@ -88,7 +88,7 @@ def _ask(lines: Sequence[Line]) -> Asked:
     return Asked(first.sample, first.index, first.turn, question, first.references, tuple(lines))
 
 
-def choose(answers: Answers, *, wrong: bool, sample: str | None) -> list[Asked]:
+def choose(answers: CommonQuestions, *, wrong: bool, sample: str | None) -> list[Asked]:
     """The questions to show.
 
     Args:

@@ -26,7 +26,7 @@ BLOCK = 32
 
 
 @dataclass
-class Answers:
+class AnswerTimes:
     """Seconds of every round by quantity, and the memory of the last round."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -46,12 +46,12 @@ class Answers:
 
 def time_answers(
     job: BenchJob, methods: Mapping[str, Method], length: int, batches: Mapping[str, int]
-) -> dict[str, Answers | Failure]:
+) -> dict[str, AnswerTimes | Failure]:
     """Time answers of all methods in turn, round by round, after one warm-up round.
 
     No round is started after the deadline.
     """
-    found: dict[str, Answers | Failure] = {name: Answers() for name in methods}
+    found: dict[str, AnswerTimes | Failure] = {name: AnswerTimes() for name in methods}
     run = _denoise if job.setting.model.kind == "diffusion" else _answer
     names = list(methods)
     rounds = job.rounds["end-to-end"]
@@ -74,12 +74,12 @@ def time_answers(
             elif number == 0:
                 answers.forget()
     return {
-        name: Failure("skipped", OUT_OF_TIME) if isinstance(x, Answers) and not x.seconds else x
+        name: Failure("skipped", OUT_OF_TIME) if isinstance(x, AnswerTimes) and not x.seconds else x
         for name, x in found.items()
     }
 
 
-def _answer(setting: Setting, method: Method, length: int, batch: int, answers: Answers) -> None:
+def _answer(setting: Setting, method: Method, length: int, batch: int, answers: AnswerTimes) -> None:
     device = setting.model.device
     with open_context(setting, method, length, batch) as context:
         assert context.prefill_s is not None, "end-to-end timing runs the prompt"
@@ -93,7 +93,7 @@ def _answer(setting: Setting, method: Method, length: int, batch: int, answers: 
         answers.memory, answers.device_memory = context.session.memory(), context.device_memory
 
 
-def _denoise(setting: Setting, method: Method, length: int, batch: int, answers: Answers) -> None:
+def _denoise(setting: Setting, method: Method, length: int, batch: int, answers: AnswerTimes) -> None:
     device = setting.model.device
     prompt, sampling = setting.tokens(batch, length, seed=1), Sampling(steps=STEPS, block=BLOCK)
     started = now(device)

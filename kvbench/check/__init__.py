@@ -1,6 +1,6 @@
 """Invariants of methods and audits of tasks: the checks of `kvbench check`."""
 
-from kvbench.check.invariants import INVARIANTS, POLICY_INVARIANTS, Outcome, check
+from kvbench.check.invariants import INVARIANTS, POLICY_INVARIANTS, InvariantOutcome, check
 from kvbench.check.trial import NotApplicableError
 
-__all__ = ["INVARIANTS", "POLICY_INVARIANTS", "NotApplicableError", "Outcome", "check"]
+__all__ = ["INVARIANTS", "POLICY_INVARIANTS", "InvariantOutcome", "NotApplicableError", "check"]

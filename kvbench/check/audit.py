@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ExampleFault:
     """One problem of one example."""
 
     row: str
@@ -39,30 +39,30 @@ class Audit:
     """Tokens of the shortest and of the longest first prompt with its answer; None: there is no example."""
     cut: int
     """Examples whose middle is cut."""
-    findings: list[Finding]
+    findings: list[ExampleFault]
 
 
 def audit_rows(table: Table, rows: Records, tokenizer: PreTrainedTokenizerBase) -> Audit:
     """Audit every line of a custom task."""
     task = make_task(table, rows, find_scorer)()
-    findings = [Finding("", line, None, what) for line, what in rows.errors.items()]
+    findings = [ExampleFault("", line, None, what) for line, what in rows.errors.items()]
     examples, sizes = [], []
     for line, row in rows.valid.items():
         example = task.compose(row, len(row.turns))
         sizes.append(task.count(example, tokenizer))
         if sizes[-1] > table.length and table.truncation == "none":
-            findings.append(Finding(example.id, line, None, _too_long(sizes[-1], table.length)))
+            findings.append(ExampleFault(example.id, line, None, _too_long(sizes[-1], table.length)))
         elif sizes[-1] > table.length:
             try:
                 example = task.cut(example, table.length, tokenizer)
             except UserError as error:
-                findings.append(Finding(example.id, line, None, str(error)))
+                findings.append(ExampleFault(example.id, line, None, str(error)))
         examples.append(example)
         where = "the context after the cut" if "cut_tokens" in example.facts else "the context"
         for index, (asked, turn) in enumerate(zip(row.turns, example.turns, strict=True)):
             claimed = table.answer_in_context if asked.answer_in_context is None else asked.answer_in_context
             if claimed and not any(x in example.context for x in turn.references):
-                findings.append(Finding(example.id, line, index, f"the answer is not in {where}"))
+                findings.append(ExampleFault(example.id, line, index, f"the answer is not in {where}"))
     findings += _compare(examples, list(rows.valid))
     return _sum_up(examples, sizes, sorted(findings, key=lambda x: (x.line or 0, x.turn or 0)))
 
@@ -82,15 +82,15 @@ def audit_task(task: Task, tokenizer: PreTrainedTokenizerBase, samples: int) -> 
     frame = task.frame(tokenizer)
     sizes = [count_prompt(task, x, tokenizer, frame) + x.turns[0].max_new_tokens for x in examples]
     findings = [
-        Finding(x.id, None, None, _too_long(size, length))
+        ExampleFault(x.id, None, None, _too_long(size, length))
         for x, size in zip(examples, sizes, strict=True) if size > length
     ]
-    findings += [Finding(x.id, None, None, "the context is empty") for x in examples if not x.context.strip()]
+    findings += [ExampleFault(x.id, None, None, "the context is empty") for x in examples if not x.context.strip()]
     findings += _compare(examples, [None] * len(examples))
     return _sum_up(examples, sizes, findings)
 
 
-def _sum_up(examples: Sequence[Example], sizes: Sequence[int], findings: list[Finding]) -> Audit:
+def _sum_up(examples: Sequence[Example], sizes: Sequence[int], findings: list[ExampleFault]) -> Audit:
     return Audit(
         len(examples), sum(len(x.turns) for x in examples), (min(sizes), max(sizes)) if sizes else None,
         sum(bool(x.facts.get("cut_tokens")) for x in examples), findings,
@@ -101,21 +101,21 @@ def _too_long(size: int, length: int) -> str:
     return f"{size} tokens with its answer, more than the length of {length}"
 
 
-def _compare(examples: Sequence[Example], lines: Sequence[int | None]) -> Iterator[Finding]:
+def _compare(examples: Sequence[Example], lines: Sequence[int | None]) -> Iterator[ExampleFault]:
     """Find ids and questions that occur twice, and questions that contain their answer."""
     ids: dict[str, int] = {}
     for number, (example, line) in enumerate(zip(examples, lines, strict=True)):
         first = ids.setdefault(example.id, number)
         if first != number:
             where = f"line {lines[first]}" if line is not None else f"example {first}"
-            yield Finding(example.id, line, None, f"{where} has the same id")
+            yield ExampleFault(example.id, line, None, f"{where} has the same id")
         asked: dict[str, int] = {}
         for index, turn in enumerate(example.turns):
             before = asked.setdefault(turn.question.strip(), index)
             if before != index:
-                yield Finding(example.id, line, index, f"turn {before} asks the same question")
+                yield ExampleFault(example.id, line, index, f"turn {before} asks the same question")
             if leak := _find_leak(turn):
-                yield Finding(example.id, line, index, f"the question contains the answer {leak!r}")
+                yield ExampleFault(example.id, line, index, f"the question contains the answer {leak!r}")
 
 
 def _find_leak(turn: Turn) -> str | None:

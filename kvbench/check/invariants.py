@@ -60,7 +60,7 @@ POLICY_INVARIANTS: dict[str, Callable[[Policy], str]] = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class InvariantOutcome:
     """The outcome of one invariant."""
 
     name: str
@@ -69,7 +69,7 @@ class Outcome:
     seconds: float
 
 
-def check(kind: type[Method], settings: dict[str, object] | None = None) -> list[Outcome]:
+def check(kind: type[Method], settings: dict[str, object] | None = None) -> list[InvariantOutcome]:
     """Test every invariant on a method. A failure or an exception becomes an outcome, never a traceback."""
     method = kind(**(settings or {}))  # type: ignore[arg-type]  # the subclass's own fields
     trials: Mapping[str, Callable[[Any], str]] = POLICY_INVARIANTS if kind.card.models == "diffusion" else INVARIANTS
@@ -84,5 +84,5 @@ def check(kind: type[Method], settings: dict[str, object] | None = None) -> list
             detail, passed = str(failure) or "failed", False
         except (UserError, Exception) as error:  # noqa: BLE001  # a user's method may raise anything
             detail, passed = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", False
-        outcomes.append(Outcome(name, passed, detail, time.perf_counter() - started))
+        outcomes.append(InvariantOutcome(name, passed, detail, time.perf_counter() - started))
     return outcomes

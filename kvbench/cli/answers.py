@@ -14,7 +14,7 @@ from kvbench.cli.output import print_json
 from kvbench.errors import UserError
 
 if TYPE_CHECKING:
-    from kvbench.analysis.answers import Answers, Asked
+    from kvbench.analysis.answers import Asked, CommonQuestions
     from kvbench.runs.journal import Line
     from kvbench.runs.spec import RunSpec
 
@@ -100,7 +100,7 @@ def _visible(text: str) -> str:
     return "".join(x if x.isprintable() else "\N{REPLACEMENT CHARACTER}" for x in shown)
 
 
-def _summarize(found: Answers, shown: list[Asked]) -> str:
+def _summarize(found: CommonQuestions, shown: list[Asked]) -> str:
     asked = found.asked
     parts = [f"{len(shown)} of {len(asked)} questions shown", f"{sum(x.wrong for x in asked)} with a wrong answer"]
     if len(found.specs) > 1:

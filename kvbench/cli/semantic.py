@@ -13,7 +13,7 @@ from kvbench.cli.output import print_json
 from kvbench.errors import MOST, MOST_SEED, unknown
 
 if TYPE_CHECKING:
-    from kvbench.trace.semantic import Matrix, Outcome
+    from kvbench.trace.semantic import CacheQuality, Matrix
 
 EMBEDDER, WORDS = "minilm", "words"
 
@@ -94,6 +94,6 @@ def _find_embed(name: str) -> Callable[[list[str]], Matrix]:
     return embed
 
 
-def _row(x: Outcome) -> tuple[str, ...]:
+def _row(x: CacheQuality) -> tuple[str, ...]:
     precision = "no hit" if x.precision is None else f"{x.precision:.3f}"
     return x.cache, x.threshold, f"{x.hit_rate:.3f}", precision, f"{x.recall:.3f}", f"{x.score:.3f}"

@@ -15,7 +15,7 @@ from kvbench.errors import UserError, unknown
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvbench.report.suggest import Answer, Question, Standing, Technique
+    from kvbench.report.suggest import Question, Standing, Suggestion, Technique
     from kvbench.runs.results import Result
 
 
@@ -102,7 +102,7 @@ def _read_question(
     return Question(model, Mode(mode), Axis(name), limit.value, task, rest[0].visibility if visibility else None)
 
 
-def _print_answer(answer: Answer) -> None:
+def _print_answer(answer: Suggestion) -> None:
     from kvbench.analysis.formatting import print_table
     from kvbench.report.suggest import describe_lead
 
@@ -142,7 +142,7 @@ def _place(technique: Technique) -> str:
     return "" if technique.place is None else f"{'=' if technique.tied else ''}{technique.place}. "
 
 
-def _describe(answer: Answer) -> dict[str, Any]:
+def _describe(answer: Suggestion) -> dict[str, Any]:
     return {
         "question": asdict(answer.question), "verdict": answer.verdict,
         "techniques": [

@@ -18,7 +18,7 @@ from kvbench.findings import attention, compressed, entries, passes, questions
 from kvbench.findings.numbers import spearman
 from kvbench.findings.observe import Observer, Values, observe
 from kvbench.findings.records import CheckResult, Decision, FindingResult, join_verdicts
-from kvbench.findings.statements import Check, Statement
+from kvbench.findings.statements import StatisticCheck, Statement
 from kvbench.hf import Model
 from kvbench.hf.config import quiet
 from kvbench.runs.stats import bootstrap_interval
@@ -184,7 +184,7 @@ def judge(plan: Plan, measured: dict[int, dict[str, Values]]) -> tuple[FindingRe
     return tuple(found)
 
 
-def _judge_check(check: Check, values: Sequence[Values]) -> CheckResult:
+def _judge_check(check: StatisticCheck, values: Sequence[Values]) -> CheckResult:
     """The check holds if the whole interval over texts satisfies it, and does not hold if none of it does."""
     numbers = _numbers(check, values)
     low, high = bootstrap_interval([[x] for x in numbers])
@@ -198,7 +198,7 @@ def _judge_check(check: Check, values: Sequence[Values]) -> CheckResult:
     return CheckResult(rule=check.rule, mean=fmean(numbers), ci95=(low, high), texts=tuple(numbers), verdict=verdict)
 
 
-def _numbers(check: Check, values: Sequence[Values]) -> list[float]:
+def _numbers(check: StatisticCheck, values: Sequence[Values]) -> list[float]:
     """One number per text; for `agreement`, the rank correlation of a text's layers with the next text's."""
     if check.agreement is not None:
         rows = [torch.tensor(x[check.value], dtype=torch.float64) for x in values]

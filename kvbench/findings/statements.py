@@ -13,7 +13,7 @@ from kvbench.toml import STRICT, read_toml
 FILE = HERE / "findings" / "findings.toml"
 
 
-class Check(BaseModel):
+class StatisticCheck(BaseModel):
     """A statistic with one bound, another statistic that it exceeds, or the agreement of its layers between texts."""
 
     model_config = STRICT
@@ -67,7 +67,7 @@ class Statement(BaseModel):
     remark: str = ""
     """Differences that may explain why it does not hold, and whether they were measured."""
     figure: Figure | None = None
-    checks: list[Check] = Field(min_length=1)
+    checks: list[StatisticCheck] = Field(min_length=1)
 
 
 class Statements(BaseModel):

@@ -61,7 +61,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Protocol:
+class ProtocolRuns:
     """Runs of the same questions."""
 
     key: str
@@ -85,7 +85,7 @@ class Protocol:
 class Standing:
     """A technique under one protocol: its largest run within the limit."""
 
-    protocol: Protocol
+    protocol: ProtocolRuns
     run: FinishedRun
     difference: Difference | None
     """To the full cache; None: there is no run of it."""
@@ -142,7 +142,7 @@ class Technique:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Suggestion:
     """The techniques within the limit, best first, and the reasons why the answer may not hold."""
 
     question: Question
@@ -187,14 +187,14 @@ class Answer:
 class Judged:
     """A protocol at one limit."""
 
-    protocol: Protocol
+    protocol: ProtocolRuns
     standings: Mapping[str, Standing]
     """By technique."""
     unranked: str | None
     """Why the techniques are not ranked; None: they are."""
 
 
-def describe_lead(technique: Technique, answer: Answer) -> str:
+def describe_lead(technique: Technique, answer: Suggestion) -> str:
     """Under how many protocols a technique is among the best."""
     if technique.place is None:
         return "not among the best" if answer.ranked else "not ranked"
@@ -204,12 +204,12 @@ def describe_lead(technique: Technique, answer: Answer) -> str:
 class Guide:
     """Answers questions from runs. Each protocol is judged once per limit."""
 
-    def __init__(self, protocols: Iterable[Protocol]) -> None:
+    def __init__(self, protocols: Iterable[ProtocolRuns]) -> None:
         self.protocols = tuple(protocols)
         self.labels = label_techniques([x.result for protocol in self.protocols for x in protocol.runs])
         self._judged: dict[tuple[str, Axis, float], Judged] = {}
 
-    def answer(self, question: Question) -> Answer:
+    def answer(self, question: Question) -> Suggestion:
         """Order the techniques of the matching protocols: by place, then by their largest loss."""
         judged = [
             self.judge(x, question.axis, question.limit) for x in self.protocols if question.fits(x.example)
@@ -229,16 +229,16 @@ class Guide:
             for label, some in standings.items()
         ]
         techniques.sort(key=lambda x: (-x.leads, -len(x.standings), max(map(_loss, x.standings)), x.label))
-        return Answer(question, tuple(judged), tuple(techniques), tuple(self._list_limits(question, judged)))
+        return Suggestion(question, tuple(judged), tuple(techniques), tuple(self._list_limits(question, judged)))
 
-    def judge(self, protocol: Protocol, axis: Axis, limit: float) -> Judged:
+    def judge(self, protocol: ProtocolRuns, axis: Axis, limit: float) -> Judged:
         """The standing of every technique with a run within the limit."""
         key = protocol.key, axis, limit
         if key not in self._judged:
             self._judged[key] = self._judge(protocol, axis, limit)
         return self._judged[key]
 
-    def _judge(self, protocol: Protocol, axis: Axis, limit: float) -> Judged:
+    def _judge(self, protocol: ProtocolRuns, axis: Axis, limit: float) -> Judged:
         chosen: dict[str, tuple[float, FinishedRun]] = {}
         for x in protocol.runs:
             size, label = axis.measure(x.result), self.labels[name_technique(x.result)]
@@ -276,7 +276,7 @@ class Guide:
             yield "No time per token: none of these runs is from a GPU."
 
 
-def _explain_unranked(protocol: Protocol, ranks: Sequence[int | None]) -> str | None:
+def _explain_unranked(protocol: ProtocolRuns, ranks: Sequence[int | None]) -> str | None:
     full = None if protocol.full is None else protocol.full.result
     if full is not None and (warning := explain_failing(full)) is not None:
         return warning
@@ -307,13 +307,13 @@ def describe_standing(standing: Standing) -> dict[str, str]:
     }
 
 
-def group_protocols(runs: Iterable[FinishedRun]) -> list[Protocol]:
+def group_protocols(runs: Iterable[FinishedRun]) -> list[ProtocolRuns]:
     """Group runs by their questions."""
     found: dict[str, list[FinishedRun]] = {}
     for x in fill_full_reads(list(runs)):
         found.setdefault(f"{name_questions(x.result.spec)} {x.result.latency.timing}", []).append(x)
     return [
-        Protocol(key, tuple(some), next((x for x in some if is_full(x.result) and x.result.status == "ok"), None))
+        ProtocolRuns(key, tuple(some), next((x for x in some if is_full(x.result) and x.result.status == "ok"), None))
         for key, some in sorted(found.items(), key=lambda x: name_question(x[1][0].result))
     ]
 

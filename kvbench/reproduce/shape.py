@@ -59,7 +59,7 @@ class Finding(BaseModel):
     """Explanation if it does not hold on the bundled models."""
 
 
-class Shape(BaseModel):
+class FindingsFile(BaseModel):
     """The findings file: options of all runs, runs by name, findings."""
 
     model_config = STRICT
@@ -151,16 +151,16 @@ class ShapeRecord(Record):
     """Of the first run, with `seconds` of all runs."""
 
 
-def read_shape() -> Shape:
+def read_shape() -> FindingsFile:
     """Read the bundled findings.
 
     Raises:
         UserError: the file is invalid.
     """
-    return read_toml(FILE, Shape, "findings file", HINT)
+    return read_toml(FILE, FindingsFile, "findings file", HINT)
 
 
-def find_findings(shape: Shape, name: str) -> list[Finding]:
+def find_findings(shape: FindingsFile, name: str) -> list[Finding]:
     """One finding by name, or `all`.
 
     Raises:

@@ -22,7 +22,7 @@ ENGINE = "the code and kernels are kvbench's, and the weights are random"
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedClaim:
     """The cell of a number, and the job that it belongs to."""
 
     cell: BenchCell
@@ -39,7 +39,7 @@ class Timed:
         )
 
 
-def time_claim(plan: ClaimPlan, out: Path) -> Timed | Missing:
+def time_claim(plan: ClaimPlan, out: Path) -> TimedClaim | Missing:
     """Time the cell of a number, or read it if it was timed before. Every number has its own job and file."""
     from kvbench.bench.run import run_bench
 
@@ -53,7 +53,7 @@ def time_claim(plan: ClaimPlan, out: Path) -> Timed | Missing:
     return found
 
 
-def find_timed(plan: ClaimPlan, out: Path) -> Timed | Missing | None:
+def find_timed(plan: ClaimPlan, out: Path) -> TimedClaim | Missing | None:
     """Read the cell of a number from an earlier job; None if there is none with the same options.
 
     Raises:
@@ -86,16 +86,16 @@ def _job_file(plan: ClaimPlan, out: Path) -> Path:
     return out / "bench" / f"{slug(plan.claim.id)}.json"
 
 
-def _pick(plan: ClaimPlan, bench: Bench) -> Timed | Missing:
+def _pick(plan: ClaimPlan, bench: Bench) -> TimedClaim | Missing:
     """The method's cell, without those of the anchors."""
     assert plan.timing is not None
     cell = next((x for x in bench.cells if x.method.name == plan.timing.method), None)
     if cell is None or cell.outcome != "ok":
         return Missing("run", "nothing was timed" if cell is None else f"{cell.outcome}: {cell.reason}")
-    return Timed(cell, bench)
+    return TimedClaim(cell, bench)
 
 
-def judge_speed(plan: ClaimPlan, timed: Timed | Missing | None) -> Judgment:
+def judge_speed(plan: ClaimPlan, timed: TimedClaim | Missing | None) -> Judgment:
     """The verdict on a speed: at most `shape only` on another GPU than the paper's."""
     claim = plan.claim
     missing = (*plan.missing, *((timed,) if isinstance(timed, Missing) else ()))

@@ -6,10 +6,10 @@ import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvbench.trace.requests import ROOT, Request, Trace
+from kvbench.trace.requests import ROOT, Trace, TraceRequest
 
 if TYPE_CHECKING:
-    from kvbench.trace.policies.base import Policy
+    from kvbench.trace.policies.base import BlockPolicy
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class PrefixCache:
         UserError: the policy needs a field that the trace lacks.
     """
 
-    def __init__(self, trace: Trace, capacity: float, policy: Policy) -> None:
+    def __init__(self, trace: Trace, capacity: float, policy: BlockPolicy) -> None:
         policy.prepare(trace, capacity)
         self.capacity, self.policy = capacity, policy
         self.parents = trace.parents
@@ -62,7 +62,7 @@ class PrefixCache:
                 return count
         return len(blocks)
 
-    def serve(self, index: int, request: Request, until: float | None = None) -> int:
+    def serve(self, index: int, request: TraceRequest, until: float | None = None) -> int:
         """Look a request up, store its prompt, and evict down to the capacity. Blocks found.
 
         until: the time at which the request ends; its blocks are pinned until then.
@@ -104,7 +104,7 @@ class PrefixCache:
                     heapq.heappop(heap)
                     self._drop(top)
 
-    def _shrink(self, request: Request, blocks: tuple[int, ...]) -> None:
+    def _shrink(self, request: TraceRequest, blocks: tuple[int, ...]) -> None:
         """Evict down to the capacity. The request's own blocks go last, unless the policy may leave them out."""
         end = blocks[-1]
         self._stamps[end] += 1  # no candidate
@@ -170,7 +170,7 @@ class PrefixCache:
 
 
 def simulate(
-    trace: Trace, policy: Policy, capacity: float, seconds_per_token: tuple[float, float] | None = None
+    trace: Trace, policy: BlockPolicy, capacity: float, seconds_per_token: tuple[float, float] | None = None
 ) -> Simulation:
     """Serve all requests of a trace in order.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.errors import UserError, unknown
-from kvbench.trace.requests import PrefixTree, Request, Trace
+from kvbench.trace.requests import PrefixTree, Trace, TraceRequest
 
 MOST_BYTES = 1 << 30
 """Bytes of an unpacked trace file that are read."""
@@ -148,13 +148,13 @@ def _csv_lines(path: Path, data: bytes) -> Iterator[_Line]:
         yield _Line(f"{path} line {number}", record)
 
 
-def _in_order(requests: Iterable[tuple[_Line, Request]]) -> list[Request]:
+def _in_order(requests: Iterable[tuple[_Line, TraceRequest]]) -> list[TraceRequest]:
     """Requests with times from the first one on.
 
     Raises:
         UserError: a request is earlier than the one before it.
     """
-    found: list[Request] = []
+    found: list[TraceRequest] = []
     start = before = 0.0
     for line, request in requests:
         if not found:
@@ -169,22 +169,22 @@ def _in_order(requests: Iterable[tuple[_Line, Request]]) -> list[Request]:
     return found
 
 
-def read_mooncake(path: Path, data: bytes, tree: PrefixTree) -> tuple[int | None, list[Request]]:
+def read_mooncake(path: Path, data: bytes, tree: PrefixTree) -> tuple[int | None, list[TraceRequest]]:
     """Mooncake's JSON lines: timestamp (ms), input_length, output_length, hash_ids of 512-token blocks."""
-    return 512, _in_order((line, Request(
+    return 512, _in_order((line, TraceRequest(
         time=line.number("timestamp") / 1000, blocks=tree.add(line.ids("hash_ids")),
         input_tokens=line.count("input_length"), output_tokens=line.count("output_length"),
     )) for line in _json_lines(path, data))
 
 
-def read_bailian(path: Path, data: bytes, tree: PrefixTree) -> tuple[int | None, list[Request]]:
+def read_bailian(path: Path, data: bytes, tree: PrefixTree) -> tuple[int | None, list[TraceRequest]]:
     """Qwen-Bailian's JSON lines: chat_id, parent_chat_id, timestamp (s), lengths, type, hash_ids of 16-token blocks."""
-    def read() -> Iterator[tuple[_Line, Request]]:
+    def read() -> Iterator[tuple[_Line, TraceRequest]]:
         roots: dict[str, str] = {}
         for line in _json_lines(path, data):
             chat, parent = line.text("chat_id") or "", line.text("parent_chat_id") or ""
             session = roots[chat] = roots.get(parent, chat)
-            yield line, Request(
+            yield line, TraceRequest(
                 time=line.number("timestamp"), blocks=tree.add(line.ids("hash_ids")),
                 input_tokens=line.count("input_length"), output_tokens=line.count("output_length"),
                 session=session, category=line.text("type"),
@@ -192,16 +192,16 @@ def read_bailian(path: Path, data: bytes, tree: PrefixTree) -> tuple[int | None,
     return 16, _in_order(read())
 
 
-def read_burstgpt(path: Path, data: bytes, tree: PrefixTree) -> tuple[int | None, list[Request]]:
+def read_burstgpt(path: Path, data: bytes, tree: PrefixTree) -> tuple[int | None, list[TraceRequest]]:
     """BurstGPT's CSV: Timestamp (s), Session ID, Model, Request tokens, Response tokens. Lengths only."""
     del tree
-    return None, _in_order((line, Request(
+    return None, _in_order((line, TraceRequest(
         time=line.number("Timestamp"), blocks=(), input_tokens=line.count("Request tokens"),
         output_tokens=line.count("Response tokens"), session=line.text("Session ID"), category=line.text("Model"),
     )) for line in _csv_lines(path, data))
 
 
-def read_azure(path: Path, data: bytes, tree: PrefixTree) -> tuple[int | None, list[Request]]:
+def read_azure(path: Path, data: bytes, tree: PrefixTree) -> tuple[int | None, list[TraceRequest]]:
     """Azure 2023's CSV: TIMESTAMP, ContextTokens, GeneratedTokens. Lengths only."""
     del tree
 
@@ -212,15 +212,15 @@ def read_azure(path: Path, data: bytes, tree: PrefixTree) -> tuple[int | None, l
         except ValueError:
             raise UserError(f"{line.where}: TIMESTAMP must be a date and time, got {_shown(text)}.") from None
 
-    return None, _in_order((line, Request(
+    return None, _in_order((line, TraceRequest(
         time=moment(line), blocks=(), input_tokens=line.count("ContextTokens"),
         output_tokens=line.count("GeneratedTokens"),
     )) for line in _csv_lines(path, data))
 
 
-def read_tokens(path: Path, data: bytes, tree: PrefixTree) -> tuple[int | None, list[Request]]:
+def read_tokens(path: Path, data: bytes, tree: PrefixTree) -> tuple[int | None, list[TraceRequest]]:
     """JSON lines with token ids: `tokens` or `input_tok_ids`; whole blocks of 16 tokens are shared by prefix."""
-    def read() -> Iterator[tuple[_Line, Request]]:
+    def read() -> Iterator[tuple[_Line, TraceRequest]]:
         for line in _json_lines(path, data):
             name = "input_tok_ids" if "input_tok_ids" in line.record else "tokens"
             ids = line.ids(name)
@@ -230,7 +230,7 @@ def read_tokens(path: Path, data: bytes, tree: PrefixTree) -> tuple[int | None, 
             else:
                 time = line.number("time") if "time" in line.record else 0.0
             out = next((x for x in ("output_toks", "output_tokens") if x in line.record), None)
-            yield line, Request(
+            yield line, TraceRequest(
                 time=time, blocks=tree.add(whole), input_tokens=len(ids),
                 output_tokens=0 if out is None else line.count(out), session=line.text("session"),
                 user=line.text("user"),
@@ -238,9 +238,9 @@ def read_tokens(path: Path, data: bytes, tree: PrefixTree) -> tuple[int | None, 
     return TOKEN_BLOCK, _in_order(read())
 
 
-def read_coding_agents(path: Path, data: bytes, tree: PrefixTree) -> tuple[int | None, list[Request]]:
+def read_coding_agents(path: Path, data: bytes, tree: PrefixTree) -> tuple[int | None, list[TraceRequest]]:
     """callanjfox/kv-cache-tester: one JSON file a session (or a tar of them), 64-token ids local to the session."""
-    found: list[tuple[_Line, Request]] = []
+    found: list[tuple[_Line, TraceRequest]] = []
     sizes: set[int] = set()
     for name, text in _members(path, data):
         where = f"{path}" if name is None else f"{path} {name}"
@@ -254,7 +254,7 @@ def read_coding_agents(path: Path, data: bytes, tree: PrefixTree) -> tuple[int |
         for number, record in enumerate(turns):
             line = _Line(f"{where} request {number}", record)
             later = turns[number + 1].get("think_time") if number + 1 < len(turns) else None
-            found.append((line, Request(
+            found.append((line, TraceRequest(
                 time=line.number("t"), blocks=tree.add([(session_id, x) for x in line.ids("hash_ids")]),
                 input_tokens=line.count("in"), output_tokens=line.count("out"), session=session_id,
                 tool="tool" if record.get("stop") == "tool_use" else None,
@@ -280,7 +280,7 @@ def _members(path: Path, data: bytes) -> Iterator[tuple[str | None, bytes]]:
         raise UserError(f"{path} is not a readable tar: {error}.") from error
 
 
-Reader = Callable[[Path, bytes, PrefixTree], tuple[int | None, list[Request]]]
+Reader = Callable[[Path, bytes, PrefixTree], tuple[int | None, list[TraceRequest]]]
 FORMATS: dict[str, Reader] = {
     "mooncake": read_mooncake, "bailian": read_bailian, "burstgpt": read_burstgpt, "azure": read_azure,
     "tokens": read_tokens, "coding-agents": read_coding_agents,

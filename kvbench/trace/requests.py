@@ -9,7 +9,7 @@ ROOT = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TraceRequest:
     """One request of a trace. Fields that the trace does not have are None."""
 
     time: float
@@ -41,7 +41,7 @@ class Trace:
     """Requests in order of arrival, and the prefix tree that their blocks are nodes of."""
 
     name: str
-    requests: tuple[Request, ...]
+    requests: tuple[TraceRequest, ...]
     block_tokens: int | None
     """Tokens of a block; None where the trace has lengths only."""
     parents: tuple[int, ...] = ()

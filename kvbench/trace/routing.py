@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from kvbench.errors import MOST_INSTANCES, check_number, unknown
 from kvbench.trace.cache import PrefixCache
 from kvbench.trace.policies import LRU
-from kvbench.trace.requests import Request, Trace
+from kvbench.trace.requests import Trace, TraceRequest
 
 
 @dataclass
@@ -86,20 +86,20 @@ def _imbalance(loads: list[int]) -> float:
     return max(loads) * len(loads) / max(1, sum(loads))
 
 
-def _round_robin(cluster: Cluster, request: Request) -> int:
+def _round_robin(cluster: Cluster, request: TraceRequest) -> int:
     del request
     cluster.turn += 1
     return (cluster.turn - 1) % len(cluster.caches)
 
 
-def _two_choices(cluster: Cluster, request: Request) -> int:
+def _two_choices(cluster: Cluster, request: TraceRequest) -> int:
     """The less loaded of two drawn instances (Mitzenmacher 2001)."""
     del request
     pair = [cluster.random.randrange(len(cluster.caches)) for _ in range(2)]
     return min(pair, key=lambda i: (cluster.backlog[i], i))
 
 
-def _prefix_affinity(cluster: Cluster, request: Request) -> int:
+def _prefix_affinity(cluster: Cluster, request: TraceRequest) -> int:
     """The instance that holds most of the prompt; of equals the one with the least backlog."""
     return max(
         range(len(cluster.caches)),
@@ -107,12 +107,12 @@ def _prefix_affinity(cluster: Cluster, request: Request) -> int:
     )
 
 
-def _consistent_hash(cluster: Cluster, request: Request) -> int:
+def _consistent_hash(cluster: Cluster, request: TraceRequest) -> int:
     """By the hash of the conversation, or of the first block where the trace has none."""
     return _rendezvous(request.session or request.blocks[:1], len(cluster.caches), 0)
 
 
-def _dual_map(cluster: Cluster, request: Request) -> int:
+def _dual_map(cluster: Cluster, request: TraceRequest) -> int:
     """Two instances by hashes of a prefix that is long enough not to be hot; the warmer one unless it is behind.
 
     DualMap: prefix depths 4 * 2^k blocks, hot above 2 / instances of the last 1,000 requests, backlog 65,536 tokens.
@@ -130,7 +130,7 @@ def _dual_map(cluster: Cluster, request: Request) -> int:
     return pair[first]
 
 
-def _note_prefixes(cluster: Cluster, request: Request) -> None:
+def _note_prefixes(cluster: Cluster, request: TraceRequest) -> None:
     """Count the prefixes of the last 1,000 requests."""
     if len(cluster.recent) == cluster.recent.maxlen:
         for prefix in _prefixes(cluster.recent[0]):
@@ -154,7 +154,7 @@ def _rendezvous(key: object, count: int, salt: int) -> int:
     return max(range(count), key=lambda i: hashlib.sha256(f"{salt}:{i}:{key}".encode()).digest())
 
 
-Router = Callable[[Cluster, Request], int]
+Router = Callable[[Cluster, TraceRequest], int]
 ROUTERS: dict[str, Router] = {
     "round-robin": _round_robin, "two-choices": _two_choices, "prefix-affinity": _prefix_affinity,
     "consistent-hash": _consistent_hash, "dualmap": _dual_map,

@@ -73,7 +73,7 @@ class Lookups:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CacheQuality:
     """Quality of a cache over the questions asked."""
 
     cache: str
@@ -173,15 +173,15 @@ def _group(pairs: Sequence[Pair]) -> dict[Question, int]:
     return {x: numbers[root(x)] for x in parent}
 
 
-def measure_threshold(cache: str, found: Lookups, threshold: float) -> Outcome:
+def measure_threshold(cache: str, found: Lookups, threshold: float) -> CacheQuality:
     """Hits at one threshold."""
     return _measure(cache, f"{threshold:.2f}", found, found.similarity >= threshold)
 
 
-def _measure(cache: str, threshold: str, found: Lookups, hits: npt.NDArray[np.bool_]) -> Outcome:
+def _measure(cache: str, threshold: str, found: Lookups, hits: npt.NDArray[np.bool_]) -> CacheQuality:
     right = int((hits & found.right).sum())
     count, wanted = int(hits.sum()), int(found.answerable.sum())
-    return Outcome(
+    return CacheQuality(
         cache, threshold, count / max(1, len(hits)), right / count if count else None, right / max(1, wanted)
     )
 
@@ -192,7 +192,7 @@ def learn_threshold(found: Lookups) -> float:
     return max(steps, key=lambda x: (measure_threshold("", found, x).score, -x))
 
 
-def evaluate(cache: str, learn: Questions, test: Questions) -> Outcome:
+def evaluate(cache: str, learn: Questions, test: Questions) -> CacheQuality:
     """A cache's quality on the second half, after learning on the first half where it learns."""
     if cache == "gptcache":
         return measure_threshold(cache, look_up(test, contexts=False), GPTCACHE_THRESHOLD)

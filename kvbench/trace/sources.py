@@ -19,7 +19,7 @@ SYNTHETIC = "synthetic"
 
 
 @dataclass(frozen=True)
-class Source:
+class PublicTrace:
     """A public trace."""
 
     name: str
@@ -43,29 +43,29 @@ class Source:
 MOONCAKE = ("kvcache-ai/Mooncake", "3b5a594133958449a1feaf1c9e0fc1b553e34a28")
 AZURE = ("Azure/AzurePublicDataset", "b469a113cedca53ddc3bdea71a143dc4b7d8700c")
 SOURCES = {x.name: x for x in (
-    Source(
+    PublicTrace(
         "mooncake-conversation", "mooncake", "mooncake_conversation.jsonl", *MOONCAKE,
         "FAST25-release/traces/conversation_trace.jsonl",
         "b8cbb061a85206d729d91cdc2981f43c9e0d99209dce588d3af5f7934408b9df", "Apache-2.0",
         "12,031 chat requests, hashes of 512-token blocks",
     ),
-    Source(
+    PublicTrace(
         "mooncake-synthetic", "mooncake", "mooncake_synthetic.jsonl", *MOONCAKE,
         "FAST25-release/traces/synthetic_trace.jsonl",
         "bd070915a98fc0ed264d7cfef2ce746002eb3076a695ec31ba2674c0111ec131", "Apache-2.0",
         "3,993 requests on public data sets, hashes of 512-token blocks",
     ),
-    Source(
+    PublicTrace(
         "azure-2023-conv", "azure", "azure_2023_conv.csv", *AZURE, "data/AzureLLMInferenceTrace_conv.csv",
         "2f1e5b666d4e3055fdbba98598ce2ec307767b9064e03e2fa46676dbcc7d0bf8", "CC-BY-4.0",
         "19,366 chat requests, arrivals and lengths only",
     ),
-    Source(
+    PublicTrace(
         "azure-2023-code", "azure", "azure_2023_code.csv", *AZURE, "data/AzureLLMInferenceTrace_code.csv",
         "54e9a6d2a4bd06ba1e060304b900abbc74cbea53de96506e60fe5bb4f2277fb6", "CC-BY-4.0",
         "8,819 code requests, arrivals and lengths only",
     ),
-    Source(
+    PublicTrace(
         "coding-agents", "coding-agents", "coding_agents.tar", "callanjfox/kv-cache-tester",
         "94f6046dfd9c0c8bc0cdb24a5aa6579bac8669bf", "traces/", None, "Apache-2.0",
         "sessions of a coding agent, hashes of 64-token blocks, tool calls and their times",
@@ -126,7 +126,7 @@ def add_trace(name: str, folder: Path | None = None) -> Path:
     return path
 
 
-def _copy(source: Source, folder: Path) -> bytes:
+def _copy(source: PublicTrace, folder: Path) -> bytes:
     for path in (folder / source.file, folder / f"{source.file}.gz"):
         if path.is_file():
             data = path.read_bytes()
@@ -137,7 +137,7 @@ def _copy(source: Source, folder: Path) -> bytes:
     raise UserError(f"{folder} holds neither {source.file} nor {source.file}.gz. Give the folder that has it.")
 
 
-def _download(source: Source) -> bytes:
+def _download(source: PublicTrace) -> bytes:
     if source.sha256 is None:
         raise UserError(
             f"trace '{source.name}' is a choice of files of github.com/{source.repository}/{source.path}. Pack them "

@@ -11,7 +11,7 @@ import random
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from kvbench.trace.requests import PrefixTree, Request, Trace
+from kvbench.trace.requests import PrefixTree, Trace, TraceRequest
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def make_trace(seed: int = 0, workload: Workload | None = None) -> Trace:
     draw = random.Random(seed)
     weights = [1 / (i + 1) ** x.popularity for i in range(x.tenants)]
     tree = PrefixTree()
-    found: list[Request] = []
+    found: list[TraceRequest] = []
     start = 0.0
     for number in range(x.sessions):
         start += draw.gammavariate(x.shape, 1 / (x.rate * x.shape))
@@ -59,7 +59,7 @@ def make_trace(seed: int = 0, workload: Workload | None = None) -> Trace:
 
 def _converse(
     draw: random.Random, x: Workload, tree: PrefixTree, number: int, tenant: int, start: float
-) -> list[Request]:
+) -> list[TraceRequest]:
     """The requests of one conversation."""
     workflow = number % 2 == 1
     turns = 1
@@ -78,7 +78,7 @@ def _converse(
         head: list[Hashable] = ["common", *((agent or f"tenant{tenant}", i) for i in range(prefix - 1))]
         own: list[Hashable] = [(number, i) for i in range(tokens // x.block_tokens - prefix)]
         last = turn + 1 == turns
-        requests.append(Request(
+        requests.append(TraceRequest(
             time=time, blocks=tree.add([*head, *own]), input_tokens=tokens, output_tokens=output,
             session=f"s{number}", user=f"tenant{tenant}", tool=None if last else f"tool{number % 3}",
             tool_seconds=None if last else think, seconds=output * 0.02, agent=agent,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvbench import __version__
-from kvbench.check import Outcome
+from kvbench.check import InvariantOutcome
 from kvbench.cli.probes import EXTRAS
 from kvbench.runs.files import read_lines
 from kvbench.runs.spec import Mode, RunSpec
@@ -167,7 +167,7 @@ def test_show_prints_a_model(kvbench, model_folder):
 
 def test_check_fails_with_a_failed_invariant(kvbench, monkeypatch):
     """Exit code 1, and the name of the invariant."""
-    outcomes = [Outcome("an invariant", True, "fine", 0.1), Outcome("another", False, "not so", 0.2)]
+    outcomes = [InvariantOutcome("an invariant", True, "fine", 0.1), InvariantOutcome("another", False, "not so", 0.2)]
     monkeypatch.setattr("kvbench.check.check", lambda method, settings: outcomes)
     answer = kvbench("check", LAST, "--json")
     assert answer.code == 1

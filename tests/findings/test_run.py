@@ -13,7 +13,7 @@ from kvbench.errors import UserError
 from kvbench.findings import run
 from kvbench.findings.records import FindingsRecord
 from kvbench.findings.run import Plan, judge, make_text, measure, read_journal
-from kvbench.findings.statements import Check, find_findings
+from kvbench.findings.statements import StatisticCheck, find_findings
 from kvbench.hf import load_model
 from kvbench.registry import HERE
 from kvbench.runs.environment import find_environment
@@ -72,13 +72,13 @@ def test_all_findings_are_judged_on_a_model(model, tmp_path):
 
 
 @pytest.mark.parametrize(("check", "values", "verdict"), [
-    (Check(value="x", least=0.5), [0.6, 0.7, 0.8], "holds"),
-    (Check(value="x", least=0.5), [0.3, 0.7, 0.8], "undecided"),
-    (Check(value="x", least=0.5), [0.3, 0.2, 0.1], "does not hold"),
-    (Check(value="x", most=0.5), [0.3, 0.2, 0.1], "holds"),
-    (Check(value="x", most=0.5), [0.6, 0.7, 0.8], "does not hold"),
-    (Check(value="x", above="y"), [0.6, 0.7, 0.8], "holds"),
-    (Check(value="x", above="z"), [0.6, 0.7, 0.8], "does not hold"),
+    (StatisticCheck(value="x", least=0.5), [0.6, 0.7, 0.8], "holds"),
+    (StatisticCheck(value="x", least=0.5), [0.3, 0.7, 0.8], "undecided"),
+    (StatisticCheck(value="x", least=0.5), [0.3, 0.2, 0.1], "does not hold"),
+    (StatisticCheck(value="x", most=0.5), [0.3, 0.2, 0.1], "holds"),
+    (StatisticCheck(value="x", most=0.5), [0.6, 0.7, 0.8], "does not hold"),
+    (StatisticCheck(value="x", above="y"), [0.6, 0.7, 0.8], "holds"),
+    (StatisticCheck(value="x", above="z"), [0.6, 0.7, 0.8], "does not hold"),
 ])
 def test_a_check_by_hand(check, values, verdict):
     """The whole interval, a part of it, or none of it satisfies the bound."""
@@ -90,7 +90,7 @@ def test_agreement_between_texts_by_hand():
     """Equal orders of layers agree by 1, reversed ones by -1."""
     same = [{"x": [1.0, 2.0, 3.0]}, {"x": [2.0, 4.0, 8.0]}]
     other = [{"x": [1.0, 2.0, 3.0]}, {"x": [8.0, 4.0, 2.0]}]
-    check = Check(value="x", agreement=0.8)
+    check = StatisticCheck(value="x", agreement=0.8)
     assert run._judge_check(check, same).mean == pytest.approx(1.0)
     assert run._judge_check(check, other).mean == pytest.approx(-1.0)
 
@@ -98,7 +98,7 @@ def test_agreement_between_texts_by_hand():
 def test_a_check_has_one_rule():
     """Two bounds are refused."""
     with pytest.raises(ValueError, match="exactly one"):
-        Check(value="x", least=0.1, most=0.2)
+        StatisticCheck(value="x", least=0.1, most=0.2)
 
 
 @given(st.binary(max_size=200))

@@ -16,7 +16,7 @@ from kvbench.reproduce.shape import (
     Compared,
     Comparison,
     Finding,
-    Shape,
+    FindingsFile,
     ShapeRecord,
     decide,
     find_findings,
@@ -166,7 +166,7 @@ def test_a_file_with_a_finding_that_cannot_be_tested_is_refused(tmp_path, text, 
         f'source = "s"\narxiv = "a"\nstatement = "t"\ncomparisons = [{{ {text} }}]\n'
     )
     with pytest.raises(UserError) as error:
-        read_toml(path, Shape, "findings file", "")
+        read_toml(path, FindingsFile, "findings file", "")
     assert said in str(error.value)
 
 

@@ -12,7 +12,7 @@ from kvbench.reproduce import needs, speed
 from kvbench.reproduce.claims import find_claims
 from kvbench.reproduce.needs import look_around
 from kvbench.reproduce.plan import ClaimPlan, Missing, SpeedRequest, plan_claim
-from kvbench.reproduce.speed import Timed, judge_speed, time_claim
+from kvbench.reproduce.speed import TimedClaim, judge_speed, time_claim
 
 
 def one(claim: str) -> ClaimPlan:
@@ -59,11 +59,11 @@ def test_without_a_gpu_no_speed_is_measured(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def timed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Timed]:
+def timed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TimedClaim]:
     """A cell that was timed for a claim about milliseconds, and the folder that its job is in."""
     out = tmp_path_factory.mktemp("runs")
     found = time_claim(tiny("quest:latency/llama-2-7b/flashinfer-fp16/8k"), out)
-    assert isinstance(found, Timed)
+    assert isinstance(found, TimedClaim)
     return out, found
 
 
@@ -74,7 +74,7 @@ def test_a_speed_is_timed_once(timed, monkeypatch):
     plan = tiny("quest:latency/llama-2-7b/flashinfer-fp16/8k")
     monkeypatch.setattr("kvbench.bench.run.run_bench", lambda request: pytest.fail("timed again"))
     again = time_claim(plan, out)
-    assert isinstance(again, Timed)
+    assert isinstance(again, TimedClaim)
     assert again.cell == found.cell
     with pytest.raises(pytest.fail.Exception, match="timed again"):
         time_claim(replace(plan, timing=replace(plan.timing, length=128)), out)
@@ -104,9 +104,9 @@ def test_on_the_paper_s_gpu_a_speed_is_partly_reproduced_at_most(timed, monkeypa
     gpu = bench.model_copy(update={"environment": where})
     rate = found.cell.tokens_per_s
     assert rate is not None
-    far = judge_speed(plan, Timed(found.cell.model_copy(update={"tokens_per_s": 1.0}), gpu))
+    far = judge_speed(plan, TimedClaim(found.cell.model_copy(update={"tokens_per_s": 1.0}), gpu))
     assert far.verdict == "not reproduced"
-    near = judge_speed(plan, Timed(found.cell.model_copy(update={"tokens_per_s": 160.93}), gpu))
+    near = judge_speed(plan, TimedClaim(found.cell.model_copy(update={"tokens_per_s": 160.93}), gpu))
     assert (near.verdict, near.differs[0]) == ("partly", speed.ENGINE)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.trace.requests import PrefixTree, Request, Trace
+from kvbench.trace.requests import PrefixTree, Trace, TraceRequest
 
 SHARED = Path(__file__).parents[3] / "shared" / "traces"
 
@@ -18,7 +18,7 @@ def make_trace():
     def make(prompts, size=10, **fields):
         tree = PrefixTree()
         requests = tuple(
-            Request(time=float(i), blocks=tree.add(x), input_tokens=len(x) * size, output_tokens=1, **{
+            TraceRequest(time=float(i), blocks=tree.add(x), input_tokens=len(x) * size, output_tokens=1, **{
                 name: values[i] for name, values in fields.items()
             })
             for i, x in enumerate(prompts)

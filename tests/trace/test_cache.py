@@ -12,7 +12,7 @@ from kvbench.errors import UserError
 from kvbench.trace.cache import PrefixCache, simulate
 from kvbench.trace.measures import measure
 from kvbench.trace.policies import LRU, POLICIES, Optimum, order_by_prefix
-from kvbench.trace.requests import PrefixTree, Request, Trace
+from kvbench.trace.requests import PrefixTree, Trace, TraceRequest
 from kvbench.trace.synthetic import Workload, make_trace
 
 PROMPTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=25)
@@ -24,7 +24,7 @@ def build(prompts):
     """A trace of prompts, one per second, with the fields that policies ask for."""
     tree = PrefixTree()
     requests = tuple(
-        Request(
+        TraceRequest(
             time=float(i), blocks=tree.add(x), input_tokens=10 * len(x), output_tokens=1, session=f"s{i % 3}",
             tool="t", tool_seconds=1.0, agent=f"a{i % 2}", fixed_blocks=1, upcoming=(f"a{(i + 1) % 2}",),
         )

@@ -13,7 +13,7 @@ from kvbench.trace.cache import simulate
 from kvbench.trace.isolation import isolate
 from kvbench.trace.memory import PAGE, count_copies, count_rejections, measure_waste
 from kvbench.trace.policies import LRU
-from kvbench.trace.requests import Request, Trace
+from kvbench.trace.requests import Trace, TraceRequest
 from kvbench.trace.routing import ROUTERS, route
 from kvbench.trace.synthetic import Workload, make_trace
 from kvbench.trace.tiers import serve_tiers
@@ -56,7 +56,7 @@ def test_tiers_together_find_what_the_largest_finds():
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=30))
 def test_pages_waste_less_than_a_page_each(lengths):
     """The bound that makes paging what it is."""
-    trace = Trace("t", tuple(Request(float(i), (), n, 0) for i, n in enumerate(lengths)), None)
+    trace = Trace("t", tuple(TraceRequest(float(i), (), n, 0) for i, n in enumerate(lengths)), None)
     paged = next(x for x in measure_waste(trace) if x.scheme == f"paged, {PAGE} tokens").share
     assert 0 <= paged * sum(-(-n // PAGE) * PAGE for n in lengths) < PAGE * len(lengths)
 
@@ -64,14 +64,14 @@ def test_pages_waste_less_than_a_page_each(lengths):
 def test_contiguous_groups_take_one_copy_in_an_empty_pool():
     """A request alone lies in one piece; a queue that was churned does not."""
     lengths = [100, 300, 50, 700, 20, 900] * 20
-    trace = Trace("t", tuple(Request(float(i), (), n, 100) for i, n in enumerate(lengths)), None)
+    trace = Trace("t", tuple(TraceRequest(float(i), (), n, 100) for i, n in enumerate(lengths)), None)
     queue, groups = count_copies(trace, 400, seconds=(0.0, 0.04))
     assert groups.copies < queue.copies and groups.pages > queue.pages
 
 
 def test_borrowing_rejects_no_more_than_own_memory():
     """Room of several instances together holds what no single one does."""
-    trace = Trace("t", tuple(Request(float(i), (), 1600, 0) for i in range(10)), None)
+    trace = Trace("t", tuple(TraceRequest(float(i), (), 1600, 0) for i in range(10)), None)
     own, borrow = (count_rejections(trace, 4, 60, x, seconds=(1.0, 1.0)) for x in ("own", "borrow"))
     assert own.share == 1.0 and 0 < borrow.share < 1
 

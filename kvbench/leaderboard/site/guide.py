@@ -18,11 +18,11 @@ from kvbench.leaderboard.site.tables import Group, RankedRun
 from kvbench.registry import list_models
 from kvbench.report.group import VISIBILITIES, Axis
 from kvbench.report.suggest import (
-    Answer,
     Guide,
-    Protocol,
+    ProtocolRuns,
     Question,
     Standing,
+    Suggestion,
     Technique,
     describe_lead,
     describe_standing,
@@ -169,7 +169,7 @@ class FrontPage:
         text = json.dumps(document, ensure_ascii=True, separators=(",", ":"))
         return Markup(text.replace("<", "\\u003c").replace("&", "\\u0026"))  # noqa: S704  # no tag can end it
 
-    def _answer_all(self) -> Iterable[tuple[int, int, int, int, Answer]]:
+    def _answer_all(self) -> Iterable[tuple[int, int, int, int, Suggestion]]:
         for m, model in enumerate(self.models):
             examples = [x for x in self.examples.values() if x.model.id == model]
             for turns_index, turns in enumerate(self.turns):
@@ -193,7 +193,7 @@ class _Table:
         self.runs: list[list[Any]] = []
         self._known: dict[int, int] = {}
 
-    def write(self, answer: Answer) -> dict[str, Any]:
+    def write(self, answer: Suggestion) -> dict[str, Any]:
         """An answer: its verdict, limits and command, the order of all techniques, and the best with their runs."""
         return {
             "verdict": self._text(answer.verdict), "limits": [self._text(x) for x in answer.limits],
@@ -202,7 +202,7 @@ class _Table:
             "best": [self._write_technique(x, answer) for x in answer.shown],
         }
 
-    def _write_technique(self, technique: Technique, answer: Answer) -> dict[str, Any]:
+    def _write_technique(self, technique: Technique, answer: Suggestion) -> dict[str, Any]:
         place = "" if technique.place is None else f"{'=' if technique.tied else ''}{technique.place}"
         missing = [x.protocol.name for x in answer.judged if technique.label not in x.standings]
         return {
@@ -246,11 +246,11 @@ def _write_command(question: Question) -> str:
     return shlex.join([*words, "--results", "results"])
 
 
-def _make_protocol(group: Group) -> Protocol:
+def _make_protocol(group: Group) -> ProtocolRuns:
     """The counted runs of a group, most trusted first."""
     counted = sorted((x.listed for x in group.rows if x.listed.counted), key=lambda x: x.priority, reverse=True)
     full = group.anchors[0].listed.run if group.anchors else None
-    return Protocol(group.key, tuple(x.run for x in counted), full)
+    return ProtocolRuns(group.key, tuple(x.run for x in counted), full)
 
 
 def _list_axes(example: Result) -> tuple[Axis, ...]:

@@ -25,7 +25,7 @@ ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
-class Turn:
+class AnsweredTurn:
     """A line that was answered, and the number of tokens since the end of the context."""
 
     name: str
@@ -100,9 +100,9 @@ def check_bytes(
     return ok("bytes", f"stored bytes of {len(first)} samples equal those that {spec.method.name} declares")
 
 
-def list_turns(lines: Sequence[Line], made: Sequence[Made]) -> list[Turn]:
+def list_turns(lines: Sequence[Line], made: Sequence[Made]) -> list[AnsweredTurn]:
     """The answered lines, in order."""
-    found: list[Turn] = []
+    found: list[AnsweredTurn] = []
     after = 0
     for x in lines:
         after = after if x.turn else 0
@@ -111,7 +111,7 @@ def list_turns(lines: Sequence[Line], made: Sequence[Made]) -> list[Turn]:
         after += _count_after(x.tokens, len(made[x.index][1].turns[x.turn].answer))
         context = x.tokens.context if x.denoising is None else x.denoising.sequence_length
         name = f"sample {x.index} turn {x.turn}"
-        found.append(Turn(name, x.index, context, x.bytes, x.effect, after, first=x.turn == 0))
+        found.append(AnsweredTurn(name, x.index, context, x.bytes, x.effect, after, first=x.turn == 0))
     return found
 
 
@@ -126,7 +126,7 @@ def _fit(replay: Replay, method: Method, result: Result, shape: Shape) -> Method
     return fit_budget(bound, replay.spec, shape)
 
 
-def check_entries(x: Turn, method: Method, shape: Shape) -> None:
+def check_entries(x: AnsweredTurn, method: Method, shape: Shape) -> None:
     """Compare the entries that a turn keeps of its context with the model's layers, the budget, and the counters.
 
     Raises:
@@ -160,7 +160,7 @@ def check_entries(x: Turn, method: Method, shape: Shape) -> None:
         )
 
 
-def check_reads(x: Turn, method: Method, shape: Shape, *, recompress: bool) -> None:
+def check_reads(x: AnsweredTurn, method: Method, shape: Shape, *, recompress: bool) -> None:
     """Compare the bytes that a decode step reads with the bytes that are stored, or declared to be read.
 
     Raises:
@@ -206,7 +206,7 @@ def _budget_entries(method: Method, shape: Shape) -> list[int] | None:
     return found
 
 
-def _check_end(x: Turn, shape: Shape) -> None:
+def _check_end(x: AnsweredTurn, shape: Shape) -> None:
     """Refuse bytes at the end of a turn, and of the full cache there, that the number of tokens rules out."""
     size = x.bytes
     longest = size.full_bytes + x.after * replace(shape, length=1).full_bytes

@@ -7,11 +7,11 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from kvbench.errors import UserError
-from kvbench.trace.requests import Request, Trace
+from kvbench.trace.requests import Trace, TraceRequest
 
 
 @dataclass(kw_only=True)
-class Policy:
+class BlockPolicy:
     """Ranks blocks for eviction; the cache evicts the leaf with the lowest key. The base evicts the least recent one.
 
     An object serves one simulation. Fields are settings; state is made by `prepare`.
@@ -48,12 +48,12 @@ class Policy:
         self.last = [0.0] * len(trace.parents)
         self.capacity = capacity
 
-    def touch(self, block: int, index: int, request: Request, *, new: bool) -> None:
+    def touch(self, block: int, index: int, request: TraceRequest, *, new: bool) -> None:
         """A request uses a block; new: it is stored by this request."""
         del request, new
         self.last[block] = index
 
-    def served(self, index: int, request: Request) -> None:
+    def served(self, index: int, request: TraceRequest) -> None:
         """All blocks of a request were touched."""
 
     def key(self, block: int) -> Any:

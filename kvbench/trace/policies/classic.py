@@ -8,29 +8,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvbench.trace.policies.base import Policy
-from kvbench.trace.requests import Request, Trace
+from kvbench.trace.policies.base import BlockPolicy
+from kvbench.trace.requests import Trace, TraceRequest
 
 
 @dataclass(kw_only=True)
-class LRU(Policy):
+class LRU(BlockPolicy):
     """Least recently used."""
 
 
 @dataclass(kw_only=True)
-class FIFO(Policy):
+class FIFO(BlockPolicy):
     """First stored, first evicted."""
 
     name: ClassVar[str] = "fifo"
 
-    def touch(self, block: int, index: int, request: Request, *, new: bool) -> None:
+    def touch(self, block: int, index: int, request: TraceRequest, *, new: bool) -> None:
         """Only storing counts."""
         if new:
             self.last[block] = index
 
 
 @dataclass(kw_only=True)
-class LFU(Policy):
+class LFU(BlockPolicy):
     """Least frequently used since it was stored; of equals the least recent."""
 
     name: ClassVar[str] = "lfu"
@@ -40,7 +40,7 @@ class LFU(Policy):
         super().prepare(trace, capacity)
         self.count = [0] * len(trace.parents)
 
-    def touch(self, block: int, index: int, request: Request, *, new: bool) -> None:
+    def touch(self, block: int, index: int, request: TraceRequest, *, new: bool) -> None:
         """Count from the time when it was stored."""
         self.count[block] = 1 if new else self.count[block] + 1
         self.last[block] = index
@@ -51,7 +51,7 @@ class LFU(Policy):
 
 
 @dataclass(kw_only=True)
-class Random(Policy):
+class Random(BlockPolicy):
     """A random leaf."""
 
     name: ClassVar[str] = "random"
@@ -69,7 +69,7 @@ class Random(Policy):
 
 
 @dataclass(kw_only=True)
-class ARC(Policy):
+class ARC(BlockPolicy):
     """Adaptive replacement: once-used and repeatedly used blocks in two lists, whose sizes follow ghost hits."""
 
     name: ClassVar[str] = "arc"
@@ -83,7 +83,7 @@ class ARC(Policy):
         self.ghosts: tuple[OrderedDict[int, None], OrderedDict[int, None]] = (OrderedDict(), OrderedDict())
         self.target = 0.0
 
-    def touch(self, block: int, index: int, request: Request, *, new: bool) -> None:
+    def touch(self, block: int, index: int, request: TraceRequest, *, new: bool) -> None:
         """Move between the lists, and move the target on a ghost hit."""
         self.last[block] = index
         once, often = self.ghosts
@@ -121,7 +121,7 @@ class ARC(Policy):
 
 
 @dataclass(kw_only=True)
-class S3FIFO(Policy):
+class S3FIFO(BlockPolicy):
     """Three FIFO queues: a small one for new blocks, a main one, and ghosts."""
 
     name: ClassVar[str] = "s3-fifo"
@@ -139,7 +139,7 @@ class S3FIFO(Policy):
         self.ghosts: OrderedDict[int, None] = OrderedDict()
         self.clock = 0
 
-    def touch(self, block: int, index: int, request: Request, *, new: bool) -> None:
+    def touch(self, block: int, index: int, request: TraceRequest, *, new: bool) -> None:
         """A ghost goes to the main queue; a hit only counts."""
         if not new:
             self.uses[block] = min(3, self.uses[block] + 1)

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 from kvbench.errors import UserError
 from kvbench.trace.cache import simulate
-from kvbench.trace.policies.base import Policy
-from kvbench.trace.requests import Request, Trace
+from kvbench.trace.policies.base import BlockPolicy
+from kvbench.trace.requests import Trace, TraceRequest
 
 
 @dataclass(kw_only=True)
-class Optimum(Policy):
+class Optimum(BlockPolicy):
     """Evicts the block whose next use is farthest away; it may leave a prompt's own end out. An upper bound.
 
     It is optimal where requests end before the next one arrives; with running requests pinned it is a heuristic.
@@ -32,7 +32,7 @@ class Optimum(Policy):
         self.following = [math.inf] * len(trace.parents)
         self.reference = 0
 
-    def touch(self, block: int, index: int, request: Request, *, new: bool) -> None:
+    def touch(self, block: int, index: int, request: TraceRequest, *, new: bool) -> None:
         """Look the next use up; references come in order."""
         self.following[block] = self.next_uses[self.reference]
         self.reference += 1
@@ -54,7 +54,7 @@ def find_next_uses(trace: Trace) -> list[float]:
 
 
 @dataclass(kw_only=True)
-class Succinct(Policy):
+class Succinct(BlockPolicy):
     """One predicted bit per reference: the optimum will evict this block before its next use. Such blocks go first.
 
     The bits are those of the optimum at this capacity, each flipped with the probability `error`.
@@ -77,7 +77,7 @@ class Succinct(Policy):
         self.discard = bytearray(len(trace.parents))
         self.reference = 0
 
-    def touch(self, block: int, index: int, request: Request, *, new: bool) -> None:
+    def touch(self, block: int, index: int, request: TraceRequest, *, new: bool) -> None:
         """Read the bit."""
         self.last[block] = index
         self.discard[block] = self.bits[self.reference]
@@ -91,7 +91,7 @@ class Succinct(Policy):
 def find_discards(trace: Trace, capacity: float) -> list[bool]:
     """For each block reference, whether the optimum evicts the block before its next use."""
     class Recorder(Optimum):
-        def touch(self, block: int, index: int, request: Request, *, new: bool) -> None:
+        def touch(self, block: int, index: int, request: TraceRequest, *, new: bool) -> None:
             latest[block] = self.reference
             super().touch(block, index, request, new=new)
 

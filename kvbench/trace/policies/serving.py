@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvbench.errors import UserError
-from kvbench.trace.policies.base import Policy
-from kvbench.trace.requests import Request, Trace
+from kvbench.trace.policies.base import BlockPolicy
+from kvbench.trace.requests import Trace, TraceRequest
 
 
 @dataclass(kw_only=True)
-class TailLRU(Policy):
+class TailLRU(BlockPolicy):
     """LRU that first evicts what a conversation can lose without a slow next turn.
 
     The last blocks of a conversation, up to `threshold` tokens less the expected new tokens, are computed again fast
@@ -37,7 +37,7 @@ class TailLRU(Policy):
         self.safe = bytearray(len(trace.parents))
         self.tokens = trace.block_tokens or 1
 
-    def served(self, index: int, request: Request) -> None:
+    def served(self, index: int, request: TraceRequest) -> None:
         """Flag the end of the conversation."""
         spare = max(0, self.threshold - self.expected) // self.tokens
         cut = max(0, len(request.blocks) - spare)
@@ -50,7 +50,7 @@ class TailLRU(Policy):
 
 
 @dataclass(kw_only=True)
-class FixedTTL(Policy):
+class FixedTTL(BlockPolicy):
     """Drops a block that was not used for a fixed time; least recently used where room is short before."""
 
     name: ClassVar[str] = "ttl"
@@ -64,7 +64,7 @@ class FixedTTL(Policy):
         if self.seconds <= 0:
             raise UserError(f"policy 'ttl': seconds {self.seconds} must be above 0.")
 
-    def touch(self, block: int, index: int, request: Request, *, new: bool) -> None:
+    def touch(self, block: int, index: int, request: TraceRequest, *, new: bool) -> None:
         """Note the time."""
         self.last[block] = request.time
 
@@ -74,7 +74,7 @@ class FixedTTL(Policy):
 
 
 @dataclass(kw_only=True)
-class Continuum(Policy):
+class Continuum(BlockPolicy):
     """Keeps a program's blocks through a tool call, for the time that is expected to pay.
 
     tau* = argmax over tau of P(duration <= tau) (eta T + reload) - tau, P the durations of this tool seen so far.
@@ -101,7 +101,7 @@ class Continuum(Policy):
         self.now = 0.0
         self.pending: list[tuple[float, int]] = []
 
-    def served(self, index: int, request: Request) -> None:
+    def served(self, index: int, request: TraceRequest) -> None:
         """Protect the end of the prompt for as long as it pays."""
         self.now = request.time
         if request.tool is None or not request.blocks:
@@ -134,7 +134,7 @@ class Continuum(Policy):
 
 
 @dataclass(kw_only=True)
-class KVFlow(Policy):
+class KVFlow(BlockPolicy):
     """Evicts prompts' own ends first, then fixed prefixes of the agents whose next run is farthest away."""
 
     name: ClassVar[str] = "kvflow"
@@ -149,11 +149,11 @@ class KVFlow(Policy):
         self.steps: dict[str, dict[str, int]] = {}
         self.renewed: set[int] = set()
 
-    def touch(self, block: int, index: int, request: Request, *, new: bool) -> None:
+    def touch(self, block: int, index: int, request: TraceRequest, *, new: bool) -> None:
         """Note recency."""
         self.last[block] = index
 
-    def served(self, index: int, request: Request) -> None:
+    def served(self, index: int, request: TraceRequest) -> None:
         """Note the agent's fixed prefix and the steps of all agents of its workflow."""
         if request.agent is None:
             return
@@ -183,7 +183,7 @@ class KVFlow(Policy):
 
 
 @dataclass(kw_only=True)
-class SAGA(Policy):
+class SAGA(BlockPolicy):
     """Recency in units of a horizon, plus the share of a tool's requests that were reused, less the prompt's size.
 
     The paper names these three terms; its code is not published, so weights and horizon are settings of ours.
@@ -205,11 +205,11 @@ class SAGA(Policy):
         self.open: dict[str, str] = {}
         self.bonus = [0.0] * len(trace.parents)
 
-    def touch(self, block: int, index: int, request: Request, *, new: bool) -> None:
+    def touch(self, block: int, index: int, request: TraceRequest, *, new: bool) -> None:
         """Note the time."""
         self.last[block] = request.time
 
-    def served(self, index: int, request: Request) -> None:
+    def served(self, index: int, request: TraceRequest) -> None:
         """Count a reuse of the session's last tool, and give the prompt's blocks their terms."""
         session, tool = request.session or "", request.tool or "none"
         if (before := self.open.get(session)) is not None:
@@ -227,7 +227,7 @@ class SAGA(Policy):
 
 
 @dataclass(kw_only=True)
-class MooncakeStore(Policy):
+class MooncakeStore(BlockPolicy):
     """Evicts a share of the store at a high watermark, least recent first; recently read blocks are leased."""
 
     name: ClassVar[str] = "mooncake-store"
@@ -237,7 +237,7 @@ class MooncakeStore(Policy):
     step: float = 0.05
     lease: float = 10.0
 
-    def touch(self, block: int, index: int, request: Request, *, new: bool) -> None:
+    def touch(self, block: int, index: int, request: TraceRequest, *, new: bool) -> None:
         """Note the time."""
         self.last[block] = request.time
 
