@@ -18,7 +18,7 @@ from kvbench.findings import attention, compressed, entries, passes, questions
 from kvbench.findings.numbers import spearman
 from kvbench.findings.observe import Observer, Values, observe
 from kvbench.findings.records import CheckResult, Decision, FindingResult, join_verdicts
-from kvbench.findings.statements import StatisticCheck, Statement
+from kvbench.findings.statements import Statement, StatisticCheck
 from kvbench.hf import Model
 from kvbench.hf.config import quiet
 from kvbench.runs.stats import bootstrap_interval
