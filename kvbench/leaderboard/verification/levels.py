@@ -15,7 +15,7 @@ from kvbench.leaderboard.verification.lookup import UnverifiableError
 from kvbench.leaderboard.verification.outcome import RefusedError, flag
 from kvbench.leaderboard.verification.rerun import draw_samples, rerun
 from kvbench.leaderboard.verification.rerun_job import load_rerun_model
-from kvbench.leaderboard.verification.verify import Findings
+from kvbench.leaderboard.verification.verify import CheckedBundle
 
 if TYPE_CHECKING:
     from kvbench.runs.progress import Progress
@@ -37,7 +37,7 @@ class RerunOptions:
 
 
 def rerun_levels(
-    found: Findings, options: RerunOptions, show_progress: Callable[[int], AbstractContextManager[Progress]]
+    found: CheckedBundle, options: RerunOptions, show_progress: Callable[[int], AbstractContextManager[Progress]]
 ) -> None:
     """Rerun a bundle that was not refused, and add the checks to its findings."""
     bundle = found.bundle

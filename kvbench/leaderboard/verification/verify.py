@@ -41,7 +41,7 @@ REQUIRED_FOR_L0 = {"prompts", "answers", "scores", "summary"}
 
 
 @dataclass
-class Findings:
+class CheckedBundle:
     """The checks of a bundle so far."""
 
     checks: list[Check] = field(default_factory=list)
@@ -74,12 +74,12 @@ class Findings:
         )
 
 
-def verify(source: Path | Mapping[str, bytes], repository: Repository, *, own: bool = False) -> Findings:
+def verify(source: Path | Mapping[str, bytes], repository: Repository, *, own: bool = False) -> CheckedBundle:
     """Check a bundle, given by path or files. A refusal ends the checks that depend on it.
 
     own: it is a run of the user's own, or a curated one, which needs no manifest.
     """
-    found = Findings()
+    found = CheckedBundle()
     own = own or (isinstance(source, Path) and is_curated(source))
     try:
         found.bundle = open_bundle(read_files(source) if isinstance(source, Path) else source)
@@ -114,7 +114,7 @@ def _check_records(bundle: Bundle, *, own: bool) -> Iterator[Check]:
     yield check_plausibility(spec, bundle.lines)
 
 
-def _check_content(found: Findings, bundle: Bundle) -> Iterator[Check]:
+def _check_content(found: CheckedBundle, bundle: Bundle) -> Iterator[Check]:
     """Check answers, scores and bytes with the installed method, task and tokenizer."""
     spec, result = bundle.spec, bundle.result
     method: Method | None = None
