@@ -1,6 +1,7 @@
 # A fresh machine needs Debian's python3, python3-venv and make; everything else goes into .venv.
 PYTHON ?= python3
 JOBS ?= 2
+IMAGE_PYTHON ?= python3.12
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made
@@ -15,7 +16,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 unexport PYTHONDONTWRITEBYTECODE  # without bytecode every process of the tests compiles all files again
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all lint bench parity site constraints
+.PHONY: help setup demo test test-slow test-all test-gpu-image lint bench parity site constraints
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -44,6 +45,16 @@ test-slow: $(STAMP) ## Run the tests that `make test` leaves out
 
 test-all: $(STAMP) ## Run every test
 	$(ONE_THREAD) $(BIN)/pytest -n $(JOBS)
+
+# PyPI's torch comes with CUDA's libraries, as in the image: 5 GB. No GPU is needed.
+test-gpu-image: IMAGE := $(VENV)-gpu-image
+test-gpu-image: ## With the versions of the GPU image (5 GB): compile all kernels for sm_90, run the GPU suite on the CPU
+	test -x $(IMAGE)/bin/python || $(IMAGE_PYTHON) -m venv $(IMAGE)
+	$(IMAGE)/bin/python -m pip --disable-pip-version-check install -q -r scripts/gpu_image.txt
+	$(ONE_THREAD) $(IMAGE)/bin/python -m pytest -q -o minversion=8 -o addopts=--import-mode=importlib \
+		-o filterwarnings=default tests/kernels/test_compile.py tests/bench/test_captured_region.py
+	out=$$(mktemp -d) && PATH=$$PWD/$(IMAGE)/bin:$$PATH scripts/gpu_suite.sh --dry --out $$out \
+		probe methods core tests all answers lengths largest long models diffusion && rm -r $$out
 
 lint: $(STAMP) ## ruff, and mypy strict over kvbench with its methods, tasks and kernels
 	$(BIN)/ruff check

@@ -30,7 +30,8 @@ REGIMES = {
 
 
 def _prompts(count: int = 1) -> Tensor:
-    return torch.randint(VOCABULARY - 1, (count, PROMPT), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(VOCABULARY - 1, (count, PROMPT), generator=torch.Generator().manual_seed(1))
+    return ids.to(tiny_diffusion(shifted=False).device)
 
 
 def _taken(policy: Policy) -> Iterator[tuple[str, Model, Sampling]]:
@@ -99,7 +100,7 @@ def answers_are_complete(policy: Policy) -> str:
     """Every position gets a token other than the mask once; the prompt and committed tokens never change."""
     passes = []
     for name, model, sampling in _taken(policy):
-        before = torch.cat([_prompts(), torch.full((1, ANSWER), VOCABULARY - 1)], dim=1)
+        before = torch.cat([_prompts(), torch.full((1, ANSWER), VOCABULARY - 1, device=model.device)], dim=1)
 
         def look(d: Denoising, accepted: Tensor, name: str = name, before: Tensor = before) -> None:
             changed = d.ids != before

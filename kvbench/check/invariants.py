@@ -11,10 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from kvbench.check import diffusion, footprint, logits, traces, turns
 from kvbench.check.trial import NotApplicableError
 from kvbench.diffusion.policy import Policy
 from kvbench.errors import UserError
+from kvbench.hf.tiny import placed
 from kvbench.method import Method
 
 INVARIANTS: dict[str, Callable[[Method], str]] = {
@@ -69,9 +72,17 @@ class InvariantOutcome:
     seconds: float
 
 
-def check(kind: type[Method], settings: dict[str, object] | None = None) -> list[InvariantOutcome]:
-    """Test every invariant on a method. A failure or an exception becomes an outcome, never a traceback."""
-    method = kind(**(settings or {}))  # type: ignore[arg-type]  # the subclass's own fields
+def check(kind: type[Method], settings: dict[str, object] | None = None, device: str = "cpu") -> list[InvariantOutcome]:
+    """Test every invariant on a method. A failure or an exception becomes an outcome, never a traceback.
+
+    device: `cpu` for models in float32, or `cuda` for models in bfloat16.
+    """
+    with placed(device, torch.float32 if device == "cpu" else torch.bfloat16):
+        return _try_all(kind, settings or {})
+
+
+def _try_all(kind: type[Method], settings: dict[str, object]) -> list[InvariantOutcome]:
+    method = kind(**settings)  # type: ignore[arg-type]  # the subclass's own fields
     trials: Mapping[str, Callable[[Any], str]] = POLICY_INVARIANTS if kind.card.models == "diffusion" else INVARIANTS
     outcomes = []
     for name, trial in trials.items():

@@ -41,7 +41,8 @@ FULL = Budget("fraction", 1.0)
 SHAPES: dict[str, tuple[int, int, int | None]] = {
     "GQA": (4, 2, None), "MHA": (2, 2, None), "MQA": (4, 1, None), "sliding window": (4, 2, 48),
 }
-TOLERANCE = 1e-5
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.1}
+"""Allowed difference of logits by the model's element type. In bfloat16, numbers from 4 to 8 are 0.03 apart."""
 EDGE = 0.05
 """Share of the quantization error that a comparison allows: a value between two codes may be rounded either way."""
 
@@ -100,9 +101,9 @@ def find_distance(a: Tensor, b: Tensor) -> float:
     return (a - b).abs().max().item()
 
 
-def require_close(a: Tensor, b: Tensor, what: str, allowed: float = TOLERANCE) -> float:
-    """The largest absolute difference; above `allowed` the invariant fails."""
-    worst = find_distance(a, b)
+def require_close(a: Tensor, b: Tensor, what: str, least: float = 0.0) -> float:
+    """The largest absolute difference; above TOLERANCE, and above `least`, the invariant fails."""
+    worst, allowed = find_distance(a, b), max(TOLERANCE[tiny_model().module.dtype], least)
     assert worst <= allowed, f"{what}: logits differ by {worst:.2g}, allowed {allowed:.0e}"
     return worst
 
@@ -132,11 +133,28 @@ def find_entries(session: Session) -> list[list[Tensor]] | None:
     return layers
 
 
-def are_same_entries(found: list[list[Tensor]], wanted: list[list[Tensor]]) -> bool:
-    """Whether every head of every layer stores the same positions."""
-    return all(
-        a.equal(b) for x, y in zip(found, wanted, strict=True) for a, b in zip(x, y, strict=True)
-    )
+def require_same_entries(found: list[list[Tensor]] | None, wanted: list[list[Tensor]] | None, what: str) -> bool:
+    """Whether all heads store the same positions. Where they do not, the invariant fails.
+
+    In bfloat16 a share of EDGE may differ, because rounding decides between nearly equal scores.
+    """
+    if found is None or wanted is None:
+        return True
+    pairs = [(a, b) for x, y in zip(found, wanted, strict=True) for a, b in zip(x, y, strict=True)]
+    other = sum(len(set(a.tolist()) ^ set(b.tolist())) for a, b in pairs)
+    allowed = EDGE * sum(len(b) for _, b in pairs) if rounds_scores() else 0
+    assert other <= allowed, f"{what}: other entries were kept"
+    return other == 0
+
+
+def rounds_scores() -> bool:
+    """Whether scores are computed in 16 bits, where the order of a sum decides between nearly equal ones."""
+    return tiny_model().module.dtype != torch.float32
+
+
+def selects_by_rounding(method: Method) -> bool:
+    """Whether a token may read other entries after another order of computation."""
+    return method.budget_kind is BudgetKind.READ and rounds_scores()
 
 
 def has_rounded(proof: Effect) -> bool:

@@ -30,6 +30,9 @@ def check_command(
     ] = None,
     model: Annotated[str, typer.Option(help="Model whose tokenizer counts the lengths of a task's prompts.")] = "mini",
     samples: Annotated[int, typer.Option(help="Examples of a task to check; a .toml is checked whole.")] = 20,
+    device: Annotated[
+        str, typer.Option(help="Where a method is tested: cpu (models in float32) or cuda (models in bfloat16).")
+    ] = "cpu",
     as_json: Json = False,
 ) -> int:
     """Test the invariants of a method, or check the examples of a task. Exit code 1 if a check fails."""
@@ -40,9 +43,11 @@ def check_command(
     if name.endswith(".toml"):
         if settings or task_settings:
             raise UserError(f"{name} has no settings. Leave out --set and --task-set.")
+        _refuse_device(name, device)
         return _check_records(Path(name), model, as_json=as_json)
     found = find_either(name)
     if issubclass(found, Task):
+        _refuse_device(name, device)
         if settings:
             raise UserError(f"--set is for methods, and {name} is a task. Use --task-set.")
         task = configure(found, parse_pairs(task_settings or (), "--task-set"), "--task-set", name)
@@ -52,14 +57,21 @@ def check_command(
     made = configure(found, parse_pairs(settings or (), "--set"), "--set", name)
     from kvbench.analysis.formatting import print_table
     from kvbench.check import check
+    from kvbench.hf import check_device
 
-    results = check(found, made.settings)
+    check_device(device)
+    results = check(found, made.settings, device)
     print_table("", (found.card.name, "", "detail", "seconds"), [
         (x.name, "ok" if x.passed else "FAILED", x.detail, f"{x.seconds:.2f}") for x in results
     ])
     if as_json:
         print_json([asdict(x) for x in results])
     return 0 if all(x.passed for x in results) else 1
+
+
+def _refuse_device(name: str, device: str) -> None:
+    if device != "cpu":
+        raise UserError(f"--device is for methods, and {name} is a task, which needs none. Leave it out.")
 
 
 def _check_records(path: Path, model: str, *, as_json: bool) -> int:

@@ -12,8 +12,10 @@ from pathlib import Path
 
 from kvbench.machine import cache_folder, cpu_name, find_version, free_bytes, has_bfloat16_units
 from kvbench.registry import HERE, list_models
+from kvbench.runs.request import GPU_KERNELS
 
 GB = 1e9
+NO_GPU = "none"
 LEAST_DISK = 1.0
 """GB that a few runs with a small model need."""
 
@@ -55,7 +57,8 @@ def examine() -> list[Probe]:
     """All checks: packages, hardware, disk, cache and bundled models."""
     gpu = _gpu()
     return [
-        _python(), _package("torch", (2, 11)), _package("transformers", (5, 17)), gpu, _flash(gpu),
+        _python(), _package("torch", (2, 11)), _package("transformers", (5, 17)), gpu,
+        _flash(has_gpu=gpu.ok and gpu.found != NO_GPU),
         _threads(), _bfloat16(), _memory(), _disk(), _writable_cache(), *_models(), _shadowed(), *_extras(),
     ]
 
@@ -92,19 +95,19 @@ def _gpu() -> Probe:
     except Exception as error:  # noqa: BLE001  # a broken install raises anything
         return Probe("gpu", False, f"torch cannot be imported: {error}")
     if not torch.cuda.is_available():
-        return Probe("gpu", True, "none", (
+        return Probe("gpu", True, NO_GPU, (
             "runs use the CPU, which is slow for models of more than about 100 M parameters: use --model mini, or "
             "`kvbench models add smollm2-135m` and few --samples"
         ))
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return Probe("gpu", True, ", ".join(names))
+    return Probe("gpu", True, ", ".join(names), GPU_KERNELS)
 
 
-def _flash(gpu: Probe) -> Probe:
+def _flash(*, has_gpu: bool) -> Probe:
     version = find_version("flash-attn")
     if version is not None:
         return Probe("flash-attn", True, version)
-    if gpu.hint is not None or not gpu.ok:
+    if not has_gpu:
         return Probe("flash-attn", True, "not installed (--kernels flash needs a GPU)")
     hint = "prompts run with torch's own attention; for --kernels flash, pip install 'kvbench[flash]'"
     return Probe("flash-attn", True, "not installed", hint)

@@ -16,6 +16,7 @@ from kvbench.runs.options import Request
 from kvbench.runs.pooling import warn_of_pooling
 from kvbench.runs.provenance import find_sources, hash_own_code
 from kvbench.runs.request import (
+    GPU_KERNELS,
     ResolvedRequest,
     check,
     check_kernels_device,
@@ -60,6 +61,8 @@ def prepare(request: Request, model: Model | None = None) -> Job:
     resolved = check(request)
     device = model.device.type if model is not None else find_device(request)
     check_kernels_device(request.kernels, device)
+    if device == "cuda" and request.kernels == "torch" and request.device_map is None:
+        say(f"note: {GPU_KERNELS}.")
     if request.kernels != "torch" and request.device_map is not None:
         raise UserError(f"kernels '{request.kernels}' run on one GPU. Use --kernels torch, or leave --device-map out.")
     model = model or _load(resolved, device)

@@ -162,6 +162,9 @@ def check_kernels(name: str) -> None:
             )
 
 
+GPU_KERNELS = "use --kernels triton on a GPU: torch's operations, the default, start many small kernels there"
+
+
 def check_kernels_device(kernels: str, device: str) -> None:
     """Check that an implementation runs on a kind of device.
 

@@ -168,7 +168,7 @@ def test_show_prints_a_model(kvbench, model_folder):
 def test_check_fails_with_a_failed_invariant(kvbench, monkeypatch):
     """Exit code 1, and the name of the invariant."""
     outcomes = [InvariantOutcome("an invariant", True, "fine", 0.1), InvariantOutcome("another", False, "not so", 0.2)]
-    monkeypatch.setattr("kvbench.check.check", lambda method, settings: outcomes)
+    monkeypatch.setattr("kvbench.check.check", lambda method, settings, device: outcomes)
     answer = kvbench("check", LAST, "--json")
     assert answer.code == 1
     assert [x["passed"] for x in answer.json] == [True, False]

@@ -27,7 +27,7 @@ FAST = {("GQA", 33), "GQA"}
 QUESTIONS, LIMIT, HISTORY = (5, 1, 9), 2, 2
 """Tokens of each turn's question, of each answer, and of what stands in the answer's place from then on."""
 LATER = sum(QUESTIONS) + HISTORY * (len(QUESTIONS) - 1)
-CLOSE = 3 * TOLERANCE
+CLOSE = 3 * TOLERANCE[torch.float32]
 """Between two ways to cut the same sums: pages, chunks or two tiers."""
 ROW = 1.125
 """Most bytes of an entry after the context, in full cache entries: its own, and a score and position or page bounds."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvbench.errors import UserError
 from kvbench.registry import list_ops
 from kvbench.runs.files import read_lines
 
@@ -53,6 +54,30 @@ def test_the_interpreter_refuses_bfloat16(kvbench, arguments):
     answer = kvbench(*arguments, "--method", "full", "--kernels", "triton", "--dtype", "bfloat16")
     assert answer.code == 2
     assert "interpreter multiplies bfloat16 wrongly" in answer.err
+
+
+@pytest.mark.parametrize(("kernels", "noted"), [("torch", True), ("triton", False)])
+def test_a_run_on_a_gpu_names_the_kernels_to_use(kvbench, arguments, monkeypatch, kernels, noted):
+    """Before the model is loaded, so that the run can be started again with others."""
+    def load(*_):
+        raise UserError("no model is loaded here.")
+
+    monkeypatch.setattr("kvbench.runs.prepare.find_device", lambda _: "cuda")
+    monkeypatch.setattr("kvbench.runs.prepare._load", load)
+    answer = kvbench(*arguments, "--method", "full", "--kernels", kernels)
+    assert "no model is loaded here" in answer.err
+    assert ("note: use --kernels triton on a GPU" in answer.err) == noted
+
+
+def test_doctor_names_the_kernels_to_use_on_a_gpu(kvbench, monkeypatch):
+    """Next to the name of the GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
+    probes = {x["name"]: x for x in kvbench("doctor", "--json").json}
+    assert probes["gpu"]["found"] == "NVIDIA H100"
+    assert "use --kernels triton on a GPU" in probes["gpu"]["hint"]
+    assert "--kernels flash" in probes["flash-attn"]["hint"]
 
 
 def test_flash_attn_needs_its_package_a_gpu_and_sixteen_bits(kvbench, arguments, monkeypatch):

@@ -1,0 +1,57 @@
+"""The invariants in bfloat16, as `kvbench check --device cuda` tries them on a GPU; here on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvbench.check import INVARIANTS, POLICY_INVARIANTS, NotApplicableError
+from kvbench.check.trial import require_same_entries
+from kvbench.hf.tiny import placed, tiny_model
+from kvbench.registry import find_method, list_entries
+
+METHODS = [x.name for x in list_entries("method")]
+BY_ORDER = ("first token is exact", "chunks do not matter", "forced tokens equal decode steps",
+            "static steps equal eager steps", "committed tokens are computed")
+"""Invariants that compare computations in different orders, which round differently."""
+
+
+@pytest.fixture(autouse=True)
+def _in_bfloat16():
+    """Tiny models are in bfloat16."""
+    with placed("cpu", torch.bfloat16):
+        yield
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("name", METHODS)
+def test_invariants_hold_in_bfloat16(name):
+    """Rounding changes no logit by more than allowed, and at most a few of the kept entries."""
+    kind = find_method(name)
+    known = INVARIANTS if kind.card.models == "autoregressive" else POLICY_INVARIANTS
+    assert tiny_model().module.dtype == torch.bfloat16
+    for invariant in known.keys() & set(BY_ORDER):
+        try:
+            assert known[invariant](kind())
+        except NotApplicableError as reason:
+            assert str(reason)  # noqa: PT017  # a reason is asked for
+
+
+def test_few_other_entries_are_allowed():
+    """One of 40 is allowed and reported; three are not, and in float32 not one is."""
+    kept = [[torch.arange(40)]]
+    one, three = ([[torch.cat([torch.arange(n), torch.arange(n, 40) + 100])]] for n in (39, 37))
+    assert require_same_entries(kept, kept, "") is True
+    assert require_same_entries(one, kept, "") is False
+    with pytest.raises(AssertionError, match="chunks: other entries were kept"):
+        require_same_entries(three, kept, "chunks")
+    with placed("cpu", torch.float32), pytest.raises(AssertionError):
+        require_same_entries(one, kept, "")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", METHODS)
+def test_invariants_hold_on_a_gpu(kvbench, name):
+    """`kvbench check NAME --device cuda`."""
+    answer = kvbench("check", name, "--device", "cuda")
+    assert answer.code == 0, answer.out
