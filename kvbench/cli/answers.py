@@ -44,7 +44,7 @@ def answers_command(
     for asked in shown:
         typer.echo("\n".join([*_describe(asked, found.specs, width), ""]))
     typer.echo(_summarize(found, shown))
-    if all(x.question is None for x in shown):
+    if shown and all(x.question is None for x in shown):
         say("the journal has no questions: kvbench 0.1 made it.")
     if as_json:
         print_json({

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import shutil
 from pathlib import Path
 
@@ -59,6 +60,18 @@ def test_wrong_answers_and_one_sample(kvbench, two):
     for name in ("2", every[2]["sample"]):
         (one,) = kvbench("answers", two[1], "--sample", name, "--json").json["answers"]
         assert one == every[2]
+
+
+def test_no_wrong_answer_is_no_fault_of_the_journal(kvbench, tmp_path):
+    """A run of this version without wrong answers shows none, and does not blame kvbench 0.1."""
+    folder = tmp_path / "run"
+    shutil.copytree(next(CURATED.glob("full-niah*")), folder)
+    journal = folder / "samples.jsonl.gz"
+    before = gzip.decompress(journal.read_bytes()).splitlines()
+    lines = [{**json.loads(x), "score": 1.0, "question": "q?"} for x in before]
+    journal.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
+    answer = kvbench("answers", folder, "--wrong")
+    assert (answer.code, "0 with a wrong answer" in answer.out, "kvbench 0.1" in answer.err) == (0, True, False)
 
 
 @pytest.mark.parametrize(("options", "message"), [

@@ -145,7 +145,7 @@ def test_only_plain_https_links_are_packed(kvbench, snapkv, tmp_path, url):
     """Nothing is written, and the message names the option and the rule."""
     done = kvbench("submit", snapkv.folder, "--submitter", "ada", "--to", tmp_path, "--code-url", url)
     assert (done.code, list(tmp_path.iterdir())) == (2, [])
-    assert "--code-url" in done.err and "a link is an https:// address of at most 200 characters" in done.err
+    assert "--code-url" in done.err and "A link is an https:// address of at most 200 characters" in done.err
 
 
 @pytest.mark.parametrize("url", LINKS)

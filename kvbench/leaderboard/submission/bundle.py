@@ -37,6 +37,14 @@ from kvbench.runs.spec import RunSpec, resolve_protocol
 
 LIMITS = {"samples": (1, 10_000), "turns": (1, 1_000), "length": (1, 1 << 21), "seed": (0, MAX_NUMBER)}
 """Limits of a spec; a verifier cannot reproduce larger runs."""
+LINK_RULE = "A link is an https:// address of at most 200 characters, with a host name and no user name or port."
+RULES = {
+    "submitter": "A submitter consists of ASCII letters, digits, '.', '_' and '-'.",
+    "source": "A source's name consists of ASCII letters, digits, '.', '_' and '-', and ends in .py.",
+    "tuned_on": "Tuning data are TASK, TASK:dev or TASK:test, at most 64 of them.",
+    "code_url": LINK_RULE, "paper_url": LINK_RULE,
+}
+"""Rules of the fields of a manifest that a submitter writes."""
 MAX_LINES = 100_000
 MAX_LINE_BYTES = 4 << 20
 """Bytes of one line of the journal."""
@@ -95,12 +103,9 @@ def pack_run(
             code_url=code_url, paper_url=paper_url, created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
     except ValidationError as error:
-        option = f"--{str(error.errors()[0]['loc'][0]).replace('_', '-')}"
-        raise UserError(
-            f"{option} {error.errors()[0]['input']!r} is not allowed in a manifest. A submitter consists of "
-            "ASCII letters, digits, '.', '_' and '-', and so does a source, which ends in .py; tuning data are TASK, "
-            "TASK:dev or TASK:test; a link is an https:// address of at most 200 characters."
-        ) from error
+        name, given = str(error.errors()[0]["loc"][0]), error.errors()[0]["input"]
+        option = f"--{name.replace('_', '-')}"
+        raise UserError(f"{option} {given!r} is not allowed in a manifest. {RULES[name]}") from error
     return {**files, MANIFEST: f"{manifest.model_dump_json(indent=1)}\n".encode()}
 
 
