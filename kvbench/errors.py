@@ -27,6 +27,10 @@ class UndeclaredError(UserError):
     """A method cannot declare its stored bytes in advance because they depend on the text."""
 
 
+class FileTierError(UserError):
+    """A file of entries could not be written or read: the run stops, no sample has failed, and it can be resumed."""
+
+
 def unknown(kind: str, name: str, allowed: Iterable[str], hint: str = "") -> UserError:
     """The error for an unknown name, with the nearest allowed name and the list of all.
 

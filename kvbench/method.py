@@ -228,6 +228,11 @@ class Method:
         del shape
         return 0
 
+    def declared_file_bytes(self, shape: Shape) -> int:
+        """Bytes of the context in a file, in addition to `declared_bytes`."""
+        del shape
+        return 0
+
     def running_bytes(self, shape: Shape) -> int:
         """Bytes next to keys and values while the context is run: by default those that the stores keep for scoring."""
         return sum(self.layer(index).running_bytes(layer, shape) for index, layer in enumerate(shape.layers))

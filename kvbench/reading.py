@@ -10,7 +10,7 @@ import torch
 
 from kvbench.errors import UserError
 from kvbench.method import Budget, LayerShape, Method, Shape
-from kvbench.store.chosen import ChosenKV
+from kvbench.store.chosen import ChosenKV, Tier
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +27,9 @@ class ReadingMethod(Method):
     The budget is the number of entries that a token reads in each head, protected ones included. Sliding-window layers
     stay exact.
     """
+
+    tier: Tier = "device"
+    """Where the context's entries are: in the memory of the device, on the host, or in a file."""
 
     graphable: ClassVar[str | None] = "the host gathers the entries that a token chose, so each step waits for them."
     recompressible: ClassVar[str | None] = "every entry is stored, and each token chooses again which ones it reads."
@@ -71,6 +74,7 @@ class ReadingMethod(Method):
             return
         assert isinstance(kv, ChosenKV)
         self.start(kv, step)
+        kv.move(self.tier)
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:
         """Attention of every new token over what it chooses, one token after the other. [B, H_q, T, D_v]"""
@@ -93,9 +97,24 @@ class ReadingMethod(Method):
         return shape.length
 
     def layer_bytes(self, index: int, shape: Shape, entries: int) -> int:
-        """Bytes of a layer's entries and of its index."""
-        layer = shape.layers[index]
-        return super().layer_bytes(index, shape, entries) + self.index_bytes(layer, shape)
+        """Bytes of a layer's entries, where they are on the device, and of its index."""
+        held = super().layer_bytes(index, shape, entries) if self.tier == "device" else 0
+        return held + self.index_bytes(shape.layers[index], shape)
+
+    def declared_host_bytes(self, shape: Shape) -> int:
+        """Bytes of the entries of the context on the host."""
+        return self._moved_bytes(shape) if self.tier == "host" else 0
+
+    def declared_file_bytes(self, shape: Shape) -> int:
+        """Bytes of the entries of the context in files."""
+        return self._moved_bytes(shape) if self.tier == "file" else 0
+
+    def _moved_bytes(self, shape: Shape) -> int:
+        if self.identity(shape):
+            return 0
+        entries = self.stored_entries(shape)
+        return sum(super(ReadingMethod, self).layer_bytes(i, shape, entries)
+                   for i, x in enumerate(shape.layers) if x.window is None)
 
     def declared_read_bytes(self, shape: Shape) -> int:
         """Bytes that a token reads; all bytes of sliding-window layers."""

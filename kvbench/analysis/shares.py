@@ -11,17 +11,17 @@ from kvbench.runs.results import MemoryResult, Result
 
 
 def stored_share(result: Result) -> float | None:
-    """Bytes that hold the context after compression, host memory included, of the full cache of the context."""
+    """Bytes that hold the context after compression, in all tiers, of the full cache of the context."""
     memory = result.memory
-    return None if memory is None else _share(result, memory.stored_bytes + memory.host_bytes, memory.full_bytes)
+    return None if memory is None else _share(result, memory.stored_bytes + memory.off_device_bytes, memory.full_bytes)
 
 
 def conversation_share(result: Result) -> float | None:
-    """Bytes that hold the conversation at its end, host memory included, of the full cache of the conversation."""
+    """Bytes that hold the conversation at its end, in all tiers, of the full cache of the conversation."""
     memory = result.memory
     if memory is None or memory.end_stored_bytes is None:
         return None
-    return _share(result, memory.end_stored_bytes + memory.host_bytes, memory.end_full_bytes)
+    return _share(result, memory.end_stored_bytes + memory.off_device_bytes, memory.end_full_bytes)
 
 
 def read_share(result: Result) -> float | None:

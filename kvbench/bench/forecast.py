@@ -151,7 +151,7 @@ class MethodForecast(Record):
 
     method: str
     stored_share: float
-    """Stored bytes over the full cache's, including those in host memory."""
+    """Stored bytes over the full cache's, including those in host memory and in files."""
     stored_bytes: int
     host_bytes: int
     spare_bytes: int
@@ -258,6 +258,7 @@ def make_forecast(
 def _forecast(name: str, need: Need, full: Need, gpu: Gpu, batch: int) -> MethodForecast:
     shape, bandwidth = need.model.shape, gpu.bandwidth * COPY_SHARE
     host = need.method.declared_host_bytes(shape)
+    cached = need.cache + host + need.method.declared_file_bytes(shape)
 
     def seconds(x: Need, kernels: float, least: float) -> float:
         caches = max(kernels, (x.step_bytes(batch) - x.model.step_bytes) / bandwidth)
@@ -268,7 +269,7 @@ def _forecast(name: str, need: Need, full: Need, gpu: Gpu, batch: int) -> Method
 
     layers = len(shape.layers)
     return MethodForecast(
-        method=name, stored_share=(need.cache + host) / shape.full_bytes, stored_bytes=batch * need.cache,
+        method=name, stored_share=cached / shape.full_bytes, stored_bytes=batch * need.cache,
         host_bytes=batch * host, spare_bytes=batch * need.spare, peak_bytes=need.peak(batch, "prefill"),
         fits=batch <= need.max_batch(gpu.memory_bytes, "prefill"), step_bytes=need.step_bytes(batch),
         bound_s=seconds(need, 0.0, 0.0), speedup_bound=speedup(),

@@ -57,7 +57,7 @@ def _list_numbers(cell: BenchCell, quantity: str, time: Time) -> dict[str, str]:
         found |= {"bytes moved": format_bytes(time.bytes_moved), "of copy": f"{time.bandwidth_share:.0%}"}
     if cell.memory is not None:
         peak = cell.memory.peak_bytes if cell.device_memory is None else cell.device_memory.peak_bytes
-        stored = (cell.memory.stored_bytes + cell.memory.host_bytes) / cell.memory.full_bytes
+        stored = (cell.memory.stored_bytes + cell.memory.off_device_bytes) / cell.memory.full_bytes
         found |= {"stored": f"{stored:.1%}", "peak": format_bytes(peak)}
     return found
 

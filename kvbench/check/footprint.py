@@ -72,6 +72,8 @@ def measured_bytes_are_declared(method: Method) -> str:
             )
             host, declared = session.memory().host_bytes, session.method.declared_host_bytes(model.shape(LENGTH))
             assert host == declared, f"{name}: measured {host} bytes in host memory, declared {declared}"
+            files, declared = session.memory().file_bytes, session.method.declared_file_bytes(model.shape(LENGTH))
+            assert files == declared, f"{name}: measured {files} bytes in files, declared {declared}"
             found.append(f"{measured / session.memory().full_bytes:.1%}")
     return f"{', '.join(found)} of the full cache for {', '.join(shapes)}"
 

@@ -122,14 +122,15 @@ def _memory(result: Result) -> list[tuple[str, str]]:
     if memory is None:
         return []
     whole = "of the full cache" if reference_width(result) == 1 else "of the full cache in 16 bits"
-    host = f", of which {format_bytes(memory.host_bytes)} in host memory" if memory.host_bytes else ""
-    held = memory.stored_bytes + memory.host_bytes
+    tiers = ((memory.host_bytes, "in host memory"), (memory.file_bytes, "in files"))
+    host = "".join(f", of which {format_bytes(x)} {where}" for x, where in tiers if x)
+    held = memory.stored_bytes + memory.off_device_bytes
     rows = [
         ("budget", "none" if result.spec.budget is None else f"requested {result.spec.budget}"),
         ("stored", f"{format_bytes(held)}{host}: {format_share(stored_share(result))} {whole}"),
     ]
     if memory.end_stored_bytes is not None:
-        held = memory.end_stored_bytes + memory.host_bytes
+        held = memory.end_stored_bytes + memory.off_device_bytes
         share = format_share(conversation_share(result))
         rows.append(("at end", f"{format_bytes(held)}{host}: {share} {whole}, questions included"))
     spare, peak = format_bytes(memory.spare_bytes), format_bytes(memory.peak_bytes)

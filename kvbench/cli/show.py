@@ -207,11 +207,14 @@ def _describe_bytes(kind: type[Method]) -> str:
     try:
         method = kind().fit(None, shape)
         stored, host = method.declared_bytes(shape), method.declared_host_bytes(shape)
+        files = method.declared_file_bytes(shape)
     except (TypeError, UserError) as error:
         return f"depends on its settings: {error}"
     extra = f" and {host / shape.length:,.0f} in host memory" if host else ""
+    extra += f" and {files / shape.length:,.0f} in a file" if files else ""
+    share = (stored + host + files) / full / shape.length
     return (
-        f"{stored / shape.length:,.0f} bytes per token{extra}, {(stored + host) / shape.full_bytes:.1%} of the full "
+        f"{stored / shape.length:,.0f} bytes per token{extra}, {share:.1%} of the full "
         f"cache's {full:,} (32 layers, 8 KV heads of 128, 16 bits, 8,192 tokens, default budget)"
     )
 

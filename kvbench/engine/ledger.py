@@ -51,14 +51,17 @@ class Ledger:
         assert self._context is not None and self._shape is not None, "prefill first"
         self.note_layers()
         stored, spare, host = self._context
+        from_host, from_file = (sum(x) for x in zip(*(store.tier_read_bytes() for store in self._layers), strict=True))
         return CacheBytes(
             full_bytes=self._shape.full_bytes * self._batch, stored_bytes=stored, spare_bytes=spare,
             end_bytes=sum(self._stored), peak_bytes=self._peak,
             host_bytes=host,
+            file_bytes=sum(store.file_bytes() for store in self._layers),
             read_bytes_per_step=sum(store.read_bytes() for store in self._layers),
             end_stored_bytes=sum(self._stored) - sum(x.spare_bytes() for x in self._layers) + self._host_bytes() - host,
             end_full_bytes=self._full_bytes([store.seen for store in self._layers]),
             distinct_read_bytes_per_step=sum(store.distinct_read_bytes() for store in self._layers),
+            host_read_bytes_per_step=from_host, file_read_bytes_per_step=from_file,
             full_read_bytes_per_step=self._full_bytes([store.full_read_tokens() for store in self._layers]),
         )
 

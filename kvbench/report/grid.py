@@ -54,8 +54,8 @@ class Grid:
             return "no bytes measured"
         share = format_share(stored_share(self.result))
         text = f"stores {share} of the full cache, {format_bytes(memory.stored_bytes)}"
-        if memory.host_bytes:
-            text += f" and {format_bytes(memory.host_bytes)} in host memory"
+        for size, where in ((memory.host_bytes, "in host memory"), (memory.file_bytes, "in files")):
+            text += f" and {format_bytes(size)} {where}" if size else ""
         if self.result.budget.kind == "read":
             text += f", {format_share(read_share(self.result))} read per step"
         return text

@@ -65,6 +65,17 @@ class CacheBytes(Record):
     """As `read_bytes_per_step`, with an entry counted once that several query heads read."""
     full_read_bytes_per_step: int | None = None
     """Bytes that the full cache reads at the same step."""
+    file_bytes: int = 0
+    """Bytes of entries in files."""
+    host_read_bytes_per_step: int | None = None
+    """The part of `read_bytes_per_step` that comes from host memory."""
+    file_read_bytes_per_step: int | None = None
+    """The part of `read_bytes_per_step` that comes from files."""
+
+    @property
+    def off_device_bytes(self) -> int:
+        """Bytes in host memory and in files."""
+        return self.host_bytes + self.file_bytes
 
 
 class Effect(Record):

@@ -62,7 +62,7 @@ class MemoryResult(CacheBytes):
     ratio: float
     """Stored bytes over bytes of the full cache."""
     ratio_total: float
-    """The same with host memory."""
+    """The same with host memory and files."""
     bytes_per_token: float
     """Stored bytes per token of context."""
     full_16bit_bytes: int | None = None

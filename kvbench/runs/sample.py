@@ -21,7 +21,7 @@ from kvbench.engine.passes import Passes, finish, merge
 from kvbench.engine.recording import InexactPrefillError, Recording
 from kvbench.engine.session import Session
 from kvbench.engine.timing import now
-from kvbench.errors import UserError
+from kvbench.errors import FileTierError, UserError
 from kvbench.runs.job import Job, cap_new_tokens, check_capacity, find_capacity
 from kvbench.runs.journal import Line, LosslessLine, Times, TokenCounts
 from kvbench.runs.spec import RunSpec
@@ -81,6 +81,8 @@ def run_sample(
         assert shared is not None
         shared.refuse(job.spec, str(error))
         return run_sample(job, index, example, encoded)
+    except FileTierError:
+        raise  # the sample did not fail: it can be run again
     except Exception as error:
         del lines[len(example.turns) - 1 :]  # if closing the session raised, the last turn failed
         seconds = time.perf_counter() - begun - sum(x.seconds for x in lines)

@@ -211,7 +211,7 @@ def _memory(lines: Sequence[Line], dtype: str) -> MemoryResult | None:
     return MemoryResult(
         **means,
         ratio=total["stored_bytes"] / total["full_bytes"],
-        ratio_total=(total["stored_bytes"] + total["host_bytes"]) / total["full_bytes"],
+        ratio_total=(total["stored_bytes"] + total["host_bytes"] + total["file_bytes"]) / total["full_bytes"],
         bytes_per_token=total["stored_bytes"] / sum(tokens.values()),
         full_16bit_bytes=in_16_bits(means["full_bytes"], dtype),
     )

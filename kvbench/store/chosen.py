@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -14,8 +14,12 @@ from kvbench.kernels.ragged_attention import Partial, merge_partials, ragged_par
 from kvbench.step import Step
 from kvbench.store.blocks import AppendedBlock
 from kvbench.store.facts import Fact
+from kvbench.store.file import FileEntries
+from kvbench.store.host import HostEntries
 from kvbench.store.layer import LayerKV
 from kvbench.store.selective import SelectiveKV
+
+Tier = Literal["device", "host", "file"]
 
 
 @dataclass
@@ -26,14 +30,38 @@ class ChosenKV(SelectiveKV):
     index: dict[str, Tensor] = field(default_factory=dict, init=False)
     """Made at the end of the context and never written again: forks share it."""
 
+    indexed: int = field(default=0, init=False)
+    """Entries per KV head when the index was made."""
+    tier: HostEntries | FileEntries | None = field(default=None, init=False)
+    """The context's entries, where they are not on the device; the block then holds later ones only."""
+    apart: int = field(default=0, init=False)
+    """Entries per KV head in the tier."""
     codes: AppendedBlock | None = field(default=None, init=False)
     """The part of the index that grows with the entries. [B, H_kv, n, ...] by name"""
 
-    def start(self, codes: dict[str, Tensor] | None = None, **index: Tensor) -> None:
-        """The context is complete: from now on attention may read a part."""
-        self.index, self.selective = index, True
+    def start(self, index: dict[str, Tensor], codes: dict[str, Tensor] | None = None) -> None:
+        """The context is complete: from now on attention may read a part. codes: a part that grows with the entries."""
+        self.index, self.indexed, self.selective = index, self.n, True
         if codes is not None:
             self.codes = AppendedBlock(codes, max(self.n, self.capacity))
+
+    def move(self, tier: Tier) -> None:
+        """Move every entry to another tier; later ones stay on the device."""
+        if tier == "device":
+            return
+        entries = torch.cat([self.keys, self.values], dim=3)
+        self.tier, self.apart = (HostEntries if tier == "host" else FileEntries)(entries), self.n
+        self._replace({name: x[:, :, :0] for name, x in self._held().items()}, max(0, self.capacity - self.seen))
+
+    @property
+    def total(self) -> int:
+        """Entries per KV head in all tiers."""
+        return self.n + self.apart
+
+    @property
+    def tier_name(self) -> str:
+        """The counter of bytes read from the tier."""
+        return "file_bytes" if isinstance(self.tier, FileEntries) else "host_bytes"
 
     def code(self, name: str) -> Tensor:
         """A part of the index that grows with the entries. [B, H_kv, n, ...]"""
@@ -67,7 +95,7 @@ class ChosenKV(SelectiveKV):
                 ids=None if step.ids is None else step.ids[:, t : t + 1], seen=step.seen - count + t + 1,
             )
             self.reads.update({"queries": 1, "seen": token.seen})
-            parts.append(read(token, self.n - count + t + 1))
+            parts.append(read(token, self.total - count + t + 1))
         whole = Partial(torch.cat([x.output for x in parts], dim=2), torch.cat([x.lse for x in parts], dim=2))
         return merge_partials([whole], step.sinks).to(step.query.dtype)
 
@@ -84,14 +112,29 @@ class ChosenKV(SelectiveKV):
         """
         heads, kv_heads = mask.shape[1], self.keys.shape[1]
         batch, head, entry = mask.nonzero(as_tuple=True)
-        places = batch, head // (heads // kv_heads), entry
+        keys, values = self._gather(batch, head // (heads // kv_heads), entry)
         counts = mask.sum(-1).flatten()
         self._count(mask)
         return ragged_partial(
-            step.query, self.keys[places], self.values[places], F.pad(counts.cumsum(0), (1, 0)).to(torch.int32),
+            step.query, keys, values, F.pad(counts.cumsum(0), (1, 0)).to(torch.int32),
             counts.tolist(), scale=step.scale, seen=step.seen, softcap=step.softcap,
             bias=None if bias is None else bias[mask],
         )
+
+    def _gather(self, batch: Tensor, head: Tensor, entry: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of these entries, from their tier. [R, D], [R, D_v]"""
+        if self.tier is None:
+            return self.keys[batch, head, entry], self.values[batch, head, entry]
+        apart = entry < self.apart
+        later = batch[~apart], head[~apart], entry[~apart] - self.apart
+        places = (batch * self.keys.shape[1] + head) * self.apart + entry
+        widths = self.keys.shape[3], self.values.shape[3]
+        found = self.keys.new_empty((len(entry), sum(widths)))
+        found[apart] = self.tier.take(places[apart])
+        found[~apart] = torch.cat([self.keys[later], self.values[later]], dim=1)
+        self.reads[self.tier_name] += int(apart.sum()) * self.entry_bytes
+        keys, values = found.split(widths, dim=1)
+        return keys, values
 
     def _count(self, mask: Tensor) -> None:
         """Count entries read by every head, those that differ per KV head, and those left alone."""
@@ -117,7 +160,7 @@ class ChosenKV(SelectiveKV):
     def close(self) -> None:
         """Free the entries and the index."""
         super().close()
-        self.index = {}
+        self.index, self.tier = {}, None
         if self.codes is not None:
             self.codes.close()
             self.codes = None
@@ -131,6 +174,21 @@ class ChosenKV(SelectiveKV):
         """Bytes that hold no entry and no part of the index yet."""
         return super().spare_bytes() + (0 if self.codes is None else self.codes.spare_bytes())
 
+    def host_tensors(self) -> list[Tensor]:
+        """The entries of the context, if they are on the host."""
+        return [self.tier.entries] if isinstance(self.tier, HostEntries) else []
+
+    def file_bytes(self) -> int:
+        """Bytes of the entries of the context, if they are in a file."""
+        return self.tier.nbytes if isinstance(self.tier, FileEntries) else 0
+
+    def entries_kept(self) -> list[int]:
+        """Stored entries of each (batch, KV head), in all tiers."""
+        return [x + self.apart for x in super().entries_kept()]
+
     def facts(self) -> dict[str, Fact]:
-        """Counters of the reads, and layers that read everything."""
-        return {**super().facts(), **({} if self.selective else {"layers_dense": Fact(1)})}
+        """Counters of the reads, entries on a simulated host, and layers that read everything."""
+        found = super().facts()
+        if isinstance(self.tier, HostEntries) and self.tier.simulated:
+            found["entries_on_simulated_host"] = Fact(self.apart * len(super().entries_kept()))
+        return {**found, **({} if self.selective else {"layers_dense": Fact(1)})}

@@ -27,8 +27,12 @@ class HostEntries:
         """These entries of every head, on the device that they came from. index: [B, H_kv, m]. [B, H_kv, m, ...]"""
         batch, heads, count = index.shape
         head = torch.arange(batch * heads).view(batch, heads, 1)
-        flat = (head * self.entries.shape[2] + index.cpu()).flatten()
-        shape = (len(flat), *self.entries.shape[3:])
+        found = self.take((head * self.entries.shape[2] + index.cpu()).flatten())
+        return found.view(batch, heads, count, *self.entries.shape[3:])
+
+    def take(self, places: Tensor) -> Tensor:
+        """Entries by their place in [B * H_kv * n], on the device that they came from. [R] -> [R, ...]"""
+        shape = (len(places), *self.entries.shape[3:])
         found = torch.empty(shape, dtype=self.entries.dtype, pin_memory=not self.simulated)
-        torch.index_select(self.entries.flatten(0, 2), 0, flat, out=found)
-        return found.to(self._device, non_blocking=True).view(batch, heads, count, *self.entries.shape[3:])
+        torch.index_select(self.entries.flatten(0, 2), 0, places.cpu(), out=found)
+        return found.to(self._device, non_blocking=True)

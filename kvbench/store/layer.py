@@ -389,6 +389,14 @@ class LayerKV:
         """Bytes that one decode step reads: all that is held, unless a store reads a part."""
         return self.nbytes() - self.spare_bytes()
 
+    def file_bytes(self) -> int:
+        """Bytes of entries in a file, a tier of its own next to `tensors`."""
+        return 0
+
+    def tier_read_bytes(self) -> tuple[int, int]:
+        """Bytes of `read_bytes` that come from the host and from a file."""
+        return 0, 0
+
     def distinct_read_bytes(self) -> int:
         """As `read_bytes`, with an entry counted once that several query heads read."""
         return self.read_bytes()

@@ -199,6 +199,7 @@ class LowRankKV(SelectiveKV):
         brought = storage_bytes([chunks.basis]) + batch * heads * most * (chunks.size * row + value) if most else 0
         self.reads.update({
             "queries": 1, "seen": self.seen, "chunks_selected": chosen, "chunks_reused": hits,
+            "host_bytes": batch * heads * most * value,
             "bytes": storage_bytes([chunks.landmarks, slots.key, slots.value]) + batch * heads * dense + brought,
         })
 

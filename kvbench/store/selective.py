@@ -9,6 +9,9 @@ from typing import ClassVar
 from kvbench.store.facts import Fact
 from kvbench.store.layer import LayerKV
 
+COUNTS = ("bytes", "host_bytes", "file_bytes", "seen")
+"""Counters that results have fields for."""
+
 
 @dataclass
 class SelectiveKV(LayerKV):
@@ -19,13 +22,19 @@ class SelectiveKV(LayerKV):
     selective: bool = field(default=False, init=False)
     """Whether a part is read; before that, everything."""
     reads: Counter[str] = field(default_factory=Counter, init=False)
-    """`bytes` that `queries` tokens read, each as a step of its own, the tokens `seen` by them, and counters."""
+    """`bytes` that `queries` tokens read, each as a step of its own, of them `host_bytes` and `file_bytes` from other
+    tiers, the tokens `seen` by them, and counters."""
 
     def read_bytes(self) -> int:
         """Bytes that a step read on average; 0 before the first."""
         if not self.selective:
             return super().read_bytes()
         return self.reads["bytes"] // max(1, self.reads["queries"])
+
+    def tier_read_bytes(self) -> tuple[int, int]:
+        """Bytes that a step read from the host and from a file on average; 0 before the first."""
+        queries = max(1, self.reads["queries"])
+        return self.reads["host_bytes"] // queries, self.reads["file_bytes"] // queries
 
     def full_read_tokens(self) -> float:
         """Mean over the same steps; 0 before the first."""
@@ -46,6 +55,6 @@ class SelectiveKV(LayerKV):
     def facts(self) -> dict[str, Fact]:
         """Counters of the reads and of the changes."""
         counted = {
-            name: Fact(x, changed=name == self.proof) for name, x in self.reads.items() if name not in ("bytes", "seen")
+            name: Fact(x, changed=name == self.proof) for name, x in self.reads.items() if name not in COUNTS
         }
         return {**super().facts(), **counted}

@@ -32,23 +32,23 @@ class ChannelKV(ChosenKV):
         self.by_channel = self.keys.new_empty((batch, heads, width, max(entries, self.capacity)))
         self.by_channel[..., :entries] = self.keys.mT
         self.value_sum = self.values.float().sum(2, keepdim=True)
-        self.start()
+        self.start({})
 
     def append(self, step: Step) -> None:
         """Add entries, also to the channels."""
         super().append(step)
         if self.by_channel is None:
             return
-        if self.n > self.by_channel.shape[3]:
+        if self.total > self.by_channel.shape[3]:
             self.reserve(0, 0)
-        self.by_channel[..., self.n - step.key.shape[2] : self.n] = step.key.mT
+        self.by_channel[..., self.total - step.key.shape[2] : self.total] = step.key.mT
 
     def reserve(self, tokens: int, forward: int) -> None:
         """Make room for more tokens in both blocks."""
         super().reserve(tokens, forward)
-        if self.by_channel is not None and self.n + tokens > self.by_channel.shape[3]:
+        if self.by_channel is not None and self.total + tokens > self.by_channel.shape[3]:
             held = self.by_channel
-            self.by_channel = held.new_empty((*held.shape[:3], self.n + tokens))
+            self.by_channel = held.new_empty((*held.shape[:3], self.total + tokens))
             self.by_channel[..., : held.shape[3]] = held
 
     def add_value(self, value: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class ChannelKV(ChosenKV):
 
     def spare_bytes(self) -> int:
         """Bytes of both blocks that hold no entry yet."""
-        unused = 0 if self.by_channel is None else self.by_channel[..., self.n :].numel() * self.by_channel.itemsize
+        unused = 0 if self.by_channel is None else self.by_channel[..., self.total :].numel() * self.by_channel.itemsize
         return super().spare_bytes() + unused
 
 

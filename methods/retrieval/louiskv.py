@@ -54,7 +54,8 @@ class LouisKV(ReadingMethod):
             ("Later entries are always read, in addition to the budget: the paper moves the oldest ones, in segments "
             "between two choices, out of a full buffer of unknown size."),
             "Each token of a question compares its queries with those of the token before it, as if it were decoded.",
-            "Entries stay in the memory of the device; the paper keeps them on the host and fetches what is missing.",
+            ("By default entries stay on the device. With tier=host they are on the host, as in the paper, and chosen "
+            "ones are fetched for every token; the paper keeps those of the last token."),
         ),
         unverified=(
             "No code was published when this was written, and the paper was read in reviews.",
@@ -64,7 +65,9 @@ class LouisKV(ReadingMethod):
             "Queries are compared after rotation, and each layer decides for itself.",
             "The last cluster is read in part where the budget ends.",
         ),
-        limits=("It saves reads, not memory.", "The prompt is run with full attention."),
+        limits=(
+            "It saves reads; the index is stored in addition to all entries.", "The prompt is run with full attention.",
+        ),
     )
 
     def minimum_entries(self) -> int:
@@ -81,7 +84,7 @@ class LouisKV(ReadingMethod):
         places = torch.arange(entries, device=order.device).repeat(batch, heads, 1)
         places[:, :, inner] = order + self.sinks
         kv.keep(places)
-        kv.start(centers=centers.to(kv.keys.dtype), offsets=offsets)
+        kv.start({"centers": centers.to(kv.keys.dtype), "offsets": offsets})
         kv.state["query"] = torch.zeros_like(step.query[:, :, 0])
         kv.state["chosen"] = offsets.new_full((batch, heads, self.chosen), -1)
 

@@ -45,7 +45,8 @@ class PQCache(ReadingMethod):
         heads="independent",
         upstream=Upstream(repo="HugoZHL/PQCache", commit="151ce6b", license=None),
         deviations=(
-            "Entries stay in the memory of the device; the authors keep them on the host with a cache of blocks.",
+            ("By default entries stay on the device. With tier=host they are on the host, as the authors have them, "
+            "without their cache of blocks on the device."),
             ("k-means runs to its end before the first token, from evenly spaced keys; the authors' runs on the host "
             "meanwhile, with the number of iterations that time allows."),
             "A new entry gets its codes when it arrives; the authors' code computes them when it leaves the window.",
@@ -55,7 +56,9 @@ class PQCache(ReadingMethod):
             "iterations: the authors fit their number to the time of a prefill.",
             "recent: the share of the authors' scripts was not read.",
         ),
-        limits=("It saves reads, not memory.", "The prompt is run with full attention."),
+        limits=(
+            "It saves reads; the index is stored in addition to all entries.", "The prompt is run with full attention.",
+        ),
     )
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
@@ -84,7 +87,7 @@ class PQCache(ReadingMethod):
         del step
         keys = self.divide(kv.keys[:, :, self.sinks :])
         centers, labels = cluster(keys, self.centers(kv.n), self.iterations)
-        kv.start(codes={"code": labels.movedim(2, 3).to(torch.uint8)}, centers=centers.to(kv.keys.dtype))
+        kv.start({"centers": centers.to(kv.keys.dtype)}, codes={"code": labels.movedim(2, 3).to(torch.uint8)})
 
     def extend(self, kv: ChosenKV, step: Step) -> None:
         """Code new keys."""

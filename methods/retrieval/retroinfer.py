@@ -53,10 +53,13 @@ class RetroInfer(ReadingMethod):
             "read whole clusters."),
             ("Later entries are always read, in addition to the budget; the authors cluster generated tokens whenever "
             "there are 1,024."),
-            "Entries stay in the memory of the device; the authors keep them on the host with a cache of clusters.",
+            ("By default entries stay on the device. With tier=host they are on the host, as the authors have them, "
+            "without their cache of clusters on the device."),
         ),
         unverified=("iterations: the number of the authors' k-means was not read.",),
-        limits=("It saves reads, not memory.", "The prompt is run with full attention."),
+        limits=(
+            "It saves reads; the index is stored in addition to all entries.", "The prompt is run with full attention.",
+        ),
     )
 
     def minimum_entries(self) -> int:
@@ -76,9 +79,10 @@ class RetroInfer(ReadingMethod):
         places[:, :, inner] = order + self.sinks
         mean_values = means(values, labels, values.new_zeros((batch, heads, centers.shape[2], values.shape[3])))
         kv.keep(places)
-        kv.start(
-            centers=(centers + middle).to(kv.keys.dtype), values=mean_values.to(kv.values.dtype), offsets=offsets
-        )
+        kv.start({
+            "centers": (centers + middle).to(kv.keys.dtype), "values": mean_values.to(kv.values.dtype),
+            "offsets": offsets,
+        })
 
     def read(self, kv: ChosenKV, step: Step, seen: int) -> Partial:
         """Attention over sinks, the best clusters, recent and later entries, merged with the estimate of others."""

@@ -98,7 +98,7 @@ class RocketKV(ReadingMethod):
         chunks = kv.keys.split(self.chunk(entries), dim=2)
         bounds = torch.stack([torch.stack([x.amin(2), x.amax(2)], dim=2) for x in chunks], dim=3)
         starts = torch.tensor([0, *(x.shape[2] for x in chunks)], dtype=torch.int32, device=bounds.device).cumsum(0)
-        kv.start(bounds=bounds, offsets=starts.to(torch.int32))  # [B, H_kv, 2, chunks, D], [chunks + 1]
+        kv.start({"bounds": bounds, "offsets": starts.to(torch.int32)})  # [B, H_kv, 2, chunks, D], [chunks + 1]
 
     def read(self, kv: ChosenKV, step: Step, seen: int) -> Partial:
         """Attention over the best chunks and all later entries."""

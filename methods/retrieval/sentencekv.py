@@ -144,10 +144,10 @@ class SentenceKV(ReadingMethod):
         inner = slice(self.sinks, kv.n - self.recent)
         count = self.sentences(entries)
         empty = kv.keys.new_zeros((*kv.keys.shape[:2], count, kv.keys.shape[3]), dtype=torch.float32)
-        kv.start(
-            sentences=means(kv.keys[:, :, inner].float(), sentence[:, :, inner], empty).to(kv.keys.dtype),
-            offsets=label_offsets(sentence[:, :, inner], count),
-        )
+        kv.start({
+            "sentences": means(kv.keys[:, :, inner].float(), sentence[:, :, inner], empty).to(kv.keys.dtype),
+            "offsets": label_offsets(sentence[:, :, inner], count),
+        })
         kv.state["query"] = torch.zeros_like(step.query[:, :, 0], dtype=torch.float32)
 
     def read(self, kv: ChosenKV, step: Step, seen: int) -> Partial:

@@ -31,7 +31,7 @@ def look(method, fitted, budget, monkeypatch, *, stored=None, resolved=None, ide
         turn=0, index=0, denoising=None, tokens=SimpleNamespace(context=GEMMA.length, query=0, generated=0),
         bytes=SimpleNamespace(
             full_bytes=GEMMA.full_bytes, stored_bytes=fitted.declared_bytes(GEMMA) if stored is None else stored,
-            host_bytes=0,
+            host_bytes=0, file_bytes=0, off_device_bytes=0,
         ),
         effect=SimpleNamespace(identity=identity),
     )

@@ -62,7 +62,7 @@ def test_entries_that_are_not_marked_do_not_matter(method, monkeypatch):
             x.copy_(y)
         return found
 
-    model, logits = tiny_model(), []
+    model, logits, method = tiny_model(), [], replace(method, tier="device")
     for read in (original, poisoned):
         monkeypatch.setattr(ChosenKV, "read", read)
         with Session(model, method, capacity=200) as session:

@@ -36,7 +36,7 @@ NAMES = {
     "output": "tokens stop_reasons truncated reference_tokens",
     "memory": "full_bytes stored_bytes ratio ratio_total read_bytes_per_step spare_bytes host_bytes end_bytes "
     "peak_bytes bytes_per_token end_stored_bytes end_full_bytes distinct_read_bytes_per_step full_read_bytes_per_step "
-    "full_16bit_bytes",
+    "full_16bit_bytes file_bytes host_read_bytes_per_step file_read_bytes_per_step",
     "latency": "timing prefill_s compress_s ttft_s tpot_s tokens_per_s p50 p95 n mixed untimed",
     "environment": "python torch transformers triton kvbench git cpu gpu threads device_map started seconds",
 }

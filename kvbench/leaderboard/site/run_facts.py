@@ -17,13 +17,16 @@ from kvbench.runs.results import BaselineResult, Result
 Facts = list[tuple[str, str]]
 MEMORY: tuple[tuple[str, str, Callable[[Result], float | None] | None], ...] = (
     ("full_bytes", "full cache of the same context", None),
-    ("stored_bytes", "stored for the context, host memory included", stored_share),
+    ("stored_bytes", "stored for the context, host memory and files included", stored_share),
     ("host_bytes", "of these in host memory", None),
+    ("file_bytes", "of these in files", None),
     ("spare_bytes", "spare bytes for later tokens, the harness's", None),
     ("end_stored_bytes", "stored at the end of the conversation", conversation_share),
     ("peak_bytes", "peak on the device", None),
     ("read_bytes_per_step", "read per decode step", read_share),
     ("distinct_read_bytes_per_step", "read per decode step, each entry once", distinct_read_share),
+    ("host_read_bytes_per_step", "read per decode step from host memory", None),
+    ("file_read_bytes_per_step", "read per decode step from files", None),
 )
 """Bytes, and their shares of what the full cache stores or reads at the same moment."""
 
@@ -33,7 +36,7 @@ def list_memory(result: Result) -> list[tuple[str, str, float | None]]:
     memory = result.memory
     if memory is None:
         return []
-    counts = memory.model_dump() | {"stored_bytes": memory.stored_bytes + memory.host_bytes}
+    counts = memory.model_dump() | {"stored_bytes": memory.stored_bytes + memory.off_device_bytes}
     return [
         (words, format_bytes(counts[name]), None if share is None else share(result))
         for name, words, share in MEMORY if counts[name] is not None

@@ -67,14 +67,16 @@ def check_bytes(
     fitted = {length: _fit(replay, method, result, shape) for length, shape in shapes.items()}
     for x in first:
         shape, bound = shapes[x.context], fitted[x.context]
-        stored = x.bytes.stored_bytes, x.bytes.host_bytes
+        stored = x.bytes.stored_bytes, x.bytes.host_bytes, x.bytes.file_bytes
         with refusing_errors("bytes", f"the bytes that {spec.method.name} declares"):
             identity = bound.identity(shape)
             try:
-                declared = bound.declared_bytes(shape), bound.declared_host_bytes(shape)
+                declared = tuple(
+                    f(shape) for f in (bound.declared_bytes, bound.declared_host_bytes, bound.declared_file_bytes)
+                )
             except UndeclaredError as error:
                 undeclared, declared = error, stored
-        if spec.recompress and stored != declared and min(stored[0] - declared[0], stored[1] - declared[1]) >= 0:
+        if spec.recompress and stored != declared and min(a - b for a, b in zip(stored, declared, strict=True)) >= 0:
             more += 1  # it may keep data for the next compression, on top of the declared bytes
         elif declared != stored:
             raise RefusedError(
@@ -154,7 +156,7 @@ def check_entries(x: AnsweredTurn, method: Method, shape: Shape) -> None:
         raise refuse(f"{counted} entries were dropped, and the method is said not to have acted")
     size = [layer.kv_heads * (layer.key_dim + layer.value_dim) * shape.itemsize for layer in shape.layers]
     least = sum(n * some for n, some in zip(size, kept, strict=True))
-    if _is_exact(x.effect) and x.bytes.stored_bytes + x.bytes.host_bytes < math.floor(least):
+    if _is_exact(x.effect) and x.bytes.stored_bytes + x.bytes.off_device_bytes < math.floor(least):
         raise refuse(
             f"{sum(kept):.0f} unquantized entries take {least:.0f} bytes, its journal has {x.bytes.stored_bytes}"
         )
@@ -182,7 +184,7 @@ def check_reads(x: AnsweredTurn, method: Method, shape: Shape, *, recompress: bo
             least = 0 if budgets is None else min(_packed_bytes(method, shape, budgets, n) for n in range(x.after + 1))
     if read > most:
         raise RefusedError("bytes", f"{x.name}: a step reads {read} bytes, and at most {most} are possible")
-    if read and read < least and not recompress and not x.bytes.host_bytes:
+    if read and read < least and not recompress and not x.bytes.off_device_bytes:
         raise RefusedError(
             "bytes", f"{x.name}: a step reads {read} bytes, and the method reads at least {least} of its context"
         )

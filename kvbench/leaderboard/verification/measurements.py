@@ -17,7 +17,7 @@ FACT_TOLERANCE = (0.05, 2.0)
 MEAN_TOLERANCE = (0.1, 0.02)
 """Relative and absolute difference of means over answers: agreement, and the baselines of a diffusion run."""
 AT_COMPRESSION = {
-    "bytes": {"full_bytes", "stored_bytes", "host_bytes"},
+    "bytes": {"full_bytes", "stored_bytes", "host_bytes", "file_bytes"},
     "effect": {"identity", "acted", "entries_seen", "entries_kept"},
 }
 """Measured before the first answer token, and so comparable whatever the answer is."""
@@ -27,7 +27,8 @@ AFTER_ANSWER: dict[str, Any] = {
 }
 """Comparable where the answers of the sample are equal up to this turn."""
 LATER = {
-    "bytes": ("end_stored_bytes", "end_full_bytes", "distinct_read_bytes_per_step", "full_read_bytes_per_step"),
+    "bytes": ("end_stored_bytes", "end_full_bytes", "distinct_read_bytes_per_step", "full_read_bytes_per_step",
+              "host_read_bytes_per_step", "file_read_bytes_per_step"),
     "tokens": ("reference",),
 }
 """Fields that were added after kvbench 0.1, by the part that they belong to."""
