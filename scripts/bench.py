@@ -1,7 +1,7 @@
 """Measures the overhead of kvbench: `make bench`, or `python scripts/bench.py [NAME]...`, with these names.
 
 Every other number is a ratio of two times measured in turn in one process, or bytes, because absolute times of a shared
-CPU vary. Writes results/bench/cpu-2-cores.json.
+CPU vary. Writes results/bench/cpu-2-cores.json; parts that are not measured stay, each with its own machine and commit.
 
 startup: CPU seconds of a new process that imports kvbench or transformers, or runs a short command.
 harness: a whole run, relative to the same forward passes called directly with transformers' cache.
@@ -9,6 +9,7 @@ generate: answers with the full cache, relative to Hugging Face `generate` on th
 sweep: 12 methods on the same contexts with `--share-prefill`, relative to the sum of single runs, in CPU seconds.
 batch: 5 questions about a context, and about 4 contexts, answered together, relative to one at a time, in CPU seconds.
 memory: peak bytes of a prefill beyond those of the full cache, by length.
+compression: what each method adds to a prefill of 4,096 tokens on a real model, and its decode step, in CPU seconds.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_compression import bench_compression
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -295,7 +297,7 @@ def bench_startup() -> dict[str, Any]:
 
 BENCHES = {
     "startup": bench_startup, "harness": bench_harness, "generate": bench_generate, "sweep": bench_sweep,
-    "batch": bench_batch, "memory": bench_memory,
+    "batch": bench_batch, "memory": bench_memory, "compression": bench_compression,
 }
 
 
@@ -308,17 +310,23 @@ def main() -> None:
     if unknown:
         raise SystemExit(f"unknown bench {', '.join(sorted(unknown))}. Allowed: {', '.join(BENCHES)}.")
     git = find_git()
-    found: dict[str, Any] = {
+    where = {
         "machine": {"cpu": cpu_name(), "threads": torch.get_num_threads(), "platform": platform.platform()},
         "torch": find_version("torch"), "transformers": find_version("transformers"),
         "git": None if git is None else git.model_dump(),
     }
     for name in sys.argv[1:] or BENCHES:
-        found[name] = BENCHES[name]()
-        print(name, json.dumps(found[name], indent=2), flush=True)
-    OUT.parent.mkdir(parents=True, exist_ok=True)
-    OUT.write_text(json.dumps(found, indent=2) + "\n")
+        found = BENCHES[name]()
+        print(name, json.dumps(found, indent=2), flush=True)
+        save(name, {"measured": where, **found})
     print(f"written to {OUT}")
+
+
+def save(name: str, part: dict[str, Any]) -> None:
+    """Replace one part of the file and leave the others."""
+    found = json.loads(OUT.read_text(encoding="utf-8")) if OUT.exists() else {}
+    OUT.parent.mkdir(parents=True, exist_ok=True)
+    OUT.write_text(json.dumps({**found, name: part}, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
