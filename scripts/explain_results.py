@@ -2,8 +2,9 @@
 
 On contexts of niah_multikey_1, questions and reference answers are run after the context. An entry of a requested value
 counts as read by a KV head with the largest attention that a token of its question or answer gives to it, if that is at
-least 10 %. The table shows which heads read, which methods keep the entries that are read at a quarter of the cache,
-and where these entries stand in the order of a score. `--write` puts it into docs/differences.md.
+least 10 %. The table shows which heads read, where the entries that are read stand in the order of a score, and which
+of them a method keeps at a quarter of the cache, in the heads that read
+them. `--write` puts it into docs/differences.md.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def keep(model: Model, method: Method, recording: Recording, context: Sequence[i
 def measure(name: str) -> dict[str, str]:
     """Every row of the table for one model."""
     model, task = load_model(name, dtype="float32"), find_task("niah_multikey_1")()
-    kept: dict[tuple[str, str], list[float]] = defaultdict(list)
+    kept: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     every: list[Reading] = []
     examples = task.examples(
         seed=SEED, split=Split.DEV, n=CONTEXTS, length=LENGTH, turns=TURNS, mode=Mode.MULTI_TURN,
@@ -187,15 +188,19 @@ def measure(name: str) -> dict[str, str]:
     return {**describe(every, read), **rank(model, read), **write(every, kept)}
 
 
-def judge(found: list[list[Tensor]], read: list[list[Tensor]], turns: Sequence[Turn]) -> float:
-    """Share of the entries that are read which a method keeps, weighted by the attention with which they are read."""
-    kept = total = 0.0
+def judge(found: list[list[Tensor]], read: list[list[Tensor]], turns: Sequence[Turn]) -> tuple[float, float]:
+    """Share of the entries that are read which a method keeps, and of values of which it keeps every token.
+
+    Entries are weighted by the attention with which they are read, values by that of all their entries in a head.
+    """
+    kept = whole = total = 0.0
     for entries, weights in zip(found, read, strict=True):
         for turn, weight in zip(turns, weights, strict=False):  # a visible question is the first turn
             there = torch.stack([torch.isin(torch.tensor(turn.entries), x) for x in entries])
             kept += float((there * weight).sum())
+            whole += float((there[:, : len(turn.copies)].all(-1) * weight.sum(-1)).sum())
             total += float(weight.sum())
-    return kept / total
+    return kept / total, whole / total
 
 
 def describe(every: list[Reading], read: Tensor) -> dict[str, str]:
@@ -234,15 +239,17 @@ def rank(model: Model, read: Tensor) -> dict[str, str]:
     return found
 
 
-def write(every: list[Reading], kept: dict[tuple[str, str], list[float]]) -> dict[str, str]:
+def write(every: list[Reading], kept: dict[tuple[str, str], list[tuple[float, float]]]) -> dict[str, str]:
     """Rows of places and of kept entries."""
     found = {}
     for name in every[0].places:
         weighted, weights = (sum(y) for y in zip(*(z for x in every for z in x.places[name]), strict=True))
         found[f"place of entries that are read by {name}, 1 is largest"] = f"{weighted / weights:.2f}"
     for label in METHODS:
-        hidden, visible = (f"{fmean(kept[label, sight]):.0%}" for sight in ("hidden", "visible"))
-        found[f"{label}: entries that are read and kept, question hidden; visible"] = f"{hidden}; {visible}"
+        means = [fmean(x) for sight in ("hidden", "visible") for x in zip(*kept[label, sight], strict=True)]
+        found[f"{label}: entries kept, values kept whole; the same with the question visible"] = (
+            "{:.0%}, {:.0%}; {:.0%}, {:.0%}".format(*means)
+        )
     return found
 
 

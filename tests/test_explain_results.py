@@ -50,7 +50,9 @@ def test_what_is_kept_is_weighted_by_the_attention(script):
     turn = script.Turn(20, 24, 26, ((24, 5), (25, 6)))
     weights = torch.tensor([[0.6, 0.2, 0.0, 0.0], [0.0] * 4])
     kept = [torch.tensor([0, 5]), torch.tensor([0, 1])]
-    assert script.judge([kept], [[weights]], [turn]) == pytest.approx(0.75)
+    assert script.judge([kept], [[weights]], [turn]) == pytest.approx((0.75, 0.0))
+    kept[0] = torch.tensor([5, 6])
+    assert script.judge([kept], [[weights]], [turn]) == pytest.approx((1.0, 1.0))
 
 
 def test_reading_is_the_largest_attention_of_question_or_answer(script):
