@@ -8,14 +8,14 @@
 #   methods  every method on two layers: each operation is compared with torch, and Triton's cache is filled
 #   core     kernel and decode step timing of the core methods, Llama-3.1-8B's shape, 32,768 tokens x 4
 #   tests    tests of the kernels and of kvbench bench
-#   all      as core, every method
+#   all      as core, every method, the core methods first; without keyformer, whose context takes minutes there
 #   answers  end-to-end timing of the core methods at 32,768 tokens
 #   lengths  decode steps at 131,072 tokens x 4
 #   largest  decode steps at the largest batch, 32,768 tokens
 #   long     end-to-end timing of SnapKV at 131,072 tokens
-# Only by name: models (other architectures), diffusion.
+# Only by name: models (other architectures), diffusion, invariants (`kvbench check --device cuda` of every method).
 #
-# A stage writes DIR/STAGE.json (tests: .txt) and depends on no other stage. A stage that is done is not run again, and
+# A stage writes DIR/STAGE.json (tests, invariants: .txt) and depends on no other stage. A stage that is done is not run again, and
 # one that was interrupted continues with the cells that are missing. --from copies files of an earlier call to DIR,
 # where DIR is empty in every call. DIR is results/gpu/NAME by default, after the GPU. A stage that fails, or tests that
 # fail, do not keep the others from running; the suite then ends with code 1.
@@ -40,8 +40,8 @@ while (($#)); do
     --out) out=$2; shift ;;
     --from) from=$2; shift ;;
     --wheels) wheels=$2; shift ;;
-    probe | methods | core | tests | all | answers | lengths | largest | long | models | diffusion) stages+=("$1") ;;
-    *) echo "gpu_suite: unknown '$1'. Stages: ${STAGES[*]} models diffusion. Options: --dry --out DIR --from DIR --wheels DIR." >&2; exit 2 ;;
+    probe | methods | core | tests | all | answers | lengths | largest | long | models | diffusion | invariants) stages+=("$1") ;;
+    *) echo "gpu_suite: unknown '$1'. Stages: ${STAGES[*]} models diffusion invariants. Options: --dry --out DIR --from DIR --wheels DIR." >&2; exit 2 ;;
   esac
   shift
 done
@@ -117,16 +117,22 @@ bench() { # a stage's file, its seconds, then the options of `kvbench bench`
   esac
 }
 
+name_others() { # every other method, without those whose synthetic context takes too long (tests/bench/test_gpu_suite.py)
+  "$python" -c 'from kvbench.registry import list_entries
+print(*(x.name for x in list_entries("method") if x.models == "autoregressive" and x.name != "keyformer"))'
+}
+
 methods() { printf -- '--method %s ' "$@"; }
 
 run_stage() {
-  local stage=$1 file=$out/$1.json
+  local stage=$1
   # shellcheck disable=SC2046  # words are wanted
   if [[ $dry ]]; then
     local small=(--model random:two-layers --length 256 --rounds 2 --budget 25%) steps=(--timing kernel,step --state synthetic)
     case $stage in
       probe) "$python" scripts/gpu_probe.py "$file" || failed=yes ;;
-      tests) test_kernels tests/kernels/test_choice.py ;;
+      tests) run_tests 60 -m 'not slow' tests/kernels/test_choice.py ;;
+      invariants) run_tests 120 -m 'not slow' tests/methods/test_check_in_bfloat16.py ;;
       methods | all) bench "$file" 400 "${small[@]}" $(methods snapkv kivi quest) "${steps[@]}" ;;
       core) bench "$file" 400 "${small[@]}" $(methods snapkv h2o) "${steps[@]}" ;;
       lengths) bench "$file" 400 "${small[@]}" --method snapkv --timing step --state synthetic ;;
@@ -141,9 +147,12 @@ run_stage() {
   case $stage in
     probe) "$python" scripts/gpu_probe.py "$file" || failed=yes ;;
     methods) bench "$file" 180 --model random:two-layers --budget 25% --method all "${steps[@]}" --length 2048 --batch 2 --rounds 2 ;;
-    tests) test_kernels tests/kernels tests/runs/test_kernels.py ;;
+    tests) # most of the time goes into compiling, so many processes run at the same time
+      OMP_NUM_THREADS=1 run_tests 420 -n 12 -m 'not slow' tests/kernels tests/runs/test_kernels.py
+      run_tests 60 -m gpu tests/bench/test_bench.py ;;
+    invariants) OMP_NUM_THREADS=1 run_tests 420 -n 12 -m gpu tests/methods/test_check_in_bfloat16.py ;;
     core) bench "$file" 200 "${llama[@]}" $(methods "${CORE[@]}") "${steps[@]}" --length 32768 --batch 4 ;;
-    all) bench "$file" 400 "${llama[@]}" --method all "${steps[@]}" --length 32768 --batch 4 --rounds 8 ;;
+    all) bench "$file" 400 "${llama[@]}" $(methods "${CORE[@]}" $(name_others)) "${steps[@]}" --length 32768 --batch 4 --rounds 8 ;;
     answers) bench "$file" 300 "${llama[@]}" $(methods "${CORE[@]}") --timing end-to-end --length 32768 --rounds 3 ;;
     lengths) bench "$file" 200 "${llama[@]}" $(methods snapkv adakv kivi quest) --timing step --state synthetic --length 131072 --batch 4 ;;
     largest) bench "$file" 200 "${llama[@]}" $(methods snapkv kivi) --timing step --state synthetic --length 32768 --batch max ;;
@@ -156,22 +165,16 @@ run_stage() {
   esac
 }
 
-test_kernels() { # pytest with the options that a machine without plugins supports; then the tests of kvbench bench
-  local log=$out/tests.txt code=0
-  local -a all=("$python" -m pytest -q -o minversion=8 -o addopts=--import-mode=importlib -o filterwarnings=default -p no:cacheprovider)
-  if [[ $dry ]]; then
-    "${all[@]}" "$@" >"$log" 2>&1 || code=$?
-  else # most of the time goes into compiling, so many processes run at the same time
-    OMP_NUM_THREADS=1 timeout 420 "${all[@]}" -n 12 -m 'not slow' "$@" >"$log" 2>&1 || code=$?
-    timeout 60 "${all[@]}" -m gpu tests/bench/test_bench.py >>"$log" 2>&1 || code=$?
-  fi
+run_tests() { # seconds, then pytest's arguments; with the options that a machine without plugins supports
+  local log=$file seconds=$1 code=0
+  shift
+  timeout "$seconds" "$python" -m pytest -q -o minversion=8 -o addopts=--import-mode=importlib \
+    -o filterwarnings=default -p no:cacheprovider "$@" >>"$log" 2>&1 || code=$?
   if ((code)); then
     tail -n 40 "$log" >&2
-    ((code != 124)) || echo "gpu_suite: tests took too long." >&2
+    ((code != 124)) || echo "gpu_suite: tests took more than $seconds s." >&2
     echo "gpu_suite: tests failed: $log" >&2
-    failed=yes
-  else
-    echo "green on $name" >>"$log"
+    failed=yes red=yes
   fi
 }
 
@@ -182,14 +185,16 @@ mkdir -p "$out"
 echo "gpu_suite: $name, stages ${stages[*]}, results in $out" >&2
 for stage in "${stages[@]}"; do
   file=$out/$stage.json
-  [[ $stage == tests ]] && file=$out/tests.txt
+  [[ $stage != tests && $stage != invariants ]] || file=$out/$stage.txt
   [[ -z $from || -e $file || ! -f $from/${file##*/} ]] || { cp "$from/${file##*/}" "$file"; chmod u+w "$file"; }
   if done_already "$file"; then
     echo "gpu_suite: $stage is done: $file" >&2
     continue
   fi
-  SECONDS=0
+  SECONDS=0 red=''
+  [[ $file != *.txt ]] || : >"$file"
   run_stage "$stage"
+  [[ $file != *.txt || $red ]] || echo "green on $name" >>"$file"
   echo "gpu_suite: $stage took $SECONDS s" >&2
 done
 files=()

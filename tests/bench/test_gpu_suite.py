@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from kvbench.bench.forecast import make_methods, read_budget
 from kvbench.bench.records import Bench
+from kvbench.bench.state import Setting, open_context
+from kvbench.cli import call
+from kvbench.errors import UserError
+from kvbench.hf import Model, predict_memory
+from kvbench.registry import find_method, list_entries
 
 ROOT = Path(__file__).parents[2]
 BIN = str(Path(sys.executable).parent)
@@ -27,7 +41,7 @@ def test_unknown_stages_are_refused():
     """With the list of stages."""
     done = suite("--dry", "speed")
     assert done.returncode == 2
-    stages = "probe methods core tests all answers lengths largest long models diffusion"
+    stages = "probe methods core tests all answers lengths largest long models diffusion invariants"
     assert f"unknown 'speed'. Stages: {stages}." in done.stderr
 
 
@@ -81,17 +95,137 @@ def test_a_stage_whose_gpu_is_lost_is_tried_again(tmp_path):
     assert calls.read_text().split() == ["call"] * 3
 
 
-@pytest.mark.slow
-def test_every_kind_of_stage_runs_on_a_cpu_and_is_not_run_again(tmp_path):
-    """Each writes a complete file; a second call prints the same table and runs nothing.
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory):
+    """The command lines of `kvbench bench` by stage, as a machine with a GPU runs them."""
+    folder = tmp_path_factory.mktemp("suite")
+    python, log = folder / "python3", folder / "calls"
+    python.write_text(
+        f'#!{sys.executable}\nimport json, sys\nif "get_device_name" in " ".join(sys.argv): print("h100")\n'
+        'if "list_entries" in sys.argv[-1]: exec(sys.argv[-1])\n'
+        f'if "bench" in sys.argv: open("{log}", "a").write(json.dumps(sys.argv[3:]) + "\\n")\n'
+    )
+    python.chmod(0o755)
+    stages = ["methods", "core", "all", "answers", "lengths", "largest", "long", "models", "diffusion"]
+    suite("--out", folder, *stages, path=folder)
+    found = [json.loads(x) for x in log.read_text().splitlines()]
+    return {Path(x[x.index("--out") + 1]).stem: x for x in found}
 
-    `methods` and `core` are `lengths` with more methods, and `all`, `long` and `models` are one of these at full size.
+
+@pytest.fixture(scope="module")
+def requests(commands):
+    """The jobs of the stages, parsed by the command line."""
+    asked = []
+
+    def run(request):
+        asked.append(request)
+        raise UserError("not run.")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvbench.bench.run.run_bench", run)
+        for line in commands.values():
+            call(line)
+    return dict(zip(commands, asked, strict=True))
+
+
+outline = functools.cache(predict_memory)
+
+
+def test_the_stages_of_a_gpu_are_commands_of_kvbench(requests):
+    """Their options, models and methods exist, their times fit into eight minutes, and core methods come first."""
+    assert len(requests) == 11  # `models` has three jobs
+    for name, request in requests.items():
+        kind = outline(request.model).kind
+        made = make_methods(request.methods, {}, request.model, kind)
+        assert request.kernels == "triton" and request.device == "cuda"
+        assert request.seconds + 60 <= 480
+        if name == "all":
+            assert list(made)[2:8] == ["snapkv", "adakv", "kivi", "quest", "h2o", "shadowkv"]
+            assert {x.name for x in list_entries("method") if x.models == "autoregressive"} - {*made} == {"keyformer"}
+
+
+MOST_FLOPS = 5e14
+"""Products of the synthetic contexts of a cell: about a second of an H100."""
+MOST_BYTES = 6e13
+"""Bytes that its operations write: with as many read, 40 s at 3 TB/s."""
+WIDTH, HEADS, LAYERS = 128, 8, 2
+
+
+@functools.cache
+def wide_model():
+    """Two layers with heads as wide as those of Llama-3.1-8B, a quarter as many."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        num_key_value_heads=HEADS // 4, head_dim=WIDTH,
+    )
+    return Model.from_module(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+
+
+class BytesWritten(TorchDispatchMode):
+    """Counts the bytes of all results, views aside."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.total += sum(x.nbytes for x in tree_leaves(out) if isinstance(x, torch.Tensor) and not func.is_view)
+        return out
+
+
+def count_work(name, length):
+    """Products and bytes written of one layer for a synthetic context at 25 %."""
+    model = wide_model()
+    made = find_method(name)().bind(model)
+    method = made.fit(read_budget("25%", made), model.shape(length))
+    flops, written = FlopCounterMode(display=False), BytesWritten()
+    with written, flops, open_context(Setting(model, state="synthetic"), method, length, 1):
+        pass
+    return np.array([flops.get_total_flops(), written.total]) / LAYERS
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("name", [x.name for x in list_entries("method") if x.models == "autoregressive"])
+def test_the_synthetic_context_of_a_cell_takes_bounded_time(name, requests):
+    """A stage of synthetic contexts would end before its cells if one context took minutes, as H2O's once did.
+
+    Counted at two lengths, from which the linear and the quadratic part follow, in all heads and layers of the model.
     """
-    stages = ["probe", "tests", "lengths", "largest", "answers"]
+    short, long = 384, 768
+    try:
+        one, two = count_work(name, short), count_work(name, long)
+    except UserError as refusal:  # its cells are refused
+        assert "synthetic entries" in str(refusal)  # noqa: PT017  # for no other reason
+        return
+    square = ((two - 2 * one) / (2 * short**2)).clip(0)
+    line = (one - square * short**2) / short
+    for request in requests.values():
+        if request.state == "synthetic" and name in make_methods(request.methods, {}, request.model, "autoregressive"):
+            shape = outline(request.model).shape
+            scale = len(shape.layers) * shape.layers[0].query_heads / HEADS * shape.layers[0].key_dim / WIDTH
+            batch = 1 if "max" in request.batches else max(int(x) for x in request.batches)
+            for length in request.lengths:
+                flops, written = scale * batch * (line * length + square * length**2)
+                assert flops <= MOST_FLOPS, f"{flops:.1e} products for {length} tokens x {batch}"
+                assert written <= MOST_BYTES, f"{written:.1e} bytes for {length} tokens x {batch}"
+
+
+def test_a_pass_of_all_queries_over_the_prompt_is_noticed(requests, monkeypatch):
+    """H2O's column sums without the closed form for equal queries."""
+    monkeypatch.setattr("kvbench.kernels.column_sums.torch.is_repeated", lambda *_: False)
+    with pytest.raises(AssertionError, match="products for 32768 tokens x 4"):
+        test_the_synthetic_context_of_a_cell_takes_bounded_time("h2o", requests)
+
+
+@pytest.mark.slow
+def test_every_stage_runs_on_a_cpu_and_is_not_run_again(tmp_path):
+    """Each writes a complete file; a second call prints the same table and runs nothing."""
+    stages = ["probe", "methods", "core", "tests", "all", "answers", "lengths", "largest", "long", "models",
+              "diffusion", "invariants"]
     first = suite("--dry", "--out", tmp_path, *stages)
     assert first.returncode == 0, first.stderr
-    assert {x.name for x in tmp_path.iterdir()} == {"tests.txt", *(f"{x}.json" for x in stages if x != "tests")}
-    for stage in stages[2:]:
+    texts = {"tests", "invariants"}
+    assert {x.name for x in tmp_path.iterdir()} == {f"{x}.txt" if x in texts else f"{x}.json" for x in stages}
+    for stage in set(stages) - texts - {"probe"}:
         bench = Bench.model_validate_json((tmp_path / f"{stage}.json").read_text())
         assert bench.status == "done"
         assert {x.outcome for x in bench.cells} == {"ok"}
