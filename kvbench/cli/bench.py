@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +13,7 @@ from kvbench.cli.output import print_json
 from kvbench.errors import UserError
 
 if TYPE_CHECKING:
-    from kvbench.bench.forecast import Forecast
+    from kvbench.bench.forecast import Forecast, MethodForecast
 
 Text = str | None
 Methods = Annotated[
@@ -104,6 +105,7 @@ def plan_command(
 
 
 def _print_plan(plan: Forecast) -> None:
+    """Three tables, each with its legend, so that each fits 80 columns."""
     from kvbench.analysis.formatting import format_bytes, print_table
     from kvbench.bench.forecast import KERNEL_SECONDS, PYTHON_SECONDS, VISIBLE
     from kvbench.bench.table import format_seconds
@@ -114,30 +116,42 @@ def _print_plan(plan: Forecast) -> None:
             return "no graph"
         return f"{speedup:.2f}" if speedup >= VISIBLE or speedup <= 1 / VISIBLE else "no"
 
-    print_table(
-        f"{plan.model}, {plan.length:,} tokens x {plan.batch} on {plan.gpu}: {format_bytes(plan.weight_bytes)} of "
-        f"weights, {format_bytes(plan.full_bytes)} of full caches, {format_bytes(plan.bandwidth)}/s",
-        ("method", "stored", "cache", "host", "spare", "peak", "fits", "step_reads", "bound", "speedup_bound",
-         "speedup_graph", "speedup_python", "max_batch", "max_batch_prefill"),
-        [[
-            x.method, f"{x.stored_share:.1%}", format_bytes(x.stored_bytes),
-            format_bytes(x.host_bytes) if x.host_bytes else "-",
-            format_bytes(x.spare_bytes), format_bytes(x.peak_bytes), "yes" if x.fits else "no",
-            format_bytes(x.step_bytes), format_seconds(x.bound_s), f"{x.speedup_bound:.2f}", visible(x.speedup_graph),
-            visible(x.speedup_python), str(x.max_batch), str(x.max_batch_prefill),
-        ] for x in plan.methods],
+    def host(count: int) -> str:
+        return format_bytes(count) if count else "-"
+
+    typer.echo(
+        f"{plan.model}, {plan.length:,} tokens x {plan.batch} on {plan.gpu}:\n{format_bytes(plan.weight_bytes)} of "
+        f"weights, {format_bytes(plan.full_bytes)} of full caches, {format_bytes(plan.bandwidth)}/s"
     )
-    for line in (
-        ("stored: compressed context over the full cache. cache, host, spare: its bytes on the device, in host memory, "
-        "and room for later tokens."),
-        "peak, fits: weights, caches and work space if all prompts are prefilled together; whether the GPU holds it.",
-        "step_reads, bound: bytes that a decode step reads, and its least time at the bandwidth of a copy.",
-        "speedup_bound: the full cache's bound over the method's.",
-        f"speedup_graph: the same if a layer's attention takes {KERNEL_SECONDS * 1e6:.0f} us or more; `no`: below 5 %.",
-        f"speedup_python: the same if Python takes {PYTHON_SECONDS * 1e3:.2f} ms per layer to launch a step.",
-        "max_batch, max_batch_prefill: largest batch with synthetic contexts; with all prompts prefilled together.",
-    ):
-        say(line)
+    tables: list[tuple[list[str], Callable[[MethodForecast], list[str]], list[str]]] = [
+        (["method", "stored", "cache", "host", "spare"], lambda x: [
+            x.method, f"{x.stored_share:.1%}", format_bytes(x.stored_bytes), host(x.host_bytes),
+            format_bytes(x.spare_bytes),
+        ], [
+            "stored: compressed context over the full cache. cache, host, spare: its bytes",
+            "on the device, in host memory, and room for later tokens.",
+        ]),
+        (["method", "peak", "fits", "max_batch", "max_batch_prefill"], lambda x: [
+            x.method, format_bytes(x.peak_bytes), "yes" if x.fits else "no", str(x.max_batch), str(x.max_batch_prefill),
+        ], [
+            "peak, fits: weights, caches and work space if all prompts are prefilled",
+            "together; whether the GPU holds it. max_batch, max_batch_prefill: the largest",
+            "batch with synthetic contexts, and with all prompts prefilled together.",
+        ]),
+        (["method", "step_reads", "bound", "speedup_bound", "graph", "python"], lambda x: [
+            x.method, format_bytes(x.step_bytes), format_seconds(x.bound_s), f"{x.speedup_bound:.2f}",
+            visible(x.speedup_graph), visible(x.speedup_python),
+        ], [
+            "step_reads, bound: bytes that a decode step reads, and its least time at the",
+            "bandwidth of a copy. speedup_bound: the full cache's bound over the method's.",
+            f"graph, python: the speedup if a layer's attention takes {KERNEL_SECONDS * 1e6:.0f} us or more, and if",
+            f"Python takes {PYTHON_SECONDS * 1e3:.2f} ms per layer to launch a step; `no`: below 5 %.",
+        ]),
+    ]
+    for columns, list_cells, legend in tables:
+        print_table("", columns, map(list_cells, plan.methods))
+        for line in legend:
+            say(line)
 
 
 def _split(text: str) -> tuple[str, ...]:

@@ -188,7 +188,8 @@ def test_the_command_prints_a_row_per_method_and_ends_in_json(kvbench):
     assert [x["method"] for x in answer.json["methods"]] == ["full", "full-int8", "snapkv"]
     assert answer.json["bandwidth"] == COPY_SHARE * GPUS["a100"].bandwidth
     assert "random:llama-3.1-8b, 32,768 tokens x 1 on NVIDIA A100 SXM 80 GB" in answer.out
-    assert "speedup_graph: " in answer.err and "11 us" in answer.err
+    assert "graph, python: " in answer.err and "11 us" in answer.err
+    assert max(map(len, [*answer.out.splitlines()[:-1], *answer.err.splitlines()])) <= 80
 
 
 @pytest.mark.slow
