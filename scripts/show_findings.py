@@ -11,6 +11,7 @@ record:
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,14 @@ def write_table(record: FindingsRecord) -> str:
             here = f"{check.mean:.3f} [{low:.3f}, {high:.3f}]"
             lines.append(f"| {' | '.join(first)} | `{check.rule}` | {here} | {verdict} |")
     return "\n".join(lines)
+
+
+def write_count(record: FindingsRecord) -> str:
+    """One sentence with the count of each verdict."""
+    counts = Counter(x.verdict for x in record.findings)
+    return f"Of {len(record.findings)} findings, " + ", ".join(f"{n} {'are ' * (x == 'undecided')}{x}" for x, n in (
+        ("hold", counts["holds"]), ("do not hold", counts["does not hold"]), ("undecided", counts["undecided"])
+    )) + "."
 
 
 def write_reasons(record: FindingsRecord) -> str:
@@ -84,7 +93,7 @@ def main() -> None:
     record = read_file(RECORD, FindingsRecord)
     page = PAGE.read_text(encoding="utf-8")
     parts = {
-        "findings": write_table(record), "reasons": write_reasons(record), "definitions": write_definitions(),
+        "count": write_count(record), "findings": write_table(record), "reasons": write_reasons(record), "definitions": write_definitions(),
     }
     for name, text in parts.items():
         page, count = re.subn(

@@ -157,3 +157,24 @@ def test_the_command_measures_and_resumes(kvbench, monkeypatch, tmp_path):
     assert "text 1 of 1" in first.err and "text 1 of 1" not in again.err
     assert first.json["findings"] == again.json["findings"]
     assert not (tmp_path / "results").exists()  # only `all` with all texts is recorded
+
+
+@pytest.mark.slow
+def test_one_finding_on_all_texts_goes_into_the_record(kvbench, monkeypatch, tmp_path):
+    """Next to the others of the same texts; a record of other texts stays as it is."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "LENGTH", 384)
+    monkeypatch.setattr(run, "TEXTS", 1)
+    path = tmp_path / "results" / "shape" / "mini.json"
+    first = kvbench("reproduce", "--shape", "sparse-attention", "--model", "mini", "--json")
+    assert not path.exists()
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(first.json))
+    kvbench("reproduce", "--shape", "page-bounds", "--model", "mini")
+    names = [x["name"] for x in json.loads(path.read_text())["findings"]]
+    assert names == ["sparse-attention", "page-bounds"]
+    whole = path.read_text()
+    monkeypatch.setattr(run, "LENGTH", 400)
+    answer = kvbench("reproduce", "--shape", "page-bounds", "--model", "mini")
+    assert "stays as it is" in answer.out
+    assert path.read_text() == whole
