@@ -93,7 +93,8 @@ def main() -> None:
     record = read_file(RECORD, FindingsRecord)
     page = PAGE.read_text(encoding="utf-8")
     parts = {
-        "count": write_count(record), "findings": write_table(record), "reasons": write_reasons(record), "definitions": write_definitions(),
+        "count": write_count(record), "findings": write_table(record), "reasons": write_reasons(record),
+        "definitions": write_definitions(),
     }
     for name, text in parts.items():
         page, count = re.subn(
