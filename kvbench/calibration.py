@@ -21,7 +21,7 @@ CHUNK = 512
 LEAST_TOKENS = 16
 _FOUND: dict[str, tuple[Tensor, ...]] = {}
 """Measured tensors of every layer by their hash, in this process: too large for a result, which has the hash."""
-_HASHES: dict[tuple[type, str, str, int], str] = {}
+_HASHES: dict[tuple[type | Method, str, str, int], str] = {}
 
 
 def calibrate(
@@ -32,11 +32,11 @@ def calibrate(
     recorder: the full cache; leaves sums over the text in the layers' `state`. summarize: of a layer's state and the
     number of tokens.
     """
-    return remember(type(recorder), model, tokens, lambda: measure(model, recorder, tokens, summarize))
+    return remember(recorder, model, tokens, lambda: measure(model, recorder, tokens, summarize))
 
 
-def remember(kind: type, model: Model, tokens: int, find: Callable[[], tuple[Tensor, ...]]) -> str:
-    """Find a tensor for every layer, once per process, kind of method, model and number of tokens; their hash."""
+def remember(kind: type | Method, model: Model, tokens: int, find: Callable[[], tuple[Tensor, ...]]) -> str:
+    """Find a tensor for every layer, once per process, method, model and number of tokens; their hash."""
     key = kind, model.sha256, model.dtype, tokens
     if key not in _HASHES:
         found = find()

@@ -7,17 +7,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def cluster(points: Tensor, count: int, iterations: int, *, spherical: bool = False) -> tuple[Tensor, Tensor]:
+def cluster(
+    points: Tensor, count: int, iterations: int, *, spherical: bool = False, among: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Lloyd's algorithm from evenly spaced points. points: [..., n, D]
 
     Returns centers [..., count, D] and the center of each point [..., n]. A center that loses all its points stays
     where it is. The labels are those of the last centers but one, so that every center is the mean of its points.
-    spherical: points and centers count by direction.
+    spherical: points and centers count by direction. among: the points that may be first centers; None: all.
     """
     x = points.float()
     x = F.normalize(x, dim=-1) if spherical else x
-    first = torch.arange(count, device=x.device) * x.shape[-2] // count
-    centers = x.index_select(-2, first)
+    among = torch.arange(x.shape[-2], device=x.device) if among is None else among
+    centers = x.index_select(-2, among[torch.arange(count, device=x.device) * len(among) // count])
     labels = nearest(x, centers)
     for _ in range(iterations):
         centers = means(x, labels, centers)

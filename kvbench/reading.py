@@ -135,7 +135,7 @@ def mark_best(scores: Tensor, count: int, first: int, last: int) -> Tensor:
     scores = scores.clone()
     scores[..., :first] = torch.inf
     scores[..., max(0, scores.shape[-1] - last) :] = torch.inf
-    best = scores.topk(min(count, scores.shape[-1]), dim=-1).indices
+    best = scores.argsort(dim=-1, descending=True, stable=True)[..., :count]  # of equal ones the first
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
 
 
