@@ -23,7 +23,9 @@ def sweep_command(
     *,
     executor: Annotated[str, typer.Option(help="local or ray.")] = "local",
     workers: Annotated[
-        int | None, typer.Option(help="Cells to run in parallel; default: 1, or as many as fit on the Ray cluster.")
+        int | None, typer.Option(
+            help="Cells to run in parallel; default: 1, or as many as fit on the GPUs or the Ray cluster."
+        )
     ] = None,
     address: Annotated[
         str | None, typer.Option(help="HOST:PORT of a Ray cluster; default: start one on this machine.")
@@ -86,7 +88,7 @@ def run_cells(
         else:
             cells = _place(cells)
             with show_progress(cells) as progress:
-                run_local(cells, workers or 1, progress, share=share)
+                run_local(cells, workers, progress, share=share)
     except (KeyboardInterrupt, InterruptedRunError):
         done = "nothing was run" if progress is None else f"saved {progress.counts} in {cells[0].request.out}"
         raise InterruptedRunError(f"interrupted: {done}. Run the same command to continue.") from None

@@ -26,16 +26,30 @@ GRACE = 10.0
 """Seconds that an idle worker has to exit."""
 
 
-def run_local(cells: Sequence[SweepCell], workers: int, progress: SweepProgress, *, share: bool = False) -> None:
-    """Run every cell and report to `progress`. share: run the prefills of the same contexts once.
+def run_local(
+    cells: Sequence[SweepCell], workers: int | None, progress: SweepProgress, *, share: bool = False
+) -> None:
+    """Run every cell and report to `progress`.
+
+    Args:
+        cells: all cells of the sweep, with their devices.
+        workers: processes; None: one, or as many as fill the GPUs.
+        progress: of the sweep.
+        share: run the prefills of the same contexts once.
 
     Raises:
         KeyboardInterrupt: Ctrl-C, after all workers have ended.
         InterruptedRunError: Ctrl-C while a cell ran in this process.
+        UserError: more workers than fit on the GPUs.
     """
     from kvbench.sweep.cell import ModelCache, group_cells, run_group
+    from kvbench.sweep.gpu import check_beside, choose_workers, list_gpus
 
+    gpus = list_gpus() if any(x.request.device == "cuda" for x in cells) else []
+    if workers is None:
+        workers = choose_workers(cells, gpus, len(os.sched_getaffinity(0)), share=share)
     groups = group_cells(cells, workers, share=share)
+    check_beside(groups, workers, gpus)
     if workers == 1:
         cache = ModelCache()
         for group in groups:

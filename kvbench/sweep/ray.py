@@ -1,4 +1,7 @@
-"""Runs cells on a Ray cluster, one task each; a task whose node is lost restarts from its saved samples."""
+"""Runs cells on a Ray cluster, one task each; a task whose node is lost restarts from its saved samples.
+
+Tasks that give no times share a GPU, by fractions, as far as the predicted memory allows.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kvbench.errors import UserError, unknown
 from kvbench.log import say
 from kvbench.sweep.cell import CellReport, LineWriter, ModelCache, SweepCell, describe, group_cells, run_group
+from kvbench.sweep.gpu import count_beside, gives_times
 
 if TYPE_CHECKING:
     from kvbench.runs.options import Request
@@ -28,6 +32,8 @@ REACH = 5.0
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 """An empty HTTP/2 SETTINGS frame. Ray replies with one; Redis, which uses the same port, does not."""
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SETTINGS
+PARTS = 10_000
+"""Ray divides a GPU into ten-thousandths."""
 LISTEN = 0.5
 """Seconds between updates of the progress."""
 MODEL_CACHE = ModelCache()
@@ -102,11 +108,12 @@ def run_ray(
     cells = [replace(x, request=replace(x.request, out=x.request.out.absolute())) for x in cells]
     queue = _make_queue()
     waiting = group_cells(cells, workers or 1, share=share)
+    memory = _find_memory() if any(x[0].request.device == "cuda" and not gives_times(x) for x in waiting) else 0
     running: dict[Any, list[SweepCell]] = {}
     while waiting or running:
         while waiting and (workers is None or len(running) < workers):
             group = waiting.pop(0)
-            running[_task(group).remote(group, Path.cwd(), queue)] = group
+            running[_task(group, memory).remote(group, Path.cwd(), queue)] = group
         ended, _ = ray.wait(list(running), timeout=LISTEN)
         _pass_on(queue, cells, progress)
         for reference in ended:
@@ -121,6 +128,13 @@ def run_ray(
         )
 
 
+def gpu_bytes() -> int:
+    """Bytes of the GPU that a task sees."""
+    import torch
+
+    return int(torch.cuda.get_device_properties(0).total_memory)
+
+
 def work(group: Sequence[SweepCell], folder: Path, queue: Any) -> list[CellReport]:
     """Run cells on a node, in the sweep's working directory so that relative paths agree."""
     if folder.is_dir():
@@ -129,9 +143,29 @@ def work(group: Sequence[SweepCell], folder: Path, queue: Any) -> list[CellRepor
         return list(run_group(group, MODEL_CACHE, lambda cell, done: queue.put.remote(cell.index, done)))
 
 
-def _task(group: Sequence[SweepCell]) -> Any:
-    """The Ray task of a group. Ray runs each task with a GPU in its own process, which frees the GPU memory."""
-    return load_ray().remote(num_cpus=1, num_gpus=int(group[0].request.device == "cuda"), max_retries=RETRIES)(work)
+def _task(group: Sequence[SweepCell], memory: int) -> Any:
+    """The Ray task of a group. Ray runs each task with a GPU in its own process, which frees the GPU memory.
+
+    memory: bytes of a GPU, of which the task takes its part.
+    """
+    parts = count_beside(group, memory)
+    gpus = 0 if group[0].request.device != "cuda" else 1 if parts == 1 else PARTS // parts / PARTS
+    return load_ray().remote(num_cpus=1, num_gpus=gpus, max_retries=RETRIES)(work)
+
+
+def _find_memory() -> int:
+    """Bytes of the smallest GPU of the cluster, asked of every node that has one."""
+    ray = load_ray()
+    strategies = importlib.import_module("ray.util.scheduling_strategies")
+    nodes = [x["NodeID"] for x in ray.nodes() if x["Alive"] and x["Resources"].get("GPU")]
+    ask = [
+        ray.remote(
+            num_cpus=0, num_gpus=1 / PARTS,
+            scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(node, soft=False),
+        )(gpu_bytes).remote()
+        for node in nodes
+    ]
+    return int(min(ray.get(ask)))
 
 
 def _collect(reference: Any, group: Sequence[SweepCell]) -> list[CellReport]:

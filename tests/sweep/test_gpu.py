@@ -1,0 +1,140 @@
+"""Cells side by side on a GPU: as many as the predicted memory allows, and none beside one that gives times."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from kvbench.errors import UserError
+from kvbench.hf import predict_memory
+from kvbench.runs.options import Request
+from kvbench.sweep import ray as executor
+from kvbench.sweep.cell import SweepCell
+from kvbench.sweep.gpu import check_beside, choose_workers, count_beside, gives_times, predict_group
+
+GB = 1_000_000_000
+MODEL = "random:llama-3.1-8b"
+NUMBER = itertools.count()
+
+
+def make_cell(batch: str | None = "4", **options):
+    """A cell on a GPU."""
+    options = {"method": "snapkv", "task": "niah", "model": MODEL, "length": 4096, "device": "cuda"} | options
+    number = next(NUMBER)
+    return SweepCell(number, 1, f"cell {number}", Request(batch=batch, **options), {})
+
+
+def test_cells_share_a_gpu_as_far_as_its_memory_goes():
+    """The number is the memory over the predicted bytes, which count weights, both caches and CUDA's own part."""
+    cell = make_cell()
+    need = predict_group([cell], 80 * GB)
+    size = predict_memory(MODEL, length=4096)
+    assert need > size.weight_bytes + 5 * size.shape.full_bytes  # 4 answers and the full cache
+    assert [count_beside([cell], x) for x in (need - 1, need, 2 * need - 1, 2 * need, 5 * need)] == [1, 1, 1, 2, 5]
+
+
+def test_a_larger_batch_leaves_room_for_fewer():
+    """Every answer of a batch is counted."""
+    needs = [predict_group([make_cell(str(x))], 80 * GB) for x in (2, 8, 32)]
+    assert needs == sorted(set(needs))
+
+
+def test_a_cell_that_gives_times_has_the_gpu_to_itself():
+    """However large the GPU is; what gives no times shares it."""
+    for batch in (None, "1"):
+        assert gives_times([make_cell(batch)])
+        assert count_beside([make_cell(batch)], 10_000 * GB) == 1
+    assert not gives_times([make_cell("2")])
+    assert not gives_times([make_cell(None), make_cell(None)])  # one process shares their prefills
+
+
+def test_shared_prefills_and_automatic_batches_take_their_part_of_the_gpu():
+    """A recorded prefill may take a quarter of it, and a batch `auto` half of what the weights leave."""
+    memory = 200 * GB
+    alone, several = (predict_group([make_cell()] * x, memory) for x in (1, 3))
+    assert several - alone == memory // 4
+    weights = predict_memory(MODEL, length=4096).weight_bytes
+    assert predict_group([make_cell("auto")], memory) > weights + (memory - weights) // 2
+    assert count_beside([make_cell("auto")], memory) == 1
+
+
+def test_cells_that_cannot_be_predicted_run_alone():
+    """An unknown model fails with its reason when it runs, not here."""
+    cell = make_cell(model="/no/such/folder")
+    assert predict_group([cell], 80 * GB) is None
+    assert count_beside([cell], 80 * GB) == 1
+
+
+def test_a_sweep_fills_the_gpus_unless_told_otherwise():
+    """As many workers as fit, at most one per cell and per core; one for cells with times or on a CPU."""
+    cells = [make_cell() for _ in range(8)]
+    memory = 2 * predict_group(cells[:1], 80 * GB)
+    assert choose_workers(cells, [memory], 16, share=False) == 2
+    assert choose_workers(cells, [memory, memory], 16, share=False) == 4
+    assert choose_workers(cells, [memory, memory], 3, share=False) == 3
+    assert choose_workers(cells[:3], [memory, memory], 16, share=False) == 3
+    assert choose_workers([*cells, make_cell(None)], [memory], 16, share=False) == 1
+    assert choose_workers([*cells, make_cell(device="cpu")], [memory], 16, share=False) == 1
+    assert choose_workers(cells, [], 16, share=False) == 1
+
+
+def test_more_workers_than_the_memory_holds_are_refused():
+    """The message names the number, the memory and the largest number that fits, which is accepted."""
+    groups = [[make_cell()] for _ in range(8)]
+    memory = int(2.5 * predict_group(groups[0], 80 * GB))
+    refused = r"--workers 6 runs 3 cells side by side on a GPU of .* Use --workers 4 or less"
+    with pytest.raises(UserError, match=refused):
+        check_beside(groups, 6, [memory, memory])
+    check_beside(groups, 4, [memory, memory])
+    check_beside(groups[:4], 6, [memory, memory, memory])
+    check_beside([[make_cell(device="cpu")]] * 8, 8, [])
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What is asked of Ray for each task, with a fake Ray."""
+    seen = []
+
+    def remote(**options):
+        seen.append(options)
+        return lambda work: SimpleNamespace(remote=lambda *_: work)
+
+    monkeypatch.setattr(executor, "load_ray", lambda: SimpleNamespace(remote=remote))
+    return seen
+
+
+def test_ray_gets_fractions_that_fill_a_gpu(asked):
+    """Three fit and a fourth does not; cells with times ask for a whole GPU, cells on a CPU for none."""
+    cell = make_cell()
+    executor._task([cell], int(3.5 * predict_group([cell], 80 * GB)))
+    fraction = asked[0]["num_gpus"]
+    assert 3 * fraction <= 1 < 4 * fraction
+    executor._task([make_cell(None)], 10_000 * GB)
+    executor._task([make_cell(device="cpu")], 0)
+    assert [x["num_gpus"] for x in asked[1:]] == [1, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_ray_runs_fractions_side_by_side(monkeypatch):
+    """On a cluster with one GPU by name, two of four tasks overlap at a time, and never three."""
+    ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'kvbench[ray]'")
+    cell = make_cell()
+    memory = 2 * predict_group([cell], 80 * GB)
+
+    def note(*_):
+        begun = time.time()
+        time.sleep(2)
+        return begun, time.time()
+
+    monkeypatch.setattr(executor, "work", note)
+    ray.init(num_cpus=8, num_gpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        spans = ray.get([executor._task([cell], memory).remote() for _ in range(4)])
+    finally:
+        ray.shutdown()
+    running = [sum(a <= begun < b for a, b in spans) for begun, _ in spans]
+    assert max(running) == 2
