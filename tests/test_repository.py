@@ -34,7 +34,7 @@ def list_commands() -> list[str]:
             for start in re.finditer(r"^(?:KVBENCH_TOKEN=\S+ )?(kvbench .*)$", text, re.MULTILINE):
                 command = start[1]
                 if command.count('"') % 2:
-                    command = text[start.start(1) : text.index('"\n', start.end()) + 1]
+                    command = text[start.start(1) : text.index("\n", text.index('"', start.end()))]
                 found.append(command)
     return sorted(set(found))
 
