@@ -16,6 +16,10 @@ from kvbench.store import LayerKV
 
 BLOCK_ELEMENTS = 1 << 22
 """Logits in memory at a time."""
+QUERY_BIT, HEAD_BIT = 25, 50
+"""Where a query's position and a head's index begin in the number of a pair; the key's position comes first."""
+DRAWN = (1 << 23) - 1
+"""Bits of a number that are used: as many as float32 holds exactly beside the half that keeps it from 0 and 1."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class Keyformer(RollingMethod):
 
     card: ClassVar[Card] = Card(
         name="keyformer",
+        version="2",
         title="Keyformer: KV Cache Reduction through Key Tokens Selection for Efficient Generative Inference",
         idea="Dropping entries moves attention to those that stay, in favor of early ones. "
         "So scores accumulate a softmax over logits with Gumbel noise, whose temperature rises while decoding.",
@@ -108,13 +113,22 @@ class Keyformer(RollingMethod):
 
         queries: positions of the queries. positions: of the keys, [B, H_kv, n].
         """
-        heads, kv_heads = step.query.shape[1], positions.shape[1]
-        drawn = []
-        for query in queries:
-            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + step.layer) * 1_000_003 + query)
-            exponential = torch.empty(query + 1, heads).exponential_(generator=generator)
-            at = positions.clamp_max(query).long().cpu()  # later keys are masked
-            by_key = exponential.T.unflatten(0, (kv_heads, -1))  # [H_kv, G, query + 1]
-            index = at[:, :, None].expand(-1, -1, by_key.shape[1], -1)
-            drawn.append(by_key.expand(len(at), -1, -1, -1).gather(-1, index))
-        return -torch.stack(drawn, dim=3).log().to(positions.device)
+        device, heads, kv_heads = positions.device, step.query.shape[1], positions.shape[1]
+        group = torch.arange(heads, device=device).view(1, kv_heads, -1, 1, 1)
+        query = torch.arange(queries.start, queries.stop, device=device)[:, None]
+        pair = (query << QUERY_BIT) + (group << HEAD_BIT) + positions[:, :, None, None].long()  # [B, H_kv, G, t, n]
+        drawn = mix(pair + seed_of(self.seed, step.layer)) & DRAWN
+        uniform = (drawn.float() + 0.5) / (DRAWN + 1)
+        return -(-uniform.log()).log()
+
+
+def mix(numbers: Tensor) -> Tensor:
+    """Hash every number to 64 bits, as the finalizer of SplitMix64 (Steele et al. 2014), on the tensor's device."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        numbers = (numbers ^ (numbers >> shift & (1 << 64 - shift) - 1)) * (factor - (1 << 64))
+    return numbers ^ (numbers >> 31 & (1 << 33) - 1)
+
+
+def seed_of(seed: int, layer: int) -> int:
+    """The number that is added to every pair of a layer."""
+    return (seed * 1_000_003 + layer) * 0x9E3779B97F4A7C15 % (1 << 63)

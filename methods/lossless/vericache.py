@@ -64,6 +64,8 @@ class VeriCache(VerifiedOnHost):
         limits=LIMITS,
     )
 
+    replays_context: ClassVar[bool] = True  # KVzip does
+
     @cached_property
     def drafter(self) -> Method:
         """KVzip."""

@@ -30,6 +30,7 @@ class Verified(Method):
     """Most tokens that are drafted in a round."""
 
     replays_context: ClassVar[bool] = False
+    recompressible: ClassVar[str | None] = "its answers are those of the cache that verifies, however often it drafts."
     graphable: ClassVar[str | None] = "the number of accepted tokens differs from round to round."
 
     @cached_property

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kvbench import calibration
 from kvbench.bench import decode
 from kvbench.bench.decode import open_attention
 from kvbench.bench.state import Setting, open_context
@@ -104,11 +105,12 @@ def put_on_gpu(call):
 
 @contextmanager
 def fake_gpu():
-    """Fake tensors are on an H100; Triton's kernels are not run, the code around them is."""
+    """Fake tensors and calibrated ones are on an H100; Triton's kernels are not run, the code around them is."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     jit = pytest.importorskip("triton.runtime.jit")
     with (
         mock.patch.object(interpreter.InterpretedFunction, "run"), mock.patch.object(jit.JITFunction, "run"),
+        mock.patch.dict(calibration._FOUND, put_on_gpu(calibration._FOUND)),
         mock.patch.object(FakeTensor, "is_cuda", property(lambda x: x.device == DEVICE), create=True),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=132)),
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -36,14 +37,23 @@ def fill(method, make_step, query, keys, parts, **options):
     return store.get_entry_state("score")
 
 
+def gumbel(seed, head, query, key):
+    """The noise of a pair, with Python's integers."""
+    bits = (1 << 64) - 1
+    number = (head << 50) + (query << 25) + key + seed * 0x9E3779B97F4A7C15 % (1 << 63) & bits
+    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & bits
+    number = (number ^ number >> 27) * 0x94D049BB133111EB & bits
+    uniform = ((number ^ number >> 31) % (1 << 23) + 0.5) / (1 << 23)
+    return -math.log(-math.log(uniform))
+
+
 def written_out(method, query, keys, *, length, window=None, divide=True):
     """Scores by loops over heads and queries, with the noise that the method draws."""
     group = query.shape[1] // keys.shape[1]
     scores = torch.zeros(keys.shape[:3])
     for head in range(query.shape[1]):
         for t in range(query.shape[2]):
-            generator = torch.Generator().manual_seed(method.seed * 1_000_003**2 + t)
-            noise = -torch.empty(t + 1, query.shape[1]).exponential_(generator=generator)[:, head].log()
+            noise = torch.tensor([gumbel(method.seed * 1_000_003, head, t, key) for key in range(t + 1)])
             logits = query[0, head, t] @ keys[0, head // group, : t + 1].T * 0.5 + noise
             low = 0 if window is None else max(0, t - window + 1)
             temperature = 1 + method.rise * max(0, t - length + 1) if divide else 1

@@ -35,7 +35,7 @@ other = { lacks = "a task that nobody has" }
 [table.rows]
 full = { method = "full" }
 KNorm = { method = "knorm", budget = "25%" }
-Rocket = { method = "rocketkv" }
+Rocket = { method = "unwritten" }
 
 [table.models.mini]
 id = "mini"
@@ -68,7 +68,7 @@ def test_a_table_is_run_and_judged(kvbench, paper, out):
         "full/needles": "reproduced", "knorm/needles": "not reproduced", "knorm/other": "not run",
         "rocket/needles": "not run", "rocket/other": "not run",
     }
-    assert "missing for 2 of 5 numbers: method: method rocketkv is not in kvbench." in answer.err
+    assert "missing for 2 of 5 numbers: method: method unwritten is not in kvbench." in answer.err
     assert "missing for 2 of 5 numbers: task: needs a task that nobody has." in answer.err
     assert answer.err.index("missing for") < answer.err.index("done")
     knorm = next(x for x in answer.json if x["id"].endswith("knorm/needles"))
@@ -237,6 +237,6 @@ def test_how_claims_stand_is_read_off_a_folder(kvbench, paper, tmp_path):
     assert verdicts == {
         "full/needles": ("reproduced", []), "knorm/needles": ("not run", ["there is no run of it in this folder"]),
         "knorm/other": ("not run", ["needs a task that nobody has"]),
-        "rocket/needles": ("not run", ["method rocketkv is not in kvbench"]),
-        "rocket/other": ("not run", ["needs a task that nobody has", "method rocketkv is not in kvbench"]),
+        "rocket/needles": ("not run", ["method unwritten is not in kvbench"]),
+        "rocket/other": ("not run", ["needs a task that nobody has", "method unwritten is not in kvbench"]),
     }

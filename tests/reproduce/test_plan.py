@@ -85,7 +85,8 @@ def test_another_model_or_fewer_samples_is_not_the_claim():
 
 
 @pytest.mark.parametrize(("claim", "what", "why"), [
-    ("rocketkv:longbench/llama-3.1-8b-instruct/rocketkv-1024/code", "method", "method rocketkv is not in kvbench"),
+    ("longctx-bench:longbench/llama-3-8b-instruct/llmlingua-2-2x/code", "method",
+     "method llmlingua-2 is not in kvbench"),
     ("dkv-cache:llada/llada-8b-instruct/dkv-decode/mbpp", "task", "needs a sandbox for model-generated code"),
     ("razor-attention:longbench/qwen1.5-7b-chat/h2o/avg.", "task", "needs the names of the averaged tasks"),
     ("zipcache:gsm8k/mistral-7b/zipcache/gsm8k", "checkpoint", "needs the name of the checkpoint"),

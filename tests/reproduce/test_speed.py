@@ -42,7 +42,6 @@ def test_a_throughput_is_of_the_batch_that_the_paper_ran():
 
 @pytest.mark.parametrize(("claim", "why"), [
     ("kivi:speed/llama-2-7b/kivi-2/throughput-most", "needs the batches and lengths of the measurement"),
-    ("rocketkv:speed/llama-3.1-8b-instruct/rocketkv/decode-a100", "method rocketkv is not in kvbench"),
     ("shadowkv:throughput/glm-4-9b-1m/shadowkv/60k", "kvbench has no architecture of GLM-4-9B-1M's shape"),
 ])
 def test_what_cannot_be_timed_says_why(claim, why):
