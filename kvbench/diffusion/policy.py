@@ -161,6 +161,15 @@ class Denoising:
         """Positions whose outputs predict these: themselves, or the previous ones if the head is shifted. [B, N]"""
         return mask if not self.masking.shifted else torch.cat([mask[:, 1:], mask[:, :1]], dim=1)
 
+    @property
+    def block_count(self) -> int:
+        """Blocks of the response block."""
+        return (self.ids.shape[1] - self.prompt) // self.sampling.block
+
+    def steps_of(self, block: int) -> int:
+        """The denoising steps that the schedule gives to a block, counted from 0."""
+        return self.sampling.steps // self.block_count + (block < self.sampling.steps % self.block_count)
+
     def denoise(self) -> None:
         """Denoise the response block, block by block."""
         with attached(self.model.module), torch.no_grad():
@@ -173,8 +182,7 @@ class Denoising:
         self.start, self.end, self.step = start, start + self.sampling.block, 0
         self.known = self.before = ~self.masked
         self.left = self.masked[:, start : self.end].sum(-1)  # [B]
-        index, blocks = ((x - self.prompt) // self.sampling.block for x in (start, self.ids.shape[1]))
-        self.steps = self.sampling.steps // blocks + (index < self.sampling.steps % blocks)
+        self.steps = self.steps_of((start - self.prompt) // self.sampling.block)
         self.order = torch.rand(self.ids.shape, generator=self.orders, device=self.ids.device)
         self.method.begin(self)
 
@@ -214,29 +222,36 @@ class Denoising:
         hidden: [M, D]. sequence, position: where the tokens belong [M]. Returns [M], [M]
         """
         tokens, probabilities = [], []
-        noise = self._noise() if self.sampling.temperature > 0 else None
+        noise: dict[int, Tensor] = {}
+        if self.sampling.temperature > 0:
+            ahead = (position - self.start) // self.sampling.block
+            noise = {block: self._noise(block) for block in ahead.unique().tolist()}
         for part, where, at in zip(*(x.split(HEAD_TOKENS) for x in (hidden, sequence, position)), strict=True):
             begins = at == self.prompt
             logits = self.blocks.head(part).float()
             logits[:, self.masking.mask_id] = float("-inf")
             logits[:, self.never_first] = logits[:, self.never_first].masked_fill(begins[:, None], float("-inf"))
             best = logits.argmax(-1)
-            if noise is not None:
-                uniform = noise[where, at - self.start]
-                best = (logits.double() / self.sampling.temperature - (-uniform.log()).log()).argmax(-1)
+            for block, drawn in noise.items():
+                place = at - self.start - block * self.sampling.block
+                inside = (place >= 0) & (place < self.sampling.block)
+                uniform = drawn[where[inside], place[inside]]
+                best[inside] = (logits[inside].double() / self.sampling.temperature - (-uniform.log()).log()).argmax(-1)
             tokens.append(best)
             probabilities.append((logits.gather(-1, best[:, None])[:, 0] - logits.logsumexp(-1)).exp())
         if not tokens:
             return self.ids.new_empty(0), torch.empty(0, device=self.ids.device)
         return torch.cat(tokens), torch.cat(probabilities)
 
-    def _noise(self) -> Tensor:
-        """Uniform random numbers of this pass for all positions of the block. [B, K, V]
+    def _noise(self, ahead: int) -> Tensor:
+        """Uniform random numbers of this pass for all positions of a block. [B, K, V]
 
-        They depend on seed and pass only, so they are equal for policies that compute different tokens.
+        ahead: blocks after the current one. They depend on seed, pass and block only, so they are equal for policies
+        that compute different tokens.
         """
         device = self.ids.device
-        passing = torch.Generator(device).manual_seed(random.Random(f"{self.seed}/{self.nfe}").getrandbits(63))
+        place = f"{self.seed}/{self.nfe}" + (f"/{ahead}" if ahead else "")
+        passing = torch.Generator(device).manual_seed(random.Random(place).getrandbits(63))
         shape = len(self.ids), self.sampling.block, len(self.blocks.module.lm_head.weight)
         return torch.rand(shape, generator=passing, device=device, dtype=torch.float64)
 

@@ -98,3 +98,26 @@ class SparseDllm(Policy):
         """False: entries outside the block are not recomputed."""
         del shape
         return False
+
+
+@dataclass(frozen=True)
+class DllmServe(SparseDllm):
+    """As sparse-dllm, with a selection of its own in every KV head."""
+
+    by_head: bool = True
+
+    card: ClassVar[Card] = Card(
+        name="dllm-serve", title="dLLM-Serve: Taming the Memory Footprint Crisis", models="diffusion",
+        idea="Sparse-dLLM's cache with a selection for every KV head: its entries are scored by the block's mean "
+             "queries of its own query heads. All heads keep equally many, so attention stays a dense operation.",
+        arxiv="2512.17077", year=2025, family="diffusion", stages=("generation", "compression"),
+        budget=BudgetKind.NONE, heads="independent",
+        upstream=Upstream(repo="chosen-ox/dLLM-Serve", commit="aefbf0a", license=None),
+        deviations=(
+            ("only the sparse cache; the engine's scheduler is not a part of a cache policy, and the output head runs "
+            "on open positions in every policy here"),
+            "queries times keys are not divided by the root of the width, which changes no order",
+            "with a shifted head the position before the block is computed as a part of the block",
+        ),
+        limits=("by_head=false is sparse-dllm",),
+    )

@@ -1,7 +1,7 @@
-"""Four policies written out from their cards, for one sequence and low-confidence remasking, without kvbench's code.
+"""Policies written out from their cards, for one sequence and low-confidence remasking, without kvbench's code.
 
 They share nothing with what they check but the weights: attention, rotation, schedule and commits are written here.
-Cards: methods-diffusion-reuse.md, 1.1 (sampler), 1.5 to 1.9.
+Cards: methods-diffusion-reuse.md, 1.1 (sampler), 1.5 to 1.9, 1.12 with A3.12.
 """
 
 from __future__ import annotations
@@ -229,4 +229,29 @@ def elastic_cache(w: Writing, steps: int, *, window: int, gamma: float, tracked:
             hidden = hidden + w.mlp(layer, hidden)
         watched = sorted(following)
         new = w.commit(hidden, places, masks[:window], n)
+    return w.written()
+
+
+def multi_block(w: Writing, block: int, *, blocks: int, add: float) -> list[int]:
+    """Multi-Block (card 1.12): each running block commits its surest token; a full pass when the first is complete."""
+    count, first, running, known = w.answer // block, -1, set[int](), list[Rows]()
+    while left := w.masks():
+        current = (left[0] - w.start) // block
+        number = [(p - w.start) // block for p in left]
+        done = [1 - number.count(k) / block for k in range(count)]
+        for k in range(current, min(current + blocks, count)):
+            if k == current or (k - 1 in running and done[k - 1] >= add):
+                running.add(k)
+        if current > first:
+            hidden, known = w.whole()
+            places, first = torch.arange(w.n), current
+        else:
+            places = torch.arange(w.start + first * block - w.shifted, w.n)
+            hidden = w.embed(places)
+            for layer, (_, keys, values) in enumerate(known):
+                q, keys[:, places], values[:, places] = w.rows(layer, hidden, places)
+                hidden = hidden + w.attention(layer, q, keys, values)
+                hidden = hidden + w.mlp(layer, hidden)
+        for k in sorted(running):
+            w.commit(hidden, places, [p for p, own in zip(left, number, strict=True) if own == k], 1)
     return w.written()

@@ -9,11 +9,12 @@ from kvbench.hf import Model
 from kvbench.hf.masked import Masking
 from kvbench.methods.diffusion.dllm_cache import DllmCache
 from kvbench.methods.diffusion.elastic_cache import ElasticCache
+from kvbench.methods.diffusion.multi_block import MultiBlock
 from kvbench.methods.diffusion.none import NoCache
-from kvbench.methods.diffusion.sparse_dllm import SparseDllm
+from kvbench.methods.diffusion.sparse_dllm import DllmServe, SparseDllm
 from kvbench.methods.diffusion.window_diffusion import WindowDiffusion
 
-from .by_card import Writing, dllm_cache, elastic_cache, sparse_dllm, window_diffusion
+from .by_card import Writing, dllm_cache, elastic_cache, multi_block, sparse_dllm, window_diffusion
 from .conftest import MASK, WORDS, make_module
 
 CASES = {
@@ -64,6 +65,27 @@ def test_sparse_writes_what_its_card_writes(deep, text, fill, block, settings):
     found = fill(model, SparseDllm(**settings), prompt=text[None], block=block).ids[0]
     with torch.no_grad():
         assert found == sparse_dllm(Writing(deep, text, 16, shifted=False), block, **settings)
+
+
+def test_dllm_serve_writes_what_its_card_writes(deep, text, fill):
+    """Each KV head keeps the rows that its own queries ask for."""
+    model = Model.from_module(deep, masking=Masking(MASK, shifted=False))
+    found = fill(model, DllmServe(keep=0.3), prompt=text[None], block=4).ids[0]
+    settings = {"keep": 0.3, "pool": 3, "delay": 1}
+    with torch.no_grad():
+        assert found == sparse_dllm(Writing(deep, text, 16, shifted=False), 4, **settings, by_head=True)
+        assert found != sparse_dllm(Writing(deep, text, 16, shifted=False), 4, **settings, by_head=False)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("shifted", [False, True], ids=["llada", "dream"])
+@pytest.mark.parametrize(("blocks", "add"), [(1, 0.0), (2, 0.25), (3, 0.5), (4, 0.0)])
+def test_multi_block_writes_what_its_card_writes(deep, text, fill, shifted, blocks, add):
+    """Which blocks run, and when all rows are computed, decides the tokens."""
+    model = Model.from_module(deep, masking=Masking(MASK, shifted))
+    found = fill(model, MultiBlock(blocks=blocks, add=add), prompt=text[None], block=4).ids[0]
+    with torch.no_grad():
+        assert found == multi_block(Writing(deep, text, 16, shifted), 4, blocks=blocks, add=add)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -19,8 +20,9 @@ from kvbench.methods.diffusion.dllm_cache import DllmCache
 from kvbench.methods.diffusion.elastic_cache import ElasticCache
 from kvbench.methods.diffusion.fast_dllm import FastDllmDual, FastDllmPrefix
 from kvbench.methods.diffusion.local_leap import LocalLeap
+from kvbench.methods.diffusion.multi_block import MultiBlock
 from kvbench.methods.diffusion.none import NoCache
-from kvbench.methods.diffusion.sparse_dllm import SparseDllm
+from kvbench.methods.diffusion.sparse_dllm import DllmServe, SparseDllm
 from kvbench.methods.diffusion.window_diffusion import WindowDiffusion
 from kvbench.registry import list_entries
 
@@ -33,7 +35,8 @@ POLICIES = {
     "fast-dllm-dual": (FastDllmDual(), {"block": 4}), "elastic-cache": (ElasticCache(window=4), {}),
     "window-diffusion": (WindowDiffusion(refresh=4, active=3, window=6), {}),
     "local-leap": (LocalLeap(relaxed=0.05), {"threshold": 0.15}), "dllm-cache": (DllmCache(), {}),
-    "sparse-dllm": (SparseDllm(), {"block": 4}),
+    "sparse-dllm": (SparseDllm(), {"block": 4}), "dllm-serve": (DllmServe(), {"block": 4}),
+    "multi-block": (MultiBlock(), {"block": 4}),
 }
 each_policy = pytest.mark.parametrize(("method", "how"), POLICIES.values(), ids=POLICIES)
 
@@ -78,6 +81,7 @@ def test_a_policy_leaves_work_out(model, one, fill, method, how):
         assert found.facts["tokens_early"] > 0
     else:
         assert found.computed_tokens < plain.computed_tokens
+        assert found.nfe < plain.nfe if method.card.name == "multi-block" else found.nfe == plain.nfe
         assert found.facts["tokens_skipped"] == round((plain.computed_tokens - found.computed_tokens) * found.nfe)
         assert found.peak_bytes > 0
 
@@ -163,6 +167,45 @@ def test_prefill_computes_the_prompt_once(model, one):
 def test_dual_is_prefix_where_nothing_is_behind_the_block(model, fill):
     """One block: both compute the answer and read the prompt."""
     assert fill(model, FastDllmDual()) == fill(model, FastDllmPrefix())
+
+
+@pytest.mark.parametrize("how", [
+    {"block": 4}, {"block": 4, "steps": 8}, {"block": 8, "threshold": 0.2}, {"block": 4, "temperature": 0.8},
+    {"block": 4, "remasking": "random"}, {},
+])
+def test_one_running_block_is_single_block_decoding(model, one, fill, how):
+    """Tokens, passes, rows and reads of fast-dllm-prefix, on every schedule (card A3.12)."""
+    single, ours = (fill(model, x, prompt=one, **how) for x in (FastDllmPrefix(), MultiBlock(blocks=1)))
+    assert replace(ours, peak_bytes=0) == replace(single, peak_bytes=0)
+    ages = 2 * (16 // how.get("block", 16))  # the step of each block, in 16 bits
+    assert ours.peak_bytes == single.peak_bytes + ages
+
+
+def test_blocks_that_run_ahead_are_computed_until_all_before_them_are_complete(unshifted, one):
+    """A complete block behind an unfinished one is computed in every pass: its entries are not kept yet."""
+    steps = rows_by_step(unshifted, MultiBlock(blocks=4, add=0.0), one, block=4, steps=16)
+    assert len(steps) == 4  # each of the four blocks commits a token per step
+    for number, (rows, known, _) in enumerate(steps):
+        first = min(set(range(20, 36)) - known) // 4 * 4
+        assert rows == (set(range(36)) if number == 0 else set(range(first, 36)))
+
+
+def test_the_next_block_joins_when_enough_of_the_last_is_decoded(unshifted, one):
+    """At a share of one half, block b joins two steps after block b - 1: passes by hand."""
+    steps = rows_by_step(unshifted, MultiBlock(blocks=4, add=0.5), one, block=4)
+    counts = [[len(known & set(range(20 + 4 * b, 24 + 4 * b))) for b in range(4)] for _, known, _ in steps]
+    assert counts == [
+        [0, 0, 0, 0], [1, 0, 0, 0], [2, 0, 0, 0], [3, 1, 0, 0], [4, 2, 0, 0], [4, 3, 1, 0], [4, 4, 2, 0], [4, 4, 3, 1],
+        [4, 4, 4, 2], [4, 4, 4, 3],
+    ]
+
+
+def test_a_block_after_one_that_is_ready_commits_a_token_in_every_step(unshifted, one, fill):
+    """Under a threshold that no token reaches: ready 0 gives a token per running block, ready 1 one per step."""
+    how = {"prompt": one, "block": 4, "threshold": 1.0}
+    each = fill(unshifted, MultiBlock(add=0.0, ready=0.0), **how)
+    alone = fill(unshifted, MultiBlock(add=0.0, ready=1.0), **how)
+    assert (each.nfe, alone.nfe) == (4, 16)
 
 
 def test_sparse_with_everything_kept_is_the_dual_cache(unshifted, fill):
@@ -295,6 +338,8 @@ def test_a_regime_without_meaning_is_refused(model, one, fill, method, how, mess
     (SparseDllm, {"keep": 0.0}, "keep must be above 0 and at most 1, got 0.0"),
     (SparseDllm, {"pool": 2}, "pool must be odd and 1 or more, got 2"),
     (ElasticCache, {"window": 0}, "window must be 1 or more, got 0"),
+    (MultiBlock, {"blocks": 0}, "blocks must be 1 or more, got 0"),
+    (MultiBlock, {"add": 1.5}, "add must be between 0 and 1, got 1.5"),
 ])
 def test_settings_without_meaning_are_refused(kind, settings, message):
     """Before a model runs, with the value and the rule."""
@@ -306,3 +351,9 @@ def test_dllm_cache_computes_the_share_that_changed(unshifted, fill):
     """Between full passes: layer 0 whole, and a quarter of the 16 answer rows above it."""
     found = fill(unshifted, DllmCache(prompt=NEVER, answer=NEVER, share=0.25))
     assert found.computed_tokens == pytest.approx((36 * 2 + 15 * (36 + 4)) / 2 / 16)
+
+
+def test_a_running_set_takes_one_sequence(unshifted, prompts, fill):
+    """Blocks join by the progress of one sequence."""
+    with pytest.raises(UserError, match="one sequence at a time"):
+        fill(unshifted, MultiBlock(), prompt=prompts, block=4)
