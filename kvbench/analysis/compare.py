@@ -15,7 +15,7 @@ from kvbench.analysis.significance import ALPHA, adjust, compare_scores, find_le
 from kvbench.errors import UserError, unknown
 from kvbench.runs.files import read_file
 from kvbench.runs.results import Result
-from kvbench.runs.spec import RunSpec
+from kvbench.runs.spec import RunSpec, shorten
 
 SCORE_PROTOCOL = (
     "task.name", "model.sha256", "model.tokenizer_sha256", "model.dtype", "task.version", "task.settings",
@@ -241,7 +241,7 @@ def find_baseline(runs: Sequence[FinishedRun], asked: str | None = None) -> int:
 
 def is_called(result: Result, name: str) -> bool:
     """Whether this is the name of the run's method, or the run's id, or the hash at its end."""
-    return name in (result.method.name, result.run_id, result.run_id.rpartition("-")[2])
+    return name in (result.method.name, result.run_id, shorten(result.run_id))
 
 
 def find_full(spec: RunSpec, out: Path) -> Result | None:

@@ -76,8 +76,10 @@ def _describe(asked: Asked, specs: tuple[RunSpec, ...], width: int) -> list[str]
 
 def _name(specs: tuple[RunSpec, ...]) -> list[str]:
     """Method and budget of each run; its hash where these are equal."""
+    from kvbench.runs.spec import shorten
+
     names = [f"{x.method.name} {x.budget or ''}".strip() for x in specs]
-    return names if len(set(names)) == len(names) else [x.run_id.rpartition("-")[2] for x in specs]
+    return names if len(set(names)) == len(names) else [shorten(x.run_id) for x in specs]
 
 
 def _score(line: Line) -> str:

@@ -43,7 +43,7 @@ def compare_command(
     from kvbench.analysis.metrics import Metric
     from kvbench.analysis.shares import fill_full_reads
     from kvbench.analysis.significance import describe_too_few
-    from kvbench.cli.results import cost_cells, print_regressions, score_cells
+    from kvbench.cli.tables import cost_cells, print_regressions, score_cells
     from kvbench.log import say
     from kvbench.report.group import label_results
 

@@ -39,7 +39,7 @@ def report_command(
     from kvbench.analysis.load import find_runs, load_run
     from kvbench.analysis.metrics import Metric
     from kvbench.analysis.significance import describe_too_few
-    from kvbench.cli.results import group_cells
+    from kvbench.cli.tables import group_cells
     from kvbench.log import say
     from kvbench.report.grid import draw_picture, read_grid
     from kvbench.report.group import group_runs

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbench.analysis.doubts import find_strict, list_doubts
 from kvbench.analysis.formatting import (
     format_bytes,
-    format_difference,
     format_score,
     format_seconds,
     format_share,
@@ -18,24 +16,20 @@ from kvbench.analysis.formatting import (
 from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import (
     conversation_share,
-    cut_share,
     distinct_read_share,
     read_share,
     reference_width,
     stored_share,
 )
+from kvbench.runs.spec import shorten
 
 if TYPE_CHECKING:
-    from kvbench.analysis.compare import Difference, Regressions
-    from kvbench.report.group import GroupedRun
     from kvbench.runs.results import DiffusionResult, Latency, Result
 
 ENDINGS = {
     "stop": "ended by a stop token", "length": "cut by the length limit", "choice": "chosen by log-probability",
 }
 """How an answer ended, by stop reason."""
-LISTED = 3
-"""Regressions shown per run; `kvbench answers` shows all, and --json lists them."""
 
 
 def print_result(result: Result, folder: Path) -> None:
@@ -71,7 +65,7 @@ def print_result(result: Result, folder: Path) -> None:
     rows += _lossless(result)
     rows += _effect(result)
     rows.append(("run", str(folder)))
-    rows += [("WARNING", f"{x} See kvbench answers {_short(result.run_id)}.") for x in list_doubts(result)]
+    rows += [("WARNING", f"{x} See kvbench answers {shorten(result.run_id)}.") for x in list_doubts(result)]
     if result.error:
         rows.append(("FAILED", result.error))
     print_table("", ("", result.status), rows)
@@ -203,83 +197,6 @@ def _per_second(tokens: float | None) -> str:
     return "-" if tokens is None else f"{tokens:,.1f} answer tokens/s"
 
 
-def score_cells(
-    results: Sequence[Result], labels: Sequence[str], ranks: Sequence[int | None],
-    differences: Sequence[Difference | None],
-) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of the table of scores, one run per row; None in `differences` marks the baseline."""
-    columns = ["method", "rank", "score", "difference", "p (Holm)", "verdict"]
-    rows = []
-    for result, label, rank, difference in zip(results, labels, ranks, differences, strict=True):
-        mean, ends, p, verdict = format_difference(difference, result.score)
-        rows.append([
-            label, "-" if rank is None else str(rank), _score_cell(result),
-            *(("baseline", "", "") if difference is None else (mean if ends == "-" else f"{mean}\n{ends}", p, verdict)),
-        ])
-    return columns, rows
-
-
-def group_cells(entries: Sequence[GroupedRun]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of the table of a report's group: score, difference to the baseline, stored and read bytes."""
-    baseline = entries[0].baseline
-    versus = [] if baseline is None else [f"vs. {baseline}", "verdict"]
-    rows = []
-    for x in entries:
-        mean, _, _, verdict = format_difference(x.difference, x.result.score)
-        rows.append([
-            "-" if x.rank is None else str(x.rank), x.label,
-            f"FAILED: {x.result.error}" if x.result.error else _score_cell(x.result),
-            *([mean, verdict] if versus else []),
-            format_share(stored_share(x.result)), format_share(read_share(x.result)),
-        ])
-    return ["rank", "method", "score", *versus, "stored", "reads"], rows
-
-
-def _score_cell(result: Result) -> str:
-    score, metric = result.score, Metric.of(result.score)
-    if result.status == "failed" or score.mean is None:
-        return "failed" if result.status == "failed" else "-"
-    return metric.write(score.mean) if score.ci95 is None else (
-        f"{metric.write(score.mean)}\n{metric.write_interval(score.ci95)}"
-    )
-
-
-def cost_cells(results: Sequence[Result], labels: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of the table of costs: shares of the full cache, agreement, cut answers and times.
-
-    Distinct reads are left out where they are all equal to the reads.
-    """
-    shares = {"stored": stored_share, "at end": conversation_share, "reads": read_share}
-    if any(read_share(x) != distinct_read_share(x) is not None for x in results):
-        shares["distinct"] = distinct_read_share
-    stricts = [find_strict(x) for x in results]
-    strictly = [] if all(x is None for x in stricts) else ["strict"]
-    columns = ["method", *strictly, *shares, "top-1", "cut", "per token"]
-    rows = []
-    for result, label, strict in zip(results, labels, stricts, strict=True):
-        rows.append([
-            label, *(["-" if strict is None else f"{strict:.3f}"] if strictly else []),
-            *(format_share(x(result)) for x in shares.values()),
-            "-" if result.agreement is None else f"{result.agreement.top1:.3f}", format_share(cut_share(result)),
-            format_seconds(result.latency.tpot_s),
-        ])
-    return columns, rows
-
-
-def print_regressions(found: Sequence[Regressions], labels: Mapping[str, str]) -> None:
-    """Print how many answers of each run score lower than the full cache's, and the worst of them.
-
-    labels: by run id.
-    """
-    rows = []
-    for run in found:
-        worst = [f"{x.sample} turn {x.turn}: {x.full:.3f} -> {x.score:.3f}" for x in run.samples[:LISTED]]
-        if run.count > LISTED:
-            worst.append(f"{run.count - LISTED} more: kvbench answers {_short(run.full)} {_short(run.run_id)}")
-        rows.append([labels[run.run_id], f"{run.count} of {run.n}", "\n".join(worst)])
-    print_table("answers that score lower than the full cache's", ("method", "worse", "largest losses"), rows)
-
-
 def format_output(result: Result) -> str:
     """Mean tokens per answer, and how the answers ended."""
     output = result.output
@@ -301,8 +218,3 @@ def format_samples(result: Result) -> str:
         turns = result.spec.turns
         return f"{contexts} x {turns} question{'s' if turns > 1 else ''}"
     return f"{contexts}, {asked} questions in total, at most {result.spec.turns} each"
-
-
-def _short(run_id: str) -> str:
-    """The hash at the end of a run id."""
-    return run_id.rpartition("-")[2]

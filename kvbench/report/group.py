@@ -19,6 +19,7 @@ from kvbench.analysis.compare import (
 from kvbench.analysis.load import FinishedRun
 from kvbench.analysis.shares import fill_full_reads, read_share, stored_share
 from kvbench.runs.results import Result
+from kvbench.runs.spec import shorten
 
 VISIBILITIES = {
     "visible": "question visible", "hidden": "question hidden", "first-turn": "first question visible",
@@ -104,7 +105,7 @@ def label_results(results: Sequence[Result]) -> list[str]:
         labels.append(" ".join([result.method.name, *([result.budget.asked] if result.budget.asked else []), *own]))
     often = Counter(labels)
     return [
-        f"{label} ({result.run_id.rpartition('-')[2]})" if often[label] > 1 else label
+        f"{label} ({shorten(result.run_id)})" if often[label] > 1 else label
         for label, result in zip(labels, results, strict=True)
     ]
 

@@ -19,9 +19,10 @@ from kvbench.reproduce.speed import find_timed, judge_speed
 from kvbench.reproduce.verdict import Judgment, judge
 from kvbench.runs.files import read_file
 from kvbench.runs.options import Request
+from kvbench.runs.protocol import Protocol
 from kvbench.runs.request import check
 from kvbench.runs.results import Result
-from kvbench.runs.spec import DenoisingSpec, Protocol, RunSpec
+from kvbench.runs.spec import DenoisingSpec, RunSpec
 from kvbench.settings import jsonable_settings
 
 UNRUN = Missing("run", "there is no run of it in this folder")

@@ -15,9 +15,11 @@ from kvbench.errors import MOST_SAMPLES, MOST_SEED, UserError, check_number, unk
 from kvbench.kernels.choice import IMPLEMENTATIONS, REST
 from kvbench.method import Method
 from kvbench.registry import find_method, find_task, list_architectures, list_models, list_ops
+from kvbench.runs.generation import read_generation
 from kvbench.runs.options import Request
+from kvbench.runs.protocol import Protocol, make_visible, resolve_protocol
 from kvbench.runs.provenance import find_ops
-from kvbench.runs.spec import GenerationSpec, Protocol, make_visible, read_generation, resolve_protocol
+from kvbench.runs.spec import GenerationSpec
 from kvbench.settings import configure, parse_pairs
 from kvbench.task import Mode, Scorer, Split, Task
 from kvbench.template import Template

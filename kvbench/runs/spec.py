@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvbench.errors import MOST_TURNS, UserError, check_number, unknown
 from kvbench.runs.schema import SCHEMA_VERSION
 from kvbench.task import Mode
 
@@ -22,12 +19,6 @@ Visibility = Literal["visible", "hidden", "first-turn"]
 History = Literal["reference", "own"]
 Implementation = Literal["torch", "triton", "flash"]
 """Implementations of operations: `kernels.choice.IMPLEMENTATIONS`."""
-VISIBILITIES: dict[Mode, tuple[Visibility, ...]] = {
-    Mode.SINGLE: ("visible", "hidden"),
-    Mode.MULTI_TURN: ("first-turn", "hidden"),
-    Mode.MULTI_REQUEST: ("hidden",),
-}
-"""Whether a method sees questions when it compresses, by mode; the first is the default."""
 
 
 class Record(BaseModel):
@@ -191,123 +182,6 @@ class RunSpec(Record):
         ]
 
 
-class Protocol(Record):
-    """How the questions about one context are asked."""
-
-    mode: Mode
-    visibility: Visibility
-    history: History
-    recompress: bool
-    turns: int
-
-
-def resolve_protocol(
-    mode: str, visibility: str | None, history: str | None, turns: int | None, *, recompress: bool, default_turns: int
-) -> Protocol:
-    """Fill in the defaults of a protocol.
-
-    Raises:
-        UserError: an unknown name, or options that exclude each other.
-    """
-    if mode not in tuple(Mode):
-        raise unknown("mode", mode, [str(x) for x in Mode])
-    kind = Mode(mode)
-    allowed = VISIBILITIES[kind]
-    every = {x for xs in VISIBILITIES.values() for x in xs}
-    if visibility is not None and visibility not in every:
-        raise unknown("visibility", visibility, every)
-    if visibility is not None and visibility not in allowed:
-        reason = {
-            Mode.SINGLE: "its one question is visible or hidden",
-            Mode.MULTI_TURN: "only the first question can be in the prompt when the context is compressed",
-            Mode.MULTI_REQUEST: "every question comes after the shared context is compressed",
-        }[kind]
-        raise UserError(
-            f"visibility '{visibility}' has no meaning in mode {mode}: {reason}. Allowed: {', '.join(allowed)}."
-        )
-    if history is not None and history not in ("reference", "own"):
-        raise unknown("history", history, ["reference", "own"])
-    if kind is not Mode.MULTI_TURN and history == "own":
-        raise UserError(f"history 'own' has no meaning in mode {mode}: no turn follows another. Use --mode multi-turn.")
-    if kind is not Mode.MULTI_TURN and recompress:
-        raise UserError(f"--recompress has no meaning in mode {mode}: no turn follows another. Use --mode multi-turn.")
-    if turns is not None:
-        check_number("turns", turns, most=MOST_TURNS)
-    if kind is Mode.SINGLE and turns not in (None, 1):
-        raise UserError(
-            f"turns {turns} has no meaning in mode single: it asks one question per context. "
-            "Leave --turns out, or use --mode multi-turn or multi-request."
-        )
-    return Protocol(
-        mode=kind,
-        visibility=next(x for x in allowed if visibility in (None, x)),
-        history="own" if history == "own" else "reference",
-        recompress=recompress,
-        turns=1 if kind is Mode.SINGLE else turns or default_turns,
-    )
-
-
-def make_visible(protocol: Protocol, visibility: str | None, chunk: int | None) -> Protocol:
-    """The protocol for a diffusion model, which runs the whole prompt in every pass and keeps no cache between answers.
-
-    visibility, chunk: as requested.
-
-    Raises:
-        UserError: an option that does not apply to diffusion models.
-    """
-    if protocol.mode is Mode.MULTI_REQUEST:
-        raise UserError(
-            "mode multi-request has no meaning on a diffusion model: no cache remains after an answer for requests to "
-            "share. Use --mode single or multi-turn."
-        )
-    if visibility not in (None, "visible") or protocol.recompress or chunk is not None:
-        raise UserError(
-            "on a diffusion model every pass runs the whole prompt, and no context is compressed: leave --visibility, "
-            "--recompress and --chunk out."
-        )
-    return protocol.model_copy(update={"visibility": "visible"})
-
-
-def read_generation(given: dict[str, str]) -> GenerationSpec:
-    """Read `--gen key=value` options.
-
-    Raises:
-        UserError: an unknown key or an invalid value.
-    """
-    for key in given:
-        if key not in GENERATION:
-            raise unknown("generation setting", key, GENERATION, "Autoregressive decoding is greedy.")
-    read = {key: GENERATION[key](key, text) for key, text in given.items()}
-    most = read.pop("max_new_tokens", None)
-    return GenerationSpec(max_new_tokens=most, denoising=DenoisingSpec(**read) if read else None)
-
-
-def _whole(key: str, text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"--gen {key}={text} must be a whole number, 1 or more.")
-    check_number(f"--gen {key}", int(text))
-    return int(text)
-
-
-def _number(key: str, text: str) -> float:
-    top = 1.0 if key == "threshold" else math.inf
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= top or math.isinf(value):
-        raise UserError(f"--gen {key}={text} must be a number from 0{' to 1' if key == 'threshold' else ' on'}.")
-    return value
-
-
-def _remasking(key: str, text: str) -> str:
-    if text not in ("low-confidence", "random"):
-        raise unknown(key, text, ["low-confidence", "random"])
-    return text
-
-
-GENERATION: dict[str, Callable[[str, str], Any]] = {
-    "max_new_tokens": _whole, "steps": _whole, "block": _whole, "remasking": _remasking, "temperature": _number,
-    "threshold": _number,
-}
-"""Readers of `--gen` settings; all but max_new_tokens are for diffusion models."""
+def shorten(run_id: str) -> str:
+    """The hash at the end of a run id."""
+    return run_id.rpartition("-")[2]

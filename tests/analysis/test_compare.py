@@ -27,7 +27,8 @@ from kvbench.analysis.compare import (
 from kvbench.analysis.load import FinishedRun, find_runs
 from kvbench.analysis.power import describe_power, describe_powers
 from kvbench.analysis.significance import adjust, find_needed_contexts
-from kvbench.cli.results import LISTED, format_output, print_regressions
+from kvbench.cli.results import format_output
+from kvbench.cli.tables import LISTED, print_regressions
 from kvbench.errors import UserError
 from kvbench.runs.files import read_file, write_record
 from kvbench.runs.journal import Line

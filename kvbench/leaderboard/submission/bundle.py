@@ -31,9 +31,10 @@ from kvbench.leaderboard.submission.strict_json import MAX_NUMBER, parse
 from kvbench.leaderboard.verification.outcome import RefusedError, quote
 from kvbench.runs.files import finished_samples
 from kvbench.runs.journal import Line
+from kvbench.runs.protocol import resolve_protocol
 from kvbench.runs.provenance import hash_contents
 from kvbench.runs.results import Result
-from kvbench.runs.spec import RunSpec, resolve_protocol
+from kvbench.runs.spec import RunSpec
 
 LIMITS = {"samples": (1, 10_000), "turns": (1, 1_000), "length": (1, 1 << 21), "seed": (0, MAX_NUMBER)}
 """Limits of a spec; a verifier cannot reproduce larger runs."""
