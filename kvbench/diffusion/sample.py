@@ -23,7 +23,7 @@ from kvbench.errors import UserError
 from kvbench.method import Card
 from kvbench.runs.job import Job, cap_new_tokens
 from kvbench.runs.journal import BaselineLine, CacheBytes, DenoisingLine, Effect, Line, Times, TokenCounts
-from kvbench.runs.sample import SampleFailedError, fail, score_answer, turn_facts
+from kvbench.runs.lines import SampleFailedError, fail, score_answer, turn_facts
 from kvbench.task import Encoded, Example, Turn
 
 

@@ -17,7 +17,8 @@ from kvbench.hf import attached
 from kvbench.log import say
 from kvbench.machine import ram_bytes
 from kvbench.runs.journal import BatchLine, Line
-from kvbench.runs.sample import SampleFailedError, converse, run_sample
+from kvbench.runs.lines import SampleFailedError
+from kvbench.runs.sample import converse, run_sample
 from kvbench.task import Encoded, Example, Mode
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from kvbench.runs.environment import find_machine
 from kvbench.runs.examples import make_examples
 from kvbench.runs.files import Journal, locked, read_file, saving, write_record
 from kvbench.runs.job import Job
+from kvbench.runs.lines import SampleFailedError
 from kvbench.runs.results import Result
-from kvbench.runs.sample import SampleFailedError
 from kvbench.runs.spec import RunSpec
 from kvbench.runs.summary import describe_mixed, find_machines, summarize
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
-from math import isfinite
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,16 +15,17 @@ from torch import Tensor
 
 from kvbench.budget import BudgetKind
 from kvbench.engine.agreement import compare_logits, find_full_logits, force_answer_passes
-from kvbench.engine.autoregressive import Tokens
 from kvbench.engine.passes import Passes, finish, merge
 from kvbench.engine.recording import InexactPrefillError, Recording
 from kvbench.engine.session import Session
 from kvbench.engine.timing import now
-from kvbench.errors import FileTierError, UserError
+from kvbench.errors import FileTierError
 from kvbench.runs.job import Job, cap_new_tokens, check_capacity, find_capacity
-from kvbench.runs.journal import Line, LosslessLine, Times, TokenCounts
+from kvbench.runs.journal import Line, Times, TokenCounts
+from kvbench.runs.lines import SampleFailedError, fail, score_answer, turn_facts
+from kvbench.runs.reply import Reply, choose_passes, decode_plainly, read_reply
 from kvbench.runs.spec import RunSpec
-from kvbench.task import Encoded, EncodedTurn, Example, Mode, Turn
+from kvbench.task import Encoded, Example, Mode
 
 if TYPE_CHECKING:
     from kvbench.engine.shared import SharedPrefill
@@ -40,26 +40,6 @@ class Timer:
     done: float = 0.0
     prefill_s: float | None = None
     compress_s: float | None = None
-
-
-@dataclass(frozen=True)
-class Reply:
-    """The answer to a question: generated text, or the most likely choice."""
-
-    text: str
-    ids: tuple[int, ...]
-    stop_reason: str
-    steps: int
-    facts: dict[str, object] = field(default_factory=dict)
-    lossless: LosslessLine | None = None
-
-
-class SampleFailedError(Exception):
-    """A turn of a sample raised. The last of `lines` has the error."""
-
-    def __init__(self, lines: list[Line]) -> None:
-        super().__init__(lines[-1].error)
-        self.lines = lines
 
 
 def run_sample(
@@ -185,16 +165,16 @@ class _Questions:
         history = ids.answer if follows and job.spec.history == "reference" else None
         if ids.choices:
             known = {} if forced is None else {ids.answer: forced}
-            reply = yield from _choose(job, talk, self.example.turns[turn], ids, known)
+            reply = yield from choose_passes(job, talk, self.example.turns[turn], ids, known)
             talk.remember(reply.ids if history is None else history)
         else:
             if job.task.nonempty:
                 talk.ban_first(job.stop_ids)
             limit, paused = self.limits[turn], now(job.model.device)
-            plain = _decode_plainly(job, talk, limit)
+            plain = decode_plainly(job, talk, limit)
             timer.asked += now(job.model.device) - paused
             tokens = yield from talk.answer_passes(limit, history=history, stop=job.stop_ids)
-            reply = _reply(job, tokens, plain)
+            reply = read_reply(job, tokens, plain)
         timer.done = now(job.model.device)
         return forced, reply
 
@@ -230,21 +210,6 @@ class _Questions:
         ))
 
 
-def fail(
-    example: Example, index: int, turn: int, error: Exception, prompt_hash: str, started: str, seconds: float
-) -> Line:
-    """The journal line of a turn that raised."""
-    first = (str(error).strip() or "no message").splitlines()[0]
-    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-    return Line(
-        sample=example.id, index=index, turn=turn, turns=len(example.turns), prompt_hash=prompt_hash, prediction=None,
-        ids=(), question=example.turns[turn].question, references=example.turns[turn].references, score=None, scores={},
-        tokens=None, stop_reason=None,
-        times=None, bytes=None, effect=None, agreement=None, facts=turn_facts(example, turn), started=started,
-        seconds=seconds, error=f"{kind}{first}",
-    )
-
-
 def _with_agreement(
     job: Job, encoded: Encoded, lines: list[Line], forced: list[Tensor], capacity: int, recording: Recording | None
 ) -> list[Line]:
@@ -268,66 +233,3 @@ def _conversation(session: Session, spec: RunSpec) -> Iterator[Session]:
             yield branch
     else:
         yield session
-
-
-def turn_facts(example: Example, turn: int) -> dict[str, object]:
-    """The facts of a turn, with those of the example on its first turn."""
-    return {**(example.facts if turn == 0 else {}), **example.turns[turn].facts}
-
-
-def _decode_plainly(job: Job, talk: Session, limit: int) -> tuple[list[int], float] | None:
-    """The answer that a lossless method promises, decoded one token at a time, and the seconds that this takes.
-
-    None: the method promises none. The session does not change.
-    """
-    target = job.method.target(talk)
-    if target is None:
-        return None
-    with target.fork() as branch:
-        started = now(job.model.device)
-        tokens = branch.greedy(limit, job.stop_ids)
-        return tokens.ids[0], now(job.model.device) - started
-
-
-def _reply(job: Job, tokens: Tokens, plain: tuple[list[int], float] | None) -> Reply:
-    ids, lossless = tokens.ids[0], None
-    if plain is not None and tokens.speculation is not None:
-        wanted, seconds = plain
-        equal = sum(x == y for x, y in zip(ids, wanted, strict=False))
-        lossless = LosslessLine(
-            **asdict(tokens.speculation), different=max(len(ids), len(wanted)) - equal, plain_s=seconds
-        )
-    answer = ids[:-1] if ids and ids[-1] in job.stop_ids else ids
-    text = str(job.model.tokenizer.decode(answer, skip_special_tokens=True))
-    return Reply(text, tuple(ids), tokens.stop_reasons[0], tokens.steps, lossless=lossless)
-
-
-def score_answer(job: Job, example: Example, turn: int, text: str, found: Mapping[str, object]) -> dict[str, float]:
-    """Score an answer with every scorer that applies to it. Empty for models with random weights."""
-    asked = example.turns[turn]
-    facts = {**example.facts, **asked.facts, **found}
-    scores = {} if job.model.random else {x.id: x(text, asked.references, facts) for x in job.task.scorers}
-    return {name: score for name, score in scores.items() if score is not None}
-
-
-def _choose(
-    job: Job, talk: Session, turn: Turn, ids: EncodedTurn, known: dict[tuple[int, ...], Tensor]
-) -> Passes[Reply]:
-    """The choice with the greatest log-probability. The session does not change.
-
-    known: logits of continuations that were computed before.
-    """
-    talk.answer_started = now(job.model.device)
-    logprobs = []
-    for choice in ids.choices:
-        logits = known.get(choice)
-        if logits is None:
-            logits = yield from force_answer_passes(talk, choice, counts=True)
-        tokens = torch.tensor(choice, device=logits.device)
-        logprobs.append(logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].tolist())
-    if not all(isfinite(x) for choice in logprobs for x in choice):
-        raise ValueError("a choice has log-probabilities that are not finite")
-    best = max(range(len(logprobs)), key=lambda i: sum(logprobs[i]))
-    facts: dict[str, object] = {"logprobs": [[round(x, 5) for x in choice] for choice in logprobs]}
-    return Reply(turn.choices[best], ids.choices[best], "choice", 0, facts)
-

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from kvbench.engine.agreement import compare_logits
 from kvbench.registry import find_task
-from kvbench.runs import sample
+from kvbench.runs import reply
 from kvbench.runs.files import read_lines
 from kvbench.runs.job import find_capacity
 from kvbench.runs.journal import Agreement, AgreementPart, Line
@@ -176,7 +176,7 @@ def test_a_choice_with_nan_probability_fails_its_sample(toys, monkeypatch):
         yield from ()
         return torch.full((len(answer), 257), math.nan)
 
-    monkeypatch.setattr(sample, "force_answer_passes", passes)
+    monkeypatch.setattr(reply, "force_answer_passes", passes)
     answer, lines, _ = toys("Mixed")
     assert answer.code == 1
     assert [x.error for x in lines] == ["ValueError: a choice has log-probabilities that are not finite"] * 4

@@ -14,7 +14,7 @@ from kvbench.leaderboard.verification.replay import Replay
 from kvbench.runs.examples import Made
 from kvbench.runs.job import cap_new_tokens, check_capacity, find_capacity
 from kvbench.runs.journal import Line
-from kvbench.runs.sample import score_answer, turn_facts
+from kvbench.runs.lines import score_answer, turn_facts
 from kvbench.runs.spec import RunSpec
 from kvbench.task import Encoded, Example, Mode
 

@@ -22,8 +22,9 @@ from kvbench.runs.command import write_request
 from kvbench.runs.examples import make_examples
 from kvbench.runs.job import Job
 from kvbench.runs.journal import Line
+from kvbench.runs.lines import SampleFailedError
 from kvbench.runs.prepare import prepare
-from kvbench.runs.sample import SampleFailedError, run_sample
+from kvbench.runs.sample import run_sample
 from kvbench.runs.spec import RunSpec
 
 if TYPE_CHECKING:

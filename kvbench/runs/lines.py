@@ -1,0 +1,46 @@
+"""The parts of journal lines that are equal for all models: scores, facts, and turns that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvbench.errors import UserError
+from kvbench.runs.job import Job
+from kvbench.runs.journal import Line
+from kvbench.task import Example
+
+
+class SampleFailedError(Exception):
+    """A turn of a sample raised. The last of `lines` has the error."""
+
+    def __init__(self, lines: list[Line]) -> None:
+        super().__init__(lines[-1].error)
+        self.lines = lines
+
+
+def fail(
+    example: Example, index: int, turn: int, error: Exception, prompt_hash: str, started: str, seconds: float
+) -> Line:
+    """The journal line of a turn that raised."""
+    first = (str(error).strip() or "no message").splitlines()[0]
+    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    return Line(
+        sample=example.id, index=index, turn=turn, turns=len(example.turns), prompt_hash=prompt_hash, prediction=None,
+        ids=(), question=example.turns[turn].question, references=example.turns[turn].references, score=None, scores={},
+        tokens=None, stop_reason=None,
+        times=None, bytes=None, effect=None, agreement=None, facts=turn_facts(example, turn), started=started,
+        seconds=seconds, error=f"{kind}{first}",
+    )
+
+
+def turn_facts(example: Example, turn: int) -> dict[str, object]:
+    """The facts of a turn, with those of the example on its first turn."""
+    return {**(example.facts if turn == 0 else {}), **example.turns[turn].facts}
+
+
+def score_answer(job: Job, example: Example, turn: int, text: str, found: Mapping[str, object]) -> dict[str, float]:
+    """Score an answer with every scorer that applies to it. Empty for models with random weights."""
+    asked = example.turns[turn]
+    facts = {**example.facts, **asked.facts, **found}
+    scores = {} if job.model.random else {x.id: x(text, asked.references, facts) for x in job.task.scorers}
+    return {name: score for name, score in scores.items() if score is not None}
