@@ -15,7 +15,7 @@ from kvbench.errors import UserError, unknown
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvbench.report.suggest import Question, Standing, Suggestion, Technique
+    from kvbench.report.suggestion import Question, Standing, Suggestion, Technique
     from kvbench.runs.results import Result
 
 
@@ -75,7 +75,7 @@ def _read_question(
     from kvbench.budget import Budget
     from kvbench.registry import list_entries
     from kvbench.report.group import Axis
-    from kvbench.report.suggest import Question
+    from kvbench.report.suggestion import Question
     from kvbench.task import Mode
 
     given = [(name, text) for name, text in shares.items() if text is not None]
@@ -104,7 +104,7 @@ def _read_question(
 
 def _print_answer(answer: Suggestion) -> None:
     from kvbench.analysis.formatting import print_table
-    from kvbench.report.suggest import describe_lead
+    from kvbench.report.suggestion import describe_lead
 
     typer.echo(answer.verdict)
     for x in answer.shown:
@@ -123,7 +123,7 @@ def _print_answer(answer: Suggestion) -> None:
 
 def _list_cells(found: Sequence[tuple[str, Standing]]) -> tuple[list[str], list[list[str]]]:
     """The columns of one protocol that have a value, and a row per technique."""
-    from kvbench.report.suggest import describe_standing
+    from kvbench.report.suggestion import describe_standing
 
     rows = []
     for label, standing in found:

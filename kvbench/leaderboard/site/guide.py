@@ -17,8 +17,8 @@ from markupsafe import Markup
 from kvbench.leaderboard.site.tables import Group, RankedRun
 from kvbench.registry import list_models
 from kvbench.report.group import VISIBILITIES, Axis
-from kvbench.report.suggest import (
-    Guide,
+from kvbench.report.suggest import Guide, name_technique
+from kvbench.report.suggestion import (
     ProtocolRuns,
     Question,
     Standing,
@@ -26,7 +26,6 @@ from kvbench.report.suggest import (
     Technique,
     describe_lead,
     describe_standing,
-    name_technique,
 )
 from kvbench.runs.results import Result
 from kvbench.runs.spec import Visibility

@@ -11,7 +11,8 @@ import pytest
 from kvbench.analysis.load import find_runs, load_run
 from kvbench.leaderboard.site.build import build_site
 from kvbench.report.group import Axis
-from kvbench.report.suggest import Guide, Question, group_protocols
+from kvbench.report.suggest import Guide, group_protocols
+from kvbench.report.suggestion import Question
 from kvbench.task import Mode
 
 from .conftest import CURATED

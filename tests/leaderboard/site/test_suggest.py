@@ -6,7 +6,8 @@ import pytest
 
 from kvbench.analysis.load import find_runs, load_run
 from kvbench.report.group import Axis
-from kvbench.report.suggest import Guide, Question, describe_standing, group_protocols
+from kvbench.report.suggest import Guide, group_protocols
+from kvbench.report.suggestion import Question, describe_standing
 from kvbench.task import Mode
 
 FAILING = [[1.0, 0.0, 0.0], *[[0.0, 0.0, 0.0]] * 11]
