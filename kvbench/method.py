@@ -233,6 +233,15 @@ class Method:
         del shape
         return 0
 
+    def shared_bytes(self, shape: Shape) -> int:
+        """The part of `declared_bytes` that the sequences of a batch share."""
+        del shape
+        return 0
+
+    def later_bytes(self, shape: Shape, tokens: int) -> int:
+        """Upper bound of the room for this many later tokens: full-precision entries and the method's own data."""
+        return -(-tokens * max(shape.full_bytes, self.declared_bytes(shape)) // shape.length)
+
     def running_bytes(self, shape: Shape) -> int:
         """Bytes next to keys and values while the context is run: by default those that the stores keep for scoring."""
         return sum(self.layer(index).running_bytes(layer, shape) for index, layer in enumerate(shape.layers))

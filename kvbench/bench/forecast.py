@@ -80,11 +80,14 @@ class Need:
         """Stored bytes of one sequence's compressed context."""
         return self.method.declared_bytes(self.model.shape)
 
+    def stored(self, batch: int) -> int:
+        """Stored bytes of a batch's compressed contexts."""
+        return batch * self.cache - (batch - 1) * self.method.shared_bytes(self.model.shape)
+
     @property
     def spare(self) -> int:
-        """Upper bound of one sequence's room for later tokens: full-precision entries and the method's own data."""
-        full = self.model.shape.full_bytes
-        return -(-self.later * max(full, self.cache) // self.model.shape.length)
+        """Upper bound of one sequence's room for later tokens."""
+        return self.method.later_bytes(self.model.shape, self.later)
 
     @property
     def bytes_while_running(self) -> int:
@@ -269,7 +272,7 @@ def _forecast(name: str, need: Need, full: Need, gpu: Gpu, batch: int) -> Method
 
     layers = len(shape.layers)
     return MethodForecast(
-        method=name, stored_share=cached / shape.full_bytes, stored_bytes=batch * need.cache,
+        method=name, stored_share=cached / shape.full_bytes, stored_bytes=need.stored(batch),
         host_bytes=batch * host, spare_bytes=batch * need.spare, peak_bytes=need.peak(batch, "prefill"),
         fits=batch <= need.max_batch(gpu.memory_bytes, "prefill"), step_bytes=need.step_bytes(batch),
         bound_s=seconds(need, 0.0, 0.0), speedup_bound=speedup(),

@@ -40,6 +40,10 @@ class PagedKV(SelectiveKV):
         bounds = entries // self.page * layer.kv_heads * 2 * layer.key_dim * shape.itemsize
         return super().bytes_for(layer, shape, entries) + bounds + COUNTER_BYTES
 
+    def later_bytes_for(self, layer: LayerShape, shape: Shape, tokens: int) -> int:
+        """Upper bound of the room for later tokens, in whole pages with bounds."""
+        return self.bytes_for(layer, shape, self._whole(tokens + self.page - 1))
+
     def read_bytes_for(self, layer: LayerShape, shape: Shape, entries: int, *, pages: int) -> int:
         """Bytes that a step reads: every bound, and this many pages for every query head."""
         read = layer.query_heads * pages * self.page * (layer.key_dim + layer.value_dim)

@@ -88,6 +88,15 @@ class QuantSpec(Verified):
         store = HierarchicalKV(group=self.group)
         return sum(store.bytes_for(x, shape, shape.entries(x)) for x in shape.layers)
 
+    def running_bytes(self, shape: Shape) -> int:
+        """None: one store serves both caches."""
+        del shape
+        return 0
+
+    def later_bytes(self, shape: Shape, tokens: int) -> int:
+        """Room for codes, and for the exact entries that are not there yet: of four groups at least one is."""
+        return Method.later_bytes(self, shape, tokens + 3 * self.group)
+
     def declared_read_bytes(self, shape: Shape) -> int:
         """Bytes of a token if every drafted one is rejected."""
         store = HierarchicalKV(group=self.group)

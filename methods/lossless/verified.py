@@ -114,9 +114,15 @@ class Verified(Method):
         return shape.full_bytes
 
     def running_bytes(self, shape: Shape) -> int:
-        """Running statistics of the drafter, and the cache that verifies before it moves to host memory."""
-        running = self.drafter.running_bytes(shape)
-        return running + self.target_bytes(shape) if isinstance(self.target_layer(0), HostKV) else running
+        """Running statistics of the drafter, and the cache that verifies: the drafter's holds all entries as well."""
+        return self.drafter.running_bytes(shape) + self.target_bytes(shape)
+
+    def later_bytes(self, shape: Shape, tokens: int) -> int:
+        """Room in the drafter's cache, and in the one that verifies unless it is in host memory."""
+        draft = self.drafter.later_bytes(shape, tokens)
+        if isinstance(self.target_layer(0), HostKV):
+            return draft
+        return draft + -(-tokens * shape.full_bytes // shape.length)
 
     def declared_read_bytes(self, shape: Shape) -> int:
         """Bytes of a token if every drafted one is rejected: all steps of a draft, and a pass over everything."""

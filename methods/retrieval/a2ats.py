@@ -129,8 +129,16 @@ class A2ATS(ReadingMethod):
 
     def index_bytes(self, layer: LayerShape, shape: Shape) -> int:
         """Bytes of the codewords and their metric, and of the entries' codes."""
-        book = (self.codewords + layer.key_dim) * layer.key_dim * shape.itemsize
-        return layer.kv_heads * (book + shape.length * CODE_BYTES)
+        return self._book_bytes(layer, shape) + layer.kv_heads * shape.length * CODE_BYTES
+
+    def shared_bytes(self, shape: Shape) -> int:
+        """Bytes of the codewords and their metric, which all sequences use."""
+        return 0 if self.identity(shape) else sum(
+            self._book_bytes(x, shape) for x in shape.layers if x.window is None
+        )
+
+    def _book_bytes(self, layer: LayerShape, shape: Shape) -> int:
+        return layer.kv_heads * (self.codewords + layer.key_dim) * layer.key_dim * shape.itemsize
 
     def token_bytes(self, layer: LayerShape, shape: Shape) -> int:
         """Bytes that a token reads at most, if no two query heads choose the same entry."""

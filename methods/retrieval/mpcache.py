@@ -178,6 +178,10 @@ class MPCache(Method):
             return shape.full_bytes
         return sum(self.layer_bytes(i, shape, self._stored(i, shape)) for i in range(len(shape.layers)))
 
+    def later_bytes(self, shape: Shape, tokens: int) -> int:
+        """Room for whole pages and their bounds."""
+        return sum(PagedKV(page=self.page).later_bytes_for(x, shape, tokens) for x in shape.layers)
+
     def declared_read_bytes(self, shape: Shape) -> int:
         """Bytes of all bounds and of each query head's clusters."""
         if self.stored is None:

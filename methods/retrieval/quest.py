@@ -96,6 +96,10 @@ class Quest(Method):
             return shape.full_bytes
         return sum(self.layer_bytes(i, shape, shape.entries(x)) for i, x in enumerate(shape.layers))
 
+    def later_bytes(self, shape: Shape, tokens: int) -> int:
+        """Room for whole pages."""
+        return super().later_bytes(shape, tokens + self.page)
+
     def declared_read_bytes(self, shape: Shape) -> int:
         """Bytes of all bounds and of each query head's own pages; all bytes of the layers that read everything."""
         total = 0

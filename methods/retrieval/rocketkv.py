@@ -121,12 +121,19 @@ class RocketKV(ReadingMethod):
 
     def index_bytes(self, layer: LayerShape, shape: Shape) -> int:
         """Bytes of the extreme keys of the chunks, and of where chunks start."""
-        chunks = -(-self.kept(shape.length) // self.chunk(shape.length))
+        chunks = self._chunks(shape)
         return layer.kv_heads * chunks * 2 * layer.key_dim * shape.itemsize + (chunks + 1) * OFFSET_BYTES
+
+    def shared_bytes(self, shape: Shape) -> int:
+        """Bytes of where chunks start, which is equal in all sequences."""
+        selecting = 0 if self.identity(shape) else sum(x.window is None for x in shape.layers)
+        return selecting * (self._chunks(shape) + 1) * OFFSET_BYTES if selecting else 0
+
+    def _chunks(self, shape: Shape) -> int:
+        return -(-self.kept(shape.length) // self.chunk(shape.length))
 
     def token_bytes(self, layer: LayerShape, shape: Shape) -> int:
         """Bytes that a token reads: one bound of every chunk in a few channels, where chunks start, and entries."""
-        kept, size = self.kept(shape.length), self.chunk(shape.length)
-        chunks = -(-kept // size)
+        kept, size, chunks = self.kept(shape.length), self.chunk(shape.length), self._chunks(shape)
         scanned = chunks * self.channels(size, kept, layer.key_dim) * shape.itemsize
         return layer.kv_heads * scanned + (chunks + 1) * OFFSET_BYTES + self.entry_bytes(layer, shape)

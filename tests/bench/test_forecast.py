@@ -11,7 +11,6 @@ from kvbench.bench.forecast import COPY_SHARE, GPUS, LATER, Need, make_forecast,
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf import load_model, predict_memory
-from kvbench.method import BudgetKind
 from kvbench.registry import find_method, list_entries
 
 LENGTH, BATCH, STEPS = 256, 2, 4
@@ -52,13 +51,14 @@ def test_predicted_bytes_are_those_the_ledger_measures(mini, name):
     """Stored bytes agree to 0.1 %, and upper bounds are not exceeded."""
     need = needed(mini, name)
     memory, read = measured(mini, need)
-    assert abs(memory.stored_bytes - BATCH * need.cache) <= 0.001 * memory.stored_bytes
+    assert abs(memory.stored_bytes - need.stored(BATCH)) <= 0.001 * memory.stored_bytes
     assert memory.host_bytes == BATCH * need.method.declared_host_bytes(need.model.shape)
     assert memory.spare_bytes <= BATCH * need.spare
     assert memory.peak_bytes <= BATCH * need.bytes_while_running
     declared, later = need.step_bytes(BATCH) - need.model.step_bytes, STEPS * BATCH * need.spare // LATER
-    least = 0.5 if need.method.card.budget is BudgetKind.READ else 0.999  # pages selected repeatedly are read once
-    assert least * declared <= read <= declared + later + 0.002 * declared
+    method, shape = need.method, need.model.shape
+    least = BATCH * method.least_read_bytes(shape) - (BATCH - 1) * method.shared_bytes(shape)
+    assert 0.999 * least <= read <= declared + later + 0.002 * declared
 
 
 @pytest.mark.few(2)
