@@ -89,7 +89,7 @@ def evicted_entries_are_freed(method: Method) -> str:
         refs.extend((x.data_ptr(), StorageWeakRef(x)) for x in storages)
 
     gc.disable()
-    LayerKV.append = append  # type: ignore[method-assign]  # a spy, for this invariant only
+    LayerKV.append = append  # type: ignore[method-assign,assignment]  # a spy, for this invariant only
     try:
         with open_at_budget(method, tiny_model()) as session:
             session.prefill(CONTEXT)
