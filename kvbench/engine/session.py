@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,13 +13,12 @@ from kvbench.budget import Shape
 from kvbench.engine.autoregressive import Tokens, greedy_passes
 from kvbench.engine.ledger import Ledger
 from kvbench.engine.passes import Passes, finish, request
-from kvbench.engine.recording import InexactPrefillError, Pass, Recording
+from kvbench.engine.recording import Recording
+from kvbench.engine.stores import Stores
 from kvbench.engine.timing import now
 from kvbench.errors import UserError
-from kvbench.hf import Forward, Model, attached, catching_hidden
-from kvbench.kernels.choice import note
+from kvbench.hf import Model
 from kvbench.method import Method
-from kvbench.runs.journal import CacheBytes, Effect
 from kvbench.step import Moment, Step
 from kvbench.store import LayerKV
 
@@ -30,7 +27,7 @@ SCORE_CHUNK = 512
 """Most positions whose logits over the whole vocabulary are in memory at once."""
 
 
-class Session:
+class Session(Stores):
     """Call `prefill` once, then `ask` for each question, inside a `with` statement.
 
     Args:
@@ -48,42 +45,20 @@ class Session:
         self, model: Model, method: Method, *, capacity: int = 0, chunk: int | None = None, recompress: bool = False,
         track: bool = False, recording: Recording | None = None, compare: bool = False,
     ) -> None:
-        self.model, self.method = model, method
-        self.capacity, self.chunk, self.recompress = capacity, chunk, recompress
-        self.layers: list[LayerKV] = []
-        for index in range(len(model.layers)):
-            store = method.layer(index)
-            store.capacity, store.track = capacity, store.track or track
-            self.layers.append(store)
-        self.seen = 0
+        super().__init__(
+            model, method, capacity=capacity, recompress=recompress, track=track, recording=recording, compare=compare
+        )
+        self.capacity, self.chunk = capacity, chunk
         self.batch = 1
         self.logits: Tensor | None = None  # [B, V], of the last position
-        self.compress_seconds = 0.0
         self.answer_started = 0.0  # perf_counter at the end of the last question
         self.shape: Shape | None = None  # of the context
         self._pending: list[list[int]] = []
-        self._recording, self._compare = recording, compare
-        self._ledger = Ledger(self.layers)
-        self._static: Tensor | None = None
-        self._open = ExitStack()
-
-    def __enter__(self) -> Self:
-        self._open.enter_context(attached(self.model.module))
-        if self.method.reads_hidden:
-            self._open.enter_context(catching_hidden(self.model.module))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Free the KV entries and restore the model's attention."""
-        for store in self.layers:
-            store.close()
         self.logits = None
-        self._open.close()
+        super().close()
 
     # Running
 
@@ -259,97 +234,6 @@ class Session:
             yield from request(self, ids, end.chunk)
         return (yield from request(self, last, end))[:, -1]
 
-    def forward(self, ids: Tensor, moment: Moment, *, keep: int = 1) -> Tensor:
-        """Run one forward pass. ids: new tokens [B, T]. Returns logits of the last `keep` positions [B, keep, V]."""
-        if self._recording is not None and moment.in_context:
-            found = self._recording.find(self.seen, ids)
-            if found is not None and keep == 1:
-                return self._replay(found, moment)
-        positions = self.take_positions(ids)
-        return self.model.run(
-            ids,
-            Forward(moment=moment, positions=positions, seen=self.seen, attend=self.attend, ropes=self.model.ropes),
-            keep,
-        )
-
-    def take_positions(self, ids: Tensor) -> Tensor:
-        """Positions of the next tokens, which count as seen from now on. ids: [B, T]. Returns [B, T]."""
-        count = ids.shape[1]
-        if self._static is None:
-            positions = torch.arange(self.seen, self.seen + count, device=ids.device)
-        else:
-            positions = self._static + torch.arange(count, device=ids.device)
-            self._static.add_(count)
-        self.seen += count
-        return positions.expand(ids.shape[0], -1)
-
-    def attend(self, step: Step) -> Tensor:
-        """Store a step's entries, compute its attention, and let the method evict. [B, H_q, T, D_v]"""
-        kv = self.layers[step.layer]
-        kv.append(step)
-        output = self.method.attend(kv, step)
-        self._evict(kv, step)
-        return output
-
-    def _replay(self, recorded: Pass, moment: Moment) -> Tensor:
-        """Take the entries and logits of a recorded pass instead of running the model. Returns logits [B, 1, V].
-
-        Raises:
-            InexactPrefillError: the method's own pass would have been different.
-        """
-        assert self._recording is not None
-        if self.method.reads_hidden:
-            raise InexactPrefillError("it reads the model's hidden states, which a recorded prefill does not have.")
-        for label, implementation in self._recording.kernels.items():
-            note(label, implementation)
-        self.seen += recorded.ids.shape[1]
-        for layer, made in enumerate(recorded.steps):
-            step = replace(made, moment=moment)
-            if not self._compare:
-                self._store(step, exact=True)
-            elif not torch.equal(self.attend(step), recorded.outputs[layer]):
-                raise InexactPrefillError(f"its attention in layer {layer} differs from the full cache's.")
-        return recorded.logits.clone()
-
-    def _store(self, step: Step, *, exact: bool = False) -> None:
-        """Store, score and compress a step's entries without computing attention.
-
-        exact: require that the method holds every entry and passes attention on unchanged (`InexactPrefillError`).
-        """
-        kv = self.layers[step.layer]
-        kv.append(step)
-        new = step.key.shape[2]
-        before = step.seen - new if step.window is None else min(step.seen - new, step.window)
-        if exact and set(kv.entries_kept()) != {before + new}:
-            raise InexactPrefillError("it drops entries before the end of the context.")
-        if not observe(self.method, kv, step) and exact:
-            raise InexactPrefillError("its attention in the prefill is not the store's.")
-        self._evict(kv, step)
-
-    def _evict(self, kv: LayerKV, step: Step) -> None:
-        if step.moment is Moment.DECODE:
-            self.method.evict(kv, step)
-            return
-        self._ledger.note_layer(step.layer)
-        if step.window is not None and step.moment.in_context:
-            kv.keep_last(step.window)
-        compresses = step.moment.compresses
-        started = now(step.key.device) if compresses else 0.0  # work queued before does not count as compression
-        self.method.evict(kv, step)
-        if compresses:
-            self.method.end_of_layer(self.layers, step)
-            self.compress_seconds += now(step.key.device) - started
-            if not self.recompress:
-                kv.settle()
-            for index in range(step.layer):  # the method may have trimmed them
-                self._ledger.note_layer(index)
-        self._ledger.note_layer(step.layer)
-
-    def reserve(self, tokens: int, forward: int) -> None:
-        """Reserve space for `tokens` more tokens, at most `forward` per pass, so that decoding never reallocates."""
-        for store in self.layers:
-            store.reserve(tokens, min(tokens, forward))
-
     def fork(self) -> Session:
         """An independent continuation of this session. Entries are shared until one of the two writes."""
         other = object.__new__(Session)
@@ -373,41 +257,9 @@ class Session:
         """Add a fork's read counters to this session, and take the larger peak of the two."""
         self._ledger.credit(branch._ledger)
 
-    def make_static(self) -> None:
-        """Give all later steps the same shapes, with positions and lengths on the device, for CUDA graphs.
-
-        Raises:
-            UserError: the method has no static decode step.
-        """
-        if self.method.graphable is not None:
-            raise UserError(f"{self.method.card.name} has no static decode step: {self.method.graphable}")
-        self._static = torch.tensor(self.seen, device=self.model.device)
-        for store in self.layers:
-            store.make_static()
-
     def _ids(self, ids: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
         x = torch.as_tensor(ids, dtype=torch.long, device=self.model.device)
         return x.expand(self.batch, -1) if x.dim() == 1 else x
-
-    # Counting
-
-    def memory(self) -> CacheBytes:
-        """Bytes of the cache right after compression and now."""
-        return self._ledger.memory()
-
-    def effect(self) -> Effect:
-        """The stores' counters of changes to KV entries."""
-        return self._ledger.effect()
-
-
-def observe(method: Method, kv: LayerKV, step: Step) -> bool:
-    """Let a method see a step, for its scores, without the store's attention. Whether it would have passed that on."""
-    nothing = step.value.new_zeros(()).expand(*step.query.shape[:3], step.value.shape[3])
-    kv.attend = lambda step: nothing  # type: ignore[method-assign]  # noqa: ARG005  # of this object, for this call
-    try:
-        return method.attend(kv, step) is nothing
-    finally:
-        del kv.attend
 
 
 def score_tokens(tokens: Tensor, logits: Tensor) -> Tensor:

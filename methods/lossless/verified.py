@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 from torch import Tensor
 
 from kvbench.constraints import Positive
-from kvbench.engine.session import observe
 from kvbench.engine.speculation import find_stores, open_draft, speculate
+from kvbench.engine.stores import observe
 from kvbench.method import Method, Moment, Shape, Step
 from kvbench.methods.baseline.full import Full
 from kvbench.store import LayerKV

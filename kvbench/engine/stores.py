@@ -1,0 +1,185 @@
+"""The stores of a conversation, by layer, and single forward passes that read and extend them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kvbench.engine.ledger import Ledger
+from kvbench.engine.recording import InexactPrefillError, Pass, Recording
+from kvbench.engine.timing import now
+from kvbench.errors import UserError
+from kvbench.hf import Forward, Model, attached, catching_hidden
+from kvbench.kernels.choice import note
+from kvbench.method import Method
+from kvbench.runs.journal import CacheBytes, Effect
+from kvbench.step import Moment, Step
+from kvbench.store import LayerKV
+
+
+class Stores:
+    """One store per layer; a `Session` is a conversation over them and documents the arguments."""
+
+    def __init__(
+        self, model: Model, method: Method, *, capacity: int, recompress: bool, track: bool,
+        recording: Recording | None, compare: bool,
+    ) -> None:
+        self.model, self.method, self.recompress = model, method, recompress
+        self.layers: list[LayerKV] = []
+        for index in range(len(model.layers)):
+            store = method.layer(index)
+            store.capacity, store.track = capacity, store.track or track
+            self.layers.append(store)
+        self.seen = 0
+        self.compress_seconds = 0.0
+        self._recording, self._compare = recording, compare
+        self._ledger = Ledger(self.layers)
+        self._static: Tensor | None = None
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._open.enter_context(attached(self.model.module))
+        if self.method.reads_hidden:
+            self._open.enter_context(catching_hidden(self.model.module))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the KV entries and restore the model's attention."""
+        for store in self.layers:
+            store.close()
+        self._open.close()
+
+    # Forward passes
+
+    def forward(self, ids: Tensor, moment: Moment, *, keep: int = 1) -> Tensor:
+        """Run one forward pass. ids: new tokens [B, T]. Returns logits of the last `keep` positions [B, keep, V]."""
+        if self._recording is not None and moment.in_context:
+            found = self._recording.find(self.seen, ids)
+            if found is not None and keep == 1:
+                return self._replay(found, moment)
+        positions = self.take_positions(ids)
+        return self.model.run(
+            ids,
+            Forward(moment=moment, positions=positions, seen=self.seen, attend=self.attend, ropes=self.model.ropes),
+            keep,
+        )
+
+    def take_positions(self, ids: Tensor) -> Tensor:
+        """Positions of the next tokens, which count as seen from now on. ids: [B, T]. Returns [B, T]."""
+        count = ids.shape[1]
+        if self._static is None:
+            positions = torch.arange(self.seen, self.seen + count, device=ids.device)
+        else:
+            positions = self._static + torch.arange(count, device=ids.device)
+            self._static.add_(count)
+        self.seen += count
+        return positions.expand(ids.shape[0], -1)
+
+    def attend(self, step: Step) -> Tensor:
+        """Store a step's entries, compute its attention, and let the method evict. [B, H_q, T, D_v]"""
+        kv = self.layers[step.layer]
+        kv.append(step)
+        output = self.method.attend(kv, step)
+        self._evict(kv, step)
+        return output
+
+    def _replay(self, recorded: Pass, moment: Moment) -> Tensor:
+        """Take the entries and logits of a recorded pass instead of running the model. Returns logits [B, 1, V].
+
+        Raises:
+            InexactPrefillError: the method's own pass would have been different.
+        """
+        assert self._recording is not None
+        if self.method.reads_hidden:
+            raise InexactPrefillError("it reads the model's hidden states, which a recorded prefill does not have.")
+        for label, implementation in self._recording.kernels.items():
+            note(label, implementation)
+        self.seen += recorded.ids.shape[1]
+        for layer, made in enumerate(recorded.steps):
+            step = replace(made, moment=moment)
+            if not self._compare:
+                self._store(step, exact=True)
+            elif not torch.equal(self.attend(step), recorded.outputs[layer]):
+                raise InexactPrefillError(f"its attention in layer {layer} differs from the full cache's.")
+        return recorded.logits.clone()
+
+    def _store(self, step: Step, *, exact: bool = False) -> None:
+        """Store, score and compress a step's entries without computing attention.
+
+        exact: require that the method holds every entry and passes attention on unchanged (`InexactPrefillError`).
+        """
+        kv = self.layers[step.layer]
+        kv.append(step)
+        new = step.key.shape[2]
+        before = step.seen - new if step.window is None else min(step.seen - new, step.window)
+        if exact and set(kv.entries_kept()) != {before + new}:
+            raise InexactPrefillError("it drops entries before the end of the context.")
+        if not observe(self.method, kv, step) and exact:
+            raise InexactPrefillError("its attention in the prefill is not the store's.")
+        self._evict(kv, step)
+
+    def _evict(self, kv: LayerKV, step: Step) -> None:
+        if step.moment is Moment.DECODE:
+            self.method.evict(kv, step)
+            return
+        self._ledger.note_layer(step.layer)
+        if step.window is not None and step.moment.in_context:
+            kv.keep_last(step.window)
+        compresses = step.moment.compresses
+        started = now(step.key.device) if compresses else 0.0  # work queued before does not count as compression
+        self.method.evict(kv, step)
+        if compresses:
+            self.method.end_of_layer(self.layers, step)
+            self.compress_seconds += now(step.key.device) - started
+            if not self.recompress:
+                kv.settle()
+            for index in range(step.layer):  # the method may have trimmed them
+                self._ledger.note_layer(index)
+        self._ledger.note_layer(step.layer)
+
+    # Room and counts
+
+    def reserve(self, tokens: int, forward: int) -> None:
+        """Reserve space for `tokens` more tokens, at most `forward` per pass, so that decoding never reallocates."""
+        for store in self.layers:
+            store.reserve(tokens, min(tokens, forward))
+
+    def make_static(self) -> None:
+        """Give all later steps the same shapes, with positions and lengths on the device, for CUDA graphs.
+
+        Raises:
+            UserError: the method has no static decode step.
+        """
+        if self.method.graphable is not None:
+            raise UserError(f"{self.method.card.name} has no static decode step: {self.method.graphable}")
+        self._static = torch.tensor(self.seen, device=self.model.device)
+        for store in self.layers:
+            store.make_static()
+
+    def memory(self) -> CacheBytes:
+        """Bytes of the cache right after compression and now."""
+        return self._ledger.memory()
+
+    def effect(self) -> Effect:
+        """The stores' counters of changes to KV entries."""
+        return self._ledger.effect()
+
+
+def observe(method: Method, kv: LayerKV, step: Step) -> bool:
+    """Let a method see a step, for its scores, without the store's attention. Whether it would have passed that on."""
+    nothing = step.value.new_zeros(()).expand(*step.query.shape[:3], step.value.shape[3])
+    kv.attend = lambda step: nothing  # type: ignore[method-assign]  # noqa: ARG005  # of this object, for this call
+    try:
+        return method.attend(kv, step) is nothing
+    finally:
+        del kv.attend
