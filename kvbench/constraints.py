@@ -33,6 +33,7 @@ Positive = Annotated[int, Ge(1)]
 Share = Annotated[float, Ge(0), Le(1)]
 RULES: Mapping[tuple[object, ...], str] = {
     (Ge(0), Le(1)): "between 0 and 1", (Gt(0), Le(1)): "above 0 and at most 1", (Gt(0),): "above 0",
+    (Ge(0), Le(0.5)): "between 0 and 0.5",
     (Ge(1), Odd): "odd and 1 or more", (Ge(0),): "0 or more", (Ge(1),): "1 or more", (Ge(2),): "2 or more",
 }
 """Constraints in words."""

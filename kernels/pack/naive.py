@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-PARTS = {2: [2], 3: [2, 1], 4: [4], 8: [8]}
+PARTS = {1: [1], 2: [2], 3: [2, 1], 4: [4], 8: [8]}
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

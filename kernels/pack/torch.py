@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BITS = (2, 3, 4, 8)
-PARTS = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
+PARTS = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
 """Bits of the vectors that a vector of codes is split into, lowest bits first."""
 
 

@@ -1,0 +1,34 @@
+"""Methods that encode every key and value by itself: the context at its end, later entries when they arrive."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvbench.method import Method, Step
+from kvbench.store import LayerKV
+from kvbench.store.coded import CodedKV, Coder
+
+
+@dataclass(frozen=True)
+class CodedMethod(Method):
+    """Encodes the entries of the context at its end, after its attention, and later entries when they arrive."""
+
+    recompressible: ClassVar[str | None] = "every entry is encoded once, and later entries as they are added."
+    graphable: ClassVar[str | None] = "entries are decoded in blocks, and the store counts them on the host."
+
+    @abstractmethod
+    def coders(self, layer: int) -> tuple[Coder, Coder]:
+        """The coders of a layer's keys and of its values."""
+
+    def layer(self, index: int) -> LayerKV:
+        """A store of exact entries that is encoded at the end of the context."""
+        keys, values = self.coders(index)
+        return CodedKV(key_coder=keys, value_coder=values)
+
+    def evict(self, kv: LayerKV, step: Step) -> None:
+        """Encode the entries at the end of the context."""
+        assert isinstance(kv, CodedKV)
+        if step.moment.compresses and not kv.coded:
+            kv.encode()

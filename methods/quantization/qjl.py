@@ -1,0 +1,121 @@
+"""QJL: keys become signs of random projections, whose products with exact projections of queries are unbiased."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, Self
+
+import torch
+from torch import Tensor
+
+from kvbench.constraints import Ge, Le, Natural, Positive
+from kvbench.errors import UserError
+from kvbench.kernels.pack import pack, packed_width, unpack
+from kvbench.method import Budget, BudgetKind, Card, Shape, Upstream
+from kvbench.methods.quantization.coded import CodedMethod
+from kvbench.rotation import mean_component, orthogonal_projection
+from kvbench.store.coded import NORM_BYTES, Coder, GroupCoder, Parts, SplitCoder, as_norm
+
+PROJECTION = 2
+"""Seed."""
+
+
+@dataclass(frozen=True)
+class QJL(CodedMethod):
+    """Stores signs of projections and the norm of every key, and values in groups of channels."""
+
+    key_bits: Positive = 2
+    """Signs per channel of a key."""
+    first_layers: Natural = 15
+    """Layers, the first ones, that have more signs."""
+    first_bits: Positive = 4
+    """Signs per channel of a key in the first layers."""
+    outliers: Annotated[float, Ge(0), Le(0.5)] = 1 / 16
+    """Share of the channels of a key, those of the largest norm in the context, that are projected apart."""
+    outlier_bits: Positive = 16
+    """Signs per outlier channel."""
+    value_bits: Literal[2, 3, 4, 8] = 2
+    group: Positive = 32
+    """Channels of a value that share a scale and a minimum; a narrower value is one group."""
+
+    card: ClassVar[Card] = Card(
+        name="qjl",
+        title="QJL: 1-Bit Quantized JL Transform for KV Cache Quantization with Zero Overhead",
+        idea="The sign of a random projection of a key, times the projection of a query, has the mean of their "
+        "product. Many signs and the key's norm give scores without any scale or minimum.",
+        arxiv="2406.03482",
+        year=2024,
+        family="quantization",
+        stages=("compression",),
+        budget=BudgetKind.BITS,
+        heads="independent",
+        upstream=Upstream(repo="amirzandieh/QJL", commit="421d61c", license="Apache-2.0"),
+        deviations=(
+            ("Every later entry is encoded when it arrives; the authors keep up to 128 exact values and the keys since "
+            "the last multiple of 128."),
+            ("Outlier channels are those of the largest norm over the whole context, per KV head; the authors choose 8 "
+            "of 128 channels for every 32 tokens, which cannot be done for single tokens."),
+            ("Outlier channels and the others have projections of their own and of their own number of signs per "
+            "channel; the authors project both with one matrix, with zeros for the channels of the other."),
+            ("Estimates are divided by the exact mean of a component of a random direction; the authors divide by that "
+            "of a normal number, which is 3 % too small for 8 channels."),
+            "Scales of values are rounded up and minima down to float16.",
+        ),
+        limits=(
+            ("Projections are generated from a seed. All layers and conversations share them, so they do not count as "
+            "stored bytes."),
+            "A step multiplies every sign by a float: in plain PyTorch it is many times slower than the full cache.",
+        ),
+    )
+
+    def fit(self, budget: Budget | None, shape: Shape) -> Self:
+        """Refuse groups that do not divide a value, and a share of outliers that is no channel (`UserError`)."""
+        for layer in shape.layers:
+            if layer.value_dim % min(self.group, layer.value_dim):
+                raise UserError(
+                    f"qjl: groups of {self.group} do not divide values of {layer.value_dim} channels. Set group to a "
+                    f"divisor of {layer.value_dim}."
+                )
+            if self.outliers and not int(self.outliers * layer.key_dim):
+                raise UserError(
+                    f"qjl: a share of {self.outliers:g} of {layer.key_dim} channels is less than one. Set outliers to "
+                    "0, or to a larger share."
+                )
+        return super().fit(budget, shape)
+
+    def coders(self, layer: int) -> tuple[Coder, Coder]:
+        """Signs for keys, groups for values."""
+        keys: Coder = SketchCoder(self.first_bits if layer < self.first_layers else self.key_bits)
+        if self.outliers:
+            keys = SplitCoder(self.outliers, SketchCoder(self.outlier_bits), keys)
+        return keys, GroupCoder(self.value_bits, self.group)
+
+
+@dataclass(frozen=True)
+class SketchCoder(Coder):
+    """The signs of a key's projections, and its norm."""
+
+    bits: int
+    """Signs per channel."""
+
+    def encode(self, x: Tensor) -> Parts:
+        """Signs and the norm."""
+        projected = x.float() @ self._projection(x.shape[3], x.device).mT
+        return {"signs": pack((projected >= 0).byte(), 1), "norm": as_norm(x.float().norm(dim=-1, keepdim=True))}
+
+    def decode(self, parts: Parts, width: int) -> Tensor:
+        """Signs, scaled for the product with a projected query."""
+        rows = self.bits * width
+        signs = unpack(parts["signs"], 1, rows).float() * 2 - 1
+        return signs * (parts["norm"].float() / (rows * mean_component(width)))
+
+    def turn(self, query: Tensor) -> Tensor:
+        """Project."""
+        return query @ self._projection(query.shape[3], query.device).mT
+
+    def _projection(self, width: int, device: torch.device) -> Tensor:
+        return orthogonal_projection(width, self.bits * width, PROJECTION, device)
+
+    def entry_bytes(self, width: int) -> int:
+        """Signs and the norm."""
+        return packed_width(self.bits * width, 1) + NORM_BYTES

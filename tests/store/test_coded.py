@@ -1,0 +1,92 @@
+"""Stores of codes: attention is that over the decoded entries, in whatever coordinates they are decoded."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvbench.hf.rope import NO_ROPE
+from kvbench.kernels.dense_attention.naive import attention_weights
+from kvbench.method import Moment, Step
+from kvbench.methods.quantization.polarquant import PolarCoder
+from kvbench.methods.quantization.qjl import SketchCoder
+from kvbench.methods.quantization.turboquant import RotatedCoder
+from kvbench.store import coded
+from kvbench.store.coded import CodedKV, GroupCoder, SplitCoder, as_norm
+
+CODERS = {
+    "groups": (GroupCoder(4, None), GroupCoder(2, 8)), "rotated": (RotatedCoder(3), RotatedCoder(2)),
+    "signs": (RotatedCoder(2, sign=True), RotatedCoder(3)), "sketch": (SketchCoder(4), GroupCoder(4, 16)),
+    "angles": (PolarCoder((4, 2, 2, 2)), PolarCoder((4, 2))),
+    "outliers": (SplitCoder(0.25, RotatedCoder(3, sign=True), RotatedCoder(2, sign=True)),
+                 SplitCoder(0.25, RotatedCoder(4), RotatedCoder(3))),
+}
+
+
+def draw(*shape, seed=0):
+    """Normal random numbers."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_step(query, key, value, before, **options):
+    """A step of these tensors."""
+    count = key.shape[2]
+    return Step(
+        layer=0, positions=torch.arange(before, before + count).expand(key.shape[0], -1), seen=before + count,
+        query=query, key=key, value=value, scale=0.3, causal=True, rope=NO_ROPE,
+        **{"moment": Moment.CONTEXT_END, "window": None, "softcap": None, "sinks": None, **options},
+    )
+
+
+
+@pytest.mark.parametrize("window", [None, 13])
+@pytest.mark.parametrize("name", CODERS)
+def test_attention_is_that_over_decoded_entries(name, window, monkeypatch):
+    """In blocks of a few entries, for grouped queries, across the context and the entries of a later turn."""
+    monkeypatch.setattr(coded, "BLOCK", 16 * 4 * 9)
+    keys, values = CODERS[name]
+    context = [draw(2, heads, 40, 16, seed=heads) for heads in (4, 2, 2)]
+    kv = CodedKV(key_coder=keys, value_coder=values)
+    kv.append(make_step(*context, 0))
+    kv.encode()
+    more = [draw(2, heads, 5, 16, seed=10 + heads) for heads in (4, 2, 2)]
+    step = make_step(*more, 40, moment=Moment.TURN_END, window=window)
+    kv.append(step)
+    fitted = [x.fit(y) for x, y in zip((keys, values), context[1:], strict=True)]
+    whole = [torch.cat([x, y], dim=2) for x, y in zip(context[1:], more[1:], strict=True)]
+    units = torch.eye(16).expand(2, 2, -1, -1)
+    seen = fitted[0].decode(fitted[0].encode(whole[0]), 16) @ fitted[0].turn(units).mT
+    held = fitted[1].back(fitted[1].decode(fitted[1].encode(whole[1]), 16))
+    weights = attention_weights(more[0], seen, scale=0.3, seen=45, window=window).float()
+    assert torch.allclose(kv.attend(step), (weights @ held[:, :, None]).flatten(1, 2), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CODERS)
+def test_bytes_are_those_of_the_formula(name):
+    """Every part of an entry and what is kept per head, for keys and values of other widths."""
+    kv = CodedKV(key_coder=CODERS[name][0], value_coder=CODERS[name][1])
+    kv.append(make_step(draw(1, 4, 9, 32), draw(1, 2, 9, 32), draw(1, 2, 9, 16), 0))
+    kv.encode()
+    layer = SimpleNamespace(kv_heads=2, key_dim=32, value_dim=16)
+    assert kv.nbytes() - kv.spare_bytes() == kv.bytes_for(layer, None, 9)
+
+
+def test_channels_are_split_by_norm_and_come_back():
+    """The two loudest channels of each head go to the first coder; an output has every channel in its place."""
+    x = draw(1, 2, 50, 8)
+    x[:, 0, :, [1, 6]] *= 20
+    x[:, 1, :, [0, 3]] *= 20
+    coder = SplitCoder(0.25, GroupCoder(8, None), GroupCoder(8, None)).fit(x)
+    assert coder.order[0, :, :2].sort(-1).values.tolist() == [[1, 6], [0, 3]]
+    back = coder.back(coder.decode(coder.encode(x), 8))
+    assert torch.allclose(back, x, atol=0.3)
+    quiet = back[:, 0, :, [0, 2, 3, 4, 5, 7]] - x[:, 0, :, [0, 2, 3, 4, 5, 7]]
+    assert quiet.abs().max() < 0.03
+
+
+def test_a_norm_beyond_float16_is_refused():
+    """It would become infinite."""
+    with pytest.raises(ValueError, match="65504"):
+        as_norm(torch.tensor([7e4]))
