@@ -18,6 +18,8 @@ class BudgetKind(StrEnum):
     STORED = "stored"
     READ = "read"
     BITS = "bits"
+    PROMPT = "prompt"
+    """The prompt's attention that is computed, as the settings have it; `--budget` takes no value."""
     NONE = "none"
 
 

@@ -96,6 +96,8 @@ class Method:
     True unless it says otherwise."""
     generates_alone: ClassVar[bool] = False
     """Whether `generate` is overridden: such answers are not generated in a batch."""
+    inexact_prefill: ClassVar[str | None] = None
+    """None: logits after the context are the full cache's. Otherwise why they are not."""
     reads_hidden: ClassVar[bool] = False
     """Whether it reads `step.hidden`; its prefill cannot be taken from another method's."""
     rows: int | None = resolved()
@@ -157,7 +159,7 @@ class Method:
             UserError: what was asked cannot be reached; the message names what can.
         """
         card = self.card
-        if self.budget_kind is BudgetKind.NONE:
+        if self.budget_kind in (BudgetKind.NONE, BudgetKind.PROMPT):
             if budget is not None and budget != Budget("fraction", 1.0):
                 raise UserError(
                     f"{card.name} takes no budget, got {budget}: it stores all entries. Leave --budget out."
@@ -209,7 +211,9 @@ class Method:
         """Whether these settings are declared to lose nothing of a context of this length."""
         if self.budget_kind is BudgetKind.NONE:
             return True
-        return self.budget_kind is not BudgetKind.BITS and (self.rows is None or self.rows >= shape.length)
+        if self.budget_kind in (BudgetKind.BITS, BudgetKind.PROMPT):
+            return False
+        return self.rows is None or self.rows >= shape.length
 
     def declared_bytes(self, shape: Shape) -> int:
         """Bytes that hold the context right after compression, by formula; the ledger measures them."""

@@ -46,6 +46,8 @@ def identity_at_full_budget(method: Method) -> str:
 def _full(method: Method) -> Budget | None:
     if method.budget_kind is BudgetKind.BITS:
         raise NotApplicableError("its settings never give the full cache")
+    if method.budget_kind is BudgetKind.PROMPT:
+        raise NotApplicableError("its settings, and no budget, decide which attention is computed")
     budget = None if method.budget_kind is BudgetKind.NONE else FULL
     with open_session(method, tiny_model(), budget) as session:
         session.prefill(CONTEXT)
@@ -58,6 +60,8 @@ def _full(method: Method) -> Budget | None:
 
 def first_token_is_exact(method: Method) -> str:
     """Logits after the prefill equal the full cache's, because compression follows the context's attention."""
+    if method.inexact_prefill is not None:
+        raise NotApplicableError(method.inexact_prefill)
     worst = 0.0
     for name, shape in find_shapes(method).items():
         model = tiny_model(*shape)

@@ -53,7 +53,7 @@ def choose_budget(method: Method) -> Budget | None:
     Three quarters where heads differ by number: in a tiny model one head that keeps every entry already takes most of
     a quarter.
     """
-    if method.budget_kind in (BudgetKind.NONE, BudgetKind.BITS):
+    if method.budget_kind in (BudgetKind.NONE, BudgetKind.BITS, BudgetKind.PROMPT):
         return None
     usual = LENGTH * 3 // 4 if method.card.heads == "indexed" else LENGTH // 4
     return Budget("rows", min(LENGTH - 1, max(usual, method.minimum_entries() + 4)))

@@ -24,7 +24,7 @@ from kvbench.analysis.shares import (
 from kvbench.runs.spec import shorten
 
 if TYPE_CHECKING:
-    from kvbench.runs.results import DiffusionResult, Latency, Result
+    from kvbench.runs.results import DiffusionResult, EffectResult, Latency, Result
 
 ENDINGS = {
     "stop": "ended by a stop token", "length": "cut by the length limit", "choice": "chosen by log-probability",
@@ -168,7 +168,20 @@ def _effect(result: Result) -> list[tuple[str, str]]:
     if effect.n:
         found = f"observed in {effect.n_acted} of {effect.n} samples"
     done = "entries kept" if result.diffusion is None else "tokens computed per step"
-    return [("effect", f"{found}, {effect.entries_kept:,.0f} of {effect.entries_seen:,} {done}")]
+    kept = f"{effect.entries_kept:,.0f} of {effect.entries_seen:,} {done}"
+    return [("effect", f"{found}, {kept}"), *describe_prompt(effect)]
+
+
+def describe_prompt(effect: EffectResult) -> list[tuple[str, str]]:
+    """The share of the prompt's attention that a method with sparse prefill computed, and the mass that it lost."""
+    computed, sampled = effect.facts.get("prompt_pairs_computed"), effect.facts.get("sampled_queries")
+    if not computed or not sampled:
+        return []
+    share = computed / (computed + effect.facts["prompt_pairs_skipped"])
+    lost = effect.facts["lost_mass_millionths"] / sampled / 1e6
+    worst = effect.facts["worst_lost_mass_millionths"] / 1e6
+    mass = f"a sample of queries lost {lost:.2%} of their mass on average, {worst:.1%} at most"
+    return [("prompt", f"{share:.1%} of its attention computed; {mass}")]
 
 
 def _diffusion(found: DiffusionResult, latency: Latency) -> list[tuple[str, str]]:

@@ -246,7 +246,7 @@ def _is_local(source: str) -> bool:
 def _resolve_budget(asked: Budget | None, method: Method) -> Budget | None:
     """The requested budget, or the default of the method's budget kind."""
     card = method.card
-    if method.budget_kind is BudgetKind.NONE and asked not in (None, Budget("fraction", 1.0)):
+    if method.budget_kind in (BudgetKind.NONE, BudgetKind.PROMPT) and asked not in (None, Budget("fraction", 1.0)):
         raise UserError(
             f"{card.name} takes no budget, got {asked}. Leave --budget out; in a sweep, give it a "
             "[[grid]] of its own."

@@ -1,0 +1,1 @@
+"""Methods that compute only a part of the attention of the prompt."""
