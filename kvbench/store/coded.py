@@ -63,13 +63,13 @@ class Coder(ABC):
         del parts, width
         return None
 
-    def head_bytes(self, width: int) -> int:
-        """Bytes per KV head of `tensors`."""
-        del width
+    def fixed_bytes(self, width: int, heads: int) -> int:
+        """Bytes of `tensors`, for this many KV heads."""
+        del width, heads
         return 0
 
     def tensors(self) -> list[Tensor]:
-        """Tensors that `fit` made."""
+        """Tensors of the coder that count as stored: what depends on the context or on the model."""
         return []
 
 
@@ -175,9 +175,9 @@ class SplitCoder(Coder):
         first, rest = self.count(width)
         return self.large.entry_bytes(first) + self.small.entry_bytes(rest)
 
-    def head_bytes(self, width: int) -> int:
+    def fixed_bytes(self, width: int, heads: int) -> int:
         """The order of channels."""
-        return width * CHANNEL_BYTES
+        return heads * width * CHANNEL_BYTES
 
     def tensors(self) -> list[Tensor]:
         """The order of channels."""
@@ -200,10 +200,10 @@ class CodedKV(LayerKV):
         return {"key": self.key_coder, "value": self.value_coder}
 
     def bytes_for(self, layer: LayerShape, shape: Shape, entries: int) -> int:
-        """Encoded entries, and what the coders take from the context."""
+        """Encoded entries, and the tensors of the coders."""
         del shape
-        widths = zip(self._coders.values(), (layer.key_dim, layer.value_dim), strict=True)
-        return layer.kv_heads * sum(entries * x.entry_bytes(width) + x.head_bytes(width) for x, width in widths)
+        heads, widths = layer.kv_heads, zip(self._coders.values(), (layer.key_dim, layer.value_dim), strict=True)
+        return sum(heads * entries * x.entry_bytes(width) + x.fixed_bytes(width, heads) for x, width in widths)
 
     def encode(self) -> None:
         """End the context: encode the entries and free the exact ones."""

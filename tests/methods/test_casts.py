@@ -1,0 +1,114 @@
+"""FP8 and NVFP4 casts: numbers of the formats by hand, scales, saturation and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvbench.engine.session import Session
+from kvbench.errors import UserError
+from kvbench.hf.tiny import tiny_model
+from kvbench.methods.quantization.casts import from_e4m3, to_e4m3
+from kvbench.methods.quantization.fp8 import Fp8, Fp8Coder
+from kvbench.methods.quantization.nvfp4 import MAGNITUDES, Nvfp4, Nvfp4Coder, round_to_e2m1
+
+CONTEXT = [x % 64 for x in range(80)]
+
+
+def e4m3_numbers():
+    """Every number of 1 sign, 4 exponent and 3 mantissa bits, from the definition; there are no infinities."""
+    found = [m / 8 * 2**-6 for m in range(8)]
+    found += [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8) if (e, m) != (15, 7)]
+    return torch.tensor(found)
+
+
+def test_bytes_are_the_nearest_numbers_of_the_format():
+    """127 magnitudes up to 448; between them the nearest one."""
+    numbers = e4m3_numbers()
+    assert len(numbers) == 127
+    assert numbers.max() == 448
+    assert from_e4m3(to_e4m3(numbers)).equal(numbers)
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(0)) * 20
+    wanted = numbers[(x.abs()[:, None] - numbers).abs().argmin(-1)]
+    assert from_e4m3(to_e4m3(x)).abs().equal(wanted)
+
+
+def test_what_is_beyond_the_range_becomes_its_end():
+    """The plain cast of PyTorch gives no number there."""
+    x = torch.tensor([449.0, 1e6, -1e6])
+    assert from_e4m3(to_e4m3(x)).tolist() == [448, 448, -448]
+    assert round_to_e2m1(torch.tensor([6.1, 100.0, -100.0])).tolist() == [7, 7, 15]
+
+
+def test_ties_go_to_even_codes():
+    """0.25 to 0, 0.75 to 1, 1.25 to 1, 1.75 to 2, 2.5 to 2, 3.5 to 4, 5 to 4, with either sign."""
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    assert [MAGNITUDES[x] for x in round_to_e2m1(ties)] == [0, 1, 1, 2, 2, 4, 4]
+    assert [MAGNITUDES[x - 8] for x in round_to_e2m1(-ties)] == [0, 1, 1, 2, 2, 4, 4]
+
+
+def test_a_block_by_hand():
+    """The largest magnitude 21 gives a scale of 3.5; 5.2 is 1.49 of it, stored as 1.5; the next block has its own."""
+    x = torch.zeros(1, 1, 1, 32)
+    x[..., :3] = torch.tensor([21.0, 5.2, -0.5])
+    x[..., 16] = 0.75
+    coder = Nvfp4Coder("one")
+    parts = coder.encode(x)
+    assert from_e4m3(parts["block"]).flatten().tolist() == [3.5, 0.125]
+    found = coder.decode(parts, 32).flatten()
+    assert found[:3].tolist() == [21.0, 5.25, 0.0]
+    assert found[16].item() == 0.75
+    assert found.count_nonzero() == 3
+
+
+def test_a_block_too_small_for_a_scale_is_zero():
+    """And not infinite."""
+    found = Nvfp4Coder("one")
+    x = torch.full((1, 1, 1, 16), 1e-4)
+    assert found.decode(found.encode(x), 16).equal(torch.zeros(1, 1, 1, 16))
+
+
+@pytest.mark.parametrize(("coder", "limit"), [(Fp8Coder, 448.0), (Nvfp4Coder, 6 * 448.0)])
+def test_a_calibrated_scale_takes_the_largest_magnitude_to_the_end(coder, limit):
+    """Per tensor over both heads, so that neither is cut."""
+    made = coder.reaching("tensor", torch.tensor([10.0, 4000.0]), limit)
+    assert made.scale.tolist() == pytest.approx([4000 / limit])
+    x = torch.zeros(1, 2, 1, 16)
+    x[0, :, 0, 0] = torch.tensor([10.0, -4000.0])
+    assert made.decode(made.encode(x), 16)[0, 1, 0, 0].item() == pytest.approx(-4000)
+
+
+def test_heads_have_scales_of_their_own():
+    """A quiet head keeps its precision next to a loud one."""
+    x = torch.randn(1, 2, 50, 16, generator=torch.Generator().manual_seed(0))
+    x *= torch.tensor([1e-5, 100.0]).view(2, 1, 1)
+    errors = []
+    for scaling in ("tensor", "head"):
+        coder = Fp8Coder.reaching(scaling, x.abs().amax((0, 2, 3)), 448.0)
+        errors.append(((coder.decode(coder.encode(x), 16) - x)[:, 0].norm() / x[:, 0].norm()).item())
+    assert errors[0] > 0.2
+    assert errors[1] < 0.05
+
+
+@pytest.mark.parametrize(("method", "bits"), [
+    (Fp8(), 8), (Fp8(scale="tensor"), 8), (Fp8(scale="head"), 8), (Nvfp4(), 4.5), (Nvfp4(scale="tensor"), 4.5),
+])
+def test_stored_bytes(method, bits):
+    """Bits per element and, where they are calibrated, four bytes per scale."""
+    model = tiny_model()
+    with Session(model, method.bind(model), capacity=90) as session:
+        session.prefill(CONTEXT)
+        stored = session.memory().stored_bytes
+        assert stored == session.method.declared_bytes(model.shape(80))
+    scales = {"one": 0, "tensor": 2 * 4, "head": 2 * 2 * 4}[method.scale]
+    assert stored == 2 * (2 * 80 * 32 * bits / 8 + scales)
+
+
+def test_vectors_without_whole_blocks_are_refused():
+    """24 channels are a block and a half."""
+    shape = tiny_model().shape(80)
+    narrow = replace(shape, layers=(replace(shape.layers[0], key_dim=24),))
+    with pytest.raises(UserError, match="blocks of 16"):
+        Nvfp4().fit(None, narrow)
