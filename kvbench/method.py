@@ -100,6 +100,8 @@ class Method:
     """None: logits after the context are the full cache's. Otherwise why they are not."""
     reads_hidden: ClassVar[bool] = False
     """Whether it reads `step.hidden`; its prefill cannot be taken from another method's."""
+    reads_parts: ClassVar[bool] = False
+    """Whether it reuses entries of the context's parts, which the task must name."""
     rows: int | None = resolved()
     """Entries per KV head of a full-attention layer that the budget amounts to; None: all."""
     length: int | None = resolved()
@@ -130,6 +132,11 @@ class Method:
     def budget_kind(self) -> BudgetKind:
         """The budget kind of these settings; the card's unless a setting changes it."""
         return self.card.budget
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether its card declares that logits are the full cache's, so that nothing is compared."""
+        return self.budget_kind is BudgetKind.NONE and not self.reads_parts
 
     @classmethod
     def over(cls, inner: type[Method]) -> type[Method]:

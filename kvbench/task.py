@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, Literal
 from weakref import WeakKeyDictionary
 
+from kvbench.errors import UserError
 from kvbench.template import Frame, Template
 from kvbench.tokens import tokenize, tokenize_on
 
@@ -67,6 +69,9 @@ class Example:
 
     facts: any further values (depths, keys); they are written to the journal.
     joint: text between the context and a question that follows it; None: the task's `joint`.
+    parts: the context as texts that are tokenized one by one: an instruction, then documents. Methods that reuse
+        entries across prompts need them; none: such methods cannot run it.
+    earlier: prompts that ran before, each as its parts; the entries of a part that occurs in one can be reused.
     """
 
     id: str
@@ -74,6 +79,8 @@ class Example:
     turns: tuple[Turn, ...]
     facts: Mapping[str, object] = field(default_factory=dict)
     joint: str | None = None
+    parts: tuple[str, ...] = ()
+    earlier: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -204,6 +211,10 @@ class Encoded:
 
     context: tuple[int, ...]
     turns: tuple[EncodedTurn, ...]
+    parts: tuple[tuple[int, ...], ...] = ()
+    """The context by parts, where the example names them."""
+    earlier: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    """Prompts that ran before, by parts."""
 
     @property
     def prompt_hash(self) -> str:
@@ -211,6 +222,7 @@ class Encoded:
         parts = [
             self.context,
             *(ids for turn in self.turns for ids in (turn.first, turn.later, turn.answer, *turn.choices)),
+            *((self.parts, self.earlier) if self.parts else ()),
         ]
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
@@ -232,14 +244,22 @@ def find_frame(
 
 
 def encode(task: Task, example: Example, tokenizer: PreTrainedTokenizerBase, frame: Frame | None = None) -> Encoded:
-    """Tokenize an example; context and turns are tokenized separately, so their ids are the same in every mode."""
+    """Tokenize an example; context and turns are tokenized separately, so their ids are the same in every mode.
+
+    Raises:
+        UserError: the parts of the example are not its context.
+    """
     frame = frame or task.frame(tokenizer)
     joint = task.joint if example.joint is None else example.joint
     ids = partial(tokenize_on, tokenizer)
     strip, left, right = (str.strip, str.lstrip, str.rstrip) if frame.trims else (str, str, str)
     middle = task.separator if frame.middle is None else frame.middle
+    parts, *earlier = (_split(tokenizer, frame, x) for x in (example.parts, *example.earlier))
+    if example.parts and "".join(example.parts) != example.context:
+        raise UserError(f"example {example.id}: its parts do not make up its context. Join them without a separator.")
+    whole = (tokenize(tokenizer, frame.head + left(example.context), special=frame.special),)
     return Encoded(
-        context=tokenize(tokenizer, frame.head + left(example.context), special=frame.special),
+        context=tuple(chain.from_iterable(parts or whole)), parts=parts, earlier=tuple(earlier),
         turns=tuple(
             EncodedTurn(
                 first=ids(right(joint + turn.question) + frame.tail + turn.prefix),
@@ -249,6 +269,15 @@ def encode(task: Task, example: Example, tokenizer: PreTrainedTokenizerBase, fra
             )
             for turn in example.turns
         ),
+    )
+
+
+def _split(tokenizer: PreTrainedTokenizerBase, frame: Frame, parts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Token ids of the parts of a prompt, the first with what precedes a context."""
+    strip = str.lstrip if frame.trims else str
+    return tuple(
+        tokenize_on(tokenizer, text) if i else tokenize(tokenizer, frame.head + strip(text), special=frame.special)
+        for i, text in enumerate(parts)
     )
 
 

@@ -57,9 +57,9 @@ def dense_attention(
     if length is None and not narrow and not special:
         if n_query == 1:
             if not has_cudnn(query):  # the context costs as much as a short attention
-                return _sdpa(query, keys, values, None, scale)
+                return grouped_sdpa(query, keys, values, None, scale)
             with sdpa_kernel(list(ONE_QUERY)):
-                return _sdpa(query, keys, values, None, scale)
+                return grouped_sdpa(query, keys, values, None, scale)
         if flash_takes(query, values) and (query.is_cuda or before == 0 or not causal):
             return attend_by_flash(query, keys, values, scale=scale, causal=causal)
     flash = flash_takes(query, values) and not query.is_cuda  # on a GPU it supports no mask
@@ -84,9 +84,9 @@ def dense_attention(
                 )
             block, k, v = query[:, :, start:stop], keys[:, :, low:high], values[:, :, low:high]
             if special:
-                blocks.append(_explicit(block, k, v, mask, scale, softcap, sinks))
+                blocks.append(explicit(block, k, v, mask, scale, softcap, sinks))
             else:
-                blocks.append(_sdpa(block, k, v, mask, scale))
+                blocks.append(grouped_sdpa(block, k, v, mask, scale))
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
 
 
@@ -115,7 +115,7 @@ def attend_by_flash(query: Tensor, keys: Tensor, values: Tensor, *, scale: float
         )
 
 
-def _sdpa(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def grouped_sdpa(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """SDPA over grouped heads; mask: [T, N] or [B, H_kv, T, N]. [B, H_q, T, D_v]"""
     batch, heads, n_query, width = query.shape
     kv_heads = keys.shape[1]
@@ -151,7 +151,7 @@ def visible_entries(
     return mask & (query + first - positions[:, :, None, :] < window)
 
 
-def _explicit(
+def explicit(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:

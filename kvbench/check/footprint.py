@@ -38,7 +38,9 @@ def acts_at_its_budget(method: Method) -> str:
         talk(session)
         proof = session.effect()
     if method.budget_kind is BudgetKind.NONE:
-        raise NotApplicableError("its card declares it lossless")
+        raise NotApplicableError(
+            "it acts where a task names parts of the prompt" if method.reads_parts else "its card declares it lossless"
+        )
     assert not proof.identity, "its budget counts as the declared identity"
     assert proof.acted, f"kept {proof.entries_kept} of {proof.entries_seen} entries, facts {proof.facts}: no effect"
     inert = _inert(method, model)

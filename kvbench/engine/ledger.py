@@ -34,15 +34,18 @@ class Ledger:
         for index in range(len(self._layers)):
             self.note_layer(index)
 
-    def note_context(self, method: Method, shape: Shape, batch: int) -> None:
-        """Record bytes and entries right after compression. shape: of the context."""
+    def note_context(self, method: Method, shape: Shape, batch: int, *, exact: bool = True) -> None:
+        """Record bytes and entries right after compression.
+
+        shape: of the context. exact: whether entries were those of the whole context's prefill before.
+        """
         self.note_layers()
         total = sum(store.nbytes() for store in self._layers)
         spare = sum(store.spare_bytes() for store in self._layers)
         self._shape, self._batch, self._context = shape, batch, (total - spare, spare, self._host_bytes())
         kept = tuple(sum(x) / len(x) for x in (store.entries_kept() for store in self._layers))
         self._effect = Effect(
-            acted=False, identity=method.identity(shape), facts={}, maxima=(),
+            acted=False, identity=exact and method.identity(shape), facts={}, maxima=(),
             entries_seen=max(shape.entries(x) for x in shape.layers), entries_kept=kept,
         )
 

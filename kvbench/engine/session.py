@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from kvbench.hf import Model
 from kvbench.method import Method
 from kvbench.step import Moment, Step
 from kvbench.store import LayerKV
+
+if TYPE_CHECKING:
+    from kvbench.engine.reuse import Reuse
 
 S = TypeVar("S", bound="Session")
 SCORE_CHUNK = 512
@@ -39,16 +42,20 @@ class Session(Stores):
         track: store the logical position of every entry, for checks; uses extra bytes.
         recording: the exact prefill of the context to come, which `prefill` then takes instead of running the model.
         compare: compute the attention of a recorded prefill all the same, and require that it is equal.
+        reuse: the parts of the context, and the chunks that stand for them; for methods that reuse entries.
     """
 
     def __init__(
         self, model: Model, method: Method, *, capacity: int = 0, chunk: int | None = None, recompress: bool = False,
-        track: bool = False, recording: Recording | None = None, compare: bool = False,
+        track: bool = False, recording: Recording | None = None, compare: bool = False, reuse: Reuse | None = None,
     ) -> None:
         super().__init__(
             model, method, capacity=capacity, recompress=recompress, track=track, recording=recording, compare=compare
         )
         self.capacity, self.chunk = capacity, chunk
+        self.reuse = reuse
+        self.exact = True
+        """Whether the context's entries are those of a prefill of all of it, before any compression."""
         self.batch = 1
         self.logits: Tensor | None = None  # [B, V], of the last position
         self.answer_started = 0.0  # perf_counter at the end of the last question
@@ -83,7 +90,7 @@ class Session(Stores):
         self.logits = self.method.prefill(self, chunks)
         self._recording = None
         self.method.end_of_context(self)
-        self._ledger.note_context(self.method, self.shape, self.batch)
+        self._ledger.note_context(self.method, self.shape, self.batch, exact=self.exact)
         return self.logits
 
     def fill(self, steps: Iterable[Step]) -> None:

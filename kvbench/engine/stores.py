@@ -36,6 +36,8 @@ class Stores:
             store.capacity, store.track = capacity, store.track or track
             self.layers.append(store)
         self.seen = 0
+        self.behind = 0
+        """How far positions are behind the count of tokens, where a method gave parts of the context the same ones."""
         self.compress_seconds = 0.0
         self._recording, self._compare = recording, compare
         self._ledger = Ledger(self.layers)
@@ -78,9 +80,9 @@ class Stores:
         """Positions of the next tokens, which count as seen from now on. ids: [B, T]. Returns [B, T]."""
         count = ids.shape[1]
         if self._static is None:
-            positions = torch.arange(self.seen, self.seen + count, device=ids.device)
+            positions = torch.arange(self.seen - self.behind, self.seen - self.behind + count, device=ids.device)
         else:
-            positions = self._static + torch.arange(count, device=ids.device)
+            positions = self._static - self.behind + torch.arange(count, device=ids.device)
             self._static.add_(count)
         self.seen += count
         return positions.expand(ids.shape[0], -1)

@@ -1,6 +1,6 @@
 """The adapter to transformers, and the only package that uses its internals: attention, rotary embeddings, loading."""
 
-from kvbench.hf.adapter import Forward, attached, catching_hidden, run_model
+from kvbench.hf.adapter import Forward, attached, catching_hidden, narrowing, run_model
 from kvbench.hf.config import DTYPES
 from kvbench.hf.find import check_device, find_copy, find_folder
 from kvbench.hf.load import Model, load_model, load_tokenizer
@@ -10,5 +10,5 @@ from kvbench.hf.size import ModelSize, predict_memory
 
 __all__ = [
     "DTYPES", "Forward", "Model", "ModelSize", "Rope", "attached", "catch_steps", "catching_hidden", "check_device",
-    "find_copy", "find_folder", "load_model", "load_tokenizer", "predict_memory", "run_model",
+    "find_copy", "find_folder", "load_model", "load_tokenizer", "narrowing", "predict_memory", "run_model",
 ]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -117,15 +117,56 @@ def catching_hidden(module: PreTrainedModel) -> Iterator[None]:
     def catch(attention: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         _HIDDEN[attention] = named["hidden_states"] if "hidden_states" in named else args[0]
 
-    hooks = [
-        x.register_forward_pre_hook(catch, with_kwargs=True) for x in module.modules()
-        if hasattr(x, "layer_idx") and any(hasattr(x, name) for name in OUTPUTS)
+    with _hooked([x for _, x in _attentions(module)], catch):
+        yield
+
+
+@contextmanager
+def narrowing(module: PreTrainedModel, find: Callable[[int], Tensor]) -> Iterator[None]:
+    """Let only some tokens of a pass go on to a layer.
+
+    find: the tokens that a layer runs, by their place in the pass [m], ascending; some of those of the layer before.
+    """
+    before: list[Tensor] = []
+
+    def narrow(layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        index = numbers[layer]
+        places = find(index)
+        if index == 0:
+            before[:] = [places]
+        first = args[0] if args else named.pop("hidden_states")
+        kept = torch.searchsorted(before[0], places)
+        before[0] = places
+        angles = named.get("position_embeddings")
+        if isinstance(angles, tuple):
+            named["position_embeddings"] = tuple(x[:, places] for x in angles)
+        if named.get("position_ids") is not None:
+            named["position_ids"] = named["position_ids"][:, places]
+        return (first[:, kept], *args[1:]), named
+
+    layers = [module.get_submodule(name.rpartition(".")[0]) for name, _ in _attentions(module)]
+    numbers = {layer: i for i, layer in enumerate(layers)}
+    with _hooked(layers, narrow):
+        yield
+
+
+def _attentions(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The attention modules with their names, in the order of the layers."""
+    found = [
+        (name, x) for name, x in module.named_modules()
+        if hasattr(x, "layer_idx") and any(hasattr(x, output) for output in OUTPUTS)
     ]
+    return sorted(found, key=lambda pair: int(cast("int", pair[1].layer_idx)))
+
+
+@contextmanager
+def _hooked(modules: Sequence[nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
+    handles = [x.register_forward_pre_hook(hook, with_kwargs=True) for x in modules]
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def is_attached(module: PreTrainedModel) -> bool:

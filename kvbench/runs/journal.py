@@ -175,6 +175,31 @@ class LosslessLine(Record):
     """Seconds of that decoding."""
 
 
+class ReuseLine(Record):
+    """Entries taken over and computed for the prompt of a sample."""
+
+    tokens: int
+    """Of the prompt, over all layers."""
+    computed: int
+    """Tokens that were run for the prompt, over all layers."""
+    reused: int
+    """Tokens whose entries were taken over, over all layers."""
+    hits: int
+    """Chunks that were in the store."""
+    misses: int
+    """Chunks that were computed."""
+    mismatched: int
+    """Misses of chunks that were there for another model, method or template, or damaged."""
+    refused: int
+    """Chunks that were not kept, for want of room."""
+    chunk_bytes: int
+    """Bytes of all chunks."""
+    moved_bytes: int
+    """Bytes that were copied from chunks into the prompt's cache."""
+    build_s: float
+    """Seconds in which missing chunks were computed, a part of the prefill."""
+
+
 class Machine(Record):
     """The hardware that a sample's times depend on."""
 
@@ -231,6 +256,8 @@ class Line(Record):
     """None: without `--batch`."""
     lossless: LosslessLine | None = None
     """For methods that draft and verify only."""
+    reuse: ReuseLine | None = None
+    """For methods that reuse entries across prompts, on the first turn."""
     machine: Machine | None = None
     """On the line of the sample's first turn. None in early journals."""
     facts: dict[str, Any]

@@ -238,6 +238,15 @@ def _try_first(job: Job, request: Request) -> Job:
             f"{spec.task.name} does not separate its question from its context, so the question cannot be hidden. "
             "Leave --visibility out."
         )
+    if job.method.reads_parts and not encoded.parts:
+        raise UserError(
+            f"{spec.method.name} reuses the parts of a prompt, and {spec.task.name} names none. Use a task of the "
+            "suite reuse (`kvbench list tasks`), or your own with `parts`."
+        )
+    if job.method.reads_parts:
+        from kvbench.engine.reuse import refuse_windows  # imports torch; requests are checked first
+
+        refuse_windows(job.model)
     if (warning := warn_of_pooling(spec, example, encoded)) is not None:
         say(f"warning: {warning}")
     context = len(encoded.context) if spec.visibility == "hidden" else prompt_tokens(encoded)

@@ -121,6 +121,27 @@ class LosslessResult(Record):
     """Decoding time of that cache alone over that of the method, in the same run; None: samples have no times."""
 
 
+class ReuseResult(Record):
+    """Reuse across prompts, over all samples."""
+
+    computed_share: float
+    """Tokens times layers that were run for prompts, over those of full prefills."""
+    reused_share: float
+    """Tokens times layers whose entries were taken over, over all."""
+    hits: int
+    misses: int
+    mismatched: int
+    refused: int
+    chunk_bytes: int
+    """Bytes of all chunks of a sample, mean."""
+    moved_bytes: int
+    """Bytes copied from chunks into a prompt's cache, mean."""
+    ttft_in_hand_s: float | None
+    """Median time to first token without the time to build missing chunks, which `latency.ttft_s` includes."""
+    build_s: float | None
+    """Median time to build them. None here and above: samples have no times."""
+
+
 class DiffusionResult(Record):
     """Settings and cost of a diffusion run; means over answers."""
 
@@ -248,6 +269,8 @@ class Result(Record):
     diffusion: DiffusionResult | None = None
     lossless: LosslessResult | None = None
     """For methods that draft and verify only."""
+    reuse: ReuseResult | None = None
+    """For methods that reuse entries across prompts only."""
     batch: BatchResult | None = None
     """None: without `--batch`."""
     effect: EffectResult | None

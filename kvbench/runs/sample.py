@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvbench.budget import BudgetKind
 from kvbench.engine.agreement import compare_logits, find_full_logits, force_answer_passes
 from kvbench.engine.passes import Passes, finish, merge
 from kvbench.engine.recording import InexactPrefillError, Recording
+from kvbench.engine.reuse import Reuse, count_reuse
 from kvbench.engine.session import Session
 from kvbench.engine.timing import now
 from kvbench.errors import FileTierError
@@ -86,13 +86,16 @@ def converse(
     method = job.method.fit(job.budget, model.shape(len(encoded.context) + len(visible)))
     capacity = find_capacity(encoded, spec, limits)
     check_capacity(job, capacity)
-    compares = not (model.random or method.budget_kind is BudgetKind.NONE)
+    compares = not (model.random or method.is_exact)
+    reuse = None
+    if method.reads_parts:
+        reuse = Reuse(encoded.parts, encoded.earlier, template=spec.task.chat_template_sha)
     recording, proves = None, False
     if shared is not None:
         recording, proves = shared.take(model, encoded.context + visible, spec)
     with Session(
         model, method, capacity=capacity, chunk=spec.chunk, recompress=spec.recompress, recording=recording,
-        compare=proves,
+        compare=proves, reuse=reuse,
     ) as session:
         before = now(device)
         session.prefill(encoded.context, visible=visible)
@@ -205,6 +208,7 @@ class _Questions:
                 decode_s=timer.done - talk.answer_started, steps=reply.steps,
             ),
             bytes=talk.memory(), effect=talk.effect(), agreement=None, lossless=reply.lossless,
+            reuse=count_reuse(talk) if turn == 0 else None,
             facts={**turn_facts(self.example, turn), **reply.facts}, started=self.started,
             seconds=time.perf_counter() - timer.wall, error=None,
         ))

@@ -24,6 +24,7 @@ from kvbench.runs.results import (
     MethodResult,
     Output,
     Result,
+    ReuseResult,
     Score,
     TurnScore,
 )
@@ -79,7 +80,7 @@ def summarize(
             reference_tokens=_mean([x.tokens.reference for x in good if x.tokens is not None]),
         ),
         memory=_memory(good, spec.model.dtype), latency=_latency(good), diffusion=_diffusion(job, good), effect=effect,
-        lossless=_lossless(good), batch=_batch(good),
+        lossless=_lossless(good), reuse=_reuse(good), batch=_batch(good),
         kernels=_kernels(spec.kernels, lines),
         environment=environment.model_copy(update={"started": started, "seconds": seconds}),
     )
@@ -276,6 +277,24 @@ def _lossless(lines: Sequence[Line]) -> LosslessResult | None:
         reloaded_bytes_per_token=sum(x.reloaded_bytes for x in found) / later,
         different=sum(x.different for x in found), tokens=tokens,
         speedup=sum(x.plain_s for x in found) / seconds if seconds else None,
+    )
+
+
+def _reuse(lines: Sequence[Line]) -> ReuseResult | None:
+    """Sums over samples, their ratios, and medians of times."""
+    found = [x.reuse for x in lines if x.reuse is not None]
+    if not found:
+        return None
+    tokens = sum(x.tokens for x in found)
+    alone = describe_mixed(find_machines(lines)) is None and _describe_untimed(lines) is None
+    timed = [(x.times.ttft_s, x.reuse.build_s) for x in lines if alone and x.times is not None and x.reuse is not None]
+    return ReuseResult(
+        computed_share=sum(x.computed for x in found) / tokens, reused_share=sum(x.reused for x in found) / tokens,
+        hits=sum(x.hits for x in found), misses=sum(x.misses for x in found),
+        mismatched=sum(x.mismatched for x in found), refused=sum(x.refused for x in found),
+        chunk_bytes=round(fmean(x.chunk_bytes for x in found)), moved_bytes=round(fmean(x.moved_bytes for x in found)),
+        ttft_in_hand_s=_middle([whole - build for whole, build in timed]),
+        build_s=_middle([build for _, build in timed]),
     )
 
 

@@ -1,0 +1,182 @@
+"""KV entries of pieces of text, kept to be used in other prompts.
+
+A chunk is found by a hash of what its entries depend on: the model, the method and its settings, the chat template, the
+tokens before it when it was run, and its own tokens. Everything else is a miss. On disk a chunk is one file that is
+replaced atomically and holds a hash of its content, so that a damaged file is a miss, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kvbench.log import say
+from kvbench.store.entries import storage_bytes
+
+SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The entries of a piece of text, by layer, and the statistics that a method keeps with them."""
+
+    keys: list[Tensor]
+    """Before rotation. [1, H_kv, T, D]"""
+    values: list[Tensor]
+    """[1, H_kv, T, D_v]"""
+    notes: dict[str, Tensor] = field(default_factory=dict)
+    """Statistics of a method."""
+
+    @property
+    def length(self) -> int:
+        """Tokens."""
+        return self.keys[0].shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of entries and notes."""
+        return storage_bytes([*self.keys, *self.values, *self.notes.values()])
+
+
+@dataclass(frozen=True)
+class Owner:
+    """All that entries depend on besides their text; chunks of one owner are never given to another."""
+
+    model: str
+    """Id and hash of the model, and the element type."""
+    method: str
+    """Name, version and settings."""
+    template: str | None
+    """Hash of the chat template."""
+
+    @property
+    def sha(self) -> str:
+        """A hash of all of it."""
+        return _hash([self.model, self.method, self.template])
+
+
+def name_chunk(before: Sequence[int], ids: Sequence[int]) -> str:
+    """A hash of a chunk's tokens, and of those before it when it was run."""
+    return _hash([list(before), list(ids)])
+
+
+def _hash(content: object) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
+
+
+@dataclass
+class ChunkStore:
+    """Chunks by owner and tokens, in memory, and in files if there is a folder.
+
+    limit: most bytes of all chunks; None: no limit.
+    """
+
+    folder: Path | None = None
+    limit: int | None = None
+    hits: int = 0
+    misses: int = 0
+    mismatched: int = 0
+    """Misses of chunks that are there for other owners, or damaged."""
+    refused: int = 0
+    """Chunks that were not kept, for want of room."""
+    _held: dict[tuple[str, str], Chunk] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the chunks in memory."""
+        return sum(x.nbytes for x in self._held.values())
+
+    def get(self, owner: Owner, name: str) -> Chunk | None:
+        """The chunk with this name; None: a miss."""
+        found = self._held.get((owner.sha, name))
+        if found is None and self.folder is not None:
+            found = self._read(owner, name)
+        if found is not None:
+            self.hits += 1
+            return found
+        self.misses += 1
+        others = any(key == name for _, key in self._held)
+        if others or (self.folder is not None and any(self.folder.glob(f"*/{name}{SUFFIX}"))):
+            self.mismatched += 1
+        return None
+
+    def put(self, owner: Owner, name: str, chunk: Chunk) -> None:
+        """Keep a chunk, if there is room."""
+        need = self.nbytes + chunk.nbytes
+        if self.limit is not None and need > self.limit:
+            self._refuse(f"the store of chunks is full: {need:,} bytes with this one, and {self.limit:,} are allowed")
+            return
+        self._held[owner.sha, name] = chunk
+        if self.folder is not None:
+            self._write(owner, name, chunk)
+
+    def _refuse(self, reason: str) -> None:
+        if not self.refused:
+            say(f"{reason}. Chunks that are not kept are computed again.")
+        self.refused += 1
+
+    def _path(self, owner: Owner, name: str) -> Path:
+        assert self.folder is not None
+        return self.folder / owner.sha / f"{name}{SUFFIX}"
+
+    def _write(self, owner: Owner, name: str, chunk: Chunk) -> None:
+        path = self._path(owner, name)
+        part = path.with_suffix(".part")
+        tensors = _flatten(chunk)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, part, metadata={"seal": _seal(owner, name, tensors)})
+            part.replace(path)
+        except (OSError, SafetensorError) as error:
+            with suppress(OSError):
+                part.unlink()
+            self._refuse(f"a chunk could not be written to {path.parent}: {error}")
+
+    def _read(self, owner: Owner, name: str) -> Chunk | None:
+        path = self._path(owner, name)
+        if not path.is_file():
+            return None
+        try:
+            with safe_open(path, "pt") as file:
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # not a mapping
+                sealed = (file.metadata() or {}).get("seal") == _seal(owner, name, tensors)
+        except (OSError, SafetensorError):
+            sealed = False
+        if not sealed:
+            say(f"{path} is damaged or of another model, method or text: it is not used, and computed again.")
+            return None
+        chunk = _unflatten(tensors)
+        self._held[owner.sha, name] = chunk
+        return chunk
+
+
+def _flatten(chunk: Chunk) -> dict[str, Tensor]:
+    named = {f"note {name}": x for name, x in chunk.notes.items()}
+    for i, (key, value) in enumerate(zip(chunk.keys, chunk.values, strict=True)):
+        named |= {f"key {i}": key, f"value {i}": value}
+    return {name: x.contiguous().cpu() for name, x in named.items()}
+
+
+def _unflatten(tensors: dict[str, Tensor]) -> Chunk:
+    count = sum(x.startswith("key ") for x in tensors)
+    return Chunk(
+        [tensors[f"key {i}"] for i in range(count)], [tensors[f"value {i}"] for i in range(count)],
+        {name.removeprefix("note "): x for name, x in tensors.items() if name.startswith("note ")},
+    )
+
+
+def _seal(owner: Owner, name: str, tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256(f"{owner.sha}/{name}\n".encode())
+    for key, x in sorted(tensors.items()):
+        digest.update(f"{key} {x.dtype} {tuple(x.shape)}\n".encode())
+        digest.update(x.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

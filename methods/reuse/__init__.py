@@ -1,0 +1,1 @@
+"""Methods that reuse KV entries across prompts."""

@@ -1,0 +1,60 @@
+"""CacheBlend: the tokens whose entries deviate most in an early layer are computed again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from kvbench.constraints import Natural, Share
+from kvbench.method import BudgetKind, Card, Step, Upstream
+from kvbench.reuse import LIMITS, Mixed, ReusedKV, ReuseMethod
+
+
+@dataclass(frozen=True)
+class CacheBlend(ReuseMethod):
+    """All tokens run through the layers up to the check layer, a share of them through all layers."""
+
+    ratio: Share = 0.15
+    """Share of the tokens with entries at hand that is computed again in every layer."""
+    metric: Literal["values", "keys"] = "values"
+    """The entries whose squared deviation chooses: values, as in the paper's code, or rotated keys, as in LMCache."""
+    check_layer: Natural = 1
+    card: ClassVar[Card] = Card(
+        name="cacheblend",
+        title="CacheBlend: fast large language model serving for RAG with cached knowledge fusion",
+        idea="In an early layer, compare computed entries with those taken over. The tokens that deviate most also do "
+        "so in later layers, and only they are computed there.",
+        arxiv="2405.16444",
+        year=2024,
+        family="reuse",
+        stages=("generation", "loading"),
+        budget=BudgetKind.NONE,
+        heads="pooled",
+        upstream=Upstream(repo="YaoJiayi/CacheBlend", commit="55ad026", license=None),
+        deviations=(
+            ("A computed token sees the entries up to its own. The released code aligns the causal mask to the last "
+            "entry, so that chosen tokens see later ones."),
+            ("All tokens after the documents are computed. The released example computes only the last one, and takes "
+            "the question's entries from a run of the question alone."),
+            "The other tokens run through the whole check layer, not only up to its values.",
+            "One ratio for all layers, as in the released code; the paper lowers it layer by layer.",
+        ),
+        limits=LIMITS,
+    )
+
+    def run(self, mixed: Mixed) -> Tensor:
+        """COMPUTED: everything up to the check layer, then the tokens that deviate most there."""
+        last = min(self.check_layer, len(mixed.layers) - 1)
+
+        def narrow(step: Step, kv: ReusedKV) -> Tensor | None:
+            if step.layer != last:
+                return None
+            old, new = (kv.values, step.value) if self.metric == "values" else (kv.keys, step.key)
+            deviation = (new.float() - old.float()).square().sum((0, 1, 3))  # [N]
+            at_hand = mixed.reused.nonzero()[:, 0]
+            count = int(self.ratio * len(at_hand))
+            return mixed.also(at_hand[deviation[at_hand].topk(count).indices])
+
+        return mixed.run(mixed.places, narrow=narrow)

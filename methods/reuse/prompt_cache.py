@@ -1,0 +1,49 @@
+"""Prompt Cache: every document is run at the positions that a schema gives it, and stays there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvbench.method import BudgetKind, Card, Upstream
+from kvbench.reuse import LIMITS, Behind, Mixed, ReuseMethod
+
+
+@dataclass(frozen=True)
+class PromptCache(ReuseMethod):
+    """Documents keep the positions of the earlier prompt in which they first occur, which is the schema."""
+
+    behind: Behind = "nothing"
+    card: ClassVar[Card] = Card(
+        name="prompt-cache",
+        title="Prompt Cache: modular attention reuse for low-latency inference",
+        idea="A schema gives every module of a prompt a range of positions. A module's entries are computed there by "
+        "themselves and used there in every prompt, without any rotation.",
+        arxiv="2311.04934",
+        year=2023,
+        family="reuse",
+        stages=("generation", "loading"),
+        budget=BudgetKind.NONE,
+        heads="independent",
+        upstream=Upstream(repo="yale-sys/prompt-cache", commit=None, license=None),
+        deviations=(
+            ("Prompts come without a schema: a document has the positions of the earlier prompt in which it first "
+            "occurs. Documents of different earlier prompts may overlap in positions, as in a union of the schema."),
+            "Scaffolds, which encode several modules together, are not implemented.",
+            "The tokens after the documents have their positions in the prompt.",
+        ),
+        limits=LIMITS,
+    )
+
+    def place(self, mixed: Mixed) -> None:
+        """TAKEN OVER: the parts that occur in earlier prompts, at their positions there."""
+        schema: dict[tuple[int, ...], int] = {}
+        for prompt in mixed.reuse.earlier:
+            start = 0
+            for part in prompt:
+                schema.setdefault(part, start)
+                start += len(part)
+        for i, (start, part) in enumerate(mixed.parts):
+            if part in schema:
+                before = self.before(mixed) if i else ()
+                mixed.add(mixed.obtain(before, part), start, at=schema[part])
