@@ -25,6 +25,7 @@ from torch import Tensor
 
 from kvbench.budget import Shape
 from kvbench.diffusion.sampling import Sampling
+from kvbench.errors import UserError
 from kvbench.hf.adapter import attached
 from kvbench.hf.masked import Blocks
 from kvbench.method import Method
@@ -58,6 +59,8 @@ class Policy(Method):
     """A cache policy of diffusion models. The base class has no cache; override the hooks that a paper changes."""
 
     graphable: ClassVar[str | None] = "the number of computed tokens changes from step to step"
+    prefixed: ClassVar[bool] = False
+    """Whether it runs on models whose prompts attend to themselves only."""
 
     def identity(self, shape: Shape) -> bool:
         """True if these settings compute everything that a run without a cache computes."""
@@ -87,15 +90,19 @@ class Policy(Method):
 
     def look(self, d: Denoising, kv: PositionKV, plan: PassPlan, step: Step) -> Tensor:
         """ATTENTION: the output of the computed tokens over the entries that they read. [B, H_q, m, D_v]"""
-        del d
         if not plan.keep:
-            return kv.attend_over(step, step.key, step.value)
+            count = d.prompt - d.masking.shifted if d.masking.attention == "prefix" else 0
+            return kv.attend_after_prefix(step, count)
         kv.write(step)
         return kv.attend(step, plan.read)
 
     def open(self, d: Denoising) -> Tensor:
         """Positions that may be committed in this step: the masks of the block. [B, N]"""
         return d.masked & d.within(d.start, d.end)
+
+    def confidence(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """CONFIDENCE: how sure a prediction is; by default, the token's probability. logits: [M, V]. Returns [M]"""
+        return (logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)).exp()
 
     def accept(self, d: Denoising, confidence: Tensor) -> Tensor:
         """ACCEPTANCE: the tokens to commit. confidence: [B, N], -inf where there is no candidate. Returns [B, N]"""
@@ -112,7 +119,8 @@ class Denoising:
 
     Attributes:
         ids: [B, N]. prompt: length of the prompt.
-        start, end: positions of the current block. step: forward passes in this block. nfe: forward passes so far.
+        start, end: positions of the current block. step: denoising steps in this block. steps_done: in all blocks.
+        nfe: forward passes so far, which may include passes that denoise nothing.
         quota: tokens to commit in this step, by sequence [B].
         known: positions decoded when this step began, including the prompt [B, N].
         before: the same for the previous step of this block; equal to `known` at the first step.
@@ -129,6 +137,11 @@ class Denoising:
         assert model.masking is not None, "a diffusion model"
         sampling.check(answer)
         method.check(sampling, answer)
+        if model.masking.attention == "prefix" and not method.prefixed:
+            raise UserError(
+                f"{method.card.name} computes prompts that attend to the answer, and {model.id} is trained with "
+                "prompts that do not. Use `none` or `lavida`."
+            )
         self.model, self.method, self.sampling = model, method, sampling
         self.masking = model.masking
         self.blocks = Blocks(model.module)
@@ -142,7 +155,7 @@ class Denoising:
         self.orders = torch.Generator(self.ids.device).manual_seed(seed)  # used for nothing else
         self.known = self.before = ~self.masked
         self.start = self.end = self.prompt
-        self.step = self.nfe = self.peak_bytes = 0
+        self.step = self.steps_done = self.nfe = self.peak_bytes = 0
         self.quota = torch.zeros(len(prompt), dtype=torch.long, device=self.ids.device)
         self.order = torch.empty(0)
         self.notes: dict[str, Tensor] = {}
@@ -214,14 +227,14 @@ class Denoising:
         self.before, self.known = self.known, self.known | accepted
         self.ids = torch.where(accepted, drawn, self.ids)
         self.method.commit(self, accepted)
-        self.step += 1
+        self.step, self.steps_done = self.step + 1, self.steps_done + 1
 
     def _sample(self, hidden: Tensor, sequence: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Sampled tokens and their probabilities without noise.
+        """Sampled tokens and their confidences without noise.
 
         hidden: [M, D]. sequence, position: where the tokens belong [M]. Returns [M], [M]
         """
-        tokens, probabilities = [], []
+        tokens, confidences = [], []
         noise: dict[int, Tensor] = {}
         if self.sampling.temperature > 0:
             ahead = (position - self.start) // self.sampling.block
@@ -238,19 +251,19 @@ class Denoising:
                 uniform = drawn[where[inside], place[inside]]
                 best[inside] = (logits[inside].double() / self.sampling.temperature - (-uniform.log()).log()).argmax(-1)
             tokens.append(best)
-            probabilities.append((logits.gather(-1, best[:, None])[:, 0] - logits.logsumexp(-1)).exp())
+            confidences.append(self.method.confidence(logits, best))
         if not tokens:
             return self.ids.new_empty(0), torch.empty(0, device=self.ids.device)
-        return torch.cat(tokens), torch.cat(probabilities)
+        return torch.cat(tokens), torch.cat(confidences)
 
     def _noise(self, ahead: int) -> Tensor:
-        """Uniform random numbers of this pass for all positions of a block. [B, K, V]
+        """Uniform random numbers of this step for all positions of a block. [B, K, V]
 
-        ahead: blocks after the current one. They depend on seed, pass and block only, so they are equal for policies
+        ahead: blocks after the current one. They depend on seed, step and block only, so they are equal for policies
         that compute different tokens.
         """
         device = self.ids.device
-        place = f"{self.seed}/{self.nfe}" + (f"/{ahead}" if ahead else "")
+        place = f"{self.seed}/{self.steps_done + 1}" + (f"/{ahead}" if ahead else "")
         passing = torch.Generator(device).manual_seed(random.Random(place).getrandbits(63))
         shape = len(self.ids), self.sampling.block, len(self.blocks.module.lm_head.weight)
         return torch.rand(shape, generator=passing, device=device, dtype=torch.float64)

@@ -36,6 +36,7 @@ class Uncached(Policy):
         idea="Computes every token in every pass. Exact.", arxiv=None, year=None, family="diffusion",
         stages=(), budget=BudgetKind.NONE, heads="independent", upstream=None,
     )
+    prefixed: ClassVar[bool] = True
 
 
 def plan_turn(job: Job, turn: Turn) -> tuple[int, Sampling]:

@@ -3,7 +3,7 @@
 LLaDA and Dream are published with their own code, which is never run: LLaDA is a Llama with other names, Dream is a
 Qwen2, and both use bidirectional attention, which kvbench's attention function computes if a step is not causal.
 Any other model is a diffusion model if its config.json has `"diffusion": {"mask_token_id": 1, "shifted_head": false}`,
-with an optional `tokens_per_step`.
+with an optional `tokens_per_step`, and `attention`: `prefix` if prompts attend to themselves only.
 
 Sources: GSAI-ML/LLaDA-8B (config.json, modeling_llada.py), Dream-org/Dream-v0-7B (modeling_dream.py); arXiv 2502.09992
 and 2508.15487.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -51,6 +51,8 @@ class Masking:
     """Whether a position's output predicts the next token, as in the autoregressive model that Dream starts from."""
     tokens_per_step: int = 1
     """Default number of tokens committed per denoising step."""
+    attention: Literal["full", "prefix"] = "full"
+    """What a prompt attends to: everything, or itself only."""
 
 
 def read_masking(document: Mapping[str, Any]) -> Masking | None:
@@ -76,7 +78,10 @@ def read_masking(document: Mapping[str, Any]) -> Masking | None:
     tokens_per_step = place.get("tokens_per_step", 1)
     if type(tokens_per_step) is not int or tokens_per_step < 1:
         raise UserError(f"config.json has tokens_per_step {tokens_per_step!r}: it must be a whole number, 1 or more.")
-    return Masking(mask_id, shifted, tokens_per_step)
+    attention = place.get("attention", "full")
+    if attention not in ("full", "prefix"):
+        raise UserError(f"config.json has attention {attention!r} of a diffusion model: it must be full or prefix.")
+    return Masking(mask_id, shifted, tokens_per_step, attention)
 
 
 def native_config(document: Mapping[str, Any]) -> Any:

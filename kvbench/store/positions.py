@@ -6,7 +6,7 @@ token is, and is as old as the step that computed it last.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -61,13 +61,17 @@ class PositionKV:
 
     def write(self, step: Step) -> None:
         """Put the step's entries where their tokens are. Two entries of one position must be equal."""
+        every = sequences(step.positions)
+        for entries, new in zip(self.reserve(step), (step.key, step.value), strict=True):
+            entries.transpose(1, 2)[every, step.positions] = new.transpose(1, 2)  # scatter_ would copy all entries
+
+    def reserve(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Keys and values of all places, allocated by the first step."""
         if self.keys is None or self.values is None:
             batch, heads, _, key_dim = step.key.shape
             self.keys = step.key.new_zeros(batch, heads, self.length, key_dim)
             self.values = step.value.new_zeros(batch, heads, self.length, step.value.shape[-1])
-        every = sequences(step.positions)
-        for entries, new in ((self.keys, step.key), (self.values, step.value)):
-            entries.transpose(1, 2)[every, step.positions] = new.transpose(1, 2)  # scatter_ would copy all entries
+        return self.keys, self.values
 
     def attend(self, step: Step, read: Tensor | None = None) -> Tensor:
         """Attention of the step's entries over entries by position. [B, H_q, m, D_v]
@@ -88,6 +92,14 @@ class PositionKV:
         """Attention over these entries, counted. [B, H_q, m, D_v]"""
         self.read_bytes += keys.nbytes + values.nbytes
         return attend_over(step, keys, values, mask)
+
+    def attend_after_prefix(self, step: Step, count: int) -> Tensor:
+        """Attention of all tokens over themselves, of the first `count` over these only. [B, H_q, N, D_v]"""
+        parts = [(slice(0, count), count), (slice(count, None), step.key.shape[2])]
+        return torch.cat([
+            self.attend_over(replace(step, query=step.query[:, :, rows]), step.key[:, :, :end], step.value[:, :, :end])
+            for rows, end in parts if end > 0
+        ], dim=2)
 
     def nbytes(self) -> int:
         """Bytes of the storages."""

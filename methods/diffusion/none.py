@@ -20,6 +20,8 @@ class NoCache(Policy):
         upstream=None,
     )
 
+    prefixed: ClassVar[bool] = True
+
     def identity(self, shape: Shape) -> bool:
         """True: nothing is approximated."""
         del shape

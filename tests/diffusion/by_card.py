@@ -1,7 +1,7 @@
 """Policies written out from their cards, for one sequence and low-confidence remasking, without kvbench's code.
 
 They share nothing with what they check but the weights: attention, rotation, schedule and commits are written here.
-Cards: methods-diffusion-reuse.md, 1.1 (sampler), 1.5 to 1.9, 1.12 with A3.12.
+Cards: methods-diffusion-reuse.md, 1.1 (sampler), 1.5 to 1.9, 1.11, 1.12 with A3.12, A3.13, A3.14.
 """
 
 from __future__ import annotations
@@ -46,9 +46,11 @@ class Writing:
         )
         return turn(q, positions), turn(k, positions), v
 
-    def attention(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Residual update of attention. [m, D]"""
-        read = weigh(queries, keys) @ values.repeat_interleave(HEADS // KV_HEADS, 0)
+    def attention(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        """Residual update of attention. mask: what a row may read [m, n]. [m, D]"""
+        read = weigh(queries, keys, mask) @ values.repeat_interleave(HEADS // KV_HEADS, 0)
         added: Tensor = self.layers[layer].self_attn.o_proj(read.transpose(0, 1).reshape(queries.shape[1], -1))
         return added
 
@@ -73,17 +75,30 @@ class Writing:
             hidden = hidden + self.mlp(layer, hidden)
         return hidden, kept
 
+    def pass_under(self, positions: Tensor, mask: Tensor) -> tuple[Tensor, list[Rows]]:
+        """A pass of these rows, in this order, under a mask: hidden states [m, D], and every layer's rows."""
+        hidden, kept = self.embed(positions), []
+        for layer in range(len(self.layers)):
+            kept.append(self.rows(layer, hidden, positions))
+            hidden = hidden + self.attention(layer, *kept[-1], mask)
+            hidden = hidden + self.mlp(layer, hidden)
+        return hidden, kept
+
     def masks(self, end: int | None = None) -> list[int]:
         """Places of the answer that are still masks, up to end."""
         return [p for p in range(self.start, self.n if end is None else end) if self.ids[p] == MASK]
 
-    def commit(self, hidden: Tensor, positions: Tensor, candidates: list[int], n: int) -> list[int]:
-        """The n surest candidates, each by the row that predicts it. hidden: [m, D] of rows at these positions."""
+    def chances(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        """Probabilities of each position's token, by the row that predicts it. [N, V]"""
         logits = torch.zeros(self.n, VOCABULARY)
         logits[positions] = self.module.lm_head(self.module.model.norm(hidden))
         logits[:, MASK] = -math.inf
         logits = torch.cat([logits[:1], logits[:-1]]) if self.shifted else logits
-        sure, tokens = logits.softmax(-1).max(-1)
+        return logits.softmax(-1)
+
+    def commit(self, hidden: Tensor, positions: Tensor, candidates: list[int], n: int) -> list[int]:
+        """The n surest candidates, each by the row that predicts it. hidden: [m, D] of rows at these positions."""
+        sure, tokens = self.chances(hidden, positions).max(-1)
         taken = sorted(candidates, key=lambda p: -float(sure[p]))[:n]
         self.ids[taken] = tokens[taken]
         return taken
@@ -100,9 +115,10 @@ def turn(x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([one * angles.cos() - two * angles.sin(), two * angles.cos() + one * angles.sin()], dim=-1)
 
 
-def weigh(queries: Tensor, keys: Tensor) -> Tensor:
+def weigh(queries: Tensor, keys: Tensor, mask: Tensor | None = None) -> Tensor:
     """Attention weights. [H_q, m, n]"""
     products = queries @ keys.repeat_interleave(HEADS // KV_HEADS, 0).transpose(1, 2)
+    products = products if mask is None else products.masked_fill(~mask, -math.inf)
     return (products / math.sqrt(WIDTH)).softmax(-1)
 
 
@@ -255,3 +271,36 @@ def multi_block(w: Writing, block: int, *, blocks: int, add: float) -> list[int]
         for k in sorted(running):
             w.commit(hidden, places, [p for p, own in zip(left, number, strict=True) if own == k], 1)
     return w.written()
+
+
+def sections(w: Writing, block: int, *, whole: bool) -> tuple[list[int], list[Rows]]:
+    """LaViDa (A3.13) and Fast-dDrive (A3.14) without a cache, one token a step: the answer, and its last pass.
+
+    whole: the answer is one section, else its blocks are. Every pass computes all rows under the mask.
+    """
+    kept: list[Rows] = []
+    while left := w.masks():
+        start = w.start + (left[0] - w.start) // block * block
+        ends = [w.start, w.n] if whole else list(range(w.start, start + block + 1, block))
+        ends = [*(x - w.shifted for x in ends[:-1]), ends[-1]]  # a section begins where its first token is predicted
+        places = torch.arange(ends[-1])
+        limit = torch.tensor([next(x for x in ends if x > p) for p in places.tolist()])
+        hidden, kept = w.pass_under(places, places < limit[:, None])
+        w.commit(hidden, places, w.masks(start + block), 1)
+    return w.written(), kept
+
+
+def wedlm(w: Writing, *, window: int, entropy: float | None, penalty: float) -> tuple[list[int], int]:
+    """WeDLM (card 1.11) without a cache: decoded tokens, then masks, under a causal mask. The answer and its passes."""
+    passes = 0
+    while left := w.masks():
+        passes += 1
+        masks = [p for p in left if p < left[0] + window]
+        order = torch.tensor([p for p in range(min(left[0] + window, w.n)) if p not in left] + masks)
+        hidden, _ = w.pass_under(order, torch.ones(len(order), len(order)).tril().bool())
+        chances = w.chances(hidden, order)
+        unsure = {p: float(torch.special.entr(chances[p]).sum()) + penalty * (p - left[0]) for p in masks}
+        taken = [p for p, x in unsure.items() if entropy is not None and x < entropy]
+        for p in taken or [min(unsure, key=lambda p: unsure[p])]:
+            w.ids[p] = chances[p].argmax()
+    return w.written(), passes
