@@ -1,4 +1,7 @@
-"""Two passes over blocks of keys: the log-sum-exp of each query, then each entry's mass. Memory is linear in N."""
+"""Two passes over blocks of keys: the log-sum-exp of each query, then each entry's mass. Memory is linear in N.
+
+The first block's logits are kept between the passes, so that a context of one block computes them once.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +52,11 @@ def window_weights(
         return seen_by
 
     blocks = [(low, min(low + ENTRY_BLOCK, n_key)) for low in range(0, n_key, ENTRY_BLOCK)]
-    parts = [logits(*block).logsumexp(-1) for block in blocks]
+    first = logits(*blocks[0])
+    parts = [first.logsumexp(-1), *(logits(*block).logsumexp(-1) for block in blocks[1:])]
     if sinks is not None:
         parts.append(sinks.float().view(1, kv_heads, -1, 1).expand(batch, -1, -1, n_query))
     lse = torch.stack(parts).logsumexp(0)[..., None]
-    for block in blocks:
-        yield torch.exp(logits(*block) - lse)
+    yield (first - lse).exp_()
+    for block in blocks[1:]:
+        yield (logits(*block) - lse).exp_()

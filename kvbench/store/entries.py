@@ -130,6 +130,12 @@ def gather(x: Tensor, indices: Tensor) -> Tensor:
     return x.gather(2, _expand(indices, x))
 
 
+def gather_many(x: Tensor, indices: Tensor) -> Tensor:
+    """As `gather`, by whole entries instead of elements: faster for many of them and slower for few."""
+    batch, heads = (torch.arange(size, device=x.device) for size in x.shape[:2])
+    return x[batch[:, None, None], heads[:, None], indices]
+
+
 def scatter(x: Tensor, indices: Tensor, entries: Tensor) -> None:
     """Write entries of each head, in place. indices: [B, H_kv, C]; entries as `x`, C of them."""
     x.scatter_(2, _expand(indices, x), entries)

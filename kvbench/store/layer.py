@@ -15,7 +15,7 @@ from kvbench.kernels.dense_attention import dense_attention
 from kvbench.kernels.ragged_attention import dense_partial, merge_partials, ragged_partial
 from kvbench.step import Step
 from kvbench.store.dense import DenseKV
-from kvbench.store.entries import FlatEntries, gather, match_holes, scatter, storage_bytes
+from kvbench.store.entries import FlatEntries, gather, gather_many, match_holes, scatter, storage_bytes
 from kvbench.store.facts import Fact
 
 POSITION_BYTES = SCORE_BYTES = OFFSET_BYTES = 4
@@ -86,7 +86,7 @@ class LayerKV(DenseKV):
     def keep(self, indices: Tensor) -> None:
         """Keep these entries of every head and free the rest. indices: [B, H_kv, C], ascending."""
         self.refuse_frozen()
-        kept = {name: gather(x, indices) for name, x in self._held_with_holes().items()}
+        kept = {name: gather_many(x, indices) for name, x in self._held_with_holes().items()}
         self._count_dropped(self.n - indices.shape[2], indices)
         self._replace(kept, indices.shape[2] + (self.slack if self.bounded else max(0, self.capacity - self.seen)))
 
