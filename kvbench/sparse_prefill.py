@@ -46,7 +46,11 @@ class SparsePrefillMethod(Method):
 
     @abstractmethod
     def choose(self, query: Tensor, key: Tensor, step: Step) -> Chosen:
-        """The entries that the queries of a prompt read. query: [B, H_q, T, D]. key: [B, H_kv, T, D]"""
+        """The entries that the queries of a prompt read, before any is read.
+
+        A method that decides while it reads overrides `attend_prompt` instead. query: [B, H_q, T, D].
+        key: [B, H_kv, T, D].
+        """
 
     def minimum_entries(self) -> int:
         """Tokens of the shortest context in which blocks are left out."""
@@ -84,9 +88,9 @@ class SparsePrefillMethod(Method):
         return kv.attend_chosen(step, self.choose(step.query, kv.keys, step))
 
     def scaled(self, tokens: int, published_length: int) -> int:
-        """As large a part of this context as `tokens` were of the published one; at least one, at most as many."""
+        """As large a part of this context as `tokens` were of the published one; at least one, at most `tokens`."""
         assert self.length is not None
-        return max(1, min(tokens, round(tokens * self.length / published_length)))
+        return min(tokens, max(1, round(tokens * self.length / published_length)))
 
 
 def first_and_own(count: int, like: Tensor) -> Tensor:

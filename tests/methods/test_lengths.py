@@ -151,7 +151,8 @@ def test_three_turns_at_every_length(method_name, model, length):
         assert has_rounded(proof) or exact, "at its full budget it loses something"
     fitted = fit(method, Budget("fraction", 0.25) if budgeted else None, model.shape(length))
     whole, parts = check(fitted, model, length), check(fitted, model, length, chunk=max(4, length // 3))
-    assert whole.proof.acted or whole.proof.identity, "it never acted"
+    too_short = method.budget_kind is BudgetKind.PROMPT and length <= method.minimum_entries()
+    assert whole.proof.acted or whole.proof.identity or too_short, "it never acted"
     assert parts.rows == whole.rows, "in chunks other numbers of rows"
     lost = worst(whole.logits, dense_talk(model, length).logits) if has_rounded(whole.proof) else 0.0
     assert worst(parts.logits, whole.logits) <= max(CLOSE, EDGE * lost), "in chunks other logits"
