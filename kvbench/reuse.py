@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -9,16 +10,19 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvbench.engine.reuse import Mixed, refuse_windows
+from kvbench.engine.reuse import Ids, Mixed, refuse_windows
 from kvbench.errors import UserError
 from kvbench.method import Method, Moment, Step
-from kvbench.store.chunks import Owner
+from kvbench.store.chunks import Chunk, Owner
 from kvbench.store.reused import ReusedKV
 
 if TYPE_CHECKING:
     from kvbench.engine.session import Session
 
-__all__ = ["Behind", "Mixed", "ReuseMethod", "ReusedKV"]
+__all__ = [
+    "ApartMethod", "Behind", "Chunk", "Mixed", "ReuseMethod", "ReusedKV", "attention_rows", "find_source",
+    "run_earlier",
+]
 
 Behind = Literal["nothing", "first token", "instruction"]
 LIMITS = (
@@ -32,14 +36,12 @@ LIMITS = (
 
 @dataclass(frozen=True)
 class ReuseMethod(Method):
-    """Takes over the entries of the context's parts, run apart from each other, and runs the rest.
+    """Takes over entries of earlier prompts, and computes the rest of a prompt.
 
-    A subclass overrides `place` for other entries, and `run` for other tokens to compute.
+    A subclass says in `place` which entries these are, and in `run` which of them are computed all the same.
     """
 
     reads_parts: ClassVar[bool] = True
-    behind: Behind = "first token"
-    """The tokens before a document when it is run for its chunk: none, the prompt's first token, or its instruction."""
 
     def layer(self, index: int) -> ReusedKV:
         """Every entry."""
@@ -54,7 +56,7 @@ class ReuseMethod(Method):
         ids = torch.cat(list(chunks), dim=1)
         if len(ids) > 1:
             raise UserError(f"{self.card.name} runs one prompt at a time, not {len(ids)}.")
-        mixed = Mixed(session, ids, session.reuse, self.owner(session), self.read)
+        mixed = Mixed(session, ids, session.reuse, self.owner(session))
         self.place(mixed)
         logits = self.run(mixed)
         mixed.finish()
@@ -68,6 +70,22 @@ class ReuseMethod(Method):
             None if reuse is None else reuse.template,
         )
 
+    @abstractmethod
+    def place(self, mixed: Mixed) -> None:
+        """TAKEN OVER: add chunks to the prompt."""
+
+    def run(self, mixed: Mixed) -> Tensor:
+        """COMPUTED: by default what was not taken over. Logits of the last token. [1, V]"""
+        return mixed.run(mixed.fresh)
+
+
+@dataclass(frozen=True)
+class ApartMethod(ReuseMethod):
+    """Takes over the parts that occur in earlier prompts, each run by itself."""
+
+    behind: Behind = "first token"
+    """The tokens before a document when it is run for its chunk: none, the prompt's first token, or its instruction."""
+
     def before(self, mixed: Mixed) -> tuple[int, ...]:
         """The tokens that a document follows when it is run for its chunk."""
         instruction = mixed.reuse.parts[0]
@@ -80,10 +98,41 @@ class ReuseMethod(Method):
             if part in known:
                 mixed.add(mixed.obtain(self.before(mixed) if i else (), part), start)
 
-    def run(self, mixed: Mixed) -> Tensor:
-        """COMPUTED: by default what was not taken over. Logits of the last token. [1, V]"""
-        return mixed.run(mixed.fresh)
 
-    def read(self, kv: ReusedKV, step: Step, places: Tensor) -> Tensor:
-        """Attention of the prompt's computed tokens at these places [m]. [1, H_q, m, D_v]"""
-        return kv.attend_at(step, places)
+def attention_rows(step: Step, keys: Tensor, places: Tensor | None, rows: slice) -> Tensor:
+    """Attention weights of some of a step's tokens over the entries up to their places. [H_q, t, N] float32
+
+    keys: [1, H_kv, N, D]. places: of all of the step's tokens [m]; None: they read every entry. rows: the few tokens
+    whose weights are wanted.
+    """
+    query = step.query[0, :, rows].unflatten(0, (keys.shape[1], -1))  # [H_kv, G, t, D]
+    logits = (query @ keys[0, :, None].transpose(-1, -2)).float() * step.scale
+    if step.softcap is not None:
+        logits = step.softcap * torch.tanh(logits / step.softcap)
+    if places is not None:
+        later = torch.arange(keys.shape[2], device=keys.device) > places[rows, None]
+        logits = logits.masked_fill(later, -torch.inf)
+    weights: Tensor = logits.softmax(-1).flatten(0, 1)
+    return weights
+
+
+def run_earlier(mixed: Mixed, prompt: tuple[Ids, ...]) -> Chunk:
+    """The entries of an earlier prompt, all of which runs if they are not in the store."""
+    return mixed.obtain((), [x for part in prompt for x in part])
+
+
+def find_source(mixed: Mixed, index: int) -> tuple[tuple[Ids, ...], int] | None:
+    """The earlier prompt with a part, and the part's number there; None: no prompt has it.
+
+    Of several, the one in which most of the parts before it are the same; then the latest.
+    """
+    parts, found = mixed.reuse.parts, []
+    for age, prompt in enumerate(mixed.reuse.earlier):
+        if parts[index] in prompt:
+            place = prompt.index(parts[index])
+            same = sum(x == y for x, y in zip(prompt[:place][::-1], parts[:index][::-1], strict=False))
+            found.append((same - abs(place - index), age, prompt, place))
+    if not found:
+        return None
+    _, _, prompt, place = max(found, key=lambda x: x[:2])
+    return prompt, place

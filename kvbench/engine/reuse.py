@@ -82,13 +82,9 @@ class Mixed:
 
     ids: [1, N].
     owner: whose chunks may be used.
-    read: attention of a step's tokens at these places of the prompt [m], over a store that holds all of it.
     """
 
-    def __init__(
-        self, session: Session, ids: Tensor, reuse: Reuse, owner: Owner,
-        read: Callable[[ReusedKV, Step, Tensor], Tensor] = ReusedKV.attend_at,
-    ) -> None:
+    def __init__(self, session: Session, ids: Tensor, reuse: Reuse, owner: Owner) -> None:
         self.session, self.model, self.ids, self.reuse, self.owner = session, session.model, ids, reuse, owner
         self.length = ids.shape[1]
         self.pieces: list[Piece] = []
@@ -98,7 +94,7 @@ class Mixed:
         """Positions that tokens are rotated to, by their place in the prompt. [N]"""
         self.reused = torch.zeros(self.length, dtype=torch.bool, device=ids.device)
         """True for tokens with entries at hand. [N]"""
-        self._read = read
+        self._anew = torch.zeros_like(self.reused)
 
     @property
     def layers(self) -> list[ReusedKV]:
@@ -118,8 +114,8 @@ class Mixed:
 
     @property
     def fresh(self) -> Tensor:
-        """The places that must run: those without entries, and the last, whose logits are wanted. [m]"""
-        mask = ~self.reused
+        """The places that must run: those without entries or with a new choice, and the last, for its logits. [m]"""
+        mask = ~self.reused | self._anew
         mask[-1] = True
         return mask.nonzero()[:, 0]
 
@@ -152,6 +148,10 @@ class Mixed:
         if at is not None:
             self.positions[start : start + count] = torch.arange(at, at + count, device=self.positions.device)
 
+    def renew(self, places: Tensor) -> None:
+        """Compute the tokens at these places [m], although their entries are at hand."""
+        self._anew[places] = True
+
     def run(
         self, rows: Tensor, *, narrow: Callable[[Step, ReusedKV], Tensor | None] | None = None,
         writes: Callable[[int], bool] | None = None, look: Look | None = None,
@@ -178,7 +178,7 @@ class Mixed:
             if look is not None:
                 look(step, kv)
             places = here if chosen is None else chosen
-            return self._read(kv, step, here)
+            return kv.attend_at(step, here)
 
         forward = Forward(
             moment=Moment.CONTEXT_END, positions=self.positions[rows][None], seen=self.length, attend=attend,

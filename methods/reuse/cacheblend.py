@@ -9,11 +9,11 @@ from torch import Tensor
 
 from kvbench.constraints import Natural, Share
 from kvbench.method import BudgetKind, Card, Step, Upstream
-from kvbench.reuse import LIMITS, Mixed, ReusedKV, ReuseMethod
+from kvbench.reuse import LIMITS, ApartMethod, Mixed, ReusedKV
 
 
 @dataclass(frozen=True)
-class CacheBlend(ReuseMethod):
+class CacheBlend(ApartMethod):
     """All tokens run through the layers up to the check layer, a share of them through all layers."""
 
     ratio: Share = 0.15

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvbench.method import BudgetKind, Card
-from kvbench.reuse import LIMITS, Mixed, ReuseMethod
+from kvbench.reuse import LIMITS, ApartMethod, Mixed
 
 
 @dataclass(frozen=True)
-class Concat(ReuseMethod):
+class Concat(ApartMethod):
     """Keys keep the positions at which their documents were run."""
 
     card: ClassVar[Card] = Card(

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvbench.method import BudgetKind, Card
-from kvbench.reuse import LIMITS, ReuseMethod
+from kvbench.reuse import LIMITS, ApartMethod
 
 
 @dataclass(frozen=True)
-class ConcatAligned(ReuseMethod):
+class ConcatAligned(ApartMethod):
     """Keys are rotated to their positions in the prompt; nothing is computed again."""
 
     card: ClassVar[Card] = Card(

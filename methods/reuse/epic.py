@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from kvbench.constraints import Natural
 from kvbench.method import BudgetKind, Card, Upstream
-from kvbench.reuse import LIMITS, Behind, Mixed, ReuseMethod
+from kvbench.reuse import LIMITS, ApartMethod, Behind, Mixed
 
 
 @dataclass(frozen=True)
-class Epic(ReuseMethod):
+class Epic(ApartMethod):
     """LegoLink: a document's first tokens are sinks where it is run alone, and must not be in a longer prompt."""
 
     behind: Behind = "nothing"
@@ -38,7 +35,8 @@ class Epic(ReuseMethod):
         limits=LIMITS,
     )
 
-    def run(self, mixed: Mixed) -> Tensor:
-        """COMPUTED: the first tokens of each document, and all that was not taken over."""
-        starts = [mixed.places[start : start + min(self.first, len(part))] for start, part in mixed.parts[1:]]
-        return mixed.run(mixed.also(torch.cat([mixed.places[:0], *starts])))
+    def place(self, mixed: Mixed) -> None:
+        """TAKEN OVER: known parts; the first tokens of each document are computed."""
+        super().place(mixed)
+        for start, part in mixed.parts[1:]:
+            mixed.renew(mixed.places[start : start + min(self.first, len(part))])

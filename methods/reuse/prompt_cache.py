@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvbench.method import BudgetKind, Card, Upstream
-from kvbench.reuse import LIMITS, Behind, Mixed, ReuseMethod
+from kvbench.reuse import LIMITS, ApartMethod, Behind, Mixed
 
 
 @dataclass(frozen=True)
-class PromptCache(ReuseMethod):
+class PromptCache(ApartMethod):
     """Documents keep the positions of the earlier prompt in which they first occur, which is the schema."""
 
     behind: Behind = "nothing"

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+from kvbench.check.trial import random_ids
 from kvbench.engine.agreement import FullCache
-from kvbench.engine.reuse import Reuse, run_apart
+from kvbench.engine.reuse import Mixed, Reuse, run_apart
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import tiny_model
+from kvbench.method import Moment, Step
+from kvbench.methods.reuse.cache_craft import find_share
+from kvbench.methods.reuse.kvshare import align
 from kvbench.registry import find_method, list_entries
 from tests.methods.reuse import ALONE, DOCUMENTS, LEAD, PARTS, TAIL, distance, model, prefilled, run, run_full
 
 REUSE = [x.name for x in list_entries("method") if find_method(x.name).card.family == "reuse"]
 LENGTH = sum(map(len, PARTS)) + len(TAIL)
-WHOLE = {"cacheblend": {"ratio": 1.0}, "epic": {"first": 30}}
+WHOLE = {"cacheblend": {"ratio": 1.0}, "epic": {"first": 30}, "kvshare": {"ratio": 1.0}, "fusionrag": {"ratio": 1.0}}
 """Settings that compute everything again."""
 AT_HAND = LENGTH - len(TAIL)
 
@@ -26,7 +32,7 @@ def test_everything_computed_again_equals_a_full_prefill(name):
     assert distance(run(find_method(name)(**WHOLE[name])), run_full()) < 1e-4
 
 
-@pytest.mark.parametrize("name", [x for x in REUSE if x != "no-context"])
+@pytest.mark.parametrize("name", [x for x in REUSE if x not in ("no-context", "kvcomm")])
 def test_defaults_reuse_and_differ(name):
     """A method that computed everything by default would be a full prefill."""
     with prefilled(find_method(name)()) as session:
@@ -137,3 +143,219 @@ def test_cacheblend_comes_closer_the_more_it_computes():
         found.append((full.exp() * (full - ours)).sum(-1).mean().item())
     assert found[0] > found[2] > found[3]
     assert found[3] < 1e-6
+
+
+BEFORE = (PARTS,)
+"""The prompt ran before as it is."""
+EXACT = {
+    "pie": {}, "cache-craft": {}, "kvshare": {}, "relaycaching": {}, "kamera": {"rank": 64}, "kvcomm": {"entropy": 1.0},
+}
+"""Methods that take entries from earlier prompts: exact if the earlier prompt had the same parts before each."""
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_prompt_that_ran_before_is_exact(name):
+    """The same parts in the same order: entries, offsets and patches are those of this prompt."""
+    earlier = BEFORE * 2 if name == "kvcomm" else BEFORE
+    with prefilled(find_method(name)(**EXACT[name]), earlier=earlier) as session:
+        assert session.layers[-1].reused > 0.3 * LENGTH
+    assert distance(run(find_method(name)(**EXACT[name]), earlier=earlier), run_full()) < 1e-3
+
+
+OTHER = (tuple(random_ids(6, seed=7)), DOCUMENTS[2], DOCUMENTS[0], tuple(random_ids(9, seed=8)), DOCUMENTS[1])
+"""An earlier prompt with the documents in another order and behind another instruction."""
+
+
+@pytest.mark.parametrize(("name", "settings"), [
+    ("kvshare", {"ratio": 1.0}), ("cache-craft", {"alpha": 100.0}), ("fusionrag", {"ratio": 1.0}),
+    ("relaycaching", {"start": 0.0, "end": 1.0, "deviation": -1.0, "influence": -1.0}),
+])
+def test_everything_computed_after_another_order_equals_a_full_prefill(name, settings):
+    """Entries of another context are at hand, and none is used."""
+    parts = (LEAD, DOCUMENTS[1], DOCUMENTS[0], DOCUMENTS[2])
+    full = run_full(parts=parts)
+    assert distance(run(find_method(name)(**settings), parts=parts, earlier=(OTHER,)), full) < 1e-4
+    assert distance(run(find_method(name)(), parts=parts, earlier=(OTHER,)), full) > 1e-3
+
+
+def test_pie_keeps_what_an_edit_leaves_and_rotates_it():
+    """Keys behind the edit are those of the old prompt, shifted; the inserted tokens are exact."""
+    new = tuple(random_ids(11, seed=5))
+    parts = (LEAD, DOCUMENTS[0], new, DOCUMENTS[2])
+    with prefilled(find_method("pie")(), parts=parts, earlier=BEFORE) as session:
+        old = Session(model(), FullCache(), capacity=400)
+        with old as full:
+            full.prefill([x for part in PARTS for x in part])
+            kept, shift = full.layers[3].keys[:, :, 56:81], -9  # 20 tokens were replaced by 11
+            moved = model().ropes[3].shift(kept, torch.full((1, 25), shift))
+            assert distance(session.layers[3].keys[:, :, 47:72], moved) < 1e-4
+        assert session.layers[0].computed == len(new) + len(TAIL)
+        with Session(model(), FullCache(), capacity=400) as exact:
+            exact.prefill([x for part in parts for x in part])
+            assert distance(session.layers[3].values[:, :, :47], exact.layers[3].values[:, :, :47]) < 1e-4
+
+
+def test_pie_without_a_shift_is_caught(monkeypatch):
+    """Keys that stay where they were, as in conflict fast encoding, are farther from a full prefill."""
+    parts = (LEAD, DOCUMENTS[0], DOCUMENTS[1], (1, 2, 3), DOCUMENTS[2])
+    full = run_full(parts=parts)
+    good = distance(run(find_method("pie")(), parts=parts, earlier=BEFORE), full)
+    add = Mixed.add
+    monkeypatch.setattr(Mixed, "add", lambda self, *args, **options: add(
+        self, *args, at=options["first"], **options
+    ))
+    assert distance(run(find_method("pie")(), parts=parts, earlier=BEFORE), full) > good
+
+
+@pytest.mark.parametrize(("source", "target", "wanted"), [
+    ("abcdefgh", "abcdefgh", [0, 1, 2, 3, 4, 5, 6, 7]),
+    ("abcdef", "xabcdefy", [None, 0, 1, 2, 3, 4, 5, None]),
+    ("abcxdef", "abcydef", [0, 1, 2, None, 4, 5, 6]),
+    ("abcabc", "abc", [0, 1, 2]),
+    ("abcd", "abxcd", [None] * 5),
+    ("abcxbcd", "abcd", [0, 1, 2, 6]),
+])
+def test_kvshare_aligns_common_segments(source, target, wanted):
+    """Of three tokens or more; the first in the source, and of two the longer."""
+    found = align(list(map(ord, source)), list(map(ord, target)), 3)
+    assert [None if x is None else x[1] for x in found] == wanted
+
+
+def test_kvshare_without_a_common_segment_is_a_full_prefill():
+    """Bit for bit."""
+    with prefilled(find_method("kvshare")(width=30), earlier=(OTHER[:1],)) as session:
+        assert session.effect().identity
+        assert torch.equal(session.logits, run_full()[:1])
+
+
+def test_kvshare_as_released_chooses_other_tokens_behind_the_first_new_one():
+    """Ranks are places only where nothing new stands before."""
+    parts = ((1, 2, 3, 4, 5, 6, 7), *DOCUMENTS)
+    found = [run(find_method("kvshare")(as_released=x), parts=parts, earlier=(OTHER,)) for x in (False, True)]
+    assert distance(*found) > 1e-3
+
+
+def test_cache_craft_by_hand():
+    """Equations 6 to 12 with two parts before: same prefix, half of it, and its reverse."""
+    old = ((1,), (2,))
+    masses, sizes = [3.0, 1.0, 4.0], [1, 1, 2]
+    influence = 1 / (1 + math.exp(-(1.5 + 0.5) / 1.0))
+    assert find_share(masses, sizes, old, old) == 0
+    assert find_share(masses, sizes, old, ((2,), (1,))) == pytest.approx(influence)
+    assert find_share(masses, sizes, old, ((1,), (9,))) == pytest.approx(influence * 0.25)
+    assert find_share([4.0], [2], (), ((9,),)) == 0
+
+
+def test_fusionrag_computes_the_tokens_that_the_question_attends_to():
+    """Weights of a token sum to one over all entries, so the chosen mass is the largest of that size."""
+    with prefilled(find_method("fusionrag")(ratio=0.2, similar=0)) as session:
+        documents = sum(map(len, DOCUMENTS))
+        assert {x.computed for x in session.layers} == {2 * len(TAIL) + int(0.2 * documents)}
+    with pytest.raises(UserError, match="visibility visible"), prefilled(find_method("fusionrag")(), tail=[]):
+        pass
+
+
+def test_fusionrag_without_similar_documents_and_computation_is_concatenation_behind_the_instruction():
+    """Which is the method without its two ideas."""
+    plain = run(find_method("concat-aligned")(behind="instruction"))
+    assert distance(run(find_method("fusionrag")(ratio=0.0, similar=0)), plain) < 1e-5
+    assert distance(run(find_method("fusionrag")(ratio=0.0, similar=1)), plain) > 1e-3
+
+
+NEUTRAL = {"temperature": 1.0, "scale": 1.0}
+
+
+def test_ape_with_one_document_and_no_correction_is_exact():
+    """Instruction, document and question in sequence."""
+    parts = (LEAD, DOCUMENTS[0])
+    earlier = tuple((x,) for x in parts)
+    assert distance(run(find_method("ape")(**NEUTRAL), parts=parts, earlier=earlier), run_full(parts=parts)) < 1e-4
+
+
+def test_ape_does_not_depend_on_the_order_of_documents():
+    """All stand at the same positions."""
+    turned = (LEAD, *DOCUMENTS[::-1])
+    assert distance(run(find_method("ape")()), run(find_method("ape")(), parts=turned)) < 1e-4
+
+
+def test_ape_weighs_the_documents_as_its_formula_says():
+    """Against one softmax over explicit logits, for the question's first layer and a later token."""
+    method = find_method("ape")(temperature=0.7, scale=0.8)
+    with prefilled(method) as session:
+        kv = session.layers[1]
+        start, end = kv.documents
+        torch.manual_seed(0)
+        query = torch.randn(1, 4, 1, 16)
+        step = make_step(query, kv)
+        logits = (query[0].unflatten(0, (2, 2)) @ kv.keys[0, :, None].transpose(-1, -2))[:, :, 0] * 0.25  # [2, 2, N]
+        inside, rest = logits[..., start:end] / 0.7, torch.cat([logits[..., :start], logits[..., end:]], dim=-1)
+        mass, other = inside.exp().sum(-1) ** (0.8 * 0.7), rest.exp().sum(-1)
+        values = kv.values[0, :, None]
+        outside = torch.cat([values[:, :, :start], values[:, :, end:]], dim=2)
+        a = (inside.softmax(-1)[:, :, None] @ values[:, :, start:end])[:, :, 0]
+        b = (rest.softmax(-1)[:, :, None] @ outside)[:, :, 0]
+        wanted = (mass[..., None] * a + other[..., None] * b) / (mass + other)[..., None]
+        assert distance(kv.attend(step)[0, :, 0], wanted.flatten(0, 1)) < 1e-4
+
+
+def make_step(query, kv):
+    """A decode step of this query over a store."""
+    return Step(
+        layer=1, moment=Moment.DECODE, positions=torch.tensor([[kv.n - 1]]), seen=kv.n, query=query,
+        key=query[:, :2], value=query[:, :2], scale=0.25, window=None, softcap=None, sinks=None, causal=True,
+        rope=model().ropes[1],
+    )
+
+
+def test_relaycaching_corrects_chosen_tokens_between_two_layers():
+    """Whole up to the detection layer, chosen tokens up to the last, and only new tokens after it."""
+    parts = (LEAD, DOCUMENTS[1], DOCUMENTS[0], DOCUMENTS[2])
+    settings = {"start": 0.0, "detect": 0.34, "end": 0.67}
+    with prefilled(find_method("relaycaching")(**settings), parts=parts, earlier=(OTHER,)) as session:
+        first, second, third, last = (x.computed for x in session.layers)
+        fresh = len(LEAD) + len(TAIL)
+        assert first == second == LENGTH
+        assert fresh < third < LENGTH
+        assert last == fresh
+        assert [x.reused for x in session.layers] == [0, 0, LENGTH - third, LENGTH - fresh]
+
+
+def test_kamera_comes_closer_to_the_context_with_every_rank():
+    """Rank 0 is concatenation; the rank of a document is its entries in the earlier prompt."""
+    found = [distance(run(find_method("kamera")(rank=x), earlier=BEFORE), run_full()) for x in (0, 8, 32)]
+    assert found[0] > found[1] > found[2]
+    assert found[2] < 1e-3
+    assert distance(run(find_method("kamera")(rank=0)), run(find_method("concat-aligned")())) == 0
+
+
+def test_kvcomm_adds_the_offset_of_the_text_itself():
+    """Of a pool with the same text twice, the offset is its own; weights that do not sum to one would show."""
+    method = find_method("kvcomm")(entropy=1.0)
+    with prefilled(method, earlier=BEFORE * 2) as session, Session(model(), FullCache(), capacity=400) as full:
+        full.prefill([x for part in PARTS for x in part])
+        for ours, theirs in zip(session.layers, full.layers, strict=True):
+            assert distance(ours.keys[:, :, :AT_HAND], theirs.keys[:, :, :AT_HAND]) < 1e-4
+
+
+def test_kvcomm_as_released_is_exact_only_at_the_same_place():
+    """Offsets of rotated keys do not fit another place; those before rotation do."""
+    moved = (LEAD, tuple(random_ids(35, seed=4)), *DOCUMENTS[1:])
+    place = len(LEAD) + 35
+    held = {}
+    for released in (False, True):
+        method = find_method("kvcomm")(as_released=released, entropy=1.0)
+        with prefilled(method, parts=moved, earlier=BEFORE * 2) as session:
+            held[released] = find_keys(session, 2, place, DOCUMENTS[1])
+        same = run(method, earlier=BEFORE * 2)
+        assert distance(same, run_full()) < 1e-3
+    chunk = run_apart(model(), [*LEAD, *DOCUMENTS[0]], DOCUMENTS[1])
+    assert distance(held[False], chunk.keys[2]) < 1e-4
+    assert distance(held[True], chunk.keys[2]) > 1e-2
+
+
+def test_kvcomm_computes_a_document_without_anchors():
+    """One earlier prompt is too few, and so are two alike, of which neither stands out."""
+    with prefilled(find_method("kvcomm")(), earlier=BEFORE * 2) as session:
+        assert session.layers[1].reused == len(LEAD)
+    with prefilled(find_method("kvcomm")(), earlier=BEFORE) as session:
+        assert session.layers[1].reused == len(LEAD)

@@ -1,0 +1,82 @@
+"""FusionRAG: documents are run behind similar ones, and the tokens that the question attends to are computed again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.constraints import Natural, Share
+from kvbench.errors import UserError
+from kvbench.method import BudgetKind, Card, Step, Upstream
+from kvbench.reuse import LIMITS, Mixed, ReuseMethod, attention_rows
+from kvbench.store import LayerKV
+
+
+@dataclass(frozen=True)
+class FusionRag(ReuseMethod):
+    """The question runs twice: to choose tokens by its attention in the last layer, and with them."""
+
+    ratio: Share = 0.15
+    """Share of the documents' tokens that is computed again."""
+    similar: Natural = 1
+    """Similar documents before each one when it is run for its chunk."""
+    card: ClassVar[Card] = Card(
+        name="fusionrag",
+        title="From prefix cache to fusion RAG cache",
+        idea="Offline, each document is run behind the instruction and similar documents, so that its entries have "
+        "seen some. Online, the question's attention chooses the few tokens that are computed again.",
+        arxiv="2601.12904",
+        year=2026,
+        family="reuse",
+        stages=("generation", "loading"),
+        budget=BudgetKind.NONE,
+        heads="pooled",
+        upstream=Upstream(repo="qiyuxinlin/FusionRAG", commit=None, license=None),
+        deviations=(
+            ("Similarity is the cosine of mean input embeddings of the model, not of a retrieval model's, and similar "
+            "documents are those of the earlier prompts."),
+        ),
+        unverified=("Number of similar documents.",),
+        limits=(*LIMITS, "The question must stand in the prompt (`--visibility visible`)."),
+    )
+
+    def place(self, mixed: Mixed) -> None:
+        """TAKEN OVER: known parts, the documents each behind the instruction and those most similar to it."""
+        known, instruction = mixed.reuse.known, mixed.reuse.parts[0]
+        library = sorted(x for x in known if x != instruction)
+        embed = mixed.model.module.get_input_embeddings()
+        means = [embed(mixed.ids.new_tensor(x)).float().mean(0) for x in library]
+        for i, (start, part) in enumerate(mixed.parts):
+            if part not in known:
+                continue
+            before: tuple[int, ...] = ()
+            if i:
+                own = library.index(part)
+                scores = torch.cosine_similarity(means[own][None], torch.stack(means))
+                nearest = [x for x in scores.argsort(descending=True, stable=True).tolist() if x != own]
+                before = instruction + tuple(x for y in nearest[: self.similar] for x in library[y])
+            mixed.add(mixed.obtain(before, part), start)
+
+    def run(self, mixed: Mixed) -> Tensor:
+        """COMPUTED: the tokens of documents that the question attends to most in the last layer."""
+        first, asked = len(mixed.reuse.parts[0]), mixed.length - mixed.tail
+        if not asked:
+            raise UserError(
+                "fusionrag chooses tokens by the question, which is not in this prompt. Use --visibility visible."
+            )
+        rows, importance = mixed.fresh, torch.zeros(mixed.length, device=mixed.ids.device)
+
+        def look(step: Step, kv: LayerKV) -> None:
+            if step.layer == len(mixed.layers) - 1:
+                weights = attention_rows(step, kv.keys, rows, slice(len(rows) - asked, None))
+                importance.copy_(weights.sum((0, 1)))
+
+        logits = mixed.run(rows, look=look)
+        documents = mixed.places[first : mixed.tail]
+        count = int(self.ratio * len(documents))
+        if not count:
+            return logits
+        return mixed.run(mixed.also(documents[importance[documents].topk(count).indices]))
