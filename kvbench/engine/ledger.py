@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from typing import Any
 
 from kvbench.budget import Shape
 from kvbench.method import Method
@@ -90,6 +91,17 @@ class Ledger:
             "facts": {name: x.value for name, x in facts.items()},
             "maxima": tuple(name for name, x in facts.items() if x.maximum),
         })
+
+    def to_json(self) -> dict[str, Any]:
+        """The counts, for a file."""
+        effect = None if self._effect is None else self._effect.model_dump()
+        return {"stored": self._stored, "peak": self._peak, "context": self._context, "effect": effect}
+
+    def load_json(self, saved: dict[str, Any], shape: Shape, batch: int) -> None:
+        """Take the counts of a file. shape: of the context."""
+        self._stored, self._peak, self._shape, self._batch = saved["stored"], saved["peak"], shape, batch
+        stored, spare, host = saved["context"]
+        self._context, self._effect = (stored, spare, host), Effect.model_validate(saved["effect"])
 
     def fork(self, layers: list[LayerKV]) -> Ledger:
         """A copy of the counts that continues over forks of the stores."""

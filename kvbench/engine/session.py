@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from kvbench.engine.autoregressive import Tokens, greedy_passes
 from kvbench.engine.ledger import Ledger
 from kvbench.engine.passes import Passes, finish, request
 from kvbench.engine.recording import Recording
+from kvbench.engine.saved import read_session, write_session
 from kvbench.engine.stores import Stores
 from kvbench.engine.timing import now
 from kvbench.errors import UserError
@@ -60,12 +62,31 @@ class Session(Stores):
         self.logits: Tensor | None = None  # [B, V], of the last position
         self.answer_started = 0.0  # perf_counter at the end of the last question
         self.shape: Shape | None = None  # of the context
-        self._pending: list[list[int]] = []
+        self.pending: list[list[int]] = []
 
     def close(self) -> None:
         """Free the KV entries and restore the model's attention."""
         self.logits = None
         super().close()
+
+    # Saving
+
+    def save(self, path: Path) -> int:
+        """Write the session with its compressed cache to a file (safetensors). Returns the file's bytes.
+
+        Raises:
+            UserError: there is no context, its steps are static, or the disk fails.
+        """
+        return write_session(self, path)
+
+    @classmethod
+    def load(cls, path: Path, model: Model, method: Method) -> Self:
+        """A session as `save` wrote it, bit for bit. model, method: those that it was saved with, the method fitted.
+
+        Raises:
+            UserError: there is no such file, it is damaged, or it is of another model, method or version.
+        """
+        return read_session(path, model, method, cls)
 
     # Running
 
@@ -90,7 +111,7 @@ class Session(Stores):
         self.logits = self.method.prefill(self, chunks)
         self._recording = None
         self.method.end_of_context(self)
-        self._ledger.note_context(self.method, self.shape, self.batch, exact=self.exact)
+        self.ledger.note_context(self.method, self.shape, self.batch, exact=self.exact)
         return self.logits
 
     def fill(self, steps: Iterable[Step]) -> None:
@@ -112,7 +133,7 @@ class Session(Stores):
             self._store(step)
         self.shape = self.model.shape(self.seen)
         self.method.end_of_context(self)
-        self._ledger.note_context(self.method, self.shape, self.batch)
+        self.ledger.note_context(self.method, self.shape, self.batch)
 
     def ask(
         self, query: Sequence[int] | Tensor, max_new_tokens: int, *, history: Sequence[int] | None = None,
@@ -136,7 +157,7 @@ class Session(Stores):
         asked = self._ids(query)
         if asked.shape[1]:
             self.method.begin_question(self, asked)
-        ids = torch.cat([self._ids(self._pending), asked], dim=1)
+        ids = torch.cat([self._ids(self.pending), asked], dim=1)
         if ids.shape[1]:
             if self.recompress:
                 self.method.require_recompressible()
@@ -145,7 +166,7 @@ class Session(Stores):
             self.logits = yield from self._chunk_passes(
                 chunks, Moment.RECOMPRESS if self.recompress else Moment.TURN_END
             )
-            self._pending = []
+            self.pending = []
 
     def answer(
         self, max_new_tokens: int, *, history: Sequence[int] | None = None, stop: frozenset[int] | None = None
@@ -170,8 +191,8 @@ class Session(Stores):
         last = [[x for x in ids[-1:] if x not in stop] for ids in tokens.ids]
         if len({len(x) for x in last}) > 1:
             raise UserError("sequences of one batch ended differently: own history needs batch 1.")
-        self._pending = last if last[0] else []
-        self._ledger.note_layers()
+        self.pending = last if last[0] else []
+        self.ledger.note_layers()
         return tokens
 
     def generate_passes(self, max_new_tokens: int, stop: frozenset[int]) -> Passes[Tokens]:
@@ -191,7 +212,7 @@ class Session(Stores):
 
     def remember(self, ids: Sequence[int]) -> None:
         """Run these ids before the next question, as the last answer."""
-        self._pending = [list(ids)] * self.batch
+        self.pending = [list(ids)] * self.batch
 
     def score(self, ids: Sequence[int] | Tensor) -> Tensor:
         """Log-probabilities of these tokens as the continuation; they are appended, as by `force`. [B, T]"""
@@ -212,14 +233,14 @@ class Session(Stores):
     def _forced(self, tokens: Tensor, take: Callable[[Tensor, Tensor], Tensor]) -> Passes[Tensor]:
         """Force tokens in chunks, to bound the memory of logits; joins `take(chunk, logits that predict it)`."""
         assert self.logits is not None, "prefill first"
-        pending = self._ids(self._pending)
+        pending = self._ids(self.pending)
         stepwise = self.method.graphable is not None
         size = 1 if stepwise else min(self.chunk or SCORE_CHUNK, SCORE_CHUNK)
         self.reserve(pending.shape[1] + tokens.shape[1], max(pending.shape[1], size))
         if pending.shape[1]:
             chunks = pending.split(self.chunk or SCORE_CHUNK, dim=1)
             self.logits = yield from self._chunk_passes(chunks, Moment.TURN_END)
-            self._pending = []
+            self.pending = []
         taken = []
         chunks = tokens.split(size, dim=1)
         for i, chunk in enumerate(chunks):
@@ -228,7 +249,7 @@ class Session(Stores):
             logits = yield from request(self, chunk, moment, chunk.shape[1])
             taken.append(take(chunk, torch.cat([self.logits[:, None], logits[:, :-1]], dim=1)))
             self.logits = logits[:, -1]
-        self._ledger.note_layers()
+        self.ledger.note_layers()
         return torch.cat(taken, dim=1)
 
     def run_chunks(self, chunks: Iterable[Tensor], end: Moment) -> Tensor:
@@ -246,8 +267,8 @@ class Session(Stores):
         other = object.__new__(Session)
         other.__dict__.update(self.__dict__)
         other.layers = [store.fork() for store in self.layers]
-        other._pending = [list(x) for x in self._pending]
-        other._ledger = self._ledger.fork(other.layers)
+        other.pending = [list(x) for x in self.pending]
+        other.ledger = self.ledger.fork(other.layers)
         other._static = None if self._static is None else self._static.clone()
         other._open = ExitStack()
         return other
@@ -256,13 +277,13 @@ class Session(Stores):
         """A session at the same place of the conversation, over other stores that hold it."""
         other = object.__new__(kind)
         other.__dict__.update(self.__dict__)
-        other.layers, other.method, other._ledger = layers, method, Ledger(layers)
-        other._recording, other._pending, other._open = None, [], ExitStack()
+        other.layers, other.method, other.ledger = layers, method, Ledger(layers)
+        other._recording, other.pending, other._open = None, [], ExitStack()
         return other
 
     def credit(self, branch: Session) -> None:
         """Add a fork's read counters to this session, and take the larger peak of the two."""
-        self._ledger.credit(branch._ledger)
+        self.ledger.credit(branch.ledger)
 
     def _ids(self, ids: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
         x = torch.as_tensor(ids, dtype=torch.long, device=self.model.device)

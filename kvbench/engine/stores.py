@@ -40,7 +40,7 @@ class Stores:
         """How far positions are behind the count of tokens, where a method gave parts of the context the same ones."""
         self.compress_seconds = 0.0
         self._recording, self._compare = recording, compare
-        self._ledger = Ledger(self.layers)
+        self.ledger = Ledger(self.layers)
         self._static: Tensor | None = None
         self._open = ExitStack()
 
@@ -134,7 +134,7 @@ class Stores:
         if step.moment is Moment.DECODE:
             self.method.evict(kv, step)
             return
-        self._ledger.note_layer(step.layer)
+        self.ledger.note_layer(step.layer)
         if step.window is not None and step.moment.in_context:
             kv.keep_last(step.window)
         compresses = step.moment.compresses
@@ -146,8 +146,8 @@ class Stores:
             if not self.recompress:
                 kv.settle()
             for index in range(step.layer):  # the method may have trimmed them
-                self._ledger.note_layer(index)
-        self._ledger.note_layer(step.layer)
+                self.ledger.note_layer(index)
+        self.ledger.note_layer(step.layer)
 
     # Room and counts
 
@@ -155,6 +155,11 @@ class Stores:
         """Reserve space for `tokens` more tokens, at most `forward` per pass, so that decoding never reallocates."""
         for store in self.layers:
             store.reserve(tokens, min(tokens, forward))
+
+    @property
+    def is_static(self) -> bool:
+        """Whether all later steps have the same shapes (`make_static`)."""
+        return self._static is not None
 
     def make_static(self) -> None:
         """Give all later steps the same shapes, with positions and lengths on the device, for CUDA graphs.
@@ -170,11 +175,11 @@ class Stores:
 
     def memory(self) -> CacheBytes:
         """Bytes of the cache right after compression and now."""
-        return self._ledger.memory()
+        return self.ledger.memory()
 
     def effect(self) -> Effect:
         """The stores' counters of changes to KV entries."""
-        return self._ledger.effect()
+        return self.ledger.effect()
 
 
 def observe(method: Method, kv: LayerKV, step: Step) -> bool:

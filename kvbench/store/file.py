@@ -26,7 +26,7 @@ class FileEntries:
             FileTierError: the disk is full, or there is none.
         """
         self._device, self._dtype = entries.device, entries.dtype
-        self._entry = entries.shape[3] * entries.itemsize
+        self.entry_bytes = entries.shape[3] * entries.itemsize
         self.nbytes = entries.numel() * entries.itemsize
         data = entries.contiguous().cpu().view(torch.uint8).numpy().data.cast("B")
         try:
@@ -46,11 +46,11 @@ class FileEntries:
         Raises:
             FileTierError: the file cannot be read, or has lost its end.
         """
-        found = torch.empty((len(places), self._entry), dtype=torch.uint8)
+        found = torch.empty((len(places), self.entry_bytes), dtype=torch.uint8)
         starts = [0, *((places.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(places)]
         first = places.cpu()[[x for x in starts[:-1] if x < len(places)]].tolist()
         for start, stop, place in zip(starts, starts[1:], first, strict=False):
-            self._read(found[start:stop], place * self._entry)
+            self._read(found[start:stop], place * self.entry_bytes)
         self._forget()
         return found.view(self._dtype).to(self._device)
 

@@ -179,7 +179,7 @@ def test_what_a_repeat_holds_is_part_of_the_peak(monkeypatch):
     monkeypatch.setattr(Session, "fork", watch)
     with session_of(KVzip(chunk_size=20), tiny_model(), 20) as session:
         session.prefill(ids(LENGTH))
-        peaks = [x._ledger._peak for x in branches]  # as the branch counted, before it closed
+        peaks = [x.ledger._peak for x in branches]  # as the branch counted, before it closed
         assert len(peaks) == 3
         assert session.memory().peak_bytes == max(peaks)
 

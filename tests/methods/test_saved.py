@@ -1,0 +1,186 @@
+"""Saved sessions: every method goes on as if it had not been saved, and files that are wrong are refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+
+from kvbench.engine import saved as saving
+from kvbench.engine.session import Session
+from kvbench.errors import UserError
+from kvbench.hf.tiny import VOCABULARY, tiny_model
+from kvbench.method import Budget, BudgetKind
+from kvbench.methods.eviction.snapkv import SnapKV
+from kvbench.registry import find_method
+
+LENGTH = 150
+NEVER_STOP = frozenset()
+
+pytestmark = pytest.mark.usefixtures("profile_cache")
+
+
+def ids(count, seed):
+    """Random tokens."""
+    return torch.randint(VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def fitted(kind, model):
+    """The method at half of the cache, or at its own size."""
+    made = kind().bind(model)
+    chosen = made.budget_kind in (BudgetKind.STORED, BudgetKind.READ)
+    return made.fit(Budget("rows", max(LENGTH // 2, made.minimum_entries())) if chosen else None, model.shape(LENGTH))
+
+
+def go_on(session):
+    """Tokens, logits, bytes and counters of two more turns."""
+    tokens = [session.ask(ids(9, seed), 6, history=ids(3, 8), stop=NEVER_STOP).ids for seed in (2, 3)]
+    return tokens, session.logits, session.memory(), session.effect()
+
+
+def assert_equal(found, wanted):
+    """Two sessions that went on are the same, bit for bit."""
+    assert found[0] == wanted[0]
+    assert found[1].equal(wanted[1])
+    assert found[3] == wanted[3]
+    peak = {"peak_bytes": 0}  # a file has no room for entries that are still to come
+    assert found[2].model_copy(update=peak) == wanted[2].model_copy(update=peak)
+
+
+@pytest.mark.few(8)
+def test_a_loaded_session_goes_on_as_the_saved_one(method_name, tmp_path):
+    """Of every method, after a context and a turn: the same tokens, logits, bytes and facts."""
+    model = tiny_model()
+    method = fitted(find_method(method_name), model)
+    file = tmp_path / "session.safetensors"
+    with Session(model, method, capacity=LENGTH + 60) as session:
+        session.prefill(ids(LENGTH, 1))
+        session.ask(ids(5, 7), 4, stop=NEVER_STOP)
+        size = session.save(file)
+        held = session.memory()
+        wanted = go_on(session)
+    assert size == file.stat().st_size
+    with Session.load(file, model, method) as session:
+        loaded = session.memory()
+        found = go_on(session)
+    assert loaded.model_copy(update={"peak_bytes": held.peak_bytes}) == held
+    assert_equal(found, wanted)
+
+
+# Files
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A file, and the model and method that it was saved with."""
+    model = tiny_model()
+    method = fitted(SnapKV, model)
+    with Session(model, method, capacity=LENGTH + 60) as session:
+        session.prefill(ids(LENGTH, 1))
+        session.save(tmp_path / "session.safetensors")
+    return tmp_path / "session.safetensors", model, method
+
+
+def rewrite(file, change):
+    """Write a file with another header, whose hash is right."""
+    tensors = safetensors.torch.load_file(file)
+    with safetensors.safe_open(file, "pt") as opened:
+        header = json.loads(opened.metadata()["kvbench"])
+    change(header)
+    text = json.dumps(header)
+    safetensors.torch.save_file(tensors, file, {"kvbench": text, "sha256": saving.hash_contents(text, tensors)})
+
+
+def test_a_file_is_as_large_as_the_stored_entries(saved):
+    """Room for later tokens is not written: stored bytes, the last logits, and at most 20 kB of names."""
+    file, model, method = saved
+    with Session.load(file, model, method) as session:
+        held = session.memory().stored_bytes + session.logits.nbytes
+        assert session.memory().spare_bytes > 0
+    assert held < file.stat().st_size < held + 20_000
+
+
+@pytest.mark.parametrize(("other", "words"), [
+    (lambda model, method: (tiny_model(seed=1), method), "another model: (id|sha256) was"),
+    (lambda model, method: (model, replace(method, window=8)), "another method: window was 32 and is 8"),
+    (lambda model, method: (model, replace(method, rows=60)), "another method: rows was 75 and is 60"),
+    (lambda model, method: (model, fitted(find_method("knorm"), model)), "name was snapkv and is knorm"),
+])
+def test_another_model_or_method_is_refused(saved, other, words):
+    """The message names the first field that differs, and both values."""
+    file, *made = saved
+    with pytest.raises(UserError, match=words):
+        Session.load(file, *other(*made))
+
+
+@pytest.mark.parametrize("size", [0, 7, 100, -1000, -1])
+def test_a_truncated_file_is_refused(saved, size):
+    file, model, method = saved
+    data = file.read_bytes()
+    file.write_bytes(data[:size])
+    with pytest.raises(UserError, match="is damaged or no safetensors file"):
+        Session.load(file, model, method)
+
+
+def test_one_changed_byte_is_refused(saved):
+    file, model, method = saved
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(UserError, match="its hash is not the one it was saved with"):
+        Session.load(file, model, method)
+
+
+@pytest.mark.parametrize("name", ["os:system", "kvbench.store.layer:copy", "kvbench.api:run", "builtins:eval"])
+def test_a_file_cannot_name_anything_but_stores(saved, name):
+    """Functions, modules and classes of other packages are refused, and nothing is called."""
+    file, model, method = saved
+    rewrite(file, lambda header: header["objects"][0].update({"class": name}))
+    with pytest.raises(UserError, match=f"{name} is no store"):
+        Session.load(file, model, method)
+
+
+@pytest.mark.parametrize("change", [
+    lambda header: header.pop("layers"), lambda header: header["objects"].clear(),
+    lambda header: header.update(ledger=None), lambda header: header.update(logits={"tensor": 99, "on": "model"}),
+    lambda header: header.update(layers={"unknown": 1}), lambda header: header["session"].update(length="x"),
+])
+def test_a_header_without_sense_is_refused(saved, change):
+    file, model, method = saved
+    rewrite(file, change)
+    with pytest.raises(UserError, match="is no session that kvbench saved"):
+        Session.load(file, model, method)
+
+
+def test_other_files_and_sessions_without_a_context_are_refused(saved, tmp_path):
+    """Each message says what to do."""
+    file, model, method = saved
+    with pytest.raises(UserError, match=r"there is no file .*absent. Save a session there first"):
+        Session.load(tmp_path / "absent", model, method)
+    safetensors.torch.save_file({"x": torch.zeros(2)}, tmp_path / "weights")
+    with pytest.raises(UserError, match="its metadata is missing"):
+        Session.load(tmp_path / "weights", model, method)
+    with Session(model, method) as session, pytest.raises(UserError, match="no context to save: call prefill first"):
+        session.save(file)
+    with pytest.raises(UserError, match="could not be written"), Session.load(file, model, method) as session:
+        session.save(tmp_path / "no folder" / "file")
+
+
+def test_a_failed_save_leaves_the_old_file(saved, monkeypatch):
+    """And no part of the new one."""
+    file, model, method = saved
+    before = file.read_bytes()
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    with Session.load(file, model, method) as session:
+        monkeypatch.setattr(safetensors.torch, "save_file", fail)
+        with pytest.raises(UserError, match="No space left on device"):
+            session.save(file)
+    assert file.read_bytes() == before
+    assert [x.name for x in file.parent.iterdir()] == [file.name]
