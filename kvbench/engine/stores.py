@@ -104,8 +104,6 @@ class Stores:
         assert self._recording is not None
         if self.method.reads_hidden:
             raise InexactPrefillError("it reads the model's hidden states, which a recorded prefill does not have.")
-        for label, implementation in self._recording.kernels.items():
-            note(label, implementation)
         self.seen += recorded.ids.shape[1]
         for layer, made in enumerate(recorded.steps):
             step = replace(made, moment=moment)
@@ -113,6 +111,8 @@ class Stores:
                 self._store(step, exact=True)
             elif not torch.equal(self.attend(step), recorded.outputs[layer]):
                 raise InexactPrefillError(f"its attention in layer {layer} differs from the full cache's.")
+        for label, implementation in self._recording.kernels.items():  # of a refused prefill, none has run
+            note(label, implementation)
         return recorded.logits.clone()
 
     def _store(self, step: Step, *, exact: bool = False) -> None:
