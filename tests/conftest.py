@@ -153,7 +153,7 @@ class Tape(TorchDispatchMode):
         ]
 
     def replay(self):
-        """The same operations on the same memory; what the host computed meanwhile counts for nothing."""
+        """The same operations on the same memory; computations of the host between them do not count."""
         for func, args, kwargs, out in self.operations:
             again = func(*args, **kwargs)
             for old, new in zip(tree_flatten(out)[0], tree_flatten(again)[0], strict=True):

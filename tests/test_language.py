@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-OPENINGS = re.compile(r"^\s*(?:What|Who|Whose)\b")
+OPENINGS = re.compile(r"^\s*(?:What|Who|Whose|Whatever|Whoever|Else)\b")
 """A docstring names its subject."""
 WORDS = re.compile(
-    r"\b(beside|otherwise than|comes to|golden answers?|dense cache|strangers?|parcels?|twins?)\b", re.IGNORECASE
+    r"\b(beside|otherwise than|comes to|meanwhile|whoever|as its own what|golden answers?|dense cache|strangers?|"
+    r"parcels?|twins?)\b", re.IGNORECASE
 )
 BRITISH = re.compile(
     r"(?:behaviour|neighbour|favour|colour|honour)s?|licence|judgement|catalogue|artefact|labelled|modelled|"

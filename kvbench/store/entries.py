@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind the tensors, each storage once; a view counts as what it keeps alive."""
+    """Bytes of the storages behind the tensors, each storage once; a view counts as the storage that it keeps alive."""
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     return sum(storages.values())
 

@@ -42,7 +42,7 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Slots:
-    """Chunks that were brought back, written in place: what the next token selects again need not be fetched."""
+    """Chunks that were fetched, written in place: chunks that the next token selects again need not be fetched."""
 
     chunk: Tensor  # [B, H_kv, k] int32: which of the J is in it; J: none yet
     key: Tensor  # [B, H_kv, k, size * D], rotated
@@ -92,7 +92,7 @@ class Factoring:
 
 @dataclass
 class LowRankKV(SelectiveKV):
-    """Exact entries until `factorize`; from then on the dense block holds what stays exact, and all later entries."""
+    """Exact entries until `factorize`; from then on the dense block holds the exact ones and all later entries."""
 
     _chunks: Chunks | None = field(default=None, init=False)
     _slots: Slots | None = field(default=None, init=False)
@@ -100,7 +100,7 @@ class LowRankKV(SelectiveKV):
     def factorize(self, rope: Rope, landmarks: Tensor, exact: Tensor, plan: Factoring) -> None:
         """Store chunks of the context apart: keys as factors, values on the host, landmarks to choose by.
 
-        landmarks: [B, H_kv, c, D], of the first c chunks of the context; what comes after them stays exact.
+        landmarks: [B, H_kv, c, D], of the first c chunks of the context; later entries stay exact.
         exact: [B, H_kv, o], ascending: chunks that stay exact as well.
         """
         assert self.seen == self.n, "positions are the order of entries"
@@ -177,7 +177,7 @@ class LowRankKV(SelectiveKV):
         taken = torch.zeros_like(where[..., :1], dtype=torch.bool).repeat(1, 1, count + 1).scatter_(2, found, True)
         free = taken[..., :count].int().argsort(dim=-1, stable=True)[..., :most]  # as many as the head's misses
         wanted = missing.int().argsort(dim=-1, descending=True, stable=True)[..., :most]
-        # A head with fewer misses than another brings back once more what it has.
+        # A head with fewer misses than another fetches some of its chunks again.
         new = chosen.gather(2, wanted).where(order[:most] < misses, slots.chunk.gather(2, free).long())
         entries = chunks.number.gather(2, new).long()[..., None] * chunks.size
         entries = (entries + torch.arange(chunks.size, device=entries.device)).flatten(2)  # [B, H_kv, most * size]
@@ -204,7 +204,7 @@ class LowRankKV(SelectiveKV):
         })
 
     def fork(self) -> LayerKV:
-        """A copy that may go on by itself: what was stored apart is shared, the slots are not."""
+        """An independent copy: entries stored apart are shared, slots are not."""
         other = super().fork()
         assert isinstance(other, LowRankKV)
         if self._slots is not None:

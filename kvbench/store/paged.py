@@ -174,7 +174,7 @@ class PagedKV(SelectiveKV):
         return other
 
     def credit(self, branch: LayerKV) -> None:
-        """Count as its own what a fork read to answer for it."""
+        """Add a fork's read counters to this store."""
         super().credit(branch)
         assert isinstance(branch, PagedKV)
         if self.distinct is not None and branch.distinct is not None:

@@ -1,4 +1,4 @@
-"""Entries by position, overwritten in place: what a diffusion model's entries stand in.
+"""Entries by position, overwritten in place: the store of diffusion models.
 
 Every token attends to every token and changes while others do, so there is no order of arrival: an entry is where its
 token is, and is as old as the step that computed it last.

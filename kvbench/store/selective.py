@@ -48,7 +48,7 @@ class SelectiveKV(LayerKV):
         return other
 
     def credit(self, branch: LayerKV) -> None:
-        """Count as its own what a fork read to answer for it."""
+        """Add a fork's read counters to this store."""
         assert isinstance(branch, SelectiveKV)
         self.reads.update(branch.reads)
 

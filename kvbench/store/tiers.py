@@ -97,7 +97,7 @@ class TieredKV(LayerKV):
     def split(self, indices: Tensor, balancer: Tensor, entries: int) -> None:
         """End the context: these entries of every head are the high tier, all others become codes.
 
-        indices: [B, H_kv, C]. balancer: [B, H_kv, 1, D]. entries: what the high tier may come to in this conversation.
+        indices: [B, H_kv, C]. balancer: [B, H_kv, 1, D]. entries: most entries of the high tier in this conversation.
         """
         held = self._held()
         rest = torch.ones(held["score"].shape, dtype=torch.bool, device=indices.device).scatter(2, indices, False)
@@ -147,7 +147,7 @@ class TieredKV(LayerKV):
     # Reading
 
     def attend(self, step: Step) -> Tensor:
-        """Attention over both tiers; entries of the high one take down what they received of it. [B, H_q, T, D_v]"""
+        """Attention over both tiers; those of the high one accumulate the mass that they receive. [B, H_q, T, D_v]"""
         if self.demoted is None:
             return super().attend(step)
         options: dict[str, Any] = {
@@ -184,7 +184,7 @@ class TieredKV(LayerKV):
         return parts
 
     def _score(self, step: Step, balanced: Tensor, lse: Tensor) -> None:
-        """Add what each entry of the high tier received in the joint softmax."""
+        """Add the mass that each entry of the high tier received in the joint softmax."""
         count = step.query.shape[2]
         at = torch.arange(self.n - count, self.n, device=step.query.device)
         options: dict[str, Any] = {

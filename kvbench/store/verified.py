@@ -53,7 +53,7 @@ class HostKV(LayerKV):
         return other
 
     def credit(self, branch: LayerKV) -> None:
-        """Count as its own what a fork fetched."""
+        """Add the bytes that a fork fetched."""
         assert isinstance(branch, HostKV)
         self.reloaded += branch.reloaded
 
@@ -132,7 +132,7 @@ class VerifiedKV(LayerKV):
         return other
 
     def credit(self, branch: LayerKV) -> None:
-        """Count as its own what a fork drafted, verified and read."""
+        """Add a fork's counters of drafts, verifications and reads."""
         assert isinstance(branch, VerifiedKV)
         self.drafted += branch.drafted
         self.passes += branch.passes

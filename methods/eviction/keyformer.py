@@ -19,7 +19,7 @@ BLOCK_ELEMENTS = 1 << 22
 QUERY_BIT, HEAD_BIT = 25, 50
 """Where a query's position and a head's index begin in the number of a pair; the key's position comes first."""
 DRAWN = (1 << 23) - 1
-"""Bits of a number that are used: as many as float32 holds exactly beside the half that keeps it from 0 and 1."""
+"""Bits of a number that are used: as many as float32 holds exactly next to the half that keeps it from 0 and 1."""
 
 
 @dataclass(frozen=True)

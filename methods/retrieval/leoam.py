@@ -49,7 +49,7 @@ class LeoAM(ReadingMethod):
             "chosen chunks instead, which reads all of these keys."),
             "Chunks have the same sizes in all layers; the authors' code has chunks of 8 in the first two.",
             ("The context's entries are in a file that is really read, and not also in host memory; what is read is "
-            "not quantized, and computation does not go on meanwhile."),
+            "not quantized, and computation waits for them."),
             "Later entries are always read, in addition to the budget.",
         ),
         unverified=("The paper was read in an abstract and in reviews; sizes of chunks are those of the code.",),

@@ -90,7 +90,7 @@ def test_multi_block_writes_what_its_card_writes(deep, text, fill, shifted, bloc
 
 @pytest.mark.slow
 def test_these_cases_are_not_what_no_cache_writes(deep, fill):
-    """Else they would say nothing of what is chosen."""
+    """Otherwise they could not tell which positions are chosen."""
     model = Model.from_module(deep, masking=Masking(MASK, shifted=False))
     text = torch.randint(WORDS, (1, 20), generator=torch.Generator().manual_seed(0))
     plain = {steps: fill(model, NoCache(), prompt=text, steps=steps).ids for steps in (8, 16)}

@@ -74,7 +74,7 @@ class Watching(NoCache):
     {}, {"block": 4}, {"steps": 5}, {"remasking": "random", "block": 8}, {"threshold": 0.2}, {"temperature": 1.0},
 ])
 def test_every_token_is_committed_once_and_never_changes(model, fill, how):
-    """Whatever the schedule: masks go, tokens stay, blocks are finished one after the other."""
+    """Under every schedule: masks go, tokens stay, blocks are finished one after the other."""
     found = fill(model, Watching(), **how)
     before = torch.full((2, 16), MASK)
     block = how.get("block", 16)

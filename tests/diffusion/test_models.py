@@ -273,7 +273,7 @@ LLAMA_SIZES = {
     (GraniteConfig(**LLAMA_SIZES, residual_multiplier=0.5), "granite does not compute the same layer by layer"),
 ])
 def test_layers_that_are_no_llamas_are_refused(llada, tmp_path, config, message):
-    """Whatever config.json says of diffusion: blocks run one by one must give the model's own logits."""
+    """Under every setting of diffusion in config.json: blocks run one by one must give the model's own logits."""
     assert message in refuse(write_native(tmp_path / "model", config, llada[0].tokenizer))
 
 

@@ -40,7 +40,7 @@ FAKES = {"first": ("cpu", "meta"), "second": ("meta", "cpu")}
 @pytest.mark.parametrize("places", [SPREAD, AWAY], ids=["one layer", "nearly all"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_weights_on_disk(name: str, places: dict[str, str], tmp_path: Path) -> None:
-    """The same logits, tokens, rows, bytes and rotations as in one place; and the weights are elsewhere meanwhile."""
+    """The same logits, tokens, rows, bytes and rotations as in one place; and weights are elsewhere between passes."""
     folder = save(build(*SERVED[name]), tmp_path / name)
     whole, spread = load_model(str(folder)), load_model(str(folder), device_map=dict(places))
     assert spread.device_map == places

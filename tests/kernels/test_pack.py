@@ -74,7 +74,7 @@ def test_planes_are_the_codes(bits):
     seed=st.integers(0, 99),
 )
 def test_elements_are_within_half_a_scale(dtype, group, bits, size, offset, seed):
-    """Whatever the entries, an element comes back within half its group's scale, and float32's own rounding."""
+    """For all entries: an element comes back within half its group's scale, and float32's own rounding."""
     generator = torch.Generator().manual_seed(seed)
     x = (torch.randn(2, 12, 24, generator=generator) * size + offset).to(dtype)
     codes = quantize(x, bits, tokens=group[0], channels=group[1])

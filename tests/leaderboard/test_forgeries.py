@@ -301,7 +301,7 @@ def by_eve(files: dict[str, bytes]) -> dict[str, bytes]:
     (lambda x: 1 - 0.05 * (x.index + x.turn), "ok", "differs from 1 other runs"),
 ], ids=["tiny", "constant", "small noise", "noise", "another run"])
 def test_times_with_one_factor_between_them_are_a_copy(snapkv, published, factor, outcome, reason):
-    """Whatever else was changed; a repeated run has other times."""
+    """Also with other changes; a repeated run has other times."""
     files = by_eve(snapkv.with_lines(lambda _, x: scale_times(x, factor(x))))
     copies = verify(files, published).conclude().checks[-1]
     assert (copies.name, copies.outcome) == ("copies", outcome) and reason in copies.reason

@@ -97,7 +97,7 @@ def test_a_mutated_document(runs, name, data):
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_mutated_journal(runs, data):
-    """Whatever the line contains, verified answers come from its token ids and the result must follow from them."""
+    """For every content of a line: verified answers come from its token ids and the result must follow from them."""
     files = runs["snapkv"].files
     lines = [json.loads(x) for x in gzip.decompress(files[SAMPLES]).splitlines()]
     number = data.draw(st.integers(0, len(lines) - 1))

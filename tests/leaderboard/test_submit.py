@@ -150,7 +150,7 @@ def test_only_plain_https_links_are_packed(kvbench, snapkv, tmp_path, url):
 
 @pytest.mark.parametrize("url", LINKS)
 def test_a_manifest_with_another_link_is_refused(snapkv, url):
-    """By the verifier and the site, whoever wrote the manifest."""
+    """By the verifier and the site, if the manifest was written by hand."""
     files = edit(snapkv.files, MANIFEST, lambda x: x.update(paper_url=url))
     with pytest.raises(RefusedError, match="paper_url"):
         open_bundle(files)

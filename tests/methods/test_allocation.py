@@ -65,7 +65,7 @@ def test_one_head_with_all_top_scores_leaves_the_others_their_floor() -> None:
 def test_allocations_spend_the_budget_and_keep_what_is_protected(
     heads: int, size: int, share: float, floor: float, seed: int
 ) -> None:
-    """Whatever the scores, the layer keeps exactly its entries, no head more than it has, and every protected entry."""
+    """For all scores, the layer keeps exactly its entries, no head more than it has, and every protected entry."""
     rows = max(1, round(share * size))
     protected = min(rows, 2)
     scores = torch.rand(2, heads, size, generator=torch.Generator().manual_seed(seed))

@@ -54,7 +54,7 @@ def test_shares_survive_being_written_down(percent):
 @given(text=st.one_of(st.text(max_size=8), st.from_regex(r"-?[0-9.]{1,6}(e[0-9]{1,3})?%?", fullmatch=True)))
 @example("1E10")  # above what is allowed
 def test_any_text_is_a_budget_or_an_error_that_says_what_is_allowed(text):
-    """Whatever is typed ends in a sane budget, or in a message with the text and with what is allowed."""
+    """Every text ends in a sane budget, or in a message with the text and the allowed values."""
     budget, message = attempt(Budget.parse, text)
     if budget is None:
         assert all(x in message for x in (f"'{text}'", "25%", "1024", "paper"))

@@ -170,7 +170,7 @@ def test_settings_have_profiles_of_their_own(cache):
 @pytest.mark.few
 @pytest.mark.parametrize("damage", ["", "{", '{"schema_version": 2}', "echo: [[1.0]]", "tokens: 9", "echo: NaN"])
 def test_a_broken_file_is_measured_again(cache, capsys, damage):
-    """Whatever is in the file, the profile is right, the file is mended, and a line says so."""
+    """For every content of the file, the profile is right, the file is mended, and a line says so."""
     right = find_profile(tiny_model(), 8)
     (path,) = cache.iterdir()
     whole = path.read_text()

@@ -59,7 +59,7 @@ def test_a_run_answers_what_was_asked():
     {"task__chat_template_sha": "x"},
 ])
 def test_a_run_that_was_asked_otherwise_does_not(change):
-    """Whatever it is that differs."""
+    """For every field that may differ."""
     assert not _answers(make_spec(**change), WANTED)
 
 

@@ -113,7 +113,7 @@ def pick(data, rows, count):
 @given(data=st.data(), batch=st.sampled_from([1, 2]), bounded=st.booleans(), track=st.booleans(),
        window=st.sampled_from([None, 5]), capacity=st.sampled_from([0, 12]))
 def test_a_store_is_lists_of_rows(data, batch, bounded, track, window, capacity):
-    """Whatever is appended, kept, dropped, forked and closed in whatever order, every store holds what lists hold."""
+    """In any order of append, keep, drop, fork and close, every store holds the entries of plain lists."""
     first = LayerKV(bounded=bounded, track=track)
     first.capacity = capacity
     alive = [(first, Lists([[] for _ in range(batch * HEADS)]))]

@@ -1,4 +1,4 @@
-"""Cells side by side on a GPU: as many as the predicted memory allows, and none beside one that gives times."""
+"""Cells side by side on a GPU: as many as the predicted memory allows, and none next to one that gives times."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_more_workers_than_the_memory_holds_are_refused():
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What is asked of Ray for each task, with a fake Ray."""
+    """Resources asked of Ray for each task, with a fake Ray."""
     seen = []
 
     def remote(**options):

@@ -296,7 +296,7 @@ def test_what_is_cut_fits_and_keeps_both_ends(mini_tokenizer, text, most):
 @settings(max_examples=60, deadline=None)
 @given(words=st.integers(0, 300), length=st.integers(60, 400))
 def test_the_first_prompt_and_its_generation_fit(tmp_path_factory, mini_tokenizer, words, length):
-    """Whatever the context and the length, and the length is used up where something was cut."""
+    """For all contexts and lengths, and the length is used up where something was cut."""
     path = write(tmp_path_factory.mktemp("data") / "books.jsonl", book(context="Start " + "pages of text " * words))
     task = Books(data=str(path))
     (example,) = make(task, mini_tokenizer, length=length)

@@ -163,7 +163,7 @@ def _read_verification(folder: Path, head: Head) -> Verification | None:
         return None
     found = parse(read_regular(path), Verification, VERIFICATION)
     if not is_believed(found, folder):
-        return None  # whoever sent the folder may have written it
+        return None  # the sender of the folder may have written it
     if found.refused:
         refused = next(x for x in found.checks if x.outcome == "refused")
         raise RefusedError(refused.name, f"refused by its verification: {refused.reason}")

@@ -16,7 +16,7 @@ from kvbench.trace.requests import Trace, TraceRequest
 
 @dataclass(kw_only=True)
 class TailLRU(BlockPolicy):
-    """LRU that first evicts what a conversation can lose without a slow next turn.
+    """LRU that first evicts the blocks that a conversation can lose without a slow next turn.
 
     The last blocks of a conversation, up to `threshold` tokens less the expected new tokens, are computed again fast
     enough.
