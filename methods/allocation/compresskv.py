@@ -69,6 +69,7 @@ class CompressKV(ScoredMethod):
         unverified=("tokens, needle, trials: chosen for small models; the authors use texts of up to 50,000 tokens.",),
         limits=(
             "Entries are chosen by the last tokens: a question that is asked later does not affect the choice.",
+            "In a layer with at most `voters` query heads all of them choose, so that none is left out.",
             "A model that copies nothing has no retrieval heads, so that the choice of heads is noise.",
         ),
     )

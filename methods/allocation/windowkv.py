@@ -57,7 +57,10 @@ class WindowKV(Method):
             "A group may be smaller than `share`, where layers are left; the authors' code fails there.",
             "Sliding layers choose windows of their own.",
         ),
-        limits=("Entries are chosen by the last tokens: a question that is asked later does not affect the choice.",),
+        limits=(
+            "Entries are chosen by the last tokens: a question that is asked later does not affect the choice.",
+            "A model of at most `share` layers has one group, whose layers keep equally many entries.",
+        ),
     )
 
     def minimum_entries(self) -> int:
