@@ -11,6 +11,8 @@ from torch import Tensor
 
 GRID = 8192
 """Points at which a density is evaluated."""
+CELLS = 512
+"""Cells in which numbers are counted."""
 FARTHEST = 8.0
 """A normal number beyond this has no weight in a codebook."""
 MOST_ITERATIONS = 10_000
@@ -40,6 +42,19 @@ def fit_levels(points: Tensor, weights: Tensor, count: int) -> Tensor:
     return levels
 
 
+def count_on_grid(x: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Numbers as weighted points, each shared by its two neighbors, so that weights move continuously with numbers.
+
+    x: [n], between `low` and `high`. Points and weights: [CELLS + 1]
+    """
+    place = ((x.double() - low) * (CELLS / (high - low))).clamp(0, CELLS)
+    left = place.long().clamp_max(CELLS - 1)
+    weights = torch.zeros(CELLS + 1, dtype=torch.float64, device=x.device)
+    weights.index_add_(0, left + 1, place - left)
+    weights.index_add_(0, left, left + 1 - place)
+    return torch.linspace(low, high, CELLS + 1, dtype=torch.float64, device=x.device), weights
+
+
 def _interpolate(x: Tensor, at: Tensor, values: Tensor) -> Tensor:
     """A function given at ascending points, linear in between."""
     right = torch.searchsorted(at, x).clamp(1, len(at) - 1)
@@ -56,7 +71,7 @@ def midpoints(levels: Tensor) -> Tensor:
 
 def nearest_level(x: Tensor, levels: Tensor) -> Tensor:
     """The number of the level nearest to each element. levels: ascending [count]. As `x`, uint8"""
-    return torch.bucketize(x, midpoints(levels)).to(torch.uint8)
+    return torch.bucketize(x.contiguous(), midpoints(levels)).to(torch.uint8)
 
 
 @functools.lru_cache(maxsize=64)

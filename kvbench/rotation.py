@@ -30,6 +30,22 @@ def orthogonal_projection(width: int, rows: int, seed: int, device: torch.device
     return torch.cat(blocks)[:rows] * math.sqrt(width)
 
 
+def hadamard(x: Tensor) -> Tensor:
+    """Rotate by the Hadamard matrix of the largest power of two that divides the width, block by block. [..., D]
+
+    The rotation is symmetric, so it is its own inverse.
+    """
+    size = x.shape[-1] & -x.shape[-1]
+    found: Tensor = x.unflatten(-1, (-1, size))
+    half = 1
+    while half < size:
+        pairs = found.unflatten(-1, (-1, 2, half))
+        a, b = pairs.unbind(-2)
+        found = torch.stack([a + b, a - b], dim=-2).flatten(-3)
+        half *= 2
+    return found.flatten(-2) / math.sqrt(size)
+
+
 def mean_component(width: int) -> float:
     """The mean absolute component of a random vector of length sqrt(width); sqrt(2 / pi) for wide vectors."""
     return math.sqrt(width / math.pi) * math.exp(math.lgamma(width / 2) - math.lgamma((width + 1) / 2))

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kvbench.codebooks import angle_levels, fit_levels, midpoints, nearest_level, sphere_levels
+from kvbench.codebooks import CELLS, angle_levels, count_on_grid, fit_levels, midpoints, nearest_level, sphere_levels
 
 CPU = torch.device("cpu")
 NORMAL = {
@@ -39,6 +39,14 @@ def test_levels_of_numbers_are_the_means_of_their_cells():
     assert levels.tolist() == pytest.approx(means, abs=0.01)
     nearest = (x[:, None] - levels.float()).abs().argmin(-1)
     assert (codes != nearest).float().mean() < 1e-3
+
+
+def test_numbers_are_counted_between_points():
+    """0.3 of a cell from a point is 0.7 of a number there and 0.3 at the next; the sum and the mean stay."""
+    x = torch.tensor([-1.0, 1.0, -1 + 0.3 * 2 / CELLS], dtype=torch.float64)
+    points, weights = count_on_grid(x, -1.0, 1.0)
+    assert weights[[0, 1, -1]].tolist() == pytest.approx([1.7, 0.3, 1.0])
+    assert (points * weights).sum().item() == pytest.approx(x.sum().item())
 
 
 @pytest.mark.parametrize("level", [2, 3, 4])

@@ -2,197 +2,41 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvbench.budget import LayerShape, Shape
-from kvbench.kernels.pack import Codes, dequantize, packed_width, quantize
 from kvbench.kernels.packed_attention import packed_partial
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials, ragged_partial
 from kvbench.step import Step
+from kvbench.store.coders import Coder, Parts
 from kvbench.store.facts import Fact
 from kvbench.store.layer import LayerKV
 
+if TYPE_CHECKING:
+    from kvbench.hf import Rope
+
 BLOCK = 2**20
 """Elements decoded at a time, over all heads."""
-PARAMETER_BYTES = 4
-"""A scale and a minimum in float16."""
-CHANNEL_BYTES = NORM_BYTES = 2
-
-Parts = dict[str, Tensor]
-"""An encoded block by name, each tensor [B, H_kv, n, ...]."""
-
-
-class Coder(ABC):
-    """Encodes keys or values. Decoded vectors may be in other coordinates, into which queries are turned once a step.
-
-    turn(q) . decode(encode(k)) is about q . k, and back(sum of weights times decode(encode(v))) about that of v.
-    """
-
-    @abstractmethod
-    def encode(self, x: Tensor) -> Parts:
-        """Encode vectors. x: [B, H_kv, n, D]"""
-
-    @abstractmethod
-    def decode(self, parts: Parts, width: int) -> Tensor:
-        """Decode vectors of `width` elements, in the coder's own coordinates. [B, H_kv, n, W] float32"""
-
-    @abstractmethod
-    def entry_bytes(self, width: int) -> int:
-        """Bytes of an encoded vector of `width` elements."""
-
-    def fit(self, x: Tensor) -> Self:
-        """The coder with what it takes from the context. x: [B, H_kv, n, D]"""
-        del x
-        return self
-
-    def turn(self, query: Tensor) -> Tensor:
-        """Queries in the coder's own coordinates. [B, H_q, T, D] -> [B, H_q, T, W]"""
-        return query
-
-    def back(self, output: Tensor) -> Tensor:
-        """Outputs out of the coder's own coordinates. [B, H_q, T, W] -> [B, H_q, T, D]"""
-        return output
-
-    def codes(self, parts: Parts, width: int) -> Codes | None:
-        """The block as the codes that `packed_attention` reads; None: it cannot."""
-        del parts, width
-        return None
-
-    def fixed_bytes(self, width: int, heads: int) -> int:
-        """Bytes of `tensors`, for this many KV heads."""
-        del width, heads
-        return 0
-
-    def tensors(self) -> list[Tensor]:
-        """Tensors of the coder that count as stored: what depends on the context or on the model."""
-        return []
-
-
-def as_norm(x: Tensor) -> Tensor:
-    """Norms in float16.
-
-    Raises:
-        ValueError: a norm exceeds float16's 65504, or is not a number.
-    """
-    norm = x.to(torch.float16)
-    if not norm.isfinite().all():
-        raise ValueError(f"a norm of {x.amax().item():.4g} is beyond 65504, the limit of float16 norms.")
-    return norm
-
-
-@dataclass(frozen=True)
-class GroupCoder(Coder):
-    """Uniform levels between the smallest and the largest element of each group of channels of one vector."""
-
-    bits: int
-    group: int | None
-    """Channels of a group; None, or more than a vector has: all of them."""
-
-    def channels(self, width: int) -> int:
-        """Channels of a group."""
-        return width if self.group is None else min(self.group, width)
-
-    def encode(self, x: Tensor) -> Parts:
-        """Codes, scales and minima."""
-        codes = quantize(x, self.bits, channels=self.channels(x.shape[3]))
-        return {"packed": codes.packed, "scale": codes.scale, "minimum": codes.minimum}
-
-    def codes(self, parts: Parts, width: int) -> Codes:
-        """The block as codes."""
-        return Codes(**parts, bits=self.bits, width=width)
-
-    def decode(self, parts: Parts, width: int) -> Tensor:
-        """Decode vectors."""
-        return dequantize(self.codes(parts, width))
-
-    def entry_bytes(self, width: int) -> int:
-        """Codes, and a scale and a minimum per group."""
-        return packed_width(width, self.bits) + width // self.channels(width) * PARAMETER_BYTES
-
-
-@dataclass(frozen=True)
-class SplitCoder(Coder):
-    """Two coders: one for the channels of the largest norm in the context, per KV head, and one for the others."""
-
-    share: float
-    """Share of the channels for the first coder, rounded down to whole channels."""
-    large: Coder
-    small: Coder
-    order: Tensor | None = None
-    """Channels by norm, the largest first. [B, H_kv, D] int16"""
-
-    def count(self, width: int) -> tuple[int, int]:
-        """Channels of both coders."""
-        first = int(self.share * width)
-        return first, width - first
-
-    def fit(self, x: Tensor) -> Self:
-        """Find the channels."""
-        norms = x.float().square().sum(2)
-        return replace(self, order=norms.argsort(dim=-1, descending=True, stable=True).to(torch.int16))
-
-    def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The channels of both coders, of keys, values or queries. [B, H, n, D]"""
-        large, small = x.gather(3, self._channels(x)).split(self.count(x.shape[3]), dim=3)
-        return large, small
-
-    def _channels(self, x: Tensor) -> Tensor:
-        assert self.order is not None, "fit it to a context first"
-        order = self.order.long().repeat_interleave(x.shape[1] // self.order.shape[1], dim=1)
-        return order[:, :, None].expand(-1, -1, x.shape[2], -1)
-
-    def encode(self, x: Tensor) -> Parts:
-        """The parts of both coders."""
-        large, small = self._split(x)
-        coded = {"large": self.large.encode(large), "small": self.small.encode(small)}
-        return {f"{which}_{name}": x for which, parts in coded.items() for name, x in parts.items()}
-
-    def decode(self, parts: Parts, width: int) -> Tensor:
-        """The coordinates of the first coder, then those of the second."""
-        own = {which: {name.removeprefix(which): x for name, x in parts.items() if name.startswith(which)}
-               for which in ("large_", "small_")}
-        first, rest = self.count(width)
-        return torch.cat([self.large.decode(own["large_"], first), self.small.decode(own["small_"], rest)], dim=3)
-
-    def turn(self, query: Tensor) -> Tensor:
-        """Queries by channels, in the coordinates of both coders."""
-        large, small = self._split(query)
-        return torch.cat([self.large.turn(large), self.small.turn(small)], dim=3)
-
-    def back(self, output: Tensor) -> Tensor:
-        """Outputs, every channel in its place."""
-        large, small = output.split(self.count(output.shape[3]), dim=3)
-        found = torch.cat([self.large.back(large), self.small.back(small)], dim=3)
-        return torch.empty_like(found).scatter_(3, self._channels(found), found)
-
-    def entry_bytes(self, width: int) -> int:
-        """Bytes of both coders."""
-        first, rest = self.count(width)
-        return self.large.entry_bytes(first) + self.small.entry_bytes(rest)
-
-    def fixed_bytes(self, width: int, heads: int) -> int:
-        """The order of channels."""
-        return heads * width * CHANNEL_BYTES
-
-    def tensors(self) -> list[Tensor]:
-        """The order of channels."""
-        return [] if self.order is None else [self.order]
-
-
 @dataclass
 class CodedKV(LayerKV):
     """Exact entries until `encode` ends the context; from then on every entry is encoded when it arrives."""
 
     key_coder: Coder | None = None
     value_coder: Coder | None = None
+    plain: bool = False
+    """Whether keys are encoded as they are before rotation; `turn` must then leave queries as they are."""
+    sinks: int = 0
+    """First entries of the context, which stay exact; `turn` must then keep products and be undone by `back`."""
 
     coded: bool = field(default=False, init=False)
+    first: dict[str, Tensor] = field(default_factory=dict, init=False)
+    """Exact keys and values of the first entries. [B, H_kv, sinks, D]"""
     _widths: tuple[int, int] = field(default=(0, 0), init=False)
+    _rope: Rope | None = field(default=None, init=False)
 
     @property
     def _coders(self) -> dict[str, Coder]:
@@ -200,21 +44,44 @@ class CodedKV(LayerKV):
         return {"key": self.key_coder, "value": self.value_coder}
 
     def bytes_for(self, layer: LayerShape, shape: Shape, entries: int) -> int:
-        """Encoded entries, and the tensors of the coders."""
-        del shape
-        heads, widths = layer.kv_heads, zip(self._coders.values(), (layer.key_dim, layer.value_dim), strict=True)
-        return sum(heads * entries * x.entry_bytes(width) + x.fixed_bytes(width, heads) for x, width in widths)
+        """Exact first entries, encoded others, and the tensors of the coders."""
+        heads, widths = layer.kv_heads, (layer.key_dim, layer.value_dim)
+        first = min(self.sinks, entries)
+        exact = heads * first * sum(widths) * shape.itemsize
+        return exact + sum(
+            heads * (entries - first) * x.entry_bytes(width) + x.fixed_bytes(width, heads)
+            for x, width in zip(self._coders.values(), widths, strict=True)
+        )
 
     def encode(self) -> None:
-        """End the context: encode the entries and free the exact ones."""
-        exact = self._held()
-        self._widths = exact["key"].shape[3], exact["value"].shape[3]
+        """End the context: encode all but the first entries and free the exact ones."""
+        first = min(self.sinks, self.n)
+        held = self._held()
+        self._widths = held["key"].shape[3], held["value"].shape[3]
+        if first:
+            self.first = {name: held[name][:, :, :first].clone() for name in ("key", "value")}
+        exact = {name: x[:, :, first:] for name, x in held.items()}
+        if self.plain:
+            exact["key"] = self._turn_keys(exact["key"], self.seen - self.n + first, inverse=True)
         self.key_coder, self.value_coder = (x.fit(exact[name]) for name, x in self._coders.items())
-        self._replace(self._encode(exact), self.n + max(0, self.capacity - self.seen))
+        self._replace(self._encode(exact), self.n - first + max(0, self.capacity - self.seen))
         self.coded = True
+
+    def append(self, step: Step) -> None:
+        """Add a forward's entries."""
+        self._rope = step.rope
+        super().append(step)
+
+    def _turn_keys(self, keys: Tensor, start: int, *, inverse: bool = False) -> Tensor:
+        """Keys of the tokens from `start` on, rotated to their positions or back. [B, H_kv, n, D]"""
+        assert self._rope is not None
+        positions = torch.arange(start, start + keys.shape[2], device=keys.device).expand(keys.shape[0], -1)
+        return self._rope.rotate(keys.float(), positions, inverse=inverse)
 
     def _entries(self, step: Step) -> dict[str, Tensor]:
         entries = super()._entries(step)
+        if self.coded and self.plain:
+            entries["key"] = self._turn_keys(step.key, step.seen - step.key.shape[2], inverse=True)
         return self._encode(entries) if self.coded else entries
 
     def _encode(self, entries: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -232,7 +99,7 @@ class CodedKV(LayerKV):
         """Keys and values of some entries, in the coders' coordinates. [B, H_kv, n, W] float32"""
         coders = zip(self._coders.items(), self._widths, strict=True)
         keys, values = (coder.decode(self._parts(kind, low, stop), width) for (kind, coder), width in coders)
-        return keys, values
+        return self._turn_keys(keys, self.seen - self.n + low) if self.plain else keys, values
 
     def attend(self, step: Step) -> Tensor:
         """Attention output of the last T entries over every entry held. [B, H_q, T, D_v]"""
@@ -244,7 +111,7 @@ class CodedKV(LayerKV):
             "scale": step.scale, "seen": step.seen, "window": step.window, "softcap": step.softcap
         }
         before = self.n - step.query.shape[2]
-        parts = self._earlier(query, before, options)
+        parts = self._first(query, options) + self._earlier(query, before, options)
         own_keys, own_values = (x.to(query.dtype) for x in self.decode(before, self.n))
         parts.append(dense_partial(query, own_keys, own_values, positions=None, **options))
         return values.back(merge_partials(parts, step.sinks)).to(step.query.dtype)
@@ -257,25 +124,36 @@ class CodedKV(LayerKV):
             return []
         keys, values = (x.codes(self._parts(kind, first, before), width)
                         for (kind, x), width in zip(self._coders.items(), self._widths, strict=True))
-        if keys is not None and values is not None:
+        if keys is not None and values is not None and not self.plain:
             return [packed_partial(query, keys, values, start=start + first, **options)]
-        batch, heads = self._parts("key", 0, 1).popitem()[1].shape[:2]
-        size, parts = max(1, BLOCK // (batch * heads * max(self._widths))), []
-        for low in range(first, before, size):
-            count = min(size, before - low)
-            block_keys, block_values = (x.to(query.dtype).flatten(0, 2) for x in self.decode(low, low + count))
-            offsets = torch.arange(batch * heads + 1, dtype=torch.int32, device=query.device) * count
-            at = None
-            if window is not None:
-                at = torch.arange(start + low, start + low + count, dtype=torch.int32, device=query.device)
-                at = at.repeat(batch * heads)
-            counts = [count] * (batch * heads)
-            parts.append(ragged_partial(query, block_keys, block_values, offsets, counts, positions=at, **options))
-        return parts
+        heads = self._parts("key", 0, 1).popitem()[1].shape[:2].numel()
+        size = max(1, BLOCK // (heads * max(self._widths)))
+        return [
+            _attend_block(query, *self.decode(low, min(low + size, before)), start + low, options)
+            for low in range(first, before, size)
+        ]
+
+    def _first(self, query: Tensor, options: dict[str, Any]) -> list[Partial]:
+        """Attention over the exact first entries, in the coders' coordinates."""
+        if not self.first:
+            return []
+        keys, values = (coder.turn(self.first[kind].float()) for kind, coder in self._coders.items())
+        return [_attend_block(query, keys, values, 0, options)]
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that the layer keeps alive."""
-        return super().tensors() + [x for coder in self._coders.values() for x in coder.tensors()]
+        coders = [x for coder in self._coders.values() for x in coder.tensors()]
+        return [*super().tensors(), *coders, *self.first.values()]
+
+    def close(self) -> None:
+        """Free the entries."""
+        super().close()
+        self.first = {}
+
+    def entries_kept(self) -> list[int]:
+        """Entries of each (batch, KV head), exact first ones included."""
+        exact = self.first["key"].shape[2] if self.first else 0
+        return [x + exact for x in super().entries_kept()]
 
     def facts(self) -> dict[str, Fact]:
         """Entries that are encoded, and the distinct bytes of the first part of their keys."""
@@ -288,3 +166,16 @@ class CodedKV(LayerKV):
             **super().facts(), "entries_quantized": Fact(entries, changed=True),
             "distinct_codes": Fact(distinct, maximum=True),
         }
+
+
+def _attend_block(query: Tensor, keys: Tensor, values: Tensor, start: int, options: dict[str, Any]) -> Partial:
+    """Attention over entries before the queries, from the token `start` on. keys: [B, H_kv, n, W]"""
+    heads, count = keys.shape[:2].numel(), keys.shape[2]
+    offsets = torch.arange(heads + 1, dtype=torch.int32, device=query.device) * count
+    at = None
+    if options["window"] is not None:
+        at = torch.arange(start, start + count, dtype=torch.int32, device=query.device).repeat(heads)
+    return ragged_partial(
+        query, keys.to(query.dtype).flatten(0, 2), values.to(query.dtype).flatten(0, 2), offsets, [count] * heads,
+        positions=at, **options,
+    )

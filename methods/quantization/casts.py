@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kvbench.calibration import calibrate, calibrated
 from kvbench.constraints import Positive
-from kvbench.method import Method, Step, resolved
+from kvbench.method import Method, Shape, Step, resolved
 from kvbench.methods.quantization.coded import CodedMethod
 from kvbench.store import LayerKV
-from kvbench.store.coded import Coder
+from kvbench.store.coders import Coder
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
@@ -36,6 +36,10 @@ class CastMethod(CodedMethod):
     def calibrate_scales(self, model: Model) -> Self:
         """Find the largest magnitudes, once per process and model."""
         return replace(self, largest=calibrate(model, Largest(), self.tokens, lambda state, _: state["largest"]))
+
+    def shared_bytes(self, shape: Shape) -> int:
+        """Bytes of the scales, which all sequences use."""
+        return self.tensor_bytes(shape)
 
     def largest_magnitudes(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
         """The largest magnitudes of a layer's keys and of its values. [H_kv] each; None: not calibrated."""

@@ -6,9 +6,10 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvbench.method import Method, Step
+from kvbench.method import Method, Shape, Step
 from kvbench.store import LayerKV
-from kvbench.store.coded import CodedKV, Coder
+from kvbench.store.coded import CodedKV
+from kvbench.store.coders import Coder
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,13 @@ class CodedMethod(Method):
     @abstractmethod
     def coders(self, layer: int) -> tuple[Coder, Coder]:
         """The coders of a layer's keys and of its values."""
+
+    def tensor_bytes(self, shape: Shape) -> int:
+        """Bytes of the coders' own tensors in all layers."""
+        return sum(
+            coder.fixed_bytes(width, x.kv_heads) for i, x in enumerate(shape.layers)
+            for coder, width in zip(self.coders(i), (x.key_dim, x.value_dim), strict=True)
+        )
 
     def layer(self, index: int) -> LayerKV:
         """A store of exact entries that is encoded at the end of the context."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvbench.method import BudgetKind, Card
 from kvbench.methods.quantization.casts import E4M3_MAX, CastMethod, ScaledCoder, Scaling, from_e4m3, to_e4m3
-from kvbench.store.coded import Coder, Parts
+from kvbench.store.coders import Coder, Parts
 
 if TYPE_CHECKING:
     from kvbench.hf import Model

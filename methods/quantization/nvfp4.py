@@ -13,7 +13,7 @@ from kvbench.errors import UserError
 from kvbench.kernels.pack import pack, packed_width, unpack
 from kvbench.method import Budget, BudgetKind, Card, Shape
 from kvbench.methods.quantization.casts import E4M3_MAX, CastMethod, ScaledCoder, from_e4m3, to_e4m3
-from kvbench.store.coded import Coder, Parts
+from kvbench.store.coders import Coder, Parts
 
 if TYPE_CHECKING:
     from kvbench.hf import Model

@@ -15,7 +15,7 @@ from kvbench.kernels.pack import pack, packed_width, unpack
 from kvbench.method import Budget, BudgetKind, Card, Shape
 from kvbench.methods.quantization.coded import CodedMethod
 from kvbench.rotation import random_rotation
-from kvbench.store.coded import NORM_BYTES, Coder, Parts, as_norm
+from kvbench.store.coders import NORM_BYTES, Coder, Parts, as_norm
 
 ROTATION = 0
 """Seed."""

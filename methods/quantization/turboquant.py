@@ -16,7 +16,7 @@ from kvbench.kernels.pack import pack, packed_width, unpack
 from kvbench.method import Budget, BudgetKind, Card, Shape
 from kvbench.methods.quantization.coded import CodedMethod
 from kvbench.rotation import gaussian_projection, random_rotation
-from kvbench.store.coded import NORM_BYTES, Coder, Parts, SplitCoder, as_norm
+from kvbench.store.coders import NORM_BYTES, Coder, Parts, SplitCoder, as_norm
 
 ROTATION, PROJECTION = 0, 1
 """Seeds."""

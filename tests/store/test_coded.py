@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
+from kvbench.budget import LayerShape, Shape
 from kvbench.hf.rope import NO_ROPE
 from kvbench.kernels.dense_attention.naive import attention_weights
 from kvbench.method import Moment, Step
@@ -14,10 +13,12 @@ from kvbench.methods.quantization.polarquant import PolarCoder
 from kvbench.methods.quantization.qjl import SketchCoder
 from kvbench.methods.quantization.turboquant import RotatedCoder
 from kvbench.store import coded
-from kvbench.store.coded import CodedKV, GroupCoder, SplitCoder, as_norm
+from kvbench.store.coded import CodedKV
+from kvbench.store.coders import GroupCoder, HadamardCoder, SplitCoder, as_norm
 
 CODERS = {
-    "groups": (GroupCoder(4, None), GroupCoder(2, 8)), "rotated": (RotatedCoder(3), RotatedCoder(2)),
+    "groups": (GroupCoder(4, None), GroupCoder(2, 8)), "hadamard": (HadamardCoder(4, 8, 0.9), HadamardCoder(3, None)),
+    "rotated": (RotatedCoder(3), RotatedCoder(2)),
     "signs": (RotatedCoder(2, sign=True), RotatedCoder(3)), "sketch": (SketchCoder(4), GroupCoder(4, 16)),
     "angles": (PolarCoder((4, 2, 2, 2)), PolarCoder((4, 2))),
     "outliers": (SplitCoder(0.25, RotatedCoder(3, sign=True), RotatedCoder(2, sign=True)),
@@ -66,11 +67,11 @@ def test_attention_is_that_over_decoded_entries(name, window, monkeypatch):
 @pytest.mark.parametrize("name", CODERS)
 def test_bytes_are_those_of_the_formula(name):
     """Every part of an entry and what is kept per head, for keys and values of other widths."""
-    kv = CodedKV(key_coder=CODERS[name][0], value_coder=CODERS[name][1])
+    kv = CodedKV(key_coder=CODERS[name][0], value_coder=CODERS[name][1], sinks=2)
     kv.append(make_step(draw(1, 4, 9, 32), draw(1, 2, 9, 32), draw(1, 2, 9, 16), 0))
     kv.encode()
-    layer = SimpleNamespace(kv_heads=2, key_dim=32, value_dim=16)
-    assert kv.nbytes() - kv.spare_bytes() == kv.bytes_for(layer, None, 9)
+    layer = LayerShape(kv_heads=2, query_heads=4, key_dim=32, value_dim=16, window=None)
+    assert kv.nbytes() - kv.spare_bytes() == kv.bytes_for(layer, Shape(9, (layer,), itemsize=4), 9)
 
 
 def test_channels_are_split_by_norm_and_come_back():
