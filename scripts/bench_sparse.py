@@ -27,7 +27,7 @@ STEPS, ROUNDS = 4, 3
 
 def find_kinds(kind: BudgetKind) -> list[type[Method]]:
     """The methods with this budget kind."""
-    found = [x.load() for x in list_entries("method") if x.models == "autoregressive"]
+    found: list[type[Method]] = [x.load() for x in list_entries("method") if x.models == "autoregressive"]
     return [x for x in found if x.card.budget is kind]
 
 
@@ -37,7 +37,8 @@ def bench_prefill() -> dict[str, Any]:
     Both are shares of the full cache's; times are CPU seconds in one process. Ctrl+C ends the measurement and keeps
     what was found.
     """
-    model, found = load_model(NAME, dtype="float32"), {}
+    model = load_model(NAME, dtype="float32")
+    found: dict[str, Any] = {}
     try:
         for length in LENGTHS:
             ids = calibration_ids(model, length)
@@ -59,7 +60,8 @@ def bench_prefill() -> dict[str, Any]:
 
 def bench_reads() -> dict[str, Any]:
     """By method: bytes that a decode step reads after the longest context, and its time, over the full cache's."""
-    model, found = load_model(NAME, dtype="float32"), {}
+    model = load_model(NAME, dtype="float32")
+    found: dict[str, Any] = {}
     ids = calibration_ids(model, LENGTHS[-1])
     recording = record(model, ids[0].tolist(), None, "torch", outputs=False)
     try:

@@ -20,6 +20,8 @@ from kvbench.store.layer import LayerKV
 from kvbench.store.selective import SelectiveKV
 
 Tier = Literal["device", "host", "file"]
+Weigh = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""From the keys that were read, [R, D], and the batch, head and entry of each to what is added to its logit. [R]"""
 
 
 @dataclass
@@ -104,21 +106,25 @@ class ChosenKV(SelectiveKV):
         self.reads["bytes"] += x.numel() * x.itemsize
         return x
 
-    def read(self, step: Step, mask: Tensor, bias: Tensor | None = None) -> Partial:
+    def read(self, step: Step, mask: Tensor, bias: Tensor | Weigh | None = None) -> Partial:
         """Attention of one token over the marked entries, which are gathered and nothing else.
 
         mask: [B, H, n] bool, over the first n entries. H is the number of KV heads, or of query heads that read for
-        themselves. bias: [B, H, n] float32, added to the logits.
+        themselves. bias: added to the logits: [B, H, n] float32, or a function of the keys that were read.
         """
         heads, kv_heads = mask.shape[1], self.keys.shape[1]
         batch, head, entry = mask.nonzero(as_tuple=True)
         keys, values = self._gather(batch, head // (heads // kv_heads), entry)
         counts = mask.sum(-1).flatten()
         self._count(mask)
+        if isinstance(bias, Tensor):
+            bias = bias[mask]
+        elif bias is not None:
+            bias = bias(keys, batch, head, entry)
         return ragged_partial(
             step.query, keys, values, F.pad(counts.cumsum(0), (1, 0)).to(torch.int32),
             counts.tolist(), scale=step.scale, seen=step.seen, softcap=step.softcap,
-            bias=None if bias is None else bias[mask],
+            bias=bias,
         )
 
     def _gather(self, batch: Tensor, head: Tensor, entry: Tensor) -> tuple[Tensor, Tensor]:

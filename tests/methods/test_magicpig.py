@@ -1,0 +1,141 @@
+"""MagicPIG: hash tables, the chance of a sample, and the estimate that divides by it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kvbench.method import Moment
+from kvbench.methods.retrieval.magicpig import LEAST_CHANCE, MagicPIG
+
+
+def draw(*shape, seed=0):
+    """Normal random numbers."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def answer(method, make_step, length=40, **given):
+    """A context and one new token: output, step, keys, values, store."""
+    key, value = draw(1, 2, length, 8, seed=1), draw(1, 2, length, 8, seed=2)
+    kv, step = method.layer(0), make_step(draw(1, 4, length, 8), key, value, scale=0.35)
+    kv.append(step)
+    method.evict(kv, step)
+    more = make_step(
+        given.get("query", draw(1, 4, 1, 8, seed=3)), draw(1, 2, 1, 8, seed=4), draw(1, 2, 1, 8, seed=5),
+        before=length, moment=Moment.TURN_END, scale=0.35,
+    )
+    kv.append(more)
+    return method.attend(kv, more), more, torch.cat([key, more.key], 2), torch.cat([value, more.value], 2), kv
+
+
+def naive(method, query, keys, values, planes, scale):
+    """One query head in plain loops: its output and the places of its samples. query: [D]. keys: [n + 1, D]"""
+    last = len(keys) - 1 - method.recent
+    center = keys[method.sinks : last].mean(0)
+
+    def code(x, table):
+        return [bool(x @ planes[:, table * method.bits + i] > 0) for i in range(method.bits)]
+
+    logits, chosen, samples = [], [], []
+    for i in range(len(keys)):
+        log = 0.0
+        if method.sinks <= i < last:
+            k = keys[i] - center
+            hits = sum(code(query, t) == code(k, t) for t in range(method.tables))
+            if hits < 2:
+                continue
+            samples.append(i)
+            angle = math.acos(max(-1, min(1, float(query @ k / query.norm() / k.norm()))))
+            p = (1 - angle / math.pi) ** method.bits
+            two = 1 - (1 - p) ** method.tables - method.tables * p * (1 - p) ** (method.tables - 1)
+            log = math.log(two + LEAST_CHANCE)
+        logits.append(float(query @ keys[i]) * scale - log)
+        chosen.append(i)
+    return torch.tensor(logits).softmax(0) @ values[chosen], samples
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_outputs_are_those_of_the_definition(tier, make_step):
+    """Samples by tables in plain loops, with weights of 1 / chance; the budget leaves none out."""
+    method = MagicPIG(bits=3, tables=6, sinks=2, recent=5, rows=39, length=40, tier=tier)
+    output, step, keys, values, kv = answer(method, make_step)
+    planes, sampled = kv.index["planes"][0, 0], 0
+    for head in range(4):
+        wanted, samples = naive(method, step.query[0, head, 0], keys[0, head // 2], values[0, head // 2], planes, 0.35)
+        assert torch.allclose(output[0, head, 0], wanted, atol=1e-5)
+        sampled += len(samples)
+    assert kv.reads["entries_read"] == sampled + 4 * (2 + 5 + 1)
+    assert 0 < sampled < 4 * 33
+
+
+def test_the_chance_is_that_of_random_planes():
+    """Against the share of many draws of planes, at four angles."""
+    method = MagicPIG(bits=3, tables=4)
+    generator = torch.Generator().manual_seed(0)
+    for angle in (0.2, 0.8, 1.5, 2.5):
+        pair = torch.tensor([[1.0, 0.0], [math.cos(angle), math.sin(angle)]])
+        planes = torch.randn(20_000, 4, 3, 2, generator=generator)
+        signs = planes @ pair.T > 0
+        hits = (signs[..., 0] == signs[..., 1]).all(-1).sum(-1)
+        share = float((hits >= 2).float().mean())
+        assert float(method.chance(torch.tensor(math.cos(angle)))) == pytest.approx(share, abs=0.01)
+
+
+def test_the_estimate_is_unbiased_over_seeds(make_step):
+    """Normalizer and weighted values, averaged over hash seeds, are full attention's; unweighted samples are not.
+
+    A planted fault, the weight left out, misses more than three times as much.
+    """
+    def mean_of(weighted):
+        total, seeds = 0, 60
+        for seed in range(seeds):
+            method = MagicPIG(bits=2, tables=4, sinks=2, recent=5, rows=39, length=40, seed=seed)
+            kv, step, values = None, None, None
+            _, step, _, values, kv = answer(method, make_step, query=2 * draw(1, 4, 1, 8, seed=3))
+            chance = MagicPIG.chance
+            if not weighted:
+                MagicPIG.chance = lambda _, cosine: torch.ones_like(cosine)
+            try:
+                part = method.read(kv, step, 41)
+            finally:
+                MagicPIG.chance = chance
+            total = total + part.output * part.lse.exp()[..., None] / seeds
+        return total, step, kv, values
+
+    found, step, kv, values = mean_of(weighted=True)
+    keys = kv.keys.repeat_interleave(2, 1)
+    weights = (step.query @ keys.mT * 0.35).exp()
+    wanted = weights @ values.repeat_interleave(2, 1)
+    plain, *_ = mean_of(weighted=False)
+    error, fault = ((x - wanted).norm() / wanted.norm() for x in (found, plain))
+    assert error < 0.1
+    assert fault > 3 * error
+
+
+def test_samples_beyond_the_budget_are_left_out_and_weighed(make_step):
+    """Equal vectors are always sampled: of 33, 10 are read, each for 3.3."""
+    method = MagicPIG(bits=1, tables=60, sinks=2, recent=5, rows=17, length=40)
+    kept, share = method.thin(torch.ones(1, 3, 33, dtype=torch.bool))
+    assert kept.sum(-1).tolist() == [[10, 10, 10]]
+    assert share.tolist() == [[pytest.approx(10 / 33)] * 3]
+    few = torch.zeros(1, 1, 33, dtype=torch.bool)
+    few[..., :4] = True
+    kept, share = method.thin(few)
+    assert kept.equal(few)
+    assert share.item() == 1
+    *_, kv = answer(method, make_step)
+    assert kv.reads["entries_read"] <= 4 * (17 + 1)
+
+
+def test_bytes_read_are_buckets_and_entries(make_step):
+    """Places in the buckets of the query's codes, probes of the sorted codes, parameters, and entries."""
+    method = MagicPIG(bits=3, tables=6, sinks=2, recent=5, rows=39, length=40)
+    _, step, keys, _, kv = answer(method, make_step)
+    planes, center = kv.index["planes"][0, 0], keys[:, :, 2:35].mean(2, keepdim=True)
+    codes = method.hash(keys[:, :, 2:35] - center, planes).repeat_interleave(2, 1)  # [1, H_q, L, n]
+    hits = int((codes == method.hash(step.query, planes)).sum())
+    probes = 4 * 6 * 2 * 6 * 2  # two searches of ceil(log2(34)) codes of 2 bytes, for each table and query head
+    parameters = (2 * 8 + 8 * 18) * 4
+    assert kv.read_bytes() == hits * 4 + probes + parameters + kv.reads["entries_read"] * 64
