@@ -96,6 +96,8 @@ class Method:
     True unless it says otherwise."""
     generates_alone: ClassVar[bool] = False
     """Whether `generate` is overridden: such answers are not generated in a batch."""
+    shares_layers: ClassVar[bool] = False
+    """Whether a layer leaves tensors for later layers of the same pass, in `step.shared`."""
     inexact_prefill: ClassVar[str | None] = None
     """None: logits after the context are the full cache's. Otherwise why they are not."""
     reads_hidden: ClassVar[bool] = False

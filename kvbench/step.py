@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -90,6 +90,9 @@ class Step:
     output: Tensor | None = None
     """Output projection, by query head, where the method compresses; None: elsewhere, and where the adapter does not
     find it. [H_q, D_v, hidden]"""
+
+    shared: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors that earlier layers of this pass left for later ones, where the method does (`Method.shares_layers`)."""
 
     def part(self, tokens: slice, *, seen: int, moment: Moment) -> Step:
         """This step for some of its new tokens. seen: tokens so far with the last of them."""

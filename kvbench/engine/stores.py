@@ -42,6 +42,7 @@ class Stores:
         self._recording, self._compare = recording, compare
         self.ledger = Ledger(self.layers)
         self._static: Tensor | None = None
+        self._shared: dict[str, Tensor] = {}
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -89,6 +90,10 @@ class Stores:
 
     def attend(self, step: Step) -> Tensor:
         """Store a step's entries, compute its attention, and let the method evict. [B, H_q, T, D_v]"""
+        if self.method.shares_layers:
+            if step.layer == 0:
+                self._shared = {}
+            step = replace(step, shared=self._shared)
         kv = self.layers[step.layer]
         kv.append(step)
         output = self.method.attend(kv, step)

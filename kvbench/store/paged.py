@@ -28,6 +28,8 @@ class PagedKV(SelectiveKV):
     """
 
     page: int = 16
+    choosing: bool = True
+    """Whether pages are chosen by bounds of this layer; otherwise by another layer's, and it stores none."""
 
     proof: ClassVar[str | None] = "pages_skipped"
     distinct: Tensor | None = field(default=None, init=False)
@@ -37,8 +39,7 @@ class PagedKV(SelectiveKV):
 
     def bytes_for(self, layer: LayerShape, shape: Shape, entries: int) -> int:
         """Every entry, two bounds for every full page, and the counter."""
-        bounds = entries // self.page * layer.kv_heads * 2 * layer.key_dim * shape.itemsize
-        return super().bytes_for(layer, shape, entries) + bounds + COUNTER_BYTES
+        return super().bytes_for(layer, shape, entries) + self._bound_bytes(layer, shape, entries) + COUNTER_BYTES
 
     def later_bytes_for(self, layer: LayerShape, shape: Shape, tokens: int) -> int:
         """Upper bound of the room for later tokens, in whole pages with bounds."""
@@ -46,8 +47,11 @@ class PagedKV(SelectiveKV):
 
     def read_bytes_for(self, layer: LayerShape, shape: Shape, entries: int, *, pages: int) -> int:
         """Bytes that a step reads: every bound, and this many pages for every query head."""
-        read = layer.query_heads * pages * self.page * (layer.key_dim + layer.value_dim)
-        return (read + entries // self.page * layer.kv_heads * 2 * layer.key_dim) * shape.itemsize
+        read = layer.query_heads * pages * self.page * (layer.key_dim + layer.value_dim) * shape.itemsize
+        return read + self._bound_bytes(layer, shape, entries)
+
+    def _bound_bytes(self, layer: LayerShape, shape: Shape, entries: int) -> int:
+        return entries // self.page * layer.kv_heads * 2 * layer.key_dim * shape.itemsize if self.choosing else 0
 
     def index(self) -> None:
         """The context is complete: from now on attention may select."""
@@ -78,7 +82,7 @@ class PagedKV(SelectiveKV):
         for x in self._buffer.tensors.values():
             x[:, :, self.n :].zero_()  # pages are read whole, with weight zero: NaN there would be NaN in the output
         keys = self._buffer.tensors["key"]
-        none = {"bounds": keys.new_empty((*keys.shape[:2], 0, 2 * keys.shape[3]))}
+        none = {"bounds": keys.new_empty((*keys.shape[:2], 0, 2 * keys.shape[3] if self.choosing else 0))}
         if self._bounds is not None:
             self._bounds.close()
         self._bounds = AppendedBlock(none, keys.shape[2] // self.page)
@@ -90,7 +94,13 @@ class PagedKV(SelectiveKV):
         full = self.n // self.page
         if full > self._bounds.n:
             keys = self._buffer.tensors["key"][:, :, self._bounds.n * self.page : full * self.page]
-            self._bounds.append({"bounds": page_bounds(keys, self.page)})
+            self._bounds.append({"bounds": self._bound(keys)})
+
+    def _bound(self, keys: Tensor) -> Tensor:
+        """Bounds of whole pages of keys, without any numbers where another layer chooses. [B, H_kv, pages, 2 * D]"""
+        if self.choosing:
+            return page_bounds(keys, self.page)
+        return keys.new_empty((*keys.shape[:2], keys.shape[2] // self.page, 0))
 
     def _bound_touched(self, count: int) -> None:
         """Bounds of every page that `count` entries may have touched; those not full yet are bounded again later."""
@@ -100,7 +110,7 @@ class PagedKV(SelectiveKV):
         bounds = self._bounds.whole()["bounds"]
         pages = pages.clamp_max(bounds.shape[2] - 1)
         keys = self._buffer.tensors["key"].unflatten(2, (-1, self.page)).index_select(2, pages).flatten(2, 3)
-        bounds.index_copy_(2, pages, page_bounds(keys, self.page))
+        bounds.index_copy_(2, pages, self._bound(keys))
         self._bounds.n = self.n // self.page
 
     def select(self, step: Step, count: int) -> Tensor:
