@@ -114,6 +114,24 @@ class TaskRecord(BaseModel):
     id: Text | int
     context: Text
     turns: list[TurnRecord] = Field(min_length=1)
+    parts: list[Text] = []
+    """The context in parts, an instruction and documents, for methods that reuse entries; then `context` is left out.
+    """
+    earlier: list[list[Text]] = []
+    """Prompts that ran before, each in parts."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _join_parts(cls, keys: object) -> object:
+        if isinstance(keys, Mapping) and isinstance(keys.get("parts"), list) and all(
+            isinstance(x, str) for x in keys["parts"]
+        ):
+            if "context" in keys:
+                raise ValueError("has parts and a context: leave the context out, which the parts make up")
+            return {**keys, "context": "".join(keys["parts"])}
+        if isinstance(keys, Mapping) and "earlier" in keys:
+            raise ValueError("has earlier prompts and no parts: write its context as parts")
+        return keys
 
 
 @dataclass(frozen=True)
@@ -180,7 +198,10 @@ class CustomTask(Task):
             references = tuple(x.references or [x.answer.strip()])
             question = table.question.replace("{question}", x.question)
             made.append(Turn(question, prefix, x.answer, references, most, tuple(x.choices)))
-        return Example(str(record.id), record.context, tuple(made))
+        return Example(
+            str(record.id), record.context, tuple(made), parts=tuple(record.parts),
+            earlier=tuple(map(tuple, record.earlier)),
+        )
 
     def count(self, example: Example, tokenizer: PreTrainedTokenizerBase) -> int:
         """Tokens of the first prompt plus its max_new_tokens."""
@@ -195,6 +216,11 @@ class CustomTask(Task):
         text, cut = cut_middle(
             tokenizer, example.context, length, lambda x: self.count(replace(example, context=x), tokenizer)
         )
+        if cut and example.parts:
+            raise UserError(
+                f"record '{example.id}' of {self.records.path} is longer than {length} tokens, and parts are not "
+                "cut. Use a greater --length."
+            )
         if not text:
             raise UserError(
                 f"record '{example.id}' of {self.records.path}: its first question and answer leave no room for the "

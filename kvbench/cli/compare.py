@@ -16,6 +16,10 @@ COSTS = (
     "shares of the full cache: stored after the context, at the end of the conversation, and read per step; cut: "
     "answers that the length limit ended; strict: score if the first value named counts"
 )
+RECOVERED = (
+    "recovered: (score - no context) / (full prefill - no context); computed: tokens times layers of a full prefill; "
+    "time to first token relative to the full prefill's, with the chunks in hand and with building them"
+)
 
 
 def compare_command(
@@ -41,9 +45,10 @@ def compare_command(
     from kvbench.analysis.formatting import print_table
     from kvbench.analysis.load import find_run, load_run
     from kvbench.analysis.metrics import Metric
+    from kvbench.analysis.recovery import find_recoveries
     from kvbench.analysis.shares import fill_full_reads
     from kvbench.analysis.significance import describe_too_few
-    from kvbench.cli.tables import cost_cells, print_regressions, score_cells
+    from kvbench.cli.tables import cost_cells, print_regressions, recovery_cells, score_cells
     from kvbench.log import say
     from kvbench.report.group import label_results
 
@@ -75,6 +80,8 @@ def compare_command(
         say(describe_too_few(contexts, len(differences)))
     columns, rows = cost_cells(results, labels)
     print_table(COSTS, columns, rows)
+    if recoveries := find_recoveries(loaded):
+        print_table(RECOVERED, *recovery_cells(recoveries, results, labels))
     regressions = find_regressions(loaded)
     if regressions:
         print_regressions(regressions, {x.run_id: label for x, label in zip(results, labels, strict=True)})
@@ -93,5 +100,6 @@ def compare_command(
                 }
                 for x in differences
             ],
-            "regressions": [asdict(x) for x in regressions], "warnings": conflicts,
+            "recoveries": [asdict(x) for x in recoveries], "regressions": [asdict(x) for x in regressions],
+            "warnings": conflicts,
         })

@@ -62,7 +62,7 @@ def print_result(result: Result, folder: Path) -> None:
     if result.diffusion is not None:
         rows += _diffusion(result.diffusion, latency)
     rows += _batch(result)
-    rows += _lossless(result)
+    rows += [*_lossless(result), *_reuse(result)]
     rows += _effect(result)
     rows.append(("run", str(folder)))
     rows += [("WARNING", f"{x} See kvbench answers {shorten(result.run_id)}.") for x in list_doubts(result)]
@@ -157,6 +157,25 @@ def _lossless(result: Result) -> list[tuple[str, str]]:
         )),
         ("verified", f"{found.different} of {found.tokens} tokens differ from plain decoding{speed}"),
     ]
+
+
+def _reuse(result: Result) -> list[tuple[str, str]]:
+    """Shares computed and taken over, bytes moved, and the two clocks."""
+    found = result.reuse
+    if found is None:
+        return []
+    rows = [("reuse", (
+        f"{found.computed_share:.1%} of a full prefill's tokens times layers computed, {found.reused_share:.1%} taken "
+        f"over; chunks of {format_bytes(found.chunk_bytes)}, {format_bytes(found.moved_bytes)} moved; {found.misses} "
+        f"built, {found.hits} found"
+    ))]
+    if found.mismatched or found.refused:
+        rows.append(("chunks", f"{found.mismatched} of other owners or damaged, {found.refused} not kept"))
+    if found.ttft_in_hand_s is not None and result.latency.ttft_s is not None:
+        rows.append(("first token", (
+            f"{found.ttft_in_hand_s:.2f} s with the chunks in hand, {result.latency.ttft_s:.2f} s with building them"
+        )))
+    return rows
 
 
 def _effect(result: Result) -> list[tuple[str, str]]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from kvbench.analysis.compare import is_full
 from kvbench.analysis.doubts import find_strict
-from kvbench.analysis.formatting import format_difference, format_seconds, format_share, print_table
+from kvbench.analysis.formatting import format_bytes, format_difference, format_seconds, format_share, print_table
 from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import conversation_share, cut_share, distinct_read_share, read_share, stored_share
 from kvbench.runs.spec import shorten
 
 if TYPE_CHECKING:
     from kvbench.analysis.compare import Difference, Regressions
+    from kvbench.analysis.recovery import Recovery
     from kvbench.report.group import GroupedRun
     from kvbench.runs.results import Result
 
@@ -59,6 +61,27 @@ def _score_cell(result: Result) -> str:
     return metric.write(score.mean) if score.ci95 is None else (
         f"{metric.write(score.mean)}\n{metric.write_interval(score.ci95)}"
     )
+
+
+def recovery_cells(
+    recoveries: Sequence[Recovery], results: Sequence[Result], labels: Sequence[str]
+) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of the table of runs that reuse entries across prompts."""
+    named = {x.run_id: (x, label) for x, label in zip(results, labels, strict=True)}
+    full = next((x.latency.ttft_s for x in results if is_full(x)), None)
+    rows = []
+    for x in recoveries:
+        result, label = named[x.run_id]
+        reuse = result.reuse
+        assert reuse is not None, "only such runs have a recovery"
+        ends = "" if x.ci95 is None else f"\n[{x.ci95[0]:.2f}, {x.ci95[1]:.2f}]"
+        times = (reuse.ttft_in_hand_s, result.latency.ttft_s)
+        rows.append([
+            label, "no gap" if x.share is None else f"{x.share:.2f}{ends}", f"{reuse.computed_share:.1%}",
+            format_bytes(reuse.chunk_bytes), format_bytes(reuse.moved_bytes),
+            *("-" if t is None or not full else f"{t / full:.2f}" for t in times),
+        ])
+    return ["method", "recovered", "computed", "chunks", "moved", "in hand", "with building"], rows
 
 
 def cost_cells(results: Sequence[Result], labels: Sequence[str]) -> tuple[list[str], list[list[str]]]:

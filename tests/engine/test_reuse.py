@@ -18,7 +18,7 @@ WHOLE = [*LEAD, *DOCUMENTS[0], *DOCUMENTS[1], *DOCUMENTS[2], *TAIL]
 
 
 def test_every_token_computed_equals_a_full_prefill():
-    """Whatever the entries at hand are, none is read."""
+    """None of the entries at hand is read."""
 
     class All(ConcatAligned):
         def run(self, mixed):

@@ -256,7 +256,7 @@ def test_fusionrag_computes_the_tokens_that_the_question_attends_to():
 
 
 def test_fusionrag_without_similar_documents_and_computation_is_concatenation_behind_the_instruction():
-    """Which is the method without its two ideas."""
+    """The method without its two ideas."""
     plain = run(find_method("concat-aligned")(behind="instruction"))
     assert distance(run(find_method("fusionrag")(ratio=0.0, similar=0)), plain) < 1e-5
     assert distance(run(find_method("fusionrag")(ratio=0.0, similar=1)), plain) > 1e-3

@@ -1,0 +1,61 @@
+"""The share of a context's benefit that reuse keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+
+from kvbench.analysis.recovery import find_recoveries
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """The fields of a finished run that are read."""
+
+    result: object
+    lines: dict
+
+
+def make(name, scores, reuse=None, *, full=False, hashes="same"):
+    """A run with one question per context."""
+    result = SimpleNamespace(
+        status="ok", run_id=name, reuse=reuse, budget=SimpleNamespace(kind="none"),
+        effect=SimpleNamespace(n=0 if full else len(scores)), score=SimpleNamespace(higher_is_better=True),
+    )
+    lines = {(f"s{i}", 0): SimpleNamespace(score=x, prompt_hash=hashes, index=i) for i, x in enumerate(scores)}
+    return Run(result, lines)
+
+
+FLOOR = SimpleNamespace(reused_share=0.0, computed_share=0.2)
+REUSE = SimpleNamespace(reused_share=0.8, computed_share=0.2)
+
+
+def test_the_share_is_between_no_context_and_full_prefill():
+    """By hand: (0.5 - 0.25) / (0.75 - 0.25)."""
+    runs = [make("full", [1, 1, 1, 0], full=True), make("none", [1, 0, 0, 0], FLOOR), make("ours", [1, 1, 0, 0], REUSE)]
+    (found,) = find_recoveries(runs)
+    assert (found.run_id, found.share, found.gap, found.contexts) == ("ours", 0.5, 0.5, 4)
+
+
+def test_a_run_below_no_context_is_below_zero():
+    """Reuse can be worse than leaving the documents out."""
+    runs = [make("full", [1.0] * 30, full=True), make("none", [0.5] * 30, FLOOR), make("ours", [0.25] * 30, REUSE)]
+    (found,) = find_recoveries(runs)
+    assert found.share == pytest.approx(-0.5)
+    assert found.ci95 == pytest.approx((-0.5, -0.5))
+
+
+def test_without_a_gap_there_is_no_share():
+    """A full prefill that is no better than no context has nothing to recover."""
+    runs = [make("full", [0, 1], full=True), make("none", [1, 0], FLOOR), make("ours", [1, 1], REUSE)]
+    (found,) = find_recoveries(runs)
+    assert (found.share, found.ci95, found.gap) == (None, None, 0)
+
+
+def test_only_common_questions_count():
+    """Runs of other prompts have no recovery, and neither have runs without one of the ends."""
+    full, floor = make("full", [1, 1], full=True), make("none", [0, 0], FLOOR)
+    assert find_recoveries([full, floor, make("ours", [1, 1], REUSE, hashes="other")]) == []
+    assert find_recoveries([full, make("ours", [1, 1], REUSE)]) == []
