@@ -1,0 +1,78 @@
+"""A context that is stored as a stream of bytes, and decoded as a whole when a conversation goes on from it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvbench.step import Step
+from kvbench.store.entries import storage_bytes
+from kvbench.store.facts import Fact
+from kvbench.store.layer import LayerKV
+
+
+class Stream(ABC):
+    """An encoded context."""
+
+    @abstractmethod
+    def decode(self) -> dict[str, Tensor]:
+        """Keys and values. [B, H_kv, n, D] and [B, H_kv, n, D_v]"""
+
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """Everything that is stored."""
+
+
+@dataclass
+class StreamKV(LayerKV):
+    """Exact entries until `store` ends the context; a stream until the next token; decoded entries from then on.
+
+    A fork decodes for itself, as a request does that takes a stored cache.
+    """
+
+    stream: Stream | None = field(default=None, init=False)
+    stored: int = field(default=0, init=False)
+    """Entries per KV head that were encoded."""
+    _heads: int = field(default=0, init=False)
+
+    def store(self, stream: Stream) -> None:
+        """Hold this stream in place of the entries."""
+        assert self._buffer is not None
+        self.stream, self.stored, self._heads = stream, self.n, self.keys.shape[:2].numel()
+        self._buffer.leave(self)
+        self._block = None
+
+    def append(self, step: Step) -> None:
+        """Add a forward's entries; after the context, to the decoded ones."""
+        if self.stream is not None:
+            decoded = self.stream.decode()
+            if self.track:
+                positions = torch.arange(self.seen - self.stored, self.seen, device=decoded["key"].device)
+                decoded["position"] = positions.to(torch.int32).expand(*decoded["key"].shape[:2], -1)
+            self._replace(decoded, self.stored + max(0, self.capacity - self.seen))
+            self.stream = None
+        super().append(step)
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that the layer keeps alive."""
+        return super().tensors() + ([] if self.stream is None else self.stream.tensors())
+
+    def close(self) -> None:
+        """Free entries and stream."""
+        super().close()
+        self.stream = None
+
+    def entries_kept(self) -> list[int]:
+        """Entries of each (batch, KV head), in whatever form."""
+        return super().entries_kept() if self.stream is None else [self.stored] * self._heads
+
+    def facts(self) -> dict[str, Fact]:
+        """Entries that were encoded, and the bytes of their stream while it is held."""
+        size = 0 if self.stream is None else storage_bytes(self.stream.tensors())
+        return {
+            **super().facts(), "entries_quantized": Fact(self.stored * self._heads, changed=True),
+            "stream_bytes": Fact(size),
+        }
