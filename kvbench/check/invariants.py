@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvbench.check import diffusion, footprint, logits, traces, turns
+from kvbench.check import diffusion, footprint, logits, reuse, traces, turns
 from kvbench.check.trial import NotApplicableError
 from kvbench.diffusion.policy import Policy
 from kvbench.errors import UserError
@@ -34,6 +34,7 @@ INVARIANTS: dict[str, Callable[[Method], str]] = {
         logits.chunks_do_not_matter,
         logits.heads_may_be_permuted,
         logits.batch_does_not_matter,
+        reuse.parts_are_reused,
         turns.turns_continue,
         turns.forks_equal_fresh_runs,
         turns.forced_tokens_equal_decode_steps,

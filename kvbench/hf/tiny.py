@@ -34,18 +34,20 @@ def placed(device: str, dtype: torch.dtype) -> Iterator[None]:
         _place.reset(token)
 
 
-def tiny_model(query_heads: int = 4, kv_heads: int = 2, window: int | None = None, seed: int = 0) -> Model:
-    """A Llama or Mistral of two layers; its weights are large enough that attention is not uniform."""
-    return _make(query_heads, kv_heads, window, seed, *_place.get())
+def tiny_model(
+    query_heads: int = 4, kv_heads: int = 2, window: int | None = None, seed: int = 0, layers: int = 2
+) -> Model:
+    """A Llama or Mistral of few layers; its weights are large enough that attention is not uniform."""
+    return _make(query_heads, kv_heads, window, seed, layers, *_place.get())
 
 
 @functools.cache
 def _make(
-    query_heads: int, kv_heads: int, window: int | None, seed: int, device: str, dtype: torch.dtype
+    query_heads: int, kv_heads: int, window: int | None, seed: int, layers: int, device: str, dtype: torch.dtype
 ) -> Model:
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY, "hidden_size": query_heads * HEAD_DIM, "intermediate_size": 64,
-        "num_hidden_layers": 2, "num_attention_heads": query_heads, "num_key_value_heads": kv_heads,
+        "num_hidden_layers": layers, "num_attention_heads": query_heads, "num_key_value_heads": kv_heads,
         "head_dim": HEAD_DIM, "initializer_range": 0.2, "max_position_embeddings": 4096,
     }
     config = LlamaConfig(**sizes) if window is None else MistralConfig(**sizes, sliding_window=window)

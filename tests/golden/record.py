@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from kvbench.check.reuse import LAYERS, split_context
 from kvbench.check.trial import FORCED, LENGTH, NEVER_STOP, choose_budget, find_entries, random_ids
 from kvbench.diffusion.policy import denoise
 from kvbench.diffusion.sampling import Sampling
@@ -65,7 +66,8 @@ def compute_method(name: str, seed: int, model: Model) -> Output:
         session.prefill(random_ids(LENGTH, seed))
         layers = find_entries(session)
         kept = None if layers is None else [[write_ranges(x.tolist()) for x in heads] for heads in layers]
-    with Session(model, fitted, capacity=LENGTH + 200) as session:
+    reuse = split_context(random_ids(LENGTH, seed)) if method.reads_parts else None
+    with Session(model, fitted, capacity=LENGTH + 200, reuse=reuse) as session:
         session.prefill(random_ids(LENGTH, seed))
         tokens = []
         for turn, count in enumerate(QUESTIONS):
@@ -125,7 +127,10 @@ def find_version(kind: str, name: str) -> Output:
 
 def find_model(name: str) -> Model:
     """The tiny model that a method or policy runs on."""
-    return tiny_diffusion(shifted=True) if find_method(name).card.models == "diffusion" else tiny_model()
+    method = find_method(name)
+    if method.card.models == "diffusion":
+        return tiny_diffusion(shifted=True)
+    return tiny_model(layers=LAYERS) if method.reads_parts else tiny_model()
 
 
 def compute(kind: str, name: str, seed: int = 0, model: Model | None = None) -> Output:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from contextlib import contextmanager
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvbench.check.trial import random_ids
 from kvbench.engine.agreement import FullCache
 from kvbench.engine.reuse import Reuse
 from kvbench.engine.session import Session
-from kvbench.hf import Model
+from kvbench.hf.tiny import tiny_model
 
 LEAD, *DOCUMENTS = (tuple(random_ids(n, seed=i)) for i, n in enumerate((6, 30, 20, 25)))
 TAIL = random_ids(7, seed=99)
@@ -22,16 +20,9 @@ ALONE = tuple((x,) for x in PARTS)
 ANSWER = random_ids(5, seed=3)
 
 
-@functools.cache
 def model():
     """A Llama of four layers in float32."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        module = AutoModelForCausalLM.from_config(LlamaConfig(
-            vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=16, initializer_range=0.2, max_position_embeddings=4096,
-        ), dtype=torch.float32)
-    return Model.from_module(module, id="tiny-4")
+    return tiny_model(layers=4)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -12,6 +12,7 @@ from kvbench.check import INVARIANTS, NotApplicableError, check
 from kvbench.hf import tiny
 from kvbench.method import BudgetKind, Card, Method, Moment
 from kvbench.registry import find_method
+from kvbench.reuse import ApartMethod
 from kvbench.selection import ScoredMethod, protect_last
 from kvbench.store import LayerKV
 
@@ -311,6 +312,55 @@ class Together(Honest):
     def score(self, kv, step):
         """The sum over sequences, as H2O's first code has it."""
         return protect_last(kv.keys.norm(dim=-1).sum(0, keepdim=True).expand(kv.keys.shape[0], -1, -1), 4)
+
+
+@dataclass(frozen=True)
+class Apart(ApartMethod):
+    """Takes over documents that were run apart; without fault."""
+
+    card: ClassVar[Card] = card("apart", budget=BudgetKind.NONE)
+
+
+@fault("parts are reused", "nothing was taken over")
+@dataclass(frozen=True)
+class Whole(Apart):
+    """Builds chunks and runs the whole prompt all the same."""
+
+    def run(self, mixed):
+        """Every token."""
+        return mixed.run(mixed.places)
+
+
+@fault("parts are reused", "same prompt from the same chunks")
+@dataclass(frozen=True)
+class WritesChunks(Apart):
+    """Changes the entries of the chunks that it takes over."""
+
+    def place(self, mixed):
+        """Turn the values of the last document around."""
+        super().place(mixed)
+        for x in mixed.pieces[-1].chunk.values:
+            x.neg_()
+
+
+@fault("parts are reused", "built again")
+@dataclass(frozen=True)
+class Forgets(Apart):
+    """Asks for chunks under a name that is new every time."""
+
+    def owner(self, session):
+        """Another owner for each session."""
+        return replace(super().owner(session), template=str(id(session)))
+
+
+@fault("parts are reused", "another model")
+@dataclass(frozen=True)
+class AnyModel(Apart):
+    """Names chunks without their model."""
+
+    def owner(self, session):
+        """The same owner for all models."""
+        return replace(super().owner(session), model="any")
 
 
 @fault("turns continue", "counts other tokens")
