@@ -59,7 +59,7 @@ def test_questions_of_a_context_run_together(name):
         alone = finish(merge(talks(session), 1))
         together = finish(merge(talks(session), 5))
         some = finish(merge(talks(session), 2))
-    assert len({len(tokens.ids[0]) for tokens, *_ in alone}) > 2
+    assert len({len(tokens.ids[0]) for tokens, *_ in alone}) > 1, "all answers end together: the test shows nothing"
     for found in (together, some):
         for (tokens, logits, memory, effect), (wanted, reference, *facts) in zip(found, alone, strict=True):
             assert tokens == wanted
