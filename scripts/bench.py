@@ -12,6 +12,7 @@ memory: peak bytes of a prefill beyond those of the full cache, by length.
 compression: what each method adds to a prefill of 4,096 tokens on a real model, and its decode step, in CPU seconds.
 prefill: sparse prefill on a real model: share of attention that is computed, and CPU seconds over the full cache's.
 reads: bytes that a decode step reads after 8,192 tokens on that model, and its CPU seconds, over the full cache's.
+coders: throughput of encoding and decoding keys and values, by method, over that of a memory copy, in CPU seconds.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_coders import bench_coders
 from bench_compression import bench_compression
 from bench_sparse import bench_prefill, bench_reads
 from torch import Tensor
@@ -301,7 +303,7 @@ def bench_startup() -> dict[str, Any]:
 BENCHES = {
     "startup": bench_startup, "harness": bench_harness, "generate": bench_generate, "sweep": bench_sweep,
     "batch": bench_batch, "memory": bench_memory, "compression": bench_compression,
-    "prefill": bench_prefill, "reads": bench_reads,
+    "prefill": bench_prefill, "reads": bench_reads, "coders": bench_coders,
 }
 
 
