@@ -8,6 +8,7 @@ harness: a whole run, relative to the same forward passes called directly with t
 generate: answers with the full cache, relative to Hugging Face `generate` on the same model and prompts.
 sweep: 12 methods on the same contexts with `--share-prefill`, relative to the sum of single runs, in CPU seconds.
 batch: 5 questions about a context, and about 4 contexts, answered together, relative to one at a time, in CPU seconds.
+step: a decode step of a tiny model, relative to transformers' own loop, and where its time passes.
 memory: peak bytes of a prefill beyond those of the full cache, by length.
 compression: what each method adds to a prefill of 4,096 tokens on a real model, and its decode step, in CPU seconds.
 prefill: sparse prefill on a real model: share of attention that is computed, and CPU seconds over the full cache's.
@@ -36,6 +37,7 @@ import torch
 from bench_coders import bench_coders
 from bench_compression import bench_compression
 from bench_sparse import bench_prefill, bench_reads
+from bench_step import bench_step
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -302,7 +304,8 @@ def bench_startup() -> dict[str, Any]:
 
 BENCHES = {
     "startup": bench_startup, "harness": bench_harness, "generate": bench_generate, "sweep": bench_sweep,
-    "batch": bench_batch, "memory": bench_memory, "compression": bench_compression,
+    "batch": bench_batch, "step": bench_step, "memory": bench_memory,
+    "compression": lambda: bench_compression(read().get("compression", {})),
     "prefill": bench_prefill, "reads": bench_reads, "coders": bench_coders,
 }
 
@@ -328,9 +331,14 @@ def main() -> None:
     print(f"written to {OUT}")
 
 
+def read() -> dict[str, Any]:
+    """The parts in the file so far."""
+    return json.loads(OUT.read_text(encoding="utf-8")) if OUT.exists() else {}
+
+
 def save(name: str, part: dict[str, Any]) -> None:
     """Replace one part of the file and leave the others."""
-    found = json.loads(OUT.read_text(encoding="utf-8")) if OUT.exists() else {}
+    found = read()
     OUT.parent.mkdir(parents=True, exist_ok=True)
     OUT.write_text(json.dumps({**found, name: part}, indent=2) + "\n", encoding="utf-8")
 

@@ -25,25 +25,28 @@ CHEAP = 0.1
 """Share of the prefill up to which a method is timed several times, because noise matters there."""
 
 
-def bench_compression() -> dict[str, Any]:
+def bench_compression(before: dict[str, Any]) -> dict[str, Any]:
     """CPU seconds that each method adds to the prefill of 4,096 tokens, over those of the full cache's prefill.
 
     A method takes the recorded prefill of the full cache, so that only storing, scoring and evicting are timed; what
     the full cache needs to store is subtracted. A method that cannot take it is timed with its own whole prefill, whose
     excess over the full cache's is noisier; these come last. The speed of a decode step is that over the full cache's,
-    timed in turn. Ctrl+C ends the measurement and keeps what was found.
+    timed in turn. Ctrl+C ends the measurement and keeps what was found, and the same call continues.
+
+    before: the methods in the file so far, which are not timed again; remove a method from the file to do so.
     """
     model = load_model(NAME, dtype="float32")
     ids = calibration_ids(model, LENGTH)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = dict(before.get("methods", {}))
     with torch.no_grad():
         started = time.process_time()
         recording = record(model, ids[0].tolist(), None, "torch", outputs=False)
         prefill = time.process_time() - started
         stored = statistics.median(time_prefill(model, FullCache(), ids, recording)[0] for _ in range(ROUNDS))
         kinds = {x.name: x.load() for x in list_entries("method") if x.models == "autoregressive"}
+        waiting = sorted(kinds.keys() - found.keys())
         try:
-            for name in sorted(kinds, key=lambda x: takes_no_recording(kinds[x])):
+            for name in sorted(waiting, key=lambda x: takes_no_recording(kinds[x])):
                 found[name] = bench_method(model, kinds[name], ids, recording, prefill, stored)
         except KeyboardInterrupt:
             say(f"stopped: {len(found)} of {len(kinds)} methods were timed")
