@@ -91,7 +91,7 @@ def converse(
     if method.reads_parts:
         reuse = Reuse(encoded.parts, encoded.earlier, template=spec.task.chat_template_sha)
     recording, proves = None, False
-    if shared is not None:
+    if shared is not None and reuse is None:
         recording, proves = shared.take(model, encoded.context + visible, spec)
     with Session(
         model, method, capacity=capacity, chunk=spec.chunk, recompress=spec.recompress, recording=recording,

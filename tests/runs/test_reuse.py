@@ -1,0 +1,55 @@
+"""The fields of reuse across prompts in the journal and in the result."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvbench.runs.files import read_file, read_lines
+from kvbench.runs.results import Result
+
+
+@pytest.fixture
+def run(kvbench, tmp_path):
+    """Run a method on documents in another order, and return its result and lines."""
+
+    def call(method, *more):
+        answer = kvbench("run", "--method", method, "--task", "reuse-order", "--samples", "2", "--length", "420",
+                         "--out", str(tmp_path / "runs"), *more)
+        assert answer.code == 0, answer.err
+        (folder,) = (tmp_path / "runs").glob(f"{method}-*")
+        return read_file(folder / "result.json", Result), read_lines(folder / "samples.jsonl")
+
+    return call
+
+
+def test_a_run_counts_tokens_chunks_and_both_clocks(run):
+    """Of a method that computes a share of the prompt; the logits are compared with the full cache's."""
+    result, lines = run("cacheblend")
+    counted = [x.reuse for x in lines]
+    tokens = sum(x.tokens for x in counted)
+    assert tokens == 5 * sum(x.tokens.context for x in lines)
+    assert result.reuse.computed_share == pytest.approx(sum(x.computed for x in counted) / tokens)
+    assert 0.4 < result.reuse.computed_share < 1
+    assert 0.3 < result.reuse.reused_share < 0.6
+    assert (result.reuse.misses, result.reuse.hits) == (2 * 5, 0)
+    assert result.reuse.moved_bytes == result.reuse.chunk_bytes
+    assert 0 < result.reuse.ttft_in_hand_s < result.latency.ttft_s
+    assert all(x.reuse.build_s < x.times.prefill_s for x in lines)
+    assert result.agreement is not None and result.agreement.kl > 0
+    assert (result.effect.n_acted, result.effect.n) == (2, 2)
+
+
+@pytest.mark.slow
+def test_the_floor_of_the_scale_sees_no_document(run):
+    """Its cache is that of the instruction and the question."""
+    result, _ = run("no-context")
+    assert result.reuse.reused_share == 0
+    assert result.reuse.computed_share == pytest.approx(result.memory.ratio, abs=0.01)
+    assert result.memory.ratio < 0.5
+
+
+def test_a_prompt_without_parts_is_refused(kvbench):
+    """In one line that names a task that has them, before anything is written."""
+    answer = kvbench("run", "--method", "epic", "--task", "niah", "--samples", "1", "--length", "512")
+    assert answer.code == 2
+    assert "epic reuses the parts of a prompt, and niah_multikey_1 names none" in answer.err
