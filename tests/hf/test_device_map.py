@@ -147,7 +147,8 @@ def fake_model(name: str, where: str) -> tuple[FakeTensorMode, Model]:
 def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Model, tuple[str, str]]]:
     """One of these, as long as a test lasts."""
     mode, spread = fake_model(*request.param)
-    monkeypatch.setattr("kvbench.store.layer.storage_bytes", lambda _: 0)  # fake tensors have no addresses
+    for module in ("dense", "layer"):
+        monkeypatch.setattr(f"kvbench.store.{module}.storage_bytes", lambda _: 0)  # fake tensors have no addresses
     with mode:
         yield spread, FAKES[request.param[1]]
 
