@@ -71,3 +71,12 @@ class Frame:
         trims = render(*(f"\n {x} \n" for x in (user, assistant, again))) == talk
         sha = hashlib.sha256(repr((str(template), head, middle, tail)).encode()).hexdigest()[:16]
         return cls(head, tail, middle, sha, special=False, trims=trims)
+
+
+def find_bos(tokenizer: PreTrainedTokenizerBase, frame: Frame) -> Literal["tokenizer", "template", "none"]:
+    """Whether the tokenizer or the template adds the token that begins a sequence."""
+    token = tokenizer.bos_token_id
+    if token is None:
+        return "none"
+    ids = tokenizer(f"{frame.head}x", add_special_tokens=frame.special).input_ids
+    return "none" if ids[:1] != [token] else "tokenizer" if frame.special else "template"

@@ -37,7 +37,7 @@ from kvbench.runs.spec import (
 )
 from kvbench.settings import jsonable_settings
 from kvbench.task import find_frame, prompt_tokens
-from kvbench.template import Frame
+from kvbench.template import Frame, find_bos
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
@@ -198,8 +198,9 @@ def _resolve_spec(resolved: ResolvedRequest, model: Model, frame: Frame) -> RunS
         task=TaskSpec(
             name=task.name, version=task.version, suite=task.suite, settings=jsonable_settings(task),
             length=resolved.length, scorer=resolved.scorer.id, dataset_revision=task.dataset_revision,
-            prompt_id=task.prompt_id, chat_template_sha=frame.sha, bos=_bos(model, frame), truncation=task.truncation,
-            stop=tuple(sorted(model.stop_ids | task.stop_ids(model.tokenizer))), code=hash_own_code(type(task)),
+            prompt_id=task.prompt_id, chat_template_sha=frame.sha, bos=find_bos(model.tokenizer, frame),
+            truncation=task.truncation, stop=tuple(sorted(model.stop_ids | task.stop_ids(model.tokenizer))),
+            code=hash_own_code(type(task)),
         ),
         model=ModelSpec.of(model),
         mode=protocol.mode, visibility=protocol.visibility, history=protocol.history, recompress=protocol.recompress,
@@ -212,14 +213,6 @@ def _resolve_spec(resolved: ResolvedRequest, model: Model, frame: Frame) -> RunS
         ),
         sources=find_sources(type(method), type(task)),
     )
-
-
-def _bos(model: Model, frame: Frame) -> Literal["tokenizer", "template", "none"]:
-    token = model.tokenizer.bos_token_id
-    if token is None:
-        return "none"
-    ids = model.tokenizer(f"{frame.head}x", add_special_tokens=frame.special).input_ids
-    return "none" if ids[:1] != [token] else "tokenizer" if frame.special else "template"
 
 
 def _try_first(job: Job, request: Request) -> Job:

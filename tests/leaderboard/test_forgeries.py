@@ -34,9 +34,10 @@ from kvbench.leaderboard.verification import replay
 from kvbench.leaderboard.verification.verify import verify
 from kvbench.registry import HERE
 from kvbench.runs.files import write_record
-from kvbench.runs.journal import AgreementPart, Line
+from kvbench.runs.journal import AgreementPart, BatchLine, Line, LosslessLine
 from kvbench.runs.options import Request
 from kvbench.runs.prepare import prepare
+from kvbench.runs.results import LosslessResult
 from kvbench.runs.runner import run
 
 from .conftest import GPU, as_own_method, edit, edit_spec, on_gpu, repack, scale_times
@@ -62,6 +63,23 @@ def shift(x: Any) -> tuple[float, ...]:
     """As many entries in all, in other layers."""
     first, second, *rest = x.entries_kept
     return (first + 500, second - 500, *rest)
+
+
+DRAFTS = LosslessLine(rounds=2, drafted=8, accepted=8, reloaded_bytes=0, different=0, plain_s=9.0)
+
+LOSSLESS = LosslessResult(
+    accepted_per_round=8.0, tokens_per_round=9.0, acceptance=1.0, resident_bytes=0, reloaded_bytes_per_token=0.0,
+    different=0, tokens=40, speedup=9.0,
+)
+
+
+def lengthen(x: Line) -> dict[str, Any]:
+    """One token and step more, with the same text."""
+    assert x.tokens is not None
+    return {
+        "ids": (*x.ids[:-1], 10**6, *x.ids[-1:]), **forge("tokens", generated=x.tokens.generated + 1)(x),
+        **forge("times", steps=lambda y: y.steps + 1)(x),
+    }
 
 
 IMPOSSIBLE: dict[str, tuple[Change, str]] = {
@@ -168,6 +186,29 @@ IMPOSSIBLE: dict[str, tuple[Change, str]] = {
         lambda x: {"started": "2999-01-01T00:00:00+00:00"} if x.index else {}, "sample 1 started at '2999",
     ),
     "samples that still run": (lambda _: {"seconds": 1e7}, "it had not ended when it was packed"),
+    # Records of drafts, batches and kernels
+    "drafts of a method that drafts nothing": (lambda _: {"lossless": DRAFTS}, "a record of drafts, and a method"),
+    "negative drafts": (
+        lambda _: {"lossless": DRAFTS.model_copy(update={"rounds": -1})}, "has a negative amount",
+    ),
+    "more drafts accepted than made": (
+        lambda _: {"lossless": DRAFTS.model_copy(update={"accepted": 99})}, "a record of drafts, and a method",
+    ),
+    "a batch in a run without": (
+        lambda _: {"batch": BatchLine(size=8), "times": None}, "a record of a batch, and batches of 1",
+    ),
+    "reads from a host that stores nothing": (forge("bytes", host_read_bytes_per_step=100), "it fetches 100 bytes"),
+    "a kernel of another implementation": (
+        lambda _: {"kernels": {"dense_attention": "triton"}}, "ran as triton, and its kernels are torch",
+    ),
+    "a kernel with markup for a name": (lambda _: {"kernels": {"<b>x</b>": "torch"}}, "which is no name of a kernel"),
+    "nothing stored at the end": (forge("bytes", end_stored_bytes=0), "and at most 0 are possible"),
+    "half stored at the end": (forge("bytes", end_stored_bytes=lambda x: x.stored_bytes // 2), "a step reads"),
+    "a full cache that reads nothing": (forge("bytes", full_read_bytes_per_step=0), "its full_read_bytes_per_step is"),
+    "fewer distinct reads than heads can share": (
+        forge("bytes", distinct_read_bytes_per_step=1), "its distinct_read_bytes_per_step is",
+    ),
+    "tokens outside the vocabulary, which print as nothing": (lengthen, "a token id outside the vocabulary of 4096"),
     # Hardware
     "a GPU in the journal of a CPU run": (
         lambda x: (x.machine and forge("machine", gpu=GPU)(x)) or {}, "it ran on device 'cpu', its journal names GPU",
@@ -247,6 +288,16 @@ STATED: dict[str, tuple[Callable[[dict[str, bytes]], dict[str, bytes]], str]] = 
     "a seed that no run can have": (in_spec("seed", value=-1), "schema: spec.json: seed -1 is not between"),
     "an unknown protocol of questions": (in_spec("mode", value="single"), "schema: spec.json: turns 2 has no meaning"),
     "turns beyond the model": (in_spec("turns", value=900), "prompts: "),
+    "a batch that no line has": (in_spec("batch", value=64), "no record of a batch, and batches of 64"),
+    "another first token": (in_spec("task", "bos", value="template"), "its prompts begin as bos template says"),
+    "a resolved value that the method lacks": (
+        lambda files: edit(files, RESULT, lambda x: x["budget"]["resolved"].update(gift=1)),
+        "its budget resolves 'gift'",
+    ),
+    "drafts in the result only": (
+        lambda files: edit(files, RESULT, lambda x: x.update(lossless=LOSSLESS.model_dump())),
+        "summary: its lossless is",
+    ),
     "no threads": (lambda files: with_threads(files, 0), "machine: it ran on fewer threads than one"),
 }
 

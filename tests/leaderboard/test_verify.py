@@ -96,7 +96,7 @@ def test_changed_reference_answers_are_refused(snapkv, check):
     ({"facts": {}}, "prompts: sample 0 turn 0: its facts differ from the task's"),
     ({"prompt_hash": "0" * 16}, "prompts: sample 0 turn 0: its prompt hash is '0000000000000000', the task's"),
     ({"sample": "<script>"}, "prompts: sample 0 turn 0: its sample is '<script>' with 2 turns, the task's is"),
-    ({"ids": (2**31,)}, "answers: sample 0 turn 0 has a token id out of range, or misplaced log-probabilities"),
+    ({"ids": (2**31,)}, "answers: sample 0 turn 0 has a token id outside the vocabulary of 4096"),
     ({"stop_reason": "length"}, "answers: sample 0 turn 0: its token counts or its stop reason"),
     ({"effect": None}, "answers: sample 0 turn 0 has an answer, but lacks tokens, bytes or effect"),
 ])

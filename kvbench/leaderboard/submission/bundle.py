@@ -223,9 +223,9 @@ def _read_lines(files: Mapping[str, bytes], spec: RunSpec) -> tuple[Line, ...]:
 def _list_amounts(line: Line) -> Iterator[float]:
     """All numbers of a line that count or measure something."""
     yield line.seconds
-    for part in (line.bytes, line.tokens, line.times):
+    for part in (line.bytes, line.tokens, line.times, line.lossless, line.reuse, line.batch):
         if part is not None:
-            yield from (x for x in part.model_dump().values() if x is not None)
+            yield from (x for x in part.model_dump().values() if isinstance(x, int | float))
     if line.effect is not None:
         yield from (line.effect.entries_seen, *line.effect.entries_kept)
 

@@ -20,7 +20,6 @@ from kvbench.task import Encoded, Example, Mode
 
 LOGPROBS = "logprobs"
 """The only fact of a line that comes from the model; the task determines all others."""
-MAX_TOKEN_ID = 2**31
 TOLERANCE = 1e-9
 
 
@@ -102,8 +101,10 @@ def check_answers(replay: Replay, lines: Sequence[Line], made: Sequence[Made]) -
             continue
         if None in (line.tokens, line.bytes, line.effect):
             raise RefusedError("answers", f"{where} has an answer, but lacks tokens, bytes or effect")
-        if any(not 0 <= x < MAX_TOKEN_ID for x in line.ids) or (LOGPROBS in line.facts) is not bool(turn.choices):
-            raise RefusedError("answers", f"{where} has a token id out of range, or misplaced log-probabilities")
+        if any(not 0 <= x < replay.model.vocabulary for x in line.ids):
+            raise RefusedError("answers", f"{where} has a token id outside the vocabulary of {replay.model.vocabulary}")
+        if (LOGPROBS in line.facts) is not bool(turn.choices):
+            raise RefusedError("answers", f"{where} has misplaced log-probabilities")
         if line.agreement is not None and line.agreement.n != len(ids.answer):
             raise RefusedError(
                 "answers", f"{where}: its agreement has {line.agreement.n} positions, its reference answer "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from pydantic_core import to_jsonable_python
@@ -12,7 +12,7 @@ from pydantic_core import to_jsonable_python
 from kvbench.budget import BudgetKind, Shape
 from kvbench.errors import UndeclaredError
 from kvbench.leaderboard.submission.records import Check
-from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, refusing_errors
+from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, quote, refusing_errors
 from kvbench.leaderboard.verification.replay import Replay, find_shapes, fit_budget
 from kvbench.method import Method
 from kvbench.runs.examples import Made
@@ -38,6 +38,8 @@ class AnsweredTurn:
     after: int
     """Tokens of questions and answers so far, in the cache at most."""
     first: bool
+    steps: int
+    """Decode steps; 0 also where a choice was the answer."""
 
 
 def check_bytes(
@@ -89,6 +91,9 @@ def check_bytes(
     for x in turns:
         if undeclared is None:
             check_reads(x, fitted[x.context], shapes[x.context], recompress=spec.recompress)
+    known = {x.name for x in fields(method) if x.metadata.get("resolved")}
+    if strange := sorted(result.budget.resolved.keys() - known):
+        raise RefusedError("bytes", f"its budget resolves {quote(strange[0])}, which {spec.method.name} does not have")
     resolved = [to_jsonable_python(fitted[x.context].resolution) for x in first if x.index == 0]
     if any(result.budget.resolved.get(key) != value for found in resolved for key, value in found.items()):
         raise RefusedError("bytes", "its budget does not resolve to the values in its result")
@@ -113,7 +118,8 @@ def list_turns(lines: Sequence[Line], made: Sequence[Made]) -> list[AnsweredTurn
         after += _count_after(x.tokens, len(made[x.index][1].turns[x.turn].answer))
         context = x.tokens.context if x.denoising is None else x.denoising.sequence_length
         name = f"sample {x.index} turn {x.turn}"
-        found.append(AnsweredTurn(name, x.index, context, x.bytes, x.effect, after, first=x.turn == 0))
+        steps = max(0, x.tokens.generated - 1)
+        found.append(AnsweredTurn(name, x.index, context, x.bytes, x.effect, after, first=x.turn == 0, steps=steps))
     return found
 
 
@@ -182,6 +188,8 @@ def check_reads(x: AnsweredTurn, method: Method, shape: Shape, *, recompress: bo
         budgets = _budget_entries(method, shape)
         if read < least and not _is_exact(x.effect) and method.budget_kind is not BudgetKind.READ:
             least = 0 if budgets is None else min(_packed_bytes(method, shape, budgets, n) for n in range(x.after + 1))
+        if not (method.generates_alone or method.budget_kind is BudgetKind.READ or x.bytes.off_device_bytes):
+            most = min(most, x.bytes.end_bytes if x.bytes.end_stored_bytes is None else x.bytes.end_stored_bytes)
     if read > most:
         raise RefusedError("bytes", f"{x.name}: a step reads {read} bytes, and at most {most} are possible")
     if read and read < least and not recompress and not x.bytes.off_device_bytes:
@@ -212,10 +220,12 @@ def _check_end(x: AnsweredTurn, shape: Shape) -> None:
     """Refuse bytes at the end of a turn, and of the full cache there, that the number of tokens rules out."""
     size = x.bytes
     longest = size.full_bytes + x.after * replace(shape, length=1).full_bytes
+    sharing = max(layer.query_heads / layer.kv_heads for layer in shape.layers)  # query heads that may read one entry
+    once = math.floor(size.read_bytes_per_step / sharing) - len(shape.layers)
     limits = {
         "end_stored_bytes": (0, size.end_bytes), "end_full_bytes": (size.full_bytes, longest),
-        "distinct_read_bytes_per_step": (0, size.read_bytes_per_step),
-        "full_read_bytes_per_step": (0, size.end_full_bytes or longest),
+        "distinct_read_bytes_per_step": (once, size.read_bytes_per_step),
+        "full_read_bytes_per_step": (size.full_bytes if x.steps else 0, size.end_full_bytes or longest),
     }
     for name, (least, most) in limits.items():
         found = getattr(size, name)

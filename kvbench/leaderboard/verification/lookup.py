@@ -25,7 +25,7 @@ from kvbench.runs.results import Result
 from kvbench.runs.spec import RunSpec
 from kvbench.settings import configure, jsonable_settings
 from kvbench.task import Task, find_frame
-from kvbench.template import Frame
+from kvbench.template import Frame, find_bos
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # noqa: TID251  # its type
@@ -215,6 +215,8 @@ def find_known_tokenizer(spec: RunSpec, task: Task) -> tuple[PreTrainedTokenizer
             "tokenizer", f"the chat template of {quote(stated.id)} is {frame.sha}, the run's "
             f"{quote(spec.task.chat_template_sha)}"
         )
+    if (bos := find_bos(tokenizer, frame)) != spec.task.bos:
+        raise RefusedError("tokenizer", f"its prompts begin as bos {spec.task.bos} says, the tokenizer's as {bos}")
     return tokenizer, frame, folder
 
 

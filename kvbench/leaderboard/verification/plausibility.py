@@ -5,16 +5,28 @@ Every rule holds by the way in which kvbench measures, so it has no tolerance ot
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 from kvbench.leaderboard.submission.records import Check
-from kvbench.leaderboard.verification.outcome import RefusedError, ok
-from kvbench.runs.journal import Agreement, AgreementPart, CacheBytes, DenoisingLine, Effect, Line, Times, TokenCounts
+from kvbench.leaderboard.verification.outcome import RefusedError, ok, quote
+from kvbench.runs.journal import (
+    Agreement,
+    AgreementPart,
+    CacheBytes,
+    DenoisingLine,
+    Effect,
+    Line,
+    LosslessLine,
+    Times,
+    TokenCounts,
+)
 from kvbench.runs.spec import RunSpec
 
 LEAST_PASS_S = 1e-5
 """Seconds of a forward pass: launching its operations takes longer on every machine."""
 ROUNDING = 1e-6
+KERNEL = re.compile(r"[a-z0-9][a-z0-9_.+-]{0,63}")
 
 
 def check_plausibility(spec: RunSpec, lines: Sequence[Line]) -> Check:
@@ -38,6 +50,15 @@ def _list_impossible(spec: RunSpec, x: Line) -> Iterator[str]:
     if (x.times is None) is not (x.shared_prefill or x.batch is not None):
         yield "a line has times unless its sample took the prefill of another run or was decoded in a batch"
     yield from _list_wrong_bytes(x.bytes, x.times, recompress=spec.recompress)
+    yield from _list_wrong_kernels(spec, x)
+    if (x.batch is None) is (spec.batch > 1):
+        yield f"{'no' if x.batch is None else 'a'} record of a batch, and batches of {spec.batch}"
+    elif x.batch is not None and not 1 <= x.batch.size <= spec.batch:
+        yield f"a batch of {x.batch.size} answers, where at most {spec.batch} are decoded together"
+    elif x.batch is not None and (x.batch.different or 0) > (x.batch.tokens or 0):
+        yield f"{x.batch.different} of {x.batch.tokens} tokens differ from those of single answers"
+    if x.lossless is not None:
+        yield from _list_wrong_drafts(spec, x.lossless, x.tokens)
     yield from _list_wrong_counters(x.effect)
     if x.agreement is not None:
         yield from _list_wrong_agreement(x.agreement)
@@ -61,6 +82,28 @@ def _list_wrong_bytes(found: CacheBytes, times: Times | None, *, recompress: boo
         yield f"it ends with {found.end_bytes} bytes, fewer than the {found.stored_bytes} that it stores of the context"
     if times is not None and times.steps and not found.read_bytes_per_step and found.stored_bytes:
         yield f"it reads no bytes in {times.steps} decode steps"
+    fetched = (found.host_read_bytes_per_step or 0) + (found.file_read_bytes_per_step or 0)
+    if fetched > (found.read_bytes_per_step if found.off_device_bytes else 0):
+        yield f"it fetches {fetched} bytes per step of {found.off_device_bytes} that are off the device"
+
+
+def _list_wrong_kernels(spec: RunSpec, x: Line) -> Iterator[str]:
+    """Operations run as the spec says, or in plain PyTorch where they have no such implementation."""
+    for label, implementation in x.kernels.items():
+        if not KERNEL.fullmatch(label) or not KERNEL.fullmatch(implementation):
+            yield f"its kernels name {quote(implementation)} for {quote(label)}, which is no name of a kernel"
+        elif "." not in label and implementation not in (spec.kernels, "torch"):
+            yield f"{label} ran as {implementation}, and its kernels are {spec.kernels}"
+
+
+def _list_wrong_drafts(spec: RunSpec, found: LosslessLine, tokens: TokenCounts) -> Iterator[str]:
+    """A round gives the accepted tokens and one more; the first token comes from the prompt."""
+    if spec.method.family != "lossless":
+        yield f"a record of drafts, and a method of family {spec.method.family}"
+    if found.accepted > found.drafted or found.different > 2 * tokens.generated:
+        yield f"{found.accepted} of {found.drafted} drafted tokens accepted, {found.different} different"
+    if tokens.generated != 1 + found.rounds + found.accepted:
+        yield f"{found.rounds} rounds with {found.accepted} accepted tokens do not give {tokens.generated} tokens"
 
 
 def _list_wrong_counters(found: Effect) -> Iterator[str]:

@@ -37,6 +37,8 @@ def check_machine(result: Result, lines: Sequence[Line], manifest: Manifest | No
     ]
     if later:
         return flag("machine", f"{' and '.join(later)} on {where}: later than the verifier's")
+    if manifest is not None and not find_machines(lines):
+        return flag("machine", f"kvbench {place.kvbench} on {where}, as its result says: its journal names no machine")
     if place.git is None:
         return flag("machine", f"kvbench {place.kvbench} on {where}, without a git commit: only hashes show its code")
     return ok("machine", f"kvbench {place.kvbench} at {place.git.commit[:12]} on {where}")

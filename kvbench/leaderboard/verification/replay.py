@@ -50,6 +50,7 @@ class ModelStub:
     random: bool
     device_map: dict[str, str] | None
     max_length: int
+    vocabulary: int
 
 
 @dataclass(frozen=True)

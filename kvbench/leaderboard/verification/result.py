@@ -16,7 +16,7 @@ from kvbench.runs.summary import score_lines, summarize
 
 RECOMPUTED = (
     "status", "error", "n_scored", "n_failed", "n_questions", "score", "scores", "agreement", "output", "memory",
-    "latency", "diffusion", "effect",
+    "latency", "diffusion", "lossless", "reuse", "batch", "effect",
 )
 """Parts of a result that its journal determines; `kernels` too, if the journal records them."""
 TOLERANCE = 1e-9

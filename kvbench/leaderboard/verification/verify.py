@@ -142,7 +142,9 @@ def _check_content(found: CheckedBundle, bundle: Bundle) -> Iterator[Check]:
     scorer = next(x for x in task.scorers if x.id == spec.task.scorer)
     random = spec.model.id.startswith("random:")
     stub = MethodStub(card, card.budget if method is None else method.budget_kind)
-    stand_in = ModelStub(spec.model.id, tokenizer, random, result.environment.device_map, size.max_length)
+    stand_in = ModelStub(
+        spec.model.id, tokenizer, random, result.environment.device_map, size.max_length, size.vocabulary
+    )
     replay = Replay(spec, stub, task, scorer, stand_in, frame)
     made, check = check_prompts(replay, bundle.lines, remake_examples(replay))
     yield check
