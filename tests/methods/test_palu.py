@@ -1,0 +1,89 @@
+"""Palu: the full rank is exact, errors are those that any subspace leaves, and groups share a subspace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvbench.engine.session import Session
+from kvbench.errors import UserError
+from kvbench.hf.tiny import tiny_model
+from kvbench.methods.baseline.full import Full
+from kvbench.methods.quantization.palu import LatentCoder, Palu, Recorder
+
+CONTEXT = [x * 7 % 64 for x in range(80)]
+
+
+def draw(*shape, seed=0):
+    """Normal random numbers."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def find_vectors(x, heads):
+    """The recorder's vectors of these keys: their own subspaces. x: [1, H, n, D]"""
+    joined = x.unflatten(1, (-1, heads)).transpose(2, 3).flatten(3)[0].double()
+    state = {"key": joined.mT @ joined, "value": joined.mT @ joined, "heads": torch.tensor(heads)}
+    return Recorder(heads=heads).summarize(state, 0)[0]
+
+
+def test_at_the_full_rank_nothing_is_lost():
+    """Two groups of two heads, to float16."""
+    x = draw(1, 4, 50, 8)
+    coder = LatentCoder.of(find_vectors(x, 2), 1.0, 2, 16)
+    assert torch.allclose(coder.decode(coder.encode(x), 8), x, atol=2e-2)
+
+
+def test_the_error_is_that_of_the_smallest_singular_values():
+    """Eckart and Young: of each group's entries, the energy beyond the rank is lost and no more."""
+    x = draw(1, 4, 200, 8) @ draw(8, 8, seed=1)
+    coder = LatentCoder.of(find_vectors(x, 2), 0.5, 2, 16)
+    lost = (coder.decode(coder.encode(x), 8) - x).square().sum().item()
+    groups = x.unflatten(1, (2, 2)).transpose(2, 3).flatten(3)[0]
+    wanted = sum(torch.linalg.svdvals(group)[8:].square().sum().item() for group in groups)
+    assert lost == pytest.approx(wanted, rel=1e-3)
+
+
+def test_heads_of_a_group_share_what_they_have_in_common():
+    """Two equal heads need the rank of one: half of the rank loses nothing together, and much apart."""
+    x = draw(1, 1, 200, 8).expand(1, 2, -1, -1)
+    errors = []
+    for heads in (2, 1):
+        coder = LatentCoder.of(find_vectors(x, heads), 0.5, heads, 16)
+        errors.append((coder.decode(coder.encode(x), 8) - x).square().mean().item())
+    assert errors[0] < 1e-5
+    assert errors[1] > 0.1
+
+
+def test_quantized_latents_are_near():
+    """Four bits lose little more than the subspace."""
+    x = draw(1, 2, 200, 16)
+    coder = LatentCoder.of(find_vectors(x, 2), 1.0, 2, 4)
+    error = (coder.decode(coder.encode(x), 16) - x).square().mean() / x.square().mean()
+    assert 1e-3 < error < 0.02
+
+
+def test_bytes_at_128_channels():
+    """64 numbers of float16, or 4 bits and two parameters; the basis of four heads."""
+    assert LatentCoder(0.5, 4, 16).entry_bytes(128) == 128
+    assert LatentCoder(0.5, 4, 4).entry_bytes(128) == 32 + 4
+    assert LatentCoder(0.5, 4, 16).fixed_bytes(128, 8) == 2 * (4 * 128) * (4 * 64) * 2
+
+
+def test_a_session_at_the_full_rank_gives_the_full_cache_s_logits():
+    """Keys are projected before rotation and rotated back to their places."""
+    model = tiny_model()
+    logits = []
+    for method in (Palu(rank=1.0).bind(model).fit(None, model.shape(80)), Full()):
+        with Session(model, method, capacity=90) as session:
+            session.prefill(CONTEXT)
+            logits.append(session.force([5, 6, 7]))
+    assert torch.allclose(*logits, atol=0.05)
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"group": 3}, "do not divide 4"), ({"rank": 0.05}, "less than one"),
+])
+def test_settings_that_cannot_be_are_refused(settings, message):
+    """With the reason."""
+    with pytest.raises(UserError, match=message):
+        Palu(**settings).fit(None, tiny_model(4, 4).shape(80))
