@@ -1,4 +1,4 @@
-"""Reasons to doubt the scores of a run: the full cache fails the task, answers repeat the context, or are cut."""
+"""Reasons to doubt a score: the full cache fails, answers repeat the context or are cut, training on the tasks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvbench.analysis.compare import is_full
 from kvbench.analysis.shares import cut_share
-from kvbench.runs.results import Result
+from kvbench.runs.results import TASKS, Result
 from kvbench.scorers import name_strict
 
 FAILING = 0.5
@@ -31,6 +31,8 @@ def find_strict(result: Result) -> float | None:
 def list_doubts(result: Result) -> Iterator[str]:
     """Sentences on why the score of a run may not be what it seems."""
     mean, strict, cut = result.score.mean, find_strict(result), cut_share(result)
+    if result.budget.trained:
+        yield f"trained on {TASKS}: compare it with the full cache, not with methods without training."
     if mean is None:
         return
     if is_full(result) and fails(result):

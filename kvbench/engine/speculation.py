@@ -64,13 +64,20 @@ def open_draft(session: Session, drafter: Method) -> DraftSession:
     return draft
 
 
-def speculate(
-    session: Session, drafter: Method, length: int, max_new_tokens: int, stop: frozenset[int], *,
-    follow: Callable[[VerifiedKV, Step], None],
-) -> Tokens:
-    """Generate the target's most likely tokens, of which `drafter` proposes up to `length` per round.
+def follow_nothing(store: VerifiedKV, step: Step) -> None:
+    """There is no second cache."""
+    del store, step
 
-    follow: gives a layer's draft the accepted tokens of a verification pass.
+
+def speculate(
+    session: Session, propose: Callable[[Tensor, int], Tensor], length: int, max_new_tokens: int,
+    stop: frozenset[int], *, stepwise: bool = False, follow: Callable[[VerifiedKV, Step], None] = follow_nothing,
+) -> Tokens:
+    """Generate the target's most likely tokens, of which `propose` drafts up to `length` per round.
+
+    propose: of the newest token [B] and a number, at most as many next tokens [B, n]. follow: gives a layer's draft the
+    accepted tokens of a verification pass, with `stepwise` one at a time, because it may change its entries at every
+    step.
 
     The answer, its end and the caches after it are those of `Session.greedy`. Sequences of a batch accept the same
     number of tokens per round.
@@ -98,7 +105,7 @@ def speculate(
     token, made = session.logits.argmax(-1), 1  # [B]
     ended = emit(token)
     while not ended and made < max_new_tokens:
-        draft = propose(session, drafter, token, min(length, max_new_tokens - made - 1))  # [B, x]
+        draft = propose(token, min(length, max_new_tokens - made - 1))  # [B, x]
         logits, steps = verify(session, torch.cat([token[:, None], draft], dim=1))
         choices = logits.argmax(-1)  # [B, x + 1]
         same = (draft == choices[:, :-1]).cumprod(1).sum(1).tolist()
@@ -108,7 +115,7 @@ def speculate(
             if ended:
                 count = i  # what was accepted after the end of every answer is dropped
                 break
-        settle(session, steps, count + 1, stepwise=drafter.graphable is not None, follow=follow)
+        settle(session, steps, count + 1, stepwise=stepwise, follow=follow)
         session.logits, token = logits[:, count], choices[:, count]
         rounds, drafted, accepted, made = rounds + 1, drafted + draft.shape[1], accepted + count, made + count + 1
         for store in stores:
@@ -122,7 +129,7 @@ def speculate(
     )
 
 
-def propose(session: Session, drafter: Method, token: Tensor, count: int) -> Tensor:
+def draft_with(session: Session, drafter: Method, token: Tensor, count: int) -> Tensor:
     """The next `count` tokens under the draft's cache, which does not change. token: the newest one [B]. [B, count]"""
     if count == 0:
         return token.new_empty((session.batch, 0))
@@ -156,12 +163,10 @@ def verify(session: Session, ids: Tensor) -> tuple[Tensor, list[Step]]:
 
 
 def settle(
-    session: Session, steps: Sequence[Step], kept: int, *, stepwise: bool, follow: Callable[[VerifiedKV, Step], None]
+    session: Session, steps: Sequence[Step], kept: int, *, stepwise: bool,
+    follow: Callable[[VerifiedKV, Step], None],
 ) -> None:
-    """Keep the first `kept` tokens of a verification pass in both caches, and no others.
-
-    stepwise: give them to the draft one at a time, because its method may change its entries at every step.
-    """
+    """Keep the first `kept` tokens of a verification pass in both caches, and no others."""
     rejected = steps[0].key.shape[2] - kept
     start = session.seen - steps[0].key.shape[2]
     session.seen -= rejected

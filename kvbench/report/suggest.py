@@ -151,7 +151,8 @@ def _settings(result: Result) -> dict[str, object]:
 
 
 def _counts(result: Result) -> bool:
-    return result.status == "ok" and result.score.mean is not None and not is_full(result)
+    trained = result.budget.trained  # on the tasks that it would be suggested for
+    return result.status == "ok" and result.score.mean is not None and not is_full(result) and not trained
 
 
 def _loss(standing: Standing) -> float:

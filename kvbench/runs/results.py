@@ -37,12 +37,21 @@ class Score(Record):
     by_turn: tuple[TurnScore, ...]
 
 
+TASKS = "the tasks' train split"
+"""What a part of a method was trained on that has seen text of the tasks, under `trained_on` of what it resolved."""
+
+
 class BudgetResult(Record):
     """The budget as requested, its kind, and its resolution on the first sample."""
 
     asked: str | None
     kind: str
     resolved: dict[str, Any]
+
+    @property
+    def trained(self) -> bool:
+        """Whether a part of the method was trained on text of the tasks."""
+        return self.resolved.get("trained_on") == TASKS
 
 
 class MethodResult(Record):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
 from kvbench.constraints import Positive
-from kvbench.engine.speculation import find_stores, open_draft, speculate
+from kvbench.engine.speculation import draft_with, find_stores, open_draft, speculate
 from kvbench.engine.stores import observe
 from kvbench.method import Method, Moment, Shape, Step
 from kvbench.methods.baseline.full import Full
@@ -89,7 +89,10 @@ class Verified(Method):
 
     def generate(self, session: Session, max_new_tokens: int, stop: frozenset[int]) -> Tokens:
         """Draft and verify in rounds."""
-        return speculate(session, self.drafter, self.draft_length, max_new_tokens, stop, follow=self.follow)
+        return speculate(
+            session, partial(draft_with, session, self.drafter), self.draft_length, max_new_tokens, stop,
+            stepwise=self.drafter.graphable is not None, follow=self.follow,
+        )
 
     def target(self, session: Session) -> Session | None:
         """The session of the cache that verifies."""

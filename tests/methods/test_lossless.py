@@ -19,7 +19,7 @@ from kvbench.store import LayerKV
 from kvbench.store.hierarchical import HierarchicalKV, lower_half
 from tests.methods.conftest import AUTOREGRESSIVE
 
-ALONE = ["full", "magicdec", "quantspec", "triforce", "vericache"]
+ALONE = ["full", "longspec", "magicdec", "prompt-lookup", "quantspec", "triforce", "vericache"]
 DRAFTERS = [x for x in AUTOREGRESSIVE if x not in ALONE]
 FAST = ("snapkv", "random")
 QUESTIONS = [random_ids(5, seed=21), random_ids(9, seed=22)]

@@ -17,13 +17,16 @@ from kvbench.leaderboard.site.listed import ListedRun
 from kvbench.leaderboard.verification.lookup import is_known_full
 from kvbench.report.group import Axis, label_results
 from kvbench.report.suggest import explain_failing
-from kvbench.runs.results import Result
+from kvbench.runs.results import TASKS, Result
 
 EDGES = (0.15, 0.3, 0.6, 1.0)
 """Limits of the bands as shares of the full cache, chosen so that usual budgets lie inside a band."""
 
 UNRANKED = "not ranked: answers or bytes are not verified, or the method is not registered"
 """Title of the band of runs that are not counted."""
+
+TRAINED = f"not ranked: trained on {TASKS}"
+"""Title of the band of runs with trained parts, which methods without training are not compared with."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class RankedRun:
     """To the full cache; None: it is the full cache, there is none, or the run is not counted."""
     rank: int | None = None
     """Within its band; None: full cache, failed, without a score, on other questions than most of the band, not
-    counted, too few contexts to tell, or a full cache that fails the task.
+    counted, trained on the tasks, too few contexts to tell, or a full cache that fails the task.
     """
     tied: bool = False
     """Whether others share the rank."""
@@ -142,12 +145,15 @@ def _make_group(protocol: str, members: Sequence[ListedRun]) -> Group:
 
 def _make_bands(axis: Axis, rows: Sequence[RankedRun], *, ranked: bool) -> tuple[Band, ...]:
     bands: dict[int, list[RankedRun]] = {}
-    for x in (x for x in rows if x.listed.counted):
+    for x in (x for x in rows if x.listed.counted and not x.result.budget.trained):
         size = axis.measure(x.result)
         bands.setdefault(len(EDGES) + 1 if size is None else sum(size > edge for edge in EDGES), []).append(x)
     counted = [Band(_name_band(axis, band), _rank(axis, bands[band], ranked=ranked)) for band in sorted(bands)]
-    others = sorted((x for x in rows if not x.listed.counted), key=lambda x: _best_first(axis, x))
-    return (*counted, Band(UNRANKED, tuple(others))) if others else tuple(counted)
+    trained, others = (
+        tuple(sorted((x for x in rows if belongs(x)), key=lambda x: _best_first(axis, x)))
+        for belongs in (lambda x: x.listed.counted and x.result.budget.trained, lambda x: not x.listed.counted)
+    )
+    return (*counted, *(Band(title, some) for title, some in ((TRAINED, trained), (UNRANKED, others)) if some))
 
 
 def _name_band(axis: Axis, band: int) -> str:

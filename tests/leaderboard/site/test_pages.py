@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from kvbench.errors import UserError
 from kvbench.leaderboard.submission.archive import MAX_BYTES
 from kvbench.leaderboard.submission.records import VERIFICATION, Check
+from kvbench.runs.results import TASKS
 
 SCRIPT = "<script>alert(1)</script>"
 IMAGE = "\"'><img src=x onerror=alert(2)>"
@@ -57,6 +58,23 @@ def fill(results):
         result |= {"status": "failed", "error": "out of memory", "n_failed": 1}
 
     results.add("failed", "good", method="h2o", edit=fail)
+
+
+def test_rows_can_be_filtered_by_training(results):
+    """Where a run was trained on the tasks: its row says so, in words and to the filter; otherwise there is none."""
+    fill(results)
+    (plain,) = (results.build().folder / "protocols").glob("*.html")
+    assert 'name="training"' not in plain.read_text()
+    results.add("trained", "good", method="kvzip", edit=lambda result, lines: result["budget"]["resolved"].update(
+        trained_on=TASKS
+    ))
+    text = next((results.build().folder / "protocols").glob("*.html")).read_text()
+    assert 'name="training"' in text
+    rows = re.findall(r'<tr class="row[^>]*data-training="([^"]*)"[^>]*>.*?html">(\w+)</a>', text, flags=re.DOTALL)
+    assert {name: training for training, name in rows} == {
+        "full": "not on the tasks", "snapkv": "not on the tasks", "kvzip": "on the tasks",
+    }
+    assert "not ranked: trained on the tasks&#39; train split" in text
 
 
 def test_all_links_resolve(results):

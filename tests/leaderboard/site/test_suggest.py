@@ -8,6 +8,7 @@ from kvbench.analysis.load import find_runs, load_run
 from kvbench.report.group import Axis
 from kvbench.report.suggest import Guide, group_protocols
 from kvbench.report.suggestion import Question, describe_standing
+from kvbench.runs.results import TASKS
 from kvbench.task import Mode
 
 FAILING = [[1.0, 0.0, 0.0], *[[0.0, 0.0, 0.0]] * 11]
@@ -47,6 +48,15 @@ def test_the_significantly_best_technique_is_suggested(full):
     assert places(answer) == {"kvzip": (1, False, 1), "snapkv": (None, False, 0)}
     assert [(x.difference.mean, x.leads) for y in answer.techniques for x in y.standings] == [(0, True), (-0.5, False)]
     assert "mini is a small model trained on these tasks and says nothing about 8B models." in answer.limits
+
+
+def test_a_technique_trained_on_the_tasks_is_not_suggested(full):
+    """Although its score is the best."""
+    full.add("a", "poor")
+    full.add("b", "good", method="kvzip", edit=lambda result, lines: result["budget"]["resolved"].update(
+        trained_on=TASKS
+    ))
+    assert set(places(ask(full))) == {"snapkv"}
 
 
 def test_techniques_that_no_test_separates_share_a_place(full):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvbench.leaderboard.site.listed import read_listed
-from kvbench.leaderboard.site.tables import UNRANKED, make_groups
+from kvbench.leaderboard.site.tables import TRAINED, UNRANKED, make_groups
 from kvbench.leaderboard.submission.records import Check
+from kvbench.runs.results import TASKS
 
 
 def read_groups(results):
@@ -75,6 +76,21 @@ def test_ranks_count_within_a_band(results):
         "up to 15% of the full cache", "30% to 60% of the full cache"
     ]
     assert ranks(group) == {"snapkv": (1, False), "h2o": (2, False), "kvzip": (1, False)}
+
+
+def test_runs_with_parts_trained_on_the_tasks_are_not_ranked(results):
+    """They have a band of their own, although their scores are best; other training data changes nothing."""
+
+    def train_on(data):
+        return lambda result, lines: result["budget"]["resolved"].update(trained_on=data)
+
+    results.add("a", "good", edit=train_on("Python's manual"))
+    results.add("b", "poor", method="h2o")
+    results.add("c", "good", method="kvzip", edit=train_on(TASKS))
+    (group,) = read_groups(results)
+    bands = {band.title: [x.result.method.name for x in band.rows] for band in group.tables[0].bands}
+    assert bands == {"stored: 15% to 30% of the full cache": ["snapkv", "h2o"], TRAINED: ["kvzip"]}
+    assert ranks(group) == {"snapkv": (1, False), "h2o": (2, False), "kvzip": (None, False)}
 
 
 def test_insignificant_differences_share_a_rank(results):

@@ -51,11 +51,11 @@ function recall() {
   }
 }
 
-// Hides rows and curves that do not match family, machine and text. The full cache always stays.
+// Hides rows and curves that do not match family, machine, training and text. The full cache always stays.
 function filter() {
   const wanted = Object.fromEntries($("filters") ? new FormData($("filters")) : []);
   const words = (wanted.find || "").toLowerCase().split(/\s+/).filter(Boolean);
-  const right = (data) => ["family", "machine"].every((x) => !wanted[x] || !(x in data) || data[x] === wanted[x])
+  const right = (data) => ["family", "machine", "training"].every((x) => !wanted[x] || !(x in data) || data[x] === wanted[x])
     && words.every((x) => (data.find ?? "").includes(x));
   for (const figure of document.querySelectorAll("figure.panel")) {
     const curves = [...figure.querySelectorAll(".curve")];

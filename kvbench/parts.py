@@ -1,0 +1,136 @@
+"""Trained parts of methods: small networks next to a model, in safetensors files that name the model.
+
+A part belongs to one method and one model. Its file's metadata have the method, the SHA-256 of the model's files, and
+the data that it was trained on. The files of bundled models are in `kvbench/models/parts`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kvbench.errors import UserError
+
+if TYPE_CHECKING:
+    from kvbench.hf import Model
+
+SHIPPED = Path(__file__).parent / "models" / "parts"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Weights by name, what they were trained on, and the metadata of their file. sha256: of the weights."""
+
+    weights: Mapping[str, Tensor]
+    data: str
+    facts: Mapping[str, str]
+    sha256: str
+
+
+_FOUND: dict[str, Part] = {}
+_HASHES: dict[tuple[str, str, str, str], str] = {}
+"""Of the parts found in this process, by method, file or settings, model and element type."""
+
+
+def find_part(method: str, model: Model, file: str, train: Callable[[], Mapping[str, Tensor]], how: str) -> str:
+    """Read a part from a file, the one that is shipped for this model, or train it; its hash, for `get_part`.
+
+    file: as set by the user; empty: none. train: makes the weights. how: the data and settings of `train`, in words.
+
+    Raises:
+        UserError: the file is unreadable, or of another method or model.
+    """
+    key = method, file or how, model.sha256, model.dtype
+    if key not in _HASHES:
+        shipped = SHIPPED / f"{method}-{model.id}.safetensors"
+        path = Path(file) if file else shipped
+        if file or (shipped.exists() and read_metadata(shipped).get("model_sha256") == model.sha256):
+            part = read_part(path, method, model)
+        else:
+            part = make_part(train(), how)
+        _HASHES[key] = part.sha256
+        _FOUND[part.sha256] = part
+    return _HASHES[key]
+
+
+def get_part(sha256: str) -> Part:
+    """The part that was found under this hash."""
+    return _FOUND[sha256]
+
+
+def make_part(weights: Mapping[str, Tensor], data: str, facts: Mapping[str, str] | None = None) -> Part:
+    """A part of these weights."""
+    total = hashlib.sha256()
+    for name in sorted(weights):
+        total.update(f"{name} {tuple(weights[name].shape)} ".encode())
+        total.update(weights[name].detach().float().cpu().contiguous().numpy().tobytes())
+    return Part(dict(weights), data, facts or {}, total.hexdigest())
+
+
+def write_part(
+    path: Path, method: str, model: Model, weights: Mapping[str, Tensor], data: str, **facts: object
+) -> None:
+    """Write weights to a file, with the method, the model, the data and facts of the training."""
+    metadata = {"method": method, "model": model.id, "model_sha256": model.sha256, "data": data}
+    metadata |= {name: json.dumps(x) for name, x in facts.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: x.detach().contiguous() for name, x in weights.items()}, path, metadata=metadata)
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The metadata of a file.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            return dict(file.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path} is no readable safetensors file: {reason}. Check the path.") from error
+
+
+def read_part(path: Path, method: str, model: Model) -> Part:
+    """The weights in a file, in float32.
+
+    Raises:
+        UserError: the file is unreadable, or of another method or model.
+    """
+    facts = read_metadata(path)
+    if facts.get("method") != method:
+        raise UserError(
+            f"{path} has weights of method {facts.get('method')!r}, not {method!r}. Give a file that was written for "
+            f"{method}, or leave --set weights out."
+        )
+    if facts.get("model_sha256") != model.sha256:
+        raise UserError(
+            f"{path} was trained for model {facts.get('model')!r} ({str(facts.get('model_sha256'))[:12]}), and "
+            f"{model.id} is {model.sha256[:12]}. Give weights of this model, or leave --set weights out."
+        )
+    with safe_open(path, "pt") as file:
+        weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  # no mapping
+    return make_part(weights, facts.get("data", "unknown"), facts)
+
+
+def check_shapes(method: str, model: Model, part: Part, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse weights of other names or shapes than this model needs.
+
+    Raises:
+        UserError: with the first difference.
+    """
+    found = {name: tuple(x.shape) for name, x in part.weights.items()}
+    for name in sorted(found.keys() | dict(wanted).keys()):
+        if found.get(name) != wanted.get(name):
+            raise UserError(
+                f"{method}: weight {name!r} has shape {found.get(name)}, and {model.id} needs {wanted.get(name)}. "
+                "Give weights that were trained for this model's shape."
+            )

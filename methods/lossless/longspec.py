@@ -1,0 +1,121 @@
+"""LongSpec: a trained layer that reads the full cache drafts tokens (arXiv 2502.17421)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from kvbench.calibration import calibration_ids
+from kvbench.constraints import Positive
+from kvbench.method import BudgetKind, Card, Upstream, resolved
+from kvbench.methods.lossless.drafter import Batch, Drafter, train
+from kvbench.methods.lossless.proposed import Proposed
+from kvbench.parts import check_shapes, find_part, get_part
+
+if TYPE_CHECKING:
+    from kvbench.engine.session import Session
+    from kvbench.hf import Model
+
+TEXT, ROWS = 128, 4
+"""Tokens and texts of a batch, where the drafter is trained when a run starts."""
+_DRAFTERS: dict[tuple[str | None, str, str], Drafter] = {}
+"""By hash of the weights, of the model, and element type."""
+
+
+@dataclass(frozen=True)
+class LongSpec(Proposed):
+    """Proposes tokens by a trained layer over entries of the model."""
+
+    drafts_from_entries: ClassVar[bool] = True
+
+    window: Positive = 64
+    """Last tokens that the layer's self-attention reads."""
+    weights: str = ""
+    """A safetensors file of `scripts/train_part.py`. Empty: the shipped one, or training when a run starts."""
+    steps: Positive = 40
+    """Training steps when a run starts."""
+
+    part: str | None = resolved()
+    """SHA-256 of the layer's weights."""
+    trained_on: str | None = resolved()
+    """The data of its training."""
+
+    card: ClassVar[Card] = Card(
+        name="longspec",
+        title="LongSpec: Long-Context Lossless Speculative Decoding with Efficient Drafting and Verification",
+        idea="One trained layer drafts: it attends to the last tokens and to the entries of one of the model's layers. "
+        "One pass over the full cache verifies, so that the answer is that of the full cache.",
+        arxiv="2502.17421",
+        year=2025,
+        family="lossless",
+        stages=("generation",),
+        budget=BudgetKind.NONE,
+        calibration="a layer that drafts, trained",
+        heads="pooled",
+        upstream=Upstream(repo="sail-sg/LongSpec", commit="15e4998", license=None),
+        deviations=(
+            "One sequence of tokens is drafted; the authors draft a tree.",
+            ("The layer's own keys and values depend on ids only, and are computed again for the window of 64 tokens "
+            "(the authors': 512) in every step, from stored ids."),
+            ("It reads the model's last layer, as the authors' does, unless its weights say otherwise: those of `mini` "
+            "read the third of five, which looks up earlier tokens. Over the last layer it learned next to nothing."),
+            ("Training starts from the model's first layer and the one that is read; the authors' initialization is "
+            "not known to us."),
+            ("Without a file of weights for the model, the layer is trained when a run starts, on Python's manual; "
+            "that of `mini` was trained on text of the tasks (scripts/train_part.py)."),
+        ),
+        limits=(
+            "It stores the full cache and the ids of all tokens: it saves passes, not memory.",
+            "The layer's weights are not counted as bytes of the cache.",
+            ("Greedy decoding only. Answers equal those of the full cache in float32, and up to near ties in 16 bits, "
+            "where a pass over several tokens rounds differently."),
+            "The authors' weights are not read: their layout has not been seen.",
+        ),
+    )
+
+    def bind(self, model: Model) -> Self:
+        """Find the layer's weights, or train it."""
+        sha256 = find_part(
+            "longspec", model, self.weights, lambda: self._train(model),
+            f"Python's manual, {self.steps} steps, window {self.window}",
+        )
+        part = get_part(sha256)
+        key = sha256, model.sha256, model.dtype
+        if key not in _DRAFTERS:
+            drafter = Drafter(model, self.window, int(part.facts.get("reads", -1)))
+            check_shapes("longspec", model, part, {name: tuple(x.shape) for name, x in drafter.state_dict().items()})
+            drafter.load_state_dict(dict(part.weights))
+            _DRAFTERS[key] = drafter.to(model.device).requires_grad_(requires_grad=False)
+        return replace(self, holder=_DRAFTERS[key].reads, part=sha256, trained_on=part.data)
+
+    def propose(self, session: Session, token: Tensor, count: int) -> Tensor:
+        """The layer's most likely next tokens, one after the other. [B, count]"""
+        store, model = self.held(session), session.model
+        drafter = _DRAFTERS[self.part, model.sha256, model.dtype]
+        texts = torch.cat([store.ids[:, -self.window + 1 :].long(), token[:, None]], dim=1)
+        for _ in range(count):
+            read = texts[:, -self.window :]
+            last = session.seen + texts.shape[1] - min(self.window, session.seen + 1)
+            positions = torch.arange(last - read.shape[1] + 1, last + 1, device=texts.device).expand_as(read)
+            logits = drafter(read, positions, store.keys, store.values, 1)
+            texts = torch.cat([texts, logits[:, -1].argmax(-1)[:, None]], dim=1)
+        return texts[:, texts.shape[1] - count :]
+
+    def _train(self, model: Model) -> Mapping[str, Tensor]:
+        """Train on the manual; each text's first quarter is context only."""
+        ids = calibration_ids(model, min(TEXT * ROWS * 8, model.max_length * ROWS))
+        size = min(TEXT, ids.shape[1] // ROWS)
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(step: int) -> Batch:
+            del step
+            starts = torch.randint(ids.shape[1] - size + 1, (ROWS,), generator=generator).tolist()
+            texts = torch.stack([ids[0, start : start + size] for start in starts])
+            positions = torch.arange(size, device=texts.device).expand_as(texts)
+            return texts, positions >= size // 4, positions
+
+        return train(model, self.window, self.steps, draw)
