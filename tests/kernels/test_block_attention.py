@@ -58,3 +58,47 @@ def test_half_precision(dtype, attention, error, allowed):
     wanted = naive.block_attention(query.double(), keys, values, blocks, columns, block=BLOCK, scale=0.3)
     assert found.dtype == dtype
     assert error(found, wanted) < allowed[dtype]
+
+
+# Triton
+
+
+@pytest.fixture(params=[(16, 16), (32, 16)], ids=["tiles of 16", "tiles of 32 and 16"])
+def small_tiles(request, monkeypatch):
+    """Tiles smaller than the prompt, larger than its blocks."""
+    fast = pytest.importorskip("kvbench.kernels.block_attention.triton")
+    monkeypatch.setattr(fast, "tile_sides", lambda *_: request.param)
+
+
+@pytest.mark.parametrize("columned", [False, True], ids=["blocks", "blocks and columns"])
+@pytest.mark.usefixtures("small_tiles")
+def test_triton_equals_the_reference(heads, columned, options, triton, attention, error):
+    """Several tiles of queries and entries, the last ones partial."""
+    query, keys, values = attention(heads, 41, 41)
+    blocks, columns = choose(heads[0], 41)
+    columns = columns if columned else None
+    options = {"block": BLOCK, "scale": 0.3, **{k: x for k, x in options.items() if k != "window"}}
+    wanted = naive.block_attention(query, keys, values, blocks, columns, **options)
+    found = block_attention(*triton([query, keys, values, blocks]), triton(columns), **triton(options))
+    assert error(found.cpu(), wanted) < 1e-5
+
+
+def test_triton_in_every_precision(precision, triton, attention, error, allowed):
+    """Outputs are of the queries' type."""
+    query, keys, values = attention((6, 2), 23, 23, dtype=precision)
+    blocks, columns = choose(6, 23)
+    found = block_attention(*triton([query, keys, values, blocks, columns]), block=BLOCK, scale=0.3)
+    wanted = naive.block_attention(query.double(), keys, values, blocks, columns, block=BLOCK, scale=0.3)
+    assert found.dtype == precision
+    assert error(found.cpu(), wanted) < allowed[precision]
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_triton_reads_no_other_tile(triton, attention):
+    """A tile of entries that no query chose may be NaN."""
+    query, keys, values = attention((6, 2), 64, 64)
+    keys[:, :, 16:32], values[:, :, 16:32] = torch.nan, torch.nan
+    blocks = torch.ones(2, 6, 4, 4, dtype=torch.bool)
+    blocks[..., 1] = False
+    found = block_attention(*triton([query, keys, values, blocks]), block=16, scale=0.3)
+    assert found[:, :, 32:].isfinite().all()

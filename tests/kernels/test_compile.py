@@ -21,7 +21,8 @@ SHARED = 227 * 1024
 SPILLED = {"attend_tiles": 16}
 """Bytes of stack that a kernel may spill: triton 3.6 spills 16 in float32 with 64 queries, later versions none."""
 KERNELS = {
-    "rows": {"attend_tiles", "merge_parts", "merge_pairs", "score_pages", "attend_pages", "weigh_entries"},
+    "rows": {"attend_tiles", "merge_parts", "merge_pairs", "score_pages", "attend_pages", "attend_blocks",
+             "weigh_entries"},
     "codes": {"attend_codes", "attend_bitmaps", "sieve_entries", "code_groups", "write_entries", "code_entries",
               "write_keys", "merge_run", "merge_parts"},
 }
@@ -58,7 +59,14 @@ def rows(*shape, dtype=torch.bfloat16):
 
 def call_operations():
     """Steps and questions, plain and with every option, in 16 and in 32 bits, of narrow and of wide heads."""
-    from kvbench.kernels import column_sums, dense_attention, page_attention, page_select, ragged_attention
+    from kvbench.kernels import (
+        block_attention,
+        column_sums,
+        dense_attention,
+        page_attention,
+        page_select,
+        ragged_attention,
+    )
     from kvbench.kernels.attention_mass import attention_mass
     from kvbench.kernels.window_scores import window_scores
 
@@ -100,6 +108,13 @@ def call_operations():
         page_select.page_scores(query, rows(2, 8, 256, 256, dtype=dtype))
         page_attention.page_attention(query, block, block, pages, page=16, before=number, scale=0.1, window=100,
                                       softcap=30.0, sinks=sinks)
+    blocks, columns = rows(1, 32, 40, 40, dtype=torch.bool), rows(1, 32, 5000, dtype=torch.bool)
+    for dtype in (torch.bfloat16, torch.float32):
+        query, prompt = rows(1, 32, 5000, 128, dtype=dtype), rows(1, 8, 5000, 128, dtype=dtype)
+        for cap, sink, single in ((None, None, None), (30.0, rows(32), columns)):
+            block_attention.block_attention(
+                query, prompt, prompt, blocks, single, block=128, scale=0.1, softcap=cap, sinks=sink
+            )
 
 
 def coded(bits, tokens, channels, width=128):
