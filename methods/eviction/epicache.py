@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 INSTRUCTION = "\n\nExtract the essential information from this part of the conversation:\n"
 EMBEDDER_WIDTH = 384
 CENTER_BYTES = 4
+MOST_CHANNELS = 1 << 16
+"""Of a model's embeddings, in a result that is verified without the model."""
 TRIES, ROUNDS, SEED = 10, 100, 42
 BLOCK_ELEMENTS = 1 << 22
 """Logits in memory at a time."""
@@ -93,6 +95,16 @@ class EpiCache(Method):
         own = model.module.get_input_embeddings().weight
         assert isinstance(own, Tensor)
         return replace(self, width=own.shape[1] if self.embedder == "own" else EMBEDDER_WIDTH)
+
+    def rebind(self, resolution: Mapping[str, object], shape: Shape) -> Self:
+        """Take the width from a result (`UserError` unless it is a number of channels)."""
+        del shape
+        width = resolution.get("width")
+        if width is None:
+            return self
+        if not isinstance(width, int) or not 0 < width <= MOST_CHANNELS:
+            raise UserError(f"epicache: width {width} must be a whole number from 1 to {MOST_CHANNELS}.")
+        return replace(self, width=width)
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
         """Resolve the budget and the number of episodes."""

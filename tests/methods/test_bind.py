@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
+from pydantic_core import to_jsonable_python
 
-from kvbench.errors import UserError
-from kvbench.hf import Model
+from kvbench.budget import Budget, BudgetKind
+from kvbench.errors import UndeclaredError, UserError
+from kvbench.hf import Model, load_model
 from kvbench.hf.rope import NO_ROPE
 from kvbench.hf.tiny import tiny_model
 from kvbench.methods.eviction.expected_attention import ExpectedAttention
 from kvbench.methods.eviction.streaming_llm import StreamingLLM
+from kvbench.registry import find_method, list_entries
 
 
 def with_rope(**changes: bool) -> Model:
@@ -39,3 +43,23 @@ def test_known_rotations_are_served() -> None:
     """On a model with rotary embeddings both bind to themselves."""
     assert StreamingLLM().bind(tiny_model()) == StreamingLLM()
     assert ExpectedAttention().bind(tiny_model()) == ExpectedAttention()
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("name", sorted(
+    (x.name for x in list_entries("method") if x.models == "autoregressive"), key=lambda x: (x == "epicache", x)
+))
+def test_a_result_without_the_model_declares_the_same_bytes(name: str) -> None:
+    """As verification has it: bound by the saved resolution, the method declares what it declares on the model."""
+    model = load_model("mini")
+    shape, kind = model.shape(512), find_method(name)
+    budget = Budget.parse("50%") if kind.card.budget in (BudgetKind.STORED, BudgetKind.READ) else None
+    fitted = kind().bind(model).fit(budget, shape)
+    saved = json.loads(json.dumps(to_jsonable_python(fitted.resolution)))
+    again = kind().rebind(saved, shape).fit(budget, shape)
+    for declared in ("declared_bytes", "declared_host_bytes", "declared_file_bytes", "declared_read_bytes"):
+        try:
+            expected = getattr(fitted, declared)(shape)
+        except UndeclaredError:
+            continue
+        assert getattr(again, declared)(shape) == expected
