@@ -13,6 +13,7 @@ memory: peak bytes of a prefill beyond those of the full cache, by length.
 compression: what each method adds to a prefill of 4,096 tokens on a real model, and its decode step, in CPU seconds.
 prefill: sparse prefill on a real model: share of attention that is computed, and CPU seconds over the full cache's.
 reads: bytes that a decode step reads after 8,192 tokens on that model, and its CPU seconds, over the full cache's.
+reuse: time to first token of reuse across prompts over a full prefill's at 2,048 tokens, by share computed.
 coders: throughput of encoding and decoding keys and values, by method, over that of a memory copy, in CPU seconds.
 """
 
@@ -36,6 +37,7 @@ from typing import Any
 import torch
 from bench_coders import bench_coders
 from bench_compression import bench_compression
+from bench_reuse import bench_reuse
 from bench_sparse import bench_prefill, bench_reads
 from bench_step import bench_step
 from torch import Tensor
@@ -307,6 +309,7 @@ BENCHES = {
     "batch": bench_batch, "step": bench_step, "memory": bench_memory,
     "compression": lambda: bench_compression(read().get("compression", {})),
     "prefill": bench_prefill, "reads": bench_reads, "coders": bench_coders,
+    "reuse": bench_reuse,
 }
 
 
