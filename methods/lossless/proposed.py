@@ -117,6 +117,7 @@ class Proposed(Method):
     """Most tokens that are drafted in a round."""
 
     graphable: ClassVar[str | None] = "the number of accepted tokens differs from round to round."
+    recompressible: ClassVar[str | None] = "every entry is stored."
     drafts_from_entries: ClassVar[bool] = False
     """Whether drafting reads entries."""
 
