@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from kvbench.constraints import Positive
-from kvbench.errors import UndeclaredError, UserError
-from kvbench.method import Budget, BudgetKind, Card, Method, Shape, Step, resolved
-from kvbench.store import LayerKV
+from kvbench.method import Budget, BudgetKind, Card, Shape, Step, resolved
+from kvbench.methods.quantization.streams import StreamMethod
 from kvbench.store.coders import as_norm
 from kvbench.store.entropy import Streams, boundaries, count_tables, decode, encode
 from kvbench.store.stream import Stream, StreamKV
@@ -25,7 +24,7 @@ LAYERS = 32
 
 
 @dataclass(frozen=True)
-class CacheGen(Method):
+class CacheGen(StreamMethod):
     """Stores a context as streams of entropy-coded symbols, one per channel."""
 
     level: Literal[1, 2, 3] = 2
@@ -36,7 +35,6 @@ class CacheGen(Method):
     layers: int | None = resolved()
     """The model's number of layers."""
 
-    recompressible: ClassVar[str | None] = "the context is encoded once, and later entries stay exact."
     card: ClassVar[Card] = Card(
         name="cachegen",
         title="CacheGen: KV Cache Compression and Streaming for Fast Large Language Model Serving",
@@ -70,17 +68,8 @@ class CacheGen(Method):
     )
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
-        """Refuse a budget (`UserError`): the text decides the length of a stream."""
-        if budget is not None:
-            raise UserError(
-                "cachegen takes no budget: the length of a stream depends on the text. Leave --budget out, and choose "
-                "between qualities with --set level=1, 2 or 3."
-            )
-        return replace(self, length=shape.length, layers=len(shape.layers))
-
-    def layer(self, index: int) -> LayerKV:
-        """A store of exact entries that becomes a stream at the end of the context."""
-        return StreamKV()
+        """Refuse a budget (`UserError`), and take the number of layers."""
+        return replace(super().fit(budget, shape), layers=len(shape.layers))
 
     def bins(self, layer: int) -> tuple[int, int]:
         """Bins of a layer's keys and of its values."""
@@ -91,26 +80,11 @@ class CacheGen(Method):
         )
         return keys, values
 
-    def evict(self, kv: LayerKV, step: Step) -> None:
-        """Encode the context at its end."""
-        assert isinstance(kv, StreamKV)
-        if step.moment.in_context and step.moment.compresses:
-            parts = zip((kv.keys, kv.values), self.bins(step.layer), strict=True)
-            kv.store(CacheGenStream([[Chunk.encode(x, bins) for x in entries.split(self.chunk, dim=2)]
-                                     for entries, bins in parts]))
-
-    def declared_bytes(self, shape: Shape) -> int:
-        """Not known beforehand (`UndeclaredError`)."""
-        del shape
-        raise UndeclaredError("cachegen cannot declare its bytes: the length of its streams depends on the text.")
-
-    def declared_read_bytes(self, shape: Shape) -> int:
-        """Bytes of the decoded context."""
-        return shape.full_bytes
-
-    def later_bytes(self, shape: Shape, tokens: int) -> int:
-        """Bytes of exact later entries."""
-        return -(-tokens * shape.full_bytes // shape.length)
+    def encode(self, kv: StreamKV, step: Step) -> Stream:
+        """Encode every chunk of keys and of values."""
+        parts = zip((kv.keys, kv.values), self.bins(step.layer), strict=True)
+        return CacheGenStream([[Chunk.encode(x, bins) for x in entries.split(self.chunk, dim=2)]
+                               for entries, bins in parts])
 
 
 @dataclass(frozen=True)
