@@ -25,7 +25,7 @@ def make(name, tokenizer, n=3, length=700, turns=2, **settings):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ids_of_a_part_are_the_same_in_every_prompt(name, mini_tokenizer):
-    """Else no chunk would fit; and the parts make up the context."""
+    """So that chunks fit; and the parts make up the context."""
     for example in make(name, mini_tokenizer):
         encoded = encode(find_task(name)(), example, mini_tokenizer)
         assert tuple(x for part in encoded.parts for x in part) == encoded.context
