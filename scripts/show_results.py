@@ -35,7 +35,7 @@ README = ROOT / "README.md"
 ANCHORS = ("full", "full-int8")
 SEEN = {"hidden": "question hidden", "first-turn": "first of five questions visible"}
 QUARTER = "25%"
-IN_README = ("full", "random", "streaming-llm", "h2o", "snapkv", "keydiff", "kvzip", "quest", "kivi, 2/2 bits", "mikv")
+IN_README = ("full", "random", "streaming-llm", "h2o", "snapkv", "kvzip", "quest", "kivi, 2/2 bits")
 IN_ONE_BLOCK = ("0b8334c74ef9", "a731f91b7a14")
 """Commits at which reference answers were forced in one block, also where methods drop or round rows in every step."""
 
@@ -147,7 +147,7 @@ def task_table(results: Sequence[Result]) -> str:
         groups.setdefault(x.task.name, {})[x.task.length] = x
     lengths = sorted({x.task.length for x in results})
     rows = [
-        (name, *(score(cells[length]) if length in cells else "too short" for length in lengths))
+        (name, *(score(cells[length]) if length in cells else "not run" for length in lengths))
         for name, cells in groups.items()
     ]
     return table(("task", *(f"{x:,} tokens" for x in lengths)), rows)
