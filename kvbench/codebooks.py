@@ -77,8 +77,13 @@ def nearest_level(x: Tensor, levels: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def sphere_levels(width: int, bits: int, device: torch.device) -> Tensor:
     """Levels of a coordinate of a random vector of length sqrt(width); normal numbers for wide vectors. [2 ** bits]"""
+    return _sphere_levels(width, bits).to(device)
+
+
+@functools.lru_cache(maxsize=64)
+def _sphere_levels(width: int, bits: int) -> Tensor:
     reach = min(math.sqrt(width), FARTHEST)
-    return _levels(lambda x: (1 - x**2 / width) ** ((width - 3) / 2), -reach, reach, bits).to(device)
+    return _levels(lambda x: (1 - x**2 / width) ** ((width - 3) / 2), -reach, reach, bits)
 
 
 @functools.lru_cache(maxsize=64)
@@ -90,7 +95,12 @@ def angle_levels(level: int, bits: int, device: torch.device) -> Tensor:
     if level == 1:
         sectors: Tensor = (torch.arange(2**bits) + 0.5) * (2 * math.pi / 2**bits)
         return sectors.to(device)
-    return _levels(lambda x: torch.sin(2 * x) ** (2 ** (level - 1) - 1), 0.0, math.pi / 2, bits).to(device)
+    return _angle_levels(level, bits).to(device)
+
+
+@functools.lru_cache(maxsize=64)
+def _angle_levels(level: int, bits: int) -> Tensor:
+    return _levels(lambda x: torch.sin(2 * x) ** (2 ** (level - 1) - 1), 0.0, math.pi / 2, bits)
 
 
 def _levels(density: Callable[[Tensor], Tensor], low: float, high: float, bits: int) -> Tensor:

@@ -26,7 +26,7 @@ SHIPPED = Path(__file__).parent / "models" / "parts"
 
 
 @dataclass(frozen=True)
-class Part:
+class TrainedPart:
     """Weights by name, what they were trained on, and the metadata of their file. sha256: of the weights."""
 
     weights: Mapping[str, Tensor]
@@ -35,7 +35,7 @@ class Part:
     sha256: str
 
 
-_FOUND: dict[str, Part] = {}
+_FOUND: dict[str, TrainedPart] = {}
 _HASHES: dict[tuple[str, str, str, str], str] = {}
 """Of the parts found in this process, by method, file or settings, model and element type."""
 
@@ -61,18 +61,18 @@ def find_part(method: str, model: Model, file: str, train: Callable[[], Mapping[
     return _HASHES[key]
 
 
-def get_part(sha256: str) -> Part:
+def get_part(sha256: str) -> TrainedPart:
     """The part that was found under this hash."""
     return _FOUND[sha256]
 
 
-def make_part(weights: Mapping[str, Tensor], data: str, facts: Mapping[str, str] | None = None) -> Part:
+def make_part(weights: Mapping[str, Tensor], data: str, facts: Mapping[str, str] | None = None) -> TrainedPart:
     """A part of these weights."""
     total = hashlib.sha256()
     for name in sorted(weights):
         total.update(f"{name} {tuple(weights[name].shape)} ".encode())
         total.update(weights[name].detach().float().cpu().contiguous().numpy().tobytes())
-    return Part(dict(weights), data, facts or {}, total.hexdigest())
+    return TrainedPart(dict(weights), data, facts or {}, total.hexdigest())
 
 
 def write_part(
@@ -99,7 +99,7 @@ def read_metadata(path: Path) -> dict[str, str]:
         raise UserError(f"{path} is no readable safetensors file: {reason}. Check the path.") from error
 
 
-def read_part(path: Path, method: str, model: Model) -> Part:
+def read_part(path: Path, method: str, model: Model) -> TrainedPart:
     """The weights in a file, in float32.
 
     Raises:
@@ -121,7 +121,7 @@ def read_part(path: Path, method: str, model: Model) -> Part:
     return make_part(weights, facts.get("data", "unknown"), facts)
 
 
-def check_shapes(method: str, model: Model, part: Part, wanted: Mapping[str, tuple[int, ...]]) -> None:
+def check_shapes(method: str, model: Model, part: TrainedPart, wanted: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse weights of other names or shapes than this model needs.
 
     Raises:

@@ -42,6 +42,7 @@ class ReuseMethod(Method):
     """
 
     reads_parts: ClassVar[bool] = True
+    recompressible: ClassVar[str | None] = "every entry is stored, and nothing is compressed."
 
     def layer(self, index: int) -> ReusedKV:
         """Every entry."""

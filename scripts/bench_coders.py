@@ -58,7 +58,7 @@ def spend(call: Callable[[], object]) -> float:
 
 
 def list_coders(keys: Tensor, values: Tensor) -> Iterator[tuple[str, Pair]]:
-    """What encodes and what decodes both, by method, with default settings."""
+    """The encoder and the decoder of both, by method, with default settings."""
     for method in (TurboQuant(), TurboQuant(variant="prod"), PolarQuant(), QJL(first_layers=0), Fp8(), Nvfp4(),
                    QuaRotKV()):
         variant = " (prod)" if getattr(method, "variant", "mse") == "prod" else ""

@@ -119,7 +119,7 @@ def train_locret(model: Model, run: Run) -> dict[str, torch.Tensor]:
 
 
 TRAINERS = {"longspec": (train_longspec, 200, "predicted"), "locret": (train_locret, 4000, "loss")}
-"""What trains each part, its steps, and what it reports."""
+"""The training of each part, its steps, and its report."""
 
 
 def main() -> None:

@@ -66,7 +66,7 @@ def doubt(mean, *, strict=None, stop=10, length=0, full=True):
     return list(list_doubts(SimpleNamespace(
         score=score, scores={} if strict is None else {"kv-strict@1": strict}, task=SimpleNamespace(scorer="kv@1"),
         output=Output(tokens=10, stop_reasons={"stop": stop, "length": length}),
-        budget=SimpleNamespace(kind="none" if full else "stored"), effect=SimpleNamespace(n=0),
+        budget=SimpleNamespace(kind="none" if full else "stored", trained=None), effect=SimpleNamespace(n=0),
     )))
 
 

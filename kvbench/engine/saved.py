@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import UserError
+from kvbench.hf.rope import Rope
 from kvbench.method import Method
 from kvbench.runs.spec import Record
 from kvbench.store.blocks import Residual
@@ -66,7 +67,7 @@ def write_session(session: Session, path: Path) -> int:
         raise UserError("this session holds no context to save: call prefill first.")
     if session.is_static:
         raise UserError("a session with static steps cannot be saved: save it before make_static.")
-    writer = _Writer(session.method, session.model.device)
+    writer = _Writer(session.method, session.model)
     body = {
         "format": FORMAT,
         "model": _describe_model(session.model),
@@ -111,7 +112,7 @@ def read_session(path: Path, model: Model, method: Method, make: type[S]) -> S:
             )
         _require_equal(path, "model", body["model"], _describe_model(model))
         _require_equal(path, "method", body["method"], _describe_method(method))
-        reader = _Reader(body["objects"], tensors, model.device, _list_modules(method))
+        reader = _Reader(body["objects"], tensors, model, _list_modules(method))
         held = SessionState.model_validate(body["session"])
         session = make(model, method, capacity=held.capacity, chunk=held.chunk, recompress=held.recompress)
         layers = [reader.decode(x) for x in body["layers"]]
@@ -186,7 +187,7 @@ class _Writer:
     """Turns values into JSON, and collects the tensors and objects that they refer to, each once."""
 
     method: Method
-    device: torch.device
+    model: Model
     tensors: list[Tensor] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)
     _found: dict[int, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
@@ -198,6 +199,10 @@ class _Writer:
             return value
         if isinstance(value, torch.device):
             return {"device": self._locate(value)}
+        if isinstance(value, Rope):
+            return {"rope": next(i for i, x in enumerate(self.model.ropes) if x is value)}
+        if isinstance(value, bytes):
+            return {"bytes": self.encode(torch.frombuffer(bytearray(value), dtype=torch.uint8))}
         if isinstance(value, torch.dtype):
             return {"dtype": str(value).removeprefix("torch.")}
         if type(value) in CONTAINERS.values():
@@ -216,7 +221,7 @@ class _Writer:
 
     def _locate(self, device: torch.device) -> str:
         """Whether a device is the model's, or the host next to it."""
-        return "model" if device.type == self.device.type else "host"
+        return "model" if device.type == self.model.device.type else "host"
 
     def _encode_object(self, value: Any) -> Any:
         kind = type(value)
@@ -245,7 +250,7 @@ class _Reader:
 
     described: list[Any]
     tensors: dict[str, Tensor]
-    device: torch.device
+    model: Model
     modules: frozenset[str]
     _made: dict[int, Any] = field(default_factory=dict)
     _placed: dict[int, Tensor] = field(default_factory=dict)
@@ -260,7 +265,11 @@ class _Reader:
         if kind == "object":
             return self._made[held] if held in self._made else self._make(held)
         if kind == "device":
-            return torch.device("cpu") if held == "host" else self.device
+            return torch.device("cpu") if held == "host" else self.model.device
+        if kind == "rope":
+            return self.model.ropes[held]
+        if kind == "bytes":
+            return self.decode(held).cpu().numpy().tobytes()
         if kind == "dtype":
             return getattr(torch, held)
         items = [self.decode(x) for x in held]
@@ -270,7 +279,7 @@ class _Reader:
         """A tensor on its device; in host memory next to a GPU it is pinned."""
         if index not in self._placed:
             tensor = self.tensors.pop(str(index))
-            self._placed[index] = tensor.pin_memory() if on == "host" else tensor.to(self.device)
+            self._placed[index] = tensor.pin_memory() if on == "host" else tensor.to(self.model.device)
         return self._placed[index]
 
     def _make(self, index: int) -> Any:

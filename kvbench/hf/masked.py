@@ -52,7 +52,7 @@ class Masking:
     tokens_per_step: int = 1
     """Default number of tokens committed per denoising step."""
     attention: Literal["full", "prefix"] = "full"
-    """What a prompt attends to: everything, or itself only."""
+    """The tokens that a prompt attends to: all, or its own."""
 
 
 def read_masking(document: Mapping[str, Any]) -> Masking | None:

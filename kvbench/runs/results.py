@@ -38,7 +38,7 @@ class Score(Record):
 
 
 TASKS = "the tasks' train split"
-"""What a part of a method was trained on that has seen text of the tasks, under `trained_on` of what it resolved."""
+"""The value of `trained_on` of a part that was trained on text of the tasks."""
 
 
 class BudgetResult(Record):

@@ -83,7 +83,8 @@ class CAKE(CascadeMethod):
             entropy = entropy - (seen * (seen + 1e-10).log()).sum((1, 2, 3, 4)).double()
             variance = variance + spread[..., :inner].sum((1, 2, 3)).double()
             start += weights.shape[-1]
-        kv.state["preference"] = entropy.clamp_min(0) ** (1 / self.dispersion) * variance ** (1 / self.shift)
+        if self.pooled is not None and step.layer in self.pooled:
+            kv.state["preference"] = entropy.clamp_min(0) ** (1 / self.dispersion) * variance ** (1 / self.shift)
         scores = torch.cat(found, dim=-1).flatten(1, 2)  # [B, H_q, n]
         scores[..., :before] = pool_scores(scores[..., :before], self.kernel, "avg")
         return protect_last(group_mean(scores, kv.keys.shape[1]), self.window)

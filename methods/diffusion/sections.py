@@ -109,7 +109,7 @@ class Sections(Policy):
         return kv.attend_sections(step, [(b - a, b - before) for a, b in pairwise([kv.final, *ends])])
 
     def commit(self, d: Denoising, accepted: Tensor) -> None:
-        """What stands before the section has been computed with its final tokens."""
+        """The text before the section has been computed with its final tokens."""
         del accepted
         for kv in d.stores:
             assert isinstance(kv, SectionKV)

@@ -126,7 +126,7 @@ class LServeKV(HeadGroupsKV):
         return max(store.full_read_tokens() for store in self._stores())
 
     def credit(self, branch: LayerKV) -> None:
-        """Count as its own what a fork read to answer for it."""
+        """Add the reads of a fork, which answers for this store, to its own."""
         assert isinstance(branch, LServeKV)
         for store, other in zip(self._stores(), branch._stores(), strict=True):  # noqa: SLF001  # the same class
             store.credit(other)

@@ -47,7 +47,7 @@ class PromptLookup(Proposed):
     )
 
     def propose(self, session: Session, token: Tensor, count: int) -> Tensor:
-        """What followed the last tokens before; without an occurrence, nothing. [B, at most count]"""
+        """The tokens that followed the last ones before; none without an occurrence. [B, at most count]"""
         texts = torch.cat([self.held(session).ids.long(), token[:, None]], dim=1)
         found = [look_up(text, self.longest, count) for text in texts]
         most = max(len(x) for x in found)

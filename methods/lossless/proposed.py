@@ -76,7 +76,7 @@ class DraftedKV(LayerKV):
         return other
 
     def credit(self, branch: LayerKV) -> None:
-        """Count as its own what a fork drafted and verified."""
+        """Add the tokens that a fork drafted and verified to those of this store."""
         super().credit(branch)
         assert isinstance(branch, DraftedKV)
         self.drafted += branch.drafted

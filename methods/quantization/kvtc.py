@@ -186,7 +186,7 @@ def allocate(variances: list[float], total: int) -> list[int]:
 
 @dataclass(frozen=True)
 class KvtcStream(Stream):
-    """What is between the exact entries, and these."""
+    """The entries between the exact ones, and these."""
 
     inner: list[Transformed]
     ends: list[Tensor]

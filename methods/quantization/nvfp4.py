@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
@@ -93,8 +94,7 @@ class Nvfp4Coder(ScaledCoder):
     def decode(self, parts: Parts, width: int) -> Tensor:
         """The numbers, times the scales of their blocks and of the tensor."""
         codes = unpack(parts["packed"], 4, width).long()
-        table = torch.tensor([*MAGNITUDES, *(-x for x in MAGNITUDES)], device=codes.device)
-        found = table[codes].unflatten(-1, (-1, BLOCK)) * from_e4m3(parts["block"])[..., None]
+        found = _numbers(codes.device)[codes].unflatten(-1, (-1, BLOCK)) * from_e4m3(parts["block"])[..., None]
         numbers: Tensor = found.flatten(-2) * self.scale_of(codes)
         return numbers
 
@@ -103,9 +103,15 @@ class Nvfp4Coder(ScaledCoder):
         return packed_width(width, 4) + width // BLOCK
 
 
+@functools.lru_cache(maxsize=64)
+def _numbers(device: torch.device) -> Tensor:
+    """Every number by its code, once per device. [16]"""
+    return torch.tensor([*MAGNITUDES, *(-x for x in MAGNITUDES)], device=device)
+
+
 def round_to_e2m1(x: Tensor) -> Tensor:
     """The nearest number, of two the one with an even code; beyond 6, 6. As codes, with the sign at 8. uint8"""
-    edges = midpoints(torch.tensor(MAGNITUDES, device=x.device))
+    edges = midpoints(_numbers(x.device)[: len(MAGNITUDES)])
     below, above = torch.bucketize(x.abs(), edges), torch.bucketize(x.abs(), edges, right=True)
     code = torch.where(below % 2 == 0, below, above)
     signed: Tensor = code + SIGN * (x < 0)

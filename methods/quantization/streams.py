@@ -17,6 +17,7 @@ class StreamMethod(Method):
     """Encodes the context at its end; the next token finds it decoded, and later entries stay exact."""
 
     recompressible: ClassVar[str | None] = "the context is encoded once, and later entries stay exact."
+    graphable: ClassVar[str | None] = "the context is decoded on the host before the next token."
 
     @abstractmethod
     def encode(self, kv: StreamKV, step: Step) -> Stream:

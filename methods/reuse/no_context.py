@@ -21,6 +21,7 @@ class NoContext(Method):
     """Runs the instruction and what follows the documents, and never sees a document."""
 
     reads_parts: ClassVar[bool] = True
+    recompressible: ClassVar[str | None] = "every entry of what is run is stored."
     card: ClassVar[Card] = Card(
         name="no-context",
         title="The prompt without its documents",

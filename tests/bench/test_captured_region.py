@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvbench import calibration
+from kvbench import calibration, codebooks, rotation
 from kvbench.bench import decode
 from kvbench.bench.decode import open_attention
 from kvbench.bench.state import Setting, open_context
@@ -27,13 +27,14 @@ from kvbench.hf.tiny import placed, tiny_model
 from kvbench.kernels.choice import using
 from kvbench.method import Budget, BudgetKind
 from kvbench.methods.baseline.full import Full
+from kvbench.methods.quantization import nvfp4
 from kvbench.reading import ReadingMethod
 from kvbench.registry import find_method, list_entries
 
 LENGTH, LATER = 96, 24
 METHODS = [x.name for x in list_entries("method") if x.models == "autoregressive"]
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-WAITING = {"shadowkv", *(x for x in METHODS if issubclass(find_method(x), ReadingMethod))}
+WAITING = {"lserve", "shadowkv", *(x for x in METHODS if issubclass(find_method(x), ReadingMethod))}
 """They wait for their selection, to fetch values from the host or to gather entries."""
 DEVICE = torch.device("cuda:0" if torch.backends.cuda.is_built() else "meta")
 """A torch without CUDA cannot index fake CUDA tensors; meta tensors that claim to be on a GPU take the same code."""
@@ -103,6 +104,10 @@ def put_on_gpu(call):
         return copy.deepcopy(call)
 
 
+CACHED = [x for module in (codebooks, rotation, nvfp4) for x in vars(module).values() if hasattr(x, "cache_clear")]
+"""Functions that keep their tables by device, and would keep fake ones."""
+
+
 @contextmanager
 def fake_gpu():
     """Fake tensors and calibrated ones are on an H100; Triton's kernels are not run, the code around them is."""
@@ -115,6 +120,8 @@ def fake_gpu():
         mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=132)),
     ):
         yield
+    for function in CACHED:
+        function.cache_clear()
 
 
 @contextmanager

@@ -141,7 +141,8 @@ def test_the_stages_of_a_gpu_are_commands_of_kvbench(requests):
         assert request.seconds + 60 <= 480
         if name == "all":
             assert list(made)[2:8] == ["snapkv", "adakv", "kivi", "quest", "h2o", "shadowkv"]
-            assert {x.name for x in list_entries("method") if x.models == "autoregressive"} - {*made} == {"keyformer"}
+            others = [x for x in list_entries("method") if x.models == "autoregressive" and x.name not in made]
+            assert {x.name for x in others if x.facts["family"] != "prefill"} == {"keyformer"}
 
 
 MOST_FLOPS = 5e14

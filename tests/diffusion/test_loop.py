@@ -158,7 +158,7 @@ def test_noise_belongs_to_a_pass_and_a_place(unshifted, prompts):
     among, _ = d._sample(hidden, sequence, places)
     alone = [d._sample(hidden[:1], sequence[:1], place[None])[0] for place in places]
     assert torch.equal(torch.cat(alone), among)
-    d.nfe += 1
+    d.steps_done += 1
     assert not torch.equal(d._sample(hidden, sequence, places)[0], among)
 
 

@@ -50,7 +50,7 @@ class Oracle(PromptLookup):
     answer = ()
 
     def propose(self, session, token, count):
-        """What greedy decoding will say."""
+        """The tokens of greedy decoding."""
         with session.fork() as branch:
             branch.logits = branch.forward(token[:, None], Moment.DECODE)[:, -1]
             return torch.tensor(branch.greedy(count, NEVER_STOP).ids) if count else token[:, None][:, :0]

@@ -29,7 +29,7 @@ MODES = {
 }
 NAMES = {
     "": "schema_version run_id status error suite spec model method task mode visibility history budget n_samples "
-    "n_scored n_failed n_questions score scores agreement output memory latency diffusion lossless batch effect "
+    "n_scored n_failed n_questions score scores agreement output memory latency diffusion lossless reuse batch effect "
     "kernels environment",
     "budget": "asked kind resolved",
     "score": "metric higher_is_better mean ci95 interval by_turn partial_mean",
