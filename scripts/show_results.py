@@ -35,7 +35,7 @@ README = ROOT / "README.md"
 ANCHORS = ("full", "full-int8")
 SEEN = {"hidden": "question hidden", "first-turn": "first of five questions visible"}
 QUARTER = "25%"
-IN_README = ("full", "random", "streaming-llm", "h2o", "snapkv", "kvzip", "quest", "kivi, 2/2 bits")
+IN_README = ("full", "random", "h2o", "snapkv", "kvzip", "shadowkv", "kivi, 4/4 bits", "kivi, 2/2 bits")
 IN_ONE_BLOCK = ("0b8334c74ef9", "a731f91b7a14")
 """Commits at which reference answers were forced in one block, also where methods drop or round rows in every step."""
 

@@ -131,7 +131,8 @@ def test_sequences_of_a_batch_get_their_own_shares(make_step):
 def test_cake_scores_and_prefers_by_its_equations(make_step):
     """Mean and variance over the queries in float64; entropy over the entries before the window, as they are."""
     query, key = draw(2, 4, 40, 8), draw(2, 2, 40, 8, seed=1)
-    method, step = CAKE(window=6, kernel=1, gamma=7.0, dispersion=2.0, shift=0.5), make_step(query, key, scale=0.7)
+    method = CAKE(window=6, kernel=1, gamma=7.0, dispersion=2.0, shift=0.5, pooled=(0,))
+    step = make_step(query, key, scale=0.7)
     kv = method.layer(0)
     kv.append(step)
     weights = attention_weights(query[:, :, -6:], key, scale=0.7, seen=40)  # [B, H_kv, G, w, n]
