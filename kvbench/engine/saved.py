@@ -7,19 +7,16 @@ own method are made.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
-import os
 import sys
 from collections import Counter
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import safetensors
-import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from kvbench.errors import UserError
@@ -29,6 +26,7 @@ from kvbench.runs.spec import Record
 from kvbench.store.blocks import Residual
 from kvbench.store.entries import Buffer
 from kvbench.store.file import FileEntries
+from kvbench.store.sealed import UnsealedError, read_sealed, write_sealed
 
 if TYPE_CHECKING:
     from kvbench.engine.session import Session
@@ -84,15 +82,9 @@ def write_session(session: Session, path: Path) -> int:
     }
     header = json.dumps(body)
     tensors = {str(i): x for i, x in enumerate(writer.tensors)}
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        try:
-            metadata = {"kvbench": header, "sha256": hash_contents(header, tensors)}
-            safetensors.torch.save_file(tensors, part, metadata)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
-    except (OSError, safetensors.SafetensorError) as error:
+        write_sealed(path, header, tensors)
+    except (OSError, SafetensorError) as error:
         raise UserError(f"{path} could not be written: {error}. Free the disk, or use another folder.") from error
     return path.stat().st_size
 
@@ -134,24 +126,11 @@ def _read(path: Path) -> tuple[str, dict[str, Tensor]]:
     if not path.is_file():
         raise UserError(f"there is no file {path}. Save a session there first.")
     try:
-        with safetensors.safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dict
-    except (OSError, safetensors.SafetensorError) as error:
+        return read_sealed(path)
+    except (OSError, SafetensorError) as error:
         raise UserError(f"{path} is damaged or no safetensors file: {error}. Prefill the context again.") from error
-    if "kvbench" not in metadata or "sha256" not in metadata:
-        raise UserError(f"{path} is no session that kvbench saved: its metadata is missing. Prefill the context again.")
-    if hash_contents(metadata["kvbench"], tensors) != metadata["sha256"]:
-        raise UserError(f"{path} is damaged: its hash is not the one it was saved with. Prefill the context again.")
-    return metadata["kvbench"], tensors
-
-
-def hash_contents(header: str, tensors: dict[str, Tensor]) -> str:
-    """SHA-256 of everything in a file."""
-    found = hashlib.sha256(header.encode())
-    for name in sorted(tensors, key=int):
-        found.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+    except UnsealedError as error:
+        raise UserError(f"{path} is damaged or no saved session: {error}. Prefill the context again.") from error
 
 
 def _describe_model(model: Model) -> dict[str, str]:

@@ -10,17 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor
 
 from kvbench.log import say
 from kvbench.store.entries import storage_bytes
+from kvbench.store.sealed import UnsealedError, read_sealed, write_sealed
 
 SUFFIX = ".safetensors"
 
@@ -130,15 +128,10 @@ class ChunkStore:
 
     def _write(self, owner: Owner, name: str, chunk: Chunk) -> None:
         path = self._path(owner, name)
-        part = path.with_suffix(".part")
-        tensors = _flatten(chunk)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, part, metadata={"seal": _seal(owner, name, tensors)})
-            part.replace(path)
+            write_sealed(path, _describe(owner, name), _flatten(chunk))
         except (OSError, SafetensorError) as error:
-            with suppress(OSError):
-                part.unlink()
             self._refuse(f"a chunk could not be written to {path.parent}: {error}")
 
     def _read(self, owner: Owner, name: str) -> Chunk | None:
@@ -146,17 +139,19 @@ class ChunkStore:
         if not path.is_file():
             return None
         try:
-            with safe_open(path, "pt") as file:
-                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # not a mapping
-                sealed = (file.metadata() or {}).get("seal") == _seal(owner, name, tensors)
-        except (OSError, SafetensorError):
-            sealed = False
-        if not sealed:
+            about, tensors = read_sealed(path)
+        except (OSError, SafetensorError, UnsealedError):
+            about, tensors = "", {}
+        if about != _describe(owner, name):
             say(f"{path} is damaged or of another model, method or text: it is not used, and computed again.")
             return None
         chunk = _unflatten(tensors)
         self._held[owner.sha, name] = chunk
         return chunk
+
+
+def _describe(owner: Owner, name: str) -> str:
+    return f"{owner.sha}/{name}"
 
 
 def _flatten(chunk: Chunk) -> dict[str, Tensor]:
@@ -172,11 +167,3 @@ def _unflatten(tensors: dict[str, Tensor]) -> Chunk:
         [tensors[f"key {i}"] for i in range(count)], [tensors[f"value {i}"] for i in range(count)],
         {name.removeprefix("note "): x for name, x in tensors.items() if name.startswith("note ")},
     )
-
-
-def _seal(owner: Owner, name: str, tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256(f"{owner.sha}/{name}\n".encode())
-    for key, x in sorted(tensors.items()):
-        digest.update(f"{key} {x.dtype} {tuple(x.shape)}\n".encode())
-        digest.update(x.contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()

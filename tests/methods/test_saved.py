@@ -10,13 +10,14 @@ import safetensors
 import safetensors.torch
 import torch
 
-from kvbench.engine import saved as saving
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Budget, BudgetKind
 from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.registry import find_method
+from kvbench.store import sealed
+from kvbench.store.sealed import hash_tensors
 
 LENGTH = 150
 NEVER_STOP = frozenset()
@@ -89,10 +90,10 @@ def rewrite(file, change):
     """Write a file with another header, whose hash is right."""
     tensors = safetensors.torch.load_file(file)
     with safetensors.safe_open(file, "pt") as opened:
-        header = json.loads(opened.metadata()["kvbench"])
+        header = json.loads(opened.metadata()["about"])
     change(header)
     text = json.dumps(header)
-    safetensors.torch.save_file(tensors, file, {"kvbench": text, "sha256": saving.hash_contents(text, tensors)})
+    safetensors.torch.save_file(tensors, file, {"about": text, "sha256": hash_tensors(text, tensors)})
 
 
 def test_a_file_is_as_large_as_the_stored_entries(saved):
@@ -179,7 +180,7 @@ def test_a_failed_save_leaves_the_old_file(saved, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with Session.load(file, model, method) as session:
-        monkeypatch.setattr(safetensors.torch, "save_file", fail)
+        monkeypatch.setattr(sealed, "save_file", fail)
         with pytest.raises(UserError, match="No space left on device"):
             session.save(file)
     assert file.read_bytes() == before
