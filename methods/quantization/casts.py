@@ -33,8 +33,12 @@ class CastMethod(CodedMethod):
     largest: str | None = resolved()
     """SHA-256 of the largest magnitudes of keys and values that calibration found."""
 
-    def calibrate_scales(self, model: Model) -> Self:
-        """Find the largest magnitudes, once per process and model."""
+    scale: Scaling = "one"
+
+    def bind(self, model: Model) -> Self:
+        """Find the largest magnitudes, once per process and model, unless scales are one."""
+        if self.scale == "one":
+            return self
         return replace(self, largest=calibrate(model, Largest(), self.tokens, lambda state, _: state["largest"]))
 
     def shared_bytes(self, shape: Shape) -> int:

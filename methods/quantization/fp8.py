@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar
 
 from torch import Tensor
 
 from kvbench.method import BudgetKind, Card
 from kvbench.methods.quantization.casts import E4M3_MAX, CastMethod, ScaledCoder, Scaling, from_e4m3, to_e4m3
 from kvbench.store.coders import Coder, Parts
-
-if TYPE_CHECKING:
-    from kvbench.hf import Model
 
 
 @dataclass(frozen=True)
@@ -47,10 +44,6 @@ class Fp8(CastMethod):
             "In plain PyTorch a step is slower than with the full cache: numbers are converted block by block.",
         ),
     )
-
-    def bind(self, model: Model) -> Self:
-        """Calibrate scales, unless they are one."""
-        return self if self.scale == "one" else self.calibrate_scales(model)
 
     def coders(self, layer: int) -> tuple[Coder, Coder]:
         """A cast of keys and one of values."""

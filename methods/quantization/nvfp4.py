@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from kvbench.kernels.pack import pack, packed_width, unpack
 from kvbench.method import Budget, BudgetKind, Card, Shape
 from kvbench.methods.quantization.casts import E4M3_MAX, CastMethod, ScaledCoder, from_e4m3, to_e4m3
 from kvbench.store.coders import Coder, Parts
-
-if TYPE_CHECKING:
-    from kvbench.hf import Model
 
 BLOCK = 16
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -66,10 +63,6 @@ class Nvfp4(CastMethod):
             if width % BLOCK:
                 raise UserError(f"nvfp4: {width} channels do not divide into blocks of {BLOCK}. Use fp8 or kivi.")
         return super().fit(budget, shape)
-
-    def bind(self, model: Model) -> Self:
-        """Calibrate scales, unless they are one."""
-        return self if self.scale == "one" else self.calibrate_scales(model)
 
     def coders(self, layer: int) -> tuple[Coder, Coder]:
         """A cast of keys and one of values."""
