@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_va
 from kvbench.errors import UserError
 from kvbench.scorers import SCORERS, name_strict
 from kvbench.task import Example, Mode, Scorer, Split, Task, Turn, count_prompt
-from kvbench.tokens import cut_middle
+from kvbench.text.tokens import cut_middle
 from kvbench.toml import STRICT, explain, read_toml
 
 if TYPE_CHECKING:

@@ -1,11 +1,16 @@
-"""Facts about the machine and its installed packages."""
+"""Facts about the machine, and its installed packages."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import platform
+import warnings
 from pathlib import Path
+from typing import Any
+
+from kvbench.errors import UserError
 
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
@@ -21,6 +26,25 @@ def find_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def load_extra(module: str, *, extra: str, what: str) -> Any:
+    """Import a module of an optional package, without the warnings of its import.
+
+    what: the feature that needs it, as the subject of the error message.
+
+    Raises:
+        UserError: it cannot be imported.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0].replace("_", "-")
+        raise UserError(
+            f"{what} needs the package {package} ({error}). Install it: pip install 'kvbench[{extra}]'"
+        ) from error
 
 
 def cpu_name() -> str:

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from weakref import WeakKeyDictionary
 
 from kvbench.errors import UserError
-from kvbench.template import Frame, Template
-from kvbench.tokens import tokenize, tokenize_on
+from kvbench.text.template import Frame, Template
+from kvbench.text.tokens import tokenize, tokenize_on
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _bare: WeakKeyDictionary[PreTrainedTokenizerBase, PreTrainedTokenizerBase] = WeakKeyDictionary()
-"""Copies of tokenizers without chat template; one copy each, because `kvbench.tokens` caches by tokenizer object."""
+"""Copies of tokenizers without chat template; one copy each, because `text.tokens` caches by tokenizer object."""
 
 
 class Mode(StrEnum):

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.codebooks import fit_levels
 from kvbench.kernels.pack import dequantize, quantize
 from kvbench.methods.quantization.cachegen import Chunk
 from kvbench.methods.quantization.fp8 import Fp8
@@ -22,6 +21,7 @@ from kvbench.methods.quantization.qjl import QJL
 from kvbench.methods.quantization.quarot_kv import QuaRotKV
 from kvbench.methods.quantization.turboquant import TurboQuant
 from kvbench.store.coders import Coder
+from kvbench.techniques.codebooks import fit_levels
 
 TOKENS, HEADS, WIDTH = 2048, 8, 128
 ROUNDS, COPIES = 5, 8

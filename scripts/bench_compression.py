@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from kvbench.calibration import calibration_ids
 from kvbench.engine.agreement import FullCache
 from kvbench.engine.recording import InexactPrefillError, Recording
 from kvbench.engine.session import Session
@@ -18,6 +17,7 @@ from kvbench.hf import Model, load_model
 from kvbench.log import say
 from kvbench.method import Budget, BudgetKind, Method
 from kvbench.registry import list_entries
+from kvbench.techniques.calibration import calibration_ids
 
 NAME, LENGTH, SHARE = "smollm2-135m", 4096, "25%"
 STEPS, ROUNDS = 8, 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from kvbench.calibration import calibration_ids
 from kvbench.engine.agreement import FullCache
 from kvbench.engine.reuse import Reuse, count_reuse
 from kvbench.engine.session import Session
@@ -14,6 +13,7 @@ from kvbench.log import say
 from kvbench.method import Method
 from kvbench.registry import find_method
 from kvbench.store.chunks import ChunkStore
+from kvbench.techniques.calibration import calibration_ids
 
 NAME = "smollm2-135m"
 LENGTH, INSTRUCTION, QUESTION, DOCUMENTS = 2048, 64, 32, 8

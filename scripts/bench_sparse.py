@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from kvbench.calibration import calibration_ids
 from kvbench.engine.agreement import FullCache
 from kvbench.engine.recording import Recording
 from kvbench.engine.session import Session
@@ -18,6 +17,7 @@ from kvbench.hf import Model, load_model
 from kvbench.log import say
 from kvbench.method import Budget, BudgetKind, Method
 from kvbench.registry import list_entries
+from kvbench.techniques.calibration import calibration_ids
 
 NAME = "smollm2-135m"
 LENGTHS = (4096, 8192)

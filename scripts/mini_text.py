@@ -24,7 +24,7 @@ from kvbench.tasks.growth import lists
 from kvbench.tasks.ruler import niah
 from kvbench.tasks.scbench import kv
 from kvbench.tasks.words import draw_keys, draw_numbers, words
-from kvbench.template import Frame
+from kvbench.text.template import Frame
 
 VOCABULARY = 4096
 END, EOS = "<|endoftext|>", 0

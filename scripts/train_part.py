@@ -25,11 +25,11 @@ from kvbench.methods.eviction import retaining
 from kvbench.methods.eviction.locret import HIDDEN
 from kvbench.methods.lossless import drafter as longspec
 from kvbench.methods.lossless.longspec import LongSpec
-from kvbench.parts import SHIPPED, write_part
 from kvbench.runs.results import TASKS
 from kvbench.tasks.growth import lists
 from kvbench.tasks.ruler import niah
 from kvbench.tasks.scbench import kv
+from kvbench.techniques.parts import SHIPPED, write_part
 
 LONG = (
     *((SHORT, 3.0), (kv.KeyValueUuid(), 2.0), (SINGLE_1, 1.0), (MULTIKEY_1, 2.0), (niah.NiahSingle3(), 1.0)),

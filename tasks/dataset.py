@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from kvbench.errors import UserError
 from kvbench.task import Example, Mode, Split, Task, count_prompt
 from kvbench.tasks.records import Columns, Record, Source, check_columns, first_line, open_copy, open_hub
-from kvbench.template import Frame
-from kvbench.tokens import cut_middle
+from kvbench.text.template import Frame
+from kvbench.text.tokens import cut_middle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvbench.errors import UserError
-from kvbench.extras import load_extra
+from kvbench.machine import load_extra
 
 Record = Mapping[str, Any]
 Columns = Mapping[str, type | tuple[type, ...]]

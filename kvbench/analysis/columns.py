@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 
 from kvbench.errors import UserError
-from kvbench.extras import load_extra
+from kvbench.machine import load_extra
 from kvbench.runs.results import Result
 
 FlatRecord = dict[str, Any]

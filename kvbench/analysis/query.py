@@ -13,7 +13,7 @@ from typing import Any
 from kvbench.analysis.columns import FlatRecord, RecordColumn, find_columns, flatten, make_table
 from kvbench.analysis.load import find_runs
 from kvbench.errors import UserError
-from kvbench.extras import load_extra
+from kvbench.machine import load_extra
 from kvbench.reproduce.recorded import FindingRow, list_rows
 from kvbench.runs.files import read_file, read_lines
 from kvbench.runs.journal import Line

@@ -81,7 +81,7 @@ def measure_findings(name: str, model: str, texts: int | None, out: Path, *, dry
     from kvbench.runs.environment import find_environment
     from kvbench.runs.files import read_file
     from kvbench.runs.spec import ModelSpec
-    from kvbench.stdlib import library, name_revision
+    from kvbench.text.stdlib import library, name_revision
 
     loaded = load_model(model)
     if loaded.kind != "autoregressive" or not all(x.trusted and x.movable for x in loaded.ropes):

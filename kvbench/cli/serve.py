@@ -35,8 +35,8 @@ def serve_command(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
 ) -> None:
     """Serve the leaderboard site and accept submissions, until Ctrl-C."""
-    from kvbench.extras import load_extra
     from kvbench.log import say
+    from kvbench.machine import load_extra
 
     uvicorn = load_extra("uvicorn", extra="server", what="kvbench leaderboard serve")
     load_extra("fastapi", extra="server", what="kvbench leaderboard serve")
@@ -105,7 +105,7 @@ def revoke_command(
 
 
 def _open(url: str | None, folder: Path, results: Path = Path("results")) -> tuple[State, Database]:
-    from kvbench.extras import load_extra
+    from kvbench.machine import load_extra
 
     load_extra("sqlalchemy", extra="server", what="the leaderboard server")
     from kvbench.leaderboard.server.state import State

@@ -164,7 +164,7 @@ def _downloads(source: Source) -> Path:
 
 def _load_reader() -> None:
     """Refuse before the download what would be refused after it."""
-    from kvbench.extras import load_extra
+    from kvbench.machine import load_extra
 
     load_extra("gguf", extra="gguf", what="a GGUF file")
 

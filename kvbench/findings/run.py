@@ -22,7 +22,7 @@ from kvbench.findings.statements import Statement, StatisticCheck
 from kvbench.hf import Model
 from kvbench.hf.config import quiet
 from kvbench.runs.stats import bootstrap_interval
-from kvbench.stdlib import library
+from kvbench.text.stdlib import library
 
 TEXTS = 8
 LENGTH = 2048

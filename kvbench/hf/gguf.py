@@ -18,9 +18,9 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from kvbench.errors import UserError
-from kvbench.extras import load_extra
 from kvbench.hf.config import first_line, quiet
 from kvbench.hf.load import load_model
+from kvbench.machine import load_extra
 
 TEXT = """\
 The lighthouse stands at the end of a narrow road that follows the cliffs for three miles. When the first keeper

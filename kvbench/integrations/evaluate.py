@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from kvbench.errors import UserError
-from kvbench.extras import load_extra
+from kvbench.machine import load_extra
 from kvbench.registry import find_scorer
 from kvbench.task import Scorer
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import read_share, stored_share
-from kvbench.extras import load_extra
+from kvbench.machine import load_extra
 from kvbench.report.group import GroupedRun, find_frontier
 from kvbench.report.suggest import name_technique
 from kvbench.runs.results import Result

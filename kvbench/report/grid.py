@@ -11,7 +11,7 @@ from typing import Any
 from kvbench.analysis.formatting import format_bytes, format_share
 from kvbench.analysis.load import FinishedRun
 from kvbench.analysis.shares import read_share, stored_share
-from kvbench.extras import load_extra
+from kvbench.machine import load_extra
 from kvbench.report.charts import Point, Spec, color_cells, finish, widen
 from kvbench.runs.journal import Answer
 from kvbench.runs.results import Result

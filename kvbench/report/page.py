@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.errors import UserError
-from kvbench.extras import load_extra
+from kvbench.machine import load_extra
 
 STYLE = """
 :root { color-scheme: light; }

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from kvbench.registry import HERE
 from kvbench.runs.spec import History, Visibility
-from kvbench.template import Template
+from kvbench.text.template import Template
 from kvbench.toml import STRICT, read_toml
 
 FOLDER = HERE / "reproduce" / "data" / "papers"

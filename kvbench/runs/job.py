@@ -11,7 +11,7 @@ from kvbench.errors import UserError
 from kvbench.method import Method
 from kvbench.runs.spec import GenerationSpec, RunSpec
 from kvbench.task import Encoded, EncodedTurn, Mode, Scorer, Task
-from kvbench.template import Frame
+from kvbench.text.template import Frame
 
 if TYPE_CHECKING:
     from kvbench.hf import Model

@@ -37,7 +37,7 @@ from kvbench.runs.spec import (
 )
 from kvbench.settings import jsonable_settings
 from kvbench.task import find_frame, prompt_tokens
-from kvbench.template import Frame, find_bos
+from kvbench.text.template import Frame, find_bos
 
 if TYPE_CHECKING:
     from kvbench.hf import Model

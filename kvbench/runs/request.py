@@ -22,7 +22,7 @@ from kvbench.runs.provenance import find_ops
 from kvbench.runs.spec import GenerationSpec
 from kvbench.settings import configure, parse_pairs
 from kvbench.task import Mode, Scorer, Split, Task
-from kvbench.template import Template
+from kvbench.text.template import Template
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 """transformers' strategies to spread a model over the GPUs of a machine, then its memory, then its disk."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.pack import Codes, dequantize, packed_width, quantize
-from kvbench.rotation import hadamard
+from kvbench.store.rotation import hadamard
 
 PARAMETER_BYTES = 4
 """A scale and a minimum in float16."""

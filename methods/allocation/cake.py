@@ -8,12 +8,12 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.cascade import CascadeMethod, fill_water, round_shares
 from kvbench.constraints import Ge, Gt, Odd
 from kvbench.method import BudgetKind, Card, Step, Upstream
 from kvbench.selection import group_mean, pool_scores, protect_last
 from kvbench.store import LayerKV
 from kvbench.store.scores import window_weights_of
+from kvbench.techniques.cascade import CascadeMethod, fill_water, round_shares
 
 
 @dataclass(frozen=True)

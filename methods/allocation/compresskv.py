@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from kvbench.calibration import calibration_ids
 from kvbench.constraints import Ge, Odd, Positive
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
@@ -18,6 +17,7 @@ from kvbench.method import BudgetKind, Card, Method, Moment, Shape, Step, Upstre
 from kvbench.selection import ScoredMethod, pool_scores, protect_last
 from kvbench.store import LayerKV
 from kvbench.store.scores import attention_mass_of, window_weights_of
+from kvbench.techniques.calibration import calibration_ids
 
 if TYPE_CHECKING:
     from kvbench.hf import Model

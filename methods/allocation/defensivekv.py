@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvbench.cascade import SharedBudgetMethod
 from kvbench.constraints import Ge, Odd, Positive, Share
 from kvbench.method import BudgetKind, Card, Step, Upstream
 from kvbench.methods.allocation.adakv import HeadAllocation
@@ -18,6 +17,7 @@ from kvbench.methods.eviction.criticalkv import projected_norms
 from kvbench.selection import ScoredMethod, best_by_head, keep_best, protect_last
 from kvbench.store import LayerKV
 from kvbench.store.scores import window_weights_of
+from kvbench.techniques.cascade import SharedBudgetMethod
 
 DEVIATIONS = (
     ("The attention mass of the window is taken on the window. The authors' code sums the 32 entries before it, after "

@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.cascade import CascadeMethod
 from kvbench.method import BudgetKind, Card, Step, Upstream
 from kvbench.selection import AttentionSums
 from kvbench.store import LayerKV
+from kvbench.techniques.cascade import CascadeMethod
 
 
 @dataclass(frozen=True)

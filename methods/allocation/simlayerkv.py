@@ -8,12 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.cascade import CascadeMethod, round_shares
 from kvbench.constraints import Natural, Positive
 from kvbench.method import BudgetKind, Card, Step, Upstream
 from kvbench.selection import protect_first
 from kvbench.store import LayerKV
 from kvbench.store.scores import attention_mass_of
+from kvbench.techniques.cascade import CascadeMethod, round_shares
 
 LEAST_SHARE = 5
 """A lazy layer keeps at least this part of the mean budget, where sinks and recent entries would be more."""

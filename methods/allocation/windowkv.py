@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvbench.cascade import fill_water, round_shares
 from kvbench.constraints import Gt, Le, Positive
 from kvbench.method import Budget, BudgetKind, Card, Method, Shape, Step, Upstream, resolved
 from kvbench.store import LayerKV
 from kvbench.store.scores import attention_mass_of
+from kvbench.techniques.cascade import fill_water, round_shares
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from kvbench.method import Budget, BudgetKind, Card, Method, Moment, Shape, Step
 from kvbench.selection import top_entries
 from kvbench.store import LayerKV
 from kvbench.store.episodic import EpisodicKV
-from kvbench.template import Frame
-from kvbench.tokens import tokenize
+from kvbench.text.template import Frame
+from kvbench.text.tokens import tokenize
 
 if TYPE_CHECKING:
     from kvbench.engine.session import Session

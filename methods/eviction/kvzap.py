@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 import torch
 from torch import Tensor
 
-from kvbench.calibration import calibrated, calibration_ids, remember
-from kvbench.cascade import SharedBudgetMethod
 from kvbench.constraints import Ge, Natural
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
@@ -18,6 +16,8 @@ from kvbench.method import BudgetKind, Card, Step, Upstream, resolved
 from kvbench.methods.eviction.kvzip_plus import KVzipPlus
 from kvbench.selection import keep_best, protect_last
 from kvbench.store import LayerKV
+from kvbench.techniques.calibration import calibrated, calibration_ids, remember
+from kvbench.techniques.cascade import SharedBudgetMethod
 
 if TYPE_CHECKING:
     from kvbench.hf import Model

@@ -16,8 +16,8 @@ from kvbench.kernels.column_sums import column_maxima
 from kvbench.method import BudgetKind, Card, LayerShape, Method, Moment, Step, Upstream
 from kvbench.selection import keep_best
 from kvbench.store import LayerKV
-from kvbench.template import Frame
-from kvbench.tokens import tokenize
+from kvbench.text.template import Frame
+from kvbench.text.tokens import tokenize
 
 if TYPE_CHECKING:
     from kvbench.engine.session import Session

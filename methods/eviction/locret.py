@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from kvbench.calibration import calibration_ids
 from kvbench.constraints import Positive, Share
 from kvbench.engine.timing import now
 from kvbench.method import BudgetKind, Card, Method, Moment, Step, Upstream, resolved
 from kvbench.methods.eviction.retaining import collect, gather_inputs, make_heads, split_blocks, train
-from kvbench.parts import check_shapes, find_part, get_part
 from kvbench.selection import protect_last, require_inverse_rotation, top_entries
 from kvbench.store import LayerKV
+from kvbench.techniques.calibration import calibration_ids
+from kvbench.techniques.parts import check_shapes, find_part, get_part
 
 if TYPE_CHECKING:
     from kvbench.engine.session import Session

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import torch
 from torch import Tensor
 
-from kvbench.calibration import calibrate, calibrated
 from kvbench.constraints import Natural, Positive
 from kvbench.method import BudgetKind, Card, Method, Step, Upstream, resolved
 from kvbench.selection import PeriodicMethod, require_inverse_rotation
 from kvbench.store import LayerKV
+from kvbench.techniques.calibration import calibrate, calibrated
 
 if TYPE_CHECKING:
     from kvbench.hf import Model

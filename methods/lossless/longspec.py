@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import torch
 from torch import Tensor
 
-from kvbench.calibration import calibration_ids
 from kvbench.constraints import Positive
 from kvbench.method import BudgetKind, Card, Upstream, resolved
 from kvbench.methods.lossless.drafter import Batch, Drafter, train
 from kvbench.methods.lossless.proposed import Proposed
-from kvbench.parts import check_shapes, find_part, get_part
+from kvbench.techniques.calibration import calibration_ids
+from kvbench.techniques.parts import check_shapes, find_part, get_part
 
 if TYPE_CHECKING:
     from kvbench.engine.session import Session

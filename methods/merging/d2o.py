@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvbench.cascade import SharedBudgetMethod, fill_water, round_shares
 from kvbench.constraints import Natural, Share
 from kvbench.errors import UserError
 from kvbench.method import Budget, BudgetKind, Card, Shape, Step, Upstream, resolved
 from kvbench.selection import best_by_head, protect_first
 from kvbench.store import LayerKV
+from kvbench.techniques.cascade import SharedBudgetMethod, fill_water, round_shares
 
 BLOCK_ELEMENTS = 1 << 22
 """Cosines in memory at a time."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from kvbench.constraints import Share
 from kvbench.method import BudgetKind, Card, Step, Upstream
 from kvbench.methods.prefill.patterns import diagonal_sums, last_attention, pool_blocks
-from kvbench.sparse_prefill import SparsePrefillMethod, cover_mass, first_and_own
 from kvbench.store.prompt import Chosen
+from kvbench.techniques.sparse_prefill import SparsePrefillMethod, cover_mass, first_and_own
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from kvbench.calibration import calibration_ids
 from kvbench.constraints import Natural, Positive
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Method, Moment, Shape, Step, Upstream, resolved
 from kvbench.methods.prefill.patterns import diagonal_sums, last_attention, pool_blocks
-from kvbench.sparse_prefill import SparsePrefillMethod, first_and_own
 from kvbench.store import LayerKV
 from kvbench.store.prompt import Chosen
+from kvbench.techniques.calibration import calibration_ids
+from kvbench.techniques.sparse_prefill import SparsePrefillMethod, first_and_own
 
 if TYPE_CHECKING:
     from kvbench.hf import Model

@@ -12,8 +12,8 @@ from kvbench.constraints import Positive, Share
 from kvbench.kernels.ragged_attention import Partial, merge_partials
 from kvbench.method import BudgetKind, Card, Step
 from kvbench.methods.prefill.patterns import pool_blocks
-from kvbench.sparse_prefill import SparsePrefillMethod
 from kvbench.store.prompt import Chosen, PromptKV
+from kvbench.techniques.sparse_prefill import SparsePrefillMethod
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 from kvbench.constraints import Positive, Share
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Step, Upstream
-from kvbench.sparse_prefill import SparsePrefillMethod, cover_mass, first_and_own
 from kvbench.store.prompt import Chosen
+from kvbench.techniques.sparse_prefill import SparsePrefillMethod, cover_mass, first_and_own
 
 TILES = 256
 """Rows of tiles that are scored at a time, rounded to whole blocks."""

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Literal, Self
 import torch
 from torch import Tensor
 
-from kvbench.calibration import calibrate, calibrated
 from kvbench.constraints import Positive
 from kvbench.method import Method, Shape, Step, resolved
 from kvbench.methods.quantization.coded import CodedMethod
 from kvbench.store import LayerKV
 from kvbench.store.coders import Coder
+from kvbench.techniques.calibration import calibrate, calibrated
 
 if TYPE_CHECKING:
     from kvbench.hf import Model

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from kvbench.calibration import calibrate, calibrated
-from kvbench.codebooks import count_on_grid, fit_levels, nearest_level
 from kvbench.constraints import Ge, Le, Natural, Positive
 from kvbench.errors import UserError
 from kvbench.kernels.pack import pack, packed_width, unpack
@@ -20,6 +18,8 @@ from kvbench.selection import require_inverse_rotation
 from kvbench.store import LayerKV
 from kvbench.store.coded import CodedKV
 from kvbench.store.coders import Coder, Parts, as_norm
+from kvbench.techniques.calibration import calibrate, calibrated
+from kvbench.techniques.codebooks import count_on_grid, fit_levels, nearest_level
 
 if TYPE_CHECKING:
     from kvbench.hf import Model

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 import torch
 from torch import Tensor
 
-from kvbench.calibration import calibrate, calibrated
 from kvbench.constraints import Gt, Le, Natural, Positive
 from kvbench.errors import UserError
 from kvbench.method import Budget, BudgetKind, Card, Method, Shape, Step, resolved
@@ -18,6 +17,7 @@ from kvbench.methods.quantization.streams import StreamMethod
 from kvbench.selection import require_inverse_rotation
 from kvbench.store import LayerKV
 from kvbench.store.stream import Stream, StreamKV
+from kvbench.techniques.calibration import calibrate, calibrated
 
 if TYPE_CHECKING:
     from kvbench.hf import Model, Rope

@@ -9,12 +9,12 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from kvbench.codebooks import midpoints
 from kvbench.errors import UserError
 from kvbench.kernels.pack import pack, packed_width, unpack
 from kvbench.method import Budget, BudgetKind, Card, Shape
 from kvbench.methods.quantization.casts import E4M3_MAX, CastMethod, ScaledCoder, from_e4m3, to_e4m3
 from kvbench.store.coders import Coder, Parts
+from kvbench.techniques.codebooks import midpoints
 
 BLOCK = 16
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

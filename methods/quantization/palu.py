@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from kvbench.calibration import calibrate, calibrated
 from kvbench.constraints import Gt, Le, Positive
 from kvbench.errors import UserError
 from kvbench.method import Budget, BudgetKind, Card, Method, Shape, Step, resolved
@@ -17,6 +16,7 @@ from kvbench.selection import require_inverse_rotation
 from kvbench.store import LayerKV
 from kvbench.store.coded import CodedKV
 from kvbench.store.coders import Coder, HadamardCoder, Parts, as_norm
+from kvbench.techniques.calibration import calibrate, calibrated
 
 if TYPE_CHECKING:
     from kvbench.hf import Model

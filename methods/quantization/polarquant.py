@@ -8,14 +8,14 @@ from typing import Annotated, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from kvbench.codebooks import angle_levels, nearest_level
 from kvbench.constraints import Ge, Le
 from kvbench.errors import UserError
 from kvbench.kernels.pack import pack, packed_width, unpack
 from kvbench.method import Budget, BudgetKind, Card, Shape
 from kvbench.methods.quantization.coded import CodedMethod
-from kvbench.rotation import random_rotation
 from kvbench.store.coders import NORM_BYTES, Coder, Parts, as_norm
+from kvbench.store.rotation import random_rotation
+from kvbench.techniques.codebooks import angle_levels, nearest_level
 
 ROTATION = 0
 """Seed."""

@@ -13,8 +13,8 @@ from kvbench.errors import UserError
 from kvbench.kernels.pack import pack, packed_width, unpack
 from kvbench.method import Budget, BudgetKind, Card, Shape, Upstream
 from kvbench.methods.quantization.coded import CodedMethod
-from kvbench.rotation import mean_component, orthogonal_projection
 from kvbench.store.coders import NORM_BYTES, Coder, GroupCoder, Parts, SplitCoder, as_norm
+from kvbench.store.rotation import mean_component, orthogonal_projection
 
 PROJECTION = 2
 """Seed."""

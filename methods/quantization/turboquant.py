@@ -9,14 +9,14 @@ from typing import Annotated, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from kvbench.codebooks import nearest_level, sphere_levels
 from kvbench.constraints import Ge, Le
 from kvbench.errors import UserError
 from kvbench.kernels.pack import pack, packed_width, unpack
 from kvbench.method import Budget, BudgetKind, Card, Shape
 from kvbench.methods.quantization.coded import CodedMethod
-from kvbench.rotation import gaussian_projection, random_rotation
 from kvbench.store.coders import NORM_BYTES, Coder, Parts, SplitCoder, as_norm
+from kvbench.store.rotation import gaussian_projection, random_rotation
+from kvbench.techniques.codebooks import nearest_level, sphere_levels
 
 ROTATION, PROJECTION = 0, 1
 """Seeds."""

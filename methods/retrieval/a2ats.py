@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 import torch
 from torch import Tensor
 
-from kvbench.calibration import calibrate, calibrated
-from kvbench.clustering import cluster, nearest
 from kvbench.constraints import Ge, Le, Natural, Positive
 from kvbench.kernels.ragged_attention import Partial
 from kvbench.method import BudgetKind, Card, LayerShape, Method, Shape, Step, Upstream, resolved
-from kvbench.reading import ReadingMethod, mark_best
 from kvbench.selection import require_inverse_rotation
 from kvbench.store import LayerKV
 from kvbench.store.chosen import ChosenKV
 from kvbench.store.scores import plain_keys
+from kvbench.techniques.calibration import calibrate, calibrated
+from kvbench.techniques.clustering import cluster, nearest
+from kvbench.techniques.reading import ReadingMethod, mark_best
 
 if TYPE_CHECKING:
     from kvbench.hf import Model

@@ -11,8 +11,8 @@ from torch import Tensor
 from kvbench.constraints import Natural, Positive
 from kvbench.kernels.ragged_attention import Partial
 from kvbench.method import BudgetKind, Card, LayerShape, Shape, Step, Upstream
-from kvbench.reading import ReadingMethod, mark_best
 from kvbench.store.chosen import ChosenKV
+from kvbench.techniques.reading import ReadingMethod, mark_best
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from kvbench.constraints import Natural, Positive
 from kvbench.errors import UserError
 from kvbench.kernels.ragged_attention import Partial, merge_partials
 from kvbench.method import Budget, BudgetKind, Card, LayerShape, Shape, Step, resolved
-from kvbench.reading import ReadingMethod, mark_best
 from kvbench.store import LayerKV
 from kvbench.store.chosen import ChosenKV
+from kvbench.techniques.reading import ReadingMethod, mark_best
 
 SUM_BYTES = 4
 

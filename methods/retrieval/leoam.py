@@ -12,8 +12,8 @@ from kvbench.constraints import Positive
 from kvbench.errors import UserError
 from kvbench.kernels.ragged_attention import Partial
 from kvbench.method import BudgetKind, Card, LayerShape, Shape, Step, Upstream
-from kvbench.reading import ReadingMethod
 from kvbench.store.chosen import ChosenKV, Tier
+from kvbench.techniques.reading import ReadingMethod
 
 CODE = "speedup/longinfer/longinfer/adaptive_kv_manager.py"
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvbench.clustering import cluster_segments, count_clusters, sort_by_label
 from kvbench.constraints import Ge, Le, Positive
 from kvbench.kernels.ragged_attention import Partial
 from kvbench.method import BudgetKind, Card, LayerShape, Shape, Step
-from kvbench.reading import ReadingMethod, mark_units
 from kvbench.store.chosen import ChosenKV
+from kvbench.techniques.clustering import cluster_segments, count_clusters, sort_by_label
+from kvbench.techniques.reading import ReadingMethod, mark_units
 
 INDEX_BYTES = 4
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from kvbench.constraints import Ge, Le, Natural, Positive
 from kvbench.kernels.ragged_attention import Partial
 from kvbench.method import BudgetKind, Card, LayerShape, Shape, Step, Upstream
-from kvbench.reading import ReadingMethod
 from kvbench.store.chosen import ChosenKV
+from kvbench.techniques.reading import ReadingMethod
 
 CODE_BYTES, PLACE_BYTES, PARAMETER_BYTES = 2, 4, 4
 LEAST_CHANCE = 1e-4

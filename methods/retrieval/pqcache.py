@@ -8,13 +8,13 @@ from typing import Annotated, ClassVar, Self
 import torch
 from torch import Tensor
 
-from kvbench.clustering import cluster, nearest
 from kvbench.constraints import Ge, Le, Positive
 from kvbench.errors import UserError
 from kvbench.kernels.ragged_attention import Partial
 from kvbench.method import Budget, BudgetKind, Card, LayerShape, Shape, Step, Upstream
-from kvbench.reading import ReadingMethod, mark_best
 from kvbench.store.chosen import ChosenKV
+from kvbench.techniques.clustering import cluster, nearest
+from kvbench.techniques.reading import ReadingMethod, mark_best
 
 
 @dataclass(frozen=True)

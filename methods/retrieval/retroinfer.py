@@ -8,12 +8,12 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.clustering import cluster_segments, count_clusters, means, sort_by_label
 from kvbench.constraints import Positive, Share
 from kvbench.kernels.ragged_attention import Partial, merge_partials
 from kvbench.method import BudgetKind, Card, LayerShape, Shape, Step, Upstream
-from kvbench.reading import ReadingMethod, mark_taken, take_units
 from kvbench.store.chosen import ChosenKV
+from kvbench.techniques.clustering import cluster_segments, count_clusters, means, sort_by_label
+from kvbench.techniques.reading import ReadingMethod, mark_taken, take_units
 
 OFFSET_BYTES = 4
 

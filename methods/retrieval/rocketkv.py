@@ -11,11 +11,11 @@ import torch
 from kvbench.constraints import Ge, Odd, Positive
 from kvbench.kernels.ragged_attention import Partial
 from kvbench.method import BudgetKind, Card, LayerShape, Shape, Step, Upstream
-from kvbench.reading import ReadingMethod, mark_units
 from kvbench.selection import group_mean, pool_scores, protect_last, top_entries
 from kvbench.store import LayerKV
 from kvbench.store.chosen import ChosenKV
 from kvbench.store.scores import attention_mass_of
+from kvbench.techniques.reading import ReadingMethod, mark_units
 
 OFFSET_BYTES = 4
 

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 import torch
 from torch import Tensor
 
-from kvbench.clustering import label_offsets, means
 from kvbench.constraints import Ge, Odd, Positive
 from kvbench.errors import UserError
 from kvbench.kernels.ragged_attention import Partial
 from kvbench.method import BudgetKind, Card, LayerShape, Shape, Step, Upstream, resolved
-from kvbench.reading import ReadingMethod, mark_units
 from kvbench.selection import group_mean, pool_scores, protect_last, top_entries
 from kvbench.store import LayerKV
 from kvbench.store.chosen import ChosenKV
 from kvbench.store.scores import attention_mass_of
+from kvbench.techniques.clustering import label_offsets, means
+from kvbench.techniques.reading import ReadingMethod, mark_units
 
 if TYPE_CHECKING:
     from kvbench.hf import Model

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvbench.constraints import Gt, Le
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Step, Upstream
-from kvbench.reuse import LIMITS, Mixed, ReusedKV, ReuseMethod
+from kvbench.techniques.reuse import LIMITS, Mixed, ReusedKV, ReuseMethod
 
 Factor = Annotated[float, Gt(0), Le(1)]
 

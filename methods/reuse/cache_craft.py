@@ -13,8 +13,8 @@ from torch import Tensor
 from kvbench.constraints import Ge
 from kvbench.engine.reuse import Ids, run_prompt
 from kvbench.method import BudgetKind, Card, Step
-from kvbench.reuse import LIMITS, Chunk, Mixed, ReuseMethod, attention_rows
 from kvbench.store import LayerKV
+from kvbench.techniques.reuse import LIMITS, Chunk, Mixed, ReuseMethod, attention_rows
 
 BLOCK = 256
 """Queries whose attention weights exist at once."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvbench.constraints import Natural, Share
 from kvbench.method import BudgetKind, Card, Step, Upstream
-from kvbench.reuse import LIMITS, ApartMethod, Mixed, ReusedKV
+from kvbench.techniques.reuse import LIMITS, ApartMethod, Mixed, ReusedKV
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvbench.method import BudgetKind, Card
-from kvbench.reuse import LIMITS, ApartMethod, Mixed
+from kvbench.techniques.reuse import LIMITS, ApartMethod, Mixed
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvbench.constraints import Natural
 from kvbench.method import BudgetKind, Card, Upstream
-from kvbench.reuse import LIMITS, ApartMethod, Behind, Mixed
+from kvbench.techniques.reuse import LIMITS, ApartMethod, Behind, Mixed
 
 
 @dataclass(frozen=True)

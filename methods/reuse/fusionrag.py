@@ -11,8 +11,8 @@ from torch import Tensor
 from kvbench.constraints import Natural, Share
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Step, Upstream
-from kvbench.reuse import LIMITS, Mixed, ReuseMethod, attention_rows
 from kvbench.store import LayerKV
+from kvbench.techniques.reuse import LIMITS, Mixed, ReuseMethod, attention_rows
 
 
 @dataclass(frozen=True)

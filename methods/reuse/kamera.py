@@ -12,7 +12,7 @@ from torch import Tensor
 from kvbench.constraints import Natural
 from kvbench.engine.reuse import Ids, cut, run_prompt
 from kvbench.method import BudgetKind, Card
-from kvbench.reuse import LIMITS, ApartMethod, Chunk, Mixed, find_source
+from kvbench.techniques.reuse import LIMITS, ApartMethod, Chunk, Mixed, find_source
 
 
 def factor(change: Tensor, rank: int) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvbench.constraints import Gt, Positive, Share
 from kvbench.method import BudgetKind, Card, Upstream
-from kvbench.reuse import LIMITS, ApartMethod, Chunk, Mixed, run_earlier
+from kvbench.techniques.reuse import LIMITS, ApartMethod, Chunk, Mixed, run_earlier
 
 
 @dataclass(frozen=True)

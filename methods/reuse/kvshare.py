@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvbench.constraints import Positive, Share
 from kvbench.method import BudgetKind, Card, Step, Upstream
-from kvbench.reuse import LIMITS, Mixed, ReusedKV, ReuseMethod, attention_rows, run_earlier
+from kvbench.techniques.reuse import LIMITS, Mixed, ReusedKV, ReuseMethod, attention_rows, run_earlier
 
 CHECK_LAYER = 1
 PUNCTUATION = frozenset(".,!?;:\n\u3002\uff0c\uff01\uff1f\uff1b\uff1a")

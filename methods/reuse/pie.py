@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvbench.engine.reuse import apply_edits, find_edits
 from kvbench.method import BudgetKind, Card, Upstream
-from kvbench.reuse import LIMITS, Mixed, ReuseMethod, run_earlier
+from kvbench.techniques.reuse import LIMITS, Mixed, ReuseMethod, run_earlier
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvbench.method import BudgetKind, Card, Upstream
-from kvbench.reuse import LIMITS, ApartMethod, Behind, Mixed
+from kvbench.techniques.reuse import LIMITS, ApartMethod, Behind, Mixed
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvbench.constraints import Positive, Share
 from kvbench.method import BudgetKind, Card, Step
-from kvbench.reuse import LIMITS, Mixed, ReusedKV, ReuseMethod, attention_rows, find_source, run_earlier
+from kvbench.techniques.reuse import LIMITS, Mixed, ReusedKV, ReuseMethod, attention_rows, find_source, run_earlier
 
 ROUNDING = 1e-6
 """Distances below this are none."""

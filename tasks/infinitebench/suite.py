@@ -19,7 +19,7 @@ from kvbench.tasks.longbench.filled import FilledPrompt, fill
 from kvbench.tasks.longbench.hub import open_file
 from kvbench.tasks.records import Record, Source
 from kvbench.tasks.scoring.infinitebench import SCORERS
-from kvbench.template import Frame
+from kvbench.text.template import Frame
 
 LETTERS = "ABCD"
 CHOICES = frozenset({"longbook_choice_eng", "code_debug"})

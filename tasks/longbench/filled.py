@@ -16,8 +16,8 @@ from kvbench.errors import UserError
 from kvbench.task import Example, Mode, Split, Turn, count_prompt
 from kvbench.tasks.dataset import DatasetTask
 from kvbench.tasks.records import Record
-from kvbench.template import Frame
-from kvbench.tokens import tokenize
+from kvbench.text.template import Frame
+from kvbench.text.tokens import tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -27,7 +27,7 @@ from kvbench.tasks.longbench.hub import open_archive
 from kvbench.tasks.longbench.prompts import BARE, MAX_NEW_TOKENS, PROMPTS
 from kvbench.tasks.records import Record, Source
 from kvbench.tasks.scoring.longbench import SCORERS
-from kvbench.template import Frame
+from kvbench.text.template import Frame
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,7 +16,7 @@ from kvbench.task import Example, Mode, Scorer
 from kvbench.tasks.longbench.filled import FilledPrompt, fill
 from kvbench.tasks.records import Record
 from kvbench.tasks.scoring.longbench import VERSION_2
-from kvbench.template import Frame
+from kvbench.text.template import Frame
 
 PROMPT = (
     "Please read the following text and answer the question below.\n\n<text>\n{context}\n</text>\n\n"

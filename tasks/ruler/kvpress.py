@@ -23,7 +23,7 @@ from kvbench.scorers import match_first
 from kvbench.task import Example, Mode, Scorer, Split, Turn
 from kvbench.tasks.dataset import DatasetTask
 from kvbench.tasks.records import Columns, Record, Source, open_copy, open_hub
-from kvbench.template import Frame
+from kvbench.text.template import Frame
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

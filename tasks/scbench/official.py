@@ -33,7 +33,7 @@ from kvbench.task import Example, Mode, Turn
 from kvbench.tasks.dataset import DatasetTask
 from kvbench.tasks.records import Columns, Record, check_columns
 from kvbench.tasks.scoring.scbench import SCORERS
-from kvbench.template import Frame
+from kvbench.text.template import Frame
 
 REQUEST_ROOM = 1000
 """Tokens that the runner reserves for a question of multi-request."""

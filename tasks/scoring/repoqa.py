@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbench.errors import unknown
-from kvbench.extras import load_extra
+from kvbench.machine import load_extra
 from kvbench.tasks.scoring.overlap import bleu
 
 FENCED = re.compile(r"^```\w*\s*\n(.*?)^```", re.DOTALL | re.MULTILINE)

@@ -8,7 +8,7 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
-from kvbench.extras import load_extra
+from kvbench.machine import load_extra
 
 ARTICLE = re.compile(r"\b(a|an|the)\b")
 WESTERN = str.maketrans("", "", string.punctuation)

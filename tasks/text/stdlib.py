@@ -25,10 +25,10 @@ from statistics import fmean
 from typing import TYPE_CHECKING, ClassVar
 
 from kvbench.errors import UserError
-from kvbench.stdlib import LONGEST, Module, library, name_revision
 from kvbench.task import Example, Mode, Scorer, Task, Turn, count_prompt
 from kvbench.tasks.length import Line, largest_fit
-from kvbench.template import Frame
+from kvbench.text.stdlib import LONGEST, Module, library, name_revision
+from kvbench.text.template import Frame
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

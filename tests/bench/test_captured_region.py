@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvbench import calibration, codebooks, rotation
 from kvbench.bench import decode
 from kvbench.bench.decode import open_attention
 from kvbench.bench.state import Setting, open_context
@@ -28,8 +27,10 @@ from kvbench.kernels.choice import using
 from kvbench.method import Budget, BudgetKind
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.quantization import nvfp4
-from kvbench.reading import ReadingMethod
 from kvbench.registry import find_method, list_entries
+from kvbench.store import rotation
+from kvbench.techniques import calibration, codebooks
+from kvbench.techniques.reading import ReadingMethod
 
 LENGTH, LATER = 96, 24
 METHODS = [x.name for x in list_entries("method") if x.models == "autoregressive"]

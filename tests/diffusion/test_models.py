@@ -20,7 +20,7 @@ from kvbench.hf.adapter import attached
 from kvbench.hf.masked import Blocks, Masking
 from kvbench.methods.diffusion.none import NoCache
 from kvbench.store.positions import attend_rows
-from kvbench.template import Frame
+from kvbench.text.template import Frame
 
 from .published import (
     BYTES,

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.budget import LayerShape, Shape
-from kvbench.cascade import fill_water, round_shares
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import tiny_model
@@ -20,6 +19,7 @@ from kvbench.method import Budget
 from kvbench.methods.allocation.cake import CAKE
 from kvbench.methods.allocation.prefixkv import PrefixKV
 from kvbench.methods.allocation.simlayerkv import SimLayerKV
+from kvbench.techniques.cascade import fill_water, round_shares
 
 LAYERS, TOKENS, ROWS = 6, 60, 20
 METHODS = [CAKE(window=8), PrefixKV(), SimLayerKV(recent=4)]

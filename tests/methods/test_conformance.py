@@ -12,9 +12,9 @@ from kvbench.check import INVARIANTS, NotApplicableError, check
 from kvbench.hf import tiny
 from kvbench.method import BudgetKind, Card, Method, Moment
 from kvbench.registry import find_method
-from kvbench.reuse import ApartMethod
 from kvbench.selection import ScoredMethod, protect_last
 from kvbench.store import LayerKV
+from kvbench.techniques.reuse import ApartMethod
 
 QUICK = {
     "settings are frozen", "first token is exact", "acts at its budget", "measured bytes are declared",

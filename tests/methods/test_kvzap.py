@@ -8,7 +8,6 @@ from typing import ClassVar
 import pytest
 import torch
 
-from kvbench import calibration
 from kvbench.engine.agreement import FullCache
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
@@ -19,6 +18,7 @@ from kvbench.methods.eviction.dms import DMS, DelayedKV
 from kvbench.methods.eviction.kvzap import KVzap, Teacher, fit_line
 from kvbench.registry import find_method
 from kvbench.settings import configure
+from kvbench.techniques import calibration
 
 LENGTH = 100
 

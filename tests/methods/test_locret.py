@@ -15,8 +15,8 @@ from kvbench.methods.baseline.full import Full
 from kvbench.methods.eviction import retaining
 from kvbench.methods.eviction.locret import HIDDEN, Locret
 from kvbench.methods.eviction.retaining import collect, make_heads, rank_correlation, train
-from kvbench.parts import SHIPPED, get_part, read_metadata, write_part
 from kvbench.runs.results import TASKS
+from kvbench.techniques.parts import SHIPPED, get_part, read_metadata, write_part
 
 
 @pytest.fixture(scope="module")

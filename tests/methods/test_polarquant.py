@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from kvbench.codebooks import angle_levels
 from kvbench.errors import UserError
 from kvbench.hf.tiny import tiny_model
 from kvbench.kernels.pack import unpack
 from kvbench.methods.quantization.polarquant import PolarCoder, PolarQuant
-from kvbench.rotation import random_rotation
+from kvbench.store.rotation import random_rotation
+from kvbench.techniques.codebooks import angle_levels
 
 CPU = torch.device("cpu")
 

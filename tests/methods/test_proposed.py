@@ -15,9 +15,9 @@ from kvbench.methods.lossless.drafter import ROUND, Drafter, measure_loss, read_
 from kvbench.methods.lossless.longspec import LongSpec
 from kvbench.methods.lossless.prompt_lookup import PromptLookup, look_up
 from kvbench.methods.lossless.proposed import DraftedKV
-from kvbench.parts import SHIPPED, get_part, read_metadata, write_part
 from kvbench.registry import find_method
 from kvbench.runs.results import TASKS
+from kvbench.techniques.parts import SHIPPED, get_part, read_metadata, write_part
 
 QUESTIONS = [random_ids(5, seed=21), random_ids(9, seed=22)]
 ANSWER = 14

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from kvbench import calibration
-from kvbench.calibration import calibration_ids, measure
 from kvbench.hf.tiny import tiny_model
 from kvbench.methods.eviction.qfilter import QFilter, Recorder, main_directions
+from kvbench.techniques import calibration
+from kvbench.techniques.calibration import calibration_ids, measure
 
 
 def draw(*shape, seed=0):

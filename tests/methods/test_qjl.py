@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from kvbench.errors import UserError
 from kvbench.hf.tiny import tiny_model
 from kvbench.methods.quantization.qjl import QJL, SketchCoder
-from kvbench.rotation import mean_component
+from kvbench.store.rotation import mean_component
 
 
 def products(bits, width, angle):

@@ -8,8 +8,8 @@ import torch
 from kvbench.errors import UserError
 from kvbench.hf.tiny import tiny_model
 from kvbench.methods.quantization.quarot_kv import QuaRotKV
-from kvbench.rotation import hadamard
 from kvbench.store.coders import GroupCoder, HadamardCoder
+from kvbench.store.rotation import hadamard
 
 
 def sylvester(size):

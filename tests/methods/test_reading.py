@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvbench.clustering import cluster, cluster_segments, count_clusters, sort_by_label
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Budget, Moment
 from kvbench.methods.baseline.full import Full
-from kvbench.reading import ReadingMethod, mark_best, mark_units, unit_of_entries
 from kvbench.registry import find_method, list_entries
 from kvbench.store.chosen import ChosenKV
+from kvbench.techniques.clustering import cluster, cluster_segments, count_clusters, sort_by_label
+from kvbench.techniques.reading import ReadingMethod, mark_best, mark_units, unit_of_entries
 
 READING = sorted(
     x.name for x in list_entries("method") if x.models == "autoregressive" and issubclass(x.load(), ReadingMethod)

@@ -12,8 +12,8 @@ from kvbench.hf.load import load_model
 from kvbench.method import Moment
 from kvbench.methods.retrieval import sentencekv
 from kvbench.methods.retrieval.sentencekv import SentenceKV, split_sentences
-from kvbench.reading import unit_of_entries
 from kvbench.registry import MODELS
+from kvbench.techniques.reading import unit_of_entries
 
 STOP = 1
 """The token that ends a sentence here."""

@@ -16,8 +16,8 @@ from kvbench.errors import UserError
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Budget, BudgetKind, Card
 from kvbench.runs.results import EffectResult
-from kvbench.sparse_prefill import SparsePrefillMethod, cover_mass, first_and_own
 from kvbench.store.prompt import MILLION, Chosen, PromptKV
+from kvbench.techniques.sparse_prefill import SparsePrefillMethod, cover_mass, first_and_own
 
 PROMPT = torch.randint(64, (30,), generator=torch.Generator().manual_seed(0)).tolist()
 

@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvbench import calibration
-from kvbench.calibration import measure
 from kvbench.engine.session import Session
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Budget, Moment
@@ -19,6 +17,8 @@ from kvbench.methods.eviction.triattention import (
     find_centers,
     pair_norms,
 )
+from kvbench.techniques import calibration
+from kvbench.techniques.calibration import measure
 
 
 def draw(*shape, seed=0):

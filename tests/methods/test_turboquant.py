@@ -12,7 +12,7 @@ from kvbench.errors import UserError
 from kvbench.hf.tiny import tiny_model
 from kvbench.methods.quantization import turboquant
 from kvbench.methods.quantization.turboquant import RotatedCoder, TurboQuant
-from kvbench.rotation import random_rotation
+from kvbench.store.rotation import random_rotation
 
 ERRORS = {1: 0.360, 2: 0.116, 3: 0.0339, 4: 0.0093}
 """Squared error of a random unit vector of 128 channels, by bits."""

@@ -14,7 +14,6 @@ from typing import ClassVar
 
 import pytest
 
-from kvbench import tokens
 from kvbench.errors import UserError
 from kvbench.hf import load_model
 from kvbench.registry import list_entries
@@ -25,6 +24,7 @@ from kvbench.runs.options import Request
 from kvbench.runs.prepare import prepare
 from kvbench.runs.runner import run
 from kvbench.task import Example, Task, Turn, encode
+from kvbench.text import tokens
 
 TOY = f"{Path(__file__).parents[1] / 'toys' / 'toy.py'}:Toy"
 GENERATED = [

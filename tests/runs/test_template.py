@@ -22,7 +22,7 @@ from kvbench.runs.options import Request
 from kvbench.runs.prepare import prepare
 from kvbench.settings import configure
 from kvbench.task import find_frame
-from kvbench.template import Frame, Template
+from kvbench.text.template import Frame, Template
 
 TOY = f"{Path(__file__).parents[1] / 'toys' / 'toy.py'}:Toy"
 CHAT = (

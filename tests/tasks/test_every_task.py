@@ -13,7 +13,7 @@ import pytest
 from kvbench.registry import list_entries
 from kvbench.task import Mode, Split, Task, encode
 from kvbench.tasks.prose import sentences
-from kvbench.template import Frame
+from kvbench.text.template import Frame
 
 GENERATED = [x for x in (x.load() for x in list_entries("task")) if x.examples is Task.examples]
 TASKS = tuple(task() for task in GENERATED)

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.errors import UserError
-from kvbench.stdlib import LONGEST, read_modules
 from kvbench.task import Mode, Split, encode, prompt_tokens
 from kvbench.tasks.text import stdlib
 from kvbench.tasks.text.stdlib import StdlibPerplexity
+from kvbench.text.stdlib import LONGEST, read_modules
 
 TASK = StdlibPerplexity()
 NLL, PERPLEXITY = TASK.scorers

@@ -6,8 +6,8 @@ import os
 import sys
 
 from kvbench.errors import UserError
-from kvbench.extras import load_extra
 from kvbench.log import say
+from kvbench.machine import load_extra
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from kvbench.errors import UserError, unknown
-from kvbench.extras import load_extra
+from kvbench.machine import load_extra
 
 ASKED = ("until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k")
 """Accepted keys of `generation_kwargs`; the last three have no effect on greedy decoding."""

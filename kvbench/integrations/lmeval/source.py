@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.errors import UserError
-from kvbench.extras import load_extra
 from kvbench.integrations.lmeval.generation import Generation
+from kvbench.machine import load_extra
 
 PREFIX = "lm-eval:"
 KINDS = ("generate_until", "multiple_choice", "loglikelihood")

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 from kvbench.errors import UserError
-from kvbench.extras import load_extra
 from kvbench.integrations.lmeval.generation import Generation
 from kvbench.integrations.lmeval.source import PREFIX, hash_doc, load_docs, load_task, mean_metrics, refuse_task
-from kvbench.machine import find_version
+from kvbench.machine import find_version, load_extra
 from kvbench.task import Example, Mode, Scorer, Split, Task, Turn, encode, prompt_tokens
-from kvbench.template import Frame
+from kvbench.text.template import Frame
 
 FEWSHOT_SEED = 1234
 """lm_eval's default."""

@@ -7,9 +7,9 @@ import json
 from collections.abc import Sequence
 
 from kvbench.analysis.columns import FlatRecord, RecordColumn, find_columns, flatten, make_table
-from kvbench.extras import load_extra
 from kvbench.leaderboard.site.listed import Problem
 from kvbench.leaderboard.site.tables import Group
+from kvbench.machine import load_extra
 from kvbench.runs.results import Result
 
 ADDED_FIELDS = {

@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 from markupsafe import Markup
 
 from kvbench.analysis.load import FinishedRun
-from kvbench.extras import load_extra
+from kvbench.machine import load_extra
 from kvbench.report.charts import Spec
 from kvbench.report.grid import draw_grid, list_scores, read_grid
 

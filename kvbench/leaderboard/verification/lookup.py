@@ -25,7 +25,7 @@ from kvbench.runs.results import Result
 from kvbench.runs.spec import RunSpec
 from kvbench.settings import configure, jsonable_settings
 from kvbench.task import Task, find_frame
-from kvbench.template import Frame, find_bos
+from kvbench.text.template import Frame, find_bos
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # noqa: TID251  # its type

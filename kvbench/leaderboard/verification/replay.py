@@ -21,7 +21,7 @@ from kvbench.runs.examples import Made, make_examples
 from kvbench.runs.provenance import find_sources
 from kvbench.runs.spec import RunSpec, Sources, Versions
 from kvbench.task import Scorer, Task
-from kvbench.template import Frame
+from kvbench.text.template import Frame
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # noqa: TID251  # its type

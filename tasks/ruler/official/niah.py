@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, overload
 
 from kvbench.errors import UserError
-from kvbench.extras import load_extra
-from kvbench.machine import find_version
+from kvbench.machine import find_version, load_extra
 from kvbench.tasks.ruler.haystack import DEPTHS, NOISE
 from kvbench.tasks.ruler.niah import (
     INTRO,

@@ -9,7 +9,7 @@ import pytest
 from kvbench.errors import UserError
 from kvbench.task import Mode, Split, encode
 from kvbench.tasks.ruler.kvpress import KvpressRuler
-from kvbench.template import Frame
+from kvbench.text.template import Frame
 
 CONTEXT = "A special magic number is hidden within the following text.\nOne two three.\n"
 QUESTION = "What is the special magic number for x mentioned in the provided text? "

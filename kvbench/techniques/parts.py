@@ -22,7 +22,7 @@ from kvbench.errors import UserError
 if TYPE_CHECKING:
     from kvbench.hf import Model
 
-SHIPPED = Path(__file__).parent / "models" / "parts"
+SHIPPED = Path(__file__).parents[1] / "models" / "parts"
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from transformers import AutoTokenizer, LlamaTokenizer
 from kvbench.errors import UserError
 from kvbench.registry import find_task
 from kvbench.task import Mode, Split, encode
-from kvbench.tokens import tokenize_on
+from kvbench.text.tokens import tokenize_on
 
 pytestmark = pytest.mark.usefixtures("cache")
 
-MODELS = Path(__file__).parents[1] / "kvbench" / "models"
+MODELS = Path(__file__).parents[2] / "kvbench" / "models"
 
 
 @pytest.fixture(scope="module")

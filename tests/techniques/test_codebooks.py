@@ -7,7 +7,15 @@ import math
 import pytest
 import torch
 
-from kvbench.codebooks import CELLS, angle_levels, count_on_grid, fit_levels, midpoints, nearest_level, sphere_levels
+from kvbench.techniques.codebooks import (
+    CELLS,
+    angle_levels,
+    count_on_grid,
+    fit_levels,
+    midpoints,
+    nearest_level,
+    sphere_levels,
+)
 
 CPU = torch.device("cpu")
 NORMAL = {

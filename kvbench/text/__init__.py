@@ -1,0 +1,1 @@
+"""Text as tokens: tokenization, chat templates, and the standard library as a text."""
