@@ -35,6 +35,13 @@ def test_lists_import_no_heavy_package():
     assert not imported(f"from kvbench.cli import call; {lists}") & HEAVY
 
 
+def test_the_package_is_a_command():
+    """`python -m kvbench` works where the script is not on the path."""
+    command = [sys.executable, "-m", "kvbench", "--version"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout.startswith("kvbench ")
+
+
 @pytest.mark.parametrize("line", [
     "run --method snapkv --task niah", "check snapkv", "check niah", "plan --method snapkv --model mini",
     "bench --method snapkv",
