@@ -46,7 +46,7 @@ Text = Annotated[str, AfterValidator(_check_text)]
 Positive = Annotated[int, Field(ge=1)]
 
 
-class Table(BaseModel):
+class TaskTable(BaseModel):
     """The keys of the TOML file."""
 
     model_config = STRICT
@@ -135,7 +135,7 @@ class TaskRecord(BaseModel):
 
 
 @dataclass(frozen=True)
-class Records:
+class RecordFile:
     """The content of a JSONL file: valid records and errors of the other lines, by line number from 1."""
 
     path: Path
@@ -148,8 +148,8 @@ class Records:
 class CustomTask(Task):
     """Base class of the tasks that are read from TOML files; `make_task` creates a subclass for each file."""
 
-    table: ClassVar[Table]
-    records: ClassVar[Records]
+    table: ClassVar[TaskTable]
+    records: ClassVar[RecordFile]
     owner: ClassVar[type[Task] | None]
     """The task that defines the scorer; its code is recorded with a run. None: the scorer is one of SCORERS."""
 
@@ -268,13 +268,13 @@ def read_task(path: Path, find_scorer: FindScorer) -> type[CustomTask]:
     return make_task(table, records, find_scorer)
 
 
-def read_parts(path: Path) -> tuple[Table, Records]:
+def read_parts(path: Path) -> tuple[TaskTable, RecordFile]:
     """Read a TOML file and its JSONL file; errors of single lines are returned and not raised.
 
     Raises:
         UserError: one of the two files cannot be read, or the JSONL file has no lines.
     """
-    table = read_toml(path.expanduser(), Table, "task file", HINT, RENAMED)
+    table = read_toml(path.expanduser(), TaskTable, "task file", HINT, RENAMED)
     data = path.expanduser().parent / table.data
     try:
         stat = data.stat()
@@ -286,7 +286,7 @@ def read_parts(path: Path) -> tuple[Table, Records]:
     return table, records
 
 
-def make_task(table: Table, records: Records, find_scorer: FindScorer) -> type[CustomTask]:
+def make_task(table: TaskTable, records: RecordFile, find_scorer: FindScorer) -> type[CustomTask]:
     """Create the class of a task that was read from files.
 
     Raises:
@@ -314,7 +314,7 @@ def make_task(table: Table, records: Records, find_scorer: FindScorer) -> type[C
 
 
 @functools.lru_cache(maxsize=4)
-def _read_records(path: Path, stamp: tuple[int, ...]) -> Records:  # noqa: ARG001  # part of the cache's key
+def _read_records(path: Path, stamp: tuple[int, ...]) -> RecordFile:  # noqa: ARG001  # part of the cache's key
     data = path.read_bytes()
     valid, errors = {}, {}
     for line, text in enumerate(data.split(b"\n"), 1):
@@ -323,4 +323,4 @@ def _read_records(path: Path, stamp: tuple[int, ...]) -> Records:  # noqa: ARG00
                 valid[line] = TaskRecord.model_validate_json(text)
             except ValidationError as error:
                 errors[line] = explain(error).replace(" at line 1 column ", " at column ")
-    return Records(path, hashlib.sha256(data).hexdigest(), valid, errors)
+    return RecordFile(path, hashlib.sha256(data).hexdigest(), valid, errors)

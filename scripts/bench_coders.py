@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.pack import dequantize, quantize
-from kvbench.methods.quantization.cachegen import Chunk
+from kvbench.methods.quantization.cachegen import CodedChunk
 from kvbench.methods.quantization.fp8 import Fp8
 from kvbench.methods.quantization.kvquant import KeyCoder, KVQuant
 from kvbench.methods.quantization.nvfp4 import Nvfp4
@@ -73,8 +73,8 @@ def list_coders(keys: Tensor, values: Tensor) -> Iterator[tuple[str, Pair]]:
     yield "kivi", (
         lambda: (quantize(keys, 2, tokens=32), quantize(values, 2, channels=32)), lambda: [dequantize(x) for x in codes]
     )
-    chunks = [Chunk.encode(x, 16) for x in (keys, values)]
-    yield "cachegen", (lambda: [Chunk.encode(x, 16) for x in (keys, values)], lambda: [x.decode() for x in chunks])
+    chunks = [CodedChunk.encode(x, 16) for x in (keys, values)]
+    yield "cachegen", (lambda: [CodedChunk.encode(x, 16) for x in (keys, values)], lambda: [x.decode() for x in chunks])
 
 
 def pair(key_coder: Coder, value_coder: Coder, keys: Tensor, values: Tensor) -> Pair:

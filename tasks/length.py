@@ -15,7 +15,7 @@ from kvbench.errors import UserError
 
 
 @dataclass(frozen=True)
-class Line:
+class LengthEstimate:
     """A rough estimate of a prompt's tokens as a function of its haystack units, to start a search."""
 
     base: float
@@ -23,14 +23,14 @@ class Line:
     """Tokens per unit."""
 
     @classmethod
-    def through(cls, count: Callable[[int], int], low: int, high: int) -> Line:
+    def through(cls, count: Callable[[int], int], low: int, high: int) -> LengthEstimate:
         """The line through the measurements at `low` and `high` units."""
         first, second = count(low), count(high)
         slope = max(0.1, (second - first) / (high - low))
         return cls(first - slope * low, slope)
 
 
-def largest_fit(count: Callable[[int], int], budget: int, *, least: int, line: Line, what: str) -> int:
+def largest_fit(count: Callable[[int], int], budget: int, *, least: int, line: LengthEstimate, what: str) -> int:
     """The largest n >= least with count(n) <= budget, if every unit adds at least one token.
 
     what: name of the request for the error message.

@@ -129,9 +129,9 @@ def find_files(folder: Path, config: str | None, split: str) -> list[Path]:
 def _read(files: Sequence[Path]) -> Records:
     if files[0].suffix == ".parquet":
         parquet = load_extra("pyarrow.parquet", extra="data", what=f"data file {files[0].name}")
-        return Table(parquet.read_table(files, memory_map=True, partitioning=None))
+        return ArrowRecords(parquet.read_table(files, memory_map=True, partitioning=None))
     if files[0].suffix == ".jsonl":
-        return Lines([x for path in files for x in path.read_bytes().splitlines() if x.strip()])
+        return JsonLines([x for path in files for x in path.read_bytes().splitlines() if x.strip()])
     found = [parse(x.read_bytes()) for x in files]
     if not all(isinstance(x, list) for x in found):
         raise ValueError("a .json file must hold one list of records")
@@ -151,7 +151,7 @@ def parse(text: bytes) -> Any:
 
 
 @dataclass(frozen=True)
-class Lines:
+class JsonLines:
     """Records of JSON lines."""
 
     lines: Sequence[bytes]
@@ -165,7 +165,7 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class Table:
+class ArrowRecords:
     """Records of a pyarrow table, memory-mapped from its files."""
 
     table: Any

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kvbench.custom import Table, TaskRecord
+from kvbench.custom import TaskRecord, TaskTable
 from kvbench.errors import UserError
 from kvbench.hf import load_tokenizer
 from kvbench.methods.baseline.full import Full
@@ -433,7 +433,7 @@ def test_the_files_that_the_documents_show_work(kvbench, tmp_path, model_folder)
     (tmp_path / "capitals.jsonl").write_text(record)
     answer = kvbench("check", tmp_path / "capitals.toml", "--model", model_folder, "--json")
     assert (answer.code, answer.json["examples"], answer.json["findings"]) == (0, 1, [])
-    assert set(tomllib.loads(table)) == set(Table.model_fields)
+    assert set(tomllib.loads(table)) == set(TaskTable.model_fields)
 
 
 @pytest.mark.parametrize(("records", "options", "message"), [

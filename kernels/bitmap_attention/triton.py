@@ -72,7 +72,7 @@ def bitmap_partial(
     return Partial(output.view(batch, heads, n_query, value_width), lse.view(batch, heads, n_query))
 
 
-class Slots(NamedTuple):
+class SparseArguments(NamedTuple):
     """Sparse entries as arguments of the kernel."""
 
     bitmap: Tensor
@@ -83,11 +83,11 @@ class Slots(NamedTuple):
     head: int
 
 
-def _slots(entries: SparseEntries) -> Slots:
+def _slots(entries: SparseEntries) -> SparseArguments:
     for x in (entries.bitmap, entries.values):
         assert x.shape[2] < 2 or x.stride()[2:] == (x.shape[3], 1), "entries must be contiguous"
     (bitmap_batch, bitmap_head), (batch, head) = entries.bitmap.stride()[:2], entries.values.stride()[:2]
-    return Slots(entries.bitmap, entries.values, bitmap_batch, bitmap_head, batch, head)
+    return SparseArguments(entries.bitmap, entries.values, bitmap_batch, bitmap_head, batch, head)
 
 
 def _padded(width: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvbench.custom import Records, Table, make_task
+from kvbench.custom import RecordFile, TaskTable, make_task
 from kvbench.errors import UserError
 from kvbench.registry import find_scorer
 from kvbench.task import Example, Mode, Split, Task, Turn, count_prompt
@@ -42,7 +42,7 @@ class Audit:
     findings: list[ExampleFault]
 
 
-def audit_rows(table: Table, rows: Records, tokenizer: PreTrainedTokenizerBase) -> Audit:
+def audit_rows(table: TaskTable, rows: RecordFile, tokenizer: PreTrainedTokenizerBase) -> Audit:
     """Audit every line of a custom task."""
     task = make_task(table, rows, find_scorer)()
     findings = [ExampleFault("", line, None, what) for line, what in rows.errors.items()]

@@ -38,7 +38,7 @@ EXTRAS = {
 
 
 @dataclass(frozen=True)
-class Probe:
+class Diagnosis:
     """The result of one check."""
 
     name: str
@@ -53,7 +53,7 @@ class Probe:
         return "WRONG" if not self.ok else "ok" if self.hint is None else "note"
 
 
-def examine() -> list[Probe]:
+def examine() -> list[Diagnosis]:
     """All checks: packages, hardware, disk, cache and bundled models."""
     gpu = _gpu()
     return [
@@ -63,95 +63,95 @@ def examine() -> list[Probe]:
     ]
 
 
-def _python() -> Probe:
+def _python() -> Diagnosis:
     ok = (3, 11) <= sys.version_info[:2] <= (3, 13)
-    return Probe("python", ok, platform.python_version() + ("" if ok else ": kvbench needs 3.11 to 3.13"))
+    return Diagnosis("python", ok, platform.python_version() + ("" if ok else ": kvbench needs 3.11 to 3.13"))
 
 
-def _package(name: str, least: tuple[int, int]) -> Probe:
+def _package(name: str, least: tuple[int, int]) -> Diagnosis:
     version = find_version(name)
     need = ".".join(map(str, least))
     if version is None:
-        return Probe(name, False, f"not installed: pip install '{name}>={need}'")
+        return Diagnosis(name, False, f"not installed: pip install '{name}>={need}'")
     ok = tuple(int(x) for x in version.split("+")[0].split(".")[:2]) >= least
-    return Probe(name, ok, version if ok else f"{version}: kvbench needs {need} or newer")
+    return Diagnosis(name, ok, version if ok else f"{version}: kvbench needs {need} or newer")
 
 
-def _extras() -> list[Probe]:
+def _extras() -> list[Diagnosis]:
     """One line for each extra that is missing, after one for those that are installed."""
     found = {extra: find_version(package) for extra, (package, _) in EXTRAS.items()}
     there = [extra for extra, version in found.items() if version is not None]
-    return [Probe("extras", True, f"installed: {', '.join(there) or 'none'}"), *(
-        Probe(
+    return [Diagnosis("extras", True, f"installed: {', '.join(there) or 'none'}"), *(
+        Diagnosis(
             extra, True, "not installed", f"{EXTRAS[extra][1]} is not available; pip install 'kvbench[{extra}]'"
         )
         for extra, version in found.items() if version is None
     )]
 
 
-def _gpu() -> Probe:
+def _gpu() -> Diagnosis:
     try:
         import torch
     except Exception as error:  # noqa: BLE001  # a broken install raises anything
-        return Probe("gpu", False, f"torch cannot be imported: {error}")
+        return Diagnosis("gpu", False, f"torch cannot be imported: {error}")
     if not torch.cuda.is_available():
-        return Probe("gpu", True, NO_GPU, (
+        return Diagnosis("gpu", True, NO_GPU, (
             "runs use the CPU, which is slow for models of more than about 100 M parameters: use --model mini, or "
             "`kvbench models add smollm2-135m` and few --samples"
         ))
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return Probe("gpu", True, ", ".join(names), GPU_KERNELS)
+    return Diagnosis("gpu", True, ", ".join(names), GPU_KERNELS)
 
 
-def _flash(*, has_gpu: bool) -> Probe:
+def _flash(*, has_gpu: bool) -> Diagnosis:
     version = find_version("flash-attn")
     if version is not None:
-        return Probe("flash-attn", True, version)
+        return Diagnosis("flash-attn", True, version)
     if not has_gpu:
-        return Probe("flash-attn", True, "not installed (--kernels flash needs a GPU)")
+        return Diagnosis("flash-attn", True, "not installed (--kernels flash needs a GPU)")
     hint = "prompts run with torch's own attention; for --kernels flash, pip install 'kvbench[flash]'"
-    return Probe("flash-attn", True, "not installed", hint)
+    return Diagnosis("flash-attn", True, "not installed", hint)
 
 
-def _threads() -> Probe:
+def _threads() -> Diagnosis:
     usable = len(os.sched_getaffinity(0))
     asked = os.environ.get("OMP_NUM_THREADS")
     ok = asked is None or not asked.isdecimal() or int(asked) <= usable
     text = f"{usable} of {os.cpu_count()} usable, {cpu_name()}"
     if asked is not None:
         text += f", OMP_NUM_THREADS={asked}" + ("" if ok else ": more threads than cores slow every run down")
-    return Probe("threads", ok, text)
+    return Diagnosis("threads", ok, text)
 
 
-def _bfloat16() -> Probe:
+def _bfloat16() -> Diagnosis:
     if has_bfloat16_units():
-        return Probe("bfloat16", True, "computed by the CPU itself")
-    return Probe("bfloat16", True, "this CPU has no units for it", (
+        return Diagnosis("bfloat16", True, "computed by the CPU itself")
+    return Diagnosis("bfloat16", True, "this CPU has no units for it", (
         "--dtype bfloat16 is slow here; leave --dtype out (auto computes in float32), or type --dtype float32"
     ))
 
 
-def _memory() -> Probe:
-    return Probe("memory", True, f"{free_bytes('cpu') / GB:.1f} GB free")
+def _memory() -> Diagnosis:
+    return Diagnosis("memory", True, f"{free_bytes('cpu') / GB:.1f} GB free")
 
 
-def _disk() -> Probe:
+def _disk() -> Diagnosis:
     free = shutil.disk_usage(Path.cwd()).free / GB
     ok = free >= LEAST_DISK and os.access(Path.cwd(), os.W_OK)
     text = f"{free:.1f} GB free in {Path.cwd()}"
-    return Probe("disk", ok, text + ("" if ok else ": too little, or not writable"))
+    return Diagnosis("disk", ok, text + ("" if ok else ": too little, or not writable"))
 
 
-def _writable_cache() -> Probe:
+def _writable_cache() -> Diagnosis:
     folder = cache_folder().parent
     here = folder
     while not here.exists():
         here = here.parent
     ok = os.access(here, os.W_OK)
-    return Probe("cache", ok, str(folder) + ("" if ok else ": not writable, so every run hashes its files again"))
+    return Diagnosis("cache", ok, str(folder) + ("" if ok else ": not writable, so every run hashes its files again"))
 
 
-def _models() -> list[Probe]:
+def _models() -> list[Diagnosis]:
     found = []
     for name in list_models():
         folder = HERE / "models" / name
@@ -162,20 +162,20 @@ def _models() -> list[Probe]:
             missing.append("weights")
         size = sum(x.stat().st_size for x in weights) / 1e6
         text = f"{size:.1f} MB of weights" if not missing else f"missing: {', '.join(missing)}"
-        found.append(Probe(f"model {name}", not missing, text))
-    return found or [Probe("models", False, "no bundled model found: install kvbench again, or use --model FOLDER")]
+        found.append(Diagnosis(f"model {name}", not missing, text))
+    return found or [Diagnosis("models", False, "no bundled model found: install kvbench again, or use --model FOLDER")]
 
 
-def _shadowed() -> Probe:
+def _shadowed() -> Diagnosis:
     """Whether kvbench's folder `kernels` shadows Hugging Face's package of that name in the working directory."""
     spec = importlib.util.find_spec("kernels")
     origin = spec.origin if spec is not None else None
     installed = find_version("kernels")
     if origin is None:
-        return Probe("kernels", True, "not installed (not needed)")
+        return Diagnosis("kernels", True, "not installed (not needed)")
     ours = Path(origin).resolve().is_relative_to((HERE / "kernels").resolve())
     if ours and installed is not None:
         text = f"{origin} shadows the installed package kernels {installed}: start in another folder"
-        return Probe("kernels", False, text)
+        return Diagnosis("kernels", False, text)
     version = f", version {installed}" if installed else " (kvbench's folder)"
-    return Probe("kernels", True, f"{origin}{version}")
+    return Diagnosis("kernels", True, f"{origin}{version}")

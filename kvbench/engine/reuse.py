@@ -77,7 +77,7 @@ class Piece:
     count: int
 
 
-class Mixed:
+class MixedPrompt:
     """A prompt under construction: pieces of chunks, and tokens to run.
 
     ids: [1, N].

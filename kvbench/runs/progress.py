@@ -22,7 +22,7 @@ class Progress(Protocol):
         """Report the number of finished samples."""
 
 
-class Lines:
+class LogProgress:
     """Progress as lines of a log."""
 
     def __init__(self, console: Console, total: int) -> None:
@@ -57,7 +57,7 @@ def show_progress(total: int) -> Iterator[Progress]:
     """Show a bar or lines during a run of `total` samples."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield Lines(console, total)
+        yield LogProgress(console, total)
         return
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),

@@ -41,7 +41,7 @@ class Chunks:
 
 
 @dataclass(frozen=True)
-class Slots:
+class FetchedChunks:
     """Chunks that were fetched, written in place: chunks that the next token selects again need not be fetched."""
 
     chunk: Tensor  # [B, H_kv, k] int32: which of the J is in it; J: none yet
@@ -95,7 +95,7 @@ class LowRankKV(SelectiveKV):
     """Exact entries until `factorize`; from then on the dense block holds the exact ones and all later entries."""
 
     _chunks: Chunks | None = field(default=None, init=False)
-    _slots: Slots | None = field(default=None, init=False)
+    _slots: FetchedChunks | None = field(default=None, init=False)
 
     def factorize(self, rope: Rope, landmarks: Tensor, exact: Tensor, plan: Factoring) -> None:
         """Store chunks of the context apart: keys as factors, values on the host, landmarks to choose by.
@@ -117,7 +117,7 @@ class LowRankKV(SelectiveKV):
             size, gather(landmarks, number).to(self.keys.dtype), number.to(torch.int32), factors, basis,
             HostEntries(gather(values, number)),
         )
-        self._slots = Slots(
+        self._slots = FetchedChunks(
             number.new_full((batch, heads, slots), number.shape[2], dtype=torch.int32),
             self.keys.new_zeros((batch, heads, slots, size * self.keys.shape[3])),
             self.values.new_zeros((batch, heads, slots, size * self.values.shape[3])),
@@ -208,7 +208,7 @@ class LowRankKV(SelectiveKV):
         other = super().fork()
         assert isinstance(other, LowRankKV)
         if self._slots is not None:
-            other._slots = Slots(*(x.clone() for x in self._slots.tensors()))  # noqa: SLF001  # the same class
+            other._slots = FetchedChunks(*(x.clone() for x in self._slots.tensors()))  # noqa: SLF001  # the same class
         return other
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvbench.engine.reuse import Ids, Mixed, refuse_windows
+from kvbench.engine.reuse import Ids, MixedPrompt, refuse_windows
 from kvbench.errors import UserError
 from kvbench.method import Method, Moment, Step
 from kvbench.store.chunks import Chunk, Owner
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvbench.engine.session import Session
 
 __all__ = [
-    "ApartMethod", "Behind", "Chunk", "Mixed", "ReuseMethod", "ReusedKV", "attention_rows", "find_source",
+    "ApartMethod", "Behind", "Chunk", "MixedPrompt", "ReuseMethod", "ReusedKV", "attention_rows", "find_source",
     "run_earlier",
 ]
 
@@ -57,7 +57,7 @@ class ReuseMethod(Method):
         ids = torch.cat(list(chunks), dim=1)
         if len(ids) > 1:
             raise UserError(f"{self.card.name} runs one prompt at a time, not {len(ids)}.")
-        mixed = Mixed(session, ids, session.reuse, self.owner(session))
+        mixed = MixedPrompt(session, ids, session.reuse, self.owner(session))
         self.place(mixed)
         logits = self.run(mixed)
         mixed.finish()
@@ -72,10 +72,10 @@ class ReuseMethod(Method):
         )
 
     @abstractmethod
-    def place(self, mixed: Mixed) -> None:
+    def place(self, mixed: MixedPrompt) -> None:
         """TAKEN OVER: add chunks to the prompt."""
 
-    def run(self, mixed: Mixed) -> Tensor:
+    def run(self, mixed: MixedPrompt) -> Tensor:
         """COMPUTED: by default what was not taken over. Logits of the last token. [1, V]"""
         return mixed.run(mixed.fresh)
 
@@ -87,12 +87,12 @@ class ApartMethod(ReuseMethod):
     behind: Behind = "first token"
     """The tokens before a document when it is run for its chunk: none, the prompt's first token, or its instruction."""
 
-    def before(self, mixed: Mixed) -> tuple[int, ...]:
+    def before(self, mixed: MixedPrompt) -> tuple[int, ...]:
         """The tokens that a document follows when it is run for its chunk."""
         instruction = mixed.reuse.parts[0]
         return {"nothing": (), "first token": instruction[:1], "instruction": instruction}[self.behind]
 
-    def place(self, mixed: Mixed) -> None:
+    def place(self, mixed: MixedPrompt) -> None:
         """TAKEN OVER: the parts that occur in earlier prompts, each run by itself."""
         known = mixed.reuse.known
         for i, (start, part) in enumerate(mixed.parts):
@@ -117,12 +117,12 @@ def attention_rows(step: Step, keys: Tensor, places: Tensor | None, rows: slice)
     return weights
 
 
-def run_earlier(mixed: Mixed, prompt: tuple[Ids, ...]) -> Chunk:
+def run_earlier(mixed: MixedPrompt, prompt: tuple[Ids, ...]) -> Chunk:
     """The entries of an earlier prompt, all of which runs if they are not in the store."""
     return mixed.obtain((), [x for part in prompt for x in part])
 
 
-def find_source(mixed: Mixed, index: int) -> tuple[tuple[Ids, ...], int] | None:
+def find_source(mixed: MixedPrompt, index: int) -> tuple[tuple[Ids, ...], int] | None:
     """The earlier prompt with a part, and the part's number there; None: no prompt has it.
 
     Of several, the one in which most of the parts before it are the same; then the latest.

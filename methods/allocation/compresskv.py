@@ -109,7 +109,7 @@ class CompressKV(ScoredMethod):
 
 
 @dataclass(frozen=True)
-class Recorder(Method):
+class NeedleRecorder(Method):
     """The full cache; sums up each head's attention to the needle while it is copied."""
 
     start: int = 0
@@ -150,7 +150,7 @@ def find_scores(model: Model, tokens: int, needle: int, trials: int) -> list[Ten
         chosen = ids[:, torch.tensor(numbers.sample(range(ids.shape[1]), needle), device=ids.device)]
         start = 1 + int((room - 2) * trial / max(1, trials - 1))
         text = torch.cat([ids[:, :start], chosen, ids[:, start:room], chosen], dim=1)
-        recorder = Recorder(start=start, needle=needle, copy=room + needle)
+        recorder = NeedleRecorder(start=start, needle=needle, copy=room + needle)
         with Session(model, recorder, capacity=text.shape[1]) as session:
             for chunk in text.split(CHUNK, dim=1):
                 session.forward(chunk, Moment.CONTEXT_CHUNK)

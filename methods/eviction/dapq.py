@@ -93,7 +93,7 @@ class DapQ(Method):
         logits = super().prefill(session, parts)
         started = now(session.model.device)
         with session.fork() as branch:
-            branch.method = Probe(ids.shape[1])
+            branch.method = PseudoPass(ids.shape[1])
             branch.run_chunks(probe.split(session.chunk or probe.shape[1], dim=1), Moment.TURN_END)
             masses = [store.state["mass"] / probe.shape[1] for store in branch.layers]
             session.credit(branch)
@@ -114,7 +114,7 @@ class DapQ(Method):
 
 
 @dataclass(frozen=True)
-class Probe(Method):
+class PseudoPass(Method):
     """The pass of the pseudo tokens: sums up their attention to the entries of the context."""
 
     context: int = 0

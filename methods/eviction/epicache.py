@@ -220,7 +220,7 @@ class EpiCache(Method):
     def evict_block(self, branch: Session, prompt: Tensor, chunk: int | None) -> None:
         """Score the stored entries by the prompt, whose own entries are dropped, and keep the budget's best."""
         with branch.fork() as probe:
-            probe.method = Probe(branch.seen)
+            probe.method = EpisodePass(branch.seen)
             probe.run_chunks(prompt.split(chunk or prompt.shape[1], dim=1), Moment.TURN_END)
             branch.credit(probe)
             scores = [x.state.pop("score") for x in probe.layers]
@@ -239,7 +239,7 @@ class Plain(Method):
 
 
 @dataclass(frozen=True)
-class Probe(Method):
+class EpisodePass(Method):
     """The pass over an episode's segments: records the highest attention to each entry before them on the store."""
 
     context: int = 0

@@ -55,7 +55,7 @@ class QFilter(ScoredMethod):
 
     def bind(self, model: Model) -> Self:
         """Measure the main directions of the queries, once per process and model."""
-        return replace(self, filters=calibrate(model, Recorder(), self.tokens, main_directions))
+        return replace(self, filters=calibrate(model, QueryRecorder(), self.tokens, main_directions))
 
     def score(self, kv: LayerKV, step: Step) -> Tensor:
         """Projection of each key on the direction of its head. [B, H_kv, n]"""
@@ -65,7 +65,7 @@ class QFilter(ScoredMethod):
 
 
 @dataclass(frozen=True)
-class Recorder(Method):
+class QueryRecorder(Method):
     """The full cache; sums up the queries and their outer products."""
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:

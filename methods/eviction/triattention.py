@@ -75,7 +75,7 @@ class TriAttention(PeriodicMethod):
     def bind(self, model: Model) -> Self:
         """Measure the centers of the queries, once per process and model (`UserError` where rotation is unknown)."""
         require_inverse_rotation(model, self.card.name)
-        return replace(self, centers=calibrate(model, Recorder(), self.tokens, find_centers))
+        return replace(self, centers=calibrate(model, CenterRecorder(), self.tokens, find_centers))
 
     def score(self, kv: LayerKV, step: Step, entries: int) -> Tensor:
         """Standardized expected products with later queries, largest of the group. [B, H_kv, n]"""
@@ -121,7 +121,7 @@ def pair_norms(x: Tensor, step: Step) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Recorder(Method):
+class CenterRecorder(Method):
     """The full cache; sums up the queries before rotation and the norms of their channel pairs."""
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:

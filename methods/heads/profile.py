@@ -64,7 +64,7 @@ class HeadProfile(BaseModel):
 
 
 @dataclass(frozen=True)
-class Recorder(Method):
+class HeadRecorder(Method):
     """The full cache; records echo and induction of every query after the first copy."""
 
     period: int = 2
@@ -139,7 +139,7 @@ def measure(model: Model, tokens: int) -> HeadProfile:
     """Run the probes as one batch and compute the scores."""
     ids = probe_ids(model, tokens).to(model.device)
     first = ids.shape[1] - COPIES * tokens
-    with Session(model, Recorder(period=tokens, first=first), capacity=ids.shape[1]) as session:
+    with Session(model, HeadRecorder(period=tokens, first=first), capacity=ids.shape[1]) as session:
         for chunk in ids.split(max(1, CHUNK // len(ids)), dim=1):
             session.forward(chunk, Moment.CONTEXT_CHUNK)
         queries = len(ids) * (COPIES - 1) * tokens

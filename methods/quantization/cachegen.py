@@ -83,12 +83,12 @@ class CacheGen(StreamMethod):
     def encode(self, kv: StreamKV, step: Step) -> Stream:
         """Encode every chunk of keys and of values."""
         parts = zip((kv.keys, kv.values), self.bins(step.layer), strict=True)
-        return CacheGenStream([[Chunk.encode(x, bins) for x in entries.split(self.chunk, dim=2)]
+        return CacheGenStream([[CodedChunk.encode(x, bins) for x in entries.split(self.chunk, dim=2)]
                                for entries, bins in parts])
 
 
 @dataclass(frozen=True)
-class Chunk:
+class CodedChunk:
     """Keys or values of consecutive tokens."""
 
     largest: Tensor  # the largest magnitude of every token, over all heads, [B, n] float16
@@ -99,7 +99,7 @@ class Chunk:
     dtype: torch.dtype
 
     @classmethod
-    def encode(cls, x: Tensor, bins: int) -> Chunk:
+    def encode(cls, x: Tensor, bins: int) -> CodedChunk:
         """Quantize each token by its largest magnitude, and code each channel. x: [B, H_kv, n, D]"""
         largest = as_norm(x.float().abs().amax((1, 3)))
         top = bins // 2 - 1
@@ -134,7 +134,7 @@ def find_streams(tables: Tensor, count: int) -> tuple[Tensor, Tensor]:
 class CacheGenStream(Stream):
     """The chunks of keys and those of values."""
 
-    chunks: list[list[Chunk]]
+    chunks: list[list[CodedChunk]]
 
     def decode(self) -> dict[str, Tensor]:
         """Keys and values."""

@@ -88,7 +88,7 @@ class KVQuant(CodedMethod):
     def bind(self, model: Model) -> Self:
         """Make ranges and levels, once per process and model (`UserError` where rotations cannot be inverted)."""
         require_inverse_rotation(model, "kvquant")
-        recorder = Recorder(key_bits=self.key_bits, value_bits=self.value_bits, outliers=self.outliers)
+        recorder = LevelRecorder(key_bits=self.key_bits, value_bits=self.value_bits, outliers=self.outliers)
         return replace(self, codebooks=calibrate(model, recorder, self.tokens, recorder.summarize))
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
@@ -232,7 +232,7 @@ def find_range(x: Tensor, outliers: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Recorder(Method):
+class LevelRecorder(Method):
     """The full cache; keeps keys before rotation, and values."""
 
     key_bits: int = 4

@@ -89,7 +89,8 @@ class Kvtc(StreamMethod):
     def bind(self, model: Model) -> Self:
         """Find components, once per process and model (`UserError` where rotations cannot be inverted)."""
         require_inverse_rotation(model, "kvtc")
-        return replace(self, components=calibrate(model, Recorder(), self.tokens, Recorder().summarize))
+        recorder = ComponentRecorder()
+        return replace(self, components=calibrate(model, recorder, self.tokens, recorder.summarize))
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
         """Refuse a budget, and keys and values of other widths (`UserError`); resolve the exact entries."""
@@ -216,7 +217,7 @@ def find_positions(keys: Tensor, start: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Recorder(Method):
+class ComponentRecorder(Method):
     """The full cache; sums up channels of keys before rotation and of values, and their products."""
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:

@@ -81,7 +81,7 @@ class Palu(CodedMethod):
     def bind(self, model: Model) -> Self:
         """Find subspaces, once per process and model (`UserError` where rotations cannot be inverted)."""
         require_inverse_rotation(model, "palu")
-        recorder = Recorder(heads=self.group)
+        recorder = ProjectionRecorder(heads=self.group)
         return replace(self, subspaces=calibrate(model, recorder, self.tokens, recorder.summarize))
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
@@ -192,7 +192,7 @@ def _split(x: Tensor, heads: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Recorder(Method):
+class ProjectionRecorder(Method):
     """The full cache; sums up products of the channels of groups of heads, of keys before rotation and of values."""
 
     heads: int = 4

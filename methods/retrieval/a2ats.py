@@ -88,7 +88,7 @@ class A2ATS(ReadingMethod):
     def bind(self, model: Model) -> Self:
         """Make the codebooks, once per process and model (`UserError` where rotations cannot be inverted)."""
         require_inverse_rotation(model, "a2ats")
-        recorder = Recorder(self.codewords, self.distance, self.iterations)
+        recorder = CodebookRecorder(self.codewords, self.distance, self.iterations)
         return replace(self, codebooks=calibrate(model, recorder, self.tokens, recorder.summarize))
 
     def minimum_entries(self) -> int:
@@ -168,7 +168,7 @@ class A2ATS(ReadingMethod):
 
 
 @dataclass(frozen=True)
-class Recorder(Method):
+class CodebookRecorder(Method):
     """The full cache; keeps keys before rotation, and sums up products of queries at one position."""
 
     codewords: int = 256

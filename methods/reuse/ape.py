@@ -11,7 +11,7 @@ from torch import Tensor
 from kvbench.constraints import Gt, Le
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Step, Upstream
-from kvbench.techniques.reuse import LIMITS, Mixed, ReusedKV, ReuseMethod
+from kvbench.techniques.reuse import LIMITS, MixedPrompt, ReusedKV, ReuseMethod
 
 Factor = Annotated[float, Gt(0), Le(1)]
 
@@ -94,7 +94,7 @@ class Ape(ReuseMethod):
         del index
         return ParallelKV(temperature=self.temperature, scale=self.scale)
 
-    def place(self, mixed: Mixed) -> None:
+    def place(self, mixed: MixedPrompt) -> None:
         """TAKEN OVER: the instruction, and every document behind it at the same positions."""
         (_, instruction), *documents = mixed.parts
         mixed.add(mixed.obtain((), instruction), 0)

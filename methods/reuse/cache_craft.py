@@ -14,7 +14,7 @@ from kvbench.constraints import Ge
 from kvbench.engine.reuse import Ids, run_prompt
 from kvbench.method import BudgetKind, Card, Step
 from kvbench.store import LayerKV
-from kvbench.techniques.reuse import LIMITS, Chunk, Mixed, ReuseMethod, attention_rows
+from kvbench.techniques.reuse import LIMITS, Chunk, MixedPrompt, ReuseMethod, attention_rows
 
 BLOCK = 256
 """Queries whose attention weights exist at once."""
@@ -67,7 +67,7 @@ class CacheCraft(ReuseMethod):
         limits=(*LIMITS, "Attention weights are computed a second time while an earlier prompt runs, in blocks."),
     )
 
-    def place(self, mixed: Mixed) -> None:
+    def place(self, mixed: MixedPrompt) -> None:
         """TAKEN OVER: each part from the earlier prompt with the least to compute.
 
         COMPUTED of it: the tokens that paid most attention to the parts before it.
@@ -91,7 +91,7 @@ class CacheCraft(ReuseMethod):
                 mixed.add(chunk, start, first=first, count=len(part))
                 mixed.renew(start + paid.topk(math.ceil(min(1.0, share) * len(part))).indices)
 
-    def _measure(self, mixed: Mixed, prompt: tuple[Ids, ...]) -> Chunk:
+    def _measure(self, mixed: MixedPrompt, prompt: tuple[Ids, ...]) -> Chunk:
         """An earlier prompt's entries, with the attention between its parts."""
         sizes = [len(part) for part in prompt]
         masses: list[Tensor] = []

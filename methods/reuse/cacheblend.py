@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvbench.constraints import Natural, Share
 from kvbench.method import BudgetKind, Card, Step, Upstream
-from kvbench.techniques.reuse import LIMITS, ApartMethod, Mixed, ReusedKV
+from kvbench.techniques.reuse import LIMITS, ApartMethod, MixedPrompt, ReusedKV
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class CacheBlend(ApartMethod):
         limits=LIMITS,
     )
 
-    def run(self, mixed: Mixed) -> Tensor:
+    def run(self, mixed: MixedPrompt) -> Tensor:
         """COMPUTED: everything up to the check layer, then the tokens that deviate most there."""
         last = min(self.check_layer, len(mixed.layers) - 1)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvbench.method import BudgetKind, Card
-from kvbench.techniques.reuse import LIMITS, ApartMethod, Mixed
+from kvbench.techniques.reuse import LIMITS, ApartMethod, MixedPrompt
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Concat(ApartMethod):
         limits=LIMITS,
     )
 
-    def place(self, mixed: Mixed) -> None:
+    def place(self, mixed: MixedPrompt) -> None:
         """TAKEN OVER: the parts that occur in earlier prompts, at the positions where they were run."""
         known = mixed.reuse.known
         for i, (start, part) in enumerate(mixed.parts):

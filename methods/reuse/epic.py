@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvbench.constraints import Natural
 from kvbench.method import BudgetKind, Card, Upstream
-from kvbench.techniques.reuse import LIMITS, ApartMethod, Behind, Mixed
+from kvbench.techniques.reuse import LIMITS, ApartMethod, Behind, MixedPrompt
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Epic(ApartMethod):
         limits=LIMITS,
     )
 
-    def place(self, mixed: Mixed) -> None:
+    def place(self, mixed: MixedPrompt) -> None:
         """TAKEN OVER: known parts; the first tokens of each document are computed."""
         super().place(mixed)
         for start, part in mixed.parts[1:]:

@@ -12,7 +12,7 @@ from kvbench.constraints import Natural, Share
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Step, Upstream
 from kvbench.store import LayerKV
-from kvbench.techniques.reuse import LIMITS, Mixed, ReuseMethod, attention_rows
+from kvbench.techniques.reuse import LIMITS, MixedPrompt, ReuseMethod, attention_rows
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class FusionRag(ReuseMethod):
         limits=(*LIMITS, "The question must stand in the prompt (`--visibility visible`)."),
     )
 
-    def place(self, mixed: Mixed) -> None:
+    def place(self, mixed: MixedPrompt) -> None:
         """TAKEN OVER: known parts, the documents each behind the instruction and those most similar to it."""
         known, instruction = mixed.reuse.known, mixed.reuse.parts[0]
         library = sorted(x for x in known if x != instruction)
@@ -60,7 +60,7 @@ class FusionRag(ReuseMethod):
                 before = instruction + tuple(x for y in nearest[: self.similar] for x in library[y])
             mixed.add(mixed.obtain(before, part), start)
 
-    def run(self, mixed: Mixed) -> Tensor:
+    def run(self, mixed: MixedPrompt) -> Tensor:
         """COMPUTED: the tokens of documents that the question attends to most in the last layer."""
         first, asked = len(mixed.reuse.parts[0]), mixed.length - mixed.tail
         if not asked:

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvbench.constraints import Natural
 from kvbench.engine.reuse import Ids, cut, run_prompt
 from kvbench.method import BudgetKind, Card
-from kvbench.techniques.reuse import LIMITS, ApartMethod, Chunk, Mixed, find_source
+from kvbench.techniques.reuse import LIMITS, ApartMethod, Chunk, MixedPrompt, find_source
 
 
 def factor(change: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ class Kamera(ApartMethod):
         ),
     )
 
-    def place(self, mixed: Mixed) -> None:
+    def place(self, mixed: MixedPrompt) -> None:
         """TAKEN OVER: the documents of earlier prompts, run apart and patched for the context that they had there."""
         ran: dict[tuple[Ids, ...], Chunk] = {}
         for i, (start, part) in enumerate(mixed.parts):
@@ -73,7 +73,7 @@ class Kamera(ApartMethod):
             mixed.add(Chunk(keys, values), start)
 
     def _make(
-        self, mixed: Mixed, context: Ids, prompt: tuple[Ids, ...], base: Chunk, ran: dict[tuple[Ids, ...], Chunk]
+        self, mixed: MixedPrompt, context: Ids, prompt: tuple[Ids, ...], base: Chunk, ran: dict[tuple[Ids, ...], Chunk]
     ) -> Chunk:
         """The patch of a document behind a context, without entries. ran: prompts that were run for others before."""
         if prompt not in ran:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvbench.constraints import Gt, Positive, Share
 from kvbench.method import BudgetKind, Card, Upstream
-from kvbench.techniques.reuse import LIMITS, ApartMethod, Chunk, Mixed, run_earlier
+from kvbench.techniques.reuse import LIMITS, ApartMethod, Chunk, MixedPrompt, run_earlier
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class KVComm(ApartMethod):
         limits=LIMITS,
     )
 
-    def place(self, mixed: Mixed) -> None:
+    def place(self, mixed: MixedPrompt) -> None:
         """TAKEN OVER: known parts with the offsets of their anchors; the others are computed."""
         known = mixed.reuse.known
         for i, (start, part) in enumerate(mixed.parts):
@@ -80,7 +80,7 @@ class KVComm(ApartMethod):
             elif (found := self._correct(mixed, i, start, own)) is not None:
                 mixed.add(found, start)
 
-    def _correct(self, mixed: Mixed, index: int, start: int, own: Chunk) -> Chunk | None:
+    def _correct(self, mixed: MixedPrompt, index: int, start: int, own: Chunk) -> Chunk | None:
         """A document's entries with the offsets of its anchors; None: there are too few, or none stands out."""
         keys, values = self._keys(mixed, own.keys, start), torch.cat(own.values).float()
         prompts = [x for x in mixed.reuse.earlier if len(x) > index and len(x[index]) >= own.length][-self.anchors :]
@@ -98,7 +98,7 @@ class KVComm(ApartMethod):
             self._keys_back(mixed, keys, start, kind), [x[None].to(kind) for x in values]
         )
 
-    def _anchor(self, mixed: Mixed, prompt: tuple[tuple[int, ...], ...], index: int) -> Anchor:
+    def _anchor(self, mixed: MixedPrompt, prompt: tuple[tuple[int, ...], ...], index: int) -> Anchor:
         own = mixed.obtain(self.before(mixed), prompt[index])
         whole, first = run_earlier(mixed, prompt), sum(map(len, prompt[:index]))
         span = slice(first, first + own.length)
@@ -106,14 +106,14 @@ class KVComm(ApartMethod):
         there = self._keys(mixed, [x[:, :, span] for x in whole.keys], first)
         return Anchor(keys, values, there - keys, torch.cat([x[:, :, span] for x in whole.values]).float() - values)
 
-    def _keys(self, mixed: Mixed, keys: list[Tensor], start: int) -> Tensor:
+    def _keys(self, mixed: MixedPrompt, keys: list[Tensor], start: int) -> Tensor:
         """Keys of all layers, before rotation or, as released, at their positions. [L, H_kv, T, D] float32"""
         if not self.as_released:
             return torch.cat(keys).float()
         places = torch.arange(start, start + keys[0].shape[2], device=keys[0].device)[None]
         return torch.cat([rope.rotate(x.float(), places) for rope, x in zip(mixed.model.ropes, keys, strict=True)])
 
-    def _keys_back(self, mixed: Mixed, keys: Tensor, start: int, kind: torch.dtype) -> list[Tensor]:
+    def _keys_back(self, mixed: MixedPrompt, keys: Tensor, start: int, kind: torch.dtype) -> list[Tensor]:
         """The reverse of `_keys`, by layer. [1, H_kv, T, D]"""
         if not self.as_released:
             return [x[None].to(kind) for x in keys]

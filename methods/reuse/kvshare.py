@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvbench.constraints import Positive, Share
 from kvbench.method import BudgetKind, Card, Step, Upstream
-from kvbench.techniques.reuse import LIMITS, Mixed, ReusedKV, ReuseMethod, attention_rows, run_earlier
+from kvbench.techniques.reuse import LIMITS, MixedPrompt, ReusedKV, ReuseMethod, attention_rows, run_earlier
 
 CHECK_LAYER = 1
 PUNCTUATION = frozenset(".,!?;:\n\u3002\uff0c\uff01\uff1f\uff1b\uff1a")
@@ -74,7 +74,7 @@ class KVShare(ReuseMethod):
         limits=LIMITS,
     )
 
-    def place(self, mixed: Mixed) -> None:
+    def place(self, mixed: MixedPrompt) -> None:
         """TAKEN OVER: tokens of common segments, except punctuation and the last token."""
         ids = mixed.ids[0].tolist()
         best: list[tuple[int, int, int] | None] = [None] * len(ids)  # length, earlier prompt, place in it
@@ -92,7 +92,7 @@ class KVShare(ReuseMethod):
             span = list(run)
             mixed.add(chunks[age], span[0][0], first=span[0][2], count=len(span))
 
-    def run(self, mixed: Mixed) -> Tensor:
+    def run(self, mixed: MixedPrompt) -> Tensor:
         """COMPUTED: two layers whole, then new tokens and those of high deviation."""
         last = min(CHECK_LAYER, len(mixed.layers) - 1)
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvbench.engine.reuse import apply_edits, find_edits
 from kvbench.method import BudgetKind, Card, Upstream
-from kvbench.techniques.reuse import LIMITS, Mixed, ReuseMethod, run_earlier
+from kvbench.techniques.reuse import LIMITS, MixedPrompt, ReuseMethod, run_earlier
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Pie(ReuseMethod):
         limits=(*LIMITS, "Parts in another order count as deleted and inserted."),
     )
 
-    def place(self, mixed: Mixed) -> None:
+    def place(self, mixed: MixedPrompt) -> None:
         """TAKEN OVER: everything that the best earlier prompt shares with this one, in its order."""
         best: tuple[int, int] | None = None
         spans: list[tuple[int, int, int]] = []

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvbench.method import BudgetKind, Card, Upstream
-from kvbench.techniques.reuse import LIMITS, ApartMethod, Behind, Mixed
+from kvbench.techniques.reuse import LIMITS, ApartMethod, Behind, MixedPrompt
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class PromptCache(ApartMethod):
         limits=LIMITS,
     )
 
-    def place(self, mixed: Mixed) -> None:
+    def place(self, mixed: MixedPrompt) -> None:
         """TAKEN OVER: the parts that occur in earlier prompts, at their positions there."""
         schema: dict[tuple[int, ...], int] = {}
         for prompt in mixed.reuse.earlier:

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from kvbench.constraints import Positive, Share
 from kvbench.method import BudgetKind, Card, Step
-from kvbench.techniques.reuse import LIMITS, Mixed, ReusedKV, ReuseMethod, attention_rows, find_source, run_earlier
+from kvbench.techniques.reuse import (
+    LIMITS,
+    MixedPrompt,
+    ReusedKV,
+    ReuseMethod,
+    attention_rows,
+    find_source,
+    run_earlier,
+)
 
 ROUNDING = 1e-6
 """Distances below this are none."""
@@ -54,7 +62,7 @@ class RelayCaching(ReuseMethod):
         limits=LIMITS,
     )
 
-    def place(self, mixed: Mixed) -> None:
+    def place(self, mixed: MixedPrompt) -> None:
         """TAKEN OVER: the parts that occur in earlier prompts, as they were there."""
         for i, (start, part) in enumerate(mixed.parts):
             source = find_source(mixed, i)
@@ -63,7 +71,7 @@ class RelayCaching(ReuseMethod):
                 first = sum(map(len, prompt[:place]))
                 mixed.add(run_earlier(mixed, prompt), start, first=first, count=len(part))
 
-    def run(self, mixed: Mixed) -> Tensor:
+    def run(self, mixed: MixedPrompt) -> Tensor:
         """COMPUTED: all tokens up to the detection layer, then those that it chooses, up to the last layer."""
         depth = len(mixed.layers) - 1
         first, check, last = (round(x * depth) for x in (self.start, self.detect, self.end))

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, ClassVar
 from kvbench.task import Example, Scorer, Task, Turn, count_prompt
 from kvbench.tasks.growth.lists import SHORT, SLACK, longest
 from kvbench.tasks.growth.quarters import QUARTERS, score_quarters, share
-from kvbench.tasks.length import Line, largest_fit
+from kvbench.tasks.length import LengthEstimate, largest_fit
 from kvbench.tasks.words import draw_keys
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def cut_chains(names: Sequence[str], chains: int, steps: int) -> list[Sequence[s
 
 
 @cache
-def measure(task: Chain, chains: int, tokenizer: PreTrainedTokenizerBase) -> Line:
+def measure(task: Chain, chains: int, tokenizer: PreTrainedTokenizerBase) -> LengthEstimate:
     """Estimate the tokens of first prompts and answers as a line over the number of steps."""
     names = draw_keys(random.Random(0), chains * 25, SHORT)
-    return Line.through(lambda n: task.count(cut_chains(names, chains, n), tokenizer), QUARTERS, 24)
+    return LengthEstimate.through(lambda n: task.count(cut_chains(names, chains, n), tokenizer), QUARTERS, 24)

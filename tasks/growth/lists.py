@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, ClassVar
 from kvbench.errors import UserError
 from kvbench.task import Example, Scorer, Task, Turn, count_prompt
 from kvbench.tasks.growth.quarters import QUARTERS, score_quarters
-from kvbench.tasks.length import Line, largest_fit
+from kvbench.tasks.length import LengthEstimate, largest_fit
 from kvbench.tasks.words import draw_keys, words
 
 if TYPE_CHECKING:
@@ -165,11 +165,11 @@ def longest(kind: str, before: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 @cache
-def measure(task: NumberedList, turns: int, tokenizer: PreTrainedTokenizerBase) -> Line:
+def measure(task: NumberedList, turns: int, tokenizer: PreTrainedTokenizerBase) -> LengthEstimate:
     """Estimate the tokens of first prompts and answers as a line over the number of lines."""
     least = fewest(turns)
     items = task.draw_items(random.Random(0), least + 40)
-    return Line.through(lambda n: task.count(items[:n], range(turns), tokenizer), least, len(items))
+    return LengthEstimate.through(lambda n: task.count(items[:n], range(turns), tokenizer), least, len(items))
 
 
 @dataclass(frozen=True)

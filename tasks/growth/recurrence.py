@@ -24,7 +24,7 @@ from kvbench.errors import UserError
 from kvbench.task import Example, Scorer, Task, Turn, count_prompt
 from kvbench.tasks.growth.lists import SLACK, right_lines
 from kvbench.tasks.growth.quarters import QUARTERS, score_quarters
-from kvbench.tasks.length import Line, largest_fit
+from kvbench.tasks.length import LengthEstimate, largest_fit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -113,7 +113,7 @@ class Recurrence(Task):
 
 
 @cache
-def measure(task: Recurrence, turns: int, tokenizer: PreTrainedTokenizerBase) -> Line:
+def measure(task: Recurrence, turns: int, tokenizer: PreTrainedTokenizerBase) -> LengthEstimate:
     """Estimate the tokens of first prompts and answers as a line over the number of lines."""
     starts = [[7] * task.lag] * turns
-    return Line.through(lambda n: task.count(starts, n, tokenizer), QUARTERS, 40)
+    return LengthEstimate.through(lambda n: task.count(starts, n, tokenizer), QUARTERS, 40)

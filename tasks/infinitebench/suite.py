@@ -190,7 +190,7 @@ class LongdialogueQaEng(InfiniteBench):
     needs: ClassVar[str | None] = "InfiniteBench's data, a larger model"
 
 
-class MathFind(InfiniteBench):
+class InfiniteMathFind(InfiniteBench):
     """A list of numbers."""
 
     name: ClassVar[str] = "infinitebench_math_find"

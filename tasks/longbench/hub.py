@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvbench.errors import UserError
-from kvbench.tasks.records import Lines, Source, first_line, open_copy
+from kvbench.tasks.records import JsonLines, Source, first_line, open_copy
 
 
 @functools.cache
@@ -39,7 +39,7 @@ def open_archive(hub: str, revision: str, member: str) -> Source:
             lines = archive.read(member).splitlines()
     except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise UserError(f"{path} of {hub} cannot be read: {first_line(error)}. Remove it and try again.") from error
-    return Source(Lines(lines), f"{hub} {member}", revision)
+    return Source(JsonLines(lines), f"{hub} {member}", revision)
 
 
 def _fetch(hub: str, revision: str, file: str, then: str = "") -> Path:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from kvbench.constraints import Ge
 from kvbench.task import Example, Scorer, Task, Turn, count_prompt
-from kvbench.tasks.length import Line, largest_fit
+from kvbench.tasks.length import LengthEstimate, largest_fit
 from kvbench.tasks.prose import sentences
 from kvbench.tasks.words import draw_keys, draw_numbers
 
@@ -153,7 +153,7 @@ class ReuseTask(Task):
             longest = max(len(tokenizer(x, add_special_tokens=False).input_ids) for x in example.turns[0].choices)
             return count_prompt(self, example, tokenizer, frame) + longest
 
-        line = Line.through(count, self.documents, 4 * self.documents)
+        line = LengthEstimate.through(count, self.documents, 4 * self.documents)
         n = largest_fit(count, length, least=self.documents, line=line, what=self.name)
         return self.compose(world, n, id=id)
 

@@ -22,7 +22,7 @@ from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
 from kvbench.task import Example, Scorer, Task, Turn, count_prompt
-from kvbench.tasks.length import Line, largest_fit
+from kvbench.tasks.length import LengthEstimate, largest_fit
 from kvbench.tasks.ruler.haystack import NOISE, cut
 from kvbench.tasks.ruler.scoring import STRICT_ALL, STRING_MATCH_ALL
 
@@ -48,7 +48,7 @@ FEWEST_WORDS = (HOPS + 1) * len(NOISE.split(" "))
 
 
 @dataclass(frozen=True)
-class Chain:
+class VariableChain:
     """Variables with the same value: the first is assigned the value, each later one the previous variable."""
 
     value: str
@@ -76,7 +76,7 @@ class Chain:
         return f" {' '.join(self.names)}"
 
 
-def weave(lines: list[str], chains: Sequence[Chain], seed: int) -> str:
+def weave(lines: list[str], chains: Sequence[VariableChain], seed: int) -> str:
     """Insert the lines of each chain in order at distinct random places, one chain after the other."""
     rng = random.Random(seed)
     for chain in chains:
@@ -86,12 +86,12 @@ def weave(lines: list[str], chains: Sequence[Chain], seed: int) -> str:
     return "\n".join(lines)
 
 
-def solve(noise: str, chain: Chain) -> str:
+def solve(noise: str, chain: VariableChain) -> str:
     """A solved example and the empty line after it."""
     return f"{INTRO}{noise}\n{chain.question}{chain.prefix}{chain.answer}\n\n"
 
 
-def draw_chains(rng: random.Random, values: Sequence[int], letters: int) -> list[Chain]:
+def draw_chains(rng: random.Random, values: Sequence[int], letters: int) -> list[VariableChain]:
     """Draw chains for these values, with distinct names of `letters` letters, none of them `VAR`."""
     size = HOPS + 1
     drawn: dict[str, None] = {}
@@ -99,16 +99,16 @@ def draw_chains(rng: random.Random, values: Sequence[int], letters: int) -> list
         drawn["".join(rng.choices(string.ascii_uppercase, k=letters))] = None
         drawn.pop("VAR", None)
     names = tuple(drawn)
-    return [Chain(str(value), names[i * size : (i + 1) * size]) for i, value in enumerate(values)]
+    return [VariableChain(str(value), names[i * size : (i + 1) * size]) for i, value in enumerate(values)]
 
 
 @cache
-def longest(letters: int, tokenizer: PreTrainedTokenizerBase) -> Chain:
+def longest(letters: int, tokenizer: PreTrainedTokenizerBase) -> VariableChain:
     """A chain of the name with the most tokens among a thousand random names."""
     rng = random.Random(0)
     names = ["".join(rng.choices(string.ascii_uppercase, k=letters)) for _ in range(1000)]
     sizes = [len(ids) for ids in tokenizer(names, add_special_tokens=False).input_ids]
-    return Chain("77777", (names[sizes.index(max(sizes))],) * (HOPS + 1))
+    return VariableChain("77777", (names[sizes.index(max(sizes))],) * (HOPS + 1))
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class VariableTracking(Task):
         return "ruler-vt/noise@1"
 
     def compose(
-        self, shot: str, chains: Sequence[Chain], asked: Sequence[int], n: int, *, seed: int, id: str
+        self, shot: str, chains: Sequence[VariableChain], asked: Sequence[int], n: int, *, seed: int, id: str
     ) -> Example:
         """Build the example with `n` words of noise and all chains, of which some are asked for.
 
@@ -173,7 +173,7 @@ class VariableTracking(Task):
         return count_prompt(self, example, tokenizer, self.frame(tokenizer)) + MAX_NEW_TOKENS
 
 
-def fit_shot(chain: Chain, seed: int, length: int, tokenizer: PreTrainedTokenizerBase) -> str:
+def fit_shot(chain: VariableChain, seed: int, length: int, tokenizer: PreTrainedTokenizerBase) -> str:
     """The solved example for a prompt of this length."""
 
     def shot(n: int) -> str:
@@ -189,7 +189,7 @@ def fit_shot(chain: Chain, seed: int, length: int, tokenizer: PreTrainedTokenize
 
 
 @cache
-def measure(tokenizer: PreTrainedTokenizerBase) -> Line:
+def measure(tokenizer: PreTrainedTokenizerBase) -> LengthEstimate:
     """Estimate the tokens of a solved example as a line over words of noise; the prompt has the same slope."""
     (chain,) = draw_chains(random.Random(0), [77777], NAME_LETTERS)
 
@@ -197,4 +197,4 @@ def measure(tokenizer: PreTrainedTokenizerBase) -> Line:
         text = solve(weave(cut(itertools.repeat(NOISE), n), [chain], 0), chain)
         return len(tokenizer(text, add_special_tokens=False).input_ids)
 
-    return Line.through(count, FEWEST_WORDS, FEWEST_WORDS + 1000)
+    return LengthEstimate.through(count, FEWEST_WORDS, FEWEST_WORDS + 1000)

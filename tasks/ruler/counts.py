@@ -23,7 +23,7 @@ from math import pi
 from typing import TYPE_CHECKING, ClassVar
 
 from kvbench.task import Example, Mode, Scorer, Task, Turn, count_prompt
-from kvbench.tasks.length import Line, largest_fit
+from kvbench.tasks.length import LengthEstimate, largest_fit
 from kvbench.tasks.ruler.scoring import STRICT_ALL, STRING_MATCH_ALL
 from kvbench.tasks.words import draw_keys, words
 
@@ -173,7 +173,7 @@ class CommonWords(Counting):
 
 
 @cache
-def measure_list(task: CommonWords, repeats: Repeats, tokenizer: PreTrainedTokenizerBase) -> Line:
+def measure_list(task: CommonWords, repeats: Repeats, tokenizer: PreTrainedTokenizerBase) -> LengthEstimate:
     """Estimate the tokens of prompts as a line over the number of words."""
     items, frame = vocabulary()[::17], task.frame(tokenizer)
 
@@ -181,7 +181,7 @@ def measure_list(task: CommonWords, repeats: Repeats, tokenizer: PreTrainedToken
         example = task.compose(items[: repeats.shot_words], items[:n], repeats, seed=0, id="")
         return count_prompt(task, example, tokenizer, frame)
 
-    return Line.through(count, FEWEST_LISTED, 10 * FEWEST_LISTED)
+    return LengthEstimate.through(count, FEWEST_LISTED, 10 * FEWEST_LISTED)
 
 
 @cache
@@ -223,7 +223,7 @@ class FrequentWords(Counting):
         def count(n: int) -> int:
             return count_prompt(self, self.compose(coded, n, seed=seed, id=id), tokenizer, frame)
 
-        line = Line.through(count, FEWEST_CODED, 10 * FEWEST_CODED)
+        line = LengthEstimate.through(count, FEWEST_CODED, 10 * FEWEST_CODED)
         n = largest_fit(count, length - FWE_MAX_NEW_TOKENS, least=FEWEST_CODED, line=line, what=self.name)
         return self.compose(coded, n, seed=seed, id=id)
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Question:
+class SquadQuestion:
     """One question, its answers in the order of the file, and indices of documents.
 
     shown: documents that RULER puts into every prompt of the question.
@@ -41,32 +41,32 @@ class Library:
     """All documents and questions of a file, and the file's hash."""
 
     documents: tuple[str, ...]
-    questions: tuple[Question, ...]
+    questions: tuple[SquadQuestion, ...]
     sha256: str
 
 
-class Answer(BaseModel):
+class SquadAnswer(BaseModel):
     """An answer of SQuAD."""
 
     text: str
 
 
-class Asked(BaseModel):
+class SquadEntry(BaseModel):
     """A question of SQuAD; an impossible one has no answers."""
 
     question: str
     is_impossible: bool
-    answers: list[Answer]
+    answers: list[SquadAnswer]
 
 
 class Paragraph(BaseModel):
     """A paragraph of SQuAD with its questions."""
 
     context: str
-    qas: list[Asked]
+    qas: list[SquadEntry]
 
 
-class Article(BaseModel):
+class SquadArticle(BaseModel):
     """An article of SQuAD."""
 
     paragraphs: list[Paragraph]
@@ -75,7 +75,7 @@ class Article(BaseModel):
 class Squad(BaseModel):
     """The content of SQuAD's file."""
 
-    data: list[Article]
+    data: list[SquadArticle]
 
 
 class Hotpot(BaseModel):
@@ -100,7 +100,7 @@ def read_squad(path: str) -> Library:
             own = number[paragraph.context]
             near = tuple(i for i in of_article if i != own)
             questions += [
-                Question(asked.question, tuple(x.text for x in asked.answers), (own,), (own,), near)
+                SquadQuestion(asked.question, tuple(x.text for x in asked.answers), (own,), (own,), near)
                 for asked in paragraph.qas if not asked.is_impossible
             ]
     return _check(path, "SQuAD's", Library(tuple(documents), tuple(questions), sha256))
@@ -119,7 +119,7 @@ def read_hotpot(path: str) -> Library:
         shown = tuple(number[_join(*paragraph)] for paragraph in record.context)
         titles = {title for title, _ in record.supporting_facts}
         gold = tuple(i for i, (title, _) in zip(shown, record.context, strict=True) if title in titles)
-        questions.append(Question(record.question, (record.answer,), shown, gold or shown, ()))
+        questions.append(SquadQuestion(record.question, (record.answer,), shown, gold or shown, ()))
     return _check(path, "HotpotQA's", Library(tuple(documents), tuple(questions), sha256))
 
 

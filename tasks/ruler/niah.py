@@ -23,7 +23,7 @@ from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
 from kvbench.task import Example, Scorer, Task, Turn, count_prompt, encode, prompt_tokens
-from kvbench.tasks.length import Line, largest_fit
+from kvbench.tasks.length import LengthEstimate, largest_fit
 from kvbench.tasks.ruler.haystack import Haystack, NeedleHaystack, NoiseHaystack, ProseHaystack, read_sentences
 from kvbench.tasks.ruler.scoring import STRICT_ALL, STRING_MATCH_ALL
 from kvbench.tasks.ruler.values import Kind, draw, longest
@@ -160,7 +160,7 @@ class Niah(Task):
 
 
 @cache
-def measure(task: Niah, n_keys: int, tokenizer: PreTrainedTokenizerBase) -> Line:
+def measure(task: Niah, n_keys: int, tokenizer: PreTrainedTokenizerBase) -> LengthEstimate:
     """Estimate the tokens of prompts as a line over units of haystack."""
     rng = random.Random(0)
     pairs = task.draw_pairs(rng, n_keys)
@@ -170,7 +170,7 @@ def measure(task: Niah, n_keys: int, tokenizer: PreTrainedTokenizerBase) -> Line
     def count(n: int) -> int:
         return count_prompt(task, task.compose(haystack, pairs, range(task.queries), n, id=""), tokenizer, frame)
 
-    return Line.through(count, least, least + haystack.stretch)
+    return LengthEstimate.through(count, least, least + haystack.stretch)
 
 
 @dataclass(frozen=True)

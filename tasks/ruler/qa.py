@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvbench.errors import UserError
 from kvbench.task import Example, Mode, Scorer, Split, Task, Turn, count_prompt
-from kvbench.tasks.length import Line, largest_fit
-from kvbench.tasks.ruler.documents import Library, Question, read_hotpot, read_squad
+from kvbench.tasks.length import LengthEstimate, largest_fit
+from kvbench.tasks.ruler.documents import Library, SquadQuestion, read_hotpot, read_squad
 from kvbench.tasks.ruler.scoring import STRICT_PART, STRING_MATCH_PART
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class DocumentQa(Task):
         turns = len(pile.asked)
         what = f"{self.name} with {turns} question{'s' if turns > 1 else ''} of example {id}"
         least = count_words(pile.gold)
-        line = Line.through(count, least, least + STRETCH)
+        line = LengthEstimate.through(count, least, least + STRETCH)
         n = largest_fit(count, length - MAX_NEW_TOKENS, least=least, line=line, what=what)
         return self.compose(pile, n, id=id)
 
@@ -165,7 +165,7 @@ class FileQa(DocumentQa):
             pile = self.pile(order[index * turns : (index + 1) * turns], rng, most=length)
             yield self.fill(pile, id=f"{split}-{seed}-{index}", length=length, tokenizer=tokenizer)
 
-    def pile(self, asked: Sequence[Question], rng: random.Random, most: int) -> Pile:
+    def pile(self, asked: Sequence[SquadQuestion], rng: random.Random, most: int) -> Pile:
         """The material of a sample with these questions, with at most `most` other documents."""
         library = self.library
         gold = tuple(dict.fromkeys(i for x in asked for i in x.gold))
@@ -189,7 +189,7 @@ def measure_longest(task: FileQa, turns: int, tokenizer: PreTrainedTokenizerBase
     """Tokens of an example of the questions with the longest gold documents, and only these documents."""
     texts = task.library.documents
 
-    def size(question: Question) -> int:
+    def size(question: SquadQuestion) -> int:
         return sum(len(texts[i]) for i in question.gold) + len(question.text)
 
     longest = {x.gold: x for x in sorted(task.library.questions, key=size)}

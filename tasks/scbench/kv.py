@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvbench.scorers import make_strict
 from kvbench.task import Example, Scorer, Task, Turn, count_prompt, encode, prompt_tokens
-from kvbench.tasks.length import Line, largest_fit
+from kvbench.tasks.length import LengthEstimate, largest_fit
 from kvbench.tasks.scoring.scbench import contains
 from kvbench.tasks.words import draw_keys, draw_numbers, draw_uuids
 
@@ -96,10 +96,10 @@ class KeyValue(Task):
 
 
 @cache
-def measure(task: KeyValue, tokenizer: PreTrainedTokenizerBase) -> Line:
+def measure(task: KeyValue, tokenizer: PreTrainedTokenizerBase) -> LengthEstimate:
     """Estimate the tokens of the task's prompts as a line over the number of pairs."""
     drawn, frame = task.pairs(random.Random(0), 40), task.frame(tokenizer)
-    return Line.through(
+    return LengthEstimate.through(
         lambda n: count_prompt(task, task.compose(drawn[:n], [0], id=""), tokenizer, frame), 1, len(drawn)
     )
 

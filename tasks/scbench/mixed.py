@@ -13,7 +13,7 @@ from kvbench.tasks.scbench.repositories import Repositories
 
 
 @dataclass(frozen=True)
-class Mixed(SCBench):
+class MixedTask(SCBench):
     """Base class; the column `task` of a turn names the task that it belongs to."""
 
     turn_columns: ClassVar[Columns] = {"input": str, "answer": str, "task": str}
@@ -39,7 +39,7 @@ class Mixed(SCBench):
 
 
 @dataclass(frozen=True)
-class MixSumNeedles(Mixed):
+class MixSumNeedles(MixedTask):
     """Summaries of papers, and pass keys hidden among the papers."""
 
     name: ClassVar[str] = "scbench_summary_with_needles"
@@ -49,7 +49,7 @@ class MixSumNeedles(Mixed):
 
 
 @dataclass(frozen=True)
-class MixRepoQAKV(Mixed, Repositories):
+class MixRepoQAKV(MixedTask, Repositories):
     """Functions of a repository, and values of keys hidden in its code."""
 
     name: ClassVar[str] = "scbench_repoqa_and_kv"

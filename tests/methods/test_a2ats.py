@@ -10,7 +10,7 @@ import torch
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Budget, Moment
 from kvbench.methods.retrieval import a2ats
-from kvbench.methods.retrieval.a2ats import A2ATS, Recorder, query_metric
+from kvbench.methods.retrieval.a2ats import A2ATS, CodebookRecorder, query_metric
 
 
 def draw(*shape, seed=0):
@@ -108,7 +108,7 @@ def test_a_codebook_is_calibrated_in_plain_keys():
     model = tiny_model()
     keys = torch.randn(2, 20, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).float()
     queries = draw(2, 50, 16, seed=1).double()
-    found = Recorder(codewords=20).summarize({"outer": queries.mT @ queries, "key": keys}, 20)
+    found = CodebookRecorder(codewords=20).summarize({"outer": queries.mT @ queries, "key": keys}, 20)
     assert torch.allclose(found[:, :20], keys, atol=1e-3)
     method = A2ATS(codewords=32, tokens=64).bind(model)
     assert method.codebooks != A2ATS(codewords=16, tokens=64).bind(model).codebooks
@@ -118,7 +118,7 @@ def test_equal_keys_are_one_first_center():
     """Three keys, each many times and with rounding errors: three codewords, and the others are near no key."""
     keys = draw(1, 3, 16)[:, torch.arange(30) % 3] + 1e-6 * draw(1, 30, 16, seed=1)
     assert a2ats.find_distinct(keys[0].double()).tolist() == [0, 1, 2]
-    found = Recorder(codewords=8).summarize({"outer": torch.eye(16).double()[None], "key": keys}, 30)
+    found = CodebookRecorder(codewords=8).summarize({"outer": torch.eye(16).double()[None], "key": keys}, 30)
     distances = (keys[0, :, None] - found[0, :8]).norm(dim=-1)
     assert (distances < 1e-3).any(1).all()
     assert (distances[:, 3:] > 1e3).all()

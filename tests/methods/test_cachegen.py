@@ -9,7 +9,7 @@ from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Budget, Moment
-from kvbench.methods.quantization.cachegen import CacheGen, CacheGenStream, Chunk
+from kvbench.methods.quantization.cachegen import CacheGen, CacheGenStream, CodedChunk
 from kvbench.store.entries import storage_bytes
 from kvbench.store.stream import StreamKV
 
@@ -27,7 +27,7 @@ def test_entries_are_the_nearest_of_the_levels(count, bins):
     """The error is at most half a step of the token's largest element, over all heads; that element comes back."""
     x = draw(2, 3, count, 8)
     x[:, :, 0] = 0
-    found = Chunk.encode(x, bins).decode()
+    found = CodedChunk.encode(x, bins).decode()
     largest = x.abs().amax((1, 3), keepdim=True)
     assert ((found - x).abs() <= largest / (2 * (bins // 2 - 1)) + largest * 2**-10).all()
     assert torch.allclose(found.abs().amax((1, 3)), largest[:, 0, :, 0], rtol=1e-3)
@@ -53,7 +53,9 @@ def test_the_context_is_a_stream_until_the_next_token(make_step):
     first = make_step(draw(1, 4, 50, 8), key, value)
     kv.append(first)
     method.evict(kv, first)
-    wanted = [torch.cat([Chunk.encode(part, 32).decode() for part in x.split(30, dim=2)], dim=2) for x in (key, value)]
+    wanted = [
+        torch.cat([CodedChunk.encode(part, 32).decode() for part in x.split(30, dim=2)], dim=2) for x in (key, value)
+    ]
     assert isinstance(kv.stream, CacheGenStream)
     assert kv.nbytes() == storage_bytes(kv.stream.tensors()) > 0
     assert kv.entries_kept() == [50, 50]
@@ -82,7 +84,7 @@ def test_constant_channels_take_nothing():
     """Ten of sixteen channels are: the words are those of the other six, 3.95 bits per element for steps of 4 / 15."""
     x = draw(1, 1, 2000, 16)
     x[..., :10] = 4.0
-    words = Chunk.encode(x.clamp(-4, 4), 32).streams.words.nbytes
+    words = CodedChunk.encode(x.clamp(-4, 4), 32).streams.words.nbytes
     assert words * 8 / (2000 * 6) == pytest.approx(3.95, abs=0.1)
 
 

@@ -13,7 +13,7 @@ from kvbench.hf.tiny import tiny_model
 from kvbench.kernels.dense_attention.naive import attention_weights
 from kvbench.method import Moment
 from kvbench.methods.allocation import compresskv
-from kvbench.methods.allocation.compresskv import CompressKV, Recorder, find_scores, rank_heads
+from kvbench.methods.allocation.compresskv import CompressKV, NeedleRecorder, find_scores, rank_heads
 
 
 def draw(*shape, seed=0):
@@ -60,7 +60,7 @@ def test_a_head_that_attends_to_the_needle_scores_one(make_step):
     key[:, :, 3:6, 0], key[:, :, 0, 1] = 50.0, 50.0
     query = torch.zeros(1, 2, 12, 2)
     query[:, 0, :, 0], query[:, 1, :, 1] = 1.0, 1.0
-    recorder = Recorder(start=3, needle=3, copy=9)
+    recorder = NeedleRecorder(start=3, needle=3, copy=9)
     kv = recorder.layer(0)
     for low, high in ((0, 9), (9, 12)):
         step = make_step(query[:, :, low:high], key[:, :, low:high], before=low, moment=Moment.CONTEXT_CHUNK)

@@ -11,7 +11,7 @@ from kvbench.errors import UserError
 from kvbench.hf.tiny import tiny_model
 from kvbench.kernels.dense_attention.naive import attention_weights
 from kvbench.method import Moment
-from kvbench.methods.quantization.kvquant import KeyCoder, KVQuant, Recorder, ValueCoder
+from kvbench.methods.quantization.kvquant import KeyCoder, KVQuant, LevelRecorder, ValueCoder
 from kvbench.store.coded import CodedKV
 from kvbench.store.coders import GroupCoder
 
@@ -77,7 +77,7 @@ def test_calibrated_ranges_leave_out_the_outliers():
     generator = torch.Generator().manual_seed(0)
     keys = torch.rand(1, 20_000, 2, generator=generator) * 2 + torch.tensor([5.0, -1.0])
     keys[0, ::100, 0] = 500.0
-    found = Recorder(key_bits=2, value_bits=2, outliers=0.03).summarize({"key": keys, "value": keys}, 20_000)
+    found = LevelRecorder(key_bits=2, value_bits=2, outliers=0.03).summarize({"key": keys, "value": keys}, 20_000)
     middle, reach, levels = found[:2], found[2:4], found[4:8]
     assert middle.tolist() == pytest.approx([6, 0], abs=0.03)
     assert reach.tolist() == pytest.approx([1, 1], abs=0.05)

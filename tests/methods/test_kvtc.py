@@ -12,7 +12,7 @@ from kvbench.errors import UserError
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Budget
 from kvbench.methods.baseline.full import Full
-from kvbench.methods.quantization.kvtc import ERRORS, STEPS, Kvtc, Recorder, Transformed, allocate
+from kvbench.methods.quantization.kvtc import ERRORS, STEPS, ComponentRecorder, Kvtc, Transformed, allocate
 
 CONTEXT = [x * 7 % 64 for x in range(80)]
 
@@ -21,7 +21,7 @@ def make_table(x):
     """Mean, variances and components of these vectors. x: [1, H, n, D]"""
     joined = x.transpose(1, 2).flatten(2).double()
     state = {"sum": joined.sum(1).expand(2, -1), "outer": (joined.mT @ joined).expand(2, -1, -1)}
-    return Recorder().summarize(state, x.shape[2])[0]
+    return ComponentRecorder().summarize(state, x.shape[2])[0]
 
 
 def test_bits_go_where_trying_all_would_put_them():

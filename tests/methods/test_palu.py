@@ -9,7 +9,7 @@ from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import tiny_model
 from kvbench.methods.baseline.full import Full
-from kvbench.methods.quantization.palu import LatentCoder, Palu, Recorder
+from kvbench.methods.quantization.palu import LatentCoder, Palu, ProjectionRecorder
 
 CONTEXT = [x * 7 % 64 for x in range(80)]
 
@@ -23,7 +23,7 @@ def find_vectors(x, heads):
     """The recorder's vectors of these keys: their own subspaces. x: [1, H, n, D]"""
     joined = x.unflatten(1, (-1, heads)).transpose(2, 3).flatten(3)[0].double()
     state = {"key": joined.mT @ joined, "value": joined.mT @ joined, "heads": torch.tensor(heads)}
-    return Recorder(heads=heads).summarize(state, 0)[0]
+    return ProjectionRecorder(heads=heads).summarize(state, 0)[0]
 
 
 def test_at_the_full_rank_nothing_is_lost():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvbench.hf.tiny import tiny_model
-from kvbench.methods.eviction.qfilter import QFilter, Recorder, main_directions
+from kvbench.methods.eviction.qfilter import QFilter, QueryRecorder, main_directions
 from kvbench.techniques import calibration
 from kvbench.techniques.calibration import calibration_ids, measure
 
@@ -55,9 +55,9 @@ def test_a_model_is_measured_once_and_chunks_do_not_matter(monkeypatch):
     """The hash names the directions; a second bind measures nothing."""
     model = tiny_model()
     first = QFilter(tokens=64).bind(model)
-    whole = measure(model, Recorder(), 64, main_directions)
+    whole = measure(model, QueryRecorder(), 64, main_directions)
     monkeypatch.setattr(calibration, "CHUNK", 7)
-    parts = measure(model, Recorder(), 64, main_directions)
+    parts = measure(model, QueryRecorder(), 64, main_directions)
     assert all(torch.allclose(x, y, atol=1e-4) for x, y in zip(parts, whole, strict=True))
     monkeypatch.setattr(calibration, "measure", None)
     assert QFilter(tokens=64).bind(model).filters == first.filters

@@ -9,7 +9,7 @@ import torch
 
 from kvbench.check.trial import random_ids
 from kvbench.engine.agreement import FullCache
-from kvbench.engine.reuse import Mixed, Reuse, run_apart
+from kvbench.engine.reuse import MixedPrompt, Reuse, run_apart
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import tiny_model
@@ -200,8 +200,8 @@ def test_pie_without_a_shift_is_caught(monkeypatch):
     parts = (LEAD, DOCUMENTS[0], DOCUMENTS[1], (1, 2, 3), DOCUMENTS[2])
     full = run_full(parts=parts)
     good = distance(run(find_method("pie")(), parts=parts, earlier=BEFORE), full)
-    add = Mixed.add
-    monkeypatch.setattr(Mixed, "add", lambda self, *args, **options: add(
+    add = MixedPrompt.add
+    monkeypatch.setattr(MixedPrompt, "add", lambda self, *args, **options: add(
         self, *args, at=options["first"], **options
     ))
     assert distance(run(find_method("pie")(), parts=parts, earlier=BEFORE), full) > good

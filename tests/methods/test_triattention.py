@@ -11,7 +11,7 @@ from kvbench.engine.session import Session
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Budget, Moment
 from kvbench.methods.eviction.triattention import (
-    Recorder,
+    CenterRecorder,
     TriAttention,
     expected_products,
     find_centers,
@@ -63,9 +63,9 @@ def test_a_pair_s_norm_survives_rotation(make_step):
 def test_centers_are_means_over_the_text(monkeypatch):
     """Chunks do not matter, and the mean norm of a pair is at least the norm of its mean."""
     model = tiny_model()
-    whole = measure(model, Recorder(), 64, find_centers)
+    whole = measure(model, CenterRecorder(), 64, find_centers)
     monkeypatch.setattr(calibration, "CHUNK", 7)
-    for one, other in zip(measure(model, Recorder(), 64, find_centers), whole, strict=True):
+    for one, other in zip(measure(model, CenterRecorder(), 64, find_centers), whole, strict=True):
         assert torch.allclose(one, other, atol=1e-4)
         center, norm = one
         means = torch.complex(center[:, :8], center[:, 8:]).abs()

@@ -51,7 +51,7 @@ class LFU(BlockPolicy):
 
 
 @dataclass(kw_only=True)
-class Random(BlockPolicy):
+class RandomLeaf(BlockPolicy):
     """A random leaf."""
 
     name: ClassVar[str] = "random"

@@ -8,7 +8,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
-from kvbench.tasks.ruler.chains import HOPS, INTRO, MAX_NEW_TOKENS, NAME_LETTERS, SHOT_LETTERS, SHOT_TOKENS, Chain
+from kvbench.tasks.ruler.chains import (
+    HOPS,
+    INTRO,
+    MAX_NEW_TOKENS,
+    NAME_LETTERS,
+    SHOT_LETTERS,
+    SHOT_TOKENS,
+    VariableChain,
+)
 from kvbench.tasks.ruler.haystack import NOISE
 from kvbench.tasks.ruler.official.script import (
     SHORT,
@@ -42,7 +50,7 @@ def draw(run: Run, n: int, *, shot: bool) -> Sample:
         raise ScriptError(  # the script makes a second chain of the surplus names
             "RULER's script drew a variable twice, which ends it with an error. Use another --seed."
         )
-    chain = Chain(SHOT_VALUE if shot else draw_value(run), tuple(names))
+    chain = VariableChain(SHOT_VALUE if shot else draw_value(run), tuple(names))
     lines = [NOISE] * n
     places = sorted(run.rng.sample(range(n), len(names)))
     for before, (place, line) in enumerate(zip(places, chain.lines, strict=True)):

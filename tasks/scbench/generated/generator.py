@@ -15,7 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from kvbench.task import Example, Task, count_prompt
-from kvbench.tasks.length import Line, largest_fit
+from kvbench.tasks.length import LengthEstimate, largest_fit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,11 +69,11 @@ class Generated(Task):
 
 
 @cache
-def measure(task: Generated, turns: int, tokenizer: PreTrainedTokenizerBase) -> Line:
+def measure(task: Generated, turns: int, tokenizer: PreTrainedTokenizerBase) -> LengthEstimate:
     """Estimate the tokens of prompts as a line over the number of units."""
     least, frame = task.least(turns), task.frame(tokenizer)
     make = task.prepare(random.Random(0), id="", turns=turns, most=least + STRETCH)
-    return Line.through(lambda n: count_prompt(task, make(n), tokenizer, frame), least, least + STRETCH)
+    return LengthEstimate.through(lambda n: count_prompt(task, make(n), tokenizer, frame), least, least + STRETCH)
 
 
 def shuffle(items: Sequence[T], asked: int, seed: int) -> tuple[list[T], list[int]]:

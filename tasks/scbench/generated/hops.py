@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from kvbench.task import Example, Scorer, Turn
-from kvbench.tasks.ruler.chains import INTRO, NAME_LETTERS, Chain, draw_chains, weave
+from kvbench.tasks.ruler.chains import INTRO, NAME_LETTERS, VariableChain, draw_chains, weave
 from kvbench.tasks.ruler.haystack import NOISE, cut
 from kvbench.tasks.scbench.generated.generator import Generated, depths
 from kvbench.tasks.scoring.scbench import SCORERS
@@ -45,7 +45,7 @@ class MultiHop(Generated):
         del turns
         return LINES * (NOISE.count(" ") + 1)
 
-    def compose(self, chains: Sequence[Chain], asked: Sequence[int], n: int, *, seed: int, id: str) -> Example:
+    def compose(self, chains: Sequence[VariableChain], asked: Sequence[int], n: int, *, seed: int, id: str) -> Example:
         """Build the example with `n` words of noise and all chains, of which some are asked for.
 
         seed: random seed for the places of the chains' lines.

@@ -38,7 +38,7 @@ def find(target: str, numbers: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True)
-class MathFind(Generated):
+class GeneratedMathFind(Generated):
     """Find numbers by their rank."""
 
     name: ClassVar[str] = "math-find"

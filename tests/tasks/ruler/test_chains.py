@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from kvbench.errors import UserError
 from kvbench.task import Mode, Split, encode, prompt_tokens
-from kvbench.tasks.ruler.chains import Chain, VariableTracking, fit_shot, longest, solve, weave
+from kvbench.tasks.ruler.chains import VariableChain, VariableTracking, fit_shot, longest, solve, weave
 
 TASK = VariableTracking()
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-ONE = Chain("12345", ("AAAAA", "BBBBB", "CCCCC", "DDDDD", "EEEEE"))
-TWO = Chain("67890", ("FFFFF", "GGGGG", "HHHHH", "IIIII", "JJJJJ"))
-SOLVED = Chain("54321", ("UVW", "XYZ", "KLM", "NOP", "QRS"))
+ONE = VariableChain("12345", ("AAAAA", "BBBBB", "CCCCC", "DDDDD", "EEEEE"))
+TWO = VariableChain("67890", ("FFFFF", "GGGGG", "HHHHH", "IIIII", "JJJJJ"))
+SOLVED = VariableChain("54321", ("UVW", "XYZ", "KLM", "NOP", "QRS"))
 GOLDEN = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
     "VAR UVW = 54321\n"

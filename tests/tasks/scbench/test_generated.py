@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 from kvbench.errors import UserError
 from kvbench.registry import list_entries
 from kvbench.task import encode, prompt_tokens
-from kvbench.tasks.ruler.chains import Chain
+from kvbench.tasks.ruler.chains import VariableChain
 from kvbench.tasks.scbench.generated.articles import Article, ArticleSummary
 from kvbench.tasks.scbench.generated.functions import Function
 from kvbench.tasks.scbench.generated.generator import Generated
 from kvbench.tasks.scbench.generated.hops import MultiHop
-from kvbench.tasks.scbench.generated.numbers import MathFind
+from kvbench.tasks.scbench.generated.numbers import GeneratedMathFind
 from kvbench.tasks.scbench.generated.repository import RepoFunction
 from kvbench.tasks.scbench.generated.shots import ManyShot, Shot
 from kvbench.tasks.scbench.generated.strings import PrefixSuffixCharacters, PrefixSuffixShort
 
 UNITS = {
-    PrefixSuffixCharacters(): 30, PrefixSuffixShort(): 16, MultiHop(): 4, MathFind(): 12, ManyShot(): 80,
+    PrefixSuffixCharacters(): 30, PrefixSuffixShort(): 16, MultiHop(): 4, GeneratedMathFind(): 12, ManyShot(): 80,
     RepoFunction(): 200, ArticleSummary(): 40,
 }
 """Each task with the most tokens that one of its units takes with the bundled model's tokenizer."""
@@ -40,8 +40,8 @@ EXAMPLES = {
         ["aaaaaBBBBBcccccDDDDDeeeee", "^_`[]BBBBBcccccDDDDDzzzzz"], [1, 0], id="x"
     ),
     "prefix-suffix-short": PrefixSuffixShort().compose(["red-1234567-fox", "old-7654321-oak"], [1, 0], id="x"),
-    "multi-hop": MultiHop().compose([Chain("12345", ("AAAAA", "BBBBB", "CCCCC"))], [0], 57, seed=0, id="x"),
-    "math-find": MathFind().compose(
+    "multi-hop": MultiHop().compose([VariableChain("12345", ("AAAAA", "BBBBB", "CCCCC"))], [0], 57, seed=0, id="x"),
+    "math-find": GeneratedMathFind().compose(
         [5000000, 9000000, 1000000, 7000000, 3000000], ["second largest number", "median"], id="x"
     ),
     "many-shot": ManyShot().compose(

@@ -17,7 +17,7 @@ from kvbench.errors import UserError
 from kvbench.tasks.scbench.generated.articles import ArticleSummary
 from kvbench.tasks.scbench.generated.functions import ACTIONS, draw_functions, write
 from kvbench.tasks.scbench.generated.hops import MultiHop
-from kvbench.tasks.scbench.generated.numbers import MathFind
+from kvbench.tasks.scbench.generated.numbers import GeneratedMathFind
 from kvbench.tasks.scbench.generated.repository import RepoFunction
 from kvbench.tasks.scbench.generated.shots import ManyShot
 from kvbench.tasks.scbench.generated.strings import PrefixSuffixCharacters, PrefixSuffixShort
@@ -78,7 +78,7 @@ def test_variables_lead_to_the_value(mini_tokenizer, seed, turns):
 @seeded
 def test_numbers_have_their_ranks(mini_tokenizer, seed, turns):
     """Each answer is the number of its rank; no number comes twice, and no target."""
-    example = make(MathFind(), mini_tokenizer, seed=seed, turns=turns)
+    example = make(GeneratedMathFind(), mini_tokenizer, seed=seed, turns=turns)
     numbers = json.loads(example.context)
     assert len(numbers) == len(set(numbers)) == example.facts["numbers"]
     assert len(set(example.facts["targets"])) == turns
@@ -94,7 +94,7 @@ def test_numbers_have_their_ranks(mini_tokenizer, seed, turns):
 def test_a_list_has_seven_questions(mini_tokenizer):
     """More turns than targets are the user's mistake."""
     with pytest.raises(UserError, match=r"^math-find has 7 questions for a list, not 8\. Use fewer --turns\.$"):
-        make(MathFind(), mini_tokenizer, seed=0, turns=8)
+        make(GeneratedMathFind(), mini_tokenizer, seed=0, turns=8)
 
 
 @few
