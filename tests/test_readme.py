@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -16,6 +17,16 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 LONGEST = 130
 BLOCKS = re.findall(r"^```\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 RESULTS = ROOT / "results" / "cpu-2-cores"
+
+
+def load_script(name: str) -> ModuleType:
+    """A program of scripts/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
 
 
 def test_it_is_short():
@@ -60,6 +71,11 @@ def test_the_python_shown_runs(tmp_path, monkeypatch, capsys):
     assert len(capsys.readouterr().out.splitlines()) >= code.count("print(")
 
 
+def test_the_page_of_methods_is_that_of_the_cards():
+    """`python scripts/show_methods.py` writes it anew."""
+    assert (ROOT / "docs" / "methods.md").read_text(encoding="utf-8") == load_script("show_methods").write_page()
+
+
 def test_every_method_is_in_the_table():
     """By the name that the command line takes; the papers are those of the cards."""
     table = README[README.index("## Methods") : README.index("## Related")]
@@ -76,11 +92,7 @@ def test_every_method_is_in_the_table():
 @pytest.mark.skipif(not RESULTS.exists(), reason="nothing is recorded")
 def test_tables_are_those_of_the_results():
     """README.md and the pages of results hold what scripts/show_results.py writes into them."""
-    spec = importlib.util.spec_from_file_location("show_results", ROOT / "scripts" / "show_results.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script("show_results")
     for path, texts in script.make_texts().items():
         page = path.read_text(encoding="utf-8")
         assert script.fill(page, texts) == page

@@ -1,0 +1,59 @@
+"""Writes docs/methods.md from the cards of all methods: `python scripts/show_methods.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvbench.method import Card
+from kvbench.registry import find_method, list_entries
+
+PAGE = Path(__file__).parent.parent / "docs" / "methods.md"
+FAMILIES = {
+    "baseline": ("Baseline", "The full cache, with which every method is compared."),
+    "eviction": ("Eviction", "Entries are removed, and later tokens do not see them."),
+    "allocation": ("Allocation", "A budget is divided unequally over heads or layers."),
+    "heads": ("Heads", "A few heads keep every entry; the others keep sinks and recent entries."),
+    "merging": ("Merging", "Entries that are removed are averaged into others."),
+    "quantization": ("Quantization", "Every entry is kept with fewer bits, in fewer dimensions, or entropy coded."),
+    "channels": ("Channels", "Every entry is kept, without a part of its channels or elements."),
+    "retrieval": ("Retrieval", "Every entry is stored, on the device, the host or in a file; a token reads a part."),
+    "prefill": ("Sparse prefill", "A part of the prompt's attention is computed; the cache is the full one."),
+    "lossless": (
+        "Lossless decoding",
+        "A small cache or model drafts tokens and the full cache verifies them: the output is that of greedy decoding.",
+    ),
+    "reuse": ("Reuse across prompts", "Entries of documents that occurred in earlier prompts are taken over."),
+    "diffusion": ("Diffusion models", "Policies that compute a part of the positions in each denoising step."),
+}
+"""Heading and description of each family, in the order of the page."""
+HEAD = """# Methods
+
+This page lists every method with its paper and its idea; `scripts/show_methods.py` writes it from the methods' cards.
+`kvbench show NAME` prints the whole card: settings, what is stored, deviations from the paper, guesses and limits.
+
+The budget column says what `--budget` limits: the *stored* entries, or those *read* by a decode step.
+With *bits* and *prompt* the settings determine the size, or the part of the prompt's attention; *none* takes no budget.
+*Calibrated* methods measure something on the model before a run, or bring parts that were trained for it.
+"""
+
+
+def write_row(card: Card) -> str:
+    """A method's row of the table."""
+    name = f"[`{card.name}`](https://arxiv.org/abs/{card.arxiv})" if card.arxiv else f"`{card.name}`"
+    budget = f"{card.budget.value}, calibrated" if card.calibration else card.budget.value
+    return f"| {name} | {card.year or '-'} | {budget} | {card.idea} |"
+
+
+def write_page() -> str:
+    """The whole page."""
+    cards = [find_method(x.name).card for x in list_entries("method")]
+    assert {x.family for x in cards} == set(FAMILIES)
+    lines = [HEAD]
+    for family, (title, text) in FAMILIES.items():
+        lines += [f"## {title}", "", text, "", "| method | year | budget | idea |", "| --- | --- | --- | --- |"]
+        lines += [*(write_row(x) for x in cards if x.family == family), ""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(write_page(), encoding="utf-8")
