@@ -63,6 +63,43 @@ def test_a_block_by_hand():
     assert found.count_nonzero() == 3
 
 
+def test_both_scales_by_hand():
+    """A tensor's 1,344 gives a scale of 0.5. A block with 20 then has 40 / 6 = 6.67, which rounds to 6.5."""
+    x = torch.zeros(1, 1, 1, 32)
+    x[..., :4] = torch.tensor([20.0, 5.2, -1.7, 0.8])
+    x[..., 16:18] = torch.tensor([1344.0, 200.0])
+    coder = Nvfp4Coder.reaching("tensor", x.abs().amax((0, 2, 3)), 6 * 448.0)
+    parts = coder.encode(x)
+    assert coder.scale_of(x).item() == 0.5
+    assert from_e4m3(parts["block"]).flatten().tolist() == [6.5, 448.0]
+    found = coder.decode(parts, 32).flatten()
+    assert found[:4].tolist() == [19.5, 4.875, -1.625, 0.0]  # 6, 1.5, -0.5 and 0 times 6.5 and 0.5
+    assert found[16:18].tolist() == [1344.0, 224.0]
+    assert found.count_nonzero() == 5
+
+
+def test_errors_on_normal_numbers():
+    """Next to exact block scales, rounding them costs 2 %; 15 even levels are better, and 8 bits much better."""
+    x = torch.randn(1, 2, 2048, 64, generator=torch.Generator().manual_seed(0))
+    blocks = x.unflatten(-1, (-1, 16))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    numbers = torch.tensor([*MAGNITUDES, *(-y for y in MAGNITUDES)])
+    ideal = numbers[((blocks / largest * 6)[..., None] - numbers).abs().argmin(-1)] * largest / 6
+    even = (blocks / largest * 7).round() * largest / 7
+
+    def error(found):
+        return ((found - x).square().mean() / x.square().mean()).item()
+
+    def cast(kind, limit, scaling):
+        coder = kind.reaching(scaling, x.abs().amax((0, 2, 3)), limit)
+        return error(coder.decode(coder.encode(x), 64))
+
+    least = error(ideal.flatten(-2))
+    for scaling in ("one", "tensor"):
+        assert least < cast(Nvfp4Coder, 6 * 448.0, scaling) < 1.03 * least
+    assert cast(Fp8Coder, 448.0, "one") < 0.1 * error(even.flatten(-2)) < 0.1 * least
+
+
 def test_a_block_too_small_for_a_scale_is_zero():
     """And not infinite."""
     found = Nvfp4Coder("one")
