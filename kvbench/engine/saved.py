@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -26,6 +27,7 @@ from kvbench.runs.spec import Record
 from kvbench.store.blocks import Residual
 from kvbench.store.entries import Buffer
 from kvbench.store.file import FileEntries
+from kvbench.store.layer import LayerKV
 from kvbench.store.sealed import UnsealedError, read_sealed, write_sealed
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", bound="Session")
 FORMAT = 1
+TRIED = 2
+"""Tokens of a question and of its answer that are tried out on a session that was read."""
 STORES = ("kvbench.store.", "kvbench.methods.", "kvbench.kernels.pack.")
 """Packages whose classes may be in a file."""
 CONTAINERS: dict[str, type] = {x.__name__: x for x in (list, tuple, dict, Counter)}
@@ -115,10 +119,29 @@ def read_session(path: Path, model: Model, method: Method, make: type[S]) -> S:
         session.behind, session.exact = held.behind, held.exact
         session.shape, session.compress_seconds = model.shape(held.length), held.compress_seconds
         session.ledger.load_json(body["ledger"], session.shape, session.batch)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, RecursionError) as error:
-        reason = str(error).partition("\n")[0]
+        _try_out(session)
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001  # whatever a forged file makes fail
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise UserError(f"{path} is no session that kvbench saved: {reason}. Prefill the context again.") from error
     return session
+
+
+def _try_out(session: Session) -> None:
+    """Ask a short question on a fork, so that stores with wrong content fail here and not in later use."""
+    pending = max((len(x) for x in session.pending), default=0)
+    room = session.model.max_length - session.seen - pending
+    if room < 0:
+        raise ValueError(f"{session.seen + pending} tokens are more than the model takes")
+    tried = min(TRIED, (room + 1) // 2)  # the last token of an answer is not run
+    with session.fork() as trial:
+        if tried:
+            trial.ask([0] * tried, tried, stop=frozenset())
+        if session.logits is None or trial.logits is None or session.logits.shape != trial.logits.shape:
+            raise ValueError("its logits are not those of its conversations")
+        trial.memory()
+        trial.effect()
 
 
 def _read(path: Path) -> tuple[str, dict[str, Tensor]]:
@@ -273,12 +296,16 @@ class _Reader:
         for name, x in described["fields"].items():
             if _is_buffer(x):
                 capacity, own = x["buffer"][0], self.decode(x["buffer"][1])
+                if any(tensor.shape[2] != value.n for tensor in own.values()):
+                    raise ValueError(f"a {kind.__name__} holds other entries than the {value.n} that it counts")
                 buffer = Buffer(own, capacity)
                 for tensor in buffer.tensors.values():
                     tensor.zero_()  # pages are read whole, with weight zero for entries that are still to come
                 buffer.write(0, own)
                 buffer.join(value)
                 setattr(value, name, buffer)
+        if isinstance(value, LayerKV):
+            _require_fields(value)
         return value
 
     def _find_class(self, name: str) -> type:
@@ -290,6 +317,15 @@ class _Reader:
         if not isinstance(kind, type) or kind.__module__ != module:
             raise ValueError(f"{name} is no store")
         return kind
+
+
+def _require_fields(store: LayerKV) -> None:
+    """Refuse a store whose fields are not of the types that an empty one has (`ValueError`)."""
+    empty = type(store)()
+    for name in (x.name for x in fields(empty)):
+        kind = type(getattr(empty, name))
+        if kind is not NoneType and type(getattr(store, name)) is not kind:
+            raise ValueError(f"{name} of a {type(store).__name__} is no {kind.__name__}")
 
 
 def _is_buffer(value: Any) -> bool:

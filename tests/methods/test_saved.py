@@ -157,6 +157,56 @@ def test_a_header_without_sense_is_refused(saved, change):
         Session.load(file, model, method)
 
 
+FORGED = ("x", None, -1, 10**18, {"dict": []}, {"object": 0})
+
+
+@pytest.mark.parametrize("kind", [SnapKV, find_method("quest"), find_method("leoam")])
+def test_stores_with_forged_fields_are_refused(kind, tmp_path):
+    """Every field of the first store in turn, with a value of another type or size: refused, or without effect."""
+    model, file = tiny_model(), tmp_path / "session.safetensors"
+    method = fitted(kind, model)
+    with Session(model, method, capacity=LENGTH + 60) as session:
+        session.prefill(ids(LENGTH, 1))
+        session.save(file)
+    saved = file.read_bytes()
+    with safetensors.safe_open(file, "pt") as opened:
+        names = list(json.loads(opened.metadata()["about"])["objects"][0]["fields"])
+    refused = set()
+    for name in names:
+        for forged in FORGED:
+            file.write_bytes(saved)
+            rewrite(file, lambda header: header["objects"][0]["fields"].update({name: forged}))  # noqa: B023
+            try:
+                session = Session.load(file, model, method)
+            except UserError as error:
+                assert "is no session that kvbench saved" in str(error)
+                refused.add(name)
+            else:
+                with session:
+                    go_on(session)
+    assert {"n", "seen", "_block"} <= refused
+
+
+@pytest.mark.parametrize("kind", [SnapKV, find_method("quest")])
+def test_forged_tensors_are_refused(kind, tmp_path):
+    """Each tensor in turn without its last column: found by the question that is tried out."""
+    model, file = tiny_model(), tmp_path / "session.safetensors"
+    method = fitted(kind, model)
+    with Session(model, method, capacity=LENGTH + 60) as session:
+        session.prefill(ids(LENGTH, 1))
+        session.save(file)
+    with safetensors.safe_open(file, "pt") as opened:
+        text = opened.metadata()["about"]
+    tensors = safetensors.torch.load_file(file)
+    for name, x in tensors.items():
+        if not x.dim():
+            continue
+        forged = {**tensors, name: x[..., :-1].contiguous()}
+        safetensors.torch.save_file(forged, file, {"about": text, "sha256": hash_tensors(text, forged)})
+        with pytest.raises(UserError, match="is no session that kvbench saved"):
+            Session.load(file, model, method)
+
+
 def test_other_files_and_sessions_without_a_context_are_refused(saved, tmp_path):
     """Each message says what to do."""
     file, model, method = saved
