@@ -74,9 +74,9 @@ class Card(BaseModel):
     """Where it does not apply."""
 
 
-def resolved() -> Any:
-    """A dataclass field that `fit` or `bind` fills in; not a setting."""
-    return field(default=None, kw_only=True, metadata={"resolved": True})
+def resolved(*, by_bind: bool = False) -> Any:
+    """A dataclass field that `fit` or `bind` fills in; not a setting. by_bind: a session is refused without it."""
+    return field(default=None, kw_only=True, metadata={"resolved": True, "by_bind": by_bind})
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,15 @@ class Method:
         if self.recompressible is not None:
             raise UserError(
                 f"{self.card.name} cannot compress again at every turn: {self.recompressible} Leave --recompress out."
+            )
+
+    def require_bound(self) -> None:
+        """Refuse a session before `bind` (`UserError`), where the method takes something from the model."""
+        missing = [x.name for x in fields(self) if x.metadata.get("by_bind") and getattr(self, x.name) is None]
+        if missing:
+            raise UserError(
+                f"{self.card.name} is not bound to a model: its {' and '.join(missing)} are found on one. Use "
+                "method.bind(model).fit(budget, shape), and open the session with that."
             )
 
     @property

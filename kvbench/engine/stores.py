@@ -29,6 +29,7 @@ class Stores:
         self, model: Model, method: Method, *, capacity: int, recompress: bool, track: bool,
         recording: Recording | None, compare: bool,
     ) -> None:
+        method.require_bound()
         self.model, self.method, self.recompress = model, method, recompress
         self.layers: list[LayerKV] = []
         for index in range(len(model.layers)):

@@ -43,7 +43,7 @@ class CompressKV(ScoredMethod):
     trials: Positive = 4
     """Texts, with needles at different depths."""
 
-    heads: tuple[tuple[int, ...], ...] | None = resolved()
+    heads: tuple[tuple[int, ...], ...] | None = resolved(by_bind=True)
     """The query heads of each layer that choose."""
 
     card: ClassVar[Card] = Card(

@@ -52,7 +52,7 @@ class EpiCache(Method):
 
     held: int | None = resolved()
     """Episodes of a context of this length: at most one per segment."""
-    width: int | None = resolved()
+    width: int | None = resolved(by_bind=True)
     """Channels of a segment's vector."""
 
     card: ClassVar[Card] = Card(

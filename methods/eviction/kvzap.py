@@ -37,7 +37,7 @@ class KVzap(SharedBudgetMethod):
     tokens: Annotated[int, Ge(TEXT)] = 4096
     """Tokens of text on which the predictor is trained when a run starts."""
 
-    predictor: str | None = resolved()
+    predictor: str | None = resolved(by_bind=True)
     """SHA-256 of the predictors of all layers."""
 
     card: ClassVar[Card] = Card(

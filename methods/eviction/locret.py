@@ -46,7 +46,7 @@ class Locret(Method):
     steps: Positive = 100
     """Training steps when a run starts."""
 
-    part: str | None = resolved()
+    part: str | None = resolved(by_bind=True)
     """SHA-256 of the heads' weights."""
     trained_on: str | None = resolved()
     """The data of their training."""

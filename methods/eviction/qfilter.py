@@ -25,7 +25,7 @@ class QFilter(ScoredMethod):
     tokens: Positive = 2048
     """Tokens of text on which the directions are measured, before the run."""
 
-    filters: str | None = resolved()
+    filters: str | None = resolved(by_bind=True)
     """SHA-256 of the directions of all layers."""
 
     card: ClassVar[Card] = Card(

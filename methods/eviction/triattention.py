@@ -32,7 +32,7 @@ class TriAttention(PeriodicMethod):
     tokens: Positive = 2048
     """Tokens of text on which the queries are measured, before the run."""
 
-    centers: str | None = resolved()
+    centers: str | None = resolved(by_bind=True)
     """SHA-256 of the measured queries of all layers."""
 
     card: ClassVar[Card] = Card(

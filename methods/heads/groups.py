@@ -40,7 +40,7 @@ class HeadMethod(Method):
     probe: Annotated[int, Ge(2)] | None = None
     """Random tokens per copy in the head profile; None: 2,500, or 64 on models with too few positions."""
 
-    order: tuple[Head, ...] | None = resolved()
+    order: tuple[Head, ...] | None = resolved(by_bind=True)
     """Every head, in the order in which they become retrieval heads."""
     retrieval: int | None = resolved()
     """Number of heads that keep every entry; None: all."""

@@ -39,7 +39,7 @@ class LongSpec(Proposed):
     steps: Positive = 40
     """Training steps when a run starts."""
 
-    part: str | None = resolved()
+    part: str | None = resolved(by_bind=True)
     """SHA-256 of the layer's weights."""
     trained_on: str | None = resolved()
     """The data of its training."""

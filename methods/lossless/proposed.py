@@ -121,7 +121,7 @@ class Proposed(Method):
     drafts_from_entries: ClassVar[bool] = False
     """Whether drafting reads entries."""
 
-    holder: int | None = resolved()
+    holder: int | None = resolved(by_bind=True)
     """The layer whose store has the ids, and whose entries drafting may read."""
 
     def bind(self, model: Model) -> Self:

@@ -49,7 +49,7 @@ class MInference(SparsePrefillMethod):
     tokens: Positive = 2048
     """Tokens of the calibration text."""
 
-    patterns: tuple[tuple[int, ...], ...] | None = resolved()
+    patterns: tuple[tuple[int, ...], ...] | None = resolved(by_bind=True)
     """By layer, the number of every query head's pattern in CANDIDATES."""
 
     published_block: ClassVar[int] = 64

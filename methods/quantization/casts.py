@@ -30,7 +30,7 @@ class CastMethod(CodedMethod):
     tokens: Positive = 2048
     """Tokens of text on which scales are calibrated, before the run."""
 
-    largest: str | None = resolved()
+    largest: str | None = resolved(by_bind=True)
     """SHA-256 of the largest magnitudes of keys and values that calibration found."""
 
     scale: Scaling = "one"
@@ -40,6 +40,11 @@ class CastMethod(CodedMethod):
         if self.scale == "one":
             return self
         return replace(self, largest=calibrate(model, Largest(), self.tokens, lambda state, _: state["largest"]))
+
+    def require_bound(self) -> None:
+        """Scales of one need no model."""
+        if self.scale != "one":
+            super().require_bound()
 
     def shared_bytes(self, shape: Shape) -> int:
         """Bytes of the scales, which all sequences use."""

@@ -49,7 +49,7 @@ class KVQuant(CodedMethod):
     tokens: Positive = 2048
     """Tokens of text on which ranges of channels and codebooks are made, before the run."""
 
-    codebooks: str | None = resolved()
+    codebooks: str | None = resolved(by_bind=True)
     """SHA-256 of the ranges and levels of all layers."""
 
     card: ClassVar[Card] = Card(

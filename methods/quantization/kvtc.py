@@ -42,7 +42,7 @@ class Kvtc(StreamMethod):
     tokens: Positive = 2048
     """Tokens of text on which components are found, before the run."""
 
-    components: str | None = resolved()
+    components: str | None = resolved(by_bind=True)
     """SHA-256 of the components of all layers."""
     exact: int | None = resolved()
     """First and last entries that stay exact, as resolved."""

@@ -38,7 +38,7 @@ class Palu(CodedMethod):
     tokens: Positive = 2048
     """Tokens of text on which subspaces are found, before the run."""
 
-    subspaces: str | None = resolved()
+    subspaces: str | None = resolved(by_bind=True)
     """SHA-256 of the subspaces of all layers."""
 
     card: ClassVar[Card] = Card(

@@ -47,7 +47,7 @@ class A2ATS(ReadingMethod):
     iterations: Positive = 20
     """Most iterations of k-means."""
 
-    codebooks: str | None = resolved()
+    codebooks: str | None = resolved(by_bind=True)
     """SHA-256 of the codebooks of all layers."""
 
     card: ClassVar[Card] = Card(

@@ -49,7 +49,7 @@ class SentenceKV(ReadingMethod):
     longest: Positive = 64
     """Most tokens of a sentence: a longer one is divided."""
 
-    sentence_ends: str | None = resolved()
+    sentence_ends: str | None = resolved(by_bind=True)
     """SHA-256 of the tokenizer that tells which tokens end a sentence."""
 
     card: ClassVar[Card] = Card(

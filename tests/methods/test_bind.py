@@ -9,6 +9,7 @@ import pytest
 from pydantic_core import to_jsonable_python
 
 from kvbench.budget import Budget, BudgetKind
+from kvbench.engine.session import Session
 from kvbench.errors import UndeclaredError, UserError
 from kvbench.hf import Model, load_model
 from kvbench.hf.rope import NO_ROPE
@@ -37,6 +38,25 @@ def test_expected_attention_refuses_an_unknown_rotation() -> None:
     """Queries whose rotation cannot be taken off have no moments to speak of."""
     with pytest.raises(UserError, match="not understood"):
         ExpectedAttention().bind(with_rope(trusted=False))
+
+
+@pytest.mark.parametrize("name", [x.name for x in list_entries("method") if x.models == "autoregressive"])
+def test_a_session_without_bind_is_refused(name: str) -> None:
+    """Where `bind` finds something; all other methods need no model."""
+    model, kind = tiny_model(), find_method(name)
+    found = kind().bind(model).resolution.keys() - kind().resolution.keys()
+    if not found:
+        Session(model, kind())
+        return
+    with pytest.raises(UserError, match=rf"{name} is not bound to a model: its .* Use method.bind\(model\)"):
+        Session(model, kind())
+
+
+def test_casts_with_scales_of_one_need_no_model() -> None:
+    """And calibrated ones do."""
+    Session(tiny_model(), find_method("fp8")())
+    with pytest.raises(UserError, match="fp8 is not bound to a model: its largest"):
+        Session(tiny_model(), find_method("fp8")(scale="tensor"))
 
 
 def test_known_rotations_are_served() -> None:
