@@ -14,6 +14,7 @@ compression: what each method adds to a prefill of 4,096 tokens on a real model,
 prefill: sparse prefill on a real model: share of attention that is computed, and CPU seconds over the full cache's.
 reads: bytes that a decode step reads after 8,192 tokens on that model, and its CPU seconds, over the full cache's.
 reuse: time to first token of reuse across prompts over a full prefill's at 2,048 tokens, by share computed.
+peer: prefill and answers of 5 and 20 questions, over those of kvpress's pipeline, in CPU seconds; after `make parity`.
 coders: throughput of encoding and decoding keys and values, by method, over that of a memory copy, in CPU seconds.
 """
 
@@ -29,12 +30,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from bench_answers import bench_batch, bench_peer
 from bench_coders import bench_coders
 from bench_compression import bench_compression
 from bench_reuse import bench_reuse
@@ -43,11 +44,9 @@ from bench_step import bench_step
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvbench.budget import Budget
 from kvbench.engine import agreement
-from kvbench.engine.passes import Passes, finish, merge
 from kvbench.engine.session import Session
-from kvbench.hf import Model, attached, load, load_model
+from kvbench.hf import Model, load, load_model
 from kvbench.hf.tiny import tiny_model
 from kvbench.machine import cpu_name, find_version
 from kvbench.methods.baseline.full import Full
@@ -197,53 +196,6 @@ def bench_sweep() -> dict[str, Any]:
     }
 
 
-def bench_batch() -> dict[str, Any]:
-    """Answers per CPU second with SnapKV at 25 %, decoded 5 and 20 together, over those decoded one at a time."""
-    name, length, asked, contexts = "smollm2-135m", 2048, 5, 4
-    model = load_model(name, dtype="float32")
-    method = SnapKV().fit(Budget("fraction", 0.25), model.shape(length))
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(count: int) -> list[int]:
-        return torch.randint(1000, 20000, (count,), generator=generator).tolist()
-
-    def ask(session: Session, question: list[int]) -> Passes[list[int]]:
-        with session.fork() as branch:
-            yield from branch.question_passes(question, NEW_TOKENS)
-            return (yield from branch.answer_passes(NEW_TOKENS, stop=frozenset())).ids[0]
-
-    questions = [draw(10 + x) for x in range(asked)]
-    with attached(model.module), ExitStack() as stack:
-        sessions = []
-        for _ in range(contexts):
-            session = stack.enter_context(Session(model, method, capacity=length + 100))
-            session.prefill(draw(length))
-            sessions.append(session)
-
-        def spend(some: list[Session], width: int) -> tuple[float, list[list[int]]]:
-            started = time.process_time()
-            made = finish(merge((ask(x, question) for x in some for question in questions), width))
-            return (time.process_time() - started) / len(made), made
-
-        ratios: dict[int, list[float]] = {asked: [], asked * contexts: []}
-        same = True
-        for number in range(ROUNDS + 1):
-            alone, answers = spend(sessions[:1], 1)
-            for width, found in ratios.items():
-                seconds, made = spend(sessions[: width // asked], width)
-                same &= made[:asked] == answers
-                found.append(alone / seconds)
-            if number == 0:  # warm-up
-                ratios = {x: [] for x in ratios}
-    return {
-        "model": name, "length": length, "new_tokens": NEW_TOKENS, "equal_answers": same,
-        "speed_over_one_at_a_time": {
-            str(width): {"median": statistics.median(x), "min": min(x), "max": max(x), "rounds": ROUNDS}
-            for width, x in ratios.items()
-        },
-    }
-
-
 def peak_of_prefill(method: str, length: int) -> int:
     """Peak resident bytes that a prefill adds to this process."""
     model = tiny_model(query_heads=4, kv_heads=2)
@@ -309,7 +261,7 @@ BENCHES = {
     "batch": bench_batch, "step": bench_step, "memory": bench_memory,
     "compression": lambda: bench_compression(read().get("compression", {})),
     "prefill": bench_prefill, "reads": bench_reads, "coders": bench_coders,
-    "reuse": bench_reuse,
+    "reuse": bench_reuse, "peer": bench_peer,
 }
 
 
