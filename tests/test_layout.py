@@ -37,6 +37,7 @@ def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
             yield from runtime_nodes(node)
 
 
+@functools.cache
 def imports(tree: ast.AST) -> set[str]:
     """Full names that a module imports when it runs, also inside functions."""
     names: set[str] = set()

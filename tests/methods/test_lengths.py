@@ -23,8 +23,6 @@ from kvbench.runs.journal import Effect
 LENGTHS = (1, 7, 31, 32, 33, 128, 600)
 SHAPES = {"GQA": (4, 2), "MHA": (2, 2), "MQA": (4, 1)}
 CASES = [*(("GQA", x) for x in LENGTHS), *((x, y) for x in ("MHA", "MQA") for y in (33, 600))]
-FAST = {("GQA", 33), "GQA"}
-"""Cases of `make test`: every method at one length and for one head layout."""
 QUESTIONS, LIMIT, HISTORY = (5, 1, 9), 2, 2
 """Tokens of each turn's question, of each answer, and of what stands in the answer's place from then on."""
 LATER = sum(QUESTIONS) + HISTORY * (len(QUESTIONS) - 1)
@@ -49,13 +47,6 @@ class Talk:
     rows: list[list[int]]
     """Entries of each KV head right after the context, by layer."""
     proof: Effect
-
-
-def rest_slow(cases):
-    """The cases, marked as slow where they are not among FAST."""
-    return [
-        pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=() if x in FAST else pytest.mark.slow) for x in cases
-    ]
 
 
 @pytest.fixture
@@ -144,7 +135,8 @@ def check(method, model, length, chunk=None):
     return found
 
 
-@pytest.mark.parametrize(("model", "length"), rest_slow(CASES), indirect=["model"])
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "length"), CASES, indirect=["model"])
 def test_three_turns_at_every_length(method_name, model, length):
     """Tokens, entries and bytes are right, and until a method acts its logits are the full cache's, chunks or not."""
     method = find_method(method_name)().bind(model)
@@ -162,7 +154,8 @@ def test_three_turns_at_every_length(method_name, model, length):
     assert worst(parts.logits, whole.logits) <= max(CLOSE, EDGE * lost), "in chunks other logits"
 
 
-@pytest.mark.parametrize("model", rest_slow(SHAPES), indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", SHAPES, indirect=True)
 def test_a_refusal_names_what_can_be_reached(method_name, model):
     """A budget of one entry or of a hundredth is met or refused, and the refusal names the least that is not."""
     method = find_method(method_name)().bind(model)
