@@ -133,6 +133,11 @@ class Proposed(Method):
         holder, last = resolution.get("holder"), len(shape.layers) - 1
         return replace(self, holder=holder if isinstance(holder, int) and 0 <= holder <= last else last)
 
+    def least_read_bytes(self, shape: Shape) -> int:
+        """No bound: a round may give any number of tokens, which share its reads."""
+        del shape
+        return 0
+
     def layer(self, index: int) -> LayerKV:
         """A store of every entry, and of the ids in one layer."""
         return DraftedKV(remembers=index == self.holder, drafts=index == self.holder and self.drafts_from_entries)

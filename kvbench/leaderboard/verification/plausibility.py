@@ -5,6 +5,7 @@ Every rule holds by the way in which kvbench measures, so it has no tolerance ot
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 
@@ -18,6 +19,7 @@ from kvbench.runs.journal import (
     Effect,
     Line,
     LosslessLine,
+    ReuseLine,
     Times,
     TokenCounts,
 )
@@ -59,6 +61,10 @@ def _list_impossible(spec: RunSpec, x: Line) -> Iterator[str]:
         yield f"{x.batch.different} of {x.batch.tokens} tokens differ from those of single answers"
     if x.lossless is not None:
         yield from _list_wrong_drafts(spec, x.lossless, x.tokens)
+    if (x.reuse is not None) is not (spec.method.family == "reuse" and x.turn == 0):
+        yield f"{'no' if x.reuse is None else 'a'} record of reuse in a run of family {spec.method.family}"
+    elif x.reuse is not None:
+        yield from _list_wrong_reuse(x.reuse, x.tokens, x.effect, x.times)
     yield from _list_wrong_counters(x.effect)
     if x.agreement is not None:
         yield from _list_wrong_agreement(x.agreement)
@@ -104,6 +110,27 @@ def _list_wrong_drafts(spec: RunSpec, found: LosslessLine, tokens: TokenCounts) 
         yield f"{found.accepted} of {found.drafted} drafted tokens accepted, {found.different} different"
     if tokens.generated != 1 + found.rounds + found.accepted:
         yield f"{found.rounds} rounds with {found.accepted} accepted tokens do not give {tokens.generated} tokens"
+
+
+def _list_wrong_reuse(
+    found: ReuseLine, tokens: TokenCounts, effect: Effect, times: Times | None
+) -> Iterator[str]:
+    """Every token is taken over, computed or left out; chunks are made in the prefill."""
+    layers = len(effect.entries_kept)
+    if found.tokens != tokens.context * layers:
+        yield f"it reuses {found.tokens} tokens of {layers} layers of {tokens.context}"
+    for name, value, counter in (
+        ("reused", found.reused, "entries_reused"), ("computed", found.computed, "tokens_computed"),
+    ):
+        if value != effect.facts.get(counter, 0):
+            yield f"it has {value} tokens {name}, and {effect.facts.get(counter, 0)} {counter}"
+    known = found.reused + found.computed + effect.facts.get("entries_dropped", 0)
+    if found.reused > found.tokens or known < found.tokens:
+        yield f"{found.reused} tokens reused and {found.computed} computed are not {found.tokens}"
+    if found.mismatched > found.misses or (found.reused and not found.moved_bytes):
+        yield f"{found.mismatched} of {found.misses} misses are mismatched, and {found.moved_bytes} bytes moved"
+    if times is not None and times.prefill_s is not None and found.build_s > times.prefill_s + ROUNDING:
+        yield f"its chunks took {found.build_s:g} s of a prefill of {times.prefill_s:g} s"
 
 
 def _list_wrong_counters(found: Effect) -> Iterator[str]:
@@ -161,7 +188,8 @@ def _list_wrong_denoising(
         yield f"it computes {found.computed_tokens:g} of {found.sequence_length} tokens per step"
     if effect.entries_seen != found.sequence_length or effect.entries_kept != (found.computed_tokens,):
         yield f"its effect check counts {effect.entries_kept} of {effect.entries_seen} tokens"
-    if found.nfe < 1 or (found.steps is not None and found.nfe > found.steps):
+    most = math.inf if found.steps is None else found.steps + math.ceil(found.response_length / max(1, found.block))
+    if not 1 <= found.nfe <= most:  # a block may begin with a pass that denoises nothing
         yield f"{found.nfe} forward passes in {found.steps} denoising steps"
     if (size.spare_bytes, size.host_bytes) != (0, 0) or not size.stored_bytes == size.end_bytes == size.peak_bytes:
         yield "its stored bytes are not its peak, as for every diffusion run"
