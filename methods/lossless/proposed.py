@@ -96,10 +96,6 @@ class DraftedKV(LayerKV):
         """Bytes that drafting and verification read per generated token."""
         return self._per_token(super().read_bytes())
 
-    def distinct_read_bytes(self) -> int:
-        """As `read_bytes`: every entry is read once per pass."""
-        return self._per_token(super().distinct_read_bytes())
-
     def _per_token(self, entries: int) -> int:
         reads = self.passes + self.drafts * self.drafted
         return entries * reads // self.generated if self.generated else entries

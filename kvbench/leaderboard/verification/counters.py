@@ -25,8 +25,7 @@ def check_counters(method: type[Method], lines: Sequence[Line]) -> None:
     """
     known = list_counters(method)
     for x in lines:
-        stated = () if x.effect is None else (*x.effect.facts, *x.effect.maxima)
-        if strange := sorted(set(stated) - known):
+        if strange := sorted(set() if x.effect is None else x.effect.facts.keys() - known):
             raise RefusedError(
                 "measurements", f"sample {x.index} turn {x.turn}: its counter {quote(strange[0])} is none that the "
                 f"stores of {method.card.name} have"
