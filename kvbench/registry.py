@@ -22,7 +22,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Literal, cast
 
-from kvbench.custom import read_task
+from kvbench.custom.task import read_task
 from kvbench.errors import UserError, suggest_file, unknown
 from kvbench.method import Method
 from kvbench.task import Scorer, Task

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvbench.custom import RecordFile, TaskTable, make_task
+from kvbench.custom.files import RecordFile, TaskTable
+from kvbench.custom.task import make_task
 from kvbench.errors import UserError
 from kvbench.registry import find_scorer
 from kvbench.task import Example, Mode, Split, Task, Turn, count_prompt

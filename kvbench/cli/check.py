@@ -76,7 +76,7 @@ def _refuse_device(name: str, device: str) -> None:
 
 def _check_records(path: Path, model: str, *, as_json: bool) -> int:
     from kvbench.check.audit import audit_rows
-    from kvbench.custom import read_parts
+    from kvbench.custom.files import read_parts
     from kvbench.hf import load_tokenizer
 
     table, rows = read_parts(path)

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from kvbench.custom import read_task
+from kvbench.custom.task import read_task
 from kvbench.errors import UserError
 from kvbench.registry import find_scorer, find_task
 from kvbench.task import Mode, Split, encode

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kvbench.custom import TaskRecord, TaskTable
+from kvbench.custom.files import TaskRecord, TaskTable
 from kvbench.errors import UserError
 from kvbench.hf import load_tokenizer
 from kvbench.methods.baseline.full import Full
@@ -33,8 +33,8 @@ def read(path: Path) -> Any:
     return find_task(str(path))
 
 
-ROOT = Path(__file__).parents[1]
-TOYS = Path(__file__).parent / "toys" / "toy.py"
+ROOT = Path(__file__).parents[2]
+TOYS = Path(__file__).parents[1] / "toys" / "toy.py"
 TABLE = {
     "name": "capitals", "version": "3", "summary": "s", "data": "records.jsonl", "scorer": "contains@1",
     "max_new_tokens": 4, "length": 200,
