@@ -5,12 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvbench.kernels.blocks import fit_block
 from kvbench.kernels.ragged_attention.torch import Partial
-
-BLOCK_ELEMENTS = 1 << 22
-"""Logits in memory at a time."""
-GPU_BLOCKS = 16
-"""Times as many on a GPU, where small blocks cost millions of launches for a long prompt."""
 
 
 def joint_lse(parts: list[Partial], sinks: Tensor | None = None) -> Tensor:
@@ -37,7 +33,7 @@ def attention_mass(
     mass = torch.zeros(batch, kv_heads, n_key, dtype=torch.float32, device=keys.device)
     grouped = query.unflatten(1, (kv_heads, -1))  # [B, H_kv, G, P, D]
     entry = torch.arange(n_key, device=keys.device)
-    size = max(1, BLOCK_ELEMENTS * (GPU_BLOCKS if keys.is_cuda else 1) // max(1, batch * heads * n_key))
+    size = fit_block(batch * heads * n_key, keys)
     for start in range(0, n_query, size):
         block = slice(start, start + size)
         some = grouped[:, :, :, block]  # one product per KV head: keys are not copied for the heads of their group

@@ -7,13 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kvbench.kernels.blocks import fit_block
 from kvbench.kernels.column_sums.repeated import is_repeated, repeated_maxima, repeated_sums
 from kvbench.kernels.dense_attention.torch import visible_entries
-
-BLOCK_ELEMENTS = 1 << 22
-"""Logits in memory at a time, on a CPU."""
-GPU_BLOCKS = 16
-"""Times as many on a GPU, where small blocks cost millions of launches for a long prompt."""
 
 
 def column_sums(
@@ -79,7 +75,7 @@ def _blocks(
     kv_heads, n_key = keys.shape[1:3]
     before = n_key - n_query
     grouped = query.unflatten(1, (kv_heads, -1))  # [B, H_kv, G, T, D]
-    size = max(1, BLOCK_ELEMENTS * (GPU_BLOCKS if keys.is_cuda else 1) // (batch * heads * n_key))
+    size = fit_block(batch * heads * n_key, keys)
     for start in range(0, n_query, size):
         stop = min(start + size, n_query)
         high = before + stop

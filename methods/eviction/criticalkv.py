@@ -10,13 +10,11 @@ from torch import Tensor
 
 from kvbench.constraints import Ge, Share
 from kvbench.errors import UserError
+from kvbench.kernels.blocks import fit_block
 from kvbench.method import BudgetKind, Card, Method, Step, Upstream
 from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.selection import ScoredMethod, go_around, top_entries
 from kvbench.store import LayerKV
-
-BLOCK_ELEMENTS = 1 << 22
-"""Elements of projected values in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ def projected_norms(values: Tensor, step: Step, name: str, order: int = 1) -> Te
             "snapkv."
         )
     weight = step.output.unflatten(0, (values.shape[1], -1)).float()  # [H_kv, G, D_v, hidden]
-    size = max(1, BLOCK_ELEMENTS // (values.shape[0] * weight.shape[0] * weight.shape[3]))
+    size = fit_block(values.shape[0] * weight.shape[0] * weight.shape[3], values)
     parts = []
     for block in values.float().split(size, dim=2):
         norms = [torch.linalg.vector_norm(block @ weight[:, i], order, dim=-1) for i in range(weight.shape[1])]

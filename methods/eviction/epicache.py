@@ -14,6 +14,7 @@ from kvbench.constraints import Positive
 from kvbench.engine.timing import now
 from kvbench.errors import UserError
 from kvbench.hf.embedder import embed
+from kvbench.kernels.blocks import fit_block
 from kvbench.method import Budget, BudgetKind, Card, Method, Moment, Shape, Step, Upstream, resolved
 from kvbench.selection import top_entries
 from kvbench.store import LayerKV
@@ -31,8 +32,6 @@ CENTER_BYTES = 4
 MOST_CHANNELS = 1 << 16
 """Of a model's embeddings, in a result that is verified without the model."""
 TRIES, ROUNDS, SEED = 10, 100, 42
-BLOCK_ELEMENTS = 1 << 22
-"""Logits in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +257,7 @@ class EpisodePass(Method):
         best = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
         queries = step.query.unflatten(1, (keys.shape[1], -1))
         positions = kv.logical_positions()[..., :before]
-        size = max(1, BLOCK_ELEMENTS // (queries.shape[:3].numel() * before))
+        size = fit_block(queries.shape[:3].numel() * before, queries)
         for start in range(0, count, size):
             some = queries[:, :, :, start : start + size]
             logits = (some.flatten(2, 3) @ keys.mT).float().unflatten(2, some.shape[2:4]) * step.scale

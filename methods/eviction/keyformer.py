@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from kvbench.constraints import Ge, Gt, Share
+from kvbench.kernels.blocks import fit_block
 from kvbench.kernels.dense_attention.torch import visible_entries
 from kvbench.method import BudgetKind, Card, Step, Upstream
 from kvbench.selection import RollingMethod
 from kvbench.store import LayerKV
 
-BLOCK_ELEMENTS = 1 << 22
-"""Logits in memory at a time."""
 QUERY_BIT, HEAD_BIT = 25, 50
 """Where a query's position and a head's index begin in the number of a pair; the key's position comes first."""
 DRAWN = (1 << 23) - 1
@@ -91,7 +90,7 @@ class Keyformer(RollingMethod):
         before = kv.n - count
         sums = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
         queries = step.query.unflatten(1, (keys.shape[1], -1))  # [B, H_kv, G, T, D]
-        size = max(1, BLOCK_ELEMENTS // (queries.shape[:3].numel() * kv.n))
+        size = fit_block(queries.shape[:3].numel() * kv.n, queries)
         for start in range(0, count, size):
             stop = min(start + size, count)
             some, high = queries[:, :, :, start:stop], before + stop

@@ -11,13 +11,11 @@ from torch import Tensor
 
 from kvbench.budget import LayerShape
 from kvbench.constraints import Ge, Gt, Odd, Positive, Share
+from kvbench.kernels.blocks import fit_block
 from kvbench.method import BudgetKind, Card, Shape, Step, Upstream
 from kvbench.selection import PeriodicMethod, pool_scores
 from kvbench.store import LayerKV
 from kvbench.store.scores import roll_queries
-
-BLOCK_ELEMENTS = 1 << 22
-"""Cosines in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ def redundancy(keys: Tensor, positions: Tensor, similar: float) -> Tensor:
     units = F.normalize(keys.float(), dim=-1)
     count = keys.shape[2]
     sums = torch.zeros_like(positions, dtype=torch.float32)
-    size = max(1, BLOCK_ELEMENTS // (positions.shape[0] * positions.shape[1] * count))
+    size = fit_block(positions.shape[0] * positions.shape[1] * count, keys)
     for start in range(0, count, size):
         stop = min(start + size, count)
         cosines = units[:, :, start:stop] @ units.mT  # [B, H_kv, rows, n]

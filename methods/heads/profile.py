@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
+from kvbench.kernels.blocks import fit_block
 from kvbench.kernels.dense_attention.torch import visible_entries
 from kvbench.log import say
 from kvbench.machine import cache_folder
@@ -34,8 +35,6 @@ SHORT_TOKENS = 64
 """Random tokens per copy on models too small for the paper's; work on induction heads uses 25 to 50."""
 CHUNK = 1024
 """Tokens per forward pass, over all probes."""
-BLOCK_ELEMENTS = 1 << 22
-"""Logits computed at a time."""
 Scores = tuple[tuple[float, ...], ...]
 """Scores by layer and KV head."""
 
@@ -91,7 +90,7 @@ def look_back(kv: LayerKV, step: Step, period: int, first: int) -> tuple[Tensor,
     gone = step.seen - n_key  # entries that a sliding window has left behind
     sums = torch.zeros(2, heads, dtype=torch.float64, device=keys.device)
     distances = period * torch.arange(1, COPIES, device=keys.device)
-    size = max(1, BLOCK_ELEMENTS // (batch * heads * n_key))
+    size = fit_block(batch * heads * n_key, keys)
     for start in range(max(0, first + period - before), count, size):
         stop = min(start + size, count)
         query = step.query[:, :, start:stop].unflatten(1, (kv_heads, -1))  # [B, H_kv, G, t, D]

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from kvbench.constraints import Natural, Share
 from kvbench.errors import UserError
+from kvbench.kernels.blocks import fit_block
 from kvbench.method import Budget, BudgetKind, Card, Shape, Step, Upstream, resolved
 from kvbench.selection import best_by_head, protect_first
 from kvbench.store import LayerKV
 from kvbench.techniques.cascade import SharedBudgetMethod, fill_water, round_shares
 
-BLOCK_ELEMENTS = 1 << 22
-"""Cosines in memory at a time."""
 DEEP = 16
 """Models with at least this many layers leave the authors' three alone; in smaller models three would be too many."""
 
@@ -185,7 +184,7 @@ def merge_similar(keys: Tensor, values: Tensor, kept: Tensor) -> tuple[Tensor, T
 def find_nearest(keys: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     """The kept entry whose key has the highest cosine with each key, and the cosine. [B, H_kv, n] each"""
     units = F.normalize(keys.float(), dim=-1)
-    size = max(1, BLOCK_ELEMENTS // (kept.shape[0] * kept.shape[1] * kept.shape[2]))
+    size = fit_block(kept.numel(), keys)
     found = [
         (block @ units.mT).masked_fill(~kept[:, :, None], -torch.inf).max(-1) for block in units.split(size, dim=2)
     ]

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kvbench.kernels.attention_mass import attention_mass, joint_lse, naive
-from kvbench.kernels.attention_mass import torch as plain
 from kvbench.kernels.column_sums import column_sums
 from kvbench.kernels.ragged_attention import Partial
 
@@ -17,7 +16,7 @@ AT = torch.tensor([3, 7, 7, 11, 19])
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Blocks of one or two queries, so that small sizes cross their edges."""
-    monkeypatch.setattr(plain, "BLOCK_ELEMENTS", 500)
+    monkeypatch.setattr("kvbench.kernels.blocks.BLOCK_ELEMENTS", 500)
 
 
 def test_equals_the_reference(heads, options, attention, error):
@@ -48,7 +47,7 @@ def test_all_queries_are_column_sums(heads, attention, error):
 @pytest.mark.slow
 def test_memory_is_linear(attention, largest, monkeypatch):
     """Logits of few queries exist at a time."""
-    monkeypatch.setattr(plain, "BLOCK_ELEMENTS", 1 << 14)
+    monkeypatch.setattr("kvbench.kernels.blocks.BLOCK_ELEMENTS", 1 << 14)
     query, keys, _ = attention((2, 1), 2000, 4000, batch=1)
     assert largest(lambda: attention_mass(query, keys, torch.arange(2000, 4000), scale=0.3)) <= query.numel() * 3
 

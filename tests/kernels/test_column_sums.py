@@ -7,7 +7,6 @@ import torch
 
 from kvbench.kernels.choice import using
 from kvbench.kernels.column_sums import column_maxima, column_squares, column_sums, naive
-from kvbench.kernels.column_sums import torch as plain
 
 ALL = {
     "sums": (column_sums, naive.column_sums), "maxima": (column_maxima, naive.column_maxima),
@@ -19,7 +18,7 @@ ALL = {
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """A few queries at a time, so that small sizes cross the blocks' edges."""
-    monkeypatch.setattr(plain, "BLOCK_ELEMENTS", 200)
+    monkeypatch.setattr("kvbench.kernels.blocks.BLOCK_ELEMENTS", 200)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 16), (2, 16), (3, 16), (16, 16), (17, 17), (10, 30)], ids=str)
@@ -107,7 +106,7 @@ def test_factors_by_hand():
 @pytest.mark.parametrize("options", [{}, {"window": 100, "softcap": 2.0}], ids=["plain", "everything"])
 def test_memory_is_linear(options, attention, largest, monkeypatch):
     """The largest temporary is one block, whatever the number of entries: no T x N tensor is ever made."""
-    monkeypatch.setattr(plain, "BLOCK_ELEMENTS", 1 << 20)
+    monkeypatch.setattr("kvbench.kernels.blocks.BLOCK_ELEMENTS", 1 << 20)
     peaks = {}
     for n in (2048, 4096):
         query, keys, _ = attention((2, 1), n, n, batch=1)

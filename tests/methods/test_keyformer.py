@@ -12,7 +12,6 @@ from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Budget, Moment
-from kvbench.methods.eviction import keyformer
 from kvbench.methods.eviction.keyformer import Keyformer
 from kvbench.registry import find_method
 from kvbench.settings import configure
@@ -65,7 +64,7 @@ def written_out(method, query, keys, *, length, window=None, divide=True):
 @pytest.mark.parametrize("parts", [[12], [5, 7], [1, 1, 10]])
 def test_scores_follow_the_loop_in_any_chunks(parts, window, make_step, monkeypatch):
     """Noise belongs to a pair of positions, so chunks and blocks do not matter."""
-    monkeypatch.setattr(keyformer, "BLOCK_ELEMENTS", 100)
+    monkeypatch.setattr("kvbench.kernels.blocks.BLOCK_ELEMENTS", 100)
     query, keys = draw(1, 4, 12, 8), draw(1, 2, 12, 8, seed=1)
     method = Keyformer(seed=3, rise=0.5)
     found = fill(replace(method, length=6), make_step, query, keys, parts, scale=0.5, window=window)

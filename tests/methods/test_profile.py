@@ -51,7 +51,7 @@ def by_hand(query, keys, period, first, *, scale=1.0, window=None, softcap=None,
 @pytest.mark.parametrize("chunk", [3, 100])
 def test_scores_are_those_by_hand(make_step, options, first, chunk, monkeypatch):
     """Blocks of queries against chunks of keys find what a loop over every query finds."""
-    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 64)
+    monkeypatch.setattr("kvbench.kernels.blocks.BLOCK_ELEMENTS", 64)
     generator = torch.Generator().manual_seed(0)
     count, period = first + 5 * COPIES, 5
     query, keys = (torch.randn(2, x, count, 8, generator=generator) for x in (4, 2))

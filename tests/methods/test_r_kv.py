@@ -36,7 +36,7 @@ def naive_redundancy(keys, positions, similar):
 @pytest.mark.parametrize("block", [1 << 22, 100])
 def test_redundancy_follows_its_equations(block, monkeypatch):
     """Random keys in random order, in blocks or not."""
-    monkeypatch.setattr(r_kv, "BLOCK_ELEMENTS", block)
+    monkeypatch.setattr("kvbench.kernels.blocks.BLOCK_ELEMENTS", block)
     keys = draw(2, 2, 15, 4)
     positions = torch.stack([torch.randperm(15, generator=torch.Generator().manual_seed(i)) for i in range(4)])
     positions = positions.view(2, 2, 15).int()
