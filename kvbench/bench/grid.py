@@ -8,7 +8,7 @@ from functools import partial
 
 from kvbench.bench.job import OUT_OF_TIME, BenchJob
 from kvbench.bench.measure import Measured, measure
-from kvbench.bench.outcome import DeviceLostError, Failure, attempt
+from kvbench.bench.outcome import DeviceLostError, Failure, attempt, free_device_memory
 from kvbench.bench.records import BenchCell, Predicted, Time
 from kvbench.bench.references import compare_operations
 from kvbench.bench.timing import compare, find_median
@@ -44,6 +44,8 @@ def _emit_all(job: BenchJob, wrong: Mapping[str, Failure], emit: Callable[[Bench
         for asked in job.batches:
             for cell in _cells(job, wrong, length, asked):
                 emit(cell)
+            if job.device.type == "cuda":
+                free_device_memory()  # blocks of pinned memory are kept by size, and the next cells need other sizes
 
 
 def _lost(name: str, failure: Failure) -> DeviceLostError:

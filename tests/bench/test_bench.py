@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.bench import decode, timing
+from kvbench.bench import decode, grid, timing
 from kvbench.bench.answer import time_answers
 from kvbench.bench.decode import WrongStepError, open_attention, open_steps
 from kvbench.bench.outcome import Failure, attempt
@@ -455,6 +455,25 @@ def test_host_memory_that_runs_out_is_out_of_memory_too(error):
         raise error
 
     assert attempt(fail).outcome == "out of memory"
+
+
+def test_pinned_memory_that_does_not_fit_is_not_tried():
+    """The host's limit holds on a GPU too: beyond it the system may kill the process."""
+    need = SimpleNamespace(peak=lambda *_: 0, pinned_bytes=lambda batch: batch * 10**9)
+    job = SimpleNamespace(need=lambda *_: need, host_memory=3 * 10**9, device=GPU, setting=setting(state="synthetic"))
+    assert grid._foresee(job, None, LENGTH, 3) is None
+    found = grid._foresee(job, None, LENGTH, 4)
+    assert found.outcome == "out of memory"
+    assert found.reason == "not tried: 4.00 GB of pinned memory predicted, 3.00 GB available"
+
+
+def test_memory_is_freed_between_lengths_and_batches(monkeypatch):
+    """After the cells of each, on a GPU."""
+    log = []
+    monkeypatch.setattr(grid, "_cells", lambda job, wrong, length, asked: [f"{length} x {asked}"])
+    monkeypatch.setattr(grid, "free_device_memory", lambda: log.append("freed"))
+    grid._emit_all(SimpleNamespace(lengths=(8, 16), batches=("max",), device=GPU), {}, log.append)
+    assert log == ["8 x max", "freed", "16 x max", "freed"]
 
 
 @pytest.fixture
