@@ -49,12 +49,14 @@ test-all: $(STAMP) ## Run every test
 # PyPI's torch comes with CUDA's libraries, as in the image: 5 GB. No GPU is needed.
 test-gpu-image: IMAGE := $(VENV)-gpu-image
 test-gpu-image: ## With the versions of the GPU image (5 GB): compile all kernels for sm_90, run the GPU suite on the CPU
+	@$(IMAGE_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null || { \
+		echo "The GPU image has Python 3.12, and '$(IMAGE_PYTHON)' is not. Say: make IMAGE_PYTHON=PATH test-gpu-image"; exit 1; }
 	test -x $(IMAGE)/bin/python || $(IMAGE_PYTHON) -m venv $(IMAGE)
 	$(IMAGE)/bin/python -m pip --disable-pip-version-check install -q -r scripts/gpu_image.txt
-	$(ONE_THREAD) $(IMAGE)/bin/python -m pytest -q -o minversion=8 -o addopts=--import-mode=importlib \
+	$(ONE_THREAD) PYTHONPATH=$(CURDIR) $(IMAGE)/bin/python -m pytest -q -o minversion=8 -o addopts=--import-mode=importlib \
 		-o filterwarnings=default tests/kernels/test_compile.py tests/bench/test_captured_region.py
 	out=$$(mktemp -d) && PATH=$$PWD/$(IMAGE)/bin:$$PATH scripts/gpu_suite.sh --dry --out $$out \
-		probe methods core tests all answers lengths largest long models diffusion && rm -r $$out
+		probe methods core tests all answers lengths largest long models diffusion invariants && rm -r $$out
 
 lint: $(STAMP) ## ruff, and mypy strict over kvbench with its methods, tasks and kernels
 	$(BIN)/ruff check
