@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -30,6 +32,30 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
         widest = Console(width=WIDEST).measure(table).maximum
         console = Console(markup=False, highlight=False, width=widest)
     console.print(table)
+
+
+def print_list(columns: Sequence[str], groups: Mapping[str, Sequence[Sequence[str]]], *, cut: bool = False) -> None:
+    """Print rows on standard output under the headings of their groups, without rules, one line per row if it fits.
+
+    groups: rows by heading.
+    cut: the last cell ends where the terminal does, instead of continuing on the next line.
+    """
+    console = Console(markup=False, highlight=False)
+    widths = [max(map(len, x)) + 2 for x in zip(columns, *chain.from_iterable(groups.values()), strict=True)][:-1]
+    room = (console.width if console.is_terminal else WIDEST) - sum(widths)
+
+    def write(cells: Sequence[str]) -> str:
+        first = "".join(x.ljust(width) for x, width in zip(cells, widths, strict=False))
+        last = _printable(cells[-1])
+        if cut:
+            return first + (last if len(last) <= room else f"{last[:room - 1]}\N{HORIZONTAL ELLIPSIS}")
+        return first + f"\n{' ' * len(first)}".join(textwrap.wrap(last, room))
+
+    console.print(write(columns), style="bold", soft_wrap=True)
+    for heading, rows in groups.items():
+        console.print(*([f"\n{heading}"] if heading else []), style="bold", soft_wrap=True)
+        for row in rows:
+            console.print(write(row), soft_wrap=True)
 
 
 def _printable(text: str) -> str:

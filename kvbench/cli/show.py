@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import MISSING
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +13,7 @@ import typer
 from kvbench.cli.options import Json, Out
 from kvbench.cli.output import print_json
 from kvbench.errors import UserError, unknown
+from kvbench.log import say
 
 if TYPE_CHECKING:
     from kvbench.method import Method
@@ -26,22 +27,19 @@ def list_command(
     what: Annotated[str, typer.Argument(help="One of: methods, tasks, models, suites.")], *, as_json: Json = False
 ) -> None:
     """List the available methods, tasks, models or suites."""
-    from kvbench.analysis.formatting import print_table
+    from kvbench.analysis.formatting import print_list
 
     if what not in WHAT:
         raise unknown("list", what, WHAT)
     found = _find(what)
-    if what == "tasks":
-        for heading, tasks in groupby(sorted(found, key=_heading), _heading):
-            print_table(heading, ("name", "summary"), [
-                (", ".join([x["name"], *x["aliases"]]), _text(x["summary"])) for x in tasks
-            ])
-    elif what == "methods":
-        for family, methods in groupby(sorted(found, key=_family), _family):
-            print_table(family, ("name", "paper", "budget", "title"), map(_list_method, methods))
-    else:
-        columns = list(dict.fromkeys(key for x in found for key in x))
-        print_table("", columns or ["name"], [[_text(x.get(key)) for key in columns] for x in found])
+    groups: dict[str, list[tuple[str, ...]]] = {}
+    columns, heading, cells = LAYOUTS[what]
+    for x in found if what == "models" else sorted(found, key=heading):
+        groups.setdefault(heading(x), []).append(cells(x))
+    print_list(columns, groups, cut=what == "methods")
+    if what == "methods":
+        say("\nbudget: what --budget limits; *: calibrated on the model, or with trained parts.")
+        say("kvbench show NAME: its card.")
     if as_json:
         print_json(found)
 
@@ -107,21 +105,31 @@ def _show_run(folder: Path, *, as_json: bool) -> None:
         )
 
 
-def _heading(task: dict[str, Any]) -> str:
-    """Heading of a table of tasks: their suite and the data they need."""
+def _suite_heading(task: dict[str, Any]) -> str:
+    """Heading of a group of tasks: their suite and the data they need."""
     return f"{task['suite']}: needs {task['needs']}" if task["needs"] else str(task["suite"])
 
 
 def _family(method: dict[str, Any]) -> str:
-    """Heading of a table of methods: their family, and the kind of model where it is not autoregressive."""
+    """Heading of a group of methods: their family, and the kind of model where it is not autoregressive."""
     family = str(method["family"])
     return family if method["models"] in ("autoregressive", family) else f"{family} ({method['models']} models)"
 
 
-def _list_method(method: dict[str, Any]) -> tuple[str, ...]:
-    """Cells of a method's row; `kvbench show` says how it is calibrated."""
-    budget = str(method["budget"]) + ("\ncalibrated" if method["calibration"] else "")
-    return method["name"], f"{_text(method['year'])} {_text(method['arxiv'])}", budget, str(method["title"])
+LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str], Callable[[dict[str, Any]], tuple[str, ...]]]]
+LAYOUTS = {
+    "methods": (("name", "budget", "arXiv", "title"), _family, lambda x: (
+        x["name"], x["budget"] + "*" * bool(x["calibration"]), _text(x["arxiv"]), str(x["title"]),
+    )),
+    "tasks": (("name", "summary"), _suite_heading, lambda x: (
+        ", ".join([x["name"], *x["aliases"]]), _text(x["summary"]),
+    )),
+    "models": (("name",), lambda x: f"weights: {x['weights']}", lambda x: (x["name"],)),
+    "suites": (("name", "tasks", "summary"), lambda x: f"needs {_text(x['needs'])}" if x["needs"] else "", lambda x: (
+        x["name"], str(len(x["tasks"])), x["summary"],
+    )),
+}
+"""By list: its columns, the heading that an item stands under, and its cells."""
 
 
 def _find(what: str) -> list[dict[str, Any]]:

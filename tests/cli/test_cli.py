@@ -7,9 +7,11 @@ import re
 import sys
 import tomllib
 import types
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from kvbench import __version__
 from kvbench.check import InvariantOutcome
@@ -335,9 +337,22 @@ def test_methods_are_listed_by_family(kvbench):
     assert found["qfilter"]["calibration"] == "query directions, in one pass"
     assert found["snapkv"]["calibration"] is None
     assert (found["quest"]["family"], found["quest"]["budget"]) == ("retrieval", "read")
-    table = kvbench("list", "methods").out
-    headings = [line.strip() for line in table.splitlines() if line[:1].isalpha()]
+    lines = kvbench("list", "methods").out.splitlines()
+    headings = [line for before, line in pairwise(lines) if not before]
     assert headings == sorted({x["family"] for x in found.values()})
+    assert len(lines) == 1 + len(found) + 2 * len(headings)
+
+
+@pytest.mark.parametrize("what", ["methods", "tasks", "models", "suites"])
+def test_lists_fit_a_terminal(kvbench, what, monkeypatch):
+    """No line has more than 80 characters there, and every name is whole; a pipe gets whole titles."""
+    titles = [x.get("title", x["name"]) for x in kvbench("list", what, "--json").json]
+    assert all(x in kvbench("list", what).out for x in titles)
+    monkeypatch.setattr(Console, "is_terminal", True)
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = kvbench("list", what).out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert {x["name"] for x in kvbench("list", what, "--json").json} <= {x.split()[0].rstrip(",") for x in lines if x}
 
 
 def test_ctrl_c_outside_of_a_run_is_reported(kvbench, monkeypatch):
