@@ -21,6 +21,7 @@ from kvbench.analysis.shares import (
     reference_width,
     stored_share,
 )
+from kvbench.report.group import VISIBILITIES
 from kvbench.runs.spec import shorten
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def print_result(result: Result, folder: Path) -> None:
 
 
 def _mode(result: Result) -> str:
-    parts = [str(result.mode), f"question {result.visibility}"]
+    parts = [str(result.mode), VISIBILITIES[result.visibility]]
     if result.mode == "multi-turn":
         parts.append(f"{result.history} history")
     if result.spec.recompress:

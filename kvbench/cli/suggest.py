@@ -51,7 +51,13 @@ def suggest_command(
     from kvbench.runs.files import read_file
     from kvbench.runs.results import Result
 
-    folders = find_runs([str(x) for x in results or [x for x in (RUNS, CURATED) if x.is_dir()] or [RUNS]])
+    places = results or [x for x in (RUNS, CURATED) if x.is_dir()]
+    if not places:
+        raise UserError(
+            f"there are no folders {RUNS}/ and {CURATED}/ here. Make runs with `kvbench run`, or give folders of runs "
+            "with --results."
+        )
+    folders = find_runs([str(x) for x in places])
     found = [(x, read_file(x / "result.json", Result)) for x in folders]
     question = _read_question(
         model, mode, {"stored": memory, "read": read, "computed": computed}, task, visibility, [x for _, x in found]
@@ -73,8 +79,9 @@ def _read_question(
         UserError: no or several limits, a limit that is not a share, or no run of this model, mode, task or visibility.
     """
     from kvbench.budget import Budget
+    from kvbench.downloads.sources import result_id
     from kvbench.registry import list_entries
-    from kvbench.report.group import Axis
+    from kvbench.report.group import VISIBILITIES, Axis
     from kvbench.report.suggestion import Question
     from kvbench.task import Mode
 
@@ -85,6 +92,11 @@ def _read_question(
     limit = Budget.parse(text)
     if limit.kind != "fraction":
         raise UserError(f"the limit '{text}' is not a share of the full cache. Give a percentage such as 25%.")
+    if mode not in set(Mode):
+        raise unknown("mode", mode, [str(x) for x in Mode])
+    if visibility is not None and visibility not in VISIBILITIES:
+        raise unknown("visibility", visibility, VISIBILITIES)
+    model = result_id(model)
     if task is not None:
         task = next((x.name for x in list_entries("task") if task in x.aliases), task)
     rest = results

@@ -13,6 +13,7 @@ from kvbench.analysis.load import FinishedRun
 from kvbench.analysis.shares import read_share, stored_share
 from kvbench.machine import load_extra
 from kvbench.report.charts import Point, Spec, color_cells, finish, widen
+from kvbench.report.group import VISIBILITIES
 from kvbench.runs.journal import Answer
 from kvbench.runs.results import Result
 
@@ -44,7 +45,7 @@ class Grid:
     def name(self) -> str:
         """Method, budget, visibility, and the end of the run id."""
         budget = "" if self.result.budget.asked is None else f" {self.result.budget.asked}"
-        return f"{self.result.method.name}{budget}, question {self.result.visibility} ({self.result.run_id[-12:]})"
+        return f"{self.result.method.name}{budget}, {VISIBILITIES[self.result.visibility]} ({self.result.run_id[-12:]})"
 
     @property
     def size(self) -> str:

@@ -32,14 +32,14 @@ MEMORY: tuple[tuple[str, str, Callable[[Result], float | None] | None], ...] = (
 
 
 def list_memory(result: Result) -> list[tuple[str, str, float | None]]:
-    """Name, size and share for each measured number of bytes."""
+    """Name, size and share for each measured number of bytes; parts that are empty are left out."""
     memory = result.memory
     if memory is None:
         return []
     counts = memory.model_dump() | {"stored_bytes": memory.stored_bytes + memory.off_device_bytes}
     return [
         (words, format_bytes(counts[name]), None if share is None else share(result))
-        for name, words, share in MEMORY if counts[name] is not None
+        for name, words, share in MEMORY if counts[name] or (share and counts[name] is not None)
     ]
 
 

@@ -103,19 +103,19 @@ def open_protocol(page, name):
 @pytest.mark.parametrize(
     ("question", "choices"),
     [
-        (Question("mini", Mode.MULTI_TURN, Axis.STORED, 0.25), {}),
+        (Question("mini", Mode.MULTI_TURN, Axis.STORED, 0.25), {"Model": "mini"}),
         (Question("mini", Mode.MULTI_TURN, Axis.STORED, 0.1, visibility="hidden"), {
-            "At most": "10 % stored", "Turns": "multi-turn, question hidden",
+            "Model": "mini", "At most": "10 % stored", "Turns": "multi-turn, question hidden",
         }),
-        (Question("mini", Mode.MULTI_TURN, Axis.READ, 0.25), {"At most": "25 % read"}),
-        (Question("mini", Mode.MULTI_TURN, Axis.STORED, 0.05), {"At most": "5 % stored"}),
+        (Question("mini", Mode.MULTI_TURN, Axis.READ, 0.25), {"Model": "mini", "At most": "25 % read"}),
+        (Question("mini", Mode.MULTI_TURN, Axis.STORED, 0.05), {"Model": "mini", "At most": "5 % stored"}),
         (Question("mini-diffusion", Mode.SINGLE, Axis.COMPUTED, 0.5, task="list-copy"), {
             "Model": "mini-diffusion", "At most": "50 % computed", "Task": "list-copy",
         }),
     ],
 )
 def test_the_best_technique_is_found_in_as_many_clicks_as_choices(browser, curated, guide, question, choices):
-    """The best at 25 % for multi-turn on mini needs none; every answer is that of `kvbench suggest`."""
+    """The best at 25 % for multi-turn on mini needs one, the model; every answer is that of `kvbench suggest`."""
     for page in watch(browser, curated, viewport={"width": 1280, "height": 900}):
         for label, option in choices.items():
             page.get_by_label(label).select_option(option)
@@ -137,6 +137,7 @@ def test_the_best_technique_is_found_in_as_many_clicks_as_choices(browser, curat
 def test_the_answer_links_to_its_evidence(browser, curated):
     """From the score to the run, from the questions to the protocol, from the name to the method."""
     for page in watch(browser, curated):
+        page.get_by_label("Model").select_option("mini")
         first = page.locator(".technique").first
         name, score = first.locator("h3 a").inner_text(), first.locator("[data-field=score]").first.inner_text()
         first.locator("[data-field=score]").first.click()
@@ -148,7 +149,7 @@ def test_the_answer_links_to_its_evidence(browser, curated):
         page.go_back()
         page.locator(".technique h3 a").first.click()
         assert page.locator("h1").inner_text() == name
-        assert page.locator(".panel").count() == 4  # every protocol of its model
+        assert page.locator(".panel").count() >= 4  # every protocol of mini
 
 
 def test_no_page_is_larger_than_two_megabytes(curated):

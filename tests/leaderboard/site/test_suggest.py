@@ -212,6 +212,8 @@ def test_the_command_prints_the_evidence(full, kvbench):
     ("options", "message"),
     [
         ({"--model": "minj"}, "unknown model 'minj'. Did you mean 'mini'? Allowed: mini. No other model has a run"),
+        ({"--mode": "multiturn"}, "unknown mode 'multiturn'. Did you mean 'multi-turn'? Allowed: multi-request, "),
+        ({"--visibility": "seen"}, "unknown visibility 'seen'. Allowed: first-turn, hidden, visible."),
         ({"--mode": "single"}, "unknown mode 'single'. Allowed: multi-turn. No other mode has a run here"),
         ({"--task": "vt"}, "unknown task 'vt'. Allowed: niah_multikey_1. No other task has a run here"),
         ({"--visibility": "hidden"}, "unknown visibility 'hidden'. Allowed: first-turn. No other visibility has a run"),
@@ -227,3 +229,23 @@ def test_questions_without_a_run_are_refused(full, kvbench, options, message):
     answer = kvbench("suggest", *(x for pair in given.items() for x in pair), "--results", full.folder)
     assert answer.code == 2
     assert message in answer.err
+
+
+def test_a_model_has_the_name_under_which_it_was_installed(full, kvbench):
+    """Its results have the longer name of its file."""
+    for x in full.folder.glob("*/*.json"):
+        x.write_text(x.read_text().replace('"id":"mini"', '"id":"smollm2-135m-q4_1"').replace(
+            '"id": "mini"', '"id": "smollm2-135m-q4_1"'
+        ))
+    given = ("--model", "smollm2-135m", "--memory", "25%", "--mode", "single", "--results", full.folder)
+    assert "unknown mode 'single'. Allowed: multi-turn." in kvbench("suggest", *given).err
+
+
+def test_without_runs_the_next_step_is_named(kvbench, tmp_path, monkeypatch):
+    """In a folder that has none of the default ones."""
+    monkeypatch.chdir(tmp_path)
+    answer = kvbench("suggest", "--model", "mini", "--memory", "25%", "--mode", "multi-turn")
+    assert (answer.code, answer.err) == (2, (
+        "kvbench: there are no folders runs/ and results/ here. Make runs with `kvbench run`, or give folders of runs "
+        "with --results.\n"
+    ))
