@@ -41,6 +41,8 @@ class Forward:
     ropes: Sequence[Rope] = ()
     ids: Tensor | None = None
     """Ids of the tokens, which `run_model` fills in. [B, T]"""
+    gradients: bool = False
+    """Whether gradients flow back to what `attend` uses, to train a part of a method."""
 
 
 _FORWARD: ContextVar[Forward | None] = ContextVar("kvbench_forward", default=None)
@@ -91,20 +93,6 @@ def find_output(module: nn.Module, heads: int, width: int) -> Tensor | None:
             by_head: Tensor = weight.unflatten(0, (heads, width))
             return by_head
     return None
-
-
-def project_queries(module: nn.Module, layer: int, hidden: Tensor, width: int) -> Tensor | None:
-    """Queries before rotation that a layer's attention makes of hidden states; None if its projection is not found.
-
-    hidden: [B, T, hidden]. width: of a head. Returns [B, H_q, T, D].
-    """
-    attention = _attentions(module)[layer][1]
-    project = getattr(attention, "q_proj", None)
-    if not isinstance(project, nn.Linear):
-        return None
-    query = project(hidden).unflatten(-1, (-1, width)).transpose(1, 2)
-    norm = getattr(attention, "q_norm", None)
-    return query if norm is None else cast("Tensor", norm(query))
 
 
 AttentionInterface.register(NAME, _attention)
@@ -158,10 +146,60 @@ def narrowing(module: PreTrainedModel, find: Callable[[int], Tensor]) -> Iterato
             named["position_ids"] = named["position_ids"][:, places]
         return (first[:, kept], *args[1:]), named
 
-    layers = [module.get_submodule(name.rpartition(".")[0]) for name, _ in _attentions(module)]
+    layers = decoder_layers(module)
     numbers = {layer: i for i, layer in enumerate(layers)}
     with _hooked(layers, narrow):
         yield
+
+
+@contextmanager
+def bypassing(module: PreTrainedModel, find: Callable[[int], Tensor | None]) -> Iterator[None]:
+    """Let some tokens of a pass skip a layer: their hidden states stay as they are.
+
+    find: the tokens that a layer runs, by their place in the pass, ascending [B, m]; None: all.
+    """
+    layers = decoder_layers(module)
+    numbers = {layer: i for i, layer in enumerate(layers)}
+    skipping: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def gather(layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        places = find(numbers[layer])
+        if places is None:
+            return None
+        first = args[0] if args else named.pop("hidden_states")
+        skipping[layer] = first, places
+        angles = named.get("position_embeddings")
+        if isinstance(angles, tuple):
+            named["position_embeddings"] = tuple(_take(x, places) for x in angles)
+        if named.get("position_ids") is not None:
+            named["position_ids"] = named["position_ids"].expand(len(places), -1).gather(1, places)
+        return (_take(first, places), *args[1:]), named
+
+    def put_back(layer: nn.Module, _: Any, output: Any) -> Any:
+        if layer not in skipping:
+            return None
+        before, places = skipping.pop(layer)
+        found = output[0] if isinstance(output, tuple) else output
+        whole = before.scatter(1, places[..., None].expand(-1, -1, before.shape[2]), found)
+        return (whole, *output[1:]) if isinstance(output, tuple) else whole
+
+    handles = [x.register_forward_hook(put_back) for x in layers]
+    try:
+        with _hooked(layers, gather):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _take(x: Tensor, places: Tensor) -> Tensor:
+    """Some tokens of every sequence. x: [B or 1, T, D]. places: [B, m]. Returns [B, m, D]"""
+    return x.expand(len(places), -1, -1).gather(1, places[..., None].expand(-1, -1, x.shape[2]))
+
+
+def decoder_layers(module: PreTrainedModel) -> list[nn.Module]:
+    """The layers, each with its attention and its feed-forward part, in their order."""
+    return [module.get_submodule(name.rpartition(".")[0]) for name, _ in _attentions(module)]
 
 
 def _attentions(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -190,10 +228,10 @@ def is_attached(module: PreTrainedModel) -> bool:
 
 @contextmanager
 def serving(forward: Forward) -> Iterator[None]:
-    """Compute the attention of all calls in this context with `forward`, without gradients."""
+    """Compute the attention of all calls in this context with `forward`, without gradients unless it asks for them."""
     token = _FORWARD.set(forward)
     try:
-        with torch.no_grad():
+        with torch.set_grad_enabled(forward.gradients):
             yield
     finally:
         _FORWARD.reset(token)
