@@ -102,6 +102,8 @@ class Method:
     """None: logits after the context are the full cache's. Otherwise why they are not."""
     reads_hidden: ClassVar[bool] = False
     """Whether it reads `step.hidden`; its prefill cannot be taken from another method's."""
+    skips_layers: ClassVar[bool] = False
+    """Whether tokens of the context skip layers (`choose_tokens`)."""
     reads_parts: ClassVar[bool] = False
     """Whether it reuses entries of the context's parts, which the task must name."""
     rows: int | None = resolved()
@@ -245,11 +247,6 @@ class Method:
         """Declared bytes of a layer that keeps this many entries per KV head."""
         return self.layer(index).bytes_for(shape.layers[index], shape, entries)
 
-    def skipped_tokens(self, parts: Sequence[int]) -> int:
-        """Tokens of a context that are never run. parts: tokens of each of its parts; none if the task names none."""
-        del parts
-        return 0
-
     def declared_host_bytes(self, shape: Shape) -> int:
         """Bytes of the context in host memory, in addition to `declared_bytes`."""
         del shape
@@ -305,6 +302,14 @@ class Method:
     def attend(self, kv: LayerKV, step: Step) -> Tensor:
         """Compute the attention output of the new tokens, whose entries are already stored. [B, H_q, T, D_v]"""
         return kv.attend(step)
+
+    def choose_tokens(self, layer: int, ids: Tensor, shared: Mapping[str, Tensor]) -> Tensor | None:
+        """The tokens of a context that a layer runs, ascending [B, m]; None: all. Called before the layer.
+
+        ids: of the pass [B, T]. shared: what earlier layers left in `step.shared`.
+        """
+        del layer, ids, shared
+        return None
 
     def evict(self, kv: LayerKV, step: Step) -> None:
         """Decide which entries stay; called after every attention. `step.moment.compresses` at the context's end."""

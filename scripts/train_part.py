@@ -2,6 +2,7 @@
 
     nice python scripts/train_part.py longspec --work /tmp/longspec      # continues from the last checkpoint
     nice python scripts/train_part.py locret --work /tmp/locret
+    nice python scripts/train_part.py flux-attention --work /tmp/flux
 
 A part is written to kvbench/models/parts. Its batches are a function of the step, with seeds of their own, so a stopped
 run continues with the same batches; examples of the tasks' dev and test splits have other seeds.
@@ -13,18 +14,23 @@ import argparse
 import random
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 import torch
 from mini_text import MULTIKEY_1, SHORT, SINGLE_1, Batches, Stage
+from part_texts import Text, draw_routed, draw_skipped
+from torch.nn.functional import cross_entropy
 
 from kvbench.hf import Model, load_model
 from kvbench.methods.eviction import retaining
 from kvbench.methods.eviction.locret import HIDDEN
 from kvbench.methods.lossless import drafter as longspec
 from kvbench.methods.lossless.longspec import LongSpec
+from kvbench.methods.prefill import router, token_router
+from kvbench.methods.prefill.flux_attention import FluxAttention
 from kvbench.runs.results import TASKS
 from kvbench.tasks.growth import lists
 from kvbench.tasks.ruler import niah
@@ -43,6 +49,10 @@ READS = 2
 """The layer of mini that the drafter reads: over the last one it learned next to nothing."""
 SINKS, FARTHEST = 4, 4096
 """Tokens that keep their positions, and the farthest position of a shifted text."""
+SCHEDULE_TEXTS = 8
+"""Texts on which the layers' shares of skipped tokens are measured."""
+SPARSITY = 0.9
+"""Share of sparse layers: one of mini's five layers finds keys, and no layer where the answer is recent."""
 
 
 class Run:
@@ -55,6 +65,8 @@ class Run:
         self.seconds = float(self.saved["seconds"]) if self.saved else 0.0
         self.recent: deque[float] = deque(maxlen=50)
         self.last = time.process_time()
+        self.facts: dict[str, object] = {}
+        """Facts of the training for the file."""
 
     def resume(self, part: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Restore the checkpoint, if there is one."""
@@ -80,6 +92,7 @@ class Run:
 
 def train_longspec(model: Model, run: Run) -> dict[str, torch.Tensor]:
     """The drafter, on answers of the tasks at shifted positions."""
+    run.facts["reads"] = READS
     stage = Stage("longspec", run.steps, SHAPES, mix=LONG)
     texts = Batches(model.tokenizer)
 
@@ -118,8 +131,89 @@ def train_locret(model: Model, run: Run) -> dict[str, torch.Tensor]:
     return dict(weights)
 
 
-TRAINERS = {"longspec": (train_longspec, 200, "predicted"), "locret": (train_locret, 4000, "loss")}
+def train_flux(model: Model, run: Run) -> dict[str, torch.Tensor]:
+    """The routers; prints how many layers are sparse for prompts of each sort that they have not seen."""
+    run.facts["sparsity"] = SPARSITY
+    blocks = partial(FluxAttention().blocks_of, model)
+    weights = router.train(
+        model, run.steps, SPARSITY, blocks, lambda step: draw_routed(model, "train", step),
+        run.keep, run.done, run.resume,
+    )
+    routers = router.make_routers(model)
+    routers.load_state_dict(weights)
+    for sort in range(2):
+        found = [
+            torch.stack(list(router.run_gated(
+                model, draw_routed(model, "held", step)[sort], blocks,
+                lambda layer, pooled: router.opens(routers[str(layer)], pooled).float(),
+            )[1].values()))[:, 0]
+            for step in range(20)
+        ]
+        print(f"{('retrieval', 'recent')[sort]}: share of prompts with every entry, by layer: "
+              f"{torch.stack(found).mean(0).tolist()}", flush=True)
+    return weights
+
+
+def measure_skips(model: Model, text: Text, kept: Sequence[int], gates: token_router.Gates) -> float:
+    """Loss of a text's answer with skipped tokens."""
+    ids, labels, prompt = text
+    places = (labels[0] >= 0).nonzero()[:, 0]
+    with torch.no_grad():
+        logits, _ = token_router.run_gated(model, ids, places, prompt, kept, gates)
+    return float(cross_entropy(logits[0], labels[0, places]))
+
+
+def mark_highest(score: Callable[[torch.Tensor], torch.Tensor]) -> token_router.Gates:
+    """Gates that keep the tokens with the highest scores."""
+    def gates(_: int, features: torch.Tensor, count: int) -> torch.Tensor:
+        scores = score(features)
+        return torch.zeros_like(scores).scatter_(1, token_router.keep_highest(scores, count), 1.0)
+
+    return gates
+
+
+def find_schedule(model: Model) -> tuple[float, ...]:
+    """How much each layer skips: the less, the more the answers lose if it alone skips a third, at random places."""
+    layers, lost = len(model.layers), []
+    texts = [draw_skipped(model, "schedule", step) for step in range(SCHEDULE_TEXTS)]
+    noise = torch.Generator().manual_seed(0)
+    gates = mark_highest(lambda features: torch.rand(features.shape[:2], generator=noise))
+    for layer in range(layers):
+        kept = [[text[2] * 2 // 3 if i == layer else text[2] for i in range(layers)] for text in texts]
+        lost.append(fmean(measure_skips(model, text, some, gates) for text, some in zip(texts, kept, strict=True)))
+    return tuple(round(min(lost) / x, 3) for x in lost)
+
+
+def train_ftp(model: Model, run: Run) -> dict[str, torch.Tensor]:
+    """The router; prints the loss of answers to prompts that it has not seen, and that of the router it imitates."""
+    schedule = run.facts["schedule"] = find_schedule(model)
+    print(f"schedule: {schedule}", flush=True)
+    weights = token_router.train(
+        model, run.steps, schedule, lambda step: draw_skipped(model, "train", step), run.keep, run.done, run.resume
+    )
+    router = token_router.make_router()
+    router.load_state_dict(weights)
+    scores = {"trained": lambda features: router(features)[..., 0], "static": token_router.score_static}
+    for skipped in token_router.SHARES:
+        for name, score in scores.items():
+            texts = [draw_skipped(model, "held", step) for step in range(20)]
+            found = fmean(
+                measure_skips(model, text, token_router.divide(
+                    schedule, text[2], round((1 - skipped) * text[2] * len(schedule))
+                ), mark_highest(score)) for text in texts
+            )
+            print(f"{skipped:.0%} skipped, {name} router: loss {found:.3f}", flush=True)
+    return weights
+
+
+TRAINERS = {
+    "longspec": (train_longspec, 200, "predicted"),
+    "locret": (train_locret, 4000, "loss"),
+    "flux-attention": (train_flux, 300, "loss"), "ftp": (train_ftp, 400, "distance"),
+}
 """The training of each part, its steps, and its report."""
+GRADIENTS = ("flux-attention", "ftp")
+"""Parts whose training sends gradients through the model, which then is in float32."""
 
 
 def main() -> None:
@@ -133,12 +227,13 @@ def main() -> None:
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     train, steps, shown = TRAINERS[options.part]
-    model, run = load_model(options.model), Run(options.work, options.steps or steps, shown)
+    model = load_model(options.model, dtype="float32" if options.part in GRADIENTS else None)
+    run = Run(options.work, options.steps or steps, shown)
     weights = train(model, run)
     write_part(
         options.out or SHIPPED / f"{options.part}-{model.id}.safetensors", options.part, model,
         {name: x.to(torch.bfloat16) for name, x in weights.items()}, TASKS, steps=run.steps,
-        minutes=round(run.seconds / 60, 1), **({"reads": READS} if options.part == "longspec" else {}),
+        minutes=round(run.seconds / 60, 1), **run.facts,
     )
 
 

@@ -14,7 +14,7 @@ from kvbench.engine.ledger import Ledger
 from kvbench.engine.recording import InexactPrefillError, Pass, Recording
 from kvbench.engine.timing import now
 from kvbench.errors import UserError
-from kvbench.hf import Forward, Model, attached, catching_hidden
+from kvbench.hf import Forward, Model, attached, bypassing, catching_hidden
 from kvbench.kernels.choice import note
 from kvbench.method import Method
 from kvbench.runs.journal import CacheBytes, Effect
@@ -44,6 +44,7 @@ class Stores:
         self.ledger = Ledger(self.layers)
         self._static: Tensor | None = None
         self._shared: dict[str, Tensor] = {}
+        self._places: dict[int, Tensor] = {}
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -72,11 +73,21 @@ class Stores:
             if found is not None and keep == 1:
                 return self._replay(found, moment)
         positions = self.take_positions(ids)
-        return self.model.run(
-            ids,
-            Forward(moment=moment, positions=positions, seen=self.seen, attend=self.attend, ropes=self.model.ropes),
-            keep,
+        forward = Forward(
+            moment=moment, positions=positions, seen=self.seen, attend=self.attend, ropes=self.model.ropes
         )
+        if not (self.method.skips_layers and moment.in_context):
+            return self.model.run(ids, forward, keep)
+        self._shared, self._places = {}, {}
+        with bypassing(self.model.module, lambda layer: self._choose(layer, ids)):
+            return self.model.run(ids, forward, keep)
+
+    def _choose(self, layer: int, ids: Tensor) -> Tensor | None:
+        """The tokens of a context's pass that a layer runs; None: all."""
+        chosen = self.method.choose_tokens(layer, ids, self._shared)
+        if chosen is not None:
+            self._places[layer] = chosen
+        return chosen
 
     def take_positions(self, ids: Tensor) -> Tensor:
         """Positions of the next tokens, which count as seen from now on. ids: [B, T]. Returns [B, T]."""
@@ -95,6 +106,10 @@ class Stores:
             if step.layer == 0:
                 self._shared = {}
             step = replace(step, shared=self._shared)
+        places = self._places.pop(step.layer, None)
+        if places is not None:  # the other tokens skip this layer
+            ids = None if step.ids is None else step.ids.gather(1, places)
+            step = replace(step, positions=step.positions.gather(1, places), ids=ids)
         kv = self.layers[step.layer]
         kv.append(step)
         output = self.method.attend(kv, step)
@@ -110,6 +125,8 @@ class Stores:
         assert self._recording is not None
         if self.method.reads_hidden:
             raise InexactPrefillError("it reads the model's hidden states, which a recorded prefill does not have.")
+        if self.method.inexact_prefill is not None:
+            raise InexactPrefillError(self.method.inexact_prefill)
         self.seen += recorded.ids.shape[1]
         for layer, made in enumerate(recorded.steps):
             step = replace(made, moment=moment)

@@ -9,7 +9,7 @@ import gc
 _collects = gc.isenabled()
 gc.disable()
 try:
-    from kvbench.hf.adapter import Forward, attached, catching_hidden, narrowing, run_model
+    from kvbench.hf.adapter import Forward, attached, bypassing, catching_hidden, narrowing, run_model
     from kvbench.hf.config import DTYPES
     from kvbench.hf.find import check_device, find_copy, find_folder
     from kvbench.hf.load import Model, load_model, load_tokenizer
@@ -23,6 +23,7 @@ finally:
         gc.enable()
 
 __all__ = [
-    "DTYPES", "Forward", "Model", "ModelSize", "Rope", "attached", "catch_steps", "catching_hidden", "check_device",
-    "find_copy", "find_folder", "load_model", "load_tokenizer", "narrowing", "predict_memory", "run_model",
+    "DTYPES", "Forward", "Model", "ModelSize", "Rope", "attached", "bypassing", "catch_steps", "catching_hidden",
+    "check_device", "find_copy", "find_folder", "load_model", "load_tokenizer", "narrowing", "predict_memory",
+    "run_model",
 ]

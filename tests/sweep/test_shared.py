@@ -82,7 +82,8 @@ def takes_budget(name):
 
 def runs_alone(name):
     """Whether a recorded prefill may lack the hidden states that it reads, or the attention that it computes."""
-    return find_method(name).reads_hidden or find_method(name).card.family == "prefill"
+    kind = find_method(name)
+    return kind.reads_hidden or kind.card.family == "prefill" or kind.inexact_prefill is not None
 
 
 def make_cells(methods, folder, model, **options):
