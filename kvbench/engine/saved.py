@@ -122,7 +122,7 @@ def read_session(path: Path, model: Model, method: Method, make: type[S]) -> S:
         _try_out(session)
     except UserError:
         raise
-    except Exception as error:  # noqa: BLE001  # whatever a forged file makes fail
+    except Exception as error:  # whatever a forged file makes fail
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise UserError(f"{path} is no session that kvbench saved: {reason}. Prefill the context again.") from error
     return session

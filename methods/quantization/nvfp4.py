@@ -53,11 +53,11 @@ class Nvfp4(CastMethod):
         ),
         limits=(
             "A block whose largest magnitude is below 0.006 times the scale becomes zero: its own scale does.",
-            ("The numbers are 2 apart below the largest, so a key may be off by a sixth of its block's largest channel; "
-            "with 15 even levels it is a fourteenth. On normal numbers the mean squared error is 0.91 % of the mean "
-            "square, 0.73 % with even levels and 0.07 % with fp8. The bundled model is sure of nearly every token, so "
-            "an error rarely matters and then costs much: on niah_multikey_1 at 1,024 tokens (20 contexts), 3 of 100 "
-            "answer tokens changed, by 17 nats each, and keys alone did it."),
+            ("The numbers are 2 apart below the largest, so a key may be off by a sixth of its block's largest "
+            "channel; with 15 even levels it is a fourteenth. On normal numbers the mean squared error is 0.91 % of "
+            "the mean square, 0.73 % with even levels and 0.07 % with fp8. The bundled model is sure of nearly every "
+            "token, so an error rarely matters and then costs much: on niah_multikey_1 at 1,024 tokens (20 contexts), "
+            "3 of 100 answer tokens changed, by 17 nats each, and keys alone did it."),
             "In plain PyTorch a step is slower than with the full cache: numbers are converted block by block.",
         ),
     )
