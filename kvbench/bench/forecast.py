@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvbench.budget import DEFAULT_BUDGET, Budget, BudgetKind
-from kvbench.errors import UserError, check_number, unknown
+from kvbench.errors import UndeclaredError, UserError, check_number, unknown
 from kvbench.hf import ModelSize, predict_memory
+from kvbench.log import say
 from kvbench.method import Method, ModelKind
 from kvbench.registry import find_method, list_entries
 from kvbench.runs.spec import Record
@@ -232,8 +233,10 @@ def make_forecast(
 ) -> Forecast:
     """Predict every method and the anchors. Settings belong to the one requested method.
 
+    `all` leaves out methods that cannot declare their bytes, and says so.
+
     Raises:
-        UserError: an unknown name, or an invalid budget or setting.
+        UserError: an unknown name, an invalid budget or setting, or a named method that cannot declare its bytes.
     """
     if gpu not in GPUS:
         raise unknown("gpu", gpu, GPUS)
@@ -246,10 +249,17 @@ def make_forecast(
     if outline.kind == "diffusion":
         raise UserError(f"{model} is a diffusion model, whose caches last for one answer only: nothing to plan.")
     card = GPUS[gpu]
-    needs = {
-        name: Need(outline, x.fit(read_budget(budget, x), outline.shape), chunk)
-        for name, x in make_methods(methods, settings or {}, model, outline.kind).items()
-    }
+    needs = {}
+    for name, x in make_methods(methods, settings or {}, model, outline.kind).items():
+        fitted = x.fit(read_budget(budget, x), outline.shape)
+        try:
+            fitted.declared_bytes(outline.shape)
+        except UndeclaredError as reason:
+            if name in methods:
+                raise
+            say(f"not predicted: {reason}")
+            continue
+        needs[name] = Need(outline, fitted, chunk)
     return Forecast(
         model=model, gpu=card.title, memory_bytes=card.memory_bytes, bandwidth=card.bandwidth * COPY_SHARE,
         length=length, batch=batch, chunk=chunk, budget=budget, params=outline.params,

@@ -56,9 +56,15 @@ class BenchJob:
         return time.perf_counter() > self.deadline
 
     def fit(self, name: str, length: int) -> Method:
-        """Bind a method to the model and fit its budget to a context length."""
-        method = self.methods[name].bind(self.setting.model)
-        return method.fit(self.budget_of(name), self.setting.model.shape(length))
+        """Bind a method to the model and fit its budget to a context length.
+
+        Raises:
+            UserError: the budget is invalid, or the method cannot declare the bytes by which memory is foreseen.
+        """
+        method, shape = self.methods[name].bind(self.setting.model), self.setting.model.shape(length)
+        fitted = method.fit(self.budget_of(name), shape)
+        fitted.declared_bytes(shape)
+        return fitted
 
     def budget_of(self, name: str) -> Budget | None:
         """The budget of a method; None for a method without one."""

@@ -26,7 +26,7 @@ from kvbench.bench.references import WrongKernelError, compare_operations, measu
 from kvbench.bench.run import BenchRequest, check_positions
 from kvbench.bench.state import Setting, open_context
 from kvbench.bench.timing import CAPTURED_CALLS, capture, compare, find_median, interleave, measure_copy, time_calls
-from kvbench.errors import UserError
+from kvbench.errors import UndeclaredError, UserError
 from kvbench.hf.rope import NO_ROPE
 from kvbench.hf.tiny import tiny_model
 from kvbench.kernels import choice
@@ -370,6 +370,10 @@ def test_attention_is_called_for_every_layer_with_other_queries_in_turn(monkeypa
 @pytest.mark.parametrize("name", METHODS)
 def test_synthetic_contexts_take_as_many_bytes_as_real_ones(name):
     """Stored bytes and entries kept by layer are equal, and steps can be decoded."""
+    try:
+        fitted(name).declared_bytes(tiny_model().shape(LENGTH))
+    except UndeclaredError:  # its cells are refused
+        return
     found = {}
     for state in ("prefill", "synthetic"):
         job = setting(state=state)
@@ -569,6 +573,18 @@ def test_a_failure_is_the_outcome_of_its_own_cell(bench, greedy, kind, outcome, 
     failed = [x for x in cells if x["outcome"] != "ok"]
     assert {x["reason"] for x in failed} == {"no room" if kind == "memory" else "no reason"}
     assert all(x["times"] == {} and x["tokens_per_s"] is None for x in failed)
+
+
+def test_a_method_that_cannot_declare_its_bytes_is_refused_in_its_cell_only(bench):
+    """As CacheGen, whose streams depend on the text: memory is foreseen for every cell."""
+    named = ("--method", "cachegen", "--method", "snapkv", "--budget", "50%")
+    answer = bench(*named, "--timing", "step", "--state", "synthetic")
+    assert answer.code == 0
+    cells = {x["method"]["name"]: x for x in answer.json["cells"]}
+    assert {name: x["outcome"] for name, x in cells.items()} == {
+        "cachegen": "refused", "full": "ok", "full-int8": "ok", "snapkv": "ok"
+    }
+    assert "cannot declare its bytes" in cells["cachegen"]["reason"]
 
 
 @pytest.mark.slow

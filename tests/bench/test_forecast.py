@@ -193,12 +193,22 @@ def test_the_command_prints_a_row_per_method_and_ends_in_json(kvbench):
 
 
 @pytest.mark.slow
-def test_every_method_can_be_planned_for():
-    """`all` stands for the anchors and every registered method, each once; no weights are created."""
+def test_every_method_can_be_planned_for(capsys):
+    """`all` stands for the anchors and every registered method, each once; no weights are created.
+
+    Two encode entries as streams, whose length depends on the text: `all` leaves them out and says so.
+    """
     plan = make_forecast("random:qwen2.5-7b", ["all"], gpu="rtx-4090", length=4096, batch=1)
     names = [x.method for x in plan.methods]
-    assert sorted(names) == sorted(METHODS)
+    assert sorted(names) == sorted(set(METHODS) - {"cachegen", "kvtc"})
     assert names[:2] == ["full", "full-int8"]
+    assert "not predicted: kvtc cannot declare its bytes" in capsys.readouterr().err
+
+
+def test_a_method_whose_bytes_depend_on_the_text_is_refused_if_it_is_named():
+    """With the reason."""
+    with pytest.raises(UserError, match="cachegen cannot declare its bytes"):
+        make_forecast("random:two-layers", ["cachegen"], gpu="h200", length=64, batch=1)
 
 
 def test_a_forecast_refuses_the_budgets_that_a_run_refuses():
