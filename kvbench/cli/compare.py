@@ -12,10 +12,6 @@ from kvbench.cli.options import Baseline, Json, Out
 from kvbench.cli.output import print_json
 from kvbench.errors import UserError
 
-COSTS = (
-    "shares of the full cache: stored after the context, at the end of the conversation, and read per step; cut: "
-    "answers that the length limit ended; strict: score if the first value named counts"
-)
 RECOVERED = (
     "recovered: (score - no context) / (full prefill - no context); computed: tokens times layers of a full prefill; "
     "time to first token relative to the full prefill's, with the chunks in hand and with building them"
@@ -78,8 +74,7 @@ def compare_command(
     if any(x.too_few for x in differences):
         contexts = min(x.contexts for x in differences if x.too_few)
         say(describe_too_few(contexts, len(differences)))
-    columns, rows = cost_cells(results, labels)
-    print_table(COSTS, columns, rows)
+    print_table(*cost_cells(results, labels))
     if recoveries := find_recoveries(loaded):
         print_table(RECOVERED, *recovery_cells(recoveries, results, labels))
     regressions = find_regressions(loaded)

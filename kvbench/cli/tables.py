@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
+
+import typer
 
 from kvbench.analysis.compare import is_full
 from kvbench.analysis.doubts import find_strict
@@ -18,6 +20,12 @@ if TYPE_CHECKING:
     from kvbench.report.group import GroupedRun
     from kvbench.runs.results import Result
 
+COSTS = "shares of the full cache: stored after the context, at the end of the conversation, and read per step"
+LEGENDS = {
+    "distinct": "distinct: reads with every entry counted once", "cut": "cut: answers that the length limit ended",
+    "strict": "strict: score if the first value named counts",
+}
+"""What the title of the table of costs says, and what it adds for these columns."""
 LISTED = 3
 """Regressions shown per run; `kvbench answers` shows all, and --json lists them."""
 
@@ -84,26 +92,34 @@ def recovery_cells(
     return ["method", "recovered", "computed", "chunks", "moved", "in hand", "with building"], rows
 
 
-def cost_cells(results: Sequence[Result], labels: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of the table of costs: shares of the full cache, agreement, cut answers and times.
+def cost_cells(results: Sequence[Result], labels: Sequence[str]) -> tuple[str, list[str], list[list[str]]]:
+    """Legend, columns and rows of the table of costs: shares of the full cache, agreement, cut answers and times.
 
-    Distinct reads are left out where they are all equal to the reads.
+    Columns that say nothing new are left out: distinct reads that all equal the reads, strict scores that all equal the
+    scores, and cut answers where there are none.
     """
-    shares = {"stored": stored_share, "at end": conversation_share, "reads": read_share}
+    columns: dict[str, Callable[[Result], str]] = {}
+    stricts = {x.run_id: find_strict(x) for x in results}
+    if any(stricts[x.run_id] not in (None, x.score.mean) for x in results):
+        columns["strict"] = lambda x: _dash(stricts[x.run_id])
+    columns |= {"stored": _share(stored_share), "at end": _share(conversation_share), "reads": _share(read_share)}
     if any(read_share(x) != distinct_read_share(x) is not None for x in results):
-        shares["distinct"] = distinct_read_share
-    stricts = [find_strict(x) for x in results]
-    strictly = [] if all(x is None for x in stricts) else ["strict"]
-    columns = ["method", *strictly, *shares, "top-1", "cut", "per token"]
-    rows = []
-    for result, label, strict in zip(results, labels, stricts, strict=True):
-        rows.append([
-            label, *(["-" if strict is None else f"{strict:.3f}"] if strictly else []),
-            *(format_share(x(result)) for x in shares.values()),
-            "-" if result.agreement is None else f"{result.agreement.top1:.3f}", format_share(cut_share(result)),
-            format_seconds(result.latency.tpot_s),
-        ])
-    return columns, rows
+        columns["distinct"] = _share(distinct_read_share)
+    columns["top-1"] = lambda x: _dash(None if x.agreement is None else x.agreement.top1)
+    if any(cut_share(x) for x in results):
+        columns["cut"] = _share(cut_share)
+    columns["per token"] = lambda x: format_seconds(x.latency.tpot_s)
+    legend = "; ".join([COSTS, *(text for name, text in LEGENDS.items() if name in columns)])
+    rows = [[label, *(write(x) for write in columns.values())] for x, label in zip(results, labels, strict=True)]
+    return legend, ["method", *columns], rows
+
+
+def _share(find: Callable[[Result], float | None]) -> Callable[[Result], str]:
+    return lambda result: format_share(find(result))
+
+
+def _dash(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def print_regressions(found: Sequence[Regressions], labels: Mapping[str, str]) -> None:
@@ -112,6 +128,9 @@ def print_regressions(found: Sequence[Regressions], labels: Mapping[str, str]) -
     labels: by run id.
     """
     rows = []
+    if not any(x.count for x in found):
+        typer.echo("No answer scores lower than the full cache's.")
+        return
     for run in found:
         worst = [f"{x.sample} turn {x.turn}: {x.full:.3f} -> {x.score:.3f}" for x in run.samples[:LISTED]]
         if run.count > LISTED:
