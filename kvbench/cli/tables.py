@@ -99,9 +99,8 @@ def cost_cells(results: Sequence[Result], labels: Sequence[str]) -> tuple[str, l
     scores, and cut answers where there are none.
     """
     columns: dict[str, Callable[[Result], str]] = {}
-    stricts = {x.run_id: find_strict(x) for x in results}
-    if any(stricts[x.run_id] not in (None, x.score.mean) for x in results):
-        columns["strict"] = lambda x: _dash(stricts[x.run_id])
+    if any(find_strict(x) not in (None, x.score.mean) for x in results):
+        columns["strict"] = lambda x: _dash(find_strict(x))
     columns |= {"stored": _share(stored_share), "at end": _share(conversation_share), "reads": _share(read_share)}
     if any(read_share(x) != distinct_read_share(x) is not None for x in results):
         columns["distinct"] = _share(distinct_read_share)

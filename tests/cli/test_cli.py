@@ -221,7 +221,7 @@ def test_compare_pairs_equal_questions(kvbench, arguments, tmp_path):
     assert {(x["sample"], x["turn"], x["full"], x["score"]) for x in regressed["samples"]} == {
         (a.sample, a.turn, b.score, a.score) for a, b in zip(*lines[:2], strict=True) if a.score < b.score
     }
-    assert f"{regressed['count']} of 4" in answer.out
+    assert (f"{regressed['count']} of 4" if regressed["count"] else "No answer scores lower than") in answer.out
     means = [sum(x.score for x in y) / 4 for y in lines[:2]]
     assert other["mean"] == pytest.approx(means[0] - means[1])
 
