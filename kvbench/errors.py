@@ -15,6 +15,9 @@ MOST_SAMPLES, MOST_TURNS, MOST_INSTANCES = 1_000_000, 10_000, 10_000
 MOST_SEED = 2**32 - 1
 """The seeds that every random generator in use takes."""
 
+MOST_LISTED = 40
+"""Names that fit an error message."""
+
 
 class UserError(Exception):
     """Bad input. The command line prints the message without a traceback and exits with code 2.
@@ -34,7 +37,8 @@ class FileTierError(UserError):
 def unknown(kind: str, name: str, allowed: Iterable[str], hint: str = "") -> UserError:
     """The error for an unknown name, with the nearest allowed name and the list of all.
 
-    For a name that looks like a file name, it suggests a file of the same folder instead.
+    For a name that looks like a file name, it suggests a file of the same folder instead. More than `MOST_LISTED` names
+    are left out where the hint names the command that lists them.
     """
     names = sorted(allowed)
     message = f"unknown {kind} '{name}'."
@@ -43,7 +47,7 @@ def unknown(kind: str, name: str, allowed: Iterable[str], hint: str = "") -> Use
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if close:
         message += f" Did you mean '{close[0]}'?"
-    if names:
+    if names and (len(names) <= MOST_LISTED or "kvbench list" not in hint):
         message += f" Allowed: {', '.join(names)}."
     return UserError(f"{message} {hint}".strip())
 

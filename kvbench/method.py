@@ -247,6 +247,11 @@ class Method:
         """Declared bytes of a layer that keeps this many entries per KV head."""
         return self.layer(index).bytes_for(shape.layers[index], shape, entries)
 
+    def skipped_tokens(self, parts: Sequence[int]) -> int:
+        """Tokens of a context that are never run. parts: tokens of each of its parts; none if the task names none."""
+        del parts
+        return 0
+
     def declared_host_bytes(self, shape: Shape) -> int:
         """Bytes of the context in host memory, in addition to `declared_bytes`."""
         del shape

@@ -173,3 +173,31 @@ def test_kernels_folder_does_not_harm_transformers():
     code = "from transformers.utils import is_kernels_available as f; import kernels; print(f(), kernels.__version__)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "0.0.0"]
+
+
+SDPA = ("scaled_dot_product_attention", "grouped_sdpa")
+
+
+def unnamed_sdpa(tree: ast.AST, *, named: bool = False) -> list[int]:
+    """Lines that call SDPA, or `grouped_sdpa`, which leaves the choice to its caller, without naming the kernels."""
+    found = []
+    for node in ast.iter_child_nodes(tree):
+        text = ast.unparse(node) if isinstance(node, ast.Call | ast.With | ast.If) else ""
+        if isinstance(node, ast.Call) and text.split("(")[0].split(".")[-1] in SDPA and not named:
+            found.append(node.lineno)
+        names = isinstance(node, ast.With) and "sdpa_kernel(" in text.splitlines()[0]
+        hosts = isinstance(node, ast.If) and "has_cudnn(" in text.splitlines()[0]
+        inside = isinstance(node, ast.FunctionDef) and node.name == "grouped_sdpa"
+        found += unnamed_sdpa(node, named=named or names or hosts or inside)
+    return found
+
+
+def test_every_call_of_sdpa_names_its_kernels():
+    """Otherwise cuDNN takes it on a GPU, builds a plan for every new length, and may refuse a mask."""
+    assert {path: lines for path, tree in modules().items() if (lines := unnamed_sdpa(tree))} == {}
+
+
+def test_a_planted_call_of_sdpa_is_seen():
+    """Beside the block that names kernels, not in it."""
+    text = "with sdpa_kernel(x):\n    F.scaled_dot_product_attention(q)\ngrouped_sdpa(q)\n"
+    assert unnamed_sdpa(ast.parse(text)) == [3]

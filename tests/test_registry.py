@@ -73,7 +73,7 @@ def test_listing_imports_no_torch():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("snapkw", r"unknown method 'snapkw'\. Did you mean 'snapkv'\? Allowed: "),
+        ("snapkw", r"unknown method 'snapkw'\. Did you mean 'snapkv'\? See `kvbench list methods`"),
         ("missing.py", "method file 'missing.py' does not exist"),
         ("no/such/name", "method file 'no/such/name.py' does not exist"),
         (f"{TOYS}:Lats", r"unknown method class 'Lats'\. Did you mean 'Last'\? Allowed: Inert, Last"),

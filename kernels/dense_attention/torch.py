@@ -16,8 +16,8 @@ from kvbench.kernels.choice import note
 
 QUERY_BLOCK = 256
 """Queries of a block, so that masks are [256, N] and never [T, N]."""
-ONE_QUERY = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-"""SDPA's kernels for decode steps, without cuDNN's, which builds a plan for every key length, 23 to 37 ms each."""
+WITHOUT_CUDNN = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+"""SDPA's kernels without cuDNN's, which builds a plan for every key length, 23 to 37 ms each."""
 FLASH_WIDTH = 256
 """Most channels that SDPA's flash attention supports on a GPU."""
 
@@ -58,7 +58,7 @@ def dense_attention(
         if n_query == 1:
             if not has_cudnn(query):  # the context costs as much as a short attention
                 return grouped_sdpa(query, keys, values, None, scale)
-            with sdpa_kernel(list(ONE_QUERY)):
+            with sdpa_kernel(list(WITHOUT_CUDNN)):
                 return grouped_sdpa(query, keys, values, None, scale)
         if flash_takes(query, values) and (query.is_cuda or before == 0 or not causal):
             return attend_by_flash(query, keys, values, scale=scale, causal=causal)
@@ -66,7 +66,8 @@ def dense_attention(
     if n_query > 1:
         note(label(n_query, n_key), "torch" if special else "sdpa_flash" if flash else "sdpa_math")
     blocks = []
-    with sdpa_kernel(list(ONE_QUERY) if n_query == 1 else SDPBackend.FLASH_ATTENTION if flash else SDPBackend.MATH):
+    several = SDPBackend.FLASH_ATTENTION if flash else SDPBackend.MATH
+    with sdpa_kernel(list(WITHOUT_CUDNN) if n_query == 1 else several):
         for start in range(0, n_query, QUERY_BLOCK):
             stop = min(start + QUERY_BLOCK, n_query)
             low, high = 0, n_key

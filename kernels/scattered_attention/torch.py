@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.attention import sdpa_kernel
 
-from kvbench.kernels.dense_attention.torch import QUERY_BLOCK, dense_attention, explicit, grouped_sdpa
+from kvbench.kernels.dense_attention.torch import QUERY_BLOCK, WITHOUT_CUDNN, dense_attention, explicit, grouped_sdpa
 
 
 def scattered_attention(
@@ -37,7 +38,8 @@ def scattered_attention(
         block, k, v = query[:, :, start : start + len(part)], keys[:, :, :end], values[:, :, :end]
         mask = torch.arange(end, device=keys.device) <= part[:, None]  # [m, N]
         if softcap is None and sinks is None:
-            blocks.append(grouped_sdpa(block, k, v, mask, scale))
+            with sdpa_kernel(list(WITHOUT_CUDNN)):
+                blocks.append(grouped_sdpa(block, k, v, mask, scale))
         else:
             blocks.append(explicit(block, k, v, mask, scale, softcap, sinks))
     return torch.cat(blocks, dim=2)

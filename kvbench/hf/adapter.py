@@ -95,6 +95,20 @@ def find_output(module: nn.Module, heads: int, width: int) -> Tensor | None:
     return None
 
 
+def project_queries(module: nn.Module, layer: int, hidden: Tensor, width: int) -> Tensor | None:
+    """Queries before rotation that a layer's attention makes of hidden states; None if its projection is not found.
+
+    hidden: [B, T, hidden]. width: of a head. Returns [B, H_q, T, D].
+    """
+    attention = _attentions(module)[layer][1]
+    project = getattr(attention, "q_proj", None)
+    if not isinstance(project, nn.Linear):
+        return None
+    query = project(hidden).unflatten(-1, (-1, width)).transpose(1, 2)
+    norm = getattr(attention, "q_norm", None)
+    return query if norm is None else cast("Tensor", norm(query))
+
+
 AttentionInterface.register(NAME, _attention)
 
 

@@ -29,6 +29,8 @@ TOKENIZERS = (
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 GGUF = ".gguf"
 COMMIT = re.compile(r"[0-9a-f]{40}")
+HUB_SNAPSHOTS = "snapshots"
+"""Folder of the hub's cache that has one subfolder per revision, named after it."""
 
 
 def find_folder(name: str, *, weights: bool = True) -> Path:
@@ -79,6 +81,11 @@ def find_copy(name: str, revision: str | None) -> Path | None:
         return Path(snapshot_download(source, revision=revision, local_files_only=True))
     except Exception:  # noqa: BLE001  # as in _fetch
         return None
+
+
+def find_revision(folder: Path) -> str | None:
+    """The commit of a model's folder in the hub's local cache; None: the folder is elsewhere."""
+    return folder.name if folder.parent.name == HUB_SNAPSHOTS else None
 
 
 def _find_own(name: str) -> Path | None:

@@ -31,6 +31,7 @@ from kvbench.hf.find import (
     check_device,
     check_files,
     find_folder,
+    find_revision,
     hash_model,
     hash_text,
     hash_tokenizer,
@@ -41,9 +42,6 @@ from kvbench.hf.proof import prove, prove_bidirectional, refuse_config
 from kvbench.hf.rope import Rope, max_length
 from kvbench.log import say
 from kvbench.method import ModelKind
-
-HUB_SNAPSHOTS = "snapshots"
-"""Folder of the hub's cache that has one subfolder per revision, named after it."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +198,7 @@ def load_model(
         nn.Module.to(module, torch.device(device))  # transformers' own `to` has no types
     return Model.from_module(
         module, tokenizer, result_id(name), sha256=hash_model(name, folder),
-        revision=folder.name if folder.parent.name == HUB_SNAPSHOTS else None, masking=masking,
+        revision=find_revision(folder), masking=masking,
     )
 
 

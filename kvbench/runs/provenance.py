@@ -33,10 +33,13 @@ HOLDERS = (ast.stmt, ast.excepthandler, ast.match_case)
 """Syntax nodes that can contain an import."""
 
 
-def find_sources(method: type[Method], task: type[Task]) -> Sources:
-    """SHA-256 per component. A file of several components counts for the harness, a kernel file for the kernels."""
-    harness = _follow([RUN])
-    of_method, of_task = (_follow(_modules(x), known=harness) for x in (method, task))
+def find_sources(method: type[Method], task: type[Task], tree: Path | None = None) -> Sources:
+    """SHA-256 per component. A file of several components counts for the harness, a kernel file for the kernels.
+
+    tree: another checkout of kvbench, whose files are read in place of those that run.
+    """
+    harness = _follow([RUN], tree=tree)
+    of_method, of_task = (_follow(_modules(x), known=harness, tree=tree) for x in (method, task))
     kernels = {name: path for name, path in (harness | of_method | of_task).items() if _within(name, KERNELS)}
     return Sources(
         method=_hash(of_method, but=kernels), task=_hash(of_task, but=kernels),
@@ -56,6 +59,11 @@ def hash_own_code(kind: type[Method | Task]) -> str | None:
     return _hash({name: path for name, path in _follow(modules).items() if _root(name) != "kvbench"})
 
 
+def find_files(method: type[Method]) -> list[Path]:
+    """The files of a method and of what it imports from kvbench."""
+    return list(_follow(_modules(method)).values())
+
+
 def find_ops(method: type[Method]) -> set[str]:
     """Names of the kernel operations that a run of this method imports."""
     files = _follow([RUN, *_modules(method)])
@@ -71,7 +79,7 @@ def _modules(cls: type) -> Iterator[str]:
             yield from (name for x in inner if x is not base for name in _modules(x))
 
 
-def _follow(modules: Iterable[str], known: Collection[str] = ()) -> dict[str, Path]:
+def _follow(modules: Iterable[str], known: Collection[str] = (), tree: Path | None = None) -> dict[str, Path]:
     """Files of these modules and of all that they import, within kvbench and the modules' own packages.
 
     kvbench imports only itself and installed packages. Modules in `known` are left out with what they import.
@@ -81,7 +89,9 @@ def _follow(modules: Iterable[str], known: Collection[str] = ()) -> dict[str, Pa
     files: dict[str, Path] = {}
     while queue:
         name = queue.pop()
-        path = None if name in files or name in known or name in IGNORED or _root(name) not in roots else _locate(name)
+        if name in files or name in known or name in IGNORED or _root(name) not in roots:
+            continue
+        path = _locate(name, tree)
         if path is None:
             continue
         files[name] = path
@@ -95,9 +105,11 @@ def _follow(modules: Iterable[str], known: Collection[str] = ()) -> dict[str, Pa
     return files
 
 
-def _locate(name: str) -> Path | None:
+def _locate(name: str, tree: Path | None) -> Path | None:
     """The file of a module; None: no module of that name has a Python file."""
     root, *inner = name.split(".")
+    if tree is not None and root == "kvbench":
+        return _search([str(tree / root)], inner)
     folders, own = _find_top(root)
     if not folders:
         return Path(own) if own and not inner else None

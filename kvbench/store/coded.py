@@ -129,7 +129,7 @@ class CodedKV(LayerKV):
         heads = self._parts("key", 0, 1).popitem()[1].shape[:2].numel()
         size = max(1, BLOCK // (heads * max(self._widths)))
         return [
-            _attend_block(query, *self.decode(low, min(low + size, before)), start + low, options)
+            attend_block(query, *self.decode(low, min(low + size, before)), start + low, options)
             for low in range(first, before, size)
         ]
 
@@ -138,7 +138,7 @@ class CodedKV(LayerKV):
         if not self.first:
             return []
         keys, values = (coder.turn(self.first[kind].float()) for kind, coder in self._coders.items())
-        return [_attend_block(query, keys, values, 0, options)]
+        return [attend_block(query, keys, values, 0, options)]
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that the layer keeps alive."""
@@ -168,7 +168,7 @@ class CodedKV(LayerKV):
         }
 
 
-def _attend_block(query: Tensor, keys: Tensor, values: Tensor, start: int, options: dict[str, Any]) -> Partial:
+def attend_block(query: Tensor, keys: Tensor, values: Tensor, start: int, options: dict[str, Any]) -> Partial:
     """Attention over entries before the queries, from the token `start` on. keys: [B, H_kv, n, W]"""
     heads, count = keys.shape[:2].numel(), keys.shape[2]
     offsets = torch.arange(heads + 1, dtype=torch.int32, device=query.device) * count

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
 
 from kvbench.kernels.dense_attention import dense_attention
-from kvbench.kernels.dense_attention.torch import ONE_QUERY
+from kvbench.kernels.dense_attention.torch import WITHOUT_CUDNN
 from kvbench.step import Step
 from kvbench.store.entries import storage_bytes
 
@@ -33,7 +33,7 @@ def attend_over(step: Step, keys: Tensor, values: Tensor, mask: Tensor | None = 
         raise NotImplementedError("diffusion models with soft caps, sinks or windows are refused at load")
     if mask is None:
         return dense_attention(step.query, keys, values, scale=step.scale, seen=keys.shape[2], causal=False)
-    with sdpa_kernel(list(ONE_QUERY)):
+    with sdpa_kernel(list(WITHOUT_CUDNN)):
         return F.scaled_dot_product_attention(
             step.query, keys, values, attn_mask=mask, scale=step.scale, enable_gqa=step.query.shape[1] != keys.shape[1]
         )

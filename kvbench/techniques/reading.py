@@ -38,6 +38,11 @@ class ReadingMethod(Method):
     def start(self, kv: ChosenKV, step: Step) -> None:
         """Index the context, at its end."""
 
+    def chooses(self, index: int, window: int | None) -> bool:
+        """Whether a layer's tokens choose what they read; those of the others read everything, on the device."""
+        del index
+        return window is None
+
     def extend(self, kv: ChosenKV, step: Step) -> None:
         """Add new entries to the index, where it grows with them."""
 
@@ -56,10 +61,11 @@ class ReadingMethod(Method):
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
         """Resolve the budget; refuse a model of which every layer stays exact (`UserError`)."""
         fitted = super().fit(budget, shape)
-        if not fitted.identity(shape) and all(x.window is not None for x in shape.layers):
+        if not fitted.identity(shape) and not any(self.chooses(i, x.window) for i, x in enumerate(shape.layers)):
+            kept = "sliding-window layers" if self.chooses(0, None) else "the first layer and sliding-window layers"
             raise UserError(
-                f"{self.card.name} keeps sliding-window layers exact, and this model has no others: it would have no "
-                "effect. Use a method that selects in them, such as quest."
+                f"{self.card.name} keeps {kept} exact, and this model has no others: it would have no effect. Use a "
+                "method that selects in them, such as quest."
             )
         return fitted
 
@@ -70,7 +76,8 @@ class ReadingMethod(Method):
 
     def evict(self, kv: LayerKV, step: Step) -> None:
         """Index the context after the attention of its last chunk, so that the prefill is exact."""
-        if not step.moment.compresses or step.window is not None or self.rows is None or self.rows >= step.seen:
+        chooses = step.moment.compresses and self.chooses(step.layer, step.window)
+        if not chooses or self.rows is None or self.rows >= step.seen:
             return
         assert isinstance(kv, ChosenKV)
         self.start(kv, step)
@@ -87,8 +94,9 @@ class ReadingMethod(Method):
         """Bytes of every entry and of the index."""
         if self.identity(shape):
             return shape.full_bytes
+        entries = self.stored_entries(shape)
         return sum(
-            shape.layer_bytes(x) if x.window is not None else self.layer_bytes(i, shape, self.stored_entries(shape))
+            self.layer_bytes(i, shape, entries) if self.chooses(i, x.window) else shape.layer_bytes(x)
             for i, x in enumerate(shape.layers)
         )
 
@@ -114,14 +122,15 @@ class ReadingMethod(Method):
             return 0
         entries = self.stored_entries(shape)
         return sum(super(ReadingMethod, self).layer_bytes(i, shape, entries)
-                   for i, x in enumerate(shape.layers) if x.window is None)
+                   for i, x in enumerate(shape.layers) if self.chooses(i, x.window))
 
     def declared_read_bytes(self, shape: Shape) -> int:
-        """Bytes that a token reads; all bytes of sliding-window layers."""
+        """Bytes that a token reads; all bytes of layers that do not choose."""
         if self.identity(shape):
             return shape.full_bytes
         return sum(
-            shape.layer_bytes(x) if x.window is not None else self.token_bytes(x, shape) for x in shape.layers
+            self.token_bytes(x, shape) if self.chooses(i, x.window) else shape.layer_bytes(x)
+            for i, x in enumerate(shape.layers)
         )
 
     def entry_bytes(self, layer: LayerShape, shape: Shape) -> int:

@@ -31,6 +31,7 @@ class DMS(KVzap):
 
     card: ClassVar[Card] = Card(
         name="dms",
+        version="2",
         title="Inference-Time Hyper-Scaling with KV Cache Compression (Dynamic Memory Sparsification)",
         idea="A threshold decides on every entry, so heads keep unequal numbers. The decision takes effect when the "
         "entry leaves a window, so that the next tokens can still use it, and eviction goes on while decoding.",

@@ -42,6 +42,7 @@ class KVzap(SharedBudgetMethod):
 
     card: ClassVar[Card] = Card(
         name="kvzap",
+        version="2",
         title="KVzap: Fast, Adaptive, and Faithful KV Cache Pruning",
         idea="KVzip's scores need a second pass over the context, but they can be predicted from hidden states. "
         "A small model per layer, trained on them, scores every entry as it arrives.",
@@ -89,6 +90,12 @@ class KVzap(SharedBudgetMethod):
             new = self.predict(step)
             kv.state["predicted"] = torch.cat([kv.state["predicted"], new], -1) if "predicted" in kv.state else new
         return kv.attend(step)
+
+    def evict(self, kv: LayerKV, step: Step) -> None:
+        """Compress, and forget the scores that a layer within its budget did not need."""
+        super().evict(kv, step)
+        if step.moment.compresses:
+            kv.state.pop("predicted", None)
 
     def predict(self, step: Step) -> Tensor:
         """Scores of the new entries. [B, H_kv, T]"""

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import sdpa_kernel
 
 from kvbench.errors import UserError
 from kvbench.hf import Forward
 from kvbench.hf.adapter import attached
+from kvbench.kernels.dense_attention.torch import WITHOUT_CUDNN
 from kvbench.method import Moment, Step
 from kvbench.store import LayerKV
 
@@ -110,9 +112,10 @@ class Drafter(nn.Module):
     @staticmethod
     def _join(out: nn.Linear, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """Attention and its output projection. [B, T, width]"""
-        found = F.scaled_dot_product_attention(
-            query, keys, values, attn_mask=mask, enable_gqa=query.shape[1] != keys.shape[1]
-        )
+        with sdpa_kernel(list(WITHOUT_CUDNN)):
+            found = F.scaled_dot_product_attention(
+                query, keys, values, attn_mask=mask, enable_gqa=query.shape[1] != keys.shape[1]
+            )
         joined: Tensor = out(found.transpose(1, 2).flatten(2))
         return joined
 

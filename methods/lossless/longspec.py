@@ -46,6 +46,7 @@ class LongSpec(Proposed):
 
     card: ClassVar[Card] = Card(
         name="longspec",
+        version="2",
         title="LongSpec: Long-Context Lossless Speculative Decoding with Efficient Drafting and Verification",
         idea="One trained layer drafts: it attends to the last tokens and to the entries of one of the model's layers. "
         "One pass over the full cache verifies, so that the answer is that of the full cache.",

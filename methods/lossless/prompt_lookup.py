@@ -25,6 +25,7 @@ class PromptLookup(Proposed):
 
     card: ClassVar[Card] = Card(
         name="prompt-lookup",
+        version="2",
         title="Prompt lookup decoding",
         idea="The last tokens of the text are looked up in the text before them, and what followed there is the draft. "
         "One pass over the full cache verifies it, so that the answer is that of the full cache.",

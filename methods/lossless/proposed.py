@@ -96,10 +96,6 @@ class DraftedKV(LayerKV):
         """Bytes that drafting and verification read per generated token."""
         return self._per_token(super().read_bytes())
 
-    def distinct_read_bytes(self) -> int:
-        """As `read_bytes`: every entry is read once per pass."""
-        return self._per_token(super().distinct_read_bytes())
-
     def _per_token(self, entries: int) -> int:
         reads = self.passes + self.drafts * self.drafted
         return entries * reads // self.generated if self.generated else entries
@@ -132,6 +128,11 @@ class Proposed(Method):
         """Store the ids where the result says."""
         holder, last = resolution.get("holder"), len(shape.layers) - 1
         return replace(self, holder=holder if isinstance(holder, int) and 0 <= holder <= last else last)
+
+    def least_read_bytes(self, shape: Shape) -> int:
+        """No bound: a round may give any number of tokens, which share its reads."""
+        del shape
+        return 0
 
     def layer(self, index: int) -> LayerKV:
         """A store of every entry, and of the ids in one layer."""

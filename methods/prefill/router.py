@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import sdpa_kernel
 
 from kvbench.hf import Forward
 from kvbench.hf.adapter import attached
+from kvbench.kernels.dense_attention.torch import WITHOUT_CUDNN
 from kvbench.method import Moment, Step
 
 if TYPE_CHECKING:
@@ -72,9 +74,10 @@ def mark_stream(count: int, sinks: int, local: int, device: torch.device | str =
 
 def attend_over(step: Step, mask: Tensor) -> Tensor:
     """Attention of a whole prompt over the entries in a mask [T, T], with gradients. [B, H_q, T, D_v]"""
-    return F.scaled_dot_product_attention(
-        step.query, step.key, step.value, attn_mask=mask, scale=step.scale, enable_gqa=True
-    )
+    with sdpa_kernel(list(WITHOUT_CUDNN)):
+        return F.scaled_dot_product_attention(
+            step.query, step.key, step.value, attn_mask=mask, scale=step.scale, enable_gqa=True
+        )
 
 
 def run_gated(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -41,6 +41,10 @@ class NoContext(Method):
         """Every entry of what is run."""
         del index
         return ReusedKV()
+
+    def skipped_tokens(self, parts: Sequence[int]) -> int:
+        """Those of the documents."""
+        return sum(parts[1:])
 
     def prefill(self, session: Session, chunks: Iterable[Tensor]) -> Tensor:
         """HOW A PROMPT IS RUN: without the documents."""

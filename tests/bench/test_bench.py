@@ -307,24 +307,6 @@ def test_the_reason_for_no_graph(name, graph, reason):
         assert reason in timed.reason
 
 
-@pytest.mark.parametrize("name", ["full", "snapkv", "quest", "kivi"])
-def test_every_call_of_sdpa_names_its_kernels(monkeypatch, name):
-    """Otherwise cuDNN takes it on a GPU, and builds a plan for every new length."""
-    allowed = []
-
-    def attend(*args, **kwargs):
-        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return sdpa(*args, **kwargs)
-
-    monkeypatch.setattr("kvbench.kernels.dense_attention.torch.has_cudnn", lambda query: True)
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
-    job = setting()
-    with open_context(job, fitted(name), LENGTH, 2) as context, open_steps(job, context.session, graph=True) as timed:
-        timed.call()
-    assert allowed and not any(allowed)
-
-
 def test_an_operation_that_writes_in_place_is_compared(monkeypatch):
     """ShadowKV's restored keys: the reference writes into a copy, so a wrong implementation is noticed."""
     def find(package, implementation, name):

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import CellType, FunctionType, GeneratorType, SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -34,21 +29,28 @@ from kvbench.techniques.reading import ReadingMethod
 
 LENGTH, LATER = 96, 24
 METHODS = [x.name for x in list_entries("method") if x.models == "autoregressive"]
-NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 WAITING = {"lserve", "shadowkv", *(x for x in METHODS if issubclass(find_method(x), ReadingMethod))}
 """They wait for their selection, to fetch values from the host or to gather entries."""
-DEVICE = torch.device("cuda:0" if torch.backends.cuda.is_built() else "meta")
+HAS_CUDA = torch.backends.cuda.is_built()
+DEVICE = torch.device("cuda:0" if HAS_CUDA else "meta")
 """A torch without CUDA cannot index fake CUDA tensors; meta tensors that claim to be on a GPU take the same code."""
-MODE = FakeTensorMode(allow_non_fake_inputs=True)
+MODE = FakeTensorMode(allow_non_fake_inputs=True) if HAS_CUDA else nullcontext()
+VALUES_ERROR = (DataDependentOutputException, DynamicOutputShapeException) if HAS_CUDA else RuntimeError
+VALUES_MESSAGE = "" if HAS_CUDA else "meta tensor|Meta tensor|register_meta"
+"""Of operations that need values, which these tensors lack."""
 HOST_CALLS = ("tensor", "as_tensor", "new_tensor", "cuda", "cpu", "item", "tolist", "numpy", "__bool__", "__int__",
               "__float__", "__index__")
 """Functions of torch that copy between host and device."""
+SDPA = "scaled_dot_product_attention"
 FACTORIES = ("arange", "zeros", "ones", "full", "empty", "randperm", "randint", "rand", "randn")
 """Functions that make a tensor on the host unless they are given a device; a single number may stay there."""
 
 
 class HostCalls(TorchFunctionMode):
-    """Records calls that copy between host and device, and tensors made on the host, which are copied later."""
+    """Records calls that copy between host and device, and tensors made on the host, which are copied later.
+
+    Calls of SDPA that may go to cuDNN count too: it builds a plan on the host for every new length.
+    """
 
     def __init__(self):
         super().__init__()
@@ -56,7 +58,7 @@ class HostCalls(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name, options = getattr(func, "__name__", ""), kwargs or {}
-        if name in HOST_CALLS:
+        if name in HOST_CALLS or (name == SDPA and torch.backends.cuda.cudnn_sdp_enabled()):
             self.names.append(name)
         found = func(*args, **options)
         if name in FACTORIES and "device" not in options and found.dim():
@@ -117,7 +119,7 @@ def fake_gpu():
     with (
         mock.patch.object(interpreter.InterpretedFunction, "run"), mock.patch.object(jit.JITFunction, "run"),
         mock.patch.dict(calibration._FOUND, put_on_gpu(calibration._FOUND)),
-        mock.patch.object(FakeTensor, "is_cuda", property(lambda x: x.device == DEVICE), create=True),
+        mock.patch.object(torch.Tensor, "is_cuda", property(lambda x: x.device == DEVICE), create=True),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=132)),
     ):
         yield
@@ -144,7 +146,7 @@ def open_attention_of_step(job, session):
 def list_questions(name):
     """Questions to the host of every captured call of a method under every implementation.
 
-    They are those of later calls, because the first may copy what later ones then find on the GPU.
+    The first call may copy what later ones then find on the GPU, so a call that asks is made again.
     """
     with placed("cpu", torch.bfloat16):
         model = tiny_model()
@@ -153,17 +155,21 @@ def list_questions(name):
     budget = Budget("rows", max(made.minimum_entries(), LENGTH // 4)) if chosen else None
     method, job = made.fit(budget, model.shape(LENGTH)), Setting(model=model, later=LATER)
     found = {}
-    with open_context(job, method, LENGTH, 2) as context, fake_gpu():
+    with open_context(job, method, LENGTH, 1) as context:
         for opener in (open_attention_of_step, open_whole_step)[: 2 if made.graphable is None else 1]:
-            with opener(job, context.session) as timed:
+            with opener(job, context.session) as timed, fake_gpu():
                 call = put_on_gpu(timed)
-            with MODE:
-                call()
-            for kernels in ("torch", "triton"):
-                with using(kernels), MODE, Copies() as copies, HostCalls() as calls:
-                    call()
-                found[opener.__name__, kernels] = calls.names + copies.names
+                for kernels in ("torch", "triton"):
+                    with using(kernels):
+                        found[opener.__name__, kernels] = record_questions(call) and record_questions(call)
     return found
+
+
+def record_questions(call):
+    """Questions to the host of one call."""
+    with MODE, Copies() as copies, HostCalls() as calls:
+        call()
+    return calls.names + copies.names
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -173,7 +179,7 @@ def test_a_captured_call_asks_nothing_of_the_host(name):
     A CUDA graph cannot capture a copy from or to the host: the method would be timed with Python's launches.
     """
     if name in WAITING:
-        with pytest.raises(NEEDS_VALUES):
+        with pytest.raises(VALUES_ERROR, match=VALUES_MESSAGE):
             list_questions(name)
     else:
         found = list_questions(name)
@@ -185,19 +191,20 @@ def test_a_captured_call_asks_nothing_of_the_host(name):
     (lambda query: torch.arange(3), ["arange"]),
     (lambda query: torch.ones(()).expand(3).to(query.device), ["_to_copy.default"]),
     (lambda query: query[..., torch.zeros((), dtype=torch.long).expand(3)], ["index.Tensor"]),
-    (lambda query: query.cpu(), ["cpu", "_to_copy.default"]),
+    (lambda query: query.cpu(), ["cpu", "_to_copy.default"] if HAS_CUDA else None),
+    (lambda query: torch.nn.functional.scaled_dot_product_attention(query, query, query), [SDPA]),
     (lambda query: query.sum().item(), None), (lambda query: bool(query.any()), None),
     (lambda query: query[query > 0], None), (lambda query: torch.zeros(()) + query, []),
 ])
 def test_every_kind_of_question_is_noticed(monkeypatch, fault, found):
-    """A tensor from Python numbers, one made on the host, copies, an index on the host, values and shapes from values.
+    """A tensor from Python numbers, one made on the host, copies, an index on the host, SDPA of any kernel, values.
 
     A single number on the host is no copy.
     """
     attend = Full.attend
     monkeypatch.setattr(Full, "attend", lambda self, kv, step: (fault(step.query), attend(self, kv, step))[1])
     if found is None:
-        with pytest.raises(NEEDS_VALUES):
+        with pytest.raises(VALUES_ERROR, match=VALUES_MESSAGE):
             list_questions("full")
     else:
         questions = list_questions("full")

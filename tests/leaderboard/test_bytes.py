@@ -25,7 +25,7 @@ ORDER = tuple(sorted(((layer, head) for layer in range(6) for head in range(4)),
 def look(method, fitted, budget, monkeypatch, *, stored=None, resolved=None, identity=False, recompress=False):
     """Run the check on one sample with these stored bytes; default: the bytes that the method declares."""
     monkeypatch.setattr(declared, "find_shapes", lambda *_: {GEMMA.length: GEMMA})
-    for name in ("check_entries", "check_reads"):  # test_forgeries.py has cases of them
+    for name in ("check_entries", "check_reads", "_check_end"):  # test_forgeries.py has cases of them
         monkeypatch.setattr(declared, name, lambda *_, **__: None)
     line = SimpleNamespace(
         turn=0, index=0, denoising=None, tokens=SimpleNamespace(context=GEMMA.length, query=0, generated=0),
@@ -41,7 +41,7 @@ def look(method, fitted, budget, monkeypatch, *, stored=None, resolved=None, ide
     )
     found = to_jsonable_python(fitted.resolution) if resolved is None else resolved
     result = SimpleNamespace(budget=SimpleNamespace(resolved=found))
-    made = [(None, SimpleNamespace(turns=[SimpleNamespace(answer=())]))]
+    made = [(None, SimpleNamespace(turns=[SimpleNamespace(answer=())], parts=()))]
     return declared.check_bytes(SimpleNamespace(spec=spec), method, result, [line], made, None)
 
 

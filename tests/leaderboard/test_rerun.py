@@ -23,7 +23,7 @@ from kvbench.leaderboard.verification.verify import verify
 from kvbench.registry import find_method
 from kvbench.runs.progress import show_progress
 
-from .conftest import edit, edit_spec, on_gpu
+from .conftest import edit, edit_spec, make_run, on_gpu
 
 SECRET = "correct horse battery staple"
 
@@ -114,7 +114,6 @@ def move_entries(first, second, *rest):
 
 @pytest.mark.few
 @pytest.mark.parametrize(("change", "name"), [
-    (change_bytes(read_bytes_per_step=1.1), "bytes.read_bytes_per_step"),
     (change_bytes(end_bytes=0.9), "bytes.end_bytes"),
     (change_bytes(peak_bytes=0.9), "bytes.peak_bytes"),
     (lambda x: {"effect": x.effect.model_copy(update={"entries_kept": move_entries(*x.effect.entries_kept)})},
@@ -129,6 +128,36 @@ def test_other_measurements_than_the_reruns_are_refused(snapkv, verify_with, cha
     assert verify_with(files).level == "L0"
     record = verify_with(files, 1.0)
     assert record.level is None and name in record.checks[-1].reason
+
+
+def test_another_chunk_size_shows_in_the_peak(snapkv, verify_with):
+    """L0 cannot know it: a run in chunks has all entries of all layers before any layer is compressed."""
+    files = edit_spec(snapkv.files, lambda x: x.update(chunk=64))
+    assert verify_with(files).level == "L0"
+    record = verify_with(files, 0.5)
+    assert record.level is None and "its bytes.peak_bytes is" in record.checks[-1].reason
+
+
+@pytest.mark.parametrize(("method", "options", "change", "name"), [
+    ("prompt-lookup", {}, lambda x: {"lossless": x.lossless.model_copy(update={"drafted": x.lossless.drafted - 5})},
+     "lossless.drafted"),
+    ("cacheblend", {"task": "reuse-order", "length": 512},
+     lambda x: {"reuse": x.reuse.model_copy(update={"hits": x.reuse.hits + 9})}, "reuse.hits"),
+])
+def test_records_of_drafts_and_reuse_are_compared(verify_with, tmp_path, method, options, change, name):
+    done = make_run(tmp_path, method, samples=1, turns=1, mode="single", visibility=None, **options)
+    assert verify_with(done.files, 1.0).level == "L2"
+    record = verify_with(done.with_lines(lambda _, x: x.model_copy(update=change(x))), 1.0)
+    assert record.level is None and f"its {name} is" in record.checks[-1].reason
+
+
+def test_a_trained_part_that_differs_is_named(verify_with, tmp_path):
+    """L0 knows the part by its hash only; the answers and scores that count are those of the verifier's part."""
+    done = make_run(tmp_path, "longspec", samples=1, turns=1, mode="single", visibility=None)
+    assert verify_with(done.files, 1.0).rerun.differs == ()
+    forged = edit(done.files, RESULT, lambda x: x["budget"]["resolved"].update(trained_on="nothing"))
+    record = verify_with(forged, 1.0)
+    assert (record.level, record.rerun.differs) == ("L2", ("budget.resolved.trained_on",))
 
 
 @pytest.mark.slow

@@ -22,9 +22,9 @@ from .conftest import as_own_method, edit, edit_spec, make_run, on_gpu
 
 def test_an_honest_run_reaches_l0(snapkv, check):
     assert check(snapkv.files) == {
-        "files": "ok", "split": "ok", "machine": "ok", "measurements": "ok", "method": "ok", "model": "ok",
-        "prompts": "ok", "answers": "ok", "scores": "ok", "summary": "ok", "bytes": "ok", "baseline": "flag",
-        "copies": "ok",
+        "files": "ok", "split": "ok", "machine": "ok", "measurements": "ok", "method": "ok", "code": "ok",
+        "model": "ok", "prompts": "ok", "answers": "ok", "scores": "ok", "summary": "ok", "bytes": "ok",
+        "baseline": "flag", "copies": "ok",
         "level": "L0", "refused": "",
     }
 
@@ -142,21 +142,17 @@ def test_a_result_that_contradicts_its_journal_is_refused(snapkv, check, name):
     assert found["refused"].startswith(f"summary: its {name}.")
 
 
-def test_summed_distinct_codes_are_flagged(snapkv, check):
+def test_summed_distinct_codes_are_flagged(check, tmp_path):
     """Old results sum them over samples, new ones take the maximum; other numbers are refused."""
-    def code(_, line):
-        facts = {**line.effect.facts, "distinct_codes": 4}
-        effect = line.effect.model_copy(update={"facts": facts, "maxima": ("distinct_codes",)})
-        return line.model_copy(update={"effect": effect})
-
-    files = snapkv.with_lines(code)
-    assert "facts" not in check(files)
+    done = make_run(tmp_path, "full-int8", samples=2)
+    codes = [x.effect.facts["distinct_codes"] for x in done.bundle.lines if x.turn == 1]
+    assert "facts" not in check(done.files)
     old, wrong = (
-        check(edit(files, RESULT, lambda x, count=count: x["effect"]["facts"].update(distinct_codes=count)))
-        for count in (16, 7)
+        check(edit(done.files, RESULT, lambda x, count=count: x["effect"]["facts"].update(distinct_codes=count)))
+        for count in (sum(codes), 7)
     )
     assert (old["facts"], old["level"]) == ("flag", "L0")
-    assert wrong["refused"] == "summary: its effect.facts.distinct_codes is 7, its journal gives 4"
+    assert wrong["refused"] == f"summary: its effect.facts.distinct_codes is 7, its journal gives {max(codes)}"
 
 
 def test_a_changed_run_id_is_refused(snapkv, check):

@@ -179,7 +179,7 @@ def test_stores_with_forged_fields_are_refused(kind, tmp_path):
             try:
                 session = Session.load(file, model, method)
             except UserError as error:
-                assert "is no session that kvbench saved" in str(error)  # noqa: PT017  # some load without effect
+                assert "is no session that kvbench saved" in str(error)  # noqa: PT017  # some are without effect
                 refused.add(name)
             else:
                 with session:

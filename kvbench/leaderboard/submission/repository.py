@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -18,8 +18,11 @@ from kvbench.leaderboard.verification.answers import LOGPROBS
 from kvbench.leaderboard.verification.lookup import is_known_full
 from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, refuse
 from kvbench.log import say
-from kvbench.runs.journal import Times
+from kvbench.registry import find_task
+from kvbench.runs.journal import Agreement, Times
 
+References = Mapping[tuple[int, int], Sequence[int]]
+"""Token ids of the reference answers, by sample and turn."""
 MIN_SHARED_ERRORS = 10
 """Fewer common wrong answers prove nothing."""
 SHARED_ERRORS = 0.95
@@ -77,6 +80,8 @@ class JournalFingerprint:
     """
     times: frozenset[str]
     """Hash of each sample's times; no two runs share one."""
+    answers: Mapping[tuple[int, int], Sequence[int]]
+    """The token ids of each generated answer, by sample and turn."""
     speeds: tuple[Mapping[tuple[int, int], float], ...]
     """Logarithms of the seconds per decode step, and of those to the first token, by sample and turn."""
 
@@ -99,6 +104,7 @@ class JournalFingerprint:
                 for x in bundle.lines if x.score is not None and x.score != best
             },
             times=frozenset(_hash([x.model_dump() for x in times]) for times in samples.values()),
+            answers={(x.index, x.turn): x.ids for x in bundle.lines if x.stop_reason != "choice"},
             speeds=(steps, firsts),
         )
 
@@ -148,6 +154,28 @@ class Repository:
         apart = "" if best.protocol == identity.protocol else ", on another machine, so times are not comparable"
         return ok("baseline", f"{best}{apart}")
 
+    def check_agreement(self, bundle: Bundle, references: References) -> Check | None:
+        """Flag an agreement that contradicts the answers of the full cache on the same machine; None: no contradiction.
+
+        references: the tokens of the reference answers, on which agreement is measured. As long as both answers are the
+        reference's, their tokens are the top-1 tokens of both; their first other tokens are, too.
+        """
+        spec, protocol = bundle.spec, name_protocol(bundle.result)
+        path = next((path for path, x in self._runs.items() if x.full and x.protocol == protocol), None)
+        if path is None or spec.history != "reference" or find_task(spec.task.name).nonempty:
+            return None
+        full = self._read(path).answers
+        wrong = [
+            place for x in bundle.lines if x.agreement is not None and (place := (x.index, x.turn)) in full
+            and not _is_possible(x.agreement, x.ids, full[place], references[place])
+        ]
+        if not wrong:
+            return None
+        return flag(
+            "agreement", f"{len(wrong)} of its agreements, the first in sample {wrong[0][0]} turn {wrong[0][1]}, "
+            f"contradict its answers and those of {self._runs[path]} on the same machine"
+        )
+
     def check_copies(self, bundle: Bundle) -> Check:
         """Refuse a run with the times of another; flag one with its wrong answers, or with times too much like its."""
         identity, fingerprint = RunIdentity.of(bundle), JournalFingerprint.of(bundle)
@@ -183,8 +211,20 @@ class Repository:
                 self._fingerprints[path] = JournalFingerprint.of(open_bundle(read_files(path)))
             except RefusedError as error:
                 say(f"{path} is ignored: {error}.")
-                self._fingerprints[path] = JournalFingerprint({}, frozenset(), ({}, {}))
+                self._fingerprints[path] = JournalFingerprint({}, frozenset(), {}, ({}, {}))
         return self._fingerprints[path]
+
+
+def _is_possible(found: Agreement, ours: Sequence[int], full: Sequence[int], reference: Sequence[int]) -> bool:
+    """Whether two answers can have this top-1 agreement on a reference answer."""
+    same = 0
+    for one, other, wanted in zip(ours, full, reference, strict=False):
+        if one != other:
+            return same <= round(found.top1 * found.n) < found.n
+        same += 1
+        if one != wanted:
+            break
+    return same <= round(found.top1 * found.n)
 
 
 def _hash(document: object) -> str:

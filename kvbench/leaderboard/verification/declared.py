@@ -18,9 +18,12 @@ from kvbench.method import Method
 from kvbench.runs.examples import Made
 from kvbench.runs.journal import CacheBytes, Effect, Line, TokenCounts
 from kvbench.runs.results import Result
+from kvbench.task import Encoded
 
 DROPPED = "entries_dropped"
 """The counter of every store; any other counter above 0 shows that entries may take fewer bytes, or be read less."""
+REUSED = "entries_reused"
+"""The counter of entries that were taken over from another prompt."""
 ROUNDING = 1e-6
 
 
@@ -67,11 +70,12 @@ def check_bytes(
     undeclared: UndeclaredError | None = None
     more = 0
     fitted = {length: _fit(replay, method, result, shape) for length, shape in shapes.items()}
+    run = {x.index: find_run_shape(method, shapes[x.context], made[x.index][1]) for x in first}
     for x in first:
-        shape, bound = shapes[x.context], fitted[x.context]
+        shape, bound = run[x.index], fitted[x.context]
         stored = x.bytes.stored_bytes, x.bytes.host_bytes, x.bytes.file_bytes
         with refusing_errors("bytes", f"the bytes that {spec.method.name} declares"):
-            identity = bound.identity(shape)
+            identity = bound.identity(shape) and not (bound.reads_parts and _mixes_prompts(x.effect))
             try:
                 declared = tuple(
                     f(shape) for f in (bound.declared_bytes, bound.declared_host_bytes, bound.declared_file_bytes)
@@ -87,10 +91,11 @@ def check_bytes(
             )
         if identity != x.effect.identity:
             raise RefusedError("bytes", f"{x.name}: its journal has identity {x.effect.identity}, not {identity}")
-        check_entries(x, bound, shape)
+        check_entries(x, bound, shapes[x.context], shape)
     for x in turns:
         if undeclared is None:
-            check_reads(x, fitted[x.context], shapes[x.context], recompress=spec.recompress)
+            check_reads(x, fitted[x.context], run[x.index], recompress=spec.recompress)
+        _check_end(x, run[x.index])
     known = {x.name for x in fields(method) if x.metadata.get("resolved")}
     if strange := sorted(result.budget.resolved.keys() - known):
         raise RefusedError("bytes", f"its budget resolves {quote(strange[0])}, which {spec.method.name} does not have")
@@ -134,8 +139,20 @@ def _fit(replay: Replay, method: Method, result: Result, shape: Shape) -> Method
     return fit_budget(bound, replay.spec, shape)
 
 
-def check_entries(x: AnsweredTurn, method: Method, shape: Shape) -> None:
+def find_run_shape(method: Method, shape: Shape, encoded: Encoded) -> Shape:
+    """The shape of the part of a context that the method runs: all of it, unless it leaves out documents."""
+    return replace(shape, length=shape.length - method.skipped_tokens([len(x) for x in encoded.parts]))
+
+
+def _mixes_prompts(found: Effect) -> bool:
+    """Whether entries are not those of a prefill of the whole prompt."""
+    return any(found.facts.get(x, 0) for x in (REUSED, DROPPED))
+
+
+def check_entries(x: AnsweredTurn, method: Method, shape: Shape, run: Shape) -> None:
     """Compare the entries that a turn keeps of its context with the model's layers, the budget, and the counters.
+
+    run: the shape of the part of the context that is run.
 
     Raises:
         RefusedError: they contradict each other.
@@ -150,7 +167,7 @@ def check_entries(x: AnsweredTurn, method: Method, shape: Shape) -> None:
     for i, (n, most) in enumerate(zip(kept, held, strict=True)):
         if n > most + ROUNDING:
             raise refuse(f"layer {i} keeps {n:g} entries of {most}")
-    budgets = _budget_entries(method, shape)
+    budgets = _budget_entries(method, run)
     if budgets is not None and abs(sum(kept) - sum(budgets)) > ROUNDING * sum(held):
         raise refuse(f"its layers keep {sum(kept):g} entries per KV head in all, at this budget {sum(budgets)}")
     heads = [layer.kv_heads for layer in shape.layers]
@@ -196,7 +213,6 @@ def check_reads(x: AnsweredTurn, method: Method, shape: Shape, *, recompress: bo
         raise RefusedError(
             "bytes", f"{x.name}: a step reads {read} bytes, and the method reads at least {least} of its context"
         )
-    _check_end(x, shape)
 
 
 def _packed_bytes(method: Method, shape: Shape, kept: Sequence[int], after: int) -> int:
@@ -217,15 +233,18 @@ def _budget_entries(method: Method, shape: Shape) -> list[int] | None:
 
 
 def _check_end(x: AnsweredTurn, shape: Shape) -> None:
-    """Refuse bytes at the end of a turn, and of the full cache there, that the number of tokens rules out."""
+    """Refuse bytes at the end of a turn, and of the full cache there, that the number of tokens rules out.
+
+    shape: of the tokens that are run, which the ledger counts as the conversation.
+    """
     size = x.bytes
     longest = size.full_bytes + x.after * replace(shape, length=1).full_bytes
     sharing = max(layer.query_heads / layer.kv_heads for layer in shape.layers)  # query heads that may read one entry
     once = math.floor(size.read_bytes_per_step / sharing) - len(shape.layers)
     limits = {
-        "end_stored_bytes": (0, size.end_bytes), "end_full_bytes": (size.full_bytes, longest),
+        "end_stored_bytes": (0, size.end_bytes), "end_full_bytes": (shape.full_bytes, longest),
         "distinct_read_bytes_per_step": (once, size.read_bytes_per_step),
-        "full_read_bytes_per_step": (size.full_bytes if x.steps else 0, size.end_full_bytes or longest),
+        "full_read_bytes_per_step": (shape.full_bytes if x.steps else 0, size.end_full_bytes or longest),
     }
     for name, (least, most) in limits.items():
         found = getattr(size, name)

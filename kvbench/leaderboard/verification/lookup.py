@@ -74,7 +74,7 @@ def check_method_name(name: str) -> None:
     if not name or not name.isascii() or not name.isprintable() or name != name.strip():
         raise RefusedError("method", f"its name {quote(name)} is not printable ASCII")
     for known in _names("method"):
-        if any(part != known and _skeleton(part) == _skeleton(known) for part in name.split("+")):
+        if any(part != known and skeleton(part) == skeleton(known) for part in name.split("+")):
             raise RefusedError("method", f"its name {quote(name)} can be taken for the registered method {known}")
 
 
@@ -226,7 +226,7 @@ def check_model(spec: RunSpec, card: Card, folder: Path) -> tuple[ModelSize, Che
     Raises:
         RefusedError: other number of parameters, a method for the other kind of model, or more tokens than it supports.
     """
-    from kvbench.hf.find import hash_model
+    from kvbench.hf.find import find_revision, hash_model
 
     stated = spec.model
     if card.models != stated.kind:
@@ -239,6 +239,10 @@ def check_model(spec: RunSpec, card: Card, folder: Path) -> tuple[ModelSize, Che
         raise RefusedError(
             "model", f"{stated.id} supports {size.max_length} tokens, and its contexts and turns need {longest}"
         )
+    if stated.revision != (revision := find_revision(folder)):
+        raise RefusedError(
+            "model", f"its revision is {quote(stated.revision)}, that of {stated.id} is {quote(revision)}"
+        )
     if not any(folder.glob("*.safetensors")) and not stated.id.startswith("random:"):
         return size, flag("model", f"the weights of {stated.id} are not on this machine: not compared")
     found = hash_model(stated.id, folder)
@@ -248,7 +252,7 @@ def check_model(spec: RunSpec, card: Card, folder: Path) -> tuple[ModelSize, Che
     return size, ok("model", f"{stated.id} with the run's weights is on this machine")
 
 
-def _skeleton(name: str) -> str:
+def skeleton(name: str) -> str:
     """The name without case and punctuation, look-alikes as one character."""
     text = "".join(x for x in name.lower() if x.isalnum()).translate(LOOKALIKES)
     for pair, one in PAIRS.items():

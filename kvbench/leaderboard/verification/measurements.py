@@ -14,6 +14,8 @@ TOLERANCE = 0.02
 """Relative difference of bytes, entries and steps: a method may select slightly other entries on another machine."""
 FACT_TOLERANCE = (0.05, 2.0)
 """Relative and absolute difference of the stores' counters, some of which are small numbers."""
+COUNTS = ("effect.facts.", "lossless.", "reuse.")
+"""Names of numbers that this applies to."""
 MEAN_TOLERANCE = (0.1, 0.02)
 """Relative and absolute difference of means over answers: agreement, and the baselines of a diffusion run."""
 AT_COMPRESSION = {
@@ -24,6 +26,8 @@ AT_COMPRESSION = {
 AFTER_ANSWER: dict[str, Any] = {
     "tokens": True, "bytes": True, "effect": {"identity", "acted", "entries_seen", "entries_kept", "facts"},
     "denoising": {"response_length", "steps", "block", "nfe", "computed_tokens", "sequence_length", "committed_tokens"},
+    "lossless": {"rounds", "drafted", "accepted", "reloaded_bytes"},
+    "reuse": {"tokens", "computed", "reused", "hits", "misses", "mismatched", "refused", "chunk_bytes", "moved_bytes"},
 }
 """Comparable where the answers of the sample are equal up to this turn."""
 LATER = {
@@ -106,7 +110,7 @@ def _list_differences(stated: object, found: object, name: str = "") -> Iterator
         if stated != found:
             yield name, stated, found
     elif isinstance(stated, int | float) and isinstance(found, int | float):
-        relative, absolute = FACT_TOLERANCE if name.startswith("effect.facts.") else (TOLERANCE, 0.0)
+        relative, absolute = FACT_TOLERANCE if name.startswith(COUNTS) else (TOLERANCE, 0.0)
         if not math.isclose(stated, found, rel_tol=relative, abs_tol=absolute):
             yield name, stated, found
     elif stated != found:

@@ -5,8 +5,9 @@ Every rule holds by the way in which kvbench measures, so it has no tolerance ot
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from kvbench.leaderboard.submission.records import Check
 from kvbench.leaderboard.verification.outcome import RefusedError, ok, quote
@@ -18,6 +19,7 @@ from kvbench.runs.journal import (
     Effect,
     Line,
     LosslessLine,
+    ReuseLine,
     Times,
     TokenCounts,
 )
@@ -58,7 +60,13 @@ def _list_impossible(spec: RunSpec, x: Line) -> Iterator[str]:
     elif x.batch is not None and (x.batch.different or 0) > (x.batch.tokens or 0):
         yield f"{x.batch.different} of {x.batch.tokens} tokens differ from those of single answers"
     if x.lossless is not None:
-        yield from _list_wrong_drafts(spec, x.lossless, x.tokens)
+        yield from _list_wrong_drafts(spec, x, x.lossless, x.tokens)
+    elif spec.method.family == "lossless" and x.stop_reason != "choice":
+        yield "no record of drafts, and a method that drafts"
+    if (x.reuse is not None) is not (spec.method.family == "reuse" and x.turn == 0):
+        yield f"{'no' if x.reuse is None else 'a'} record of reuse in a run of family {spec.method.family}"
+    elif x.reuse is not None:
+        yield from _list_wrong_reuse(x.reuse, x.tokens, x.effect, x.times)
     yield from _list_wrong_counters(x.effect)
     if x.agreement is not None:
         yield from _list_wrong_agreement(x.agreement)
@@ -96,14 +104,50 @@ def _list_wrong_kernels(spec: RunSpec, x: Line) -> Iterator[str]:
             yield f"{label} ran as {implementation}, and its kernels are {spec.kernels}"
 
 
-def _list_wrong_drafts(spec: RunSpec, found: LosslessLine, tokens: TokenCounts) -> Iterator[str]:
-    """A round gives the accepted tokens and one more; the first token comes from the prompt."""
+def _list_wrong_drafts(spec: RunSpec, x: Line, found: LosslessLine, tokens: TokenCounts) -> Iterator[str]:
+    """A round gives the accepted tokens and one more; the first token comes from the prompt.
+
+    Plain decoding is a part of the turn, and as fast as a forward pass per token at most.
+    """
     if spec.method.family != "lossless":
         yield f"a record of drafts, and a method of family {spec.method.family}"
     if found.accepted > found.drafted or found.different > 2 * tokens.generated:
         yield f"{found.accepted} of {found.drafted} drafted tokens accepted, {found.different} different"
     if tokens.generated != 1 + found.rounds + found.accepted:
         yield f"{found.rounds} rounds with {found.accepted} accepted tokens do not give {tokens.generated} tokens"
+    most = spec.method.settings.get("draft_length")
+    if isinstance(most, int) and found.drafted > found.rounds * most:
+        yield f"{found.rounds} rounds of at most {most} drafted tokens have {found.drafted}"
+    if found.reloaded_bytes and x.bytes is not None and not x.bytes.off_device_bytes:
+        yield f"it reloads {found.reloaded_bytes} bytes from a host that stores nothing"
+    rest = x.seconds - (0.0 if x.times is None else x.times.ttft_s + x.times.decode_s)
+    if not tokens.generated * LEAST_PASS_S <= found.plain_s <= rest + ROUNDING:
+        yield f"plain decoding of {tokens.generated} tokens took {found.plain_s:g} s of {rest:g} s that are left"
+
+
+def _list_wrong_reuse(
+    found: ReuseLine, tokens: TokenCounts, effect: Effect, times: Times | None
+) -> Iterator[str]:
+    """Every token is taken over, computed or left out; chunks are made in the prefill."""
+    layers = len(effect.entries_kept)
+    if found.tokens != tokens.context * layers:
+        yield f"it reuses {found.tokens} tokens of {layers} layers of {tokens.context}"
+    for name, value, counter in (
+        ("reused", found.reused, "entries_reused"), ("computed", found.computed, "tokens_computed"),
+    ):
+        if value != effect.facts.get(counter, 0):
+            yield f"it has {value} tokens {name}, and {effect.facts.get(counter, 0)} {counter}"
+    known = found.reused + found.computed + effect.facts.get("entries_dropped", 0)
+    if found.computed < layers:
+        yield f"it computes {found.computed} tokens in {layers} layers, and the prompt's last token is always computed"
+    if found.reused > found.tokens or known < found.tokens:
+        yield f"{found.reused} tokens reused and {found.computed} computed are not {found.tokens}"
+    if found.mismatched > found.misses or (found.reused and not found.moved_bytes * (found.hits + found.misses)):
+        yield f"{found.reused} tokens of {found.hits} hits and {found.misses} misses moved {found.moved_bytes} bytes"
+    if found.build_s < found.misses * LEAST_PASS_S:
+        yield f"{found.misses} chunks were computed in {found.build_s:g} s"
+    if times is not None and times.prefill_s is not None and found.build_s > times.prefill_s + ROUNDING:
+        yield f"its chunks took {found.build_s:g} s of a prefill of {times.prefill_s:g} s"
 
 
 def _list_wrong_counters(found: Effect) -> Iterator[str]:
@@ -161,8 +205,14 @@ def _list_wrong_denoising(
         yield f"it computes {found.computed_tokens:g} of {found.sequence_length} tokens per step"
     if effect.entries_seen != found.sequence_length or effect.entries_kept != (found.computed_tokens,):
         yield f"its effect check counts {effect.entries_kept} of {effect.entries_seen} tokens"
-    if found.nfe < 1 or (found.steps is not None and found.nfe > found.steps):
+    most = math.inf if found.steps is None else found.steps + math.ceil(found.response_length / max(1, found.block))
+    if not 1 <= found.nfe <= most:  # a block may begin with a pass that denoises nothing
         yield f"{found.nfe} forward passes in {found.steps} denoising steps"
+    if found.steps is not None:
+        yield from _list_wrong_passes(found, found.steps, effect.facts)
+    skipped = effect.facts.get("tokens_skipped", 0)
+    if x.turn == 0 and abs(skipped - _count_skipped(found)) > 1:
+        yield f"it counts {skipped} tokens as skipped, its passes {_count_skipped(found):.0f}"
     if (size.spare_bytes, size.host_bytes) != (0, 0) or not size.stored_bytes == size.end_bytes == size.peak_bytes:
         yield "its stored bytes are not its peak, as for every diffusion run"
     timed = [("the answer", times.decode_s, found.nfe)]
@@ -177,3 +227,20 @@ def _list_wrong_denoising(
         yield "a diffusion model has no prefill and one time per answer"
     if (least := sum(seconds for _, seconds, _ in timed)) > x.seconds + ROUNDING:
         yield f"its turn took {x.seconds:g} s, its answers {least:g} s"
+
+
+def _list_wrong_passes(found: DenoisingLine, steps: int, facts: Mapping[str, int]) -> Iterator[str]:
+    """The schedule commits an equal share of a block per pass, and the policy may commit some tokens early."""
+    blocks = math.ceil(found.response_length / max(1, found.block))
+    share = math.ceil(found.block / max(1, steps // blocks))
+    if found.nfe * share + facts.get("tokens_early", 0) < found.response_length:
+        yield f"{found.nfe} forward passes of {share} tokens do not give {found.response_length}, few of them early"
+    for name, plain in found.baselines.items():
+        least = found.response_length / (2 * share if name == "half-steps" else share)
+        if not math.floor(least) <= plain.nfe <= steps:
+            yield f"baseline {name} took {plain.nfe} forward passes for {found.response_length} tokens in {steps} steps"
+
+
+def _count_skipped(found: DenoisingLine) -> float:
+    """Tokens that the passes of the first answer did not compute."""
+    return found.nfe * (found.sequence_length - found.computed_tokens)

@@ -18,6 +18,10 @@ from kvbench.runs.summary import find_machines
 FIRST_COMMIT = datetime(2026, 11, 21, tzinfo=UTC)
 """Day of kvbench's first commit: no run is older."""
 OLDEST_PYTHON = (3, 11)
+OLDEST_TRITON = (3, 6)
+"""The oldest that kvbench's kernels are made for."""
+TRITON = "3.9.0"
+"""The latest known release, for verifiers without it."""
 VERSION = re.compile(r"(\d{1,9})\.(\d{1,9})(?:\.(\d{1,9}))?(?:[.+-]?[0-9A-Za-z]+)*")
 COMMIT, SHA256, TEMPLATE = (re.compile(f"[0-9a-f]{{{n}}}") for n in (40, 64, 16))
 
@@ -26,15 +30,14 @@ def check_machine(result: Result, lines: Sequence[Line], manifest: Manifest | No
     """Check versions, commit, hashes, device and dates."""
     place, spec = result.environment, result.spec
     for reasons in (
-        _list_wrong_hashes(spec, place), _list_wrong_versions(spec, place), _list_wrong_hardware(spec, place, lines),
-        _list_wrong_dates(place, lines, manifest, now),
+        _list_wrong_hashes(spec, place), _list_wrong_versions(spec, place, lines),
+        _list_wrong_hardware(spec, place, lines), _list_wrong_dates(place, lines, manifest, now),
     ):
         if (reason := next(reasons, None)) is not None:
             return refuse("machine", reason)
     where = place.cpu if place.gpu is None else place.gpu
-    later = [
-        f"{name} {stated}" for name, stated, here in _list_packages(spec) if _read_version(stated) > _read_version(here)
-    ]
+    packages = _list_packages(spec, place)
+    later = [f"{name} {stated}" for name, stated, here in packages if _read_version(stated) > _read_version(here)]
     if later:
         return flag("machine", f"{' and '.join(later)} on {where}: later than the verifier's")
     if manifest is not None and not find_machines(lines):
@@ -65,14 +68,13 @@ def _list_wrong_hashes(spec: RunSpec, place: Environment) -> Iterator[str]:
         yield f"it ran uncommitted code on top of commit {place.git.commit}: commit, and run it again"
 
 
-def _list_packages(spec: RunSpec) -> list[tuple[str, str, str]]:
+def _list_packages(spec: RunSpec, place: Environment) -> list[tuple[str, str, str]]:
     """Name, version in the run and version here of the packages that may be later than the verifier's."""
-    return [
-        (name, getattr(spec.versions, name), find_version(name) or "0.0") for name in ("torch", "transformers")
-    ]
+    found = [(name, getattr(spec.versions, name), find_version(name) or "0.0") for name in ("torch", "transformers")]
+    return found if place.triton is None else [*found, ("triton", place.triton, find_version("triton") or TRITON)]
 
 
-def _list_wrong_versions(spec: RunSpec, place: Environment) -> Iterator[str]:
+def _list_wrong_versions(spec: RunSpec, place: Environment, lines: Sequence[Line]) -> Iterator[str]:
     versions = spec.versions
     if (place.kvbench, place.torch, place.transformers) != (versions.kvbench, versions.torch, versions.transformers):
         yield "the versions in its environment differ from its spec"
@@ -85,7 +87,11 @@ def _list_wrong_versions(spec: RunSpec, place: Environment) -> Iterator[str]:
         yield f"it ran on Python {quote(place.python)}, on which kvbench does not run"
     if _read_version(versions.kvbench) > _read_version(__version__):
         yield f"kvbench {quote(versions.kvbench)} is later than the verifier's, {__version__}"
-    for name, value, here in _list_packages(spec):
+    if place.triton is not None and _read_version(place.triton) < OLDEST_TRITON:
+        yield f"triton {quote(place.triton)} is older than any with which kvbench runs"
+    if place.triton is None and (spec.kernels == "triton" or any("triton" in x.kernels.values() for x in lines)):
+        yield "operations ran in Triton, and its environment has no triton"
+    for name, value, here in _list_packages(spec, place):
         if _read_version(value)[0] > _read_version(here)[0]:
             yield f"{name} {quote(value)} is not known: the verifier has {here}"
 

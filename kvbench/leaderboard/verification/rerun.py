@@ -68,6 +68,7 @@ def rerun(
         ),
         differs=differs, cpu=cpu_name(), gpu=_gpu(job),
     )
+    found = found.model_copy(update={"differs": (*found.differs, *_list_other_parts(bundle, job))})
     failed = [sum(x.error is not None for x in some) for some in (submitted, lines)]
     sign = 1 if job.scorer.higher_is_better else -1
     checks = [_check_agreement(found, failed, *count_divergences(pairs), _list_score_gains(pairs, sign))]
@@ -79,6 +80,14 @@ def rerun(
     kept = [x for x in bundle.lines if x.index not in wanted]
     merged = sorted([*kept, *lines], key=lambda x: (x.index, x.turn))
     return found, score_lines(job.scorer, merged, lambda x: x.score), checks
+
+
+def _list_other_parts(bundle: Bundle, job: Job) -> list[str]:
+    """Resolved texts that differ here, such as the hash of a trained part and the data that it was trained on."""
+    return [
+        f"budget.resolved.{name}" for name, value in bundle.result.budget.resolved.items()
+        if isinstance(value, str) and value != job.resolution.get(name)
+    ]
 
 
 def _count_same(submitted: Line, ours: Line) -> tuple[int, int]:

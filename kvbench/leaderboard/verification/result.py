@@ -48,9 +48,16 @@ def check_summary(replay: Replay, result: Result, lines: Sequence[Line]) -> tupl
         checks.append(flag("facts", "its effect sums distinct codes over samples, as old versions of kvbench did"))
     if result.agreement is None and result.n_failed == 0 and _compares(replay):
         checks.append(flag("agreement", "it has no agreement with the full cache, which did not fit, as it says"))
+    if replay.spec.method.family != "lossless" and any(_is_exact_copy(x) for x in lines):
+        checks.append(flag("agreement", "a KL divergence of exactly 0, where entries were changed"))
     if result.kernels.ops and not noted:
         checks.append(flag("kernels", "the kernels are those that its result names: its journal does not record any"))
     return score_lines(replay.scorer, lines, lambda x: x.score), checks
+
+
+def _is_exact_copy(x: Line) -> bool:
+    """Whether its logits are said to be those of the full cache, to the last bit, although the method acted."""
+    return x.agreement is not None and x.agreement.kl == 0 and x.effect is not None and x.effect.acted
 
 
 def _compares(replay: Replay) -> bool:

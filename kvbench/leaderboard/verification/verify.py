@@ -12,9 +12,11 @@ from kvbench import __version__
 from kvbench.leaderboard.submission.archive import read_files
 from kvbench.leaderboard.submission.bundle import Bundle, open_bundle
 from kvbench.leaderboard.submission.records import Check, FreshSeedResult, Level, RerunResult, Verification
-from kvbench.leaderboard.submission.repository import Repository
+from kvbench.leaderboard.submission.repository import References, Repository
 from kvbench.leaderboard.submission.seal import is_curated
 from kvbench.leaderboard.verification.answers import LOGPROBS, check_answers, check_prompts, check_scores, rescore
+from kvbench.leaderboard.verification.code import check_code
+from kvbench.leaderboard.verification.counters import check_counters
 from kvbench.leaderboard.verification.declared import check_bytes
 from kvbench.leaderboard.verification.lookup import (
     UnverifiableError,
@@ -32,6 +34,7 @@ from kvbench.leaderboard.verification.plausibility import check_plausibility
 from kvbench.leaderboard.verification.provenance import check_machine
 from kvbench.leaderboard.verification.replay import MethodStub, ModelStub, Replay, remake_examples
 from kvbench.leaderboard.verification.result import check_summary
+from kvbench.leaderboard.verification.suite import check_suite
 from kvbench.method import Method
 from kvbench.runs.environment import find_git
 from kvbench.runs.results import Score
@@ -47,6 +50,7 @@ class CheckedBundle:
     checks: list[Check] = field(default_factory=list)
     bundle: Bundle | None = None
     score: Score | None = None
+    references: References = field(default_factory=dict)
     rerun: RerunResult | None = None
     hidden: FreshSeedResult | None = None
 
@@ -86,6 +90,8 @@ def verify(source: Path | Mapping[str, bytes], repository: Repository, *, own: b
         for check in chain(_check_records(found.bundle, own=own), _check_content(found, found.bundle)):
             found.checks.append(check)
         found.checks += [repository.check_baseline(found.bundle), repository.check_copies(found.bundle)]
+        doubt = None if found.level is None else repository.check_agreement(found.bundle, found.references)
+        found.checks += [] if doubt is None else [doubt]
     except RefusedError as error:
         found.checks.append(error.check)
     return found
@@ -120,6 +126,8 @@ def _check_content(found: CheckedBundle, bundle: Bundle) -> Iterator[Check]:
     method: Method | None = None
     since: list[str] = []
     check_method_name(spec.method.name)
+    if spec.suite is not None:
+        yield check_suite(spec)
     source = check_source(bundle)
     if source is not None:
         yield source
@@ -131,12 +139,16 @@ def _check_content(found: CheckedBundle, bundle: Bundle) -> Iterator[Check]:
     yield check
     if since:
         yield flag("method", f"it ran before {spec.method.name} got the settings {', '.join(since)}")
+    if method is not None:
+        check_counters(type(method), bundle.lines)
     try:
         task = find_known_task(spec)
         tokenizer, frame, folder = find_known_tokenizer(spec, task)
     except UnverifiableError as error:
         yield flag("prompts", f"{error}: its prompts cannot be regenerated, so its scores are not verified")
         return
+    if method is not None:
+        yield check_code(spec.sources, result.environment.git, type(method), type(task))
     size, check = check_model(spec, card, folder)
     yield check
     scorer = next(x for x in task.scorers if x.id == spec.task.scorer)
@@ -148,6 +160,7 @@ def _check_content(found: CheckedBundle, bundle: Bundle) -> Iterator[Check]:
     replay = Replay(spec, stub, task, scorer, stand_in, frame)
     made, check = check_prompts(replay, bundle.lines, remake_examples(replay))
     yield check
+    found.references = {(i, turn): ids.answer for i, (_, x) in enumerate(made) for turn, ids in enumerate(x.turns)}
     yield check_answers(replay, bundle.lines, made)
     again = rescore(replay, bundle.lines, made)
     yield check_scores(bundle.lines, again)

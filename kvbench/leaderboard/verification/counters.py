@@ -1,0 +1,63 @@
+"""Lists the counters that a registered method's stores can have, from its source."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator, Sequence
+
+from kvbench.leaderboard.verification.outcome import RefusedError, quote
+from kvbench.method import Method
+from kvbench.runs.journal import Line
+from kvbench.runs.provenance import find_files
+
+COUNTER = re.compile(r"[a-z]+(_[a-z]+)*")
+HOLDERS = {"facts", "reads"}
+"""Functions that return counters, and attributes that hold them."""
+
+
+def check_counters(method: type[Method], lines: Sequence[Line]) -> None:
+    """Check that every counter is one that the method's stores can have.
+
+    Raises:
+        RefusedError: one is not; a counter above 0 is what shows that a method acts.
+    """
+    known = list_counters(method)
+    for x in lines:
+        if strange := sorted(set() if x.effect is None else x.effect.facts.keys() - known):
+            raise RefusedError(
+                "measurements", f"sample {x.index} turn {x.turn}: its counter {quote(strange[0])} is none that the "
+                f"stores of {method.card.name} have"
+            )
+
+
+def list_counters(method: type[Method]) -> frozenset[str]:
+    """Names that the files of a method and of its stores write into their counters."""
+    return frozenset(x for path in find_files(method) for x in _read_names(path.read_bytes()))
+
+
+@functools.cache
+def _read_names(source: bytes) -> frozenset[str]:
+    found = {x for node in ast.walk(ast.parse(source)) for part in _list_parts(node) for x in _list_texts(part)}
+    return frozenset(x for x in found if COUNTER.fullmatch(x))
+
+
+def _list_parts(node: ast.AST) -> Iterator[ast.AST]:
+    """The parts of a syntax node that name counters."""
+    if isinstance(node, ast.FunctionDef) and node.name in HOLDERS:
+        yield node
+    elif isinstance(node, ast.Assign) and any(_is_holder(x) for x in node.targets):
+        yield node.value
+    elif isinstance(node, ast.Subscript) and _is_holder(node.value):
+        yield node.slice
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_holder(node.func.value):
+        yield from node.args
+
+
+def _is_holder(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr in HOLDERS
+
+
+def _list_texts(node: ast.AST) -> Iterator[str]:
+    yield from (x.value for x in ast.walk(node) if isinstance(x, ast.Constant) and isinstance(x.value, str))

@@ -1,0 +1,236 @@
+"""InfiniGen: a layer's entries are chosen one layer earlier, by a guess of its queries and a part of skewed keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from kvbench.constraints import Gt, Le, Positive
+from kvbench.errors import UserError
+from kvbench.hf.adapter import project_queries
+from kvbench.kernels.ragged_attention import Partial
+from kvbench.method import BudgetKind, Card, LayerShape, Method, Shape, Step, Upstream, resolved
+from kvbench.store import LayerKV
+from kvbench.store.chosen import ChosenKV
+from kvbench.techniques.calibration import calibrate, calibrated
+from kvbench.techniques.reading import ReadingMethod
+
+if TYPE_CHECKING:
+    from kvbench.hf import Model
+
+CHANNEL_BYTES = 2
+ROUNDING = 0.05
+"""Difference that rounding may make between a layer's queries and those that its projection gives, relative."""
+_MODELS: WeakValueDictionary[str, Model] = WeakValueDictionary()
+"""Models by the hash of their skewing matrices: they project hidden states."""
+
+
+@dataclass(frozen=True)
+class InfiniGen(ReadingMethod):
+    """Reads, in every KV head of a layer, equally many entries of the highest guessed logits."""
+
+    alpha: Annotated[float, Gt(0)] = 4.0
+    """Entries count whose guessed logit is at most this much below the largest one of their head."""
+    share: Annotated[float, Gt(0), Le(1)] = 0.3
+    """Share of a key's channels, after skewing, that give the guess."""
+    tokens: Positive = 2048
+    """Tokens of text on which skewing matrices are found, before the run."""
+
+    skew: str | None = resolved(by_bind=True)
+    """SHA-256 of the skewing matrices of all layers."""
+
+    card: ClassVar[Card] = Card(
+        name="infinigen",
+        title="InfiniGen: Efficient Generative Inference of Large Language Models with Dynamic KV Cache Management",
+        idea="A layer's input is much like that of the layer before, so its queries can be guessed early enough to "
+        "fetch entries from the host in time. A rotation that concentrates queries in few channels makes a part of "
+        "each key enough for the guess.",
+        arxiv="2406.19707",
+        year=2024,
+        family="retrieval",
+        stages=("retrieval", "loading"),
+        budget=BudgetKind.READ,
+        paper_budget="20%",
+        calibration="skewing matrices of queries, in one pass",
+        heads="pooled",
+        upstream=Upstream(repo="snu-comparch/InfiniGen", commit=None, license=None),
+        deviations=(
+            ("The budget is the most entries that a head reads, the current one included; alpha may read fewer. In the "
+            "paper the most is a fifth of the cache."),
+            ("Queries and keys are skewed after rotation, so the matrix cannot be folded into the model's weights, as "
+            "the paper does for OPT, which has no rotary embeddings."),
+            ("A group of query heads shares a matrix, the channels, and the entries: an entry has the best margin of "
+            "any of its heads. The paper's models have no groups."),
+            ("By default entries stay on the device. With tier=host they are fetched from the host for every token; "
+            "nothing is fetched ahead, and the limit on the host's memory is left out."),
+            "Each token of a question chooses its own entries, as if it were decoded.",
+        ),
+        unverified=(
+            "Paper and code were not at hand: alpha, share and the rules are from memory.",
+            ("The guess multiplies the earlier layer's normalized input by the projection of the later layer; the "
+            "normalization's weights are those of the earlier one."),
+            "tokens: chosen so that calibration takes seconds.",
+        ),
+        limits=(
+            "It saves reads; a part of every key is stored in addition to all entries.",
+            "The first layer reads every entry: no layer before it can guess.",
+            "The prompt is run with full attention.",
+            "The skewing matrices are not counted as bytes of the cache: they stand for changed weights.",
+            "The manual's text differs between versions of Python; the result records a hash of the matrices.",
+        ),
+    )
+
+    reads_hidden: ClassVar[bool] = True
+    shares_layers: ClassVar[bool] = True
+
+    def bind(self, model: Model) -> Self:
+        """Find the skewing matrices, and check that queries can be guessed on this model (`UserError`)."""
+        sha256 = calibrate(model, Recorder(), self.tokens, lambda state, _: find_skew(model, state))
+        _MODELS[sha256] = model
+        return replace(self, skew=sha256)
+
+    def minimum_entries(self) -> int:
+        """The current entry and one to choose."""
+        return 2
+
+    def chooses(self, index: int, window: int | None) -> bool:
+        """Every layer of full attention but the first."""
+        return index > 0 and super().chooses(index, window)
+
+    def skewing(self, layer: int, like: Tensor) -> Tensor:
+        """The skewing matrix of every KV head. [H_kv, D, D] float32"""
+        assert self.skew is not None
+        return calibrated(self.skew, layer).to(like.device)
+
+    def attend(self, kv: LayerKV, step: Step) -> Tensor:
+        """Guess the next layer's queries, and read what the layer before chose for this one. [B, H_q, T, D_v]"""
+        guess = step.shared.pop("query", None)
+        if self.rows is not None and not step.moment.in_context:
+            self._guess(step)
+        if not isinstance(kv, ChosenKV) or not kv.selective:
+            if self.rows is not None and step.moment.in_context and self.chooses(step.layer, step.window):
+                self._observe(kv, step)
+            return kv.attend(step)
+        assert guess is not None
+        self.extend(kv, step)
+        return kv.attend_each(step, lambda token, seen: self.read(kv, replace(
+            token, shared={"query": guess[:, :, token.seen - step.seen - 1]}
+        ), seen))
+
+    def _guess(self, step: Step) -> None:
+        """Leave the queries that the next layer's projection makes of this layer's input. [B, H_q, T, D]"""
+        assert self.skew is not None
+        model, layer = _MODELS[self.skew], step.layer + 1
+        if layer < len(model.layers):
+            assert step.hidden is not None
+            query = project_queries(model.module, layer, step.hidden, model.layers[layer].key_dim)
+            assert query is not None
+            step.shared["query"] = model.ropes[layer].rotate(query, step.positions)
+
+    def _observe(self, kv: LayerKV, step: Step) -> None:
+        """Sum up the magnitudes of the context's skewed queries by channel. [B, H_kv, D]"""
+        skew = self.skewing(step.layer, step.query)
+        grouped = step.query.float().unflatten(1, (len(skew), -1)).flatten(2, 3) @ skew
+        kv.state["magnitude"] = grouped.abs().sum(2) + kv.state.get("magnitude", 0)
+
+    def start(self, kv: ChosenKV, step: Step) -> None:
+        """Choose the channels, and store those of every skewed key."""
+        keys = kv.keys.float() @ self.skewing(step.layer, kv.keys)
+        group = step.query.shape[1] // keys.shape[1]
+        magnitude = kv.state.pop("magnitude") + group * keys.abs().sum(2)
+        channels = magnitude.topk(self.channels(keys.shape[3]), dim=-1).indices.to(torch.int16)
+        kv.start({"channels": channels}, codes={"partial": take(keys, channels).to(kv.keys.dtype)})
+
+    def extend(self, kv: ChosenKV, step: Step) -> None:
+        """Store the channels of new keys."""
+        assert kv.codes is not None
+        keys = step.key.float() @ self.skewing(step.layer, step.key)
+        kv.codes.append({"partial": take(keys, kv.index["channels"]).to(step.key.dtype)})
+
+    def read(self, kv: ChosenKV, step: Step, seen: int) -> Partial:
+        """Attention over the entries that the guess chooses, and the current one."""
+        query = step.shared["query"].float().unflatten(1, (kv.keys.shape[1], -1))  # [B, H_kv, G, D]
+        skewed = take(query @ self.skewing(step.layer, query), kv.scan(kv.index["channels"]))
+        partial = kv.scan(kv.code("partial")[:, :, : seen - 1]).float()
+        mask = self.mark((skewed @ partial.mT) * step.scale)
+        return kv.read(step, torch.cat([mask, torch.ones_like(mask[..., :1])], dim=-1))
+
+    def mark(self, logits: Tensor) -> Tensor:
+        """Mark equally many entries in all heads: as many as are near the largest logit on average. [B, H_kv, n]
+
+        logits: guessed, [B, H_kv, G, n].
+        """
+        assert self.rows is not None
+        margin = (logits - logits.amax(-1, keepdim=True)).amax(2)  # [B, H_kv, n], at most 0
+        count = (margin > -self.alpha).sum(-1).float().mean(-1).round().clamp(1, self.rows - 1)  # [B]
+        rank = margin.argsort(dim=-1, descending=True, stable=True).argsort(-1)
+        return rank < count[:, None, None]
+
+    def channels(self, width: int) -> int:
+        """Channels of a key that are stored a second time."""
+        return max(1, round(self.share * width))
+
+    def index_bytes(self, layer: LayerShape, shape: Shape) -> int:
+        """Bytes of the numbers of the channels, and of these channels of every key."""
+        channels = self.channels(layer.key_dim)
+        return layer.kv_heads * channels * (CHANNEL_BYTES + shape.length * shape.itemsize)
+
+    def token_bytes(self, layer: LayerShape, shape: Shape) -> int:
+        """Bytes that a token reads at most: the index, and as many entries as the budget allows."""
+        return self.index_bytes(layer, shape) + self.entry_bytes(layer, shape)
+
+    def least_read_bytes(self, shape: Shape) -> int:
+        """Bytes that a token reads where one entry is near the largest logit: that one and its own."""
+        if self.identity(shape):
+            return shape.full_bytes
+        return replace(self, rows=self.minimum_entries()).declared_read_bytes(shape)
+
+
+def take(x: Tensor, channels: Tensor) -> Tensor:
+    """These channels of vectors. x: [B, H_kv, n, D]. channels: [B, H_kv, m]. Returns [B, H_kv, n, m]"""
+    return x.gather(3, channels.long()[:, :, None].expand(-1, -1, x.shape[2], -1))
+
+
+@dataclass(frozen=True)
+class Recorder(Method):
+    """The full cache; sums up products of the channels of queries, and keeps the queries and inputs of a chunk."""
+
+    reads_hidden: ClassVar[bool] = True
+
+    def attend(self, kv: LayerKV, step: Step) -> Tensor:
+        """Attention over every entry. [B, H_q, T, D_v]"""
+        grouped = step.query[0].double().unflatten(0, (step.key.shape[1], -1)).flatten(1, 2)  # [H_kv, G * T, D]
+        kv.state["outer"] = grouped.mT @ grouped + kv.state.get("outer", 0)
+        kv.state.update(layer=torch.tensor(step.layer), query=step.query, positions=step.positions)
+        if step.hidden is not None:
+            kv.state["hidden"] = step.hidden
+        return kv.attend(step)
+
+
+def find_skew(model: Model, state: dict[str, Tensor]) -> Tensor:
+    """The right singular vectors of a layer's queries, the largest first. [H_kv, D, D] float32
+
+    Raises:
+        UserError: the layer's queries are not those of its projection, so that they cannot be guessed.
+    """
+    layer, query = int(state["layer"]), state["query"]
+    found = None
+    if "hidden" in state:
+        found = project_queries(model.module, layer, state["hidden"], query.shape[3])
+    if found is None or found.shape != query.shape or _differ(
+        model.ropes[layer].rotate(found, state["positions"]), query
+    ):
+        raise UserError(
+            f"infinigen: queries of layer {layer} of {model.id} are not those of a linear projection that kvbench "
+            "finds, so they cannot be guessed. Use another method, such as quest."
+        )
+    vectors: Tensor = torch.linalg.eigh(state["outer"]).eigenvectors
+    return vectors.flip(-1).float()
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    return bool((one - other).float().norm() > ROUNDING * other.float().norm())

@@ -1,0 +1,166 @@
+"""Honest runs of every kind of method are verified, and forgeries of the records that only these have are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvbench.leaderboard.submission.repository import Repository
+from kvbench.leaderboard.verification.verify import verify
+from kvbench.runs.journal import Line
+
+from .conftest import Done, make_run
+from .test_forgeries import Change, forge
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lossless": ("prompt-lookup", {}),
+    "host": ("vericache", {}),
+    "reuse": ("cacheblend", {"task": "reuse-order", "length": 512}),
+    "no-context": ("no-context", {"task": "reuse-edit", "length": 512}),
+    "batch": ("snapkv", {"batch": "2", "samples": 2}),
+    "trained": ("dms", {"budget": "95%"}),
+    "within budget": ("kvzap", {"budget": "999"}),
+    "blocks": ("fast-dllm-dual", {"model": "mini-diffusion", "generation": ("block=8", "max_new_tokens=16")}),
+    "sections": ("lavida", {"model": "mini-diffusion", "generation": ("max_new_tokens=16",)}),
+}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """Finished runs by kind, made when they are asked for."""
+    out, made = tmp_path_factory.mktemp("families"), {}
+
+    def find(kind: str) -> Done:
+        if kind not in made:
+            method, options = KINDS[kind]
+            one = {"samples": 1, "turns": 1, "mode": "single", "visibility": None}
+            made[kind] = make_run(out, method, **{**one, **options})
+        return made[kind]
+
+    return find
+
+
+@pytest.mark.few(9)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_honest_run_is_verified(done, check, kind):
+    found = check(done(kind).files)
+    assert (found["refused"], found["level"], found["bytes"], found["code"]) == ("", "L0", "ok", "ok")
+
+
+def forge_reuse(**values: int) -> Change:
+    """The record of reuse, and the counters that say the same."""
+    counters = {"reused": "entries_reused", "computed": "tokens_computed"}
+
+    def change(x: Line) -> dict[str, Any]:
+        facts = {**x.effect.facts, **{counters[name]: value for name, value in values.items() if name in counters}}
+        return {**forge("reuse", **values)(x), **forge("effect", facts=facts)(x)}
+
+    return change
+
+
+def forge_passes(nfe: int) -> Change:
+    """Fewer forward passes, with the counters and times that follow."""
+    def change(x: Line) -> dict[str, Any]:
+        skipped = round(nfe * (x.denoising.sequence_length - x.denoising.computed_tokens))
+        facts = {**x.effect.facts, "tokens_skipped": skipped}
+        return {**forge("denoising", nfe=nfe)(x), **forge("effect", facts=facts)(x)}
+
+    return change
+
+
+def forge_baseline(**values: Any) -> Change:
+    return forge("denoising", baselines=lambda x: {
+        name: plain.model_copy(update=values) for name, plain in x.baselines.items()
+    })
+
+
+FORGERIES: dict[str, tuple[str, Change, str]] = {
+    # Drafts
+    "a method that drafts, without its drafts": ("lossless", lambda _: {"lossless": None}, "no record of drafts"),
+    "more drafts than a round can have": (
+        "lossless", forge("lossless", drafted=10**6), "rounds of at most 8 drafted tokens have 1000000",
+    ),
+    "a plain decoding of hours, which drafts would speed up": (
+        "lossless", forge("lossless", plain_s=1e4), "plain decoding of",
+    ),
+    "a plain decoding in no time": ("lossless", forge("lossless", plain_s=0.0), "plain decoding of"),
+    "one round for the whole answer": ("lossless", forge("lossless", rounds=1, accepted=0), "rounds with 0 accepted"),
+    "bytes reloaded from no host": ("lossless", forge("lossless", reloaded_bytes=8), "it reloads 8 bytes from a host"),
+    "half of the bytes on the host": (
+        "host", forge("bytes", host_bytes=lambda x: x.host_bytes // 2), "vericache declares",
+    ),
+    "counters of a quantized draft": (
+        "lossless", forge("effect", facts={"entries_quantized": 9}), "its counter 'entries_quantized' is none",
+    ),
+    # Reuse
+    "a record of reuse that is missing": ("reuse", lambda _: {"reuse": None}, "no record of reuse in a run of family"),
+    "every token taken over and none computed": (
+        "reuse", lambda x: forge_reuse(reused=x.reuse.tokens, computed=0)(x), "always computed",
+    ),
+    "fewer tokens computed than are missing": (
+        "reuse", lambda x: forge_reuse(reused=0, computed=x.reuse.tokens // 2)(x), "computed are not",
+    ),
+    "other tokens than its counters": ("reuse", forge("reuse", reused=1), "it has 1 tokens reused, and"),
+    "a shorter prompt": ("reuse", forge("reuse", tokens=lambda x: x.tokens // 2), "tokens of 5 layers of"),
+    "entries that were never moved": ("reuse", forge("reuse", moved_bytes=0), "moved 0 bytes"),
+    "chunks from nowhere": ("reuse", forge("reuse", hits=0, misses=0, mismatched=0), "of 0 hits and 0 misses"),
+    "chunks that took longer than the prefill": ("reuse", forge("reuse", build_s=1e4), "its chunks took 10000 s"),
+    "chunks computed in no time": ("reuse", forge("reuse", build_s=0.0, misses=9), "9 chunks were computed in 0 s"),
+    "reused entries called those of a prefill": (
+        "reuse", forge("effect", identity=True), "its journal has identity True, not False",
+    ),
+    "documents that were read after all": (
+        "no-context", forge("effect", facts=lambda x: {**x.facts, "entries_dropped": 0}), "computed are not",
+    ),
+    "the bytes of fewer documents": (
+        "no-context", forge("bytes", stored_bytes=lambda x: x.stored_bytes - 2560), "no-context declares",
+    ),
+    # Batches
+    "a batch that is missing": ("batch", lambda _: {"batch": None}, "a line has times unless"),
+    "a larger batch than the run's": ("batch", forge("batch", size=64), "a batch of 64 answers"),
+    "more tokens that differ than were compared": (
+        "batch", forge("batch", tokens=1, different=2), "2 of 1 tokens differ",
+    ),
+    # Trained methods
+    "half of a trained method's bytes": (
+        "trained", forge("bytes", stored_bytes=lambda x: x.stored_bytes // 2), "dms declares",
+    ),
+    # Blocks and sections
+    "one forward pass for every token": ("blocks", forge_passes(1), "1 forward passes of 4 tokens do not give 16"),
+    "half of the forward passes": ("blocks", forge_passes(2), "2 forward passes of 4 tokens do not give 16"),
+    "more passes than blocks and steps have": ("sections", forge_passes(99), "99 forward passes in 4 denoising"),
+    "fewer tokens computed per pass": (
+        "blocks", lambda x: {**forge("denoising", computed_tokens=1.0)(x), **forge("effect", entries_kept=(1.0,))(x)},
+        "tokens as skipped, its passes",
+    ),
+    "a baseline of many passes": ("blocks", forge_baseline(nfe=10**4), "baseline none took 10000 forward"),
+    "a baseline of one pass": ("blocks", forge_baseline(nfe=1), "baseline none took 1 forward passes"),
+    "a baseline of hours": ("blocks", forge_baseline(seconds=1e4), "its turn took"),
+    "a larger response than asked": (
+        "blocks", forge("denoising", response_length=lambda x: x.response_length * 2), "are not",
+    ),
+    "a counter of another kind of model": (
+        "blocks", forge("effect", facts=lambda x: {**x.facts, "pages_read": 1}), "its counter 'pages_read' is none",
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "change", "reason"), FORGERIES.values(), ids=FORGERIES.keys())
+def test_a_forged_record_is_refused(done, check, kind, change, reason):
+    run = done(kind)
+    found = check(run.with_lines(lambda _, x: x.model_copy(update=change(x))))
+    assert reason in found["refused"] and found["level"] is None
+
+
+def test_a_prefill_within_the_budget_keeps_no_scores(done):
+    """Scores that no eviction needs would be stored, and no declaration counts them."""
+    line = done("within budget").bundle.lines[0]
+    assert line.bytes.stored_bytes == line.bytes.full_bytes
+
+
+def test_a_draft_reads_each_entry_once(done):
+    """So as many bytes are distinct as are read."""
+    line = done("lossless").bundle.lines[0]
+    assert line.bytes.distinct_read_bytes_per_step == line.bytes.read_bytes_per_step
+    assert verify(done("lossless").files, Repository()).level == "L0"
