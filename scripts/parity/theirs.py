@@ -8,23 +8,33 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import sys
+from collections.abc import Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import kvpress
 import numpy as np
 import torch
 import transformers
-from cases import CASES, GATES, MODELS, Case
+from cases import CASES, FILES, MODELS, Case
 from kvpress import (
     AdaKVPress,
     BasePress,
+    CompactorPress,
+    DMSPress,
     DuoAttentionPress,
     FinchPress,
+    KVzapPress,
     KVzipPress,
+    LeverageScorePress,
     ObservedAttentionPress,
+    QFilterPress,
+    SimLayerKVPress,
     SnapKVPress,
+    ThinKPress,
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -164,6 +174,135 @@ class GivenDuoAttention(DuoAttentionPress):
         return self.sink, self.recent, np.loadtxt(self.gates, delimiter="\t")
 
 
+@dataclass
+class GivenKVzap(KVzapPress):
+    """KVzap's predictor from a file."""
+
+    weights: str = ""
+
+    def post_init_from_model(self, model: PreTrainedModel) -> None:
+        """Load a linear predictor for every layer. [hidden + 1, H_kv]"""
+        self.layers = load_layers(self.weights)
+
+    def score(
+        self, module: nn.Module, hidden: Tensor, keys: Tensor, values: Tensor, weights: Tensor, kwargs: Any
+    ) -> Tensor:
+        """[B, H_kv, n]"""
+        found = self.layers[module.layer_idx]
+        return (hidden @ found[:-1] + found[-1]).mT
+
+
+@dataclass
+class BudgetDMS(DMSPress):
+    """The threshold that leaves the budget, over all heads and layers."""
+
+    @contextmanager
+    def __call__(self, model: PreTrainedModel) -> Any:
+        """Run the context once to score it, and again to evict."""
+        ratio, window, forward = self.press.compression_ratio, self.sliding_window_size, model.model.forward
+
+        def run_twice(input_ids: Tensor, past_key_values: DynamicCache) -> Any:
+            self.sliding_window_size, self.threshold = input_ids.shape[1], -torch.inf
+            forward(input_ids=input_ids, past_key_values=DynamicCache())
+            scores = torch.stack([self.scores_buffer[i] for i in range(len(self.scores_buffer))])
+            scores[..., -window:] = torch.inf
+            kept = scores.numel() - round(scores.numel() * ratio)
+            self.sliding_window_size, self.threshold = window, float(scores.flatten().topk(kept).values[-1])
+            return forward(input_ids=input_ids, past_key_values=past_key_values)
+
+        model.model.forward = run_twice
+        try:
+            with super().__call__(model):
+                yield
+        finally:
+            model.model.forward = forward
+
+
+@dataclass
+class GivenQFilter(QFilterPress):
+    """Directions from a file."""
+
+    filters: str = ""
+
+    def post_init_from_model(self, model: PreTrainedModel) -> None:
+        """Load the directions, whose sign is the opposite of kvpress's. [layers, H_kv, D]"""
+        self.q_filters = -torch.stack(load_layers(self.filters))
+
+
+@dataclass
+class BudgetSimLayerKV(SimLayerKVPress):
+    """As many layers that keep everything as a budget allows, and equal windows in the others."""
+
+    ratio: float = 0.0
+    width: int = 0
+    """Entries of a lazy layer."""
+    measured: int = 0
+    """Recent entries by which laziness is measured."""
+
+    @contextmanager
+    def __call__(self, model: PreTrainedModel) -> Any:
+        """Run the context once to measure the layers, and again to evict."""
+        forward, layers = model.model.forward, model.config.num_hidden_layers
+
+        def run_twice(input_ids: Tensor, past_key_values: DynamicCache) -> Any:
+            n = input_ids.shape[1]
+            mean = round(n * (1 - self.ratio))
+            least = max(self.n_initial + 1, min(self.n_initial + 1024, mean // 5))
+            full = min((mean - least) * layers // (n - least), layers - 1)
+            self.width, self.measured = (mean * layers - full * n) // (layers - full), least - self.n_initial
+            self.n_recent, self.lazy_threshold, self.found = self.width - self.n_initial + self.n_last, 0.5, []
+            forward(input_ids=input_ids, past_key_values=DynamicCache())
+            self.lazy = torch.tensor(self.found).argsort(stable=True)[full:].tolist()
+            return forward(input_ids=input_ids, past_key_values=past_key_values)
+
+        model.model.forward = run_twice
+        try:
+            with super().__call__(model):
+                yield
+        finally:
+            model.model.forward = forward
+
+    def is_lazy(self, module: nn.Module, hidden: Tensor, keys: Tensor, position_embeddings: Any) -> bool:
+        """Measure first, as kvpress does; then, whether the layer is among the laziest."""
+        if len(self.found) == module.config.num_hidden_layers:
+            return module.layer_idx in self.lazy
+        weights = SnapKVPress.compute_window_attention(module, hidden, keys, self.n_last, position_embeddings)
+        weights = weights.mean((0, 1, 2))
+        self.found.append(float(weights[: self.n_initial].sum() + weights[-self.measured :].sum()))
+        return False
+
+
+@dataclass
+class SeededLeverage(LeverageScorePress):
+    """One projection for all heads, from a seed."""
+
+    def score(self, *args: Any, **kwargs: Any) -> Tensor:
+        """[B, H_kv, n]"""
+        draw = torch.randn
+
+        def draw_once(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+            one = draw(*shape[2:], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+            return one.to(device, dtype).expand(shape)
+
+        with mock.patch.object(torch, "randn", draw_once):
+            return super().score(*args, **kwargs)
+
+
+@dataclass
+class SeededCompactor(CompactorPress):
+    """With `SeededLeverage`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._leverage_press = SeededLeverage(self.compression_ratio, self.sketch_dimension)
+
+
+def load_layers(path: str) -> list[Tensor]:
+    """The arrays of a file, one per layer."""
+    with np.load(path) as found:
+        return [torch.from_numpy(found[f"arr_{i}"]) for i in range(len(found.files))]
+
+
 def main() -> None:
     """Run every case on every model."""
     folder = Path(sys.argv[1])
@@ -182,19 +321,21 @@ def main() -> None:
                 for case in CASES:
                     if case.press is not None and case.eager == eager:
                         print(f"kvpress, {name}: {case.name}", flush=True)
-                        press = make_press(case, folder / f"{name}.gates.tsv")
+                        files = {key: str(folder / f"{name}.{file}") for key, file in FILES.items()}
+                        press = make_press(case, files)
                         cache, logits = run(model, press, context, question)
-                        found[f"{case.name}/{i}/kept"] = find_kept(model, cache, full, context.shape[1])
+                        thin = isinstance(press, ThinKPress)
+                        found[f"{case.name}/{i}/kept"] = find_channels(cache) if thin else find_kept(model, cache, full)
                         found[f"{case.name}/{i}/logits"] = logits
         facts = {"versions": {x: importlib.metadata.version(x) for x in ("kvpress", "torch", "transformers")}}
         np.savez(folder / f"{name}.theirs.npz", facts=np.array(json.dumps(facts)), **found)
 
 
-def make_press(case: Case, gates: Path) -> Any:
+def make_press(case: Case, files: Mapping[str, str]) -> Any:
     """The press of a case, at its budget."""
     assert case.press is not None
     outer, _, inner = case.press.removesuffix(")").partition("(")
-    options = {key: str(gates) if value == GATES else value for key, value in case.options.items()}
+    options = {key: files.get(value, value) if isinstance(value, str) else value for key, value in case.options.items()}
     if case.ratio:
         options[case.ratio] = 1 - float(case.budget.removesuffix("%")) / 100
     press = find_press(inner or outer)(**options)
@@ -229,9 +370,14 @@ def run(model: PreTrainedModel, press: Any, context: Tensor, question: Tensor) -
     return keys, torch.stack(logits).float().numpy()
 
 
-def find_kept(model: PreTrainedModel, cache: list[Tensor], full: list[Tensor], length: int) -> np.ndarray:
+def find_channels(cache: list[Tensor]) -> np.ndarray:
+    """Marks of the channels that are not 0 in every key. [layers, H_kv, D]"""
+    return torch.stack([keys[0].any(dim=1) for keys in cache]).numpy()
+
+
+def find_kept(model: PreTrainedModel, cache: list[Tensor], full: list[Tensor]) -> np.ndarray:
     """Marks of the entries kept: those whose keys are in the cache, but for masked ones. [layers, H_kv, n]"""
-    kept = np.zeros((len(full), full[0].shape[1], length), dtype=bool)
+    kept = np.zeros((len(full), *full[0].shape[1:3]), dtype=bool)
     for index, (keys, wanted) in enumerate(zip(cache, full, strict=True)):
         for head in range(keys.shape[1]):
             place = {row.numpy().tobytes(): i for i, row in enumerate(wanted[0, head])}
