@@ -142,13 +142,14 @@ CASES = (
     Case("simlayerkv", "BudgetSimLayerKV", ratio="ratio", note=(
         "`BudgetSimLayerKV` is `SimLayerKVPress` with kvbench's budget in place of a threshold, and measures laziness "
         "over as many recent entries as kvbench. `SimLayerKVPress` leaves the last token out of the attention that it "
-        "measures (kvpress/presses/simlayerkv_press.py, line 64, by line 67 of snapkv_press.py) and keeps "
-        "`n_recent - n_last` recent entries (line 110), one fewer than its documentation says.")),
+        "measures (kvpress/presses/simlayerkv_press.py, line 64, by line 67 of snapkv_press.py), which makes another "
+        "layer of `smollm2-135m` lazy: measured without it by kvbench, too, all heads are equal. It keeps `n_recent - "
+        "n_last` recent entries (line 110), one fewer than its documentation says.")),
     Case("leverage", "SeededLeverage", note=(
         "`SeededLeverage` is `LeverageScorePress` with kvbench's random projection, the same for all heads; kvpress "
         "draws one per head, without a seed (kvpress/presses/leverage_press.py, line 67). Equal tokens of the first "
-        "layer have equal keys before rotation: both sides rank them by rounding, kvpress that of float32, kvbench that "
-        "of rotating the keys back in float64.")),
+        "layer have equal keys before rotation: both sides rank them by rounding, kvpress by that of float32, kvbench "
+        "by that of rotating the keys back in float64.")),
     Case("compactor", "SeededCompactor", {"first": "28", "block": "32", "scaled": "false"},
          {"sink_size_start": 28, "chunk_size": 32}, note=(
         "`SeededCompactor` has `SeededLeverage` inside. With 28 and 4 protected tokens, blocks of 32 divide the rest: "
