@@ -91,7 +91,7 @@ def run_command(
 ) -> None:
     """Serve a trace from one cache, under each policy at each capacity."""
     from kvbench.analysis.formatting import print_table
-    from kvbench.trace.measures import bytes_per_token, read_capacity, tabulate
+    from kvbench.trace.measures import bytes_per_token, find_bounds, read_capacity, tabulate
     from kvbench.trace.policies import order_by_prefix
 
     found = _find(trace, kind, seed)
@@ -117,7 +117,7 @@ def run_command(
         ) for x in rows],
     )
     if output is not None:
-        _write(output, found.name, rows)
+        _write(output, found.name, rows, find_bounds(found, size))
     if as_json:
         print_json({"kind": TITLE, "trace": found.name, "order": order, "model": model, "rows": rows})
 
@@ -279,12 +279,12 @@ def _choose(asked: list[str], trace: Trace) -> list[str]:
     return asked
 
 
-def _write(path: Path, trace: str, rows: list[dict[str, Any]]) -> None:
+def _write(path: Path, trace: str, rows: list[dict[str, Any]], bounds: list[dict[str, Any]]) -> None:
     from kvbench.trace.page import write_trace_page
 
     if path.suffix != ".html":
         raise UserError(f"output '{path}' must end in .html.")
     try:
-        path.write_bytes(write_trace_page(trace, rows))
+        path.write_bytes(write_trace_page(trace, rows, bounds))
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}. Give another -o.") from error

@@ -15,6 +15,7 @@ from kvbench.trace.cache import Simulation, simulate
 from kvbench.trace.policies import POLICIES, Optimum
 from kvbench.trace.requests import Trace
 
+ID_BYTES = 4
 STRETCHES = 20
 """Contiguous parts of a trace, drawn with replacement for the interval: neighbors in time are not independent."""
 
@@ -73,6 +74,19 @@ def bytes_per_token(model: str) -> int:
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return int(2 * config["num_hidden_layers"] * heads * width * 2)
+
+
+def find_bounds(trace: Trace, block_bytes: int) -> list[dict[str, Any]]:
+    """Capacities that bound any lossless storage of a trace's KV entries as a sequence (arXiv 2604.15356).
+
+    With every distinct block stored once, a cache misses nothing twice. Entries are a function of the tokens, so ids
+    alone, computed again for every request, take the least; they save no computation. block_bytes: of one block.
+    """
+    blocks, tokens = len(trace.parents), trace.block_tokens or 0
+    return [
+        {"bound": "every distinct block once", "blocks": float(blocks)},
+        {"bound": "token ids alone", "blocks": blocks * tokens * ID_BYTES / block_bytes},
+    ]
 
 
 def read_capacity(text: str, trace: Trace) -> float:

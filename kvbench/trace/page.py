@@ -10,15 +10,17 @@ from kvbench.report.page import write_chart, write_page
 
 NOTE = (
     "Trace simulation: hit rates of a cache that is simulated on recorded requests. No model ran, and no time was "
-    "measured. The line `optimum` looks at later requests; no policy can be above it."
+    "measured. The line `optimum` looks at later requests; no policy can be above it. The dashed lines are bounds of "
+    "lossless storage of entries as a sequence: every distinct block of the prefix tree once, and the ids of its "
+    "tokens alone, in 4 bytes each, from which all entries would be computed again."
 )
 
 
-def write_trace_page(trace: str, rows: Sequence[dict[str, Any]]) -> bytes:
+def write_trace_page(trace: str, rows: Sequence[dict[str, Any]], bounds: Sequence[dict[str, Any]]) -> bytes:
     """A self-contained HTML page.
 
     rows: `policy`, `blocks`, `gigabytes`, `block`, `low`, `high`, `token`, `request`, `of_optimum`, `evictions`,
-        `rejected`.
+        `rejected`. bounds: of `find_bounds`.
 
     Raises:
         UserError: a package of the extra `report` is missing.
@@ -33,12 +35,12 @@ def write_trace_page(trace: str, rows: Sequence[dict[str, Any]]) -> bytes:
         f'<table class="rows"><caption>Trace simulation on {escape(trace)}</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     )
-    chart = write_chart(_draw(rows), "hit-rates", "Blocks found over blocks asked for; bands: 95 % over time")
+    chart = write_chart(_draw(rows, bounds), "hit-rates", "Blocks found over blocks asked for; bands: 95 % over time")
     return write_page(f"Trace simulation: {trace}", f"<p>{escape(NOTE)}</p>\n{chart}\n{table}\n")
 
 
-def _draw(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """A Vega-Lite chart over finite capacities; None where there is no line to draw."""
+def _draw(rows: Sequence[dict[str, Any]], bounds: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """A Vega-Lite chart over finite capacities, with vertical lines; None where there is no line to draw."""
     points = [x for x in rows if isinstance(x["blocks"], int | float) and x["blocks"] > 0]
     if len({x["blocks"] for x in points}) < 2:
         return None
@@ -54,6 +56,12 @@ def _draw(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
             {"mark": {"type": "line", "point": True}, "encoding": {
                 "x": x, "y": {"field": "block", "type": "quantitative", "title": "hit rate, blocks"}, "color": color,
             }},
+            {"data": {"values": [dict(b) for b in bounds]}, "encoding": {"x": x}, "layer": [
+                {"mark": {"type": "rule", "strokeDash": [6, 4], "color": "#555"}},
+                {"mark": {"type": "text", "angle": 270, "align": "left", "dx": -370, "dy": -6}, "encoding": {
+                    "text": {"field": "bound"}, "y": {"value": 0},
+                }},
+            ]},
         ],
     }
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvbench.errors import UserError
 from kvbench.trace.cache import PrefixCache, simulate
-from kvbench.trace.measures import measure
+from kvbench.trace.measures import find_bounds, measure
 from kvbench.trace.policies import LRU, POLICIES, Optimum, order_by_prefix
 from kvbench.trace.requests import PrefixTree, Trace, TraceRequest
 from kvbench.trace.synthetic import Workload, make_trace
@@ -158,3 +158,9 @@ def test_hit_rates_by_hand(make_trace):
     trace = make_trace([[1, 2], [1, 2]])
     rates = measure(trace, simulate(trace, LRU(), 2))
     assert (rates.block, rates.token, rates.request, rates.reused_tokens) == (0.5, 0.5, 0.5, 20)
+
+
+def test_bounds_of_sequential_storage(make_trace):
+    """Three distinct blocks of 10 tokens: 120 bytes of ids are 0.12 blocks of 1 kB."""
+    bounds = find_bounds(make_trace([[1, 2], [1, 3], [1, 2]]), 1000)
+    assert [x["blocks"] for x in bounds] == [3, 0.12]

@@ -61,7 +61,9 @@ def test_a_page_draws_the_policies(kvbench, tmp_path):
     """One file, with the word on every page that no model ran."""
     page = tmp_path / "x.html"
     answer = kvbench("trace", "run", "--policy", "lru", "--blocks", "100", "--blocks", "500", "-o", page)
-    assert answer.code == 0 and "No model ran" in page.read_text()
+    text = page.read_text()
+    assert answer.code == 0 and "No model ran" in text
+    assert all(f'"{x}"' in text for x in ("every distinct block once", "token ids alone"))
 
 
 def test_no_torch_is_loaded():
