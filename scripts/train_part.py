@@ -3,6 +3,7 @@
     nice python scripts/train_part.py longspec --work /tmp/longspec      # continues from the last checkpoint
     nice python scripts/train_part.py locret --work /tmp/locret
     nice python scripts/train_part.py flux-attention --work /tmp/flux
+    nice python scripts/train_part.py seerattention --work /tmp/seer
 
 A part is written to kvbench/models/parts. Its batches are a function of the step, with seeds of their own, so a stopped
 run continues with the same batches; examples of the tasks' dev and test splits have other seeds.
@@ -29,7 +30,7 @@ from kvbench.methods.eviction import retaining
 from kvbench.methods.eviction.locret import HIDDEN
 from kvbench.methods.lossless import drafter as longspec
 from kvbench.methods.lossless.longspec import LongSpec
-from kvbench.methods.prefill import router, token_router
+from kvbench.methods.prefill import attention_gate, router, token_router
 from kvbench.methods.prefill.flux_attention import FluxAttention
 from kvbench.runs.results import TASKS
 from kvbench.tasks.growth import lists
@@ -47,6 +48,8 @@ TEXTS = 96
 """Texts that the retaining heads are trained on."""
 READS = 2
 """The layer of mini that the drafter reads: over the last one it learned next to nothing."""
+GATE_BLOCKS = (16, 32, 64)
+"""Tokens of the blocks whose attention the gates predict."""
 SINKS, FARTHEST = 4, 4096
 """Tokens that keep their positions, and the farthest position of a shifted text."""
 SCHEDULE_TEXTS = 8
@@ -206,10 +209,33 @@ def train_ftp(model: Model, run: Run) -> dict[str, torch.Tensor]:
     return weights
 
 
+def draw_prompts(model: Model, count: int, kind: str) -> Iterator[torch.Tensor]:
+    """Prompts of the tasks, with questions and answers. Ids [1, T]"""
+    stage, texts = Stage(f"seerattention-{kind}", count, ((640, 1), (1152, 1)), mix=LONG), Batches(model.tokenizer)
+    return (texts.batch(stage, step)[0] for step in range(count))
+
+
+def train_seerattention(model: Model, run: Run) -> dict[str, torch.Tensor]:
+    """The gates; prints the divergence of trained and of untrained ones from the attention of other prompts."""
+    examples = attention_gate.collect(model, draw_prompts(model, TEXTS, "train"), GATE_BLOCKS)
+    weights = attention_gate.train(model, examples, run.steps, run.keep, run.done, run.resume)
+    held = attention_gate.collect(model, draw_prompts(model, 10, "held"), GATE_BLOCKS)
+    gates = attention_gate.make_gates(model)
+    for which, own in (("untrained", gates.state_dict()), ("trained", weights)):
+        gates.load_state_dict(dict(own))
+        found = [
+            float(attention_gate.measure_divergence(gate, x, rope).detach())
+            for gate, some, rope in zip(gates, held, model.ropes, strict=True) for x in some
+        ]
+        print(f"divergence of {which} gates on 10 other prompts: {fmean(found):.3f} nats", flush=True)
+    return dict(weights)
+
+
 TRAINERS = {
     "longspec": (train_longspec, 200, "predicted"),
     "locret": (train_locret, 4000, "loss"),
     "flux-attention": (train_flux, 300, "loss"), "ftp": (train_ftp, 400, "distance"),
+    "seerattention": (train_seerattention, 3000, "divergence"),
 }
 """The training of each part, its steps, and its report."""
 GRADIENTS = ("flux-attention", "ftp")

@@ -1,0 +1,108 @@
+"""SeerAttention: trained gates predict, from pooled queries and keys, which blocks of a prompt's attention matter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from torch import Tensor, nn
+
+from kvbench.constraints import Positive, Share
+from kvbench.method import BudgetKind, Card, Step, Upstream, resolved
+from kvbench.methods.prefill.attention_gate import collect, make_gates, pool, train
+from kvbench.selection import require_inverse_rotation
+from kvbench.store.prompt import Chosen
+from kvbench.techniques.calibration import calibration_ids
+from kvbench.techniques.parts import check_shapes, find_part, get_part
+from kvbench.techniques.sparse_prefill import SparsePrefillMethod, cover_mass, first_and_own
+
+if TYPE_CHECKING:
+    from kvbench.hf import Model
+
+TEXT, BLOCKS = 256, (4, 16)
+"""Tokens of a text and of its blocks, where the gates are trained when a run starts."""
+_GATES: dict[str, nn.ModuleList] = {}
+"""Of the models that were bound, by hash of the weights."""
+
+
+@dataclass(frozen=True)
+class SeerAttention(SparsePrefillMethod):
+    """Computes, for every block of queries, the fewest blocks with the share `cover` of the gate's prediction."""
+
+    cover: Share = 0.95
+    """Share of a row's predicted attention that its blocks hold."""
+    weights: str = ""
+    """A safetensors file of `scripts/train_part.py`. Empty: the shipped one, or training when a run starts."""
+    steps: Positive = 100
+    """Training steps when a run starts."""
+
+    part: str | None = resolved(by_bind=True)
+    """SHA-256 of the gates' weights."""
+    trained_on: str | None = resolved()
+    """The data of their training."""
+
+    card: ClassVar[Card] = Card(
+        name="seerattention",
+        title="SeerAttention: Learning Intrinsic Sparse Attention in Your LLMs",
+        idea="A small gate per head learns from the model's own attention which blocks matter: it compares projections "
+        "of pooled queries and keys. Only the blocks that it names are computed in the prompt.",
+        arxiv="2410.13276",
+        year=2024,
+        family="prefill",
+        stages=("generation",),
+        budget=BudgetKind.PROMPT,
+        calibration="a gate per head that predicts the attention of blocks, trained",
+        heads="indexed",
+        upstream=Upstream(repo="microsoft/SeerAttention", commit=None, license=None),
+        deviations=(
+            ("A row computes the fewest blocks that hold a share of the prediction, the first and the own one "
+            "included; the authors take those above a threshold, or a fixed number."),
+            "Gates are as wide as a head and have the layer's rotary embedding; the authors' are 128 wide.",
+            ("Without a file of weights for the model, the gates are trained when a run starts, on Python's manual; "
+            "those of `mini` were trained on text of the tasks (scripts/train_part.py)."),
+            ("One gate serves blocks of 64 tokens and the smaller ones of short contexts; the authors train for blocks "
+            "of 64 alone."),
+        ),
+        unverified=("Paper and code were not at hand: pooling, target and loss are from memory.",),
+        limits=(
+            "It needs rotary embeddings that kvbench can invert.",
+            "The gates' weights are not counted as bytes of the cache.",
+            "The authors' weights are not read: their layout has not been seen.",
+            "It saves arithmetic in the prompt, not memory: every entry is stored, and decode steps read all of them.",
+            "The context runs in one pass, whatever --chunk says.",
+        ),
+    )
+
+    published_block: ClassVar[int] = 64
+
+    def bind(self, model: Model) -> Self:
+        """Find the weights of the gates, or train them."""
+        require_inverse_rotation(model, "seerattention")
+        sha256 = find_part(
+            "seerattention", model, self.weights, lambda: self._train(model), f"Python's manual, {self.steps} steps"
+        )
+        part = get_part(sha256)
+        if sha256 not in _GATES or next(_GATES[sha256].parameters()).device != model.device:
+            gates = make_gates(model)
+            check_shapes(
+                "seerattention", model, part, {name: tuple(x.shape) for name, x in gates.state_dict().items()}
+            )
+            gates.load_state_dict(dict(part.weights))
+            _GATES[sha256] = gates.to(model.device).requires_grad_(requires_grad=False)
+        return replace(self, part=sha256, trained_on=part.data)
+
+    def choose(self, query: Tensor, key: Tensor, step: Step) -> Chosen:
+        """The first block, the own one, and those with the largest predictions."""
+        del query, key
+        assert self.part is not None and self.block_size is not None
+        *pooled, positions = pool(step, self.block_size)
+        shares = _GATES[self.part][step.layer](*pooled, step.rope, positions).exp()  # [B, H_q, c, c]
+        return Chosen(self.block_size, cover_mass(shares, self.cover, first_and_own(shares.shape[2], shares)))
+
+    def _train(self, model: Model) -> Mapping[str, Tensor]:
+        """Train on the manual."""
+        ids = calibration_ids(model, TEXT * 8)
+        size = min(TEXT, ids.shape[1])
+        texts = [x for x in ids.split(size, dim=1) if x.shape[1] == size]
+        return train(model, collect(model, texts, BLOCKS), self.steps)
