@@ -49,7 +49,7 @@ class Gate(nn.Module):
 
 
 @dataclass(frozen=True)
-class Example:
+class PooledBlocks:
     """A layer's pooled vectors of a text, and the shares to predict."""
 
     query: Tensor  # [1, H_q, c, D]
@@ -99,14 +99,14 @@ class Watcher(Method):
         return kv.attend(step)
 
 
-def collect(model: Model, texts: Iterable[Tensor], blocks: Sequence[int]) -> list[list[Example]]:
+def collect(model: Model, texts: Iterable[Tensor], blocks: Sequence[int]) -> list[list[PooledBlocks]]:
     """Examples of every layer on texts, for each size of blocks. texts: ids, [1, T] each"""
-    found: list[list[Example]] = [[] for _ in model.layers]
+    found: list[list[PooledBlocks]] = [[] for _ in model.layers]
     for ids in texts:
         with Session(model, Watcher(blocks=tuple(blocks)), capacity=ids.shape[1]) as session:
             session.forward(ids, Moment.CONTEXT_CHUNK)
             for examples, store in zip(found, session.layers, strict=True):
-                examples += [Example(*(store.state[f"{block}/{i}"] for i in range(4))) for block in blocks]
+                examples += [PooledBlocks(*(store.state[f"{block}/{i}"] for i in range(4))) for block in blocks]
     return found
 
 
@@ -115,7 +115,7 @@ def make_gates(model: Model) -> nn.ModuleList:
     return nn.ModuleList(Gate(x.query_heads, x.kv_heads, x.key_dim) for x in model.layers)
 
 
-def measure_divergence(gate: nn.Module, example: Example, rope: Rope) -> Tensor:
+def measure_divergence(gate: nn.Module, example: PooledBlocks, rope: Rope) -> Tensor:
     """Kullback-Leibler divergence of the predicted shares from the target, mean over rows and heads. []"""
     predicted = gate(example.query, example.key, rope, example.positions)
     later = torch.ones_like(predicted[0, 0], dtype=torch.bool).triu(1)
@@ -125,7 +125,7 @@ def measure_divergence(gate: nn.Module, example: Example, rope: Rope) -> Tensor:
 
 
 def train(
-    model: Model, examples: list[list[Example]], steps: int,
+    model: Model, examples: list[list[PooledBlocks]], steps: int,
     keep: Callable[[nn.Module, torch.optim.Optimizer, int, float], None] | None = None, start: int = 0,
     resume: Callable[[nn.Module, torch.optim.Optimizer], None] | None = None,
 ) -> Mapping[str, Tensor]:

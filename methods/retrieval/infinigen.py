@@ -89,7 +89,7 @@ class InfiniGen(ReadingMethod):
 
     def bind(self, model: Model) -> Self:
         """Find the skewing matrices, and check that queries can be guessed on this model (`UserError`)."""
-        sha256 = calibrate(model, Recorder(), self.tokens, lambda state, _: find_skew(model, state))
+        sha256 = calibrate(model, SkewRecorder(), self.tokens, lambda state, _: find_skew(model, state))
         _MODELS[sha256] = model
         return replace(self, skew=sha256)
 
@@ -196,7 +196,7 @@ def take(x: Tensor, channels: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Recorder(Method):
+class SkewRecorder(Method):
     """The full cache; sums up products of the channels of queries, and keeps the queries and inputs of a chunk."""
 
     reads_hidden: ClassVar[bool] = True

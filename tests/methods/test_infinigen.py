@@ -14,7 +14,7 @@ from kvbench.hf import Model
 from kvbench.hf.adapter import project_queries
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Budget, Moment
-from kvbench.methods.retrieval.infinigen import InfiniGen, Recorder, find_skew
+from kvbench.methods.retrieval.infinigen import InfiniGen, SkewRecorder, find_skew
 from kvbench.store.chosen import ChosenKV
 from kvbench.techniques.calibration import calibrated
 
@@ -30,7 +30,7 @@ def fitted(method, model, rows=30):
 def test_skewing_orders_channels_by_the_queries_they_hold():
     """The matrices are orthogonal, and a text's queries have no products between channels, the largest first."""
     model = tiny_model()
-    with Session(model, Recorder(), capacity=LENGTH) as session:
+    with Session(model, SkewRecorder(), capacity=LENGTH) as session:
         session.forward(torch.tensor([CONTEXT]), Moment.CONTEXT_CHUNK)
         state = session.layers[1].state
     skew = find_skew(model, state).double()
