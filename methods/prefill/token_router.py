@@ -98,7 +98,7 @@ def run_gated(
     def attend(step: Step) -> Tensor:
         visible = (ahead >= 0) & (ahead < (step.window or count))
         keys, values = (x.repeat_interleave(step.query.shape[1] // x.shape[1], 1) for x in (step.key, step.value))
-        logits = (step.query @ keys.mT * step.scale).masked_fill(~visible, -torch.inf)
+        logits = (step.query @ keys.mT * step.scale).float().masked_fill(~visible, -torch.inf)
         weights = (logits - logits.amax(-1, keepdim=True)).exp()
         gate = found.get(step.layer)
         if gate is not None:
@@ -112,7 +112,7 @@ def run_gated(
                 mass = (part.mean(1) * runs[:, :, None]).sum(1)
                 seen_by = runs.flip(1).cumsum(1).flip(1)  # queries that run the layer and see the token
                 state["received"] = torch.where(runs > 0.5, mass / seen_by.clamp_min(1), state["received"])
-        return weights @ values
+        return (weights @ values.float()).to(values.dtype)
 
     handles = []
     if gates is not None:
@@ -129,7 +129,7 @@ def run_gated(
             def after(_: nn.Module, __: Any, output: Any, index: int = index) -> Any:
                 first = output[0] if isinstance(output, tuple) else output
                 gate = F.pad(found[index], (0, count - prompt), value=1.0)[..., None]
-                mixed = state[f"in {index}"] + gate * (first - state[f"in {index}"])
+                mixed = (state[f"in {index}"] + gate * (first - state[f"in {index}"])).to(first.dtype)
                 return (mixed, *output[1:]) if isinstance(output, tuple) else mixed
 
             handles += [layer.register_forward_pre_hook(before, with_kwargs=True), layer.register_forward_hook(after)]
