@@ -5,7 +5,7 @@
 #
 # Stages, in the order of the default suite:
 #   probe    versions, copy bandwidth, flash attention on a chunk, a CUDA graph after a failed capture
-#   methods  every method on two layers: each operation is compared with torch, and Triton's cache is filled
+#   methods  every method on two layers, with prompts: each operation is compared with torch, and Triton's cache is filled
 #   core     kernel and decode step timing of the core methods, Llama-3.1-8B's shape, 32,768 tokens x 4
 #   tests    tests of the kernels and of kvbench bench
 #   all      as core, every method, the core methods first; without keyformer and sparse prefill, whose contexts take minutes there
@@ -134,7 +134,8 @@ run_stage() {
       probe) "$python" scripts/gpu_probe.py "$file" || failed=yes ;;
       tests) run_tests 60 -m 'not slow' tests/kernels/test_choice.py ;;
       invariants) run_tests 120 -m 'not slow' tests/methods/test_check_in_bfloat16.py ;;
-      methods | all) bench "$file" 400 "${small[@]}" $(methods snapkv kivi quest) "${steps[@]}" ;;
+      methods) bench "$file" 400 "${small[@]}" --length 512 --method all --timing kernel ;;
+      all) bench "$file" 400 "${small[@]}" $(methods snapkv kivi quest) "${steps[@]}" ;;
       core) bench "$file" 400 "${small[@]}" $(methods snapkv h2o) "${steps[@]}" ;;
       lengths) bench "$file" 400 "${small[@]}" --method snapkv --timing step --state synthetic ;;
       largest) bench "$file" 400 "${small[@]}" --method snapkv --timing step --state synthetic --batch max --memory 0.02 ;;
@@ -147,7 +148,7 @@ run_stage() {
   # shellcheck disable=SC2046
   case $stage in
     probe) "$python" scripts/gpu_probe.py "$file" || failed=yes ;;
-    methods) bench "$file" 180 --model random:two-layers --budget 25% --method all "${steps[@]}" --length 2048 --batch 2 --rounds 2 ;;
+    methods) bench "$file" 240 --model random:two-layers --budget 25% --method all --timing kernel,step --length 2048 --batch 2 --rounds 2 ;;
     tests) # most of the time goes into compiling, so many processes run at the same time
       OMP_NUM_THREADS=1 run_tests 420 -n 12 -m 'not slow' tests/kernels tests/runs/test_kernels.py
       run_tests 60 -m gpu tests/bench/test_bench.py ;;
