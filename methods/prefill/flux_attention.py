@@ -67,8 +67,8 @@ class RoutedKV(PromptKV):
                         step.query[b : b + 1], keys[:, :, low:], values[:, :, low:], window=self.local, **options
                     ),
                 ]
-                own = torch.arange(self.n - count, self.n) + 1
-                self.skipped_reads += int((own - self.sinks - self.local).clamp_min(0).sum()) * keys.shape[1]
+                unread = (own + 1 - self.sinks - self.local for own in range(self.n - count, self.n))
+                self.skipped_reads += sum(max(0, x) for x in unread) * keys.shape[1]
             parts.append(merge_partials(found, step.sinks).to(step.query.dtype))
         return torch.cat(parts)
 

@@ -229,7 +229,9 @@ def test_every_stage_runs_on_a_cpu_and_is_not_run_again(tmp_path):
     for stage in set(stages) - texts - {"probe"}:
         bench = Bench.model_validate_json((tmp_path / f"{stage}.json").read_text())
         assert bench.status == "done"
-        assert {x.outcome for x in bench.cells} == {"ok"}
+        refused = {x.method.name for x in bench.cells if x.outcome == "refused"}
+        assert refused == ({"cachegen", "kvtc"} if stage == "methods" else set())  # their bytes depend on the text
+        assert {x.outcome for x in bench.cells} <= {"ok", "refused"}
     again = suite("--dry", "--out", tmp_path, *stages)
     assert again.stdout == first.stdout
     assert again.stderr.count(" is done: ") == len(stages)
