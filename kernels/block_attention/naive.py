@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvbench.kernels.page_attention.naive import attend_entries
+
 
 def block_attention(
     query: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, columns: Tensor | None = None, *, block: int,
@@ -21,11 +23,8 @@ def block_attention(
                     x for x in range(t + 1)
                     if blocks[b, head, t // block, x // block] or (columns is not None and columns[b, head, x])
                 ]
-                logits = keys[b, head // group, entries].double() @ query[b, head, t].double() * scale
-                if softcap is not None:
-                    logits = softcap * torch.tanh(logits / softcap)
-                if sinks is not None:
-                    logits = torch.cat([logits, sinks[head : head + 1].double()])
-                weights = logits.softmax(-1)[: len(entries)]
-                output[b, head, t] = weights @ values[b, head // group, entries].double()
+                output[b, head, t] = attend_entries(
+                    query[b, head, t], keys[b, head // group, entries], values[b, head // group, entries], scale,
+                    softcap, None if sinks is None else sinks[head : head + 1],
+                )
     return output.to(query.dtype)

@@ -23,11 +23,20 @@ def page_attention(
                     entry for p in pages[b, head, t].tolist() for entry in range(p * page, (p + 1) * page)
                     if first <= entry <= at
                 ]
-                logits = keys[b, head // group, entries].double() @ query[b, head, t].double() * scale
-                if softcap is not None:
-                    logits = softcap * torch.tanh(logits / softcap)
-                if sinks is not None:
-                    logits = torch.cat([logits, sinks[head : head + 1].double()])
-                weights = logits.softmax(-1)[: len(entries)]
-                output[b, head, t] = weights @ values[b, head // group, entries].double()
+                output[b, head, t] = attend_entries(
+                    query[b, head, t], keys[b, head // group, entries], values[b, head // group, entries], scale,
+                    softcap, None if sinks is None else sinks[head : head + 1],
+                )
     return output.to(query.dtype)
+
+
+def attend_entries(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None, sink: Tensor | None
+) -> Tensor:
+    """Attention of one query over some entries, in float64. query: [D]. keys: [n, D]. sink: [1]. Returns [D_v]"""
+    logits = keys.double() @ query.double() * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if sink is not None:
+        logits = torch.cat([logits, sink.double()])
+    return logits.softmax(-1)[: len(keys)] @ values.double()
