@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import torch
 from mini_text import FIRST, FRAME, SHORT, Item, item, real
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kvbench.hf import Model
 from kvbench.task import encode
@@ -14,6 +16,8 @@ from kvbench.techniques.calibration import calibration_ids
 
 RECENT_PAIRS = 5
 """Pairs of a short JSON object."""
+FORMATTED_PAIRS, FORMATTED_ROWS = (4, 13), 8
+"""Fewest and most pairs of an object whose values are asked for in another format, and questions of a batch."""
 Text = tuple[Tensor, Tensor, int]
 """Ids [1, T]; the id to predict at every place, -100 elsewhere [1, T]; tokens of context."""
 
@@ -57,3 +61,22 @@ def draw_skipped(model: Model, kind: str, step: int) -> Text:
     rng = random.Random(f"ftp/{kind}/{step}")
     ids, labels, context = draw_retrieval(rng, rng.choice((256, 384, 512)), model)
     return ids, labels, context if step % 2 else int((labels[0] >= 0).nonzero()[0]) + 1
+
+
+def draw_formatted(rng: random.Random, pairs: int, model: Model) -> Text:
+    """A question about a short JSON object, whose answer is given in the needle tasks' format: ` 1234567.`"""
+    example = SHORT.compose(SHORT.pairs(rng, pairs), [rng.randrange(pairs)], id="")
+    turn = example.turns[0]
+    answered = replace(example, turns=(replace(turn, answer=f" {turn.answer}."),))
+    return as_text(item(encode(SHORT, answered, model.tokenizer, FRAME)))
+
+
+def draw_batch(model: Model, kind: str, step: int) -> tuple[Tensor, Tensor]:
+    """Ids and labels of several such questions, padded at the end. [B, T] each"""
+    rng = random.Random(f"reasoncache/{kind}/{step}")
+    texts = [draw_formatted(rng, rng.randint(*FORMATTED_PAIRS), model) for _ in range(FORMATTED_ROWS)]
+    ids, labels = (
+        pad_sequence([x[part][0] for x in texts], batch_first=True, padding_value=filler)
+        for part, filler in ((0, 0), (1, -100))
+    )
+    return ids, labels

@@ -22,7 +22,7 @@ from statistics import fmean
 
 import torch
 from mini_text import MULTIKEY_1, SHORT, SINGLE_1, Batches, Stage
-from part_texts import Text, draw_routed, draw_skipped
+from part_texts import Text, draw_batch, draw_formatted, draw_routed, draw_skipped
 from torch.nn.functional import cross_entropy
 
 from kvbench.hf import Model, load_model
@@ -32,6 +32,8 @@ from kvbench.methods.lossless import drafter as longspec
 from kvbench.methods.lossless.longspec import LongSpec
 from kvbench.methods.prefill import attention_gate, router, token_router
 from kvbench.methods.prefill.flux_attention import FluxAttention
+from kvbench.methods.reuse import trained_prefix
+from kvbench.methods.reuse.reasoncache import ReasonCache
 from kvbench.runs.results import TASKS
 from kvbench.tasks.growth import lists
 from kvbench.tasks.ruler import niah
@@ -231,14 +233,38 @@ def train_seerattention(model: Model, run: Run) -> dict[str, torch.Tensor]:
     return dict(weights)
 
 
+def train_prefix(model: Model, run: Run) -> dict[str, torch.Tensor]:
+    """The prefix, from a demonstration; prints how many answers to other questions are right as a whole."""
+    demonstration = draw_formatted(random.Random("reasoncache/demonstration"), 3, model)[0]
+    run.facts["demonstration"] = demonstration[0].tolist()
+    weights = trained_prefix.train(
+        model, ReasonCache.entries, run.steps, demonstration, lambda step: draw_batch(model, "train", step),
+        run.keep, run.done, run.resume,
+    )
+    prefix = trained_prefix.Prefix(model, ReasonCache.entries)
+    for name in ("demonstration's entries", "trained"):
+        if name == "trained":
+            prefix.load_state_dict(weights)
+        else:
+            prefix.take(model, demonstration)
+        right = []
+        for step in range(6):
+            ids, labels = draw_batch(model, "held", step)
+            found = trained_prefix.predict(model, prefix, ids, torch.arange(ids.shape[1])).argmax(-1)
+            right += ((found == labels) | (labels < 0)).all(1).tolist()
+        print(f"{name}: {fmean(right):.3f} of {len(right)} answers right", flush=True)
+    return weights
+
+
 TRAINERS = {
     "longspec": (train_longspec, 200, "predicted"),
     "locret": (train_locret, 4000, "loss"),
     "flux-attention": (train_flux, 300, "loss"), "ftp": (train_ftp, 400, "distance"),
     "seerattention": (train_seerattention, 3000, "divergence"),
+    "reasoncache": (train_prefix, 500, "loss"),
 }
 """The training of each part, its steps, and its report."""
-GRADIENTS = ("flux-attention", "ftp")
+GRADIENTS = ("flux-attention", "ftp", "reasoncache")
 """Parts whose training sends gradients through the model, which then is in float32."""
 
 
