@@ -4,6 +4,7 @@ Only the text between the markers `<!-- begin NAME -->` and `<!-- end NAME -->` 
 results, and does not repeat finished runs:
 
     kvbench sweep scripts/sweeps/curated.toml --workers 2
+    kvbench sweep scripts/sweeps/curated-more.toml --share-prefill
     kvbench sweep scripts/sweeps/smollm2.toml --workers 2 --share-prefill
     kvbench sweep scripts/sweeps/smollm2_tasks.toml --workers 2
     python scripts/show_results.py
@@ -119,10 +120,12 @@ def mini_table(results: Sequence[Result]) -> str:
     """One line per method of the bundled model, at 25 % or at its fixed size."""
     shown = []
     for name, cells in group_quarter(results).items():
-        hidden = [cells["hidden", length] for length in (1024, 2048)]
-        seen = cells.get(("first-turn", 2048))
+        short, long, seen = (cells.get(x) for x in (("hidden", 1024), ("hidden", 2048), ("first-turn", 2048)))
+        sized = long or short
+        assert sized is not None, name
         turns = "not run" if seen is None else by_turn(seen)
-        shown.append((name, f"{ratio(hidden[1]):.1%}", read(hidden[1]), *(score(x) for x in hidden), turns))
+        scores = ("not run" if x is None else score(x) for x in (short, long))
+        shown.append((name, f"{ratio(sized):.1%}", read(sized), *scores, turns))
     header = ("method", "stored", "read", "hidden, 1,024", "hidden, 2,048", "first-turn, 2,048: first, then others")
     return table(header, shown)
 
