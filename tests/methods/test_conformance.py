@@ -574,6 +574,20 @@ def test_an_honest_method_passes():
     assert [x.name for x in check(Honest) if not x.passed] == []
 
 
+def test_a_tie_between_equal_tokens_is_no_fault():
+    """A token occurs twice in the context, and rounding decides which of its keys is at the edge of the budget."""
+
+    @dataclass(frozen=True)
+    class SmallKeys(Honest):
+        """Keeps the entries with the smallest keys and the last eight."""
+
+        def score(self, kv, step):
+            """The norm of the key, negative. [B, H_kv, n]"""
+            return protect_last(-kv.keys.norm(dim=-1), 8)
+
+    assert INVARIANTS["chunks do not matter"](SmallKeys())
+
+
 def test_exceptions_are_failed_claims():
     """A method that raises fails with the exception's first line, and the other claims are tried."""
 
