@@ -198,6 +198,6 @@ def test_every_call_of_sdpa_names_its_kernels():
 
 
 def test_a_planted_call_of_sdpa_is_seen():
-    """Beside the block that names kernels, not in it."""
+    """Next to the block that names kernels, not in it."""
     text = "with sdpa_kernel(x):\n    F.scaled_dot_product_attention(q)\ngrouped_sdpa(q)\n"
     assert unnamed_sdpa(ast.parse(text)) == [3]

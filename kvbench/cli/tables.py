@@ -25,7 +25,7 @@ LEGENDS = {
     "distinct": "distinct: reads with every entry counted once", "cut": "cut: answers that the length limit ended",
     "strict": "strict: score if the first value named counts",
 }
-"""What the title of the table of costs says, and what it adds for these columns."""
+"""Titles of the table of costs: the sentence for all its columns, and one for each of these."""
 LISTED = 3
 """Regressions shown per run; `kvbench answers` shows all, and --json lists them."""
 

@@ -113,7 +113,7 @@ class FluxAttention(SparsePrefillMethod):
     steps: Positive = 4
     """Training steps when a run starts."""
 
-    part: str | None = resolved()
+    part: str | None = resolved(by_bind=True)
     """SHA-256 of the routers' weights."""
     trained_on: str | None = resolved()
     """The data of their training."""

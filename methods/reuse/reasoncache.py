@@ -71,7 +71,7 @@ class ReasonCache(Method):
     steps: Positive = 4
     """Training steps when a run starts."""
 
-    part: str | None = resolved()
+    part: str | None = resolved(by_bind=True)
     """SHA-256 of the prefix's weights."""
     trained_on: str | None = resolved()
     """The data of its training."""

@@ -74,7 +74,7 @@ def make_prompts(model: Model, plan: Plan) -> list[dict[str, list[int]]]:
 
 
 def write_calibrated(model: Model, method: KVzap | QFilter, path: Path) -> None:
-    """What a method measures on the model, by layer."""
+    """Measurements of a method on the model, by layer."""
     bound = method.bind(model)
     sha256 = bound.predictor if isinstance(bound, KVzap) else bound.filters
     assert sha256 is not None
