@@ -96,6 +96,8 @@ class Method:
     True unless it says otherwise."""
     generates_alone: ClassVar[bool] = False
     """Whether `generate` is overridden: such answers are not generated in a batch."""
+    prepares_questions: ClassVar[bool] = False
+    """Whether `begin_question` is overridden: such a method does not draft for another one."""
     shares_layers: ClassVar[bool] = False
     """Whether a layer leaves tensors for later layers of the same pass, in `step.shared`."""
     inexact_prefill: ClassVar[str | None] = None
@@ -117,6 +119,8 @@ class Method:
             cls.replays_context = True
         if "generate" in vars(cls):
             cls.generates_alone = True
+        if "begin_question" in vars(cls):
+            cls.prepares_questions = True
 
     def __post_init__(self) -> None:
         """Refuse settings that break the constraints of their fields (`UserError`).

@@ -10,7 +10,7 @@ round, the tokens are those of greedy decoding with the target, and the newest t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -171,9 +171,10 @@ def settle(
     start = session.seen - steps[0].key.shape[2]
     session.seen -= rejected
     size, moment = (1, Moment.DECODE) if stepwise else (kept, Moment.TURN_END)
+    shared: list[dict[str, Tensor]] = [{} for _ in range(0, kept, size)]  # of the layers of each part
     for store, step in zip(find_stores(session), steps, strict=True):
         store.target.crop(rejected)
         store.seen = session.seen
-        for first in range(0, kept, size):
-            last = first + size
-            follow(store, step.part(slice(first, last), seen=start + last, moment=moment))
+        for first, tensors in zip(range(0, kept, size), shared, strict=True):
+            part = step.part(slice(first, first + size), seen=start + first + size, moment=moment)
+            follow(store, replace(part, shared=tensors))

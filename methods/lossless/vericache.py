@@ -83,6 +83,10 @@ class VeriCache(VerifiedOnHost):
             raise UserError(f"{name} makes no sense: {inner.card.name} works on diffusion models.")
         if inner.card.budget is BudgetKind.NONE:
             raise UserError(f"{name} makes no sense: {inner.card.name} stores every entry, and drafts nothing faster.")
+        if inner.prepares_questions:
+            raise UserError(f"{name} makes no sense: {inner.card.name} loads another cache for every question.")
+        if inner.skips_layers:
+            raise UserError(f"{name} makes no sense: tokens skip layers, so no cache has every entry.")
         if issubclass(inner, Verified):
             raise UserError(f"{name} makes no sense: {inner.card.name} verifies its tokens itself.")
         card = inner.card.model_copy(update={

@@ -114,6 +114,8 @@ class InfiniGen(ReadingMethod):
         if not isinstance(kv, ChosenKV) or not kv.selective:
             if self.rows is not None and step.moment.in_context and self.chooses(step.layer, step.window):
                 self._observe(kv, step)
+                if step.moment.compresses and self.rows >= step.seen:
+                    del kv.state["magnitude"]
             return kv.attend(step)
         assert guess is not None
         self.extend(kv, step)

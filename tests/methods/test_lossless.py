@@ -11,7 +11,7 @@ from kvbench.engine.speculation import find_stores
 from kvbench.errors import UserError
 from kvbench.hf.tiny import tiny_model
 from kvbench.kernels.pack import quantize, unpack
-from kvbench.method import Budget, Moment
+from kvbench.method import Budget, BudgetKind, Moment
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.lossless.triforce import RetrievedKV
 from kvbench.registry import find_method
@@ -19,7 +19,8 @@ from kvbench.store import LayerKV
 from kvbench.store.hierarchical import HierarchicalKV, lower_half
 from tests.methods.conftest import AUTOREGRESSIVE
 
-ALONE = ["full", "longspec", "magicdec", "prompt-lookup", "quantspec", "triforce", "vericache"]
+STORE_ALL = [x for x in AUTOREGRESSIVE if find_method(x).card.budget is BudgetKind.NONE]
+ALONE = [*STORE_ALL, "epicache", "ftp", "longspec", "magicdec", "prompt-lookup", "quantspec", "triforce", "vericache"]
 DRAFTERS = [x for x in AUTOREGRESSIVE if x not in ALONE]
 FAST = ("snapkv", "random")
 QUESTIONS = [random_ids(5, seed=21), random_ids(9, seed=22)]
