@@ -144,8 +144,10 @@ def open_attention(setting: Setting, base: Session, *, graph: bool) -> Iterator[
 def _record(setting: Setting, fork: Session, token: Tensor) -> list[Step]:
     """Run one token, appending its entries without evicting any, and return the step of every layer."""
     steps: list[Step] = []
+    shared: dict[str, Tensor] = {}  # of the layers, as in a session
 
     def attend(step: Step) -> Tensor:
+        step = replace(step, shared=shared)
         steps.append(step)
         fork.layers[step.layer].append(step)
         return fork.method.attend(fork.layers[step.layer], step)

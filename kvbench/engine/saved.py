@@ -323,8 +323,9 @@ def _require_fields(store: LayerKV) -> None:
     """Refuse a store whose fields are not of the types that an empty one has (`ValueError`)."""
     empty = type(store)()
     for name in (x.name for x in fields(empty)):
-        kind = type(getattr(empty, name))
-        if kind is not NoneType and type(getattr(store, name)) is not kind:
+        kind, value = type(getattr(empty, name)), getattr(store, name)
+        inside = issubclass(kind, LayerKV) and isinstance(value, LayerKV)  # a store within a store may be of any kind
+        if kind is not NoneType and type(value) is not kind and not inside:
             raise ValueError(f"{name} of a {type(store).__name__} is no {kind.__name__}")
 
 

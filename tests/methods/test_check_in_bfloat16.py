@@ -39,8 +39,8 @@ def test_invariants_hold_in_bfloat16(name):
 
 def test_few_other_entries_are_allowed():
     """One of 40 is allowed and reported; three are not, and in float32 not one is."""
-    kept = [[torch.arange(40)]]
-    one, three = ([[torch.cat([torch.arange(n), torch.arange(n, 40) + 100])]] for n in (39, 37))
+    kept = [[], [torch.arange(40)]]  # in the second layer: those of equal tokens in the first may change places
+    one, three = ([[], [torch.cat([torch.arange(n), torch.arange(n, 40) + 100])]] for n in (39, 37))
     assert require_same_entries(kept, kept, "") is True
     assert require_same_entries(one, kept, "") is False
     with pytest.raises(AssertionError, match="chunks: other entries were kept"):

@@ -17,9 +17,10 @@ from kvbench.method import Moment, Step
 from kvbench.methods.reuse.cache_craft import find_share
 from kvbench.methods.reuse.kvshare import align
 from kvbench.registry import find_method, list_entries
+from kvbench.techniques.reuse import ReuseMethod
 from tests.methods.reuse import ALONE, DOCUMENTS, LEAD, PARTS, TAIL, distance, model, prefilled, run, run_full
 
-REUSE = [x.name for x in list_entries("method") if find_method(x.name).card.family == "reuse"]
+REUSE = [x.name for x in list_entries("method") if issubclass(find_method(x.name), ReuseMethod)]
 LENGTH = sum(map(len, PARTS)) + len(TAIL)
 WHOLE = {"cacheblend": {"ratio": 1.0}, "epic": {"first": 30}, "kvshare": {"ratio": 1.0}, "fusionrag": {"ratio": 1.0}}
 """Settings that compute everything again."""
