@@ -39,6 +39,7 @@ from kvbench.tasks.growth import lists
 from kvbench.tasks.ruler import niah
 from kvbench.tasks.scbench import kv
 from kvbench.techniques.parts import SHIPPED, write_part
+from kvbench.techniques.training import TrainingProgress
 
 LONG = (
     *((SHORT, 3.0), (kv.KeyValueUuid(), 2.0), (SINGLE_1, 1.0), (MULTIKEY_1, 2.0), (niah.NiahSingle3(), 1.0)),
@@ -73,6 +74,11 @@ class Run:
         self.facts: dict[str, object] = {}
         """Facts of the training for the file."""
 
+    @property
+    def progress(self) -> TrainingProgress:
+        """The run, as a training takes it."""
+        return TrainingProgress(self.done, self.resume, self.keep)
+
     def resume(self, part: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Restore the checkpoint, if there is one."""
         if self.saved:
@@ -106,7 +112,7 @@ def train_longspec(model: Model, run: Run) -> dict[str, torch.Tensor]:
         shift = random.Random(f"longspec/offset/{step}").randrange(FARTHEST - ids.shape[1])
         return ids, labels >= 0, positions + shift * (positions >= SINKS)
 
-    return longspec.train(model, LongSpec.window, run.steps, draw, READS, run.keep, run.done, run.resume)
+    return longspec.train(model, LongSpec.window, run.steps, draw, READS, run.progress)
 
 
 def draw_texts(model: Model, count: int, kind: str) -> Iterator[retaining.Text]:
@@ -122,8 +128,7 @@ def draw_texts(model: Model, count: int, kind: str) -> Iterator[retaining.Text]:
 def train_locret(model: Model, run: Run) -> dict[str, torch.Tensor]:
     """The retaining heads; prints how well they rank the entries of texts that they have not seen."""
     weights = retaining.train(
-        model, retaining.collect(model, draw_texts(model, TEXTS, "train")), HIDDEN, run.steps,
-        run.keep, run.done, run.resume,
+        model, retaining.collect(model, draw_texts(model, TEXTS, "train")), HIDDEN, run.steps, run.progress
     )
     heads = retaining.make_heads(model, HIDDEN)
     heads.load_state_dict(dict(weights))
@@ -141,8 +146,7 @@ def train_flux(model: Model, run: Run) -> dict[str, torch.Tensor]:
     run.facts["sparsity"] = SPARSITY
     blocks = partial(FluxAttention().blocks_of, model)
     weights = router.train(
-        model, run.steps, SPARSITY, blocks, lambda step: draw_routed(model, "train", step),
-        run.keep, run.done, run.resume,
+        model, run.steps, SPARSITY, blocks, lambda step: draw_routed(model, "train", step), run.progress
     )
     routers = router.make_routers(model)
     routers.load_state_dict(weights)
@@ -194,7 +198,7 @@ def train_ftp(model: Model, run: Run) -> dict[str, torch.Tensor]:
     schedule = run.facts["schedule"] = find_schedule(model)
     print(f"schedule: {schedule}", flush=True)
     weights = token_router.train(
-        model, run.steps, schedule, lambda step: draw_skipped(model, "train", step), run.keep, run.done, run.resume
+        model, run.steps, schedule, lambda step: draw_skipped(model, "train", step), run.progress
     )
     router = token_router.make_router()
     router.load_state_dict(weights)
@@ -220,7 +224,7 @@ def draw_prompts(model: Model, count: int, kind: str) -> Iterator[torch.Tensor]:
 def train_seerattention(model: Model, run: Run) -> dict[str, torch.Tensor]:
     """The gates; prints the divergence of trained and of untrained ones from the attention of other prompts."""
     examples = attention_gate.collect(model, draw_prompts(model, TEXTS, "train"), GATE_BLOCKS)
-    weights = attention_gate.train(model, examples, run.steps, run.keep, run.done, run.resume)
+    weights = attention_gate.train(model, examples, run.steps, run.progress)
     held = attention_gate.collect(model, draw_prompts(model, 10, "held"), GATE_BLOCKS)
     gates = attention_gate.make_gates(model)
     for which, own in (("untrained", gates.state_dict()), ("trained", weights)):
@@ -239,7 +243,7 @@ def train_prefix(model: Model, run: Run) -> dict[str, torch.Tensor]:
     run.facts["demonstration"] = demonstration[0].tolist()
     weights = trained_prefix.train(
         model, ReasonCache.entries, run.steps, demonstration, lambda step: draw_batch(model, "train", step),
-        run.keep, run.done, run.resume,
+        run.progress,
     )
     prefix = trained_prefix.Prefix(model, ReasonCache.entries)
     for name in ("demonstration's entries", "trained"):

@@ -1,1 +1,1 @@
-"""Parts that several methods share: base classes for families, calibration, clusters, codebooks, trained parts."""
+"""Parts that several methods share: families, calibration, clusters, codebooks, trained parts and their training."""

@@ -11,17 +11,18 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvbench.errors import UserError
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
 
+M = TypeVar("M", bound=nn.Module)
 SHIPPED = Path(__file__).parents[1] / "models" / "parts"
 
 
@@ -38,6 +39,8 @@ class TrainedPart:
 _FOUND: dict[str, TrainedPart] = {}
 _HASHES: dict[tuple[str, str, str, str], str] = {}
 """Of the parts found in this process, by method, file or settings, model and element type."""
+_MODULES: dict[str, nn.Module] = {}
+"""Modules with a part's weights, by their hash, each on the device of the last model that was bound."""
 
 
 def find_part(method: str, model: Model, file: str, train: Callable[[], Mapping[str, Tensor]], how: str) -> str:
@@ -64,6 +67,30 @@ def find_part(method: str, model: Model, file: str, train: Callable[[], Mapping[
 def get_part(sha256: str) -> TrainedPart:
     """The part that was found under this hash."""
     return _FOUND[sha256]
+
+
+def load_module(method: str, model: Model, sha256: str, make: Callable[[], nn.Module]) -> None:
+    """Give a part's weights to a module on the model's device, for `get_module`; once per process and device.
+
+    make: the module without these weights.
+
+    Raises:
+        UserError: the weights have other names or shapes.
+    """
+    if sha256 in _MODULES and next(_MODULES[sha256].parameters()).device == model.device:
+        return
+    part, module = get_part(sha256), make()
+    check_shapes(method, model, part, {name: tuple(x.shape) for name, x in module.state_dict().items()})
+    module.load_state_dict(dict(part.weights))
+    _MODULES[sha256] = module.to(model.device).requires_grad_(requires_grad=False)
+
+
+def get_module(sha256: str | None, kind: type[M]) -> M:
+    """The module that was loaded with the weights under this hash, which has this type."""
+    assert sha256 is not None
+    module = _MODULES[sha256]
+    assert isinstance(module, kind)
+    return module
 
 
 def make_part(weights: Mapping[str, Tensor], data: str, facts: Mapping[str, str] | None = None) -> TrainedPart:

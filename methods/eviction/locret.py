@@ -16,7 +16,7 @@ from kvbench.methods.eviction.retaining import collect, gather_inputs, make_head
 from kvbench.selection import protect_last, require_inverse_rotation, top_entries
 from kvbench.store import LayerKV
 from kvbench.techniques.calibration import calibration_ids
-from kvbench.techniques.parts import check_shapes, find_part, get_part
+from kvbench.techniques.parts import find_part, get_module, get_part, load_module
 
 if TYPE_CHECKING:
     from kvbench.engine.session import Session
@@ -27,8 +27,6 @@ GRID = 1024
 """Scores are multiples of its inverse, so that equal tokens, whose scores differ by rounding, are ties."""
 TEXT = 256
 """Tokens of a text, where the heads are trained when a run starts; the last quarter stands for the answer."""
-_HEADS: dict[str, nn.ModuleList] = {}
-"""Of the last model that was bound, by hash of the weights."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +95,8 @@ class Locret(Method):
         sha256 = find_part(
             "locret", model, self.weights, lambda: self._train(model), f"Python's manual, {self.steps} steps"
         )
-        part = get_part(sha256)
-        if sha256 not in _HEADS or next(_HEADS[sha256].parameters()).device != model.device:
-            heads = make_heads(model, HIDDEN)
-            check_shapes("locret", model, part, {name: tuple(x.shape) for name, x in heads.state_dict().items()})
-            heads.load_state_dict(dict(part.weights))
-            _HEADS[sha256] = heads.to(model.device).requires_grad_(requires_grad=False)
-        return replace(self, part=sha256, trained_on=part.data)
+        load_module("locret", model, sha256, lambda: make_heads(model, HIDDEN))
+        return replace(self, part=sha256, trained_on=get_part(sha256).data)
 
     def layer(self, index: int) -> LayerKV:
         """A store with a score for every entry."""
@@ -139,8 +132,7 @@ class Locret(Method):
 
     def predict(self, step: Step) -> Tensor:
         """Scores of the new entries. [B, H_kv, T]"""
-        assert self.part is not None, "bind the method to a model first"
-        scores: Tensor = _HEADS[self.part][step.layer](gather_inputs(step))
+        scores: Tensor = get_module(self.part, nn.ModuleList)[step.layer](gather_inputs(step))
         return (scores.mT * GRID).round() / GRID
 
     def _trim(self, store: LayerKV, window: int | None, seen: int, *, ended: bool) -> None:

@@ -8,7 +8,8 @@ the query heads of a KV head (arXiv 2410.01805).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from kvbench.hf import Forward
 from kvbench.hf.adapter import attached
 from kvbench.method import Moment, Step
 from kvbench.store import LayerKV
+from kvbench.techniques.training import WHOLE, TrainingProgress, train_part
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
@@ -86,35 +88,25 @@ def measure_loss(predicted: Tensor, wanted: Tensor) -> Tensor:
 
 
 def train(
-    model: Model, examples: list[Examples], width: int, steps: int,
-    keep: Callable[[nn.Module, torch.optim.Optimizer, int, float], None] | None = None, start: int = 0,
-    resume: Callable[[nn.Module, torch.optim.Optimizer], None] | None = None,
+    model: Model, examples: list[Examples], width: int, steps: int, progress: TrainingProgress = WHOLE
 ) -> Mapping[str, Tensor]:
-    """Train heads on the examples, one text per step; the model stays as it is.
-
-    keep: called after every step with the loss. start, resume: the steps that a checkpoint has done, and what restores
-    it.
-    """
-    with torch.random.fork_rng(), torch.enable_grad():
+    """Train heads on the examples, one text per step; the model stays as it is. Each step reports its loss."""
+    with torch.random.fork_rng():
         torch.manual_seed(0)
         heads = make_heads(model, width).to(model.device)
-        optimizer = torch.optim.AdamW(heads.parameters(), lr=RATE, betas=(0.9, 0.95))
-        if resume is not None:
-            resume(heads, optimizer)
-        for step in range(start, steps):
-            for group in optimizer.param_groups:
-                group["lr"] = RATE * min(1.0, (step + 1) / WARM) * (1 - step / steps)
-            pairs = [x[step % len(x)] for x in examples]
-            loss = torch.stack([
-                measure_loss(head(inputs), wanted) for head, (inputs, wanted) in zip(heads, pairs, strict=True)
-            ]).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_value_(heads.parameters(), CLIP)
-            optimizer.step()
-            if keep is not None:
-                keep(heads, optimizer, step, float(loss.detach()))
-    return {name: x.detach() for name, x in heads.state_dict().items()}
+
+    def measure(step: int) -> tuple[Tensor, Tensor]:
+        pairs = [x[step % len(x)] for x in examples]
+        loss = torch.stack([
+            measure_loss(head(inputs), wanted) for head, (inputs, wanted) in zip(heads, pairs, strict=True)
+        ]).mean()
+        return loss, loss.detach()
+
+    return train_part(
+        heads, torch.optim.AdamW(heads.parameters(), lr=RATE, betas=(0.9, 0.95)), steps,
+        lambda step: RATE * min(1.0, (step + 1) / WARM) * (1 - step / steps), measure,
+        partial(nn.utils.clip_grad_value_, clip_value=CLIP), progress,
+    )
 
 
 def rank_correlation(one: Tensor, other: Tensor) -> float:

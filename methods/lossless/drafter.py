@@ -8,6 +8,7 @@ output head are those of the model.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from kvbench.hf.adapter import attached
 from kvbench.kernels.dense_attention.torch import WITHOUT_CUDNN
 from kvbench.method import Moment, Step
 from kvbench.store import LayerKV
+from kvbench.techniques.training import WHOLE, TrainingProgress, train_part
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
@@ -155,29 +157,18 @@ def measure_loss(drafter: Drafter, batch: Batch, step: int) -> tuple[Tensor, flo
 
 def train(
     model: Model, window: int, steps: int, draw: Callable[[int], Batch], reads: int = -1,
-    keep: Callable[[Drafter, torch.optim.Optimizer, int, float], None] | None = None, start: int = 0,
-    resume: Callable[[Drafter, torch.optim.Optimizer], None] | None = None,
+    progress: TrainingProgress = WHOLE,
 ) -> dict[str, Tensor]:
     """Train a drafter on the model's own choices; the model stays as it is.
 
-    draw: the batch of a step. keep: called after every step with the share of predicted tokens. start, resume: the
-    steps that a checkpoint has done, and what restores it.
+    draw: the batch of a step, which reports the share of tokens that the drafter predicts.
     """
-    with torch.random.fork_rng(), torch.enable_grad():
+    with torch.random.fork_rng():
         torch.manual_seed(0)
         drafter = Drafter(model, window, reads).to(model.device)
-        drafter.take_layers()
-        optimizer = torch.optim.AdamW(drafter.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
-        if resume is not None:
-            resume(drafter, optimizer)
-        for step in range(start, steps):
-            for group in optimizer.param_groups:
-                group["lr"] = RATE * min(1.0, (step + 1) / WARM) * max(0.02, 1 - step / steps)
-            loss, right = measure_loss(drafter, draw(step), step)
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
-            optimizer.step()
-            if keep is not None:
-                keep(drafter, optimizer, step, right)
-    return {name: x.detach() for name, x in drafter.state_dict().items()}
+    drafter.take_layers()
+    return train_part(
+        drafter, torch.optim.AdamW(drafter.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0), steps,
+        lambda step: RATE * min(1.0, (step + 1) / WARM) * max(0.02, 1 - step / steps),
+        lambda step: measure_loss(drafter, draw(step), step), partial(nn.utils.clip_grad_norm_, max_norm=1.0), progress,
+    )

@@ -7,8 +7,9 @@ largest attention weight of every pair of blocks, divided by the sum of its row 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 from kvbench.engine.session import Session
 from kvbench.method import Method, Moment, Step
 from kvbench.store import LayerKV
+from kvbench.techniques.training import WHOLE, TrainingProgress, train_part
 
 if TYPE_CHECKING:
     from kvbench.hf import Model, Rope
@@ -125,32 +127,22 @@ def measure_divergence(gate: nn.Module, example: PooledBlocks, rope: Rope) -> Te
 
 
 def train(
-    model: Model, examples: list[list[PooledBlocks]], steps: int,
-    keep: Callable[[nn.Module, torch.optim.Optimizer, int, float], None] | None = None, start: int = 0,
-    resume: Callable[[nn.Module, torch.optim.Optimizer], None] | None = None,
+    model: Model, examples: list[list[PooledBlocks]], steps: int, progress: TrainingProgress = WHOLE
 ) -> Mapping[str, Tensor]:
-    """Train gates on the examples, one per step; the model stays as it is.
-
-    keep: called after every step with the loss. start, resume: the steps that a checkpoint has done, and what restores
-    it.
-    """
-    with torch.random.fork_rng(), torch.enable_grad():
+    """Train gates on the examples, one per step; the model stays as it is. Each step reports its loss."""
+    with torch.random.fork_rng():
         torch.manual_seed(0)
         gates = make_gates(model).to(model.device)
-        optimizer = torch.optim.AdamW(gates.parameters(), lr=RATE)
-        if resume is not None:
-            resume(gates, optimizer)
-        for step in range(start, steps):
-            for group in optimizer.param_groups:
-                group["lr"] = RATE * min(1.0, (step + 1) / WARM) * (1 - step / steps)
-            loss = torch.stack([
-                measure_divergence(gate, some[step % len(some)], rope)
-                for gate, some, rope in zip(gates, examples, model.ropes, strict=True)
-            ]).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(gates.parameters(), CLIP)
-            optimizer.step()
-            if keep is not None:
-                keep(gates, optimizer, step, float(loss.detach()))
-    return {name: x.detach() for name, x in gates.state_dict().items()}
+
+    def measure(step: int) -> tuple[Tensor, Tensor]:
+        loss = torch.stack([
+            measure_divergence(gate, some[step % len(some)], rope)
+            for gate, some, rope in zip(gates, examples, model.ropes, strict=True)
+        ]).mean()
+        return loss, loss.detach()
+
+    return train_part(
+        gates, torch.optim.AdamW(gates.parameters(), lr=RATE), steps,
+        lambda step: RATE * min(1.0, (step + 1) / WARM) * (1 - step / steps), measure,
+        partial(nn.utils.clip_grad_norm_, max_norm=CLIP), progress,
+    )

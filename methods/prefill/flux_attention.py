@@ -18,7 +18,7 @@ from kvbench.store import LayerKV
 from kvbench.store.facts import Fact
 from kvbench.store.prompt import Chosen, PromptKV
 from kvbench.techniques.calibration import calibration_ids
-from kvbench.techniques.parts import check_shapes, find_part, get_part
+from kvbench.techniques.parts import find_part, get_module, get_part, load_module
 from kvbench.techniques.sparse_prefill import SparsePrefillMethod
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ PUBLISHED_LENGTH = 4096
 """Tokens of a context from which on a sparse layer reads as much as in the authors' code."""
 SPARSITY, TEXT = 0.45, 128
 """Share of sparse layers and tokens of a text, where the routers are trained when a run starts."""
-_ROUTERS: dict[str, nn.ModuleDict] = {}
-"""By hash of the weights."""
 
 
 @dataclass
@@ -163,14 +161,8 @@ class FluxAttention(SparsePrefillMethod):
         sha256 = find_part(
             "flux-attention", model, self.weights, lambda: self._train(model), f"Python's manual, {self.steps} steps"
         )
-        part = get_part(sha256)
-        if sha256 not in _ROUTERS or next(_ROUTERS[sha256].parameters()).device != model.device:
-            routers = make_routers(model)
-            wanted = {name: tuple(x.shape) for name, x in routers.state_dict().items()}
-            check_shapes("flux-attention", model, part, wanted)
-            routers.load_state_dict(dict(part.weights))
-            _ROUTERS[sha256] = routers.to(model.device).requires_grad_(requires_grad=False)
-        return replace(self, part=sha256, trained_on=part.data)
+        load_module("flux-attention", model, sha256, lambda: make_routers(model))
+        return replace(self, part=sha256, trained_on=get_part(sha256).data)
 
     def layer(self, index: int) -> LayerKV:
         """A store that knows what a sparse layer reads."""
@@ -189,10 +181,9 @@ class FluxAttention(SparsePrefillMethod):
     def attend_prompt(self, kv: PromptKV, step: Step) -> Tensor:
         """Route the layer by the prompt, and attend to every entry or to the first and the last ones."""
         assert isinstance(kv, RoutedKV)
-        assert self.part is not None
         assert self.block_size is not None
         tokens = step.query.shape[2]
-        whole = opens(_ROUTERS[self.part][str(step.layer)], pool_queries(step, tokens))
+        whole = opens(get_module(self.part, nn.ModuleDict)[str(step.layer)], pool_queries(step, tokens))
         kv.whole = tuple(whole.tolist())
         stream = mark_stream(-(-tokens // self.block_size), *self.stream_blocks(), step.query.device)
         blocks = torch.where(whole[:, None, None], torch.ones_like(stream).tril(), stream)  # [B, n, n]

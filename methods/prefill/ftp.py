@@ -25,7 +25,7 @@ from kvbench.methods.prefill.token_router import (
 from kvbench.store import LayerKV
 from kvbench.store.facts import Fact
 from kvbench.techniques.calibration import calibration_ids
-from kvbench.techniques.parts import check_shapes, find_part, get_part
+from kvbench.techniques.parts import find_part, get_module, get_part, load_module
 
 if TYPE_CHECKING:
     from kvbench.engine.session import Session
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 TEXT = 64
 """Tokens of a text, where the router is trained when a run starts; the second half is its answer."""
-_ROUTERS: dict[str, nn.Sequential] = {}
-"""By hash of the weights."""
 
 
 @dataclass
@@ -122,11 +120,7 @@ class FTP(Method):
             "ftp", model, self.weights, lambda: self._train(model, weights), f"Python's manual, {self.steps} steps"
         )
         part = get_part(sha256)
-        if sha256 not in _ROUTERS or next(_ROUTERS[sha256].parameters()).device != model.device:
-            router = make_router()
-            check_shapes("ftp", model, part, {name: tuple(x.shape) for name, x in router.state_dict().items()})
-            router.load_state_dict(dict(part.weights))
-            _ROUTERS[sha256] = router.to(model.device).requires_grad_(requires_grad=False)
+        load_module("ftp", model, sha256, make_router)
         if "schedule" in part.facts:
             weights = tuple(json.loads(part.facts["schedule"]))
         if len(weights) != len(model.layers):
@@ -170,9 +164,8 @@ class FTP(Method):
         tokens = ids.shape[1]
         if self.kept is None or self.kept[layer] >= tokens:
             return None
-        assert self.part is not None
         received = shared.get("received", torch.zeros(ids.shape, device=ids.device))  # none before the first layer
-        scores: Tensor = _ROUTERS[self.part](describe(received, 1 - self.kept[layer] / tokens))[..., 0]
+        scores: Tensor = get_module(self.part, nn.Sequential)(describe(received, 1 - self.kept[layer] / tokens))[..., 0]
         return keep_highest(scores, self.kept[layer])
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:

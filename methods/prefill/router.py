@@ -8,6 +8,7 @@ loss is that of the answers, and of layers that are not sparse enough (arXiv 260
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ from kvbench.hf import Forward
 from kvbench.hf.adapter import attached
 from kvbench.kernels.dense_attention.torch import WITHOUT_CUDNN
 from kvbench.method import Moment, Step
+from kvbench.techniques.training import WHOLE, TrainingProgress, train_part
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
@@ -109,42 +111,35 @@ def run_gated(
 
 def train(
     model: Model, steps: int, sparsity: float, blocks: Blocks, draw: Callable[[int], Sequence[Text]],
-    keep: Callable[[nn.Module, torch.optim.Optimizer, int, float], None] | None = None, start: int = 0,
-    resume: Callable[[nn.Module, torch.optim.Optimizer], None] | None = None,
+    progress: TrainingProgress = WHOLE,
 ) -> dict[str, Tensor]:
-    """Train routers on texts; the model stays as it is.
+    """Train routers on texts; the model stays as it is. Each step reports its loss.
 
-    sparsity: the least share of sparse layers, mean over a step's texts. draw: the texts of a step. keep: called after
-    every step with the loss. start, resume: the steps that a checkpoint has done, and what restores it.
+    sparsity: the least share of sparse layers, mean over a step's texts. draw: the texts of a step.
     """
-    with torch.random.fork_rng(), torch.enable_grad():
+    with torch.random.fork_rng():
         torch.manual_seed(0)
         routers = make_routers(model).to(model.device)
-        optimizer = torch.optim.AdamW(routers.parameters(), lr=RATE, weight_decay=0.0)
-        if resume is not None:
-            resume(routers, optimizer)
-        for step in range(start, steps):
-            for group in optimizer.param_groups:
-                group["lr"] = RATE * max(0.05, 1 - step / steps)
-            noise = torch.Generator().manual_seed(step)
 
-            def gate(layer: int, pooled: Tensor, noise: torch.Generator = noise) -> Tensor:
-                logits = routers[str(layer)](pooled)
-                share = torch.rand((), generator=noise).clamp(1e-4, 1 - 1e-4)
-                return torch.sigmoid((logits[0, 1] - logits[0, 0] + (share / (1 - share)).log()) / TEMPERATURE)
+    def measure(step: int) -> tuple[Tensor, Tensor]:
+        noise = torch.Generator().manual_seed(step)
 
-            texts = draw(step)
-            losses, sparse = [], []
-            for text in texts:
-                loss, gates = run_gated(model, text, blocks, gate)
-                losses.append(loss)
-                sparse.append(1 - torch.stack(list(gates.values())).mean())
-            short = (sparsity - torch.stack(sparse).mean()).clamp_min(0)
-            total = torch.stack(losses).mean() + SPARSITY_WEIGHT * short
-            optimizer.zero_grad()
-            total.backward()
-            nn.utils.clip_grad_norm_(routers.parameters(), CLIP)
-            optimizer.step()
-            if keep is not None:
-                keep(routers, optimizer, step, float(total.detach()))
-    return {name: x.detach() for name, x in routers.state_dict().items()}
+        def gate(layer: int, pooled: Tensor) -> Tensor:
+            logits = routers[str(layer)](pooled)
+            share = torch.rand((), generator=noise).clamp(1e-4, 1 - 1e-4)
+            return torch.sigmoid((logits[0, 1] - logits[0, 0] + (share / (1 - share)).log()) / TEMPERATURE)
+
+        losses, sparse = [], []
+        for text in draw(step):
+            loss, gates = run_gated(model, text, blocks, gate)
+            losses.append(loss)
+            sparse.append(1 - torch.stack(list(gates.values())).mean())
+        short = (sparsity - torch.stack(sparse).mean()).clamp_min(0)
+        total = torch.stack(losses).mean() + SPARSITY_WEIGHT * short
+        return total, total.detach()
+
+    return train_part(
+        routers, torch.optim.AdamW(routers.parameters(), lr=RATE, weight_decay=0.0), steps,
+        lambda step: RATE * max(0.05, 1 - step / steps), measure,
+        partial(nn.utils.clip_grad_norm_, max_norm=CLIP), progress,
+    )

@@ -14,7 +14,7 @@ from kvbench.methods.prefill.attention_gate import collect, make_gates, pool, tr
 from kvbench.selection import require_inverse_rotation
 from kvbench.store.prompt import Chosen
 from kvbench.techniques.calibration import calibration_ids
-from kvbench.techniques.parts import check_shapes, find_part, get_part
+from kvbench.techniques.parts import find_part, get_module, get_part, load_module
 from kvbench.techniques.sparse_prefill import SparsePrefillMethod, cover_mass, first_and_own
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 TEXT, BLOCKS = 256, (4, 16)
 """Tokens of a text and of its blocks, where the gates are trained when a run starts."""
-_GATES: dict[str, nn.ModuleList] = {}
-"""Of the models that were bound, by hash of the weights."""
 
 
 @dataclass(frozen=True)
@@ -82,22 +80,15 @@ class SeerAttention(SparsePrefillMethod):
         sha256 = find_part(
             "seerattention", model, self.weights, lambda: self._train(model), f"Python's manual, {self.steps} steps"
         )
-        part = get_part(sha256)
-        if sha256 not in _GATES or next(_GATES[sha256].parameters()).device != model.device:
-            gates = make_gates(model)
-            check_shapes(
-                "seerattention", model, part, {name: tuple(x.shape) for name, x in gates.state_dict().items()}
-            )
-            gates.load_state_dict(dict(part.weights))
-            _GATES[sha256] = gates.to(model.device).requires_grad_(requires_grad=False)
-        return replace(self, part=sha256, trained_on=part.data)
+        load_module("seerattention", model, sha256, lambda: make_gates(model))
+        return replace(self, part=sha256, trained_on=get_part(sha256).data)
 
     def choose(self, query: Tensor, key: Tensor, step: Step) -> Chosen:
         """The first block, the own one, and those with the largest predictions."""
         del query, key
-        assert self.part is not None and self.block_size is not None
+        assert self.block_size is not None
         *pooled, positions = pool(step, self.block_size)
-        shares = _GATES[self.part][step.layer](*pooled, step.rope, positions).exp()  # [B, H_q, c, c]
+        shares = get_module(self.part, nn.ModuleList)[step.layer](*pooled, step.rope, positions).exp()  # [B, H_q, c, c]
         return Chosen(self.block_size, cover_mass(shares, self.cover, first_and_own(shares.shape[2], shares)))
 
     def _train(self, model: Model) -> Mapping[str, Tensor]:

@@ -9,6 +9,7 @@ of a router that keeps the first and the last tokens, and the distance from the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from kvbench.hf import Forward
 from kvbench.hf.adapter import attached, decoder_layers
 from kvbench.kernels.column_sums import column_sums
 from kvbench.method import Moment, Step
+from kvbench.techniques.training import WHOLE, TrainingProgress, train_part
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
@@ -146,51 +148,41 @@ def run_gated(
 
 
 def train(
-    model: Model, steps: int, weights: Sequence[float], draw: Callable[[int], Text],
-    keep: Callable[[nn.Module, torch.optim.Optimizer, int, float], None] | None = None, start: int = 0,
-    resume: Callable[[nn.Module, torch.optim.Optimizer], None] | None = None,
+    model: Model, steps: int, weights: Sequence[float], draw: Callable[[int], Text], progress: TrainingProgress = WHOLE
 ) -> dict[str, Tensor]:
-    """Train the router on texts, one per step; the model stays as it is.
+    """Train the router on texts, one per step; the model stays as it is. Each step reports the answers' distance.
 
-    weights: how much each layer skips, relative to the others. draw: the text of a step. keep: called after every step
-    with the loss. start, resume: the steps that a checkpoint has done, and what restores it.
+    weights: how much each layer skips, relative to the others. draw: the text of a step.
     """
-    with torch.random.fork_rng(), torch.enable_grad():
+    with torch.random.fork_rng():
         torch.manual_seed(0)
         router = make_router().to(model.device)
-        optimizer = torch.optim.AdamW(router.parameters(), lr=RATE, weight_decay=0.0)
-        if resume is not None:
-            resume(router, optimizer)
-        for step in range(start, steps):
-            for group in optimizer.param_groups:
-                group["lr"] = RATE * max(0.05, 1 - step / steps)
-            ids, labels, prompt = draw(step)
-            places = (labels[0] >= 0).nonzero()[:, 0]
-            skipped = SHARES[step % len(SHARES)]
-            kept = divide(weights, prompt, round((1 - skipped) * prompt * len(weights)))
-            extra: list[Tensor] = []
-            fading = GUIDE * max(0.0, 1 - 2 * step / steps)
 
-            def gate(
-                _: int, features: Tensor, count: int, extra: list[Tensor] = extra, fading: float = fading
-            ) -> Tensor:
-                logits = router(features)[..., 0]
-                chance = torch.sigmoid(logits)
-                hard = torch.zeros_like(chance).scatter_(1, keep_highest(logits, count), 1.0)
-                wanted = torch.zeros_like(chance).scatter_(1, keep_highest(score_static(features), count), 1.0)
-                extra.append(fading * F.binary_cross_entropy_with_logits(logits, wanted))
-                extra.append(SHARE * (chance.mean() - count / chance.shape[1]).square())
-                return hard + chance - chance.detach()
+    def measure(step: int) -> tuple[Tensor, Tensor]:
+        ids, labels, prompt = draw(step)
+        places = (labels[0] >= 0).nonzero()[:, 0]
+        skipped = SHARES[step % len(SHARES)]
+        kept = divide(weights, prompt, round((1 - skipped) * prompt * len(weights)))
+        extra: list[Tensor] = []
+        fading = GUIDE * max(0.0, 1 - 2 * step / steps)
 
-            whole, _ = run_gated(model, ids, places, prompt, kept, None)
-            logits, _ = run_gated(model, ids, places, prompt, kept, gate)
-            distance = F.kl_div(logits[0].float().log_softmax(-1), whole[0].float().log_softmax(-1),
-                                reduction="batchmean", log_target=True)
-            loss = distance + torch.stack(extra).sum()
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(router.parameters(), CLIP)
-            optimizer.step()
-            if keep is not None:
-                keep(router, optimizer, step, float(distance.detach()))
-    return {name: x.detach() for name, x in router.state_dict().items()}
+        def gate(_: int, features: Tensor, count: int) -> Tensor:
+            logits = router(features)[..., 0]
+            chance = torch.sigmoid(logits)
+            hard = torch.zeros_like(chance).scatter_(1, keep_highest(logits, count), 1.0)
+            wanted = torch.zeros_like(chance).scatter_(1, keep_highest(score_static(features), count), 1.0)
+            extra.append(fading * F.binary_cross_entropy_with_logits(logits, wanted))
+            extra.append(SHARE * (chance.mean() - count / chance.shape[1]).square())
+            return hard + chance - chance.detach()
+
+        whole, _ = run_gated(model, ids, places, prompt, kept, None)
+        logits, _ = run_gated(model, ids, places, prompt, kept, gate)
+        distance = F.kl_div(logits[0].float().log_softmax(-1), whole[0].float().log_softmax(-1),
+                            reduction="batchmean", log_target=True)
+        return distance + torch.stack(extra).sum(), distance.detach()
+
+    return train_part(
+        router, torch.optim.AdamW(router.parameters(), lr=RATE, weight_decay=0.0), steps,
+        lambda step: RATE * max(0.05, 1 - step / steps), measure,
+        partial(nn.utils.clip_grad_norm_, max_norm=CLIP), progress,
+    )

@@ -8,6 +8,7 @@ text after it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ from kvbench.hf import Forward
 from kvbench.hf.adapter import attached
 from kvbench.kernels.dense_attention.torch import WITHOUT_CUDNN
 from kvbench.method import Moment, Step
+from kvbench.techniques.training import WHOLE, TrainingProgress, train_part
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
@@ -91,31 +93,24 @@ def predict(model: Model, prefix: Prefix, ids: Tensor, places: Tensor, *, gradie
 
 def train(
     model: Model, entries: int, steps: int, demonstration: Tensor, draw: Callable[[int], Batch],
-    keep: Callable[[nn.Module, torch.optim.Optimizer, int, float], None] | None = None, start: int = 0,
-    resume: Callable[[nn.Module, torch.optim.Optimizer], None] | None = None,
+    progress: TrainingProgress = WHOLE,
 ) -> dict[str, Tensor]:
-    """Train a prefix on answers; the model stays as it is.
+    """Train a prefix on answers; the model stays as it is. Each step reports its loss.
 
-    demonstration: whose last entries it starts as [1, n]. draw: the batch of a step. keep: called after every step with
-    the loss. start, resume: the steps that a checkpoint has done, and what restores it.
+    demonstration: whose last entries it starts as [1, n]. draw: the batch of a step.
     """
     prefix = Prefix(model, entries).to(model.device)
     prefix.take(model, demonstration)
-    with torch.enable_grad():
-        optimizer = torch.optim.Adam(prefix.parameters(), lr=RATE)
-        if resume is not None:
-            resume(prefix, optimizer)
-        for step in range(start, steps):
-            for group in optimizer.param_groups:
-                group["lr"] = RATE * min(1.0, (step + 1) / WARM) * max(0.02, 1 - step / steps)
-            ids, labels = draw(step)
-            wanted = (labels >= 0).any(0).nonzero()[:, 0]
-            logits = predict(model, prefix, ids, wanted, gradients=True).float()
-            loss = F.cross_entropy(logits.flatten(0, 1), labels[:, wanted].flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(prefix.parameters(), CLIP)
-            optimizer.step()
-            if keep is not None:
-                keep(prefix, optimizer, step, float(loss.detach()))
-    return {name: x.detach() for name, x in prefix.state_dict().items()}
+
+    def measure(step: int) -> tuple[Tensor, Tensor]:
+        ids, labels = draw(step)
+        wanted = (labels >= 0).any(0).nonzero()[:, 0]
+        logits = predict(model, prefix, ids, wanted, gradients=True).float()
+        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, wanted].flatten())
+        return loss, loss.detach()
+
+    return train_part(
+        prefix, torch.optim.Adam(prefix.parameters(), lr=RATE), steps,
+        lambda step: RATE * min(1.0, (step + 1) / WARM) * max(0.02, 1 - step / steps), measure,
+        partial(nn.utils.clip_grad_norm_, max_norm=CLIP), progress,
+    )

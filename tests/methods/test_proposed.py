@@ -18,6 +18,7 @@ from kvbench.methods.lossless.proposed import DraftedKV
 from kvbench.registry import find_method
 from kvbench.runs.results import TASKS
 from kvbench.techniques.parts import SHIPPED, get_part, read_metadata, write_part
+from kvbench.techniques.training import TrainingProgress
 
 QUESTIONS = [random_ids(5, seed=21), random_ids(9, seed=22)]
 ANSWER = 14
@@ -153,7 +154,7 @@ def test_a_drafter_learns(monkeypatch):
     positions = torch.arange(40).expand_as(ids)
     batch = (ids, positions >= 8, positions)
     shares = []
-    train(model, 64, 40, lambda step: batch, keep=lambda drafter, optimizer, step, share: shares.append(share))
+    train(model, 64, 40, lambda step: batch, progress=TrainingProgress(keep=lambda *x: shares.append(x[3])))
     assert shares[0] < 0.3
     assert shares[-1] > 0.8
 

@@ -23,6 +23,7 @@ from kvbench.runs.results import TASKS
 from kvbench.store import LayerKV
 from kvbench.tasks.scbench import kv
 from kvbench.techniques.parts import SHIPPED, read_metadata, write_part
+from kvbench.techniques.training import TrainingProgress
 
 DEMONSTRATION = torch.randint(64, (1, 12), generator=torch.Generator().manual_seed(1))
 CONTEXT = torch.randint(64, (1, 40), generator=torch.Generator().manual_seed(2))
@@ -123,7 +124,8 @@ def test_training_lowers_the_loss_and_spares_the_model(model):
     """On one text; the model's weights stay as they are, and no step leaves the demonstration's entries."""
     before = [x.clone() for x in model.module.parameters()]
     labels, losses = torch.cat([CONTEXT[:, 1:], torch.tensor([[-100]])], dim=1), []
-    train(model, 12, 30, DEMONSTRATION, lambda _: (CONTEXT, labels), lambda *x: losses.append(x[3]))
+    progress = TrainingProgress(keep=lambda *x: losses.append(x[3]))
+    train(model, 12, 30, DEMONSTRATION, lambda _: (CONTEXT, labels), progress)
     assert losses[-1] < 0.8 * losses[0]
     assert all(torch.equal(a, b) for a, b in zip(before, model.module.parameters(), strict=True))
     untouched, start = train(model, 12, 0, DEMONSTRATION, None), Prefix(model, 12)
