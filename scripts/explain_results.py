@@ -25,8 +25,6 @@ from kvbench.check.trial import find_entries
 from kvbench.engine.recording import Recording
 from kvbench.engine.session import Session
 from kvbench.engine.shared import record
-from kvbench.findings.numbers import ranks
-from kvbench.findings.observe import Layer, Observer, Values, observe
 from kvbench.hf import Model, load_model
 from kvbench.log import say
 from kvbench.method import Method
@@ -43,6 +41,8 @@ from kvbench.methods.heads.groups import HeadMethod
 from kvbench.methods.heads.profile import find_profile
 from kvbench.methods.heads.razor_attention import RazorAttention
 from kvbench.registry import find_method, find_task
+from kvbench.reproduce.findings.numbers import ranks
+from kvbench.reproduce.findings.observe import Layer, Observer, Values, observe
 from kvbench.task import Encoded, Mode, Split, encode
 
 PAGE = Path(__file__).parent.parent / "docs" / "differences.md"

@@ -18,8 +18,8 @@ from typing import Any
 import altair as alt
 import vl_convert
 
-from kvbench.findings.records import FindingsRecord
-from kvbench.findings.statements import find_findings
+from kvbench.reproduce.findings.records import FindingsRecord
+from kvbench.reproduce.findings.statements import find_findings
 from kvbench.runs.files import read_file
 
 ROOT = Path(__file__).parent.parent

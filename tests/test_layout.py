@@ -28,8 +28,10 @@ def modules() -> dict[str, ast.Module]:
 
 
 def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Every node that runs: nothing under `if TYPE_CHECKING`."""
+    """Every statement that runs: nothing under `if TYPE_CHECKING`."""
     for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.expr):  # it holds no import
+            continue
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             yield from (x for part in node.orelse for x in (part, *runtime_nodes(part)))
         else:

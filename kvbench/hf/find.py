@@ -15,9 +15,9 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from transformers import PreTrainedTokenizerBase
 
 from kvbench import registry
-from kvbench.downloads.sources import find_added, refuse_missing
 from kvbench.errors import UserError, unknown
 from kvbench.machine import cache_folder
+from kvbench.models.sources import find_added, refuse_missing
 from kvbench.registry import list_architectures, list_models
 
 RANDOM = "random:"
@@ -48,7 +48,7 @@ def find_folder(name: str, *, weights: bool = True) -> Path:
     source = name.removeprefix(RANDOM)
     path = Path(source).expanduser()
     if path.suffix == GGUF:
-        from kvbench.downloads.add import convert_file  # it loads models, which imports this module
+        from kvbench.models.add import convert_file  # it loads models, which imports this module
 
         return convert_file(path)
     if source and path.is_dir():

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from kvbench.budget import LayerShape, Shape
-from kvbench.downloads.sources import result_id
 from kvbench.errors import UserError
 from kvbench.hf.adapter import Forward, embedding_device, is_attached, run_model
 from kvbench.hf.config import (
@@ -42,6 +41,7 @@ from kvbench.hf.proof import prove, prove_bidirectional, refuse_config
 from kvbench.hf.rope import Rope, max_length
 from kvbench.log import say
 from kvbench.method import ModelKind
+from kvbench.models.sources import result_id
 
 
 @dataclass(frozen=True)

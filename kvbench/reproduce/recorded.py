@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from kvbench.findings.records import Decision, FindingsRecord
+from kvbench.reproduce.findings.records import Decision, FindingsRecord
 from kvbench.reproduce.shape import ShapeRecord
 from kvbench.runs.files import read_file
 from kvbench.runs.spec import Record

@@ -13,8 +13,8 @@ from pydantic import BaseModel, Field, model_validator
 from kvbench.analysis.shares import reference_width
 from kvbench.analysis.significance import ALPHA, adjust, flip_signs
 from kvbench.errors import UserError, unknown
-from kvbench.findings.records import Decision, join_verdicts
 from kvbench.registry import HERE
+from kvbench.reproduce.findings.records import Decision, join_verdicts
 from kvbench.reproduce.paper import HINT
 from kvbench.runs.files import read_file, read_lines
 from kvbench.runs.journal import Line

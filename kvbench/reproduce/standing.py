@@ -8,8 +8,8 @@ from pathlib import Path
 
 from kvbench import machine
 from kvbench.analysis.load import FinishedRun, load_run
-from kvbench.downloads.sources import result_id
 from kvbench.errors import UserError
+from kvbench.models.sources import result_id
 from kvbench.registry import list_entries
 from kvbench.reproduce.claims import list_claims
 from kvbench.reproduce.memory import judge_bytes

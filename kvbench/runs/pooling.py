@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvbench.runs.spec import RunSpec
-from kvbench.scorers import find_form
 from kvbench.task import Encoded, Example
+from kvbench.text.scorers import find_form
 
 
 def warn_of_pooling(spec: RunSpec, example: Example, encoded: Encoded) -> str | None:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import cast, get_args
 
 from kvbench.budget import DEFAULT_BUDGET, Budget, BudgetKind
-from kvbench.downloads.sources import find_added, list_added, refuse_missing
 from kvbench.errors import MOST_SAMPLES, MOST_SEED, UserError, check_number, unknown
 from kvbench.kernels.choice import IMPLEMENTATIONS, REST
 from kvbench.method import Method
+from kvbench.models.sources import find_added, list_added, refuse_missing
 from kvbench.registry import find_method, find_task, list_architectures, list_models, list_ops
 from kvbench.runs.generation import read_generation
 from kvbench.runs.options import Request

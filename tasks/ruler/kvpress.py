@@ -19,10 +19,10 @@ from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvbench.errors import UserError
-from kvbench.scorers import match_first
 from kvbench.task import Example, Mode, Scorer, Split, Turn
 from kvbench.tasks.dataset import DatasetTask
 from kvbench.tasks.records import Columns, Record, Source, open_copy, open_hub
+from kvbench.text.scorers import match_first
 from kvbench.text.template import Frame
 
 if TYPE_CHECKING:

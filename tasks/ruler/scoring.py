@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from kvbench.scorers import make_strict
 from kvbench.task import Scorer
+from kvbench.text.scorers import make_strict
 
 CONTROL = re.compile(r"[\x00-\x1f]")
 

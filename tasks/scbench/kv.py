@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
-from kvbench.scorers import make_strict
 from kvbench.task import Example, Scorer, Task, Turn, count_prompt, encode, prompt_tokens
 from kvbench.tasks.length import LengthEstimate, largest_fit
 from kvbench.tasks.scoring.scbench import contains
 from kvbench.tasks.words import draw_keys, draw_numbers, draw_uuids
+from kvbench.text.scorers import make_strict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,10 +12,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from kvbench.scorers import make_strict
 from kvbench.task import Scorer
 from kvbench.tasks.scoring.overlap import rouge_lsum
 from kvbench.tasks.scoring.text import character_f1, contains_words, find_option, first_number, word_f1
+from kvbench.text.scorers import make_strict
 
 
 def best(measure: Callable[[str, str], float]) -> Callable[[str, Sequence[str]], float]:

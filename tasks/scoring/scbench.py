@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from kvbench.errors import unknown
-from kvbench.scorers import make_strict
 from kvbench.task import Mode, Scorer
 from kvbench.tasks.scoring.infinitebench import (
     QA_F1,
@@ -30,6 +29,7 @@ from kvbench.tasks.scoring.infinitebench import (
 from kvbench.tasks.scoring.overlap import rouge_lsum
 from kvbench.tasks.scoring.repoqa import passes
 from kvbench.tasks.scoring.text import SIGNED, character_f1, find_letter, first_number
+from kvbench.text.scorers import make_strict
 
 
 def contains(prediction: str, references: Sequence[str]) -> float:

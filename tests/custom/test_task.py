@@ -22,8 +22,8 @@ from kvbench.methods.baseline.full import Full
 from kvbench.registry import find_task
 from kvbench.runs.files import read_lines
 from kvbench.runs.provenance import find_sources
-from kvbench.scorers import SCORERS, contains, exact, string_match_all
 from kvbench.task import Mode, Split, Turn, encode, prompt_tokens
+from kvbench.text.scorers import SCORERS, contains, exact, string_match_all
 
 pytestmark = pytest.mark.usefixtures("cache")
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvbench.downloads.sources import models_folder
 from kvbench.errors import UserError
 from kvbench.hf import gguf
+from kvbench.models.sources import models_folder
 
 from .tiny_gguf import write_gguf
 

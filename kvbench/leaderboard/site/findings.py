@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.errors import UserError
-from kvbench.findings.records import FindingResult, FindingsRecord
-from kvbench.findings.statements import Figure, Statement, find_findings
 from kvbench.leaderboard.site.charts import LEFT, LINE, RIGHT, STYLES, TOP, Curve, Point, spread
 from kvbench.leaderboard.site.pages import name_pages
+from kvbench.reproduce.findings.records import FindingResult, FindingsRecord
+from kvbench.reproduce.findings.statements import Figure, Statement, find_findings
 from kvbench.reproduce.recorded import read_findings, read_measured
 from kvbench.reproduce.shape import FindingRecord, ShapeRecord
 

@@ -20,12 +20,12 @@ from kvbench.analysis.doubts import list_doubts
 from kvbench.analysis.formatting import format_bytes, format_interval, format_p, format_share
 from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import read_share, stored_share
-from kvbench.downloads.sources import SOURCES
 from kvbench.leaderboard.site.claims import VERDICTS, join_reasons
 from kvbench.leaderboard.site.columns import TableColumn, choose_columns
 from kvbench.leaderboard.site.tables import Group, RankedRun, name_machine
 from kvbench.leaderboard.submission.records import LEVELS
 from kvbench.method import Upstream
+from kvbench.models.sources import SOURCES
 from kvbench.report.group import VISIBILITIES, Axis, name_question
 from kvbench.report.sections import list_protocol
 from kvbench.report.suggest import explain_failing, warn_of_model

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.errors import UserError
-from kvbench.findings import run
-from kvbench.findings.records import FindingsRecord
-from kvbench.findings.run import Plan, judge, make_text, measure, read_journal
-from kvbench.findings.statements import StatisticCheck, find_findings
 from kvbench.hf import load_model
 from kvbench.registry import HERE
+from kvbench.reproduce.findings import run
+from kvbench.reproduce.findings.records import FindingsRecord
+from kvbench.reproduce.findings.run import Plan, judge, make_text, measure, read_journal
+from kvbench.reproduce.findings.statements import StatisticCheck, find_findings
 from kvbench.runs.environment import find_environment
 from kvbench.runs.spec import ModelSpec
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Self
 
 from pydantic import BaseModel, Field, model_validator
 
 from kvbench.errors import unknown
-from kvbench.registry import HERE
 from kvbench.toml import STRICT, read_toml
 
-FILE = HERE / "findings" / "findings.toml"
+FILE = Path(__file__).with_name("findings.toml")
 
 
 class StatisticCheck(BaseModel):

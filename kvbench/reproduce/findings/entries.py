@@ -9,8 +9,8 @@ from statistics import fmean, median
 import torch
 from torch import Tensor
 
-from kvbench.findings.numbers import spearman
-from kvbench.findings.observe import Layer, Observer, Values, mix
+from kvbench.reproduce.findings.numbers import spearman
+from kvbench.reproduce.findings.observe import Layer, Observer, Values, mix
 
 BITS = 2
 GROUP = 32

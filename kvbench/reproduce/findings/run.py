@@ -14,13 +14,13 @@ from statistics import fmean
 import torch
 
 from kvbench.errors import UserError
-from kvbench.findings import attention, compressed, entries, passes, questions
-from kvbench.findings.numbers import spearman
-from kvbench.findings.observe import Observer, Values, observe
-from kvbench.findings.records import CheckResult, Decision, FindingResult, join_verdicts
-from kvbench.findings.statements import Statement, StatisticCheck
 from kvbench.hf import Model
 from kvbench.hf.config import quiet
+from kvbench.reproduce.findings import attention, compressed, entries, passes, questions
+from kvbench.reproduce.findings.numbers import spearman
+from kvbench.reproduce.findings.observe import Observer, Values, observe
+from kvbench.reproduce.findings.records import CheckResult, Decision, FindingResult, join_verdicts
+from kvbench.reproduce.findings.statements import Statement, StatisticCheck
 from kvbench.runs.stats import bootstrap_interval
 from kvbench.text.stdlib import library
 

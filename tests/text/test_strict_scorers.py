@@ -10,8 +10,8 @@ from kvbench.analysis.doubts import find_strict, list_doubts
 from kvbench.registry import find_task
 from kvbench.runs.pooling import warn_of_pooling
 from kvbench.runs.results import Output, Score
-from kvbench.scorers import find_form, match_first
 from kvbench.task import Encoded, EncodedTurn, Example, Turn
+from kvbench.text.scorers import find_form, match_first
 
 UUIDS = ["3f2a1b7c-1d2e-4f3a-9b8c-1234567890ab", "00000000-1111-2222-3333-444444444444"]
 

@@ -9,9 +9,9 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from kvbench.findings.numbers import top_mask
-from kvbench.findings.observe import Layer, Observer, Values, observe
 from kvbench.hf import Model
+from kvbench.reproduce.findings.numbers import top_mask
+from kvbench.reproduce.findings.observe import Layer, Observer, Values, observe
 
 QUESTIONS = 4
 LEAST_CHARS = 16

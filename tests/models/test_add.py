@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.downloads import add, wheels
-from kvbench.downloads.sources import SOURCES, ModelSource, Part, find_added, models_folder, result_id
 from kvbench.hf import gguf, load_model
+from kvbench.models import add, wheels
+from kvbench.models.sources import SOURCES, ModelSource, Part, find_added, models_folder, result_id
 
 from ..hf.tiny_gguf import write_gguf  # noqa: TID252
 

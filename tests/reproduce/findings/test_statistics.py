@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvbench.findings import attention, compressed, entries, numbers, passes, questions
-from kvbench.findings.observe import attend, causal_mask, mix, observe, run_layers
 from kvbench.hf.tiny import VOCABULARY, tiny_model
+from kvbench.reproduce.findings import attention, compressed, entries, numbers, passes, questions
+from kvbench.reproduce.findings.observe import attend, causal_mask, mix, observe, run_layers
 
 LENGTH = 400
 

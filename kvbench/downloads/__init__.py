@@ -1,1 +1,0 @@
-"""Models that `kvbench models add` installs from PyPI wheels, without a hub."""

