@@ -1,4 +1,4 @@
-"""The gate of `mini`: greedy answers of the model as shipped, full cache, on the tasks' test split.
+"""The gate of `mini` and `mini-hybrid`: greedy answers of the model as shipped, full cache, on the tasks' test split.
 
     python scripts/mini_gate.py MODEL_FOLDER      # writes its gate.json and prints the table of its card
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, DynamicCache, PreTrainedTokenizerBase, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.task import Mode, Split, Task, encode
 from kvbench.tasks.ruler import niah
@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 
 @torch.inference_mode()
-def answered(model: Qwen3ForCausalLM, asked: Sequence[int], answer: Sequence[int], cache: DynamicCache) -> bool:
+def answered(model: PreTrainedModel, asked: Sequence[int], answer: Sequence[int], cache: DynamicCache) -> bool:
     """Whether greedy decoding says the reference answer after these ids, on top of the cache, which then holds both."""
     logits = model(torch.tensor([[*asked, *answer]]), past_key_values=cache).logits[0]
     said: list[int] = logits[len(asked) - 1 : -1].argmax(-1).tolist()
@@ -47,7 +47,7 @@ def answered(model: Qwen3ForCausalLM, asked: Sequence[int], answer: Sequence[int
 
 @torch.inference_mode()
 def measure(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, task: Task, length: int, turns: int, n: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, length: int, turns: int, n: int
 ) -> list[Row]:
     """Share of whole answers over n test samples by mode, each context prefilled once; one turn: `single`."""
     hits: dict[Mode, list[bool]] = {}
@@ -78,7 +78,7 @@ def measure_in_process(job: tuple[Path, Task, int, int, int]) -> list[Row]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if task.minimum_length(turns, tokenizer) > length:
         return []
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     return measure(model, tokenizer, task, length, turns, n)
 
 

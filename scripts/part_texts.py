@@ -63,6 +63,12 @@ def draw_skipped(model: Model, kind: str, step: int) -> Text:
     return ids, labels, context if step % 2 else int((labels[0] >= 0).nonzero()[0]) + 1
 
 
+def draw_asked(model: Model, kind: str, step: int) -> Text:
+    """A task's prompt, whose entries are chosen before its questions."""
+    rng = random.Random(f"nosa/{kind}/{step}")
+    return draw_retrieval(rng, rng.choice((384, 512, 640)), model)
+
+
 def draw_formatted(rng: random.Random, pairs: int, model: Model) -> Text:
     """A question about a short JSON object, whose answer is given in the needle tasks' format: ` 1234567.`"""
     example = SHORT.compose(SHORT.pairs(rng, pairs), [rng.randrange(pairs)], id="")

@@ -4,6 +4,7 @@
     nice python scripts/train_part.py locret --work /tmp/locret
     nice python scripts/train_part.py flux-attention --work /tmp/flux
     nice python scripts/train_part.py seerattention --work /tmp/seer
+    nice python scripts/train_part.py nosa --work /tmp/nosa
 
 A part is written to kvbench/models/parts. Its batches are a function of the step, with seeds of their own, so a stopped
 run continues with the same batches; examples of the tasks' dev and test splits have other seeds.
@@ -22,7 +23,7 @@ from statistics import fmean
 
 import torch
 from mini_text import MULTIKEY_1, SHORT, SINGLE_1, Batches, Stage
-from part_texts import Text, draw_batch, draw_formatted, draw_routed, draw_skipped
+from part_texts import Text, draw_asked, draw_batch, draw_formatted, draw_routed, draw_skipped
 from torch.nn.functional import cross_entropy
 
 from kvbench.hf import Model, load_model
@@ -32,6 +33,8 @@ from kvbench.methods.lossless import drafter as longspec
 from kvbench.methods.lossless.longspec import LongSpec
 from kvbench.methods.prefill import attention_gate, router, token_router
 from kvbench.methods.prefill.flux_attention import FluxAttention
+from kvbench.methods.retrieval import value_gate
+from kvbench.methods.retrieval.nosa import Nosa
 from kvbench.methods.reuse import trained_prefix
 from kvbench.methods.reuse.reasoncache import ReasonCache
 from kvbench.runs.results import TASKS
@@ -57,6 +60,8 @@ SINKS, FARTHEST = 4, 4096
 """Tokens that keep their positions, and the farthest position of a shifted text."""
 SCHEDULE_TEXTS = 8
 """Texts on which the layers' shares of skipped tokens are measured."""
+READ_SHARE = 0.2
+"""Share of a context's blocks that are read."""
 SPARSITY = 0.9
 """Share of sparse layers: one of mini's five layers finds keys, and no layer where the answer is recent."""
 
@@ -237,6 +242,24 @@ def train_seerattention(model: Model, run: Run) -> dict[str, torch.Tensor]:
     return dict(weights)
 
 
+def train_nosa(model: Model, run: Run) -> dict[str, torch.Tensor]:
+    """The gates; prints the loss of answers to other prompts, for trained and untrained ones."""
+    method = Nosa()
+    divide = partial(method.divide_context, share=READ_SHARE)
+    weights = value_gate.train(
+        model, run.steps, method.block, divide, lambda step: draw_asked(model, "train", step), run.progress
+    )
+    gates = value_gate.make_gates(model)
+    for which, own in (("untrained", gates.state_dict()), ("trained", weights)):
+        gates.load_state_dict(dict(own))
+        with torch.no_grad():
+            found = fmean(float(value_gate.measure_loss(
+                model, gates, draw_asked(model, "held", step), method.block, divide, hard=True
+            )) for step in range(40))
+        print(f"{which} gates: loss {found:.3f} on 40 other prompts", flush=True)
+    return dict(weights)
+
+
 def train_prefix(model: Model, run: Run) -> dict[str, torch.Tensor]:
     """The prefix, from a demonstration; prints how many answers to other questions are right as a whole."""
     demonstration = draw_formatted(random.Random("reasoncache/demonstration"), 3, model)[0]
@@ -265,10 +288,10 @@ TRAINERS = {
     "locret": (train_locret, 4000, "loss"),
     "flux-attention": (train_flux, 300, "loss"), "ftp": (train_ftp, 400, "distance"),
     "seerattention": (train_seerattention, 3000, "divergence"),
-    "reasoncache": (train_prefix, 500, "loss"),
+    "reasoncache": (train_prefix, 500, "loss"), "nosa": (train_nosa, 300, "loss"),
 }
 """The training of each part, its steps, and its report."""
-GRADIENTS = ("flux-attention", "ftp", "reasoncache")
+GRADIENTS = ("flux-attention", "ftp", "reasoncache", "nosa")
 """Parts whose training sends gradients through the model, which then is in float32."""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from kvbench.hf import Model
 
 M = TypeVar("M", bound=nn.Module)
+Rename = Callable[[str], str | None]
+"""From a name in the authors' files to that of the part's module; None: not of the part."""
+PICKLED = (".bin", ".pt", ".pth")
 SHIPPED = Path(__file__).parents[1] / "models" / "parts"
 
 
@@ -43,10 +47,14 @@ _MODULES: dict[str, nn.Module] = {}
 """Modules with a part's weights, by their hash, each on the device of the last model that was bound."""
 
 
-def find_part(method: str, model: Model, file: str, train: Callable[[], Mapping[str, Tensor]], how: str) -> str:
+def find_part(
+    method: str, model: Model, file: str, train: Callable[[], Mapping[str, Tensor]], how: str,
+    rename: Rename | None = None,
+) -> str:
     """Read a part from a file, the one that is shipped for this model, or train it; its hash, for `get_part`.
 
     file: as set by the user; empty: none. train: makes the weights. how: the data and settings of `train`, in words.
+    rename: reads the authors' files, or folders with them.
 
     Raises:
         UserError: the file is unreadable, or of another method or model.
@@ -56,7 +64,8 @@ def find_part(method: str, model: Model, file: str, train: Callable[[], Mapping[
         shipped = SHIPPED / f"{method}-{model.id}.safetensors"
         path = Path(file) if file else shipped
         if file or (shipped.exists() and read_metadata(shipped).get("model_sha256") == model.sha256):
-            part = read_part(path, method, model)
+            published = None if rename is None else read_published(path, rename)
+            part = read_part(path, method, model) if published is None else published
         else:
             part = make_part(train(), how)
         _HASHES[key] = part.sha256
@@ -146,6 +155,42 @@ def read_part(path: Path, method: str, model: Model) -> TrainedPart:
     with safe_open(path, "pt") as file:
         weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  # no mapping
     return make_part(weights, facts.get("data", "unknown"), facts)
+
+
+def read_published(path: Path, rename: Rename) -> TrainedPart | None:
+    """A part in the authors' files, in float32; None: `write_part` wrote the file, or it has no weights of the part.
+
+    Raises:
+        UserError: a file is unreadable, or pickled.
+    """
+    if path.suffix in PICKLED:
+        raise UserError(
+            f'{path} is pickled, and kvbench reads safetensors files only. Convert it: python -c "import torch, '
+            f"safetensors.torch as s; s.save_file({{k: x.contiguous() for k, x in torch.load('{path}', "
+            f"weights_only=True).items()}}, '{path.with_suffix('.safetensors')}')\""
+        )
+    if path.is_file() and "method" in read_metadata(path):
+        return None
+    weights: dict[str, Tensor] = {}
+    for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
+        read_metadata(file)
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  # no mapping
+                own = rename(name)
+                if own is not None:
+                    weights[own] = opened.get_tensor(name).float()
+    return make_part(weights, "the authors' weights; the file does not say for which model") if weights else None
+
+
+def rename_layers(pattern: str, names: Mapping[str, str]) -> Rename:
+    """Names `N.own` from names that match, whose groups are the layer and a key of `names`."""
+    compiled = re.compile(pattern)
+
+    def rename(name: str) -> str | None:
+        found = compiled.fullmatch(name)
+        return f"{found[1]}.{names[found[2]]}" if found is not None and found[2] in names else None
+
+    return rename
 
 
 def check_shapes(method: str, model: Model, part: TrainedPart, wanted: Mapping[str, tuple[int, ...]]) -> None:

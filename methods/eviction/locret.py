@@ -11,18 +11,21 @@ from torch import Tensor, nn
 
 from kvbench.constraints import Positive, Share
 from kvbench.engine.timing import now
-from kvbench.method import BudgetKind, Card, Method, Moment, Step, Upstream, resolved
+from kvbench.method import BudgetKind, Card, Method, Moment, Shape, Step, Upstream, resolved
 from kvbench.methods.eviction.retaining import collect, gather_inputs, make_heads, split_blocks, train
 from kvbench.selection import protect_last, require_inverse_rotation, top_entries
 from kvbench.store import LayerKV
+from kvbench.store.layer import SCORE_BYTES
 from kvbench.techniques.calibration import calibration_ids
-from kvbench.techniques.parts import find_part, get_module, get_part, load_module
+from kvbench.techniques.parts import find_part, get_module, get_part, load_module, rename_layers
 
 if TYPE_CHECKING:
     from kvbench.engine.session import Session
     from kvbench.hf import Model
 
 HIDDEN = 64
+AUTHORS = rename_layers(r"model\.layers\.(\d+)\.self_attn\.(fc[12])\.weight", {"fc1": "0.weight", "fc2": "2.weight"})
+"""Names of the authors' weights, which are those of the released code."""
 GRID = 1024
 """Scores are multiples of its inverse, so that equal tokens, whose scores differ by rounding, are ties."""
 TEXT = 256
@@ -79,7 +82,9 @@ class Locret(Method):
             "Later blocks are run on the entries that are left, so the prefill of several blocks is not exact.",
             "Entries after the context are kept.",
             "The networks' weights are not counted as bytes of the cache; every entry's score is.",
-            "The authors' weights are not read: their layout has not been seen.",
+            ("The authors' weights (hyx21/Locret-llama-3.1-8B-instruct, converted to safetensors) are read by the "
+            "names in their code, for models with one matrix each for queries, keys and values; no published file "
+            "has been read yet, and it does not name its model."),
         ),
     )
 
@@ -93,15 +98,20 @@ class Locret(Method):
         """Find the weights of the heads, or train them."""
         require_inverse_rotation(model, "locret")
         sha256 = find_part(
-            "locret", model, self.weights, lambda: self._train(model), f"Python's manual, {self.steps} steps"
+            "locret", model, self.weights, lambda: self._train(model), f"Python's manual, {self.steps} steps", AUTHORS
         )
-        load_module("locret", model, sha256, lambda: make_heads(model, HIDDEN))
+        first = get_part(sha256).weights.get("0.0.weight")
+        load_module("locret", model, sha256, lambda: make_heads(model, HIDDEN if first is None else len(first)))
         return replace(self, part=sha256, trained_on=get_part(sha256).data)
 
     def layer(self, index: int) -> LayerKV:
         """A store with a score for every entry."""
         del index
         return LayerKV(entry_state=("score",))
+
+    def later_bytes(self, shape: Shape, tokens: int) -> int:
+        """Room for later tokens, with a score for every entry."""
+        return super().later_bytes(shape, tokens) + tokens * SCORE_BYTES * sum(x.kv_heads for x in shape.layers)
 
     def prefill(self, session: Session, chunks: Iterable[Tensor]) -> Tensor:
         """Run the context in blocks, evict after each, and then run the last tokens. [B, V]"""

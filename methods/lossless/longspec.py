@@ -74,7 +74,8 @@ class LongSpec(Proposed):
             "The layer's weights are not counted as bytes of the cache.",
             ("Greedy decoding only. Answers equal those of the full cache in float32, and up to near ties in 16 bits, "
             "where a pass over several tokens rounds differently."),
-            "The authors' weights are not read: their layout has not been seen.",
+            ("The authors' weights are not read: their layer has biases, no norms of queries and keys, and a "
+            "cross-attention with projections of keys, which this drafter lacks."),
         ),
     )
 

@@ -30,11 +30,12 @@ RATE, WARM, CLIP = 1e-2, 20, 1.0
 
 
 class Gate(nn.Module):
-    """The projections of one layer, by head."""
+    """The projections of one layer, by head; the authors' gates leave queries as they are, and have keys for each."""
 
-    def __init__(self, query_heads: int, kv_heads: int, width: int) -> None:
+    def __init__(self, query_heads: int, kv_heads: int, width: int, *, projects_queries: bool = True) -> None:
         super().__init__()
-        self.query = nn.Parameter(torch.randn(query_heads, width, width) * width**-0.5)
+        projection = torch.randn(query_heads, width, width) * width**-0.5
+        self.query = nn.Parameter(projection) if projects_queries else None
         self.key = nn.Parameter(torch.randn(kv_heads, POOLED_KEYS * width, width) * (POOLED_KEYS * width) ** -0.5)
 
     def forward(self, query: Tensor, key: Tensor, rope: Rope, positions: Tensor) -> Tensor:
@@ -42,7 +43,8 @@ class Gate(nn.Module):
 
         query: pooled, [B, H_q, c, D]. key: pooled, [B, H_kv, c, 3 * D]. positions: of the blocks, [B, c].
         """
-        queries = rope.rotate(query @ self.query, positions)
+        queries = rope.rotate(query if self.query is None else query @ self.query, positions)
+        key = key.repeat_interleave(len(self.key) // key.shape[1], dim=1)
         keys = rope.rotate(key @ self.key, positions).repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         logits = queries @ keys.mT * queries.shape[3] ** -0.5
         later = torch.ones_like(logits[0, 0], dtype=torch.bool).triu(1)
@@ -112,9 +114,12 @@ def collect(model: Model, texts: Iterable[Tensor], blocks: Sequence[int]) -> lis
     return found
 
 
-def make_gates(model: Model) -> nn.ModuleList:
-    """Untrained gates of all layers."""
-    return nn.ModuleList(Gate(x.query_heads, x.kv_heads, x.key_dim) for x in model.layers)
+def make_gates(model: Model, *, projects_queries: bool = True, key_heads: int = 0) -> nn.ModuleList:
+    """Untrained gates of all layers. key_heads: projections of keys in each; 0: one for each KV head."""
+    return nn.ModuleList(
+        Gate(x.query_heads, key_heads or x.kv_heads, x.key_dim, projects_queries=projects_queries)
+        for x in model.layers
+    )
 
 
 def measure_divergence(gate: nn.Module, example: PooledBlocks, rope: Rope) -> Tensor:

@@ -18,12 +18,22 @@ from kvbench.store import LayerKV
 from kvbench.store.facts import Fact
 from kvbench.store.prompt import Chosen, PromptKV
 from kvbench.techniques.calibration import calibration_ids
-from kvbench.techniques.parts import find_part, get_module, get_part, load_module
+from kvbench.techniques.parts import find_part, get_module, get_part, load_module, rename_layers
 from kvbench.techniques.sparse_prefill import SparsePrefillMethod
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
 
+AUTHORS = rename_layers(
+    r"model\.layers\.(\d+)\.self_attn\.mask_allocator\.cls_(\w+\.\d\.\w+)", {
+        f"{part}.{theirs}.{kind}": f"{own}.{kind}"
+        for part, theirs, own in (
+            ("feat_extractor", 0, 0), ("feat_extractor", 2, 2), ("router_head_agnostic", 0, 3),
+            ("router_head_agnostic", 2, 5), ("router_head_agnostic", 4, 7),
+        ) for kind in ("weight", "bias")
+    },
+)
+"""Names of the authors' weights, which are those of the released code."""
 PUBLISHED_LENGTH = 4096
 """Tokens of a context from which on a sparse layer reads as much as in the authors' code."""
 SPARSITY, TEXT = 0.45, 128
@@ -149,7 +159,8 @@ class FluxAttention(SparsePrefillMethod):
             "Every entry is stored, so that memory does not shrink; a later turn keeps the decision of the context.",
             "A question that is asked after the context does not affect the decision.",
             "The routers' weights are not counted as bytes of the cache.",
-            "The authors' weights are not read: their layout has not been seen.",
+            ("The authors' weights are read from their checkpoints, by the names in their code (routers with two "
+            "outputs); no published file has been read yet, and it does not name its model."),
         ),
     )
 
@@ -159,7 +170,8 @@ class FluxAttention(SparsePrefillMethod):
         """Find the weights of the routers, or train them."""
         require_inverse_rotation(model, "flux-attention")
         sha256 = find_part(
-            "flux-attention", model, self.weights, lambda: self._train(model), f"Python's manual, {self.steps} steps"
+            "flux-attention", model, self.weights, lambda: self._train(model), f"Python's manual, {self.steps} steps",
+            AUTHORS,
         )
         load_module("flux-attention", model, sha256, lambda: make_routers(model))
         return replace(self, part=sha256, trained_on=get_part(sha256).data)

@@ -104,6 +104,7 @@ class FTP(Method):
             "The context runs in one pass, whatever --chunk says.",
             "A question that is asked later does not affect the choice.",
             "The router's weights are not counted as bytes of the cache.",
+            "Stores are allocated for all tokens: room for those that skip a layer counts as spare bytes.",
         ),
     )
 
@@ -149,6 +150,10 @@ class FTP(Method):
         """Tokens that the layer runs."""
         del window
         return None if self.kept is None else self.kept[layer]
+
+    def later_bytes(self, shape: Shape, tokens: int) -> int:
+        """Room for later tokens, and for the context's tokens that skip layers: stores are allocated for all."""
+        return super().later_bytes(shape, tokens) + shape.full_bytes - self.declared_bytes(shape)
 
     def layer(self, index: int) -> LayerKV:
         """A store that counts the tokens without an entry."""

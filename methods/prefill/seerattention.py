@@ -14,12 +14,16 @@ from kvbench.methods.prefill.attention_gate import collect, make_gates, pool, tr
 from kvbench.selection import require_inverse_rotation
 from kvbench.store.prompt import Chosen
 from kvbench.techniques.calibration import calibration_ids
-from kvbench.techniques.parts import find_part, get_module, get_part, load_module
+from kvbench.techniques.parts import find_part, get_module, get_part, load_module, rename_layers
 from kvbench.techniques.sparse_prefill import SparsePrefillMethod, cover_mass, first_and_own
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
 
+AUTHORS = rename_layers(
+    r"model\.layers\.(\d+)\.self_attn\.attn_gate\.mask_linear_([qk])\.weight", {"q": "query", "k": "key"}
+)
+"""Names of the authors' weights, which are those of the released code."""
 TEXT, BLOCKS = 256, (4, 16)
 """Tokens of a text and of its blocks, where the gates are trained when a run starts."""
 
@@ -66,7 +70,9 @@ class SeerAttention(SparsePrefillMethod):
         limits=(
             "It needs rotary embeddings that kvbench can invert.",
             "The gates' weights are not counted as bytes of the cache.",
-            "The authors' weights are not read: their layout has not been seen.",
+            ("The authors' weights (attn_gate_weights.pth, converted to safetensors, of gates Qavg_Kmaxminavg, as wide "
+            "as a head) are read by the names in their code; no published file has been read yet, and it does not name "
+            "its model."),
             "It saves arithmetic in the prompt, not memory: every entry is stored, and decode steps read all of them.",
             "The context runs in one pass, whatever --chunk says.",
         ),
@@ -78,9 +84,13 @@ class SeerAttention(SparsePrefillMethod):
         """Find the weights of the gates, or train them."""
         require_inverse_rotation(model, "seerattention")
         sha256 = find_part(
-            "seerattention", model, self.weights, lambda: self._train(model), f"Python's manual, {self.steps} steps"
+            "seerattention", model, self.weights, lambda: self._train(model), f"Python's manual, {self.steps} steps",
+            AUTHORS,
         )
-        load_module("seerattention", model, sha256, lambda: make_gates(model))
+        weights = get_part(sha256).weights
+        load_module("seerattention", model, sha256, lambda: make_gates(
+            model, projects_queries="0.query" in weights, key_heads=len(weights["0.key"]) if "0.key" in weights else 0
+        ))
         return replace(self, part=sha256, trained_on=get_part(sha256).data)
 
     def choose(self, query: Tensor, key: Tensor, step: Step) -> Chosen:

@@ -19,18 +19,24 @@ from kvbench.bench.decode import open_attention
 from kvbench.bench.state import Setting, open_context
 from kvbench.hf.tiny import placed, tiny_model
 from kvbench.kernels.choice import using
-from kvbench.method import Budget, BudgetKind
+from kvbench.method import Budget, BudgetKind, Method
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.quantization import nvfp4
 from kvbench.registry import find_method, list_entries
+from kvbench.selection import ScoredMethod
 from kvbench.store import rotation
-from kvbench.techniques import calibration, codebooks
+from kvbench.techniques import calibration, codebooks, parts
 from kvbench.techniques.reading import ReadingMethod
 
 LENGTH, LATER = 96, 24
 METHODS = [x.name for x in list_entries("method") if x.models == "autoregressive"]
 WAITING = {"lserve", "shadowkv", *(x for x in METHODS if issubclass(find_method(x), ReadingMethod))}
 """They wait for their selection, to fetch values from the host or to gather entries."""
+ALIKE = {
+    x for x in METHODS if find_method(x).attend is Method.attend
+    and find_method(x).evict in (Method.evict, ScoredMethod.evict)
+} - {"adakv", "cacheblend", "full", "snapkv", "xkv"}
+"""Their steps after the context are those of the five methods: they neither attend nor evict in their own way."""
 HAS_CUDA = torch.backends.cuda.is_built()
 DEVICE = torch.device("cuda:0" if HAS_CUDA else "meta")
 """A torch without CUDA cannot index fake CUDA tensors; meta tensors that claim to be on a GPU take the same code."""
@@ -113,12 +119,13 @@ CACHED = [x for module in (codebooks, rotation, nvfp4) for x in vars(module).val
 
 @contextmanager
 def fake_gpu():
-    """Fake tensors and calibrated ones are on an H100; Triton's kernels are not run, the code around them is."""
+    """Fake tensors, calibrated ones and trained parts are on an H100; kernels are not run, the code around them is."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     jit = pytest.importorskip("triton.runtime.jit")
     with (
         mock.patch.object(interpreter.InterpretedFunction, "run"), mock.patch.object(jit.JITFunction, "run"),
         mock.patch.dict(calibration._FOUND, put_on_gpu(calibration._FOUND)),
+        mock.patch.dict(parts._MODULES, put_on_gpu(parts._MODULES)),
         mock.patch.object(torch.Tensor, "is_cuda", property(lambda x: x.device == DEVICE), create=True),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=132)),
     ):
@@ -172,7 +179,7 @@ def record_questions(call):
     return calls.names + copies.names
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in ALIKE else x for x in METHODS])
 def test_a_captured_call_asks_nothing_of_the_host(name):
     """Neither the attention of a step, nor the whole step of a method that does not say why it cannot be a graph.
 

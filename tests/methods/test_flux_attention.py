@@ -141,6 +141,7 @@ def test_pooled_queries_are_those_before_rotation(make_step):
 # Training
 
 
+@pytest.mark.slow
 def test_training_makes_layers_sparse_and_spares_the_model(model):
     """A target of 1 closes both layers of prompts that need neither; the model's weights stay as they are."""
     before = [x.clone() for x in model.module.parameters()]
@@ -188,6 +189,7 @@ def layers_open(model, ids):
         return [x.whole[0] for x in session.layers]
 
 
+@pytest.mark.slow
 def test_the_shipped_routers_tell_prompts_apart(mini):
     """With a hidden key the layer that finds keys reads every entry; where the answer is recent, fewer layers do."""
     hidden, recent = [], []

@@ -197,6 +197,7 @@ def ask(seed, model):
     return torch.tensor([ids]), torch.tensor([answer])
 
 
+@pytest.mark.slow
 def test_the_shipped_router_loses_less_than_the_one_it_imitated(mini):
     """Loss of answers with half of all tokens skipped, on prompts that it has not seen."""
     method = FTP().bind(mini)

@@ -168,8 +168,9 @@ def test_weights_of_another_model_method_or_shape_are_refused(model, tmp_path):
     write_part(tmp_path / "other.safetensors", "longspec", model, weights, TASKS)
     with pytest.raises(UserError, match="has weights of method 'longspec', not 'locret'"):
         Locret(weights=str(tmp_path / "other.safetensors")).bind(model)
-    write_part(tmp_path / "wide.safetensors", "locret", model, make_heads(model, 8).state_dict(), TASKS)
-    with pytest.raises(UserError, match=r"weight '0.0.weight' has shape \(8, 128\).*needs \(64, 128\)"):
+    other = make_heads(tiny_model(4, 4), HIDDEN).state_dict()
+    write_part(tmp_path / "wide.safetensors", "locret", model, other, TASKS)
+    with pytest.raises(UserError, match=r"weight '0.0.weight' has shape \(64, 192\).*needs \(64, 128\)"):
         Locret(weights=str(tmp_path / "wide.safetensors")).bind(model)
 
 

@@ -139,6 +139,7 @@ def mini():
     return load_model("mini", dtype="float32")
 
 
+@pytest.mark.slow
 def test_the_shipped_prefix_teaches_a_format(mini):
     """More answers in the format are right than without a demonstration, or with one that takes five times the room."""
     path = SHIPPED / "reasoncache-mini.safetensors"
