@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 
-def make_optimizers(model: Qwen3ForCausalLM) -> tuple[torch.optim.Optimizer, ...]:
+def make_optimizers(model: PreTrainedModel) -> tuple[torch.optim.Optimizer, ...]:
     """Create the optimizers: Muon for the layers' matrices, AdamW for the rest."""
     matrices = [x for x in model.model.layers.parameters() if x.ndim == 2]
     rest = [x for x in model.parameters() if not any(x is matrix for matrix in matrices)]

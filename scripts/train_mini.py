@@ -2,6 +2,7 @@
 
     python scripts/train_mini.py --work /tmp/mini      # continues from the last checkpoint to the end
     python scripts/train_mini.py --kind diffusion --work /tmp/mini-diffusion      # from mini's weights (mini_diffusion)
+    python scripts/train_mini.py --kind hybrid --work /tmp/mini-hybrid      # from mini's weights (mini_hybrid)
 
 A small transformer learns to recall in a curriculum: copying segments of random tokens (where induction heads appear,
 after a plateau), then keys next to values, needle sentences and ever longer questions in short contexts, then spread
@@ -18,10 +19,12 @@ import argparse
 import json
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mini_diffusion
+import mini_hybrid
 import numpy as np
 import torch
 from mini_attention import attend
@@ -34,6 +37,7 @@ from transformers import (
     AttentionInterface,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -97,20 +101,23 @@ def shares(labels: torch.Tensor) -> torch.Tensor:
 class Trainer:
     """A model on its way through the stages, with everything needed to go on after a stop."""
 
-    def __init__(self, work: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, work: Path, tokenizer: PreTrainedTokenizerBase, stages: Sequence[Stage],
+        make: Callable[[int], PreTrainedModel],
+    ) -> None:
         self.file = work / "checkpoint.pt"
-        self.batches = Batches(tokenizer)
-        self.state = {"stage": 0, "step": 0, "tokens": 0, "seconds": 0.0, "layers": STAGES[0].layers}
+        self.batches, self.stages, self.make = Batches(tokenizer), stages, make
+        self.state = {"stage": 0, "step": 0, "tokens": 0, "seconds": 0.0, "layers": stages[0].layers}
         saved = torch.load(self.file, weights_only=True) if self.file.exists() else None
         if saved:
             self.state = saved["state"]
-        self.take(new_model(int(self.state["layers"])))
+        self.take(make(int(self.state["layers"])))
         if saved:
             self.model.load_state_dict(saved["model"])
             for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
 
-    def take(self, model: Qwen3ForCausalLM) -> None:
+    def take(self, model: PreTrainedModel) -> None:
         """Train this model from now on, with new optimizers."""
         self.model = model
         model.set_attn_implementation("training")
@@ -209,9 +216,9 @@ class Trainer:
 
 def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write model and tokenizer in Hugging Face format: the mean of the last two stages' weights, in bfloat16."""
-    done = STAGES[: int(trainer.state["stage"])][-2:]
+    done = trainer.stages[: int(trainer.state["stage"])][-2:]
     saved = [torch.load(trainer.file.with_name(f"{stage.name}.pt"), weights_only=True) for stage in done]
-    shipped = new_model(int(trainer.state["layers"]))
+    shipped = trainer.make(int(trainer.state["layers"]))
     shipped.load_state_dict({name: sum(x[name] for x in saved) / len(saved) for name in saved[0]})
     shipped.generation_config = GenerationConfig(eos_token_id=EOS, do_sample=False)
     shipped.to(torch.bfloat16).save_pretrained(folder)
@@ -223,9 +230,9 @@ def main() -> None:
     """Make the tokenizer where there is none, train the stages that are left, export, gate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of tokenizer and checkpoint")
-    parser.add_argument("--kind", choices=["mini", "diffusion"], default="mini", help="what to train")
+    parser.add_argument("--kind", choices=["mini", "diffusion", "hybrid"], default="mini", help="what to train")
     parser.add_argument("--out", type=Path, help="where it goes; default: among the bundled models")
-    parser.add_argument("--stages", type=int, default=len(STAGES), help="stop after this many stages")
+    parser.add_argument("--stages", type=int, default=100, help="stop after this many stages")
     parser.add_argument("--samples", type=int, default=100, help="samples of each gate measurement")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
@@ -238,20 +245,22 @@ def main() -> None:
         }
         (out / "gate.json").write_text(json.dumps(report, indent=2) + "\n")
         return
-    options.out = options.out or MODELS / "mini"
-    if not (options.work / "tokenizer" / "tokenizer.json").exists():
+    mini, hybrid = MODELS / "mini", options.kind == "hybrid"
+    options.out = options.out or (MODELS / "mini-hybrid" if hybrid else mini)
+    if not hybrid and not (options.work / "tokenizer" / "tokenizer.json").exists():
         train_tokenizer(options.work / "tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(options.work / "tokenizer")
-    trainer = Trainer(options.work, tokenizer)
-    while trainer.state["stage"] < options.stages:
-        trainer.run(STAGES[int(trainer.state["stage"])])
+    tokenizer = AutoTokenizer.from_pretrained(mini if hybrid else options.work / "tokenizer")
+    stages, make = (mini_hybrid.STAGES, lambda _: mini_hybrid.from_mini(mini)) if hybrid else (STAGES, new_model)
+    trainer = Trainer(options.work, tokenizer, stages, make)
+    while trainer.state["stage"] < min(options.stages, len(stages)):
+        trainer.run(stages[int(trainer.state["stage"])])
     export(trainer, tokenizer, options.out)
     report = {
         "rows": gate(options.out, options.samples),
         "split": "test",
         "seed": 0,
         "dtype": "bfloat16",
-        "script": "scripts/train_mini.py",
+        "script": "scripts/train_mini.py" + " --kind hybrid" * hybrid,
         "gate": "scripts/mini_gate.py",
         "train_seed": "mini/train/<stage>/<step>",
         "tokens": trainer.state["tokens"],
