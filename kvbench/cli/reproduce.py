@@ -28,6 +28,9 @@ def reproduce_command(
     ] = None,
     *,
     listed: Annotated[bool, typer.Option("--list", help="List the published tables and findings.")] = False,
+    method: Annotated[
+        Text, typer.Option(help="List the published numbers of a method, or say why there are none.")
+    ] = None,
     shape: Annotated[
         Text, typer.Option(help="Finding to test, or all: on the bundled models, or with --model on texts.")
     ] = None,
@@ -44,12 +47,16 @@ def reproduce_command(
     as_json: Json = False,
 ) -> int:
     """Compare a paper's numbers with measured ones, with a verdict for each. The same command resumes."""
-    if sum((claim is not None, listed, shape is not None)) != 1:
-        raise UserError("reproduce takes exactly one of: a claim, --list, --shape. See `kvbench reproduce --help`.")
+    if sum((claim is not None, listed, method is not None, shape is not None)) != 1:
+        raise UserError(
+            "reproduce takes exactly one of: a claim, --list, --method, --shape. See `kvbench reproduce --help`."
+        )
     if samples is not None:
         check_number("samples", samples, most=MOST_SAMPLES)
     if listed:
         return _list(as_json=as_json)
+    if method is not None:
+        return _list_method(method, as_json=as_json)
     if shape is not None:
         if model is not None:
             return measure_findings(shape, model, samples, out, dry_run=dry_run, as_json=as_json)
@@ -68,8 +75,8 @@ def reproduce_command(
 def _list(*, as_json: bool) -> int:
     """Print one row per published table and per finding."""
     from kvbench.analysis.formatting import print_table
-    from kvbench.findings.statements import find_findings
     from kvbench.reproduce.claims import list_claims
+    from kvbench.reproduce.findings.statements import find_findings
     from kvbench.reproduce.paper import list_papers
     from kvbench.reproduce.plan import plan_claim
     from kvbench.reproduce.shape import read_shape
@@ -102,6 +109,45 @@ def _list(*, as_json: bool) -> int:
             ],
             "findings": [x.model_dump(mode="json") for x in findings],
             "findings_on_texts": [x.model_dump(mode="json") for x in on_texts],
+        })
+    return 0
+
+
+def _list_method(method: str, *, as_json: bool) -> int:
+    """Print one row per published row of a method, with its protocol; or why there is none."""
+    from kvbench.analysis.formatting import print_table
+    from kvbench.registry import find_method
+    from kvbench.reproduce.coverage import list_claims_of, read_reasons
+    from kvbench.reproduce.plan import plan_claim
+
+    find_method(method)
+    plans = [plan_claim(x) for x in list_claims_of(method)]
+    reason = None if plans else read_reasons().get(method, "The numbers of its paper have not been looked up yet.")
+    if reason is not None:
+        typer.echo(f"no published number of {method} is in the claims files. {reason}")
+    groups: dict[str, list[ClaimPlan]] = {}
+    for plan in plans:
+        groups.setdefault(plan.claim.id.rpartition("/")[0], []).append(plan)
+    if groups:
+        print_table("", ("claim", "measure", "budget", "visibility", "numbers", "runnable here", "source"), [
+            (
+                name, group[0].claim.table.measure, group[0].claim.budget or "-",
+                group[0].claim.protocol.visibility or "-", str(len(group)), str(sum(not x.missing for x in group)),
+                group[0].claim.evidence,
+            )
+            for name, group in groups.items()
+        ])
+    if as_json:
+        print_json({
+            "method": method, "reason": reason,
+            "numbers": [
+                {"id": x.claim.id, "printed": x.claim.printed, "measure": x.claim.table.measure,
+                 "model": x.claim.block.id or x.claim.model, "tasks": [y.task for y in x.requests],
+                 "budget": x.claim.budget, "settings": x.claim.method.set,
+                 "protocol": x.claim.protocol.model_dump(mode="json"), "evidence": x.claim.evidence,
+                 "where": x.claim.table.where, "missing": [y.why for y in x.missing]}
+                for x in plans
+            ],
         })
     return 0
 

@@ -82,6 +82,9 @@ def test_every_number_has_a_name_of_its_own():
     ("shadowkv:throughput/glm-4-9b-1m/shadowkv/244k", 136.51),
     ("kvmerger:longbench/llama2-7b-chat/kvmerger-50/mf-en", 36.89),
     ("ruler:readme/llama3.1-8b/full/128k", 77.0),
+    ("triattention:math-500/r1-llama-8b/r-kv", 76.9),
+    ("lserve:longbench/llama-3-8b-1048k/lserve/hotpotqa", 42.7),
+    ("indexcache:quality/glm-5/indexcache-1-2/mrcr", 72.3),
 ])
 def test_numbers_are_those_of_the_sources(claim, printed):
     """A few of each table, typed again by hand."""
@@ -90,7 +93,7 @@ def test_numbers_are_those_of_the_sources(claim, printed):
 
 @pytest.mark.parametrize("table", [
     "pyramidkv:longbench", "kivi:longbench", "kvmerger:longbench", "defensivekv:ruler", "cake:reproduced-by-users",
-    "ruler:readme", "shadowkv:ruler-pariskv",
+    "ruler:readme", "shadowkv:ruler-pariskv", "lserve:longbench",
 ])
 def test_a_mean_is_that_of_its_cells(table):
     """Printed means that no rounding explains are corrected, and no others."""

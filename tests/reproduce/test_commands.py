@@ -145,7 +145,7 @@ def test_the_list_is_of_all_tables_and_findings(kvbench):
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    ([], "reproduce takes exactly one of: a claim, --list, --shape"),
+    ([], "reproduce takes exactly one of: a claim, --list, --method, --shape"),
     (["snapkv", "--list"], "reproduce takes exactly one of"),
     (["snapkw"], "unknown paper 'snapkw'. Did you mean 'snapkv'?"),
     (["--shape", "x"], "unknown finding 'x'"),

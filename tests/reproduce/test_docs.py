@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import shlex
@@ -32,11 +33,17 @@ def test_the_page_has_commands():
     assert {x.split()[0] for x in LINES if x} == {"kvbench", "pip", "hf"}
 
 
+@functools.cache  # building it takes longer than parsing
+def parser():
+    """The command line's own parser."""
+    return typer.main.get_command(app)
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_is_one_that_kvbench_takes(command):
     """Parsed by the command line's own parser, and not run; a claim or finding in it is there."""
     _, *arguments = shlex.split(command)
-    group = typer.main.get_command(app)
+    group = parser()
     context = group.make_context("kvbench", list(arguments))
     name, found, rest = group.resolve_command(context, [*context._protected_args, *context.args])
     assert found is not None

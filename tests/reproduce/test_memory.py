@@ -46,6 +46,23 @@ def test_a_method_that_compresses_after_the_prompt_extends_no_prompt():
     assert found.verdict == "not reproduced (bytes)"
 
 
+@pytest.mark.parametrize(("claim", "expected"), [
+    ("r-kv:batch", [62, 31, 436, 436, 303, 303, 159, 159]), ("triattention:bytes", [10.58]), ("xkv:bytes", [8.03]),
+    ("polarquant:bytes", [4.13]), ("qjl:bytes", [4.57]), ("palu:bytes", [50.39]),
+])
+def test_bytes_of_later_methods_are_reproduced(claim, expected):
+    """Batches, factors of compression and shares that follow from the papers' settings."""
+    found = judged(claim)
+    assert [x.ours.value for x in found] == pytest.approx(expected, abs=0.005)
+    assert {x.verdict for x in found} == {"reproduced (bytes)"}
+
+
+def test_a_context_that_is_coded_once_complete_is_no_longer_than_the_full_cache():
+    """KVQuant's million tokens are not reproduced."""
+    (found,) = judged("kvquant:longest")
+    assert (found.ours.value, found.verdict) == (133_120, "not reproduced (bytes)")
+
+
 def test_a_number_from_memory_says_so():
     """KIVI's lengths are from memory."""
     assert all("the number or its settings are from memory" in x.differs for x in judged("kivi:speed"))
