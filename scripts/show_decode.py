@@ -1,18 +1,20 @@
-"""Writes the section on eviction while decoding into docs/results.md, and its chart.
+"""Writes the sections on eviction while decoding into docs/results.md, with a chart, and docs/results-smollm2.md.
 
-Only the text between its markers is replaced. The command line makes the results:
+Only the text between their markers is replaced. The command line makes the results:
 
     kvbench sweep scripts/sweeps/decode.toml
+    kvbench sweep scripts/sweeps/smollm2_decode.toml
     python scripts/show_decode.py
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import vl_convert
-from show_results import MINI_PAGE, PICTURES, RESULTS, ROOT, fill, table
+from show_results import MINI_PAGE, PICTURES, RESULTS, ROOT, SMOLLM2_PAGE, SMOLLM2_TASKS, fill, table
 
 from kvbench.analysis.load import load_run
 from kvbench.runs.results import Result
@@ -22,9 +24,9 @@ PICTURE = PICTURES / "results-decode.png"
 QUARTERS = tuple(f"growth-lines-q{x}@1" for x in range(1, 5))
 
 
-def read_results() -> list[Result]:
+def read_results(folder: Path) -> list[Result]:
     """Every run: by task, budget and falling score, the full cache first."""
-    found = [load_run(x.parent).result for x in FOLDER.glob("*/result.json")]
+    found = [load_run(x.parent).result for x in folder.glob("*/result.json")]
     return sorted(found, key=lambda x: (x.task.name, budget(x), -x.score.mean, x.method.name))
 
 
@@ -92,11 +94,14 @@ def make_chart(results: Sequence[Result]) -> dict[str, Any]:
 
 def main() -> None:
     """Write the tables and the chart."""
-    results = read_results()
+    results = read_results(FOLDER)
     PICTURE.write_bytes(vl_convert.vegalite_to_png(make_chart(results), scale=1.5))
     texts = {"decode-list-copy": copy_table(results), "decode-recurrence": recurrence_table(results)}
     MINI_PAGE.write_text(fill(MINI_PAGE.read_text(encoding="utf-8"), texts), encoding="utf-8")
-    print(f"written to {MINI_PAGE.relative_to(ROOT)} and {PICTURE.relative_to(ROOT)}")
+    real = [x for x in read_results(SMOLLM2_TASKS) if x.task.length == 512]
+    texts = {"decode-list-copy": copy_table(real)}
+    SMOLLM2_PAGE.write_text(fill(SMOLLM2_PAGE.read_text(encoding="utf-8"), texts), encoding="utf-8")
+    print(f"written to {MINI_PAGE.relative_to(ROOT)}, {SMOLLM2_PAGE.relative_to(ROOT)} and {PICTURE.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

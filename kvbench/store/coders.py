@@ -140,7 +140,7 @@ class SplitCoder(Coder):
     large: Coder
     small: Coder
     order: Tensor | None = None
-    """Channels by norm, the largest first. [B, H_kv, D] int16"""
+    """The channels of `large`, then those of `small`, each by number: no code depends on a tie. [B, H_kv, D] int16"""
 
     def count(self, width: int) -> tuple[int, int]:
         """Channels of both coders."""
@@ -150,7 +150,9 @@ class SplitCoder(Coder):
     def fit(self, x: Tensor) -> Self:
         """Find the channels."""
         norms = x.float().square().sum(2)
-        return replace(self, order=norms.argsort(dim=-1, descending=True, stable=True).to(torch.int16))
+        order = norms.argsort(dim=-1, descending=True, stable=True).to(torch.int16)
+        parts = order.split(self.count(x.shape[3]), dim=-1)
+        return replace(self, order=torch.cat([part.sort(dim=-1).values for part in parts], dim=-1))
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The channels of both coders, of keys, values or queries. [B, H, n, D]"""

@@ -195,7 +195,7 @@ class LayerKV(DenseKV):
     def make_static(self) -> None:
         """From now on every step has the same shapes: the length lives on the device, masks do the rest."""
         if self.bounded:
-            raise UserError("entries dropped while decoding have no static steps: the method must say so: `graphable`.")
+            raise UserError("a store that drops entries while decoding has no static steps: set `graphable`.")
         assert self._buffer is not None
         if self._buffer.is_shared(self):
             self._reallocate(self._buffer.capacity)

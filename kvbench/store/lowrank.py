@@ -85,6 +85,10 @@ class Factoring:
         fetched = layer.kv_heads * self.slots * self.size * (self.rank + layer.value_dim)
         return self.stored_bytes(layer, shape) + (fetched - self.chunks * self.size * self.rank) * shape.itemsize
 
+    def least_read_bytes(self, layer: LayerShape, shape: Shape) -> int:
+        """Bytes that a step reads if slots hold all chunks that it selects."""
+        return self.stored_bytes(layer, shape) - self.chunks * self.size * self.rank * shape.itemsize
+
     def host_bytes(self, layer: LayerShape, shape: Shape) -> int:
         """Bytes in host memory: the values of the chunks stored apart."""
         return self.apart * self.size * layer.kv_heads * layer.value_dim * shape.itemsize

@@ -30,6 +30,10 @@ class CodedMethod(Method):
             for coder, width in zip(self.coders(i), (x.key_dim, x.value_dim), strict=True)
         )
 
+    def running_bytes(self, shape: Shape) -> int:
+        """Bytes next to keys and values while the context is run, the coders' own tensors included."""
+        return super().running_bytes(shape) + self.tensor_bytes(shape)
+
     def layer(self, index: int) -> LayerKV:
         """A store of exact entries that is encoded at the end of the context."""
         keys, values = self.coders(index)

@@ -40,6 +40,7 @@ class QJL(CodedMethod):
 
     card: ClassVar[Card] = Card(
         name="qjl",
+        version="2",
         title="QJL: 1-Bit Quantized JL Transform for KV Cache Quantization with Zero Overhead",
         idea="The sign of a random projection of a key, times the projection of a query, has the mean of their "
         "product. Many signs and the key's norm give scores without any scale or minimum.",

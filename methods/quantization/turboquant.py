@@ -40,6 +40,7 @@ class TurboQuant(CodedMethod):
 
     card: ClassVar[Card] = Card(
         name="turboquant",
+        version="2",
         title="TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate",
         idea="A random rotation makes the coordinates of any unit vector nearly normal and nearly independent. One "
         "codebook, known beforehand, is then close to the best for every entry, without scales of groups.",

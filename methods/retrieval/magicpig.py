@@ -160,6 +160,11 @@ class MagicPIG(ReadingMethod):
         entries = shape.length - self.sinks - self.recent
         return layer.kv_heads * self.tables * entries * (CODE_BYTES + PLACE_BYTES) + self._parameter_bytes(layer)
 
+    def shared_bytes(self, shape: Shape) -> int:
+        """Bytes of the projections, which all sequences use."""
+        widths = [x.key_dim for x in shape.layers if x.window is None and not self.identity(shape)]
+        return sum(widths) * self.tables * self.bits * PARAMETER_BYTES
+
     def token_bytes(self, layer: LayerShape, shape: Shape) -> int:
         """Bytes that a token reads at most: all places in all tables, probes, and entries of every query head."""
         group, width = layer.query_heads // layer.kv_heads, (layer.key_dim + layer.value_dim) * shape.itemsize

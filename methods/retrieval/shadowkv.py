@@ -164,6 +164,10 @@ class ShadowKV(Method):
         """Bytes that a step reads if none of its chunks is in a slot already."""
         return self._sum(shape, Factoring.read_bytes, shape.layer_bytes)
 
+    def least_read_bytes(self, shape: Shape) -> int:
+        """Bytes that a step reads if all of its chunks are in slots already."""
+        return self._sum(shape, Factoring.least_read_bytes, shape.layer_bytes)
+
     def declared_host_bytes(self, shape: Shape) -> int:
         """Bytes of the values on the host."""
         return self._sum(shape, Factoring.host_bytes, lambda _: 0)

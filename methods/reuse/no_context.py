@@ -24,6 +24,7 @@ class NoContext(Method):
     recompressible: ClassVar[str | None] = "every entry of what is run is stored."
     card: ClassVar[Card] = Card(
         name="no-context",
+        version="2",
         title="The prompt without its documents",
         idea="The model answers from the instruction and the question alone. A method that reuses documents should be "
         "between this and a full prefill.",
@@ -55,8 +56,10 @@ class NoContext(Method):
         skipped = sum(map(len, documents))
         kept = torch.cat([ids[:, : len(first)], ids[:, len(first) + skipped :]], dim=1)
         logits = session.run_chunks([kept], Moment.CONTEXT_END)
+        session.seen, session.behind = ids.shape[1], skipped  # the conversation has them, and no position is left out
         for kv in session.layers:
             assert isinstance(kv, ReusedKV)
+            kv.seen = session.seen
             kv.dropped, kv.computed = skipped * kv.keys.shape[1], kept.shape[1]
         session.exact = not skipped
         return logits

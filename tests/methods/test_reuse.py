@@ -18,7 +18,7 @@ from kvbench.methods.reuse.cache_craft import find_share
 from kvbench.methods.reuse.kvshare import align
 from kvbench.registry import find_method, list_entries
 from kvbench.techniques.reuse import ReuseMethod
-from tests.methods.reuse import ALONE, DOCUMENTS, LEAD, PARTS, TAIL, distance, model, prefilled, run, run_full
+from tests.methods.reuse import ALONE, ANSWER, DOCUMENTS, LEAD, PARTS, TAIL, distance, model, prefilled, run, run_full
 
 REUSE = [x.name for x in list_entries("method") if issubclass(find_method(x.name), ReuseMethod)]
 LENGTH = sum(map(len, PARTS)) + len(TAIL)
@@ -67,8 +67,20 @@ def test_no_context_runs_instruction_and_tail_alone():
     """Its logits are those of the prompt without documents."""
     assert torch.equal(run(find_method("no-context")()), run_full(parts=(LEAD,)))
     with prefilled(find_method("no-context")()) as session:
-        assert session.seen == len(LEAD) + len(TAIL)
+        assert session.layers[0].n == len(LEAD) + len(TAIL)
         assert session.effect().acted
+
+
+def test_no_context_is_compared_with_the_full_cache_of_the_whole_conversation():
+    """The documents are a part of it, at its end as after the context."""
+    with prefilled(find_method("no-context")()) as session, Session(model(), FullCache(), capacity=400) as full:
+        full.prefill([x for part in PARTS for x in part], visible=TAIL)
+        for one in (session, full):
+            one.force(ANSWER)
+        ours, theirs = session.memory(), full.memory()
+    for name in ("full_bytes", "end_full_bytes", "full_read_bytes_per_step"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    assert ours.end_stored_bytes < 0.3 * ours.end_full_bytes
 
 
 def find_keys(session, layer, start, part):
