@@ -193,8 +193,8 @@ class Method:
             reached = self.declared_bytes(shape) / shape.full_bytes
             if budget is not None and abs(budget.value - reached) > BUDGET_TOLERANCE:
                 raise UserError(
-                    f"{card.name} cannot reach a budget of {budget}: its settings amount to {reached:.1%} of the dense "
-                    "bytes. Leave --budget out, or change its settings with --set."
+                    f"{card.name} cannot reach a budget of {budget}: its settings amount to {reached:.1%} of the full "
+                    "cache. Leave --budget out, or change its settings with --set."
                 )
             return self
         budget = budget or DEFAULT_BUDGET

@@ -15,7 +15,8 @@ from .test_forgeries import Change, forge
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lossless": ("prompt-lookup", {}),
-    "host": ("vericache", {}),
+    "host": ("vericache", {"mode": "multi-turn", "turns": 4, "visibility": "hidden"}),
+    "factors": ("xkv", {}),
     "reuse": ("cacheblend", {"task": "reuse-order", "length": 512}),
     "no-context": ("no-context", {"task": "reuse-edit", "length": 512}),
     "batch": ("snapkv", {"batch": "2", "samples": 2}),
@@ -41,8 +42,9 @@ def done(tmp_path_factory):
     return find
 
 
-@pytest.mark.few(9)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=pytest.mark.slow) if x in ("factors", "host", "trained") else x for x in KINDS],
+)
 def test_an_honest_run_is_verified(done, check, kind):
     found = check(done(kind).files)
     assert (found["refused"], found["level"], found["bytes"], found["code"]) == ("", "L0", "ok", "ok")
@@ -75,6 +77,8 @@ def forge_baseline(**values: Any) -> Change:
     })
 
 
+READS = ("read_bytes_per_step", "distinct_read_bytes_per_step")
+
 FORGERIES: dict[str, tuple[str, Change, str]] = {
     # Drafts
     "a method that drafts, without its drafts": ("lossless", lambda _: {"lossless": None}, "no record of drafts"),
@@ -89,6 +93,9 @@ FORGERIES: dict[str, tuple[str, Change, str]] = {
     "bytes reloaded from no host": ("lossless", forge("lossless", reloaded_bytes=8), "it reloads 8 bytes from a host"),
     "half of the bytes on the host": (
         "host", forge("bytes", host_bytes=lambda x: x.host_bytes // 2), "vericache declares",
+    ),
+    "more on the host at the end than later tokens take": (
+        "host", forge("bytes", end_stored_bytes=lambda x: x.end_bytes + 10**6), "its end_stored_bytes is",
     ),
     "counters of a quantized draft": (
         "lossless", forge("effect", facts={"entries_quantized": 9}), "its counter 'entries_quantized' is none",
@@ -116,6 +123,9 @@ FORGERIES: dict[str, tuple[str, Change, str]] = {
     "the bytes of fewer documents": (
         "no-context", forge("bytes", stored_bytes=lambda x: x.stored_bytes - 2560), "no-context declares",
     ),
+    "a conversation without its documents": (
+        "no-context", forge("bytes", end_full_bytes=lambda x: x.end_stored_bytes), "its end_full_bytes is",
+    ),
     # Batches
     "a batch that is missing": ("batch", lambda _: {"batch": None}, "a line has times unless"),
     "a larger batch than the run's": ("batch", forge("batch", size=64), "a batch of 64 answers"),
@@ -125,6 +135,14 @@ FORGERIES: dict[str, tuple[str, Change, str]] = {
     # Trained methods
     "half of a trained method's bytes": (
         "trained", forge("bytes", stored_bytes=lambda x: x.stored_bytes // 2), "dms declares",
+    ),
+    # Tensors that layers share
+    "factors read more often than layers share them": (
+        "factors", forge("bytes", read_bytes_per_step=lambda x: 2 * x.read_bytes_per_step), "a step reads",
+    ),
+    "factors read in one layer of each group": (
+        "factors", lambda x: forge("bytes", **dict.fromkeys(READS, x.bytes.stored_bytes))(x),
+        "the method reads at least",
     ),
     # Blocks and sections
     "one forward pass for every token": ("blocks", forge_passes(1), "1 forward passes of 4 tokens do not give 16"),

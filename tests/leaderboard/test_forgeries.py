@@ -9,6 +9,7 @@ import gzip
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from kvbench.leaderboard.submission.records import (
     RerunResult,
     Verification,
 )
-from kvbench.leaderboard.submission.repository import Repository
+from kvbench.leaderboard.submission.repository import JournalFingerprint, Repository, RunIdentity
 from kvbench.leaderboard.submission.seal import seal
 from kvbench.leaderboard.verification import replay
 from kvbench.leaderboard.verification.verify import verify
@@ -374,7 +375,28 @@ def test_wrong_answers_of_another_method_are_flagged(snapkv, runs, published, mo
     files = edit_spec(by_eve(snapkv.with_lines(copy)), lambda x: x["method"]["settings"].update(pool="avg"))
     left = sum(x.score == 0 for x in snapkv.bundle.lines) - mended
     copies = verify(files, published).conclude().checks[-1]
-    assert (copies.outcome, f"{left} of its {left} wrong answers equal" in copies.reason) == ("flag", True)
+    assert copies.outcome == "flag"
+    assert f"{left} wrong answers that the full cache does not give equal those of" in copies.reason
+
+
+def test_errors_of_the_full_cache_are_no_sign_of_a_copy(snapkv, monkeypatch):
+    """All methods that lose nothing make them; only a rerun can tell such a run from a copy of the full cache's."""
+    monkeypatch.setattr(repository, "MIN_SHARED_ERRORS", 1)
+    mine = RunIdentity.of(snapkv.bundle)
+    same = replace(JournalFingerprint.of(snapkv.bundle), times=frozenset(), speeds=({}, {}))
+    other = replace(mine, run_id="other", method="other")
+    full = replace(mine, run_id="full", method="full", full=True)
+
+    def look(*present: RunIdentity) -> str:
+        known = Repository()
+        known._runs = {Path(x.run_id): x for x in present}
+        known._fingerprints = {Path(x.run_id): same for x in present}
+        found = known.check_copies(snapkv.bundle)
+        return f"{found.outcome}: {found.reason}"
+
+    assert "equal those of other by ada, another method" in look(other)
+    assert "equal those of full by ada: a method that loses nothing gives these" in look(other, full)
+    assert "another method" not in look(other, full)
 
 
 def claim_level(files: dict[str, bytes]) -> Verification:

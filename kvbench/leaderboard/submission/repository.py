@@ -23,10 +23,12 @@ from kvbench.runs.journal import Agreement, Times
 
 References = Mapping[tuple[int, int], Sequence[int]]
 """Token ids of the reference answers, by sample and turn."""
+Wrong = frozenset[tuple[tuple[int, int], str]]
+"""Wrong answers: hashes with their sample and turn."""
 MIN_SHARED_ERRORS = 10
 """Fewer common wrong answers prove nothing."""
 SHARED_ERRORS = 0.95
-"""Share of common wrong answers; any two of the 240 curated runs on a CPU have at most 0.89."""
+"""Share of common wrong answers, without those of the full cache, which methods that lose nothing have in common."""
 MIN_TIMES = 8
 SPREAD_OF_COPIES, SPREAD_OF_DOUBTS = 0.001, 0.01
 """Spread of the ratios of two runs' times: median deviation from their median. Two curated runs have 0.025 or more."""
@@ -108,9 +110,10 @@ class JournalFingerprint:
             speeds=(steps, firsts),
         )
 
-    def count_shared(self, other: JournalFingerprint) -> int:
-        """Number of wrong answers that both have."""
-        return sum(other.wrong.get(place) == found for place, found in self.wrong.items())
+    def count_shared(self, other: JournalFingerprint, model: Wrong) -> tuple[int, int]:
+        """Number of wrong answers that both have, and that the one with fewer of them has. model: not counted."""
+        mine, theirs = (x.wrong.items() - model for x in (self, other))
+        return len(mine & theirs), min(len(mine), len(theirs))
 
     def find_spread(self, other: JournalFingerprint) -> float:
         """Smallest spread of the ratios of the two runs' times; infinite if there are too few."""
@@ -183,6 +186,7 @@ class Repository:
             (x, self._read(path)) for path, x in self._runs.items()
             if x.prompts == identity.prompts and (x.run_id, x.submitter) != (identity.run_id, identity.submitter)
         ]
+        model = frozenset(wrong for x, other in others if x.full for wrong in other.wrong.items())
         doubts = []
         for x, other in others:
             spread = fingerprint.find_spread(other)
@@ -193,13 +197,14 @@ class Repository:
                 if spread < SPREAD_OF_COPIES:
                     return refuse("copies", f"{alike}: it is a copy")
                 doubts.append(alike)
-            shared = fingerprint.count_shared(other)
-            if (
-                x.method != identity.method and shared >= MIN_SHARED_ERRORS
-                and shared >= SHARED_ERRORS * min(len(fingerprint.wrong), len(other.wrong))
+            shared, fewer = fingerprint.count_shared(other, frozenset() if x.full else model)
+            if x.method != identity.method and not identity.full and shared >= max(
+                MIN_SHARED_ERRORS, SHARED_ERRORS * fewer
             ):
                 doubts.append(
-                    f"{shared} of its {len(fingerprint.wrong)} wrong answers equal those of {x}, another method"
+                    f"{shared} of its {len(fingerprint.wrong)} wrong answers equal those of {x}: a method that loses "
+                    "nothing gives these, and so does a copy; only a rerun can tell" if x.full else
+                    f"{shared} wrong answers that the full cache does not give equal those of {x}, another method"
                 )
         if doubts:
             return flag("copies", doubts[0])

@@ -22,6 +22,8 @@ from kvbench.task import Encoded
 
 DROPPED = "entries_dropped"
 """The counter of every store; any other counter above 0 shows that entries may take fewer bytes, or be read less."""
+SKIPPED = "entries_skipped"
+"""The counter of entries that tokens do not have in layers that they skip; of other methods, of entries not read."""
 REUSED = "entries_reused"
 """The counter of entries that were taken over from another prompt."""
 ROUNDING = 1e-6
@@ -95,7 +97,7 @@ def check_bytes(
     for x in turns:
         if undeclared is None:
             check_reads(x, fitted[x.context], run[x.index], recompress=spec.recompress)
-        _check_end(x, run[x.index])
+        _check_end(x, fitted[x.context], shapes[x.context])
     known = {x.name for x in fields(method) if x.metadata.get("resolved")}
     if strange := sorted(result.budget.resolved.keys() - known):
         raise RefusedError("bytes", f"its budget resolves {quote(strange[0])}, which {spec.method.name} does not have")
@@ -172,7 +174,7 @@ def check_entries(x: AnsweredTurn, method: Method, shape: Shape, run: Shape) -> 
         raise refuse(f"its layers keep {sum(kept):g} entries per KV head in all, at this budget {sum(budgets)}")
     heads = [layer.kv_heads for layer in shape.layers]
     gone = sum(n * (most - some) for n, most, some in zip(heads, held, kept, strict=True))
-    counted = x.effect.facts.get(DROPPED, 0)
+    counted = x.effect.facts.get(DROPPED, 0) + (x.effect.facts.get(SKIPPED, 0) if method.skips_layers else 0)
     if gone > counted + ROUNDING * max(1, gone) or counted > sum(heads) * (max(held) + x.after):
         raise refuse(f"it keeps {gone:.0f} entries fewer than the full cache, and counts {counted} as dropped")
     if not x.effect.acted and counted:
@@ -191,7 +193,7 @@ def check_reads(x: AnsweredTurn, method: Method, shape: Shape, *, recompress: bo
     Raises:
         RefusedError: a step reads more than there is, or less than the method reads.
     """
-    read = x.bytes.read_bytes_per_step
+    read, off = x.bytes.read_bytes_per_step, x.bytes.off_device_bytes
     with refusing_errors("bytes", "the bytes that its method declares to read"):
         declared = method.declared_read_bytes(shape)
         if method.generates_alone:
@@ -200,16 +202,21 @@ def check_reads(x: AnsweredTurn, method: Method, shape: Shape, *, recompress: bo
             token = replace(shape, length=1).full_bytes
             most = declared + x.after * token
         else:
-            most = x.bytes.end_bytes
+            most = x.bytes.end_bytes if off or x.bytes.end_stored_bytes is None else x.bytes.end_stored_bytes
+            most += max(0, declared - method.declared_bytes(shape))  # tensors that several layers read, stored once
         least = method.least_read_bytes(shape)
         budgets = _budget_entries(method, shape)
         if read < least and not _is_exact(x.effect) and method.budget_kind is not BudgetKind.READ:
-            least = 0 if budgets is None else min(_packed_bytes(method, shape, budgets, n) for n in range(x.after + 1))
-        if not (method.generates_alone or method.budget_kind is BudgetKind.READ or x.bytes.off_device_bytes):
-            most = min(most, x.bytes.end_bytes if x.bytes.end_stored_bytes is None else x.bytes.end_stored_bytes)
+            later = range(x.after + 1)
+            if budgets is not None:
+                least = min(_packed_bytes(method, shape, budgets, n) for n in later)
+            elif method.budget_kind is BudgetKind.BITS:  # every entry is kept, so a longer context reads as much
+                least = min(method.least_read_bytes(replace(shape, length=shape.length + n)) for n in later)
+            else:
+                least = 0
     if read > most:
         raise RefusedError("bytes", f"{x.name}: a step reads {read} bytes, and at most {most} are possible")
-    if read and read < least and not recompress and not x.bytes.off_device_bytes:
+    if read and read < least and not recompress and not off:
         raise RefusedError(
             "bytes", f"{x.name}: a step reads {read} bytes, and the method reads at least {least} of its context"
         )
@@ -232,17 +239,19 @@ def _budget_entries(method: Method, shape: Shape) -> list[int] | None:
     return found
 
 
-def _check_end(x: AnsweredTurn, shape: Shape) -> None:
-    """Refuse bytes at the end of a turn, and of the full cache there, that the number of tokens rules out.
-
-    shape: of the tokens that are run, which the ledger counts as the conversation.
-    """
+def _check_end(x: AnsweredTurn, method: Method, shape: Shape) -> None:
+    """Refuse bytes at the end of a turn, and of the full cache there, that the number of tokens rules out."""
     size = x.bytes
     longest = size.full_bytes + x.after * replace(shape, length=1).full_bytes
     sharing = max(layer.query_heads / layer.kv_heads for layer in shape.layers)  # query heads that may read one entry
     once = math.floor(size.read_bytes_per_step / sharing) - len(shape.layers)
+    on_host = 0
+    if size.host_bytes:  # `end_bytes` leaves them out; later tokens are stored there as those of the context are
+        with refusing_errors("bytes", "the bytes that its method declares on the host"):
+            longer = replace(shape, length=shape.length + x.after)
+            on_host = method.declared_host_bytes(longer) - method.declared_host_bytes(shape)
     limits = {
-        "end_stored_bytes": (0, size.end_bytes), "end_full_bytes": (shape.full_bytes, longest),
+        "end_stored_bytes": (0, size.end_bytes + on_host), "end_full_bytes": (shape.full_bytes, longest),
         "distinct_read_bytes_per_step": (once, size.read_bytes_per_step),
         "full_read_bytes_per_step": (shape.full_bytes if x.steps else 0, size.end_full_bytes or longest),
     }

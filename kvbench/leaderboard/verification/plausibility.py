@@ -28,6 +28,8 @@ from kvbench.runs.spec import RunSpec
 LEAST_PASS_S = 1e-5
 """Seconds of a forward pass: launching its operations takes longer on every machine."""
 ROUNDING = 1e-6
+PREFIX = "prefix_entries"
+"""The counter of a method of family reuse that puts entries before a prompt, and takes over none of its parts."""
 KERNEL = re.compile(r"[a-z0-9][a-z0-9_.+-]{0,63}")
 
 
@@ -63,7 +65,8 @@ def _list_impossible(spec: RunSpec, x: Line) -> Iterator[str]:
         yield from _list_wrong_drafts(spec, x, x.lossless, x.tokens)
     elif spec.method.family == "lossless" and x.stop_reason != "choice":
         yield "no record of drafts, and a method that drafts"
-    if (x.reuse is not None) is not (spec.method.family == "reuse" and x.turn == 0):
+    reuses = spec.method.family == "reuse" and x.turn == 0 and not x.effect.facts.get(PREFIX)
+    if (x.reuse is not None) is not reuses:
         yield f"{'no' if x.reuse is None else 'a'} record of reuse in a run of family {spec.method.family}"
     elif x.reuse is not None:
         yield from _list_wrong_reuse(x.reuse, x.tokens, x.effect, x.times)

@@ -8,8 +8,8 @@ import shutil
 
 import pytest
 
-from kvbench.analysis.load import find_runs, load_run
 from kvbench.leaderboard.site.build import build_site
+from kvbench.leaderboard.site.listed import read_listed
 from kvbench.report.group import Axis
 from kvbench.report.suggest import Guide, group_protocols
 from kvbench.report.suggestion import Question
@@ -86,8 +86,9 @@ def curated(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def guide():
-    """The answers of `kvbench suggest` from the same results."""
-    return Guide(group_protocols(load_run(x) for x in find_runs([str(CURATED.parent)])))
+    """The answers of `kvbench suggest` from the runs that the site ranks: those with verified answers and bytes."""
+    runs, _ = read_listed(CURATED.parent)
+    return Guide(group_protocols(x.run for x in runs if x.counted))
 
 
 def visible_methods(page):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.findings.statements import Figure, find_findings
 from kvbench.leaderboard.site.charts import TOP
 from kvbench.leaderboard.site.findings import HEIGHT, draw_layers
+from kvbench.reproduce.findings.statements import Figure, find_findings
 from kvbench.reproduce.shape import Compared, FindingRecord, ShapeRecord
 from kvbench.runs.results import Result
 
@@ -55,6 +55,7 @@ def measured(results):
     return record
 
 
+@pytest.mark.slow
 def test_findings_on_runs_show_their_comparisons(results, findings):
     """The index links a page each, with statement, verdict and numbers, and a remark if it does not hold."""
     built = results.build().folder
