@@ -98,10 +98,20 @@ class Ledger:
         return {"stored": self._stored, "peak": self._peak, "context": self._context, "effect": effect}
 
     def load_json(self, saved: dict[str, Any], shape: Shape, batch: int) -> None:
-        """Take the counts of a file. shape: of the context."""
+        """Take the counts of a file. shape: of the context.
+
+        Raises:
+            ValueError: they contradict each other or the shape.
+        """
         self._stored, self._peak, self._shape, self._batch = saved["stored"], saved["peak"], shape, batch
         stored, spare, host = saved["context"]
         self._context, self._effect = (stored, spare, host), Effect.model_validate(saved["effect"])
+        if min(stored, spare, host, *self._stored) < 0 or self._peak < max(stored + spare, sum(self._stored)):
+            raise ValueError(f"its peak is {self._peak} bytes, with {stored} of the context")
+        seen, kept = self._effect.entries_seen, self._effect.entries_kept
+        held = [shape.entries(x) for x in shape.layers]
+        if seen != max(held) or any(not 0 <= x <= most for x, most in zip(kept, held, strict=True)):
+            raise ValueError(f"its layers keep {kept} entries of {seen}")
 
     def fork(self, layers: list[LayerKV]) -> Ledger:
         """A copy of the counts that continues over forks of the stores."""

@@ -119,6 +119,7 @@ def read_session(path: Path, model: Model, method: Method, make: type[S]) -> S:
         session.behind, session.exact = held.behind, held.exact
         session.shape, session.compress_seconds = model.shape(held.length), held.compress_seconds
         session.ledger.load_json(body["ledger"], session.shape, session.batch)
+        _check_counts(session)
         _try_out(session)
     except UserError:
         raise
@@ -126,6 +127,28 @@ def read_session(path: Path, model: Model, method: Method, make: type[S]) -> S:
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise UserError(f"{path} is no session that kvbench saved: {reason}. Prefill the context again.") from error
     return session
+
+
+def _check_counts(session: Session) -> None:
+    """Refuse counts that contradict the entries held or each other (`ValueError`); those of reads are believed."""
+    shape, effect = session.shape, session.ledger.effect()
+    assert shape is not None
+    if session.seen < shape.length or not 0 <= session.behind <= session.seen or session.compress_seconds < 0:
+        raise ValueError(f"{session.seen} tokens, {session.behind} behind, do not follow a context of {shape.length}")
+    for layer, store in zip(shape.layers, session.layers, strict=True):
+        kept, heads = store.entries_kept(), session.batch * layer.kv_heads
+        if store.seen != session.seen or len(kept) != heads or max(kept) > session.seen:
+            raise ValueError(f"a layer of {len(kept)} heads and {store.seen} tokens, the session has {session.seen}")
+        counters = store.facts()
+        if least := [name for name, x in counters.items() if x.value < 0]:
+            raise ValueError(f"{least[0]} is negative")
+        whole = layer.window is None and not session.method.skips_layers
+        if whole and "entries_dropped" in counters:  # a head that drops entries may hold one that stands for them
+            dropped, gone = counters["entries_dropped"].value, heads * session.seen - sum(kept)
+            if not gone <= dropped <= gone + heads:
+                raise ValueError(f"{dropped} entries dropped of a layer that lacks {gone}")
+    if effect.identity != (session.exact and session.method.identity(shape)):
+        raise ValueError("its context is said to be exact, or not to be")
 
 
 def _try_out(session: Session) -> None:

@@ -120,10 +120,12 @@ class Session(Stores):
         Storing, scoring and compressing are run as in a prefill; attention is not, and there are no logits.
 
         Raises:
-            UserError: the method replays the context through the model, or reads its hidden states.
+            UserError: the method replays the context through the model, reads its hidden states or skips layers.
         """
         if self.method.reads_hidden:
             raise UserError(f"{self.method.card.name} reads the model's hidden states, which synthetic entries lack.")
+        if self.method.skips_layers:
+            raise UserError(f"{self.method.card.name} skips layers by scores of tokens, which synthetic entries lack.")
         if self.method.replays_context:
             raise UserError(
                 f"{self.method.card.name} replays the context through the model and cannot take synthetic entries."

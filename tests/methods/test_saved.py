@@ -157,10 +157,34 @@ def test_a_header_without_sense_is_refused(saved, change):
         Session.load(file, model, method)
 
 
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda header: header["objects"][0]["fields"].update(dropped=10**6), "1000000 entries dropped of a layer"),
+    (lambda header: header["objects"][0]["fields"].update(dropped=0), "0 entries dropped of a layer that lacks 150"),
+    (lambda header: header["objects"][0]["fields"].update(seen=LENGTH + 9), "of 2 heads and 159 tokens, the session"),
+    (lambda header: header["session"].update(seen=LENGTH - 1), "149 tokens, 0 behind, do not follow"),
+    (lambda header: header["session"].update(behind=-4), "-4 behind"),
+    (lambda header: header["session"].update(batch=3), "a layer of 2 heads"),
+    (lambda header: header["session"].update(compress_seconds=-1.0), "do not follow"),
+    (lambda header: header["ledger"].update(peak=8), "its peak is 8 bytes"),
+    (lambda header: header["ledger"]["context"].__setitem__(0, -8), "its peak is"),
+    (lambda header: header["ledger"]["effect"].update(identity=True), "its context is said to be exact"),
+    (lambda header: header["ledger"]["effect"].update(entries_seen=9), "entries of 9"),
+    (lambda header: header["ledger"]["effect"].update(entries_kept=[LENGTH + 1.0] * 2), r"its layers keep \(151.0"),
+])
+def test_counts_that_the_tensors_contradict_are_refused(saved, change, words):
+    """Of the right types; counts of reads and of time cannot be checked."""
+    file, model, method = saved
+    rewrite(file, change)
+    with pytest.raises(UserError, match=f"is no session that kvbench saved: .*{words}"):
+        Session.load(file, model, method)
+
+
 FORGED = ("x", None, -1, 10**18, {"dict": []}, {"object": 0})
 
 
-@pytest.mark.parametrize("kind", [SnapKV, find_method("quest"), find_method("leoam")])
+@pytest.mark.parametrize(
+    "kind", [SnapKV, find_method("quest"), pytest.param(find_method("leoam"), marks=pytest.mark.slow)],
+)
 def test_stores_with_forged_fields_are_refused(kind, tmp_path):
     """Every field of the first store in turn, with a value of another type or size: refused, or without effect."""
     model, file = tiny_model(), tmp_path / "session.safetensors"
