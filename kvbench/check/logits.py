@@ -88,7 +88,7 @@ def chunks_do_not_matter(method: Method) -> str:
                 same = require_same_entries(find_entries(parts), kept, what)
                 if not same or selects_by_rounding(method):
                     continue
-                cost = allow_rounding(model, lambda x: x.score(FORCED), scores) if rounds else 0.0
+                cost = allow_rounding(model, lambda x: x.score(FORCED), scores, chunk) if rounds else 0.0
                 worst = max(worst, require_close(parts.score(FORCED), scores, f"after {what}", cost))
     return f"chunks of 1, 7 and 50; worst logit difference {worst:.1e}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -108,14 +109,29 @@ def require_close(a: Tensor, b: Tensor, what: str, least: float = 0.0) -> float:
     return worst
 
 
-def allow_rounding(model: Model, run: Callable[[Session], Tensor], wanted: Tensor) -> float:
+def allow_rounding(model: Model, run: Callable[[Session], Tensor], wanted: Tensor, chunk: int | None = None) -> float:
     """The difference allowed where entries are quantized: the share EDGE of the distance from the full cache.
+
+    In 16 bits more values cross into the next code. Between codes a step apart, rounding by d moves a value to the next
+    with probability |d| / step, and then by a step. The mean square of these moves is E|d| step, at most rms(d) step,
+    and that of the quantization error is step^2 / 12. So the moves are at most sqrt(sqrt(12) rms(d) error), with both
+    taken as logits: the error from the full cache, the rounding from the full cache in chunks of `chunk`.
 
     run: called after the context; returns the logits to compare.
     """
-    with open_session(FullCache(), model, None) as full:
+    exact = run_full(model, run)
+    error = find_distance(exact, wanted)
+    if chunk is None or not rounds_scores():
+        return EDGE * error
+    rounding = find_distance(run_full(model, run, chunk), exact)
+    return max(EDGE * error, math.sqrt(math.sqrt(12) * rounding * error))
+
+
+def run_full(model: Model, run: Callable[[Session], Tensor], chunk: int | None = None) -> Tensor:
+    """The logits of `run` after the context in the full cache."""
+    with open_session(FullCache(), model, None, chunk=chunk) as full:
         full.prefill(CONTEXT)
-        return EDGE * find_distance(run(full), wanted)
+        return run(full)
 
 
 def find_entries(session: Session) -> list[list[Tensor]] | None:
