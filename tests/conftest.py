@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -214,11 +215,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The garbage collector leaves out what was there before the first test: hundreds of megabytes of modules."""
+    """The garbage collector leaves out what was there before the first test: hundreds of megabytes of modules.
+
+    Until the process ends, when modules may go away in order: pytest collects garbage twice before that.
+    """
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    """Modules may go away in order when the process ends."""
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)

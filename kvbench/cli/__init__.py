@@ -32,6 +32,7 @@ from kvbench.cli import (
     sweep,
     trace,
 )
+from kvbench.collector import collect_rarely
 from kvbench.errors import UserError, unknown
 from kvbench.log import say
 
@@ -88,6 +89,7 @@ class _Announcer(MetaPathFinder):
     def find_spec(self, fullname: str, *_: object) -> None:
         if fullname == "torch":
             sys.meta_path.remove(self)
+            collect_rarely()  # until kvbench.hf is imported
             say("importing torch and transformers, which takes seconds ...")
 
 

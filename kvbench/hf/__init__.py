@@ -1,13 +1,8 @@
 """The adapter to transformers, and the only package that uses its internals: attention, rotary embeddings, loading."""
 
-import atexit
-import gc
+from kvbench.collector import collect_as_usual, collect_rarely
 
-# torch and transformers bring a million objects that live as long as the process. Searching them for garbage takes a
-# fifth of the import and a quarter of a second in each full collection after it, so the collector leaves them out. At
-# exit it has them back: the libraries look for leaks then.
-_collects = gc.isenabled()
-gc.disable()
+collect_rarely()
 try:
     from kvbench.hf.adapter import Forward, attached, bypassing, catching_hidden, narrowing, run_model
     from kvbench.hf.config import DTYPES
@@ -17,10 +12,7 @@ try:
     from kvbench.hf.rope import Rope
     from kvbench.hf.size import ModelSize, predict_memory
 finally:
-    gc.freeze()
-    atexit.register(gc.unfreeze)
-    if _collects:
-        gc.enable()
+    collect_as_usual()
 
 __all__ = [
     "DTYPES", "Forward", "Model", "ModelSize", "Rope", "attached", "bypassing", "catch_steps", "catching_hidden",

@@ -64,7 +64,7 @@ def prove(module: PreTrainedModel) -> tuple[tuple[LayerShape, ...], tuple[Rope, 
     if not worst <= bound:
         raise UserError(
             f"{name} does not compute the same through kvbench's attention: logits differ by {worst:.2g} on a probe "
-            f"of {ids.shape[1]} tokens (rounding allows {bound:.2g}). It is not supported."
+            f"of {ids.shape[1]} tokens (rounding allows {bound:.2g}). Use another model."
         )
     return shapes, ropes
 
@@ -77,14 +77,14 @@ def prove_bidirectional(module: PreTrainedModel) -> tuple[LayerShape, ...]:
     """
     name, shapes = module.config.get_text_config().model_type, _examine(module)
     if any(x.window is not None for x in shapes):
-        raise UserError(f"{name} is a diffusion model with sliding attention: not supported.")
+        raise UserError(f"{name} is a diffusion model with sliding attention. Use one with full attention.")
     precise = _precise(module)
     with _refusing(name):
         worst, largest = prove_blocks(precise, _probe_ids(precise, PROBE), attend_rows)
     if not worst <= TOLERANCE[precise.dtype] * largest:
         raise UserError(
             f"{name} does not compute the same layer by layer: logits differ by {worst:.2g} on a probe of {PROBE} "
-            "tokens. It is not supported."
+            "tokens. Use another model."
         )
     return shapes
 
@@ -115,7 +115,7 @@ def layer_shapes(module: PreTrainedModel) -> tuple[LayerShape, ...]:
     if wrong or len(calls) != layers:
         raise UserError(
             f"{name} calls the attention function {sum(calls.values())} times for {layers} layers "
-            f"(not exactly once in layers {wrong[:8]}): layers without attention of this form are not supported."
+            f"(not exactly once in layers {wrong[:8]}). Use a model in which every layer has one attention."
         )
     return tuple(
         LayerShape(x.key.shape[1], x.query.shape[1], x.key.shape[3], x.value.shape[3], x.window) for x in steps
@@ -132,15 +132,15 @@ def refuse_config(config: Any) -> None:
     others = set(getattr(config, "layer_types", None) or ()) - SERVED_LAYERS
     if others:
         types = ", ".join(sorted(others))
-        raise UserError(f"{name} has layers of type {types}; kvbench supports full and sliding attention.")
+        raise UserError(f"{name} has layers of type {types}. Use a model of full or sliding attention.")
     if "dynamic" in rope_types(config):
-        raise UserError(f"{name} has 'dynamic' rotary embeddings, which change with the text's length: not supported.")
+        raise UserError(f"{name} has 'dynamic' rotary embeddings, which change with the length. Use another model.")
     if getattr(config, "kv_lora_rank", None):
-        raise UserError(f"{name} caches latents (MLA) instead of keys and values: not supported.")
+        raise UserError(f"{name} caches latents (MLA) instead of keys and values. Use another model.")
     if getattr(config, "num_kv_shared_layers", None):
         raise UserError(
             f"{name} has {config.num_kv_shared_layers} layers that read the KV entries of other layers, and a store of "
-            "kvbench belongs to one layer: not supported."
+            "kvbench belongs to one layer. Use another model."
         )
 
 

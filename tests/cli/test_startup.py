@@ -56,3 +56,12 @@ def test_a_line_is_printed_before_torch_is_imported(tmp_path, line):
         text=True, check=False,
     )
     assert (done.returncode, done.stderr) == (7, "importing torch and transformers, which takes seconds ...\n")
+
+
+def test_the_collector_works_as_usual_after_the_imports():
+    """It is rare during them only; garbage of a run may hold tensors."""
+    script = """import gc; usual = gc.get_threshold(); import kvbench.cli as cli; cli.collect_rarely()
+assert gc.get_threshold() != usual; from kvbench.collector import collect_as_usual; collect_as_usual()
+assert gc.get_threshold() == usual and gc.isenabled() and gc.get_freeze_count()"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
