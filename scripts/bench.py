@@ -12,7 +12,8 @@ step: a decode step of a tiny model, relative to transformers' own loop, and whe
 memory: peak bytes of a prefill beyond those of the full cache, by length.
 compression: what each method adds to a prefill of 4,096 tokens on a real model, and its decode step, in CPU seconds.
 prefill: sparse prefill on a real model: share of attention that is computed, and CPU seconds over the full cache's.
-reads: bytes that a decode step reads after 8,192 tokens on that model, and its CPU seconds, over the full cache's.
+reads: bytes that a decode step reads after 8,192 tokens on that model and after 16,384 on a random one, and its CPU
+seconds, over the full cache's.
 reuse: time to first token of reuse across prompts over a full prefill's at 2,048 tokens, by share computed.
 peer: prefill and answers of 5 and 20 questions, over those of kvpress's pipeline, in CPU seconds; after `make parity`.
 coders: throughput of encoding and decoding keys and values, by method, over that of a memory copy, in CPU seconds.
@@ -260,7 +261,8 @@ BENCHES = {
     "startup": bench_startup, "harness": bench_harness, "generate": bench_generate, "sweep": bench_sweep,
     "batch": bench_batch, "step": bench_step, "memory": bench_memory,
     "compression": lambda: bench_compression(read().get("compression", {})),
-    "prefill": bench_prefill, "reads": bench_reads, "coders": bench_coders,
+    "prefill": lambda: bench_prefill(read().get("prefill", {})),
+    "reads": lambda: bench_reads(read().get("reads", {})), "coders": bench_coders,
     "reuse": bench_reuse, "peer": bench_peer,
 }
 

@@ -1,4 +1,4 @@
-"""The part `sparse` of scripts/bench.py: sparse prefill and sparse reads against the full cache on a real model."""
+"""The parts `prefill` and `reads` of scripts/bench.py: sparse prefill and sparse reads against the full cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvbench.engine.agreement import FullCache
-from kvbench.engine.recording import Recording
+from kvbench.engine.recording import InexactPrefillError, Recording
 from kvbench.engine.session import Session
 from kvbench.engine.shared import record
 from kvbench.errors import UserError
@@ -21,6 +21,8 @@ from kvbench.techniques.calibration import calibration_ids
 
 NAME = "smollm2-135m"
 LENGTHS = (4096, 8192)
+READ_AT = {NAME: 8192, "random:two-layers": 16384}
+"""Tokens before the decode steps that are measured, by model."""
 BUDGET = "1024"
 STEPS, ROUNDS = 4, 3
 
@@ -31,48 +33,70 @@ def find_kinds(kind: BudgetKind) -> list[type[Method]]:
     return [x for x in found if x.card.budget is kind]
 
 
-def bench_prefill() -> dict[str, Any]:
+def bench_prefill(before: dict[str, Any]) -> dict[str, Any]:
     """By length and method: the prompt's attention that was computed, and the time of the whole prefill.
 
     Both are shares of the full cache's; times are CPU seconds in one process. Ctrl+C ends the measurement and keeps
-    what was found.
+    what was found, and the same call continues.
+
+    before: the part of the file so far, whose methods are not measured again.
     """
+    found: dict[str, Any] = dict(before.get("lengths", {}))
+    kinds = {x.card.name: x for x in find_kinds(BudgetKind.PROMPT)}
     model = load_model(NAME, dtype="float32")
-    found: dict[str, Any] = {}
     try:
         for length in LENGTHS:
+            part = found.setdefault(str(length), {})
+            waiting = [x for key, x in kinds.items() if key not in part]
+            if not waiting:
+                continue
             ids = calibration_ids(model, length)
             whole, _ = time_prefill(model, FullCache(), ids)
-            found[str(length)] = part = {}
-            for kind in find_kinds(BudgetKind.PROMPT):
-                method = kind().bind(model).fit(None, model.shape(length))
-                spent, facts = time_prefill(model, method, ids)
-                computed = facts["prompt_pairs_computed"]
-                part[kind.card.name] = {
-                    "computed": computed / (computed + facts["prompt_pairs_skipped"]), "time": spent / whole,
-                    "lost_mass": facts["lost_mass_millionths"] / facts["sampled_queries"] / 1e6,
-                }
+            for kind in waiting:
+                part[kind.card.name] = compare_prefill(model, kind(), ids, whole)
                 say(f"{kind.card.name}, {length} tokens: {part[kind.card.name]}")
     except KeyboardInterrupt:
         say("stopped: the methods so far were timed")
     return {"model": NAME, "lengths": found}
 
 
-def bench_reads() -> dict[str, Any]:
-    """By method: bytes that a decode step reads after the longest context, and its time, over the full cache's."""
-    model = load_model(NAME, dtype="float32")
-    found: dict[str, Any] = {}
-    ids = calibration_ids(model, LENGTHS[-1])
-    recording = record(model, ids[0].tolist(), None, "torch", outputs=False)
+def compare_prefill(model: Model, method: Method, ids: torch.Tensor, whole: float) -> dict[str, Any]:
+    """Shares of the full cache's attention and time; or why there are none."""
     try:
-        for kind in find_kinds(BudgetKind.READ):
-            found[kind.card.name] = bench_decode(model, kind(), ids, recording)
+        fitted = method.bind(model).fit(None, model.shape(ids.shape[1]))
+        spent, facts = time_prefill(model, fitted, ids)
+    except UserError as error:
+        return {"refused": str(error)}
+    computed = facts["prompt_pairs_computed"]
+    return {
+        "computed": computed / (computed + facts["prompt_pairs_skipped"]), "time": spent / whole,
+        "lost_mass": facts["lost_mass_millionths"] / facts["sampled_queries"] / 1e6,
+    }
+
+
+def bench_reads(before: dict[str, Any]) -> dict[str, Any]:
+    """By model and method: bytes that a decode step reads after a long context, and its time, over the full cache's.
+
+    Methods that decode from a draft are left out: their steps are not these. Ctrl+C ends the measurement and keeps what
+    was found, and the same call continues.
+
+    before: the part of the file so far, whose methods are not measured again.
+    """
+    found: dict[str, Any] = dict(before.get("models", {}))
+    try:
+        for name, length in READ_AT.items():
+            methods = found.setdefault(name, {"length": length, "methods": {}})["methods"]
+            kinds = {x.card.name: x for x in find_kinds(BudgetKind.READ) if not x.generates_alone}
+            if not kinds.keys() - methods.keys():
+                continue
+            model = load_model(name, dtype="float32")
+            ids = calibration_ids(model, length)
+            recording = record(model, ids[0].tolist(), None, "torch", outputs=False)
+            for kind in (x for key, x in kinds.items() if key not in methods):
+                methods[kind.card.name] = bench_decode(model, kind(), ids, recording)
     except KeyboardInterrupt:
         say("stopped: the methods so far were timed")
-    return {
-        "model": NAME, "length": LENGTHS[-1], "budget": BUDGET, "decode_steps": STEPS, "rounds": ROUNDS,
-        "methods": found,
-    }
+    return {"budget": BUDGET, "decode_steps": STEPS, "rounds": ROUNDS, "models": found}
 
 
 def time_prefill(model: Model, method: Method, ids: torch.Tensor) -> tuple[float, dict[str, int]]:
@@ -87,23 +111,33 @@ def bench_decode(model: Model, method: Method, ids: torch.Tensor, recording: Rec
     """Bytes that a decode step reads and its time, over the full cache's; the median of rounds, taken in turn."""
     try:
         fitted = method.bind(model).fit(Budget.parse(BUDGET), model.shape(ids.shape[1]))
-        capacity = ids.shape[1] + STEPS * ROUNDS
-        with Session(model, FullCache(), capacity=capacity, recording=recording) as full, Session(
-            model, fitted, capacity=capacity, recording=recording
-        ) as ours:
-            full.prefill(ids)
-            ours.prefill(ids)
-            speeds = [time_steps(ours, ids) / time_steps(full, ids) for _ in range(ROUNDS)]
-            memory = ours.memory()
-            assert memory.full_read_bytes_per_step
+        try:
+            found = compare_steps(model, fitted, ids, recording, recording)
+        except InexactPrefillError:
+            found = compare_steps(model, fitted, ids, recording, None)
     except UserError as error:
         return {"refused": str(error)}
-    found = {
+    say(f"{method.card.name}, a step after {ids.shape[1]} tokens: {found}")
+    return found
+
+
+def compare_steps(
+    model: Model, method: Method, ids: torch.Tensor, recording: Recording, own: Recording | None
+) -> dict[str, Any]:
+    """The comparison, with the recorded prefill of the full cache, and for the method with that or its own."""
+    capacity = ids.shape[1] + STEPS * ROUNDS
+    with Session(model, FullCache(), capacity=capacity, recording=recording) as full, Session(
+        model, method, capacity=capacity, recording=own
+    ) as ours:
+        full.prefill(ids)
+        ours.prefill(ids)
+        speeds = [time_steps(ours, ids) / time_steps(full, ids) for _ in range(ROUNDS)]
+        memory = ours.memory()
+        assert memory.full_read_bytes_per_step
+    return {
         "bytes_read": memory.read_bytes_per_step / memory.full_read_bytes_per_step,
         "time": {"median": statistics.median(speeds), "min": min(speeds), "max": max(speeds)},
     }
-    say(f"{method.card.name}, a step after {ids.shape[1]} tokens: {found}")
-    return found
 
 
 def time_steps(session: Session, ids: torch.Tensor) -> float:

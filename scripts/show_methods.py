@@ -34,6 +34,16 @@ This page lists every method with its paper and its idea; `scripts/show_methods.
 The budget column says what `--budget` limits: the *stored* entries, or those *read* by a decode step.
 With *bits* and *prompt* the settings determine the size, or the part of the prompt's attention; *none* takes no budget.
 *Calibrated* methods measure something on the model before a run, or bring parts that were trained for it.
+
+Two papers are here without a method of their own:
+
+- [Tutti](https://arxiv.org/abs/2605.03375) is where entries are: the methods of Retrieval that have the setting \
+`tier` keep the context in a file per layer with `tier=file`, read what a step chose from the disk, and count bytes \
+by tier; `Session.save` and `Session.load` keep a whole cache in a file, bit for bit. Reads that the GPU issues, \
+objects that scatter and gather, and the schedule that loads a layer while another one computes are not there: a step \
+waits for its reads, so its time is no estimate of Tutti's.
+- [Sequential KV](https://arxiv.org/abs/2604.15356) is a bound without experiments, drawn as two lines by `kvbench \
+trace` ([traces](trace.md)).
 """
 
 
