@@ -7,6 +7,7 @@ therefore fast, a run imports only its own method, and a broken file does not af
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -83,7 +84,7 @@ def list_entries(kind: Kind, part: str = "") -> tuple[Entry, ...]:
         UserError: two of them share a name.
     """
     folder = HERE / f"{kind}s"
-    entries = [x for path in sorted(folder.rglob("*.py")) for x in _read(path, kind, folder, part)]
+    entries = [x for path, text in _texts(folder).items() if part in text for x in _entries(text, path, kind, folder)]
     for point in importlib.metadata.entry_points(group=f"kvbench.{kind}s"):
         package = point.dist.name if point.dist is not None else point.module
         entries.append(Entry(kind, point.name, point.module, point.attr, facts={"family": package}))
@@ -263,22 +264,26 @@ def _defines(found: object, kind: Kind) -> bool:
     )
 
 
-def _read(path: Path, kind: Kind, folder: Path, part: str) -> tuple[Entry, ...]:
-    """Entries of one of kvbench's files, from its syntax tree; none if it does not parse or does not contain a part."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        return _entries(text, path, kind, folder) if part in text else ()
-    except (SyntaxError, UnicodeDecodeError):
-        return ()
+@functools.cache  # a sweep finds its methods one by one
+def _texts(folder: Path) -> dict[Path, str]:
+    """The text of each of kvbench's files in a folder that can be read as text."""
+    found = {}
+    for path in sorted(folder.rglob("*.py")):
+        with contextlib.suppress(UnicodeDecodeError):
+            found[path] = path.read_text(encoding="utf-8")
+    return found
 
 
 def _entries(text: str, path: Path, kind: Kind, folder: Path) -> tuple[Entry, ...]:
+    """Entries of one of kvbench's files, from its syntax tree; none if it does not parse."""
     inner = path.relative_to(folder).with_suffix("")
     module = ".".join(("kvbench", f"{kind}s", *inner.parts))
     found = []
-    for node in ast.parse(text).body:
-        if not isinstance(node, ast.ClassDef):
-            continue
+    try:
+        classes = [x for x in ast.parse(text).body if isinstance(x, ast.ClassDef)]
+    except SyntaxError:
+        return ()
+    for node in classes:
         values = {name: value for x in node.body for name, value in _assigned(x)}
         mark = values.get(MARKS[kind])
         if kind == "method":

@@ -85,9 +85,10 @@ def test_runs_are_compared_by_result_folder_and_id(model_folder, tmp_path, capsy
 
 @pytest.mark.slow
 def test_the_documented_example_runs(tmp_path, monkeypatch):
-    """Every Python block of docs/python.md."""
+    """Every Python block of docs/python.md, with the names of those before it."""
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
+    names: dict[str, object] = {}
     for block in blocks:
-        exec(compile(block, "docs/python.md", "exec"), {})
+        exec(compile(block, "docs/python.md", "exec"), names)

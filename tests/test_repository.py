@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import tomllib
@@ -39,11 +40,17 @@ def list_commands() -> list[str]:
     return sorted(set(found))
 
 
+@functools.cache  # building it takes longer than parsing
+def parser():
+    """The command line's own parser."""
+    return typer.main.get_command(app)
+
+
 @pytest.mark.parametrize("command", list_commands())
 def test_a_command_is_one_that_kvbench_takes(command):
     """Parsed by the command line's own parser, and not run."""
     _, *rest = shlex.split(command, comments=True)
-    found, context = typer.main.get_command(app), None
+    found, context = parser(), None
     while hasattr(found, "resolve_command"):
         context = found.make_context("kvbench", list(rest), parent=context)
         _, found, rest = found.resolve_command(context, [*context._protected_args, *context.args])

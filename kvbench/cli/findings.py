@@ -16,7 +16,7 @@ from kvbench.cli.output import print_json
 from kvbench.errors import UserError
 
 if TYPE_CHECKING:
-    from kvbench.findings.records import FindingResult, FindingsRecord
+    from kvbench.reproduce.findings.records import FindingResult, FindingsRecord
     from kvbench.reproduce.shape import FindingRecord, ShapeRecord
     from kvbench.sweep.cell import CellReport
 
@@ -58,8 +58,8 @@ def measure_findings(name: str, model: str, texts: int | None, out: Path, *, dry
 
     With `all`, write the record of the model. One finding on all texts replaces its part of a record that is there.
     """
-    from kvbench.findings.records import FindingsRecord
-    from kvbench.findings.run import (
+    from kvbench.reproduce.findings.records import FindingsRecord
+    from kvbench.reproduce.findings.run import (
         LENGTH,
         STATISTICS_VERSION,
         TEXTS,
@@ -68,7 +68,7 @@ def measure_findings(name: str, model: str, texts: int | None, out: Path, *, dry
         measure,
         read_journal,
     )
-    from kvbench.findings.statements import find_findings
+    from kvbench.reproduce.findings.statements import find_findings
 
     plan = Plan(find_findings(name), texts or TEXTS, LENGTH)
     if dry_run:
@@ -87,7 +87,7 @@ def measure_findings(name: str, model: str, texts: int | None, out: Path, *, dry
     if loaded.kind != "autoregressive" or not all(x.trusted and x.movable for x in loaded.ropes):
         raise UserError(f"{model} has no causal attention with rotary embeddings that kvbench can invert. Use another.")
     if len(loaded.layers) < LAYERS:
-        raise UserError(f"{model} has {len(loaded.layers)} layers, and these findings need {LAYERS}. Use another.")
+        raise UserError(f"{model} has {len(loaded.layers)} layers. These findings need {LAYERS}: use another model.")
     data = name_revision(library()[1])
     key = hashlib.sha256(f"{STATISTICS_VERSION} {LENGTH} {data} {loaded.sha256} {loaded.dtype}".encode()).hexdigest()
     journal = out / "findings" / f"{loaded.id}-{key[:12]}.jsonl"

@@ -118,8 +118,8 @@ def _family(method: dict[str, Any]) -> str:
 
 LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str], Callable[[dict[str, Any]], tuple[str, ...]]]]
 LAYOUTS = {
-    "methods": (("name", "budget", "arXiv", "title"), _family, lambda x: (
-        x["name"], x["budget"] + "*" * bool(x["calibration"]), _text(x["arxiv"]), str(x["title"]),
+    "methods": (("name", "budget", "year", "arXiv", "title"), _family, lambda x: (
+        x["name"], x["budget"] + "*" * bool(x["calibration"]), _text(x["year"]), _text(x["arxiv"]), str(x["title"]),
     )),
     "tasks": (("name", "summary"), _suite_heading, lambda x: (
         ", ".join([x["name"], *x["aliases"]]), _text(x["summary"]),
@@ -133,7 +133,7 @@ LAYOUTS = {
 
 
 def _find(what: str) -> list[dict[str, Any]]:
-    from kvbench.downloads.sources import list_added
+    from kvbench.models.sources import list_added
     from kvbench.registry import list_architectures, list_entries, list_models
 
     if what == "methods":
@@ -165,7 +165,7 @@ def _find(what: str) -> list[dict[str, Any]]:
 
 
 def _describe(name: str) -> dict[str, Any]:
-    from kvbench.downloads.sources import list_added
+    from kvbench.models.sources import list_added
     from kvbench.registry import find_either, list_entries, list_models
     from kvbench.sweep.suite import find_suite, list_suites
     from kvbench.task import Task

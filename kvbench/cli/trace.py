@@ -58,7 +58,7 @@ def add_command(
         Path | None, typer.Option("--from", help="A folder with a copy, where there is no network.")
     ] = None,
 ) -> None:
-    """Bring a public trace, or the embedder `minilm`, to your cache: its hash is checked and its license shown."""
+    """Add a public trace, or the embedder `minilm`, to your cache, check its hash and print its license."""
     from kvbench.trace.sources import SOURCES, add_trace
 
     if name == EMBEDDER and folder is None:
@@ -101,7 +101,7 @@ def run_command(
         found = found.reordered(order_by_prefix(found), f"{found.name}, prefix order")
     names = _choose(policy or ["lru"], found)
     if settings and len(names) != 1:
-        raise UserError(f"--set is of one policy, and {len(names)} are run. Give one --policy.")
+        raise UserError(f"--set applies to one policy, and {len(names)} are run. Give one --policy.")
     capacities = [read_capacity(x, found) for x in blocks or ["1%", "10%", "infinite"]]
     size = bytes_per_token(model) * (found.block_tokens or 0)
     pins = None if seconds_per_token is None else read_seconds("--seconds-per-token", seconds_per_token, "1e-4,0.02")

@@ -359,7 +359,8 @@ def test_synthetic_contexts_take_as_many_bytes_as_real_ones(name):
     found = {}
     for state in ("prefill", "synthetic"):
         job = setting(state=state)
-        if state == "synthetic" and (find_method(name).replays_context or find_method(name).reads_hidden):
+        method = find_method(name)
+        if state == "synthetic" and (method.replays_context or method.reads_hidden or method.skips_layers):
             with pytest.raises(UserError, match="synthetic entries"), open_context(job, fitted(name), LENGTH, 2):
                 pass
             return

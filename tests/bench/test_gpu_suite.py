@@ -184,7 +184,7 @@ def count_work(name, length):
     return np.array([flops.get_total_flops(), written.total]) / LAYERS
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", [x.name for x in list_entries("method") if x.models == "autoregressive"])
 def test_the_synthetic_context_of_a_cell_takes_bounded_time(name, requests):
     """A stage of synthetic contexts would end before its cells if one context took minutes, as H2O's once did.

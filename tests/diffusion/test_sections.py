@@ -64,6 +64,7 @@ def follow(model, method, prompt, **how):
 # LaViDa
 
 
+@pytest.mark.few(4)
 @kinds
 @pytest.mark.parametrize("how", SCHEDULES)
 def test_lavida_is_exact_on_a_model_of_the_prefix_mask(deep, prompts, fill, shifted, how):
@@ -186,6 +187,7 @@ def test_finished_sections_never_change(deep, prompts, shifted):
             assert later_values[:, :, own].equal(values[:, :, own])
 
 
+@pytest.mark.few(4)
 @kinds
 @pytest.mark.parametrize("fixed", [
     (5, FREE, FREE, 7, 8, FREE), (5, 6, 7, 8, 9, FREE, FREE, 4), (1,) * 12 + (FREE, 2), (1,) * 15,
@@ -237,6 +239,7 @@ def test_a_rollout_is_the_sequence_alone(unshifted, prompts):
 # WeDLM
 
 
+@pytest.mark.few(4)
 @kinds
 @pytest.mark.parametrize(
     ("window", "entropy", "penalty"), [(16, None, 0.02), (5, 2.0, 0.1), (3, 2.5, 0.0), (1, 3.0, 0.0)]

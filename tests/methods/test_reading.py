@@ -35,6 +35,7 @@ def method(request):
     return find_method(request.param)().bind(model).fit(Budget("rows", ROWS), model.shape(LENGTH))
 
 
+@pytest.mark.few(4)
 def test_a_question_reads_as_its_tokens_would_one_by_one(method):
     """Twenty tokens at once give the logits, counters and bytes of twenty steps: each chooses for itself."""
     model = tiny_model()

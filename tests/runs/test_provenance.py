@@ -24,8 +24,9 @@ PARTS = ("method", "task", "kernels", "harness")
 NEW = ("new.py", "methods/eviction/new.py", "kernels/new/__init__.py", "kernels/window_scores/fast.py")
 SHOWN = (
     "kvbench.cli", "kvbench.runs.progress", "kvbench.analysis", "kvbench.integrations",
-    "kvbench.sweep", "kvbench.toml", "kvbench.custom.task", "kvbench.scorers", "kvbench.runs.options",
-    "kvbench.runs.request", "kvbench.runs.prepare", "kvbench.runs.provenance", "kvbench.runs.pooling",
+    "kvbench.sweep", "kvbench.report", "kvbench.toml", "kvbench.custom", "kvbench.text.scorers", "kvbench.runs.options",
+    "kvbench.runs.request", "kvbench.runs.prepare", "kvbench.runs.protocol", "kvbench.runs.generation",
+    "kvbench.runs.provenance", "kvbench.runs.pooling",
 )
 """Modules that read options, print results, or resolve options to a spec, which records what they found."""
 

