@@ -57,7 +57,9 @@ def test_the_context_is_a_stream_until_the_next_token(make_step):
         torch.cat([CodedChunk.encode(part, 32).decode() for part in x.split(30, dim=2)], dim=2) for x in (key, value)
     ]
     assert isinstance(kv.stream, CacheGenStream)
-    assert kv.nbytes() == storage_bytes(kv.stream.tensors()) > 0
+    parts = [x for chunks in kv.stream.chunks for x in chunks]
+    norms, tables = 2 * 50 * 2, 4 * 16 * 31 * 2  # of keys and values, and of their two chunks
+    assert kv.nbytes() == norms + tables + storage_bytes([y for x in parts for y in x.streams.tensors()])
     assert kv.entries_kept() == [50, 50]
     branch = kv.fork()
     step = make_step(draw(1, 4, 1, 8), draw(1, 2, 1, 8), before=50, moment=Moment.DECODE)

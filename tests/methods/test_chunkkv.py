@@ -35,6 +35,7 @@ def test_protected_entries_come_first_and_do_not_raise_their_chunk():
     scores = torch.tensor([[[2.0, 2, 1, INF, 9, INF, INF]]])
     assert best_chunks(scores, 2, 4).tolist() == [[3, 4, 5, 6]]
     assert best_chunks(scores, 2, 5).tolist() == [[0, 3, 4, 5, 6]]
+    assert best_chunks(torch.tensor([[[2.0, 2, 1, 1, 3]]]), 2, 1).tolist() == [[4]]
 
 
 def test_a_chunk_of_one_token_is_the_scorer_with_heads_together():

@@ -79,6 +79,17 @@ def test_two_stages_by_hand(make_step):
     assert kv.values.flatten().tolist() == [1, 9]
 
 
+def test_the_norm_is_the_group_s_mean_and_small_scores_are_raised(make_step):
+    """Two query heads weigh the last values by 4 and 0, and by 3 and 3: the means are 2 and 3, the maxima 4 and 3."""
+    value = torch.tensor([[1.0, 0], [0, 1], [1, 0], [0, 1]])[None, None]
+    output = torch.tensor([[[4.0], [3]], [[0], [3]]])
+    step = make_step(draw(1, 2, 4, 2), draw(1, 1, 4, 2), value, output=output)
+    method = CriticalKV.over(Given)(epsilon=0.5, first_stage=0.0, rows=2, length=4)
+    kv = method.layer(0)
+    kv.append(step)
+    assert method.score(kv, step)[0, 0].tolist() == pytest.approx([0.9 * 2, 0.8 * 3, 0.7 * 2, 0.6 * 3])
+
+
 def test_negative_scores_are_refused(make_step):
     """A larger norm would make them worse."""
     step = make_step(draw(1, 1, 4, 2), draw(1, 1, 4, 2), output=torch.ones(1, 2, 1))

@@ -111,6 +111,20 @@ def test_the_budget_sinks_and_recent_entries_are_kept(make_step, merge):
     assert fitted.pooled == (0, 1, 2, 3)
 
 
+def test_layers_with_unequal_heads_keep_fewer_entries(make_step):
+    """The order of the budgets is the reverse of that of the inequality of heads."""
+    _, stores = run(D2O(), make_step)
+    unequal = []
+    for i in range(LAYERS):
+        kv = D2O().layer(i)
+        kv.append(make_step(draw(1, 4, TOKENS, 8, seed=i) * (i + 1), draw(1, 4, TOKENS, 8, seed=50 + i)))
+        unequal.append(inequality(kv.scores).item())
+    order = sorted(range(LAYERS), key=lambda i: unequal[i])
+    sizes = [stores[i].n for i in order]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > sizes[-1]
+
+
 def test_layers_can_be_left_whole(make_step):
     """One of four layers keeps everything; the others share what is left, or a small budget is refused by name."""
     fitted, stores = run(D2O(whole=(0,), sinks=1), make_step)

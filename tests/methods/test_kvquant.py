@@ -72,6 +72,18 @@ def test_keys_are_encoded_before_rotation_and_first_ones_stay_exact(make_step):
     assert torch.allclose(kv.attend(step), (weights @ values[:, :, None]).flatten(1, 2), atol=5e-3)
 
 
+def test_ranges_are_measured_before_rotation(make_step):
+    """Keys that are one vector before rotation are recorded as it; the store is given the setting's exact entries."""
+    rope, vector = tiny_model().ropes[0], draw(1, 2, 1, 16)
+    key = rope.rotate(vector.expand(-1, -1, 30, -1), torch.arange(30)[None])
+    recorder, step = LevelRecorder(), make_step(draw(1, 4, 30, 16), key, rope=rope)
+    kv = recorder.layer(0)
+    kv.append(step)
+    recorder.attend(kv, step)
+    assert torch.allclose(kv.state["key"], vector[0].expand(-1, 30, -1), atol=1e-5)
+    assert KVQuant(sinks=3).layer(0).sinks == 3
+
+
 def test_calibrated_ranges_leave_out_the_outliers():
     """Channels uniform in 5..7 and -1..1 with one element in a hundred far off; levels of uniform numbers are even."""
     generator = torch.Generator().manual_seed(0)

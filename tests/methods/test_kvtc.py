@@ -58,6 +58,13 @@ def test_correlated_heads_need_fewer_bits():
     assert error < 0.002 < ERRORS[2]
 
 
+def test_the_error_is_that_of_the_quantizer():
+    """Independent normal channels at 2 bits each: numbers come back from the middles of their levels."""
+    x = torch.randn(1, 2, 4000, 4, generator=torch.Generator().manual_seed(0))
+    found = Transformed.encode(x, make_table(x), 2.0).decode()
+    assert ((found - x).square().mean() / x.var()).item() == pytest.approx(ERRORS[2], rel=0.05)
+
+
 def test_the_stream_is_compressed_and_complete():
     """Components of no variance take nothing, and the bytes are near the codes' entropy of some bits per number."""
     generator = torch.Generator().manual_seed(0)
@@ -76,7 +83,9 @@ def test_first_and_last_entries_stay_exact_and_the_rest_is_near():
         for session in (ours, full):
             session.prefill(CONTEXT)
         tensors = [x for store in ours.layers for x in store.stream.tensors()]
+        inner = [y.nbytes for store in ours.layers for x in store.stream.inner for y in x.tensors()]
         assert ours.memory().stored_bytes == sum(x.nbytes for x in tensors)
+        assert sum(x.nbytes for x in tensors) == sum(inner) + 2 * 13 * 2 * (2 * 16 * 4)  # and the exact entries
         for session in (ours, full):
             session.force([1])
         for store, exact in zip(ours.layers, full.layers, strict=True):

@@ -15,7 +15,7 @@ from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.kernels.dense_attention.naive import dense_attention
 from kvbench.method import Budget, Method, Moment
 from kvbench.methods.eviction.dms import DMS, DelayedKV
-from kvbench.methods.eviction.kvzap import KVzap, Teacher, fit_line
+from kvbench.methods.eviction.kvzap import KVzap, Teacher, fit_line, train
 from kvbench.registry import find_method
 from kvbench.settings import configure
 from kvbench.techniques import calibration
@@ -106,6 +106,20 @@ def test_the_predictor_learns_kvzip_plus():
                     torch.corrcoef(torch.stack(x))[0, 1].item() for x in zip(predicted, truth, strict=True))
     assert min(found[0, 0], found[1, 1]) > 0.3, found  # a random model attends to chance in its second layer
     assert max(found[0, 1], found[1, 0]) < 0, found
+
+
+def test_the_target_is_the_logarithm():
+    """The intercept is not penalized, so on the training text predictions have the mean of the scores' logarithms."""
+    model = tiny_model()
+    weights = train(model, 1024)
+    text = calibration.calibration_ids(model, 1024)
+    with Session(model, replace(Teacher(), rows=1023, length=1024), capacity=1024) as session:
+        session.prefill(text)
+        for store, found in zip(session.layers, weights, strict=True):
+            scores = store.state["score"][0]
+            known = (scores > 0).all(0)
+            predicted = (store.state["hidden"][0] @ found[:-1] + found[-1]).T[:, known]
+            assert torch.allclose(predicted.mean(1), scores[:, known].log().mean(1), atol=1e-3)
 
 
 def test_kvzap_keeps_the_best_predictions_of_all_heads_and_layers(planted):

@@ -106,6 +106,16 @@ def test_a_planted_cluster_is_found(make_step):
     assert torch.allclose(output[0, :, 0], values[0, 0, places].mean(0).expand(2, -1), atol=1e-3)
 
 
+def test_the_mean_share_over_the_group_chooses(make_step):
+    """Shares .6 .4 0 and 0 .5 .5 of two query heads: the second cluster has the largest mean, the first the maximum."""
+    method, kv = started(make_step)
+    kv.index = {"centers": torch.eye(8)[None, None, :3], "offsets": torch.tensor([[[0, 8, 16, 60]]])}
+    query = torch.zeros(1, 2, 8)
+    query[0, :, :3] = torch.tensor([[0.6, 0.4, 1e-9], [1e-9, 0.5, 0.5]]).log()
+    chosen = method.choose(kv, query, torch.tensor([True]), 1.0)
+    assert chosen[0, 0].tolist() == list(range(2 + 8, 2 + 16))
+
+
 def test_every_cluster_is_the_full_cache(monkeypatch):
     """Always choosing, and with every entry of the context chosen: the full cache's logits."""
     model = tiny_model()

@@ -129,6 +129,21 @@ def test_samples_beyond_the_budget_are_left_out_and_weighed(make_step):
     assert kv.reads["entries_read"] <= 4 * (17 + 1)
 
 
+def test_samples_stand_for_those_that_were_left_out(make_step):
+    """33 equal entries, of which 10 are read: the normalizer is that of all of them."""
+    method = MagicPIG(bits=1, tables=60, sinks=2, recent=5, rows=17, length=40)
+    kv, key = method.layer(0), torch.full((1, 2, 40, 8), 0.5)
+    step = make_step(draw(1, 4, 40, 8), key, scale=0.35)
+    kv.append(step)
+    method.evict(kv, step)
+    token = make_step(draw(1, 4, 1, 8, seed=3), draw(1, 2, 1, 8, seed=4), before=40, moment=Moment.DECODE, scale=0.35)
+    kv.append(token)
+    found = method.read(kv, token, 41)
+    assert kv.reads["entries_read"] == 4 * (17 + 1)
+    wanted = (token.query @ kv.keys.repeat_interleave(2, 1).mT * 0.35).logsumexp(-1)
+    assert torch.allclose(found.lse, wanted, atol=1e-3)
+
+
 def test_bytes_read_are_buckets_and_entries(make_step):
     """Places in the buckets of the query's codes, probes of the sorted codes, parameters, and entries."""
     method = MagicPIG(bits=3, tables=6, sinks=2, recent=5, rows=39, length=40)

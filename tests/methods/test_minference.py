@@ -53,6 +53,20 @@ def test_columns_and_diagonals_are_those_of_the_last_queries():
     assert blocks.tril().float().mean() < 0.5
 
 
+def test_first_columns_are_among_the_chosen():
+    """Of 10 columns, 3 are the first entries, whatever the queries attend to; without sinks they are not chosen."""
+    query, key = draw(96, 8), draw(96, 8, seed=1)
+    key[:8] = -10 * query[-16:].mean(0)
+    number = CANDIDATES.index(("vertical-slash", 100, 750))
+    found = []
+    for sinks in (30, 0):
+        method = MInference(block_size=4, length=LENGTH // 10, window=16, sinks=sinks)
+        found.append(method.place(number, query, key, 1.0)[1].nonzero()[:, 0].tolist())
+    assert [len(x) for x in found] == [10, 10]
+    assert found[0][:3] == [0, 1, 2]
+    assert found[1][0] >= 8
+
+
 def test_every_touched_block_of_a_diagonal_is_computed():
     """Against all pairs: a block is computed if any of its pairs is on a diagonal, and the own one is."""
     method = MInference(block_size=4, length=LENGTH)

@@ -80,6 +80,18 @@ def test_a_session_at_the_full_rank_gives_the_full_cache_s_logits():
     assert torch.allclose(*logits, atol=0.05)
 
 
+def test_subspaces_are_measured_before_rotation(make_step):
+    """Keys that are one vector before rotation have that direction as their subspace."""
+    rope, vector = tiny_model().ropes[0], draw(1, 2, 1, 16)
+    key = rope.rotate(vector.expand(-1, -1, 30, -1), torch.arange(30)[None])
+    recorder, step = ProjectionRecorder(heads=2), make_step(draw(1, 4, 30, 16), key, rope=rope)
+    kv = recorder.layer(0)
+    kv.append(step)
+    recorder.attend(kv, step)
+    first = recorder.summarize(kv.state, 30)[0, 0, :, :, 0].flatten()
+    assert torch.cosine_similarity(first, vector.flatten(), dim=0).abs() > 0.999
+
+
 @pytest.mark.parametrize(("settings", "message"), [
     ({"group": 3}, "do not divide 4"), ({"rank": 0.05}, "less than one"),
 ])

@@ -24,7 +24,8 @@ def started(make_step, **settings):
     kv.append(step)
     method.evict(kv, step)
     later = make_step(
-        draw(1, 4, 1, 8, seed=3), draw(1, 2, 1, 8, seed=4), draw(1, 2, 1, 8, seed=5), before=60, moment=Moment.DECODE
+        draw(1, 4, 1, 8, seed=3), draw(1, 2, 1, 8, seed=4), draw(1, 2, 1, 8, seed=5), before=60, moment=Moment.DECODE,
+        scale=0.2,
     )
     kv.append(later)
     return method, kv, later
@@ -73,7 +74,7 @@ def test_a_center_per_key_chooses_the_best_entries(make_step):
     last = method.last
     for head in range(2):
         queries = step.query[0, 2 * head : 2 * head + 2, 0]
-        shares = (queries @ kv.keys[0, head, 2 : 61 - last].T).softmax(-1).sum(0)
+        shares = (queries @ kv.keys[0, head, 2 : 61 - last].T * 0.2).softmax(-1).sum(0)
         best = {int(x) + 2 for x in shares.topk(20 - 2 - last).indices}
         assert set(marked[0][0, head].nonzero().flatten().tolist()) == {0, 1} | best | set(range(61 - last, 61))
 

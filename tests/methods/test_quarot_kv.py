@@ -52,6 +52,7 @@ def test_a_clipped_range_by_hand():
     coder = HadamardCoder(2, None, 0.5)
     found = coder.decode(coder.encode(x), 4).flatten()
     assert found.tolist() == pytest.approx([-4, -4 + 8 / 3, -4 + 16 / 3, 4], abs=0.02)
+    assert {x.clip for x in QuaRotKV(clip=0.5).coders(0)} == {0.5}
 
 
 def test_bytes_at_128_channels():

@@ -68,6 +68,7 @@ def test_sentences_end_at_full_stops_within_bounds():
     ends = [x == "." for x in "ab.c.defghijk.."]
     assert split_sentences(ends, 2, 5) == [0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3, 3, 4]
     assert split_sentences([False] * 3, 1, 9) == [0, 0, 0]
+    assert split_sentences([x == "." for x in "a.b.c."], 3, 9) == [0, 0, 0, 0, 1, 1]
 
 
 def test_a_mean_key_is_that_of_the_stored_entries_of_its_sentence(make_step):

@@ -73,6 +73,19 @@ def test_centers_are_means_over_the_text(monkeypatch):
         assert norm[:, :8].equal(norm[:, 8:])
 
 
+def test_centers_are_measured_before_rotation(make_step):
+    """Queries that are one vector before rotation have it as their center, and its norms."""
+    rope, vector = tiny_model().ropes[0], draw(1, 4, 1, 16)
+    query = rope.rotate(vector.expand(-1, -1, 30, -1), torch.arange(30)[None])
+    recorder, step = CenterRecorder(), make_step(query, draw(1, 2, 30, 16), rope=rope)
+    kv = recorder.layer(0)
+    kv.append(step)
+    recorder.attend(kv, step)
+    center, norm = find_centers(kv.state, 30)
+    assert torch.allclose(center, vector[0, :, 0], atol=1e-5)
+    assert torch.allclose(norm, pair_norms(vector, step)[0, :, 0], atol=1e-5)
+
+
 def test_a_group_s_largest_standardized_score_counts(make_step, monkeypatch):
     """Each query head's scores have mean 0 and deviation 1 before the largest of two heads is taken."""
     step, _ = make_rotated(make_step, tiny_model().ropes[0])
