@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -13,12 +12,15 @@ from torch import Tensor
 from kvbench.budget import Budget, BudgetKind
 from kvbench.engine.agreement import FullCache
 from kvbench.engine.autoregressive import Tokens
+from kvbench.engine.recording import InexactPrefillError, Recording
 from kvbench.engine.session import Session
+from kvbench.engine.shared import record
 from kvbench.errors import UserError
 from kvbench.hf import Model
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Method
 from kvbench.runs.journal import Effect
+from kvbench.step import Moment
 
 
 class NotApplicableError(Exception):
@@ -73,19 +75,21 @@ def find_shapes(method: Method) -> dict[str, tuple[int, int, int | None]]:
 @contextmanager
 def open_session(
     method: Method, model: Model, budget: Budget | None, length: int = LENGTH, *, chunk: int | None = None,
-    track: bool = False,
+    track: bool = False, recording: Recording | None = None,
 ) -> Iterator[Session]:
     """A session at a budget."""
     fitted = method.bind(model).fit(budget, model.shape(length))
-    with Session(model, fitted, capacity=length + 200, chunk=chunk, track=track) as session:
+    with Session(
+        model, fitted, capacity=length + 200, chunk=chunk, track=track, recording=recording
+    ) as session:
         yield session
 
 
 def open_at_budget(
-    method: Method, model: Model, *, chunk: int | None = None, track: bool = False
+    method: Method, model: Model, *, chunk: int | None = None, track: bool = False, recording: Recording | None = None
 ) -> AbstractContextManager[Session]:
     """A session at a budget at which the method must act."""
-    return open_session(method, model, choose_budget(method), chunk=chunk, track=track)
+    return open_session(method, model, choose_budget(method), chunk=chunk, track=track, recording=recording)
 
 
 def talk(session: Session, *, reference: bool = True) -> list[Tokens]:
@@ -102,36 +106,48 @@ def find_distance(a: Tensor, b: Tensor) -> float:
     return (a - b).abs().max().item()
 
 
-def require_close(a: Tensor, b: Tensor, what: str, least: float = 0.0) -> float:
-    """The largest absolute difference; above TOLERANCE, and above `least`, the invariant fails."""
-    worst, allowed = find_distance(a, b), max(TOLERANCE[tiny_model().module.dtype], least)
+def require_close(a: Tensor, b: Tensor, what: str, least: float = 0.0, most: float | None = None) -> float:
+    """The largest absolute difference; above TOLERANCE, and above `least`, the invariant fails.
+
+    most: allowed in place of TOLERANCE, where both sides were computed alike.
+    """
+    usual = TOLERANCE[tiny_model().module.dtype] if most is None else most
+    worst, allowed = find_distance(a, b), max(usual, least)
     assert worst <= allowed, f"{what}: logits differ by {worst:.2g}, allowed {allowed:.0e}"
     return worst
 
 
-def allow_rounding(model: Model, run: Callable[[Session], Tensor], wanted: Tensor, chunk: int | None = None) -> float:
+def allow_rounding(model: Model, run: Callable[[Session], Tensor], wanted: Tensor) -> float:
     """The difference allowed where entries are quantized: the share EDGE of the distance from the full cache.
-
-    In 16 bits more values cross into the next code. Between codes a step apart, rounding by d moves a value to the next
-    with probability |d| / step, and then by a step. The mean square of these moves is E|d| step, at most rms(d) step,
-    and that of the quantization error is step^2 / 12. So the moves are at most sqrt(sqrt(12) rms(d) error), with both
-    taken as logits: the error from the full cache, the rounding from the full cache in chunks of `chunk`.
 
     run: called after the context; returns the logits to compare.
     """
-    exact = run_full(model, run)
-    error = find_distance(exact, wanted)
-    if chunk is None or not rounds_scores():
-        return EDGE * error
-    rounding = find_distance(run_full(model, run, chunk), exact)
-    return max(EDGE * error, math.sqrt(math.sqrt(12) * rounding * error))
-
-
-def run_full(model: Model, run: Callable[[Session], Tensor], chunk: int | None = None) -> Tensor:
-    """The logits of `run` after the context in the full cache."""
-    with open_session(FullCache(), model, None, chunk=chunk) as full:
+    with open_session(FullCache(), model, None) as full:
         full.prefill(CONTEXT)
-        return run(full)
+        return EDGE * find_distance(run(full), wanted)
+
+
+def record_context(method: Method, model: Model) -> Recording | None:
+    """The exact prefill of CONTEXT in one pass; None: the method computes the context's entries in its own way."""
+    recording = record(model, CONTEXT, None, "torch", outputs=False)
+    try:
+        with open_at_budget(method, model, recording=recording) as session:
+            session.prefill(CONTEXT)
+    except InexactPrefillError:
+        return None
+    return recording
+
+
+def cut(recording: Recording, chunk: int) -> Recording:
+    """The same entries in chunks: computed in chunks, they would be rounded differently in 16 bits."""
+    (whole,) = recording.passes
+    passes = []
+    for start in range(0, LENGTH, chunk):
+        part, end = slice(start, min(start + chunk, LENGTH)), min(start + chunk, LENGTH)
+        moment = Moment.CONTEXT_END if end == LENGTH else Moment.CONTEXT_CHUNK
+        steps = [x.part(part, seen=end, moment=moment) for x in whole.steps]
+        passes.append(replace(whole, start=start, ids=whole.ids[:, part], steps=steps))
+    return Recording(passes)
 
 
 def find_entries(session: Session) -> list[list[Tensor]] | None:

@@ -8,6 +8,10 @@ import torch
 from kvbench.check import INVARIANTS, POLICY_INVARIANTS, NotApplicableError
 from kvbench.check.trial import require_same_entries
 from kvbench.hf.tiny import placed, tiny_model
+from kvbench.kernels.pack import dequantize, quantize
+from kvbench.methods.quantization.full_int8 import FullInt8
+from kvbench.methods.quantization.kivi import Kivi
+from kvbench.methods.quantization.packed import GROUP
 from kvbench.methods.quantization.turboquant import TurboQuant
 from kvbench.registry import find_method, list_entries
 from kvbench.store.coders import SplitCoder
@@ -74,10 +78,35 @@ class FromTheLastChunk(TurboQuant):
         super().evict(kv, step)
 
 
-def test_codes_that_depend_on_chunks_are_found():
-    """The difference that the codes' own steps allow in bfloat16 does not hide such a method."""
+class GroupsFromTheChunk(Kivi):
+    """A planted fault: groups of keys are counted from the last chunk's border, not from the first token."""
+
+    def evict(self, kv, step):
+        if step.moment.compresses:
+            first = step.query.shape[2] % GROUP
+            wrong = kv.keys[:, :, first : first + GROUP]
+            wrong.copy_(dequantize(quantize(wrong, self.key_bits, tokens=GROUP)))
+        super().evict(kv, step)
+
+
+class OneEntryTwice(FullInt8):
+    """A planted fault: the first entry of the last chunk is quantized twice, first with one bit less."""
+
+    def evict(self, kv, step):
+        if step.moment.compresses:
+            at = step.query.shape[2]
+            for entries in (kv.keys, kv.values):
+                entry = entries[:, :, -at]
+                unit = entry.abs().amax(-1, keepdim=True) / 63
+                entry.copy_((entry / unit).round() * unit)
+        super().evict(kv, step)
+
+
+@pytest.mark.parametrize("fault", [FromTheLastChunk, GroupsFromTheChunk, OneEntryTwice])
+def test_codes_that_depend_on_chunks_are_found(fault):
+    """Logits are compared as strictly as in float32, because both sides have the same entries before coding."""
     with pytest.raises(AssertionError, match="after GQA, chunks of 1: logits differ"):
-        INVARIANTS["chunks do not matter"](FromTheLastChunk())
+        INVARIANTS["chunks do not matter"](fault())
 
 
 @pytest.mark.gpu
