@@ -14,7 +14,8 @@ compression: what each method adds to a prefill of 4,096 tokens on a real model,
 prefill: sparse prefill on a real model: share of attention that is computed, and CPU seconds over the full cache's.
 reads: bytes that a decode step reads after 8,192 tokens on that model and after 16,384 on a random one, and its CPU
 seconds, over the full cache's.
-reuse: time to first token of reuse across prompts over a full prefill's at 2,048 tokens, by share computed.
+reuse: time to first token of reuse across prompts over a full prefill's at 2,048 and 4,096 tokens, by share computed.
+lossless: tokens per second of lossless methods over plain decoding's, with the accepted tokens, in CPU seconds.
 peer: prefill and answers of 5 and 20 questions, over those of kvpress's pipeline, in CPU seconds; after `make parity`.
 coders: throughput of encoding and decoding keys and values, by method, over that of a memory copy, in CPU seconds.
 """
@@ -39,7 +40,7 @@ import torch
 from bench_answers import bench_batch, bench_peer
 from bench_coders import bench_coders
 from bench_compression import bench_compression
-from bench_reuse import bench_reuse
+from bench_reuse import bench_lossless, bench_reuse
 from bench_sparse import bench_prefill, bench_reads
 from bench_step import bench_step
 from torch import Tensor
@@ -263,7 +264,7 @@ BENCHES = {
     "compression": lambda: bench_compression(read().get("compression", {})),
     "prefill": lambda: bench_prefill(read().get("prefill", {})),
     "reads": lambda: bench_reads(read().get("reads", {})), "coders": bench_coders,
-    "reuse": bench_reuse, "peer": bench_peer,
+    "reuse": lambda: bench_reuse(read().get("reuse", {})), "lossless": bench_lossless, "peer": bench_peer,
 }
 
 

@@ -1,57 +1,87 @@
-"""The part `reuse` of scripts/bench.py: time to first token of methods that reuse entries across prompts."""
+"""The parts `reuse` and `lossless` of scripts/bench.py, on a real model."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from typing import Any
 
 from kvbench.engine.agreement import FullCache
+from kvbench.engine.autoregressive import Tokens
+from kvbench.engine.recording import InexactPrefillError, Recording
 from kvbench.engine.reuse import Reuse, count_reuse
 from kvbench.engine.session import Session
+from kvbench.engine.shared import record
 from kvbench.hf import Model, load_model
 from kvbench.log import say
-from kvbench.method import Method
+from kvbench.method import Budget, BudgetKind, Method
 from kvbench.registry import find_method
 from kvbench.store.chunks import ChunkStore
 from kvbench.techniques.calibration import calibration_ids
 
 NAME = "smollm2-135m"
-LENGTH, INSTRUCTION, QUESTION, DOCUMENTS = 2048, 64, 32, 8
-ROWS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("concat-aligned", {}), ("cacheblend", {"ratio": 0.15}), ("epic", {"first": 16}), ("cacheblend", {"ratio": 0.5}),
-    ("cacheblend", {"ratio": 1.0}), ("fusionrag", {"ratio": 0.15}), ("ape", {}), ("relaycaching", {}),
+LENGTHS, INSTRUCTION, QUESTION, DOCUMENTS = (2048, 4096), 64, 32, 8
+Rows = tuple[tuple[str, dict[str, Any]], ...]
+REUSED: Rows = (
+    ("no-context", {}), ("concat-aligned", {}), ("prompt-cache", {}), ("ape", {}), ("epic", {}), ("pie", {}),
+    ("kamera", {}), ("cacheblend", {"ratio": 0.15}), ("cacheblend", {"ratio": 0.5}), ("cacheblend", {"ratio": 1.0}),
+    ("kvshare", {}), ("fusionrag", {}), ("cache-craft", {}), ("relaycaching", {}), ("kvcomm", {}),
 )
+"""`concat` does the work of `concat-aligned`."""
+BETWEEN = 4
+"""Rows from one full prefill to the next."""
+DRAFT_LENGTH, ANSWER, SHARE, CONTEXT = 4, 32, "25%", 2048
+DRAFTED: Rows = (
+    ("snapkv+vericache", {}), ("kivi+vericache", {}), ("random+vericache", {}), ("magicdec", {}),
+    ("magicdec", {"draft": "streaming-llm"}), ("quantspec", {}), ("triforce", {}),
+)
+LOOKED_UP: Rows = (("prompt-lookup", {}),)
 
 
-def bench_reuse() -> dict[str, Any]:
-    """By method and setting: the share of tokens times layers that is computed, and two times over a full prefill's.
+def bench_reuse(before: dict[str, Any]) -> dict[str, Any]:
+    """By length, method and setting: the share of tokens times layers that is computed, and times over full prefill's.
 
-    in_hand: with every chunk in the store. building: with an empty store. CPU seconds in one process. Ctrl+C ends the
-    measurement and keeps what was found.
+    in_hand: with every chunk in the store. building: with an empty store. CPU seconds in one process, over the median
+    of full prefills between the rows. The documents ran before in two other orders. Ctrl+C ends the measurement and
+    keeps the lengths that are complete, and the same call continues.
+
+    before: the part of the file so far, whose rows are not measured again.
     """
+    found: dict[str, Any] = dict(before.get("lengths", {}))
     model = load_model(NAME, dtype="float32")
-    ids = calibration_ids(model, LENGTH)[0].tolist()
-    size = (LENGTH - INSTRUCTION - QUESTION) // DOCUMENTS
+    time_prompt(model, FullCache(), (tuple(calibration_ids(model, 512)[0].tolist()),), [])  # a warm-up
+    try:
+        for length in LENGTHS:
+            if str(length) not in found:
+                found[str(length)] = bench_length(model, length)
+    except KeyboardInterrupt:
+        say("stopped: the lengths so far were timed")
+    return {"model": NAME, "documents": DOCUMENTS, "lengths": found}
+
+
+def bench_length(model: Model, length: int) -> dict[str, Any]:
+    """The rows of one length, and how far the full prefills are from their median."""
+    ids = calibration_ids(model, length)[0].tolist()
+    size = (length - INSTRUCTION - QUESTION) // DOCUMENTS
     starts = range(INSTRUCTION, INSTRUCTION + size * DOCUMENTS, size)
     first, documents = tuple(ids[:INSTRUCTION]), [tuple(ids[x : x + size]) for x in starts]
-    parts, earlier = (first, *documents), ((first, *documents[::-1]),)
-    tail = ids[INSTRUCTION + size * DOCUMENTS :]
-    found: list[dict[str, Any]] = []
-    time_prompt(model, FullCache(), parts[:2], tail)  # a warm-up
-    whole, _ = time_prompt(model, FullCache(), parts, tail)
-    try:
-        for name, settings in ROWS:
-            store, method = ChunkStore(), find_method(name)(**settings)
-            building, _ = time_prompt(model, method, parts, tail, Reuse(parts, earlier, store))
-            in_hand, share = time_prompt(model, method, parts, tail, Reuse(parts, earlier, store))
-            found.append({
-                "method": name, "settings": settings, "computed": share, "in_hand": in_hand / whole,
-                "building": building / whole,
-            })
-            say(f"{found[-1]}")
-    except KeyboardInterrupt:
-        say("stopped: the methods so far were timed")
-    return {"model": NAME, "length": LENGTH, "documents": DOCUMENTS, "rows": found}
+    parts, tail = (first, *documents), ids[INSTRUCTION + size * DOCUMENTS :]
+    earlier = ((first, *documents[::-1]), (first, *documents[1:], documents[0]))
+    rows: list[dict[str, Any]] = []
+    whole: list[float] = []
+    for number, (name, settings) in enumerate(REUSED):
+        if number % BETWEEN == 0:
+            whole.append(time_prompt(model, FullCache(), parts, tail)[0])
+        store, method = ChunkStore(), find_method(name)(**settings)
+        building, _ = time_prompt(model, method, parts, tail, Reuse(parts, earlier, store))
+        in_hand, share = time_prompt(model, method, parts, tail, Reuse(parts, earlier, store))
+        rows.append({"method": name, "settings": settings, "computed": share, "in_hand": in_hand, "building": building})
+        say(f"{length} tokens: {rows[-1]}, full prefills {whole}")
+    middle = statistics.median(whole)
+    return {
+        "full_prefills_over_median": sorted(x / middle for x in whole),
+        "rows": [{**x, "in_hand": x["in_hand"] / middle, "building": x["building"] / middle} for x in rows],
+    }
 
 
 def time_prompt(
@@ -59,8 +89,53 @@ def time_prompt(
 ) -> tuple[float, float | None]:
     """CPU seconds of a prefill, and the share of it that was computed; None: the method does not reuse."""
     ids = [x for part in parts for x in part]
-    with Session(model, method, capacity=LENGTH, reuse=reuse) as session:
+    with Session(model, method, capacity=len(ids) + len(tail), reuse=reuse) as session:
         started = time.process_time()
         session.prefill(ids, visible=tail)
         spent, counted = time.process_time() - started, count_reuse(session)
         return spent, None if counted is None else counted.computed / counted.tokens
+
+
+def bench_lossless() -> dict[str, Any]:
+    """Tokens per second of lossless methods over plain decoding after the same context, and accepted tokens per round.
+
+    CPU seconds in one process, over those of an answer of plain decoding right before.
+    """
+    model = load_model(NAME, dtype="float32")
+    ids = calibration_ids(model, CONTEXT + 8)[0].tolist()
+    recording = record(model, ids[:CONTEXT], None, "torch", outputs=False)
+    rows = []
+    for name, settings in (*DRAFTED, *LOOKED_UP):
+        own = {"draft_length": DRAFT_LENGTH} if (name, settings) in DRAFTED else {}
+        method = find_method(name)(**own, **settings)
+        takes = method.budget_kind in (BudgetKind.STORED, BudgetKind.READ)
+        fitted = method.bind(model).fit(Budget.parse(SHARE) if takes else None, model.shape(CONTEXT))
+        plain, wanted = time_answer(model, FullCache(), ids, recording)
+        spent, made = time_answer(model, fitted, ids, recording)
+        found = made.speculation
+        assert found is not None
+        rows.append({
+            "method": name, "settings": settings, "drafted_per_round": found.drafted / found.rounds,
+            "accepted_per_round": found.accepted / found.rounds, "equal": made.ids == wanted.ids,
+            "speed": plain / spent,
+        })
+        say(f"{rows[-1]}")
+    return {
+        "model": NAME, "context": CONTEXT, "budget": SHARE, "draft_length": DRAFT_LENGTH, "tokens": ANSWER,
+        "rows": rows,
+    }
+
+
+def time_answer(model: Model, method: Method, ids: list[int], recording: Recording) -> tuple[float, Tokens]:
+    """CPU seconds of an answer after a context and a question, and the answer."""
+    for given in (recording, None):
+        try:
+            with Session(model, method, capacity=len(ids) + ANSWER + 64, recording=given) as session:
+                session.prefill(ids[:CONTEXT])
+                session.question(ids[CONTEXT:], ANSWER)
+                started = time.process_time()
+                made = session.answer(ANSWER, stop=frozenset())
+                return time.process_time() - started, made
+        except InexactPrefillError:
+            continue
+    raise AssertionError("a prefill of its own is exact")
