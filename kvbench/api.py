@@ -29,7 +29,8 @@ def run(
     scorer: str | None = None, split: str = "test", length: int | None = None, samples: int = 20,
     turns: int | None = None, seed: int = 0, method_settings: Settings = NONE, task_settings: Settings = NONE,
     generation: Settings = NONE, chunk: int | None = None, batch: str | int | None = None, kernels: str = "torch",
-    device: str | None = None, device_map: str | None = None, dtype: str | None = None, out: str | Path = "runs",
+    chunk_store: str | None = None, device: str | None = None, device_map: str | None = None,
+    dtype: str | None = None, out: str | Path = "runs",
 ) -> Result:
     """Run a method on a task, as `kvbench run` does: resume an interrupted run, or return a finished one.
 

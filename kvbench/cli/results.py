@@ -170,12 +170,13 @@ def _reuse(result: Result) -> list[tuple[str, str]]:
         f"over; chunks of {format_bytes(found.chunk_bytes)}, {format_bytes(found.moved_bytes)} moved; {found.misses} "
         f"built, {found.hits} found"
     ))]
-    if found.mismatched or found.refused:
-        rows.append(("chunks", f"{found.mismatched} of other owners or damaged, {found.refused} not kept"))
-    if found.ttft_in_hand_s is not None and result.latency.ttft_s is not None:
-        rows.append(("first token", (
-            f"{found.ttft_in_hand_s:.2f} s with the chunks in hand, {result.latency.ttft_s:.2f} s with building them"
+    if found.mismatched or found.refused or found.loaded:
+        rows.append(("chunks", (
+            f"{found.loaded} from files, {found.mismatched} of other owners or damaged, {found.refused} not kept"
         )))
+    if found.ttft_in_hand_s is not None and result.latency.ttft_s is not None:
+        building = "" if found.loaded else f", {result.latency.ttft_s:.2f} s with building them"
+        rows.append(("first token", f"{found.ttft_in_hand_s:.2f} s with the chunks in hand{building}"))
     return rows
 
 

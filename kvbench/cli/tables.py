@@ -83,7 +83,7 @@ def recovery_cells(
         reuse = result.reuse
         assert reuse is not None, "only such runs have a recovery"
         ends = "" if x.ci95 is None else f"\n[{x.ci95[0]:.2f}, {x.ci95[1]:.2f}]"
-        times = (reuse.ttft_in_hand_s, result.latency.ttft_s)
+        times = (reuse.ttft_in_hand_s, None if reuse.loaded else result.latency.ttft_s)
         rows.append([
             label, "no gap" if x.share is None else f"{x.share:.2f}{ends}", f"{reuse.computed_share:.1%}",
             format_bytes(reuse.chunk_bytes), format_bytes(reuse.moved_bytes),

@@ -42,12 +42,14 @@ class Reuse:
 
     parts: an instruction, then documents.
     template: hash of the chat template.
+    origin: the code that computes entries, and the kind of device that it runs on.
     """
 
     parts: tuple[Ids, ...]
     earlier: tuple[tuple[Ids, ...], ...]
     store: ChunkStore = field(default_factory=ChunkStore)
     template: str | None = None
+    origin: str = ""
     build_seconds: float = 0.0
     """Time to compute the chunks that were not in the store."""
     moved_bytes: int = 0
@@ -124,12 +126,15 @@ class MixedPrompt:
         chosen: Tensor = torch.cat([self.fresh, places]).unique()
         return chosen
 
-    def obtain(self, before: Sequence[int], ids: Sequence[int], make: Callable[[], Chunk] | None = None) -> Chunk:
+    def obtain(
+        self, before: Sequence[int], ids: Sequence[int], make: Callable[[], Chunk] | None = None,
+        also: Sequence[int] = (),
+    ) -> Chunk:
         """The chunk of these tokens, run after those; from the store, or made and kept there.
 
-        make: computes it; None: one pass over all of these tokens.
+        make: computes it; None: one pass over all of these tokens. also: what it depends on besides the tokens.
         """
-        name = name_chunk(before, ids)
+        name = name_chunk(before, ids, also)
         found = self.reuse.store.get(self.owner, name)
         if found is None:
             started = now(self.model.device)
@@ -296,6 +301,6 @@ def count_reuse(session: Session) -> ReuseLine | None:
     store = reuse.store
     return ReuseLine(
         tokens=tokens, computed=computed, reused=reused, hits=store.hits, misses=store.misses,
-        mismatched=store.mismatched, refused=store.refused, chunk_bytes=store.nbytes, moved_bytes=reuse.moved_bytes,
-        build_s=reuse.build_seconds,
+        mismatched=store.mismatched, refused=store.refused, loaded=store.loaded, chunk_bytes=store.nbytes,
+        moved_bytes=reuse.moved_bytes, build_s=reuse.build_seconds,
     )

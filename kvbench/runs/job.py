@@ -32,6 +32,8 @@ class Job:
     folder: Path
     loaded: Model
     """The model as loaded, for other runs on it."""
+    chunks: Path | None = None
+    """Folder of chunks that outlive the run; None: each sample computes its own."""
     resolution: dict[str, object] = field(default_factory=dict)
     """The budget in entries or bits, resolved on the first sample."""
 

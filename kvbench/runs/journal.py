@@ -192,6 +192,8 @@ class ReuseLine(Record):
     """Misses of chunks that were there for another model, method or template, or damaged."""
     refused: int
     """Chunks that were not kept, for want of room."""
+    loaded: int = 0
+    """Hits of chunks in files, which an earlier run or sample computed."""
     chunk_bytes: int
     """Bytes of all chunks."""
     moved_bytes: int

@@ -58,6 +58,9 @@ class Request:
         str | None, Help("Answers to decode together: a number, or auto; above 1 the run has no times.", numeric=True)
     ] = None
     kernels: Annotated[str, Help("torch, triton, or flash (torch, with flash-attn for prompts).")] = "torch"
+    chunk_store: Annotated[
+        str | None, Help("Folder that keeps chunks for later runs, for methods that reuse entries across prompts.")
+    ] = None
     device: Annotated[str | None, Help("cpu or cuda; default: cuda if there is a GPU.")] = None
     device_map: Annotated[
         str | None, Help("Spread the model over GPUs, memory and disk: auto, balanced, ... or a .json file.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from kvbench import __version__
@@ -74,7 +75,8 @@ def prepare(request: Request, model: Model | None = None) -> Job:
     spec = _resolve_spec(resolved, model, frame)
     folder = request.out / spec.run_id
     job = Job(
-        spec, resolved.method, resolved.task, resolved.scorer, model, resolved.budget, frame, folder, loaded=loaded
+        spec, resolved.method, resolved.task, resolved.scorer, model, resolved.budget, frame, folder, loaded=loaded,
+        chunks=None if request.chunk_store is None else Path(request.chunk_store).expanduser(),
     )
     return _try_first(job, request)
 

@@ -78,6 +78,11 @@ def check(request: Request) -> ResolvedRequest:
             raise UserError(f"model '{request.model}' has no files for a device map. Leave --device-map out.")
     method_class = find_method(request.method)
     _check_operations(request, method_class)
+    if request.chunk_store is not None and not method_class.reads_parts:
+        raise UserError(
+            f"--chunk-store keeps chunks of methods that reuse entries across prompts, and {request.method} does not. "
+            "Leave it out."
+        )
     method = configure(method_class, parse_pairs(request.method_settings, "--set"), "--set", request.method)
     if protocol.recompress:
         method.require_recompressible()
@@ -210,13 +215,19 @@ def _check_output(request: Request) -> None:
     for package in request.trackers:
         if importlib.util.find_spec(package) is None:
             raise UserError(f"--{package} needs the package {package}. Install it: pip install {package}")
-    folder = request.out.absolute()
+    _check_folder("output folder", request.out, "--out")
+    if request.chunk_store is not None:
+        _check_folder("chunk store", Path(request.chunk_store).expanduser(), "--chunk-store")
+
+
+def _check_folder(what: str, path: Path, option: str) -> None:
+    folder = path.absolute()
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir():
-        raise UserError(f"output folder '{request.out}' cannot be made: {folder} is a file. Give another --out.")
+        raise UserError(f"{what} '{path}' cannot be made: {folder} is a file. Give another {option}.")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"output folder '{request.out}' is not writable. Give another --out.")
+        raise UserError(f"{what} '{path}' is not writable. Give another {option}.")
 
 
 def check_model(name: str) -> None:

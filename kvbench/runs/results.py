@@ -141,6 +141,8 @@ class ReuseResult(Record):
     misses: int
     mismatched: int
     refused: int
+    loaded: int = 0
+    """Chunks from files: earlier runs or samples computed them, and the time to build them is not in this run."""
     chunk_bytes: int
     """Bytes of all chunks of a sample, mean."""
     moved_bytes: int

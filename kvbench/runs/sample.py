@@ -24,7 +24,8 @@ from kvbench.runs.job import Job, cap_new_tokens, check_capacity, find_capacity
 from kvbench.runs.journal import Line, Times, TokenCounts
 from kvbench.runs.lines import SampleFailedError, fail, score_answer, turn_facts
 from kvbench.runs.reply import Reply, choose_passes, decode_plainly, read_reply
-from kvbench.runs.spec import RunSpec
+from kvbench.runs.spec import RunSpec, find_origin
+from kvbench.store.chunks import ChunkStore
 from kvbench.task import Encoded, Example, Mode
 
 if TYPE_CHECKING:
@@ -89,7 +90,10 @@ def converse(
     compares = not (model.random or method.is_exact)
     reuse = None
     if method.reads_parts:
-        reuse = Reuse(encoded.parts, encoded.earlier, template=spec.task.chat_template_sha)
+        reuse = Reuse(
+            encoded.parts, encoded.earlier, ChunkStore(job.chunks, device=str(device)), spec.task.chat_template_sha,
+            find_origin(spec),
+        )
     recording, proves = None, False
     if shared is not None and reuse is None:
         recording, proves = shared.take(model, encoded.context + visible, spec)

@@ -182,6 +182,15 @@ class RunSpec(Record):
         ]
 
 
+def find_origin(spec: RunSpec) -> str:
+    """The code that computes entries and the kind of device: a chunk of another origin is never used."""
+    code, versions = spec.sources, spec.versions
+    return (
+        f"{code.method} {code.kernels} {code.harness} torch {versions.torch} transformers {versions.transformers} "
+        f"{spec.kernels} {spec.device}"
+    )
+
+
 def shorten(run_id: str) -> str:
     """The hash at the end of a run id."""
     return run_id.rpartition("-")[2]

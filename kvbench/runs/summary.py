@@ -292,7 +292,8 @@ def _reuse(lines: Sequence[Line]) -> ReuseResult | None:
         computed_share=sum(x.computed for x in found) / tokens, reused_share=sum(x.reused for x in found) / tokens,
         hits=sum(x.hits for x in found), misses=sum(x.misses for x in found),
         mismatched=sum(x.mismatched for x in found), refused=sum(x.refused for x in found),
-        chunk_bytes=round(fmean(x.chunk_bytes for x in found)), moved_bytes=round(fmean(x.moved_bytes for x in found)),
+        loaded=sum(x.loaded for x in found), chunk_bytes=round(fmean(x.chunk_bytes for x in found)),
+        moved_bytes=round(fmean(x.moved_bytes for x in found)),
         ttft_in_hand_s=_middle([whole - build for whole, build in timed]),
         build_s=_middle([build for _, build in timed]),
     )

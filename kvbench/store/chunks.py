@@ -1,16 +1,17 @@
 """KV entries of pieces of text, kept to be used in other prompts.
 
 A chunk is found by a hash of what its entries depend on: the model, the method and its settings, the chat template, the
-tokens before it when it was run, and its own tokens. Everything else is a miss. On disk a chunk is one file that is
-replaced atomically and holds a hash of its content, so that a damaged file is a miss, too.
+code, the tokens before it when it was run, and its own tokens. Everything else is a miss. On disk a chunk is one file
+that is replaced atomically and holds a hash of its content, so that a damaged file is a miss, too.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -55,16 +56,18 @@ class Owner:
     """Name, version and settings."""
     template: str | None
     """Hash of the chat template."""
+    origin: str = ""
+    """The code that computes entries, and the kind of device that it runs on."""
 
     @property
     def sha(self) -> str:
         """A hash of all of it."""
-        return _hash([self.model, self.method, self.template])
+        return _hash(astuple(self))
 
 
-def name_chunk(before: Sequence[int], ids: Sequence[int]) -> str:
-    """A hash of a chunk's tokens, and of those before it when it was run."""
-    return _hash([list(before), list(ids)])
+def name_chunk(before: Sequence[int], ids: Sequence[int], also: Sequence[int] = ()) -> str:
+    """A hash of a chunk's tokens, of those before it when it was run, and of what else it depends on."""
+    return _hash([list(before), list(ids), list(also)])
 
 
 def _hash(content: object) -> str:
@@ -75,17 +78,21 @@ def _hash(content: object) -> str:
 class ChunkStore:
     """Chunks by owner and tokens, in memory, and in files if there is a folder.
 
-    limit: most bytes of all chunks; None: no limit.
+    limit: most bytes of all chunks in memory; None: no limit.
+    device: where chunks from files are put.
     """
 
     folder: Path | None = None
     limit: int | None = None
+    device: str = "cpu"
     hits: int = 0
     misses: int = 0
     mismatched: int = 0
     """Misses of chunks that are there for other owners, or damaged."""
     refused: int = 0
     """Chunks that were not kept, for want of room."""
+    loaded: int = 0
+    """Chunks that were read from files: an earlier run or sample computed them."""
     _held: dict[tuple[str, str], Chunk] = field(default_factory=dict)
 
     @property
@@ -109,17 +116,15 @@ class ChunkStore:
 
     def put(self, owner: Owner, name: str, chunk: Chunk) -> None:
         """Keep a chunk, if there is room."""
-        need = self.nbytes + chunk.nbytes
-        if self.limit is not None and need > self.limit:
-            self._refuse(f"the store of chunks is full: {need:,} bytes with this one, and {self.limit:,} are allowed")
+        if self.limit is not None and self.nbytes + chunk.nbytes > self.limit:
+            self._refuse(f"the store of chunks is full: {self.limit:,} bytes are allowed")
             return
         self._held[owner.sha, name] = chunk
         if self.folder is not None:
             self._write(owner, name, chunk)
 
     def _refuse(self, reason: str) -> None:
-        if not self.refused:
-            say(f"{reason}. Chunks that are not kept are computed again.")
+        _say_once(f"{reason}. Chunks that are not kept are computed again.")
         self.refused += 1
 
     def _path(self, owner: Owner, name: str) -> Path:
@@ -132,7 +137,7 @@ class ChunkStore:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_sealed(path, _describe(owner, name), _flatten(chunk))
         except (OSError, SafetensorError) as error:
-            self._refuse(f"a chunk could not be written to {path.parent}: {error}")
+            self._refuse(f"chunks could not be written to {self.folder}: {error}")
 
     def _read(self, owner: Owner, name: str) -> Chunk | None:
         path = self._path(owner, name)
@@ -145,9 +150,16 @@ class ChunkStore:
         if about != _describe(owner, name):
             say(f"{path} is damaged or of another model, method or text: it is not used, and computed again.")
             return None
-        chunk = _unflatten(tensors)
+        chunk = _unflatten({key: x.to(self.device) for key, x in tensors.items()})
         self._held[owner.sha, name] = chunk
+        self.loaded += 1
         return chunk
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    """Print a line that every sample of a run would repeat."""
+    say(text)
 
 
 def _describe(owner: Owner, name: str) -> str:

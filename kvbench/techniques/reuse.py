@@ -68,7 +68,7 @@ class ReuseMethod(Method):
         model, reuse = session.model, session.reuse
         return Owner(
             f"{model.id} {model.sha256} {model.dtype}", f"{self.card.name} {self.card.version} {self.settings}",
-            None if reuse is None else reuse.template,
+            *((None, "") if reuse is None else (reuse.template, reuse.origin)),
         )
 
     @abstractmethod

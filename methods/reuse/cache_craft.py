@@ -109,4 +109,4 @@ class CacheCraft(ReuseMethod):
             return Chunk(chunk.keys, chunk.values, {MASS: torch.stack(masses).mean(0)})
 
         ids = [x for part in prompt for x in part]
-        return mixed.obtain((), ids, make)
+        return mixed.obtain((), ids, make, sizes)

@@ -65,7 +65,8 @@ class Kamera(ApartMethod):
             if not i or not self.rank or context == self.before(mixed):
                 mixed.add(base, start)
                 continue
-            notes = mixed.obtain(context, part, partial(self._make, mixed, context, prompt, base, ran)).notes
+            make = partial(self._make, mixed, context, prompt, base, ran)
+            notes = mixed.obtain(context, part, make, (len(self.before(mixed)), *self.before(mixed))).notes
             keys, values = (
                 [patch(x, notes[f"{name} left {i}"], notes[f"{name} right {i}"]) for i, x in enumerate(held)]
                 for name, held in (("key", base.keys), ("value", base.values))

@@ -108,6 +108,7 @@ FORGERIES: dict[str, tuple[str, Change, str]] = {
     "fewer tokens computed than are missing": (
         "reuse", lambda x: forge_reuse(reused=0, computed=x.reuse.tokens // 2)(x), "computed are not",
     ),
+    "chunks of an earlier run": ("reuse", forge("reuse", loaded=1), "1 chunks are of earlier runs"),
     "other tokens than its counters": ("reuse", forge("reuse", reused=1), "it has 1 tokens reused, and"),
     "a shorter prompt": ("reuse", forge("reuse", tokens=lambda x: x.tokens // 2), "tokens of 5 layers of"),
     "entries that were never moved": ("reuse", forge("reuse", moved_bytes=0), "moved 0 bytes"),

@@ -17,6 +17,7 @@ from kvbench.method import Moment, Step
 from kvbench.methods.reuse.cache_craft import find_share
 from kvbench.methods.reuse.kvshare import align
 from kvbench.registry import find_method, list_entries
+from kvbench.store.chunks import ChunkStore
 from kvbench.techniques.reuse import ReuseMethod
 from tests.methods.reuse import ALONE, ANSWER, DOCUMENTS, LEAD, PARTS, TAIL, distance, model, prefilled, run, run_full
 
@@ -339,6 +340,24 @@ def test_kamera_comes_closer_to_the_context_with_every_rank():
     assert found[0] > found[1] > found[2]
     assert found[2] < 1e-3
     assert distance(run(find_method("kamera")(rank=0)), run(find_method("concat-aligned")())) == 0
+
+
+def test_a_patch_is_of_one_document_after_one_token():
+    """The same earlier prompt, and a prompt that begins otherwise: its documents are run after another token."""
+    store, other = ChunkStore(), ((9, *LEAD[1:]), *DOCUMENTS)
+    assert LEAD[0] != 9
+    method = find_method("kamera")(rank=8)
+    run(method, earlier=BEFORE, store=store)
+    assert torch.equal(run(method, parts=other, earlier=BEFORE, store=store), run(method, parts=other, earlier=BEFORE))
+
+
+def test_attention_between_parts_is_of_one_division_into_parts():
+    """The same tokens in other parts have other sums."""
+    joined, store = (LEAD, (*DOCUMENTS[0], *DOCUMENTS[1]), DOCUMENTS[2]), ChunkStore()
+    method, parts = find_method("cache-craft")(), (LEAD, DOCUMENTS[2])
+    run(method, parts=parts, earlier=BEFORE, store=store)
+    again = run(method, parts=parts, earlier=(joined,), store=store)
+    assert torch.equal(again, run(method, parts=parts, earlier=(joined,)))
 
 
 def test_kvcomm_adds_the_offset_of_the_text_itself():

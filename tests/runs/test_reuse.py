@@ -48,6 +48,33 @@ def test_the_floor_of_the_scale_sees_no_document(run):
     assert result.memory.ratio < 0.5
 
 
+def test_chunks_in_a_folder_are_those_that_a_run_would_compute(run, tmp_path):
+    """A later run computes the damaged ones alone and has the same answers, and it knows no time with building."""
+    store = ("--chunk-store", str(tmp_path / "chunks"))
+    _, first = run("cacheblend", *store)
+    (tmp_path / "runs").rename(tmp_path / "first")
+    for path in sorted((tmp_path / "chunks").glob("*/*"))[:3]:
+        path.write_bytes(path.read_bytes()[:-100])
+    result, second = run("cacheblend", *store, "--scorer", "choice-nll@1")
+    assert (result.reuse.loaded, result.reuse.hits, result.reuse.misses, result.reuse.mismatched) == (7, 7, 3, 3)
+    assert [(x.prediction, x.scores, x.agreement.kl) for x in second] == [
+        (x.prediction, x.scores, x.agreement.kl) for x in first
+    ]
+
+
+@pytest.mark.parametrize(("method", "folder", "words"), [
+    ("full", "chunks", "--chunk-store keeps chunks of methods that reuse entries across prompts, and full does not"),
+    ("epic", "file/chunks", "cannot be made: "),
+])
+def test_a_chunk_store_that_cannot_be_used_is_refused(kvbench, tmp_path, method, folder, words):
+    """In one line, before anything is written."""
+    (tmp_path / "file").write_text("")
+    answer = kvbench("run", "--method", method, "--task", "reuse-order", "--samples", "1", "--length", "420",
+                     "--chunk-store", str(tmp_path / folder))
+    assert answer.code == 2
+    assert words in answer.err
+
+
 def test_a_prompt_without_parts_is_refused(kvbench):
     """In one line that names a task that has them, before anything is written."""
     answer = kvbench("run", "--method", "epic", "--task", "niah", "--samples", "1", "--length", "512")

@@ -27,7 +27,10 @@ AFTER_ANSWER: dict[str, Any] = {
     "tokens": True, "bytes": True, "effect": {"identity", "acted", "entries_seen", "entries_kept", "facts"},
     "denoising": {"response_length", "steps", "block", "nfe", "computed_tokens", "sequence_length", "committed_tokens"},
     "lossless": {"rounds", "drafted", "accepted", "reloaded_bytes"},
-    "reuse": {"tokens", "computed", "reused", "hits", "misses", "mismatched", "refused", "chunk_bytes", "moved_bytes"},
+    "reuse": {
+        "tokens", "computed", "reused", "hits", "misses", "mismatched", "refused", "loaded", "chunk_bytes",
+        "moved_bytes",
+    },
 }
 """Comparable where the answers of the sample are equal up to this turn."""
 LATER = {

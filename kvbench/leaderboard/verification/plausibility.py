@@ -147,6 +147,8 @@ def _list_wrong_reuse(
         yield f"{found.reused} tokens reused and {found.computed} computed are not {found.tokens}"
     if found.mismatched > found.misses or (found.reused and not found.moved_bytes * (found.hits + found.misses)):
         yield f"{found.reused} tokens of {found.hits} hits and {found.misses} misses moved {found.moved_bytes} bytes"
+    if found.loaded:
+        yield f"{found.loaded} chunks are of earlier runs (--chunk-store), and a submitted run computes its own"
     if found.build_s < found.misses * LEAST_PASS_S:
         yield f"{found.misses} chunks were computed in {found.build_s:g} s"
     if times is not None and times.prefill_s is not None and found.build_s > times.prefill_s + ROUNDING:
