@@ -338,6 +338,8 @@ def test_methods_are_listed_by_family(kvbench):
     assert found["snapkv"]["calibration"] is None
     assert (found["quest"]["family"], found["quest"]["budget"]) == ("retrieval", "read")
     lines = kvbench("list", "methods").out.splitlines()
+    budgets = dict(line.split()[:2] for line in lines if "  " in line)
+    assert (budgets["snapkv"], budgets["qfilter"], budgets["locret"]) == ("stored", "stored*", "stored**")
     headings = [line for before, line in pairwise(lines) if not before]
     assert headings == sorted({x["family"] for x in found.values()})
     assert len(lines) == 1 + len(found) + 2 * len(headings)
