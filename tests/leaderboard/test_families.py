@@ -43,7 +43,8 @@ def done(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(x, marks=pytest.mark.slow) if x in ("factors", "host", "trained") else x for x in KINDS],
+    "kind", [pytest.param(x, marks=pytest.mark.slow) if x in ("factors", "host", "trained", "within budget") else x
+             for x in KINDS],
 )
 def test_an_honest_run_is_verified(done, check, kind):
     found = check(done(kind).files)
@@ -172,6 +173,7 @@ def test_a_forged_record_is_refused(done, check, kind, change, reason):
     assert reason in found["refused"] and found["level"] is None
 
 
+@pytest.mark.slow
 def test_a_prefill_within_the_budget_keeps_no_scores(done):
     """Scores that no eviction needs would be stored, and no declaration counts them."""
     line = done("within budget").bundle.lines[0]
