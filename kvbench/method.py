@@ -60,7 +60,7 @@ class Card(BaseModel):
     """SCBench's stages of the cache that it changes: generation, compression, retrieval, loading."""
     budget: BudgetKind
     calibration: str | None = None
-    """The calibration or training on the model before a run, which ends in `, trained` if parameters are; None: none."""
+    """Calibration or training on the model before a run, which ends in `, trained` if parameters are; None: none."""
     paper_budget: str | None = None
     """The budget that `--budget paper` uses."""
     heads: Literal["independent", "pooled", "indexed"]

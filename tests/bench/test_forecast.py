@@ -35,8 +35,10 @@ def needed(model, name, budget="50%", length=LENGTH):
 
 
 def measured(model, need):
-    """The ledger's bytes after a prefill and an answer on a fork, the bytes that its last step read, and the peak of a
-    prefill in chunks."""
+    """The ledger's bytes after a prefill and an answer on a fork, the bytes that its last step read, and another peak.
+
+    That peak is of a prefill in chunks.
+    """
     ids = torch.randint(4096, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     with Session(model, need.method, capacity=LENGTH + LATER) as session:
         session.prefill(ids)
