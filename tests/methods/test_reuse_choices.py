@@ -1,0 +1,162 @@
+"""The tokens that methods of reuse choose to compute again, worked out apart from the attention of full prefills."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kvbench.engine.reuse import run_prompt
+from kvbench.methods.reuse.cache_craft import find_share
+from kvbench.registry import find_method
+from kvbench.store.reused import ReusedKV
+from tests.methods.reuse import DOCUMENTS, LEAD, TAIL, distance, model, prefilled, run, run_full
+from tests.methods.test_reuse import AT_HAND, LENGTH, OTHER
+
+MOVED = (LEAD, DOCUMENTS[1], DOCUMENTS[0], DOCUMENTS[2])
+LAST = 3
+"""The last of four layers."""
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Steps, keys and places of every pass of a prompt, by layer."""
+    found = {}
+    original = ReusedKV.attend_at
+
+    def spy(kv, step, places):
+        found.setdefault(step.layer, []).append((step, kv.keys.clone(), places))
+        return original(kv, step, places)
+
+    monkeypatch.setattr(ReusedKV, "attend_at", spy)
+    return found
+
+
+def join(parts):
+    """The tokens of a prompt."""
+    return [x for part in parts for x in part]
+
+
+def observe_full(ids):
+    """The steps of a full prefill, by layer; each has the queries, keys and values of all tokens."""
+    steps = []
+    run_prompt(model(), ids, lambda step, kv: steps.append(step))
+    return steps
+
+
+def weigh(step, row, columns):
+    """Attention weights of a token over these, per query head, with a softmax over them alone. [H_q, n]"""
+    keys = step.key[0].repeat_interleave(step.query.shape[1] // step.key.shape[1], 0)[:, columns]
+    return ((keys @ step.query[0, :, row, :, None])[..., 0] * step.scale).softmax(-1)
+
+
+def find_rows(passes, number=-1):
+    """The places that ran in the last layer."""
+    return set(passes[LAST][number][2].tolist())
+
+
+def test_cacheblend_without_a_share_is_concatenation_but_for_its_first_layers():
+    """Those were computed whole, and later ones run the question alone."""
+    with prefilled(find_method("cacheblend")(ratio=0.0)) as ours, prefilled(find_method("concat-aligned")()) as plain:
+        assert [x.computed for x in ours.layers] == [LENGTH, LENGTH, len(TAIL), len(TAIL)]
+        for layer in (2, 3):
+            assert torch.equal(ours.layers[layer].keys[:, :, :AT_HAND], plain.layers[layer].keys[:, :, :AT_HAND])
+
+
+def test_epic_without_first_tokens_is_concatenation():
+    """Of documents that were run alone."""
+    assert torch.equal(run(find_method("epic")(first=0)), run(find_method("concat-aligned")(behind="nothing")))
+
+
+def test_kvshare_computes_the_attended_tokens_whose_values_changed(passes):
+    """Importance is the attention of the token before the last times the change of values in layer 1, over reused."""
+    with prefilled(find_method("kvshare")(ratio=0.2, width=5), parts=MOVED, earlier=(OTHER,)):
+        taken = sorted(set(range(LENGTH)) - set(range(len(LEAD))) - set(range(AT_HAND, LENGTH)))
+    step, old = observe_full([*join(MOVED), *TAIL])[1], run_prompt(model(), join(OTHER)).values[1]
+    places = {part: sum(map(len, OTHER[: OTHER.index(part)])) for part in DOCUMENTS}
+    source = [places[part] + i for part in MOVED[1:] for i in range(len(part))]
+    change = (step.value[0, :, taken] - old[0, :, source]).abs().sum((0, 2))
+    importance = weigh(step, LENGTH - 2, taken).mean(0) * change
+    chosen = importance.topk(int(0.2 * len(taken))).indices.tolist()
+    assert find_rows(passes) == set(range(LENGTH)) - set(taken) | {taken[i] for i in chosen}
+
+
+def test_relaycaching_computes_tokens_that_deviate_or_are_attended_to(passes):
+    """More than 1.5 and 1.45 times the mean in the detection layer, here layer 1."""
+    settings = {"start": 0.0, "detect": 0.34, "end": 1.0, "suffix": 3}
+    with prefilled(find_method("relaycaching")(**settings), parts=MOVED, earlier=(OTHER,)):
+        pass
+    taken = torch.arange(len(LEAD), AT_HAND)
+    step, old = observe_full([*join(MOVED), *TAIL])[1], run_prompt(model(), join(OTHER)).values[1]
+    places = {part: sum(map(len, OTHER[: OTHER.index(part)])) for part in DOCUMENTS}
+    source = [places[part] + i for part in MOVED[1:] for i in range(len(part))]
+    new, old = (x.transpose(0, 1).flatten(1) for x in (step.value[0][:, taken], old[0][:, source]))
+    change = 1 - (new * old).sum(1) / (new.norm(dim=1) * old.norm(dim=1))
+    weights = torch.zeros(LENGTH)
+    for row in range(LENGTH - 3, LENGTH):
+        weights[: row + 1] += weigh(step, row, list(range(row + 1))).sum(0)
+    attended = weights[taken] > 1.45 * weights[taken].mean()
+    deviates = change > 1.5 * change.mean()
+    assert attended.any() and deviates.any() and not torch.equal(attended, deviates)
+    wanted = set(taken[attended | deviates].tolist())
+    assert set(passes[2][-1][2].tolist()) == wanted | set(range(len(LEAD))) | set(range(AT_HAND, LENGTH))
+
+
+def test_fusionrag_computes_the_tokens_that_the_question_attends_to_most(passes):
+    """Summed over its tokens and heads in the last layer of the first pass, over documents alone."""
+    with prefilled(find_method("fusionrag")(ratio=0.2, similar=0)):
+        pass
+    step, keys, places = passes[LAST][0]
+    keys = keys[0].repeat_interleave(2, 0)
+    total = torch.zeros(LENGTH)
+    for row, place in enumerate(places.tolist()):
+        logits = (keys[:, : place + 1] @ step.query[0, :, row, :, None])[..., 0] * step.scale
+        total[: place + 1] += logits.softmax(-1).sum(0)
+    documents = total[len(LEAD) : AT_HAND]
+    chosen = len(LEAD) + documents.topk(int(0.2 * len(documents))).indices
+    assert find_rows(passes) == set(chosen.tolist()) | set(range(AT_HAND, LENGTH))
+
+
+def test_cache_craft_computes_the_tokens_that_attend_to_what_stood_before(passes):
+    """As many of a document as its equations say, by attention to earlier parts, mean over layers and heads."""
+    with prefilled(find_method("cache-craft")(), parts=MOVED, earlier=(OTHER,)):
+        pass
+    steps, wanted, start = observe_full(join(OTHER)), set(), len(LEAD)
+    for i, part in enumerate(MOVED[1:], 1):
+        place = OTHER.index(part)
+        ends = [sum(map(len, OTHER[: k + 1])) for k in range(place + 1)]
+        first, sizes = ends[-1] - len(part), [len(x) for x in OTHER[: place + 1]]
+        mass = torch.zeros(len(part), place + 1)
+        for row in range(len(part)):
+            weights = torch.stack([weigh(x, first + row, list(range(first + row + 1))).mean(0) for x in steps]).mean(0)
+            begin = 0
+            for k, end in enumerate(ends):
+                mass[row, k] = weights[begin:end].sum()
+                begin = end
+        share = find_share(mass.sum(0).tolist(), sizes, OTHER[:place], MOVED[:i])
+        count = math.ceil(min(1.0, share) * len(part))
+        wanted |= {start + x for x in mass[:, :-1].sum(1).topk(count).indices.tolist()}
+        start += len(part)
+    assert 0 < len(wanted) < AT_HAND - len(LEAD)
+    assert find_rows(passes) == wanted | set(range(len(LEAD))) | set(range(AT_HAND, LENGTH))
+
+
+def test_prompt_cache_of_a_schema_with_one_module_is_exact():
+    """It stands where it was encoded, before the question."""
+    parts = (DOCUMENTS[0],)
+    assert distance(run(find_method("prompt-cache")(), parts=parts, earlier=(parts,)), run_full(parts=parts)) < 1e-4
+
+
+def test_ape_holds_documents_that_do_not_see_each_other():
+    """Each as behind the instruction alone, all from the same position on; the question follows the longest."""
+    with prefilled(find_method("ape")()) as session:
+        held, start, end = session.layers[2], len(LEAD), 0
+        for part in DOCUMENTS:
+            alone, own = run_prompt(model(), [*LEAD, *part]), slice(len(LEAD), None)
+            here = slice(start, start + len(part))
+            start, end = here.stop, max(end, len(LEAD) + len(part))
+            positions = torch.arange(len(LEAD), len(LEAD) + len(part))[None]
+            assert distance(held.values[:, :, here], alone.values[2][:, :, own]) < 1e-5
+            assert distance(held.keys[:, :, here], model().ropes[2].rotate(alone.keys[2][:, :, own], positions)) < 1e-4
+        assert session.seen - session.behind == end + len(TAIL)
