@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -77,6 +77,17 @@ class Card(BaseModel):
 def resolved(*, by_bind: bool = False) -> Any:
     """A dataclass field that `fit` or `bind` fills in; not a setting. by_bind: a session is refused without it."""
     return field(default=None, kw_only=True, metadata={"resolved": True, "by_bind": by_bind})
+
+
+class Round(NamedTuple):
+    """A round of drafting and verification of which every drafted token is accepted."""
+
+    drafted: int
+    """Tokens; verification adds one more."""
+    passes: int
+    """Of the model."""
+    read_bytes: int
+    """Of entries, in all passes."""
 
 
 @dataclass(frozen=True)
@@ -286,6 +297,11 @@ class Method:
     def least_read_bytes(self, shape: Shape) -> int:
         """Lower bound of the bytes that one decode step reads; the upper one unless reads depend on the entries."""
         return self.declared_read_bytes(shape)
+
+    def round(self, shape: Shape) -> Round | None:
+        """A round right after the context; None: every pass gives one token."""
+        del shape
+        return None
 
     def bind(self, model: Model) -> Self:
         """Compute what depends on the model: calibration, gates, head profiles (cached by the model's hash)."""

@@ -166,6 +166,11 @@ class MethodForecast(Record):
     """Lower bound of a decode step's time: `step_bytes` over the bandwidth that a copy reaches."""
     speedup_bound: float
     """The full cache's bound over this method's."""
+    drafted: int | None = None
+    """Tokens that a lossless method drafts per round; null for other methods. Its bytes and bounds are those of a token
+    of rounds that are accepted whole."""
+    break_even: float | None = None
+    """Accepted tokens per round at which its bound is the full cache's."""
     speedup_graph: float | None
     """The same if each layer's attention takes at least KERNEL_SECONDS; null if the method cannot be a CUDA graph."""
     speedup_python: float
@@ -274,18 +279,22 @@ def _forecast(name: str, need: Need, full: Need, gpu: Gpu, batch: int) -> Method
     cached = need.cache + host + need.method.declared_file_bytes(shape)
 
     def seconds(x: Need, kernels: float, least: float) -> float:
-        caches = max(kernels, (x.step_bytes(batch) - x.model.step_bytes) / bandwidth)
-        return max(least, x.model.step_bytes / bandwidth + caches)
+        """Time of a token; of a lossless method, of one in a round that is accepted whole."""
+        found = x.method.round(x.model.shape)
+        drafted, passes, reads = found or (0, 1, x.method.declared_read_bytes(x.model.shape))
+        caches = max(passes * kernels, batch * reads / bandwidth)
+        return max(passes * least, passes * x.model.step_bytes / bandwidth + caches) / (drafted + 1)
 
     def speedup(kernels: float = 0.0, least: float = 0.0) -> float:
         return seconds(full, kernels, least) / seconds(need, kernels, least)
 
-    layers = len(shape.layers)
+    layers, bound, found = len(shape.layers), seconds(need, 0.0, 0.0), need.method.round(shape)
     return MethodForecast(
         method=name, stored_share=cached / shape.full_bytes, stored_bytes=need.stored(batch),
         host_bytes=batch * host, spare_bytes=batch * need.spare, peak_bytes=need.peak(batch, "prefill"),
-        fits=batch <= need.max_batch(gpu.memory_bytes, "prefill"), step_bytes=need.step_bytes(batch),
-        bound_s=seconds(need, 0.0, 0.0), speedup_bound=speedup(),
+        fits=batch <= need.max_batch(gpu.memory_bytes, "prefill"), step_bytes=round(bound * bandwidth),
+        bound_s=bound, speedup_bound=speedup(), drafted=None if found is None else found.drafted,
+        break_even=None if found is None else (found.drafted + 1) / speedup() - 1,
         speedup_graph=None if need.method.graphable is not None else speedup(kernels=layers * KERNEL_SECONDS),
         speedup_python=speedup(least=layers * PYTHON_SECONDS),
         max_batch=need.max_batch(gpu.memory_bytes, "synthetic"),

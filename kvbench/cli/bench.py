@@ -148,8 +148,17 @@ def _print_plan(plan: Forecast) -> None:
             f"Python takes {PYTHON_SECONDS * 1e3:.2f} ms per layer to launch a step; `no`: below 5 %.",
         ]),
     ]
+    drafts = [x for x in plan.methods if x.drafted is not None and x.break_even is not None]
+    if drafts:
+        tables.append((["method", "drafts", "break_even"], lambda x: [
+            x.method, str(x.drafted), f"{x.break_even:.2f}",
+        ], [
+            "Of lossless methods, step_reads and the bounds are those of a token where all",
+            "drafts are accepted. break_even: accepted tokens per round at which a token",
+            "reads as much as with the full cache; more than it drafts: never.",
+        ]))
     for columns, list_cells, legend in tables:
-        print_table("", columns, map(list_cells, plan.methods))
+        print_table("", columns, map(list_cells, drafts if "drafts" in columns else plan.methods))
         for line in legend:
             say(line)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvbench.budget import LayerShape
 from kvbench.constraints import Positive
 from kvbench.engine.speculation import speculate
-from kvbench.method import Method, Shape, Step, resolved
+from kvbench.method import Method, Round, Shape, Step, resolved
 from kvbench.methods.baseline.full import Full
 from kvbench.store import LayerKV
 from kvbench.store.facts import Fact
@@ -128,6 +128,11 @@ class Proposed(Method):
         """Store the ids where the result says."""
         holder, last = resolution.get("holder"), len(shape.layers) - 1
         return replace(self, holder=holder if isinstance(holder, int) and 0 <= holder <= last else last)
+
+    def round(self, shape: Shape) -> Round:
+        """A draft that runs no pass of the model, and may read one layer, and a pass over everything."""
+        drafts = self.draft_length * shape.layer_bytes(shape.layers[-1]) if self.drafts_from_entries else 0
+        return Round(self.draft_length, 1, drafts + self.declared_read_bytes(shape))
 
     def least_read_bytes(self, shape: Shape) -> int:
         """No bound: a round may give any number of tokens, which share its reads."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvbench.constraints import Positive
 from kvbench.engine.speculation import draft_with, find_stores, open_draft, speculate
 from kvbench.engine.stores import observe
-from kvbench.method import Method, Moment, Shape, Step
+from kvbench.method import Method, Moment, Round, Shape, Step
 from kvbench.methods.baseline.full import Full
 from kvbench.store import LayerKV
 from kvbench.store.verified import HostKV, VerifiedKV
@@ -130,6 +130,16 @@ class Verified(Method):
     def declared_read_bytes(self, shape: Shape) -> int:
         """Bytes of a token if every drafted one is rejected: all steps of a draft, and a pass over everything."""
         return self.draft_length * self.drafter.declared_read_bytes(shape) + self.target_bytes(shape)
+
+    def round(self, shape: Shape) -> Round:
+        """A draft, itself in rounds if the drafter has them, and a pass over everything."""
+        inner = self.drafter.round(shape)
+        if inner is None:
+            return Round(self.draft_length, self.draft_length + 1, self.declared_read_bytes(shape))
+        times = -(-self.draft_length // (inner.drafted + 1))
+        return Round(
+            self.draft_length, times * inner.passes + 1, times * inner.read_bytes + self.target_bytes(shape)
+        )
 
     def least_read_bytes(self, shape: Shape) -> int:
         """No bound: a round may give any number of tokens, which share its reads."""

@@ -215,3 +215,28 @@ def test_a_forecast_refuses_the_budgets_that_a_run_refuses():
     """A budget below the method's minimum raises the same error."""
     with pytest.raises(UserError, match="needs at least"):
         make_forecast("random:two-layers", ["snapkv"], gpu="h200", length=64, batch=1, budget="2")
+
+
+def test_a_lossless_method_breaks_even_where_a_round_reads_as_much_as_its_tokens_would():
+    """MagicDec by hand: three draft passes read a quarter of the cache, the fourth all, and each the weights."""
+    length, batch = 32_768, 8
+    plan = make_forecast("random:llama-3.1-8b", ["magicdec"], gpu="h200", length=length, batch=batch)
+    full, found = plan.methods[0], plan.methods[-1]
+    weights = predict_memory("random:llama-3.1-8b").step_bytes
+    cache = batch * length * 131_072
+    whole = 4 * weights + 3 * cache / 4 + cache
+    assert found.drafted == 3
+    assert found.break_even == pytest.approx(whole / (weights + cache) - 1, rel=1e-3)
+    assert found.step_bytes == pytest.approx(whole / 4, rel=1e-3)
+    assert full.step_bytes == weights + cache
+    assert (full.drafted, full.break_even) == (None, None)
+
+
+@pytest.mark.parametrize(("name", "passes"), [
+    ("vericache", 26), ("triforce", 7), ("quantspec", 5), ("prompt-lookup", 1),
+])
+def test_passes_of_a_round(name, passes):
+    """TriForce drafts six tokens in two rounds of two drafts and one pass each; a lookup runs nothing."""
+    shape = predict_memory("random:llama-3.1-8b", length=4096).shape
+    method = find_method(name)()
+    assert method.fit(read_budget("25%", method), shape).round(shape).passes == passes
