@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 from weakref import WeakKeyDictionary
 
@@ -31,12 +31,6 @@ Odd = Predicate(is_odd)
 Natural = Annotated[int, Ge(0)]
 Positive = Annotated[int, Ge(1)]
 Share = Annotated[float, Ge(0), Le(1)]
-RULES: Mapping[tuple[object, ...], str] = {
-    (Ge(0), Le(1)): "between 0 and 1", (Gt(0), Le(1)): "above 0 and at most 1", (Gt(0),): "above 0",
-    (Ge(0), Le(0.5)): "between 0 and 0.5",
-    (Ge(1), Odd): "odd and 1 or more", (Ge(0),): "0 or more", (Ge(1),): "1 or more", (Ge(2),): "2 or more",
-}
-"""Constraints in words."""
 WORDS: Mapping[object, str] = {
     bool: "true or false", int: "a whole number", float: "a number", str: "a text", types.NoneType: "none",
 }
@@ -58,13 +52,26 @@ def describe(hint: Any) -> str:
     if get_origin(hint) is Annotated:
         base, *constraints = get_args(hint)
         flat = [y for x in constraints for y in (x.metadata if isinstance(x, FieldInfo) else (x,))]
-        return RULES.get(tuple(flat)) or describe(base)
+        return describe_constraints(flat) or describe(base)
     if get_origin(hint) is Literal:
         *most, last = map(str, get_args(hint))
         return f"one of {', '.join((*most, last))}" if most else last
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(describe(x) for x in get_args(hint))
     return WORDS.get(hint) or str(hint).removeprefix("typing.")
+
+
+def describe_constraints(constraints: Sequence[object]) -> str:
+    """Bounds in words; empty where there are none."""
+    low = next((x.ge for x in constraints if isinstance(x, Ge)), None)
+    above = next((x.gt for x in constraints if isinstance(x, Gt)), None)
+    high = next((x.le for x in constraints if isinstance(x, Le)), None)
+    if low is not None and high is not None:
+        words = [f"between {low} and {high}"]
+    else:
+        words = [f"{low} or more"] if low is not None else [f"above {above}"] if above is not None else []
+        words += [f"at most {high}"] if high is not None else []
+    return " and ".join(["odd"] * (Odd in constraints) + words)
 
 
 def violation(name: str, kind: type, setting: str, value: object) -> UserError:

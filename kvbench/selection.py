@@ -30,6 +30,9 @@ Pool = Literal["avg", "max"]
 class ScoredMethod(Method):
     """Scores the entries of every KV head at the end of the context and keeps the best."""
 
+    signed: ClassVar[bool] = False
+    """Whether scores may be below zero, so that they cannot be weighed by a factor."""
+
     @abstractmethod
     def score(self, kv: LayerKV, step: Step) -> Tensor:
         """Score of each entry; infinite for protected ones. [B, H_kv, n] float32"""

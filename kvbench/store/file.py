@@ -23,12 +23,15 @@ class FileEntries:
         """Write the entries. [B, H_kv, n, W]
 
         Raises:
-            FileTierError: the disk is full, or there is none.
+            FileTierError: the disk is full, or there is none, or TMPDIR is no folder that can be written to.
         """
         self._device, self._dtype = entries.device, entries.dtype
         self.entry_bytes = entries.shape[3] * entries.itemsize
         self.nbytes = entries.numel() * entries.itemsize
         data = entries.contiguous().cpu().view(torch.uint8).numpy().data.cast("B")
+        given = os.environ.get("TMPDIR")
+        if given and not os.access(given, os.W_OK | os.X_OK):  # tempfile would take another folder without a word
+            raise _describe("written to", "it is no folder that can be written to", given)
         try:
             self._file, name = tempfile.mkstemp(prefix="kvbench-")
             weakref.finalize(self, os.close, self._file)
@@ -69,8 +72,8 @@ class FileEntries:
         os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _describe(action: str, reason: str | None) -> FileTierError:
+def _describe(action: str, reason: str | None, folder: str | None = None) -> FileTierError:
     return FileTierError(
-        f"KV entries could not be {action} a file in {tempfile.gettempdir()}: {reason}. Free or mount the disk, or set "
-        "TMPDIR to another folder, then run the same command to resume."
+        f"KV entries could not be {action} a file in {folder or tempfile.gettempdir()}: {reason}. Free or mount the "
+        "disk, or set TMPDIR to another folder, then run the same command to resume."
     )

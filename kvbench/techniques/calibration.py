@@ -73,6 +73,8 @@ def calibration_ids(model: Model, tokens: int) -> Tensor:
     from pydoc_data.topics import topics  # half a megabyte of prose, read only when it is needed
 
     count = min(tokens, model.max_length)
+    if tokens < LEAST_TOKENS:
+        raise UserError(f"tokens={tokens} is too few to calibrate on. Use --set tokens={LEAST_TOKENS} or more.")
     if count < LEAST_TOKENS:
         raise UserError(
             f"{model.id} takes {model.max_length} positions, too few to calibrate a method on {tokens} tokens of text. "

@@ -35,6 +35,7 @@ class Compactor(BlockAttention):
     """Weight of the leverage score; None: the share of the context that is evicted."""
     seed: int = 0
 
+    signed: ClassVar[bool] = True
     card: ClassVar[Card] = Card(
         name="compactor",
         title="Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage Scores",

@@ -30,10 +30,7 @@ class CriticalScores(ScoredMethod):
         """Weighed scores; infinite for the first stage and for protected entries. [B, H_kv, n]"""
         scores = super().score(kv, step)  # type: ignore[safe-super]  # of the method that this one goes around
         if (scores < 0).any():
-            raise UserError(
-                f"{self.card.name} makes no sense: scores are multiplied by a norm, and those of the method are "
-                "negative. Use one whose scores are attention, such as snapkv."
-            )
+            raise refuse_signed(self.card.name)
         entries = self.entries_in(step.layer, step.window)
         assert entries is not None
         first = top_entries(scores, int(entries * self.first_stage))
@@ -72,9 +69,20 @@ class CriticalKV(CriticalScores, SnapKV):
 
     @classmethod
     def over(cls, inner: type[Method]) -> type[Method]:
-        """Create `inner+criticalkv`: the scores of another method, weighed."""
+        """Create `inner+criticalkv`: the scores of another method, weighed (`UserError` if they may be negative)."""
         note = f"Scores are weighed by projected values in two stages, as in CriticalKV (arXiv {cls.card.arxiv})."
-        return go_around(inner, CriticalScores, cls.card, note)
+        made = go_around(inner, CriticalScores, cls.card, note)
+        if issubclass(inner, ScoredMethod) and inner.signed:
+            raise refuse_signed(made.card.name)
+        return made
+
+
+def refuse_signed(name: str) -> UserError:
+    """The error of scores below zero. name: of the composition"""
+    return UserError(
+        f"{name} makes no sense: scores are multiplied by a norm, and those of the method are negative. Use one whose "
+        "scores are attention, such as snapkv."
+    )
 
 
 def projected_norms(values: Tensor, step: Step, name: str, order: int = 1) -> Tensor:

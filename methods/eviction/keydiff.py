@@ -17,6 +17,7 @@ from kvbench.store import LayerKV
 class KeyDiff(ScoredMethod):
     """Keeps, per KV head, the entries whose keys are least similar to the mean direction of all keys."""
 
+    signed: ClassVar[bool] = True
     card: ClassVar[Card] = Card(
         name="keydiff",
         title="KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference",

@@ -20,6 +20,7 @@ ROUNDING = 1e-6
 class Knorm(ScoredMethod):
     """Keeps, per KV head, the entries with the smallest key norm."""
 
+    signed: ClassVar[bool] = True
     card: ClassVar[Card] = Card(
         name="knorm",
         version="2",

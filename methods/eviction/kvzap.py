@@ -40,6 +40,7 @@ class KVzap(SharedBudgetMethod):
     predictor: str | None = resolved(by_bind=True)
     """SHA-256 of the predictors of all layers."""
 
+    signed: ClassVar[bool] = True
     card: ClassVar[Card] = Card(
         name="kvzap",
         version="2",

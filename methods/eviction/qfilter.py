@@ -28,6 +28,7 @@ class QFilter(ScoredMethod):
     filters: str | None = resolved(by_bind=True)
     """SHA-256 of the directions of all layers."""
 
+    signed: ClassVar[bool] = True
     card: ClassVar[Card] = Card(
         name="qfilter",
         title="Q-Filters: Leveraging QK Geometry for Efficient KV Cache Compression",

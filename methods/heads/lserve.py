@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.constraints import Positive, Share
+from kvbench.errors import UserError
 from kvbench.kernels.page_select import page_scores, select_pages
 from kvbench.method import Budget, BudgetKind, Card, LayerShape, Method, Shape, Step, Upstream, resolved
 from kvbench.methods.heads.groups import Head, HeadMethod, by_score
@@ -182,6 +183,14 @@ class LServe(HeadMethod):
         ),
     )
     recompressible: ClassVar[str | None] = "streaming heads are already trimmed after every forward pass."
+
+    def __post_init__(self) -> None:
+        """Refuse pages that do not divide into parts (`UserError`)."""
+        super().__post_init__()
+        if self.page is not None and self.page % PARTS:
+            raise UserError(
+                f"lserve: pages of {self.page} entries do not divide into {PARTS} parts. Use a multiple of {PARTS}."
+            )
 
     def minimum_entries(self) -> int:
         """Three pages."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvbench.constraints import Positive, Share
 from kvbench.errors import UserError
-from kvbench.method import BudgetKind, Card, Step, Upstream
+from kvbench.method import Budget, BudgetKind, Card, Shape, Step, Upstream
 from kvbench.store.prompt import Chosen
 from kvbench.techniques.sparse_prefill import SparsePrefillMethod, cover_mass, first_and_own
 
@@ -52,6 +52,17 @@ class XAttention(SparsePrefillMethod):
         ),
     )
 
+    def fit(self, budget: Budget | None, shape: Shape) -> Self:
+        """Resolve the size of blocks; refuse tiles that do not fill them (`UserError`)."""
+        fitted = super().fit(budget, shape)
+        assert fitted.block_size is not None
+        if fitted.block_size % min(self.stride, fitted.block_size):
+            raise UserError(
+                f"xattention: blocks of {fitted.block_size} tokens are not whole tiles of stride={self.stride}. Use a "
+                "stride that divides them."
+            )
+        return fitted
+
     def choose(self, query: Tensor, key: Tensor, step: Step) -> Chosen:
         """The first block, the own one and those with the largest antidiagonal sums, row by row."""
         assert self.block_size is not None
@@ -69,11 +80,6 @@ class XAttention(SparsePrefillMethod):
         """Estimated attention by block of one head. query: [T, D]. key: [T, D]. Returns [T / block, T / block]"""
         assert self.block_size is not None
         stride = min(self.stride, self.block_size)
-        if self.block_size % stride:
-            raise UserError(
-                f"xattention: blocks of {self.block_size} tokens are not whole tiles of stride={stride}. Use a stride "
-                "that divides them."
-            )
         count, per_block = -(-len(query) // self.block_size), self.block_size // stride
         pad = (0, 0, 0, count * self.block_size - len(query))
         keys = F.pad(key, pad).unflatten(0, (-1, stride)).flatten(1)  # [tiles, stride * D]

@@ -100,6 +100,13 @@ def test_negative_scores_are_refused(make_step):
         method.score(kv, step)
 
 
+@pytest.mark.parametrize("name", ["knorm", "keydiff", "qfilter", "compactor", "kvzap", "dms"])
+def test_methods_with_negative_scores_are_refused_by_name(name):
+    """Before a model is loaded."""
+    with pytest.raises(UserError, match=rf"{name}\+criticalkv makes no sense: .* negative"):
+        find_method(f"{name}+criticalkv")
+
+
 def test_without_a_first_stage_equal_norms_change_nothing():
     """Norms of one leave SnapKV's order; a first stage of the whole budget is SnapKV whatever the norms."""
     model = tiny_model()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvbench.engine.session import Session
+from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.kernels.page_select import page_bounds
 from kvbench.method import Budget, Moment
@@ -129,3 +130,10 @@ def test_pages_of_short_contexts_are_smaller():
     fitted = [LServe(page=x).fit(Budget("rows", 1000), replace(shape, length=y)).page_size
               for x, y in ((None, 4000), (None, 4096), (32, 4096))]
     assert fitted == [16, 64, 32]
+
+
+def test_pages_without_whole_parts_are_refused():
+    """Three entries are no four parts; six would lose two."""
+    for page in (3, 6):
+        with pytest.raises(UserError, match=f"pages of {page} entries do not divide into 4 parts"):
+            LServe(page=page)

@@ -80,8 +80,6 @@ def test_blocks_grow_with_the_threshold(make_step):
 
 
 def test_tiles_that_do_not_fill_blocks_are_refused():
-    """With both numbers."""
-    model = tiny_model()
-    method = XAttention(block=8, stride=3).fit(None, model.shape(30))
-    with Session(model, method) as session, pytest.raises(UserError, match=r"blocks of 8 tokens .* stride=3"):
-        session.prefill(list(range(30)))
+    """With both numbers, before the model runs."""
+    with pytest.raises(UserError, match=r"blocks of 8 tokens .* stride=3"):
+        XAttention(block=8, stride=3).fit(None, tiny_model().shape(30))

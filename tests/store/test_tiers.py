@@ -99,6 +99,15 @@ def test_no_folder_is_one_line(folder, monkeypatch):
         FileEntries(torch.randn(1, 1, 3, 2))
 
 
+def test_the_folder_that_was_given_is_not_replaced(folder, monkeypatch):
+    """Python takes another folder where TMPDIR is missing: entries must not move to another disk in silence."""
+    monkeypatch.setenv("TMPDIR", str(folder / "gone"))
+    with pytest.raises(FileTierError, match=r"a file in .*gone: it is no folder"):
+        FileEntries(torch.randn(1, 1, 3, 2))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    assert FileEntries(torch.randn(1, 1, 3, 2)).nbytes == 3 * 2 * 4
+
+
 def test_a_vanished_disk_is_one_line(folder, monkeypatch):
     """An input/output error, and a file that lost its end: no entry is made up."""
     held = FileEntries(torch.randn(1, 1, 30, 8))
