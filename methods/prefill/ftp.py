@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -130,6 +130,15 @@ class FTP(Method):
                 "Give weights that were trained for this model."
             )
         return replace(self, part=sha256, trained_on=part.data, schedule=weights)
+
+    def rebind(self, resolution: Mapping[str, object], shape: Shape) -> Self:
+        """Take the schedule from a result (`UserError` unless it has a share for every layer)."""
+        schedule: Any = resolution.get("schedule")
+        if schedule is None:
+            return self
+        if len(schedule) != len(shape.layers) or not all(0 <= x <= 1 for x in schedule) or not any(schedule):
+            raise UserError("ftp: the schedule does not name how much each layer of the model skips, from 0 to 1.")
+        return replace(self, schedule=tuple(schedule))
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
         """Divide a budget over the layers; refuse a model in which no layer may skip (`UserError`)."""

@@ -70,13 +70,15 @@ def test_known_rotations_are_served() -> None:
     (x.name for x in list_entries("method") if x.models == "autoregressive"), key=lambda x: (x == "epicache", x)
 ))
 def test_a_result_without_the_model_declares_the_same_bytes(name: str) -> None:
-    """As verification has it: bound by the saved resolution, the method declares what it declares on the model."""
+    """As verification has it: bound by the saved resolution, the method resolves and declares the same."""
     model = load_model("mini")
     shape, kind = model.shape(512), find_method(name)
     budget = Budget.parse("50%") if kind.card.budget in (BudgetKind.STORED, BudgetKind.READ) else None
     fitted = kind().bind(model).fit(budget, shape)
     saved = json.loads(json.dumps(to_jsonable_python(fitted.resolution)))
     again = kind().rebind(saved, shape).fit(budget, shape)
+    resolved = json.loads(json.dumps(to_jsonable_python(again.resolution)))
+    assert resolved == {key: saved[key] for key in resolved}
     for declared in ("declared_bytes", "declared_host_bytes", "declared_file_bytes", "declared_read_bytes"):
         try:
             expected = getattr(fitted, declared)(shape)

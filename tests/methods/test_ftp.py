@@ -242,3 +242,10 @@ def test_weights_of_another_model_or_shape_are_refused(model, tmp_path):
     write_part(tmp_path / "long", "ftp", model, make_router().state_dict(), TASKS, schedule=[1, 1])
     with pytest.raises(UserError, match=r"schedule of 2 layers, and .* has 3"):
         FTP(weights=str(tmp_path / "long")).bind(model)
+
+
+def test_a_saved_schedule_of_another_shape_is_refused(model):
+    """A result's schedule needs a share from 0 to 1 for every layer, and one layer that skips."""
+    for wrong in ([1, 1], [0, 0, 0], [1, 1, -1]):
+        with pytest.raises(UserError, match="the schedule does not name"):
+            FTP().rebind({"schedule": wrong}, model.shape(64))
