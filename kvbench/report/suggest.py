@@ -18,7 +18,7 @@ from kvbench.analysis.significance import ALPHA, describe_too_few, find_least_p
 from kvbench.registry import list_models
 from kvbench.report.group import Axis, name_question
 from kvbench.report.suggestion import Judged, ProtocolRuns, Question, Standing, Suggestion, Technique, count
-from kvbench.runs.results import Result
+from kvbench.runs.results import TASKS, Result
 
 SLACK = 1.05
 """A run may exceed the limit by this factor: methods round to whole tokens, and sinks and scores come on top."""
@@ -97,6 +97,12 @@ class Guide:
         } - fitting
         if others and fitting:
             yield f"No run within the limit: {', '.join(sorted(others))}."
+        trained = {
+            self.labels[name_technique(x.result)]
+            for found in judged for x in found.protocol.runs if x.result.budget.trained
+        }
+        if trained:
+            yield f"Not compared, because they were trained on {TASKS}: {', '.join(sorted(trained))}."
         if fitting and not any(x.time for found in judged for x in found.standings.values()):
             yield "No time per token: none of these runs is from a GPU."
 

@@ -5,6 +5,7 @@ They are drawn when the site is built, so pages show them without a script, in p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,10 +16,16 @@ from kvbench.report.suggest import name_technique
 
 LEFT, RIGHT, TOP, LABELS = 30.0, 232.0, 10.0, 246.0
 """Edges of a panel's plot, and where its labels begin."""
-LEAST_HEIGHT, LINE = 160.0, 13.0
-"""Height of a plot with few labels, and of a line of text."""
-TICK = 0.5
-"""Shares between the labels of the horizontal axis."""
+HEIGHT, LINE = 160.0, 13.0
+"""Height of a plot, and of a line of text."""
+TICKS = 1.0, 0.25, 0.1, 0.5, 0.05, 0.02, 0.01, 4.0, 2.0, 8.0, 16.0
+"""Shares that the horizontal axis may label; the earlier ones go first where labels would collide."""
+TICK_WIDTH = 36.0
+"""Width of such a label."""
+LEAST_SIZE = 0.01
+"""Smaller shares, such as 0, stand at the left edge."""
+MOST_CURVES = 12
+"""Techniques of a panel; a larger family has several panels, so that labels lie near their curves."""
 STYLES = 8
 """Number of colors and of markers."""
 
@@ -28,28 +35,30 @@ class Scale:
     """Where sizes and scores lie in the panels of one axis."""
 
     axis: Axis
+    narrowest: float
     widest: float
     low: float
     high: float
 
     @classmethod
     def of(cls, axis: Axis, rows: Iterable[RankedRun]) -> Scale:
-        """The scale on which all rows fit; sizes from 0 to at least 1, scores at least from 0 to 1."""
-        sizes, scores = [1.0], [0.0, 1.0]
+        """The scale on which all rows fit; sizes at least from 0.5 to 1, scores at least from 0 to 1."""
+        sizes, scores = [0.5, 1.0], [0.0, 1.0]
         for x in rows:
             score, size = x.result.score, axis.measure(x.result)
             if score.mean is not None and size is not None:
                 sizes.append(size)
                 scores += [score.mean, *(score.ci95 or ())]
-        return cls(axis, max(sizes), min(scores), max(scores))
+        return cls(axis, max(LEAST_SIZE, min(sizes)), max(sizes), min(scores), max(scores))
 
     def across(self, size: float) -> float:
-        """Horizontal position of a size."""
-        return round(LEFT + (RIGHT - LEFT) * size / self.widest, 1)
+        """Horizontal position of a size, on a logarithmic axis."""
+        share = math.log(max(size, self.narrowest) / self.narrowest) / math.log(self.widest / self.narrowest)
+        return round(LEFT + (RIGHT - LEFT) * share, 1)
 
-    def up(self, score: float, height: float) -> float:
-        """Vertical position of a score in a plot of this height."""
-        return round(TOP + height * (self.high - score) / (self.high - self.low), 1)
+    def up(self, score: float) -> float:
+        """Vertical position of a score."""
+        return round(TOP + HEIGHT * (self.high - score) / (self.high - self.low), 1)
 
 
 @dataclass(frozen=True)
@@ -84,30 +93,36 @@ class Curve:
 class Panel:
     """A chart of a few techniques, with labels at its right edge."""
 
+    family: str
     title: str
     scale: Scale
-    height: float
     curves: tuple[Curve, ...]
     full: float | None
     """Vertical position of the full cache's score."""
     chance: tuple[CurvePoint, ...]
     """The method `random`, which every method should beat."""
+    height: float = HEIGHT
 
     @property
     def ticks(self) -> list[tuple[float, str]]:
         """Positions and labels of the horizontal axis."""
-        step = TICK * max(1, round(self.scale.widest / (4 * TICK)))
-        return [(self.scale.across(i * step), f"{i * step:.0%}") for i in range(int(self.scale.widest / step) + 1)]
+        found: list[tuple[float, str]] = []
+        for share in TICKS:
+            place = self.scale.across(share)
+            inside = self.scale.narrowest <= share <= self.scale.widest
+            if inside and all(abs(place - other) >= TICK_WIDTH for other, _ in found):
+                found.append((place, f"{share:.0%}"))
+        return sorted(found)
 
     @property
     def levels(self) -> list[tuple[float, str]]:
         """Positions and labels of the vertical axis."""
         low, high = self.scale.low, self.scale.high
-        return [(self.scale.up(x, self.height), f"{x:.3g}") for x in (low, (low + high) / 2, high)]
+        return [(self.scale.up(x), f"{x:.3g}") for x in (low, (low + high) / 2, high)]
 
 
 def draw_families(group: Group, labels: Mapping[str, str]) -> list[tuple[Axis, list[Panel]]]:
-    """One panel per family and axis, all panels of an axis on one scale.
+    """The panels of each axis on one scale: one per family, or several, the best techniques first.
 
     labels: of techniques.
     """
@@ -117,46 +132,56 @@ def draw_families(group: Group, labels: Mapping[str, str]) -> list[tuple[Axis, l
         scale = Scale.of(axis, counted)
         rows = [x for x in counted if x not in group.anchors and axis.measure(x.result) is not None]
         families = sorted({x.result.method.family for x in rows})
-        panels = [
-            _draw(name, scale, group, [x for x in rows if x.result.method.family == name], labels) for name in families
-        ]
-        found.append((axis, [x for x in panels if x is not None]))
+        panels: list[Panel] = []
+        for name in families:
+            panels += _draw(name, scale, group, [x for x in rows if x.result.method.family == name], labels)
+        found.append((axis, panels))
     return [(axis, panels) for axis, panels in found if panels]
 
 
-def draw_method(group: Group, rows: Sequence[RankedRun], labels: Mapping[str, str]) -> Panel | None:
-    """The panel of one method under one protocol. Returns None if no run has both numbers."""
+def draw_method(group: Group, rows: Sequence[RankedRun], labels: Mapping[str, str]) -> list[Panel]:
+    """The panels of one method under one protocol; none if no run has both numbers."""
     axis, name = Axis.of(rows[0].result), rows[0].result.method.name
     short = {key: label.removeprefix(name).strip() or name for key, label in labels.items()}
     return _draw("", Scale.of(axis, [*rows, *group.anchors]), group, rows, short)
 
 
 def _draw(
-    title: str, scale: Scale, group: Group, rows: Sequence[RankedRun], labels: Mapping[str, str]
-) -> Panel | None:
+    family: str, scale: Scale, group: Group, rows: Sequence[RankedRun], labels: Mapping[str, str]
+) -> list[Panel]:
     techniques: dict[str, list[RankedRun]] = {}
     chance = [x for x in group.rows if x.result.method.name == RANDOM and x.listed.counted]
     if all(x in chance for x in rows):
         chance = []  # a panel of this method alone
     for x in (x for x in rows if x not in chance):
         if x.result.score.mean is not None and scale.axis.measure(x.result) is not None:
-            techniques.setdefault(labels.get(name_technique(x.result), x.label), []).append(x)
-    if not techniques:
-        return None
-    height = max(LEAST_HEIGHT, LINE * len(techniques))
-    placed = [(label, _place(some, scale, height)) for label, some in sorted(techniques.items())]
-    heights = spread([points[-1].y for _, points in placed], LINE, TOP, TOP + height)
+            label = labels.get(name_technique(x.result), x.label)
+            techniques.setdefault(f"{label}{' (trained)' if x.result.budget.trained else ''}", []).append(x)
+    placed = [(label, _place(some, scale)) for label, some in techniques.items()]
+    higher = group.example.score.higher_is_better
+    placed.sort(key=lambda x: ((-1 if higher else 1) * (x[1][-1].row.result.score.mean or 0.0), x[0]))
+    count = -(-len(placed) // MOST_CURVES)
     full = next((x.result.score.mean for x in group.anchors), None)
-    return Panel(
-        title, scale, height,
-        tuple(Curve(label, i % STYLES, (i + i // STYLES) % STYLES, points, y) for i, ((label, points), y) in enumerate(
-            zip(placed, heights, strict=True)
-        )),
-        None if full is None else scale.up(full, height), _place(chance, scale, height),
+    return [
+        Panel(
+            family, family if count == 1 else f"{family}, {part + 1} of {count}", scale,
+            _make_curves(placed[part * len(placed) // count : (part + 1) * len(placed) // count]),
+            None if full is None else scale.up(full), _place(chance, scale),
+        )
+        for part in range(count)
+    ]
+
+
+def _make_curves(placed: Sequence[tuple[str, tuple[CurvePoint, ...]]]) -> tuple[Curve, ...]:
+    placed = sorted(placed, key=lambda x: x[0])
+    heights = spread([points[-1].y for _, points in placed], LINE, TOP, TOP + HEIGHT)
+    return tuple(
+        Curve(label, i % STYLES, (i + i // STYLES) % STYLES, points, y)
+        for i, ((label, points), y) in enumerate(zip(placed, heights, strict=True))
     )
 
 
-def _place(rows: Iterable[RankedRun], scale: Scale, height: float) -> tuple[CurvePoint, ...]:
+def _place(rows: Iterable[RankedRun], scale: Scale) -> tuple[CurvePoint, ...]:
     """The points of runs that have both numbers, smallest first."""
     sized = ((x, scale.axis.measure(x.result), x.result.score) for x in rows)
     found = [
@@ -164,7 +189,7 @@ def _place(rows: Iterable[RankedRun], scale: Scale, height: float) -> tuple[Curv
         if size is not None and score.mean is not None
     ]
     return tuple(
-        CurvePoint(scale.across(size), scale.up(mean, height), scale.up(low, height), scale.up(high, height), x)
+        CurvePoint(scale.across(size), scale.up(mean), scale.up(low), scale.up(high), x)
         for size, mean, (low, high), x in sorted(found, key=lambda x: (x[0], x[1]))
     )
 

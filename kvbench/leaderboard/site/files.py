@@ -113,8 +113,7 @@ def _draw_curves(method: MethodPage, labels: Mapping[str, str]) -> dict[str, lis
     """The panels of a method by model."""
     found: dict[str, list[tuple[Group, Panel]]] = {}
     for group, rows in method.groups:
-        panel = draw_method(group, rows, labels)
-        if panel is not None:
+        for panel in draw_method(group, rows, labels):
             found.setdefault(group.example.model.id, []).append((group, panel))
     return found
 

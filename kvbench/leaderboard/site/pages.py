@@ -111,9 +111,9 @@ def name_group(result: Result) -> str:
 
 def describe_group(group: Group) -> str:
     """One line with the rest of a protocol: model, contexts, scorer, machine."""
-    result, machines = group.example, group.machines
+    result = group.example
     spec = result.spec
-    where = machines[0] if len(machines) == 1 else f"{len(machines)} machines"
+    where = f"{group.usual_machine}{', where a row names no other machine' if len(group.machines) > 1 else ''}"
     history = f" with {result.history} history" if result.mode == "multi-turn" else ""
     again = ", recompressed at each turn" if spec.recompress else ""
     turns = f"{spec.turns} questions" if spec.turns > 1 else "one question"

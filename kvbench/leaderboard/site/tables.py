@@ -94,6 +94,11 @@ class Group:
         """Machines on which the runs were made."""
         return sorted({name_machine(x.result) for x in self.rows})
 
+    @property
+    def usual_machine(self) -> str:
+        """The machine of most runs; rows name any other."""
+        return Counter(name_machine(x.result) for x in self.rows).most_common(1)[0][0]
+
 
 def name_machine(result: Result) -> str:
     """GPU, or CPU and threads, of a run."""

@@ -51,12 +51,14 @@ def test_the_significantly_best_technique_is_suggested(full):
 
 
 def test_a_technique_trained_on_the_tasks_is_not_suggested(full):
-    """Although its score is the best."""
+    """Although its score is the best; the answer names it apart."""
     full.add("a", "poor")
     full.add("b", "good", method="kvzip", edit=lambda result, lines: result["budget"]["resolved"].update(
         trained_on=TASKS
     ))
-    assert set(places(ask(full))) == {"snapkv"}
+    answer = ask(full)
+    assert set(places(answer)) == {"snapkv"}
+    assert "Not compared, because they were trained on the tasks' train split: kvzip." in answer.limits
 
 
 def test_techniques_that_no_test_separates_share_a_place(full):

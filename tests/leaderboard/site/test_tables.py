@@ -51,6 +51,7 @@ def test_runs_of_one_protocol_share_a_table(results):
     results.add("b", method="h2o", stored=0.26, edit=lambda result, lines: result["environment"].update(cpu="other"))
     (group,) = read_groups(results)
     assert group.machines == ["AMD EPYC, 1 thread", "other, 1 thread"]
+    assert group.usual_machine == "AMD EPYC, 1 thread"
     assert len(group.tables) == 1
     assert ranks(group) == {"snapkv": (1, True), "h2o": (1, True)}
 
