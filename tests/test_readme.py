@@ -96,3 +96,12 @@ def test_tables_are_those_of_the_results():
     for path, texts in script.make_texts().items():
         page = path.read_text(encoding="utf-8")
         assert script.fill(page, texts) == page
+
+
+@pytest.mark.slow
+def test_tables_of_diffusion_are_those_of_the_results(monkeypatch):
+    """docs/diffusion.md holds what scripts/show_diffusion.py writes into it."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    script = load_script("show_diffusion")
+    page = script.PAGE.read_text(encoding="utf-8")
+    assert script.fill(page, script.make_texts()) == page

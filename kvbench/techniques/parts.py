@@ -64,7 +64,7 @@ def find_part(
         shipped = SHIPPED / f"{method}-{model.id}.safetensors"
         path = Path(file) if file else shipped
         if file or (shipped.exists() and read_metadata(shipped).get("model_sha256") == model.sha256):
-            published = None if rename is None else read_published(path, rename)
+            published = None if rename is None else read_published(path, method, rename)
             part = read_part(path, method, model) if published is None else published
         else:
             part = make_part(train(), how)
@@ -127,6 +127,8 @@ def read_metadata(path: Path) -> dict[str, str]:
     Raises:
         UserError: it cannot be read.
     """
+    if path.is_dir():
+        raise UserError(f"{path} is a folder, and kvbench reads the weights from a safetensors file. Give the file.")
     try:
         with safe_open(path, "pt") as file:
             return dict(file.metadata() or {})
@@ -157,11 +159,11 @@ def read_part(path: Path, method: str, model: Model) -> TrainedPart:
     return make_part(weights, facts.get("data", "unknown"), facts)
 
 
-def read_published(path: Path, rename: Rename) -> TrainedPart | None:
-    """A part in the authors' files, in float32; None: `write_part` wrote the file, or it has no weights of the part.
+def read_published(path: Path, method: str, rename: Rename) -> TrainedPart | None:
+    """A part in the authors' files, in float32; None: `write_part` wrote the file.
 
     Raises:
-        UserError: a file is unreadable, or pickled.
+        UserError: a file is unreadable or pickled, or no file has weights of the part.
     """
     if path.suffix in PICKLED:
         raise UserError(
@@ -179,7 +181,12 @@ def read_published(path: Path, rename: Rename) -> TrainedPart | None:
                 own = rename(name)
                 if own is not None:
                     weights[own] = opened.get_tensor(name).float()
-    return make_part(weights, "the authors' weights; the file does not say for which model") if weights else None
+    if not weights:
+        raise UserError(
+            f"{path} has no weights of {method}, by kvbench's names or its authors'. Give a file or a folder of "
+            "safetensors files that has them, or leave --set weights out."
+        )
+    return make_part(weights, "the authors' weights; the file does not say for which model")
 
 
 def rename_layers(pattern: str, names: Mapping[str, str]) -> Rename:

@@ -62,6 +62,7 @@ class Nosa(ReadingMethod):
 
     card: ClassVar[Card] = Card(
         name="nosa",
+        version="2",
         title="NOSA: Native and Offloadable Sparse Attention",
         idea="Entries in host memory are slow to fetch, so the choice should change little from token to token. The "
         "query chooses only a quarter of the blocks; a trained score of each entry's value chooses most of the others.",
@@ -81,8 +82,9 @@ class Nosa(ReadingMethod):
             "which then also reads its prompt in blocks. Here the prompt is run with full attention, without scores."),
             ("Blocks have 16 entries and the parts of the budget are shares, as contexts here are short; the authors "
             "have blocks of 64 and read 64 of them: the first, 16 local ones, 16 by the query and 31 by scores."),
-            ("In training the blocks that scores choose are read to a share that falls with the score, so that scores "
-            "of unread blocks learn, too; the authors' choice is hard."),
+            ("In training the blocks that scores choose are read to a share that falls with the score, to the power 8, "
+            "so that scores of unread blocks learn, too; the authors' choice is hard."),
+            "Gates start at zero, where no entry is preferred; the authors' initialization is not known to us.",
             "Scores are added to logits while decoding, too; the authors' benchmark code does so in the prompt only.",
             "Entries after the context are always read, in addition to the budget.",
             "Each token of a question chooses its own blocks, as if it were decoded.",

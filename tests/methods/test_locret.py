@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -9,14 +12,18 @@ from safetensors.torch import load_file
 from kvbench.check.trial import CONTEXT, open_session, random_ids
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
+from kvbench.hf import load_model
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Budget, Moment
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.eviction import retaining
 from kvbench.methods.eviction.locret import HIDDEN, Locret
 from kvbench.methods.eviction.retaining import collect, make_heads, rank_correlation, train
+from kvbench.registry import find_method
 from kvbench.runs.results import TASKS
-from kvbench.techniques.parts import SHIPPED, get_part, read_metadata, write_part
+from kvbench.tasks.ruler import niah
+from kvbench.tasks.words import draw_keys, draw_numbers
+from kvbench.techniques.parts import SHIPPED, get_module, get_part, read_metadata, write_part
 
 
 @pytest.fixture(scope="module")
@@ -174,8 +181,73 @@ def test_weights_of_another_model_method_or_shape_are_refused(model, tmp_path):
         Locret(weights=str(tmp_path / "wide.safetensors")).bind(model)
 
 
+@pytest.fixture(scope="module")
+def mini():
+    """The bundled model in float32."""
+    return load_model("mini", dtype="float32")
+
+
+def draw_asked(mini, seed):
+    """Two keys among noise, with a question for the first: context, question and answer as ids."""
+    rng, task = random.Random(f"test/locret/{seed}"), niah.NiahMultikey1()
+    pairs = list(zip(draw_keys(rng, 2), draw_numbers(rng, 2), strict=True))
+    example = task.compose(task.haystack_for(rng), pairs, [0], 400, id="")
+    turn = example.turns[0]
+    texts = f"{example.context}{task.joint}", f"{turn.question}{turn.prefix}", turn.answer
+    return tuple(mini.tokenizer(x, add_special_tokens=False).input_ids for x in texts)
+
+
+@pytest.mark.slow
+def test_the_shipped_heads_rank_entries_better_than_a_window_of_attention(mini, monkeypatch):
+    """By the correlation with what an answer reads, on texts of other seeds than those of the training.
+
+    The attention of the last 32 tokens, which see the question, and untrained heads do worse.
+    """
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
+    from train_part import draw_texts  # noqa: PLC0415  # found in the folder of scripts
+
+    trained = get_module(Locret().bind(mini).part, torch.nn.ModuleList)
+    torch.manual_seed(0)
+    untrained, found = make_heads(mini, HIDDEN), {"trained": [], "window": [], "untrained": []}
+    for ids, prompt in draw_texts(mini, 10, "held"):
+        steps = []
+        with Session(mini, Full(), capacity=ids.shape[1]) as session:
+            attend = session.attend
+            session.attend = lambda step: (steps.append(step), attend(step))[1]  # noqa: B023  # called in this turn
+            session.forward(ids, Moment.CONTEXT_END)
+        for step in steps:
+            wanted, inputs = retaining.find_targets(step, prompt), retaining.gather_inputs(step)[0, :prompt]
+            rows = step.query[0, :, prompt - 32 : prompt].unflatten(0, (2, -1))
+            logits = rows @ step.key[0, :, None, :prompt].mT * step.scale
+            hidden = torch.ones(32, prompt, dtype=torch.bool).triu(prompt - 31)
+            scores = {
+                "window": logits.masked_fill(hidden, -torch.inf).softmax(-1).mean((1, 2)).T,
+                "trained": trained[step.layer](inputs), "untrained": untrained[step.layer](inputs),
+            }
+            for name, own in scores.items():
+                found[name] += [rank_correlation(own[:, h], wanted[:, h]) for h in range(2)]
+    means = {name: sum(x) / len(x) for name, x in found.items()}
+    assert means["trained"] > means["window"] + 0.03
+    assert means["trained"] > means["untrained"] + 0.1
+
+
+@pytest.mark.slow
+def test_the_shipped_heads_keep_answers_that_random_eviction_loses(mini):
+    """At 12 % of the entries, with a question that is not seen before."""
+    right = {}
+    for name in ("locret", "random"):
+        right[name] = 0
+        for seed in range(12):
+            context, question, answer = draw_asked(mini, seed)
+            method = find_method(name)().bind(mini).fit(Budget.parse("12%"), mini.shape(len(context)))
+            with Session(mini, method, capacity=len(context) + 60) as session:
+                session.prefill(context)
+                right[name] += session.ask(question, len(answer)).ids[0] == answer
+    assert right["locret"] > right["random"] + 2
+
+
 def test_the_shipped_heads_are_minis_and_small():
-    """Its metadata name the model and the data, and what they learned; below 2 MB."""
+    """Its metadata name the model and the data; below 2 MB."""
     path = SHIPPED / "locret-mini.safetensors"
     facts = read_metadata(path)
     assert (facts["method"], facts["model"], facts["data"]) == ("locret", "mini", TASKS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 
 import pytest
@@ -12,11 +13,13 @@ from kvbench.errors import UserError
 from kvbench.hf import load_model
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Budget, Moment
-from kvbench.methods.retrieval import value_gate
+from kvbench.methods.retrieval import nosa, value_gate
 from kvbench.methods.retrieval.nosa import Nosa
 from kvbench.runs.results import TASKS
 from kvbench.store.chosen import ChosenKV
-from kvbench.techniques.parts import SHIPPED, get_part, read_metadata
+from kvbench.tasks.ruler import niah
+from kvbench.tasks.words import draw_keys, draw_numbers
+from kvbench.techniques.parts import SHIPPED, get_module, get_part, read_metadata
 
 LENGTH = 90
 CONTEXT = torch.randint(VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -30,6 +33,7 @@ def draw(*shape, seed=0):
 def test_a_score_is_scaled_softplus_of_the_values_of_all_heads():
     """Written out for one token."""
     gate, value = value_gate.ValueGate(2, 4), draw(1, 2, 3, 4)
+    torch.nn.init.normal_(gate.delta.weight, generator=torch.Generator().manual_seed(1))
     joined = torch.cat([value[0, 0, 1], value[0, 1, 1]])
     wanted = gate.A * torch.log(1 + torch.exp(gate.delta.weight @ joined))
     assert torch.allclose(gate(value)[0, :, 1], wanted, atol=1e-6)
@@ -138,10 +142,77 @@ def test_gates_learn_which_entries_are_asked_for():
     assert value_gate.measure_loss(model, gates, text, 16, divide).item() < 0.9 * before
 
 
-def test_the_shipped_gates_are_those_of_mini():
+@pytest.fixture(scope="module")
+def mini():
+    """The bundled model in float32."""
+    return load_model("mini", dtype="float32")
+
+
+def draw_asked(mini, seed):
+    """Two keys among noise, with a question for the first: context, question and answer as ids."""
+    rng, task = random.Random(f"test/nosa/{seed}"), niah.NiahMultikey1()
+    pairs = list(zip(draw_keys(rng, 2), draw_numbers(rng, 2), strict=True))
+    example = task.compose(task.haystack_for(rng), pairs, [0], 400, id="")
+    turn = example.turns[0]
+    texts = f"{example.context}{task.joint}", f"{turn.question}{turn.prefix}", turn.answer
+    return tuple(mini.tokenizer(x, add_special_tokens=False).input_ids for x in texts)
+
+
+@pytest.mark.slow
+def test_the_shipped_gates_lose_less_than_untrained_and_random_ones(mini):
+    """Loss of answers whose rows read a fifth of the blocks, on prompts that the gates were not trained on."""
+    gates = {
+        "trained": get_module(Nosa().bind(mini).part, torch.nn.ModuleList), "untrained": value_gate.make_gates(mini),
+        "random": value_gate.make_gates(mini),
+    }
+    for gate in gates["random"]:
+        torch.nn.init.normal_(gate.delta.weight, std=0.1, generator=torch.Generator().manual_seed(0))
+    losses, divide = dict.fromkeys(gates, 0.0), partial(Nosa().divide_context, share=0.2)
+    for seed in range(12):
+        context, question, answer = draw_asked(mini, seed)
+        ids = torch.tensor([[*context, *question, *answer]])
+        labels = torch.full_like(ids, -100)
+        labels[0, -len(answer) - 1 : -1] = torch.tensor(answer)
+        for name, own in gates.items():
+            with torch.no_grad():
+                text = ids, labels, len(context)
+                losses[name] += float(value_gate.measure_loss(mini, own, text, 16, divide, hard=True))
+    assert losses["trained"] < 0.8 * min(losses["untrained"], losses["random"])
+
+
+@pytest.mark.slow
+def test_blocks_chosen_by_scores_are_used_again_more_than_those_chosen_by_queries(mini, monkeypatch):
+    """From token to token of a question and its answer, over layers and heads."""
+    by_query, chosen, mark, choose = [], [], nosa.mark_by_query, Nosa.choose
+    monkeypatch.setattr(nosa, "mark_by_query", lambda *x: by_query.append(mark(*x)) or by_query[-1])
+    monkeypatch.setattr(Nosa, "choose", lambda *x: chosen.append(choose(*x)) or chosen[-1])
+    same = {"scores": [], "queries": []}
+    for seed in range(3):
+        context, question, answer = draw_asked(mini, seed)
+        method = Nosa().bind(mini).fit(Budget.parse("25%"), mini.shape(len(context)))
+        by_query.clear()
+        chosen.clear()
+        with Session(mini, method, capacity=len(context) + 80) as session:
+            session.prefill(context)
+            for token in [*question, *answer]:
+                session.forward(torch.tensor([[token]]), Moment.TURN_END)
+        local = method.divide(method.rows // method.block)[0]
+        fixed = torch.zeros(chosen[0].shape[-1], dtype=torch.bool)
+        fixed[0] = fixed[-local:] = True
+        layers = len(mini.layers)
+        for one, two in zip(range(len(chosen)), range(layers, len(chosen)), strict=False):
+            for name, mine in (
+                ("queries", [by_query[x] & ~fixed for x in (one, two)]),
+                ("scores", [chosen[x] & ~by_query[x] for x in (one, two)]),
+            ):
+                same[name].append(float((mine[0] & mine[1]).sum() / mine[0].sum()))
+    means = {name: sum(x) / len(x) for name, x in same.items()}
+    assert means["scores"] > means["queries"] + 0.2
+
+
+def test_the_shipped_gates_are_those_of_mini(mini):
     """They name the tasks' text, and are smaller than 2 MB."""
-    model = load_model("mini")
-    assert get_part(Nosa().bind(model).part).data == TASKS
+    assert get_part(Nosa().bind(mini).part).data == TASKS
     path = SHIPPED / "nosa-mini.safetensors"
     assert path.stat().st_size < 2_000_000
     assert int(read_metadata(path)["steps"]) == 300

@@ -14,6 +14,7 @@ from kvbench.hf.tiny import tiny_model
 from kvbench.methods.eviction.locret import AUTHORS as LOCRET
 from kvbench.methods.eviction.locret import Locret
 from kvbench.methods.prefill.flux_attention import FluxAttention
+from kvbench.methods.prefill.ftp import FTP
 from kvbench.methods.prefill.router import make_routers
 from kvbench.methods.prefill.seerattention import SeerAttention
 from kvbench.methods.retrieval.nosa import Nosa
@@ -98,14 +99,16 @@ def test_weights_of_another_shape_are_refused(tmp_path, weights, reason):
 def test_files_without_the_part_are_refused(tmp_path):
     """A checkpoint of something else, a file that is cut off, and a folder without files."""
     save_file({"model.embed_tokens.weight": draw(2, 2)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match="has weights of method None"):
+    with pytest.raises(UserError, match="model.safetensors has no weights of locret"):
         Locret(weights=str(tmp_path / "model.safetensors")).bind(tiny_model())
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:40])
     with pytest.raises(UserError, match="no readable safetensors file"):
         Locret(weights=str(tmp_path / "cut.safetensors")).bind(tiny_model())
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="no readable safetensors file"):
+    with pytest.raises(UserError, match="empty has no weights of locret"):
         Locret(weights=str(tmp_path / "empty")).bind(tiny_model())
+    with pytest.raises(UserError, match="empty is a folder"):
+        FTP(weights=str(tmp_path / "empty")).bind(tiny_model())
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".pt", ".pth"])
