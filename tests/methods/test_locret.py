@@ -204,7 +204,7 @@ def test_the_shipped_heads_rank_entries_better_than_a_window_of_attention(mini, 
     The attention of the last 32 tokens, which see the question, and untrained heads do worse.
     """
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
-    from train_part import draw_texts  # noqa: PLC0415  # found in the folder of scripts
+    from train_part import draw_texts  # found in the folder of scripts
 
     trained = get_module(Locret().bind(mini).part, torch.nn.ModuleList)
     torch.manual_seed(0)

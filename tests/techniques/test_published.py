@@ -99,7 +99,7 @@ def test_weights_of_another_shape_are_refused(tmp_path, weights, reason):
 def test_files_without_the_part_are_refused(tmp_path):
     """A checkpoint of something else, a file that is cut off, and a folder without files."""
     save_file({"model.embed_tokens.weight": draw(2, 2)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match="model.safetensors has no weights of locret"):
+    with pytest.raises(UserError, match=r"model\.safetensors has no weights of locret"):
         Locret(weights=str(tmp_path / "model.safetensors")).bind(tiny_model())
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:40])
     with pytest.raises(UserError, match="no readable safetensors file"):

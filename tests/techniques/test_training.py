@@ -18,7 +18,7 @@ STEPS = 30
 def script(monkeypatch):
     """scripts/train_part.py as a module."""
     monkeypatch.syspath_prepend(SCRIPTS)
-    import train_part  # noqa: PLC0415  # found in the folder of scripts
+    import train_part  # found in the folder of scripts
 
     return train_part
 
