@@ -27,10 +27,10 @@ def run(
     *, method: str, task: str, model: str | Model = "mini", budget: str | int | None = None, mode: str = "single",
     visibility: str | None = None, history: str | None = None, recompress: bool = False, template: str = "own",
     scorer: str | None = None, split: str = "test", length: int | None = None, samples: int = 20,
-    turns: int | None = None, seed: int = 0, method_settings: Settings = NONE, task_settings: Settings = NONE,
-    generation: Settings = NONE, chunk: int | None = None, batch: str | int | None = None, kernels: str = "torch",
-    chunk_store: str | None = None, device: str | None = None, device_map: str | None = None,
-    dtype: str | None = None, out: str | Path = "runs",
+    parts: int | None = None, turns: int | None = None, seed: int = 0, method_settings: Settings = NONE,
+    task_settings: Settings = NONE, generation: Settings = NONE, chunk: int | None = None,
+    batch: str | int | None = None, kernels: str = "torch", chunk_store: str | None = None, device: str | None = None,
+    device_map: str | None = None, dtype: str | None = None, out: str | Path = "runs",
 ) -> Result:
     """Run a method on a task, as `kvbench run` does: resume an interrupted run, or return a finished one.
 

@@ -264,7 +264,8 @@ BENCHES = {
     "compression": lambda: bench_compression(read().get("compression", {})),
     "prefill": lambda: bench_prefill(read().get("prefill", {})),
     "reads": lambda: bench_reads(read().get("reads", {})), "coders": bench_coders,
-    "reuse": lambda: bench_reuse(read().get("reuse", {})), "lossless": bench_lossless, "peer": bench_peer,
+    "reuse": lambda: bench_reuse(read().get("reuse", {})), "peer": bench_peer,
+    "lossless": lambda: bench_lossless(read().get("lossless", {})),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from typing import Any
 
@@ -20,30 +19,29 @@ from kvbench.store.chunks import ChunkStore
 from kvbench.techniques.calibration import calibration_ids
 
 NAME = "smollm2-135m"
-LENGTHS, INSTRUCTION, QUESTION, DOCUMENTS = (2048, 4096), 64, 32, 8
+LENGTHS, INSTRUCTION, QUESTION, DOCUMENTS = (4096, 2048), 64, 32, 8
 Rows = tuple[tuple[str, dict[str, Any]], ...]
 REUSED: Rows = (
-    ("no-context", {}), ("concat-aligned", {}), ("prompt-cache", {}), ("ape", {}), ("epic", {}), ("pie", {}),
-    ("kamera", {}), ("cacheblend", {"ratio": 0.15}), ("cacheblend", {"ratio": 0.5}), ("cacheblend", {"ratio": 1.0}),
-    ("kvshare", {}), ("fusionrag", {}), ("cache-craft", {}), ("relaycaching", {}), ("kvcomm", {}),
+    ("concat-aligned", {}), ("cacheblend", {"ratio": 0.15}), ("cacheblend", {"ratio": 1.0}), ("epic", {}),
+    ("cacheblend", {"ratio": 0.5}), ("fusionrag", {}), ("ape", {}), ("pie", {}), ("kamera", {}), ("prompt-cache", {}),
+    ("kvshare", {}), ("relaycaching", {}), ("cache-craft", {}), ("kvcomm", {}), ("no-context", {}),
 )
 """`concat` does the work of `concat-aligned`."""
-BETWEEN = 4
+BETWEEN = 3
 """Rows from one full prefill to the next."""
-DRAFT_LENGTH, ANSWER, SHARE, CONTEXT = 4, 32, "25%", 2048
+ANSWER, SHARE, CONTEXT = 32, "25%", 2048
 DRAFTED: Rows = (
-    ("snapkv+vericache", {}), ("kivi+vericache", {}), ("random+vericache", {}), ("magicdec", {}),
-    ("magicdec", {"draft": "streaming-llm"}), ("quantspec", {}), ("triforce", {}),
+    ("prompt-lookup", {}), ("magicdec", {"draft_length": 4}), ("quantspec", {}), ("triforce", {"draft_length": 4}),
+    ("snapkv+vericache", {"draft_length": 4}), ("magicdec", {"draft_length": 4, "draft": "streaming-llm"}),
 )
-LOOKED_UP: Rows = (("prompt-lookup", {}),)
 
 
 def bench_reuse(before: dict[str, Any]) -> dict[str, Any]:
     """By length, method and setting: the share of tokens times layers that is computed, and times over full prefill's.
 
-    in_hand: with every chunk in the store. building: with an empty store. CPU seconds in one process, over the median
-    of full prefills between the rows. The documents ran before in two other orders. Ctrl+C ends the measurement and
-    keeps the lengths that are complete, and the same call continues.
+    in_hand: with every chunk in the store. building: with an empty store. CPU seconds in one process, over the full
+    prefill of at most two rows before. The documents ran before in two other orders. Ctrl+C ends the measurement and
+    keeps what was found, and the same call continues.
 
     before: the part of the file so far, whose rows are not measured again.
     """
@@ -52,36 +50,32 @@ def bench_reuse(before: dict[str, Any]) -> dict[str, Any]:
     time_prompt(model, FullCache(), (tuple(calibration_ids(model, 512)[0].tolist()),), [])  # a warm-up
     try:
         for length in LENGTHS:
-            if str(length) not in found:
-                found[str(length)] = bench_length(model, length)
+            bench_length(model, length, found.setdefault(str(length), {"rows": []})["rows"])
     except KeyboardInterrupt:
-        say("stopped: the lengths so far were timed")
+        say("stopped: the rows so far were timed")
     return {"model": NAME, "documents": DOCUMENTS, "lengths": found}
 
 
-def bench_length(model: Model, length: int) -> dict[str, Any]:
-    """The rows of one length, and how far the full prefills are from their median."""
+def bench_length(model: Model, length: int, rows: list[dict[str, Any]]) -> None:
+    """Add the rows of one length that are missing."""
     ids = calibration_ids(model, length)[0].tolist()
     size = (length - INSTRUCTION - QUESTION) // DOCUMENTS
     starts = range(INSTRUCTION, INSTRUCTION + size * DOCUMENTS, size)
     first, documents = tuple(ids[:INSTRUCTION]), [tuple(ids[x : x + size]) for x in starts]
     parts, tail = (first, *documents), ids[INSTRUCTION + size * DOCUMENTS :]
     earlier = ((first, *documents[::-1]), (first, *documents[1:], documents[0]))
-    rows: list[dict[str, Any]] = []
-    whole: list[float] = []
-    for number, (name, settings) in enumerate(REUSED):
+    known = [(x["method"], x["settings"]) for x in rows]
+    for number, (name, settings) in enumerate(x for x in REUSED if x not in known):
         if number % BETWEEN == 0:
-            whole.append(time_prompt(model, FullCache(), parts, tail)[0])
+            whole, _ = time_prompt(model, FullCache(), parts, tail)
         store, method = ChunkStore(), find_method(name)(**settings)
         building, _ = time_prompt(model, method, parts, tail, Reuse(parts, earlier, store))
         in_hand, share = time_prompt(model, method, parts, tail, Reuse(parts, earlier, store))
-        rows.append({"method": name, "settings": settings, "computed": share, "in_hand": in_hand, "building": building})
-        say(f"{length} tokens: {rows[-1]}, full prefills {whole}")
-    middle = statistics.median(whole)
-    return {
-        "full_prefills_over_median": sorted(x / middle for x in whole),
-        "rows": [{**x, "in_hand": x["in_hand"] / middle, "building": x["building"] / middle} for x in rows],
-    }
+        rows.append({
+            "method": name, "settings": settings, "computed": share, "in_hand": in_hand / whole,
+            "building": building / whole,
+        })
+        say(f"{length} tokens: {rows[-1]}, a full prefill {whole:.1f} s")
 
 
 def time_prompt(
@@ -96,33 +90,42 @@ def time_prompt(
         return spent, None if counted is None else counted.computed / counted.tokens
 
 
-def bench_lossless() -> dict[str, Any]:
+def bench_lossless(before: dict[str, Any]) -> dict[str, Any]:
     """Tokens per second of lossless methods over plain decoding after the same context, and accepted tokens per round.
 
-    CPU seconds in one process, over those of an answer of plain decoding right before.
+    CPU seconds in one process, over those of an answer of plain decoding right before. Ctrl+C ends the measurement and
+    keeps what was found, and the same call continues.
+
+    before: the part of the file so far, whose rows are not measured again.
     """
+    rows: list[dict[str, Any]] = list(before.get("rows", []))
+    known = [(x["method"], x["settings"]) for x in rows]
     model = load_model(NAME, dtype="float32")
     ids = calibration_ids(model, CONTEXT + 8)[0].tolist()
-    recording = record(model, ids[:CONTEXT], None, "torch", outputs=False)
-    rows = []
-    for name, settings in (*DRAFTED, *LOOKED_UP):
-        own = {"draft_length": DRAFT_LENGTH} if (name, settings) in DRAFTED else {}
-        method = find_method(name)(**own, **settings)
-        takes = method.budget_kind in (BudgetKind.STORED, BudgetKind.READ)
-        fitted = method.bind(model).fit(Budget.parse(SHARE) if takes else None, model.shape(CONTEXT))
-        plain, wanted = time_answer(model, FullCache(), ids, recording)
-        spent, made = time_answer(model, fitted, ids, recording)
-        found = made.speculation
-        assert found is not None
-        rows.append({
-            "method": name, "settings": settings, "drafted_per_round": found.drafted / found.rounds,
-            "accepted_per_round": found.accepted / found.rounds, "equal": made.ids == wanted.ids,
-            "speed": plain / spent,
-        })
-        say(f"{rows[-1]}")
+    try:
+        recording = record(model, ids[:CONTEXT], None, "torch", outputs=False)
+        for row in (x for x in DRAFTED if x not in known):
+            rows.append(bench_draft(model, *row, ids, recording))
+            say(f"{rows[-1]}")
+    except KeyboardInterrupt:
+        say("stopped: the rows so far were timed")
+    return {"model": NAME, "context": CONTEXT, "budget": SHARE, "tokens": ANSWER, "rows": rows}
+
+
+def bench_draft(
+    model: Model, name: str, settings: dict[str, Any], ids: list[int], recording: Recording
+) -> dict[str, Any]:
+    """The row of a method."""
+    method = find_method(name)(**settings)
+    takes = method.budget_kind in (BudgetKind.STORED, BudgetKind.READ)
+    fitted = method.bind(model).fit(Budget.parse(SHARE) if takes else None, model.shape(CONTEXT))
+    plain, wanted = time_answer(model, FullCache(), ids, recording)
+    spent, made = time_answer(model, fitted, ids, recording)
+    found = made.speculation
+    assert found is not None
     return {
-        "model": NAME, "context": CONTEXT, "budget": SHARE, "draft_length": DRAFT_LENGTH, "tokens": ANSWER,
-        "rows": rows,
+        "method": name, "settings": settings, "drafted_per_round": found.drafted / found.rounds,
+        "accepted_per_round": found.accepted / found.rounds, "equal": made.ids == wanted.ids, "speed": plain / spent,
     }
 
 

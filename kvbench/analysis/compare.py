@@ -21,7 +21,7 @@ SCORE_PROTOCOL = (
     "task.name", "model.sha256", "model.tokenizer_sha256", "model.dtype", "task.version", "task.settings",
     "task.length", "task.prompt_id", "task.dataset_revision", "task.scorer", "task.chat_template_sha", "task.bos",
     "task.truncation", "task.stop", "mode", "visibility", "history", "spec.recompress", "spec.split", "spec.seed",
-    "spec.samples", "spec.turns", "spec.generation", "spec.device",
+    "spec.samples", "spec.turns", "spec.parts", "spec.generation", "spec.device",
 )
 """Fields of a result that must be equal for scores to be comparable."""
 PROTOCOL = (

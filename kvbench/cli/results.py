@@ -78,6 +78,8 @@ def _mode(result: Result) -> str:
         parts.append(f"{result.history} history")
     if result.spec.recompress:
         parts.append("recompressed each turn")
+    if result.spec.parts is not None:
+        parts.append(f"context in parts of {result.spec.parts} tokens")
     if result.task.chat_template_sha is not None:
         parts.append("in the chat template")
     return ", ".join(parts)

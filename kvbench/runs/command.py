@@ -19,7 +19,7 @@ def write_request(spec: RunSpec) -> Request:
         method=spec.method.name, task=spec.task.name, model=spec.model.id, budget=spec.budget, mode=spec.mode,
         visibility=spec.visibility, history=spec.history, recompress=spec.recompress,
         template="none" if spec.task.chat_template_sha is None else "own", scorer=spec.task.scorer, split=spec.split,
-        length=spec.task.length, samples=spec.samples, turns=spec.turns, seed=spec.seed,
+        length=spec.task.length, samples=spec.samples, turns=spec.turns, parts=spec.parts, seed=spec.seed,
         method_settings=_pairs(spec.method.settings), task_settings=_pairs(spec.task.settings),
         generation=_pairs({key: value for key, value in generation.items() if value is not None}), chunk=spec.chunk,
         batch=None if spec.batch == 1 else str(spec.batch), kernels=spec.kernels, dtype=spec.model.dtype,

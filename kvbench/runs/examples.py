@@ -17,7 +17,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Collection, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,11 +39,24 @@ DAYS = 30
 
 
 def make_examples(job: Job, wanted: Collection[int]) -> Iterator[tuple[int, Example, Encoded]]:
-    """Yield the wanted examples of a run by index, in order.
+    """Yield the wanted examples of a run by index, in order, with their contexts cut into parts if the run asks for it.
 
     Raises:
         UserError: the data set has fewer examples.
     """
+    for index, example, encoded in _make_whole(job, wanted):
+        yield index, example, encoded if job.spec.parts is None else cut_parts(encoded, job.spec.parts)
+
+
+def cut_parts(encoded: Encoded, size: int) -> Encoded:
+    """The same tokens in parts: the first, then `size` each, which two earlier prompts had in other orders."""
+    ids = encoded.context
+    first, *parts = (ids[:1], *(ids[i : i + size] for i in range(1, len(ids), size)))
+    turned, moved = (first, *parts[::-1]), (first, *parts[1:], *parts[:1])
+    return replace(encoded, parts=(first, *parts), earlier=(turned, moved))
+
+
+def _make_whole(job: Job, wanted: Collection[int]) -> Iterator[tuple[int, Example, Encoded]]:
     spec, task, tokenizer = job.spec, job.task, job.model.tokenizer
     split, length = Split(spec.split), spec.task.length
     if type(task).examples is Task.examples:

@@ -45,6 +45,10 @@ class Request:
     split: Annotated[str, Help("test, or dev to choose settings on.")] = "test"
     length: Annotated[int | None, Help("Tokens of prompt and answer; default: the task's.")] = None
     samples: Annotated[int, Help("Number of contexts.")] = 20
+    parts: Annotated[int | None, Help(
+        "Cut contexts into parts of so many tokens, which earlier prompts had in other orders, for methods that reuse "
+        "entries."
+    )] = None
     turns: Annotated[int | None, Help("Questions per context; default: the task's.")] = None
     seed: Annotated[int, Help("Seed of the samples.")] = 0
     method_settings: Annotated[tuple[str, ...], Help("A setting of the method; repeatable.", "--set")] = ()

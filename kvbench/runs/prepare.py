@@ -207,7 +207,8 @@ def _resolve_spec(resolved: ResolvedRequest, model: Model, frame: Frame) -> RunS
         model=ModelSpec.of(model),
         mode=protocol.mode, visibility=protocol.visibility, history=protocol.history, recompress=protocol.recompress,
         budget=None if budget is None else str(budget), split=cast("Literal['dev', 'test']", request.split),
-        seed=request.seed, samples=request.samples, turns=protocol.turns, chunk=request.chunk,
+        seed=request.seed, samples=request.samples, turns=protocol.turns, parts=request.parts,
+        chunk=request.chunk,
         kernels=cast("Implementation", request.kernels),
         device=cast("Literal['cpu', 'cuda']", model.device.type), generation=resolved.generation,
         versions=Versions(
@@ -233,10 +234,12 @@ def _try_first(job: Job, request: Request) -> Job:
             f"{spec.task.name} does not separate its question from its context, so the question cannot be hidden. "
             "Leave --visibility out."
         )
+    if spec.parts is not None and example.parts:
+        raise UserError(f"{spec.task.name} names the parts of its contexts. Leave --parts out.")
     if job.method.reads_parts and not encoded.parts:
         raise UserError(
-            f"{spec.method.name} reuses the parts of a prompt, and {spec.task.name} names none. Use a task of the "
-            "suite reuse (`kvbench list tasks`), or your own with `parts`."
+            f"{spec.method.name} reuses the parts of a prompt, and {spec.task.name} names none. Cut its contexts "
+            "with --parts, or use a task of the suite reuse (`kvbench list tasks`), or your own with `parts`."
         )
     if job.method.reads_parts:
         from kvbench.engine.reuse import refuse_windows  # imports torch; requests are checked first

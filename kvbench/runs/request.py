@@ -147,8 +147,9 @@ def _check_numbers(request: Request, length: int) -> None:
     check_number("samples", request.samples, most=MOST_SAMPLES)
     check_number("length", length)
     check_number("seed", request.seed, 0, MOST_SEED)
-    if request.chunk is not None:
-        check_number("chunk", request.chunk)
+    for name, value in (("chunk", request.chunk), ("parts", request.parts)):
+        if value is not None:
+            check_number(name, value)
     if request.split not in tuple(Split):
         raise unknown("split", request.split, [str(x) for x in Split])
 

@@ -146,6 +146,8 @@ class RunSpec(Record):
     seed: int
     samples: int
     turns: int
+    parts: int | None = Field(default=None, ge=1)
+    """Tokens of the parts into which contexts are cut; None: the task's own parts, if any."""
     batch: int = Field(default=1, ge=1)
     """Answers decoded together."""
     chunk: int | None
@@ -166,6 +168,8 @@ class RunSpec(Record):
         for part in ("method", "task"):
             if document[part]["code"] is None:  # run ids stay the same as before this field
                 del document[part]["code"]
+        if document["parts"] is None:
+            del document["parts"]
         generation = document["generation"]
         generation["limit"] = generation.pop("max_new_tokens")  # its earlier name: run ids stay the same
         canonical = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

@@ -80,5 +80,5 @@ def describe_run(plan: ResolvedRequest) -> str:
     ] + [
         task.dataset_revision, plan.protocol.model_dump(mode="json"), plan.template, plan.scorer.id,
         plan.generation.model_dump(mode="json"), plan.length, str(plan.budget), request.split, request.samples,
-        request.seed, request.chunk, request.batch, request.kernels,
+        request.seed, request.parts, request.chunk, request.batch, request.kernels,
     ], sort_keys=True, default=str)

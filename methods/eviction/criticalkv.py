@@ -100,9 +100,10 @@ def projected_norms(values: Tensor, step: Step, name: str, order: int = 1) -> Te
             "snapkv."
         )
     weight = step.output.unflatten(0, (values.shape[1], -1)).float()  # [H_kv, G, D_v, hidden]
-    size = fit_block(values.shape[0] * weight.shape[0] * weight.shape[3], values)
+    size = fit_block(values.shape[0] * weight.numel() // weight.shape[2], values)  # of all heads: fits the cache
     parts = []
     for block in values.float().split(size, dim=2):
-        norms = [torch.linalg.vector_norm(block @ weight[:, i], order, dim=-1) for i in range(weight.shape[1])]
+        products = (block @ weight[:, i] for i in range(weight.shape[1]))
+        norms = [x.abs_().sum(-1) if order == 1 else torch.linalg.vector_norm(x, order, dim=-1) for x in products]
         parts.append(torch.stack(norms, dim=2))
     return torch.cat(parts, dim=-1)

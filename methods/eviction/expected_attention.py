@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 MOMENT_BYTES = 8
 """Per element, in float64."""
-AT_ONCE = 4096
-"""Entries per block of keys converted to float64 and repeated for every query head."""
+AT_ONCE = 512
+"""Queries that are rotated back, and keys that are repeated for every query head, at a time: few stay in the cache."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,16 @@ class ExpectedAttention(ScoredMethod):
         return kv.attend(step)
 
     def _observe(self, kv: LayerKV, step: Step) -> None:
-        plain = step.rope.rotate(step.query, step.positions, inverse=True).double()
-        plain = plain[:, :, (step.positions[0] >= self.sinks).nonzero()[:, 0]]
-        for name, moment in (
-            ("count", torch.tensor(float(plain.shape[2]), dtype=torch.float64, device=plain.device)),
-            ("sum", plain.sum(2)),  # [B, H_q, D]
-            ("outer", plain.transpose(-1, -2) @ plain),  # [B, H_q, D, D]
-        ):
-            kv.state[name] = kv.state[name] + moment if name in kv.state else moment
+        parts = zip(step.query.split(AT_ONCE, dim=2), step.positions.split(AT_ONCE, dim=1), strict=True)
+        for query, positions in parts:
+            plain = step.rope.rotate(query, positions, inverse=True).double()
+            plain = plain[:, :, (positions[0] >= self.sinks).nonzero()[:, 0]]
+            for name, moment in (
+                ("count", torch.tensor(float(plain.shape[2]), dtype=torch.float64, device=plain.device)),
+                ("sum", plain.sum(2)),  # [B, H_q, D]
+                ("outer", plain.transpose(-1, -2) @ plain),  # [B, H_q, D, D]
+            ):
+                kv.state[name] = kv.state[name] + moment if name in kv.state else moment
 
     def end_of_context(self, session: Session) -> None:
         """Drop the moments, unless later compressions need them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
@@ -76,6 +77,7 @@ def leverage_scores(
         project = torch.randn(width, sketch, generator=generator, dtype=torch.float64) / math.sqrt(sketch)
     project = project.to(kv.keys.device)
 
+    @functools.lru_cache(maxsize=1)  # a context of one block is rotated back once and not three times
     def read(low: int, high: int) -> Tensor:
         return plain_keys(kv, step, low, high).double() @ project
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvbench.runs.examples import cut_parts
 from kvbench.runs.files import read_file, read_lines
 from kvbench.runs.results import Result
+from kvbench.task import Encoded
 
 
 @pytest.fixture
@@ -73,6 +75,39 @@ def test_a_chunk_store_that_cannot_be_used_is_refused(kvbench, tmp_path, method,
                      "--chunk-store", str(tmp_path / folder))
     assert answer.code == 2
     assert words in answer.err
+
+
+def test_the_same_requests_run_with_chunks(kvbench, tmp_path):
+    """Any context can be cut into parts; the tokens are the same for every method, and questions share the chunks."""
+    lines = {}
+    for method in ("full", "no-context", "epic"):
+        answer = kvbench("run", "--method", method, "--task", "kv-short", "--mode", "multi-request", "--turns", "2",
+                         "--samples", "1", "--length", "500", "--parts", "64", "--out", str(tmp_path))
+        assert answer.code == 0, answer.err
+        (folder,) = tmp_path.glob(f"{method}-*")
+        lines[method] = read_lines(folder / "samples.jsonl")
+    assert len({tuple(x.prompt_hash for x in made) for made in lines.values()}) == 1
+    first, second = lines["epic"]
+    context = first.tokens.context
+    assert first.reuse.misses == 1 + -(-(context - 1) // 64)
+    assert first.reuse.computed < 0.5 * first.reuse.tokens
+    assert second.reuse is None
+    assert lines["no-context"][0].reuse.computed == 5 * 1
+
+
+def test_parts_are_the_tokens_of_the_context():
+    """The first token, and parts of the size; the last may be shorter."""
+    whole = Encoded(tuple(range(12)), ())
+    found = cut_parts(whole, 4)
+    assert found.parts == ((0,), (1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11))
+    assert found.context == whole.context
+    assert all(sorted(x) == sorted(found.parts) and x != found.parts for x in found.earlier)
+
+
+def test_a_task_with_parts_of_its_own_is_not_cut(kvbench):
+    """In one line."""
+    answer = kvbench("run", "--method", "epic", "--task", "reuse-order", "--parts", "64", "--length", "420")
+    assert (answer.code, "Leave --parts out" in answer.err) == (2, True)
 
 
 def test_a_prompt_without_parts_is_refused(kvbench):
