@@ -8,7 +8,8 @@
 #   methods  every method on two layers, with prompts: each operation is compared with torch, and Triton's cache is filled
 #   core     kernel and decode step timing of the core methods, Llama-3.1-8B's shape, 32,768 tokens x 4
 #   tests    tests of the kernels and of kvbench bench
-#   all      as core, every method, the core methods first; without keyformer and sparse prefill, whose contexts take minutes there
+#   all      as core, every method, the core methods first, in several calls; without keyformer and sparse prefill, whose
+#            contexts take minutes there, and leoam, whose steps take seconds
 #   answers  end-to-end timing of the core methods at 32,768 tokens
 #   lengths  decode steps at 131,072 tokens x 4
 #   largest  decode steps at the largest batch, 32,768 tokens
@@ -117,9 +118,9 @@ bench() { # a stage's file, its seconds, then the options of `kvbench bench`
   esac
 }
 
-name_others() { # every other method, without those whose synthetic context takes too long (tests/bench/test_gpu_suite.py)
+name_others() { # every other method, without those whose contexts or steps take too long (tests/bench/test_gpu_suite.py)
   "$python" -c 'from kvbench.registry import list_entries
-print(*(x.name for x in list_entries("method") if x.models == "autoregressive" and x.name != "keyformer"
+print(*(x.name for x in list_entries("method") if x.models == "autoregressive" and x.name not in ("keyformer", "leoam")
         and x.facts["family"] != "prefill"))'
 }
 

@@ -23,9 +23,11 @@ CONVERGED = 1e-9
 def fit_levels(points: Tensor, weights: Tensor, count: int) -> Tensor:
     """The levels of weighted numbers, from evenly spaced quantiles. points: ascending [n]; weights: [n]. [count]
 
-    Weights are spread evenly between the points, so that levels move continuously.
+    Weights are spread evenly between the points, so that levels move continuously. Computed on the host: thousands of
+    iterations over a few numbers would be launches and synchronizations on a GPU.
     """
-    points, weights = points.double(), weights.double()
+    device = points.device
+    points, weights = points.double().cpu(), weights.double().cpu()
     edges = torch.cat([points[:1], midpoints(points), points[-1:]])
     mass, moment = (torch.cat([x.new_zeros(1), x.cumsum(0)]) for x in (weights, weights * points))
     quantiles = (torch.arange(count, dtype=torch.float64) + 0.5) / count * mass[-1]
@@ -39,7 +41,7 @@ def fit_levels(points: Tensor, weights: Tensor, count: int) -> Tensor:
         levels = means
         if moved <= CONVERGED * (edges[-1] - edges[0]):
             break
-    return levels
+    return levels.to(device)
 
 
 def count_on_grid(x: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:

@@ -213,5 +213,6 @@ def find_distinct(keys: Tensor) -> Tensor:
 def query_metric(outer: Tensor) -> Tensor:
     """L with L L^T = H, the queries' products by their root mean square: |(k - c) L| is the error that they see."""
     scaled = outer / outer.square().mean((-2, -1), keepdim=True).sqrt()
-    found: Tensor = torch.linalg.cholesky(scaled + RIDGE * torch.eye(outer.shape[-1], dtype=outer.dtype))
+    ridge = RIDGE * torch.eye(outer.shape[-1], dtype=outer.dtype, device=outer.device)
+    found: Tensor = torch.linalg.cholesky(scaled + ridge)
     return found

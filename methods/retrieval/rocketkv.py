@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
+from torch import Tensor
 
 from kvbench.constraints import Ge, Odd, Positive
 from kvbench.kernels.ragged_attention import Partial
@@ -95,10 +96,9 @@ class RocketKV(ReadingMethod):
         before = entries - self.window
         mass[..., :before] = pool_scores(mass[..., :before], self.kernel, "max")
         kv.keep(top_entries(protect_last(mass, self.window), self.kept(entries)))
-        chunks = kv.keys.split(self.chunk(entries), dim=2)
-        bounds = torch.stack([torch.stack([x.amin(2), x.amax(2)], dim=2) for x in chunks], dim=3)
-        starts = torch.tensor([0, *(x.shape[2] for x in chunks)], dtype=torch.int32, device=bounds.device).cumsum(0)
-        kv.start({"bounds": bounds, "offsets": starts.to(torch.int32)})  # [B, H_kv, 2, chunks, D], [chunks + 1]
+        size = self.chunk(entries)
+        offsets = torch.arange(0, kv.n + size, size, dtype=torch.int32, device=kv.keys.device).clamp_max(kv.n)
+        kv.start({"bounds": find_bounds(kv.keys, size), "offsets": offsets})  # [B, H_kv, 2, chunks, D], [chunks + 1]
 
     def read(self, kv: ChosenKV, step: Step, seen: int) -> Partial:
         """Attention over the best chunks and all later entries."""
@@ -137,3 +137,13 @@ class RocketKV(ReadingMethod):
         kept, size, chunks = self.kept(shape.length), self.chunk(shape.length), self._chunks(shape)
         scanned = chunks * self.channels(size, kept, layer.key_dim) * shape.itemsize
         return layer.kv_heads * scanned + (chunks + 1) * OFFSET_BYTES + self.entry_bytes(layer, shape)
+
+
+def find_bounds(keys: Tensor, size: int) -> Tensor:
+    """The least and the largest element of each channel in chunks of `size` keys, the last one shorter.
+
+    keys: [B, H_kv, n, D]. Returns [B, H_kv, 2, chunks, D].
+    """
+    whole = keys.shape[2] - keys.shape[2] % size
+    parts = [keys[:, :, :whole].unflatten(2, (whole // size, size)), keys[:, :, None, whole:]]
+    return torch.cat([torch.stack([x.amin(3), x.amax(3)], dim=2) for x in parts if x.shape[3]], dim=3)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,10 @@ from kvbench.bench.state import Setting, open_context
 from kvbench.cli import call
 from kvbench.errors import UserError
 from kvbench.hf import Model, predict_memory
+from kvbench.methods.baseline.full import Full
+from kvbench.methods.eviction.keydiff import KeyDiff
 from kvbench.registry import find_method, list_entries
+from kvbench.step import Moment
 
 ROOT = Path(__file__).parents[2]
 BIN = str(Path(sys.executable).parent)
@@ -142,13 +146,17 @@ def test_the_stages_of_a_gpu_are_commands_of_kvbench(requests):
         if name == "all":
             assert list(made)[2:8] == ["snapkv", "adakv", "kivi", "quest", "h2o", "shadowkv"]
             others = [x for x in list_entries("method") if x.models == "autoregressive" and x.name not in made]
-            assert {x.name for x in others if x.facts["family"] != "prefill"} == {"keyformer"}
+            assert {x.name for x in others if x.facts["family"] != "prefill"} == {"keyformer", "leoam"}
 
 
 MOST_FLOPS = 5e14
 """Products of the synthetic contexts of a cell: about a second of an H100."""
 MOST_BYTES = 6e13
 """Bytes that its operations write: with as many read, 40 s at 3 TB/s."""
+MOST_LAUNCHES = 5e5
+"""Operations that it launches: 5 s at 10 us each."""
+MOST_CALLS = 1e6
+"""Python functions that a decode step calls: a few tenths of a second, in a cell of about 300 steps."""
 WIDTH, HEADS, LAYERS = 128, 8, 2
 
 
@@ -162,26 +170,50 @@ def wide_model():
     return Model.from_module(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
 
 
-class BytesWritten(TorchDispatchMode):
-    """Counts the bytes of all results, views aside."""
+class Work(TorchDispatchMode):
+    """Counts operations and the bytes of all results, views aside."""
 
-    total = 0
+    total = launches = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.total += sum(x.nbytes for x in tree_leaves(out) if isinstance(x, torch.Tensor) and not func.is_view)
+        if not func.is_view:
+            self.launches += 1
+            self.total += sum(x.nbytes for x in tree_leaves(out) if isinstance(x, torch.Tensor))
         return out
 
 
+def count_calls(run):
+    """Python functions that a call runs, built-in ones included."""
+    count = 0
+
+    def see(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(see)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
 def count_work(name, length):
-    """Products and bytes written of one layer for a synthetic context at 25 %."""
+    """Products, bytes written and operations of one layer for a synthetic context at 25 %; calls of a step after it."""
     model = wide_model()
     made = find_method(name)().bind(model)
     method = made.fit(read_budget("25%", made), model.shape(length))
-    flops, written = FlopCounterMode(display=False), BytesWritten()
-    with written, flops, open_context(Setting(model, state="synthetic"), method, length, 1):
-        pass
-    return np.array([flops.get_total_flops(), written.total]) / LAYERS
+    flops, work = FlopCounterMode(display=False), Work()
+    with ExitStack() as counted, ExitStack() as opened:
+        counted.enter_context(work)
+        counted.enter_context(flops)
+        session = opened.enter_context(open_context(Setting(model, state="synthetic"), method, length, 1)).session
+        counted.close()
+        token = torch.zeros((1, 1), dtype=torch.long)
+        session.forward(token, Moment.DECODE)  # imports, tables and offsets
+        calls = count_calls(lambda: session.forward(token, Moment.DECODE))
+    return np.array([flops.get_total_flops(), work.total, work.launches, calls]) / LAYERS
 
 
 @pytest.mark.few(2)
@@ -189,7 +221,8 @@ def count_work(name, length):
 def test_the_synthetic_context_of_a_cell_takes_bounded_time(name, requests):
     """A stage of synthetic contexts would end before its cells if one context took minutes, as H2O's once did.
 
-    Counted at two lengths, from which the linear and the quadratic part follow, in all heads and layers of the model.
+    So it would if Python chose what a step reads, as LeoAM does. Counted at two lengths, from which the linear and the
+    quadratic part follow, in all heads and layers of the model.
     """
     short, long = 384, 768
     try:
@@ -199,15 +232,20 @@ def test_the_synthetic_context_of_a_cell_takes_bounded_time(name, requests):
         return
     square = ((two - 2 * one) / (2 * short**2)).clip(0)
     line = (one - square * short**2) / short
+    more = (two - one).clip(0)[2:] / (long - short)
     for request in requests.values():
         if request.state == "synthetic" and name in make_methods(request.methods, {}, request.model, "autoregressive"):
             shape = outline(request.model).shape
-            scale = len(shape.layers) * shape.layers[0].query_heads / HEADS * shape.layers[0].key_dim / WIDTH
-            batch = 1 if "max" in request.batches else max(int(x) for x in request.batches)
+            layers, batch = len(shape.layers), 1 if "max" in request.batches else max(int(x) for x in request.batches)
+            scale = shape.layers[0].query_heads / HEADS * shape.layers[0].key_dim / WIDTH
             for length in request.lengths:
-                flops, written = scale * batch * (line * length + square * length**2)
-                assert flops <= MOST_FLOPS, f"{flops:.1e} products for {length} tokens x {batch}"
-                assert written <= MOST_BYTES, f"{written:.1e} bytes for {length} tokens x {batch}"
+                at = f"for {length} tokens x {batch}"
+                flops, written, *_ = layers * batch * (line * length + square * length**2)
+                launches, calls = layers * (one[2:] + more * (length - short))
+                assert scale * flops <= MOST_FLOPS, f"{scale * flops:.1e} products {at}"
+                assert scale * written <= MOST_BYTES, f"{scale * written:.1e} bytes {at}"
+                assert launches <= MOST_LAUNCHES, f"{launches:.1e} launches {at}"
+                assert batch * calls <= MOST_CALLS, f"{batch * calls:.1e} calls of a step {at}"
 
 
 def test_a_pass_of_all_queries_over_the_prompt_is_noticed(requests, monkeypatch):
@@ -215,6 +253,19 @@ def test_a_pass_of_all_queries_over_the_prompt_is_noticed(requests, monkeypatch)
     monkeypatch.setattr("kvbench.kernels.column_sums.torch.is_repeated", lambda *_: False)
     with pytest.raises(AssertionError, match="products for 32768 tokens x 4"):
         test_the_synthetic_context_of_a_cell_takes_bounded_time("h2o", requests)
+
+
+@pytest.mark.parametrize(("method", "fault", "message"), [
+    (KeyDiff, lambda kv: [x.norm() for x in kv.keys.unbind(2)], "launches for 32768 tokens x 4"),
+    (Full, lambda kv: [abs(x) for x in range(10 * kv.n)], "calls of a step for 32768 tokens x 4"),
+])
+def test_python_loops_over_tokens_are_noticed(requests, monkeypatch, method, fault, message):
+    """In the compression, and in the attention of a step."""
+    of = "score" if method is KeyDiff else "attend"
+    found = getattr(method, of)
+    monkeypatch.setattr(method, of, lambda self, kv, step: (fault(kv), found(self, kv, step))[1])
+    with pytest.raises(AssertionError, match=message):
+        test_the_synthetic_context_of_a_cell_takes_bounded_time(method.card.name, requests)
 
 
 @pytest.mark.slow

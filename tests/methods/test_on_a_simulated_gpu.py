@@ -1,0 +1,80 @@
+"""Every method on a GPU that the CPU plays: prompts, compression and decoding use one device, and copies are explicit.
+
+Beyond the captured calls (tests/bench/test_captured_region.py) this runs what is measured once per model, too.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from kvbench.check.trial import CONTEXT, FORCED, choose_budget, open_session
+from kvbench.hf import tiny
+from kvbench.kernels.dense_attention import torch as dense
+from kvbench.methods.baseline.full import Full
+from kvbench.methods.quantization import nvfp4
+from kvbench.registry import find_method, list_entries
+from kvbench.store import rotation
+from kvbench.techniques import calibration, codebooks, parts
+from tests.toys.gpu import simulated_gpu
+
+CACHED = [x for module in (codebooks, rotation, nvfp4) for x in vars(module).values() if hasattr(x, "cache_clear")]
+"""Functions that keep their tables by device."""
+METHODS = [x.name for x in list_entries("method") if x.models == "autoregressive"]
+
+
+def attend_without_flash(query, keys, values, *, scale, causal):
+    """As `attend_by_flash`: SDPA's flash attention on a CPU takes fewer shapes."""
+    count, entries = query.shape[2], keys.shape[2]
+    mask = None
+    if causal:
+        mask = dense.visible_entries(entries - count, count, entries, None, None, 0, query.device)
+    return dense.grouped_sdpa(query, keys, values, mask, scale)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A simulated GPU, on which nothing was measured before."""
+    monkeypatch.setattr(dense, "attend_by_flash", attend_without_flash)
+    monkeypatch.setattr(dense, "sdpa_kernel", lambda _: nullcontext())
+    monkeypatch.setattr(tiny, "_make", tiny._make.__wrapped__)
+    for module in (calibration, parts):
+        monkeypatch.setattr(module, "_HASHES", {})
+    with simulated_gpu() as found, tiny.placed("cuda", torch.bfloat16):
+        yield found
+    for function in CACHED:
+        function.cache_clear()
+
+
+def talk(method):
+    """A context in two chunks, a question, and three tokens."""
+    with open_session(method, tiny.tiny_model(), choose_budget(method), chunk=70) as session:
+        session.prefill(CONTEXT)
+        session.ask(FORCED, 3, stop=frozenset())
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("name", METHODS)
+def test_nothing_mixes_devices(gpu, name):
+    """From the binding to the model to decoded tokens."""
+    talk(find_method(name)())
+    assert gpu.refused == []
+
+
+@pytest.mark.parametrize(("fault", "refused"), [
+    (lambda x: torch.arange(16) * x, "mul of tensors on both devices"),
+    (lambda x: torch.zeros(64)[x.argmax(-1)], "a tensor on the host indexed by one on the GPU"),
+    (lambda x: x.float().numpy(), "numpy of a tensor on the GPU"),
+    (lambda x: torch.rand(3, device=x.device, generator=torch.Generator().manual_seed(0)),
+     "rand with the other device's generator"),
+    (lambda x: x + torch.ones(16, device=x.device) * torch.tensor(2.0), None),
+    (lambda x: x.cpu() * torch.arange(16), None),
+])
+def test_mixed_devices_are_noticed(gpu, monkeypatch, fault, refused):
+    """Tensors made on the host, numpy and generators of the host; single numbers and copies are allowed."""
+    attend = Full.attend
+    monkeypatch.setattr(Full, "attend", lambda self, kv, step: (fault(step.query), attend(self, kv, step))[1])
+    talk(Full())
+    assert {x.partition(" in /")[0] for x in gpu.refused} == ({refused} if refused else set())
