@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
+from kvbench.analysis.load import load_run
 from kvbench.budget import Budget
 from kvbench.engine.session import Session
 from kvbench.hf import load_model
+from kvbench.hf.find import find_folder
 from kvbench.method import Moment
 from kvbench.registry import find_method
 from kvbench.task import Mode, Split, encode
 from kvbench.tasks.ruler import niah
 
+ROOT = Path(__file__).parents[2]
 WINDOW, GLOBAL, LENGTH = 64, 2, 400
+
+
+def test_the_table_of_its_card_is_that_of_the_results():
+    """Stored bytes, scores and entries kept, of every run in results/mini-hybrid."""
+    page = (find_folder("mini-hybrid") / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w-]+)` \| (\d+%) \| (\d\.\d\d) \| ([\d, ]+) \|$", page, re.MULTILINE)
+    found = [load_run(x.parent).result for x in (ROOT / "results" / "mini-hybrid").glob("*/result.json")]
+    assert sorted(rows) == sorted(
+        (x.method.name, f"{x.memory.ratio:.0%}", f"{x.score.mean:.2f}",
+         ", ".join(f"{n:.0f}" for n in x.effect.entries_kept_by_layer)) for x in found
+    )
 
 
 @pytest.fixture(scope="module")

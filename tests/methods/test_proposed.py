@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from kvbench.check.trial import CONTEXT, NEVER_STOP, open_session, random_ids
 from kvbench.errors import UserError
+from kvbench.hf import load_model
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Moment
 from kvbench.methods.baseline.full import Full
@@ -17,6 +18,8 @@ from kvbench.methods.lossless.prompt_lookup import PromptLookup, look_up
 from kvbench.methods.lossless.proposed import DraftedKV
 from kvbench.registry import find_method
 from kvbench.runs.results import TASKS
+from kvbench.task import Mode, Split, encode
+from kvbench.tasks.ruler import niah
 from kvbench.techniques.parts import SHIPPED, get_part, read_metadata, write_part
 from kvbench.techniques.training import TrainingProgress
 
@@ -193,6 +196,35 @@ def test_a_part_is_found_once_per_model():
     model = tiny_model()
     one, again, more = (LongSpec(steps=x).bind(model).part for x in (2, 2, 3))
     assert one == again != more
+
+
+@pytest.mark.slow
+def test_the_shipped_drafter_is_right_more_often_than_a_lookup_and_than_an_untrained_one(tmp_path):
+    """Accepted tokens per pass on needles that are new to it; every answer is that of the full cache."""
+    mini = load_model("mini", dtype="float32")
+    torch.manual_seed(0)
+    write_part(tmp_path / "untrained", "longspec", mini, Drafter(mini, LongSpec.window).state_dict(), "nothing")
+    methods = {
+        "full": Full(), "trained": LongSpec().bind(mini), "lookup": PromptLookup().bind(mini),
+        "untrained": LongSpec(weights=str(tmp_path / "untrained")).bind(mini),
+    }
+    task, passes, accepted = niah.NiahSingle3(), dict.fromkeys(methods, 0), dict.fromkeys(methods, 0)
+    for example in task.examples(
+        seed=7, split=Split.DEV, n=4, length=400, turns=1, mode=Mode.SINGLE, tokenizer=mini.tokenizer
+    ):
+        asked, answers = encode(task, example, mini.tokenizer), {}
+        for name, method in methods.items():
+            with open_session(method, mini, None) as session:
+                session.prefill(list(asked.context))
+                answer = session.ask(list(asked.turns[0].first), 40)
+            answers[name] = answer.ids
+            if name != "full":
+                passes[name] += answer.speculation.rounds
+                accepted[name] += answer.speculation.accepted
+        assert all(x == answers["full"] for x in answers.values())
+    rates = {name: accepted[name] / passes[name] for name in methods if name != "full"}
+    assert rates["trained"] > rates["lookup"] + 0.5
+    assert rates["trained"] > rates["untrained"] + 3
 
 
 def test_the_shipped_drafter_is_minis_and_small():
