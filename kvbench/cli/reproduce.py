@@ -209,7 +209,7 @@ def _show_plan(plans: list[ClaimPlan], *, as_json: bool) -> int:
         rows.append((
             table, model, row, str(len(group)), str(len(requests)), f"{sum(x.samples for x in requests):,}",
             "-" if predicted else "unknown" if most is None else format_bytes(most),
-            "unknown" if seconds is None else f"{seconds:.0f} s",
+            "-" if seconds is None else f"{seconds:.0f} s",
             ", ".join(lacking) or "-",
         ))
         documents.append({
@@ -217,8 +217,18 @@ def _show_plan(plans: list[ClaimPlan], *, as_json: bool) -> int:
             "samples": sum(x.samples for x in requests), "predicted_bytes": most, "predicted_s": seconds,
             "missing": [{"what": x.what, "why": x.why} for x in _count(group)],
         })
-    print_table("", ("table", "model", "row", "numbers", "runs", "samples", "memory", "time", "missing"), rows)
-    typer.echo("Predicted memory: weights and a full cache. Predicted time: one sample of each kind on this machine.")
+    head = ("table", "model", "row", "numbers", "runs", "samples", "memory", "time", "missing")
+    timed = [x["predicted_s"] is not None for x in documents]
+    shown = [i for i, name in enumerate(head) if name != "time" or any(timed)]
+    print_table("", [head[i] for i in shown], [[row[i] for i in shown] for row in rows])
+    typer.echo("Predicted memory: weights and a full cache.")
+    if any(timed):
+        typer.echo("Predicted time: one sample of each kind on this machine.")
+    if not all(timed):
+        typer.echo(
+            f"No time for {timed.count(False)} of {len(timed)} rows: kvbench predicts it from one sample of each kind, "
+            "which needs what is missing. docs/reproducing.md has hours that are predicted for one H100."
+        )
     if as_json:
         print_json(documents)
     return 0

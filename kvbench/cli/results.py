@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvbench.runs.results import DiffusionResult, EffectResult, Latency, Result
 
 ENDINGS = {
-    "stop": "ended by a stop token", "length": "cut by the length limit", "choice": "chosen by log-probability",
+    "stop": "ended by a stop token", "length": "cut by the length limit", "choice": "scored by log-probability",
 }
 """How an answer ended, by stop reason."""
 

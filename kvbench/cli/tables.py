@@ -131,7 +131,7 @@ def print_regressions(found: Sequence[Regressions], labels: Mapping[str, str]) -
         typer.echo("No answer scores lower than the full cache's.")
         return
     for run in found:
-        worst = [f"{x.sample} turn {x.turn}: {x.full:.3f} -> {x.score:.3f}" for x in run.samples[:LISTED]]
+        worst = [f"{x.sample}, question {x.turn + 1}: {x.full:.3f} -> {x.score:.3f}" for x in run.samples[:LISTED]]
         if run.count > LISTED:
             worst.append(f"{run.count - LISTED} more: kvbench answers {shorten(run.full)} {shorten(run.run_id)}")
         rows.append([labels[run.run_id], f"{run.count} of {run.n}", "\n".join(worst)])

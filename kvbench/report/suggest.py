@@ -53,7 +53,7 @@ class Guide:
             )
             for label, some in standings.items()
         ]
-        techniques.sort(key=lambda x: (-x.leads, -len(x.standings), max(map(_loss, x.standings)), x.label))
+        techniques.sort(key=lambda x: (-x.leads, max(map(_loss, x.standings)), -len(x.standings), x.label))
         return Suggestion(question, tuple(judged), tuple(techniques), tuple(self._list_limits(question, judged)))
 
     def judge(self, protocol: ProtocolRuns, axis: Axis, limit: float) -> Judged:

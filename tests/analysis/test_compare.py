@@ -375,7 +375,7 @@ def test_stop_reasons_are_shown(result):
         "7.5 tokens; 3 ended by a stop token, 1 cut by the length limit"
     )
     assert "(reference 7.0 tokens)" in show(tokens=30, stop_reasons=ended, reference_tokens=7.0)
-    assert show(tokens=0, stop_reasons={"choice": 2}) == "2 chosen by log-probability"
+    assert show(tokens=0, stop_reasons={"choice": 2}) == "2 scored by log-probability"
     assert show(tokens=0, stop_reasons={}) == "-"
 
 

@@ -125,6 +125,15 @@ def test_a_plan_says_what_only_the_model_knows(kvbench, paper, out):
     assert row["missing"][0]["why"].startswith("length 128 is too short")
 
 
+def test_a_plan_says_why_it_has_no_time(kvbench, out):
+    """Without weights and data, no column says that the time is unknown; a line says what it takes."""
+    answer = kvbench("reproduce", "snapkv:longbench/mistral-7b-v0.2/snapkv-1024", "--dry-run", *out)
+    assert answer.code == 0, answer.err
+    assert [x["predicted_s"] for x in answer.json] == [None, None]  # and the baseline's row
+    assert "unknown" not in answer.out
+    assert "No time for 2 of 2 rows" in answer.out
+
+
 def test_a_claim_of_which_nothing_can_run_fails_with_the_reason(kvbench, out):
     """Without weights and data, on a machine without a network."""
     answer = kvbench("reproduce", "snapkv:longbench/mistral-7b-v0.2/snapkv-1024/trec", *out)

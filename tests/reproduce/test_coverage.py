@@ -31,8 +31,8 @@ def test_every_method_has_numbers_or_a_reason():
 def test_a_reason_that_is_lost_or_out_of_date_would_be_found():
     """One without numbers loses its reason, one with numbers gets one."""
     reasons = read_reasons()
-    del reasons["turboquant"]
-    assert find_uncovered(reasons | {"r-kv": "It has numbers."}) == {"turboquant", "r-kv"}
+    del reasons["kvzip-plus"]
+    assert find_uncovered(reasons | {"r-kv": "It has numbers."}) == {"kvzip-plus", "r-kv"}
 
 
 def test_numbers_of_a_combination_count_for_its_parts():
@@ -55,9 +55,9 @@ def test_the_command_lists_numbers_with_their_protocol(kvbench):
 
 def test_the_command_says_why_there_is_no_number(kvbench):
     """In one sentence; a method that nobody knows is refused."""
-    answer = kvbench("reproduce", "--method", "turboquant", "--json")
+    answer = kvbench("reproduce", "--method", "kvzip-plus", "--json")
     assert (answer.code, answer.json["numbers"]) == (0, [])
-    assert "remembered" in answer.out
-    answer = kvbench("reproduce", "--method", "turboquantt")
+    assert "not found" in answer.out
+    answer = kvbench("reproduce", "--method", "kvzip-pluss")
     assert answer.code == 2
-    assert "Did you mean 'turboquant'?" in answer.err
+    assert "Did you mean 'kvzip-plus'?" in answer.err

@@ -157,6 +157,17 @@ def test_the_technique_that_leads_under_most_protocols_comes_first(full):
     }
 
 
+def test_techniques_that_do_not_lead_are_ordered_by_their_largest_loss(full):
+    """Not by the number of protocols under which they ran."""
+    full.add("hidden", "good", method="full", stored=1.0, kind="none", edit=hide)
+    full.add("a", "good", method="kvzip")
+    full.add("b", "good", method="kvzip", edit=hide)
+    full.add("c", "bad", method="h2o")
+    full.add("d", "bad", method="h2o", edit=hide)
+    full.add("e", "poor")
+    assert list(places(ask(full))) == ["kvzip", "snapkv", "h2o"]
+
+
 def test_lower_scores_lead_where_lower_is_better(results):
     """Perplexity, for example."""
     def lower(result, lines):
