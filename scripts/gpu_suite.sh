@@ -99,21 +99,23 @@ done_already() { # a file of a stage that came to its end
 }
 
 bench() { # a stage's file, its seconds, then the options of `kvbench bench`
-  local file=$1 seconds=$2 code=0 try
+  local file=$1 seconds=$2 code=0 try left started=$SECONDS
   shift 2
   local kernels=(--kernels triton --device cuda)
   [[ $dry ]] && kernels=(--kernels torch --device cpu)
   for try in 1 2 3; do # code 3: an error made the GPU unusable for the process; the next one continues
+    left=$((seconds + started - SECONDS))
+    ((left > 0)) || break
     code=0
-    timeout $((seconds + EXTRA)) "$python" -c 'from kvbench.cli import main; main()' bench "${kernels[@]}" "$@" \
-      --seconds "$seconds" --out "$file" >/dev/null || code=$? # all tables are printed at the end
+    timeout $((left + EXTRA)) "$python" -c 'from kvbench.cli import main; main()' bench "${kernels[@]}" "$@" \
+      --seconds "$left" --out "$file" >/dev/null || code=$? # all tables are printed at the end
     ((code == 3)) || break
   done
   [[ -s $file ]] || { echo "gpu_suite: kvbench bench ended with code $code before its first cell." >&2; failed=yes; return; }
   case $code in
     0) ;;
     1) echo "gpu_suite: some cells failed; ${file##*/} has the reasons." >&2; failed=yes ;;
-    124) echo "gpu_suite: ended after $((seconds + EXTRA)) s; ${file##*/} has the cells until then." >&2 ;;
+    124) echo "gpu_suite: ended after $((left + EXTRA)) s; ${file##*/} has the cells until then." >&2 ;;
     *) echo "gpu_suite: kvbench bench ended with code $code after $try tries." >&2; failed=yes ;;
   esac
 }
@@ -162,7 +164,7 @@ run_stage() {
     long) bench "$file" 200 "${llama[@]}" --method snapkv --timing end-to-end --length 131072 --rounds 2 ;;
     models)
       for model in qwen3-8b llama-2-7b qwen2.5-7b; do
-        bench "$out/$model.json" 120 --model "random:$model" --budget 25% $(methods snapkv kivi) --timing step --state synthetic --length 32768 --batch 1,4
+        done_already "$out/$model.json" || bench "$out/$model.json" 90 --model "random:$model" --budget 25% $(methods snapkv kivi) --timing step --state synthetic --length 32768 --batch 1,4
       done ;;
     diffusion) bench "$file" 300 --model random:llada-8b $(methods dkv-cache-decode fast-dllm-dual) --timing end-to-end --length 512 ;;
   esac

@@ -111,10 +111,14 @@ class ExpectedAttention(ScoredMethod):
 
     def _mean_rotation(self, step: Step) -> Tensor:
         """The mean rotation over future positions, as a matrix on the head dimension. [D, D]"""
-        width = step.query.shape[-1]
-        positions = torch.arange(step.seen, step.seen + self.future, device=step.query.device)
-        units = torch.eye(width, device=step.query.device)[None, :, None].expand(1, -1, self.future, -1)  # [1, D, F, D]
-        return step.rope.rotate(units, positions[None]).double().mean(2)[0].T
+        found = torch.eye(step.query.shape[-1], dtype=torch.float64, device=step.query.device)
+        positions = torch.arange(step.seen, step.seen + self.future, device=found.device)
+        if (terms := step.rope.terms(positions[None])) is not None:
+            cos, sin = (x[0].double().mean(0) for x in terms[:2])
+            channel = torch.arange(len(cos), device=found.device)
+            found[channel, channel] = cos
+            found[channel, terms[2]] = sin
+        return found
 
     def _logits(self, kv: LayerKV, mean: Tensor, spread: Tensor, scale: float) -> Tensor:
         """The log of the expected exponential of the logit of each entry. [B, H_q, n]"""

@@ -22,6 +22,7 @@ from kvbench.kernels.choice import using
 from kvbench.method import Budget, BudgetKind, Method
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.quantization import nvfp4
+from kvbench.methods.retrieval import infinigen
 from kvbench.registry import find_method, list_entries
 from kvbench.selection import ScoredMethod
 from kvbench.store import rotation
@@ -126,6 +127,7 @@ def fake_gpu():
         mock.patch.object(interpreter.InterpretedFunction, "run"), mock.patch.object(jit.JITFunction, "run"),
         mock.patch.dict(calibration._FOUND, put_on_gpu(calibration._FOUND)),
         mock.patch.dict(parts._MODULES, put_on_gpu(parts._MODULES)),
+        mock.patch.object(infinigen, "_MODELS", {key: put_on_gpu(x) for key, x in infinigen._MODELS.items()}),
         mock.patch.object(torch.Tensor, "is_cuda", property(lambda x: x.device == DEVICE), create=True),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=132)),
     ):

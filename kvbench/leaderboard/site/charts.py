@@ -22,6 +22,8 @@ TICKS = 1.0, 0.25, 0.1, 0.5, 0.05, 0.02, 0.01, 4.0, 2.0, 8.0, 16.0
 """Shares that the horizontal axis may label; the earlier ones go first where labels would collide."""
 TICK_WIDTH = 36.0
 """Width of such a label."""
+ROOM = 0.8
+"""The left edge over the least size, so that the labels of both axes do not meet."""
 LEAST_SIZE = 0.01
 """Smaller shares, such as 0, stand at the left edge."""
 MOST_CURVES = 12
@@ -42,14 +44,14 @@ class Scale:
 
     @classmethod
     def of(cls, axis: Axis, rows: Iterable[RankedRun]) -> Scale:
-        """The scale on which all rows fit; sizes at least from 0.5 to 1, scores at least from 0 to 1."""
+        """The scale on which all rows fit, with room at the left; sizes at least from 0.4 to 1, scores from 0 to 1."""
         sizes, scores = [0.5, 1.0], [0.0, 1.0]
         for x in rows:
             score, size = x.result.score, axis.measure(x.result)
             if score.mean is not None and size is not None:
                 sizes.append(size)
                 scores += [score.mean, *(score.ci95 or ())]
-        return cls(axis, max(LEAST_SIZE, min(sizes)), max(sizes), min(scores), max(scores))
+        return cls(axis, max(LEAST_SIZE, ROOM * min(sizes)), max(sizes), min(scores), max(scores))
 
     def across(self, size: float) -> float:
         """Horizontal position of a size, on a logarithmic axis."""
