@@ -41,6 +41,7 @@ def row(result: Result) -> list[str]:
     assert how is not None
     assert result.latency is not None
     assert result.latency.tokens_per_s is not None
+    assert result.memory is not None
     assert result.n_questions is not None
     none, half = how.baselines["none"], how.baselines.get("half-steps")
     return [
