@@ -51,7 +51,8 @@ def describe_power(samples: int, turns: int, full: Result | None = None) -> str:
             are, so both extremes are given.
         full: a run of the full cache on the same questions, whose accuracy is used; None: the worst case.
     """
-    size = f"{samples} sample{'s' if samples > 1 else ''}" if turns == 1 else f"{samples} contexts x {turns} questions"
+    size = f"{samples} {'sample' if turns == 1 else 'context'}{'s' if samples > 1 else ''}"
+    size += f" x {turns} questions" if turns > 1 else ""
     accuracy = None if full is None else full.score.mean
     correlated = find_detectable(samples, accuracy)
     if correlated is None:
