@@ -61,16 +61,25 @@ def find_part(
     """
     key = method, file or how, model.sha256, model.dtype
     if key not in _HASHES:
-        shipped = SHIPPED / f"{method}-{model.id}.safetensors"
-        path = Path(file) if file else shipped
-        if file or (shipped.exists() and read_metadata(shipped).get("model_sha256") == model.sha256):
-            published = None if rename is None else read_published(path, method, rename)
-            part = read_part(path, method, model) if published is None else published
+        if file:
+            published = None if rename is None else read_published(Path(file), method, rename)
+            part = read_part(Path(file), method, model) if published is None else published
         else:
-            part = make_part(train(), how)
+            part = find_shipped(method, model.id, model.sha256) or make_part(train(), how)
         _HASHES[key] = part.sha256
         _FOUND[part.sha256] = part
     return _HASHES[key]
+
+
+def find_shipped(method: str, model: str, sha256: str) -> TrainedPart | None:
+    """The part that is shipped for a model, which a run without a file of the user's uses; None: there is none.
+
+    sha256: of the model.
+    """
+    path = SHIPPED / f"{method}-{model}.safetensors"
+    if not path.exists() or (facts := read_metadata(path)).get("model_sha256") != sha256:
+        return None
+    return _load_part(path, facts)
 
 
 def get_part(sha256: str) -> TrainedPart:
@@ -154,6 +163,10 @@ def read_part(path: Path, method: str, model: Model) -> TrainedPart:
             f"{path} was trained for model {facts.get('model')!r} ({str(facts.get('model_sha256'))[:12]}), and "
             f"{model.id} is {model.sha256[:12]}. Give weights of this model, or leave --set weights out."
         )
+    return _load_part(path, facts)
+
+
+def _load_part(path: Path, facts: Mapping[str, str]) -> TrainedPart:
     with safe_open(path, "pt") as file:
         weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  # no mapping
     return make_part(weights, facts.get("data", "unknown"), facts)

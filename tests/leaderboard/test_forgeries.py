@@ -66,6 +66,8 @@ def shift(x: Any) -> tuple[float, ...]:
     return (first + 500, second - 500, *rest)
 
 
+READS = ("read_bytes_per_step", "distinct_read_bytes_per_step")
+
 DRAFTS = LosslessLine(rounds=2, drafted=8, accepted=8, reloaded_bytes=0, different=0, plain_s=9.0)
 
 LOSSLESS = LosslessResult(
@@ -96,6 +98,23 @@ IMPOSSIBLE: dict[str, tuple[Change, str]] = {
     "steps that read half of what is stored": (
         forge("bytes", read_bytes_per_step=lambda x: x.stored_bytes // 2), "a step reads",
     ),
+    "steps that read what the context takes, without the conversation": (
+        forge("bytes", read_bytes_per_step=lambda x: x.stored_bytes), "a step reads",
+    ),
+    "a conversation that takes no bytes": (
+        lambda x: forge("bytes", **dict.fromkeys((*READS, "end_stored_bytes"), x.bytes.stored_bytes))(x),
+        "a step reads",
+    ),
+    "a full cache that a conversation does not lengthen": (
+        lambda x: forge("bytes", end_full_bytes=x.bytes.full_bytes, full_read_bytes_per_step=x.bytes.full_bytes)(x),
+        "its end_full_bytes is",
+    ),
+    "a full cache that reads more than it has at the end": (
+        forge("bytes", full_read_bytes_per_step=lambda x: x.end_full_bytes - 8), "the full cache has",
+    ),
+    "bytes at the end on some lines only": (
+        lambda x: forge("bytes", end_stored_bytes=None)(x) if x.index else {}, "have no end_stored_bytes",
+    ),
     "steps that read more than there is": (
         forge("bytes", read_bytes_per_step=lambda x: x.end_bytes + 8), "a step reads",
     ),
@@ -114,7 +133,7 @@ IMPOSSIBLE: dict[str, tuple[Change, str]] = {
         forge("bytes", full_read_bytes_per_step=lambda x: 2 * x.full_bytes), "its full_read_bytes_per_step is",
     ),
     "a full cache that grows twice as much": (
-        forge("bytes", end_full_bytes=lambda x: 2 * x.full_bytes), "its end_full_bytes is",
+        forge("bytes", end_full_bytes=lambda x: 2 * x.full_bytes), "a step reads",
     ),
     "more stored at the end than there is": (
         forge("bytes", end_stored_bytes=lambda x: x.end_bytes + 8), "its end_stored_bytes is",
@@ -147,12 +166,15 @@ IMPOSSIBLE: dict[str, tuple[Change, str]] = {
         forge("agreement", n=lambda x: 10 * x.n), "its agreement has",
     ),
     "parts of the agreement that leave positions out": (
-        forge("agreement", by_distance=lambda x: (AgreementPart(start=0, top1=1.0, kl=0.0, n=1),)),
+        forge("agreement", top1=1.0, n=64, by_distance=(AgreementPart(start=0, top1=1.0, kl=0.0, n=1),)),
         "its agreement by distance does not cover",
     ),
     "parts of the agreement with a better mean": (
-        forge("agreement", kl=0.5, by_distance=lambda x: (AgreementPart(start=0, top1=x.top1, kl=0.1, n=x.n),)),
+        forge("agreement", top1=1.0, kl=0.5, n=64, by_distance=(AgreementPart(start=0, top1=1.0, kl=0.1, n=64),)),
         "its agreement by distance has a mean kl",
+    ),
+    "a long answer's agreement without its parts": (
+        forge("agreement", top1=1.0, n=64), "its agreement over 64 positions has 0 parts by distance",
     ),
     # Times
     "decoding in no time": (forge("times", decode_s=1e-9), "are faster than any machine"),
@@ -162,6 +184,9 @@ IMPOSSIBLE: dict[str, tuple[Change, str]] = {
     "compression longer than the prefill": (
         lambda x: forge("times", compress_s=lambda y: 2 * y.prefill_s)(x) if x.turn == 0 else {},
         "its compression took",
+    ),
+    "the first token of a later turn in no time": (
+        lambda x: forge("times", ttft_s=0.0)(x) if x.turn else {}, "its first token came after 0 s",
     ),
     "the first token before the end of the prefill": (
         lambda x: forge("times", ttft_s=lambda y: y.prefill_s / 2)(x) if x.turn == 0 else {}, "its first token came",
@@ -202,6 +227,7 @@ IMPOSSIBLE: dict[str, tuple[Change, str]] = {
     "a kernel of another implementation": (
         lambda _: {"kernels": {"dense_attention": "triton"}}, "ran as triton, and its kernels are torch",
     ),
+    "a kernel of no operation": (lambda _: {"kernels": {"fast_attention": "torch"}}, "is no operation of kvbench"),
     "a kernel with markup for a name": (lambda _: {"kernels": {"<b>x</b>": "torch"}}, "which is no name of a kernel"),
     "nothing stored at the end": (forge("bytes", end_stored_bytes=0), "and at most 0 are possible"),
     "half stored at the end": (forge("bytes", end_stored_bytes=lambda x: x.stored_bytes // 2), "a step reads"),
@@ -213,6 +239,9 @@ IMPOSSIBLE: dict[str, tuple[Change, str]] = {
     # Hardware
     "a GPU in the journal of a CPU run": (
         lambda x: (x.machine and forge("machine", gpu=GPU)(x)) or {}, "it ran on device 'cpu', its journal names GPU",
+    ),
+    "samples of no machine": (
+        lambda x: {"machine": None} if x.index else {}, "its journal names the machine of 1 of 4 samples",
     ),
     "another processor in the journal": (
         lambda x: (x.machine and forge("machine", cpu="theirs")(x)) or {}, "its result names",
@@ -251,13 +280,16 @@ def in_manifest(**values: Any) -> Callable[[dict[str, bytes]], dict[str, bytes]]
     return lambda files: edit(files, MANIFEST, lambda x: x.update(values))
 
 
-def with_threads(files: dict[str, bytes], count: int) -> dict[str, bytes]:
-    """The number of threads, in journal and result."""
-    lines = [json.loads(x) for x in gzip.decompress(files[SAMPLES]).splitlines()]
-    for line in lines:
-        line["machine"] = line["machine"] and {**line["machine"], "threads": count}
-    data = gzip.compress("".join(f"{json.dumps(x)}\n" for x in lines).encode(), mtime=0)
-    return in_environment(threads=count)(repack(files, {SAMPLES: data}))
+def on_machine(**values: Any) -> Callable[[dict[str, bytes]], dict[str, bytes]]:
+    """Processor or number of threads, in journal and result."""
+    def change(files: dict[str, bytes]) -> dict[str, bytes]:
+        lines = [json.loads(x) for x in gzip.decompress(files[SAMPLES]).splitlines()]
+        for line in lines:
+            line["machine"] = line["machine"] and {**line["machine"], **values}
+        data = gzip.compress("".join(f"{json.dumps(x)}\n" for x in lines).encode(), mtime=0)
+        return in_environment(**values)(repack(files, {SAMPLES: data}))
+
+    return change
 
 
 STATED: dict[str, tuple[Callable[[dict[str, bytes]], dict[str, bytes]], str]] = {
@@ -299,7 +331,24 @@ STATED: dict[str, tuple[Callable[[dict[str, bytes]], dict[str, bytes]], str]] = 
         lambda files: edit(files, RESULT, lambda x: x.update(lossless=LOSSLESS.model_dump())),
         "summary: its lossless is",
     ),
-    "no threads": (lambda files: with_threads(files, 0), "machine: it ran on fewer threads than one"),
+    "no threads": (on_machine(threads=0), "machine: it ran on 0 threads"),
+    "a billion threads": (on_machine(threads=10**9), "machine: it ran on 1000000000 threads"),
+    "a processor with control characters": (on_machine(cpu="EPYC\x1b[31m"), "is not the name of one"),
+    "a processor of 100,000 characters": (on_machine(cpu="x" * 10**5), "is not the name of one"),
+    "parts of the model on a GPU": (
+        in_environment(device_map={"model": "cuda:7"}), "it ran on device 'cpu', parts of its model on 'cuda:7'",
+    ),
+    "a kvbench of before the first": (of_version("kvbench", "0.0.1"), "machine: kvbench '0.0.1' is older than any"),
+    "a torch that is too old": (of_version("torch", "2.9.0"), "machine: torch '2.9.0' is older than any"),
+    "a Python that is not written yet": (in_environment(python="3.99.0"), "machine: it ran on Python '3.99.0'"),
+    "packed by a kvbench that is not written yet": (in_manifest(kvbench="9.9.9"), "machine: kvbench '9.9.9' packed it"),
+    "a stop token more, which cuts answers short": (
+        lambda files: edit_spec(files, lambda x: x["task"]["stop"].append(7)), "tokenizer: its answers end at token 7",
+    ),
+    "no stop token": (in_spec("task", "stop", value=[]), "tokenizer: its answers do not end at token"),
+    "a budget of another kind": (
+        lambda files: edit(files, RESULT, lambda x: x["budget"].update(kind="bits")), "its budget is of kind 'bits'",
+    ),
 }
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from pathlib import Path
 
 from pydantic_core import to_jsonable_python
 
+from kvbench.diffusion.sampling import plan_sampling
 from kvbench.leaderboard.submission.records import Check
 from kvbench.leaderboard.verification.outcome import RefusedError, ok, quote, refusing_errors
 from kvbench.leaderboard.verification.replay import Replay
@@ -130,6 +133,54 @@ def check_answers(replay: Replay, lines: Sequence[Line], made: Sequence[Made]) -
         if line.stop_reason != reason or line.tokens is None or line.tokens.generated != generated:
             raise RefusedError("answers", f"{where}: its token counts or its stop reason do not match its answer")
     return ok("answers", f"{len(lines)} answers decode from their token ids")
+
+
+def check_stop_tokens(replay: Replay, folder: Path) -> None:
+    """Check that answers end at the tokenizer's and the task's stop tokens, and at no other than the model's own.
+
+    Raises:
+        RefusedError: a token is missing, or is a stop token by no file of the model.
+    """
+    tokenizer, stated = replay.model.tokenizer, set(replay.spec.task.stop)
+    known = {*replay.task.stop_ids(tokenizer), tokenizer.eos_token_id} - {None}
+    named = {x for name in ("generation_config.json", "config.json") for x in _read_stop_ids(folder / name)}
+    if missing := sorted(known - stated):
+        raise RefusedError("tokenizer", f"its answers do not end at token {missing[0]}, which stops {replay.model.id}")
+    if named and (strange := sorted(stated - known - named)):
+        raise RefusedError("tokenizer", f"its answers end at token {strange[0]}, which stops no {replay.model.id}")
+
+
+def _read_stop_ids(path: Path) -> set[int]:
+    """Ids in a configuration of the model; empty without such a file."""
+    if not path.is_file():
+        return set()
+    document = json.loads(path.read_text(encoding="utf-8"))
+    found = [x.get("eos_token_id") for x in (document, document.get("text_config") or {})]
+    return {y for x in found for y in (x if isinstance(x, list) else [x]) if y is not None}
+
+
+def check_denoising(spec: RunSpec, lines: Sequence[Line], made: Sequence[Made]) -> None:
+    """Check that every answer of a diffusion model was made with the run's settings, and with its baselines.
+
+    Raises:
+        RefusedError: one was not.
+    """
+    asked = spec.generation.denoising
+    for line in lines:
+        if line.denoising is None or asked is None:
+            continue
+        found, where = line.denoising, f"sample {line.index} turn {line.turn}"
+        limit = cap_new_tokens(made[line.index][0].turns[line.turn].max_new_tokens, spec.generation)
+        with refusing_errors("answers", f"{where}: its denoising settings"):
+            length, sampling = plan_sampling(asked, limit)
+        steps = None if sampling.threshold is not None else sampling.steps
+        for name, stated, ours in (
+            ("response_length", found.response_length, length), ("block", found.block, sampling.block),
+            ("steps", found.steps, steps),
+            ("baselines", sorted(found.baselines), ["half-steps", "none"] if sampling.halved(length) else ["none"]),
+        ):
+            if stated != ours:
+                raise RefusedError("answers", f"{where}: its {name} is {quote(stated)}, the run's settings give {ours}")
 
 
 def _is_most_likely(line: Line, choices: Sequence[Sequence[int]]) -> bool:

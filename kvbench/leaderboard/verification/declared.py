@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from kvbench.method import Method
 from kvbench.runs.examples import Made
 from kvbench.runs.journal import CacheBytes, Effect, Line, TokenCounts
 from kvbench.runs.results import Result
-from kvbench.task import Encoded
+from kvbench.runs.spec import RunSpec
+from kvbench.task import Encoded, Mode
+from kvbench.techniques.parts import find_shipped
 
 DROPPED = "entries_dropped"
 """The counter of every store; any other counter above 0 shows that entries may take fewer bytes, or be read less."""
@@ -42,6 +45,8 @@ class AnsweredTurn:
     effect: Effect
     after: int
     """Tokens of questions and answers so far, in the cache at most."""
+    asked: int
+    """Tokens of questions so far, in the cache at least."""
     first: bool
     steps: int
     """Decode steps; 0 also where a choice was the answer."""
@@ -56,7 +61,11 @@ def check_bytes(
         RefusedError: they contradict each other; the reason states both numbers.
     """
     spec = replay.spec
-    turns = list_turns(lines, made)
+    turns = list_turns(lines, made, spec.mode)
+    if method is not None and result.budget.kind != method.budget_kind.value:
+        raise RefusedError(
+            "bytes", f"its budget is of kind {quote(result.budget.kind)}, {spec.method.name} has {method.budget_kind}"
+        )
     first = [x for x in turns if x.first]
     shapes = find_shapes(spec, folder, [x.context for x in first])
     for x in first:
@@ -97,10 +106,11 @@ def check_bytes(
     for x in turns:
         if undeclared is None:
             check_reads(x, fitted[x.context], run[x.index], recompress=spec.recompress)
-        _check_end(x, fitted[x.context], shapes[x.context])
+        _check_end(x, fitted[x.context], shapes[x.context], run[x.index])
     known = {x.name for x in fields(method) if x.metadata.get("resolved")}
     if strange := sorted(result.budget.resolved.keys() - known):
         raise RefusedError("bytes", f"its budget resolves {quote(strange[0])}, which {spec.method.name} does not have")
+    _check_part(spec, known, result.budget.resolved)
     resolved = [to_jsonable_python(fitted[x.context].resolution) for x in first if x.index == 0]
     if any(result.budget.resolved.get(key) != value for found in resolved for key, value in found.items()):
         raise RefusedError("bytes", "its budget does not resolve to the values in its result")
@@ -114,19 +124,37 @@ def check_bytes(
     return ok("bytes", f"stored bytes of {len(first)} samples equal those that {spec.method.name} declares")
 
 
-def list_turns(lines: Sequence[Line], made: Sequence[Made]) -> list[AnsweredTurn]:
+def _check_part(spec: RunSpec, known: AbstractSet[str], resolved: Mapping[str, object]) -> None:
+    """Refuse another part, or other data of its training, than those that are shipped for the model."""
+    if missing := sorted({"part", "trained_on"} & known - resolved.keys()):
+        raise RefusedError("bytes", f"its budget does not resolve {missing[0]}")
+    if not {"part", "trained_on"} <= known:
+        return
+    shipped = find_shipped(spec.method.name, spec.model.id, spec.model.sha256)
+    if shipped is not None and (resolved["part"], resolved["trained_on"]) != (shipped.sha256, shipped.data):
+        raise RefusedError(
+            "bytes", f"its part is {quote(resolved['part'])}, trained on {quote(resolved['trained_on'])}, and that of "
+            f"{spec.method.name} for {spec.model.id} is {shipped.sha256}, trained on {shipped.data}"
+        )
+
+
+def list_turns(lines: Sequence[Line], made: Sequence[Made], mode: Mode) -> list[AnsweredTurn]:
     """The answered lines, in order."""
     found: list[AnsweredTurn] = []
-    after = 0
+    after = asked = 0
     for x in lines:
         after = after if x.turn else 0
+        asked = asked if x.turn and mode is Mode.MULTI_TURN else 0
         if x.tokens is None or x.bytes is None or x.effect is None:
             continue
         after += _count_after(x.tokens, len(made[x.index][1].turns[x.turn].answer))
+        asked += x.tokens.query
         context = x.tokens.context if x.denoising is None else x.denoising.sequence_length
         name = f"sample {x.index} turn {x.turn}"
         steps = max(0, x.tokens.generated - 1)
-        found.append(AnsweredTurn(name, x.index, context, x.bytes, x.effect, after, first=x.turn == 0, steps=steps))
+        found.append(
+            AnsweredTurn(name, x.index, context, x.bytes, x.effect, after, asked, first=x.turn == 0, steps=steps)
+        )
     return found
 
 
@@ -204,28 +232,29 @@ def check_reads(x: AnsweredTurn, method: Method, shape: Shape, *, recompress: bo
         else:
             most = x.bytes.end_bytes if off or x.bytes.end_stored_bytes is None else x.bytes.end_stored_bytes
             most += max(0, declared - method.declared_bytes(shape))  # tensors that several layers read, stored once
-        least = method.least_read_bytes(shape)
-        budgets = _budget_entries(method, shape)
-        if read < least and not _is_exact(x.effect) and method.budget_kind is not BudgetKind.READ:
-            later = range(x.after + 1)
-            if budgets is not None:
-                least = min(_packed_bytes(method, shape, budgets, n) for n in later)
-            elif method.budget_kind is BudgetKind.BITS:  # every entry is kept, so a longer context reads as much
-                least = min(method.least_read_bytes(replace(shape, length=shape.length + n)) for n in later)
-            else:
-                least = 0
+        if method.generates_alone or method.budget_kind in (BudgetKind.READ, BudgetKind.PROMPT):
+            least = method.least_read_bytes(shape)
+        elif _is_exact(x.effect):
+            least = max(method.least_read_bytes(shape), _least_at_end(x, method, shape))
+        else:
+            least = _least_packed(method, shape, x.asked)
+            if read < least:
+                least = min(_least_packed(method, shape, n) for n in range(x.asked, x.after + 1))
     if read > most:
         raise RefusedError("bytes", f"{x.name}: a step reads {read} bytes, and at most {most} are possible")
-    if read and read < least and not recompress and not off:
+    if read and read < least and not recompress:
         raise RefusedError(
             "bytes", f"{x.name}: a step reads {read} bytes, and the method reads at least {least} of its context"
         )
 
 
-def _packed_bytes(method: Method, shape: Shape, kept: Sequence[int], after: int) -> int:
-    """Declared bytes after this many more tokens, which may complete a block of full precision that is then packed."""
-    longer = replace(shape, length=shape.length + after)
-    return sum(method.layer_bytes(i, longer, n + after) for i, n in enumerate(kept))
+def _least_packed(method: Method, shape: Shape, after: int) -> int:
+    """Bytes that are read after this many more tokens, which may complete a block of full precision that is packed."""
+    longer, kept = replace(shape, length=shape.length + after), _budget_entries(method, shape)
+    if kept is not None:
+        return sum(method.layer_bytes(i, longer, n + after) for i, n in enumerate(kept))
+    # Where bits are the budget every entry is kept, so a longer context reads as much.
+    return method.least_read_bytes(longer) if method.budget_kind is BudgetKind.BITS else 0
 
 
 def _budget_entries(method: Method, shape: Shape) -> list[int] | None:
@@ -239,10 +268,14 @@ def _budget_entries(method: Method, shape: Shape) -> list[int] | None:
     return found
 
 
-def _check_end(x: AnsweredTurn, method: Method, shape: Shape) -> None:
-    """Refuse bytes at the end of a turn, and of the full cache there, that the number of tokens rules out."""
+def _check_end(x: AnsweredTurn, method: Method, shape: Shape, run: Shape) -> None:
+    """Refuse bytes at the end of a turn, and of the full cache there, that the number of tokens rules out.
+
+    run: the shape of the part of the context that is run, which the conversation continues.
+    """
     size = x.bytes
-    longest = size.full_bytes + x.after * replace(shape, length=1).full_bytes
+    token = replace(shape, length=1).full_bytes
+    longest, shortest = shape.full_bytes + x.after * token, max(shape.full_bytes, run.full_bytes + x.asked * token)
     sharing = max(layer.query_heads / layer.kv_heads for layer in shape.layers)  # query heads that may read one entry
     once = math.floor(size.read_bytes_per_step / sharing) - len(shape.layers)
     on_host = 0
@@ -250,15 +283,41 @@ def _check_end(x: AnsweredTurn, method: Method, shape: Shape) -> None:
         with refusing_errors("bytes", "the bytes that its method declares on the host"):
             longer = replace(shape, length=shape.length + x.after)
             on_host = method.declared_host_bytes(longer) - method.declared_host_bytes(shape)
+    # Steps that read a part count by themselves, those of a question and of an answer that is not part of the end.
+    read_at = longest if size.end_full_bytes is None or method.budget_kind is BudgetKind.READ else size.end_full_bytes
     limits = {
-        "end_stored_bytes": (0, size.end_bytes + on_host), "end_full_bytes": (shape.full_bytes, longest),
+        "end_stored_bytes": (_least_at_end(x, method, shape), size.end_bytes + on_host),
+        "end_full_bytes": (shortest, longest),
         "distinct_read_bytes_per_step": (once, size.read_bytes_per_step),
-        "full_read_bytes_per_step": (shape.full_bytes if x.steps else 0, size.end_full_bytes or longest),
+        "full_read_bytes_per_step": (shape.full_bytes if x.steps else 0, read_at),
     }
     for name, (least, most) in limits.items():
         found = getattr(size, name)
         if found is not None and not least <= found <= most:
             raise RefusedError("bytes", f"{x.name}: its {name} is {found}, possible are {least} to {most}")
+    selects = method.budget_kind is BudgetKind.READ or method.generates_alone
+    if not selects and size.full_read_bytes_per_step != size.end_full_bytes:
+        raise RefusedError(
+            "bytes", f"{x.name}: the full cache has {size.end_full_bytes} bytes at its end, and reads "
+            f"{size.full_read_bytes_per_step} in a step"
+        )
+    if not selects and _is_exact(x.effect) and size.end_stored_bytes not in (None, size.read_bytes_per_step):
+        raise RefusedError(
+            "bytes", f"{x.name}: a step reads {size.read_bytes_per_step} bytes, and {size.end_stored_bytes} are stored"
+        )
+
+
+def _least_at_end(x: AnsweredTurn, method: Method, shape: Shape) -> int:
+    """Bytes of all entries of a conversation without those that were dropped; 0 where entries may take fewer bytes.
+
+    shape: of the context, or of the part of it that is run.
+    """
+    windows = any(layer.window is not None for layer in shape.layers)
+    if windows or x.bytes.off_device_bytes or method.generates_alone or not _is_exact(x.effect):
+        return 0
+    grown = x.bytes.end_full_bytes or shape.full_bytes + x.asked * replace(shape, length=1).full_bytes
+    entry = max((layer.key_dim + layer.value_dim) * shape.itemsize for layer in shape.layers)
+    return max(0, grown - x.effect.facts.get(DROPPED, 0) * entry)
 
 
 def _is_exact(found: Effect) -> bool:

@@ -9,8 +9,10 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from kvbench.engine.agreement import FIRST_PART
 from kvbench.leaderboard.submission.records import Check
 from kvbench.leaderboard.verification.outcome import RefusedError, ok, quote
+from kvbench.registry import list_ops
 from kvbench.runs.journal import (
     Agreement,
     AgreementPart,
@@ -28,6 +30,8 @@ from kvbench.runs.spec import RunSpec
 LEAST_PASS_S = 1e-5
 """Seconds of a forward pass: launching its operations takes longer on every machine."""
 ROUNDING = 1e-6
+ADDED = ("end_stored_bytes", "end_full_bytes", "distinct_read_bytes_per_step", "full_read_bytes_per_step")
+"""Bytes that no line of an early journal has."""
 PREFIX = "prefix_entries"
 """The counter of a method of family reuse that puts entries before a prompt, and takes over none of its parts."""
 KERNEL = re.compile(r"[a-z0-9][a-z0-9_.+-]{0,63}")
@@ -42,6 +46,10 @@ def check_plausibility(spec: RunSpec, lines: Sequence[Line]) -> Check:
     for x in lines:
         for reason in _list_impossible(spec, x):
             raise RefusedError("measurements", f"sample {x.index} turn {x.turn}: {reason}")
+    for name in ADDED:
+        absent = [getattr(x.bytes, name) is None for x in lines if x.bytes is not None]
+        if any(absent) and not all(absent):
+            raise RefusedError("measurements", f"{sum(absent)} of its {len(absent)} lines have no {name}")
     times = [x.times.decode_s for x in lines if x.times is not None and x.times.steps]
     if len(times) >= 4 and 2 * len(set(times)) < len(times):
         raise RefusedError("measurements", f"{len(times)} measured times are only {len(set(times))} different numbers")
@@ -69,7 +77,7 @@ def _list_impossible(spec: RunSpec, x: Line) -> Iterator[str]:
     if (x.reuse is not None) is not reuses:
         yield f"{'no' if x.reuse is None else 'a'} record of reuse in a run of family {spec.method.family}"
     elif x.reuse is not None:
-        yield from _list_wrong_reuse(x.reuse, x.tokens, x.effect, x.times)
+        yield from _list_wrong_reuse(x.reuse, x.tokens, x.effect, x.times, x.bytes)
     yield from _list_wrong_counters(x.effect)
     if x.agreement is not None:
         yield from _list_wrong_agreement(x.agreement)
@@ -103,6 +111,8 @@ def _list_wrong_kernels(spec: RunSpec, x: Line) -> Iterator[str]:
     for label, implementation in x.kernels.items():
         if not KERNEL.fullmatch(label) or not KERNEL.fullmatch(implementation):
             yield f"its kernels name {quote(implementation)} for {quote(label)}, which is no name of a kernel"
+        elif "." not in label and label not in list_ops():
+            yield f"its kernels name {quote(label)}, which is no operation of kvbench"
         elif "." not in label and implementation not in (spec.kernels, "torch"):
             yield f"{label} ran as {implementation}, and its kernels are {spec.kernels}"
 
@@ -129,10 +139,11 @@ def _list_wrong_drafts(spec: RunSpec, x: Line, found: LosslessLine, tokens: Toke
 
 
 def _list_wrong_reuse(
-    found: ReuseLine, tokens: TokenCounts, effect: Effect, times: Times | None
+    found: ReuseLine, tokens: TokenCounts, effect: Effect, times: Times | None, size: CacheBytes
 ) -> Iterator[str]:
     """Every token is taken over, computed or left out; chunks are made in the prefill."""
     layers = len(effect.entries_kept)
+    entry = size.full_bytes / max(1, tokens.context * layers)  # bytes of a token in a layer
     if found.tokens != tokens.context * layers:
         yield f"it reuses {found.tokens} tokens of {layers} layers of {tokens.context}"
     for name, value, counter in (
@@ -145,8 +156,14 @@ def _list_wrong_reuse(
         yield f"it computes {found.computed} tokens in {layers} layers, and the prompt's last token is always computed"
     if found.reused > found.tokens or known < found.tokens:
         yield f"{found.reused} tokens reused and {found.computed} computed are not {found.tokens}"
-    if found.mismatched > found.misses or (found.reused and not found.moved_bytes * (found.hits + found.misses)):
-        yield f"{found.reused} tokens of {found.hits} hits and {found.misses} misses moved {found.moved_bytes} bytes"
+    chunks = found.hits + found.misses
+    if found.mismatched > found.misses or found.refused > found.misses or chunks > tokens.context:
+        yield f"{tokens.context} tokens of {found.hits} hits, {found.misses} misses and {found.refused} refused chunks"
+    if found.reused and (not chunks or found.moved_bytes < found.reused * entry or not found.chunk_bytes):
+        yield (
+            f"{found.reused} tokens of {chunks} chunks in {found.chunk_bytes} bytes moved {found.moved_bytes} bytes, "
+            f"and a token takes {entry:g} in a layer"
+        )
     if found.loaded:
         yield f"{found.loaded} chunks are of earlier runs (--chunk-store), and a submitted run computes its own"
     if found.build_s < found.misses * LEAST_PASS_S:
@@ -173,6 +190,8 @@ def _list_wrong_agreement(found: Agreement) -> Iterator[str]:
             yield f"a top-1 agreement of {x.top1:g} is not a share of {x.n} positions"
         if x.kl < -ROUNDING or x.n < 1:
             yield f"a KL divergence of {x.kl:g} over {x.n} positions"
+    if (found.n >= FIRST_PART) is not bool(found.by_distance):
+        yield f"its agreement over {found.n} positions has {len(found.by_distance)} parts by distance"
     if found.by_distance:
         starts = [x.start for x in found.by_distance]
         if starts[0] or starts != sorted(set(starts)) or sum(x.n for x in found.by_distance) != found.n:
@@ -191,8 +210,8 @@ def _list_wrong_times(x: Line, found: Times, tokens: TokenCounts) -> Iterator[st
         yield f"{found.steps} decode steps do not give {tokens.generated} tokens"
     if prefill is not None and compress is not None and compress > prefill:
         yield f"its compression took {compress:g} s of a prefill of {prefill:g} s"
-    if prefill is not None and not LEAST_PASS_S <= prefill <= found.ttft_s + ROUNDING:
-        yield f"its first token came after {found.ttft_s:g} s, its prefill took {prefill:g} s"
+    if not LEAST_PASS_S <= (found.ttft_s if prefill is None else prefill) <= found.ttft_s + ROUNDING:
+        yield f"its first token came after {found.ttft_s:g} s, its prefill took {prefill or 0:g} s"
     if found.decode_s < found.steps * LEAST_PASS_S:
         yield f"{found.steps} decode steps in {found.decode_s:g} s are faster than any machine"
     if (least := found.ttft_s + found.decode_s) > x.seconds + ROUNDING:

@@ -17,9 +17,13 @@ from kvbench.runs.summary import find_machines
 
 FIRST_COMMIT = datetime(2026, 11, 21, tzinfo=UTC)
 """Day of kvbench's first commit: no run is older."""
-OLDEST_PYTHON = (3, 11)
-OLDEST_TRITON = (3, 6)
-"""The oldest that kvbench's kernels are made for."""
+PYTHONS = (3, 11), (3, 14)
+"""The first with which kvbench runs, and the first with which it does not."""
+OLDEST = {"kvbench": (0, 1), "torch": (2, 11), "transformers": (5, 17), "triton": (3, 6)}
+"""The first kvbench, and the oldest packages with which it runs."""
+MOST_THREADS = 4096
+PLACE = re.compile(r"[ -~]{1,200}")
+"""A processor's name."""
 TRITON = "3.9.0"
 """The latest known release, for verifiers without it."""
 VERSION = re.compile(r"(\d{1,9})\.(\d{1,9})(?:\.(\d{1,9}))?(?:[.+-]?[0-9A-Za-z]+)*")
@@ -83,12 +87,13 @@ def _list_wrong_versions(spec: RunSpec, place: Environment, lines: Sequence[Line
         if value is not None and not VERSION.fullmatch(value):
             yield f"its version of {name} is {quote(value)}, which is not a version"
             return
-    if _read_version(place.python) < OLDEST_PYTHON or _read_version(place.python)[0] > OLDEST_PYTHON[0]:
+    if not PYTHONS[0] <= _read_version(place.python) < PYTHONS[1]:
         yield f"it ran on Python {quote(place.python)}, on which kvbench does not run"
     if _read_version(versions.kvbench) > _read_version(__version__):
         yield f"kvbench {quote(versions.kvbench)} is later than the verifier's, {__version__}"
-    if place.triton is not None and _read_version(place.triton) < OLDEST_TRITON:
-        yield f"triton {quote(place.triton)} is older than any with which kvbench runs"
+    for name, least in OLDEST.items():
+        if (old := stated[name]) is not None and _read_version(old) < least:
+            yield f"{name} {quote(old)} is older than any with which kvbench runs"
     if place.triton is None and (spec.kernels == "triton" or any("triton" in x.kernels.values() for x in lines)):
         yield "operations ran in Triton, and its environment has no triton"
     for name, value, here in _list_packages(spec, place):
@@ -100,12 +105,20 @@ def _list_wrong_hardware(spec: RunSpec, place: Environment, lines: Sequence[Line
     """Hardware that contradicts the run's device, and a result of another machine than its journal's."""
     if (spec.device == "cuda") != (place.gpu is not None):
         yield f"it ran on device {quote(spec.device)}, its environment names GPU {quote(place.gpu)}"
+    if spec.device == "cpu" and (there := sorted({*(place.device_map or {}).values()} - {"cpu", "disk"})):
+        yield f"it ran on device 'cpu', parts of its model on {quote(there[0])}"
     machines = find_machines(lines)
     for x in machines:
         if (spec.device == "cuda") != (x.gpu is not None):
             yield f"it ran on device {quote(spec.device)}, its journal names GPU {quote(x.gpu)}"
-    if min([place.threads, *(x.threads for x in machines)]) < 1:
-        yield "it ran on fewer threads than one"
+    for cpu, gpu, threads in [(x.cpu, x.gpu, x.threads) for x in (place, *machines)]:
+        if not 1 <= threads <= MOST_THREADS:
+            yield f"it ran on {threads} threads, possible are 1 to {MOST_THREADS}"
+        if not PLACE.fullmatch(cpu) or (gpu is not None and not PLACE.fullmatch(gpu)):
+            yield f"its processor {quote(cpu)} or GPU {quote(gpu)} is not the name of one"
+    first = [x.machine is not None for x in lines if x.turn == 0 and x.error is None]
+    if any(first) and not all(first):
+        yield f"its journal names the machine of {sum(first)} of {len(first)} samples"
     if machines and not any((x.cpu, x.gpu, x.threads) == (place.cpu, place.gpu, place.threads) for x in machines):
         names = ", ".join(sorted({f"{x.gpu or x.cpu} with {x.threads} threads" for x in machines}))
         where = f"{place.gpu or place.cpu} with {place.threads} threads"
@@ -122,6 +135,8 @@ def _list_wrong_dates(
         if found is None or found > now:
             yield f"it was packed at {quote(manifest.created)}, which is not a past time with a time zone"
             return
+        if not VERSION.fullmatch(manifest.kvbench) or _read_version(manifest.kvbench) > _read_version(__version__):
+            yield f"kvbench {quote(manifest.kvbench)} packed it, which the verifier, {__version__}, does not know"
         packed = found
     took: dict[tuple[str, int], float] = {(place.started, -1): 0.0}
     for x in lines:

@@ -14,7 +14,15 @@ from kvbench.leaderboard.submission.bundle import Bundle, open_bundle
 from kvbench.leaderboard.submission.records import Check, FreshSeedResult, Level, RerunResult, Verification
 from kvbench.leaderboard.submission.repository import References, Repository
 from kvbench.leaderboard.submission.seal import is_curated
-from kvbench.leaderboard.verification.answers import LOGPROBS, check_answers, check_prompts, check_scores, rescore
+from kvbench.leaderboard.verification.answers import (
+    LOGPROBS,
+    check_answers,
+    check_denoising,
+    check_prompts,
+    check_scores,
+    check_stop_tokens,
+    rescore,
+)
 from kvbench.leaderboard.verification.code import check_code
 from kvbench.leaderboard.verification.counters import check_counters
 from kvbench.leaderboard.verification.declared import check_bytes
@@ -161,6 +169,8 @@ def _check_content(found: CheckedBundle, bundle: Bundle) -> Iterator[Check]:
     made, check = check_prompts(replay, bundle.lines, remake_examples(replay))
     yield check
     found.references = {(i, turn): ids.answer for i, (_, x) in enumerate(made) for turn, ids in enumerate(x.turns)}
+    check_stop_tokens(replay, folder)
+    check_denoising(spec, bundle.lines, made)
     yield check_answers(replay, bundle.lines, made)
     again = rescore(replay, bundle.lines, made)
     yield check_scores(bundle.lines, again)
