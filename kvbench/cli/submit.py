@@ -58,9 +58,9 @@ def submit_command(
     from kvbench.leaderboard.verification.verify import verify
 
     token = ""
-    if "://" in to:
+    if "://" in to or to.startswith(HUB):
         check_url(to)
-        token = read_token(token_file)
+        token = "" if to.startswith(HUB) else read_token(token_file)
     folders = find_runs(runs, out)
     packed = {}
     for folder in folders:

@@ -14,6 +14,7 @@ from kvbench.leaderboard.verification.outcome import RefusedError
 from kvbench.methods.heads.duo_attention import DuoAttention
 from kvbench.methods.heads.razor_attention import RazorAttention
 from kvbench.methods.merging.kvmerger import KVMerger
+from kvbench.task import Mode
 
 FULL = LayerShape(4, 8, 256, 256, None)
 GEMMA = Shape(8000, (replace(FULL, window=4096), FULL) * 3, 2)
@@ -37,10 +38,10 @@ def look(method, fitted, budget, monkeypatch, *, stored=None, resolved=None, ide
     )
     spec = SimpleNamespace(
         budget=budget, recompress=recompress, model=SimpleNamespace(id="tiny", kind="autoregressive"),
-        method=SimpleNamespace(name=method.card.name),
+        method=SimpleNamespace(name=method.card.name), mode=Mode.SINGLE,
     )
     found = to_jsonable_python(fitted.resolution) if resolved is None else resolved
-    result = SimpleNamespace(budget=SimpleNamespace(resolved=found))
+    result = SimpleNamespace(budget=SimpleNamespace(resolved=found, kind=method.budget_kind.value))
     made = [(None, SimpleNamespace(turns=[SimpleNamespace(answer=())], parts=()))]
     return declared.check_bytes(SimpleNamespace(spec=spec), method, result, [line], made, None)
 

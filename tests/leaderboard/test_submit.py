@@ -294,6 +294,7 @@ def test_a_run_that_would_be_refused_is_not_sent(kvbench, snapkv, fake_server, m
     *((["--submitter", "ada", "--to", url], f"--to {url!r} is not the address of a leaderboard") for url in (
         "ftp://x", "https://", "http:///path", "http://[::1", "http://x:99999", "http://x:port", "https://x y",
         "https://x\ny", "https://ada:secret@x", "https://x?a=b", "https://b\u00fccher", "://x",
+        "hf:", "hf:rows", "hf:a/b/c", "hf://a/b",
     )),
     (["--submitter", "ada", "--to", "https://x"], "Set KVBENCH_TOKEN, or give --token-file."),
     (["--submitter", "ada", "--to", "https://x", "--token-file", "/no"], "--token-file /no cannot be read"),

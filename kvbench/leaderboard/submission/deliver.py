@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -20,6 +21,7 @@ from kvbench.leaderboard.verification.outcome import RefusedError
 from kvbench.log import say
 
 HUB = "hf:"
+DATASET = re.compile(rf"{HUB}[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 TOKEN = "KVBENCH_TOKEN"  # noqa: S105  # the name of a variable
 WAIT_S = 60
 MAX_REPLY = 1 << 20
@@ -117,11 +119,13 @@ def send_to_server(files: Mapping[str, bytes], url: str, token: str) -> dict[str
 
 
 def check_url(url: str) -> None:
-    """Check the address of a leaderboard server.
+    """Check the address of a leaderboard server, or of a data set on the hub.
 
     Raises:
-        UserError: it is not the URL of a server.
+        UserError: it is neither the URL of a server nor hf:OWNER/DATASET.
     """
+    if DATASET.fullmatch(url):
+        return
     try:
         parts = urllib.parse.urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)

@@ -111,7 +111,7 @@ def _list_wrong_hardware(spec: RunSpec, place: Environment, lines: Sequence[Line
     for x in machines:
         if (spec.device == "cuda") != (x.gpu is not None):
             yield f"it ran on device {quote(spec.device)}, its journal names GPU {quote(x.gpu)}"
-    for cpu, gpu, threads in [(x.cpu, x.gpu, x.threads) for x in (place, *machines)]:
+    for cpu, gpu, threads in [(place.cpu, place.gpu, place.threads), *((x.cpu, x.gpu, x.threads) for x in machines)]:
         if not 1 <= threads <= MOST_THREADS:
             yield f"it ran on {threads} threads, possible are 1 to {MOST_THREADS}"
         if not PLACE.fullmatch(cpu) or (gpu is not None and not PLACE.fullmatch(gpu)):
