@@ -155,8 +155,8 @@ MOST_FLOPS = 5e14
 """Products of the synthetic contexts of a cell: about a second of an H100."""
 MOST_BYTES = 6e13
 """Bytes that its operations write: with as many read, 40 s at 3 TB/s."""
-MOST_LAUNCHES = 5e5
-"""Operations that it launches: 5 s at 10 us each."""
+MOST_LAUNCHES = 1e6
+"""Operations that it launches: 10 s at 10 us each, fewer than one per token and layer at 32,768 tokens."""
 MOST_CALLS = 1e6
 """Python functions that a decode step calls: a few tenths of a second, in a cell of about 300 steps."""
 WIDTH, HEADS, LAYERS = 128, 8, 2
