@@ -153,7 +153,7 @@ class LowRankKV(SelectiveKV):
 
     def _attend_slots(self, step: Step, t: int, chosen: Tensor) -> Partial:
         assert self._slots is not None
-        self._bring_back(step.rope, chosen)
+        self._bring_back(step.rope, chosen, step.query.shape[2] - 1 - t)
         width, value_width = self.keys.shape[3], self.values.shape[3]
         entries = self._slots.key[0, 0].numel() // width
         heads = len(self._slots.chunk.flatten(0, 1))
@@ -163,8 +163,11 @@ class LowRankKV(SelectiveKV):
             scale=step.scale, seen=step.seen, softcap=step.softcap,
         )
 
-    def _bring_back(self, rope: Rope, chosen: Tensor) -> None:
-        """Make the slots hold these chunks; those that they hold already stay where they are. chosen: [B, H_kv, k]"""
+    def _bring_back(self, rope: Rope, chosen: Tensor, later: int) -> None:
+        """Make the slots hold these chunks; those that they hold already stay where they are.
+
+        chosen: [B, H_kv, k]. later: tokens of the same pass after the one that chose them.
+        """
         assert self._chunks is not None and self._slots is not None
         chunks, slots = self._chunks, self._slots
         batch, heads, count = chosen.shape
@@ -175,7 +178,7 @@ class LowRankKV(SelectiveKV):
         missing = found == count
         misses = missing.sum(-1, keepdim=True)  # [B, H_kv, 1]
         most = int(misses.max())
-        self._count(chosen.numel() - int(misses.sum()), chosen.numel(), most)
+        self._count(chosen.numel() - int(misses.sum()), chosen.numel(), most, later)
         if not most:
             return
         taken = torch.zeros_like(where[..., :1], dtype=torch.bool).repeat(1, 1, count + 1).scatter_(2, found, True)
@@ -192,17 +195,17 @@ class LowRankKV(SelectiveKV):
         slots.value.flatten(0, 2).index_copy_(0, at, chunks.values.fetch(new).flatten(0, 2))
         slots.chunk.scatter_(2, free, new.to(torch.int32))
 
-    def _count(self, hits: int, chosen: int, most: int) -> None:
+    def _count(self, hits: int, chosen: int, most: int, later: int) -> None:
         """Count a token's selection, and the bytes that it reads on the device and brings from the host."""
         assert self._chunks is not None and self._slots is not None
         chunks, slots = self._chunks, self._slots
         batch, heads = chunks.landmarks.shape[:2]
-        dense = (self.keys[0, 0].numel() + self.values[0, 0].numel()) * self.keys.itemsize
+        dense = (self.keys[0, 0, later:].numel() + self.values[0, 0, later:].numel()) * self.keys.itemsize
         row = chunks.factors.shape[2] * chunks.factors.itemsize
         value = chunks.values.entries.shape[3] * chunks.values.entries.itemsize
         brought = storage_bytes([chunks.basis]) + batch * heads * most * (chunks.size * row + value) if most else 0
         self.reads.update({
-            "queries": 1, "seen": self.seen, "chunks_selected": chosen, "chunks_reused": hits,
+            "queries": 1, "seen": self.seen - later, "chunks_selected": chosen, "chunks_reused": hits,
             "host_bytes": batch * heads * most * value,
             "bytes": storage_bytes([chunks.landmarks, slots.key, slots.value]) + batch * heads * dense + brought,
         })

@@ -44,6 +44,7 @@ class ShadowKV(Method):
 
     card: ClassVar[Card] = Card(
         name="shadowkv",
+        version="2",
         title="ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM Inference",
         idea="Before rotation the keys of one prompt have low rank, so the GPU keeps only their factors, and values "
         "go to the host. From the mean key of each chunk a token selects the chunks to rebuild and fetch.",

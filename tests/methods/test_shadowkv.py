@@ -129,7 +129,7 @@ def test_slots_hold_what_a_fresh_fetch_would():
             assert slots.value.equal(chunks.values.fetch(stored))
             old, kept = slots.key.clone(), [x.sort().values for x in stored.flatten(0, 1)]
             slots.chunk.fill_(chunks.number.shape[2])
-            store._bring_back(model.ropes[0], stored)
+            store._bring_back(model.ropes[0], stored, 0)
             assert [x.sort().values.tolist() for x in slots.chunk.flatten(0, 1)] == [x.tolist() for x in kept]
             fresh = slots.key.gather(2, slots.chunk.long().argsort(-1)[..., None].expand_as(slots.key))
             before = old.gather(2, stored.argsort(-1)[..., None].expand_as(old))
@@ -150,7 +150,7 @@ def test_stored_apart_outliers_and_local_entries_are_disjoint():
 
 
 def test_a_question_selects_as_its_tokens_would_one_by_one():
-    """50 tokens at once give the logits of 50 steps."""
+    """50 tokens at once give the logits, counters and bytes read of 50 steps."""
     model = tiny_model()
     method = fitted(model, 24, 90)
     with Session(model, method, capacity=300) as once, Session(model, method, capacity=300) as singly:
@@ -158,6 +158,7 @@ def test_a_question_selects_as_its_tokens_would_one_by_one():
         together = once.forward(torch.tensor([ids(50, 2)]), Moment.TURN_END, keep=50)
         apart = torch.cat([singly.forward(torch.tensor([[x]]), Moment.TURN_END) for x in ids(50, 2)], dim=1)
         assert once.effect().facts == singly.effect().facts
+        assert once.memory().read_bytes_per_step == singly.memory().read_bytes_per_step
     assert (together - apart).abs().max() < 1e-4
 
 
