@@ -151,8 +151,9 @@ def test_records_of_drafts_and_reuse_are_compared(verify_with, tmp_path, method,
     assert record.level is None and f"its {name} is" in record.checks[-1].reason
 
 
-def test_a_trained_part_that_differs_is_named(verify_with, tmp_path):
-    """L0 knows the part by its hash only; the answers and scores that count are those of the verifier's part."""
+def test_a_trained_part_that_differs_is_named(verify_with, tmp_path, monkeypatch):
+    """L0 knows a part that is not shipped by its hash only; the scores that count are those of the verifier's part."""
+    monkeypatch.setattr("kvbench.leaderboard.verification.declared.find_shipped", lambda *_: None)
     done = make_run(tmp_path, "longspec", samples=1, turns=1, mode="single", visibility=None)
     assert verify_with(done.files, 1.0).rerun.differs == ()
     forged = edit(done.files, RESULT, lambda x: x["budget"]["resolved"].update(trained_on="nothing"))
@@ -210,8 +211,9 @@ def test_a_run_of_a_gpu_is_rerun_on_a_cpu(snapkv, verify_with):
     assert record.level == "L1" and "device" in record.rerun.differs
 
 
-def test_a_changed_stop_token_is_refused_by_a_rerun(snapkv, verify_with):
-    """L0 does not know which tokens end an answer."""
+def test_a_changed_stop_token_is_refused_by_a_rerun(snapkv, verify_with, monkeypatch):
+    """L0 does not know which tokens end an answer where no file of the model names them."""
+    monkeypatch.setattr("kvbench.leaderboard.verification.answers._read_stop_ids", lambda path: ())
     files = edit_spec(snapkv.files, lambda x: x["task"].update(stop=[0, 255]))
     assert "its task.stop" in verify_with(files, 0.25).checks[-1].reason
 
