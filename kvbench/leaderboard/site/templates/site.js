@@ -46,7 +46,10 @@ function recall() {
   if (!location.hash.includes("=")) return;
   const wanted = new URLSearchParams(location.hash.slice(1));
   for (const element of forms.flatMap((form) => [...form.elements])) {
-    if (element.name && wanted.has(element.name)) element.value = wanted.get(element.name);
+    if (element.name && wanted.has(element.name)) {
+      element.value = wanted.get(element.name);
+      element.dataset.chosen = "";
+    }
     if (element.tagName === "SELECT" && element.selectedIndex < 0) element.selectedIndex = 0;
   }
 }
@@ -92,12 +95,14 @@ function showAnswer() {
   const key = (indices) => indices.join(".");
   const now = () => chosen.map((x) => x.selectedIndex);
   const offered = (at) => Object.keys(data.answers).filter((x) => at.every((y, i) => y === Number(x.split(".")[i])));
-  for (const i of [1, 2, 3]) { // options that the choices before leave open
+  // The choices before leave some options open. A choice of the user stays while it is open; the others start anew.
+  for (const i of [1, 2, 3]) {
     const open = new Set(offered(now().slice(0, i)).map((x) => x.split(".")[i]));
     for (const option of chosen[i].options) option.disabled = !open.has(String(option.index));
     const usual = [...chosen[i].options].find((x) => x.defaultSelected && !x.disabled);
     const first = usual ?? [...chosen[i].options].find((x) => !x.disabled);
-    if (chosen[i].options[chosen[i].selectedIndex].disabled) chosen[i].selectedIndex = first.index;
+    const kept = "chosen" in chosen[i].dataset && !chosen[i].options[chosen[i].selectedIndex].disabled;
+    if (!kept) chosen[i].selectedIndex = first.index;
   }
   const answer = data.answers[key(now())];
   $("answer").hidden = false;
@@ -168,9 +173,13 @@ const show = data ? showAnswer : $("filters") ? showProtocol : null;
 if (show) {
   for (const form of forms) {
     form.hidden = false;
-    form.addEventListener("input", () => { show(); keep(); });
+    form.addEventListener("input", (event) => { event.target.dataset.chosen = ""; show(); keep(); });
     form.addEventListener("submit", (event) => event.preventDefault());
-    form.addEventListener("reset", () => setTimeout(() => { show(); keep(); }));
+    form.addEventListener("reset", () => setTimeout(() => {
+      for (const element of form.elements) delete element.dataset.chosen;
+      show();
+      keep();
+    }));
   }
   $("again")?.addEventListener("click", () => $("filters").reset());
   addEventListener("hashchange", () => { recall(); show(); });
