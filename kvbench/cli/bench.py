@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -105,11 +105,10 @@ def plan_command(
 
 
 def _print_plan(plan: Forecast) -> None:
-    """Three tables, each with its legend, so that each fits 80 columns."""
-    from kvbench.analysis.formatting import format_bytes, print_table
+    """Tables that fit 80 columns, each with its legend; the last one if there are lossless methods."""
+    from kvbench.analysis.formatting import format_bytes
     from kvbench.bench.forecast import KERNEL_SECONDS, PYTHON_SECONDS, VISIBLE
     from kvbench.bench.table import format_seconds
-    from kvbench.log import say
 
     def visible(speedup: float | None) -> str:
         if speedup is None:
@@ -148,19 +147,28 @@ def _print_plan(plan: Forecast) -> None:
             f"Python takes {PYTHON_SECONDS * 1e3:.2f} ms per layer to launch a step; `no`: below 5 %.",
         ]),
     ]
-    drafts = [x for x in plan.methods if x.drafted is not None and x.break_even is not None]
+    for columns, list_cells, legend in tables:
+        _print_explained(columns, map(list_cells, plan.methods), legend)
+    drafts = [
+        [x.method, str(x.drafted), f"{x.break_even:.2f}"]
+        for x in plan.methods if x.drafted is not None and x.break_even is not None
+    ]
     if drafts:
-        tables.append((["method", "drafts", "break_even"], lambda x: [
-            x.method, str(x.drafted), f"{x.break_even:.2f}",
-        ], [
+        _print_explained(["method", "drafts", "break_even"], drafts, [
             "Of lossless methods, step_reads and the bounds are those of a token where all",
             "drafts are accepted. break_even: accepted tokens per round at which a token",
             "reads as much as with the full cache; more than it drafts: never.",
-        ]))
-    for columns, list_cells, legend in tables:
-        print_table("", columns, map(list_cells, drafts if "drafts" in columns else plan.methods))
-        for line in legend:
-            say(line)
+        ])
+
+
+def _print_explained(columns: list[str], rows: Iterable[list[str]], legend: list[str]) -> None:
+    """Print a table, and lines that explain its columns."""
+    from kvbench.analysis.formatting import print_table
+    from kvbench.log import say
+
+    print_table("", columns, rows)
+    for line in legend:
+        say(line)
 
 
 def _split(text: str) -> tuple[str, ...]:
