@@ -1,10 +1,11 @@
-"""Shared by the methods' tests: steps made by hand."""
+"""Shared by the methods' tests: steps made by hand, and the bundled model."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from kvbench.hf import load_model
 from kvbench.hf.rope import NO_ROPE
 from kvbench.method import Moment, Step
 from kvbench.registry import list_entries
@@ -33,6 +34,12 @@ def make_step():
         )
 
     return make
+
+
+@pytest.fixture(scope="module")
+def mini():
+    """The bundled model in float32."""
+    return load_model("mini", dtype="float32")
 
 
 @pytest.fixture(scope="module")

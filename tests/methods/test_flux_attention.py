@@ -11,7 +11,6 @@ import torch
 from kvbench.engine.agreement import FullCache
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
-from kvbench.hf import load_model
 from kvbench.hf.tiny import tiny_model
 from kvbench.kernels.ragged_attention import Partial
 from kvbench.method import Moment
@@ -173,12 +172,6 @@ def recent_prompt(rng, model):
     before = calibration_ids(model, 8000)[0, start : start + 380].tolist()
     text = f"\n{asked.context}\n\n{asked.turns[0].question}"
     return before + model.tokenizer(text, add_special_tokens=False).input_ids
-
-
-@pytest.fixture(scope="module")
-def mini():
-    """The bundled model in float32."""
-    return load_model("mini", dtype="float32")
 
 
 def layers_open(model, ids):

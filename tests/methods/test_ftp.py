@@ -13,7 +13,7 @@ from kvbench.engine.recording import InexactPrefillError
 from kvbench.engine.session import Session
 from kvbench.engine.shared import SharedPrefill
 from kvbench.errors import UserError
-from kvbench.hf import adapter, load_model
+from kvbench.hf import adapter
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Budget, Moment
 from kvbench.methods.prefill.ftp import FTP
@@ -178,12 +178,6 @@ def test_received_attention_is_a_mean_over_the_queries_that_see_the_token(make_s
 
 
 # Training and weights
-
-
-@pytest.fixture(scope="module")
-def mini():
-    """The bundled model in float32."""
-    return load_model("mini", dtype="float32")
 
 
 def ask(seed, model):

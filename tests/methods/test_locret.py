@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from safetensors.torch import load_file
 from kvbench.check.trial import CONTEXT, open_session, random_ids
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
-from kvbench.hf import load_model
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Budget, Moment
 from kvbench.methods.baseline.full import Full
@@ -21,9 +19,8 @@ from kvbench.methods.eviction.locret import HIDDEN, Locret
 from kvbench.methods.eviction.retaining import collect, make_heads, rank_correlation, train
 from kvbench.registry import find_method
 from kvbench.runs.results import TASKS
-from kvbench.tasks.ruler import niah
-from kvbench.tasks.words import draw_keys, draw_numbers
 from kvbench.techniques.parts import SHIPPED, get_module, get_part, read_metadata, write_part
+from tests.methods.needles import draw_asked
 
 
 @pytest.fixture(scope="module")
@@ -181,22 +178,6 @@ def test_weights_of_another_model_method_or_shape_are_refused(model, tmp_path):
         Locret(weights=str(tmp_path / "wide.safetensors")).bind(model)
 
 
-@pytest.fixture(scope="module")
-def mini():
-    """The bundled model in float32."""
-    return load_model("mini", dtype="float32")
-
-
-def draw_asked(mini, seed):
-    """Two keys among noise, with a question for the first: context, question and answer as ids."""
-    rng, task = random.Random(f"test/locret/{seed}"), niah.NiahMultikey1()
-    pairs = list(zip(draw_keys(rng, 2), draw_numbers(rng, 2), strict=True))
-    example = task.compose(task.haystack_for(rng), pairs, [0], 400, id="")
-    turn = example.turns[0]
-    texts = f"{example.context}{task.joint}", f"{turn.question}{turn.prefix}", turn.answer
-    return tuple(mini.tokenizer(x, add_special_tokens=False).input_ids for x in texts)
-
-
 @pytest.mark.slow
 def test_the_shipped_heads_rank_entries_better_than_a_window_of_attention(mini, monkeypatch):
     """By the correlation with what an answer reads, on texts of other seeds than those of the training.
@@ -238,7 +219,7 @@ def test_the_shipped_heads_keep_answers_that_random_eviction_loses(mini):
     for name in ("locret", "random"):
         right[name] = 0
         for seed in range(12):
-            context, question, answer = draw_asked(mini, seed)
+            context, question, answer = draw_asked(mini, f"test/locret/{seed}")
             method = find_method(name)().bind(mini).fit(Budget.parse("12%"), mini.shape(len(context)))
             with Session(mini, method, capacity=len(context) + 60) as session:
                 session.prefill(context)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from functools import partial
 
 import pytest
@@ -17,9 +16,8 @@ from kvbench.methods.retrieval import nosa, value_gate
 from kvbench.methods.retrieval.nosa import Nosa
 from kvbench.runs.results import TASKS
 from kvbench.store.chosen import ChosenKV
-from kvbench.tasks.ruler import niah
-from kvbench.tasks.words import draw_keys, draw_numbers
 from kvbench.techniques.parts import SHIPPED, get_module, get_part, read_metadata
+from tests.methods.needles import draw_asked
 
 LENGTH = 90
 CONTEXT = torch.randint(VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -142,22 +140,6 @@ def test_gates_learn_which_entries_are_asked_for():
     assert value_gate.measure_loss(model, gates, text, 16, divide).item() < 0.9 * before
 
 
-@pytest.fixture(scope="module")
-def mini():
-    """The bundled model in float32."""
-    return load_model("mini", dtype="float32")
-
-
-def draw_asked(mini, seed):
-    """Two keys among noise, with a question for the first: context, question and answer as ids."""
-    rng, task = random.Random(f"test/nosa/{seed}"), niah.NiahMultikey1()
-    pairs = list(zip(draw_keys(rng, 2), draw_numbers(rng, 2), strict=True))
-    example = task.compose(task.haystack_for(rng), pairs, [0], 400, id="")
-    turn = example.turns[0]
-    texts = f"{example.context}{task.joint}", f"{turn.question}{turn.prefix}", turn.answer
-    return tuple(mini.tokenizer(x, add_special_tokens=False).input_ids for x in texts)
-
-
 @pytest.mark.slow
 def test_the_shipped_gates_lose_less_than_untrained_and_random_ones(mini):
     """Loss of answers whose rows read a fifth of the blocks, on prompts that the gates were not trained on."""
@@ -169,7 +151,7 @@ def test_the_shipped_gates_lose_less_than_untrained_and_random_ones(mini):
         torch.nn.init.normal_(gate.delta.weight, std=0.1, generator=torch.Generator().manual_seed(0))
     losses, divide = dict.fromkeys(gates, 0.0), partial(Nosa().divide_context, share=0.2)
     for seed in range(12):
-        context, question, answer = draw_asked(mini, seed)
+        context, question, answer = draw_asked(mini, f"test/nosa/{seed}")
         ids = torch.tensor([[*context, *question, *answer]])
         labels = torch.full_like(ids, -100)
         labels[0, -len(answer) - 1 : -1] = torch.tensor(answer)
@@ -188,7 +170,7 @@ def test_blocks_chosen_by_scores_are_used_again_more_than_those_chosen_by_querie
     monkeypatch.setattr(Nosa, "choose", lambda *x: chosen.append(choose(*x)) or chosen[-1])
     same = {"scores": [], "queries": []}
     for seed in range(3):
-        context, question, answer = draw_asked(mini, seed)
+        context, question, answer = draw_asked(mini, f"test/nosa/{seed}")
         method = Nosa().bind(mini).fit(Budget.parse("25%"), mini.shape(len(context)))
         by_query.clear()
         chosen.clear()

@@ -14,7 +14,7 @@ from kvbench.engine.recording import InexactPrefillError
 from kvbench.engine.session import Session
 from kvbench.engine.stores import Stores
 from kvbench.errors import UserError
-from kvbench.hf import Model, Rope, load_model
+from kvbench.hf import Model, Rope
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Moment
 from kvbench.methods.reuse.reasoncache import PrefixedKV, ReasonCache
@@ -131,12 +131,6 @@ def test_training_lowers_the_loss_and_spares_the_model(model):
     untouched, start = train(model, 12, 0, DEMONSTRATION, None), Prefix(model, 12)
     start.take(model, DEMONSTRATION)
     assert all(torch.equal(untouched[name], x) for name, x in start.state_dict().items())
-
-
-@pytest.fixture(scope="module")
-def mini():
-    """The bundled model in float32."""
-    return load_model("mini", dtype="float32")
 
 
 @pytest.mark.slow
