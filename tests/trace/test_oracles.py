@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 import venv
 from pathlib import Path
 
@@ -55,9 +54,6 @@ def test_hit_rates_are_those_of_other_simulators(oracle, path):
     theirs = json.loads(done.stdout)
     flat = {(name, size): rate for name, size, rate in theirs["flat"]}
     trace = load(path)
-    started = time.process_time()
-    simulate(trace, LRU(), CAPACITIES[0])
-    assert time.process_time() - started < theirs["seconds"], "about half of it, on an idle machine"
     half = len(trace.requests) // 2
     prompt = sum(x.input_tokens for x in trace.requests[half:])
     for policy, name in ((LRU, "lru"), (Optimum, "optimal")):
