@@ -15,6 +15,7 @@ from kvbench.method import BudgetKind, Card, Step, Upstream
 from kvbench.techniques.reuse import LIMITS, MixedPrompt, ReusedKV, ReuseMethod, attention_rows, run_earlier
 
 CHECK_LAYER = 1
+CODE = "vllm/attention/backends/xformers.py"
 PUNCTUATION = frozenset(".,!?;:\n\u3002\uff0c\uff01\uff1f\uff1b\uff1a")
 
 
@@ -64,8 +65,11 @@ class KVShare(ReuseMethod):
         heads="pooled",
         upstream=Upstream(repo="SheepHuan/vllm_plus", commit="b425db84738f608ffb1a6af8aafefa2e294fa148", license=None),
         deviations=(
-            ("The released code takes ranks among the tokens taken over for places in the prompt, and so scores and "
-            "computes other tokens behind the first new one; `as_released` does the same."),
+            ("The released code takes ranks among the tokens taken over (" + CODE + ", line 742) for places in the "
+            "prompt (lines 748, 756 and 784), and so scores and computes other tokens behind the first new one; "
+            "`as_released` does the same."),
+            ("The token whose attention counts is the prompt's last but one. In the released code (" + CODE + ", line "
+            "747) it is that of the batch's last prompt, for every prompt of a batch."),
             "Every earlier prompt of the example is a candidate; sentence embeddings do not choose among them.",
             "Tokens of high deviation are not computed again while decoding, which is an option of the released code.",
             "The last token that is always computed is the prompt's; all that was not taken over is computed, too.",
