@@ -19,6 +19,11 @@ SINKS = (0, 1, 2, 4, 8)
 DELETED = 32
 """Tokens that `edit` deletes from the middle."""
 SPARSITIES = (0.5, 0.7)
+CHUNKS = 8
+"""Parts of the text in `recompute`; all but the last quarter of them are reused."""
+CHECK_LAYER = 1
+"""The layer whose values choose tokens in `recompute`."""
+RATIOS = (0.0, 0.05, 0.15, 0.3, 0.5)
 
 
 def stream(model: Model, ids: Sequence[int], newline: int) -> Values:
@@ -109,6 +114,42 @@ def reuse(model: Model, ids: Sequence[int]) -> Values:
         "top_share": median([float(x[: round(0.15 * len(x))].sum() / x.sum()) for x in top]),
         "next_layer": median(near),
     }
+
+
+def recompute(model: Model, ids: Sequence[int]) -> Values:
+    """CacheBlend: divergence of the last quarter where chunks before it are reused and a share is computed again."""
+    size = len(ids) // CHUNKS
+    count = size * (CHUNKS * 3 // 4)
+    exact = run_layers(model, ids, lambda x: mix(x.attention, x.value), keep=len(ids) - count)
+    apart = [_collect(model, ids[:size]), *(  # each behind the text's first token, and at its place
+        _collect(model, [ids[0], *ids[start : start + size]], start - 1) for start in range(size, count, size)
+    )]
+    held = [
+        (torch.cat([x.key[:, -size:] for x in layer], dim=1), torch.cat([x.value[:, -size:] for x in layer], dim=1))
+        for layer in zip(*apart, strict=True)
+    ]
+
+    def measure(ratio: float) -> float:
+        reused = torch.ones(count, 1, dtype=torch.bool)
+
+        def compute(layer: Layer) -> Tensor:
+            key, value = held[layer.index]
+            if layer.index == CHECK_LAYER:
+                deviation = (layer.value[:, :count] - value).square().sum((0, 2))
+                reused[deviation.topk(int(ratio * count)).indices] = False
+            if layer.index <= CHECK_LAYER:
+                return mix(layer.attention, layer.value)
+            key, value = (
+                torch.cat([torch.where(reused, old, new[:, :count]), new[:, count:]], dim=1)
+                for old, new in ((key, layer.key), (value, layer.value))
+            )
+            return mix(attend(layer.query, key, layer.step.scale, causal_mask(layer.length)), value)
+
+        rough = run_layers(model, ids, compute, keep=len(ids) - count)
+        return float((exact.exp() * (exact - rough)).sum(-1).mean())
+
+    found = {f"kl_{ratio:.0%}": measure(ratio) for ratio in RATIOS}
+    return {**found, "removed_by_15%": 1 - found["kl_15%"] / found["kl_0%"]}
 
 
 def prune(model: Model, ids: Sequence[int]) -> Values:

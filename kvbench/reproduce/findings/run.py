@@ -103,6 +103,7 @@ PASSES: dict[str, Callable[[Model, Sequence[int], Reference], Values]] = {
     ),
     "edit": lambda model, ids, _: passes.edit(model, _first_half(ids)),
     "reuse": lambda model, ids, _: passes.reuse(model, _first_half(ids)),
+    "recompute": lambda model, ids, _: passes.recompute(model, _first_half(ids)),
     "prune": lambda model, ids, _: passes.prune(model, _first_half(ids)),
     "retrieval-heads": lambda model, ids, other: compressed.retrieve(model, _first_half(ids), other.heads),
     "divergence": lambda model, ids, _: compressed.diverge(model, _first_half(ids)),
