@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from kvbench.check.trial import random_ids
 from kvbench.engine.reuse import run_prompt
 from kvbench.methods.reuse.cache_craft import find_share
 from kvbench.registry import find_method
@@ -80,6 +81,38 @@ def test_kvshare_computes_the_attended_tokens_whose_values_changed(passes):
     importance = weigh(step, LENGTH - 2, taken).mean(0) * change
     chosen = importance.topk(int(0.2 * len(taken))).indices.tolist()
     assert find_rows(passes) == set(range(LENGTH)) - set(taken) | {taken[i] for i in chosen}
+
+
+def test_kvshare_weighs_the_tokens_taken_over_among_themselves(passes):
+    """By a softmax over them alone; weights of a softmax over the whole prompt would choose others."""
+    parts, earlier = (LEAD, tuple(random_ids(60, seed=31)), DOCUMENTS[2]), (OTHER[0], DOCUMENTS[2])
+    with prefilled(find_method("kvshare")(ratio=0.3), parts=parts, earlier=(earlier,)):
+        pass
+    ids = [*join(parts), *TAIL]
+    taken, row = list(range(len(LEAD) + 60, len(ids) - len(TAIL))), len(ids) - 2
+    step, old = observe_full(ids)[1], run_prompt(model(), join(earlier)).values[1]
+    change = (step.value[0, :, taken] - old[0, :, len(OTHER[0]) :]).abs().sum((0, 2))
+    among, over_all = weigh(step, row, taken), weigh(step, row, list(range(row + 1)))[:, taken]
+    wanted, others = ({taken[i] for i in (x.mean(0) * change).topk(7).indices.tolist()} for x in (among, over_all))
+    assert wanted != others
+    assert find_rows(passes) & set(taken) == wanted
+
+
+def test_relaycaching_keeps_entries_outside_its_layers():
+    """Below the first layer and above the last, those of the earlier prompt; new tokens are computed in every layer."""
+    settings = {"start": 0.67, "detect": 0.67, "end": 0.67}
+    with prefilled(find_method("relaycaching")(**settings), parts=MOVED, earlier=(OTHER,)) as session:
+        held = [x.values for x in session.layers]
+        assert [x.reused for x in session.layers] == [AT_HAND - len(LEAD)] * 2 + [0, AT_HAND - len(LEAD)]
+    taken = list(range(len(LEAD), AT_HAND))
+    new = [x for x in range(LENGTH) if x not in taken]
+    places = {part: sum(map(len, OTHER[: OTHER.index(part)])) for part in DOCUMENTS}
+    source = [places[part] + i for part in MOVED[1:] for i in range(len(part))]
+    earlier, full = run_prompt(model(), join(OTHER)).values, observe_full([*join(MOVED), *TAIL])
+    for layer in (0, 1, 3):
+        assert distance(held[layer][:, :, taken], earlier[layer][:, :, source]) < 1e-5
+    assert distance(held[1][:, :, new], full[1].value[:, :, new]) < 1e-5
+    assert held[3][0, :, new].abs().amax(2).min() > 1e-3
 
 
 def test_relaycaching_computes_tokens_that_deviate_or_are_attended_to(passes):
@@ -160,3 +193,6 @@ def test_ape_holds_documents_that_do_not_see_each_other():
             assert distance(held.values[:, :, here], alone.values[2][:, :, own]) < 1e-5
             assert distance(held.keys[:, :, here], model().ropes[2].rotate(alone.keys[2][:, :, own], positions)) < 1e-4
         assert session.seen - session.behind == end + len(TAIL)
+        asked = run_prompt(model(), TAIL).keys[0]  # keys of layer 0 before rotation depend on nothing else
+        positions = torch.arange(end, end + len(TAIL))[None]
+        assert distance(session.layers[0].keys[:, :, AT_HAND:], model().ropes[0].rotate(asked, positions)) < 1e-4
