@@ -64,20 +64,21 @@ def measure_findings(name: str, model: str, texts: int | None, out: Path, *, dry
         STATISTICS_VERSION,
         TEXTS,
         Plan,
+        choose_findings,
         judge,
         measure,
         read_journal,
     )
     from kvbench.reproduce.findings.statements import find_findings
 
-    plan = Plan(find_findings(name), texts or TEXTS, LENGTH)
     if dry_run:
-        names = ", ".join(plan.statistics)
-        typer.echo(f"{len(plan.findings)} findings on {plan.texts} texts of {LENGTH:,} tokens: {names}.")
+        names = ", ".join(dict.fromkeys(x.statistic for x in find_findings(name)))
+        typer.echo(f"{texts or TEXTS} texts of {LENGTH:,} tokens. Statistics, where they fit the model: {names}.")
         return 0
     started, begin = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     from kvbench.hf import load_model
     from kvbench.log import say
+    from kvbench.registry import find_task
     from kvbench.runs.environment import find_environment
     from kvbench.runs.files import read_file
     from kvbench.runs.spec import ModelSpec
@@ -88,7 +89,10 @@ def measure_findings(name: str, model: str, texts: int | None, out: Path, *, dry
         raise UserError(f"{model} has no causal attention with rotary embeddings that kvbench can invert. Use another.")
     if len(loaded.layers) < LAYERS:
         raise UserError(f"{model} has {len(loaded.layers)} layers. These findings need {LAYERS}: use another model.")
+    plan = Plan(choose_findings(name, loaded), texts or TEXTS, LENGTH)
     data = name_revision(library()[1])
+    if plan.task is not None:
+        data = f"{find_task(plan.task)().prompt_id}, {data}"
     key = hashlib.sha256(f"{STATISTICS_VERSION} {LENGTH} {data} {loaded.sha256} {loaded.dtype}".encode()).hexdigest()
     journal = out / "findings" / f"{loaded.id}-{key[:12]}.jsonl"
     for text, statistic in measure(loaded, plan, journal):

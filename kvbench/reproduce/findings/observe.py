@@ -28,8 +28,13 @@ class Layer:
 
     @cached_property
     def attention(self) -> Tensor:
-        """Causal attention. [H_q, T, T]"""
-        return attend(self.query, self.key, self.step.scale, causal_mask(self.length))
+        """Causal attention, in a sliding layer within its window. [H_q, T, T]"""
+        return attend(self.query, self.key, self.step.scale, causal_mask(self.length, self.step.window))
+
+    @property
+    def rotated(self) -> bool:
+        """Whether the layer rotates queries and keys."""
+        return self.step.rope.angles is not None
 
     @cached_property
     def plain_key(self) -> Tensor:
@@ -54,9 +59,10 @@ class Observer(ABC):
         """The statistics of the text, after the last layer."""
 
 
-def causal_mask(length: int) -> Tensor:
+def causal_mask(length: int, window: int | None = None) -> Tensor:
     """True where a query may attend. [T, T]"""
-    return torch.ones(length, length, dtype=torch.bool).tril()
+    mask = torch.ones(length, length, dtype=torch.bool).tril()
+    return mask if window is None else mask.triu(1 - window)
 
 
 def attend(query: Tensor, key: Tensor, scale: float, allowed: Tensor) -> Tensor:

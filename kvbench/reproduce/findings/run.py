@@ -16,12 +16,14 @@ import torch
 from kvbench.errors import UserError
 from kvbench.hf import Model
 from kvbench.hf.config import quiet
-from kvbench.reproduce.findings import attention, compressed, entries, passes, questions
+from kvbench.registry import find_task
+from kvbench.reproduce.findings import attention, compressed, entries, hybrid, passes, questions
 from kvbench.reproduce.findings.numbers import spearman
 from kvbench.reproduce.findings.observe import Observer, Values, observe
 from kvbench.reproduce.findings.records import CheckResult, Decision, FindingResult, join_verdicts
-from kvbench.reproduce.findings.statements import Statement, StatisticCheck
+from kvbench.reproduce.findings.statements import Statement, StatisticCheck, find_findings
 from kvbench.runs.stats import bootstrap_interval
+from kvbench.task import Split, encode
 from kvbench.text.stdlib import library
 
 TEXTS = 8
@@ -47,8 +49,14 @@ class Plan:
     """The texts and statistics of one command."""
 
     findings: tuple[Statement, ...]
+    """All on texts of one kind."""
     texts: int
     length: int
+
+    @property
+    def task(self) -> str | None:
+        """The task whose prompts are the texts; None: texts of the standard library."""
+        return self.findings[0].task
 
     @property
     def statistics(self) -> list[str]:
@@ -71,6 +79,35 @@ def make_text(model: Model, index: int, length: int) -> list[int]:
             if len(ids) >= length:
                 return ids[:length]
     raise UserError(f"the standard library has {len(ids)} tokens for this model, and {length} are needed.")
+
+
+def make_prompt(model: Model, name: str, index: int, length: int) -> list[int]:
+    """Tokens of a task's context, question and reference answer."""
+    task = find_task(name)()
+    example = task.generate(index, seed=0, split=Split.TEST, length=length, turns=1, tokenizer=model.tokenizer)
+    encoded = encode(task, example, model.tokenizer)
+    return [*encoded.context, *encoded.turns[0].first, *encoded.turns[0].answer]
+
+
+def choose_findings(name: str, model: Model) -> tuple[Statement, ...]:
+    """The findings with this name that can be measured on a model; of `all`, those on texts of one kind.
+
+    Raises:
+        UserError: there is none.
+    """
+    plain = all(x.window is None for x in model.layers)
+    kinds = {x.angles is not None for x in model.ropes}
+    fit = {x: [y for y in find_findings(name) if (y.task is None) is x] for x in (True, False)}
+    if plain and fit[True]:
+        return tuple(fit[True])
+    if len(kinds) == 2 and fit[False]:
+        return tuple(fit[False])
+    if not plain:
+        raise UserError(
+            f"{model.id} has sliding windows, and {name} is not measured on such models. Use a model without, or, "
+            "where only some layers rotate keys, a finding about them (`kvbench reproduce --list`)."
+        )
+    raise UserError(f"{name} compares layers that rotate keys with layers that do not. Use a model with both kinds.")
 
 
 class Reference:
@@ -110,11 +147,12 @@ PASSES: dict[str, Callable[[Model, Sequence[int], Reference], Values]] = {
     "dropped-layers": lambda model, ids, _: compressed.drop_layers(model, _first_half(_first_half(ids))),
     "pruned-cache": lambda model, ids, _: compressed.prune_cache(model, _first_half(ids)),
     "reconstruction": lambda model, ids, _: questions.reconstruct(model, _first_half(ids)),
+    "layer-kinds": lambda model, ids, _: hybrid.compare_layers(model, ids),
     "query-positions": lambda model, ids, other: questions.compare_queries(
         model, _first_half(ids), _first_half(other.ids)
     ),
 }
-"""Statistics that take several forward passes; all but `stream` on a half or a quarter of each text."""
+"""Other statistics. Those of several forward passes are, but for `stream`, of a half or a quarter of each text."""
 
 
 def measure(model: Model, plan: Plan, journal: Path) -> Iterator[tuple[int, str]]:
@@ -129,7 +167,10 @@ def measure(model: Model, plan: Plan, journal: Path) -> Iterator[tuple[int, str]
     with journal.open("a", encoding="utf-8") as file:
         for i in sorted({i for i, _ in missing}):
             wanted = [x for j, x in missing if j == i]
-            ids = make_text(model, i, plan.length)
+            ids = (
+                make_text(model, i, plan.length) if plan.task is None
+                else make_prompt(model, plan.task, i, plan.length)
+            )
             for name, values in _measure_text(model, ids, wanted, reference):
                 file.write(json.dumps({"text": i, "statistic": name, "values": values}) + "\n")
                 file.flush()

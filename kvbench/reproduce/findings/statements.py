@@ -67,6 +67,9 @@ class Statement(BaseModel):
     remark: str = ""
     """Differences that may explain why it does not hold, and whether they were measured."""
     figure: Figure | None = None
+    task: str | None = None
+    """Of models of which only some layers rotate: the task whose prompts are the texts. None: of models without sliding
+    windows, on texts of the standard library."""
     checks: list[StatisticCheck] = Field(min_length=1)
 
 

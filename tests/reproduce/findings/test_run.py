@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from kvbench.errors import UserError
 from kvbench.hf import load_model
+from kvbench.hf.tiny import tiny_model
 from kvbench.registry import HERE
 from kvbench.reproduce.findings import run
 from kvbench.reproduce.findings.records import FindingsRecord
-from kvbench.reproduce.findings.run import Plan, judge, make_text, measure, read_journal
+from kvbench.reproduce.findings.run import Plan, choose_findings, judge, make_text, measure, read_journal
 from kvbench.reproduce.findings.statements import StatisticCheck, find_findings
 from kvbench.runs.environment import find_environment
 from kvbench.runs.spec import ModelSpec
@@ -62,11 +63,35 @@ def test_an_interrupted_measurement_goes_on(model, tmp_path):
     assert journal.read_bytes() == whole
 
 
+def judge_one(model, folder):
+    """The findings that can be measured on a model, on one short text."""
+    asked = Plan(choose_findings("all", model), 1, 640)
+    list(measure(model, asked, folder / "j.jsonl"))
+    return judge(asked, read_journal(folder / "j.jsonl"))
+
+
+def test_a_hybrid_model_has_the_findings_about_layers_of_two_kinds(tmp_path):
+    """On prompts of a task; others assume that every query attends to all tokens before it."""
+    model = load_model("mini-hybrid", dtype="float32")
+    found = judge_one(model, tmp_path)
+    assert [x.name for x in found] == [x.name for x in find_findings("all") if x.task is not None]
+    assert all(math.isfinite(y.mean) for x in found for y in x.checks)
+    with pytest.raises(UserError, match="mini-hybrid has sliding windows, and sparse-attention is not measured"):
+        choose_findings("sparse-attention", model)
+
+
+def test_a_finding_about_two_kinds_of_layers_needs_both(model):
+    """In one line, on models that rotate in every layer; with sliding windows there is nothing to measure."""
+    with pytest.raises(UserError, match="hybrid-keys compares layers that rotate keys with layers that do not"):
+        choose_findings("hybrid-keys", model)
+    with pytest.raises(UserError, match="has sliding windows"):
+        choose_findings("all", tiny_model(window=16))
+
+
 def test_all_findings_are_judged_on_a_model(model, tmp_path):
     """Every check of every finding has a finite mean, and its statistic is there."""
-    asked = Plan(find_findings("all"), 1, 640)
-    list(measure(model, asked, tmp_path / "j.jsonl"))
-    found = judge(asked, read_journal(tmp_path / "j.jsonl"))
+    found = judge_one(model, tmp_path)
+    assert {x.name for x in found} == {x.name for x in find_findings("all") if x.task is None}
     assert all(math.isfinite(y.mean) for x in found for y in x.checks)
     assert {x.verdict for x in found} <= {"holds", "does not hold", "undecided"}
 
