@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import atexit
 import gc
+import hashlib
 import json
 import os
 import shutil
+import subprocess
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 TOYS = Path(__file__).parent / "toys" / "toy.py"
+STARTED = time.monotonic()
 
 # Machines are shared: how long an example took says nothing about it.
 hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -194,12 +198,21 @@ def open_page() -> Iterator[Callable[..., Any]]:
     assert seen == []
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` is applied
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a GPU: skip what needs one, and mark cases beyond those of `few` as slow.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--minutes 10`: as many tests as fit, from files in an order that changes with each commit."""
+    parser.addoption("--minutes", type=float, help="skip tests that would start later; the commit chooses the order")
 
-    With one, kernels are compiled and every case is quick.
+
+@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` is applied
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order the files by the commit under `--minutes`; without a GPU, skip what needs one, and mark cases as slow.
+
+    Those are the cases beyond `few`. With a GPU, kernels are compiled and every case is quick.
     """
+    if config.getoption("minutes") is not None:
+        ask = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        commit = subprocess.run(ask, capture_output=True, text=True, check=False).stdout
+        items.sort(key=lambda x: hashlib.sha256(f"{commit}{x.path.name}".encode()).digest())  # stable within a file
     if torch.cuda.is_available():
         return
     cases: dict[str, list[pytest.Item]] = {}
@@ -212,6 +225,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         count = next(iter(same[0].get_closest_marker("few").args), 1)
         for item in same[:-count]:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)  # before the fixtures of the test
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip the tests for which `--minutes` leaves no time."""
+    minutes = item.config.getoption("minutes")
+    if minutes is not None and time.monotonic() - STARTED > 60 * minutes:
+        pytest.skip(f"the {minutes:g} minutes of this run are over")
 
 
 def pytest_collection_finish() -> None:

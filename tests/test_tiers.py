@@ -6,6 +6,8 @@ import functools
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,3 +104,12 @@ def test_every_command_is_called(fast):
     called = {line for x in fast() if "kvbench" in x.fixturenames for line in lines(x)}
     wanted = [" ".join((*x, "")) for x in commands(typer.main.get_command(app))]
     assert [x for x in wanted if not any(line.startswith(x) for line in called)] == []
+
+
+@pytest.mark.slow
+def test_a_run_with_a_limit_of_time_skips_what_is_left():
+    """`--minutes 0` runs nothing, and an hour runs everything."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", HERE / "test_language.py"]
+    for minutes, outcome in ((0, "skipped"), (60, "passed")):
+        done = subprocess.run([*command, "--minutes", str(minutes)], capture_output=True, text=True, check=True)
+        assert re.fullmatch(rf"\d+ {outcome} in .*", done.stdout.splitlines()[-1])
