@@ -1,10 +1,11 @@
-"""Writes the tables of docs/findings.md and draws docs/findings.png from the record of a model.
+"""Writes the tables of docs/findings.md and draws docs/findings.png from the records of two models.
 
 Only the text between the markers `<!-- begin NAME -->` and `<!-- end NAME -->` is replaced. The command line makes the
-record:
+records:
 
     kvbench models add smollm2-135m
     kvbench reproduce --shape all --model smollm2-135m
+    kvbench reproduce --shape all --model mini-hybrid
     python scripts/show_findings.py
 """
 
@@ -24,6 +25,7 @@ from kvbench.runs.files import read_file
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "results" / "shape" / "smollm2-135m-q4_1.json"
+HYBRID = ROOT / "results" / "shape" / "mini-hybrid.json"
 PAGE = ROOT / "docs" / "findings.md"
 PICTURE = ROOT / "docs" / "findings.png"
 
@@ -90,11 +92,11 @@ def draw(record: FindingsRecord) -> bytes:
 
 def main() -> None:
     """Replace the tables and draw the picture."""
-    record = read_file(RECORD, FindingsRecord)
+    record, hybrid = (read_file(x, FindingsRecord) for x in (RECORD, HYBRID))
     page = PAGE.read_text(encoding="utf-8")
     parts = {
         "count": write_count(record), "findings": write_table(record), "reasons": write_reasons(record),
-        "definitions": write_definitions(),
+        "definitions": write_definitions(), "hybrid": write_table(hybrid), "hybrid reasons": write_reasons(hybrid),
     }
     for name, text in parts.items():
         page, count = re.subn(

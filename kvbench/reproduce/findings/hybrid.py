@@ -15,6 +15,8 @@ NEAR = 64
 """Entries up to a query's own that layers are compared on, since a sliding layer may see no others."""
 RECENT = 8
 """The last of them."""
+BEHIND = 16
+"""Tokens behind the needle, into which lower layers may have carried it."""
 
 
 class LayerKinds(Observer):
@@ -28,11 +30,12 @@ class LayerKinds(Observer):
     def __init__(self, answer: int, needle: slice) -> None:
         self.answer, self.needle = answer, needle
         self.rotated: list[bool] = []
-        self.rows: dict[str, list[float]] = {x: [] for x in ("needle", "recent", "energy", "outlier")}
+        self.rows: dict[str, list[float]] = {x: [] for x in ("needle", "behind", "recent", "energy", "outlier")}
 
     def see(self, layer: Layer) -> None:
         self.rotated.append(layer.rotated)
-        asked = layer.attention[:, self.answer - 1 : -1, self.needle]
+        asked = layer.attention[:, self.answer - 1 : -1]
+        behind = slice(self.needle.stop, self.needle.stop + BEHIND)
         place = torch.arange(layer.length)
         distance = place[:, None] - place
         near, recent = (
@@ -42,7 +45,8 @@ class LayerKinds(Observer):
         energy = torch.linalg.svdvals(flatten(layer.key)).square()
         size = layer.key.abs().mean(1)  # [H_kv, D]
         for name, x in (
-            ("needle", asked.sum(-1).mean()), ("recent", recent / near), ("energy", energy[:rank].sum() / energy.sum()),
+            ("needle", asked[:, :, self.needle].sum(-1).mean()), ("behind", asked[:, :, behind].sum(-1).mean()),
+            ("recent", recent / near), ("energy", energy[:rank].sum() / energy.sum()),
             ("outlier", (size.amax(-1) / size.mean(-1)).mean()),
         ):
             self.rows[name].append(float(x))

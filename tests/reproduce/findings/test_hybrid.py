@@ -46,10 +46,11 @@ def test_attention_by_hand():
     """One layer attends to the needle while it answers, the other equally to all tokens so far."""
     found = torch.zeros(2, LENGTH, LENGTH)
     found[:, :, 0] = 1
-    found[:, 189:199, 0], found[:, 189:199, 5] = 0.25, 0.75  # ten tokens from 190 on are the answer
+    found[:, 189:199, 0], found[:, 189:199, 5], found[:, 189:199, 16] = 0.05, 0.75, 0.2  # of ten tokens from 190 on
     layers = made(uniform(LENGTH), keys(2, LENGTH), rotated=True), made(found, keys(2, LENGTH), rotated=False)
     values = see(hybrid.LayerKinds(190, slice(5, 15)), *layers)
     assert values["needle_unrotated"] == pytest.approx(0.75)
+    assert values["behind_unrotated"] == pytest.approx(0.2)
     assert values["needle_rotated"] == pytest.approx(sum(10 / n for n in range(190, 200)) / 10)
     assert values["recent_rotated"] == pytest.approx(8 / 64)
     assert values["needle_by_layer"] == [values["needle_rotated"], values["needle_unrotated"]]
