@@ -136,10 +136,11 @@ def test_any_journal_is_read(tmp_path_factory, data):
     assert path.read_bytes().startswith(good)
 
 
-def test_the_page_has_the_numbers_of_the_record():
+@pytest.mark.parametrize("name", ["smollm2-135m-q4_1", "mini-hybrid"])
+def test_the_page_has_the_numbers_of_the_record(name):
     """Every check of results/shape with its mean, interval and verdict stands in docs/findings.md."""
     root = HERE.parent
-    record = FindingsRecord.model_validate_json((root / "results/shape/smollm2-135m-q4_1.json").read_text())
+    record = FindingsRecord.model_validate_json((root / f"results/shape/{name}.json").read_text())
     page = (root / "docs/findings.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     for finding in record.findings:
