@@ -15,7 +15,7 @@ class Sampling:
     """Sampling settings of one answer.
 
     steps: denoising steps for the whole answer, divided evenly among its blocks. Ignored if there is a threshold.
-    block: tokens per block; divides the length of the answer.
+    block: tokens per block; divides the length of the response block.
     remasking: `low-confidence` commits the most probable tokens first, `random` in an order drawn for each block.
     temperature: 0: the most probable token; otherwise Gumbel noise is added to the logits divided by it.
     threshold: commit every token with at least this probability, and always the most probable one; None: commit as
@@ -36,7 +36,10 @@ class Sampling:
         """
         if self.block < 1 or answer % self.block:
             fit = [x for x in range(1, answer + 1) if answer % x == 0]
-            raise UserError(f"--gen block={self.block} does not divide an answer of {answer} tokens. Use one of {fit}.")
+            raise UserError(
+                f"--gen block={self.block} does not divide a response block of {answer} tokens. Use one of {fit}, or "
+                f"--gen response_length={math.ceil(answer / max(1, self.block)) * self.block}."
+            )
         blocks = answer // self.block
         if self.steps < blocks:
             raise UserError(
@@ -55,20 +58,24 @@ class Sampling:
 def plan_sampling(asked: DenoisingSpec, limit: int) -> tuple[int, Sampling]:
     """Length of the response block and its sampling settings.
 
-    The length is the limit rounded up to whole blocks. Blocks are at most as long as the limit, and steps at most as
-    many as tokens.
+    The length is that of the run's settings, or the limit. Steps are at most as many as tokens.
 
     Raises:
-        UserError: fewer steps than blocks, or settings that exclude each other.
+        UserError: a response block that is shorter than the limit or not whole blocks, fewer steps than blocks, or
+            settings that exclude each other.
     """
     if asked.threshold is not None and asked.steps is not None:
         raise UserError(
             "--gen steps cannot be combined with threshold, which decides the number of steps. Leave one out."
         )
-    block = min(asked.block or limit, limit)
-    blocks = math.ceil(limit / block)
-    length = blocks * block
-    steps = asked.steps or max(blocks, math.ceil(length / asked.tokens_per_step))
+    length = asked.response_length or limit
+    if length < limit:
+        raise UserError(
+            f"--gen response_length={length} is shorter than an answer, which may have {limit} tokens. Use {limit} or "
+            f"more, or add --gen max_new_tokens={length}."
+        )
+    block = asked.block or length
+    steps = asked.steps or max(math.ceil(length / block), math.ceil(length / asked.tokens_per_step))
     sampling = Sampling(
         steps=length if asked.threshold is not None else min(steps, length), block=block, remasking=asked.remasking,
         temperature=asked.temperature, threshold=asked.threshold,

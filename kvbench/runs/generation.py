@@ -50,6 +50,6 @@ def _remasking(key: str, text: str) -> str:
 
 GENERATION: dict[str, Callable[[str, str], Any]] = {
     "max_new_tokens": _whole, "steps": _whole, "block": _whole, "remasking": _remasking, "temperature": _number,
-    "threshold": _number,
+    "threshold": _number, "response_length": _whole,
 }
 """Readers of `--gen` settings; all but max_new_tokens are for diffusion models."""

@@ -85,11 +85,13 @@ class DenoisingSpec(Record):
     tokens_per_step: int = 1
     """The model's default, or the task's if that is smaller."""
     block: int | None = None
-    """Tokens per block; blocks are finished in order. None: the whole answer is one block."""
+    """Tokens per block; blocks are finished in order, and divide the response block. None: it is one block."""
     remasking: Literal["low-confidence", "random"] = "low-confidence"
     temperature: float = 0.0
     threshold: float | None = None
     """Commit all tokens of at least this probability; None: a fixed number per step."""
+    response_length: int | None = None
+    """Tokens of the response block. None: as many as the answer may have."""
 
 
 class GenerationSpec(Record):
@@ -171,6 +173,8 @@ class RunSpec(Record):
         if document["parts"] is None:
             del document["parts"]
         generation = document["generation"]
+        if generation["denoising"] is not None and generation["denoising"]["response_length"] is None:
+            del generation["denoising"]["response_length"]
         generation["limit"] = generation.pop("max_new_tokens")  # its earlier name: run ids stay the same
         canonical = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         digest = hashlib.sha256(canonical.encode()).hexdigest()[:12]

@@ -220,7 +220,7 @@ def test_a_policy_that_computes_nothing_needed_is_stopped(model, fill):
 
 
 @pytest.mark.parametrize(("how", "message"), [
-    ({"block": 5}, r"block=5 does not divide an answer of 16 tokens. Use one of \[1, 2, 4, 8, 16\]"),
+    ({"block": 5}, r"block=5 does not divide a response block of 16 tokens. Use one of \[1, 2, 4, 8, 16\], or .*=20"),
     ({"block": 4, "steps": 3}, "steps=3 is less than one step for each of 4 blocks"),
     ({"threshold": 0.9, "remasking": "random"}, "threshold needs confidences"),
 ])

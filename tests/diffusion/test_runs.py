@@ -142,9 +142,10 @@ def test_the_noise_of_a_turn_is_its_own(kvbench, arguments, filled):
     assert len(set(seeds)) == 12
 
 
-def test_a_canvas_is_whole_blocks_and_an_answer_no_longer_than_its_limit(kvbench, arguments, tmp_path):
-    """Eight tokens in blocks of three fill nine places."""
-    found = kvbench(*arguments, "--method", "fast-dllm-dual", "--gen", "block=3").json["diffusion"]
+def test_a_response_block_may_be_longer_than_an_answer(kvbench, arguments, tmp_path):
+    """Nine tokens in blocks of three, of which an answer is the first eight."""
+    longer = ("--gen", "block=3", "--gen", "response_length=9")
+    found = kvbench(*arguments, "--method", "fast-dllm-dual", *longer).json["diffusion"]
     assert (found["response_length"], found["block"], found["steps"]) == (9, 3, 9)
     assert {len(x["ids"]) for x in read_lines(tmp_path / "runs")} == {8}
 
@@ -176,7 +177,15 @@ REFUSED = [
     ("none", "--gen threshold=0.9 --gen remasking=random", "--gen threshold needs confidences"),
     ("none", "--gen beams=4", "unknown generation setting 'beams'"),
     ("none", "--device-map auto", "which no device map supports"),
-    ("none", "--length 256 --gen block=3", "needs up to 257 tokens, and model"),
+    ("none", "--length 256 --gen response_length=9", "needs up to 257 tokens, and model"),
+    ("none", "--gen block=3", "--gen block=3 does not divide a response block of 8 tokens. Use one of [1, 2, 4, 8], or "
+     "--gen response_length=9."),
+    ("none", "--gen block=32", "--gen block=32 does not divide a response block of 8 tokens. Use one of [1, 2, 4, 8], "
+     "or --gen response_length=32."),
+    ("none", f"--task {TOYS}:Uneven --gen block=16", "block=16 does not divide a response block of 8"),
+    ("none", "--gen response_length=7", "--gen response_length=7 is shorter than an answer, which may have 8 tokens. "
+     "Use 8 or more, or add --gen max_new_tokens=7."),
+    ("none", "--gen response_length=0", "--gen response_length=0 must be a whole number, 1 or more"),
     ("dkv-cache-greedy", "", "add --gen remasking=random"),
     ("local-leap", "", "--gen threshold=0.9"),
     ("window-diffusion", "--gen block=4", "leave --gen block out"),
