@@ -188,7 +188,9 @@ FORGERIES: dict[str, tuple[str, Change, str]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "change", "reason"), FORGERIES.values(), ids=FORGERIES.keys())
+@pytest.mark.parametrize(("kind", "change", "reason"), [
+    pytest.param(*x, id=name, marks=pytest.mark.slow if x[0] in SLOW else ()) for name, x in FORGERIES.items()
+])
 def test_a_forged_record_is_refused(done, check, kind, change, reason):
     run = done(kind)
     found = check(run.with_lines(lambda _, x: x.model_copy(update=change(x))))

@@ -138,6 +138,7 @@ def test_another_chunk_size_shows_in_the_peak(snapkv, verify_with):
     assert record.level is None and "its bytes.peak_bytes is" in record.checks[-1].reason
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("method", "options", "change", "name"), [
     ("prompt-lookup", {}, lambda x: {"lossless": x.lossless.model_copy(update={"drafted": x.lossless.drafted - 5})},
      "lossless.drafted"),

@@ -34,6 +34,7 @@ def test_a_counter_that_the_methods_stores_do_not_have_is_refused(snapkv, check,
     assert f"its counter '{name}' is none that the stores of snapkv have" in check(files)["refused"]
 
 
+@pytest.mark.slow
 def test_every_counter_of_the_curated_runs_is_known():
     """Runs of 60 methods, read from their stores: no honest run is refused."""
     found = [upgrade(json.loads(x.read_text())) for x in RESULTS.glob("*/*/result.json")]

@@ -142,6 +142,7 @@ def test_a_result_that_contradicts_its_journal_is_refused(snapkv, check, name):
     assert found["refused"].startswith(f"summary: its {name}.")
 
 
+@pytest.mark.slow
 def test_summed_distinct_codes_are_flagged(check, tmp_path):
     """Old results sum them over samples, new ones take the maximum; other numbers are refused."""
     done = make_run(tmp_path, "full-int8", samples=2)

@@ -29,7 +29,7 @@ def _in_bfloat16():
         yield
 
 
-@pytest.mark.few(2)
+@pytest.mark.few
 @pytest.mark.parametrize("name", METHODS)
 def test_invariants_hold_in_bfloat16(name):
     """Rounding changes no logit by more than allowed, and at most a few of the kept entries."""

@@ -125,6 +125,7 @@ def test_scores_weigh_the_entries_that_are_read(monkeypatch):
         assert not mask.all()
 
 
+@pytest.mark.slow
 def test_gates_learn_which_entries_are_asked_for():
     """The loss of answers falls, with the model as it is."""
     model = load_model("mini", dtype="float32")

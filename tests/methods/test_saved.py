@@ -182,6 +182,7 @@ def test_counts_that_the_tensors_contradict_are_refused(saved, change, words):
 FORGED = ("x", None, -1, 10**18, {"dict": []}, {"object": 0})
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "kind", [SnapKV, find_method("quest"), pytest.param(find_method("leoam"), marks=pytest.mark.slow)],
 )

@@ -135,7 +135,7 @@ def test_what_is_stored(sinks):
             session.forward(torch.tensor([[token]]), Moment.DECODE)
 
 
-@pytest.mark.few
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", ["cache", "original"])
 def test_a_window_longer_than_the_context_keeps_the_sinks(positions):
     """The window hides nothing of the context: entries, bytes and logits are those of a full layer."""

@@ -68,6 +68,7 @@ def test_a_number_from_memory_says_so():
     assert all("the number or its settings are from memory" in x.differs for x in judged("kivi:speed"))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("claim", "method", "settings", "heads"), [
     ("kivi:speed", "kivi", {"residual": "32"}, 32),
     ("mikv:bytes/llama-2-7b/int8-rest-at-int2", "mikv", {"high_bits": "8"}, 32),

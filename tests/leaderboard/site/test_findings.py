@@ -67,6 +67,7 @@ def test_findings_on_runs_show_their_comparisons(results, findings):
     assert ["Because." in x for x in pages] == [False, True, True]
 
 
+@pytest.mark.slow
 def test_each_finding_on_texts_has_a_page_with_both_numbers(results, measured):
     """The paper's number, every rule with our mean, interval and verdict, and the definition of the statistic."""
     built = results.build().folder

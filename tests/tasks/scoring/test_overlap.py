@@ -41,6 +41,7 @@ def test_rouge_l_unites_sentences():
     assert rouge_l("a b. c", "a b c d") == pytest.approx(6 / 7, abs=1e-6)
 
 
+@pytest.mark.slow
 @given(prediction=TEXTS, reference=TEXTS)
 def test_rouge_l_is_that_of_rouge(prediction, reference):
     """Where the package raises, for texts without sentences, LongBench counts 0."""
