@@ -17,7 +17,8 @@ def write_request(spec: RunSpec) -> Request:
         generation |= denoising.model_dump(exclude={"tokens_per_step"})
     return Request(
         method=spec.method.name, task=spec.task.name, model=spec.model.id, budget=spec.budget, mode=spec.mode,
-        visibility=spec.visibility, history=spec.history, recompress=spec.recompress,
+        visibility=None if spec.model.kind == "diffusion" else spec.visibility,  # a diffusion model has no choice
+        history=spec.history, recompress=spec.recompress,
         template="none" if spec.task.chat_template_sha is None else "own", scorer=spec.task.scorer, split=spec.split,
         length=spec.task.length, samples=spec.samples, turns=spec.turns, parts=spec.parts, seed=spec.seed,
         method_settings=_pairs(spec.method.settings), task_settings=_pairs(spec.task.settings),

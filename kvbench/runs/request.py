@@ -44,10 +44,23 @@ class ResolvedRequest:
 
 
 def check(request: Request) -> ResolvedRequest:
-    """Look up every name and read every setting. Methods come last because they import torch.
+    """Check a request by `resolve`, and that this machine has its packages and can write its output.
 
     Raises:
         UserError: bad input, except for the model and the device.
+    """
+    check_kernels(request.kernels)
+    _check_output(request)
+    if request.device_map is not None:
+        read_device_map(request.device_map)
+    return resolve(request)
+
+
+def resolve(request: Request) -> ResolvedRequest:
+    """Look up every name and read every setting. Methods come last because they import torch.
+
+    Raises:
+        UserError: bad input, except for the model, the device, and what depends on the machine.
     """
     task_class = find_task(request.task)
     task = configure(task_class, parse_pairs(request.task_settings, "--task-set"), "--task-set", request.task)
@@ -70,12 +83,8 @@ def check(request: Request) -> ResolvedRequest:
     read_batch(request.batch)
     task.check_samples(request.samples)
     task.check_turns(protocol.turns)
-    check_kernels(request.kernels)
-    _check_output(request)
-    if request.device_map is not None:
-        read_device_map(request.device_map)
-        if request.model.startswith("random:"):
-            raise UserError(f"model '{request.model}' has no files for a device map. Leave --device-map out.")
+    if request.device_map is not None and request.model.startswith("random:"):
+        raise UserError(f"model '{request.model}' has no files for a device map. Leave --device-map out.")
     method_class = find_method(request.method)
     _check_operations(request, method_class)
     if request.chunk_store is not None and not method_class.reads_parts:

@@ -12,7 +12,7 @@ from kvbench.leaderboard.verification.verify import verify
 from kvbench.runs.journal import Line
 
 from .conftest import Done, edit, make_run
-from .test_forgeries import READS, Change, forge
+from .test_forgeries import READS, Change, forge, in_spec
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lossless": ("prompt-lookup", {}),
@@ -21,6 +21,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "reuse": ("cacheblend", {"task": "reuse-order", "length": 512}),
     "no-context": ("no-context", {"task": "reuse-edit", "length": 512}),
     "batch": ("snapkv", {"batch": "2", "samples": 2}),
+    "pages": ("quest", {}),
+    "allocated": ("snapkv+adakv", {"mode": "multi-turn", "turns": 2, "visibility": "hidden"}),
     "again": ("snapkv", {"mode": "multi-turn", "turns": 2, "visibility": "hidden", "recompress": True}),
     "slots": ("shadowkv", {"length": 512, "mode": "multi-turn", "turns": 2, "visibility": "hidden"}),
     "shipped": ("ftp", {"budget": "60%"}),
@@ -121,6 +123,14 @@ FORGERIES: dict[str, tuple[str, Change, str]] = {
     "more chunks than tokens": ("reuse", forge("reuse", hits=10**6), "1000000 hits"),
     "more chunks refused than computed": ("reuse", forge("reuse", refused=10**6), "1000000 refused chunks"),
     "chunks from nowhere": ("reuse", forge("reuse", hits=0, misses=0, mismatched=0), "tokens of 0 chunks"),
+    "chunks of one byte": ("reuse", forge("reuse", chunk_bytes=1), "different tokens or more, and its chunks have 1"),
+    "chunks that nobody computed": ("reuse", forge("reuse", misses=0, hits=5, build_s=0.0), "computed no chunk"),
+    "more entries moved than the cache has": (
+        "reuse", forge("reuse", moved_bytes=lambda x: 100 * x.moved_bytes), "into a cache of",
+    ),
+    "a prefill that only made chunks": (
+        "reuse", lambda x: forge("reuse", build_s=x.times.prefill_s)(x), "which also runs the prompt",
+    ),
     "chunks that took longer than the prefill": ("reuse", forge("reuse", build_s=1e4), "its chunks took 10000 s"),
     "chunks computed in no time": ("reuse", forge("reuse", build_s=0.0, misses=9), "9 chunks were computed in 0 s"),
     "reused entries called those of a prefill": (
@@ -148,6 +158,17 @@ FORGERIES: dict[str, tuple[str, Change, str]] = {
     "a larger batch than the run's": ("batch", forge("batch", size=64), "a batch of 64 answers"),
     "more tokens that differ than were compared": (
         "batch", forge("batch", tokens=1, different=2), "2 of 1 tokens differ",
+    ),
+    "a reason of the submitter's": ("batch", forge("batch", alone="<b>best</b>"), "one at a time because '<b>best"),
+    "no comparison with single answers": (
+        "batch", forge("batch", tokens=None, different=None), "no comparison with single answers, in bfloat16",
+    ),
+    "a comparison of a million tokens": (
+        "batch", forge("batch", tokens=10**6, different=0), "1000000 tokens compared and 0 different, of",
+    ),
+    # Pages
+    "half stored at the end": (
+        "pages", forge("bytes", end_stored_bytes=lambda x: x.end_stored_bytes // 2), "its end_stored_bytes is",
     ),
     # Trained methods
     "half of a trained method's bytes": (
@@ -179,6 +200,8 @@ FORGERIES: dict[str, tuple[str, Change, str]] = {
     "a baseline of many passes": ("blocks", forge_baseline(nfe=10**4), "baseline none took 10000 forward"),
     "a baseline of one pass": ("blocks", forge_baseline(nfe=1), "baseline none took 1 forward passes"),
     "a baseline of hours": ("blocks", forge_baseline(seconds=1e4), "its turn took"),
+    "a baseline without a score": ("blocks", forge_baseline(score=None), "that of baseline none None"),
+    "a baseline of fewer than no tokens": ("blocks", forge_baseline(committed_tokens=-1), "equal tokens of -1"),
     "a larger response than asked": (
         "blocks", forge("denoising", response_length=lambda x: x.response_length * 2), "are not",
     ),
@@ -195,6 +218,20 @@ def test_a_forged_record_is_refused(done, check, kind, change, reason):
     run = done(kind)
     found = check(run.with_lines(lambda _, x: x.model_copy(update=change(x))))
     assert reason in found["refused"] and found["level"] is None
+
+
+SPECS: dict[str, tuple[str, tuple[str, ...], object, str]] = {
+    "compression at every turn, by a method that cannot": ("allocated", ("recompress",), True, "cannot compress again"),
+    "chunks of a prompt that every pass runs whole": ("blocks", ("chunk",), 16, "leave --visibility"),
+    "a hidden question in a prompt that every pass runs whole": ("blocks", ("visibility",), "hidden", "its visibility"),
+    "greedy decoding by a diffusion model": ("blocks", ("generation", "decoding"), "greedy", "generation.decoding is"),
+}
+
+
+@pytest.mark.parametrize(("kind", "path", "value", "reason"), SPECS.values(), ids=SPECS.keys())
+def test_a_spec_that_kvbench_run_does_not_write_is_refused(done, check, kind, path, value, reason):
+    found = check(in_spec(*path, value=value)(done(kind).files))
+    assert found["refused"].startswith("spec: ") and reason in found["refused"]
 
 
 @pytest.mark.parametrize(("field", "value", "reason"), [

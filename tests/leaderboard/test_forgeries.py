@@ -60,10 +60,10 @@ def forge_facts(**counts: int) -> Change:
     return forge("effect", facts=lambda x: {**x.facts, **counts})
 
 
-def shift(x: Any) -> tuple[float, ...]:
+def shift(x: Any, count: int = 500) -> tuple[float, ...]:
     """As many entries in all, in other layers."""
     first, second, *rest = x.entries_kept
-    return (first + 500, second - 500, *rest)
+    return (first + count, second - count, *rest)
 
 
 READS = ("read_bytes_per_step", "distinct_read_bytes_per_step")
@@ -74,6 +74,21 @@ LOSSLESS = LosslessResult(
     accepted_per_round=8.0, tokens_per_round=9.0, acceptance=1.0, resident_bytes=0, reloaded_bytes_per_token=0.0,
     different=0, tokens=40, speedup=9.0,
 )
+
+
+LATER = (
+    "end_stored_bytes", "end_full_bytes", "distinct_read_bytes_per_step", "full_read_bytes_per_step",
+    "host_read_bytes_per_step", "file_read_bytes_per_step",
+)
+"""Bytes that lines of an early kvbench lack."""
+
+
+def cut(x: Line) -> dict[str, Any]:
+    """The answer without its end: no tokens, and no stop token."""
+    return {
+        "ids": (), "prediction": "", "stop_reason": "length", "score": 0.0, "scores": dict.fromkeys(x.scores, 0.0),
+        **forge("tokens", generated=0)(x), **forge("times", steps=0)(x),
+    }
 
 
 def lengthen(x: Line) -> dict[str, Any]:
@@ -236,6 +251,52 @@ IMPOSSIBLE: dict[str, tuple[Change, str]] = {
         forge("bytes", distinct_read_bytes_per_step=1), "its distinct_read_bytes_per_step is",
     ),
     "tokens outside the vocabulary, which print as nothing": (lengthen, "a token id outside the vocabulary of 4096"),
+    # Fields that only some lines have, or that no line of this code lacks
+    "kernels on some samples only": (lambda x: {"kernels": {}} if x.index else {}, "3 of its 4 lines have no kernels"),
+    "reference tokens on some lines only": (
+        lambda x: forge("tokens", reference=None)(x) if x.index else {}, "6 of its 8 lines have no reference tokens",
+    ),
+    "no kernels": (lambda _: {"kernels": {}}, "those of the verifier's own code, and no line has kernels"),
+    "no machine": (lambda _: {"machine": None}, "those of the verifier's own code, and no line has machine"),
+    "no questions": (lambda _: {"question": None}, "those of the verifier's own code, and no line has question"),
+    "no bytes at the end": (
+        forge("bytes", **dict.fromkeys(LATER)), "own code, and no line has end_stored_bytes",
+    ),
+    "no bytes from the host": (
+        forge("bytes", host_read_bytes_per_step=None), "own code, and no line has host_read_bytes_per_step",
+    ),
+    "one of the task's scores left out": (
+        lambda x: {"scores": {"ruler-string-match-all@1": x.scores["ruler-string-match-all@1"]}},
+        "its 'ruler-string-match-all-strict@1' is None",
+    ),
+    "kernels of a later turn": (
+        lambda x: {"kernels": {"dense_attention": "torch"}} if x.turn else {}, "belong to a sample's first turn",
+    ),
+    "a later turn that started on another day": (
+        lambda x: {"started": "2026-11-22T12:00:00+00:00"} if x.turn else {}, "its started is 2026-11-22T12",
+    ),
+    "a prefill shared by one turn": (
+        lambda x: {"shared_prefill": True, "times": None} if x.turn else {}, "its shared_prefill is True, that of turn",
+    ),
+    "a function of no operation": (
+        lambda x: {"kernels": {**x.kernels, "fast.attention": "torch"}}, "'fast.attention', which is no operation",
+    ),
+    "a function of another implementation": (
+        lambda x: {"kernels": {**x.kernels, "dense_attention.prompt": "triton"}}, "ran as triton, and its kernels are",
+    ),
+    "an answer cut short": (cut, "its answer ends after 0 of 128 tokens without a stop token"),
+    "a maximum that is no counter": (forge("effect", maxima=("gift",)), "its maxima are ('gift',), and of its"),
+    "a sum that is called a maximum": (
+        lambda x: {"effect": x.effect.model_copy(update={"acted": False, "maxima": ("entries_dropped",)})},
+        "its maxima are ('entries_dropped',)",
+    ),
+    "five entries more in one layer and fewer in another": (
+        forge("effect", entries_kept=lambda x: shift(x, 5)), "layer 0 keeps 60 entries per KV head, at this budget 55",
+    ),
+    "half of the distinct reads": (
+        forge("bytes", distinct_read_bytes_per_step=lambda x: x.read_bytes_per_step // 2),
+        "its distinct_read_bytes_per_step is",
+    ),
     # Hardware
     "a GPU in the journal of a CPU run": (
         lambda x: (x.machine and forge("machine", gpu=GPU)(x)) or {}, "it ran on device 'cpu', its journal names GPU",
@@ -346,6 +407,43 @@ STATED: dict[str, tuple[Callable[[dict[str, bytes]], dict[str, bytes]], str]] = 
         lambda files: edit_spec(files, lambda x: x["task"]["stop"].append(7)), "tokenizer: its answers end at token 7",
     ),
     "no stop token": (in_spec("task", "stop", value=[]), "tokenizer: its answers do not end at token"),
+    "a budget in another form": (in_spec("budget", value="25.00%"), "spec: its budget is '25.00%', kvbench run writes"),
+    "no budget": (in_spec("budget", value=None), "spec: its budget is None, kvbench run writes '25%'"),
+    "chunks of a negative size": (in_spec("chunk", value=-5), "spec: kvbench run does not make this run"),
+    "kernels for a GPU on a CPU": (
+        lambda files: edit(in_spec("kernels", value="flash")(files), RESULT, lambda x: x["kernels"].update(
+            implementation="flash",
+        )), "UserError: kernels 'flash' need a GPU",
+    ),
+    "denoising by an autoregressive model": (
+        in_spec("generation", "decoding", value="denoising"), "spec: its generation.decoding is 'denoising'",
+    ),
+    "denoising settings of an autoregressive model": (
+        in_spec("generation", "denoising", value={"steps": 3}), "spec: its generation.denoising is DenoisingSpec",
+    ),
+    "answers of at most no tokens": (in_spec("generation", "max_new_tokens", value=0), "spec: kvbench run does not"),
+    "a stop token twice": (
+        lambda files: edit_spec(files, lambda x: x["task"].update(stop=2 * x["task"]["stop"])), "its task.stop is",
+    ),
+    "a setting as another type, which gives another run id": (
+        in_spec("method", "settings", "window", value=32.0), "method: snapkv does not accept its settings: window is",
+    ),
+    "a setting left out": (
+        lambda files: edit_spec(files, lambda x: x["method"]["settings"].pop("pool")), "its method has no setting pool",
+    ),
+    "parts that its prompts do not have": (in_spec("parts", value=64), "prompts: sample 0 turn 0: its prompt hash is"),
+    "a card without the deviations": (
+        lambda files: edit(files, RESULT, lambda x: x["method"]["card"].update(deviations=[])),
+        "code: its source hashes are those of the verifier's own code, and its card differs in deviations",
+    ),
+    "a kvbench of the submitter's": (of_version("kvbench", "0.1.0+best"), "own code, and its kvbench is '0.1.0+best'"),
+    "a device map of no model": (
+        in_environment(device_map={"<b>": "cpu"}), "machine: its device map puts '<b>' on 'cpu'",
+    ),
+    "another implementation in the result only": (
+        lambda files: edit(files, RESULT, lambda x: x["kernels"].update(implementation="triton")),
+        "summary: its kernels",
+    ),
     "a budget of another kind": (
         lambda files: edit(files, RESULT, lambda x: x["budget"].update(kind="bits")), "its budget is of kind 'bits'",
     ),
@@ -361,6 +459,40 @@ def test_a_false_statement_is_refused(snapkv, check, change, reason):
 def test_another_gpu_in_the_result_is_refused(snapkv, check):
     found = check(in_environment(gpu="NVIDIA B300")(on_gpu(snapkv)))
     assert found["refused"].startswith("machine: its result names 'NVIDIA B300 with 1 threads', its journal")
+
+
+@pytest.mark.parametrize("name", ["niahh", "NIAH", "niah:train", "c4"])
+def test_tuning_data_that_are_no_task_are_flagged(snapkv, check, name):
+    """Nobody can tell whether they are the row's own examples."""
+    found = check(in_manifest(tuned_on=["niah_single_1:dev", name])(snapkv.files))
+    assert (found["split"], found["level"], found["refused"]) == ("flag", "L0", "")
+    known = check(in_manifest(tuned_on=["niah_single_1", "list-copy:dev", "niah:dev"])(snapkv.files))
+    assert known["split"] == "ok"
+
+
+def test_a_journal_of_other_code_without_later_fields_is_flagged(snapkv, check):
+    """Kernels that only the result names are flagged, too."""
+    def age(_, x):
+        return x.model_copy(update={"kernels": {}, "machine": None, **forge("bytes", **dict.fromkeys(LATER))(x)})
+
+    ran = {"dense_attention": "torch"}
+    files = edit(snapkv.with_lines(age), RESULT, lambda x: x["kernels"].update(ops=[], ran=ran))
+    found = check(in_spec("sources", "harness", value="1" * 64)(files))
+    assert (found["fields"], found["code"], found["kernels"], found["level"]) == ("flag", "flag", "flag", "L0")
+
+
+def test_a_file_that_goes_by_the_name_of_a_task_has_no_level(snapkv, check):
+    found = check(in_spec("task", "code", value="f" * 64)(snapkv.files))
+    assert (found["prompts"], found["level"]) == ("flag", None)
+
+
+def test_an_agreement_of_the_full_cache_is_refused(runs, snapkv, check):
+    """It is not compared with itself."""
+    theirs = snapkv.bundle.lines[0].agreement
+    files = runs["full"].with_lines(lambda _, x: x.model_copy(update={
+        "agreement": theirs.model_copy(update={"top1": 1.0, "n": x.tokens.reference}),
+    }))
+    assert check(files)["refused"].startswith("agreement: full is not compared with the full cache")
 
 
 def test_a_later_torch_is_flagged(snapkv, check):

@@ -18,6 +18,7 @@ from kvbench.registry import find_method
 from kvbench.runs.stats import bootstrap_interval
 
 from .conftest import as_own_method, edit, edit_spec, make_run, on_gpu
+from .test_forgeries import in_spec
 
 
 def test_an_honest_run_reaches_l0(snapkv, check):
@@ -49,7 +50,8 @@ def test_a_run_from_before_a_task_had_a_strict_scorer_is_verified(snapkv, check)
     """Scorers that no line of the journal has are not asked for; the run's own scorer always is."""
     name = "ruler-string-match-all@1"
     files = snapkv.with_lines(lambda _, x: x.model_copy(update={"scores": {name: x.scores[name]}}))
-    found = check(edit(files, RESULT, lambda x: x.update(scores={name: x["scores"][name]})))
+    files = edit(files, RESULT, lambda x: x.update(scores={name: x["scores"][name]}))
+    found = check(in_spec("sources", "task", value="1" * 64)(files))
     assert (found["refused"], found["level"]) == ("", "L0")
 
 
@@ -66,7 +68,7 @@ def test_a_run_of_kvbench_0_1_is_verified(snapkv, check):
         result["output"]["reference_tokens"] = None
         result["memory"].update(dict.fromkeys(LATER["bytes"]))
 
-    files = edit(snapkv.with_lines(age), RESULT, age_result)
+    files = in_spec("sources", "harness", value="1" * 64)(edit(snapkv.with_lines(age), RESULT, age_result))
     found = check(files)
     assert (found["refused"], found["level"]) == ("", "L0")
     narrow = edit(files, RESULT, lambda x: x["score"].update(ci95=[0.4, 0.6]))

@@ -27,7 +27,7 @@ from kvbench.runs.results import Result
 CONTEXTS_SHOWN = 3
 """Contexts of each kind whose answers a run's page shows."""
 TOLERANCE = 1e-6
-RECORD_CHECKS = ("files", "kernels", "facts")
+RECORD_CHECKS = ("files", "kernels", "facts", "fields")
 """Checks of how a run is recorded, on which neither its score nor its bytes depend."""
 
 

@@ -128,6 +128,10 @@ def check_answers(replay: Replay, lines: Sequence[Line], made: Sequence[Made]) -
                 raise RefusedError(
                     "answers", f"{where}: its text {quote(line.prediction)} is not the text of its token ids"
                 )
+            if reason == "length" and generated < limit and spec.model.kind == "autoregressive":
+                raise RefusedError(
+                    "answers", f"{where}: its answer ends after {generated} of {limit} tokens without a stop token"
+                )
             if generated > limit or stop & set(line.ids[:-1]):
                 raise RefusedError("answers", f"{where}: its answer continues after {limit} tokens or a stop token")
         if line.stop_reason != reason or line.tokens is None or line.tokens.generated != generated:
@@ -195,13 +199,15 @@ def _is_most_likely(line: Line, choices: Sequence[Sequence[int]]) -> bool:
         return False
 
 
-def rescore(replay: Replay, lines: Sequence[Line], made: Sequence[Made]) -> list[Line]:
+def rescore(replay: Replay, lines: Sequence[Line], made: Sequence[Made], *, every: bool) -> list[Line]:
     """Score the predictions with the task's scorers, ignoring the submitted scores.
+
+    every: with all of them; else without those that no line has, which a task may have got since.
 
     Raises:
         RefusedError: a scorer fails on a prediction.
     """
-    known = {replay.scorer.id, *(name for line in lines for name in line.scores)}  # a task may have further ones today
+    known = {replay.scorer.id, *(name for line in lines for name in line.scores)}
     found = []
     for line in lines:
         scores: dict[str, float] = {}
@@ -209,7 +215,7 @@ def rescore(replay: Replay, lines: Sequence[Line], made: Sequence[Made]) -> list
             weighed = {LOGPROBS: line.facts[LOGPROBS]} if LOGPROBS in line.facts else {}
             with refusing_errors("scores", f"sample {line.index} turn {line.turn} cannot be scored"):
                 scores = score_answer(replay.job, made[line.index][0], line.turn, line.prediction, weighed)
-        scores = {name: score for name, score in scores.items() if name in known}
+        scores = {name: score for name, score in scores.items() if every or name in known}
         found.append(line.model_copy(update={"score": scores.get(replay.scorer.id), "scores": scores}))
     return found
 

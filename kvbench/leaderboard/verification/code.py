@@ -8,13 +8,16 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvbench import __version__
+from kvbench.leaderboard.submission.bundle import Bundle
 from kvbench.leaderboard.submission.records import Check
-from kvbench.leaderboard.verification.outcome import flag, ok, quote
-from kvbench.method import Method
+from kvbench.leaderboard.verification.journal import list_absent
+from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, quote
+from kvbench.method import Card, Method
 from kvbench.registry import HERE
 from kvbench.runs.environment import CODE
 from kvbench.runs.provenance import find_sources
@@ -41,6 +44,32 @@ def check_code(stated: Sources, git: Git | None, method: type[Method], task: typ
     wrong = [name for name, value in stated if value != getattr(ours, name)]
     known = "" if tree is not None else ", which the verifier does not have"
     return flag("code", f"unknown code at commit {commit}{known}: its hashes of {', '.join(wrong)} are not {whose}")
+
+
+def check_age(bundle: Bundle, card: Card, since: Sequence[str], *, own: bool) -> Check | None:
+    """Flag a journal without the fields that later code writes; None: it has them.
+
+    card: the registered method's. since: settings that it has and the run does not state. own: whether the run states
+    the hashes of the verifier's own code.
+
+    Raises:
+        RefusedError: it does, and that code writes otherwise.
+    """
+    absent = list_absent(bundle.spec, bundle.lines)
+    if own:
+        for reason in _list_earlier(bundle, card, since, absent):
+            raise RefusedError("code", f"its source hashes are those of the verifier's own code, and {reason}")
+    return flag("fields", f"no line has {', '.join(absent)}, as in early journals") if absent else None
+
+
+def _list_earlier(bundle: Bundle, card: Card, since: Sequence[str], absent: Sequence[str]) -> Iterator[str]:
+    """What only other code than the verifier's writes."""
+    stated, version = Card.model_validate(bundle.result.method.card), bundle.spec.versions.kvbench
+    if version != __version__:
+        yield f"its kvbench is {quote(version)}, not {__version__}"
+    yield from (f"its method has no setting {name}" for name in since)
+    yield from (f"its card differs in {name}" for name, value in card if value != getattr(stated, name))
+    yield from (f"no line has {name}" for name in absent)
 
 
 @contextmanager

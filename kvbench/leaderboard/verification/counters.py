@@ -9,9 +9,11 @@ from collections.abc import Iterator, Sequence
 
 from kvbench.leaderboard.verification.outcome import RefusedError, quote
 from kvbench.method import Method
-from kvbench.runs.journal import Line
+from kvbench.runs.journal import Effect, Line
 from kvbench.runs.provenance import find_files
 
+EARLY = Effect.model_fields["maxima"].default
+"""The maxima of lines that do not name theirs."""
 COUNTER = re.compile(r"[a-z]+(_[a-z]+)*")
 HOLDERS = {"facts", "reads"}
 """Functions that return counters, and attributes that hold them."""
@@ -23,8 +25,15 @@ def check_counters(method: type[Method], lines: Sequence[Line]) -> None:
     Raises:
         RefusedError: one is not; a counter above 0 is what shows that a method acts.
     """
-    known = list_counters(method)
+    known, maxima = list_counters(method), list_maxima(method)
     for x in lines:
+        if x.effect is not None and x.effect.maxima != EARLY:
+            wanted = sorted(x.effect.facts.keys() & maxima)
+            if sorted(x.effect.maxima) != wanted:
+                raise RefusedError(
+                    "measurements", f"sample {x.index} turn {x.turn}: its maxima are {quote(x.effect.maxima)}, and of "
+                    f"its counters {', '.join(wanted) or 'none'} is one"
+                )
         if strange := sorted(set() if x.effect is None else x.effect.facts.keys() - known):
             raise RefusedError(
                 "measurements", f"sample {x.index} turn {x.turn}: its counter {quote(strange[0])} is none that the "
@@ -35,6 +44,22 @@ def check_counters(method: type[Method], lines: Sequence[Line]) -> None:
 def list_counters(method: type[Method]) -> frozenset[str]:
     """Names that the files of a method and of its stores write into their counters."""
     return frozenset(x for path in find_files(method) for x in _read_names(path.read_bytes()))
+
+
+def list_maxima(method: type[Method]) -> frozenset[str]:
+    """Names of the counters whose totals are maxima."""
+    return frozenset(x for path in find_files(method) for x in _read_maxima(path.read_bytes()))
+
+
+@functools.cache
+def _read_maxima(source: bytes) -> frozenset[str]:
+    """The keys of dictionaries with a value `Fact(..., maximum=True)`."""
+    tables = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Dict)]
+    return frozenset(
+        key.value for x in tables for key, value in zip(x.keys, x.values, strict=True)
+        if isinstance(key, ast.Constant) and isinstance(key.value, str)
+        and isinstance(value, ast.Call) and any(y.arg == "maximum" for y in value.keywords)
+    )
 
 
 @functools.cache

@@ -200,6 +200,10 @@ def check_entries(x: AnsweredTurn, method: Method, shape: Shape, run: Shape) -> 
     budgets = _budget_entries(method, run)
     if budgets is not None and abs(sum(kept) - sum(budgets)) > ROUNDING * sum(held):
         raise refuse(f"its layers keep {sum(kept):g} entries per KV head in all, at this budget {sum(budgets)}")
+    alone = budgets if budgets is not None and method.card.heads == "independent" else kept
+    for i, (n, wanted) in enumerate(zip(kept, alone, strict=True)):
+        if abs(n - wanted) > ROUNDING * held[i]:
+            raise refuse(f"layer {i} keeps {n:g} entries per KV head, at this budget {wanted}")
     heads = [layer.kv_heads for layer in shape.layers]
     gone = sum(n * (most - some) for n, most, some in zip(heads, held, kept, strict=True))
     counted = x.effect.facts.get(DROPPED, 0) + (x.effect.facts.get(SKIPPED, 0) if method.skips_layers else 0)
@@ -285,17 +289,18 @@ def _check_end(x: AnsweredTurn, method: Method, shape: Shape, run: Shape) -> Non
             on_host = method.declared_host_bytes(longer) - method.declared_host_bytes(shape)
     # Steps that read a part count by themselves, those of a question and of an answer that is not part of the end.
     read_at = longest if size.end_full_bytes is None or method.budget_kind is BudgetKind.READ else size.end_full_bytes
+    selects = method.budget_kind is BudgetKind.READ or method.generates_alone
+    context = size.stored_bytes if method.budget_kind is BudgetKind.READ else 0  # it drops nothing
     limits = {
-        "end_stored_bytes": (_least_at_end(x, method, shape), size.end_bytes + on_host),
+        "end_stored_bytes": (max(context, _least_at_end(x, method, shape)), size.end_bytes + on_host),
         "end_full_bytes": (shortest, longest),
-        "distinct_read_bytes_per_step": (once, size.read_bytes_per_step),
+        "distinct_read_bytes_per_step": (once if selects else size.read_bytes_per_step, size.read_bytes_per_step),
         "full_read_bytes_per_step": (shape.full_bytes if x.steps else 0, read_at),
     }
     for name, (least, most) in limits.items():
         found = getattr(size, name)
         if found is not None and not least <= found <= most:
             raise RefusedError("bytes", f"{x.name}: its {name} is {found}, possible are {least} to {most}")
-    selects = method.budget_kind is BudgetKind.READ or method.generates_alone
     if not selects and size.full_read_bytes_per_step != size.end_full_bytes:
         raise RefusedError(
             "bytes", f"{x.name}: the full cache has {size.end_full_bytes} bytes at its end, and reads "

@@ -7,6 +7,7 @@ code is run.
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
@@ -161,6 +162,8 @@ def find_known_task(spec: RunSpec) -> Task:
     found = _task(stated.name)
     if found.version != stated.version:
         raise UnverifiableError(f"{stated.name} has version {quote(stated.version)}, here it has {found.version}")
+    if stated.code is not None:
+        raise UnverifiableError(f"{stated.name} was the submitter's own file, not the registered task")
     if file := _find_path_setting(found, stated.settings):
         raise UnverifiableError(f"setting {file} of {stated.name} may name a file of the submitter")
     task: Task = _configure(found, stated.settings, "task")
@@ -169,7 +172,7 @@ def find_known_task(spec: RunSpec) -> Task:
             "suite": (stated.suite, task.suite), "truncation": (stated.truncation, task.truncation),
             "prompt_id": (stated.prompt_id, task.prompt_id), "mode": (spec.mode in task.modes, True),
             "scorer": (stated.scorer in {x.id for x in task.scorers}, True),
-            "settings": (stated.settings, jsonable_settings(task)),
+            "settings": (_write(stated.settings), _write(jsonable_settings(task))),
         }
         revision = task.dataset_revision
     if revision != stated.dataset_revision:
@@ -177,6 +180,12 @@ def find_known_task(spec: RunSpec) -> Task:
     if wrong := [key for key, (one, other) in pairs.items() if one != other]:
         raise RefusedError("task", f"its {wrong[0]} does not fit {stated.name} version {stated.version}")
     return task
+
+
+def is_task_known(stated: str) -> bool:
+    """Whether this is `TASK`, `TASK:dev` or `TASK:test` of a registered task, under any alias."""
+    name = stated.removesuffix(":dev") if stated.endswith(":dev") else stated.removesuffix(":test")
+    return any(name in (x.name, *x.aliases) for x in list_entries("task"))
 
 
 def is_tuned_on_test(stated: str, task: str) -> bool:
@@ -279,9 +288,15 @@ def _configure(found: type[Any], settings: Mapping[str, Any], kind: Kind) -> Any
     name = found.card.name if kind == "method" else found.name
     with refusing_errors(kind, f"{name} does not accept its settings"):
         made = configure(found, {key: write_setting(x) for key, x in settings.items()}, "setting", name)
-    if wrong := [key for key, value in jsonable_settings(made).items() if settings.get(key, value) != value]:
+    ours = jsonable_settings(made)
+    if wrong := [key for key, value in ours.items() if _write(settings.get(key, value)) != _write(value)]:
         raise RefusedError(kind, f"{name} does not accept its settings: {wrong[0]} is not {quote(settings[wrong[0]])}")
     return made
+
+
+def _write(value: object) -> str:
+    """As JSON, in which 1, 1.0 and true differ, as they do in a run's id."""
+    return json.dumps(value, sort_keys=True)
 
 
 @functools.cache

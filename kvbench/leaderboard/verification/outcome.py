@@ -43,11 +43,14 @@ def quote(value: object) -> str:
 
 
 @contextmanager
-def refusing_errors(check: str, what: str) -> Iterator[None]:
-    """Turn any error that a submission's values cause in our code into a refusal by this check."""
+def refusing_errors(check: str, what: str, *, but: type[Exception] = RefusedError) -> Iterator[None]:
+    """Turn any error that a submission's values cause in our code into a refusal by this check.
+
+    but: errors that are passed on.
+    """
     try:
         yield
-    except RefusedError:
+    except (RefusedError, but):
         raise
     except Exception as error:
         raise RefusedError(check, f"{what}: {type(error).__name__}: {str(error).strip() or 'no message'}") from error

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from kvbench.engine.agreement import FIRST_PART
 from kvbench.leaderboard.submission.records import Check
 from kvbench.leaderboard.verification.outcome import RefusedError, ok, quote
+from kvbench.leaderboard.verification.reuse import LEAST_PASS_S, list_wrong_reuse
 from kvbench.registry import list_ops
 from kvbench.runs.journal import (
     Agreement,
@@ -21,19 +22,19 @@ from kvbench.runs.journal import (
     Effect,
     Line,
     LosslessLine,
-    ReuseLine,
     Times,
     TokenCounts,
 )
 from kvbench.runs.spec import RunSpec
 
-LEAST_PASS_S = 1e-5
-"""Seconds of a forward pass: launching its operations takes longer on every machine."""
 ROUNDING = 1e-6
-ADDED = ("end_stored_bytes", "end_full_bytes", "distinct_read_bytes_per_step", "full_read_bytes_per_step")
-"""Bytes that no line of an early journal has."""
+ALONE = re.compile(r"[a-z0-9.+-]+ generates answers in its own way|a batch raised an error")
+"""Why answers are decoded one at a time in a run with `--batch`."""
 PREFIX = "prefix_entries"
 """The counter of a method of family reuse that puts entries before a prompt, and takes over none of its parts."""
+SDPA = ("sdpa_flash", "sdpa_math")
+WITHIN = {"torch": SDPA, "triton": SDPA, "flash": (*SDPA, "flash_attn")}
+"""Kernels among which an implementation chooses, recorded by function."""
 KERNEL = re.compile(r"[a-z0-9][a-z0-9_.+-]{0,63}")
 
 
@@ -46,10 +47,6 @@ def check_plausibility(spec: RunSpec, lines: Sequence[Line]) -> Check:
     for x in lines:
         for reason in _list_impossible(spec, x):
             raise RefusedError("measurements", f"sample {x.index} turn {x.turn}: {reason}")
-    for name in ADDED:
-        absent = [getattr(x.bytes, name) is None for x in lines if x.bytes is not None]
-        if any(absent) and not all(absent):
-            raise RefusedError("measurements", f"{sum(absent)} of its {len(absent)} lines have no {name}")
     times = [x.times.decode_s for x in lines if x.times is not None and x.times.steps]
     if len(times) >= 4 and 2 * len(set(times)) < len(times):
         raise RefusedError("measurements", f"{len(times)} measured times are only {len(set(times))} different numbers")
@@ -63,12 +60,7 @@ def _list_impossible(spec: RunSpec, x: Line) -> Iterator[str]:
         yield "a line has times unless its sample took the prefill of another run or was decoded in a batch"
     yield from _list_wrong_bytes(x.bytes, x.times, recompress=spec.recompress)
     yield from _list_wrong_kernels(spec, x)
-    if (x.batch is None) is (spec.batch > 1):
-        yield f"{'no' if x.batch is None else 'a'} record of a batch, and batches of {spec.batch}"
-    elif x.batch is not None and not 1 <= x.batch.size <= spec.batch:
-        yield f"a batch of {x.batch.size} answers, where at most {spec.batch} are decoded together"
-    elif x.batch is not None and (x.batch.different or 0) > (x.batch.tokens or 0):
-        yield f"{x.batch.different} of {x.batch.tokens} tokens differ from those of single answers"
+    yield from _list_wrong_batch(spec, x)
     if x.lossless is not None:
         yield from _list_wrong_drafts(spec, x, x.lossless, x.tokens)
     elif spec.method.family == "lossless" and x.stop_reason != "choice":
@@ -77,7 +69,7 @@ def _list_impossible(spec: RunSpec, x: Line) -> Iterator[str]:
     if (x.reuse is not None) is not reuses:
         yield f"{'no' if x.reuse is None else 'a'} record of reuse in a run of family {spec.method.family}"
     elif x.reuse is not None:
-        yield from _list_wrong_reuse(x.reuse, x.tokens, x.effect, x.times, x.bytes)
+        yield from list_wrong_reuse(x.reuse, x.tokens, x.effect, x.times, x.bytes)
     yield from _list_wrong_counters(x.effect)
     if x.agreement is not None:
         yield from _list_wrong_agreement(x.agreement)
@@ -111,10 +103,29 @@ def _list_wrong_kernels(spec: RunSpec, x: Line) -> Iterator[str]:
     for label, implementation in x.kernels.items():
         if not KERNEL.fullmatch(label) or not KERNEL.fullmatch(implementation):
             yield f"its kernels name {quote(implementation)} for {quote(label)}, which is no name of a kernel"
-        elif "." not in label and label not in list_ops():
+        elif label.partition(".")[0] not in list_ops():
             yield f"its kernels name {quote(label)}, which is no operation of kvbench"
-        elif "." not in label and implementation not in (spec.kernels, "torch"):
+        elif implementation not in (spec.kernels, "torch", *(WITHIN[spec.kernels] if "." in label else ())):
             yield f"{label} ran as {implementation}, and its kernels are {spec.kernels}"
+
+
+def _list_wrong_batch(spec: RunSpec, x: Line) -> Iterator[str]:
+    """In 16 bits the answers to the first sample are decoded one at a time, too, and compared."""
+    found = x.batch
+    if (found is None) is (spec.batch > 1):
+        yield f"{'no' if found is None else 'a'} record of a batch, and batches of {spec.batch}"
+    if found is None:
+        return
+    if not 1 <= found.size <= spec.batch:
+        yield f"a batch of {found.size} answers, where at most {spec.batch} are decoded together"
+    if found.alone is not None and (found.size > 1 or not ALONE.fullmatch(found.alone)):
+        yield f"its {found.size} answers were decoded one at a time because {quote(found.alone)}"
+    if (found.different or 0) > (found.tokens or 0):
+        yield f"{found.different} of {found.tokens} tokens differ from those of single answers"
+    exact, compared = spec.model.dtype == "float32", found.tokens is not None
+    missing = not (exact or compared) and found.size > 1 and (x.index, x.turn) == (0, 0)
+    if missing or (exact and compared):
+        yield f"{'a' if compared else 'no'} comparison with single answers, in {spec.model.dtype}"
 
 
 def _list_wrong_drafts(spec: RunSpec, x: Line, found: LosslessLine, tokens: TokenCounts) -> Iterator[str]:
@@ -136,40 +147,6 @@ def _list_wrong_drafts(spec: RunSpec, x: Line, found: LosslessLine, tokens: Toke
     rest = x.seconds - (0.0 if x.times is None else x.times.ttft_s + x.times.decode_s)
     if not tokens.generated * LEAST_PASS_S <= found.plain_s <= rest + ROUNDING:
         yield f"plain decoding of {tokens.generated} tokens took {found.plain_s:g} s of {rest:g} s that are left"
-
-
-def _list_wrong_reuse(
-    found: ReuseLine, tokens: TokenCounts, effect: Effect, times: Times | None, size: CacheBytes
-) -> Iterator[str]:
-    """Every token is taken over, computed or left out; chunks are made in the prefill."""
-    layers = len(effect.entries_kept)
-    entry = size.full_bytes / max(1, tokens.context * layers)  # bytes of a token in a layer
-    if found.tokens != tokens.context * layers:
-        yield f"it reuses {found.tokens} tokens of {layers} layers of {tokens.context}"
-    for name, value, counter in (
-        ("reused", found.reused, "entries_reused"), ("computed", found.computed, "tokens_computed"),
-    ):
-        if value != effect.facts.get(counter, 0):
-            yield f"it has {value} tokens {name}, and {effect.facts.get(counter, 0)} {counter}"
-    known = found.reused + found.computed + effect.facts.get("entries_dropped", 0)
-    if found.computed < layers:
-        yield f"it computes {found.computed} tokens in {layers} layers, and the prompt's last token is always computed"
-    if found.reused > found.tokens or known < found.tokens:
-        yield f"{found.reused} tokens reused and {found.computed} computed are not {found.tokens}"
-    chunks = found.hits + found.misses
-    if found.mismatched > found.misses or found.refused > found.misses or chunks > tokens.context:
-        yield f"{tokens.context} tokens of {found.hits} hits, {found.misses} misses and {found.refused} refused chunks"
-    if found.reused and (not chunks or found.moved_bytes < found.reused * entry or not found.chunk_bytes):
-        yield (
-            f"{found.reused} tokens of {chunks} chunks in {found.chunk_bytes} bytes moved {found.moved_bytes} bytes, "
-            f"and a token takes {entry:g} in a layer"
-        )
-    if found.loaded:
-        yield f"{found.loaded} chunks are of earlier runs (--chunk-store), and a submitted run computes its own"
-    if found.build_s < found.misses * LEAST_PASS_S:
-        yield f"{found.misses} chunks were computed in {found.build_s:g} s"
-    if times is not None and times.prefill_s is not None and found.build_s > times.prefill_s + ROUNDING:
-        yield f"its chunks took {found.build_s:g} s of a prefill of {times.prefill_s:g} s"
 
 
 def _list_wrong_counters(found: Effect) -> Iterator[str]:
@@ -242,8 +219,10 @@ def _list_wrong_denoising(
     timed = [("the answer", times.decode_s, found.nfe)]
     for name, plain in found.baselines.items():
         timed.append((f"baseline {name}", plain.seconds, plain.nfe))
-        if not 0 <= plain.same_tokens <= 1 or plain.committed_tokens > found.response_length:
+        if not 0 <= plain.same_tokens <= 1 or not 0 <= plain.committed_tokens <= found.response_length:
             yield f"baseline {name} has a share of {plain.same_tokens:g} equal tokens of {plain.committed_tokens}"
+        if (plain.score is None) is not (x.score is None):
+            yield f"its score is {x.score}, that of baseline {name} {plain.score}"
     for name, seconds, passes in timed:
         if passes < 1 or seconds < passes * LEAST_PASS_S:
             yield f"{passes} forward passes of {name} in {seconds:g} s are faster than any machine"

@@ -24,6 +24,8 @@ OLDEST = {"kvbench": (0, 1), "torch": (2, 11), "transformers": (5, 17), "triton"
 MOST_THREADS = 4096
 PLACE = re.compile(r"[ -~]{1,200}")
 """A processor's name."""
+MODULE, DEVICE = re.compile(r"[A-Za-z0-9_.]{0,200}"), re.compile(r"cpu|disk|(cuda:?)?\d{1,3}|cuda")
+"""Names in a device map."""
 TRITON = "3.9.0"
 """The latest known release, for verifiers without it."""
 VERSION = re.compile(r"(\d{1,9})\.(\d{1,9})(?:\.(\d{1,9}))?(?:[.+-]?[0-9A-Za-z]+)*")
@@ -107,6 +109,9 @@ def _list_wrong_hardware(spec: RunSpec, place: Environment, lines: Sequence[Line
         yield f"it ran on device {quote(spec.device)}, its environment names GPU {quote(place.gpu)}"
     if spec.device == "cpu" and (there := sorted({*(place.device_map or {}).values()} - {"cpu", "disk"})):
         yield f"it ran on device 'cpu', parts of its model on {quote(there[0])}"
+    for part, device in (place.device_map or {}).items():
+        if not MODULE.fullmatch(part) or not DEVICE.fullmatch(device):
+            yield f"its device map puts {quote(part)} on {quote(device)}, which is no part of a model or no device"
     machines = find_machines(lines)
     for x in machines:
         if (spec.device == "cuda") != (x.gpu is not None):

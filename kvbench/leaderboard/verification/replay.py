@@ -35,10 +35,12 @@ _cache: OrderedDict[str, list[Made]] = OrderedDict()
 
 @dataclass(frozen=True)
 class MethodStub:
-    """The part of a method that a summary needs: its card, and what a budget of its settings counts."""
+    """The part of a method that a summary needs: its card, and what its settings declare."""
 
     card: Card
     budget_kind: BudgetKind
+    exact: bool
+    """Whether its logits are declared to be the full cache's, so that nothing is compared."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,8 @@ def remake_examples(replay: Replay) -> Iterator[Made]:
     """
     spec = replay.spec.model_copy(update={"versions": _versions(), "sources": _sources(type(replay.task))})
     key = json.dumps(spec.model_dump(mode="json", include={
-        "task": True, "split": True, "seed": True, "turns": True, "samples": True, "mode": True, "sources": {"task"},
-        "model": {"tokenizer_sha256"},
+        "task": True, "split": True, "seed": True, "turns": True, "samples": True, "mode": True, "parts": True,
+        "sources": {"task"}, "model": {"tokenizer_sha256"},
     }))
     if key not in _cache:
         made = []

@@ -60,11 +60,11 @@ def prepare_rerun(spec: RunSpec, model: Model) -> tuple[Job, tuple[str, ...]]:
         RefusedError: a field differs that must be equal.
     """
     find_known_method(spec)
-    with refusing_errors("rerun", "it cannot be rerun"):
-        try:
+    try:
+        with refusing_errors("rerun", "it cannot be rerun", but=UserError):
             job = prepare(write_request(spec), model)
-        except UserError as error:
-            raise UnverifiableError(str(error)) from error
+    except UserError as error:
+        raise UnverifiableError(str(error)) from error
     differs = []
     documents = [x.model_dump(mode="json") for x in (spec, job.spec)]
     for name, stated, found in differences(documents[0], documents[1]):

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from kvbench.budget import BudgetKind
 from kvbench.leaderboard.submission.records import Check
 from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, quote, refusing_errors
 from kvbench.leaderboard.verification.replay import Replay
@@ -50,7 +49,11 @@ def check_summary(replay: Replay, result: Result, lines: Sequence[Line]) -> tupl
         checks.append(flag("agreement", "it has no agreement with the full cache, which did not fit, as it says"))
     if replay.spec.method.family != "lossless" and any(_is_exact_copy(x) for x in lines):
         checks.append(flag("agreement", "a KL divergence of exactly 0, where entries were changed"))
-    if result.kernels.ops and not noted:
+    if result.kernels.implementation != replay.spec.kernels:
+        raise RefusedError(
+            "summary", f"its kernels are {result.kernels.implementation}, those of its spec {replay.spec.kernels}"
+        )
+    if (result.kernels.ops or result.kernels.ran) and not noted:
         checks.append(flag("kernels", "the kernels are those that its result names: its journal does not record any"))
     return score_lines(replay.scorer, lines, lambda x: x.score), checks
 
@@ -62,8 +65,7 @@ def _is_exact_copy(x: Line) -> bool:
 
 def _compares(replay: Replay) -> bool:
     """Whether its answers were compared with the full cache's."""
-    kind = replay.spec.model.kind
-    return kind == "autoregressive" and replay.method.budget_kind is not BudgetKind.NONE and not replay.model.random
+    return replay.spec.model.kind == "autoregressive" and not (replay.method.exact or replay.model.random)
 
 
 def _sum_distinct(lines: Sequence[Line]) -> dict[str, int]:

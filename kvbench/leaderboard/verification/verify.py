@@ -23,9 +23,10 @@ from kvbench.leaderboard.verification.answers import (
     check_stop_tokens,
     rescore,
 )
-from kvbench.leaderboard.verification.code import check_code
+from kvbench.leaderboard.verification.code import check_age, check_code
 from kvbench.leaderboard.verification.counters import check_counters
 from kvbench.leaderboard.verification.declared import check_bytes
+from kvbench.leaderboard.verification.journal import check_lines
 from kvbench.leaderboard.verification.lookup import (
     UnverifiableError,
     check_card,
@@ -35,16 +36,20 @@ from kvbench.leaderboard.verification.lookup import (
     find_known_method,
     find_known_task,
     find_known_tokenizer,
+    is_task_known,
     is_tuned_on_test,
 )
-from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, refuse
+from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, quote, refuse
 from kvbench.leaderboard.verification.plausibility import check_plausibility
 from kvbench.leaderboard.verification.provenance import check_machine
 from kvbench.leaderboard.verification.replay import MethodStub, ModelStub, Replay, remake_examples
+from kvbench.leaderboard.verification.request import check_spec
 from kvbench.leaderboard.verification.result import check_summary
+from kvbench.leaderboard.verification.reuse import check_chunks
 from kvbench.leaderboard.verification.suite import check_suite
-from kvbench.method import Method
+from kvbench.method import BudgetKind, Card, Method
 from kvbench.runs.environment import find_git
+from kvbench.runs.provenance import find_sources
 from kvbench.runs.results import Score
 
 REQUIRED_FOR_L0 = {"prompts", "answers", "scores", "summary"}
@@ -120,12 +125,15 @@ def _check_records(bundle: Bundle, *, own: bool) -> Iterator[Check]:
         yield refuse("split", f"it ran on split {spec.split}: the leaderboard shows runs on split test only")
     elif any(is_tuned_on_test(x, spec.task.name) for x in tuned):
         yield flag("split", f"its settings were chosen on the test examples of {spec.task.name}")
+    elif strange := [x for x in tuned if not is_task_known(x)]:
+        yield flag("split", f"its settings were chosen on {quote(strange[0])}, which is no task of kvbench")
     else:
         yield ok("split", f"test{', settings chosen on ' if tuned else ''}{', '.join(tuned)}")
     if bundle.result.status == "failed":
         yield flag("status", f"the run failed: {bundle.result.error}")
     yield check_machine(bundle.result, bundle.lines, manifest, datetime.now(UTC))
     yield check_plausibility(spec, bundle.lines)
+    check_lines(spec, bundle.lines)
 
 
 def _check_content(found: CheckedBundle, bundle: Bundle) -> Iterator[Check]:
@@ -133,6 +141,7 @@ def _check_content(found: CheckedBundle, bundle: Bundle) -> Iterator[Check]:
     spec, result = bundle.spec, bundle.result
     method: Method | None = None
     since: list[str] = []
+    own = False
     check_method_name(spec.method.name)
     if spec.suite is not None:
         yield check_suite(spec)
@@ -156,12 +165,20 @@ def _check_content(found: CheckedBundle, bundle: Bundle) -> Iterator[Check]:
         yield flag("prompts", f"{error}: its prompts cannot be regenerated, so its scores are not verified")
         return
     if method is not None:
+        check_spec(spec)
         yield check_code(spec.sources, result.environment.git, type(method), type(task))
+        own = spec.sources == find_sources(type(method), type(task))
+        aged = check_age(bundle, card, since, own=own)
+        if aged is not None:
+            yield aged
     size, check = check_model(spec, card, folder)
     yield check
     scorer = next(x for x in task.scorers if x.id == spec.task.scorer)
     random = spec.model.id.startswith("random:")
-    stub = MethodStub(card, card.budget if method is None else method.budget_kind)
+    if method is not None and (method.is_exact or random) and any(x.agreement is not None for x in bundle.lines):
+        whose = f"{spec.method.name} on random weights" if random else spec.method.name
+        raise RefusedError("agreement", f"{whose} is not compared with the full cache, and it has an agreement")
+    stub = _describe(card, method)
     stand_in = ModelStub(
         spec.model.id, tokenizer, random, result.environment.device_map, size.max_length, size.vocabulary
     )
@@ -172,10 +189,18 @@ def _check_content(found: CheckedBundle, bundle: Bundle) -> Iterator[Check]:
     check_stop_tokens(replay, folder)
     check_denoising(spec, bundle.lines, made)
     yield check_answers(replay, bundle.lines, made)
-    again = rescore(replay, bundle.lines, made)
+    again = rescore(replay, bundle.lines, made, every=own)
     yield check_scores(bundle.lines, again)
     if any(LOGPROBS in x.facts for x in bundle.lines):
         yield flag("logprobs", "its answers depend on log-probabilities in its journal, which only a rerun can check")
     found.score, checks = check_summary(replay, result, again)
     yield from checks
+    check_chunks(again, made)
     yield check_bytes(replay, method, result, again, made, folder)
+
+
+def _describe(card: Card, method: Method | None) -> MethodStub:
+    """The parts of a method that a summary needs; of an unknown one by its card."""
+    if method is None:
+        return MethodStub(card, card.budget, card.budget is BudgetKind.NONE)
+    return MethodStub(card, method.budget_kind, method.is_exact)
