@@ -98,6 +98,24 @@ def test_kvshare_weighs_the_tokens_taken_over_among_themselves(passes):
     assert find_rows(passes) & set(taken) == wanted
 
 
+def test_relaycaching_weighs_entries_that_the_last_tokens_see(passes):
+    """A bound between a token's weight and the one that it has where those tokens also see later ones."""
+    step, taken = observe_full([*join(MOVED), *TAIL])[1], list(range(len(LEAD), AT_HAND))
+    seen, all_seen = torch.zeros(len(taken)), torch.zeros(len(taken))
+    for row in range(LENGTH - 3, LENGTH):
+        seen += weigh(step, row, list(range(row + 1))).sum(0)[taken]
+        all_seen += weigh(step, row, list(range(LENGTH))).sum(0)[taken]
+    seen, all_seen = seen / seen.mean(), all_seen / all_seen.mean()
+    place = (seen - all_seen).abs().argmax()
+    assert (seen - all_seen)[place].abs() > 1e-3
+    bound = (seen[place] + all_seen[place]).item() / 2
+    settings = {"start": 0.0, "detect": 0.34, "end": 1.0, "suffix": 3, "deviation": 1e9, "influence": bound}
+    with prefilled(find_method("relaycaching")(**settings), parts=MOVED, earlier=(OTHER,)):
+        pass
+    wanted = {taken[i] for i in (seen > bound).nonzero()[:, 0].tolist()}
+    assert set(passes[2][-1][2].tolist()) & set(taken) == wanted
+
+
 def test_relaycaching_keeps_entries_outside_its_layers():
     """Below the first layer and above the last, those of the earlier prompt; new tokens are computed in every layer."""
     settings = {"start": 0.67, "detect": 0.67, "end": 0.67}

@@ -1,0 +1,137 @@
+"""Formulas of methods of reuse on hand-made numbers, and their choices among earlier texts worked out apart."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kvbench.check.trial import random_ids
+from kvbench.engine.reuse import Reuse, run_apart
+from kvbench.engine.session import Session
+from kvbench.errors import UserError
+from kvbench.methods.reuse.kamera import factor, patch
+from kvbench.methods.reuse.kvcomm import mix
+from kvbench.registry import find_method
+from tests.methods.reuse import ALONE, DOCUMENTS, LEAD, PARTS, distance, model, prefilled, run
+
+FIRST = LEAD[:1]
+"""The tokens behind which documents are run."""
+
+
+def test_two_prompts_at_once_are_refused():
+    """Parts are those of one prompt."""
+    ids = torch.tensor([[x for part in PARTS for x in part]] * 2)
+    with (
+        Session(model(), find_method("epic")(), capacity=100, reuse=Reuse(PARTS, ALONE)) as session,
+        pytest.raises(UserError, match="epic runs one prompt at a time, not 2"),
+    ):
+        session.prefill(ids)
+
+
+def column(*numbers):
+    """One layer of entries with one channel. [1, T, 1]"""
+    return torch.tensor(numbers, dtype=torch.float32)[None, :, None]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_kvcomm_mixes_offsets_token_by_token(temperature):
+    """Weights are a softmax of distances, mean over layers, to the first tokens of each anchor; layer 0 stays."""
+    own = torch.stack([column(0, 0), column(0, 0)])
+    anchors = [torch.stack([column(1, 0, 9), column(3, 2, 9)]), torch.stack([column(2, 4, 9), column(0, 2, 9)])]
+    offsets = [torch.stack([column(7, 7, 7), column(1, 10, 50)]), torch.stack([column(7, 7, 7), column(2, 20, 60)])]
+    found = mix(own, anchors, offsets, temperature)
+    first = 1 / (1 + math.exp((2 - 1) / temperature))  # mean distances 2 and 1 of the first token
+    second = 1 / (1 + math.exp((1 - 3) / temperature))
+    assert found[0].flatten().tolist() == [0, 0]
+    assert found[1].flatten().tolist() == pytest.approx([first + 2 * (1 - first), 10 * second + 20 * (1 - second)])
+
+
+def replace_last(ids, *tokens):
+    """The same tokens with other ones at the end."""
+    return (*ids[: -len(tokens)], *tokens)
+
+
+DOCUMENT = tuple(random_ids(24, seed=40))
+NEAR = replace_last(DOCUMENT, 20), replace_last(DOCUMENT, 42), replace_last(DOCUMENT, 2, 3)
+"""Texts in whose place the document stands now."""
+EARLIER = ((DOCUMENT,), *((LEAD, x) for x in NEAR[:2]))
+"""The document ran alone, and is no anchor itself."""
+
+
+def measure_entropy(size, logarithm=math.log2, entries="values"):
+    """Entropy of the anchors' weights over its maximum."""
+    own, *others = (torch.cat(getattr(run_apart(model(), FIRST, x), entries)) for x in (DOCUMENT, *NEAR[:2]))
+    weights = torch.stack([-size(own - x) for x in others]).softmax(0).tolist()
+    return -sum(x * logarithm(x) for x in weights) / math.log2(2)
+
+
+def test_kvcomm_computes_a_document_whose_anchors_are_equally_far():
+    """By the entropy in bits of a softmax of norms over all values, against a share of its maximum."""
+    bound = measure_entropy(torch.norm)
+    in_nats, of_keys = measure_entropy(torch.norm, math.log), measure_entropy(torch.norm, entries="keys")
+    assert all(abs(x - bound) > 0.1 for x in (0, 1, in_nats, of_keys, measure_entropy(lambda x: x.abs().mean())))
+    for entropy, reused in ((bound - 0.02, len(LEAD)), (bound + 0.02, len(LEAD) + len(DOCUMENT))):
+        method = find_method("kvcomm")(entropy=entropy)
+        with prefilled(method, parts=(LEAD, DOCUMENT), earlier=EARLIER) as session:
+            assert session.layers[1].reused == reused
+
+
+def test_kvcomm_keeps_the_latest_anchors_of_a_place():
+    """With two of three, the oldest changes nothing."""
+    older, kept = (LEAD, NEAR[2]), {"parts": (LEAD, DOCUMENT), "earlier": EARLIER}
+    more = {**kept, "earlier": (EARLIER[0], older, *EARLIER[1:])}
+    latest = run(find_method("kvcomm")(entropy=1.0, anchors=2), **more)
+    assert torch.equal(latest, run(find_method("kvcomm")(entropy=1.0), **kept))
+    assert distance(latest, run(find_method("kvcomm")(entropy=1.0), **more)) > 1e-4
+
+
+def test_a_patch_is_the_best_matrix_of_its_rank():
+    """Of singular values 5, 3 and 1, those that are left out are the error; the heads of a layer share the matrix."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(n, 3, generator=generator)).Q for n in (7, 8))
+    change = (left * torch.tensor([5.0, 3.0, 1.0])) @ right.T
+    entries = change.unflatten(1, (2, 4)).transpose(0, 1)[None]  # [1, H, T, D]
+    for rank, error in ((1, math.sqrt(10)), (2, 1.0), (3, 0.0)):
+        a, b = factor(entries, rank)
+        assert (a.shape, b.shape) == ((7, rank), (rank, 8))
+        base = torch.randn(entries.shape, generator=generator)
+        assert (patch(base, a, b) - base - entries).norm().item() == pytest.approx(error, abs=1e-5)
+
+
+def test_prompt_cache_has_the_positions_of_the_first_prompt():
+    """A document that stood elsewhere later stays where the schema put it."""
+    schema, later = (LEAD, DOCUMENTS[0]), (LEAD, DOCUMENTS[1], DOCUMENTS[0])
+    ours = {"parts": (LEAD, DOCUMENTS[2], DOCUMENTS[0])}
+    method = find_method("prompt-cache")()
+    first = run(method, earlier=(schema, later), **ours)
+    assert torch.equal(first, run(method, earlier=(schema, (DOCUMENTS[1],)), **ours))
+    assert distance(first, run(method, earlier=(later, schema), **ours)) > 1e-3
+
+
+LIBRARY = tuple(tuple(random_ids(n, seed=50 + n)) for n in (8, 11, 14, 17, 20))
+
+
+def find_nearest(similarity, *, mean=True):
+    """The most similar other document of each."""
+    embed = model().module.get_input_embeddings()
+    vectors = [embed(torch.tensor(x)).mean(0) if mean else embed(torch.tensor(x))[0] for x in LIBRARY]
+    found = []
+    for i, x in enumerate(vectors):
+        found.append(max((j for j in range(len(LIBRARY)) if j != i), key=lambda j: similarity(x, vectors[j]).item()))
+    return found
+
+
+def test_fusionrag_runs_each_document_behind_the_most_similar_other():
+    """By the cosine of mean embeddings, and behind the instruction."""
+    nearest = find_nearest(lambda a, b: torch.cosine_similarity(a, b, dim=0))
+    assert nearest != find_nearest(torch.dot)
+    assert nearest != find_nearest(lambda a, b: torch.cosine_similarity(a, b, dim=0), mean=False)
+    parts = (LEAD, *LIBRARY)
+    with prefilled(find_method("fusionrag")(ratio=0.0), parts=parts, earlier=tuple((x,) for x in parts)) as session:
+        start = len(LEAD)
+        for part, other in zip(LIBRARY, nearest, strict=True):
+            there = run_apart(model(), [*LEAD, *LIBRARY[other]], part)
+            assert distance(session.layers[2].values[:, :, start : start + len(part)], there.values[2]) < 1e-5
+            start += len(part)
