@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from kvbench.cli.options import Json
 from kvbench.cli.output import print_json
+from kvbench.errors import UserError
 
 if TYPE_CHECKING:
     from kvbench.leaderboard.server.state import State
@@ -33,23 +35,30 @@ def serve_command(
     ] = Path("results"),
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
-) -> None:
+) -> int:
     """Serve the leaderboard site and accept submissions, until Ctrl-C."""
     from kvbench.log import say
     from kvbench.machine import load_extra
 
     uvicorn = load_extra("uvicorn", extra="server", what="kvbench leaderboard serve")
     load_extra("fastapi", extra="server", what="kvbench leaderboard serve")
-    place, database = _open(db, state, results)
-    from kvbench.leaderboard.server.app import create_app
-    from kvbench.leaderboard.server.connection import Connection
-    from kvbench.runs.files import saving
+    from kvbench.leaderboard.server.listen import listening, name_url
 
-    with saving(results):
-        results.mkdir(parents=True, exist_ok=True)
-    say(f"serving {results} on http://{host}:{port}; submissions are stored in {place.folder}. Press Ctrl-C to stop.")
-    uvicorn.run(create_app(database, place), host=host, port=port, http=Connection, log_level="warning")
-    database.close()
+    with listening(host, port) as sockets:
+        place, database = _open(db, state, results)
+        from kvbench.leaderboard.server.app import create_app
+        from kvbench.leaderboard.server.connection import Connection
+        from kvbench.runs.files import saving
+
+        with saving(results):
+            results.mkdir(parents=True, exist_ok=True)
+        url = name_url(host, port)
+        say(f"serving {results} on {url}; submissions are stored in {place.folder}. Press Ctrl-C to stop.")
+        server = uvicorn.Server(uvicorn.Config(create_app(database, place), http=Connection, log_level="warning"))
+        with suppress(KeyboardInterrupt):
+            server.run(sockets=sockets)
+        database.close()
+    return 0 if server.started else 1
 
 
 @tokens.command("create")
@@ -112,6 +121,9 @@ def _open(url: str | None, folder: Path, results: Path = Path("results")) -> tup
     from kvbench.leaderboard.server.tables import Database
     from kvbench.runs.files import saving
 
+    for option, path in (("--state", folder), ("--results", results)):
+        if path.exists() and not path.is_dir():
+            raise UserError(f"{option} {path} is not a folder. Give a folder, which may be new.")
     place = State(folder.resolve(), results.resolve())
     with saving(folder):
         place.make()
