@@ -23,7 +23,7 @@ from kvbench.bench.decode import WrongStepError, open_attention, open_steps
 from kvbench.bench.outcome import Failure, attempt
 from kvbench.bench.records import Bench
 from kvbench.bench.references import WrongKernelError, compare_operations, measure
-from kvbench.bench.run import BenchRequest, check_positions
+from kvbench.bench.run import BenchRequest, check_positions, run_bench
 from kvbench.bench.state import Setting, open_context
 from kvbench.bench.timing import CAPTURED_CALLS, capture, compare, find_median, interleave, measure_copy, time_calls
 from kvbench.errors import UndeclaredError, UserError
@@ -813,6 +813,15 @@ def test_no_cell_is_started_after_the_deadline(bench, monkeypatch):
     assert (first["outcome"], {x["outcome"] for x in late}) == ("ok", {"skipped"})
     assert {x["timing"] for x in late} == {"kernel", "step", "end-to-end"}
     assert {x["reason"] for x in late} == {"no time was left for it"}
+
+
+def test_operations_are_not_compared_after_the_deadline(triton_is, monkeypatch):
+    """Comparing them compiles kernels for seconds, and the cells would be skipped."""
+    triton_is("dense_attention", lambda x: x * 1.01)
+    monkeypatch.setattr("kvbench.bench.job.time", SimpleNamespace(perf_counter=lambda: math.inf))
+    options = {"kernels": "triton", "device": "cpu", "dtype": "float32"}
+    asked = BenchRequest(("snapkv",), lengths=(64,), budget="50%", seconds=1, **options)
+    assert {(x.outcome, x.reason) for x in run_bench(asked).cells} == {("skipped", "no time was left for it")}
 
 
 @pytest.mark.gpu
