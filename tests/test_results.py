@@ -11,6 +11,7 @@ import pytest
 
 from kvbench.analysis.rescore import rescore
 from kvbench.hf.find import find_folder, hash_model
+from kvbench.leaderboard.submission.records import VERIFICATION, Verification
 from kvbench.registry import list_models
 from kvbench.runs.files import finished_samples, read_file, read_lines
 from kvbench.runs.results import Result
@@ -57,6 +58,12 @@ def check(folder, scratch):
     else:  # results of kvbench 0.1 have another interval of the same mean
         same = {"ci95": result.score.ci95, "interval": result.score.interval}
         assert record.score.model_copy(update=same) == result.score
+
+
+def test_every_run_is_verified():
+    """Otherwise its protocol may have no rank and no line of the full cache on the site."""
+    levels = {x.name: read_file(x / VERIFICATION, Verification).level for x in RUNS if (x / VERIFICATION).is_file()}
+    assert [x.name for x in RUNS if levels.get(x.name) is None] == []
 
 
 def test_weights_are_those_of_one_model():
