@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvbench.analysis.compare import is_full
 from kvbench.analysis.formatting import format_difference
 from kvbench.analysis.metrics import Metric
 from kvbench.leaderboard.site import run_facts
@@ -104,16 +105,16 @@ def _describe_method(method: MethodPage) -> list[tuple[str, str]]:
     return [
         ("family", method.result.method.family), ("version", card.version), ("budget kind", card.budget.value),
         ("the paper's budget", card.paper_budget or "none"), ("heads", card.heads),
-        ("changes", ", ".join(card.stages) or "nothing"),
+        ("changes", ", ".join(card.stages) or "nothing"), ("before a run", card.calibration or "nothing"),
         *((f"setting {key}", ", ".join(sorted(values))) for key, values in settings.items()),
     ]
 
 
 def _draw_curves(method: MethodPage, labels: Mapping[str, str]) -> dict[str, list[tuple[Group, Panel]]]:
-    """The panels of a method by model."""
+    """The panels of a method by model; none for the full cache, which is a line in those of others."""
     found: dict[str, list[tuple[Group, Panel]]] = {}
     for group, rows in method.groups:
-        for panel in draw_method(group, rows, labels):
+        for panel in () if is_full(rows[0].result) else draw_method(group, rows, labels):
             found.setdefault(group.example.model.id, []).append((group, panel))
     return found
 

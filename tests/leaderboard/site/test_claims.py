@@ -27,4 +27,4 @@ def test_every_printed_number_has_its_verdict(results):
     cells = re.findall(r'<td class="n">([-+\d.]+)', details)
     assert sorted(cells) == sorted(f"{x.printed:.{x.table.decimals}f}" for x in claims)
     for name in list_papers():
-        assert f'<h3 id="{name}">' in page
+        assert f'<div id="{name}">' in page
