@@ -60,7 +60,9 @@ class Card(BaseModel):
     """SCBench's stages of the cache that it changes: generation, compression, retrieval, loading."""
     budget: BudgetKind
     calibration: str | None = None
-    """Calibration or training on the model before a run, which ends in `, trained` if parameters are; None: none."""
+    """Measurements on the model, or training, before a run; None: neither. It ends in `, trained` after training on the
+    tasks' train split, and in `, trained on` and the name of the text after training on another.
+    """
     paper_budget: str | None = None
     """The budget that `--budget paper` uses."""
     heads: Literal["independent", "pooled", "indexed"]
@@ -72,6 +74,11 @@ class Card(BaseModel):
     """Guesses that are settings."""
     limits: tuple[str, ...] = ()
     """Where it does not apply."""
+
+
+def name_preparation(calibration: str | None) -> Literal["", "calibrated", "trained"]:
+    """Whether a method is calibrated or trained before a run, from the `calibration` of its card."""
+    return "" if calibration is None else "trained" if ", trained" in calibration else "calibrated"
 
 
 def resolved(*, by_bind: bool = False) -> Any:

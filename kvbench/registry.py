@@ -215,8 +215,9 @@ def _load_file(text: str, *kinds: Kind) -> type:
     location, _, class_name = text.partition(".py:")
     path = Path(location if location.endswith(".py") else f"{location}.py").expanduser()
     if not path.is_file():
+        typed = path if ".py" in text else text
         raise UserError(
-            f"{kind} file '{path}' does not exist.{suggest_file(path)} Give path/to/file.py:Class, or a name of "
+            f"{kind} file '{typed}' does not exist.{suggest_file(path)} Give path/to/file.py:Class, or a name of "
             f"`kvbench list {kinds[0]}s`."
         )
     # The name is a hash of the path, so that two files of one name are two modules. Dataclasses need it in sys.modules.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvbench.method import Card
+from kvbench.method import Card, name_preparation
 from kvbench.registry import find_method, list_entries
 
 PAGE = Path(__file__).parent.parent / "docs" / "methods.md"
@@ -33,7 +33,9 @@ This page lists every method with its paper and its idea; `scripts/show_methods.
 
 The budget column says what `--budget` limits: the *stored* entries, or those *read* by a decode step.
 With *bits* and *prompt* the settings determine the size, or the part of the prompt's attention; *none* takes no budget.
-*Calibrated* methods measure something on the model before a run, or bring parts that were trained for it.
+*Calibrated* methods measure something on the model before a run, in passes over Python's manual or random tokens.
+*Trained* methods fit parameters: `dms` and `kvzap` on that manual, which is no task's text, when a run starts, and \
+the others on the tasks' train split, so that their runs have no rank ([leaderboard](leaderboard.md)).
 
 Two papers are here without a method of their own:
 
@@ -50,7 +52,7 @@ trace` ([traces](trace.md)).
 def write_row(card: Card) -> str:
     """A method's row of the table."""
     name = f"[`{card.name}`](https://arxiv.org/abs/{card.arxiv})" if card.arxiv else f"`{card.name}`"
-    budget = f"{card.budget.value}, calibrated" if card.calibration else card.budget.value
+    budget = ", ".join(filter(None, (card.budget.value, name_preparation(card.calibration))))
     return f"| {name} | {card.year or '-'} | {budget} | {card.idea} |"
 
 

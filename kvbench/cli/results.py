@@ -39,6 +39,7 @@ def print_result(result: Result, folder: Path) -> None:
     settings = " ".join(f"{key}={value}" for key, value in spec.method.settings.items())
     rows = [
         ("method", f"{spec.method.name} {settings}".strip()),
+        *([("calibration", calibration)] if (calibration := result.method.card.get("calibration")) else []),
         ("task", f"{spec.task.name}, {spec.task.length} tokens, {spec.split} split"),
         ("samples", format_samples(result)),
         ("model", f"{spec.model.id} ({spec.model.dtype}, {spec.device})"),
@@ -59,7 +60,7 @@ def print_result(result: Result, folder: Path) -> None:
         rows.append(("time", f"not reported: {latency.mixed or latency.untimed}"))
     elif result.diffusion is None:
         prefill = f"prefill {format_seconds(latency.prefill_s)} (compression {format_seconds(latency.compress_s)})"
-        rows.append(("time", f"{prefill}, {format_seconds(latency.tpot_s)} per output token"))
+        rows.append(("time", f"{prefill}, {format_seconds(latency.tpot_s)} per token"))
     if result.diffusion is not None:
         rows += _diffusion(result.diffusion, latency)
     rows += _batch(result)
@@ -103,7 +104,7 @@ def _agreement(result: Result) -> list[tuple[str, str]]:
     found = result.agreement
     if found is None:
         return []
-    rows = [("agreement", f"top-1 {found.top1:.3f}, KL {found.kl:.3g} nats vs full cache, {found.n} reference tokens")]
+    rows = [("agreement", f"top-1 {found.top1:.3f}, KL {found.kl:.3g} nats vs full cache, {found.n} tokens")]
     if found.by_distance:
         parts = "  ".join(f"from {x.start}: {x.top1:.3f}" for x in found.by_distance)
         rows.append(("top-1 by answer token", parts))

@@ -38,7 +38,7 @@ def list_command(
         groups.setdefault(heading(x), []).append(cells(x))
     print_list(columns, groups, cut=what == "methods")
     if what == "methods":
-        say("\nbudget: what --budget limits; *: calibrated on the model; **: with trained parameters.")
+        say("\nbudget: what --budget limits; *: calibrated on the model; **: with trained parameters, see its card.")
         say("kvbench show NAME: its card.")
     if as_json:
         print_json(found)
@@ -116,15 +116,19 @@ def _family(method: dict[str, Any]) -> str:
     return family if method["models"] in ("autoregressive", family) else f"{family} ({method['models']} models)"
 
 
-def _preparation(calibration: str | None) -> str:
-    """The mark of a method that is calibrated or trained on the model."""
-    return "" if calibration is None else "**" if calibration.endswith(", trained") else "*"
+MARKS = {"": "", "calibrated": "*", "trained": "**"}
+"""Marks of methods that measure something on the model before a run, and of those that train parameters."""
+def _budget(method: dict[str, Any]) -> str:
+    """The kind of a method's budget, and a mark of what happens before a run."""
+    from kvbench.method import name_preparation
+
+    return f"{method['budget']}{MARKS[name_preparation(method['calibration'])]}"
 
 
 LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str], Callable[[dict[str, Any]], tuple[str, ...]]]]
 LAYOUTS = {
     "methods": (("name", "budget", "year", "arXiv", "title"), _family, lambda x: (
-        x["name"], x["budget"] + _preparation(x["calibration"]), _text(x["year"]), _text(x["arxiv"]), str(x["title"]),
+        x["name"], _budget(x), _text(x["year"]), _text(x["arxiv"]), str(x["title"]),
     )),
     "tasks": (("name", "summary"), _suite_heading, lambda x: (
         ", ".join([x["name"], *x["aliases"]]), _text(x["summary"]),

@@ -183,10 +183,12 @@ class Judged:
 
 
 def describe_lead(technique: Technique, answer: Suggestion) -> str:
-    """Under how many protocols a technique is among the best."""
+    """Under how many protocols a technique is among the best, and whether it is calibrated or trained before a run."""
+    lead = f"best or tied under {technique.leads} of {count(answer.ranked, 'protocol')}"
     if technique.place is None:
-        return "not among the best" if answer.ranked else "not ranked"
-    return f"best or tied under {technique.leads} of {count(answer.ranked, 'protocol')}"
+        lead = "not among the best" if answer.ranked else "not ranked"
+    preparations = dict.fromkeys(x.run.result.preparation for x in technique.standings)
+    return ", ".join(filter(None, [lead, *preparations]))
 
 
 def describe_standing(standing: Standing) -> dict[str, str]:

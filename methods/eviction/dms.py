@@ -40,7 +40,7 @@ class DMS(KVzap):
         family="eviction",
         stages=("generation", "compression"),
         budget=BudgetKind.STORED,
-        calibration="a linear predictor of KVzip+ scores, trained",
+        calibration="a linear predictor of KVzip+ scores, trained on Python's manual",
         heads="pooled",
         upstream=Upstream(repo="NVIDIA/kvpress", commit="8bb29b9", license="Apache-2.0"),
         deviations=(

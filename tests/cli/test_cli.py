@@ -340,6 +340,7 @@ def test_methods_are_listed_by_family(kvbench):
     lines = kvbench("list", "methods").out.splitlines()
     budgets = dict(line.split()[:2] for line in lines if "  " in line)
     assert (budgets["snapkv"], budgets["qfilter"], budgets["locret"]) == ("stored", "stored*", "stored**")
+    assert {budgets[x] for x in ("dms", "kvzap")} == {"stored**"}
     headings = [line for before, line in pairwise(lines) if not before]
     assert headings == sorted({x["family"] for x in found.values()})
     assert len(lines) == 1 + len(found) + 2 * len(headings)
@@ -423,6 +424,7 @@ def test_a_similar_file_is_suggested(kvbench, tmp_path, monkeypatch, line, close
     answer = kvbench(*line.split())
     assert answer.code == 2
     assert f"Did you mean '{close}'?" in answer.err
+    assert f"'{line.split()[-1]}'" in answer.err
     assert "Allowed" not in answer.err
 
 

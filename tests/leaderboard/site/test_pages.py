@@ -467,3 +467,50 @@ def test_mutated_runs_never_break_the_build(results, seed):
     assert built.runs + len(built.problems) == 2
     assert [x.place for x in built.problems] == ["spoilt"][: len(built.problems)]
     assert any(x.name.startswith("full-") for x in built.folder.glob("runs/*"))
+
+
+def test_rows_name_what_happened_before_a_run(results):
+    """Calibration, training on another text, or training on the tasks; the method's page has the words of its card."""
+    words = {
+        "snapkv": None, "qfilter": "query directions, in one pass", "kvzap": "a predictor, trained on a manual",
+        "locret": "heads, trained",
+    }
+
+    def prepare(calibration):
+        def edit(result, lines):
+            result["method"]["card"]["calibration"] = calibration
+            if calibration == words["locret"]:
+                result["budget"]["resolved"]["trained_on"] = TASKS
+        return edit
+
+    results.add("full", "good", method="full", stored=1.0, kind="none")
+    for method, calibration in words.items():
+        results.add(method, "poor", method=method, edit=prepare(calibration))
+    folder = results.build().folder
+    (protocol,) = (folder / "protocols").glob("*.html")
+    said = {
+        name: re.findall(r"\((calibrated|trained [^)]*)\)", label) for name, label in
+        re.findall(r'html">([\w-]+)</a> <span class="quiet">(.*?)</span></th>', protocol.read_text(), flags=re.DOTALL)
+    }
+    assert said == {
+        "full": [], "snapkv": [], "qfilter": ["calibrated"], "kvzap": ["trained on another text"],
+        "locret": ["trained on the tasks"],
+    }
+    page = (folder / "methods" / "kvzap.html").read_text()
+    assert words["kvzap"] in page
+
+
+def test_pages_of_methods_are_short(results):
+    """Runs of several protocols are folded, with their scores; the full cache has no charts."""
+    for length in (512, 1024):
+        def set_length(result, lines, length=length):
+            result["task"]["length"] = result["spec"]["task"]["length"] = length
+
+        results.add(f"full-{length}", "good", method="full", stored=1.0, kind="none", edit=set_length)
+        results.add(f"snapkv-{length}", "poor", edit=set_length)
+    folder = results.build().folder / "methods"
+    full, snapkv = ((folder / f"{x}.html").read_text() for x in ("full", "snapkv"))
+    for page in (full, snapkv):
+        heads = re.findall(r"<details>\s*<summary>(.*?)</summary>", page)
+        assert len(heads) == 2 and "512 tokens" in heads[0] and all(": 1 run, " in x for x in heads)
+    assert "<svg viewBox" in snapkv and "<svg viewBox" not in full

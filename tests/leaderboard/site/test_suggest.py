@@ -7,7 +7,7 @@ import pytest
 from kvbench.analysis.load import find_runs, load_run
 from kvbench.report.group import Axis
 from kvbench.report.suggest import Guide, group_protocols
-from kvbench.report.suggestion import Question, describe_standing
+from kvbench.report.suggestion import Question, describe_lead, describe_standing
 from kvbench.runs.results import TASKS
 from kvbench.task import Mode
 
@@ -59,6 +59,19 @@ def test_a_technique_trained_on_the_tasks_is_not_suggested(full):
     answer = ask(full)
     assert set(places(answer)) == {"snapkv"}
     assert "Not compared, because they were trained on the tasks' train split: kvzip." in answer.limits
+
+
+def test_what_happens_before_a_run_is_said(full):
+    """Next to the number of protocols under which a technique leads."""
+    full.add("a", "poor")
+    full.add("b", "good", method="kvzap", edit=lambda result, lines: result["method"]["card"].update(
+        calibration="a predictor, trained on a manual"
+    ))
+    answer = ask(full)
+    leads = {x.label: describe_lead(x, answer) for x in answer.techniques}
+    assert leads == {
+        "kvzap": "best or tied under 1 of 1 protocol, trained on another text", "snapkv": "not among the best",
+    }
 
 
 def test_techniques_that_no_test_separates_share_a_place(full):
