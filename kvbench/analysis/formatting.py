@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
@@ -16,22 +18,55 @@ if TYPE_CHECKING:
     from kvbench.analysis.compare import Difference
     from kvbench.runs.results import Result, Score
 
+WIDTH = 80
+"""Characters per line of a table in a file or a pipe, if the longest word of each column fits."""
 WIDEST = 200
-"""Most characters per line of a table that goes to a file or a pipe."""
+"""Most characters per line there."""
+RULES = 3
+"""Characters per column that are not text: a rule and two spaces."""
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table on standard output; cells are folded, never truncated, and names stay on one line."""
-    table = Table(title=title or None, title_justify="left", header_style="bold")
-    for name in columns:
-        table.add_column(name, overflow="fold", no_wrap=name == "name" and len(columns) > 1)
-    for row in rows:
-        table.add_row(*map(_printable, row))
+    """Print a table on standard output; cells are folded, never truncated, and names stay on one line.
+
+    A word is folded only where the longest words of the columns do not fit side by side: in a terminal, never in a file
+    or a pipe, so that a run id or a path can be copied from there.
+    """
+    cells = [[_printable(x) for x in row] for row in rows]
     console = Console(markup=False, highlight=False)
+    words = [max(map(cell_len, _words(x)), default=0) for x in zip(columns, *cells, strict=True)]
+    rules = RULES * len(columns) + 1
     if not console.is_terminal:
-        widest = Console(width=WIDEST).measure(table).maximum
-        console = Console(markup=False, highlight=False, width=widest)
+        console = Console(markup=False, highlight=False, width=min(max(WIDTH, sum(words) + rules), WIDEST))
+    widths = _share_out(columns, cells, words, console.width - rules)
+    table = Table(title=title or None, title_justify="left", header_style="bold")
+    for name, width in zip(columns, widths, strict=True):
+        table.add_column(name, overflow="fold", no_wrap=name == "name" and len(columns) > 1, width=width)
+    for row in cells:
+        table.add_row(*row)
     console.print(table)
+
+
+def _share_out(
+    columns: Sequence[str], cells: Sequence[Sequence[str]], words: Sequence[int], room: int
+) -> Sequence[int | None]:
+    """Widths that fit `room` and fold no word, equal for wide columns; None: rich's own, where words do not fit."""
+    if sum(words) > room:
+        return [None] * len(columns)
+    lines = [
+        max(cell_len(line) for cell in x for line in [*cell.splitlines(), ""])
+        for x in zip(columns, *cells, strict=True)
+    ]
+    for cap in range(room, 0, -1):
+        widths = [min(line, max(word, cap)) for line, word in zip(lines, words, strict=True)]
+        if sum(widths) <= room:
+            return widths
+    return words
+
+
+def _words(cells: Iterable[str]) -> Iterable[str]:
+    """The words and intervals of the cells, which stay on one line each."""
+    return chain.from_iterable(re.findall(r"\[\S+, \S+\]|\S+", x) for x in cells)
 
 
 def print_list(columns: Sequence[str], groups: Mapping[str, Sequence[Sequence[str]]], *, cut: bool = False) -> None:

@@ -20,6 +20,11 @@ from kvbench.runs.stats import bootstrap_interval
 
 ALPHA = 0.05
 """Family-wise error rate, over all runs that are compared with one baseline."""
+UNADJUSTED = (
+    "Verdicts and ranks go by p-values: sign flips, adjusted for all comparisons. Intervals of differences are a "
+    "bootstrap without adjustment."
+)
+"""Why a difference may be called not significant although its interval excludes 0."""
 CELLS = 50_000
 """Most sums in the exact distribution of `flip_signs`."""
 DENOMINATOR = 1000

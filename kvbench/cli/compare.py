@@ -43,7 +43,7 @@ def compare_command(
     from kvbench.analysis.metrics import Metric
     from kvbench.analysis.recovery import find_recoveries
     from kvbench.analysis.shares import fill_full_reads
-    from kvbench.analysis.significance import describe_too_few
+    from kvbench.analysis.significance import UNADJUSTED, describe_too_few
     from kvbench.cli.tables import cost_cells, print_regressions, recovery_cells, score_cells
     from kvbench.log import say
     from kvbench.report.group import label_results
@@ -71,6 +71,8 @@ def compare_command(
             say(f"warning: {label}: {doubt}")
     columns, rows = score_cells(results, labels, ranks, [*differences[:base], None, *differences[base:]])
     print_table(f"{Metric.of(results[base].score).title}; baseline: {labels[base]}", columns, rows)
+    if any(x.p_adjusted is not None for x in differences):
+        typer.echo(UNADJUSTED)
     if any(x.too_few for x in differences):
         contexts = min(x.contexts for x in differences if x.too_few)
         say(describe_too_few(contexts, len(differences)))

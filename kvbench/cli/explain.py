@@ -29,23 +29,27 @@ def explain_command(
     from kvbench.analysis.explain import find_changes, find_rerun, measure
     from kvbench.analysis.formatting import print_table
     from kvbench.analysis.load import find_run, load_run
+    from kvbench.runs.spec import shorten
 
     mine, theirs = (load_run(find_run(x, out)) for x in (first, other))
     changes = find_changes(mine, theirs)
     effects, notes = _measure(mine, changes, out) if run else ({}, {})
     total = measure(mine, theirs)
     rows = [
-        (x.name, x.first, x.other, *_effect(effects.get(x.name)), notes.get(x.name) or _note(x, run=run))
+        (
+            x.name.removeprefix("spec."), x.first, x.other, _effect(effects.get(x.name)),
+            notes.get(x.name) or _note(x, run=run),
+        )
         for x in changes
     ]
     rerun = find_rerun(mine)
     if rerun.name in notes:
-        rows.append((rerun.name, rerun.first, rerun.other, *_effect(effects.get(rerun.name)), notes[rerun.name]))
-    rows.append(("total", mine.folder.name, theirs.folder.name, *_effect(total), ""))
+        rows.append((rerun.name, rerun.first, rerun.other, _effect(effects.get(rerun.name)), notes[rerun.name]))
+    rows.append(("total", shorten(mine.folder.name), shorten(theirs.folder.name), _effect(total), ""))
     if run and total is not None and effects:
         alone = sum(x.mean for x in effects.values())
-        rows.append(("remainder", "", "", f"{total.mean - alone:+.3f}", "", "differences not run, and interactions"))
-    print_table("", ("difference", "first", "other", "effect on score", "95% CI", ""), rows)
+        rows.append(("remainder", "", "", f"{total.mean - alone:+.3f}", "differences not run, and interactions"))
+    print_table("", ("difference", "first", "other", "effect on score, 95%", ""), rows)
     if as_json:
         print_json({
             "first": mine.result.run_id, "other": theirs.result.run_id, "total": _json(total),
@@ -118,11 +122,11 @@ def _note(change: Change, *, run: bool) -> str:
     return "no score" if run else "add --run"
 
 
-def _effect(effect: ScoreShift | None) -> tuple[str, str]:
+def _effect(effect: ScoreShift | None) -> str:
     if effect is None:
-        return "-", "-"
+        return "-"
     ends = effect.ci95
-    return f"{effect.mean:+.3f}", "-" if ends is None else f"[{ends[0]:+.3f}, {ends[1]:+.3f}]"
+    return f"{effect.mean:+.3f}" if ends is None else f"{effect.mean:+.3f}\n[{ends[0]:+.3f}, {ends[1]:+.3f}]"
 
 
 def _json(effect: ScoreShift | None) -> dict[str, object] | None:

@@ -156,7 +156,8 @@ def print_records(found: list[tuple[Path, Verification]]) -> None:
         for path, x in found
     ])
     counts = Counter((y.outcome, y.name, y.reason) for _, x in found for y in _odd(x))
-    print_table("", ("runs", "outcome", "check", "reason"), [(str(n), *key) for key, n in counts.most_common()])
+    if counts:
+        print_table("", ("runs", "outcome", "check", "reason"), [(str(n), *key) for key, n in counts.most_common()])
 
 
 def _print_record(record: Verification, path: str) -> None:

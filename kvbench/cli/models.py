@@ -53,10 +53,10 @@ def list_command(*, as_json: Json = False) -> int:
          "disk_bytes": card["disk_bytes"], "original": card["name"]}
         for key, card in cards.items() if key not in {x.id for x in SOURCES.values()}
     ]
-    print_table("", ("name", "added", "quantization", "download", "on disk", "made from"), [
-        (x["name"], "yes" if x["added"] else "no", x["quantization"],
+    print_table("", ("name", "added", "download", "on disk", "made from"), [
+        (x["name"], "yes" if x["added"] else "no",
          f"{x['download_bytes'] / MB:,.0f} MB" if x["download_bytes"] else "-", f"{x['disk_bytes'] / MB:,.0f} MB",
-         x["original"])
+         x["original"].replace("/", "/\n"))
         for x in rows
     ])
     if as_json:

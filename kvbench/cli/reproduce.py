@@ -86,9 +86,9 @@ def _list(*, as_json: bool) -> int:
         for name, paper in list_papers().items() for table in paper.table
     ]
     findings, on_texts = read_shape().finding, find_findings("all")
-    print_table("numbers", ("claim", "title", "numbers", "runnable here", "copied from"), [
+    print_table("numbers", ("claim", "title", "runnable here", "copied from"), [
         (
-            f"{name}:{table.name}", table.title, str(len(plans)), str(sum(not x.missing for x in plans)),
+            f"{name}:{table.name}", table.title, f"{sum(not x.missing for x in plans)} of {len(plans)}",
             {"verified": "the paper", "secondary": "a secondary source", "memory": "memory"}[table.evidence],
         )
         for name, _, table, plans in tables
@@ -115,7 +115,7 @@ def _list(*, as_json: bool) -> int:
 
 def _list_method(method: str, *, as_json: bool) -> int:
     """Print one row per published row of a method, with its protocol; or why there is none."""
-    from kvbench.analysis.formatting import print_table
+    from kvbench.analysis.formatting import print_list
     from kvbench.registry import find_method
     from kvbench.reproduce.coverage import list_claims_of, read_reasons
     from kvbench.reproduce.plan import plan_claim
@@ -129,14 +129,16 @@ def _list_method(method: str, *, as_json: bool) -> int:
     for plan in plans:
         groups.setdefault(plan.claim.id.rpartition("/")[0], []).append(plan)
     if groups:
-        print_table("", ("claim", "measure", "budget", "visibility", "numbers", "runnable here", "source"), [
-            (
-                name, group[0].claim.table.measure, group[0].claim.budget or "-",
-                group[0].claim.protocol.visibility or "-", str(len(group)), str(sum(not x.missing for x in group)),
-                group[0].claim.evidence,
-            )
-            for name, group in groups.items()
-        ])
+        tables: dict[str, list[tuple[str, ...]]] = {}
+        for name, group in groups.items():
+            table, _, row = name.rpartition("/")
+            claim = group[0].claim
+            tables.setdefault(table, []).append((
+                row, claim.table.measure, claim.budget or "-", claim.protocol.visibility or "-", str(len(group)),
+                str(sum(not x.missing for x in group)), claim.evidence,
+            ))
+        print_list(("row", "measure", "budget", "visibility", "numbers", "runnable", "source"), tables)
+        typer.echo(f"\nOne row: kvbench reproduce {next(iter(groups))} --dry-run")
     if as_json:
         print_json({
             "method": method, "reason": reason,
@@ -184,7 +186,7 @@ def _cell(index: int, request: Request) -> SweepCell:
 
 def _show_plan(plans: list[ClaimPlan], *, as_json: bool) -> int:
     """Print runs, memory, time and missing requirements for each row of a published table."""
-    from kvbench.analysis.formatting import format_bytes, print_table
+    from kvbench.analysis.formatting import format_bytes, print_list
     from kvbench.reproduce.plan import Missing
     from kvbench.sweep.predict import predict
 
@@ -198,7 +200,8 @@ def _show_plan(plans: list[ClaimPlan], *, as_json: bool) -> int:
     groups: dict[tuple[str, str, str], list[ClaimPlan]] = {}
     for plan in plans:
         groups.setdefault((plan.claim.table.name, plan.claim.model, plan.claim.row), []).append(plan)
-    rows, documents = [], []
+    rows: dict[str, list[list[str]]] = {}
+    documents = []
     for (table, model, row), group in groups.items():
         requests = list(dict.fromkeys(x for plan in group for x in plan.requests))
         ready = list(dict.fromkeys(x for plan in group if not plan.missing for x in plan.requests))
@@ -206,22 +209,22 @@ def _show_plan(plans: list[ClaimPlan], *, as_json: bool) -> int:
         seconds = sum(found[x].seconds or 0.0 for x in ready) if ready or predicted else None
         most = max((x.predicted_bytes for x in group if x.predicted_bytes is not None), default=None)
         lacking = list(dict.fromkeys(x.what for plan in group for x in plan.missing))
-        rows.append((
-            table, model, row, str(len(group)), str(len(requests)), f"{sum(x.samples for x in requests):,}",
+        rows.setdefault(f"{table}, {model}", []).append([
+            row, str(len(group)), str(len(requests)), f"{sum(x.samples for x in requests):,}",
             "-" if predicted else "unknown" if most is None else format_bytes(most),
             "-" if seconds is None else f"{seconds:.0f} s",
             ", ".join(lacking) or "-",
-        ))
+        ])
         documents.append({
             "table": table, "model": model, "row": row, "claims": [x.claim.id for x in group], "runs": len(requests),
             "samples": sum(x.samples for x in requests), "predicted_bytes": most, "predicted_s": seconds,
             "missing": [{"what": x.what, "why": x.why} for x in _count(group)],
         })
-    head = ("table", "model", "row", "numbers", "runs", "samples", "memory", "time", "missing")
+    head = ("row", "numbers", "runs", "samples", "memory", "time", "missing")
     timed = [x["predicted_s"] is not None for x in documents]
     shown = [i for i, name in enumerate(head) if name != "time" or any(timed)]
-    print_table("", [head[i] for i in shown], [[row[i] for i in shown] for row in rows])
-    typer.echo("Predicted memory: weights and a full cache.")
+    print_list([head[i] for i in shown], {name: [[x[i] for i in shown] for x in group] for name, group in rows.items()})
+    typer.echo("\nPredicted memory: weights and a full cache.")
     if any(timed):
         typer.echo("Predicted time: one sample of each kind on this machine.")
     if not all(timed):

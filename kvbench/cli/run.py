@@ -129,6 +129,7 @@ def _print(reports: list[CellReport], means: list[SuiteMean]) -> None:
     """Print one row per run with the options in which the runs differ, then the means."""
     from kvbench.analysis.formatting import format_score, format_share, print_table
     from kvbench.analysis.shares import stored_share
+    from kvbench.runs.spec import shorten
     from kvbench.sweep.file import as_text
 
     keys = list(dict.fromkeys(["task", *(key for x in reports for key in x.cell.options)]))
@@ -136,7 +137,7 @@ def _print(reports: list[CellReport], means: list[SuiteMean]) -> None:
     for report in reports:
         result, request = report.result, report.cell.request
         own = [request.task, *(report.cell.options.get(key, "") for key in keys[1:])]
-        where = "-" if report.folder is None else report.folder.name
+        where = "-" if report.folder is None else shorten(report.folder.name)
         measured = ["-", "-", "-"]
         if result is not None:
             measured[0] = format_score(result)

@@ -33,7 +33,7 @@ def score_command(
         (metric.title, "none: samples failed" if mean is None else metric.write(mean)),
         ("95% CI", "-" if interval is None else metric.write_interval(interval)),
         ("samples", f"{record.n_scored} of {record.n_samples}"),
-        ("file", str(path)),
     ])
+    typer.echo(f"file: {path}")
     if as_json:
         print_json(record.model_dump(mode="json"))

@@ -116,6 +116,7 @@ def _read_question(
 
 def _print_answer(answer: Suggestion) -> None:
     from kvbench.analysis.formatting import print_table
+    from kvbench.analysis.significance import UNADJUSTED
     from kvbench.report.suggestion import describe_lead
 
     typer.echo(answer.verdict)
@@ -126,7 +127,7 @@ def _print_answer(answer: Suggestion) -> None:
         if found:
             print_table(judged.protocol.name, *_list_cells(found))
     if any(y.leads for x in answer.shown for y in x.standings):
-        typer.echo("* best or tied under this protocol")
+        typer.echo(f"* best or tied under this protocol. {UNADJUSTED}")
     if others := answer.techniques[len(answer.shown):]:
         typer.echo(f"{len(others)} more within the limit: {', '.join(x.label for x in others)}.")
     for note in answer.limits:

@@ -111,12 +111,13 @@ def _print(reports: list[CellReport]) -> None:
     """Print one row per cell."""
     from kvbench.analysis.formatting import format_score, format_share, print_table
     from kvbench.analysis.shares import stored_share
+    from kvbench.runs.spec import shorten
 
     rows = []
     for report in reports:
         result = report.result
         stored = "-" if result is None else format_share(stored_share(result))
-        where = "-" if report.folder is None else str(report.folder)
+        where = "-" if report.folder is None else shorten(report.folder.name)
         rows.append([
             report.cell.name, report.status, "-" if result is None else format_score(result), stored,
             where if report.error is None else f"{where}: {report.error}",

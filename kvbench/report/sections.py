@@ -12,7 +12,7 @@ from kvbench.analysis.doubts import find_strict, list_doubts
 from kvbench.analysis.formatting import format_p
 from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import conversation_share, cut_share, distinct_read_share, read_share, stored_share
-from kvbench.analysis.significance import ALPHA
+from kvbench.analysis.significance import ALPHA, UNADJUSTED
 from kvbench.report.charts import COSTS, draw_cost, draw_distances, draw_quarters, draw_turns
 from kvbench.report.grid import Grid, draw_grid, list_scores
 from kvbench.report.group import VISIBILITIES, GroupedRun
@@ -25,7 +25,8 @@ ABOUT = f"""
 are 95 %, by context. Ranks: the best run leads the first rank, and every run that a paired test by context does not
 distinguish from it (p of {ALPHA:g} or more, Holm-adjusted over all runs below) shares its rank; the first run that
 differs leads the next rank. Differences to the full cache are on the same questions, with p-values adjusted over the
-runs of the table; "too few to tell": no difference of so few contexts could be significant, and there are no ranks.
+runs of the table. {UNADJUSTED} "Too few to tell": no difference of so few contexts could be significant, and there
+are no ranks.
 Bytes are measured: stored and bytes/token at the end of the context, conversation at the end of the last answer, read
 per decode step, each as a share of the full cache at that moment; distinct counts an entry once that several query
 heads read. Strict: the score if the first value named counts. Cut: answers that the length limit ended.

@@ -1,13 +1,17 @@
-"""The table of costs has the columns that say something, and a legend of these alone."""
+"""Tables fit 80 characters without folded words, and the table of costs has no columns that say nothing."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from kvbench.analysis.formatting import print_table
 from kvbench.analysis.load import load_run
+from kvbench.analysis.significance import UNADJUSTED
 from kvbench.cli.tables import LEGENDS, cost_cells
 from kvbench.runs.results import Result
 
@@ -46,3 +50,53 @@ def test_a_column_appears_with_its_first_value(result, name):
     place = columns.index(name)
     assert changed[0][place] != changed[1][place]
     assert changed[0][:place] + changed[0][place + 1:] == rows[0]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_table_fits_80_characters_without_folded_words(terminal, monkeypatch, capsys):
+    """Nor folded intervals, while the longest of each column fit side by side; the other columns share the room."""
+    monkeypatch.setattr(Console, "is_terminal", terminal)
+    monkeypatch.setenv("TERM", "dumb")
+    long, note = "w" * 40, "a note of many words " * 9
+    print_table("", ("run", "score", "note"), [(long, "0.600\n[0.15, 0.95]", note), ("b", "1", "")])
+    lines = capsys.readouterr().out.splitlines()
+    assert {len(x) for x in lines} == {80}
+    assert any(long in x for x in lines) and any("[0.15, 0.95]" in x for x in lines)
+    assert " ".join(x.split("│")[3].strip() for x in lines if x.startswith("│")).strip() == note.strip()
+
+
+def test_a_word_is_folded_in_a_terminal_only(monkeypatch, capsys):
+    """A run id can be copied from a file, whatever its length."""
+    ids = ["x" * 70, "y" * 30]
+    print_table("", ("first", "second"), [ids])
+    shown = capsys.readouterr().out
+    assert all(x in shown for x in ids)
+    monkeypatch.setattr(Console, "is_terminal", True)
+    monkeypatch.setenv("TERM", "dumb")
+    print_table("", ("first", "second"), [ids])
+    assert {len(x) for x in capsys.readouterr().out.splitlines()} == {80}
+
+
+@pytest.mark.parametrize("command", [
+    "models list", "show snapkv", "list suites", "reproduce --list", "reproduce --method snapkv",
+    "reproduce snapkv --dry-run", "show {}", "score {}", "explain {} {}", "compare {} {}",
+    "report {} {} -o report.html",
+])
+def test_tables_of_commands_fit_80_characters(kvbench, command, tmp_path, monkeypatch):
+    """Also in a file or a pipe."""
+    names = [next(CURATED.glob(f"{x}-niah*")).name for x in ("snapkv", "random")]
+    for name in names:
+        shutil.copytree(CURATED / name, tmp_path / "runs" / name)
+    monkeypatch.chdir(tmp_path)
+    answer = kvbench(*command.format(*names).split())
+    assert answer.code == 0, answer.err
+    assert max((len(x) for x in answer.out.splitlines() if x[:1] in "┏┡│└"), default=0) <= 80
+
+
+def test_a_verdict_that_seems_to_contradict_its_interval_is_explained(kvbench):
+    """Below the table: 0.995 and 0.975 on the same 40 contexts."""
+    runs = [CURATED / f"{x}-niah_multikey_1-{y}" for x, y in (("full", "00f2bef3b653"), ("mikv", "ee3421e2d4dd"))]
+    answer = kvbench("compare", *runs, "--json")
+    (found,) = answer.json["differences"]
+    assert found["verdict"] == "not significant" and max(found["ci95"]) < 0
+    assert UNADJUSTED in answer.out

@@ -20,6 +20,7 @@ from kvbench.analysis.doubts import list_doubts
 from kvbench.analysis.formatting import format_bytes, format_interval, format_p, format_share
 from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import read_share, stored_share
+from kvbench.analysis.significance import UNADJUSTED
 from kvbench.leaderboard.site.claims import VERDICTS, join_reasons
 from kvbench.leaderboard.site.columns import TableColumn, choose_columns
 from kvbench.leaderboard.site.tables import Group, RankedRun, name_machine
@@ -76,6 +77,7 @@ def _read_templates() -> Environment:
     )
     templates.globals |= {
         "version": __version__, "levels": LEVELS, "verdicts": VERDICTS, "script": Script.read(),
+        "unadjusted": UNADJUSTED,
     }
     templates.filters |= {
         "heading": name_group, "columns": name_question, "visibility": VISIBILITIES.__getitem__,
