@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from kvbench.check.trial import random_ids
 from kvbench.engine.reuse import Reuse, run_apart
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
+from kvbench.methods.reuse.ape import Ape, ParallelKV
 from kvbench.methods.reuse.kamera import factor, patch
 from kvbench.methods.reuse.kvcomm import mix
 from kvbench.registry import find_method
-from tests.methods.reuse import ALONE, DOCUMENTS, LEAD, PARTS, distance, model, prefilled, run
+from tests.methods.reuse import ALONE, DOCUMENTS, LEAD, PARTS, TAIL, distance, model, prefilled, run
 
 FIRST = LEAD[:1]
 """The tokens behind which documents are run."""
@@ -85,6 +87,50 @@ def test_kvcomm_keeps_the_latest_anchors_of_a_place():
     latest = run(find_method("kvcomm")(entropy=1.0, anchors=2), **more)
     assert torch.equal(latest, run(find_method("kvcomm")(entropy=1.0), **kept))
     assert distance(latest, run(find_method("kvcomm")(entropy=1.0), **more)) > 1e-4
+
+
+def test_ape_attends_to_documents_with_a_temperature_of_their_own(monkeypatch):
+    """The question's tokens in the prompt: documents by their formula, apart from all else."""
+    seen, original = {}, ParallelKV.attend_at
+
+    def spy(kv, step, places):
+        output = original(kv, step, places)
+        seen[step.layer] = step, kv.keys.clone(), kv.values.clone(), places.tolist(), output
+        return output
+
+    monkeypatch.setattr(ParallelKV, "attend_at", spy)
+    with prefilled(Ape(temperature=0.5, scale=0.7)):
+        pass
+    step, keys, values, places, output = seen[2]
+    first, end = len(LEAD), sum(map(len, PARTS))
+    assert places == list(range(end, end + len(TAIL)))
+    for head in range(4):
+        for row, place in enumerate(places):
+            logits = keys[0, head // 2, : place + 1] @ step.query[0, head, row] * step.scale
+            inside = torch.zeros(place + 1, dtype=torch.bool)
+            inside[first:end] = True
+            documents, rest = logits[inside] / 0.5, logits[~inside]
+            mass, other = documents.exp().sum() ** (0.7 * 0.5), rest.exp().sum()
+            held = values[0, head // 2, : place + 1]
+            wanted = mass * (documents.softmax(0) @ held[inside]) + other * (rest.softmax(0) @ held[~inside])
+            assert distance(output[0, head, row], wanted / (mass + other)) < 1e-4
+
+
+@pytest.mark.parametrize("change", [{"softcap": 5.0}, {"sinks": torch.zeros(4)}])
+def test_ape_refuses_soft_caps_and_sinks(change):
+    """Its two attentions have neither."""
+    step = SimpleNamespace(**{"softcap": None, "sinks": None, **change})
+    with pytest.raises(UserError, match="ape does not support models with soft caps or learned sinks"):
+        ParallelKV().attend_at(step, torch.tensor([3]))
+
+
+def test_pie_edits_the_latest_of_equally_similar_prompts():
+    """The entries behind the edit are those that it left."""
+    older, later, now = ((LEAD, DOCUMENTS[0], x, DOCUMENTS[2]) for x in (NEAR[0], DOCUMENTS[1], DOCUMENT))
+    method = find_method("pie")()
+    found = run(method, parts=now, earlier=(older, later))
+    assert torch.equal(found, run(method, parts=now, earlier=(later,)))
+    assert distance(found, run(method, parts=now, earlier=(older,))) > 1e-3
 
 
 def test_a_patch_is_the_best_matrix_of_its_rank():
