@@ -12,10 +12,13 @@ from kvbench.check.trial import random_ids
 from kvbench.engine.reuse import Reuse, run_apart
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
+from kvbench.hf import load_model
 from kvbench.methods.reuse.ape import Ape, ParallelKV
 from kvbench.methods.reuse.kamera import factor, patch
 from kvbench.methods.reuse.kvcomm import mix
+from kvbench.methods.reuse.kvshare import KVShare
 from kvbench.registry import find_method
+from kvbench.store.reused import ReusedKV
 from tests.methods.reuse import ALONE, DOCUMENTS, LEAD, PARTS, TAIL, distance, model, prefilled, run
 
 FIRST = LEAD[:1]
@@ -181,3 +184,48 @@ def test_fusionrag_runs_each_document_behind_the_most_similar_other():
             there = run_apart(model(), [*LEAD, *LIBRARY[other]], part)
             assert distance(session.layers[2].values[:, :, start : start + len(part)], there.values[2]) < 1e-5
             start += len(part)
+
+
+def test_kvshare_computes_punctuation_and_the_last_token_of_a_prompt_that_ran_before(monkeypatch):
+    """Nothing deviates, so nothing else is chosen."""
+    text = "One, two. Three; four: five!\nThe blue lamp is 1234. Is it? Yes, it is so. What then."
+    bundled = load_model("mini", dtype="float32")
+    ids = tuple(bundled.tokenizer(text, add_special_tokens=False).input_ids)
+    ran, original = {}, ReusedKV.attend_at
+
+    def spy(kv, step, places):
+        ran[step.layer] = places.tolist()
+        return original(kv, step, places)
+
+    monkeypatch.setattr(ReusedKV, "attend_at", spy)
+    with Session(bundled, KVShare(), capacity=len(ids), reuse=Reuse((ids,), ((ids,),))) as session:
+        session.prefill(ids[:-1])  # the prompt ends with a word
+    marks = [i for i, x in enumerate(ids[:-1]) if bundled.tokenizer.decode([x]) in (*",.;:!?", "\n")]
+    assert len(marks) == 10
+    assert ran[4] == [*marks, len(ids) - 2]
+
+
+def test_kvshare_computes_one_token_of_high_deviation_at_least(monkeypatch):
+    """And it takes over all but the last token of a prompt that ran before."""
+    taken, original = [], KVShare.run
+
+    def spy(method, mixed):
+        taken.append(mixed.reused.tolist())
+        return original(method, mixed)
+
+    monkeypatch.setattr(KVShare, "run", spy)
+    moved = (LEAD, DOCUMENTS[1], DOCUMENTS[0])
+    for parts, computed in ((moved, 2), (PARTS, 1)):
+        with prefilled(KVShare(ratio=0.001), parts=parts, earlier=(PARTS,), tail=[]) as session:
+            assert session.layers[3].computed == computed
+    assert taken[1] == [True] * (sum(map(len, PARTS)) - 1) + [False]
+
+
+def test_kvshare_takes_a_token_from_the_longest_common_segment():
+    """Of several earlier prompts, in any order."""
+    long, short = (FIRST, DOCUMENTS[2]), (DOCUMENTS[1], DOCUMENTS[2][5:15])
+    ours = {"parts": (LEAD, DOCUMENT, DOCUMENTS[2])}
+    found = run(KVShare(), earlier=(long,), **ours)
+    assert torch.equal(found, run(KVShare(), earlier=(short, long), **ours))
+    assert torch.equal(found, run(KVShare(), earlier=(long, short), **ours))
+    assert distance(found, run(KVShare(), earlier=(short,), **ours)) > 1e-3
