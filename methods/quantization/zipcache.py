@@ -58,6 +58,8 @@ class ZipCache(TwoPrecisions):
             ("Later turns are split into blocks like answers, at the turn's end. The probes of a block are its own "
             "last and random tokens; the authors' code uses only the current query and supports one turn."),
             "Random probes are drawn without replacement, per layer, and are equal for all sequences of a batch.",
+            ("The numbers of last and of random probes are rounded to the nearest; the authors round the first up and "
+            "the second down."),
             "The range of the keys is per sequence; in the authors' code it is over the batch.",
             "Scales are rounded up and minima down to float16, so that codes cover the range.",
         ),

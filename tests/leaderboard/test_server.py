@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 
@@ -10,6 +11,7 @@ from fastapi.testclient import TestClient
 from sqlalchemy import select
 
 from kvbench.leaderboard.server import submissions, tables, upload
+from kvbench.leaderboard.server.submissions import claim, conclude
 from kvbench.leaderboard.server.tables import Event, Token
 from kvbench.leaderboard.server.tokens import create_token, find_token, revoke_token
 from kvbench.leaderboard.submission.archive import read_files, write_folder
@@ -18,7 +20,7 @@ from kvbench.leaderboard.submission.records import MANIFEST, VERIFICATION
 from kvbench.leaderboard.submission.repository import Repository
 from kvbench.leaderboard.verification.verify import verify
 
-from .conftest import edit, later, tar
+from .conftest import edit, edit_spec, later, tar
 
 
 def test_a_queued_bundle_is_verified_and_published(server, snapkv):
@@ -137,6 +139,33 @@ def test_waiting_submissions_per_submitter_are_limited(server, runs, monkeypatch
     assert server.send(other, "bob").status_code == 202
     server.work()
     assert server.send(runs["snapkv"].files).status_code == 202
+
+
+@pytest.mark.slow
+def test_a_full_queue_of_one_submitter_delays_others_by_one_submission(server, snapkv, monkeypatch):
+    """The limit that is served. Each upload beyond it is refused, and each place that becomes free can be taken."""
+    record = verify(snapkv.files, Repository()).conclude()
+    monkeypatch.setattr(submissions, "MAX_PER_HOUR", 10 * submissions.MAX_WAITING)
+
+    def send(seed, name="ada"):
+        return server.send(edit_spec(later(snapkv, 0.0, name), lambda spec: spec.update(seed=seed)), name)
+
+    def serve():
+        found = claim(server.database, "w")
+        conclude(server.database, "w", found.id, record)
+        return found.submitter
+
+    sent = [send(seed) for seed in range(submissions.MAX_WAITING)]
+    assert [x.status_code for x in sent] == [202] * 60
+    refused = send(60)
+    assert (refused.status_code, refused.json()["detail"]) == (
+        429, "60 submissions of ada wait for verification: try again later"
+    )
+    assert [send(seed, name).status_code for seed, name in ((0, "bob"), (1, "bob"), (0, "root"))] == [202] * 3
+    assert [serve() for _ in range(6)] == ["ada", "bob", "root", "ada", "bob", "ada"]
+    assert [send(seed).status_code for seed in (60, 61, 62, 63)] == [202, 202, 202, 429]
+    waiting = [x for x in sent if server.status(x.json()["id"]) == "queued"]
+    assert len(waiting) == submissions.MAX_WAITING - 3
 
 
 def test_reads_do_not_wait_for_a_writer(server, snapkv, monkeypatch):
@@ -302,10 +331,18 @@ def test_tokens_on_the_command_line(kvbench, tmp_path):
 
 def test_the_command_serves_results_and_keeps_submissions(kvbench, tmp_path, monkeypatch):
     served = []
-    monkeypatch.setattr("uvicorn.run", lambda app, **options: served.append((app, options)))
+
+    def run(self, sockets):
+        self.started = True
+        served.append((self.config.app, [x.getsockname() for x in sockets]))
+
+    monkeypatch.setattr("uvicorn.Server.run", run)
     place = ("--state", tmp_path / "state", "--results", tmp_path / "results")
-    assert kvbench("leaderboard", "serve", *place, "--port", 8123).code == 0
-    ((app, options),) = served
-    assert (options["host"], options["port"]) == ("127.0.0.1", 8123)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert kvbench("leaderboard", "serve", *place, "--port", port).code == 0
+    ((app, addresses),) = served
+    assert addresses == [("127.0.0.1", port)]
     assert TestClient(app).get("/api/health").status_code == 200
     assert (tmp_path / "results").is_dir() and (tmp_path / "state").is_dir()
