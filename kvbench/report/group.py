@@ -18,6 +18,8 @@ from kvbench.analysis.compare import (
 )
 from kvbench.analysis.load import FinishedRun
 from kvbench.analysis.shares import fill_full_reads, read_share, stored_share
+from kvbench.method import name_preparation
+from kvbench.registry import list_entries
 from kvbench.runs.results import Result
 from kvbench.runs.spec import shorten
 
@@ -108,6 +110,20 @@ def label_results(results: Sequence[Result]) -> list[str]:
         f"{label} ({shorten(result.run_id)})" if often[label] > 1 else label
         for label, result in zip(labels, results, strict=True)
     ]
+
+
+def name_training(result: Result) -> str:
+    """Calibration, training on the tasks, or training on another text before the run; empty without any.
+
+    Only training on the tasks excludes a run from ranks. The cards in older results lack calibration, so the registered
+    cards count, too.
+    """
+    if result.budget.trained:
+        return "trained on the tasks"
+    parts = () if result.method.code else result.method.name.split("+")
+    known = [x.facts.get("calibration") for x in list_entries("method") if x.name in parts]
+    found = {name_preparation(x) for x in (result.method.card.get("calibration"), *known)}
+    return "trained on another text" if "trained" in found else "calibrated" if "calibrated" in found else ""
 
 
 def name_question(result: Result) -> str:

@@ -12,7 +12,7 @@ from kvbench.analysis.formatting import format_difference, format_seconds, forma
 from kvbench.analysis.load import FinishedRun
 from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import read_share, stored_share
-from kvbench.report.group import Axis, name_question
+from kvbench.report.group import Axis, name_question, name_training
 from kvbench.runs.results import Result
 from kvbench.runs.spec import Visibility
 from kvbench.task import Mode
@@ -187,7 +187,7 @@ def describe_lead(technique: Technique, answer: Suggestion) -> str:
     lead = f"best or tied under {technique.leads} of {count(answer.ranked, 'protocol')}"
     if technique.place is None:
         lead = "not among the best" if answer.ranked else "not ranked"
-    preparations = dict.fromkeys(x.run.result.preparation for x in technique.standings)
+    preparations = dict.fromkeys(name_training(x.run.result) for x in technique.standings)
     return ", ".join(filter(None, [lead, *preparations]))
 
 

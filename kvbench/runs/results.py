@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from kvbench.method import name_preparation
 from kvbench.runs.journal import Agreement, CacheBytes
 from kvbench.runs.schema import SCHEMA_VERSION
 from kvbench.runs.spec import History, ModelSpec, Record, RunSpec, TaskSpec, Visibility
@@ -288,17 +287,6 @@ class Result(Record):
     effect: EffectResult | None
     kernels: Kernels
     environment: Environment
-
-    @property
-    def preparation(self) -> str:
-        """Calibration, training on the tasks, or training on another text before the run; empty without any.
-
-        Only training on the tasks excludes a run from ranks.
-        """
-        if self.budget.trained:
-            return "trained on the tasks"
-        named = name_preparation(self.method.card.get("calibration"))
-        return "trained on another text" if named == "trained" else named
 
 
 class SuiteRecord(Record):

@@ -27,7 +27,7 @@ from kvbench.leaderboard.site.tables import Group, RankedRun, name_machine
 from kvbench.leaderboard.submission.records import LEVELS
 from kvbench.method import Upstream
 from kvbench.models.sources import SOURCES
-from kvbench.report.group import VISIBILITIES, Axis, name_question
+from kvbench.report.group import VISIBILITIES, Axis, name_question, name_training
 from kvbench.report.sections import list_protocol
 from kvbench.report.suggest import explain_failing, warn_of_model
 from kvbench.runs.results import Result, Score
@@ -83,7 +83,7 @@ def _read_templates() -> Environment:
         "heading": name_group, "columns": name_question, "visibility": VISIBILITIES.__getitem__,
         "subtitle": describe_group, "baseline": name_baseline, "protocol": list_protocol,
         "machine": name_machine, "tables": list_tables, "small_model": warn_of_model, "failing": explain_failing,
-        "doubts": list_doubts,
+        "doubts": list_doubts, "training": name_training,
         "after": cut_name, "mean": write_mean, "stored": stored_share, "read": read_share, "share": format_share,
         "arxiv": is_arxiv, "percent": "{:.1%}".format, "bytes": format_bytes, "interval": format_interval,
         "p": format_p, "reasons": join_reasons, "weights": describe_weights,
