@@ -63,7 +63,7 @@ def check_age(bundle: Bundle, card: Card, since: Sequence[str], *, own: bool) ->
 
 
 def _list_earlier(bundle: Bundle, card: Card, since: Sequence[str], absent: Sequence[str]) -> Iterator[str]:
-    """What only other code than the verifier's writes."""
+    """Facts that only code other than the verifier's writes."""
     stated, version = Card.model_validate(bundle.result.method.card), bundle.spec.versions.kvbench
     if version != __version__:
         yield f"its kvbench is {quote(version)}, not {__version__}"
