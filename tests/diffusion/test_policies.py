@@ -327,7 +327,7 @@ def test_local_leap_accepts_near_anchors(confidence, radius):
     (WindowDiffusion(active=1, window=4), {"steps": 4}, "a step commits 4"),
     (ElasticCache(), {"block": 4}, "leave --gen block out"), (WeDlm(), {"block": 4}, "leave --gen block out"),
     (WeDlm(), {"threshold": 0.9}, "use --set entropy=0.4"), (WeDlm(), {"remasking": "random"}, "by their entropy"),
-    (FastDdrive(), {"block": 5}, "block=5 does not divide an answer of 16 tokens. Use one of"),
+    (FastDdrive(), {"block": 5}, "block=5 does not divide a response block of 16 tokens. Use one of"),
     (ElasticCache(window=4), {"steps": 2}, "a step commits 8. Use more --gen steps, or --set window=8 or more"),
 ])
 def test_a_regime_without_meaning_is_refused(model, one, fill, method, how, message):
