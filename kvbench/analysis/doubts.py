@@ -1,4 +1,4 @@
-"""Reasons to doubt a score: the full cache fails, answers repeat the context or are cut, training on the tasks."""
+"""Reasons to doubt a score: a failing full cache, answers that repeat the context or are cut, training, pooling."""
 
 from __future__ import annotations
 
@@ -47,3 +47,9 @@ def list_doubts(result: Result) -> Iterator[str]:
         )
     if cut is not None and cut >= OFTEN:
         yield f"the length limit cut {cut:.0%} of the answers."
+    kernel, tokens = result.method.settings.get("kernel"), result.output.reference_tokens
+    if strict is not None and isinstance(kernel, int) and tokens is not None and 1 < kernel <= tokens:
+        yield (
+            f"it pools scores over {kernel} tokens, and an answer has {tokens:.0f} under this tokenizer: only part of "
+            "it may be kept."
+        )

@@ -60,12 +60,13 @@ def test_a_dump_of_the_context_passes_the_published_scorer_only(name):
     assert (strict(f"{other} {right}", (right,), {}), strict(right, (right,), {})) == (0.0, 1.0)
 
 
-def doubt(mean, *, strict=None, stop=10, length=0, full=True):
+def doubt(mean, *, strict=None, stop=10, length=0, full=True, kernel=None, tokens=None):
     """The doubts of a run with these scores and stop reasons."""
     score = Score(metric="contains", higher_is_better=True, mean=mean, partial_mean=mean, ci95=None, by_turn=())
     return list(list_doubts(SimpleNamespace(
         score=score, scores={} if strict is None else {"kv-strict@1": strict}, task=SimpleNamespace(scorer="kv@1"),
-        output=Output(tokens=10, stop_reasons={"stop": stop, "length": length}),
+        output=Output(tokens=10, stop_reasons={"stop": stop, "length": length}, reference_tokens=tokens),
+        method=SimpleNamespace(settings={} if kernel is None else {"kernel": kernel}),
         budget=SimpleNamespace(kind="none" if full else "stored", trained=None), effect=SimpleNamespace(n=0),
     )))
 
@@ -93,5 +94,8 @@ def test_a_narrow_kernel_gives_a_warning(kernel, tokens, warned):
     found = warn_of_pooling(spec, example, encoded)
     assert (found is not None) == warned
     assert found is None or (f"an answer of kv-short has {tokens}" in found and "--set kernel=13" in found)
+    later = doubt(1.0, strict=1.0, full=False, kernel=kernel, tokens=float(tokens))
+    said = f"it pools scores over 7 tokens, and an answer has {tokens} under this tokenizer: only part of it may be kept."
+    assert later == [said] * warned
     prose = Example("x", "c", (Turn("q", "", "a long story", ("a long story",), 20),))
     assert warn_of_pooling(spec, prose, encoded) is None
