@@ -28,10 +28,19 @@ class FinishedRun:
 
 
 def locate_run(text: str, out: Path = RUNS) -> Path | None:
-    """The folder of a run, from its path, or its id in `out` or the hash at the end of the id; None: no such run."""
+    """The folder of a run, from its path, or its id in `out` or the hash at the end of the id; None: no such run.
+
+    Raises:
+        UserError: a folder of several runs.
+    """
     for folder in (Path(text), out / text):
         if (folder / "spec.json").is_file():
             return folder
+    if text and (inner := next(iter(sorted(Path(text).glob("*/spec.json"))), None)) is not None:
+        raise UserError(
+            f"'{text}' is a folder of runs, not a run. Give one of them, such as {inner.parent}; "
+            f"`kvbench report {text} -o report.html` shows all."
+        )
     found = [x.parent for x in out.glob("*/spec.json") if text and x.parent.name.endswith(f"-{text}")]
     return found[0] if len(found) == 1 else None
 

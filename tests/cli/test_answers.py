@@ -118,6 +118,14 @@ def test_a_run_is_not_a_model(kvbench, two):
     assert f"'{two[0]}' is the folder of a run, not of a model. Give a model; `kvbench show" in answer.err
 
 
+@pytest.mark.parametrize("command", ["show", "answers", "score"])
+def test_a_folder_of_runs_is_not_a_run(kvbench, two, command):
+    """The message names one of its runs, and the command that takes all."""
+    answer = kvbench(command, two[0].parent)
+    assert answer.code == 2
+    assert f"'{two[0].parent}' is a folder of runs, not a run. Give one of them, such as {min(two)}" in answer.err
+
+
 def test_a_metric_is_not_a_scorer(kvbench):
     """The message names the scorers of the metric."""
     answer = kvbench("run", "--method", "full", "--task", "niah", "--scorer", "string_match_all")

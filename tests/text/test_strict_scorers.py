@@ -95,7 +95,7 @@ def test_a_narrow_kernel_gives_a_warning(kernel, tokens, warned):
     assert (found is not None) == warned
     assert found is None or (f"an answer of kv-short has {tokens}" in found and "--set kernel=13" in found)
     later = doubt(1.0, strict=1.0, full=False, kernel=kernel, tokens=float(tokens))
-    said = f"it pools scores over 7 tokens, and an answer has {tokens} under this tokenizer: only part of it may be kept."
-    assert later == [said] * warned
+    said = f"it pools scores over 7 tokens, and an answer has {tokens} under this tokenizer: "
+    assert later == [f"{said}only part of it may be kept."] * warned
     prose = Example("x", "c", (Turn("q", "", "a long story", ("a long story",), 20),))
     assert warn_of_pooling(spec, prose, encoded) is None
