@@ -205,6 +205,18 @@ def test_the_next_block_joins_when_enough_of_the_last_is_decoded(unshifted, one)
     ]
 
 
+@pytest.mark.parametrize(("add", "steps", "counts"), [
+    (0.0, 6, [[0, 0, 0, 0], [2, 2, 4, 4]]),  # two steps for each of the first two blocks, one for the others
+    (0.25, 12, [  # three steps for each block, counted from its own first: two tokens, one, one
+        [0, 0, 0, 0], [2, 0, 0, 0], [3, 2, 0, 0], [4, 3, 2, 0], [4, 4, 3, 2], [4, 4, 4, 3],
+    ]),
+])
+def test_each_running_block_commits_by_its_own_schedule(unshifted, one, add, steps, counts):
+    """Tokens of each block before each step, by hand."""
+    found = rows_by_step(unshifted, MultiBlock(blocks=4, add=add), one, block=4, steps=steps)
+    assert [[len(known & set(range(20 + 4 * b, 24 + 4 * b))) for b in range(4)] for _, known, _ in found] == counts
+
+
 def test_a_block_after_one_that_is_ready_commits_a_token_in_every_step(unshifted, one, fill):
     """Under a threshold that no token reaches: ready 0 gives a token per running block, ready 1 one per step."""
     how = {"prompt": one, "block": 4, "threshold": 1.0}
