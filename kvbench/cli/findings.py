@@ -127,16 +127,17 @@ def _save(record: ShapeRecord | FindingsRecord, path: Path) -> None:
 
 
 def _print_measured(findings: tuple[FindingResult, ...], texts: int) -> None:
-    """Print each finding with its checks, one row each."""
+    """Print a table for each finding, with its checks."""
     from kvbench.analysis.formatting import print_table
 
-    rows: list[tuple[str, ...]] = []
-    for finding in findings:
-        rows.append((finding.name, finding.statement, "", finding.verdict))
-        rows += [
-            ("", x.rule, f"{x.mean:.3f}  [{x.ci95[0]:.3f}, {x.ci95[1]:.3f}]", x.verdict) for x in finding.checks
-        ]
-    print_table("", ("finding", "", f"mean over {texts} texts, 95% CI", "verdict"), rows)
+    for x in findings:
+        print_table(_title(x), (f"it holds if, over {texts} texts", "mean, 95% CI", "verdict"), [
+            (y.rule, f"{y.mean:.3f}  [{y.ci95[0]:.3f}, {y.ci95[1]:.3f}]", y.verdict) for y in x.checks
+        ])
+
+
+def _title(finding: FindingResult | FindingRecord) -> str:
+    return f"{finding.name}: {finding.verdict}. {finding.statement}"
 
 
 def _folder(report: CellReport) -> Path:
@@ -146,22 +147,21 @@ def _folder(report: CellReport) -> Path:
 
 
 def _print_findings(findings: tuple[FindingRecord, ...]) -> None:
-    """Print each finding with its comparisons, one row each."""
+    """Print a table for each finding, with its comparisons."""
     from kvbench.analysis.formatting import format_p, print_table
 
-    rows: list[tuple[str, ...]] = []
     for finding in findings:
-        rows.append((finding.name, finding.statement, "", "", "", finding.verdict))
+        rows: list[tuple[str, ...]] = []
         for x in finding.comparisons:
             low, high = x.ci95
             stored = ""
             if x.equal_bytes and x.bytes_more is not None and x.bytes_less is not None:
                 stored = f", at {x.bytes_more:.1%} and {x.bytes_less:.1%} of the bytes"
             rows.append((
-                "", f"{x.more} {x.mean_more:.2f} - {x.less} {x.mean_less:.2f} > {x.by:+.2f}{stored}",
-                f"{x.mean_more - x.mean_less:+.2f}  [{low:+.2f}, {high:+.2f}]", format_p(x.p_adjusted),
+                f"{x.more} {x.mean_more:.2f} - {x.less} {x.mean_less:.2f} > {x.by:+.2f}{stored}",
+                f"{x.mean_more - x.mean_less:+.2f}\n[{low:+.2f}, {high:+.2f}]", format_p(x.p_adjusted),
                 str(len(x.contexts)), x.verdict,
             ))
+        print_table(_title(finding), ("it holds if", "difference, 95% CI", "p (Holm)", "contexts", "verdict"), rows)
         if finding.remark and finding.verdict != "holds":
-            rows.append(("", finding.remark, "", "", "", ""))
-    print_table("", ("finding", "", "difference, 95% CI", "p (Holm)", "contexts", "verdict"), rows)
+            typer.echo(finding.remark)

@@ -279,7 +279,7 @@ def _print(judged: list[Judgment]) -> None:
     """Print one row per measured number, and one per table row that was not run."""
     from kvbench.analysis.formatting import print_table
 
-    rows: list[tuple[str, ...]] = []
+    rows: dict[str, list[tuple[str, ...]]] = {}
     waiting: dict[tuple[str, str, str], list[Judgment]] = {}
     differs: dict[str, None] = {}
     for x in judged:
@@ -290,22 +290,22 @@ def _print(judged: list[Judgment]) -> None:
         printed = f"{claim.printed:.{claim.table.decimals}f}"
         if claim.value != claim.printed:
             printed += f", corrected {claim.value:.{claim.table.decimals}f}"
-        beside = ["", ""]
+        names, difference, own = "", "", ""
         if x.printed_difference is not None:
-            beside = [f"{x.printed_difference:+.2f}", "-" if x.difference is None else _number(x.difference, sign="+")]
+            names, difference = "\nless the full cache", f"\n{x.printed_difference:+.2f}"
+            own = f"\n{'-' if x.difference is None else _number(x.difference, sign='+')}"
         verdict = f"{x.verdict}: {x.direction}" if x.verdict == "shape only" and x.direction else x.verdict
-        rows.append((claim.model, claim.row, claim.column, printed, _number(x.ours), *beside, verdict))
+        rows.setdefault(claim.model, []).append((
+            f"{claim.row}, {claim.column}{names}", f"{printed}{difference}", f"{_number(x.ours)}{own}", verdict,
+        ))
         differs |= dict.fromkeys(x.differs)
         if x.regime:
             typer.echo(
                 f"{claim.id}: claimed {printed} ({claim.table.hardware or 'hardware not stated'}), here "
                 f"{_number(x.ours)}: {x.regime}"
             )
-    if rows:
-        print_table("", (
-            "model", "row", "column", "paper",
-            "here, 95% CI", "paper - full", "here - full, 95% CI", "verdict"
-        ), rows)
+    for model, found in rows.items():
+        print_table(model, ("row, column", "paper", "here, 95% CI", "verdict"), found)
     if waiting:
         print_table("not run", ("table", "model", "row", "numbers", "missing"), [
             (*key, str(len(group)), ", ".join(dict.fromkeys(x.what for y in group for x in y.missing)))

@@ -12,7 +12,9 @@ from rich.console import Console
 from kvbench.analysis.formatting import print_table
 from kvbench.analysis.load import load_run
 from kvbench.analysis.significance import UNADJUSTED
+from kvbench.cli.findings import _print_findings, _print_measured
 from kvbench.cli.tables import LEGENDS, cost_cells
+from kvbench.reproduce.recorded import read_findings, read_measured
 from kvbench.runs.results import Result
 
 CURATED = Path(__file__).parents[2] / "results" / "cpu-2-cores"
@@ -91,6 +93,18 @@ def test_tables_of_commands_fit_80_characters(kvbench, command, tmp_path, monkey
     answer = kvbench(*command.format(*names).split())
     assert answer.code == 0, answer.err
     assert max((len(x) for x in answer.out.splitlines() if x[:1] in "┏┡│└"), default=0) <= 80
+
+
+def test_tables_of_findings_fit_80_characters(capsys):
+    """Those of the recorded ones, with all their checks and comparisons."""
+    on_runs, on_texts = read_findings(CURATED.parent), read_measured(CURATED.parent)
+    assert on_runs is not None
+    _print_findings(on_runs.findings)
+    for x in on_texts:
+        _print_measured(x.findings, x.texts)
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("it holds if" in x for x in lines) == len(on_runs.findings) + sum(len(x.findings) for x in on_texts)
+    assert max(len(x) for x in lines if x[:1] in "┏┡│└") <= 80
 
 
 def test_a_verdict_that_seems_to_contradict_its_interval_is_explained(kvbench):

@@ -71,6 +71,8 @@ def test_a_table_is_run_and_judged(kvbench, paper, out):
     assert "missing for 2 of 5 numbers: method: method unwritten is not in kvbench." in answer.err
     assert "missing for 2 of 5 numbers: task: needs a task that nobody has." in answer.err
     assert answer.err.index("missing for") < answer.err.index("done")
+    assert max(len(x) for x in answer.out.splitlines() if x[:1] in "┏┡│└") <= 80
+    assert ["less the full cache", "-5.00"] in [[y.strip() for y in x.split("│")[1:3]] for x in answer.out.splitlines()]
     knorm = next(x for x in answer.json if x["id"].endswith("knorm/needles"))
     assert knorm["printed_difference"] == -5
     assert knorm["difference"]["ci95"][1] < -5
