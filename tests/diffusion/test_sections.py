@@ -135,6 +135,13 @@ def test_a_shifted_schedule_by_hand():
     assert reveal_counts(8, 4, 1) == [2, 2, 2, 2]
 
 
+def test_a_threshold_decides_whatever_the_schedule(unshifted, prompts, fill):
+    """The tokens and passes of the run's own schedule."""
+    linear, shift = (fill(unshifted, Lavida(schedule=x), prompt=prompts, threshold=0.2) for x in ("linear", "shift"))
+    assert (shift.ids, shift.nfe) == (linear.ids, linear.nfe)
+    assert shift.nfe != fill(unshifted, Lavida(schedule="shift"), prompt=prompts).nfe
+
+
 def test_a_run_follows_the_shifted_schedule(unshifted, prompts):
     """Tokens by step: 3t / (1 + 2t) of 16 reaches 8, 12, 14, 16."""
     counts = []
@@ -203,6 +210,16 @@ def test_a_scaffold_never_changes(deep, text, shifted, fixed):
     with torch.no_grad():
         assert d.ids[0, 20:].tolist() == sections(writing, 4, whole=False)[0]
     assert d.steps_done == 16 - sum(x != FREE for x in fixed)
+    assert d.known.all()
+
+
+def test_a_scaffold_stands_in_every_sequence_and_leaves_its_block_fewer_tokens(unshifted, prompts):
+    """Two of the first block's four tokens are fixed: its two steps commit one each, those of the others two."""
+    method = FastDdrive(scaffold="x", fixed=(5, FREE, 7))
+    d = Denoising(unshifted, method, prompts, 16, Sampling(steps=8, block=4))
+    d.denoise()
+    assert d.ids[:, 20].tolist() == [5, 5] and d.ids[:, 22].tolist() == [7, 7]
+    assert d.steps_done == 8
 
 
 def test_a_scaffold_is_read_from_text(unshifted):
