@@ -210,7 +210,6 @@ def test_a_scaffold_never_changes(deep, text, shifted, fixed):
     with torch.no_grad():
         assert d.ids[0, 20:].tolist() == sections(writing, 4, whole=False)[0]
     assert d.steps_done == 16 - sum(x != FREE for x in fixed)
-    assert d.known.all()
 
 
 def test_a_scaffold_stands_in_every_sequence_and_leaves_its_block_fewer_tokens(unshifted, prompts):
