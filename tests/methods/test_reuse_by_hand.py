@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvbench.check.trial import random_ids
+from kvbench.engine.agreement import FullCache
 from kvbench.engine.reuse import Reuse, run_apart
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
@@ -229,3 +230,31 @@ def test_kvshare_takes_a_token_from_the_longest_common_segment():
     assert torch.equal(found, run(KVShare(), earlier=(short, long), **ours))
     assert torch.equal(found, run(KVShare(), earlier=(long, short), **ours))
     assert distance(found, run(KVShare(), earlier=(short,), **ours)) > 1e-3
+
+
+def test_cacheblend_chooses_among_tokens_behind_a_new_document():
+    """Places in the prompt are not ranks among the tokens at hand; the check layer is a setting."""
+    earlier = ((LEAD,), *((x,) for x in DOCUMENTS[1:]))
+    at_hand = [*range(len(LEAD)), *range(len(LEAD) + len(DOCUMENTS[0]), sum(map(len, PARTS)))]
+    with prefilled(find_method("concat-aligned")(), earlier=earlier) as session:
+        old = [kv.values[:, :, at_hand] for kv in session.layers]
+    with Session(model(), FullCache(), capacity=400) as full:
+        full.prefill([x for part in PARTS for x in part], visible=TAIL)
+        change = (full.layers[2].values[:, :, at_hand] - old[2]).square().sum((0, 1, 3))
+    wanted = {at_hand[i] for i in change.topk(int(0.2 * len(at_hand))).indices.tolist()}
+    with prefilled(find_method("cacheblend")(ratio=0.2, check_layer=2), earlier=earlier) as session:
+        same = (session.layers[3].values[:, :, at_hand] == old[3]).all(3)[0].all(0)
+        length = sum(map(len, PARTS)) + len(TAIL)
+        fewer = length - len(at_hand) + len(wanted)
+        assert [x.computed for x in session.layers] == [length] * 3 + [fewer]
+    assert {x for x, kept in zip(at_hand, same.tolist(), strict=True) if not kept} == wanted
+
+
+def test_cache_craft_takes_the_variant_with_the_least_to_compute():
+    """Entries from the prompt with the same parts before, of which nothing is computed, before or after another one."""
+    other = tuple(x for pair in zip(NEAR, DOCUMENTS, strict=True) for x in pair)
+    method = find_method("cache-craft")()
+    found = run(method, earlier=(PARTS,))
+    assert torch.equal(found, run(method, earlier=(other, PARTS)))
+    assert torch.equal(found, run(method, earlier=(PARTS, other)))
+    assert distance(found, run(method, earlier=(other,))) > 1e-3
