@@ -22,28 +22,29 @@ WIDTH = 80
 """Characters per line of a table in a file or a pipe, if the longest word of each column fits."""
 WIDEST = 200
 """Most characters per line there."""
-RULES = 3
-"""Characters per column that are not text: a rule and two spaces."""
+WORDS = re.compile(r"\[\S+, \S+\]|\S+")
+"""Words, and intervals as one word each."""
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table on standard output; cells are folded, never truncated, and names stay on one line.
 
-    A word is folded only where the longest words of the columns do not fit side by side: in a terminal, never in a file
-    or a pipe, so that a run id or a path can be copied from there.
+    A word is folded only where the longest words of the columns do not fit side by side, even without spaces around
+    them: in a terminal, not in a file or a pipe, so that a run id or a path can be copied from there.
     """
     cells = [[_printable(x) for x in row] for row in rows]
     console = Console(markup=False, highlight=False)
     words = [max(map(cell_len, _words(x)), default=0) for x in zip(columns, *cells, strict=True)]
-    rules = RULES * len(columns) + 1
-    if not console.is_terminal:
-        console = Console(markup=False, highlight=False, width=min(max(WIDTH, sum(words) + rules), WIDEST))
-    widths = _share_out(columns, cells, words, console.width - rules)
-    table = Table(title=title or None, title_justify="left", header_style="bold")
-    for name, width in zip(columns, widths, strict=True):
-        table.add_column(name, overflow="fold", no_wrap=name == "name" and len(columns) > 1, width=width)
+    spaced, tight = (sum(words) + (1 + 2 * x) * len(columns) + 1 for x in (1, 0))
+    width = console.width if console.is_terminal else WIDTH if tight <= WIDTH else WIDEST
+    padding = 0 if tight <= width < spaced else 1
+    widths = _share_out(columns, cells, words, width - (1 + 2 * padding) * len(columns) - 1)
+    console = Console(markup=False, highlight=False, width=width)
+    table = Table(title=title or None, title_justify="left", header_style="bold", padding=(0, padding))
+    for name, share in zip(columns, widths, strict=True):
+        table.add_column(name, overflow="fold", no_wrap=name == "name" and len(columns) > 1, width=share)
     for row in cells:
-        table.add_row(*row)
+        table.add_row(*(x if share is None else _wrap(x, share) for x, share in zip(row, widths, strict=True)))
     console.print(table)
 
 
@@ -66,7 +67,21 @@ def _share_out(
 
 def _words(cells: Iterable[str]) -> Iterable[str]:
     """The words and intervals of the cells, which stay on one line each."""
-    return chain.from_iterable(re.findall(r"\[\S+, \S+\]|\S+", x) for x in cells)
+    return chain.from_iterable(WORDS.findall(x) for x in cells)
+
+
+def _wrap(cell: str, width: int) -> str:
+    """The cell with lines that are too long broken before words and intervals."""
+    lines = []
+    for line in cell.splitlines():
+        if cell_len(line) <= width:
+            lines.append(line)
+            continue
+        lines.append("")
+        for word in WORDS.findall(line):
+            longer = f"{lines[-1]} {word}".lstrip()
+            lines[-1:] = [longer] if cell_len(longer) <= width else [lines[-1], word]
+    return "\n".join(lines)
 
 
 def print_list(columns: Sequence[str], groups: Mapping[str, Sequence[Sequence[str]]], *, cut: bool = False) -> None:

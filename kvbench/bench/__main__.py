@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvbench.analysis.formatting import print_table
 from kvbench.bench.records import Bench
-from kvbench.bench.table import list_lines, make_table
+from kvbench.bench.table import list_lines, make_tables
 from kvbench.errors import UserError
 from kvbench.runs.files import read_file
 
@@ -23,7 +23,9 @@ def main(arguments: list[str]) -> int:
             if brief:
                 sys.stdout.write("\n".join([title, *list_lines(bench), ""]))
             else:
-                print_table(title, *make_table(bench))
+                sys.stdout.write(f"{title}\n")
+                for table in make_tables(bench):
+                    print_table(*table)
     except UserError as error:
         sys.stderr.write(f"kvbench: {error}\n")
         return 2

@@ -1,4 +1,4 @@
-"""Formats the cells of a job as a table."""
+"""Formats the cells of a job as tables."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from kvbench.analysis.formatting import format_bytes
 from kvbench.bench.records import FEW, Bench, BenchCell, Speedup, Time
 
 COLUMNS = (
-    "timing", "tokens x batch", "method", "quantity", "time", "over full", "over full-int8", "over none", "tokens/s",
-    "bytes moved", "of copy", "stored", "peak", "graph", "reason",
+    "method", "quantity", "time", "over full", "over full-int8", "over none", "tokens/s", "bytes moved", "of copy",
+    "stored", "peak", "graph", "reason",
 )
 ON_A_GPU = ("time", "tokens/s")
 """Columns of absolute times, left out on a CPU, where they depend on other load."""
 
 
-def make_table(bench: Bench) -> tuple[list[str], list[list[str]]]:
-    """The columns that are not empty, and one row per time of every cell."""
+def make_tables(bench: Bench) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """For each timing level, length and batch a title, the columns that are not empty, and one row per time."""
     gpu = bench.environment.gpu is not None
-    rows = [x for cell in bench.cells for x in _list_cells(cell, gpu=gpu)]
-    columns = [x for x in COLUMNS if any(row.get(x) for row in rows) and (gpu or x not in ON_A_GPU)]
-    return columns, [[row.get(x, "") for x in columns] for row in rows]
+    groups: dict[str, list[dict[str, str]]] = {}
+    for cell in bench.cells:
+        batch = f"{cell.length:,} tokens x {cell.batch}{' max' * (cell.asked_batch == 'max')}"
+        groups.setdefault(f"{cell.timing}, {batch}", []).extend(_list_cells(cell, gpu=gpu))
+    for title, rows in groups.items():
+        columns = [x for x in COLUMNS if any(row.get(x) for row in rows) and (gpu or x not in ON_A_GPU)]
+        yield title, columns, [[row.get(x, "") for x in columns] for row in rows]
 
 
 def _list_cells(cell: BenchCell, *, gpu: bool) -> Iterator[dict[str, str]]:
-    start = {
-        "timing": cell.timing,
-        "tokens x batch": f"{cell.length:,} x {cell.batch}{' max' * (cell.asked_batch == 'max')}",
-        "method": cell.method.name,
-    }
+    start = {"method": cell.method.name}
     if cell.outcome != "ok":
         yield {**start, "quantity": cell.outcome, "reason": cell.reason or ""}
     for quantity, time in cell.times.items():

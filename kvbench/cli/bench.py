@@ -58,7 +58,7 @@ def bench_command(
     from kvbench.analysis.formatting import print_table
     from kvbench.bench.forecast import ANCHORS
     from kvbench.bench.run import BenchRequest, run_bench
-    from kvbench.bench.table import make_table
+    from kvbench.bench.table import make_tables
 
     found = run_bench(BenchRequest(
         methods=tuple(method), model=model, lengths=_numbers(length, "--length"), batches=_split(batch),
@@ -67,10 +67,12 @@ def bench_command(
     ))
     where = found.environment.gpu or f"{found.environment.cpu}, {found.environment.threads} thread(s)"
     context = "" if state == "prefill" else "; synthetic contexts, no prompt was run"
-    print_table(
+    typer.echo(
         f"{found.model.id} ({found.model.dtype}, {found.kernels} kernels) on {where}; a copy moves "
-        f"{found.copy_bandwidth.before / 1e9:,.0f} GB/s{context}", *make_table(found),
+        f"{found.copy_bandwidth.before / 1e9:,.0f} GB/s{context}"
     )
+    for table in make_tables(found):
+        print_table(*table)
     if as_json:
         print_json(found.model_dump(mode="json"))
     anchors = ANCHORS[found.model.kind]

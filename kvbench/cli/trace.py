@@ -106,16 +106,15 @@ def run_command(
     size = bytes_per_token(model) * (found.block_tokens or 0)
     pins = None if seconds_per_token is None else read_seconds("--seconds-per-token", seconds_per_token, "1e-4,0.02")
     rows = tabulate(found, names, capacities, settings or [], pins, size)
-    columns = ("policy", "blocks", f"GB, {model}", "hit rate", "95 %", "tokens", "per request", "of optimum",
-               "evictions", "rejected")
-    print_table(
-        f"{TITLE}: {found.name}, {len(found.requests):,} requests, blocks of {found.block_tokens} tokens", columns, [(
-            x["policy"], "infinite" if x["blocks"] is None else f"{x['blocks']:,}",
-            "-" if x["gigabytes"] is None else f"{x['gigabytes']:.1f}", f"{x['block']:.4f}",
-            f"{x['low']:.3f} to {x['high']:.3f}", f"{x['token']:.4f}", f"{x['request']:.4f}",
-            f"{x['of_optimum']:.1%}", f"{x['evictions']:,}", f"{x['rejected']:,}",
-        ) for x in rows],
-    )
+    typer.echo(f"{TITLE}: {found.name}, {len(found.requests):,} requests, blocks of {found.block_tokens} tokens")
+    columns = ("policy", "hit rate, 95 %", "tokens", "per request", "of optimum", "evictions", "rejected")
+    for count in dict.fromkeys(x["blocks"] for x in rows):
+        same = [x for x in rows if x["blocks"] == count]
+        room = "" if same[0]["gigabytes"] is None else f", {same[0]['gigabytes']:.1f} GB with {model}"
+        print_table(f"{'infinite' if count is None else f'{count:,}'} blocks{room}", columns, [(
+            x["policy"], f"{x['block']:.4f} [{x['low']:.3f}, {x['high']:.3f}]", f"{x['token']:.4f}",
+            f"{x['request']:.4f}", f"{x['of_optimum']:.1%}", f"{x['evictions']:,}", f"{x['rejected']:,}",
+        ) for x in same])
     if output is not None:
         _write(output, found.name, rows, find_bounds(found, size))
     if as_json:

@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import math
+import re
 import weakref
 from contextlib import contextmanager
 from dataclasses import replace
@@ -624,7 +625,8 @@ def test_cells_of_all_timing_levels(bench, tmp_path):
         assert cell.memory.stored_bytes == cell.predicted.stored_bytes
         assert cell.device_memory is None
         assert cell.budget == ("50%" if cell.method.name == "snapkv" else None)
-    assert "compression, " in answer.out and "% of prefill" in answer.out
+    assert "compression," in answer.out and re.search(r"\d% of", answer.out)
+    assert max(len(x) for x in answer.out.splitlines() if x[:1] in "┏┡│└") <= 80
     answered = found.cells[8].times
     assert answered["answer"].seconds.median > answered["prefill"].seconds.median > answered["compression"].seconds.low
 

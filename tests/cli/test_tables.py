@@ -60,7 +60,7 @@ def test_a_table_fits_80_characters_without_folded_words(terminal, monkeypatch, 
     monkeypatch.setattr(Console, "is_terminal", terminal)
     monkeypatch.setenv("TERM", "dumb")
     long, note = "w" * 40, "a note of many words " * 9
-    print_table("", ("run", "score", "note"), [(long, "0.600\n[0.15, 0.95]", note), ("b", "1", "")])
+    print_table("", ("run", "score", "note"), [(long, "0.600 [0.15, 0.95]", note), ("b", "1", "")])
     lines = capsys.readouterr().out.splitlines()
     assert {len(x) for x in lines} == {80}
     assert any(long in x for x in lines) and any("[0.15, 0.95]" in x for x in lines)
@@ -79,8 +79,15 @@ def test_a_word_is_folded_in_a_terminal_only(monkeypatch, capsys):
     assert {len(x) for x in capsys.readouterr().out.splitlines()} == {80}
 
 
+def test_spaces_are_left_out_where_words_need_their_room(capsys):
+    """Fourteen columns of four letters have 70 characters with their rules, and 98 with spaces."""
+    print_table("", [f"c{i:03}" for i in range(14)], [["word"] * 14])
+    assert {len(x) for x in capsys.readouterr().out.splitlines()} == {71}
+
+
 @pytest.mark.parametrize("command", [
-    "models list", "show snapkv", "list suites", "reproduce --list", "reproduce --method snapkv",
+    "trace run --policy lru --policy fifo", "models list", "show snapkv", "list suites", "reproduce --list",
+    "reproduce --method snapkv",
     "reproduce snapkv --dry-run", "show {}", "score {}", "explain {} {}", "compare {} {}",
     "report {} {} -o report.html",
 ])
