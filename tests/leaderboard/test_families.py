@@ -170,6 +170,11 @@ FORGERIES: dict[str, tuple[str, Change, str]] = {
     "half stored at the end": (
         "pages", forge("bytes", end_stored_bytes=lambda x: x.end_stored_bytes // 2), "its end_stored_bytes is",
     ),
+    # Choices
+    "choices that are more than certain": (
+        "reuse", lambda x: {"facts": {**x.facts, "logprobs": [[y + 99 for y in z] for z in x.facts["logprobs"]]}},
+        "is above 0",
+    ),
     # Trained methods
     "half of a trained method's bytes": (
         "trained", forge("bytes", stored_bytes=lambda x: x.stored_bytes // 2), "dms declares",
@@ -200,6 +205,7 @@ FORGERIES: dict[str, tuple[str, Change, str]] = {
     "a baseline of many passes": ("blocks", forge_baseline(nfe=10**4), "baseline none took 10000 forward"),
     "a baseline of one pass": ("blocks", forge_baseline(nfe=1), "baseline none took 1 forward passes"),
     "a baseline of hours": ("blocks", forge_baseline(seconds=1e4), "its turn took"),
+    "bytes at the end of a conversation": ("blocks", forge("bytes", end_stored_bytes=8), "keeps no cache between"),
     "a baseline without a score": ("blocks", forge_baseline(score=None), "that of baseline none None"),
     "a baseline of fewer than no tokens": ("blocks", forge_baseline(committed_tokens=-1), "equal tokens of -1"),
     "a larger response than asked": (

@@ -388,6 +388,12 @@ STATED: dict[str, tuple[Callable[[dict[str, bytes]], dict[str, bytes]], str]] = 
         lambda files: edit(files, RESULT, lambda x: x["budget"]["resolved"].update(gift=1)),
         "its budget resolves 'gift'",
     ),
+    "a resolved value of another type": (
+        lambda files: edit(files, RESULT, lambda x: x["budget"]["resolved"].update(
+            rows=float(x["budget"]["resolved"]["rows"]),
+        )), "bytes: its budget does not resolve to",
+    ),
+    "packed by a kvbench of before the first": (in_manifest(kvbench="0.0.1"), "machine: kvbench '0.0.1' packed it"),
     "drafts in the result only": (
         lambda files: edit(files, RESULT, lambda x: x.update(lossless=LOSSLESS.model_dump())),
         "summary: its lossless is",

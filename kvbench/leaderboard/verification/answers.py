@@ -24,6 +24,7 @@ from kvbench.task import Encoded, Example, Mode
 LOGPROBS = "logprobs"
 """The only fact of a line that comes from the model; the task determines all others."""
 TOLERANCE = 1e-9
+LOGPROB_ROUNDING = 1e-3
 
 
 def check_prompts(replay: Replay, lines: Sequence[Line], making: Iterable[Made]) -> tuple[list[Made], Check]:
@@ -118,6 +119,8 @@ def check_answers(replay: Replay, lines: Sequence[Line], made: Sequence[Made]) -
             generated, reason = 0, "choice"
             if text != line.prediction or text is None or not _is_most_likely(line, ids.choices):
                 raise RefusedError("answers", f"{where}: its answer is not the choice with the highest log-probability")
+            if (most := max(y for x in line.facts[LOGPROBS] for y in x)) > LOGPROB_ROUNDING:
+                raise RefusedError("answers", f"{where}: a log-probability of {most:g} is above 0")
         else:
             limit = cap_new_tokens(turn.max_new_tokens, spec.generation)
             with refusing_errors("answers", f"{where} cannot be decoded"):  # stop tokens are checked below

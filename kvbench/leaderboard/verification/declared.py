@@ -112,7 +112,7 @@ def check_bytes(
         raise RefusedError("bytes", f"its budget resolves {quote(strange[0])}, which {spec.method.name} does not have")
     _check_part(spec, known, result.budget.resolved)
     resolved = [to_jsonable_python(fitted[x.context].resolution) for x in first if x.index == 0]
-    if any(result.budget.resolved.get(key) != value for found in resolved for key, value in found.items()):
+    if any(not _is_same(result.budget.resolved.get(key), value) for found in resolved for key, value in found.items()):
         raise RefusedError("bytes", "its budget does not resolve to the values in its result")
     if undeclared is not None:
         return flag("bytes", f"full-cache bytes match {spec.model.id}; stored bytes were not checked: {undeclared}")
@@ -122,6 +122,11 @@ def check_bytes(
             "--recompress: the excess was not checked"
         )
     return ok("bytes", f"stored bytes of {len(first)} samples equal those that {spec.method.name} declares")
+
+
+def _is_same(stated: object, found: object) -> bool:
+    """Whether two values are equal and of one type: 55.0 and true are no number of entries."""
+    return stated == found and type(stated) is type(found)
 
 
 def _check_part(spec: RunSpec, known: AbstractSet[str], resolved: Mapping[str, object]) -> None:

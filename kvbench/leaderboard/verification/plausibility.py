@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kvbench.engine.agreement import FIRST_PART
 from kvbench.leaderboard.submission.records import Check
+from kvbench.leaderboard.verification.journal import ADDED
 from kvbench.leaderboard.verification.outcome import RefusedError, ok, quote
 from kvbench.leaderboard.verification.reuse import LEAST_PASS_S, list_wrong_reuse
 from kvbench.registry import list_ops
@@ -214,6 +215,8 @@ def _list_wrong_denoising(
     skipped = effect.facts.get("tokens_skipped", 0)
     if x.turn == 0 and abs(skipped - _count_skipped(found)) > 1:
         yield f"it counts {skipped} tokens as skipped, its passes {_count_skipped(found):.0f}"
+    if any(getattr(size, name) is not None for name in ADDED):
+        yield "bytes at the end of a conversation, and a diffusion model keeps no cache between answers"
     if (size.spare_bytes, size.host_bytes) != (0, 0) or not size.stored_bytes == size.end_bytes == size.peak_bytes:
         yield "its stored bytes are not its peak, as for every diffusion run"
     timed = [("the answer", times.decode_s, found.nfe)]

@@ -140,7 +140,8 @@ def _list_wrong_dates(
         if found is None or found > now:
             yield f"it was packed at {quote(manifest.created)}, which is not a past time with a time zone"
             return
-        if not VERSION.fullmatch(manifest.kvbench) or _read_version(manifest.kvbench) > _read_version(__version__):
+        packer = _read_version(manifest.kvbench)
+        if not VERSION.fullmatch(manifest.kvbench) or not OLDEST["kvbench"] <= packer <= _read_version(__version__):
             yield f"kvbench {quote(manifest.kvbench)} packed it, which the verifier, {__version__}, does not know"
         packed = found
     took: dict[tuple[str, int], float] = {(place.started, -1): 0.0}
