@@ -118,6 +118,8 @@ def _family(method: dict[str, Any]) -> str:
 
 MARKS = {"": "", "calibrated": "*", "trained": "**"}
 """Marks of methods that measure something on the model before a run, and of those that train parameters."""
+
+
 def _budget(method: dict[str, Any]) -> str:
     """The kind of a method's budget, and a mark of what happens before a run."""
     from kvbench.method import name_preparation
