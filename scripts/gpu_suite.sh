@@ -135,8 +135,8 @@ run_stage() {
     local small=(--model random:two-layers --length 256 --rounds 2 --budget 25%) steps=(--timing kernel,step --state synthetic)
     case $stage in
       probe) "$python" scripts/gpu_probe.py "$file" || failed=yes ;;
-      tests) run_tests 60 -m 'not slow' tests/kernels/test_choice.py ;;
-      invariants) run_tests 120 -m 'not slow' tests/methods/test_check_in_bfloat16.py ;;
+      tests) run_tests 400 -m 'not slow' tests/kernels/test_choice.py ;;
+      invariants) run_tests 400 -m 'not slow' tests/methods/test_check_in_bfloat16.py ;;
       methods) bench "$file" 400 "${small[@]}" --length 512 --method all --timing kernel ;;
       all) bench "$file" 400 "${small[@]}" $(methods snapkv kivi quest) "${steps[@]}" ;;
       core) bench "$file" 400 "${small[@]}" $(methods snapkv h2o) "${steps[@]}" ;;
