@@ -10,6 +10,7 @@ import typer
 from kvbench.cli.options import Baseline, Json, Out
 from kvbench.cli.output import print_json
 from kvbench.errors import UserError, unknown
+from kvbench.log import say
 
 if TYPE_CHECKING:
     from kvbench.report.grid import Grid
@@ -34,13 +35,13 @@ def report_command(
     kind = output.suffix.lower()
     if kind not in KINDS:
         raise unknown("report format", output.suffix or str(output), KINDS, "Change the file name given with -o.")
+    say("reading runs ...")
     from kvbench.analysis.doubts import list_doubts
     from kvbench.analysis.formatting import print_table
     from kvbench.analysis.load import find_runs, load_run
     from kvbench.analysis.metrics import Metric
     from kvbench.analysis.significance import describe_too_few
     from kvbench.cli.tables import group_cells
-    from kvbench.log import say
     from kvbench.report.grid import draw_picture, read_grid
     from kvbench.report.group import group_runs
     from kvbench.report.sections import name_group, write_report

@@ -12,6 +12,7 @@ from kvbench.cli.findings import check_findings, measure_findings
 from kvbench.cli.options import Json
 from kvbench.cli.output import print_json
 from kvbench.errors import MOST_SAMPLES, UserError, check_number
+from kvbench.log import say
 
 if TYPE_CHECKING:
     from kvbench.reproduce.plan import ClaimPlan, Missing
@@ -74,6 +75,7 @@ def reproduce_command(
 
 def _list(*, as_json: bool) -> int:
     """Print one row per published table and per finding."""
+    say("reading the claims of papers ...")
     from kvbench.analysis.formatting import print_table
     from kvbench.reproduce.claims import list_claims
     from kvbench.reproduce.findings.statements import find_findings
@@ -156,8 +158,6 @@ def _list_method(method: str, *, as_json: bool) -> int:
 
 def _say_missing(plans: list[ClaimPlan]) -> None:
     """Log what is missing, each requirement once."""
-    from kvbench.log import say
-
     for missing, count in _count(plans).items():
         say(f"missing for {count} of {len(plans)} numbers: {missing.what}: {missing.why.rstrip('.')}.")
 

@@ -11,6 +11,7 @@ import typer
 from kvbench.cli.options import Json
 from kvbench.cli.output import print_json
 from kvbench.errors import UserError, unknown
+from kvbench.log import say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from kvbench.runs.results import Result
 
 
-CURATED = Path("results")
-"""The curated results of a checkout."""
+RUNS, CURATED = Path("runs"), Path("results")
+"""The default folder of runs, and the curated results of a checkout."""
 
 
 def suggest_command(
@@ -46,17 +47,18 @@ def suggest_command(
     Techniques are ranked only where a paired test can tell them apart. The leaderboard's first page gives the same
     answers.
     """
-    from kvbench.analysis.load import RUNS, find_runs, load_run
-    from kvbench.report.suggest import Guide, group_protocols
-    from kvbench.runs.files import read_file
-    from kvbench.runs.results import Result
-
     places = results or [x for x in (RUNS, CURATED) if x.is_dir()]
     if not places:
         raise UserError(
             f"there are no folders {RUNS}/ and {CURATED}/ here. Make runs with `kvbench run`, or give folders of runs "
             "with --results."
         )
+    say("reading runs ...")
+    from kvbench.analysis.load import find_runs, load_run
+    from kvbench.report.suggest import Guide, group_protocols
+    from kvbench.runs.files import read_file
+    from kvbench.runs.results import Result
+
     folders = find_runs([str(x) for x in places])
     found = [(x, read_file(x / "result.json", Result)) for x in folders]
     question = _read_question(

@@ -58,6 +58,22 @@ def test_a_line_is_printed_before_torch_is_imported(tmp_path, line):
     assert (done.returncode, done.stderr) == (7, "importing torch and transformers, which takes seconds ...\n")
 
 
+@pytest.mark.parametrize(("line", "said"), [
+    ("suggest --model mini --memory 25% --mode single --results .", "reading runs ..."),
+    ("report . -o page.html", "reading runs ..."), ("reproduce --list", "reading the claims of papers ..."),
+])
+def test_a_line_is_printed_before_files_are_read(tmp_path, line, said):
+    """Here the import of the module that reads them ends the process."""
+    code = (
+        "import sys; sys.argv[1:] = sys.argv[1].split(); from kvbench.cli import main; "
+        "sys.modules |= dict.fromkeys(('kvbench.analysis.doubts', 'kvbench.analysis.load', 'kvbench.reproduce.claims'))"
+        "; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, line], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "halted; None in sys.modules" in done.stderr
+    assert done.stderr.startswith(f"{said}\n")
+
+
 def test_the_collector_works_as_usual_after_the_imports():
     """It is rare during them only; garbage of a run may hold tensors."""
     script = """import gc; usual = gc.get_threshold(); import kvbench.cli as cli; cli.collect_rarely()
