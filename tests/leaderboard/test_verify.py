@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import datetime, timedelta
 
 import pytest
 
@@ -314,12 +315,14 @@ def test_a_copy_under_another_name_is_refused(snapkv, check, tmp_path):
 
 
 def test_a_failed_run_is_flagged_and_has_no_score(snapkv, check):
+    """The time of a failure is taken apart, and may be a second before that of the turns before it."""
     def fail(_, line):
         if (line.index, line.turn) != (3, 1):
             return line
         names = ("prediction", "score", "tokens", "stop_reason", "times", "bytes", "effect", "agreement")
         gone = {**dict.fromkeys(names), "ids": (), "scores": {}}
-        return line.model_copy(update={**gone, "error": "OutOfMemoryError: none left"})
+        before = (datetime.fromisoformat(line.started) - timedelta(seconds=1)).isoformat()
+        return line.model_copy(update={**gone, "error": "OutOfMemoryError: none left", "started": before})
 
     files = snapkv.with_lines(fail)
     found = check(files)

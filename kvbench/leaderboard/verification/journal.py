@@ -34,7 +34,7 @@ def check_lines(spec: RunSpec, lines: Sequence[Line]) -> None:
             raise RefusedError("journal", f"{where}: its sample has no turn 0")
         if x.turn and (x.machine is not None or x.kernels):
             raise RefusedError("journal", f"{where}: machine and kernels belong to a sample's first turn")
-        for name in ("started", "shared_prefill"):
+        for name in () if x.error is not None else ("started", "shared_prefill"):  # a failure is recorded apart
             if getattr(x, name) != getattr(head, name):
                 raise RefusedError(
                     "journal", f"{where}: its {name} is {getattr(x, name)}, that of turn 0 {getattr(head, name)}"
