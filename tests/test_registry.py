@@ -75,7 +75,7 @@ def test_listing_imports_no_torch():
     [
         ("snapkw", r"unknown method 'snapkw'\. Did you mean 'snapkv'\? See `kvbench list methods`"),
         ("missing.py", "method file 'missing.py' does not exist"),
-        ("no/such/name", "method file 'no/such/name.py' does not exist"),
+        ("no/such/name", "method file 'no/such/name' does not exist"),
         (f"{TOYS}:Lats", r"unknown method class 'Lats'\. Did you mean 'Last'\? Allowed: Inert, Last"),
         (str(TOYS), "defines several methods: Inert, Last. Choose one"),
     ],
