@@ -94,5 +94,6 @@ def _extract(git: Git | None) -> Iterator[Path | None]:
         [*run, "archive", git.commit, *links, *(f":(glob){x}/**/*.py" for x in CODE)], capture_output=True, check=True
     )
     with tempfile.TemporaryDirectory() as folder, tarfile.open(fileobj=io.BytesIO(packed.stdout)) as files:
-        files.extractall(folder, filter="tar")
+        files.extraction_filter = getattr(tarfile, "tar_filter", None)  # Python 3.11.3 and earlier have no filters
+        files.extractall(folder)  # noqa: S202  # git packed it
         yield Path(folder)
