@@ -43,7 +43,7 @@ def test_every_policy_keeps_every_claim(name, claim):
         assert str(reason)  # noqa: PT017  # a reason is what is asked for
 
 
-@pytest.mark.few
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "settings"), EXACT, ids=[x for x, _ in EXACT])
 def test_declared_identities_are_identities(name, settings):
     """The claim applies, and holds."""

@@ -50,7 +50,7 @@ def opened(name, model, **options):
         yield session
 
 
-@pytest.mark.few(2)
+@pytest.mark.few
 @pytest.mark.parametrize("name", METHODS)
 def test_questions_of_a_context_run_together(name):
     """Tokens, stop reasons, bytes and counters equal those of one at a time, and logits up to rounding."""

@@ -188,7 +188,7 @@ def test_positions_left_behind_are_seen(fake: tuple[Model, tuple[str, str]], mon
         session.prefill(torch.zeros(1, 20, dtype=torch.long, device=devices[0]))
 
 
-@pytest.mark.few
+@pytest.mark.slow
 def test_the_proof_runs_on_two_devices(fake: tuple[Model, tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides of its comparison, chunks and single steps, and the rotations that it tries."""
     spread, devices = fake

@@ -126,6 +126,7 @@ def prompt(doc: dict[str, str]) -> str:
 # lm_eval on our models
 
 
+@pytest.mark.slow
 def test_full_cache_scores_as_one_forward_pass(full, plain, docs):
     """Log-likelihoods of the full cache are those of a plain pass over context and continuation, greedy or not."""
     module, tokenizer = plain

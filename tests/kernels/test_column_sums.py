@@ -138,6 +138,7 @@ def test_triton_s_other_measures_equal_the_reference(operation, reference, optio
     assert error(operation(*triton([query, keys]), **triton(options)), reference(query, keys, **options)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_tiles")
 def test_triton_s_factors_equal_the_reference(options, triton, attention, error):
     """Queries in a batch with factors of their own."""
@@ -170,6 +171,7 @@ def test_triton_counts_a_window_in_tokens_across_holes(window, triton, attention
     assert error(column_sums(*triton([query, block[:, :, :40]]), **triton(options)), wanted) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_tiles")
 def test_triton_gives_entries_that_no_query_sees_no_mass(triton, attention):
     """Entries outside every query's window sum to exactly zero, whole blocks of them too."""

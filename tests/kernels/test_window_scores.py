@@ -85,6 +85,7 @@ def test_triton_in_every_precision(heads, precision, triton, attention, error, a
     assert error(found, naive.window_scores(query, keys, scale=0.3, seen=35)) < allowed[precision]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_tiles")
 def test_triton_counts_a_window_in_tokens_across_holes(triton, attention, holes, error):
     """With positions, entries are seen by their distance in the text."""

@@ -69,6 +69,7 @@ def test_rerunning_a_share_gives_l1(snapkv, verify_with):
     assert record.rerun.mean == record.rerun.submitted_mean
 
 
+@pytest.mark.slow
 def test_a_journal_of_kvbench_0_1_is_rerun(snapkv, verify_with):
     """Fields that it does not have are not compared; to leave out some of them is refused."""
     def leave_out(names):
@@ -126,6 +127,7 @@ def test_other_measurements_than_the_reruns_are_refused(snapkv, verify_with, cha
     assert record.level is None and name in record.checks[-1].reason
 
 
+@pytest.mark.slow
 def test_another_chunk_size_shows_in_the_peak(snapkv, verify_with):
     """L0 cannot know it: a run in chunks has all entries of all layers before any layer is compressed."""
     files = edit_spec(snapkv.files, lambda x: x.update(chunk=64))
@@ -148,6 +150,7 @@ def test_records_of_drafts_and_reuse_are_compared(verify_with, tmp_path, method,
     assert record.level is None and f"its {name} is" in record.checks[-1].reason
 
 
+@pytest.mark.slow
 def test_a_trained_part_that_differs_is_named(verify_with, tmp_path, monkeypatch):
     """L0 knows a part that is not shipped by its hash only; the scores that count are those of the verifier's part."""
     monkeypatch.setattr("kvbench.leaderboard.verification.declared.find_shipped", lambda *_: None)
@@ -268,6 +271,7 @@ def test_a_fresh_seed_gives_l3_and_stays_secret(snapkv, verify_with, monkeypatch
     assert SECRET not in written and str(seeds[0]) not in written
 
 
+@pytest.mark.slow
 def test_a_refused_rerun_ends_before_the_fresh_seed(forged, verify_with, monkeypatch):
     monkeypatch.setattr(levels, "run_fresh_seed", lambda *_: pytest.fail("the fresh seed was run"))
     record = verify_with(forged, 1.0, SECRET)

@@ -70,6 +70,7 @@ def test_the_runs_of_every_suite_are_its_runs(snapkv):
             assert check_suite(stated).outcome == "ok"
 
 
+@pytest.mark.slow
 def test_an_honest_run_of_a_suite_is_verified(check, tmp_path):
     done = make_run(
         tmp_path, "full", task="niah_single_1", samples=1, length=1024, turns=1, mode="single", visibility=None,

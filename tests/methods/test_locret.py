@@ -127,6 +127,7 @@ def test_inputs_do_not_depend_on_positions(model):
     assert not torch.allclose(inputs[0], inputs[1], atol=1e-2)
 
 
+@pytest.mark.slow
 def test_heads_learn_the_targets(model):
     """On texts that they have not seen, the trained scores rank entries as the targets do; untrained ones do not."""
     texts = [(torch.tensor([random_ids(64, seed=s)]), 48) for s in range(33)]

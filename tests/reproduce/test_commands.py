@@ -144,6 +144,7 @@ def test_a_claim_of_which_nothing_can_run_fails_with_the_reason(kvbench, out):
     assert {x["what"] for y in answer.json for x in y["missing"]} == {"data", "weights"}
 
 
+@pytest.mark.slow
 def test_the_list_is_of_all_tables_and_findings(kvbench):
     """With how much of each could be run."""
     answer = kvbench("reproduce", "--list", "--json")

@@ -50,6 +50,7 @@ def test_the_floor_of_the_scale_sees_no_document(run):
     assert result.memory.ratio < 0.5
 
 
+@pytest.mark.slow
 def test_chunks_in_a_folder_are_those_that_a_run_would_compute(run, tmp_path):
     """A later run computes the damaged ones alone and has the same answers, and it knows no time with building."""
     store = ("--chunk-store", str(tmp_path / "chunks"))
