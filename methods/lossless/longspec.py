@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 TEXT, ROWS = 128, 4
 """Tokens and texts of a batch, where the drafter is trained when a run starts."""
-_DRAFTERS: dict[tuple[str | None, str, str], Drafter] = {}
-"""By hash of the weights, of the model, and element type."""
+_DRAFTERS: dict[tuple[str | None, str, str, torch.device], Drafter] = {}
+"""By hash of the weights, of the model, element type and device."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class LongSpec(Proposed):
             f"Python's manual, {self.steps} steps, window {self.window}",
         )
         part = get_part(sha256)
-        key = sha256, model.sha256, model.dtype
+        key = sha256, model.sha256, model.dtype, model.device
         if key not in _DRAFTERS:
             drafter = Drafter(model, self.window, int(part.facts.get("reads", -1)))
             check_shapes("longspec", model, part, {name: tuple(x.shape) for name, x in drafter.state_dict().items()})
@@ -97,7 +97,7 @@ class LongSpec(Proposed):
     def propose(self, session: Session, token: Tensor, count: int) -> Tensor:
         """The layer's most likely next tokens, one after the other. [B, count]"""
         store, model = self.held(session), session.model
-        drafter = _DRAFTERS[self.part, model.sha256, model.dtype]
+        drafter = _DRAFTERS[self.part, model.sha256, model.dtype, model.device]
         texts = torch.cat([store.ids[:, -self.window + 1 :].long(), token[:, None]], dim=1)
         for _ in range(count):
             read = texts[:, -self.window :]
