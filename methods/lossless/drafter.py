@@ -35,9 +35,12 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 class Drafter(nn.Module):
-    """The trained layer. reads: the model's layer whose entries it attends to."""
+    """The trained layer. reads: the model's layer whose entries it attends to.
 
-    def __init__(self, model: Model, window: int, reads: int = -1) -> None:
+    published: in the authors' form, with biases, without norms of queries and keys, and without the model's final norm.
+    """
+
+    def __init__(self, model: Model, window: int, reads: int = -1, *, published: bool = False) -> None:
         super().__init__()
         self.reads = reads % len(model.layers)
         base: Any = model.module.base_model
@@ -49,14 +52,18 @@ class Drafter(nn.Module):
         embedding: Any = model.module.get_input_embeddings()
         width = int(embedding.weight.shape[1])
         across, held = shape.query_heads * shape.key_dim, shape.kv_heads * shape.key_dim
-        eps = 1e-6
+        config = model.module.config.get_text_config()
+        eps = config.rms_norm_eps if published else 1e-6
+        self.head_dim, self.published = shape.key_dim, published
         self.norm_self, self.norm_cross, self.norm_mlp = (nn.RMSNorm(width, eps) for _ in range(3))
-        self.query, self.key, self.value = (nn.Linear(width, n, bias=False) for n in (across, held, held))
-        self.query_norm, self.key_norm, self.cross_norm = (nn.RMSNorm(shape.key_dim, eps) for _ in range(3))
+        self.query, self.key, self.value = (nn.Linear(width, n, bias=published) for n in (across, held, held))
+        self.query_norm, self.key_norm, self.cross_norm = (
+            nn.Identity() if published else nn.RMSNorm(shape.key_dim, eps) for _ in range(3)
+        )
         self.out = nn.Linear(across, width, bias=False)
-        self.cross_query = nn.Linear(width, across, bias=False)
+        self.cross_query = nn.Linear(width, across, bias=published)
         self.cross_out = nn.Linear(shape.query_heads * shape.value_dim, width, bias=False)
-        inner = int(model.module.config.get_text_config().intermediate_size)
+        inner = int(config.intermediate_size)
         self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
         self.down = nn.Linear(inner, width, bias=False)
 
@@ -103,12 +110,13 @@ class Drafter(nn.Module):
         hidden = hidden + self._join(self.cross_out, asked, keys.float(), values.float(), far)
         x = self.norm_mlp(hidden)
         hidden = hidden + self.down(F.silu(self.gate(x)) * self.up(x))
-        logits: Tensor = module.get_output_embeddings()(module.base_model.norm(hidden.to(module.dtype)))
+        hidden = hidden.to(module.dtype)
+        logits: Tensor = module.get_output_embeddings()(hidden if self.published else module.base_model.norm(hidden))
         return logits.float()
 
     def _split(self, x: Tensor) -> Tensor:
         """[B, T, H * D] -> [B, H, T, D]"""
-        found: Tensor = x.unflatten(-1, (-1, self.query_norm.normalized_shape[0])).transpose(1, 2)
+        found: Tensor = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return found
 
     @staticmethod

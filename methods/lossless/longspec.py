@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from kvbench.constraints import Positive
+from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Upstream, resolved
 from kvbench.methods.lossless.drafter import Batch, Drafter, train
 from kvbench.methods.lossless.proposed import Proposed
 from kvbench.techniques.calibration import calibration_ids
-from kvbench.techniques.parts import check_shapes, find_part, get_part
+from kvbench.techniques.parts import Rename, check_shapes, find_part, get_part
 
 if TYPE_CHECKING:
     from kvbench.engine.session import Session
@@ -22,8 +23,23 @@ if TYPE_CHECKING:
 
 TEXT, ROWS = 128, 4
 """Tokens and texts of a batch, where the drafter is trained when a run starts."""
-_DRAFTERS: dict[tuple[str | None, str, str, torch.device], Drafter] = {}
-"""By hash of the weights, of the model, element type and device."""
+AUTHORS: Rename = {
+    "input_layernorm.weight": "norm_self.weight", "post_self_attention_layernorm.weight": "norm_cross.weight",
+    "post_cross_attention_layernorm.weight": "norm_mlp.weight", "self_attn.o_proj.weight": "out.weight",
+    "cross_attn.o_proj.weight": "cross_out.weight",
+    **{f"mlp.{name}_proj.weight": f"{name}.weight" for name in ("gate", "up", "down")},
+    **{
+        f"{theirs}_proj.{kind}": f"{own}.{kind}"
+        for theirs, own in (
+            ("self_attn.q", "query"), ("self_attn.k", "key"), ("self_attn.v", "value"), ("cross_attn.q", "cross_query"),
+        ) for kind in ("weight", "bias")
+    },
+}.get
+"""Names of the authors' weights, which are those of the released code; no output depends on cross_attn.k and .v."""
+PUBLISHED_WINDOW = 513
+"""Tokens that the authors' self-attention reads: 512, and the newest."""
+_DRAFTERS: dict[tuple[str | None, int, str, str, torch.device], Drafter] = {}
+"""By hash of the weights, window, hash of the model, element type and device."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +51,8 @@ class LongSpec(Proposed):
     window: Positive = 64
     """Last tokens that the layer's self-attention reads."""
     weights: str = ""
-    """A safetensors file of `scripts/train_part.py`. Empty: the shipped one, or training when a run starts."""
+    """A safetensors file of `scripts/train_part.py`, or of the authors. Empty: the shipped one, or training when a run
+    starts."""
     steps: Positive = 40
     """Training steps when a run starts."""
 
@@ -57,15 +74,15 @@ class LongSpec(Proposed):
         budget=BudgetKind.NONE,
         calibration="a layer that drafts, trained",
         heads="pooled",
-        upstream=Upstream(repo="sail-sg/LongSpec", commit="15e4998", license=None),
+        upstream=Upstream(repo="sail-sg/LongSpec", commit="15e4998", license="MIT"),
         deviations=(
             "One sequence of tokens is drafted; the authors draft a tree.",
             ("The layer's own keys and values depend on ids only, and are computed again for the window of 64 tokens "
-            "(the authors': 512) in every step, from stored ids."),
+            "(the authors': 513) in every step, from stored ids."),
             ("It reads the model's last layer, as the authors' does, unless its weights say otherwise: those of `mini` "
             "read the third of five, which looks up earlier tokens. Over the last layer it learned next to nothing."),
-            ("Training starts from the model's first layer and the one that is read; the authors' initialization is "
-            "not known to us."),
+            ("Training starts from the model's first layer and the one that is read; the authors' code starts from "
+            "random weights."),
             ("Without a file of weights for the model, the layer is trained when a run starts, on Python's manual; "
             "that of `mini` was trained on text of the tasks (scripts/train_part.py)."),
         ),
@@ -74,8 +91,9 @@ class LongSpec(Proposed):
             "The layer's weights are not counted as bytes of the cache.",
             ("Greedy decoding only. Answers equal those of the full cache in float32, and up to near ties in 16 bits, "
             "where a pass over several tokens rounds differently."),
-            ("The authors' weights are not read: their layer has biases, no norms of queries and keys, and a "
-            "cross-attention with projections of keys, which this drafter lacks."),
+            ("The authors' weights (sail/longspec-QwQ-32B-Preview and others) are read with --set window=513, by the "
+            "names in their code. Their layer has biases, no norms of queries and keys, and no final norm before the "
+            "output head. No published file has been read yet, and it does not name its model."),
         ),
     )
 
@@ -83,12 +101,18 @@ class LongSpec(Proposed):
         """Find the layer's weights, or train it."""
         sha256 = find_part(
             "longspec", model, self.weights, lambda: self._train(model),
-            f"Python's manual, {self.steps} steps, window {self.window}",
+            f"Python's manual, {self.steps} steps, window {self.window}", AUTHORS,
         )
         part = get_part(sha256)
-        key = sha256, model.sha256, model.dtype, model.device
+        published = bool(self.weights) and "method" not in part.facts
+        if published and self.window != PUBLISHED_WINDOW:
+            raise UserError(
+                f"The authors' layer reads the last {PUBLISHED_WINDOW} tokens, and window is {self.window}. Use --set "
+                f"window={PUBLISHED_WINDOW}."
+            )
+        key = sha256, self.window, model.sha256, model.dtype, model.device
         if key not in _DRAFTERS:
-            drafter = Drafter(model, self.window, int(part.facts.get("reads", -1)))
+            drafter = Drafter(model, self.window, int(part.facts.get("reads", -1)), published=published)
             check_shapes("longspec", model, part, {name: tuple(x.shape) for name, x in drafter.state_dict().items()})
             drafter.load_state_dict(dict(part.weights))
             _DRAFTERS[key] = drafter.to(model.device).requires_grad_(requires_grad=False)
@@ -97,12 +121,12 @@ class LongSpec(Proposed):
     def propose(self, session: Session, token: Tensor, count: int) -> Tensor:
         """The layer's most likely next tokens, one after the other. [B, count]"""
         store, model = self.held(session), session.model
-        drafter = _DRAFTERS[self.part, model.sha256, model.dtype, model.device]
-        texts = torch.cat([store.ids[:, -self.window + 1 :].long(), token[:, None]], dim=1)
+        drafter = _DRAFTERS[self.part, self.window, model.sha256, model.dtype, model.device]
+        first = max(0, session.seen + 1 - self.window)
+        texts = torch.cat([store.ids[:, first:].long(), token[:, None]], dim=1)
         for _ in range(count):
-            read = texts[:, -self.window :]
-            last = session.seen + texts.shape[1] - min(self.window, session.seen + 1)
-            positions = torch.arange(last - read.shape[1] + 1, last + 1, device=texts.device).expand_as(read)
+            read, end = texts[:, -self.window :], first + texts.shape[1]
+            positions = torch.arange(end - read.shape[1], end, device=texts.device).expand_as(read)
             logits = drafter(read, positions, store.keys, store.values, 1)
             texts = torch.cat([texts, logits[:, -1].argmax(-1)[:, None]], dim=1)
         return texts[:, texts.shape[1] - count :]

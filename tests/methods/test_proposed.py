@@ -110,7 +110,7 @@ def draft_by_hand(drafter, model, ids, count):
     return text[len(ids) :]
 
 
-@pytest.mark.parametrize("window", [64, 5])
+@pytest.mark.parametrize("window", [64, 5, 1])
 @pytest.mark.parametrize("reads", [0, 1])
 def test_a_draft_is_that_of_a_pass_over_all_tokens(window, reads, tmp_path):
     """Only the window is computed, at its own positions, over the layer that the weights name."""
@@ -126,6 +126,24 @@ def test_a_draft_is_that_of_a_pass_over_all_tokens(window, reads, tmp_path):
             session.prefill(context)
             found = method.propose(session, torch.tensor([17]), 6)
             assert found[0].tolist() == draft_by_hand(drafter, model, [*context, 17], 6)
+
+
+def test_the_same_weights_are_read_with_another_window(tmp_path):
+    """In one process, the narrow one first."""
+    model = tiny_model()
+    torch.manual_seed(7)
+    weights = Drafter(model, 64).state_dict()
+    write_part(tmp_path / "part", "longspec", model, weights, "nothing")
+    drafts = []
+    for window in (2, 64):
+        method = LongSpec(weights=str(tmp_path / "part"), window=window).bind(model)
+        own = Drafter(model, window)
+        own.load_state_dict(weights)
+        with open_session(method, model, None) as session, torch.no_grad():
+            session.prefill(CONTEXT)
+            drafts.append(method.propose(session, torch.tensor([17]), 8)[0].tolist())
+            assert drafts[-1] == draft_by_hand(own, model, [*CONTEXT, 17], 8)
+    assert drafts[0] != drafts[1]
 
 
 def test_training_reads_no_entry_that_a_draft_could_not():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 
@@ -9,10 +10,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from kvbench.check.trial import open_session, random_ids
 from kvbench.errors import UserError
+from kvbench.hf import Model
 from kvbench.hf.tiny import tiny_model
 from kvbench.methods.eviction.locret import AUTHORS as LOCRET
 from kvbench.methods.eviction.locret import Locret
+from kvbench.methods.lossless.drafter import Drafter
+from kvbench.methods.lossless.longspec import LongSpec
 from kvbench.methods.prefill.flux_attention import FluxAttention
 from kvbench.methods.prefill.ftp import FTP
 from kvbench.methods.prefill.router import make_routers
@@ -84,6 +89,94 @@ def test_gates_of_values_are_read_from_a_checkpoint(tmp_path):
     assert torch.allclose(method.score(0, value)[0].T, wanted, atol=1e-5)
 
 
+def drafting_layer():
+    """The weights of LongSpec's layer for a model with 4 query and 2 KV heads, by the names in its code."""
+    size, held, inner = 4 * WIDTH, 2 * WIDTH, 64
+    shapes = {f"{x}_layernorm.weight": (size,) for x in ("input", "post_self_attention", "post_cross_attention")}
+    shapes |= {"mlp.gate_proj.weight": (inner, size), "mlp.up_proj.weight": (inner, size)}
+    shapes |= {"mlp.down_proj.weight": (size, inner)}
+    for name in ("self_attn", "cross_attn"):
+        shapes |= {f"{name}.{x}_proj.weight": (rows, size) for x, rows in (("q", size), ("k", held), ("v", held))}
+        shapes |= {f"{name}.{x}_proj.bias": (rows,) for x, rows in (("q", size), ("k", held), ("v", held))}
+        shapes[f"{name}.o_proj.weight"] = (size, size)
+    generator = torch.Generator().manual_seed(0)
+    return {name: 0.3 * torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
+
+
+def layer_logits(weights, model, ids, keys, values):
+    """The prediction of LongSpec's layer after these ids, head by head. keys, values: of the last layer [2, n, D]."""
+
+    def norm(x, name):
+        variance = x.square().mean(-1, keepdim=True)
+        return x / (variance + model.config.rms_norm_eps).sqrt() * weights[f"{name}_layernorm.weight"]
+
+    def project(x, name):
+        return x @ weights[f"{name}_proj.weight"].T + weights.get(f"{name}_proj.bias", torch.tensor(0.0))
+
+    def turn(x, place):
+        angle = place / 10000 ** (torch.arange(WIDTH // 2) / (WIDTH // 2))
+        a, b = x.split(WIDTH // 2)
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()])
+
+    def attend(query, keys, values):
+        return torch.softmax(keys @ query / WIDTH**0.5, 0) @ values
+
+    last, first = len(ids) - 1, max(0, len(ids) - 1 - 512)
+    embedded = model.get_input_embeddings().weight[ids]
+    x = norm(embedded, "input")
+    queries = project(x[last], "self_attn.q").split(WIDTH)
+    own_keys, own_values = (project(x, f"self_attn.{name}").split(WIDTH, 1) for name in "kv")
+    near = range(first, last + 1)
+    heads = [
+        attend(turn(query, last), torch.stack([turn(own_keys[h // 2][i], i) for i in near]), own_values[h // 2][first:])
+        for h, query in enumerate(queries)
+    ]
+    hidden = embedded[last] + project(torch.cat(heads), "self_attn.o")
+    queries = project(norm(hidden, "post_self_attention"), "cross_attn.q").split(WIDTH)
+    heads = [attend(turn(query, last), keys[h // 2], values[h // 2]) for h, query in enumerate(queries)]
+    hidden = hidden + project(torch.cat(heads), "cross_attn.o")
+    x = norm(hidden, "post_cross_attention")
+    x = torch.nn.functional.silu(project(x, "mlp.gate")) * project(x, "mlp.up")
+    return (hidden + project(x, "mlp.down")) @ model.lm_head.weight.T
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [5, 530])
+def test_a_drafting_layer_is_read(tmp_path, length):
+    """LongSpec's: biases, no norms of queries and keys, none before the output head, and 512 earlier tokens."""
+    module = copy.deepcopy(tiny_model().module)
+    module.config.rms_norm_eps = 0.01
+    model, weights, text = Model.from_module(module, id="tiny-eps"), drafting_layer(), random_ids(length, seed=5)
+    save_file(weights, tmp_path / "model.safetensors")
+    method = LongSpec(weights=str(tmp_path), window=513).bind(model)
+    assert method.holder == 1
+    assert "authors" in method.trained_on
+    with open_session(method, model, None) as session:
+        session.prefill(text[:-1])
+        entries = session.layers[-1].keys, session.layers[-1].values
+        drafter = Drafter(model, 513, published=True)
+        drafter.load_state_dict(dict(get_part(method.part).weights))
+        found = drafter(torch.tensor([text]), torch.arange(length)[None], *entries, 1)[0, 0]
+        keys, values = (x[0] for x in entries)
+        wanted = layer_logits(weights, module, text, keys, values)
+        assert torch.allclose(found, wanted, atol=1e-3), (found - wanted).abs().max()
+        draft, known = method.propose(session, torch.tensor(text[-1:]), 4)[0].tolist(), list(text)
+        for token in draft:
+            assert token == int(layer_logits(weights, module, known, keys, values).argmax())
+            known.append(token)
+
+
+@pytest.mark.parametrize(("window", "left_out", "reason"), [
+    (64, "cross_attn.k_proj.bias", "reads the last 513 tokens, and window is 64. Use --set window=513."),
+    (513, "self_attn.q_proj.bias", "'query.bias' has shape None, and tiny-4q2kv needs .64,"),
+])
+def test_a_drafting_layer_with_another_window_or_without_a_bias_is_refused(tmp_path, window, left_out, reason):
+    """With what the layer needs."""
+    save_file({x: y for x, y in drafting_layer().items() if x != left_out}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=reason):
+        LongSpec(weights=str(tmp_path / "model.safetensors"), window=window).bind(tiny_model())
+
+
 @pytest.mark.parametrize(("weights", "reason"), [
     ({"fc1.weight": draw(WIDE, 8 * WIDTH), "fc2.weight": draw(3, WIDE)}, "has shape .3, 24., and .* needs .2, 24."),
     ({"fc1.weight": draw(WIDE, 8), "fc2.weight": draw(2, WIDE)}, "has shape .24, 8., and .* needs .24, 128."),
@@ -109,6 +202,13 @@ def test_files_without_the_part_are_refused(tmp_path):
         Locret(weights=str(tmp_path / "empty")).bind(tiny_model())
     with pytest.raises(UserError, match="empty is a folder"):
         FTP(weights=str(tmp_path / "empty")).bind(tiny_model())
+
+
+def test_every_part_with_published_weights_refuses_a_pickled_file(tmp_path):
+    """By its name alone."""
+    for method in (Locret, SeerAttention, FluxAttention, Nosa, LongSpec):
+        with pytest.raises(UserError, match="safetensors files only"):
+            method(weights=str(tmp_path / "part.bin")).bind(tiny_model())
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".pt", ".pth"])
