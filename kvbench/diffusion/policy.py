@@ -61,6 +61,8 @@ class Policy(Method):
     graphable: ClassVar[str | None] = "the number of computed tokens changes from step to step"
     prefixed: ClassVar[bool] = False
     """Whether it runs on models whose prompts attend to themselves only."""
+    scheduled: ClassVar[bool] = True
+    """Whether every pass commits as many tokens as the schedule says, or more. Otherwise one is enough."""
 
     def identity(self, shape: Shape) -> bool:
         """True if these settings compute everything that a run without a cache computes."""

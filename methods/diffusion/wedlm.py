@@ -45,6 +45,8 @@ class WeDlm(Policy):
     entropy: Annotated[float, Gt(0)] | None = 0.4
     penalty: Annotated[float, Ge(0)] = 0.02
 
+    scheduled: ClassVar[bool] = False
+
     card: ClassVar[Card] = Card(
         name="wedlm", title="WeDLM: causal attention in diffusion models", models="diffusion",
         idea="In every pass, decoded tokens stand before masks, at their own rotary positions, and attention is "

@@ -30,6 +30,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "within budget": ("kvzap", {"budget": "999"}),
     "blocks": ("fast-dllm-dual", {"model": "mini-diffusion", "generation": ("block=8", "max_new_tokens=16")}),
     "sections": ("lavida", {"model": "mini-diffusion", "generation": ("max_new_tokens=16",)}),
+    "a token per pass": ("wedlm", {
+        "model": "mini-diffusion", "generation": ("max_new_tokens=16",), "method_settings": ("entropy=none",),
+    }),
 }
 
 
@@ -194,7 +197,8 @@ FORGERIES: dict[str, tuple[str, Change, str]] = {
     # Blocks and sections
     "one forward pass for every token": ("blocks", forge_passes(1), "1 forward passes of 4 tokens do not give 16"),
     "half of the forward passes": ("blocks", forge_passes(2), "2 forward passes of 4 tokens do not give 16"),
-    "more passes than blocks and steps have": ("sections", forge_passes(99), "99 forward passes in 4 denoising"),
+    "more passes than blocks and steps have": ("sections", forge_passes(6), "6 forward passes in 4 denoising"),
+    "more passes than tokens": ("a token per pass", forge_passes(18), "18 forward passes for 16 response tokens"),
     "fewer tokens computed per pass": (
         "blocks", lambda x: {**forge("denoising", computed_tokens=1.0)(x), **forge("effect", entries_kept=(1.0,))(x)},
         "tokens as skipped, its passes",

@@ -7,13 +7,16 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import cast
 
 from pydantic_core import to_jsonable_python
 
+from kvbench.diffusion.policy import Policy
 from kvbench.diffusion.sampling import plan_sampling
 from kvbench.leaderboard.submission.records import Check
 from kvbench.leaderboard.verification.outcome import RefusedError, ok, quote, refusing_errors
 from kvbench.leaderboard.verification.replay import Replay
+from kvbench.method import Method
 from kvbench.runs.examples import Made
 from kvbench.runs.job import cap_new_tokens, check_capacity, find_capacity
 from kvbench.runs.journal import Line
@@ -166,13 +169,16 @@ def _read_stop_ids(path: Path) -> set[int]:
     return {y for x in found for y in (x if isinstance(x, list) else [x]) if y is not None}
 
 
-def check_denoising(spec: RunSpec, lines: Sequence[Line], made: Sequence[Made]) -> None:
+def check_denoising(spec: RunSpec, lines: Sequence[Line], made: Sequence[Made], method: Method | None) -> None:
     """Check that every answer of a diffusion model was made with the run's settings, and with its baselines.
+
+    method: None if its code is unknown, which may take more passes than the schedule.
 
     Raises:
         RefusedError: one was not.
     """
     asked = spec.generation.denoising
+    policy = None if method is None or method.card.models != "diffusion" else cast("Policy", method)
     for line in lines:
         if line.denoising is None or asked is None:
             continue
@@ -188,6 +194,9 @@ def check_denoising(spec: RunSpec, lines: Sequence[Line], made: Sequence[Made]) 
         ):
             if stated != ours:
                 raise RefusedError("answers", f"{where}: its {name} is {quote(stated)}, the run's settings give {ours}")
+        most = sampling.steps + length // sampling.block  # a block may begin with a pass that denoises nothing
+        if policy is not None and policy.scheduled and steps is not None and found.nfe > most:
+            raise RefusedError("measurements", f"{where}: {found.nfe} forward passes in {steps} denoising steps")
 
 
 def _is_most_likely(line: Line, choices: Sequence[Sequence[int]]) -> bool:

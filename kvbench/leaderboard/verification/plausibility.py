@@ -207,9 +207,9 @@ def _list_wrong_denoising(
         yield f"it computes {found.computed_tokens:g} of {found.sequence_length} tokens per step"
     if effect.entries_seen != found.sequence_length or effect.entries_kept != (found.computed_tokens,):
         yield f"its effect check counts {effect.entries_kept} of {effect.entries_seen} tokens"
-    most = math.inf if found.steps is None else found.steps + math.ceil(found.response_length / max(1, found.block))
-    if not 1 <= found.nfe <= most:  # a block may begin with a pass that denoises nothing
-        yield f"{found.nfe} forward passes in {found.steps} denoising steps"
+    most = found.response_length + math.ceil(found.response_length / max(1, found.block))
+    if not 1 <= found.nfe <= most:  # a pass commits a token, but for one at the beginning of a block
+        yield f"{found.nfe} forward passes for {found.response_length} response tokens"
     if found.steps is not None:
         yield from _list_wrong_passes(found, found.steps, effect.facts)
     skipped = effect.facts.get("tokens_skipped", 0)

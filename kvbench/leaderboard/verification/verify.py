@@ -187,7 +187,7 @@ def _check_content(found: CheckedBundle, bundle: Bundle) -> Iterator[Check]:
     yield check
     found.references = {(i, turn): ids.answer for i, (_, x) in enumerate(made) for turn, ids in enumerate(x.turns)}
     check_stop_tokens(replay, folder)
-    check_denoising(spec, bundle.lines, made)
+    check_denoising(spec, bundle.lines, made, method)
     yield check_answers(replay, bundle.lines, made)
     again = rescore(replay, bundle.lines, made, every=own)
     yield check_scores(bundle.lines, again)
