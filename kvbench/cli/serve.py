@@ -54,7 +54,9 @@ def serve_command(
             results.mkdir(parents=True, exist_ok=True)
         url = name_url(host, port)
         say(f"serving {results} on {url}; submissions are stored in {place.folder}. Press Ctrl-C to stop.")
-        server = uvicorn.Server(uvicorn.Config(create_app(database, place), http=Connection, log_level="warning"))
+        app = create_app(database, place)
+        # Its own log configuration would close the handlers of the whole process.
+        server = uvicorn.Server(uvicorn.Config(app, http=Connection, log_config=None, log_level="warning"))
         with suppress(KeyboardInterrupt):
             server.run(sockets=sockets)
         database.close()

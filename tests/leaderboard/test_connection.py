@@ -41,7 +41,7 @@ def converse(app, talk):
     """Serve one connection, and talk to it as a client; gives the seconds until the server closed it, and the reply."""
 
     async def run():
-        loop, config = asyncio.get_running_loop(), Config(app, log_level="error")
+        loop, config = asyncio.get_running_loop(), Config(app, log_config=None, log_level="error")
         config.load()
         server = await loop.create_server(lambda: Connection(config, ServerState(), {}), "127.0.0.1", 0)
         async with server:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -337,6 +338,9 @@ def test_the_command_serves_results_and_keeps_submissions(kvbench, tmp_path, mon
         served.append((self.config.app, [x.getsockname() for x in sockets]))
 
     monkeypatch.setattr("uvicorn.Server.run", run)
+    closed = []
+    handler = logging.NullHandler()
+    monkeypatch.setattr(handler, "close", lambda: closed.append(handler))
     place = ("--state", tmp_path / "state", "--results", tmp_path / "results")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -346,3 +350,4 @@ def test_the_command_serves_results_and_keeps_submissions(kvbench, tmp_path, mon
     assert addresses == [("127.0.0.1", port)]
     assert TestClient(app).get("/api/health").status_code == 200
     assert (tmp_path / "results").is_dir() and (tmp_path / "state").is_dir()
+    assert closed == []  # logging belongs to the process: absl's handler closes the stream that it was made with
