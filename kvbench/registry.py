@@ -275,6 +275,7 @@ def _texts(folder: Path) -> dict[Path, str]:
     return found
 
 
+@functools.cache  # a name stands in many files, which are parsed once
 def _entries(text: str, path: Path, kind: Kind, folder: Path) -> tuple[Entry, ...]:
     """Entries of one of kvbench's files, from its syntax tree; none if it does not parse."""
     inner = path.relative_to(folder).with_suffix("")

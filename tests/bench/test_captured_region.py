@@ -181,7 +181,7 @@ def record_questions(call):
     return calls.names + copies.names
 
 
-@pytest.mark.few(30)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in ALIKE else x for x in METHODS])
 def test_a_captured_call_asks_nothing_of_the_host(name):
     """Neither the attention of a step, nor the whole step of a method that does not say why it cannot be a graph.

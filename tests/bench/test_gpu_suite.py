@@ -137,6 +137,7 @@ def requests(commands):
 outline = functools.cache(predict_memory)
 
 
+@pytest.mark.slow
 def test_the_stages_of_a_gpu_are_commands_of_kvbench(commands, requests):
     """Their options, models and methods exist, their times fit into eight minutes, and core methods come first.
 

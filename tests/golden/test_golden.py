@@ -15,7 +15,7 @@ NEXT = "Undo the change, or raise the version and run `python tests/golden/recor
 @pytest.mark.parametrize(
     ("kind", "name"), [*(("methods", x) for x in [*METHODS, *COMPOSED]), *(("tasks", x) for x in TASKS)],
 )
-def test_outputs_change_only_with_the_version(kind, name, cache):
+def test_outputs_change_only_with_the_version(kind, name):
     """Kept positions, tokens and bytes of a method, and prompts of a task, are those recorded for its version."""
     entry = read(kind).get(name)
     assert entry is not None, f"{name} has no golden output. Run `python tests/golden/record.py`."

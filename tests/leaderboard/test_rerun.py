@@ -239,6 +239,7 @@ def test_a_rerun_that_this_machine_cannot_make_is_flagged(snapkv, verify_with, m
     assert record.checks[-1].reason == "not run: the model needs 900 GB."
 
 
+@pytest.mark.slow
 def test_a_conversation_with_a_diffusion_model_can_be_rerun(tmp_path):
     """Its spec says that questions are visible, which is no option of its mode."""
     run = make_run(

@@ -211,6 +211,7 @@ def test_every_part_with_published_weights_refuses_a_pickled_file(tmp_path):
             method(weights=str(tmp_path / "part.bin")).bind(tiny_model())
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("suffix", [".bin", ".pt", ".pth"])
 def test_pickled_files_are_refused_unread(tmp_path, suffix):
     """The message has the command that converts them, which runs."""

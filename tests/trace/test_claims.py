@@ -14,6 +14,8 @@ from kvbench.trace.memory import measure_waste
 from kvbench.trace.policies import LRU
 from kvbench.trace.sources import SOURCES
 
+pytestmark = pytest.mark.slow  # reading the public traces takes two seconds
+
 
 @pytest.fixture(scope="module")
 def traces(shared_traces):

@@ -14,7 +14,8 @@ def _fresh_cache(cache):
 
 
 @pytest.mark.parametrize("arguments", [
-    ["list"], ["run", "--blocks", "10%"], ["run", "--policy", "all", "--blocks", "200"],
+    ["list"], ["run", "--blocks", "10%"],
+    pytest.param(["run", "--policy", "all", "--blocks", "200"], marks=pytest.mark.slow),
     ["run", "--policy", "ttl", "--set", "seconds=30", "--order", "prefix", "--blocks", "infinite"],
     ["tiers"], ["route", "--instances", "2"], ["memory"], ["isolate"], ["claims"],
 ])

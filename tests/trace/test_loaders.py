@@ -111,6 +111,7 @@ def test_a_copy_with_another_hash_is_not_added(tmp_path, monkeypatch):
         find_trace("mooncake-conversation")
 
 
+@pytest.mark.slow
 def test_public_traces_are_added_and_whole(shared_traces, tmp_path, monkeypatch):
     """Every source has a copy with its recorded hash, and as many requests as it says."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -88,6 +88,7 @@ def test_a_finding_about_two_kinds_of_layers_needs_both(model):
         choose_findings("all", tiny_model(window=16))
 
 
+@pytest.mark.slow
 def test_all_findings_are_judged_on_a_model(model, tmp_path):
     """Every check of every finding has a finite mean, and its statistic is there."""
     found = judge_one(model, tmp_path)
