@@ -13,15 +13,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import hypothesis
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+
+if TYPE_CHECKING:
+    from .tape import Tape
 
 TOYS = Path(__file__).parent / "toys" / "toy.py"
 STARTED = time.monotonic()
@@ -29,10 +29,7 @@ STARTED = time.monotonic()
 # Machines are shared: how long an example took says nothing about it.
 hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("shared")
-torch.set_num_threads(1)
 gc.disable()  # until all tests are collected: nothing that is made before goes away
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before transformers, which imports triton
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -99,6 +96,7 @@ def chat_mini(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers with random weights and a tokenizer of one token per byte."""
+    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -136,39 +134,11 @@ def arguments(model_folder: Path, tmp_path: Path) -> list[str]:
     ]
 
 
-class Tape(TorchDispatchMode):
-    """A CUDA graph on a CPU: writes operations down with the memory they worked on, and does them again there."""
-
-    def __init__(self):
-        super().__init__()
-        self.operations = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an operation and write it down."""
-        out = func(*args, **(kwargs or {}))
-        self.operations.append((func, args, kwargs or {}, out))
-        return out
-
-    @property
-    def shapes(self):
-        """Every operation with the shapes of what it was given and what it made."""
-        return [
-            (str(func), [tuple(x.shape) for x in tree_flatten((args, kwargs, out))[0] if isinstance(x, torch.Tensor)])
-            for func, args, kwargs, out in self.operations
-        ]
-
-    def replay(self):
-        """The same operations on the same memory; computations of the host between them do not count."""
-        for func, args, kwargs, out in self.operations:
-            again = func(*args, **kwargs)
-            for old, new in zip(tree_flatten(out)[0], tree_flatten(again)[0], strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
-
-
 @pytest.fixture
 def new_tape() -> type[Tape]:
     """Makes tapes."""
+    from .tape import Tape
+
     return Tape
 
 
@@ -203,6 +173,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--minutes", type=float, help="skip tests that would start later; the commit chooses the order")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Set torch up, except in the process that only hands tests to xdist's workers, which wait for it to start."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        import torch
+
+        torch.set_num_threads(1)
+        if not torch.cuda.is_available():
+            os.environ["TRITON_INTERPRET"] = "1"  # before transformers, which imports triton
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` is applied
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order the files by the commit under `--minutes`; without a GPU, skip what needs one, and mark cases as slow.
@@ -213,6 +193,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ask = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
         commit = subprocess.run(ask, capture_output=True, text=True, check=False).stdout
         items.sort(key=lambda x: hashlib.sha256(f"{commit}{x.path.name}".encode()).digest())  # stable within a file
+    import torch
+
     if torch.cuda.is_available():
         return
     cases: dict[str, list[pytest.Item]] = {}
