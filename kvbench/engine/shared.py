@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvbench.step import Step
 
 SHARE_OF_MEMORY = 0.25
-"""Most of the free memory that a recording may take."""
+"""Most of the free memory that recordings may take."""
 
 
 class RecordingSession(Session):
@@ -48,14 +48,24 @@ class RecordingSession(Session):
 
 
 class SharedPrefill:
-    """Records one context at a time: runs on the same contexts take turns, sample by sample."""
+    """Records contexts: runs on the same contexts take turns, and those of a batch are in memory together."""
 
     def __init__(self) -> None:
-        self._key: tuple[object, ...] | None = None
-        self._recording: Recording | None = None
+        self._held: dict[tuple[object, ...], tuple[Recording, int]] = {}
+        """Recordings with their bytes; those that were taken last stand last."""
+        self._first: dict[str, tuple[object, ...]] = {}
+        """The first context of each run, on which it compares its attention."""
         self._proven: set[str] = set()
         self._alone: set[str] = set()
+        self._kept = 1
         self._warned = False
+
+    def keep(self, contexts: int, model: Model, tokens: int) -> int:
+        """From now on keep the recordings of so many contexts, or of as many as fit into memory. Returns how many."""
+        left = self._room(model) - predict_bytes(model, tokens, outputs=True)  # that of the first context
+        contexts = max(1, min(contexts, 1 + left // predict_bytes(model, tokens, outputs=False)))
+        self._kept = max(self._kept, contexts)
+        return contexts
 
     def take(self, model: Model, context: Sequence[int], spec: RunSpec) -> tuple[Recording | None, bool]:
         """The recording of a context, and whether the run must compare its attention with it.
@@ -64,28 +74,36 @@ class SharedPrefill:
         """
         if spec.run_id in self._alone:
             return None, False
-        proves = spec.run_id not in self._proven
         key = (id(model.module), tuple(context), spec.chunk, spec.kernels)
-        held = self._key == key and self._recording is not None
-        if held and not (proves and not self._has_outputs):
-            return self._recording, proves
-        self._key = self._recording = None  # free it before the next one is made
-        need = predict_bytes(model, len(context), outputs=proves)
-        free = free_bytes(model.device.type)
-        if need > SHARE_OF_MEMORY * free:
+        proves = spec.run_id not in self._proven and self._first.setdefault(spec.run_id, key) == key
+        recording, need = self._held.pop(key, (None, 0))
+        if recording is None or (proves and not recording.passes[0].outputs):
+            recording, need = None, predict_bytes(model, len(context), outputs=proves)
+            if not self._make_room(model, need, len(context)):
+                return None, False
+            recording = record(model, context, spec.chunk, spec.kernels, outputs=proves)
+        self._held[key] = recording, need
+        return recording, proves
+
+    def _room(self, model: Model) -> int:
+        """Bytes that all recordings may take."""
+        held = sum(need for _, need in self._held.values())
+        return int(SHARE_OF_MEMORY * (free_bytes(model.device.type) + held))
+
+    def _make_room(self, model: Model, need: int, tokens: int) -> bool:
+        """Free recordings, those first that were taken longest ago. False: another one does not even fit alone."""
+        room = self._room(model)
+        if need > room:
             if not self._warned:
                 say(
-                    f"a context of {len(context)} tokens takes {need / 1e9:.1f} GB to share, and {free / 1e9:.1f} GB "
-                    f"are free, of which at most {SHARE_OF_MEMORY:.0%} is used: every method runs it alone."
+                    f"a context of {tokens} tokens takes {need / 1e9:.1f} GB to share, and at most {room / 1e9:.1f} GB "
+                    f"are used, {SHARE_OF_MEMORY:.0%} of the free memory: every method runs it alone."
                 )
                 self._warned = True
-            return None, False
-        self._key, self._recording = key, record(model, context, spec.chunk, spec.kernels, outputs=proves)
-        return self._recording, proves
-
-    @property
-    def _has_outputs(self) -> bool:
-        return self._recording is not None and bool(self._recording.passes[0].outputs)
+            return False
+        while self._held and (len(self._held) >= self._kept or need + sum(x for _, x in self._held.values()) > room):
+            self._held.pop(next(iter(self._held)))
+        return True
 
     def accept(self, spec: RunSpec) -> None:
         """Note that the run's attention equals the recorded one."""

@@ -52,9 +52,11 @@ def divide_batch(batch: int, spec: RunSpec) -> tuple[int, int]:
     return max(1, batch // questions), questions
 
 
-def group_samples(samples: Iterable[Made], spec: RunSpec, *, shared: bool) -> Iterator[list[Made]]:
-    """The samples that run together; with shared prefills one, because one context is in memory at a time."""
-    contexts = 1 if shared else divide_batch(spec.batch, spec)[0]
+def group_samples(samples: Iterable[Made], job: Job, shared: SharedPrefill | None) -> Iterator[list[Made]]:
+    """The samples that run together; with shared prefills as many as are in memory at the same time."""
+    contexts = divide_batch(job.spec.batch, job.spec)[0]
+    if contexts > 1 and shared is not None:
+        contexts = shared.keep(contexts, job.model, job.spec.task.length)
     samples = iter(samples)
     while group := list(islice(samples, contexts)):
         yield group

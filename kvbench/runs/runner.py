@@ -134,7 +134,7 @@ def _run_missing(
     missing = set(range(job.spec.samples)) - journal.finished
     machine = find_machine(job.model.device.type)
     compares = job.spec.model.dtype != "float32"
-    for group in group_samples(make_examples(job, missing), job.spec, shared=shared is not None):
+    for group in group_samples(make_examples(job, missing), job, shared):
         yield group[0][0]
         with using(job.spec.kernels) as ran:
             if job.spec.batch > 1:

@@ -156,7 +156,7 @@ def run_group(
 ) -> Iterator[CellReport]:
     """Run the missing samples of cells and yield their reports; every exception but Ctrl-C becomes a failed report.
 
-    Several cells take turns, sample by sample, and share the prefills of their contexts.
+    Several cells take turns, sample by sample or batch by batch, and share the prefills of their contexts.
 
     Args:
         cells: the cells, of one model.

@@ -131,14 +131,22 @@ def assert_same_lines(shared, alone):
         assert shared[name][1] == lines, name
 
 
-@pytest.mark.slow
-def test_a_shared_prefill_and_a_batch_go_together(model_folder, tmp_path):
-    """Three questions about a context that several methods share are decoded together."""
+@pytest.mark.parametrize("fits", [2, 1])
+def test_a_shared_prefill_and_a_batch_go_together(model_folder, tmp_path, monkeypatch, fits):
+    """Three questions about each context that fits into memory are decoded together, and each context is run once."""
     options = {"mode": "multi-request", "turns": 3, "batch": "6"}
     alone = run_cells(make_cells(["h2o", "snapkv"], tmp_path / "alone", model_folder, **options), share=False)
+    made, record_really = [], sharing.record
+    monkeypatch.setattr(sharing, "record", lambda *x, **y: made.append(x[1]) or record_really(*x, **y))
+
+    def room(_, model):  # the first context has outputs
+        return predict_bytes(model, 220, outputs=True) + int((fits - 0.5) * predict_bytes(model, 220, outputs=False))
+
+    monkeypatch.setattr(sharing.SharedPrefill, "_room", room)
     shared = run_cells(make_cells(["h2o", "snapkv"], tmp_path / "shared", model_folder, **options), share=True)
+    assert len(made) == 2
     for name, (report, lines) in shared.items():
-        assert report.result.batch.size == 3
+        assert report.result.batch.size == 3 * fits
         tokens = [(x.ids, x.score, x.bytes, x.effect) for x in lines]
         assert tokens == [(x.ids, x.score, x.bytes, x.effect) for x in alone[name][1]]
 
