@@ -30,9 +30,19 @@ INSTRUCTION = (
 )
 AGENT = "You are agent {number}. Read the notes and the reports of the agents before you, and write a report.\n"
 FACT = "One of the special magic numbers for {key} is: {value}."
-HOP = "One of the special magic numbers for {key} is the one for {other}."
+HOP = "One of the special magic names for {key} is: {other}."
 QUESTION = "What is the special magic number for {key} mentioned in the provided text?"
 PREFIX = " The special magic number for {key} mentioned in the provided text is"
+HOPS_INSTRUCTION = (
+    "Some special magic names and numbers are hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the names and numbers afterwards.\n"
+)
+HOPS_QUESTION = (
+    "What is the special magic name for {key} mentioned in the provided text, "
+    "and what is the special magic number for that name?"
+)
+HOPS_PREFIX = " One of the special magic names for {key} is:"
+HOPS_ANSWER = "{other}. One of the special magic numbers for {other} is: {value}"
 NOTES = 4
 """Sentences of an agent's notes."""
 Parts = tuple[str, ...]
@@ -84,12 +94,12 @@ class ReuseTask(Task):
         Scorer("choice-nll@1", "nll", weigh_choices, higher_is_better=False, facts=("logprobs", "answer")),
     )
     default_turns: ClassVar[int] = 3
-    hops: ClassVar[int] = 1
+    instruction: ClassVar[str] = INSTRUCTION
 
     @property
     def prompt_id(self) -> str:
         """The prompt's id."""
-        return f"{self.name}/{self.documents}@1"
+        return f"{self.name}/{self.documents}@{self.version}"
 
     @abstractmethod
     def arrange(self, world: World, documents: Parts, prose: list[str]) -> tuple[Parts, tuple[Parts, ...]]:
@@ -99,6 +109,16 @@ class ReuseTask(Task):
         """The sentences of a document's facts."""
         mine = range(index, len(world.keys), self.documents)
         return [FACT.format(key=world.keys[i], value=world.values[i]) for i in mine]
+
+    def ask(self, world: World, i: int) -> Turn:
+        """The question for a fact: its value, among all values and one that is not in the prompt."""
+        key, choices = world.keys[i], tuple(f" {x}." for x in (*world.values, world.spare))
+        question, prefix = QUESTION.format(key=key), PREFIX.format(key=key)
+        return Turn(question, prefix, choices[i], (world.values[i],), 0, choices, {"answer": i})
+
+    def named(self, world: World) -> list[str]:
+        """The keys that questions name, by fact."""
+        return world.keys
 
     def draw(self, rng: random.Random, turns: int) -> World:
         """Draw everything but the prose."""
@@ -121,16 +141,8 @@ class ReuseTask(Task):
                 body.insert(random.Random(f"{world.seed}/{fact}").randrange(len(body) + 1), fact)
             texts.append(" ".join(body) + "\n")
         documents, earlier = self.arrange(world, tuple(texts), prose[n:])
-        parts = (INSTRUCTION, *documents)
-        named = world.others if self.hops > 1 else world.keys
-        choices = tuple(f" {x}." for x in (*world.values, world.spare))
-        turns = tuple(
-            Turn(
-                QUESTION.format(key=named[i]), PREFIX.format(key=named[i]), choices[i], (world.values[i],), 0, choices,
-                {"answer": i},
-            )
-            for i in world.asked
-        )
+        parts, named = (self.instruction, *documents), self.named(world)
+        turns = tuple(self.ask(world, i) for i in world.asked)
         return Example(
             id, "".join(parts), turns, {"keys": [named[i] for i in world.asked]}, parts=parts, earlier=earlier
         )
@@ -140,18 +152,21 @@ class ReuseTask(Task):
         made = (
             self.compose(self.draw(random.Random(seed), turns), self.documents, id="minimum") for seed in range(20)
         )
-        return max(count_prompt(self, x, tokenizer, self.frame(tokenizer)) for x in made) + 32
+        return max(self.count(x, tokenizer) for x in made) + 20
+
+    def count(self, example: Example, tokenizer: PreTrainedTokenizerBase) -> int:
+        """Tokens of the first prompt with its longest choice."""
+        longest = max(len(tokenizer(x, add_special_tokens=False).input_ids) for x in example.turns[0].choices)
+        return count_prompt(self, example, tokenizer, self.frame(tokenizer)) + longest
 
     def example(
         self, rng: random.Random, *, id: str, length: int, turns: int, tokenizer: PreTrainedTokenizerBase
     ) -> Example:
         """Generate an example whose first prompt comes within a sentence of `length`."""
-        world, frame = self.draw(rng, turns), self.frame(tokenizer)
+        world = self.draw(rng, turns)
 
         def count(n: int) -> int:
-            example = self.compose(world, n, id=id)
-            longest = max(len(tokenizer(x, add_special_tokens=False).input_ids) for x in example.turns[0].choices)
-            return count_prompt(self, example, tokenizer, frame) + longest
+            return self.count(self.compose(world, n, id=id), tokenizer)
 
         line = LengthEstimate.through(count, self.documents, 4 * self.documents)
         n = largest_fit(count, length, least=self.documents, line=line, what=self.name)
@@ -169,17 +184,35 @@ class ReuseOrder(ReuseTask):
         """In the order of the world, after the reverse of it and the order of their numbers."""
         del prose
         now = tuple(documents[i] for i in world.order)
-        return now, ((INSTRUCTION, *now[::-1]), (INSTRUCTION, *(now[1:] + now[:1])))
+        return now, ((self.instruction, *now[::-1]), (self.instruction, *(now[1:] + now[:1])))
 
 
 @dataclass(frozen=True)
 class ReuseHops(ReuseOrder):
-    """Each document has a fact, and one that refers to a fact of another document."""
+    """Each document has a fact, and one that refers to a fact of another document.
+
+    The answer repeats both facts, as small models cannot combine them without writing the first one down.
+    """
 
     name: ClassVar[str] = "reuse-hops"
     summary: ClassVar[str] = "as reuse-order, where each question needs facts of two documents"
+    version: ClassVar[str] = "2"
     needs: ClassVar[str | None] = "a larger model"
-    hops: ClassVar[int] = 2
+    instruction: ClassVar[str] = HOPS_INSTRUCTION
+
+    def named(self, world: World) -> list[str]:
+        """The keys of the facts that refer to others."""
+        return world.others
+
+    def ask(self, world: World, i: int) -> Turn:
+        """The question for both facts. Choices: the right name with every value, and other names with their own."""
+        key, keys = world.others[i], world.keys
+        pairs = [(keys[i], x) for x in (*world.values, world.spare)]
+        pairs += [x for j, x in enumerate(zip(keys, world.values, strict=True)) if j != i]
+        texts = [HOPS_ANSWER.format(other=name, value=value) for name, value in pairs]
+        choices = tuple(f" {x}." for x in texts)
+        question, prefix = HOPS_QUESTION.format(key=key), HOPS_PREFIX.format(key=key)
+        return Turn(question, prefix, choices[i], (texts[i],), 0, choices, {"answer": i})
 
     def state(self, world: World, index: int) -> list[str]:
         """Its own facts, and those that refer to the facts of the document with the next number."""

@@ -11,7 +11,7 @@ from kvbench.custom.task import read_task
 from kvbench.errors import UserError
 from kvbench.registry import find_scorer, find_task
 from kvbench.task import Mode, Split, encode
-from kvbench.tasks.reuse.documents import INSTRUCTION, weigh_choices
+from kvbench.tasks.reuse.documents import INSTRUCTION, is_chosen, weigh_choices
 
 NAMES = ["reuse-order", "reuse-hops", "reuse-edit", "reuse-agents"]
 
@@ -73,15 +73,24 @@ def test_agents_write_behind_the_reports_before_theirs(mini_tokenizer):
 
 
 def test_hops_need_two_documents(mini_tokenizer):
-    """The document that names the key does not have its value, which another has under the other key."""
+    """One document has the name that the question asks for, and another has the number of that name."""
     for example in make("reuse-hops", mini_tokenizer):
         for turn in example.turns:
-            key = turn.question.split(" for ")[1].split(" mentioned")[0]
-            (document,) = [x for x in example.parts if key in x]
-            assert turn.references[0] not in document
-            line = next(x for x in document.split(".") if f"for {key} is the one for" in x)
-            other = line.rpartition(" ")[2]
-            assert f"for {other} is: {turn.references[0]}." in example.context
+            name, value = turn.references[0].split(".")[0], turn.references[0][-7:]
+            (first,) = [x for x in example.parts if f"{turn.prefix[1:]} {name}." in x]
+            (second,) = [x for x in example.parts if f"for {name} is: {value}." in x]
+            assert first != second and value not in first
+
+
+def test_a_wrong_hop_is_a_wrong_choice(mini_tokenizer):
+    """Another name with its own value, and the right name with another value, are choices and score 0."""
+    for example in make("reuse-hops", mini_tokenizer):
+        for turn in example.turns:
+            name = turn.references[0].split(".")[0]
+            wrong = [x for x in turn.choices if not is_chosen(x, turn.references)]
+            assert len(wrong) == len(turn.choices) - 1 == 7
+            assert sum(x.startswith(f" {name}.") for x in wrong) == 4
+            assert sum(x[1:].partition(". ")[2] in example.context for x in wrong) == 3
 
 
 def test_the_right_choice_is_in_every_prompt(mini_tokenizer):
@@ -90,7 +99,7 @@ def test_the_right_choice_is_in_every_prompt(mini_tokenizer):
         for example in make(name, mini_tokenizer):
             for turn in example.turns:
                 assert turn.choices[turn.facts["answer"]] == turn.answer == f" {turn.references[0]}."
-                assert turn.references[0] in example.context
+                assert turn.references[0][-7:] in example.context
 
 
 def test_the_graded_score_is_the_log_probability_among_the_choices():
