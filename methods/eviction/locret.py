@@ -64,7 +64,7 @@ class Locret(Method):
         budget=BudgetKind.STORED,
         calibration="a network per layer that scores entries, trained",
         heads="pooled",
-        upstream=Upstream(repo="huangyuxiang03/Locret", commit=None, license=None),
+        upstream=Upstream(repo="huangyuxiang03/Locret", commit="28995c5", license=None),
         deviations=(
             ("Entries keep their own positions; the authors' cache stores unrotated keys and rotates them by their "
             "places in it."),

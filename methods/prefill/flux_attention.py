@@ -138,7 +138,7 @@ class FluxAttention(SparsePrefillMethod):
         budget=BudgetKind.PROMPT,
         calibration="a router per layer, trained",
         heads="pooled",
-        upstream=Upstream(repo="qqtang-code/FluxAttention", commit=None, license=None),
+        upstream=Upstream(repo="qqtang-code/FluxAttention", commit="031f22f", license="MIT"),
         deviations=(
             "A sparse layer streams, with first and last blocks; the authors' other two sparse modes are left out.",
             ("Sinks and recent entries are whole blocks in the prompt, as in the authors' code, and as many tokens "
@@ -151,9 +151,6 @@ class FluxAttention(SparsePrefillMethod):
             "those of `mini` were trained on text of the tasks (scripts/train_part.py)."),
             "A batch is routed sequence by sequence; the authors' code takes one decision for all.",
             "Layers with a sliding window have no router and stay as they are.",
-        ),
-        unverified=(
-            "The depth of the router's network and its activations are read from a digest of the authors' code.",
         ),
         limits=(
             "Every entry is stored, so that memory does not shrink; a later turn keeps the decision of the context.",

@@ -84,7 +84,8 @@ class Nosa(ReadingMethod):
             "have blocks of 64 and read 64 of them: the first, 16 local ones, 16 by the query and 31 by scores."),
             ("In training the blocks that scores choose are read to a share that falls with the score, to the power 8, "
             "so that scores of unread blocks learn, too; the authors' choice is hard."),
-            "Gates start at zero, where no entry is preferred; the authors' initialization is not known to us.",
+            ("Gates start with A = 1 and delta = 0, the authors' with A = 0 and a random delta; both prefer no entry "
+            "at first."),
             "Scores are added to logits while decoding, too; the authors' benchmark code does so in the prompt only.",
             "Entries after the context are always read, in addition to the budget.",
             "Each token of a question chooses its own blocks, as if it were decoded.",
