@@ -7,7 +7,11 @@ arXiv 2502.09992). The head is not shifted. The sixth stage adds two layers, ini
 model learned to copy lists. In the last two stages most short answers are masked completely; before, the model
 predicted a wrong last digit of a value with confidence while the digits before it were masked.
 
-Called by `train_mini.py --kind diffusion`. Batches are a function of the step, so a stopped run continues exactly.
+`mini-diffusion-prefix` is mini-diffusion, trained on with prompts that attend to themselves only (LaViDa's mask) to
+predict what mini-diffusion predicts without that mask.
+
+Called by `train_mini.py --kind diffusion` and `--kind prefix`. Batches are a function of the step, so a stopped run
+continues exactly.
 """
 
 from __future__ import annotations
@@ -77,12 +81,23 @@ STAGES = (
         (5e-4, 1e-5), BOTH, parts=2, suffix=0.3, whole=0.7, layers=7, lists=320,
     ),
 )
+LISTS = (1.0, 2.0, 2.0, 3.0, 0.0, 12.0)
+PREFIX_STAGES = tuple(
+    Stage(
+        name, 100, ((208, 8), (256, 8), (256, 8), (320, 6), (640, 3)), rate, LISTS, suffix=0.3, whole=0.3, layers=7,
+        lists=320,
+    ) for name, rate in (("prefix", (8e-4, 1e-5)), ("prefix-more", (1.2e-3, 1e-5)))
+)
+
+
 def start(folder: Path) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerBase]:
-    """mini and its tokenizer, with a mask token whose embedding is the mean of all."""
+    """The model and its tokenizer; mini gets a mask token whose embedding is the mean of all."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if tokenizer.mask_token_id == MASK_ID:
+        return model, tokenizer
     tokenizer.add_special_tokens({"mask_token": MASK})
     assert tokenizer.mask_token_id == MASK_ID
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.resize_token_embeddings(VOCABULARY + 1, mean_resizing=False)
     with torch.no_grad():
         table = model.model.embed_tokens.weight
@@ -105,10 +120,13 @@ def deepen(old: Qwen3ForCausalLM, layers: int) -> Qwen3ForCausalLM:
 
 
 class Trainer:
-    """The model on its way through the stages."""
+    """The model on its way through the stages.
 
-    def __init__(self, work: Path, source: Path) -> None:
-        self.file = work / "diffusion.pt"
+    prefix: whether its prompts attend to themselves only; then it learns the predictions of the model that it was.
+    """
+
+    def __init__(self, work: Path, source: Path, stages: tuple[Stage, ...] = STAGES, *, prefix: bool = False) -> None:
+        self.file, self.stages, self.prefix = work / "diffusion.pt", stages, prefix
         model, self.tokenizer = start(source)
         self.state = {"stage": 0, "step": 0, "tokens": 0, "seconds": 0.0}
         saved = torch.load(self.file, weights_only=True) if self.file.exists() else None
@@ -116,6 +134,9 @@ class Trainer:
             self.state = saved["state"]
             model = deepen(model, 1 + max(int(x.split(".")[2]) for x in saved["model"] if ".layers." in x))
             model.load_state_dict(saved["model"])
+        self.teacher = start(source)[0] if prefix else None
+        if self.teacher is not None:
+            self.teacher.set_attn_implementation("training-everywhere")
         self.take(model)
         if saved is not None:
             for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
@@ -124,7 +145,7 @@ class Trainer:
     def take(self, model: Qwen3ForCausalLM) -> None:
         """Train this model from now on, with new optimizers."""
         self.model = model
-        model.set_attn_implementation("training-everywhere")
+        model.set_attn_implementation("sdpa" if self.prefix else "training-everywhere")
         self.body = torch.compile(model.model, dynamic=False)
         self.optimizers = make_optimizers(model)
 
@@ -144,12 +165,14 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = rate
         total, seen = 0.0, []
-        for ids, labels, weights, kinds, filler in made:
+        for ids, labels, weights, kinds, filler, response in made:
             keep = labels != IGNORED
+            mask = (response[:, None, :, None] | ~response[:, None, None]) if self.prefix else None  # [B, 1, T, T]
             with torch.autocast("cpu", torch.bfloat16):
-                hidden = self.body(input_ids=ids, use_cache=False).last_hidden_state
+                hidden = self.body(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
                 logits = self.model.lm_head(hidden[keep])
-            loss = cross_entropy(logits.float(), labels[keep], reduction="none") @ weights[keep].float() / len(ids)
+                target = self.find_targets(ids, labels, keep)
+            loss = cross_entropy(logits.float(), target, reduction="none") @ weights[keep].float() / len(ids)
             (loss / len(made)).backward()
             total += loss.item() / len(made)
             right = torch.zeros(labels.shape, dtype=torch.bool)
@@ -160,6 +183,14 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.step()
         return total, seen
+
+    @torch.no_grad()
+    def find_targets(self, ids: torch.Tensor, labels: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        """The tokens behind the masks, or the distributions that the teacher predicts for them."""
+        if self.teacher is None:
+            return labels[keep]
+        hidden = self.teacher.model(input_ids=ids, use_cache=False).last_hidden_state
+        return self.teacher.lm_head(hidden[keep]).float().softmax(-1)
 
     def run(self, stage: Stage) -> None:
         """Train to the end of the stage, from wherever the checkpoint stands."""
@@ -199,7 +230,7 @@ class Trainer:
 
     def export(self, folder: Path) -> None:
         """Write model and tokenizer in Hugging Face format: the mean of the last two stages' weights, in bfloat16."""
-        ends = [torch.load(self.ending(stage), weights_only=True) for stage in STAGES[-2:]]
+        ends = [torch.load(self.ending(stage), weights_only=True) for stage in self.stages[-2:]]
         self.model.load_state_dict({name: sum(x[name] for x in ends) / len(ends) for name in ends[0]})
         self.model.generation_config = GenerationConfig(eos_token_id=EOS, do_sample=False)
         self.model.set_attn_implementation("sdpa")
@@ -208,15 +239,18 @@ class Trainer:
         self.tokenizer.save_pretrained(folder)
         path = folder / "config.json"
         document = json.loads(path.read_text())
-        document["diffusion"] = {"mask_token_id": MASK_ID, "shifted_head": False, "tokens_per_step": TOKENS_PER_STEP}
+        document["diffusion"] = {
+            "mask_token_id": MASK_ID, "shifted_head": False, "tokens_per_step": TOKENS_PER_STEP,
+            **({"attention": "prefix"} if self.prefix else {}),
+        }
         path.write_text(json.dumps(document, indent=2) + "\n")
 
 
-def train(work: Path, source: Path, out: Path) -> dict[str, object]:
+def train(work: Path, source: Path, out: Path, *, prefix: bool = False) -> dict[str, object]:
     """Train the stages that are left and export; what the gate's report says of the training."""
-    trainer = Trainer(work, source)
-    while trainer.state["stage"] < len(STAGES):
-        trainer.run(STAGES[int(trainer.state["stage"])])
+    trainer = Trainer(work, source, PREFIX_STAGES if prefix else STAGES, prefix=prefix)
+    while trainer.state["stage"] < len(trainer.stages):
+        trainer.run(trainer.stages[int(trainer.state["stage"])])
     trainer.export(out)
     return {"tokens": trainer.state["tokens"], "minutes": round(trainer.state["seconds"] / 60, 1)}
 

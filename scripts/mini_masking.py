@@ -83,8 +83,9 @@ def draw(rng: random.Random, length: int, stage: Stage, tokenizer: PreTrainedTok
             return prompt + response, [IGNORED] * len(prompt) + response, task.name
 
 
-Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int], torch.Tensor]
-"""Ids with masks, labels where masked, weights, the rows' tasks (indices of TASKS), and which labels are filler."""
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int], torch.Tensor, torch.Tensor]
+"""Ids with masks, labels where masked, weights, the rows' tasks (indices of TASKS), which labels are filler, and which
+positions are of the response."""
 
 
 def batches(stage: Stage, step: int, tokenizer: PreTrainedTokenizerBase) -> list[Batch]:
@@ -118,4 +119,4 @@ def batch(
     weights = torch.where(filler, FILLER_WEIGHT, 1.0) * masked
     weights = weights / (USUAL * weights.sum(1, keepdim=True).clamp(min=1.0)).sqrt().clamp(min=1.0)
     kinds = [names.index(row[2]) for row in drawn]
-    return ids.masked_fill(masked, MASK_ID), labels.masked_fill(~masked, IGNORED), weights, kinds, filler
+    return ids.masked_fill(masked, MASK_ID), labels.masked_fill(~masked, IGNORED), weights, kinds, filler, response

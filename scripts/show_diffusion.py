@@ -3,6 +3,7 @@
 Only the text between their markers is replaced. The command line makes the results:
 
     kvbench sweep scripts/sweeps/curated-diffusion.toml --workers 2
+    kvbench sweep scripts/sweeps/prefix.toml
     python scripts/show_diffusion.py
 """
 
@@ -15,7 +16,7 @@ from show_results import RESULTS, ROOT, fill, table
 from kvbench.analysis.load import load_run
 from kvbench.runs.results import Result
 
-FOLDER, PAGE = RESULTS / "cpu-2-cores-diffusion", ROOT / "docs" / "diffusion.md"
+FOLDERS, PAGE = ("cpu-2-cores-diffusion", "mini-diffusion-prefix"), ROOT / "docs" / "diffusion.md"
 TASKS = ("niah_multikey_1", "list-copy")
 COLUMNS = (
     "policy", "score", "steps", "positions per step", "of all", "MB read per step", "s per answer",
@@ -32,7 +33,8 @@ def name(result: Result) -> str:
         *(["random remasking"] if how.remasking == "random" else []),
         *([f"threshold {how.threshold}"] if how.threshold is not None else []),
     ]
-    return ", ".join([f"`{result.method.name}`", *notes])
+    where = "" if result.model.id == "mini-diffusion" else f" on `{result.model.id}`"
+    return ", ".join([f"`{result.method.name}`{where}", *notes])
 
 
 def row(result: Result) -> list[str]:
@@ -54,7 +56,7 @@ def row(result: Result) -> list[str]:
 
 def make_texts() -> Mapping[str, str]:
     """The tables by their markers, the fastest policy first."""
-    results = [load_run(x.parent).result for x in FOLDER.glob("*/result.json")]
+    results = [load_run(x.parent).result for folder in FOLDERS for x in (RESULTS / folder).glob("*/result.json")]
     return {
         f"diffusion-{task}": table(COLUMNS, sorted(
             (row(x) for x in results if x.task.name == task), key=lambda x: (-float(x[-2]), x[0])

@@ -2,6 +2,7 @@
 
     python scripts/train_mini.py --work /tmp/mini      # continues from the last checkpoint to the end
     python scripts/train_mini.py --kind diffusion --work /tmp/mini-diffusion      # from mini's weights (mini_diffusion)
+    python scripts/train_mini.py --kind prefix --work /tmp/mini-prefix      # from mini-diffusion's (mini_diffusion)
     python scripts/train_mini.py --kind hybrid --work /tmp/mini-hybrid      # from mini's weights (mini_hybrid)
 
 A small transformer learns to recall in a curriculum: copying segments of random tokens (where induction heads appear,
@@ -230,18 +231,22 @@ def main() -> None:
     """Make the tokenizer where there is none, train the stages that are left, export, gate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of tokenizer and checkpoint")
-    parser.add_argument("--kind", choices=["mini", "diffusion", "hybrid"], default="mini", help="what to train")
+    kinds = ["mini", "diffusion", "prefix", "hybrid"]
+    parser.add_argument("--kind", choices=kinds, default=kinds[0], help="what to train")
     parser.add_argument("--out", type=Path, help="where it goes; default: among the bundled models")
     parser.add_argument("--stages", type=int, default=100, help="stop after this many stages")
     parser.add_argument("--samples", type=int, default=100, help="samples of each gate measurement")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
-    if options.kind == "diffusion":
-        out = options.out or MODELS / "mini-diffusion"
-        report = mini_diffusion.train(options.work, MODELS / "mini", out)
+    if options.kind in ("diffusion", "prefix"):
+        prefix = options.kind == "prefix"
+        out = options.out or MODELS / ("mini-diffusion-prefix" if prefix else "mini-diffusion")
+        source = MODELS / ("mini-diffusion" if prefix else "mini")
+        report = mini_diffusion.train(options.work, source, out, prefix=prefix)
         report |= {
             "rows": mini_diffusion.gate(out, options.samples), "split": "test", "seed": 0, "dtype": "bfloat16",
-            "script": "scripts/train_mini.py --kind diffusion", "device": f"CPU, {torch.get_num_threads()} threads",
+            "script": f"scripts/train_mini.py --kind {options.kind}",
+            "device": f"CPU, {torch.get_num_threads()} threads",
         }
         (out / "gate.json").write_text(json.dumps(report, indent=2) + "\n")
         return

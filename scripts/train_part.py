@@ -2,7 +2,9 @@
 
     nice python scripts/train_part.py longspec --work /tmp/longspec      # continues from the last checkpoint
     nice python scripts/train_part.py locret --work /tmp/locret
+    nice python scripts/train_part.py reasoncache --work /tmp/reasoncache
     nice python scripts/train_part.py flux-attention --work /tmp/flux
+    nice python scripts/train_part.py ftp --work /tmp/ftp
     nice python scripts/train_part.py seerattention --work /tmp/seer
     nice python scripts/train_part.py nosa --work /tmp/nosa
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import math
 from itertools import pairwise
+from statistics import fmean
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy
 from transformers import DynamicCache
 
 from kvbench.diffusion.policy import Denoising, denoise
 from kvbench.diffusion.sampling import Sampling
 from kvbench.errors import UserError
-from kvbench.hf import Model
+from kvbench.hf import Model, load_model
 from kvbench.hf.adapter import attached
 from kvbench.hf.masked import Masking, read_masking
 from kvbench.methods.diffusion.fast_ddrive import FREE, FastDdrive
@@ -23,6 +25,8 @@ from kvbench.methods.diffusion.fast_dllm import FastDllmDual
 from kvbench.methods.diffusion.lavida import Lavida, reveal_counts
 from kvbench.methods.diffusion.none import NoCache
 from kvbench.methods.diffusion.wedlm import WeDlm
+from kvbench.task import Mode, Split, encode
+from kvbench.tasks.growth.lists import ListCopy
 
 from .by_card import Writing, sections, wedlm
 from .conftest import MASK, WORDS, make_module
@@ -100,6 +104,50 @@ def test_other_policies_are_refused_under_the_prefix_mask(deep, text, fill):
     model = Model.from_module(deep, masking=Masking(MASK, shifted=False, attention="prefix"))
     with pytest.raises(UserError, match=r"fast-dllm-dual computes prompts that attend.*`none` or `lavida`"):
         fill(model, FastDllmDual(), prompt=text[None])
+
+
+def draw_lists(n):
+    """Prompts of lists to copy with their answers, new to the bundled models. ids, length of the prompt"""
+    tokenizer = load_model("mini-diffusion").tokenizer
+    for x in ListCopy().examples(
+        seed=5, split=Split.DEV, n=n, length=256, turns=1, mode=Mode.SINGLE, tokenizer=tokenizer
+    ):
+        asked = encode(ListCopy(), x, tokenizer)
+        prompt = [*asked.context, *asked.turns[0].first]
+        yield torch.tensor([[*prompt, *asked.turns[0].answer]]), len(prompt)
+
+
+def test_lavida_is_exact_on_the_bundled_model_of_the_prefix_mask():
+    """In float32, token for token, with the prompt computed once."""
+    model = load_model("mini-diffusion-prefix", dtype="float32")
+    [(ids, prompt)] = draw_lists(1)
+    plain, ours = (denoise(model, x, ids[:, :prompt], 32, Sampling(steps=8, block=32)) for x in (NoCache(), Lavida()))
+    assert ours.ids == plain.ids
+    assert ours.nfe == plain.nfe + 1
+    assert ours.computed_tokens * ours.nfe == pytest.approx(prompt + plain.nfe * 32)
+
+
+@pytest.mark.slow
+def test_tuning_undid_half_of_the_harm_of_the_prefix_mask():
+    """Mean loss of masked tokens of lists: before the tuning, under the mask and without; after it, under the mask."""
+    losses = {"full": [], "before": [], "tuned": []}
+    models = {name: load_model(name, dtype="float32").module for name in ("mini-diffusion", "mini-diffusion-prefix")}
+    drawn = torch.Generator().manual_seed(0)
+    for ids, prompt in draw_lists(8):
+        answer = torch.arange(ids.shape[1]) >= prompt
+        for share in (0.3, 0.6, 0.9):
+            hidden = answer & (torch.rand(ids.shape[1], generator=drawn) < share)
+            for how, name in zip(losses, ("mini-diffusion", "mini-diffusion", "mini-diffusion-prefix"), strict=True):
+                seen = torch.ones(len(answer), len(answer), dtype=torch.bool)
+                if how != "full":
+                    seen = answer[:, None] | ~answer
+                with torch.no_grad():
+                    logits = models[name](
+                        input_ids=ids.masked_fill(hidden, 4096), attention_mask=seen[None, None], use_cache=False
+                    ).logits
+                losses[how].append(float(cross_entropy(logits[0, hidden], ids[0, hidden])))
+    full, before, tuned = (fmean(x) for x in losses.values())
+    assert full < tuned < (full + before) / 2
 
 
 def test_the_mask_stands_in_config_json():
