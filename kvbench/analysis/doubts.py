@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from kvbench.analysis.compare import is_full
 from kvbench.analysis.shares import cut_share
+from kvbench.runs.pooling import is_narrow
 from kvbench.runs.results import TASKS, Result
 from kvbench.text.scorers import name_strict
 
@@ -48,7 +49,7 @@ def list_doubts(result: Result) -> Iterator[str]:
     if cut is not None and cut >= OFTEN:
         yield f"the length limit cut {cut:.0%} of the answers."
     kernel, tokens = result.method.settings.get("kernel"), result.output.reference_tokens
-    if strict is not None and isinstance(kernel, int) and tokens is not None and 1 < kernel <= tokens:
+    if strict is not None and tokens is not None and is_narrow(kernel, tokens):
         yield (
             f"it pools scores over {kernel} tokens, and an answer has {tokens:.0f} under this tokenizer: only part of "
             "it may be kept."

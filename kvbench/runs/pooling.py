@@ -7,6 +7,11 @@ from kvbench.task import Encoded, Example
 from kvbench.text.scorers import find_form
 
 
+def is_narrow(kernel: object, tokens: float) -> bool:
+    """Whether a kernel pools scores, and over no more tokens than a value has."""
+    return isinstance(kernel, int) and 1 < kernel <= tokens
+
+
 def warn_of_pooling(spec: RunSpec, example: Example, encoded: Encoded) -> str | None:
     """The warning that a method pools scores over no more tokens than a value has; None if it does not.
 
@@ -19,7 +24,7 @@ def warn_of_pooling(spec: RunSpec, example: Example, encoded: Encoded) -> str | 
         if all(find_form(x) is not None for x in turn.references)
     ]
     longest = max(values, default=0)
-    if not isinstance(kernel, int) or not 1 < kernel <= longest:
+    if not is_narrow(kernel, longest):
         return None
     return (
         f"{spec.method.name} pools scores over {kernel} tokens, and an answer of {spec.task.name} has {longest} under "

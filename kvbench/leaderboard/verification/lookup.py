@@ -25,7 +25,7 @@ from kvbench.runs.provenance import hash_contents
 from kvbench.runs.results import Result
 from kvbench.runs.spec import RunSpec
 from kvbench.settings import configure, jsonable_settings
-from kvbench.task import Task, find_frame
+from kvbench.task import Split, Task, find_frame
 from kvbench.text.template import Frame, find_bos
 
 if TYPE_CHECKING:
@@ -184,16 +184,21 @@ def find_known_task(spec: RunSpec) -> Task:
 
 def is_task_known(stated: str) -> bool:
     """Whether this is `TASK`, `TASK:dev` or `TASK:test` of a registered task, under any alias."""
-    name = stated.removesuffix(":dev") if stated.endswith(":dev") else stated.removesuffix(":test")
-    return any(name in (x.name, *x.aliases) for x in list_entries("task"))
+    return any(_name_task(stated) in (x.name, *x.aliases) for x in list_entries("task"))
 
 
 def is_tuned_on_test(stated: str, task: str) -> bool:
     """Whether settings were chosen on the test examples of this task: `TASK` or `TASK:test`, under any alias."""
     if stated.endswith(":dev"):
         return False
-    name = stated.removesuffix(":test")
+    name = _name_task(stated)
     return any(name in (x.name, *x.aliases) for x in list_entries("task") if x.name == task) or name == task
+
+
+def _name_task(stated: str) -> str:
+    """The task of a statement such as `niah:dev`."""
+    name, _, split = stated.rpartition(":")
+    return name if split in (Split.DEV, Split.TEST) else stated
 
 
 def find_known_tokenizer(spec: RunSpec, task: Task) -> tuple[PreTrainedTokenizerBase, Frame, Path]:
