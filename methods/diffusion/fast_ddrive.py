@@ -40,7 +40,10 @@ class FastDdrive(Sections):
             ("rollouts are sequences of a batch with one prompt, whose entries are stored once; the paper averages "
             "their trajectories, and an answer of text has no average"),
         ),
-        unverified=("read in third-party notes: the authors' code is not public",),
+        unverified=(
+            "read in third-party notes; the authors' code, which their page nvlabs.github.io/Fast-dLLM/fast_ddrive "
+            "names, was not at hand",
+        ),
         limits=(
             "its model is trained with attention across sections in one direction; on others this is an approximation",
             "without --gen block the whole answer is one section, and it equals lavida",
