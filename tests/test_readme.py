@@ -105,3 +105,13 @@ def test_tables_of_diffusion_are_those_of_the_results(monkeypatch):
     script = load_script("show_diffusion")
     page = script.PAGE.read_text(encoding="utf-8")
     assert script.fill(page, script.make_texts()) == page
+
+
+@pytest.mark.slow
+def test_tables_of_reuse_are_those_of_the_results(monkeypatch):
+    """docs/tasks.md and docs/results-smollm2.md hold what scripts/show_reuse.py writes into them."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    script = load_script("show_reuse")
+    for path, texts in script.make_texts().items():
+        page = path.read_text(encoding="utf-8")
+        assert script.fill(page, texts) == page

@@ -1,0 +1,76 @@
+"""Writes the tables of reuse across prompts into docs/tasks.md (`mini`) and docs/results-smollm2.md.
+
+Only the text between their markers is replaced. The command line makes the results:
+
+    kvbench sweep scripts/sweeps/reuse.toml
+    kvbench sweep scripts/sweeps/reuse-smollm2.toml --share-prefill
+    python scripts/show_reuse.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from show_results import PICTURES, RESULTS, SMOLLM2_PAGE, fill, score, table
+
+from kvbench.analysis.compare import compare_runs
+from kvbench.analysis.load import FinishedRun, load_run
+from kvbench.analysis.recovery import find_recoveries
+from kvbench.registry import find_task
+
+MINI, SMOLLM2 = RESULTS / "cpu-2-cores-reuse", RESULTS / "smollm2-135m-reuse"
+PAGE = PICTURES / "tasks.md"
+
+
+def read_runs(folder: Path, task: str, visibility: str) -> list[FinishedRun]:
+    """Every run of the task's present version: full prefill and no context first, then by falling score."""
+    runs = [load_run(x.parent) for x in folder.glob(f"*-{task}-*/result.json")]
+    chosen = [
+        x for x in runs
+        if (x.result.spec.task.version, x.result.visibility) == (find_task(task).version, visibility)
+    ]
+    first = ["full", "no-context"]
+    return sorted(
+        chosen, key=lambda x: (x.result.method.name not in first, -(x.result.score.mean or 0), x.result.method.name)
+    )
+
+
+def reuse_table(runs: list[FinishedRun]) -> str:
+    """Score, recovered share, the difference to plain concatenation, KL, and the share of a prefill computed."""
+    shares = {x.run_id: x for x in find_recoveries(runs)}
+    plain = next(x for x in runs if x.result.method.name == "concat")
+    others = [x for x in runs if x.result.method.name not in ("full", "no-context", "concat")]
+    over = {x.run_id: x for x in compare_runs(plain, others)}
+    rows = []
+    for result in (x.result for x in runs):
+        found, gain = shares.get(result.run_id), over.get(result.run_id)
+        recovered = difference = "-"
+        if found is not None:
+            assert found.share is not None, result.run_id
+            ends = "" if found.ci95 is None else f" [{found.ci95[0]:.2f}, {found.ci95[1]:.2f}]"
+            recovered = f"{found.share:.2f}{ends}"
+        if gain is not None:
+            assert gain.mean is not None, result.run_id
+            assert gain.p_adjusted is not None, result.run_id
+            difference = f"{gain.mean:+.2f} (p = {gain.p_adjusted:.3f})"
+        rows.append((
+            f"`{result.method.name}`", score(result), recovered, difference,
+            "-" if result.agreement is None else f"{result.agreement.kl:.3f}",
+            "-" if result.reuse is None else f"{result.reuse.computed_share:.1%}",
+        ))
+    return table(("method", "score", "recovered", "over `concat`", "KL", "computed"), rows)
+
+
+def make_texts() -> dict[Path, dict[str, str]]:
+    """The text between the markers of each file."""
+    return {
+        PAGE: {"reuse-hops": reuse_table(read_runs(MINI, "reuse-hops", "hidden"))},
+        SMOLLM2_PAGE: {
+            task: reuse_table(read_runs(SMOLLM2, task, "hidden")) for task in ("reuse-order", "reuse-hops")
+        },
+    }
+
+
+if __name__ == "__main__":
+    for path, texts in make_texts().items():
+        path.write_text(fill(path.read_text(encoding="utf-8"), texts), encoding="utf-8")
