@@ -19,7 +19,7 @@ class Progress(Protocol):
     """Receives the progress of a run."""
 
     def advance(self, done: int) -> None:
-        """Report the number of finished samples."""
+        """Report the number of finished samples; the first is that of an earlier run."""
 
 
 class LogProgress:
@@ -33,8 +33,9 @@ class LogProgress:
     def advance(self, done: int) -> None:
         """Report the number of finished samples."""
         current = time.monotonic()
-        self.first = done - 1 if self.first is None else self.first
-        if current - self.said < EVERY and done < self.total:
+        if self.first is None:
+            self.first = done
+        if done == self.first or (current - self.said < EVERY and done < self.total):
             return
         self.said = current
         left = (current - self.started) / (done - self.first) * (self.total - done)

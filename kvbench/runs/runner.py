@@ -134,6 +134,8 @@ def _run_missing(
     missing = set(range(job.spec.samples)) - journal.finished
     machine = find_machine(job.model.device.type)
     compares = job.spec.model.dtype != "float32"
+    if progress is not None:
+        progress.advance(len(journal.finished))
     for group in group_samples(make_examples(job, missing), job, shared):
         yield group[0][0]
         with using(job.spec.kernels) as ran:

@@ -23,8 +23,9 @@ class SweepProgress:
         self.cells = len(cells)
         self.done = dict.fromkeys((x.index for x in cells), 0)
         """Finished samples by cell."""
-        self._new = 0
-        self._first = 0.0
+        self._saved: dict[int, int] = {}
+        """Samples that this sweep did not compute, by cell that has begun."""
+        self._began: float | None = None
         self._show = show
 
     def receive(self, cell: SweepCell, message: int | str) -> None:
@@ -32,16 +33,17 @@ class SweepProgress:
         if isinstance(message, str):
             say(f"{cell.name}: {message}")
             return
-        self._new += 1
-        if self._new == 1:
-            self._first = time.monotonic()  # the time before includes loading
+        if self._began is None:
+            self._began = time.monotonic()  # the time before includes loading
+        self._saved.setdefault(cell.index, message)  # the first count is that of an earlier run
         self.done[cell.index] = max(self.done[cell.index], message)  # counts from Ray may arrive after the report
         self._show(self)
 
     def finish(self, report: CellReport) -> None:
         """Record the report of a cell."""
-        cell = report.cell
+        cell, done = report.cell, self.done[report.cell.index]
         self.reports[cell.index] = report
+        self._saved[cell.index] = cell.request.samples - (done - self._saved.get(cell.index, done))
         self.done[cell.index] = cell.request.samples
         what = "already finished" if report.existing else "done"
         self.receive(cell, what if report.status == "ok" else f"FAILED: {report.error}")
@@ -56,9 +58,10 @@ class SweepProgress:
     def left(self) -> str:
         """Estimated time left, as text; empty if unknown."""
         missing = self.total - sum(self.done.values())
-        if self._new < 2 or not missing:
+        computed = sum(self.done[cell] - saved for cell, saved in self._saved.items())
+        if self._began is None or not computed or not missing:
             return ""
-        return f", about {(time.monotonic() - self._first) / (self._new - 1) * missing:.0f} s left"
+        return f", about {(time.monotonic() - self._began) / computed * missing:.0f} s left"
 
 
 @contextmanager

@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 from kvbench.runs import prepare as preparation
 from kvbench.runs import sample
 from kvbench.runs.files import locked, read_lines
+from kvbench.runs.options import Request
+from kvbench.sweep.cell import CellReport, SweepCell
 from kvbench.sweep.check import check_cells
 from kvbench.sweep.file import NAMES, SweepFile, expand, read_sweep
 from kvbench.sweep.local import WorkerPool
@@ -484,3 +486,23 @@ def test_a_lost_ray_node_costs_only_unfinished_samples(kvbench, sweep, tmp_path,
     local = kvbench("sweep", sweep(grids, out="whole"), "--json")
     assert_same(found, local.json)
     assert [x["status"] for x in found] == ["ok"] * 4 + ["failed"]
+
+
+def test_the_time_left_counts_what_this_sweep_computes(monkeypatch):
+    """Neither samples of an earlier run, nor those of a finished or failed cell; a batch is as many as it holds."""
+    now = itertools.count(100.0, 10.0)
+    monkeypatch.setattr("kvbench.sweep.progress.time.monotonic", lambda: next(now))
+    request = Request(method="full", task="niah", samples=20)
+    cells = [SweepCell(index=i, grid=1, name=f"cell {i}", request=request, options={}) for i in range(4)]
+    progress = SweepProgress(cells, lambda _: None)
+    progress.finish(CellReport(cells[0], "ok", existing=True))
+    progress.receive(cells[1], 8)  # at 100 s: 8 of its samples are those of an earlier run
+    assert progress.left == ""
+    progress.receive(cells[1], 14)
+    assert progress.left == ", about 77 s left"  # 6 in 10 s, and 46 are missing
+    progress.receive(cells[2], 0)
+    progress.finish(CellReport(cells[2], "failed", "an error"))
+    assert progress.left == ", about 87 s left"  # 6 in 20 s, and 26 are missing
+    progress.receive(cells[1], 20)
+    progress.finish(CellReport(cells[1], "ok"))
+    assert progress.left == ", about 50 s left"
