@@ -85,10 +85,13 @@ class SharedPrefill:
         self._held[key] = recording, need
         return recording, proves
 
+    @property
+    def _bytes(self) -> int:
+        return sum(need for _, need in self._held.values())
+
     def _room(self, model: Model) -> int:
         """Bytes that all recordings may take."""
-        held = sum(need for _, need in self._held.values())
-        return int(SHARE_OF_MEMORY * (free_bytes(model.device.type) + held))
+        return int(SHARE_OF_MEMORY * (free_bytes(model.device.type) + self._bytes))
 
     def _make_room(self, model: Model, need: int, tokens: int) -> bool:
         """Free recordings, those first that were taken longest ago. False: another one does not even fit alone."""
@@ -101,7 +104,7 @@ class SharedPrefill:
                 )
                 self._warned = True
             return False
-        while self._held and (len(self._held) >= self._kept or need + sum(x for _, x in self._held.values()) > room):
+        while self._held and (len(self._held) >= self._kept or need + self._bytes > room):
             self._held.pop(next(iter(self._held)))
         return True
 
