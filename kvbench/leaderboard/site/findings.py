@@ -20,9 +20,10 @@ HEIGHT = 160.0
 
 @dataclass(frozen=True)
 class LayerChart:
-    """Lines by layer, and where they and their labels lie."""
+    """Lines by layer, or along another axis, and where they and their labels lie."""
 
     title: str
+    axis: str
     curves: tuple[Curve, ...]
     ticks: tuple[tuple[float, str], ...]
     levels: tuple[tuple[float, str], ...]
@@ -120,7 +121,7 @@ def draw_layers(means: Mapping[str, float | tuple[float, ...]], figure: Figure) 
     ]
     places = spread([x[-1].y for _, x in points], LINE, TOP, TOP + HEIGHT)
     return LayerChart(
-        figure.title,
+        figure.title, figure.axis,
         tuple(
             Curve(label, i % STYLES, i % STYLES, x, y)
             for i, ((label, x), y) in enumerate(zip(points, places, strict=True))

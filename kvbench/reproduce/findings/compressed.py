@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.hf import Model
-from kvbench.reproduce.findings.numbers import pearson, top_mask
+from kvbench.reproduce.findings.numbers import fit_line, top_mask
 from kvbench.reproduce.findings.observe import Layer, Observer, Values, attend, causal_mask, mix, observe, run_layers
 from kvbench.reproduce.findings.passes import drop_smallest
 
@@ -106,7 +106,7 @@ def diverge(model: Model, ids: Sequence[int]) -> Values:
     agrees = (exact.argmax(-1) == rough.argmax(-1)).float()
     quarter = later // 4
     return {
-        "linear_fit": float(pearson(torch.arange(float(later)), steps.cumsum(0)).square()),
+        "linear_fit": float(fit_line(steps.cumsum(0))),
         "late_over_early": float(steps[-quarter:].mean() / steps[:quarter].mean().clamp_min(1e-12)),
         "nats_per_step": float(steps.mean()), "agreement": float(agrees.mean()),
         "agreement_drop": float(agrees[:OBSERVED].mean() - agrees[-OBSERVED:].mean()),

@@ -34,6 +34,11 @@ def pearson(first: Tensor, other: Tensor) -> Tensor:
     return found
 
 
+def fit_line(curve: Tensor) -> Tensor:
+    """Squared correlation of the numbers along the last dimension with their places."""
+    return pearson(torch.arange(float(curve.shape[-1])), curve).square()
+
+
 def spearman(first: Tensor, other: Tensor) -> Tensor:
     """Rank correlation along the last dimension."""
     return pearson(ranks(first), ranks(other))

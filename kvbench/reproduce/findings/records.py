@@ -20,7 +20,7 @@ def join_verdicts(verdicts: Sequence[Decision]) -> Decision:
 
 
 class CheckResult(Record):
-    """A check with its mean over texts."""
+    """A check with its mean over texts; of `linear`, the fit of their mean curve, and of each text's own."""
 
     rule: str
     mean: float

@@ -11,18 +11,19 @@ from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 import torch
 
 from kvbench.errors import UserError
 from kvbench.hf import Model
 from kvbench.hf.config import quiet
 from kvbench.registry import find_task
-from kvbench.reproduce.findings import attention, compressed, entries, hybrid, passes, questions
-from kvbench.reproduce.findings.numbers import spearman
+from kvbench.reproduce.findings import attention, compressed, entries, hybrid, passes, questions, steps
+from kvbench.reproduce.findings.numbers import fit_line, spearman
 from kvbench.reproduce.findings.observe import Observer, Values, observe
 from kvbench.reproduce.findings.records import CheckResult, Decision, FindingResult, join_verdicts
 from kvbench.reproduce.findings.statements import Statement, StatisticCheck, find_findings
-from kvbench.runs.stats import bootstrap_interval
+from kvbench.runs.stats import DRAWS, bootstrap_interval
 from kvbench.task import Split, encode
 from kvbench.text.stdlib import library
 
@@ -144,6 +145,7 @@ PASSES: dict[str, Callable[[Model, Sequence[int], Reference], Values]] = {
     "prune": lambda model, ids, _: passes.prune(model, _first_half(ids)),
     "retrieval-heads": lambda model, ids, other: compressed.retrieve(model, _first_half(ids), other.heads),
     "divergence": lambda model, ids, _: compressed.diverge(model, _first_half(ids)),
+    "divergence-by-step": lambda model, ids, _: steps.follow(model, _first_half(ids)),
     "dropped-layers": lambda model, ids, _: compressed.drop_layers(model, _first_half(_first_half(ids))),
     "pruned-cache": lambda model, ids, _: compressed.prune_cache(model, _first_half(ids)),
     "reconstruction": lambda model, ids, _: questions.reconstruct(model, _first_half(ids)),
@@ -229,19 +231,25 @@ def judge(plan: Plan, measured: dict[int, dict[str, Values]]) -> tuple[FindingRe
 def _judge_check(check: StatisticCheck, values: Sequence[Values]) -> CheckResult:
     """The check holds if the whole interval over texts satisfies it, and does not hold if none of it does."""
     numbers = _numbers(check, values)
-    low, high = bootstrap_interval([[x] for x in numbers])
-    least = check.agreement if check.agreement is not None else 0.0 if check.above is not None else check.least
+    if check.linear is None:
+        mean, (low, high) = fmean(numbers), bootstrap_interval([[x] for x in numbers])
+    else:
+        mean, (low, high) = _fit_mean([x[check.value] for x in values])
+    bounds = (check.agreement, check.linear, None if check.above is None else 0.0, check.least)
+    least = next((x for x in bounds if x is not None), None)
     if least is not None:
         good, bad = low >= least, high < least
     else:
         assert check.most is not None
         good, bad = high <= check.most, low > check.most
     verdict: Decision = "holds" if good else "does not hold" if bad else "undecided"
-    return CheckResult(rule=check.rule, mean=fmean(numbers), ci95=(low, high), texts=tuple(numbers), verdict=verdict)
+    return CheckResult(rule=check.rule, mean=mean, ci95=(low, high), texts=tuple(numbers), verdict=verdict)
 
 
 def _numbers(check: StatisticCheck, values: Sequence[Values]) -> list[float]:
     """One number per text; for `agreement`, the rank correlation of a text's layers with the next text's."""
+    if check.linear is not None:
+        return [float(fit_line(torch.tensor(x[check.value], dtype=torch.float64))) for x in values]
     if check.agreement is not None:
         rows = [torch.tensor(x[check.value], dtype=torch.float64) for x in values]
         return [float(spearman(a, b)) for a, b in zip(rows, rows[1:] + rows[:1], strict=True)]
@@ -249,6 +257,14 @@ def _numbers(check: StatisticCheck, values: Sequence[Values]) -> list[float]:
     if check.above is not None:
         found = [a - _scalar(x[check.above]) for a, x in zip(found, values, strict=True)]
     return found
+
+
+def _fit_mean(curves: Sequence[float | list[float]]) -> tuple[float, tuple[float, float]]:
+    """Fit of a line to the mean curve, with a percentile bootstrap 95 % interval over texts."""
+    rows = torch.tensor(curves, dtype=torch.float64)
+    drawn = torch.from_numpy(np.random.default_rng(0).integers(0, len(rows), size=(DRAWS, len(rows))))
+    low, high = np.percentile(fit_line(rows[drawn].mean(1)).numpy(), [2.5, 97.5])
+    return float(fit_line(rows.mean(0))), (float(low), float(high))
 
 
 def _scalar(x: float | list[float]) -> float:

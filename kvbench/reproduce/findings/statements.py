@@ -14,7 +14,7 @@ FILE = Path(__file__).with_name("findings.toml")
 
 
 class StatisticCheck(BaseModel):
-    """A statistic with one bound, another statistic that it exceeds, or the agreement of its layers between texts."""
+    """A statistic with one bound, another that it exceeds, agreement of its layers between texts, or a linear mean."""
 
     model_config = STRICT
 
@@ -24,11 +24,13 @@ class StatisticCheck(BaseModel):
     above: str | None = None
     agreement: float | None = None
     """Least rank correlation of the numbers by layer of two texts."""
+    linear: float | None = None
+    """Least squared correlation of the mean curve over texts with a line."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if sum(x is not None for x in (self.least, self.most, self.above, self.agreement)) != 1:
-            raise ValueError(f"check of {self.value} needs exactly one of least, most, above, agreement")
+        if sum(x is not None for x in (self.least, self.most, self.above, self.agreement, self.linear)) != 1:
+            raise ValueError(f"check of {self.value} needs exactly one of least, most, above, agreement, linear")
         return self
 
     @property
@@ -38,15 +40,18 @@ class StatisticCheck(BaseModel):
             return f"{self.value} > {self.above}"
         if self.agreement is not None:
             return f"agreement of {self.value} between texts >= {self.agreement:g}"
+        if self.linear is not None:
+            return f"fit of a line to the mean {self.value} >= {self.linear:g}"
         return f"{self.value} >= {self.least:g}" if self.least is not None else f"{self.value} <= {self.most:g}"
 
 
 class Figure(BaseModel):
-    """Lines by layer: a label, and the value that has a number per layer."""
+    """Lines by layer, or along another axis: a label, and the value that has a number per layer."""
 
     model_config = STRICT
 
     title: str
+    axis: str = "layer"
     lines: dict[str, str] = Field(min_length=1)
 
 

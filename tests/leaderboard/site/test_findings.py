@@ -98,8 +98,9 @@ def test_lines_by_layer_are_drawn_to_scale():
     """The largest number lies at the top, 0 at the bottom; numbers up to 1 have the scale from 0 to 1."""
     chart = draw_layers({"x": (0.0, 2.0, 4.0), "y": (1.0, 1.0, 1.0), "z": 3.0}, Figure(title="t", lines={"a": "x"}))
     assert [p.y for p in chart.curves[0].points] == [TOP + HEIGHT, TOP + HEIGHT / 2, TOP]
-    share = draw_layers({"y": (0.9, 0.8)}, Figure(title="t", lines={"a": "y", "b": "missing"}))
+    share = draw_layers({"y": (0.9, 0.8)}, Figure(title="t", axis="step", lines={"a": "y", "b": "missing"}))
     assert [x.label for x in share.curves] == ["a"]
+    assert share.axis == "step"
     assert share.curves[0].points[0].y == pytest.approx(TOP + 0.1 * HEIGHT)
     assert draw_layers({"z": 3.0}, Figure(title="t", lines={"a": "z"})) is None
 

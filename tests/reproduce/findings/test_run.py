@@ -112,6 +112,19 @@ def test_a_check_by_hand(check, values, verdict):
     assert run._judge_check(check, texts).verdict == verdict
 
 
+def test_the_line_is_fitted_to_the_mean_curve():
+    """Two texts are bent in opposite ways: their mean is a line, and drawing either text alone is not."""
+    bent, other = [0.0, 1.0, 4.0, 9.0], [0.0, 3.0, 4.0, 3.0]
+    check = StatisticCheck(value="x", linear=0.95)
+    found = run._judge_check(check, [{"x": bent}, {"x": other}])
+    assert found.mean == pytest.approx(1.0)
+    assert found.texts == pytest.approx((225 / 245, 25 / 45))
+    assert found.ci95[0] == pytest.approx(25 / 45)
+    assert found.verdict == "undecided"
+    assert run._judge_check(check, [{"x": [1.0, 2.0, 3.0]}, {"x": [2.0, 4.0, 6.0]}]).verdict == "holds"
+    assert run._judge_check(check, [{"x": other}, {"x": other}]).verdict == "does not hold"
+
+
 def test_agreement_between_texts_by_hand():
     """Equal orders of layers agree by 1, reversed ones by -1."""
     same = [{"x": [1.0, 2.0, 3.0]}, {"x": [2.0, 4.0, 8.0]}]
