@@ -64,8 +64,9 @@ def bench_length(model: Model, length: int, rows: list[dict[str, Any]]) -> None:
     first, documents = tuple(ids[:INSTRUCTION]), [tuple(ids[x : x + size]) for x in starts]
     parts, tail = (first, *documents), ids[INSTRUCTION + size * DOCUMENTS :]
     earlier = ((first, *documents[::-1]), (first, *documents[1:], documents[0]))
-    known = [(x["method"], x["settings"]) for x in rows]
-    for number, (name, settings) in enumerate(x for x in REUSED if x not in known):
+    known = [find_method(x["method"])(**x["settings"]) for x in rows]
+    missing = [(name, settings) for name, settings in REUSED if find_method(name)(**settings) not in known]
+    for number, (name, settings) in enumerate(missing):
         if number % BETWEEN == 0:
             whole, _ = time_prompt(model, FullCache(), parts, tail)
         store, method = ChunkStore(), find_method(name)(**settings)
