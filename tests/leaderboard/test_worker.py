@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 
@@ -142,3 +143,14 @@ def test_a_failed_site_build_does_not_stop_the_publisher(server, monkeypatch, ca
     publisher.stop()
 
 
+
+
+def test_ctrl_c_at_the_server_does_not_reach_its_processes(server, monkeypatch, capfd):
+    show_group = "import os, sys; sys.exit(f'group {os.getpgrp()}.')"
+    monkeypatch.setattr("kvbench.leaderboard.server.worker.VERIFIER", ("-c", show_group))
+    monkeypatch.setattr("kvbench.leaderboard.server.publisher.BUILD", show_group)
+    Worker(server.database, server.state, lambda: None)._start().communicate()
+    Publisher(server.database, server.state)._build_site()
+    shown = capfd.readouterr().err
+    assert shown.count("group ") == 2
+    assert f"group {os.getpgrp()}." not in shown, "Ctrl-C is sent to the group of the server"

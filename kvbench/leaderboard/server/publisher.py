@@ -63,7 +63,7 @@ class Publisher(threading.Thread):
         command = [sys.executable, "-c", BUILD, "leaderboard", "build", str(self._state.results), "-o"]
         self._build = subprocess.Popen(  # noqa: S603  # our own command
             [*command, str(self._state.site)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.PIPE, process_group=0,  # Ctrl-C stops us, and we stop it
         )
         _, log = self._build.communicate()
         if self._build.returncode and not self._stopped.is_set():

@@ -115,7 +115,7 @@ class Worker(threading.Thread):
         if self._child is None or self._child.poll() is not None:
             self._child = subprocess.Popen(  # noqa: S603  # our own module
                 [sys.executable, *VERIFIER], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                env={**os.environ, **CHILD_ENV},
+                env={**os.environ, **CHILD_ENV}, process_group=0,  # Ctrl-C stops us, and we stop it
             )
         return self._child
 
