@@ -4,12 +4,16 @@ Only the text between their markers is replaced. The command line makes the resu
 
     kvbench sweep scripts/sweeps/reuse.toml
     kvbench sweep scripts/sweeps/reuse-smollm2.toml --share-prefill
+    python scripts/bench.py reuse
     python scripts/show_reuse.py
 """
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from show_results import PICTURES, RESULTS, SMOLLM2_PAGE, fill, score, table
 
@@ -19,6 +23,7 @@ from kvbench.analysis.recovery import find_recoveries
 from kvbench.registry import find_task
 
 MINI, SMOLLM2 = RESULTS / "cpu-2-cores-reuse", RESULTS / "smollm2-135m-reuse"
+BENCH = RESULTS / "bench" / "cpu-2-cores.json"
 PAGE = PICTURES / "tasks.md"
 
 
@@ -35,11 +40,11 @@ def read_runs(folder: Path, task: str, visibility: str) -> list[FinishedRun]:
     )
 
 
-def reuse_table(runs: list[FinishedRun]) -> str:
+def reuse_table(runs: list[FinishedRun], plain_name: str = "concat") -> str:
     """Score, recovered share, the difference to plain concatenation, KL, and the share of a prefill computed."""
     shares = {x.run_id: x for x in find_recoveries(runs)}
-    plain = next(x for x in runs if x.result.method.name == "concat")
-    others = [x for x in runs if x.result.method.name not in ("full", "no-context", "concat")]
+    plain = next(x for x in runs if x.result.method.name == plain_name)
+    others = [x for x in runs if x.result.method.name not in ("full", "no-context", plain_name)]
     over = {x.run_id: x for x in compare_runs(plain, others)}
     rows = []
     for result in (x.result for x in runs):
@@ -58,15 +63,45 @@ def reuse_table(runs: list[FinishedRun]) -> str:
             "-" if result.agreement is None else f"{result.agreement.kl:.3f}",
             "-" if result.reuse is None else f"{result.reuse.computed_share:.1%}",
         ))
-    return table(("method", "score", "recovered", "over `concat`", "KL", "computed"), rows)
+    return table(("method", "score", "recovered", f"over `{plain_name}`", "KL", "computed"), rows)
+
+
+def times_table(lengths: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
+    """Share computed and times to first token over full prefill's, by length; rows by share at the greatest length."""
+    names = sorted(lengths, key=int)
+    cells: dict[str, dict[str, tuple[float, ...]]] = {}
+    for length in names:
+        measured = lengths[length]["rows"]
+        counts = Counter(x["method"] for x in measured)
+        for x in measured:  # settings tell rows of one method apart
+            settings = [f"{k}={v}" for k, v in x["settings"].items()] if counts[x["method"]] > 1 else []
+            name = ", ".join((f"`{x['method']}`", *settings))
+            cells.setdefault(name, {})[length] = (x["computed"], x["in_hand"], x["building"])
+    header = ["method"]
+    for length in names:
+        header += [f"computed at {int(length):,}", "in hand", "with building"]
+    rows = []
+    for name, found in sorted(cells.items(), key=lambda x: (x[1].get(names[-1], (2.0,)), x[0])):
+        row = [name]
+        for length in names:
+            share, *times = found.get(length, (None, None, None))
+            row += ["-" if share is None else f"{share:.1%}", *("-" if x is None else f"{x:.2f}" for x in times)]
+        rows.append(row)
+    return table(header, rows)
 
 
 def make_texts() -> dict[Path, dict[str, str]]:
     """The text between the markers of each file."""
     return {
-        PAGE: {"reuse-hops": reuse_table(read_runs(MINI, "reuse-hops", "hidden"))},
+        PAGE: {
+            "reuse-hops": reuse_table(read_runs(MINI, "reuse-hops", "hidden")),
+            "reuse-times": times_table(json.loads(BENCH.read_text(encoding="utf-8"))["reuse"]["lengths"]),
+        },
         SMOLLM2_PAGE: {
-            task: reuse_table(read_runs(SMOLLM2, task, "hidden")) for task in ("reuse-order", "reuse-hops")
+            "reuse-order": reuse_table(read_runs(SMOLLM2, "reuse-order", "hidden")),
+            "reuse-order-visible": reuse_table(read_runs(SMOLLM2, "reuse-order", "visible")),
+            "reuse-hops": reuse_table(read_runs(SMOLLM2, "reuse-hops", "hidden")),
+            "reuse-edit": reuse_table(read_runs(SMOLLM2, "reuse-edit", "hidden"), "concat-aligned"),
         },
     }
 
