@@ -95,12 +95,11 @@ def find_output(module: nn.Module, heads: int, width: int) -> Tensor | None:
     return None
 
 
-def project_queries(module: nn.Module, layer: int, hidden: Tensor, width: int) -> Tensor | None:
+def project_queries(attention: nn.Module, hidden: Tensor, width: int) -> Tensor | None:
     """Queries before rotation that a layer's attention makes of hidden states; None if its projection is not found.
 
     hidden: [B, T, hidden]. width: of a head. Returns [B, H_q, T, D].
     """
-    attention = _attentions(module)[layer][1]
     project = getattr(attention, "q_proj", None)
     if not isinstance(project, nn.Linear):
         return None
@@ -133,7 +132,7 @@ def catching_hidden(module: PreTrainedModel) -> Iterator[None]:
     def catch(attention: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         _HIDDEN[attention] = named["hidden_states"] if "hidden_states" in named else args[0]
 
-    with _hooked([x for _, x in _attentions(module)], catch):
+    with _hooked(list_attentions(module), catch):
         yield
 
 
@@ -214,6 +213,11 @@ def _take(x: Tensor, places: Tensor) -> Tensor:
 def decoder_layers(module: PreTrainedModel) -> list[nn.Module]:
     """The layers, each with its attention and its feed-forward part, in their order."""
     return [module.get_submodule(name.rpartition(".")[0]) for name, _ in _attentions(module)]
+
+
+def list_attentions(module: nn.Module) -> list[nn.Module]:
+    """The attention modules, in the order of the layers."""
+    return [x for _, x in _attentions(module)]
 
 
 def _attentions(module: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from kvbench.budget import LayerShape, Shape
 from kvbench.errors import UserError
-from kvbench.hf.adapter import Forward, embedding_device, is_attached, run_model
+from kvbench.hf.adapter import Forward, embedding_device, is_attached, list_attentions, run_model
 from kvbench.hf.config import (
     AUTO,
     check_dtype,
@@ -123,6 +124,11 @@ class Model:
     def random(self) -> bool:
         """Whether the weights are random, so that only memory and speed are meaningful."""
         return self.id.startswith(RANDOM)
+
+    @cached_property
+    def attentions(self) -> tuple[nn.Module, ...]:
+        """The attention module of every layer."""
+        return tuple(list_attentions(self.module))
 
     @property
     def stop_ids(self) -> frozenset[int]:

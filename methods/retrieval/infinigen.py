@@ -129,7 +129,7 @@ class InfiniGen(ReadingMethod):
         model, layer = _MODELS[self.skew], step.layer + 1
         if layer < len(model.layers):
             assert step.hidden is not None
-            query = project_queries(model.module, layer, step.hidden, model.layers[layer].key_dim)
+            query = project_queries(model.attentions[layer], step.hidden, model.layers[layer].key_dim)
             assert query is not None
             step.shared["query"] = model.ropes[layer].rotate(query, step.positions)
 
@@ -222,7 +222,7 @@ def find_skew(model: Model, state: dict[str, Tensor]) -> Tensor:
     layer, query = int(state["layer"]), state["query"]
     found = None
     if "hidden" in state:
-        found = project_queries(model.module, layer, state["hidden"], query.shape[3])
+        found = project_queries(model.attentions[layer], state["hidden"], query.shape[3])
     if found is None or found.shape != query.shape or _differ(
         model.ropes[layer].rotate(found, state["positions"]), query
     ):

@@ -125,7 +125,7 @@ def test_models_whose_queries_cannot_be_guessed_are_refused():
     model = Model.from_module(module, id="changed")
     attention = module.model.layers[1].self_attn
     attention.q_proj = nn.Sequential(attention.q_proj)
-    assert project_queries(module, 1, torch.zeros(1, 1, 64), 16) is None
+    assert project_queries(attention, torch.zeros(1, 1, 64), 16) is None
     with pytest.raises(UserError, match=r"queries of layer 1 of changed .* cannot be guessed"):
         InfiniGen().bind(model)
 
