@@ -21,6 +21,7 @@ import vl_convert
 
 from kvbench.reproduce.findings.records import FindingsRecord
 from kvbench.reproduce.findings.statements import find_findings
+from kvbench.reproduce.findings.steps import METHODS, PART
 from kvbench.runs.files import read_file
 
 ROOT = Path(__file__).parent.parent
@@ -28,6 +29,8 @@ RECORD = ROOT / "results" / "shape" / "smollm2-135m-q4_1.json"
 HYBRID = ROOT / "results" / "shape" / "mini-hybrid.json"
 PAGE = ROOT / "docs" / "findings.md"
 PICTURE = ROOT / "docs" / "findings.png"
+AFTER = (32, 64, 128, 192, 256)
+"""Tokens after which the table of divergence by step has a column."""
 
 
 def write_table(record: FindingsRecord) -> str:
@@ -68,8 +71,27 @@ def write_definitions() -> str:
     return "\n".join(["| finding | its statistics |", "| --- | --- |", *rows])
 
 
+def write_steps(record: FindingsRecord) -> str:
+    """A row per method: the summed divergence after some tokens, and the agreement."""
+    found = next(x for x in record.findings if x.name == "mean-divergence").means
+    lines = [
+        f"| method | {' | '.join(f'{x} tokens' for x in AFTER)} | nats per token | second half | agreement |",
+        f"| --- |{' ---: |' * (len(AFTER) + 3)}",
+    ]
+    for name, budget in METHODS.items():
+        sums = found[f"{name}_sum"]
+        assert isinstance(sums, tuple), name
+        cells = [f"{sums[x // PART - 1]:.2f}" for x in AFTER]
+        half, agreement = found[f"{name}_second_half"], found[f"{name}_agreement"]
+        lines.append(
+            f"| `{name}`, {budget or '2 bits'} | {' | '.join(cells)} | {sums[-1] / len(sums) / PART:.3f} "
+            f"| {half:.2f} | {agreement:.2f} |"
+        )
+    return "\n".join(lines)
+
+
 def draw(record: FindingsRecord) -> bytes:
-    """The figures of all findings, as small multiples by layer."""
+    """The figures of all findings, as small multiples by layer or along their own axis."""
     means = {x.name: x.means for x in record.findings}
     panels = []
     for finding in (x for x in find_findings("all") if x.figure and x.name in means):
@@ -79,10 +101,10 @@ def draw(record: FindingsRecord) -> bytes:
         for name, statistic in lines.items():
             numbers = means[finding.name][statistic]
             assert isinstance(numbers, tuple), statistic
-            rows += [{"layer": i, "value": x, "line": name} for i, x in enumerate(numbers)]
+            rows += [{"place": i, "value": x, "line": name} for i, x in enumerate(numbers)]
         legend = alt.Legend(title=None, orient="bottom") if len(lines) > 1 else None
         panels.append(alt.Chart(alt.Data(values=rows)).mark_line(point=alt.OverlayMarkDef(size=14)).encode(
-            x=alt.X("layer:Q", title="layer"), y=alt.Y("value:Q", title=None),
+            x=alt.X("place:Q", title=finding.figure.axis), y=alt.Y("value:Q", title=None),
             color=alt.Color("line:N", legend=legend),
         ).properties(title=alt.TitleParams(title, fontSize=11), width=300, height=150))
     chart = alt.concat(*panels, columns=2).resolve_scale(color="independent")
@@ -97,6 +119,7 @@ def main() -> None:
     parts = {
         "count": write_count(record), "findings": write_table(record), "reasons": write_reasons(record),
         "definitions": write_definitions(), "hybrid": write_table(hybrid), "hybrid reasons": write_reasons(hybrid),
+        "steps": write_steps(record),
     }
     for name, text in parts.items():
         page, count = re.subn(
