@@ -41,10 +41,15 @@ def setting_fields(kind: type) -> dict[str, dataclasses.Field[Any]]:
     return {x.name: x for x in dataclasses.fields(kind) if x.init and not x.metadata.get("resolved")}
 
 
-def setting_types(kind: type) -> dict[str, Any]:
+def setting_types(kind: type) -> Mapping[str, Any]:
     """The settings' types with their constraints, by name."""
-    hints = get_type_hints(kind, include_extras=True)
-    return {name: hints[name] for name in setting_fields(kind)}
+    if kind not in _hints:
+        hints = get_type_hints(kind, include_extras=True)
+        _hints[kind] = {name: hints[name] for name in setting_fields(kind)}
+    return _hints[kind]
+
+
+_hints: WeakKeyDictionary[type, dict[str, Any]] = WeakKeyDictionary()
 
 
 def describe(hint: Any) -> str:

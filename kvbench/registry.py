@@ -174,6 +174,7 @@ def list_architectures() -> list[str]:
     return sorted(x.parent.name for x in ARCHITECTURES.glob("*/config.json"))
 
 
+@functools.cache  # the verification asks for every line of a journal
 def list_ops() -> dict[str, list[str]]:
     """Kernel operations by name, with their implementations.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from kvbench.budget import Shape
+from kvbench.budget import LayerShape, Shape
 from kvbench.errors import UserError
 from kvbench.hf.config import check_dtype, choose_dtype, first_line, quiet, read_config, read_document
 from kvbench.hf.find import find_folder
@@ -56,21 +56,36 @@ def predict_memory(name: str, dtype: str | None = None, length: int = 1024, devi
     size = choose_dtype(dtype, config, folder, device).itemsize
     text.pad_token_id = None  # some models would search for it in the ids, which have no values on the meta device
     try:
-        with torch.device("meta"), quiet():  # in bfloat16, the only type with grouped products on the meta device
-            module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False).eval()
-            layers = layer_shapes(module)
+        params, step_params, layers = _outline(config)
     except UserError:
         raise
     except Exception as error:  # as in load_model
         raise UserError(f"model '{name}' cannot be built from {folder}: {first_line(error)}") from error
-    params = sum(x.numel() for x in module.parameters())
     return ModelSize(
         params=params, weight_bytes=params * size, shape=Shape(length=length, layers=layers, itemsize=size),
-        step_bytes=count_step_params(module) * size, hidden=text.hidden_size,
+        step_bytes=step_params * size, hidden=text.hidden_size,
         inner=getattr(text, "intermediate_size", None) or 4 * text.hidden_size, vocabulary=text.vocab_size,
         max_length=max_length(text),
         kind="autoregressive" if read_masking(read_document(name, folder)) is None else "diffusion",
     )
+
+
+def _outline(config: Any) -> tuple[int, int, tuple[LayerShape, ...]]:
+    """Parameters, those of a decode step, and shapes of the layers; built once per configuration, without weights.
+
+    A sweep asks for the same model in every cell.
+    """
+    key = config.to_json_string(use_diff=False)
+    if key not in _outlines:
+        with torch.device("meta"), quiet():  # in bfloat16, the only type with grouped products on the meta device
+            module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False).eval()
+            layers = layer_shapes(module)
+        params = sum(x.numel() for x in module.parameters())
+        _outlines[key] = params, count_step_params(module), layers
+    return _outlines[key]
+
+
+_outlines: dict[str, tuple[int, int, tuple[LayerShape, ...]]] = {}
 
 
 def count_step_params(module: PreTrainedModel) -> int:

@@ -35,6 +35,7 @@ def judge_bytes(claim: Claim, request: BytesRequest) -> Judgment:
     )
 
 
+@functools.cache  # no run changes it, and every build of the site asks
 def predict(request: BytesRequest, *, factor: bool) -> float:
     """The predicted quantity; `factor`: by how much it is better than the full cache's."""
     outline = _outline(request.model)

@@ -16,7 +16,7 @@ from kvbench.leaderboard.verification.suite import check_suite
 from kvbench.leaderboard.verification.verify import verify
 from kvbench.registry import HERE, find_method, find_task
 from kvbench.runs.environment import CODE
-from kvbench.runs.provenance import find_sources
+from kvbench.runs.provenance import find_files, find_sources
 from kvbench.runs.results import Git
 from kvbench.runs.schema import upgrade
 from kvbench.sweep.suite import list_suites
@@ -41,7 +41,8 @@ def test_every_counter_of_the_curated_runs_is_known():
     assert len(found) > 300
     for x in found:
         counters = (x["effect"] or {"facts": {}})["facts"].keys()
-        assert counters <= list_counters(find_method(x["method"]["name"])), x["run_id"]
+        files = find_files(find_method(x["method"]["name"]))
+        assert counters <= list_counters(x.read_bytes() for x in files), x["run_id"]
 
 
 @pytest.mark.parametrize(("suite", "outcome", "reason"), [
@@ -144,13 +145,14 @@ def test_hashes_of_a_commit_are_compared_with_its_files(snapkv, checkout, tmp_pa
     with code._extract(second) as tree:
         stated = find_sources(*kinds, tree)
     assert stated.method != snapkv.bundle.spec.sources.method and stated.harness == snapkv.bundle.spec.sources.harness
-    found = check_code(stated, second, *kinds)
+    found, own = check_code(stated, second, *kinds)
     assert (found.outcome, found.reason) == ("ok", f"its source hashes are those of commit '{second.commit[:12]}'")
+    assert not own
     first = Git(commit=checkout("rev-parse", "HEAD~1"), dirty=False)
-    found = check_code(stated, first, *kinds)
+    found, _ = check_code(stated, first, *kinds)
     assert (found.outcome, found.reason.rpartition(": ")[2]) == ("flag", "its hashes of method are not that commit's")
     checkout("reset", "-q", "--hard", "HEAD~1")
-    assert "which the verifier does not have" in check_code(stated, second, *kinds).reason
+    assert "which the verifier does not have" in check_code(stated, second, *kinds)[0].reason
 
 
 def test_an_agreement_that_contradicts_the_full_cache_is_flagged(runs, snapkv, tmp_path):

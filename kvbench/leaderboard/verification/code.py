@@ -28,22 +28,24 @@ from kvbench.task import Task
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-def check_code(stated: Sources, git: Git | None, method: type[Method], task: type[Task]) -> Check:
-    """Flag a run whose hashes are those of no known code. Nothing of the commit is run.
+def check_code(stated: Sources, git: Git | None, method: type[Method], task: type[Task]) -> tuple[Check, bool]:
+    """Flag a run whose hashes are those of no known code; also whether they are the verifier's own.
 
-    It does not refuse: a checkout that converts line ends has other hashes, and an earlier kvbench made them otherwise.
+    Nothing of the commit is run. It does not refuse: a checkout that converts line ends has other hashes, and an
+    earlier kvbench made them otherwise.
     """
     ours = find_sources(method, task)
     if stated == ours:
-        return ok("code", "its source hashes are those of the verifier's own code")
+        return ok("code", "its source hashes are those of the verifier's own code"), True
     commit = "none" if git is None else quote(git.commit[:12])
     with _extract(git) as tree:
         if tree is not None and stated == (ours := find_sources(method, task, tree)):
-            return ok("code", f"its source hashes are those of commit {commit}")
+            return ok("code", f"its source hashes are those of commit {commit}"), False
         whose = "the verifier's" if tree is None else "that commit's"
     wrong = [name for name, value in stated if value != getattr(ours, name)]
     known = "" if tree is not None else ", which the verifier does not have"
-    return flag("code", f"unknown code at commit {commit}{known}: its hashes of {', '.join(wrong)} are not {whose}")
+    reason = f"unknown code at commit {commit}{known}: its hashes of {', '.join(wrong)} are not {whose}"
+    return flag("code", reason), False
 
 
 def check_age(bundle: Bundle, card: Card, since: Sequence[str], *, own: bool) -> Check | None:

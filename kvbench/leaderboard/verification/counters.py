@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvbench.leaderboard.verification.outcome import RefusedError, quote
 from kvbench.method import Method
@@ -25,7 +25,8 @@ def check_counters(method: type[Method], lines: Sequence[Line]) -> None:
     Raises:
         RefusedError: one is not; a counter above 0 is what shows that a method acts.
     """
-    known, maxima = list_counters(method), list_maxima(method)
+    sources = [x.read_bytes() for x in find_files(method)]
+    known, maxima = list_counters(sources), list_maxima(sources)
     for x in lines:
         if x.effect is not None and x.effect.maxima != EARLY:
             wanted = sorted(x.effect.facts.keys() & maxima)
@@ -41,14 +42,14 @@ def check_counters(method: type[Method], lines: Sequence[Line]) -> None:
             )
 
 
-def list_counters(method: type[Method]) -> frozenset[str]:
+def list_counters(sources: Iterable[bytes]) -> frozenset[str]:
     """Names that the files of a method and of its stores write into their counters."""
-    return frozenset(x for path in find_files(method) for x in _read_names(path.read_bytes()))
+    return frozenset(x for source in sources for x in _read_names(source))
 
 
-def list_maxima(method: type[Method]) -> frozenset[str]:
+def list_maxima(sources: Iterable[bytes]) -> frozenset[str]:
     """Names of the counters whose totals are maxima."""
-    return frozenset(x for path in find_files(method) for x in _read_maxima(path.read_bytes()))
+    return frozenset(x for source in sources for x in _read_maxima(source))
 
 
 @functools.cache

@@ -49,7 +49,6 @@ from kvbench.leaderboard.verification.reuse import check_chunks
 from kvbench.leaderboard.verification.suite import check_suite
 from kvbench.method import BudgetKind, Card, Method
 from kvbench.runs.environment import find_git
-from kvbench.runs.provenance import find_sources
 from kvbench.runs.results import Score
 
 REQUIRED_FOR_L0 = {"prompts", "answers", "scores", "summary"}
@@ -166,8 +165,8 @@ def _check_content(found: CheckedBundle, bundle: Bundle) -> Iterator[Check]:
         return
     if method is not None:
         check_spec(spec)
-        yield check_code(spec.sources, result.environment.git, type(method), type(task))
-        own = spec.sources == find_sources(type(method), type(task))
+        check, own = check_code(spec.sources, result.environment.git, type(method), type(task))
+        yield check
         aged = check_age(bundle, card, since, own=own)
         if aged is not None:
             yield aged
