@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,10 +26,16 @@ if TYPE_CHECKING:
 
 TOYS = Path(__file__).parent / "toys" / "toy.py"
 STARTED = time.monotonic()
+RARELY = 10_000, 10, 50
+"""New objects until the garbage collector searches the youngest, and searches until it goes on to older ones. Python's
+usual numbers took a tenth of the tests' time: each full search is of a million objects."""
+LOADERS = "kvbench.hf", "kvbench.bench.run", "kvbench.leaderboard.verification.rerun_job"
+"""Modules whose `load_model` is called by commands and runs."""
 
 # Machines are shared: how long an example took says nothing about it.
 hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("shared")
+hypothesis.settings.register_profile("quick", parent=hypothesis.settings.get_profile("shared"), max_examples=30)
 gc.disable()  # until all tests are collected: nothing that is made before goes away
 
 
@@ -46,6 +53,40 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _bundled_once() -> Iterator[None]:
+    """Commands and runs share a bundled model, as the cells of a sweep do: to load and prove it takes 0.15 s.
+
+    Tests that call `load_model` themselves load it anew.
+    """
+    places = [sys.modules[x] for x in LOADERS if x in sys.modules]
+    if not places:  # no module of these tests imports transformers, and that takes seconds
+        yield
+        return
+    from kvbench import machine
+    from kvbench.hf import load_model
+    from kvbench.registry import MODELS
+
+    loaded: dict[tuple[object, ...], tuple[Any, str | None]] = {}
+
+    def load(name: str, device: str = "cpu", dtype: str | None = None, **options: Any) -> Any:
+        folder = MODELS / name
+        if folder.parent != MODELS or not folder.is_dir() or options:
+            return load_model(name, device, dtype, **options)
+        key = name, device, dtype, machine.has_bfloat16_units()
+        if key not in loaded:
+            model = load_model(name, device, dtype)
+            loaded[key] = model, model.tokenizer.chat_template
+        model, template = loaded[key]
+        assert model.tokenizer.chat_template == template, "a test has changed a tokenizer that others use"
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        for place in places:
+            patch.setattr(place, "load_model", load)
         yield
 
 
@@ -174,7 +215,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Set torch up, except in the process that only hands tests to xdist's workers, which wait for it to start."""
+    """Set torch up, except in the process that only hands tests to xdist's workers, which wait for it to start.
+
+    `make test` tries 30 examples of a property, `make test-all` 100.
+    """
+    if config.getoption("markexpr") == "not slow":
+        hypothesis.settings.load_profile("quick")
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         import torch
 
@@ -223,5 +269,6 @@ def pytest_collection_finish() -> None:
     Until the process ends, when modules may go away in order: pytest collects garbage twice before that.
     """
     gc.freeze()
+    gc.set_threshold(*RARELY)
     gc.enable()
     atexit.register(gc.unfreeze)

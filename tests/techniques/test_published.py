@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -220,7 +218,7 @@ def test_pickled_files_are_refused_unread(tmp_path, suffix):
     with pytest.raises(UserError, match="safetensors files only") as found:
         Locret(weights=str(path)).bind(tiny_model())
     _, code, _ = str(found.value).split('"')
-    subprocess.run([sys.executable, "-c", code], check=True)
+    exec(code, {})  # the command is `python -c` and this
     assert "authors" in Locret(weights=str(path.with_suffix(".safetensors"))).bind(tiny_model()).trained_on
 
 
