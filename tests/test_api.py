@@ -21,6 +21,7 @@ TOYS = Path(__file__).parent / "toys" / "toy.py"
 LAST, TOY = f"{TOYS}:Last", f"{TOYS}:Toy"
 
 
+@pytest.mark.slow  # as tests/cli/test_startup.py
 @pytest.mark.parametrize("code", [
     "import kvbench",
     "from kvbench.cli import call\nassert call(['--help']) == 0",

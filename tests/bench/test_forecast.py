@@ -51,7 +51,7 @@ def measured(model, need):
         return memory, read, session.memory().peak_bytes
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.slow) if x in PROFILED else x for x in METHODS + COMPOSED]
 )

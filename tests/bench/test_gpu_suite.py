@@ -226,7 +226,7 @@ def count_work(name, length):
     return np.array([flops.get_total_flops(), work.total, work.launches, calls]) / LAYERS
 
 
-@pytest.mark.few(2)
+@pytest.mark.few
 @pytest.mark.parametrize("name", [x.name for x in list_entries("method") if x.models == "autoregressive"])
 def test_the_synthetic_context_of_a_cell_takes_bounded_time(name, requests):
     """A stage of synthetic contexts would end before its cells if one context took minutes, as H2O's once did.

@@ -42,9 +42,10 @@ def test_the_package_is_a_command():
     assert done.stdout.startswith("kvbench ")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("line", [
-    "run --method snapkv --task niah", "check snapkv", "check niah", "plan --method snapkv --model mini",
-    "bench --method snapkv",
+    "check snapkv", "check niah", "plan --method snapkv --model mini", "bench --method snapkv",
+    "run --method snapkv --task niah",
 ])
 def test_a_line_is_printed_before_torch_is_imported(tmp_path, line):
     """Here the import ends the process."""
@@ -58,6 +59,7 @@ def test_a_line_is_printed_before_torch_is_imported(tmp_path, line):
     assert (done.returncode, done.stderr) == (7, "importing torch and transformers, which takes seconds ...\n")
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("line", "said"), [
     ("suggest --model mini --memory 25% --mode single --results .", "reading runs ..."),
     ("report . -o page.html", "reading runs ..."), ("reproduce --list", "reading the claims of papers ..."),

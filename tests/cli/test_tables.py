@@ -86,8 +86,9 @@ def test_spaces_are_left_out_where_words_need_their_room(capsys):
 
 
 @pytest.mark.parametrize("command", [
-    "trace run --policy lru --policy fifo", "models list", "show snapkv", "list suites", "reproduce --method snapkv",
-    "reproduce snapkv --dry-run", "show {}", "score {}", "explain {} {}", "compare {} {}",
+    pytest.param("trace run --policy lru --policy fifo", marks=pytest.mark.slow), "models list", "show snapkv",
+    "list suites", "reproduce --method snapkv", pytest.param("reproduce snapkv --dry-run", marks=pytest.mark.slow),
+    "show {}", "score {}", "explain {} {}", "compare {} {}",
     *(pytest.param(x, marks=pytest.mark.slow) for x in ("reproduce --list", "report {} {} -o report.html")),
 ])
 def test_tables_of_commands_fit_80_characters(kvbench, command, tmp_path, monkeypatch):

@@ -42,6 +42,7 @@ def by_hand(model, prompt, answer, steps, block):
     return ids[len(prompt) :].tolist()
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("steps", "block"), [(16, 16), (16, 4), (8, 8), (5, 16), (6, 8)])
 def test_the_loop_is_lladas_sampler(model, prompts, fill, steps, block):
     """Token for token, in blocks and with fewer steps than tokens, for both kinds of heads."""

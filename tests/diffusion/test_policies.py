@@ -174,6 +174,7 @@ def test_dual_is_prefix_where_nothing_is_behind_the_block(model, fill):
     assert fill(model, FastDllmDual()) == fill(model, FastDllmPrefix())
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("how", [
     {"block": 4}, {"block": 4, "steps": 8}, {"block": 8, "threshold": 0.2}, {"block": 4, "temperature": 0.8},
     {"block": 4, "remasking": "random"}, {},

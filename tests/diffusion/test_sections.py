@@ -206,6 +206,7 @@ def test_a_run_follows_the_shifted_schedule(unshifted, prompts):
 # Fast-dDrive
 
 
+@pytest.mark.few(4)
 @kinds
 @pytest.mark.parametrize("block", [4, 8])
 def test_sections_are_what_their_card_writes(deep, text, fill, shifted, block):

@@ -75,7 +75,8 @@ def find_aside(store):
     return [x for block in blocks if block is not None for _, rows in block._aside.values() for x in rows.values()]
 
 
-@pytest.mark.parametrize(("name", "exact"), [("snapkv", 0), ("quest", 0), ("full-int8", 0), ("snapkv+kivi", 64)])
+@pytest.mark.few(3)
+@pytest.mark.parametrize(("name", "exact"), [("snapkv+kivi", 64), ("snapkv", 0), ("quest", 0), ("full-int8", 0)])
 def test_a_batch_holds_the_context_once(name, exact):
     """Eight forks that answer side by side take the bytes of one, and those of their own later entries.
 

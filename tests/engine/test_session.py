@@ -373,6 +373,7 @@ def test_static_steps_equal_eager_ones(method, shape):
         assert static.effect() == eager.effect()
 
 
+@pytest.mark.few(4)
 @every_shape
 @every_static_method
 def test_a_recorded_step_replays(method, shape, new_tape):
@@ -391,6 +392,7 @@ def test_a_recorded_step_replays(method, shape, new_tape):
             assert torch.allclose(logits, step_logits(eager, x), atol=1e-5)
 
 
+@pytest.mark.few(4)
 @every_shape
 @every_static_method
 def test_static_steps_have_the_same_shapes(method, shape, new_tape):
@@ -407,6 +409,7 @@ def test_static_steps_have_the_same_shapes(method, shape, new_tape):
     assert found == {True: True, False: False}
 
 
+@pytest.mark.few(2)
 @every_static_method
 def test_a_static_step_needs_no_values(method):
     """A decode step runs under FakeTensorMode: no operation reads a number from the device."""

@@ -116,7 +116,9 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=pytest.mark.slow) if x == "no causal model" else x for x in BROKEN]
+)
 def test_broken_folder(kind: str, llama: Path) -> None:
     """A folder with something missing or broken is refused in one line that names the folder and the fault."""
     damage, reason = BROKEN[kind]

@@ -123,6 +123,7 @@ def test_half_precision_is_proven_as_strictly(name: str, dtype: torch.dtype, mon
         prove(module)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "mixtral", "gpt_oss"])
 def test_half_precision_without_a_copy(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,7 @@ def test_triton_equals_the_reference(size, options, triton, attention, error):
     assert error(found, naive.column_sums(query, keys, **options)) < 1e-5
 
 
-@pytest.mark.few(2)  # both
+@pytest.mark.few
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(
     ("operation", "reference"), [(column_maxima, naive.column_maxima), (column_squares, naive.column_squares)],

@@ -51,7 +51,9 @@ def done(tmp_path_factory):
     return find
 
 
-SLOW = ("factors", "host", "slots", "trained", "within budget")
+SLOW = (
+    "a token per pass", "allocated", "factors", "host", "sections", "shipped", "slots", "trained", "within budget",
+)
 
 
 @pytest.mark.parametrize("kind", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in KINDS])

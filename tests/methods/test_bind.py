@@ -40,6 +40,7 @@ def test_expected_attention_refuses_an_unknown_rotation() -> None:
         ExpectedAttention().bind(with_rope(trusted=False))
 
 
+@pytest.mark.few(30)
 @pytest.mark.parametrize("name", [x.name for x in list_entries("method") if x.models == "autoregressive"])
 def test_a_session_without_bind_is_refused(name: str) -> None:
     """Where `bind` finds something; all other methods need no model."""

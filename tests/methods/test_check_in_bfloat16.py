@@ -102,6 +102,7 @@ class OneEntryTwice(FullInt8):
         super().evict(kv, step)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("fault", [FromTheLastChunk, GroupsFromTheChunk, OneEntryTwice])
 def test_codes_that_depend_on_chunks_are_found(fault):
     """Logits are compared as strictly as in float32, because both sides have the same entries before coding."""

@@ -16,16 +16,34 @@ from kvbench.selection import ScoredMethod, protect_last
 from kvbench.store import LayerKV
 from kvbench.techniques.reuse import ApartMethod
 
-QUICK = {"settings are frozen", "measured bytes are declared", "evicted entries are freed"}
+from .conftest import AUTOREGRESSIVE, COMPOSED
+
+MEASURED = {"measured bytes are declared", "evicted entries are freed"}
+QUICK = {"settings are frozen", *MEASURED}
 """Claims that `make test` tries on every method; the others take ten times longer. The golden outputs, of which it
 checks all, show that every method acts, and that its answers are those recorded."""
 
+LEARNING = {
+    "a2ats", "compresskv", "dms", "duo-attention", "kvquant", "locret", "longspec", "minference", "s2o",
+    "seerattention",
+}
+"""They first learn or measure something of each model, for up to two seconds; `make test` compares their bytes with
+the golden outputs."""
 
-@pytest.mark.parametrize("claim", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in INVARIANTS])
-def test_claim(method_name, claim):
+
+def is_quick(name, claim):
+    """Whether `make test` tries the claim on the method."""
+    return claim in QUICK and name not in COMPOSED and not (claim in MEASURED and name in LEARNING)
+
+
+@pytest.mark.parametrize(("name", "claim"), [
+    pytest.param(x, claim, marks=() if is_quick(x, claim) else pytest.mark.slow)
+    for x in [*AUTOREGRESSIVE, *COMPOSED] for claim in INVARIANTS
+])
+def test_claim(name, claim):
     """The claim holds for the method, or does not apply and says why."""
     try:
-        assert INVARIANTS[claim](find_method(method_name)())
+        assert INVARIANTS[claim](find_method(name)())
     except NotApplicableError as reason:
         assert str(reason)  # noqa: PT017  # a reason is what is asked for
 
@@ -540,7 +558,7 @@ def clean():
     tiny._make.cache_clear()
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("claim", "kind", "message"), fault.planted, ids=[f"{claim}-{kind.__name__}" for claim, kind, _ in fault.planted]
 )
@@ -551,7 +569,7 @@ def test_planted_faults_are_caught(claim, kind, message):
         INVARIANTS[claim](kind())
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("claim", "kind", "message"), [
     x for x in fault.planted if ("logits differ" in x[2] or "step 1" in x[2]) and x[1] is not Louder
 ])

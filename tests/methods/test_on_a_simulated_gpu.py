@@ -63,6 +63,7 @@ def test_nothing_mixes_devices(gpu, name):
     assert gpu.refused == []
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("fault", "refused"), [
     (lambda x: torch.arange(16) * x, "mul of tensors on both devices"),
     (lambda x: torch.zeros(64)[x.argmax(-1)], "a tensor on the host indexed by one on the GPU"),

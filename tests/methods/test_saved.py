@@ -52,7 +52,7 @@ def assert_equal(found, wanted):
     assert found[2].model_copy(update=peak) == wanted[2].model_copy(update=peak)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 def test_a_loaded_session_goes_on_as_the_saved_one(method_name, tmp_path):
     """Of every method, after a context and a turn: the same tokens, logits, bytes and facts."""
     model = tiny_model()

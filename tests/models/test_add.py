@@ -109,6 +109,7 @@ def test_no_network(kvbench, source: ModelSource, tmp_path: Path) -> None:
     assert kvbench("models", "add", "tiny").code == 0
 
 
+@pytest.mark.slow
 def test_joined_file_of_another_hash(kvbench, source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole is checked besides its parts."""
     monkeypatch.setitem(SOURCES, "tiny", ModelSource(**{**vars(source), "gguf_sha256": "0" * 64}))

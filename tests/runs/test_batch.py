@@ -73,7 +73,7 @@ MODES = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few
 @pytest.mark.parametrize("batch", ["2", "7"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_batch_changes_no_line(model_folder, tmp_path, mode, batch):

@@ -201,6 +201,7 @@ def test_what_the_template_does_to_a_score_is_explained(kvbench, chat_mini, tmp_
     assert notes["template"] == "no effect: the same run"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("template", "reason"), [
     ("{{ messages.__class__.__mro__ }}", "access to attribute '__class__' of 'list' object is unsafe"),
     ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),

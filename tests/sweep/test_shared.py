@@ -186,6 +186,7 @@ def test_a_context_is_run_once(model_folder, tmp_path, monkeypatch):
     assert passes == [len(x) for x in made]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", ["Rounding", "Halving", "Early"])
 def test_a_method_without_exact_prefill_runs_alone(model_folder, tmp_path, capsys, name):
     """Whether its store, its attention or its eviction differs: its lines are those of a single run, with times."""

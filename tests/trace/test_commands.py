@@ -34,6 +34,7 @@ def test_rows_say_that_they_are_a_simulation(kvbench):
     assert row["low"] <= row["high"] and 0 < row["of_optimum"] <= 1
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize(("arguments", "message"), [
     (["run", "--policy", "lur"], "unknown policy 'lur'. Did you mean 'lru'?"),
     (["run", "--blocks", "-5"], "capacity -5.0 must be 0 or more"),
@@ -67,6 +68,7 @@ def test_a_page_draws_the_policies(kvbench, tmp_path):
     assert all(f'"{x}"' in text for x in ("every distinct block once", "token ids alone"))
 
 
+@pytest.mark.slow
 def test_no_torch_is_loaded():
     """A simulation needs no tensor."""
     code = (
