@@ -7,6 +7,7 @@ results, and does not repeat finished runs:
     kvbench sweep scripts/sweeps/curated-more.toml --share-prefill
     kvbench sweep scripts/sweeps/smollm2.toml --workers 2 --share-prefill
     kvbench sweep scripts/sweeps/smollm2_tasks.toml --workers 2
+    kvbench sweep scripts/sweeps/smollm2_lossless.toml --share-prefill
     python scripts/show_results.py
 """
 
@@ -25,11 +26,14 @@ from kvbench.analysis.shares import fill_full_reads, read_share, stored_share
 from kvbench.registry import find_method
 from kvbench.report.charts import COSTS, Cost, draw_cost
 from kvbench.report.group import GroupedRun, label_results
+from kvbench.runs.files import read_file, read_lines
+from kvbench.runs.journal import Line
 from kvbench.runs.results import Result
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 MINI, SMOLLM2, SMOLLM2_TASKS = (RESULTS / x for x in ("cpu-2-cores", "smollm2-135m", "smollm2-135m-tasks"))
+LOSSLESS = RESULTS / "smollm2-135m-lossless"
 PICTURES = ROOT / "docs"
 MINI_PAGE, SMOLLM2_PAGE = PICTURES / "results.md", PICTURES / "results-smollm2.md"
 README = ROOT / "README.md"
@@ -143,6 +147,36 @@ def smollm2_table(results: Sequence[Result], names: Sequence[str] | None = None)
     return table(("method", "stored", "read", *(f"question {x}" for x in visibilities), "top-1"), shown)
 
 
+def lossless_table(results: Sequence[Result]) -> str:
+    """Drafted and accepted tokens of each lossless method, and its answers next to the full cache's.
+
+    results: of the real model, with a run of the full cache on more contexts.
+    """
+    (full,) = (x for x in results if x.method.name == "full" and x.visibility == "hidden")
+    wanted = read_lines(SMOLLM2 / full.run_id / "samples.jsonl")
+    runs = [(read_file(x, Result), read_lines(x.with_name("samples.jsonl"))) for x in LOSSLESS.glob("*/result.json")]
+    return table(
+        ("method", "accepted per round", "of drafted", "resident", "read", "tokens that differ", "answers of `full`"),
+        sorted(lossless_row(x, lines, wanted) for x, lines in runs if x.lossless),
+    )
+
+
+def lossless_row(result: Result, lines: Sequence[Line], wanted: Sequence[Line]) -> tuple[str, ...]:
+    """One method; tokens differ from greedy decoding with the cache that verifies. wanted: the full cache's answers."""
+    found = result.lossless
+    assert found is not None, result.run_id
+    assert found.acceptance is not None, result.run_id
+    assert result.memory is not None, result.run_id
+    answers = {(x.sample, x.turn): x.ids for x in wanted}
+    same = sum(x.ids == answers[x.sample, x.turn] for x in lines)
+    return (
+        f"`{result.method.name}`{f', {result.budget.asked}' if result.budget.asked else ''}",
+        f"{found.accepted_per_round:.2f} of {result.method.settings['draft_length']}", f"{found.acceptance:.2f}",
+        f"{found.resident_bytes / result.memory.full_bytes:.1%}", read(result),
+        f"{found.different} of {found.tokens:,}", f"{same} of {len(lines)}",
+    )
+
+
 def task_table(results: Sequence[Result]) -> str:
     """The full cache's score on every task by length."""
     groups: dict[str, dict[int, Result]] = {}
@@ -245,6 +279,7 @@ def make_texts() -> dict[Path, dict[str, str]]:
         MINI_PAGE: {"source": describe(mini), "quarter": mini_table(mini), "tables": all_tables(mini)},
         SMOLLM2_PAGE: {
             "source": describe_smollm2(smollm2), "methods": smollm2_table(smollm2),
+            "lossless": lossless_table(smollm2),
             "tasks": task_table([x for x in tasks if x.method.name == "full"]),
         },
     }
