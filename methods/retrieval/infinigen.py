@@ -57,12 +57,15 @@ class InfiniGen(ReadingMethod):
         paper_budget="20%",
         calibration="skewing matrices of queries, in one pass",
         heads="pooled",
-        upstream=Upstream(repo="snu-comparch/InfiniGen", commit=None, license=None),
+        upstream=Upstream(repo="snu-comparch/InfiniGen", commit="3754f52d", license="Apache-2.0"),
         deviations=(
             ("The budget is the most entries that a head reads, the current one included; alpha may read fewer. In the "
             "paper the most is a fifth of the cache."),
-            ("Queries and keys are skewed after rotation, so the matrix cannot be folded into the model's weights, as "
-            "the paper does for OPT, which has no rotary embeddings."),
+            ("Channels have the largest magnitude of the prompt's queries and keys together. The authors' code takes "
+            "the best of queries and the best of keys of another text, a share of 0.2 each."),
+            ("alpha is the authors' for OPT; their scripts have 5 for Llama 2, where the second layer reads every "
+            "entry, too."),
+            "The mean number of entries is rounded; the authors' code rounds it down.",
             ("A group of query heads shares a matrix, the channels, and the entries: an entry has the best margin of "
             "any of its heads. The paper's models have no groups."),
             ("By default entries stay on the device. With tier=host they are fetched from the host for every token; "
@@ -70,9 +73,7 @@ class InfiniGen(ReadingMethod):
             "Each token of a question chooses its own entries, as if it were decoded.",
         ),
         unverified=(
-            "Paper and code were not at hand: alpha, share and the rules are from memory.",
-            ("The guess multiplies the earlier layer's normalized input by the projection of the later layer; the "
-            "normalization's weights are those of the earlier one."),
+            "The paper was not at hand; the rules were compared with the authors' code. share is from memory.",
             "tokens: chosen so that calibration takes seconds.",
         ),
         limits=(
