@@ -23,6 +23,8 @@ TILES = 12
 LEAST_ENTRIES = 256
 """Least entries of a tile: in smaller tiles, loops are too short to overlap loads, and merging costs more than
 parallelism saves. Neither number was tuned on a GPU."""
+DECODE = (16384, 4, 3)
+"""Elements of a block of keys and values in 16 bits, warps and pipeline stages, for at most 64 queries."""
 MERGED = 16
 """Tiles of a head that are merged at a time."""
 LN2 = tl.constexpr(0.6931471805599453)
@@ -140,7 +142,10 @@ def _blocks(queries: int, width: int, value_width: int, itemsize: int) -> tuple[
     """
     if itemsize <= 2:
         channels = padded(width) + (padded(value_width) if value_width else 0)
-        return min(128, padded(queries)), block_entries(16384 // channels), 3, 8 if queries > 64 else 4
+        if queries > 64:
+            return 128, block_entries(16384 // channels), 3, 8
+        elements, warps, stages = DECODE
+        return padded(queries), block_entries(elements // channels), stages, warps
     return min(32, padded(queries)), block_entries(2048 // padded(max(width, value_width))), 2, 8
 
 

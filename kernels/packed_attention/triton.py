@@ -20,6 +20,8 @@ from kvbench.kernels.ragged_attention.torch import Partial
 
 LEAST_ENTRIES = 512
 """Least entries of a tile. Not tuned on a GPU."""
+NARROW, BYTES = (128, 4, 2), (128, 4, 2)
+"""Entries of a block, warps and pipeline stages of a decode step, for codes of less than 8 bits and of 8 bits."""
 
 
 def packed_partial(
@@ -48,7 +50,9 @@ def attend(
     batch, heads, n_query, width = query.shape
     kv_heads, n_entries = values.packed.shape[1:3]
     value_width, group, n_head = values.width, heads // kv_heads, batch * kv_heads
-    block_m, block_n, warps = _blocks(group * n_query, max(width, value_width), query.itemsize)
+    block_m, block_n, warps, stages = _blocks(
+        group * n_query, max(width, value_width), query.itemsize, max(keys.bits, values.bits)
+    )
     if not (whole_words(width) and whole_words(value_width)):
         block_n = min(block_n, 32)  # gathering codes byte by byte needs more registers
     query_blocks = triton.cdiv(group * n_query, block_m)
@@ -69,15 +73,15 @@ def attend(
         static=length is not None, signed=signed,
         folded=keys.scale.shape[-2] == 1 and not signed, exact=query.dtype == torch.float32,
         assembly=not triton.knobs.runtime.interpret, block_m=block_m, block_n=block_n, block_d=padded(width),
-        block_v=padded(value_width), num_warps=warps, num_stages=2,
+        block_v=padded(value_width), num_warps=warps, num_stages=stages,
     )
     if not direct:
         output, lse = merge_tiles(output, lse, n_head, None, split, splits, sinks, kv_heads, dtype)
     return output.view(batch, heads, n_query, value_width), lse.view(batch, heads, n_query)
 
 
-def _blocks(queries: int, width: int, itemsize: int) -> tuple[int, int, int]:
-    """Queries of a block, entries of a block, and warps.
+def _blocks(queries: int, width: int, itemsize: int, bits: int) -> tuple[int, int, int, int]:
+    """Queries of a block, entries of a block, warps, and pipeline stages.
 
     Chosen by the code compiled for a Hopper GPU, about 3.5 instructions per code of a decode step: three programs fit
     into the registers of a multiprocessor, and also into its shared memory, with one block of entries being loaded and
@@ -85,8 +89,11 @@ def _blocks(queries: int, width: int, itemsize: int) -> tuple[int, int, int]:
     """
     queries = min(32, max(8, triton.next_power_of_2(queries)))
     if itemsize > 2:
-        return min(16, queries), 32, 8
-    return queries, min(128, 16384 // padded(width)) // (2 if queries > 16 else 1), 4
+        return min(16, queries), 32, 8, 2
+    if queries > 16:
+        return queries, min(128, 16384 // padded(width)) // 2, 4, 2
+    entries, warps, stages = BYTES if bits == 8 else NARROW
+    return queries, min(entries, 16384 // padded(width)), warps, stages
 
 
 @triton.jit(do_not_specialize=["n_entries", "before"])  # they grow with every step

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvbench.kernels.dense_attention.triton import LN2, LOG2E, merge_tiles, padded, tile_entries
 
-ENTRIES = 32
+ENTRIES, WARPS, STAGES = 32, 4, 3
 """Entries that a program reads at a time: keys and values of 128 channels in 16 bits are loads of 16 KiB."""
 
 LEAST_ENTRIES = 128
@@ -38,7 +38,7 @@ def page_attention(
         *keys.stride()[:3], *values.stride()[:3], width=width, value_width=value_width, page=page,
         group=heads // kv_heads, has_window=window is not None, has_softcap=softcap is not None,
         before_on_device=isinstance(before, Tensor), block_n=ENTRIES, block_d=padded(width),
-        block_v=padded(value_width), num_warps=4,
+        block_v=padded(value_width), num_warps=WARPS, num_stages=STAGES,
     )
     merged, _ = merge_tiles(output, lse, batch * heads, None, 0, splits, sinks, heads, query.dtype)
     return merged.view(batch, heads, n_query, value_width)

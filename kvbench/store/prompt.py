@@ -40,14 +40,15 @@ class Chosen:
         sizes = torch.full((self.blocks.shape[2],), self.block, device=self.blocks.device)
         sizes[-1] = tokens - self.block * (len(sizes) - 1)
         before = torch.ones_like(self.blocks[0, 0]).tril(-1)
-        pairs = int(sizes @ (sizes + 1)) // 2 * self.blocks[:, :, 0, 0].numel()  # every query's own block
+        # sums of products: CUDA has no matrix product of integers
+        pairs = int((sizes * (sizes + 1)).sum()) // 2 * self.blocks[:, :, 0, 0].numel()  # every query's own block
         for heads in self.blocks.flatten(0, 1):
-            pairs += int(((heads & before) * sizes).sum(1) @ sizes)
+            pairs += int((((heads & before) * sizes).sum(1) * sizes).sum())
         if self.columns is not None:
             padded = torch.nn.functional.pad(self.columns, (0, int(sizes.shape[0]) * self.block - tokens))
             counts = padded.unflatten(2, (-1, self.block)).sum(3).flatten(0, 1)  # [B * H_q, T / block]
             for heads, columns in zip(self.blocks.flatten(0, 1), counts, strict=True):
-                pairs += int(((~heads & before) * columns).sum(1) @ sizes)
+                pairs += int((((~heads & before) * columns).sum(1) * sizes).sum())
         return pairs
 
 

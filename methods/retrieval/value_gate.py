@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvbench.hf import Forward
 from kvbench.hf.adapter import attached
-from kvbench.kernels.dense_attention.torch import WITHOUT_CUDNN
 from kvbench.method import Moment, Step
 from kvbench.techniques.training import WHOLE, TrainingProgress, train_part
 
@@ -112,7 +111,7 @@ def measure_loss(
             bias[:, :, context:] += scores[:, :, None]
             bias[:, :, context:, :context] += choose(step, scores[:, :, :context])
             bias = bias.repeat_interleave(step.query.shape[1] // step.key.shape[1], 1)
-        with sdpa_kernel(list(WITHOUT_CUDNN)):
+        with sdpa_kernel(SDPBackend.MATH):  # the fused ones have no gradient of a mask where only the mask needs one
             return F.scaled_dot_product_attention(
                 step.query, step.key, step.value, attn_mask=bias.to(step.query.dtype), scale=step.scale,
                 enable_gqa=True,

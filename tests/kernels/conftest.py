@@ -86,7 +86,7 @@ def small_code_tiles(monkeypatch):
     """Of attention over codes: Triton's blocks are 8 queries and 16 entries, and tiles 32 entries."""
     fast = pytest.importorskip("kvbench.kernels.packed_attention.triton")
     monkeypatch.setattr(fast, "tile_entries", lambda *_: 32)
-    monkeypatch.setattr(fast, "_blocks", lambda *_: (8, 16, 4))
+    monkeypatch.setattr(fast, "_blocks", lambda *_: (8, 16, 4, 2))
 
 
 @pytest.fixture

@@ -70,6 +70,7 @@ def test_nothing_mixes_devices(gpu, name):
     (lambda x: x.float().numpy(), "numpy of a tensor on the GPU"),
     (lambda x: torch.rand(3, device=x.device, generator=torch.Generator().manual_seed(0)),
      "rand with the other device's generator"),
+    (lambda x: torch.arange(16, device=x.device) @ torch.arange(16, device=x.device), "matmul of integers"),
     (lambda x: x + torch.ones(16, device=x.device) * torch.tensor(2.0), None),
     (lambda x: x.cpu() * torch.arange(16), None),
 ])

@@ -18,6 +18,7 @@ ROOT = str(Path(__file__).parents[2])
 CROSSING = {"copy_", "set_", "__setitem__", "__getitem__", "to", "_has_compatible_shallow_copy_type"}
 """Functions that take tensors of both. An index on the host is copied, and a value set on the host, too."""
 PINNED = {"empty", "zeros", "ones", "full", "tensor"}
+PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "addmm", "baddbmm", "einsum"}
 IDLE = ("synchronize", "empty_cache", "set_device", "reset_peak_memory_stats")
 
 
@@ -40,7 +41,7 @@ def names_gpu(device):
 
 
 class SimulatedGpu(TorchFunctionMode):
-    """Collects calls that a GPU refuses: tensors of both devices, numpy, generators of the other device."""
+    """Collects calls that a GPU refuses: tensors of both devices, numpy, generators of the other device, integer products."""
 
     def __init__(self):
         super().__init__()
@@ -113,6 +114,8 @@ class SimulatedGpu(TorchFunctionMode):
             self.refuse("a tensor on the host indexed by one on the GPU")
         if name not in CROSSING | {"__deepcopy__"} and hosted and any(map(is_on_gpu, given)):
             self.refuse(f"{name} of tensors on both devices")
+        if name in PRODUCTS and on_gpu and not any(x.is_floating_point() for x in given):
+            self.refuse(f"{name} of integers")
         for x in tree_leaves((args, options)):
             if isinstance(x, torch.Generator) and getattr(x, "on_gpu", False) != on_gpu:
                 self.refuse(f"{name} with the other device's generator")
