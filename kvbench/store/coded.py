@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from kvbench.budget import LayerShape, Shape
+from kvbench.kernels.blocks import GPU_BLOCKS
+from kvbench.kernels.cast_attention import cast_partial
 from kvbench.kernels.packed_attention import packed_partial
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials, ragged_partial
 from kvbench.step import Step
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
     from kvbench.hf import Rope
 
 BLOCK = 2**20
-"""Elements decoded at a time, over all heads."""
+"""Elements decoded at a time on a CPU, over all heads."""
+
+
 @dataclass
 class CodedKV(LayerKV):
     """Exact entries until `encode` ends the context; from then on every entry is encoded when it arrives."""
@@ -117,17 +121,20 @@ class CodedKV(LayerKV):
         return values.back(merge_partials(parts, step.sinks)).to(step.query.dtype)
 
     def _earlier(self, query: Tensor, before: int, options: dict[str, Any]) -> list[Partial]:
-        """Attention over the entries before those of the queries: over codes, or over blocks that are decoded."""
+        """Attention over the entries before those of the queries: over codes, casts, or blocks that are decoded."""
         window, start = options["window"], self.seen - self.n
         first = 0 if window is None else max(0, self.n - query.shape[2] - window + 1)
         if before <= first:
             return []
-        keys, values = (x.codes(self._parts(kind, first, before), width)
-                        for (kind, x), width in zip(self._coders.items(), self._widths, strict=True))
+        held = {kind: self._parts(kind, first, before) for kind in self._coders}
+        keys, values = (x.codes(held[kind], w) for (kind, x), w in zip(self._coders.items(), self._widths, strict=True))
         if keys is not None and values is not None and not self.plain:
             return [packed_partial(query, keys, values, start=start + first, **options)]
-        heads = self._parts("key", 0, 1).popitem()[1].shape[:2].numel()
-        size = max(1, BLOCK // (heads * max(self._widths)))
+        key_casts, value_casts = (x.casts(held[kind]) for kind, x in self._coders.items())
+        if key_casts is not None and value_casts is not None and not self.plain:
+            (numbers, factor), (others, other) = key_casts, value_casts
+            return [cast_partial(query, numbers, others, factor, other, start=start + first, **options)]
+        size = block_entries(next(iter(held["key"].values())), max(self._widths))
         return [
             attend_block(query, *self.decode(low, min(low + size, before)), start + low, options)
             for low in range(first, before, size)
@@ -166,6 +173,12 @@ class CodedKV(LayerKV):
             **super().facts(), "entries_quantized": Fact(entries, changed=True),
             "distinct_codes": Fact(distinct, maximum=True),
         }
+
+
+def block_entries(held: Tensor, width: int) -> int:
+    """Entries that are decoded at a time. held: a part of them, [B, H_kv, n, ...]; width: elements of one, decoded."""
+    most = BLOCK * (GPU_BLOCKS if held.is_cuda else 1)
+    return max(1, most // (held.shape[:2].numel() * width))
 
 
 def attend_block(query: Tensor, keys: Tensor, values: Tensor, start: int, options: dict[str, Any]) -> Partial:

@@ -56,6 +56,11 @@ class Coder(ABC):
         del parts, width
         return None
 
+    def casts(self, parts: Parts) -> tuple[Tensor, Tensor | None] | None:
+        """The block as the e4m3 numbers that `cast_attention` reads, and their factor; None: it cannot."""
+        del parts
+        return None
+
     def fixed_bytes(self, width: int, heads: int) -> int:
         """Bytes of `tensors`, for this many KV heads."""
         del width, heads

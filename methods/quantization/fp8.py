@@ -64,6 +64,10 @@ class Fp8Coder(ScaledCoder):
         del width
         return from_e4m3(parts["byte"]) * self.scale_of(parts["byte"])
 
+    def casts(self, parts: Parts) -> tuple[Tensor, Tensor | None]:
+        """The numbers and the scale."""
+        return parts["byte"], None if self.scale is None else self.scale.to(parts["byte"].device)
+
     def entry_bytes(self, width: int) -> int:
         """A byte per element."""
         return width

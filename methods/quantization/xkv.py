@@ -16,7 +16,7 @@ from kvbench.kernels.ragged_attention import dense_partial, merge_partials
 from kvbench.method import Budget, BudgetKind, Card, Method, Shape, Step, Upstream
 from kvbench.selection import require_inverse_rotation
 from kvbench.store import LayerKV
-from kvbench.store.coded import BLOCK, attend_block
+from kvbench.store.coded import attend_block, block_entries
 from kvbench.store.entries import storage_bytes
 from kvbench.store.facts import Fact
 
@@ -73,7 +73,7 @@ class CrossLayerKV(LayerKV):
         options: dict[str, Any] = {
             "scale": step.scale, "seen": step.seen, "window": step.window, "softcap": step.softcap
         }
-        size = max(1, BLOCK // self.bases[0][:, :, 0].numel())
+        size = block_entries(self.bases[0], self.bases[0].shape[3])
         parts = [
             attend_block(step.query, *self.restore(low, min(low + size, self.apart)), low, options)
             for low in range(0, self.apart, size)

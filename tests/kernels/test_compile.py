@@ -68,6 +68,7 @@ def call_operations():
         ragged_attention,
     )
     from kvbench.kernels.attention_mass import attention_mass
+    from kvbench.kernels.cast_attention import cast_partial
     from kvbench.kernels.window_scores import window_scores
 
     number, sinks = rows(dtype=torch.int64), rows(32)
@@ -108,6 +109,8 @@ def call_operations():
         page_select.page_scores(query, rows(2, 8, 256, 256, dtype=dtype))
         page_attention.page_attention(query, block, block, pages, page=16, before=number, scale=0.1, window=100,
                                       softcap=30.0, sinks=sinks)
+        casts = rows(2, 8, 4096, 128, dtype=torch.uint8)
+        cast_partial(query, casts, casts, None, rows(8, dtype=torch.float32), scale=0.1, seen=5000, window=100)
     blocks, columns = rows(1, 32, 40, 40, dtype=torch.bool), rows(1, 32, 5000, dtype=torch.bool)
     for dtype in (torch.bfloat16, torch.float32):
         query, prompt = rows(1, 32, 5000, 128, dtype=dtype), rows(1, 8, 5000, 128, dtype=dtype)

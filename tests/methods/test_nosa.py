@@ -125,6 +125,26 @@ def test_scores_weigh_the_entries_that_are_read(monkeypatch):
         assert not mask.all()
 
 
+def test_attention_to_learned_masks_is_the_plain_one(monkeypatch):
+    """A GPU's fused attention has no gradient of a mask where neither queries, keys nor values need one."""
+    attend, fused = value_gate.F.scaled_dot_product_attention, []
+
+    def watch(query, key, value, *, attn_mask, **options):
+        cuda = torch.backends.cuda
+        fused.append((attn_mask.requires_grad, cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled()))
+        return attend(query, key, value, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(value_gate.F, "scaled_dot_product_attention", watch)
+    model = tiny_model()
+    ids = torch.tensor([CONTEXT])
+    with torch.enable_grad():
+        value_gate.measure_loss(
+            model, value_gate.make_gates(model), (ids, ids, LENGTH - 20), 16, partial(Nosa().divide_context, share=0.3)
+        ).backward()
+    assert (True, False) in fused
+    assert (True, True) not in fused
+
+
 @pytest.mark.slow
 def test_gates_learn_which_entries_are_asked_for():
     """The loss of answers falls, with the model as it is."""

@@ -41,7 +41,7 @@ def names_gpu(device):
 
 
 class SimulatedGpu(TorchFunctionMode):
-    """Collects calls that a GPU refuses: tensors of both devices, numpy, generators of the other device, integer products."""
+    """Collects calls that a GPU refuses: mixed devices, numpy, products of integers, generators of the other device."""
 
     def __init__(self):
         super().__init__()
