@@ -22,8 +22,10 @@
 # fail, do not keep the others from running; the suite then ends with code 1.
 #
 # It runs from a checkout, without network and installation, on Python 3.12, torch 2.11, triton 3.6 and transformers 5.17.
-# Missing pure Python packages come from wheels in a folder (.whl, or --wheels). Without .git, set KVBENCH_COMMIT to the
-# commit, or results name no code. On a machine that is lent for ten minutes per command:
+# Missing pure Python packages come from wheels in a folder (.whl, or --wheels). Without .git, or with that of an earlier
+# copy, set KVBENCH_COMMIT to the commit, or results name no code. A machine that takes 64 MiB takes no results: first
+#   git sparse-checkout set --no-cone '/*' '!/results/cpu-2-cores*' '!/results/smollm2*' '!/results/trace'
+# On a machine that is lent for ten minutes per command:
 #   probe methods core, then tests, then all, then answers, then lengths largest, then long
 # --dry runs every stage on a CPU with two small layers, which tests this file.
 set -euo pipefail

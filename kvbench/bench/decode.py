@@ -6,6 +6,7 @@ the device and advances a position there, so each replay is the next step. Ancho
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf import Forward
 from kvbench.step import Moment, Step
+from kvbench.store.selective import SelectiveKV
 
 ROTATED = 4
 """Queries that calls of the attention use in turn, so that one call's selection does not fit the next call."""
@@ -43,6 +45,8 @@ class Timed:
     """Explains why the call is no graph; None if it is one."""
     session: Session
     """The fork that the call runs on; its stores count the bytes read."""
+    settle: Call
+    """Counts what replays read, after the last one."""
 
 
 @contextmanager
@@ -63,14 +67,15 @@ def open_steps(setting: Setting, base: Session, *, graph: bool) -> Iterator[Time
                 reason = str(error)
             else:
                 steps = _Steps(setting, fork)
-                call, reason = capture(steps.run, device)
+                reads = _Reads(fork)
+                call, reason = reads.capture(steps.run, device)
                 if reason is None:
                     call()
                     _compare(steps.logits, wanted)
-                    yield Timed(call, _nothing, None, fork)
+                    yield Timed(call, _nothing, None, fork, reads.settle)
                     return
     with base.fork() as fork:
-        yield Timed(_Steps(setting, fork).run, _nothing, reason.rstrip("."), fork)
+        yield Timed(_Steps(setting, fork).run, _nothing, reason.rstrip("."), fork, _nothing)
 
 
 def why_no_graph(device: torch.device) -> str | None:
@@ -101,7 +106,36 @@ def _compare(logits: Tensor, wanted: Tensor) -> None:
 
 
 def _nothing() -> None:
-    """Steps need no preparation."""
+    """Steps need no preparation, and calls that are no graphs count their reads themselves."""
+
+
+class _Reads:
+    """Reads of a captured call: stores count in Python, which runs at the capture and at no replay."""
+
+    def __init__(self, session: Session) -> None:
+        self.counters = [x.reads for x in session.layers if isinstance(x, SelectiveKV)]
+        self.captured: list[Counter[str]] = []
+        self.replays = 0
+
+    def capture(self, call: Call, device: torch.device) -> tuple[Call, str | None]:
+        """Capture a call; its replays are counted."""
+
+        def run() -> None:
+            before = [x.copy() for x in self.counters]
+            call()
+            self.captured = [x - y for x, y in zip(self.counters, before, strict=True)]
+
+        def replay() -> None:
+            found()
+            self.replays += 1
+
+        found, reason = capture(run, device)
+        return (call if reason else replay), reason
+
+    def settle(self) -> None:
+        """Count every replay as the captured call was counted, which itself read nothing."""
+        for counter, one in zip(self.counters, self.captured, strict=True):
+            counter.update({name: x * (self.replays - 1) for name, x in one.items()})
 
 
 class _Steps:
@@ -135,10 +169,11 @@ def open_attention(setting: Setting, base: Session, *, graph: bool) -> Iterator[
             for step, last in zip(recorded[0], recorded[-1], strict=True)
         ]
         attention = _Attention(fork, steps, recorded)
+        reads = _Reads(fork)
         call, reason = attention.run, why_no_graph(device) if graph else NO_GRAPHS_COMPARED
         if reason is None:
-            call, reason = capture(attention.run, device)
-        yield Timed(call, attention.turn, reason, fork)
+            call, reason = reads.capture(attention.run, device)
+        yield Timed(call, attention.turn, reason, fork, _nothing if reason else reads.settle)
 
 
 def _record(setting: Setting, fork: Session, token: Tensor) -> list[Step]:

@@ -163,6 +163,7 @@ def _measure_steps(
                     _warm_up(theirs)
                     timed[other] = theirs
             rounds = _time(job, timing, timed)
+        ours.settle()
         read = sum(store.read_bytes() for store in ours.session.layers)
         context.session.credit(ours.session)
         return Measured(

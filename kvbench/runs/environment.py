@@ -23,9 +23,10 @@ CODE = ("kvbench", "methods", "tasks", "kernels")
 def find_git() -> Git | None:
     """The commit that kvbench runs from, and whether its code differs from it; None: not a checkout.
 
-    A copy of a checkout without .git is named by the variable KVBENCH_COMMIT: a hash, followed by -dirty if it differs.
+    A copy of a checkout without .git, or with that of an earlier commit, is named by the variable KVBENCH_COMMIT: a
+    hash, followed by -dirty if it differs.
     """
-    return _ask_git() or _read_commit(os.environ.get("KVBENCH_COMMIT", ""))
+    return _read_commit(os.environ.get("KVBENCH_COMMIT", "")) or _ask_git()
 
 
 def _read_commit(text: str) -> Git | None:

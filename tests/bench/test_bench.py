@@ -259,11 +259,14 @@ def taped(monkeypatch, new_tape):
             call()
         with new_tape() as tape:
             call()
+        tapes.append(tape)
         return tape.replay, None
 
+    tapes = []
     monkeypatch.setattr(decode, "why_no_graph", lambda device: None)
     monkeypatch.setattr(decode, "capture", tape_capture)
     monkeypatch.setattr(decode, "CAPTURED_CALLS", CAPTURED_CALLS + 1)
+    return tapes
 
 
 @pytest.mark.parametrize("name", ["full", "full-int8", "snapkv", "quest"])
@@ -274,14 +277,35 @@ def test_replays_are_consecutive_steps(taped, name):
         wanted = decode._run_plainly(job, stand.session, CAPTURED_CALLS + 2 + 10)
         with open_steps(job, stand.session, graph=True) as timed:
             assert timed.reason is None
-            steps = timed.call.__self__  # the tape
             for _ in range(10):
                 timed.call()
             logits = next(
-                out for func, _, _, out in reversed(steps.operations)
+                out for func, _, _, out in reversed(taped[-1].operations)
                 if isinstance(out, torch.Tensor) and out.shape == wanted.shape
             )
             assert torch.allclose(logits, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("opener", [decode.open_attention, open_steps])
+def test_replays_count_what_they_read(taped, opener):
+    """Python counts at the capture alone, and counters on the device at replays alone: pages differ per KV head."""
+    with (
+        open_context(setting(), fitted("quest"), LENGTH, 2) as stand,
+        opener(setting(), stand.session, graph=True) as timed,
+    ):
+        reads = timed.settle.__self__
+        for store, one in zip(timed.session.layers, reads.captured, strict=True):
+            store.reads.clear()
+            store.reads.update(one)
+            store.distinct.zero_()  # a tape runs what it records, a capture does not
+        reads.replays = 0
+        for _ in range(10):
+            timed.prepare()
+            timed.call()
+        timed.settle()
+        for store, one in zip(timed.session.layers, reads.captured, strict=True):
+            assert store.reads["pages_read"] == 10 * one["pages_read"] > 0
+            assert 0 < store.distinct_read_bytes() <= store.read_bytes()
 
 
 def test_a_capture_with_other_logits_is_not_timed(taped, monkeypatch):

@@ -19,6 +19,13 @@ def no_git(monkeypatch):
     environment.find_git.cache_clear()
 
 
+def test_a_variable_goes_before_a_stale_git(monkeypatch, no_git):
+    """A machine that is lent may keep the .git of an earlier copy."""
+    monkeypatch.setattr(environment, "_ask_git", lambda: Git(commit="f" * 40, dirty=True))
+    monkeypatch.setenv("KVBENCH_COMMIT", COMMIT)
+    assert environment.find_git() == Git(commit=COMMIT, dirty=False)
+
+
 @pytest.mark.parametrize(("text", "found"), [
     (COMMIT, Git(commit=COMMIT, dirty=False)), (f"{COMMIT}-dirty", Git(commit=COMMIT, dirty=True)), ("main", None),
     ("", None),
