@@ -1,4 +1,4 @@
-"""Writes the tables and charts of the curated results into docs/results.md, docs/results-smollm2.md and README.md.
+"""Writes the tables and charts of the curated results into the pages docs/results*.md and README.md.
 
 Only the text between the markers `<!-- begin NAME -->` and `<!-- end NAME -->` is replaced. The command line makes the
 results, and does not repeat finished runs:
@@ -8,6 +8,7 @@ results, and does not repeat finished runs:
     kvbench sweep scripts/sweeps/smollm2.toml --workers 2 --share-prefill
     kvbench sweep scripts/sweeps/smollm2_tasks.toml --workers 2
     kvbench sweep scripts/sweeps/smollm2_lossless.toml --share-prefill
+    kvbench sweep scripts/sweeps/qwen.toml --share-prefill
     python scripts/show_results.py
 """
 
@@ -33,13 +34,15 @@ from kvbench.runs.results import Result
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 MINI, SMOLLM2, SMOLLM2_TASKS = (RESULTS / x for x in ("cpu-2-cores", "smollm2-135m", "smollm2-135m-tasks"))
-LOSSLESS = RESULTS / "smollm2-135m-lossless"
+LOSSLESS, QWEN = RESULTS / "smollm2-135m-lossless", RESULTS / "qwen2.5-coder-1.5b"
 PICTURES = ROOT / "docs"
-MINI_PAGE, SMOLLM2_PAGE = PICTURES / "results.md", PICTURES / "results-smollm2.md"
+MINI_PAGE, SMOLLM2_PAGE, QWEN_PAGE = (PICTURES / f"results{x}.md" for x in ("", "-smollm2", "-qwen"))
 README = ROOT / "README.md"
 ANCHORS = ("full", "full-int8")
 SEEN = {"hidden": "question hidden", "first-turn": "first of five questions visible"}
 QUARTER = "25%"
+Cell = tuple[str, int, str]
+"""Task, length in tokens, visibility."""
 IN_README = ("full", "random", "h2o", "snapkv", "kvzip", "shadowkv", "kivi, 4/4 bits", "kivi, 2/2 bits")
 IN_ONE_BLOCK = ("0b8334c74ef9", "a731f91b7a14")
 """Commits at which reference answers were forced in one block, also where methods drop or round rows in every step."""
@@ -110,21 +113,29 @@ def page_table(results: Sequence[Result]) -> str:
     return table(header, rows)
 
 
-def group_quarter(results: Sequence[Result]) -> dict[str, dict[tuple[str, int], Result]]:
-    """Runs at 25 % or at the method's fixed size, by method, visibility and length."""
-    groups: dict[str, dict[tuple[str, int], Result]] = {}
+def group_quarter(results: Sequence[Result]) -> dict[str, dict[Cell, Result]]:
+    """Runs at 25 % or at the method's fixed size, by method and cell."""
+    groups: dict[str, dict[Cell, Result]] = {}
     for x in results:
         if x.budget.asked in (None, QUARTER):
             name = x.method.name if x.budget.asked or setting(x) == "-" else f"{x.method.name}, {setting(x)}"
-            groups.setdefault(name, {})[x.visibility, x.task.length] = x
+            groups.setdefault(name, {})[cell_of(x)] = x
     return groups
+
+
+def cell_of(result: Result) -> Cell:
+    """Where a run stands in a table."""
+    return result.task.name, result.task.length, result.visibility
 
 
 def mini_table(results: Sequence[Result]) -> str:
     """One line per method of the bundled model, at 25 % or at its fixed size."""
     shown = []
+    (task,) = {x.task.name for x in results}
     for name, cells in group_quarter(results).items():
-        short, long, seen = (cells.get(x) for x in (("hidden", 1024), ("hidden", 2048), ("first-turn", 2048)))
+        short, long, seen = (
+            cells.get((task, *x)) for x in ((1024, "hidden"), (2048, "hidden"), (2048, "first-turn"))
+        )
         sized = long or short
         assert sized is not None, name
         turns = "not run" if seen is None else by_turn(seen)
@@ -134,17 +145,18 @@ def mini_table(results: Sequence[Result]) -> str:
     return table(header, shown)
 
 
-def smollm2_table(results: Sequence[Result], names: Sequence[str] | None = None) -> str:
-    """One line per method of the real model; with names, these in their order."""
-    groups, visibilities = group_quarter(results), sorted({x.visibility for x in results})
+def real_table(results: Sequence[Result], names: Sequence[str] | None = None) -> str:
+    """One line per method of a real model, one column per cell; with names, these in their order."""
+    groups, columns = group_quarter(results), sorted({cell_of(x) for x in results})
+    titles = [f"question {x[2]}" if len({y[0] for y in columns}) == 1 else f"{x[0]}, {x[2]}" for x in columns]
     shown = []
     for name in names or groups:
-        cells = {x.visibility: x for x in groups[name].values()}
+        cells = groups[name]
         first = cells[min(cells)]
         agreement = "-" if first.agreement is None else f"{first.agreement.top1:.2f}"
-        scores = (score(cells[x]) if x in cells else "not run" for x in visibilities)
+        scores = (score(cells[x]) if x in cells else "not run" for x in columns)
         shown.append((name, f"{ratio(first):.1%}", read(first), *scores, agreement))
-    return table(("method", "stored", "read", *(f"question {x}" for x in visibilities), "top-1"), shown)
+    return table(("method", "stored", "read", *titles, "top-1"), shown)
 
 
 def lossless_table() -> str:
@@ -244,16 +256,17 @@ def describe(results: Sequence[Result]) -> str:
     )
 
 
-def describe_smollm2(results: Sequence[Result]) -> str:
-    """Where the numbers of the real model come from."""
+def describe_real(results: Sequence[Result]) -> str:
+    """Where the numbers of a real model come from."""
     first = results[0]
-    questions = [
-        f"Question {name}: `{x.mode}`, {x.n_samples} contexts, {x.n_samples * x.spec.turns} questions.\n"
-        for name, x in sorted({x.visibility: x for x in results}.items())
+    cells = [
+        f"Task `{task}`, {length:,} tokens, question {seen}: `{x.mode}`, {x.n_samples} contexts, "
+        f"{x.n_samples * x.spec.turns} questions.\n"
+        for (task, length, seen), x in sorted({cell_of(x): x for x in results}.items())
     ]
     return (
-        f"Model `{first.model.id}` in {first.model.dtype}, task `{first.task.name}`, {first.task.length:,} tokens, "
-        f"seed {first.spec.seed}, on {first.environment.cpu} (2 cores), {_name_commits(results)}.\n{''.join(questions)}"
+        f"Model `{first.model.id}` in {first.model.dtype}, seed {first.spec.seed}, on {first.environment.cpu} "
+        f"(2 cores), {_name_commits(results)}.\n{''.join(cells)}"
     )
 
 
@@ -271,10 +284,10 @@ def make_texts() -> dict[Path, dict[str, str]]:
     """The text between the markers of each file."""
     mini, smollm2, tasks = (read_results(x) for x in (MINI, SMOLLM2, SMOLLM2_TASKS))
     return {
-        README: {"table": smollm2_table(smollm2, IN_README)},
+        README: {"table": real_table(smollm2, IN_README)},
         MINI_PAGE: {"source": describe(mini), "quarter": mini_table(mini), "tables": all_tables(mini)},
         SMOLLM2_PAGE: {
-            "source": describe_smollm2(smollm2), "methods": smollm2_table(smollm2),
+            "source": describe_real(smollm2), "methods": real_table(smollm2),
             "lossless": lossless_table(),
             "tasks": task_table([x for x in tasks if x.method.name == "full"]),
         },
