@@ -33,6 +33,8 @@ TOKENS = 2500
 """Random tokens per copy in RazorAttention's paper. With shorter copies there are more probes, for as many tokens."""
 SHORT_TOKENS = 64
 """Random tokens per copy on models too small for the paper's; work on induction heads uses 25 to 50."""
+PATIENCE = 30
+"""Seconds between two lines of progress."""
 CHUNK = 1024
 """Tokens per forward pass, over all probes."""
 Scores = tuple[tuple[float, ...], ...]
@@ -125,12 +127,12 @@ def find_profile(model: Model, tokens: int | None = None) -> HeadProfile:
     found = _read(path, model, tokens)
     if found is None:
         started = time.perf_counter()
-        found = measure(model, tokens)
-        kept = _write(path, found)
         say(
-            f"head profile of {model.id} (probes: {_probes(tokens)}, each {COPIES} copies of {tokens} random tokens): "
-            f"{time.perf_counter() - started:.1f} s; {kept}."
+            f"measuring the head profile of {model.id} (probes: {_probes(tokens)}, each {COPIES} copies of {tokens} "
+            "random tokens) ..."
         )
+        found = measure(model, tokens)
+        say(f"head profile: {time.perf_counter() - started:.1f} s; {_write(path, found)}.")
     return found
 
 
@@ -139,8 +141,12 @@ def measure(model: Model, tokens: int) -> HeadProfile:
     ids = probe_ids(model, tokens).to(model.device)
     first = ids.shape[1] - COPIES * tokens
     with Session(model, HeadRecorder(period=tokens, first=first), capacity=ids.shape[1]) as session:
-        for chunk in ids.split(max(1, CHUNK // len(ids)), dim=1):
+        chunks, said = ids.split(max(1, CHUNK // len(ids)), dim=1), time.perf_counter()
+        for number, chunk in enumerate(chunks, 1):
             session.forward(chunk, Moment.CONTEXT_CHUNK)
+            if time.perf_counter() - said > PATIENCE:
+                said = time.perf_counter()
+                say(f"head profile: {number} of {len(chunks)} chunks; later ones take longer")
         queries = len(ids) * (COPIES - 1) * tokens
         found = {
             name: tuple(
