@@ -8,6 +8,7 @@ results, and does not repeat finished runs:
     kvbench sweep scripts/sweeps/smollm2.toml --workers 2 --share-prefill
     kvbench sweep scripts/sweeps/smollm2_tasks.toml --workers 2
     kvbench sweep scripts/sweeps/smollm2_lossless.toml --share-prefill
+    kvbench sweep scripts/sweeps/smollm2_text.toml --share-prefill
     kvbench sweep scripts/sweeps/qwen.toml --share-prefill
     python scripts/show_results.py
 """
@@ -23,6 +24,7 @@ from statistics import fmean
 import vl_convert
 
 from kvbench.analysis.load import load_run
+from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import fill_full_reads, read_share, stored_share
 from kvbench.registry import find_method
 from kvbench.report.charts import COSTS, Cost, draw_cost
@@ -34,7 +36,9 @@ from kvbench.runs.results import Result
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 MINI, SMOLLM2, SMOLLM2_TASKS = (RESULTS / x for x in ("cpu-2-cores", "smollm2-135m", "smollm2-135m-tasks"))
-LOSSLESS, QWEN = RESULTS / "smollm2-135m-lossless", RESULTS / "qwen2.5-coder-1.5b"
+LOSSLESS, TEXT, QWEN = (
+    RESULTS / x for x in ("smollm2-135m-lossless", "smollm2-135m-text", "qwen2.5-coder-1.5b")
+)
 PICTURES = ROOT / "docs"
 MINI_PAGE, SMOLLM2_PAGE, QWEN_PAGE = (PICTURES / f"results{x}.md" for x in ("", "-smollm2", "-qwen"))
 README = ROOT / "README.md"
@@ -157,6 +161,19 @@ def real_table(results: Sequence[Result], names: Sequence[str] | None = None) ->
         scores = (score(cells[x]) if x in cells else "not run" for x in columns)
         shown.append((name, f"{ratio(first):.1%}", read(first), *scores, agreement))
     return table(("method", "stored", "read", *titles, "top-1"), shown)
+
+
+def text_table(results: Sequence[Result]) -> str:
+    """One line per method on real text: the closest to the full cache first."""
+    rows = []
+    for x in sorted(results, key=lambda x: 0.0 if x.agreement is None else x.agreement.kl):
+        metric = Metric.of(x.score)
+        assert x.score.mean is not None, x.run_id
+        assert x.score.ci95 is not None, x.run_id
+        shown = f"{metric.write(x.score.mean)} {metric.write_interval(x.score.ci95)}"
+        agreement = ("-", "-") if x.agreement is None else (f"{x.agreement.top1:.3f}", f"{x.agreement.kl:.3f}")
+        rows.append((x.method.name, f"{ratio(x):.1%}", read(x), shown, *agreement))
+    return table(("method", "stored", "read", "perplexity", "top-1", "KL, nats"), rows)
 
 
 def lossless_table() -> str:
@@ -282,15 +299,16 @@ def all_tables(results: Sequence[Result]) -> str:
 
 def make_texts() -> dict[Path, dict[str, str]]:
     """The text between the markers of each file."""
-    mini, smollm2, tasks = (read_results(x) for x in (MINI, SMOLLM2, SMOLLM2_TASKS))
+    mini, smollm2, tasks, qwen = (read_results(x) for x in (MINI, SMOLLM2, SMOLLM2_TASKS, QWEN))
     return {
         README: {"table": real_table(smollm2, IN_README)},
         MINI_PAGE: {"source": describe(mini), "quarter": mini_table(mini), "tables": all_tables(mini)},
         SMOLLM2_PAGE: {
             "source": describe_real(smollm2), "methods": real_table(smollm2),
-            "lossless": lossless_table(),
+            "text": text_table(read_results(TEXT)), "lossless": lossless_table(),
             "tasks": task_table([x for x in tasks if x.method.name == "full"]),
         },
+        QWEN_PAGE: {"source": describe_real(qwen), "methods": real_table(qwen)},
     }
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvbench.kernels.cast_attention import cast_partial
+from kvbench.kernels.cast_attention import cast_partial, naive
 from kvbench.kernels.choice import using
-from kvbench.kernels.dense_attention import naive
 from kvbench.kernels.ragged_attention import dense_partial, merge_partials
 
 GQA, ENTRIES, SEEN = (6, 2), 37, 50
@@ -38,13 +37,10 @@ def both(query, keys, values, tail_keys, tail_values, *, factors, sinks=None, **
     return merge_partials(parts, sinks)
 
 
-def reference(query, keys, values, tail_keys, tail_values, *, factors, **options):
-    """Dense attention over the numbers times their factors, and the tail, in float64."""
-    whole = []
-    for casts, factor, tail in ((keys, factors[0], tail_keys), (values, factors[1], tail_values)):
-        numbers = casts.contiguous().view(torch.float8_e4m3fn).double()
-        whole.append(torch.cat([numbers * (1 if factor is None else factor.double()[:, None, None]), tail.double()], 2))
-    return naive.dense_attention(query.double(), *whole, **{**options, "seen": ENTRIES + tail_keys.shape[2]})
+def reference(query, keys, values, tail_keys, tail_values, *, factors, seen, **options):
+    """The reference implementation of `both`."""
+    del seen  # positions count from the first entry
+    return naive.cast_attention(query, keys, values, *factors, tail_keys, tail_values, **options)
 
 
 def as_tensors(factors):
@@ -78,7 +74,8 @@ def test_every_number_is_read(implementation, triton):
     keys, values = torch.zeros(1, 1, 1, 16, dtype=torch.uint8), bytes_.view(1, 1, 1, 256)
     with using(implementation):
         found = cast_partial(*triton([torch.ones(1, 1, 1, 16), keys, values]), None, None, scale=1.0, seen=2)
-    wanted = bytes_.view(torch.float8_e4m3fn).float()
+    wanted = naive.read(bytes_).float()
+    torch.testing.assert_close(wanted, bytes_.view(torch.float8_e4m3fn).float(), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(found.output.cpu().flatten(), wanted, rtol=0, atol=0, equal_nan=True)
 
 
@@ -92,6 +89,6 @@ def test_triton_at_full_size(precision, triton, error, allowed):
     )
     options = {"scale": 128**-0.5, "seen": 6001}
     found = cast_partial(*triton([query, keys, values]), None, None, **options).output
-    numbers = [x.view(torch.float8_e4m3fn).double() for x in (keys, values)]
-    wanted = naive.dense_attention(query.double(), *numbers, scale=128**-0.5, seen=6000)
+    none = torch.zeros(1, 8, 0, 128)
+    wanted = naive.cast_attention(query, keys, values, None, None, none, none, scale=128**-0.5)
     assert error(found.cpu(), wanted) < allowed[precision]
