@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -105,9 +106,10 @@ class FrontPage:
         self.examples = {x.key: x.example for x in self.guide.protocols}
         examples = list(self.examples.values())
         bundled = set(list_models())  # small ones, trained on the tasks: after all others
-        self.models = list(dict.fromkeys(
-            x.model.id for x in sorted(examples, key=lambda x: (x.model.kind, x.model.id in bundled, x.model.id))
-        ))
+        runs = Counter(row.result.model.id for x in self.groups for row in x.rows)
+        self.models = list(dict.fromkeys(x.model.id for x in sorted(
+            examples, key=lambda x: (x.model.kind, x.model.id in bundled, -runs[x.model.id], x.model.id)
+        )))
         self.turns = _list_turns(examples)
         self.tasks = [None, *sorted({x.task.name for x in examples})]
         axes = {axis for x in examples for axis in _list_axes(x)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvbench.leaderboard.site.guide import FrontPage
 from kvbench.leaderboard.site.listed import read_listed
 from kvbench.leaderboard.site.tables import TRAINED, UNRANKED, make_groups
 from kvbench.leaderboard.submission.records import Check
@@ -54,6 +55,17 @@ def test_runs_of_one_protocol_share_a_table(results):
     assert group.usual_machine == "AMD EPYC, 1 thread"
     assert len(group.tables) == 1
     assert ranks(group) == {"snapkv": (1, True), "h2o": (1, True)}
+
+
+def test_the_model_with_the_most_runs_is_first(results):
+    """The first page opens with it, and bundled models come after all others."""
+    for model, methods in (("a", ("snapkv",)), ("b", ("snapkv", "h2o")), ("mini", ("snapkv", "h2o", "tova"))):
+        for method in methods:
+            def edit(result, lines, model=model):
+                result["model"].update(id=model, sha256=model.rjust(64, "0"))
+
+            results.add(f"{model}-{method}", method=method, edit=edit)
+    assert FrontPage(read_groups(results)).models == ["b", "a", "mini"]
 
 
 def test_stored_and_read_bytes_are_ranked_separately(results):
