@@ -22,7 +22,7 @@ def cast_partial(
     parts = []
     for b, queries in enumerate(query[:, None]):  # [1, H_q, T, D]
         for h, grouped in enumerate(queries.chunk(kv_heads, 1)):
-            key, value = (_convert(x[b, h], _of_head(factor, h)).to(query.dtype)
+            key, value = ((from_e4m3(x[b, h]) * _of_head(factor, h)).to(query.dtype)
                           for x, factor in ((keys, key_scale), (values, value_scale)))
             parts.append(ragged_partial(
                 grouped, key, value, query.new_empty(0), [count], scale=scale, seen=seen, window=window, positions=at,
@@ -33,9 +33,9 @@ def cast_partial(
     return Partial(output.view(batch, heads, *output.shape[2:]), lse.view(batch, heads, -1))
 
 
-def _convert(numbers: Tensor, factor: Tensor | float) -> Tensor:
-    """Numbers times their factor. [n, D] uint8 -> float32"""
-    return numbers.contiguous().view(torch.float8_e4m3fn).float() * factor
+def from_e4m3(x: Tensor) -> Tensor:
+    """The numbers of bytes. float32"""
+    return x.contiguous().view(torch.float8_e4m3fn).float()
 
 
 def _of_head(factor: Tensor | None, head: int) -> Tensor | float:

@@ -74,9 +74,7 @@ def attend(
     """
     batch, heads, n_query, width = query.shape
     value_width, group, n_head = values.shape[-1], heads // kv_heads, batch * kv_heads
-    block_m, block_n, stages, warps = _blocks(
-        group * n_query, width, value_width, max(query.itemsize, keys.itemsize)
-    )
+    block_m, block_n, stages, warps = _blocks(group * n_query, width, value_width, query.itemsize)
     query_blocks = triton.cdiv(group * n_query, block_m)
     n_key = keys.shape[-2]
     split = tile_entries(

@@ -105,8 +105,3 @@ class ScaledCoder(Coder):
 def to_e4m3(x: Tensor) -> Tensor:
     """Round to the nearest 8-bit number of 4 exponent and 3 mantissa bits; beyond 448, to 448. As bytes, uint8"""
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
-
-
-def from_e4m3(x: Tensor) -> Tensor:
-    """The numbers of bytes. float32"""
-    return x.contiguous().view(torch.float8_e4m3fn).float()

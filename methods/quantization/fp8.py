@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from kvbench.kernels.cast_attention.torch import from_e4m3
 from kvbench.method import BudgetKind, Card
-from kvbench.methods.quantization.casts import E4M3_MAX, CastMethod, ScaledCoder, Scaling, from_e4m3, to_e4m3
+from kvbench.methods.quantization.casts import E4M3_MAX, CastMethod, ScaledCoder, Scaling, to_e4m3
 from kvbench.store.coders import Coder, Parts
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import UserError
+from kvbench.kernels.cast_attention.torch import from_e4m3
 from kvbench.kernels.pack import pack, packed_width, unpack
 from kvbench.method import Budget, BudgetKind, Card, Shape
-from kvbench.methods.quantization.casts import E4M3_MAX, CastMethod, ScaledCoder, from_e4m3, to_e4m3
+from kvbench.methods.quantization.casts import E4M3_MAX, CastMethod, ScaledCoder, to_e4m3
 from kvbench.store.coders import Coder, Parts
 from kvbench.techniques.codebooks import midpoints
 

@@ -10,7 +10,8 @@ import torch
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import tiny_model
-from kvbench.methods.quantization.casts import from_e4m3, to_e4m3
+from kvbench.kernels.cast_attention.torch import from_e4m3
+from kvbench.methods.quantization.casts import to_e4m3
 from kvbench.methods.quantization.fp8 import Fp8, Fp8Coder
 from kvbench.methods.quantization.nvfp4 import MAGNITUDES, Nvfp4, Nvfp4Coder, round_to_e2m1
 
