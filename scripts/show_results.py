@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
+import torch
 import vl_convert
 
 from kvbench.analysis.load import load_run
@@ -29,6 +30,7 @@ from kvbench.analysis.shares import fill_full_reads, read_share, stored_share
 from kvbench.registry import find_method
 from kvbench.report.charts import COSTS, Cost, draw_cost
 from kvbench.report.group import GroupedRun, label_results
+from kvbench.reproduce.findings.numbers import spearman
 from kvbench.runs.files import read_file, read_lines
 from kvbench.runs.journal import Line
 from kvbench.runs.results import Result
@@ -176,6 +178,19 @@ def text_table(results: Sequence[Result]) -> str:
     return table(("method", "stored", "read", "perplexity", "top-1", "KL, nats"), rows)
 
 
+def compare_text(text: Sequence[Result], needles: Sequence[Result]) -> str:
+    """The rank correlation of agreement on text with accuracy, over methods under the same settings."""
+    def key(x: Result) -> tuple[str, str, str | None]:
+        return x.method.name, str(x.method.settings), x.budget.asked
+
+    scores = {key(x): x.score.mean for x in needles if x.visibility == "hidden"}
+    pairs = [(x.agreement.kl, scores[key(x)]) for x in text if x.agreement is not None]
+    return (
+        f"\nOver {len(pairs)} methods, Spearman's rank correlation of this KL and the accuracy above is "
+        f"{float(spearman(*torch.tensor(pairs).T)):.2f}.\n"
+    )
+
+
 def lossless_table() -> str:
     """Drafted and accepted tokens of each lossless method, and its answers next to the full cache's."""
     runs = [(read_file(x, Result), read_lines(x.with_name("samples.jsonl"))) for x in LOSSLESS.glob("*/result.json")]
@@ -299,13 +314,13 @@ def all_tables(results: Sequence[Result]) -> str:
 
 def make_texts() -> dict[Path, dict[str, str]]:
     """The text between the markers of each file."""
-    mini, smollm2, tasks, qwen = (read_results(x) for x in (MINI, SMOLLM2, SMOLLM2_TASKS, QWEN))
+    mini, smollm2, tasks, text, qwen = (read_results(x) for x in (MINI, SMOLLM2, SMOLLM2_TASKS, TEXT, QWEN))
     return {
         README: {"table": real_table(smollm2, IN_README)},
         MINI_PAGE: {"source": describe(mini), "quarter": mini_table(mini), "tables": all_tables(mini)},
         SMOLLM2_PAGE: {
             "source": describe_real(smollm2), "methods": real_table(smollm2),
-            "text": text_table(read_results(TEXT)), "lossless": lossless_table(),
+            "text": text_table(text) + compare_text(text, smollm2), "lossless": lossless_table(),
             "tasks": task_table([x for x in tasks if x.method.name == "full"]),
         },
         QWEN_PAGE: {"source": describe_real(qwen), "methods": real_table(qwen)},
