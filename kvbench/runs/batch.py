@@ -80,7 +80,7 @@ def run_batch(
     done = [run_one(job, x, shared) for x in group] if found is None else [(lines, None) for lines in found]
     tokens = different = None
     if compare and size > 1:
-        tokens, different = count_different(done[0][0], run_one(job, group[0], shared)[0])
+        tokens, different = count_different(done[0][0], run_one(job, group[0], shared, agreement=False)[0])
     seconds = (time.perf_counter() - begun) / sum(len(lines) for lines, _ in done)
     marked: list[tuple[list[Line], SampleFailedError | None]] = []
     for place, (lines, failure) in enumerate(done):
@@ -107,11 +107,13 @@ def _run_together(job: Job, group: Sequence[Made], shared: SharedPrefill | None)
         return None
 
 
-def run_one(job: Job, made: Made, shared: SharedPrefill | None) -> tuple[list[Line], SampleFailedError | None]:
+def run_one(
+    job: Job, made: Made, shared: SharedPrefill | None, *, agreement: bool = True
+) -> tuple[list[Line], SampleFailedError | None]:
     """Run one sample, one question at a time. Returns its lines and its failure."""
     try:
         if job.model.masking is None:
-            return run_sample(job, *made, shared), None
+            return run_sample(job, *made, shared, agreement=agreement), None
         return fill_sample(job, *made), None
     except SampleFailedError as failure:
         return failure.lines, failure

@@ -44,11 +44,13 @@ class Timer:
 
 
 def run_sample(
-    job: Job, index: int, example: Example, encoded: Encoded, shared: SharedPrefill | None = None
+    job: Job, index: int, example: Example, encoded: Encoded, shared: SharedPrefill | None = None, *,
+    agreement: bool = True,
 ) -> list[Line]:
     """Run a sample, one question at a time, and return its journal lines.
 
     shared: the prefills that this run shares with others on the same contexts; a sample that takes one has no times.
+    agreement: whether the method is compared with the full cache on the reference answers.
 
     Raises:
         SampleFailedError: a turn raised.
@@ -57,11 +59,11 @@ def run_sample(
     begun = time.perf_counter()
     started = datetime.now(UTC).isoformat(timespec="seconds")
     try:
-        return finish(converse(job, index, example, encoded, shared, lines))
+        return finish(converse(job, index, example, encoded, shared, lines, agreement=agreement))
     except InexactPrefillError as error:
         assert shared is not None
         shared.refuse(job.spec, str(error))
-        return run_sample(job, index, example, encoded)
+        return run_sample(job, index, example, encoded, agreement=agreement)
     except FileTierError:
         raise  # the sample did not fail: it can be run again
     except Exception as error:
@@ -73,7 +75,7 @@ def run_sample(
 
 def converse(
     job: Job, index: int, example: Example, encoded: Encoded, shared: SharedPrefill | None = None,
-    lines: list[Line] | None = None, width: int = 1,
+    lines: list[Line] | None = None, width: int = 1, *, agreement: bool = True,
 ) -> Passes[list[Line]]:
     """The passes of a sample after its prefill, which is run at once. Returns its journal lines.
 
@@ -87,7 +89,7 @@ def converse(
     method = job.method.fit(job.budget, model.shape(len(encoded.context) + len(visible)))
     capacity = find_capacity(encoded, spec, limits)
     check_capacity(job, capacity)
-    compares = not (model.random or method.is_exact)
+    compares = agreement and not (model.random or method.is_exact)
     reuse = None
     if method.reads_parts:
         reuse = Reuse(
