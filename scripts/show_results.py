@@ -46,7 +46,7 @@ MINI_PAGE, SMOLLM2_PAGE, QWEN_PAGE = (PICTURES / f"results{x}.md" for x in ("", 
 README = ROOT / "README.md"
 ANCHORS = ("full", "full-int8")
 SEEN = {"hidden": "question hidden", "first-turn": "first of five questions visible"}
-QUARTER = "25%"
+QUARTER, HALF = "25%", "50%"
 Cell = tuple[str, int, str]
 """Task, length in tokens, visibility."""
 IN_README = ("full", "random", "h2o", "snapkv", "kvzip", "shadowkv", "kivi, 4/4 bits", "kivi, 2/2 bits")
@@ -119,11 +119,11 @@ def page_table(results: Sequence[Result]) -> str:
     return table(header, rows)
 
 
-def group_quarter(results: Sequence[Result]) -> dict[str, dict[Cell, Result]]:
-    """Runs at 25 % or at the method's fixed size, by method and cell."""
+def group_cells(results: Sequence[Result], budget: str = QUARTER) -> dict[str, dict[Cell, Result]]:
+    """Runs with this budget or at the method's fixed size, by method and cell."""
     groups: dict[str, dict[Cell, Result]] = {}
     for x in results:
-        if x.budget.asked in (None, QUARTER):
+        if x.budget.asked in (None, budget):
             name = x.method.name if x.budget.asked or setting(x) == "-" else f"{x.method.name}, {setting(x)}"
             groups.setdefault(name, {})[cell_of(x)] = x
     return groups
@@ -138,7 +138,7 @@ def mini_table(results: Sequence[Result]) -> str:
     """One line per method of the bundled model, at 25 % or at its fixed size."""
     shown = []
     (task,) = {x.task.name for x in results}
-    for name, cells in group_quarter(results).items():
+    for name, cells in group_cells(results).items():
         short, long, seen = (
             cells.get((task, *x)) for x in ((1024, "hidden"), (2048, "hidden"), (2048, "first-turn"))
         )
@@ -153,7 +153,7 @@ def mini_table(results: Sequence[Result]) -> str:
 
 def real_table(results: Sequence[Result], names: Sequence[str] | None = None) -> str:
     """One line per method of a real model, one column per cell; with names, these in their order."""
-    groups, columns = group_quarter(results), sorted({cell_of(x) for x in results})
+    groups, columns = group_cells(results), sorted({cell_of(x) for x in results})
     titles = [f"question {x[2]}" if len({y[0] for y in columns}) == 1 else f"{x[0]}, {x[2]}" for x in columns]
     shown = []
     for name in names or groups:
@@ -163,6 +163,17 @@ def real_table(results: Sequence[Result], names: Sequence[str] | None = None) ->
         scores = (score(cells[x]) if x in cells else "not run" for x in columns)
         shown.append((name, f"{ratio(first):.1%}", read(first), *scores, agreement))
     return table(("method", "stored", "read", *titles, "top-1"), shown)
+
+
+def condition_table(results: Sequence[Result]) -> str:
+    """Accuracy by budget and visibility of the methods that have such runs; a dash where a method takes no budget."""
+    quarter, half = group_cells(results), group_cells([x for x in results if x.budget.asked == HALF], HALF)
+    rows = []
+    for name, runs in quarter.items():
+        seen, larger = ({cell[2]: score(x) for cell, x in y.items()} for y in (runs, half.get(name, {})))
+        if "visible" in seen:
+            rows.append((name, seen["hidden"], larger.get("hidden", "-"), seen["visible"]))
+    return table(("method", "hidden, 25%", "hidden, 50%", "visible, 25%"), rows)
 
 
 def text_table(results: Sequence[Result]) -> str:
@@ -315,11 +326,12 @@ def all_tables(results: Sequence[Result]) -> str:
 def make_texts() -> dict[Path, dict[str, str]]:
     """The text between the markers of each file."""
     mini, smollm2, tasks, text, qwen = (read_results(x) for x in (MINI, SMOLLM2, SMOLLM2_TASKS, TEXT, QWEN))
+    hidden = [x for x in smollm2 if x.visibility == "hidden"]
     return {
         README: {"table": real_table(smollm2, IN_README)},
         MINI_PAGE: {"source": describe(mini), "quarter": mini_table(mini), "tables": all_tables(mini)},
         SMOLLM2_PAGE: {
-            "source": describe_real(smollm2), "methods": real_table(smollm2),
+            "source": describe_real(smollm2), "methods": real_table(hidden), "conditions": condition_table(smollm2),
             "text": text_table(text) + compare_text(text, smollm2), "lossless": lossless_table(),
             "tasks": task_table([x for x in tasks if x.method.name == "full"]),
         },
