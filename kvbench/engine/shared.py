@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvbench.step import Step
 
 SHARE_OF_MEMORY = 0.25
-"""Most of the free memory that recordings may take."""
+"""Most of the memory that is free before the first recording that all recordings may take."""
 
 
 class RecordingSession(Session):
@@ -58,6 +58,7 @@ class SharedPrefill:
         self._proven: set[str] = set()
         self._alone: set[str] = set()
         self._kept = 1
+        self._limit: int | None = None
         self._warned = False
 
     def keep(self, contexts: int, model: Model, tokens: int) -> int:
@@ -91,7 +92,11 @@ class SharedPrefill:
 
     def _room(self, model: Model) -> int:
         """Bytes that all recordings may take."""
-        return int(SHARE_OF_MEMORY * (free_bytes(model.device.type) + self._bytes))
+        # Found once: the caches of a batch are no reason to free recordings that the next method takes in the same
+        # order, since each would then be freed just before it is taken.
+        if self._limit is None:
+            self._limit = int(SHARE_OF_MEMORY * free_bytes(model.device.type))
+        return self._limit
 
     def _make_room(self, model: Model, need: int, tokens: int) -> bool:
         """Free recordings, those first that were taken longest ago. False: another one does not even fit alone."""

@@ -151,6 +151,18 @@ def test_a_shared_prefill_and_a_batch_go_together(model_folder, tmp_path, monkey
         assert tokens == [(x.ids, x.score, x.bytes, x.effect) for x in alone[name][1]]
 
 
+def test_memory_that_a_batch_takes_frees_no_recording(model_folder, tmp_path, monkeypatch):
+    """Each context is run once, though less memory is free after the first recording."""
+    made, record_really = [], sharing.record
+    free = iter([10**9])
+    monkeypatch.setattr(sharing, "free_bytes", lambda _: next(free, 1000))
+    monkeypatch.setattr(sharing, "record", lambda *x, **y: made.append(x[1]) or record_really(*x, **y))
+    options = {"mode": "multi-request", "turns": 3, "batch": "6"}
+    cells = make_cells(["h2o", "snapkv"], tmp_path, model_folder, **options)
+    assert [x.status for x in run_group(cells, ModelCache(), lambda *_: None)] == ["ok"] * 2
+    assert len(made) == 2
+
+
 @pytest.mark.parametrize(("methods", "mode", "chunk"), [
     (FEW, "single", 70), pytest.param(METHODS, "single", None, marks=pytest.mark.slow),
     pytest.param(METHODS, "multi-turn", 70, marks=pytest.mark.slow),
