@@ -52,6 +52,13 @@ Cell = tuple[str, int, str]
 IN_README = ("full", "random", "h2o", "snapkv", "kvzip", "shadowkv", "kivi, 4/4 bits", "kivi, 2/2 bits")
 IN_ONE_BLOCK = ("0b8334c74ef9", "a731f91b7a14")
 """Commits at which reference answers were forced in one block, also where methods drop or round rows in every step."""
+WINDOW = 32
+"""Tokens of the observation window in the default settings of WINDOWED."""
+WINDOWED = (
+    "snapkv", "snapkv+adakv", "pyramidkv", "cake", "criticalkv", "dapq", "defensivekv", "finch", "r-kv", "chunkkv",
+    "compresskv", "windowkv", "layer-defensivekv", "keydiff", "random",
+)
+"""Evictions that score entries by the attention of the last tokens; the last three for comparison."""
 
 
 def read_results(folder: Path) -> list[Result]:
@@ -124,9 +131,16 @@ def group_cells(results: Sequence[Result], budget: str = QUARTER) -> dict[str, d
     groups: dict[str, dict[Cell, Result]] = {}
     for x in results:
         if x.budget.asked in (None, budget):
-            name = x.method.name if x.budget.asked or setting(x) == "-" else f"{x.method.name}, {setting(x)}"
-            groups.setdefault(name, {})[cell_of(x)] = x
+            groups.setdefault(name_method(x), {})[cell_of(x)] = x
     return groups
+
+
+def name_method(result: Result) -> str:
+    """The method, with the bits that come to its size and other settings that are not its defaults."""
+    kind, settings = find_method(result.method.name), result.method.settings
+    changed = [f"{x} {y}" for x, y in settings.items() if not x.endswith("_bits") and getattr(kind, x) != y]
+    bits = [] if result.budget.asked or setting(result) == "-" else [setting(result)]
+    return ", ".join([result.method.name, *bits, *changed])
 
 
 def cell_of(result: Result) -> Cell:
@@ -172,8 +186,37 @@ def condition_table(results: Sequence[Result]) -> str:
     for name, runs in quarter.items():
         seen, larger = ({cell[2]: score(x) for cell, x in y.items()} for y in (runs, half.get(name, {})))
         if "visible" in seen:
-            rows.append((name, seen["hidden"], larger.get("hidden", "-"), seen["visible"]))
+            none = "not run" if "hidden" not in seen else "-"
+            rows.append((name, seen.get("hidden", none), larger.get("hidden", none), seen["visible"]))
     return table(("method", "hidden, 25%", "hidden, 50%", "visible, 25%"), rows)
+
+
+def window_table() -> str:
+    """Hidden questions about contexts that have a number in the observation window, and about the others."""
+    header, rows = ["method"], [[name] for name in WINDOWED]
+    for title, folder in (("Qwen2.5-Coder-1.5B", QWEN), ("SmolLM2-135M", SMOLLM2)):
+        header += [f"{title}, in the window", "not in the window"]
+        for row in rows:
+            (run,) = (
+                x.parent for x in folder.glob(f"{row[0]}-niah_multikey_1-*/result.json")
+                if (y := read_file(x, Result)).visibility == "hidden" and y.budget.asked == QUARTER
+            )
+            row.extend(split_by_window(read_lines(run / "samples.jsonl")))
+    return table(header, rows)
+
+
+def split_by_window(lines: Sequence[Line]) -> list[str]:
+    """Right answers about contexts whose last number begins in the observation window, and about the others."""
+    near = set()
+    for x in lines:
+        depths = x.facts.get("depths")
+        if isinstance(depths, list) and (1 - max(depths)) * x.tokens.context <= WINDOW:
+            near.add(x.index)
+    shown = []
+    for side in (True, False):
+        scores = [x.score for x in lines if (x.index in near) == side]
+        shown.append(f"{sum(x == 1 for x in scores)} of {len(scores)}")
+    return shown
 
 
 def text_table(results: Sequence[Result]) -> str:
@@ -335,7 +378,7 @@ def make_texts() -> dict[Path, dict[str, str]]:
             "text": text_table(text) + compare_text(text, smollm2), "lossless": lossless_table(),
             "tasks": task_table([x for x in tasks if x.method.name == "full"]),
         },
-        QWEN_PAGE: {"source": describe_real(qwen), "methods": real_table(qwen)},
+        QWEN_PAGE: {"source": describe_real(qwen), "methods": real_table(qwen), "window": window_table()},
     }
 
 
