@@ -156,10 +156,10 @@ def test_an_interrupted_suite_resumes(kvbench, suite, options, monkeypatch, tmp_
     """Ctrl-C keeps finished samples and writes no suite.json; the same command completes it."""
     run_sample, calls = sample.run_sample, itertools.count()
 
-    def interrupted(*args):
+    def interrupted(*args, **options):
         if next(calls) == 5:
             raise KeyboardInterrupt
-        return run_sample(*args)
+        return run_sample(*args, **options)
 
     monkeypatch.setattr("kvbench.runs.batch.run_sample", interrupted)
     answer = kvbench("run", "--suite", suite(), "--method", LAST, *options)

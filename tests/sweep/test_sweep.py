@@ -296,10 +296,10 @@ def test_an_interrupted_sweep_resumes(kvbench, sweep, monkeypatch):
     path, run_sample = sweep(f"{LAST_GRID}seed = [1, 2]\n"), sample.run_sample
     calls = itertools.count()
 
-    def interrupted(*args):
+    def interrupted(*args, **options):
         if next(calls) == 6:
             raise KeyboardInterrupt
-        return run_sample(*args)
+        return run_sample(*args, **options)
 
     monkeypatch.setattr("kvbench.runs.batch.run_sample", interrupted)
     answer = kvbench("sweep", path, "--json")
