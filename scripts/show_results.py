@@ -53,12 +53,13 @@ IN_README = ("full", "random", "h2o", "snapkv", "kvzip", "shadowkv", "kivi, 4/4 
 IN_ONE_BLOCK = ("0b8334c74ef9", "a731f91b7a14")
 """Commits at which reference answers were forced in one block, also where methods drop or round rows in every step."""
 WINDOW = 32
-"""Tokens of the observation window in the default settings of WINDOWED."""
+"""Tokens of SnapKV's observation window, and of most of WINDOWED with their default settings."""
 WINDOWED = (
     "snapkv", "snapkv+adakv", "pyramidkv", "cake", "criticalkv", "dapq", "defensivekv", "finch", "r-kv", "chunkkv",
     "compresskv", "windowkv", "layer-defensivekv", "keydiff", "random",
 )
-"""Evictions that score entries by the attention of the last tokens; the last three for comparison."""
+"""Evictions that score entries by the attention of the last tokens, or of pseudo tokens after them (DapQ); the last
+three are for comparison."""
 
 
 def read_results(folder: Path) -> list[Result]:
@@ -191,17 +192,16 @@ def condition_table(results: Sequence[Result]) -> str:
     return table(("method", "hidden, 25%", "hidden, 50%", "visible, 25%"), rows)
 
 
-def window_table() -> str:
+def window_table(runs: Mapping[Path, Sequence[Result]]) -> str:
     """Hidden questions about contexts that have a number in the observation window, and about the others."""
     header, rows = ["method"], [[name] for name in WINDOWED]
-    for title, folder in (("Qwen2.5-Coder-1.5B", QWEN), ("SmolLM2-135M", SMOLLM2)):
-        header += [f"{title}, in the window", "not in the window"]
+    for folder, results in runs.items():
+        header += [f"{folder.name}, in the window", "not in the window"]
+        asked = [x for x in results if (x.task.name, x.visibility) == ("niah_multikey_1", "hidden")]
+        groups = group_cells(asked)
         for row in rows:
-            (run,) = (
-                x.parent for x in folder.glob(f"{row[0]}-niah_multikey_1-*/result.json")
-                if (y := read_file(x, Result)).visibility == "hidden" and y.budget.asked == QUARTER
-            )
-            row.extend(split_by_window(read_lines(run / "samples.jsonl")))
+            (result,) = groups[row[0]].values()
+            row.extend(split_by_window(read_lines(folder / result.run_id / "samples.jsonl")))
     return table(header, rows)
 
 
@@ -378,7 +378,10 @@ def make_texts() -> dict[Path, dict[str, str]]:
             "text": text_table(text) + compare_text(text, smollm2), "lossless": lossless_table(),
             "tasks": task_table([x for x in tasks if x.method.name == "full"]),
         },
-        QWEN_PAGE: {"source": describe_real(qwen), "methods": real_table(qwen), "window": window_table()},
+        QWEN_PAGE: {
+            "source": describe_real(qwen), "methods": real_table(qwen),
+            "window": window_table({QWEN: qwen, SMOLLM2: smollm2}),
+        },
     }
 
 

@@ -79,7 +79,7 @@ def converse(
 ) -> Passes[list[Line]]:
     """The passes of a sample after its prefill, which is run at once. Returns its journal lines.
 
-    lines: where lines are put as turns end. width: questions whose answers run together.
+    lines: where lines are put as turns end. width: questions whose answers run together. agreement: as in run_sample.
     """
     spec, model, device = job.spec, job.model, job.model.device
     lines = [] if lines is None else lines
