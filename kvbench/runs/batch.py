@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice, zip_longest
 from typing import TYPE_CHECKING
 
@@ -67,8 +68,8 @@ def run_batch(
 ) -> list[tuple[list[Line], SampleFailedError | None]]:
     """Run samples together. Returns the lines of each, without times, and its failure.
 
-    If one raises, each is run alone, so that it fails alone. compare: answer the first sample's questions one at a
-    time, too, and count the tokens that differ.
+    If one raises, each is run alone, so that it fails alone. compare: answer the first question alone, too, and count
+    the tokens that differ.
     """
     begun = time.perf_counter()
     alone = describe_alone(job.method)
@@ -80,7 +81,8 @@ def run_batch(
     done = [run_one(job, x, shared) for x in group] if found is None else [(lines, None) for lines in found]
     tokens = different = None
     if compare and size > 1:
-        tokens, different = count_different(done[0][0], run_one(job, group[0], shared, agreement=False)[0])
+        lines, _ = run_one(job, cut_to_first(group[0]), shared, agreement=False)
+        tokens, different = count_different(done[0][0][:1], lines)
     seconds = (time.perf_counter() - begun) / sum(len(lines) for lines, _ in done)
     marked: list[tuple[list[Line], SampleFailedError | None]] = []
     for place, (lines, failure) in enumerate(done):
@@ -117,6 +119,12 @@ def run_one(
         return fill_sample(job, *made), None
     except SampleFailedError as failure:
         return failure.lines, failure
+
+
+def cut_to_first(made: Made) -> Made:
+    """A sample with its first question only."""
+    index, example, encoded = made
+    return index, replace(example, turns=example.turns[:1]), replace(encoded, turns=encoded.turns[:1])
 
 
 def count_different(ours: Sequence[Line], theirs: Sequence[Line]) -> tuple[int, int]:

@@ -218,7 +218,8 @@ class BatchLine(Record):
     alone: str | None = None
     """Why they were decoded one at a time instead; None: they were not."""
     tokens: int | None = None
-    """Tokens of the sample that were compared with answers decoded one at a time; in 16 bits, on the first sample."""
+    """Tokens of the first answer, compared with the same answer decoded alone; in 16 bits, on the first sample. Earlier
+    versions compared all answers of that sample."""
     different: int | None = None
     """How many of them differ."""
 
