@@ -52,14 +52,6 @@ Cell = tuple[str, int, str]
 IN_README = ("full", "random", "h2o", "snapkv", "kvzip", "shadowkv", "kivi, 4/4 bits", "kivi, 2/2 bits")
 IN_ONE_BLOCK = ("0b8334c74ef9", "a731f91b7a14")
 """Commits at which reference answers were forced in one block, also where methods drop or round rows in every step."""
-WINDOW = 32
-"""Tokens of SnapKV's observation window, and of most of WINDOWED with their default settings."""
-WINDOWED = (
-    "snapkv", "snapkv+adakv", "pyramidkv", "cake", "criticalkv", "dapq", "defensivekv", "finch", "r-kv", "chunkkv",
-    "compresskv", "windowkv", "layer-defensivekv", "keydiff", "random",
-)
-"""Evictions that score entries by the attention of the last tokens, or of pseudo tokens after them (DapQ); the last
-three are for comparison."""
 
 
 def read_results(folder: Path) -> list[Result]:
@@ -190,33 +182,6 @@ def condition_table(results: Sequence[Result]) -> str:
             none = "not run" if "hidden" not in seen else "-"
             rows.append((name, seen.get("hidden", none), larger.get("hidden", none), seen["visible"]))
     return table(("method", "hidden, 25%", "hidden, 50%", "visible, 25%"), rows)
-
-
-def window_table(runs: Mapping[Path, Sequence[Result]]) -> str:
-    """Hidden questions about contexts that have a number in the observation window, and about the others."""
-    header, rows = ["method"], [[name] for name in WINDOWED]
-    for folder, results in runs.items():
-        header += [f"{folder.name}, in the window", "not in the window"]
-        asked = [x for x in results if (x.task.name, x.visibility) == ("niah_multikey_1", "hidden")]
-        groups = group_cells(asked)
-        for row in rows:
-            (result,) = groups[row[0]].values()
-            row.extend(split_by_window(read_lines(folder / result.run_id / "samples.jsonl")))
-    return table(header, rows)
-
-
-def split_by_window(lines: Sequence[Line]) -> list[str]:
-    """Right answers about contexts whose last number begins in the observation window, and about the others."""
-    near = set()
-    for x in lines:
-        depths = x.facts.get("depths")
-        if isinstance(depths, list) and (1 - max(depths)) * x.tokens.context <= WINDOW:
-            near.add(x.index)
-    shown = []
-    for side in (True, False):
-        scores = [x.score for x in lines if (x.index in near) == side]
-        shown.append(f"{sum(x == 1 for x in scores)} of {len(scores)}")
-    return shown
 
 
 def text_table(results: Sequence[Result]) -> str:
@@ -378,10 +343,7 @@ def make_texts() -> dict[Path, dict[str, str]]:
             "text": text_table(text) + compare_text(text, smollm2), "lossless": lossless_table(),
             "tasks": task_table([x for x in tasks if x.method.name == "full"]),
         },
-        QWEN_PAGE: {
-            "source": describe_real(qwen), "methods": real_table(qwen),
-            "window": window_table({QWEN: qwen, SMOLLM2: smollm2}),
-        },
+        QWEN_PAGE: {"source": describe_real(qwen), "methods": real_table(qwen)},
     }
 
 

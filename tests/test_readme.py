@@ -16,7 +16,6 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LONGEST = 130
 BLOCKS = re.findall(r"^```\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-RESULTS = ROOT / "results" / "cpu-2-cores"
 
 
 def load_script(name: str) -> ModuleType:
@@ -89,10 +88,11 @@ def test_every_method_is_in_the_table():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not RESULTS.exists(), reason="nothing is recorded")
-def test_tables_are_those_of_the_results():
-    """README.md and the pages of results hold what scripts/show_results.py writes into them."""
-    script = load_script("show_results")
+@pytest.mark.parametrize("name", ["show_results", "show_reuse", "show_window"])
+def test_tables_are_those_of_the_results(name, monkeypatch):
+    """README.md and the pages of results hold what the scripts write into them."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    script = load_script(name)
     for path, texts in script.make_texts().items():
         page = path.read_text(encoding="utf-8")
         assert script.fill(page, texts) == page
@@ -105,13 +105,3 @@ def test_tables_of_diffusion_are_those_of_the_results(monkeypatch):
     script = load_script("show_diffusion")
     page = script.PAGE.read_text(encoding="utf-8")
     assert script.fill(page, script.make_texts()) == page
-
-
-@pytest.mark.slow
-def test_tables_of_reuse_are_those_of_the_results(monkeypatch):
-    """docs/tasks.md and docs/results-smollm2.md hold what scripts/show_reuse.py writes into them."""
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    script = load_script("show_reuse")
-    for path, texts in script.make_texts().items():
-        page = path.read_text(encoding="utf-8")
-        assert script.fill(page, texts) == page
