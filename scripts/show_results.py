@@ -141,6 +141,11 @@ def cell_of(result: Result) -> Cell:
     return result.task.name, result.task.length, result.visibility
 
 
+def order_cell(cell: Cell) -> tuple[bool, Cell]:
+    """The needle task first."""
+    return cell[0] != "niah_multikey_1", cell
+
+
 def mini_table(results: Sequence[Result]) -> str:
     """One line per method of the bundled model, at 25 % or at its fixed size."""
     shown = []
@@ -159,13 +164,15 @@ def mini_table(results: Sequence[Result]) -> str:
 
 
 def real_table(results: Sequence[Result], names: Sequence[str] | None = None) -> str:
-    """One line per method of a real model, one column per cell; with names, these in their order."""
-    groups, columns = group_cells(results), sorted({cell_of(x) for x in results})
+    """One line per method of a real model, one column per cell that methods share; with names, these in their order."""
+    groups = group_cells(results)
+    counts = Counter(x for cells in groups.values() for x in cells)
+    columns = sorted((x for x, count in counts.items() if count > 1), key=order_cell)
     titles = [f"question {x[2]}" if len({y[0] for y in columns}) == 1 else f"{x[0]}, {x[2]}" for x in columns]
     shown = []
     for name in names or groups:
         cells = groups[name]
-        first = cells[min(cells)]
+        first = cells[min(cells, key=order_cell)]
         agreement = "-" if first.agreement is None else f"{first.agreement.top1:.2f}"
         scores = (score(cells[x]) if x in cells else "not run" for x in columns)
         shown.append((name, f"{ratio(first):.1%}", read(first), *scores, agreement))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvbench.constraints import Ge, Le, Natural, Positive
 from kvbench.errors import UserError
-from kvbench.kernels.pack import pack, packed_width, unpack
+from kvbench.kernels.pack import look_up, pack, packed_width, unpack
 from kvbench.method import Budget, BudgetKind, Card, Method, Shape, Step, Upstream, resolved
 from kvbench.methods.quantization.coded import CodedMethod
 from kvbench.selection import require_inverse_rotation
@@ -149,7 +149,7 @@ class UnevenCoder(Coder):
         """The levels of the codes."""
         assert self.levels is not None, "call bind first: levels are made on the model"
         codes = unpack(parts["packed"], self.bits, width)
-        return self.levels.to(codes.device)[codes.long()]
+        return look_up(self.levels.to(codes.device), codes)
 
     def entry_bytes(self, width: int) -> int:
         """Codes and outliers."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvbench.errors import UserError
 from kvbench.kernels.cast_attention.torch import from_e4m3
-from kvbench.kernels.pack import pack, packed_width, unpack
+from kvbench.kernels.pack import look_up, pack, packed_width, unpack
 from kvbench.method import Budget, BudgetKind, Card, Shape
 from kvbench.methods.quantization.casts import E4M3_MAX, CastMethod, ScaledCoder, to_e4m3
 from kvbench.store.coders import Coder, Parts
@@ -92,10 +92,10 @@ class Nvfp4Coder(ScaledCoder):
 
     def decode(self, parts: Parts, width: int) -> Tensor:
         """The numbers, times the scales of their blocks and of the tensor."""
-        codes = unpack(parts["packed"], 4, width).long()
-        found = _numbers(codes.device)[codes].unflatten(-1, (-1, BLOCK)) * from_e4m3(parts["block"])[..., None]
-        numbers: Tensor = found.flatten(-2) * self.scale_of(codes)
-        return numbers
+        codes = unpack(parts["packed"], 4, width)
+        numbers = look_up(_numbers(codes.device), codes).unflatten(-1, (-1, BLOCK))
+        scaled: Tensor = (numbers * from_e4m3(parts["block"])[..., None]).flatten(-2)
+        return scaled * self.scale_of(codes)
 
     def entry_bytes(self, width: int) -> int:
         """Numbers, and scales of blocks."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvbench.constraints import Ge, Le
 from kvbench.errors import UserError
-from kvbench.kernels.pack import pack, packed_width, unpack
+from kvbench.kernels.pack import look_up, pack, packed_width, unpack
 from kvbench.method import Budget, BudgetKind, Card, Shape
 from kvbench.methods.quantization.coded import CodedMethod
 from kvbench.store.coders import NORM_BYTES, Coder, Parts, as_norm
@@ -101,8 +101,9 @@ class PolarCoder(Coder):
         radii = parts["radius"].float()
         for level, bits in reversed(list(enumerate(self.bits, start=1))):
             codes = unpack(parts[f"angle{level}"], bits, width >> level)
-            angle = angle_levels(level, bits, radii.device)[codes.long()]
-            radii = torch.stack([radii * angle.cos(), radii * angle.sin()], dim=-1).flatten(-2)
+            angles = angle_levels(level, bits, radii.device)
+            cos, sin = look_up(angles.cos(), codes), look_up(angles.sin(), codes)
+            radii = torch.stack([radii * cos, radii * sin], dim=-1).flatten(-2)
         return radii
 
     def turn(self, query: Tensor) -> Tensor:

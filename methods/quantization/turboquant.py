@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvbench.constraints import Ge, Le
 from kvbench.errors import UserError
-from kvbench.kernels.pack import pack, packed_width, unpack
+from kvbench.kernels.pack import look_up, pack, packed_width, unpack
 from kvbench.method import Budget, BudgetKind, Card, Shape
 from kvbench.methods.quantization.coded import CodedMethod
 from kvbench.store.coders import NORM_BYTES, Coder, Parts, SplitCoder, as_norm
@@ -127,7 +127,7 @@ class RotatedCoder(Coder):
         codes = nearest_level(unit * math.sqrt(width), levels)
         parts = {"packed": pack(codes, self.level_bits), "norm": as_norm(norm)}
         if self.sign:
-            residual = unit - levels[codes.long()] / math.sqrt(width)
+            residual = unit - look_up(levels, codes) / math.sqrt(width)
             signs = residual @ gaussian_projection(width, PROJECTION, device).mT >= 0
             parts["signs"] = pack(signs.byte(), 1)
             parts["residual"] = as_norm(norm * residual.norm(dim=-1, keepdim=True))
@@ -136,7 +136,7 @@ class RotatedCoder(Coder):
     def decode(self, parts: Parts, width: int) -> Tensor:
         """Rotated coordinates; with `sign`, also the signs, scaled for the product with a projected query."""
         levels = sphere_levels(width, self.level_bits, parts["packed"].device)
-        found = levels[unpack(parts["packed"], self.level_bits, width).long()]
+        found = look_up(levels, unpack(parts["packed"], self.level_bits, width))
         found = found * (parts["norm"].float() / math.sqrt(width))
         if not self.sign:
             return found

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.kernels.pack import BITS, code_planes, dequantize, naive, pack, packed_width, quantize, unpack
+from kvbench.kernels.pack import BITS, code_planes, dequantize, look_up, naive, pack, packed_width, quantize, unpack
 from kvbench.kernels.pack import torch as plain
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -44,6 +44,8 @@ def test_codes_come_back(bits, count, rows, seed):
     assert naive.unpack(packed, bits, count).equal(codes)
     assert packed.shape[-1] == packed_width(count, bits)
     assert 0 <= 8 * packed_width(count, bits) - bits * count < 8 * (2 if bits == 3 else 1)  # less than a byte is idle
+    levels = torch.randn(2**bits)
+    assert look_up(levels, codes).equal(levels[codes.long()])
 
 
 def test_bits_lie_where_they_are_said_to():

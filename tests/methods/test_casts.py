@@ -36,6 +36,14 @@ def test_bytes_are_the_nearest_numbers_of_the_format():
     assert from_e4m3(to_e4m3(x)).abs().equal(wanted)
 
 
+def test_every_byte_is_the_number_that_torch_converts_it_to():
+    """With both zeros and without a number."""
+    every = torch.arange(256, dtype=torch.uint8)
+    found = from_e4m3(every.view(2, 128))
+    assert found.shape == (2, 128)
+    assert found.view(torch.int32).flatten().equal(every.view(torch.float8_e4m3fn).float().view(torch.int32))
+
+
 def test_what_is_beyond_the_range_becomes_its_end():
     """The plain cast of PyTorch gives no number there."""
     x = torch.tensor([449.0, 1e6, -1e6])
