@@ -56,7 +56,8 @@ def check_findings(name: str, samples: int | None, out: Path, *, dry_run: bool, 
 def measure_findings(name: str, model: str, texts: int | None, out: Path, *, dry_run: bool, as_json: bool) -> int:
     """Test statements of papers on texts of the standard library.
 
-    With `all`, write the record of the model. One finding on all texts replaces its part of a record that is there.
+    With `all`, write the record of the model, unless one of more texts is there. One finding on as many texts as a
+    record that is there replaces its part of it.
     """
     from kvbench.reproduce.findings.records import FindingsRecord
     from kvbench.reproduce.findings.run import (
@@ -104,8 +105,11 @@ def measure_findings(name: str, model: str, texts: int | None, out: Path, *, dry
     )
     _print_measured(record.findings, plan.texts)
     path = RECORD.with_name(f"{loaded.id}.json")
-    if texts is None and (name == "all" or path.exists()):
-        whole = record if name == "all" else read_file(path, FindingsRecord).renew(record)
+    held = read_file(path, FindingsRecord) if path.exists() else None
+    if held is not None and held.texts > record.texts:
+        typer.echo(f"{path} is of {held.texts} texts and stays as it is.")
+    elif name == "all" or held is not None:
+        whole = record if name == "all" or held is None else held.renew(record)
         if whole is None:
             typer.echo(f"{path} is of other weights, texts or statistics and stays as it is.")
         else:

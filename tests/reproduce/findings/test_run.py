@@ -196,7 +196,7 @@ def test_the_command_measures_and_resumes(kvbench, monkeypatch, tmp_path):
     assert first.code == again.code == 0
     assert "text 1 of 1" in first.err and "text 1 of 1" not in again.err
     assert first.json["findings"] == again.json["findings"]
-    assert not (tmp_path / "results").exists()  # only `all` with all texts is recorded
+    assert not (tmp_path / "results").exists()  # only `all` makes a record
 
 
 @pytest.mark.slow
@@ -216,5 +216,17 @@ def test_one_finding_on_all_texts_goes_into_the_record(kvbench, monkeypatch, tmp
     whole = path.read_text()
     monkeypatch.setattr(run, "LENGTH", 400)
     answer = kvbench("reproduce", "--shape", "page-bounds", "--model", "mini")
-    assert "stays as it is" in answer.out
+    assert "is of other weights, texts or statistics and stays as it is" in answer.out
     assert path.read_text() == whole
+
+
+def test_fewer_texts_do_not_replace_a_record(kvbench, monkeypatch, tmp_path):
+    """Of `all`, too; a record of fewer texts is replaced."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "LENGTH", 384)
+    monkeypatch.setattr(run, "choose_findings", lambda *_: find_findings("sparse-attention"))
+    path = tmp_path / "results" / "shape" / "mini.json"
+    for texts, held in ((1, 1), (2, 2), (1, 2)):
+        answer = kvbench("reproduce", "--shape", "all", "--model", "mini", "--samples", str(texts))
+        assert json.loads(path.read_text())["texts"] == held
+    assert "is of 2 texts and stays as it is" in answer.out
