@@ -28,7 +28,7 @@ from kvbench.analysis.load import load_run
 from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import fill_full_reads, read_share, stored_share
 from kvbench.registry import find_method
-from kvbench.report.charts import COSTS, Cost, draw_cost
+from kvbench.report.charts import COLORS, COSTS, Cost, draw_cost
 from kvbench.report.group import GroupedRun, label_results
 from kvbench.reproduce.findings.numbers import spearman
 from kvbench.runs.files import read_file, read_lines
@@ -47,6 +47,8 @@ README = ROOT / "README.md"
 ANCHORS = ("full", "full-int8")
 SEEN = {"hidden": "question hidden", "first-turn": "first of five questions visible"}
 QUARTER, HALF = "25%", "50%"
+NEEDLES = "niah_multikey_1"
+"""The task that the methods are compared on."""
 Cell = tuple[str, int, str]
 """Task, length in tokens, visibility."""
 IN_README = ("full", "random", "h2o", "snapkv", "kvzip", "shadowkv", "kivi, 4/4 bits", "kivi, 2/2 bits")
@@ -143,7 +145,7 @@ def cell_of(result: Result) -> Cell:
 
 def order_cell(cell: Cell) -> tuple[bool, Cell]:
     """The needle task first."""
-    return cell[0] != "niah_multikey_1", cell
+    return cell[0] != NEEDLES, cell
 
 
 def mini_table(results: Sequence[Result]) -> str:
@@ -271,8 +273,35 @@ def draw_picture(path: Path, results: Sequence[Result], cost: Cost, title: str) 
     path.write_bytes(vl_convert.vegalite_to_png(spec | {"width": 640, "height": 440, "title": title}))
 
 
-def draw_pictures(mini: Sequence[Result], smollm2: Sequence[Result]) -> None:
-    """The bundled model at the greatest length, and the real one."""
+def draw_visibility(path: Path, results: Sequence[Result], title: str) -> None:
+    """Accuracy of every method with the question hidden and visible, the best with a hidden one first."""
+    values, order = [], []
+    for name, cells in group_cells(results).items():
+        scores = {cell[2]: x.score.mean for cell, x in cells.items() if cell[0] == NEEDLES}
+        values += [{"method": name, "question": seen, "score": x} for seen, x in scores.items()]
+        order.append((-scores.get("hidden", -1), -scores.get("visible", -1), name))
+    y = {
+        "field": "method", "type": "nominal", "title": None, "sort": [name for *_, name in sorted(order)],
+        "axis": {"grid": True},
+    }
+    x = {"field": "score", "type": "quantitative", "title": "accuracy", "scale": {"domain": [0, 1]}}
+    color = {
+        "field": "question", "type": "nominal", "scale": {"domain": ["hidden", "visible"], "range": COLORS[:2]},
+        "legend": {"orient": "top", "title": "question"},
+    }
+    path.write_bytes(vl_convert.vegalite_to_png({
+        "$schema": "https://vega.github.io/schema/vega-lite/v5.json", "width": 440, "height": {"step": 13},
+        "title": title, "data": {"values": values}, "encoding": {"y": y, "x": x},
+        "layer": [
+            {"mark": {"type": "line", "color": "#bbbbbb"}, "encoding": {"detail": {"field": "method"}}},
+            {"mark": {"type": "point", "filled": True, "size": 60, "opacity": 0.9}, "encoding": {"color": color}},
+        ],
+    }))
+
+
+def draw_pictures(mini: Sequence[Result], smollm2: Sequence[Result], qwen: Sequence[Result]) -> None:
+    """The bundled model at the greatest length, and the real ones."""
+    draw_visibility(PICTURES / "results-qwen.png", qwen, "Qwen2.5-Coder-1.5B, niah_multikey_1, 2,048 tokens")
     longest = max(x.task.length for x in mini)
     for path, visibility, cost in list_pictures():
         chosen = [x for x in mini if (x.task.length, x.visibility) == (longest, visibility)]
@@ -364,6 +393,6 @@ def fill(page: str, texts: Mapping[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    draw_pictures(read_results(MINI), read_results(SMOLLM2))
+    draw_pictures(*map(read_results, (MINI, SMOLLM2, QWEN)))
     for path, texts in make_texts().items():
         path.write_text(fill(path.read_text(encoding="utf-8"), texts), encoding="utf-8")

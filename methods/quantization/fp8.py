@@ -42,6 +42,9 @@ class Fp8(CastMethod):
             "Numbers beyond the largest one become the largest one.",
         ),
         limits=(
+            ("A channel whose keys are all large loses the differences between tokens: numbers above 256 are 32 apart. "
+            "On Qwen2.5-Coder-1.5B, where a channel of the first layer has a mean of 354, it answers half of the "
+            "questions of niah_multikey_1."),
             "In plain PyTorch a step is slower than with the full cache: numbers are converted block by block.",
         ),
     )

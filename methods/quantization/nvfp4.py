@@ -53,6 +53,8 @@ class Nvfp4(CastMethod):
             "The default of engines without calibrated scales was not read for this format; 1 is that of FP8.",
         ),
         limits=(
+            ("A channel whose keys are all large makes the rest of its block zero. On Qwen2.5-Coder-1.5B, where a "
+            "channel of the first layer has a mean of 354, it answers nothing."),
             "A block whose largest magnitude is below 0.006 times the scale becomes zero: its own scale does.",
             ("The numbers are 2 apart below the largest, so a key may be off by a sixth of its block's largest "
             "channel; with 15 even levels it is a fourteenth. On normal numbers the mean squared error is 0.91 % of "
