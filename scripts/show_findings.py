@@ -1,10 +1,12 @@
-"""Writes the tables of docs/findings.md and draws docs/findings.png from the records of two models.
+"""Writes the tables of docs/findings.md and draws docs/findings.png from the records of three models.
 
 Only the text between the markers `<!-- begin NAME -->` and `<!-- end NAME -->` is replaced. The command line makes the
 records:
 
     kvbench models add smollm2-135m
     kvbench reproduce --shape all --model smollm2-135m
+    kvbench models add qwen2.5-coder-1.5b
+    kvbench reproduce --shape all --model qwen2.5-coder-1.5b --samples 4
     kvbench reproduce --shape all --model mini-hybrid
     python scripts/show_findings.py
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from kvbench.runs.files import read_file
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "results" / "shape" / "smollm2-135m-q4_1.json"
+LARGER = ROOT / "results" / "shape" / "qwen2.5-coder-1.5b-q4_k_m.json"
 HYBRID = ROOT / "results" / "shape" / "mini-hybrid.json"
 PAGE = ROOT / "docs" / "findings.md"
 PICTURE = ROOT / "docs" / "findings.png"
@@ -51,6 +55,18 @@ def write_table(record: FindingsRecord) -> str:
     return "\n".join(lines)
 
 
+def write_comparison(records: Sequence[FindingsRecord]) -> str:
+    """A row per check, with its mean and verdict on each model."""
+    names = [x.model.id.rsplit("-q4", 1)[0] for x in records]
+    lines = [f"| finding | check | {' | '.join(names)} |", f"| --- | --- |{' --- |' * len(names)}"]
+    for findings in zip(*(x.findings for x in records), strict=True):
+        assert len({x.name for x in findings}) == 1, findings
+        for i, checks in enumerate(zip(*(x.checks for x in findings), strict=True)):
+            cells = [f"{x.mean:.3f} [{x.ci95[0]:.3f}, {x.ci95[1]:.3f}] {x.verdict}" for x in checks]
+            lines.append(f"| {'' if i else f'`{findings[0].name}`'} | `{checks[0].rule}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def write_count(record: FindingsRecord) -> str:
     """One sentence with the count of each verdict."""
     counts = Counter(x.verdict for x in record.findings)
@@ -59,9 +75,9 @@ def write_count(record: FindingsRecord) -> str:
     )) + "."
 
 
-def write_reasons(record: FindingsRecord) -> str:
-    """The remarks on findings that do not hold."""
-    failed = {x.name for x in record.findings if x.verdict != "holds"}
+def write_reasons(*records: FindingsRecord) -> str:
+    """The remarks on findings that do not hold on one of the models."""
+    failed = {x.name for record in records for x in record.findings if x.verdict != "holds"}
     return "\n".join(f"- `{x.name}`: {x.remark}" for x in find_findings("all") if x.remark and x.name in failed)
 
 
@@ -114,12 +130,12 @@ def draw(record: FindingsRecord) -> bytes:
 
 def main() -> None:
     """Replace the tables and draw the picture."""
-    record, hybrid = (read_file(x, FindingsRecord) for x in (RECORD, HYBRID))
+    record, larger, hybrid = (read_file(x, FindingsRecord) for x in (RECORD, LARGER, HYBRID))
     page = PAGE.read_text(encoding="utf-8")
     parts = {
-        "count": write_count(record), "findings": write_table(record), "reasons": write_reasons(record),
+        "count": write_count(record), "findings": write_table(record), "reasons": write_reasons(record, larger),
         "definitions": write_definitions(), "hybrid": write_table(hybrid), "hybrid reasons": write_reasons(hybrid),
-        "steps": write_steps(record),
+        "steps": write_steps(record), "larger": write_comparison((record, larger)), "larger count": write_count(larger),
     }
     for name, text in parts.items():
         page, count = re.subn(

@@ -167,6 +167,20 @@ def test_the_page_has_the_numbers_of_the_record(name):
     assert [x.name for x in record.findings] == [x.name for x in find_findings("all") if x.name in measured]
 
 
+def test_the_page_compares_both_real_models():
+    """Every check of both records with its mean, interval and verdict, in one row."""
+    root = HERE.parent
+    small, large = (
+        FindingsRecord.model_validate_json((root / f"results/shape/{name}.json").read_text())
+        for name in ("smollm2-135m-q4_1", "qwen2.5-coder-1.5b-q4_k_m")
+    )
+    rows = (root / "docs/findings.md").read_text().splitlines()
+    for ours, theirs in zip(small.findings, large.findings, strict=True):
+        for checks in zip(ours.checks, theirs.checks, strict=True):
+            cells = [f"{x.mean:.3f} [{x.ci95[0]:.3f}, {x.ci95[1]:.3f}] {x.verdict}" for x in checks]
+            assert any(f"`{checks[0].rule}` | {' | '.join(cells)} |" in x for x in rows), checks[0].rule
+
+
 def test_a_record_takes_newer_findings_of_the_same_texts(model, tmp_path):
     """A finding that was measured again replaces its part; another length is refused."""
     environment = find_environment("cpu", started="2026-11-23T00:00:00+00:00", seconds=0.0)
