@@ -13,7 +13,6 @@ records:
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 import altair as alt
 import vl_convert
+from show_results import fill
 
 from kvbench.reproduce.findings.records import FindingsRecord
 from kvbench.reproduce.findings.statements import find_findings
@@ -137,13 +137,7 @@ def main() -> None:
         "definitions": write_definitions(), "hybrid": write_table(hybrid), "hybrid reasons": write_reasons(hybrid),
         "steps": write_steps(record), "larger": write_comparison((record, larger)), "larger count": write_count(larger),
     }
-    for name, text in parts.items():
-        page, count = re.subn(
-            rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)", lambda x, text=text: f"{x[1]}{text}\n{x[2]}", page,
-            flags=re.DOTALL,
-        )
-        assert count == 1, f"{PAGE} has the markers of {name} once"
-    PAGE.write_text(page, encoding="utf-8")
+    PAGE.write_text(fill(page, {name: f"{text}\n" for name, text in parts.items()}), encoding="utf-8")
     PICTURE.write_bytes(draw(record))
 
 

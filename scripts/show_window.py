@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from show_results import QWEN, QWEN_PAGE, RESULTS, SMOLLM2, fill, group_cells, read_results, table
+from show_results import NEEDLES, QWEN, QWEN_PAGE, RESULTS, SMOLLM2, fill, group_cells, read_results, table
 
 from kvbench.runs.files import read_lines
 from kvbench.runs.results import Result
@@ -35,7 +35,7 @@ def window_table(runs: Mapping[Path, Sequence[Result]]) -> str:
     for folder, results in runs.items():
         header += [f"{folder.name}, in the window", "not in the window"]
         near = [in_window(x) for x in read_contexts(folder)]
-        asked = [x for x in results if (x.task.name, x.visibility) == ("niah_multikey_1", "hidden")]
+        asked = [x for x in results if (x.task.name, x.visibility) == (NEEDLES, "hidden")]
         groups = group_cells(asked)
         for row in rows:
             (result,) = groups[row[0]].values()
