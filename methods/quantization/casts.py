@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Literal, Self
 import torch
 from torch import Tensor
 
-from kvbench.constraints import Positive
-from kvbench.method import Method, Shape, Step, resolved
+from kvbench.constraints import Natural, Positive
+from kvbench.errors import UserError
+from kvbench.method import Budget, Method, Shape, Step, resolved
 from kvbench.methods.quantization.coded import CodedMethod
 from kvbench.store import LayerKV
 from kvbench.store.coders import Coder
@@ -30,10 +31,23 @@ class CastMethod(CodedMethod):
     tokens: Positive = 2048
     """Tokens of text on which scales are calibrated, before the run."""
 
+    skip_layers: Natural = 0
+    """How many first layers stay exact. vLLM's --kv-cache-dtype-skip-layers names any layers."""
+
     largest: str | None = resolved(by_bind=True)
     """SHA-256 of the largest magnitudes of keys and values that calibration found."""
 
     scale: Scaling = "one"
+
+    def fit(self, budget: Budget | None, shape: Shape) -> Self:
+        """Refuse to skip every layer (`UserError`)."""
+        layers = len(shape.layers)
+        if self.skip_layers >= layers:
+            raise UserError(
+                f"{self.card.name}: skip_layers={self.skip_layers} leaves none of the model's {layers} layers to cast. "
+                f"Use 0 to {layers - 1}."
+            )
+        return super().fit(budget, shape)
 
     def bind(self, model: Model) -> Self:
         """Find the largest magnitudes, once per process and model, unless scales are one."""
@@ -45,6 +59,19 @@ class CastMethod(CodedMethod):
         """Scales of one need no model."""
         if self.scale != "one":
             super().require_bound()
+
+    def layer(self, index: int) -> LayerKV:
+        """A store of exact entries, which are cast at the end of the context but in the first layers."""
+        return LayerKV() if index < self.skip_layers else super().layer(index)
+
+    def evict(self, kv: LayerKV, step: Step) -> None:
+        """Cast the entries at the end of the context."""
+        if step.layer >= self.skip_layers:
+            super().evict(kv, step)
+
+    def tensor_bytes(self, shape: Shape) -> int:
+        """Bytes of the scales of all layers that are cast."""
+        return super().tensor_bytes(replace(shape, layers=shape.layers[self.skip_layers :]))
 
     def shared_bytes(self, shape: Shape) -> int:
         """Bytes of the scales, which all sequences use."""

@@ -11,9 +11,11 @@ from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import tiny_model
 from kvbench.kernels.cast_attention.torch import from_e4m3
+from kvbench.methods.baseline.full import Full
 from kvbench.methods.quantization.casts import to_e4m3
 from kvbench.methods.quantization.fp8 import Fp8, Fp8Coder
 from kvbench.methods.quantization.nvfp4 import MAGNITUDES, Nvfp4, Nvfp4Coder, round_to_e2m1
+from kvbench.store.coded import CodedKV
 
 CONTEXT = [x % 64 for x in range(80)]
 
@@ -150,6 +152,27 @@ def test_stored_bytes(method, bits):
         assert stored == session.method.declared_bytes(model.shape(80))
     scales = {"one": 0, "tensor": 2 * 4, "head": 2 * 2 * 4}[method.scale]
     assert stored == 2 * (2 * 80 * 32 * bits / 8 + scales)
+
+
+@pytest.mark.parametrize("method", [Fp8(skip_layers=1), Fp8(scale="head", skip_layers=1), Nvfp4(skip_layers=1)])
+def test_skipped_layers_stay_exact(method):
+    """Their entries equal the full cache's and take its bytes, and the other layer has its scales alone."""
+    model = tiny_model()
+    with Session(model, method.bind(model), capacity=90) as session, Session(model, Full(), capacity=90) as full:
+        session.prefill(CONTEXT)
+        full.prefill(CONTEXT)
+        exact, cast = session.layers
+        assert exact.keys.equal(full.layers[0].keys)
+        assert isinstance(cast, CodedKV)
+        assert cast.coded
+        assert session.memory().stored_bytes == session.method.declared_bytes(model.shape(80))
+        assert exact.nbytes() - exact.spare_bytes() == 2 * 80 * 32 * 4
+
+
+def test_skipping_every_layer_is_refused():
+    """It would be the full cache."""
+    with pytest.raises(UserError, match=r"skip_layers=2 leaves none of the model's 2 layers to cast\. Use 0 to 1\."):
+        Fp8(skip_layers=2).fit(None, tiny_model().shape(80))
 
 
 def test_vectors_without_whole_blocks_are_refused():
