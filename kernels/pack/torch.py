@@ -80,8 +80,11 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def look_up(levels: Tensor, codes: Tensor) -> Tensor:
-    """The level of every code, four times as fast on a CPU as indexing. levels: [N]; codes: uint8 of any shape"""
-    return levels.index_select(0, codes.flatten().int()).view(codes.shape)
+    """The level of every code, four times as fast on a CPU as indexing.
+
+    levels: [N, ...]; codes: uint8 of any shape. Returns [codes' shape, ...].
+    """
+    return levels.index_select(0, codes.flatten().int()).view(*codes.shape, *levels.shape[1:])
 
 
 def code_planes(packed: Tensor, bits: int, count: int) -> list[tuple[int, Tensor]]:

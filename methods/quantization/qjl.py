@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kvbench.constraints import Ge, Le, Natural, Positive
 from kvbench.errors import UserError
-from kvbench.kernels.pack import pack, packed_width, unpack
+from kvbench.kernels.pack import look_up, pack, packed_width
 from kvbench.method import Budget, BudgetKind, Card, Shape, Upstream
 from kvbench.methods.quantization.coded import CodedMethod
 from kvbench.store.coders import NORM_BYTES, Coder, GroupCoder, Parts, SplitCoder, as_norm
@@ -105,14 +107,16 @@ class SketchCoder(Coder):
         return {"signs": pack((projected >= 0).byte(), 1), "norm": as_norm(x.float().norm(dim=-1, keepdim=True))}
 
     def decode(self, parts: Parts, width: int) -> Tensor:
-        """Signs, scaled for the product with a projected query."""
-        rows = self.bits * width
-        signs = unpack(parts["signs"], 1, rows).float() * 2 - 1
-        return signs * (parts["norm"].float() / (rows * mean_component(width)))
+        """Signs in the order of their bytes, scaled for the product with a projected query."""
+        signs = look_up(_signs(parts["signs"].device), parts["signs"]).flatten(-2)
+        return signs * (parts["norm"].float() / (self.bits * width * mean_component(width)))
 
     def turn(self, query: Tensor) -> Tensor:
-        """Project."""
-        return query @ self._projection(query.shape[3], query.device).mT
+        """Project, and put the products in the order of the signs."""
+        projected = query @ self._projection(query.shape[3], query.device).mT
+        width = packed_width(projected.shape[3], 1)  # sign i is in byte i % width
+        planes: Tensor = F.pad(projected, (0, 8 * width - projected.shape[3])).unflatten(3, (8, width))
+        return planes.mT.flatten(3)
 
     def _projection(self, width: int, device: torch.device) -> Tensor:
         return orthogonal_projection(width, self.bits * width, PROJECTION, device)
@@ -120,3 +124,9 @@ class SketchCoder(Coder):
     def entry_bytes(self, width: int) -> int:
         """Signs and the norm."""
         return packed_width(self.bits * width, 1) + NORM_BYTES
+
+
+@functools.lru_cache(maxsize=64)
+def _signs(device: torch.device) -> Tensor:
+    """The signs in every byte, once per device. [256, 8]"""
+    return (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1) * 2.0 - 1
