@@ -109,7 +109,7 @@ class SketchCoder(Coder):
     def decode(self, parts: Parts, width: int) -> Tensor:
         """Signs in the order of their bytes, scaled for the product with a projected query."""
         signs = look_up(_signs(parts["signs"].device), parts["signs"]).flatten(-2)
-        return signs * (parts["norm"].float() / (self.bits * width * mean_component(width)))
+        return signs.mul_(parts["norm"].float() / (self.bits * width * mean_component(width)))
 
     def turn(self, query: Tensor) -> Tensor:
         """Project, and put the products in the order of the signs."""
