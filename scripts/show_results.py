@@ -15,6 +15,7 @@ results, and does not repeat finished runs:
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -56,8 +57,9 @@ IN_ONE_BLOCK = ("0b8334c74ef9", "a731f91b7a14")
 """Commits at which reference answers were forced in one block, also where methods drop or round rows in every step."""
 
 
+@functools.cache
 def read_results(folder: Path) -> list[Result]:
-    """Every result of the folder: anchors first, then by method, length, visibility, stored bytes and bytes read."""
+    """Every result of the folder, read once: anchors first, then by method, length, visibility, stored bytes and bytes read."""
     runs = fill_full_reads([load_run(x.parent) for x in folder.glob("*/result.json")])
     results = [x.result for x in runs]
     names = {x.method.name for x in results}
