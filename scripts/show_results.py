@@ -59,7 +59,7 @@ IN_ONE_BLOCK = ("0b8334c74ef9", "a731f91b7a14")
 
 @functools.cache
 def read_results(folder: Path) -> list[Result]:
-    """Every result of the folder, read once: anchors first, then by method, length, visibility, stored bytes and bytes read."""
+    """Every result of the folder: anchors first, then by method, length, visibility, stored bytes and bytes read."""
     runs = fill_full_reads([load_run(x.parent) for x in folder.glob("*/result.json")])
     results = [x.result for x in runs]
     names = {x.method.name for x in results}
