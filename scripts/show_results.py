@@ -150,6 +150,12 @@ def order_cell(cell: Cell) -> tuple[bool, Cell]:
     return cell[0] != NEEDLES, cell
 
 
+def list_cells(groups: Mapping[str, Mapping[Cell, Result]]) -> list[Cell]:
+    """The cells that more than one method has, the needle task first."""
+    counts = Counter(x for cells in groups.values() for x in cells)
+    return sorted((x for x, count in counts.items() if count > 1), key=order_cell)
+
+
 def mini_table(results: Sequence[Result]) -> str:
     """One line per method of the bundled model, at 25 % or at its fixed size."""
     shown = []
@@ -170,8 +176,7 @@ def mini_table(results: Sequence[Result]) -> str:
 def real_table(results: Sequence[Result], names: Sequence[str] | None = None) -> str:
     """One line per method of a real model, one column per cell that methods share; with names, these in their order."""
     groups = group_cells(results)
-    counts = Counter(x for cells in groups.values() for x in cells)
-    columns = sorted((x for x, count in counts.items() if count > 1), key=order_cell)
+    columns = list_cells(groups)
     titles = [f"question {x[2]}" if len({y[0] for y in columns}) == 1 else f"{x[0]}, {x[2]}" for x in columns]
     shown = []
     for name in names or groups:
@@ -276,34 +281,40 @@ def draw_picture(path: Path, results: Sequence[Result], cost: Cost, title: str) 
 
 
 def draw_visibility(path: Path, results: Sequence[Result], title: str) -> None:
-    """Accuracy of every method with the question hidden and visible, the best with a hidden one first."""
+    """Accuracy of every method by task, with the question hidden and visible; the best in the first cell first."""
+    groups = group_cells(results)
+    shown = list_cells(groups)
     values, order = [], []
-    for name, cells in group_cells(results).items():
-        scores = {cell[2]: x.score.mean for cell, x in cells.items() if cell[0] == NEEDLES}
-        values += [{"method": name, "question": seen, "score": x} for seen, x in scores.items()]
-        order.append((-scores.get("hidden", -1), -scores.get("visible", -1), name))
+    for name, cells in groups.items():
+        scores = [cells[x].score.mean if x in cells else None for x in shown]
+        order.append(([1 if x is None else -x for x in scores], name))
+        values += [
+            {"method": name, "task": task, "question": seen, "score": x}
+            for (task, _, seen), x in zip(shown, scores, strict=True) if x is not None
+        ]
     y = {
-        "field": "method", "type": "nominal", "title": None, "sort": [name for *_, name in sorted(order)],
-        "axis": {"grid": True},
+        "field": "method", "type": "nominal", "title": None, "axis": {"grid": True},
+        "sort": [name for _, name in sorted(order)],
     }
     x = {"field": "score", "type": "quantitative", "title": "accuracy", "scale": {"domain": [0, 1]}}
     color = {
         "field": "question", "type": "nominal", "scale": {"domain": ["hidden", "visible"], "range": COLORS[:2]},
         "legend": {"orient": "top", "title": "question"},
     }
+    facet = {"field": "task", "type": "nominal", "title": None, "sort": list(dict.fromkeys(task for task, *_ in shown))}
     path.write_bytes(vl_convert.vegalite_to_png({
-        "$schema": "https://vega.github.io/schema/vega-lite/v5.json", "width": 440, "height": {"step": 13},
-        "title": title, "data": {"values": values}, "encoding": {"y": y, "x": x},
-        "layer": [
+        "$schema": "https://vega.github.io/schema/vega-lite/v5.json", "title": title, "data": {"values": values},
+        "facet": {"column": facet},
+        "spec": {"width": 330, "height": {"step": 13}, "encoding": {"y": y, "x": x}, "layer": [
             {"mark": {"type": "line", "color": "#bbbbbb"}, "encoding": {"detail": {"field": "method"}}},
             {"mark": {"type": "point", "filled": True, "size": 60, "opacity": 0.9}, "encoding": {"color": color}},
-        ],
+        ]},
     }))
 
 
 def draw_pictures(mini: Sequence[Result], smollm2: Sequence[Result], qwen: Sequence[Result]) -> None:
     """The bundled model at the greatest length, and the real ones."""
-    draw_visibility(PICTURES / "results-qwen.png", qwen, "Qwen2.5-Coder-1.5B, niah_multikey_1, 2,048 tokens")
+    draw_visibility(PICTURES / "results-qwen.png", qwen, "Qwen2.5-Coder-1.5B, 2,048 tokens")
     longest = max(x.task.length for x in mini)
     for path, visibility, cost in list_pictures():
         chosen = [x for x in mini if (x.task.length, x.visibility) == (longest, visibility)]
