@@ -102,8 +102,8 @@ class PolarCoder(Coder):
         for level, bits in reversed(list(enumerate(self.bits, start=1))):
             codes = unpack(parts[f"angle{level}"], bits, width >> level)
             angles = angle_levels(level, bits, radii.device)
-            cos, sin = look_up(angles.cos(), codes), look_up(angles.sin(), codes)
-            radii = torch.stack([radii * cos, radii * sin], dim=-1).flatten(-2)
+            units = look_up(torch.polar(torch.ones_like(angles), angles), codes)
+            radii = torch.view_as_real(units.mul_(radii)).flatten(-2)  # [..., width >> (level - 1)]
         return radii
 
     def turn(self, query: Tensor) -> Tensor:
