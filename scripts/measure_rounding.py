@@ -13,12 +13,15 @@ from pathlib import Path
 from kvbench.hf import load_model
 from kvbench.methods.quantization.fp8 import Fp8
 from kvbench.methods.quantization.nvfp4 import Nvfp4
+from kvbench.methods.quantization.polarquant import PolarQuant
+from kvbench.methods.quantization.qjl import QJL
 from kvbench.methods.quantization.quarot_kv import QuaRotKV
+from kvbench.methods.quantization.turboquant import TurboQuant
 from kvbench.reproduce.findings.observe import Layer, Observer, Values, attend, causal_mask, observe
 
 README = Path(__file__).parent.parent / "README.md"
 TOKENS = 400
-METHODS = (Fp8(), Nvfp4(), QuaRotKV())
+METHODS = (Fp8(), Nvfp4(), QuaRotKV(), TurboQuant(), PolarQuant(), QJL())
 
 
 class Rounding(Observer):
